@@ -6,6 +6,14 @@ after an `Indefinite` one nobody knows, and asking again is safe because servers
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 
 class Error(Exception):
     """Root of the family: what happened, to what, and what to do about it."""
@@ -31,8 +39,20 @@ class InputError(Definite, ValueError):
     """Keys, gradients or values have the wrong type, shape or content."""
 
 
-class UnknownTable(Definite, KeyError):
-    """No table of that name or id."""
+class Refusing(Definite):
+    """A request that servers refused. Of a push they refuse single rows: the step counts, and all of its other rows are
+    applied.
+
+    refused: keys of the rows that were not applied, by the name of their table, int64 [n] each in ascending order; of a
+    tensor the numbers of its blocks. Empty for all other requests. To push exactly these rows again, once the reason is
+    gone, applies each row of the step once; to push the whole step again applies all others twice.
+    """
+
+    refused: Mapping[str, NDArray[np.int64]] = MappingProxyType({})
+
+
+class UnknownTable(Refusing, KeyError):
+    """No table of that name or id. A push to a table that was dropped raises it, and counts without its rows."""
 
     def __str__(self) -> str:  # KeyError would print the repr of the message
         return str(self.args[0]) if self.args else ""
@@ -63,8 +83,9 @@ class Closed(Definite):
     """The client was closed, or fenced by a newer incarnation of the same worker."""
 
 
-class ServerError(Definite):
-    """A server refused a request; the text is the server's own."""
+class ServerError(Refusing):
+    """A server refused a request; the text is the server's own. A push that raises it counts as a step, and `refused`
+    has the rows that it lacks."""
 
 
 class LeftOut(ServerError):
@@ -73,8 +94,8 @@ class LeftOut(ServerError):
 
 
 class ServerFull(ServerError):
-    """A push would add rows for which a server has no memory. It ticks without its rows at that server's head, as with
-    every `ServerError`; rows that are there can still be updated.
+    """A push would add rows for which a server has no memory. These rows are refused, and named in `refused`: push them
+    again, and no others, when there is room. Rows that are there are updated.
 
     server: which one is full; table: name of the table; nbytes: what the rows would take.
     """
@@ -83,8 +104,8 @@ class ServerFull(ServerError):
         super().__init__(text)
         self.server, self.table, self.nbytes = server, table, nbytes
 
-    def __reduce__(self) -> tuple[type[ServerFull], tuple[str, str, str, int]]:
-        return type(self), (str(self), self.server, self.table, self.nbytes)
+    def __reduce__(self) -> tuple[type[ServerFull], tuple[str, str, str, int], dict[str, object]]:
+        return type(self), (str(self), self.server, self.table, self.nbytes), {"refused": dict(self.refused)}
 
 
 class DataLost(Definite):
@@ -103,8 +124,8 @@ class DataLost(Definite):
 
 
 class NotFinite(ServerError):
-    """A push had a gradient with NaN or infinity for a table that takes none. It ticks without its rows at that
-    server, as with every `ServerError`.
+    """A push had gradients with NaN or infinity for a table that takes none. These rows are refused, and named in
+    `refused`; all others are applied.
 
     table: name of the table; key: of the first such row there.
     """
@@ -113,5 +134,5 @@ class NotFinite(ServerError):
         super().__init__(text)
         self.table, self.key = table, key
 
-    def __reduce__(self) -> tuple[type[NotFinite], tuple[str, str, int]]:
-        return type(self), (str(self), self.table, self.key)
+    def __reduce__(self) -> tuple[type[NotFinite], tuple[str, str, int], dict[str, object]]:
+        return type(self), (str(self), self.table, self.key), {"refused": dict(self.refused)}

@@ -24,7 +24,8 @@ from replication.effects import (
 )
 from replication.log import Frame, Log
 from replication.messages import Operation, OperationKind, Seqs
-from replication.progress import Progress, after_part, before_part
+from replication.progress import PART_BITS, Progress, after_part, before_part
+from replication.refusals import Refused
 from replication.snapshot_transfer import SnapshotTransfer
 
 _LOOK = (OperationKind.AUDIT, OperationKind.CUT, OperationKind.DROP)
@@ -169,8 +170,8 @@ class Admission(SnapshotTransfer):
             self._refuse(push, Status.FENCED, out)
             return
         if ranges.shape[0] == 0:
-            why = "" if push.refusal is None else push.refusal.why
-            out.append(Reply(push.token, Status.COMMITTED, self.epoch, ranges, NO_RANGES, why))
+            refused = [] if push.refusal is None else [Refused(push.clock, push.refusal.why)]
+            out.append(Reply(push.token, Status.COMMITTED, self.epoch, ranges, NO_RANGES, refused))
             return
         if push.clock:
             self._admit_step(push, ranges, out)
@@ -181,7 +182,7 @@ class Admission(SnapshotTransfer):
             before = row[ranges]
             row[ranges] = push.after
         operation = Operation(push.kind, worker, push.after, push.payload, push.nbytes)
-        self._log_operation(push, operation, ranges, before, out)
+        self._log_operation(push, operation, ranges, before, [], out)
 
     def _admit_step(self, push: Push, ranges: Ranges, out: Effects) -> None:
         """Judges a part of a step by the worker's progress: next, duplicate, or beyond next."""
@@ -192,7 +193,7 @@ class Admission(SnapshotTransfer):
         if np.count_nonzero(have != expected) == 0 and not push.repeat:
             row[ranges] = after
             operation = Operation(push.kind, push.worker, after, push.payload, push.nbytes, push.refusal)
-            self._log_operation(push, operation, ranges, expected, out)
+            self._log_operation(push, operation, ranges, expected, self._refused(push, ranges, NO_RANGES), out)
             return
         fresh, repeated = self._judge(push, have, expected, after)
         unapplied = np.count_nonzero(fresh)
@@ -204,8 +205,7 @@ class Admission(SnapshotTransfer):
         # Counted before the fresh part is performed, so that the frame is answered once, when both are committed.
         again = ranges[repeated]
         targets = self.seq[again]
-        # Of what is repeated counts what was refused then, not what would be now.
-        frame.refusal = self.refusals.look(push.worker, push.clock, again) or (frame.refusal if unapplied else "")
+        frame.refused = self._refused(push, ranges[fresh], again)
         if unapplied:
             ticked = ranges[fresh]
             row[ticked] = after
@@ -215,6 +215,18 @@ class Admission(SnapshotTransfer):
             self._waiters.append(Waiter(frame, again, targets))
         if frame.left == 0:
             self._finish(frame, out)
+
+    def _refused(self, push: Push, ticked: Ranges, again: Ranges) -> list[Refused]:
+        """What its answer says was refused: where it ticks now, as it is judged now; in ranges that it repeats, as it
+        was judged then. The last part speaks of all parts: who was to answer those may be gone."""
+        before = np.concatenate([again, ticked]) if push.last else again
+        refused = self.refusals.look(push.worker, push.clock, before) if self.refusals else []
+        if push.refusal is not None and ticked.shape[0]:
+            rows = push.refusal.rows
+            rows = rows if rows is None else rows.part(ticked)
+            if rows is None or len(rows):
+                refused.append(Refused(push.clock, push.refusal.why, rows))
+        return refused
 
     def _judge(
         self, push: Push, have: Progress, expected: int, after: int
@@ -229,9 +241,11 @@ class Admission(SnapshotTransfer):
         return unsafe
 
     def _log_operation(
-        self, push: Push, operation: Operation, ranges: Ranges, before: int | Progress, out: Effects
-    ) -> None:
+        self, push: Push, operation: Operation, ranges: Ranges, before: int | Progress, refused: list[Refused],
+        out: Effects,
+    ) -> None:  # fmt: skip
         frame = self._frame(operation, push.token, ranges)
+        frame.refused = refused
         self._give_seqs(frame, ranges, before, out)
         if frame.left == 0:
             self._finish(frame, out)
@@ -255,7 +269,7 @@ class Admission(SnapshotTransfer):
             return
         applied = self.clocks.read(ask.worker)
         committed = self._committed(ask.worker, applied)
-        refused = self.refusals.of(ask.worker, ranges)
+        refused = self.refusals.of(ask.worker, committed[ranges] >> PART_BITS, ranges)
         out.append(ClocksReply(ask.token, status, self.epoch, ranges, applied[ranges], committed[ranges], refused))
 
     def _committed(self, worker: int, applied: Progress) -> Progress:

@@ -14,7 +14,7 @@ from replication.effects import Apply, Effects, Reply, Send, Status
 from replication.log import Frame, Log
 from replication.messages import Ack, Forward, Message, Operation, Seqs
 from replication.progress import Clocks, Progress, touched_clock
-from replication.refusals import Refusals
+from replication.refusals import Refusals, Refused
 from replication.retained import Retained
 
 _TREATMENTS_KEPT = 8
@@ -252,11 +252,12 @@ class Core:
         if frame.token is None:
             return
         if not frame.moved:
-            out.append(Reply(frame.token, Status.COMMITTED, self.epoch, frame.ranges, NO_RANGES, frame.refusal))
+            out.append(Reply(frame.token, Status.COMMITTED, self.epoch, frame.ranges, NO_RANGES, frame.refused))
             return
         moved = np.unique(np.concatenate(frame.moved))
         committed = frame.ranges[~np.isin(frame.ranges, moved)]
-        out.append(Reply(frame.token, Status.COMMITTED, self.epoch, committed, moved, frame.refusal))
+        refused = [cut for each in frame.refused if (cut := _cut(each, committed)) is not None]
+        out.append(Reply(frame.token, Status.COMMITTED, self.epoch, committed, moved, refused))
 
     def _check_waiters(self, out: Effects) -> None:
         kept: list[Waiter] = []
@@ -269,6 +270,14 @@ class Core:
 
     def _frame(self, operation: Operation, token: object, ranges: Ranges) -> Frame:
         return Frame(operation, token, ranges)
+
+
+def _cut(refused: Refused, ranges: Ranges) -> Refused | None:
+    """What of it is in these ranges."""
+    if refused.rows is None:
+        return refused if len(ranges) else None
+    rows = refused.rows.part(ranges)
+    return refused._replace(rows=rows) if len(rows) else None
 
 
 def _by_lane(ranges: Ranges, lanes: NDArray[np.int64], mask: NDArray[np.bool_]) -> list[Part]:

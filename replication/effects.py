@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 from replication.chain import Member, Ranges
 from replication.messages import Message, Operation, OperationKind, Payload, Seqs
 from replication.progress import Progress
-from replication.refusals import Refusal
+from replication.refusals import Refusal, Refused
 
 
 class Status(IntEnum):
@@ -41,7 +41,7 @@ class Push:
     ranges: those it ticks, None for all that its receiver heads at `epoch`. base: the clock that the worker starts
     above. roster: the roster version at which the worker registered. repeat: the content was left out, because the
     sender was told that it is applied; such a frame is acknowledged as a duplicate or refused, never applied.
-    refusal: its head refuses the content, which the payload has no more: it ticks without.
+    refusal: its head refuses some rows, which the payload has no more: it ticks without.
     token: handed back in the Reply; any object.
     """
 
@@ -115,21 +115,21 @@ class Apply(NamedTuple):
 
 class Reply(NamedTuple):
     """Answer a push. `moved`: ranges of it that left this server before they were committed; the sender looks for
-    their new head in a view of at least `epoch`. refusal: why something of the step was refused when it ticked, now or
-    before, "" if nothing was."""
+    their new head in a view of at least `epoch`. refused: rows that the step lacks in `committed`, as they were refused
+    when it ticked, now or before: of a repeat, and of a step's last part all that were refused of the step."""
 
     token: object
     status: Status
     epoch: int
     committed: Ranges
     moved: Ranges
-    refusal: str = ""
+    refused: Sequence[Refused] = ()
 
 
 class ClocksReply(NamedTuple):
     """Answer an Ask: progress per range headed here, applied and committed. Only committed frees a step.
-    refused: (clock, why) of steps that ticked without what was refused of them there, by clock, unless the worker is
-    known to know. status COMMITTED: as said; STALE_VIEW or FENCED: no answer."""
+    refused: rows that committed steps lack there, by clock, unless the worker is known to know. status COMMITTED: as
+    said; STALE_VIEW or FENCED: no answer."""
 
     token: object
     status: Status
@@ -137,7 +137,7 @@ class ClocksReply(NamedTuple):
     ranges: Ranges
     applied: Progress
     committed: Progress
-    refused: Sequence[tuple[int, str]] = ()
+    refused: Sequence[Refused] = ()
 
 
 class Hold(NamedTuple):

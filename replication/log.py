@@ -14,19 +14,20 @@ import numpy as np
 from replication.chain import Ranges
 from replication.messages import Operation, Seqs
 from replication.progress import Progress
+from replication.refusals import Refused
 
 
 class Frame:
-    """One operation as it came in: what it waits for, and whom to tell. token None: nobody here was asked. refusal:
-    why its content was refused, "" if it was not."""
+    """One operation as it came in: what it waits for, and whom to tell. token None: nobody here was asked. refused:
+    what its answer says of rows that the step lacks."""
 
-    __slots__ = ("left", "moved", "nbytes", "operation", "ranges", "refusal", "token")
+    __slots__ = ("left", "moved", "nbytes", "operation", "ranges", "refused", "token")
 
     def __init__(self, operation: Operation, token: object, ranges: Ranges) -> None:
         self.operation = operation
         self.token = token
         self.ranges = ranges
-        self.refusal = "" if operation.refusal is None else operation.refusal.why
+        self.refused: list[Refused] = []
         self.nbytes = 0
         self.left = 0
         self.moved: list[Ranges] = []

@@ -60,7 +60,7 @@ class Operation:
 
     `worker` is the worker whose progress in the operation's ranges becomes `after`, or -1 for nobody's.
     `nbytes` is the memory that stays in use until every range of it is acknowledged.
-    `refusal`: of a push whose head refused the content; it ticks without it.
+    `refusal`: of a push whose head refused rows, which `payload` lacks; it may name rows of other ranges, too.
     """
 
     __slots__ = ("after", "kind", "nbytes", "payload", "refusal", "worker")

@@ -25,8 +25,8 @@ Exactly once. The head judges (clock, part) against progress, which every replic
 new head therefore judges as the old one did, for the operations that survived. A repeat is answered only when `acked`
 reaches the range's seq of that moment, which is not before the tail has what it repeats. A repeat without content is
 never applied. Clocks asked for come as (applied, committed): applied tells what to leave out, committed what to forget.
-What a head refuses ticks as empty, and is logged as refused with the tick: so a repeat is answered with that by whoever
-has the tick, and asked for it is told with the clocks (see `refusals`).
+A step ticks without rows that its head refuses; which ones is logged with the tick: so a repeat is answered with that
+by whoever has the tick, and asked for it is told with the clocks (see `refusals`).
 
 One head per epoch. Views are totally ordered and a head acts only for ranges that its view gives it. Two servers may
 both believe they head r, under different views; only the one whose chain is current gets acknowledgements. The last

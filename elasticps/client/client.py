@@ -78,7 +78,7 @@ class Client:
     ) -> SparseTable:  # fmt: skip
         """Opens a sparse table, creating it if it is new. `SpecError` if it exists with another spec.
 
-        finite: servers refuse gradients that hold NaN or infinity (`NotFinite`) before any row of theirs changes.
+        finite: servers refuse rows of gradients that hold NaN or infinity (`NotFinite`), and apply the others.
         push, pull: filters that make gradients, and rows that are read, shorter on their way (docs/filters.md).
         on_loss, max_lost_steps: as for `SparseTable.set_on_loss`; None leaves what was set before.
         cache: rows that this worker keeps, `eps.Cache(rows=…, staleness=…)` (docs/caches.md); None leaves what there
@@ -133,7 +133,8 @@ class Client:
         empty mapping, or empty keys, is a step that only ticks the clock. `lr` overrides the optimizers' rates, for
         all tables or by table. `copy=False` lends tensors' gradients instead of copying them: they must not change
         until the step is committed; under BSP, where it may be pushed again after that, they are copied. Raises
-        `InputError` before anything is sent, `Timeout` when the window stays full.
+        `InputError` before anything is sent, `Timeout` when the window stays full. Rows that servers refuse later are
+        named by what `result()` of the step raises, see `ServerError`.
         """
         return self._steps.whole(values, lr, copy=copy)
 
@@ -237,7 +238,8 @@ class Client:
     def flush(self, timeout: float | None = None) -> None:
         """Waits until every step pushed so far is committed. `Timeout` says whom it waited for.
 
-        Raises the first error of the steps whose `result` nobody has asked for, if a server refused one.
+        Raises the first error of the steps whose `result` nobody has asked for, if servers refused rows of one; its
+        `refused` has the rows of that step.
         """
         self._steps.flush(timeout)
 

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from coordinator.view import ServerInfo
 from elasticps.client.protocol.routing import Routes
 from elasticps.client.runtime import Lock, Runtime
@@ -13,6 +16,7 @@ from elasticps.client.short_keys import ShortKeys
 from elasticps.client.transport import Driver, Link, OnFrame, Sink, Usual
 from elasticps.errors import LeftOut, NotFinite, ServerError, ServerFull, SpecError, Timeout, UnknownTable
 from elasticps.wire.frames import Buffer
+from elasticps.wire.refusals import RefusedRows, decode_refused
 from replication.chain import Member
 
 if TYPE_CHECKING:
@@ -248,6 +252,11 @@ class Connections:
         self._driver.remove(peer.link)
         peer.link.close()
         self._on_gone(peer.member)
+
+
+def refused_by(server: str, body: NDArray[np.uint8], ranges: int) -> list[tuple[int, Exception, RefusedRows]]:
+    """(clock, error, rows) of steps of which a server refused rows. ranges: of the cluster."""
+    return [(clock, server_error(why, server), rows) for clock, why, rows in decode_refused(body, ranges)]
 
 
 def server_error(document: Mapping[str, Any], server: str) -> Exception:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from coordinator.forks import REMEDY
 from coordinator.view import View, WorkerInfo
 from elasticps.client import absence
-from elasticps.client.connections import Connections, Peer, server_error
+from elasticps.client.connections import Connections, Peer, refused_by, server_error
 from elasticps.client.forks import at_fork
 from elasticps.client.holding import Holding
 from elasticps.client.presence import Presence
@@ -31,6 +31,8 @@ from elasticps.client.runtime import Runtime
 from elasticps.client.transport import Driver, Link
 from elasticps.errors import Closed, ClusterUnreachable, ConfigError, Error, Timeout, VersionMismatch
 from elasticps.wire.frames import (
+    LAST,
+    REFUSED,
     FrameError,
     Header,
     Kind,
@@ -41,7 +43,7 @@ from elasticps.wire.frames import (
     read_partly,
 )
 from elasticps.wire.headers import GetViewHeader, OkHeader
-from elasticps.wire.refusals import decode_told
+from elasticps.wire.refusals import RefusedRows
 from elasticps.wire.use import Use, UseHeader
 from elasticps.wire.views import read_view
 from replication.chain import Member
@@ -349,12 +351,16 @@ class Dispatcher:
                 self.pushes.partly(request, header.epoch, *read_partly(header, body))
             elif kind == Kind.CLOCKS and owner == PUSH:
                 ranges, applied, committed, told = read_clocks(header, body)
-                refused = [(clock, server_error(why, link.server.name)) for clock, why in decode_told(told)]
+                refused = refused_by(link.server.name, told, self.routes.view.ranges)
                 self.pushes.clocks(request, header.epoch, ranges, applied, committed, refused)
             elif kind == Kind.PARTLY:
                 self._stall(request, owner, header.epoch)
             elif kind in (Kind.OK, Kind.CLOCKS, Kind.BARRIER_DECISION, Kind.SHARDS, Kind.KEYS, Kind.REDUCED):
                 self._fan_outs.answered(header, body.tobytes())
+            elif kind == Kind.ERROR and header.flags & REFUSED:
+                refused = refused_by(link.server.name, body, self.routes.view.ranges)
+                if owner == PUSH:
+                    self.pushes.refused(request, [each[1:] for each in refused], bool(header.flags & LAST))
             elif kind == Kind.ERROR:
                 self._on_error(link, header, json_body(body.data))
             elif kind == Kind.VIEW:
@@ -396,7 +402,7 @@ class Dispatcher:
         else:
             error = server_error(document, link.server.name)
             if owner == PUSH:
-                known = self.pushes.refused(request, error, not document.get("partly"))
+                known = self.pushes.refused(request, [(error, RefusedRows({}, self.routes.view.ranges))], True)
             else:
                 known = (self.pulls.finish if owner == PULL else self._fan_outs.refused)(request, error)
             if not known and request:

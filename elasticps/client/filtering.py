@@ -42,13 +42,44 @@ class Screen(Protocol):
     def sent(self) -> None:
         """That is outstanding."""
 
+    def forget(self, keys: NDArray[np.int64] | None) -> None:
+        """Weights of `keys`, or all, are being changed by others than pushes."""
+
+
+class Sent(Protocol):
+    """A step that is outstanding, or was."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it is committed, and what was refused of it is known. Under BSP it may be pushed again after that,
+        but not any more when the next one is made."""
+
+    def refused_of(self, table: int) -> NDArray[np.int64]:
+        """Keys of a table's rows that were refused."""
+
+
+class _Undo(NamedTuple):
+    """What is put back if rows of a push are refused: rows [n, dim] to be added to what is kept for keys [n]. Then all
+    that earlier pushes had left is kept again, and nothing of this push is: its caller still has that."""
+
+    step: Sent
+    keys: NDArray[np.int64]
+    rows: NDArray[np.float32]
+
 
 class PushFilter:
     """What one client pushes to a table with filters. keys int64 [n], gradients float32 [n, dim] -> distinct keys, and
     words [n, words]. What is sent again is sent as it was, so this runs once for each gradient."""
 
-    def __init__(self, spec: TableSpec, screen: Screen | None = None) -> None:
+    def __init__(
+        self, spec: TableSpec, screen: Screen | None = None, *, table: int = 0, in_rounds: bool = False
+    ) -> None:  # fmt: skip
         self._screen = screen
+        self._table = table
+        # Blocks of a tensor are there: only the share of a round can be refused for want of memory.
+        self._undoes = in_rounds or spec.shape is None
+        self._undo: _Undo | None = None  # of what has not left yet
+        self._sent: list[_Undo] = []
         self._shape = (spec.blocks, spec.dim) if spec.shape is not None else None
         self.codec = Codec(spec.push, spec.dim)
         self.codec.decode(self.codec.encode(np.zeros((1, spec.dim), np.float32)))  # no step waits for a compiler
@@ -78,36 +109,62 @@ class PushFilter:
         self, keys: NDArray[np.int64], grads: NDArray[np.float32]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         keys, grads = summed(keys, grads)
-        if self._kept is None and self._screen is None and not self.codec.sifts:
+        screen = self._screen
+        if self._kept is None and screen is None and not self.codec.sifts:
             return keys, self.codec.encode(grads)
-        whole = grads if self._kept is None else self._kept.add(keys, grads)
-        if self._screen is not None:
-            return self._screened(keys, whole, self._screen)
-        coded = self.codec.encode(whole)
-        arrives = self.codec.decode(coded)
-        if self._kept is not None:
-            whole -= arrives
-            whole[~np.isfinite(whole).all(axis=1)] = 0.0
-            self._rest = keys, whole
-        if self.codec.sifts and not (sent := arrives.any(axis=1)).all():
-            return keys[sent], coded[sent]
-        return keys, coded
-
-    def _screened(
-        self, keys: NDArray[np.int64], whole: NDArray[np.float32], screen: Screen
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        left = screen.screen(keys, whole)
+        self._put_back()
+        before = None if self._kept is None else self._kept.add(keys, np.zeros_like(grads))
+        whole = grads if before is None else grads + before
+        left = whole if screen is None else screen.screen(keys, whole)
         coded = self.codec.encode(left)
         arrives = self.codec.decode(coded)
+        sent: NDArray[np.bool_] = np.ones(len(keys), np.bool_)
+        if screen is not None or self.codec.sifts:
+            sent = np.asarray(arrives.any(axis=1))
+        if before is not None:
+            with np.errstate(invalid="ignore"):  # of what is infinite
+                rest = left - arrives if self.codec.feedback else np.zeros_like(whole)
+                if screen is not None and screen.feedback:
+                    rest += whole - left
+            self._note(keys, before, rest, arrives, sent)
+        return (keys, coded) if sent.all() else (keys[sent], coded[sent])
+
+    def _note(
+        self, keys: NDArray[np.int64], before: NDArray[np.float32], rest: NDArray[np.float32],
+        arrives: NDArray[np.float32], sent: NDArray[np.bool_],
+    ) -> None:  # fmt: skip
+        """What is kept once this has left: float32 [n, dim] each. A gradient that is not finite adds nothing to what is
+        kept, and takes nothing of it: where its row arrives so, no server can use anything of the row."""
+        lost = ~np.isfinite(rest)
+        lost[~np.isfinite(arrives).all(axis=1)] = True
+        rest[lost] = before[lost]
+        self._rest = keys, rest
+        if self._undoes:
+            before -= rest
+            self._undo = _Undo(_NO_STEP, keys, before) if sent.all() else _Undo(_NO_STEP, keys[sent], before[sent])
+
+    def _put_back(self) -> None:
+        """Of steps that are done: what went with rows that were refused is kept again."""
+        if self._kept is None:
+            return
+        waiting = []
+        for undo in self._sent:
+            if not undo.step.done:
+                waiting.append(undo)
+            elif (refused := np.isin(undo.keys, undo.step.refused_of(self._table))).any():
+                keys = undo.keys[refused]
+                self._kept.keep(keys, self._kept.add(keys, undo.rows[refused]))
+        self._sent = waiting
+
+    def forget(self, keys: NDArray[np.int64] | None) -> None:
+        """Forgets what is kept for keys, int64 [n], or for all, also what would be put back; but not what is pushed."""
+        self._put_back()
         if self._kept is not None:
-            rest = np.zeros_like(whole)
-            for dropped, keeps in ((whole - left, screen.feedback), (left - arrives, self.codec.feedback)):
-                if keeps:
-                    rest += dropped
-            rest[~np.isfinite(rest).all(axis=1)] = 0.0
-            self._rest = keys, rest
-        sent = arrives.any(axis=1)
-        return keys[sent], coded[sent]
+            self._kept.forget(keys)
+        for undo in self._sent:
+            undo.rows[slice(None) if keys is None else np.isin(undo.keys, keys)] = 0.0
+        if self._screen is not None:
+            self._screen.forget(keys)
 
     def source(
         self, table: int, salt: int, keys: NDArray[np.int64], grads: NDArray[np.float32], values: NDArray[np.float32]
@@ -120,13 +177,29 @@ class PushFilter:
         keys, coded = self.encode(keys, grads)
         return Source(table, salt, coded.shape[1], -1, keys, coded, values)
 
-    def sent(self) -> None:
-        """What was encoded last is outstanding: what that dropped is kept. Otherwise it has not been sent."""
+    def sent(self, step: Sent) -> None:
+        """What was encoded last is outstanding, as a part of a step: what that dropped is kept. Otherwise it has not
+        been sent."""
         if self._kept is not None and self._rest is not None:
             self._kept.keep(*self._rest)
             self._rest = None
+            if self._undo is not None:
+                self._sent.append(self._undo._replace(step=step))
+                self._undo = None
         if self._screen is not None:
             self._screen.sent()
+
+
+class _NoStep:
+    """Of what has not left."""
+
+    done = False
+
+    def refused_of(self, table: int) -> NDArray[np.int64]:
+        raise AssertionError("what was never sent was refused")
+
+
+_NO_STEP = _NoStep()
 
 
 def summed(keys: NDArray[np.int64], grads: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -157,6 +230,10 @@ class KeptBlocks:
         """As `Kept.keep`."""
         self._rows[keys] = rows
 
+    def forget(self, keys: NDArray[np.int64] | None) -> None:
+        """As `Kept.forget`."""
+        self._rows[slice(None) if keys is None else keys] = 0.0
+
 
 class Kept:
     """Rows of `dim` floats by key, no more than `most`: a hash table in which a key has WAYS places, and takes
@@ -167,7 +244,9 @@ class Kept:
         self._keys, self._used = np.zeros(size, np.int64), np.zeros(size, np.bool_)
         self._rows = np.zeros((size, dim), np.float32)
         self._counts = np.zeros(2, np.int64)  # rows, lost
-        self.keep(np.empty(0, np.int64), self.add(np.empty(0, np.int64), self._rows[:0]))
+        none = np.empty(0, np.int64)  # no step waits for a compiler
+        self.keep(none, self.add(none, self._rows[:0]))
+        self.forget(none)
 
     @property
     def rows(self) -> int:
@@ -186,6 +265,14 @@ class Kept:
     def keep(self, keys: NDArray[np.int64], rows: NDArray[np.float32]) -> None:
         """Keeps rows [n, dim] for keys [n], instead of what was kept for them."""
         _keep(keys, rows, self._keys, self._used, self._rows, self._counts)
+
+    def forget(self, keys: NDArray[np.int64] | None) -> None:
+        """Keeps nothing for keys [n], or for none."""
+        if keys is None:
+            self._used[:] = False
+            self._counts[0] = 0
+        else:
+            _forget(keys, self._keys, self._used, self._counts)
 
 
 @kernel
@@ -225,3 +312,12 @@ def _keep(keys, rows, kept_keys, used, kept, counts):  # type: ignore[no-untyped
         kept_keys[at] = keys[i]
         for j in range(rows.shape[1]):
             kept[at, j] = rows[i, j]
+
+
+@kernel
+def _forget(keys, kept_keys, used, counts):  # type: ignore[no-untyped-def]
+    for i in range(keys.shape[0]):
+        at = _place(keys[i], kept_keys, used)
+        if used[at] and kept_keys[at] == keys[i]:
+            used[at] = False
+            counts[0] -= 1

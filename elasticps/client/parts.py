@@ -46,6 +46,7 @@ class Parts:
             self.losses = Losses(registry, self._runtime, self.worker, raises=raise_on_loss)
             dispatcher.on_anew = self._began_anew
             dispatcher.pushes.on_refused = self._forget
+            dispatcher.pushes.name_of = self._name_of
             joining = Joining(dispatcher, registry, barrier, timeout_s)
             self.steps = Steps(dispatcher, joining, barrier, opened, timeout_s, self.losses)
             self.reads = Reads(
@@ -93,6 +94,9 @@ class Parts:
         """Servers have not what this worker would expect: rows that it keeps may be wrong."""
         for handle in list(self._opened.values()):
             handle.forget()
+
+    def _name_of(self, table: int) -> str | None:
+        return next((handle.name for handle in list(self._opened.values()) if handle.id == table), None)
 
     def _use(self) -> tuple[int, int, int]:
         kept = [handle.kept for handle in list(self._opened.values()) if isinstance(handle, SparseTable)]

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from elasticps.client.protocol.routing import Routes
 from elasticps.client.protocol.session import Ask, Committed, Effect, Frame, NeedView, Session
 from elasticps.client.push_batch import PackedPart
 from elasticps.client.short_keys import Short, ShortKeys
 from elasticps.client.writes import Cut, Part, named_ranges
+from elasticps.errors import Refusing
 from elasticps.wire.frames import HEADER_BYTES, Buffer
 from elasticps.wire.headers import GetClocksHeader, PushHeader, Shard
+from elasticps.wire.refusals import RefusedRows
 from replication.chain import Member, Ranges
 from replication.effects import Status
 from replication.progress import Progress
@@ -28,14 +31,26 @@ Send = Callable[[Member, Sequence[Buffer]], None]
 
 
 class StepState:
-    """One step as its caller sees it: done when it is committed along every chain; `error` if a server refused it."""
+    """One step as its caller sees it: done when it is committed along every chain; `error` if servers refused some of
+    it, and `refused` which rows."""
 
-    __slots__ = ("clock", "done", "error")
+    __slots__ = ("clock", "done", "error", "refused")
 
     def __init__(self, clock: int) -> None:
         self.clock = clock
         self.done = False
         self.error: Exception | None = None
+        self.refused: list[tuple[Exception, RefusedRows]] = []
+
+    def begin_again(self, clock: int) -> None:
+        """It is pushed again, all of it, as another step: what was refused before is judged again."""
+        self.clock, self.done, self.error = clock, False, None
+        self.refused.clear()
+
+    def refused_of(self, table: int) -> NDArray[np.int64]:
+        """Keys of a table's rows that were refused, each once, in ascending order; final when the step is done."""
+        some = [rows.keys[table] for _, rows in self.refused if table in rows.keys]
+        return np.unique(np.concatenate(some)) if some else NO_RANGES
 
 
 class _Sent:
@@ -65,6 +80,7 @@ class Pushes:
         self.shards: dict[int, tuple[int, int]] = {}  # by clock: (set, shard) that a step trains
         self.round = False  # whether each step is a share of a synchronous round
         self.on_refused: Callable[[], None] = lambda: None
+        self.name_of: Callable[[int], str | None] = lambda table: None  # of a table, by its id
         self.routes: Routes
         self._worker = worker
         self._requests = requests
@@ -124,7 +140,13 @@ class Pushes:
     # -- views and connections ----------------------------------------------------------------------------------------
 
     def adopt(self, routes: Routes) -> None:
-        """Follows a view: what is outstanding goes to the heads that it names."""
+        """Follows a view: what is outstanding goes to the heads that it names. Ranges that come back from a checkpoint
+        judge all of it again."""
+        judged: Ranges = np.flatnonzero(routes.view.as_chains.anew <= self.session.epoch)
+        if self.session.epoch and len(judged) < routes.view.ranges:
+            for state in self._states.values():
+                cut = [(error, rows.part(judged) if len(rows) else rows, len(rows)) for error, rows in state.refused]
+                state.refused = [(error, rows) for error, rows, before in cut if len(rows) or not before]
         self.routes = routes
         self._perform(self.session.adopt(routes.view.as_chains))
 
@@ -171,13 +193,13 @@ class Pushes:
             self._answered(sent)
         return True
 
-    def refused(self, request: int, error: Exception, answered: bool) -> bool:
-        """A server refused the content for good: it ticks as empty. answered: and is committed so; else the frame's
-        answer follows."""
+    def refused(self, request: int, refused: Iterable[tuple[Exception, RefusedRows]], answered: bool) -> bool:
+        """A server refused rows for good: the step ticks without them, and what is said here is committed so. answered:
+        that is the frame's answer, which else follows."""
         sent = self._sent.get(request)
         if sent is None:
             return False
-        sent.state.error = sent.state.error or error
+        sent.state.refused += refused
         self.on_refused()
         return self.ok(request) if answered else True
 
@@ -195,16 +217,16 @@ class Pushes:
 
     def clocks(
         self, request: int, epoch: int, ranges: Ranges, applied: Progress, committed: Progress,
-        refused: Sequence[tuple[int, Exception]] = (),
+        refused: Sequence[tuple[int, Exception, RefusedRows]] = (),
     ) -> bool:  # fmt: skip
-        """A server said how far our steps are there, and why steps are without something there: whoever was to say so
-        may be gone."""
+        """A server said how far our steps are there, and which rows committed steps are without there: whoever was to
+        say so may be gone."""
         ask = self._asks.pop(request, None)
         if ask is None:
             return False
-        for clock, error in refused:
+        for clock, error, rows in refused:
             if (state := self._states.get(clock)) is not None:
-                state.error = state.error or error
+                state.refused.append((error, rows))
                 self.on_refused()
         self._perform(self.session.clocks(ask.ask, Status.COMMITTED, epoch, ranges, applied, committed))
         return True
@@ -265,8 +287,24 @@ class Pushes:
     def _finish(self, clock: int) -> None:
         state = self._states.pop(clock)
         self.shards.pop(clock, None)
-        if state.error is not None:
+        if state.refused:
+            state.error = self._error(state)
             self.failures[clock] = state.error
             if len(self.failures) > MAX_FAILURES:
                 del self.failures[max(self.failures)]
         state.done = True  # last: whoever waits for it looks at the rest without the lock
+
+    def _error(self, state: StepState) -> Exception:
+        """The first refusal, with all rows that the step lacks."""
+        error = state.refused[0][0]
+        tables = sorted({table for _, rows in state.refused for table in rows.keys})
+        named = {name: state.refused_of(table) for table in tables if (name := self.name_of(table)) is not None}
+        if isinstance(error, Refusing) and named:
+            error.refused = named
+            counts = ", ".join(f"{len(keys):,} of {name!r}" for name, keys in named.items())
+            error.args = (
+                f"{error}. Step {state.clock} counts without these rows: {counts}. All others are applied: push "
+                "exactly the rows of error.refused again, not the whole step",
+                *error.args[1:],
+            )
+        return error

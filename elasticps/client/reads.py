@@ -62,6 +62,11 @@ class Reads:
         self._dispatcher.check()
         return self._prepare()
 
+    @property
+    def pushing(self) -> Lock:
+        """What is held while a push is made."""
+        return self._dispatcher.lock
+
     def lock(self) -> Lock:
         """A new one, which a thread must not take twice."""
         return self._dispatcher.runtime.lock()

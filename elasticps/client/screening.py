@@ -94,6 +94,17 @@ class Screen:
                 self._sends += 1
                 self._recent.append((self._sends, keys))
 
+    def forget(self, keys: Keys | None) -> None:
+        """Weights of `keys`, or all, are being changed past this worker's steps: nobody knows them before they are
+        pulled again."""
+        with self._lock:
+            self._zero.forget(keys)
+            if keys is None:
+                self._sends += RECENT + 1  # so that no pull under way shows anything
+            else:
+                self._sends += 1
+                self._recent.append((self._sends, keys))
+
     def noting_tensor(self) -> Callable[[Floats], None]:
         """As `noting`, of a whole tensor."""
         return partial(self.saw_tensor, asked=self._sends)

@@ -67,8 +67,9 @@ class Step:
         return self._state.done
 
     def result(self, timeout: float | None = None) -> None:
-        """Waits until the step is committed. Raises `ServerError` if a server refused a part of it, `Timeout` when
-        `timeout` seconds (default: the client's) were not enough; the step goes on being sent then."""
+        """Waits until the step is committed. Raises `ServerError` if servers refused rows of it, whose `refused` has
+        their keys by table: all others are applied, so push exactly these again. `Timeout` when `timeout` seconds
+        (default: the client's) were not enough; the step goes on being sent then."""
         self._steps.finish(self._state, timeout)
 
 
@@ -231,8 +232,9 @@ class Steps:
             if begins is not None:
                 step.state = begins
             self._pushes.push(part, last, begins, shard)
+            assert step.state is not None
             for handle in values:
-                handle.sent()
+                handle.sent(step.state)
         except BaseException:
             self._dispatcher.hurt()
             for handle in values:
@@ -265,7 +267,8 @@ class Steps:
 
         parts = [part.with_values(values) for part in share.parts if isinstance(part, Part | PackedPart)]
         state = share.state
-        state.clock, state.done = clock, False
+        self._pushes.failures.pop(state.clock, None)
+        state.begin_again(clock)
         for number, part in enumerate(parts, start=1):
             self._pushes.push(part, number == len(parts), state if number == 1 else None, share.shard)
         if share.shard is not None:
@@ -311,14 +314,14 @@ class Steps:
             return self._pushes.begun(state) and not (session.open and session.clock == state.clock)
 
     def finish(self, state: StepState, timeout: float | None) -> None:
-        """Waits until a step is committed, and its round closed."""
+        """Waits until a step is committed, and its round closed. Before that it may yet be pushed again for a later
+        round, and what was refused of it is judged again."""
         if not state.done:
             timeout_s = self.timeout_s if timeout is None else timeout
             self._dispatcher.wait(lambda: state.done, timeout_s, f"step {state.clock}")
-        self._check(state)
         if self.barrier is not None:
             self.settle(timeout)
-            self._check(state)  # it may have been pushed again meanwhile
+        self._check(state)
 
     def _check(self, state: StepState) -> None:
         if state.error is not None:

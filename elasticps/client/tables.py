@@ -16,7 +16,7 @@ from elasticps.caching import Cache
 from elasticps.client import filling, listing
 from elasticps.client.cache_use import NOT_USED, CacheUse, check_cache
 from elasticps.client.filling import NO_STEP_VALUES
-from elasticps.client.filtering import PushFilter
+from elasticps.client.filtering import Sent
 from elasticps.client.inputs import checked_floats, checked_keys, checked_out, checked_read
 from elasticps.client.protocol.routing import PushPlan, Routes, plan_push
 from elasticps.client.pulls import ArrayRead, DenseRead, SparseRead
@@ -46,7 +46,7 @@ class SparseTable(Target):
         self._cache: RowCache | None = None
         self._source: Source | None = None  # given last, of a table whose rows are kept
         if self._short is not None and self._short.shortens_keys:
-            self._push = self._push or PushFilter(spec)
+            self._push = self._push or self._push_filter()
 
     @property
     def key_bytes(self) -> Saved:
@@ -210,7 +210,7 @@ class SparseTable(Target):
         if slots:
             values = filling.with_slots(self.name, values, slots, self.optimizer.slot_shapes(self.dim))
         step = max(1, LOADED_BYTES // (8 + 4 * values.shape[1]))
-        with self._forgotten():
+        with self._forgotten(array):
             for at in range(0, len(array), step):
                 some = slice(at, at + step)
                 self._load(partial(filling.rows, self.id, self.salt, array[some], values[some]))
@@ -239,7 +239,7 @@ class SparseTable(Target):
         array = np.unique(checked_keys(self.name, keys))
         nothing = np.empty((len(array), 0), np.float32)
         step = max(1, LOADED_BYTES // 8)
-        with self._forgotten():
+        with self._forgotten(array):
             for at in range(0, len(array), step):
                 write = partial(filling.rows, self.id, self.salt, array[at : at + step], nothing[at : at + step])
                 worker = self._reads.worker.id
@@ -252,8 +252,10 @@ class SparseTable(Target):
             self._reads.delete(questions, f"clearing {self.name!r}")
 
     @contextmanager
-    def _forgotten(self) -> Iterator[None]:
-        """Servers change rows past this client's steps: afterwards none is kept that was pulled before."""
+    def _forgotten(self, keys: NDArray[np.int64] | None = None) -> Iterator[None]:
+        """Servers change rows of `keys`, or all, past this client's steps: nothing is added to them later that filters
+        kept of gradients before, and afterwards no row is kept that was pulled before."""
+        self._forget_pushed(keys)
         try:
             yield
         finally:
@@ -274,9 +276,9 @@ class SparseTable(Target):
             self._source = source
         return source
 
-    def sent(self) -> None:
-        """What `source` gave last is outstanding."""
-        super().sent()
+    def sent(self, step: Sent) -> None:
+        """What `source` gave last is outstanding, as a part of a step."""
+        super().sent(step)
         source, self._source = self._source, None
         if self._cache is not None and source is not None:
             self._cache.pushed(source)
@@ -367,6 +369,7 @@ class DenseTensor(Target):
         """Gives the tensor values, float32 of its shape, past the optimizer; as `SparseTable.load`."""
         given = self._flat(values).reshape(self.shape)
         check_size([self.lent(given, self._reads.routes, NO_STEP_VALUES)])
+        self._forget_pushed()
         self._load(lambda routes: self.lent(given, routes, NO_STEP_VALUES))
 
     def source(self, value: object, step_values: NDArray[np.float32]) -> Source:

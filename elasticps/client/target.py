@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client.filling import fill
-from elasticps.client.filtering import Feedback, PushFilter
+from elasticps.client.filtering import Feedback, PushFilter, Sent
 from elasticps.client.protocol.routing import Routes
 from elasticps.client.pulls import CodedRead
 from elasticps.client.rates import SetRate, same_rate, with_rate
@@ -54,7 +54,7 @@ class Target(Reduced):
         self.rate_set: SetRate | None = None
         self._pull, push = Codec(spec.pull, spec.dim), Codec(spec.push, spec.dim)
         self._screen = screen_of(spec, reads.lock)
-        self._push = PushFilter(spec, self._screen) if push.code or self._screen else None
+        self._push = self._push_filter() if push.code or self._screen else None
         self._short = Short.of(spec.push)
         if self._short is not None:
             reads.shorten(table_id, self._short)
@@ -79,10 +79,20 @@ class Target(Reduced):
         """Whether what is pushed can be sent from the caller's memory."""
         return False
 
-    def sent(self) -> None:
-        """What `source` gave last is outstanding."""
+    def _push_filter(self) -> PushFilter:
+        return PushFilter(self.spec, self._screen, table=self.id, in_rounds=self._reads.in_rounds)
+
+    def sent(self, step: Sent) -> None:
+        """What `source` gave last is outstanding, as a part of a step."""
         if self._push is not None:
-            self._push.sent()
+            self._push.sent(step)
+
+    def _forget_pushed(self, keys: NDArray[np.int64] | None = None) -> None:
+        """Servers are about to change rows of `keys`, int64 [n], or all, past this client's steps: what its filters
+        keep of earlier gradients is no part of these rows any more."""
+        if self._push is not None:
+            with self._reads.pushing:
+                self._push.forget(keys)
 
     def forget(self) -> None:
         """What is kept of rows may be wrong from now on."""

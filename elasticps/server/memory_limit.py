@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from elasticps.memory import give_back
 from elasticps.server.connection import Connection, Handler
 from elasticps.server.fast.layout import UNLIMITED
 from elasticps.server.fast.path import FastPath
 from elasticps.server.protocol.asker import Body
 from elasticps.server.protocol.headroom import Headroom, Memory, full
+from elasticps.server.protocol.push_rows import PushRows
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.replica_links import ReplicaLinks
 from elasticps.store import Store, Table
@@ -44,24 +47,36 @@ class MemoryLimit:
         if self._headroom.limited:
             self._links.broadcast(json_frame(Kind.ROOM, self._headroom.told()))
 
-    def take(self, blocks: list[Block], share: int = 0, kept: int = 0) -> None:
-        """Room for the rows that blocks add, in all tables or in none. share: bytes that they take as a share of a
-        round, beside `kept` of those that there are; more than some need room too. Raises `RequestError` if there is
-        none."""
+    def take(self, blocks: list[Block]) -> None:
+        """Room for the rows that blocks add, in all tables or in none. Raises `RequestError` if there is none."""
+        rows = PushRows(blocks)
+        self.limit(rows)
+        if rows.error is not None:
+            raise rows.error
+
+    def limit(self, push: PushRows, share: int = 0, kept: int = 0) -> None:
+        """Takes room for the rows that a push adds, or refuses all of these; rows that are there need none. share:
+        bytes that it takes as a share of a round, beside `kept` of those that there are; more than some need room too,
+        and without room all of the share is refused."""
         room, needed = self._path.room, 0
         if room > UNLIMITED // 2:
             return
+        tables = self._store.tables
         if share and share + kept > Memory(self._headroom.limit).share(SHARES_BYTES):
             needed = share
             if needed > room:
-                raise self._full(self._store.tables[blocks[0].table], 0, share)
-        for block in blocks:
-            table = self._store.tables[block.table]
-            rows, nbytes = table.bytes_for(block.keys)
-            needed += nbytes
-            if nbytes and needed > room:
-                raise self._full(table, rows, nbytes)
-        self._path.room = room - needed
+                push.refuse_all(self._full(tables[push.blocks[0].table], 0, share))
+                return
+        missing = [tables[block.table].missing(block.keys) for block in push.blocks]
+        taken = needed
+        for block, mask in zip(push.blocks, missing, strict=True):
+            table, rows = tables[block.table], int(np.count_nonzero(mask))
+            taken += rows * table.row_bytes
+            if rows and taken > room:
+                push.refuse(self._full(table, rows, rows * table.row_bytes), missing)
+                taken = needed
+                break
+        self._path.room = room - taken
 
     def _full(self, table: Table, rows: int, nbytes: int) -> RequestError:
         least = self._headroom.least

@@ -21,6 +21,7 @@ from elasticps.server.protocol.data_shards_state import ShardMark
 from elasticps.server.protocol.held_frames import HeldFrames
 from elasticps.server.protocol.herald import Herald
 from elasticps.server.protocol.operations import Cleared, Content, Contribution, Dropped, positions_of
+from elasticps.server.protocol.push_rows import PushRows
 from elasticps.server.protocol.registered import Registered
 from elasticps.server.protocol.replica_codec import MAX_TABLE, new_table
 from elasticps.server.protocol.replies import RequestTicket
@@ -29,13 +30,11 @@ from elasticps.server.protocol.serving import Serving
 from elasticps.spec import TableSpec
 from elasticps.wire.frames import Block, FrameError, Header, Kind, json_body, read_push, whole
 from elasticps.wire.headers import EraseHeader, GetClocksHeader, InitHeader, OkHeader, PushHeader
-from elasticps.wire.refusals import why
 from replication.chain import Ranges
 from replication.core import NO_RANGES
 from replication.effects import Ask, Push
 from replication.messages import ERASER, OperationKind
 from replication.progress import MAX_CLOCK, MAX_PARTS
-from replication.refusals import Refusal
 
 MAX_DROPPED = 1 << 16  # tables that a server remembers: their ids must not come again
 MAX_DROPPED_BYTES = 64 << 20
@@ -196,15 +195,19 @@ class Pushes:
             ranges, positions = self._order_of(said.epoch)
         else:
             ranges, positions = self._named(named)
-        refusal, rounds = None, self._executor.rounds
+        rows, rounds = PushRows(blocks), self._executor.rounds
         try:
-            self._check(connection, blocks, positions, OperationKind.PUSH)
+            rows.refuse_unknown(self._store.live, self._serving.me.name)
+            self._check(connection, rows.blocks, positions, OperationKind.PUSH)
             if said.round and rounds.crowded(connection.app, said.clock, connection.worker, ranges):
                 raise _ahead(said.clock, connection.app)
-            self._memory.take(blocks, rounds.size(blocks) if said.round else 0, rounds.nbytes)
         except RequestError as error:
-            self._herald.refused += 1
-            refusal, blocks = Refusal(why(error.document), said.committed or 0), []
+            rows.refuse_all(error)
+        else:
+            rows.refuse_not_finite(self._store.live)
+            self._memory.limit(rows, rounds.size(rows.blocks) if said.round else 0, rounds.nbytes)
+        refusal, blocks = rows.refusal(said.committed or 0, self._serving.ranges), rows.blocks
+        self._herald.refused += refusal is not None
         mark = None
         if said.shard is not None and self._executor.shards.owns(connection.app, said.shard.set):
             connection.set_shards(said.shard.set)
@@ -233,19 +236,18 @@ class Pushes:
         content = push.payload
         if not isinstance(content, Content):
             return
-        gone = [block.table for block in content.blocks if block.table not in self._store.live]
-        if gone:
-            error = unknown_table(self._serving.me.name, gone[0])
-        elif isinstance(content, Contribution) and self._executor.rounds.crowded(
+        rows = PushRows(content.blocks)
+        rows.refuse_unknown(self._store.live, self._serving.me.name)
+        if isinstance(content, Contribution) and self._executor.rounds.crowded(
             content.app, content.clock, push.worker, content.ranges
         ):
-            error = _ahead(content.clock, content.app)
-        else:
+            rows.refuse_all(_ahead(content.clock, content.app))
+        if rows.error is None:
             return
-        push.payload = content.empty()
+        push.payload = content.only(rows.blocks)
         if push.kind == OperationKind.PUSH:
-            self._herald.refused += 1
-            push.refusal = Refusal(why(error.document), 0 if push.refusal is None else push.refusal.told)
+            self._herald.refused += push.refusal is None
+            push.refusal = rows.refusal(0, self._serving.ranges, push.refusal)
 
     def forget(self, connection: Connection) -> None:
         """Nobody waits for its answers any more."""

@@ -48,6 +48,7 @@ from elasticps.server.streams import streams
 from elasticps.server.subject import Subject
 from elasticps.server.uses import Uses
 from replication.chain import Member
+from replication.refusals import MOST_BYTES
 
 log = fields.logger(__name__)
 
@@ -79,6 +80,7 @@ class Server:
         self.counts = counts = Counts(self.fast)
         self.executor = executor = Executor(self.member, ranges, log_budget_bytes, self.fast)
         self.store, self.replica = executor.store, executor.replica
+        self.replica.refusals.most_bytes = memory.share(MOST_BYTES)
         self.serving = serving = Serving(self.member, ranges, self.replica)
         self.herald = herald = Herald(loop.call_soon)
         self.news = news = News(loop, executor, serving, self.adopt)

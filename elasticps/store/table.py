@@ -63,6 +63,7 @@ class Table:
         self._scratch = np.empty(spec.dim, np.float32)
         self._rows = np.empty(64, np.int64)  # addresses of a batch's rows
         self._slabs: dict[int, int] = {}  # address -> bytes
+        self.row_bytes = self.stride + index.GROWN_BYTES  # what making one takes
         self._tidied = 0  # ranges that have no row any more in the slab that is being emptied
         self._slab_bytes = 0
         self._segment_bytes = 0
@@ -103,10 +104,11 @@ class Table:
         h = self._header
         return self._slab_bytes - int(h[field.H_END] - h[field.H_NEXT]) - self.rows * self.stride
 
-    def bytes_for(self, keys: NDArray[np.int64]) -> tuple[int, int]:
-        """How many of keys [n] have no row, equal ones counted as often as they come, and what making them takes."""
-        missing = index.find(self._header, keys, self._scratch_rows(len(keys)))
-        return missing, missing * self._row_bytes
+    def missing(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of keys [n] have no row."""
+        rows = self._scratch_rows(len(keys))
+        index.find(self._header, keys, rows)
+        return rows[: len(keys)] == 0
 
     # --- batches ------------------------------------------------------------------------------------------------------
 
@@ -147,11 +149,7 @@ class Table:
         for none, and gets those of the new ones. Returns the bytes that they take."""
         before = self.rows
         self._insert(keys, rows, _NO_VALUES, index.INITIALISE)
-        return (self.rows - before) * self._row_bytes
-
-    @property
-    def _row_bytes(self) -> int:
-        return self.stride + index.GROWN_BYTES
+        return (self.rows - before) * self.row_bytes
 
     def put_if_absent(self, keys: NDArray[np.int64], values: NDArray[np.float32]) -> int:
         """Stores values [n, dim] for those keys [n] without a row; returns how many. Of equal keys the first counts."""

@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAGIC = 0x31535045  # "EPS1" in little-endian
-VERSION = 2
+VERSION = 3
 HEADER_BYTES = 64
 MAX_BODY_BYTES = 64 << 20
 MAX_CONTROL_BYTES = 1 << 20  # hello, errors, specs; all that a peer may send before it is welcome
 MAX_BLOCKS = 4096
 MAX_DIM = 1 << 20
 MAX_RANGES = 1 << 16
-MAX_LINK_BODY_BYTES = MAX_BODY_BYTES + 12 * MAX_RANGES + 4096
+MAX_LINK_BODY_BYTES = MAX_BODY_BYTES + 12 * MAX_RANGES + MAX_CONTROL_BYTES
 """Between replicas: a FORWARD adds to what a PUSH may hold each range with its position, and a round's application."""
 
 Buffer = memoryview | bytes | bytearray
@@ -87,7 +87,7 @@ SHORT = 512  # PULL, PUSH: some keys are left out, or stand as differences, see 
 PACKED = 1024  # PUSH: the body is compressed, see `packed`
 DIGESTS = 2048  # PULL: what the rows hash to, instead of them
 TABLES = 4096  # PULL: of several tables, in blocks as a PUSH has them, of keys alone
-REFUSED = 8192  # FORWARD: a PUSH without what was refused of it. SNAPSHOT_CHUNK, CLOCKS: with that; see `refusals`
+REFUSED = 8192  # FORWARD: a PUSH without refused rows, which it names. SNAPSHOT_CHUNK, CLOCKS, ERROR: with such rows
 
 _KINDS = frozenset(int(k) for k in Kind)
 _HEADER = struct.Struct("<IBBHQQQQIHHIIII")

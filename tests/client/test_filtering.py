@@ -13,8 +13,11 @@ from elasticps.client.filtering import Feedback, Kept, PushFilter
 from elasticps.filters import BFloat16, Filter, Float16, Int8, RandomK, Threshold, TopK
 from elasticps.spec import SGD, TableSpec
 from elasticps.store.codec import Codec
+from tests.client.outstanding import Outstanding
 
 DIM = 3
+OPEN = Outstanding()
+KEYS_OF_10 = st.lists(st.integers(0, 9), max_size=6, unique=True)
 Floats = NDArray[np.float32]
 
 
@@ -42,7 +45,7 @@ def test_nothing_is_lost_but_what_is_still_kept(seed: int, filters: list[Filter]
         keys = random.choice(20, random.integers(1, 12)).astype(np.int64)  # some of them twice
         grads = rows(random, len(keys))
         found, coded = push.encode(keys, grads)
-        push.sent()
+        push.sent(OPEN)
         assert len(np.unique(found)) == len(found)
         for key, words in zip(found.tolist(), coded, strict=True):
             total = np.zeros(DIM, np.float32)
@@ -65,8 +68,8 @@ def test_what_was_not_sent_has_dropped_nothing() -> None:
     _, first = push.encode(keys, grads)
     _, again = push.encode(keys, grads)  # the first was refused
     assert first.tobytes() == again.tobytes()
-    push.sent()
-    push.sent()
+    push.sent(OPEN)
+    push.sent(OPEN)
     _, later = push.encode(keys, grads)
     assert later.tobytes() != again.tobytes()
 
@@ -77,7 +80,7 @@ def test_rows_below_a_threshold_stay_until_they_have_grown() -> None:
     sent = []
     for _ in range(8):
         found, coded = push.encode(keys, np.array([[0.25, 0.5, 0], [0, 0, 0.125]], np.float32))
-        push.sent()
+        push.sent(OPEN)
         sums[found] += push.codec.decode(coded)
         sent.append(found.tolist())
     assert sent == [[], [0], [], [0], [], [0], [], [0, 1]]
@@ -93,7 +96,7 @@ def test_without_feedback_nothing_is_kept() -> None:
     grads = rows(np.random.default_rng(1), 4)
     for _ in range(2):
         found, coded = push.encode(keys, grads)
-        push.sent()
+        push.sent(OPEN)
         assert found is keys
         assert coded.tobytes() == Codec([Int8()], DIM).encode(grads).tobytes()
     assert push.feedback == Feedback(0, 0)
@@ -103,10 +106,80 @@ def test_what_is_not_finite_is_sent_once_and_not_kept() -> None:
     push, keys = PushFilter(spec([Int8()])), np.arange(2)
     grads = np.array([[1, np.nan, 2], [1, 2, 3]], np.float32)
     _, coded = push.encode(keys, grads)
-    push.sent()
+    push.sent(OPEN)
     assert np.isnan(push.codec.decode(coded)[0]).all()
     _, coded = push.encode(keys, np.ones((2, DIM), np.float32))
     assert np.isfinite(push.codec.decode(coded)).all()
+
+
+def test_a_gradient_that_is_not_finite_takes_nothing_of_what_was_kept() -> None:
+    push, keys = PushFilter(spec([Threshold(10.0)])), np.arange(3)
+    push.encode(keys, np.full((3, DIM), 9, np.float32))
+    push.sent(OPEN)
+    for bad in ([np.nan, 0, 0], [0, np.inf, 0]):
+        found, _ = push.encode(keys[:1], np.array([bad], np.float32))
+        assert found.tolist() == [0]
+        push.sent(OPEN)
+    found, coded = push.encode(keys, np.full((3, DIM), 1, np.float32))
+    assert found.tolist() == [0, 1, 2]
+    assert (push.codec.decode(coded) == 10).all()
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([*FILTERS, [Threshold(1.0)], [TopK(0.3)]]),
+    st.lists(st.tuples(st.sampled_from(["push", "push", "end", "forget"]), KEYS_OF_10), max_size=16),
+)
+@settings(max_examples=40)
+def test_of_refused_rows_all_is_kept_that_earlier_pushes_had_left(
+    seed: int, filters: list[Filter], story: list[tuple[str, list[int]]]
+) -> None:
+    """What was pushed and not refused is what has arrived and what is kept. Steps end late, in order."""
+    random, push = np.random.default_rng(seed), PushFilter(spec(filters), table=7)
+    left = np.zeros((10, DIM))  # pushed, and not arrived
+    under_way: list[tuple[Outstanding, NDArray[np.int64], Floats]] = []
+    for what, some in [*story, *[("end", list[int]())] * 16]:
+        keys = np.array(some, np.int64)
+        if what == "end" and under_way:
+            step, found, dropped = under_way.pop(0)
+            refused = np.isin(found, keys)
+            left[found[refused]] -= dropped[refused]
+            step.end(found[refused].tolist())
+        elif what == "push" and some:
+            grads, step = rows(random, len(keys)), Outstanding()
+            found, coded = push.encode(keys, grads)
+            push.sent(step)
+            arrives = push.codec.decode(coded)
+            left[keys] += grads
+            left[found] -= arrives
+            where = [some.index(key) for key in found.tolist()]
+            under_way.append((step, found, grads[where] - arrives))
+        elif what == "forget":
+            push.forget(keys)
+            left[keys] = 0
+            for _, found, dropped in under_way:
+                dropped[np.isin(found, keys)] = 0
+    push.forget(np.empty(0, np.int64))
+    assert push._kept is not None
+    kept = push._kept.add(np.arange(10), np.zeros((10, DIM), np.float32))
+    assert np.allclose(left, kept, atol=1e-3)
+
+
+def test_what_is_forgotten_is_not_put_back() -> None:
+    push, keys, step = PushFilter(spec([Threshold(10.0)]), table=7), np.arange(4), Outstanding()
+    push.encode(keys, np.full((4, DIM), 9, np.float32))
+    push.sent(OPEN)
+    found, _ = push.encode(keys, np.full((4, DIM), 2, np.float32))
+    assert found.tolist() == [0, 1, 2, 3]
+    push.sent(step)
+    push.forget(keys[:2])  # loaded, while the step is under way
+    step.end([0, 2])
+    found, coded = push.encode(keys, np.full((4, DIM), 1, np.float32))
+    assert found.tolist() == [2], "it has what the first push had left, and row 0 has not"
+    assert (push.codec.decode(coded) == 10).all()
+    push.sent(OPEN)
+    push.forget(None)
+    assert push.feedback == Feedback(0, 0)
 
 
 def test_a_tensor_keeps_each_of_its_floats() -> None:
@@ -118,7 +191,7 @@ def test_a_tensor_keeps_each_of_its_floats() -> None:
     for _ in range(3):
         grad = random.normal(size=one.size).astype(np.float32)
         source = push.source(7, 0, blocks, grad, np.zeros(1, np.float32))
-        push.sent()
+        push.sent(OPEN)
         whole = kept.copy()
         whole.reshape(-1)[: one.size] += grad
         assert source.grads.tobytes() == codec.encode(whole).tobytes()
@@ -149,6 +222,6 @@ def test_the_bound_is_one_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filtering, "KEPT_BYTES", 100 * (4 * DIM + 8))
     push, random = PushFilter(spec([Int8()])), np.random.default_rng(5)
     push.encode(np.arange(1000), rows(random, 1000))
-    push.sent()
+    push.sent(OPEN)
     assert push.feedback.rows == 64  # a power of two
     assert push.feedback.lost == 1000 - 64

@@ -21,10 +21,12 @@ from elasticps.hashing import table_salt
 from elasticps.spec import TableSpec
 from elasticps.store import Table, register_optimizer
 from elasticps.store.codec import Codec
+from tests.client.outstanding import Outstanding
 
 DIM, KEYS = 3, 20
 L1, SLACK = 1.0, 0.25
 Floats = NDArray[np.float32]
+OPEN = Outstanding()
 
 
 def pair(spec: TableSpec) -> tuple[PushFilter, Screen]:
@@ -62,7 +64,7 @@ def test_what_is_left_out_is_what_a_dictionary_leaves_out(seed: int, filters: li
         keys = random.choice(KEYS, random.integers(0, 12)).astype(np.int64)
         grads = random.normal(scale=0.6, size=(len(keys), DIM)).astype(np.float32)
         found, coded = push.encode(keys, grads)
-        push.sent()
+        push.sent(OPEN)
         sent = dict(zip(found.tolist(), coded, strict=True))
         for key in np.unique(keys).tolist():
             total = np.zeros(DIM, np.float32)
@@ -92,18 +94,18 @@ def test_what_was_not_sent_has_left_out_nothing() -> None:
     assert len(push.encode(keys, small)[0]) == 0  # refused: another table of the same push was wrong
     assert screen.counts == Screened(0, 0)
     assert len(push.encode(keys, small)[0]) == 0
-    push.sent()
-    push.sent()
+    push.sent(OPEN)
+    push.sent(OPEN)
     assert screen.counts == Screened(6, 6)
     found, coded = push.encode(keys, small)  # 0.5 + 0.5 is no more than 1
-    push.sent()
+    push.sent(OPEN)
     assert len(found) == 0
     found, coded = push.encode(keys, np.full((2, DIM), 0.25, np.float32))
     assert (found == keys).all()
     assert (coded == 1.25).all()
-    push.sent()
+    push.sent(OPEN)
     assert push.encode(keys, small)[0].tolist() == [0, 1]  # sent, and not pulled since
-    push.sent()
+    push.sent(OPEN)
     screen.saw(keys, np.zeros((2, DIM), np.float32))
     grads = np.array([[0.1, np.nan, 0], [0, 0, 0.1]], np.float32)
     found, coded = push.encode(keys, grads)  # what is no number is for the server to refuse
@@ -130,7 +132,7 @@ def test_a_tensors_floats_are_left_out_one_by_one() -> None:
     grad = random.normal(size=spec.size).astype(np.float32)
     screen.saw_tensor(values.reshape(50, 500))
     source = push.source(7, 0, np.arange(spec.blocks), grad, np.zeros(1, np.float32))
-    push.sent()
+    push.sent(OPEN)
     left = np.where((values == 0) & (abs(grad) <= 1), 0, grad)
     assert (source.grads.reshape(-1)[: spec.size] == left).all()
     assert screen.counts == Screened(spec.size, int(np.count_nonzero(grad) - np.count_nonzero(left)))
@@ -163,7 +165,7 @@ def test_full_gradients_and_a_proximal_optimizer_need_nothing_of_what_is_left_ou
         screen.saw(keys, w)
         grads = (x.T @ (x @ w[:, 0] - y) / 300).astype(np.float32)[:, None]
         found, coded = push.encode(keys, grads)
-        push.sent()
+        push.sent(OPEN)
         one.apply(found, coded, optimizer.step_values(step))
         other.apply(keys, grads, optimizer.step_values(step))
     assert 0 < np.count_nonzero(w) < 30
@@ -186,7 +188,7 @@ def test_what_ftrl_lacks_is_bounded() -> None:
             grads = (drift + random.normal(scale=0.1, size=(50, 1))).astype(np.float32)
             given_ += grads
             found, coded = push.encode(keys, grads)
-            push.sent()
+            push.sent(OPEN)
             table.apply(found, coded, values)
     table.gather(keys, w)
     never &= w[:, 0] == 0
@@ -236,7 +238,7 @@ def test_rows_that_were_asked_for_before_a_push_do_not_show_what_it_has_made_of_
     if again:
         read.result()
     found, _ = push.encode(keys, np.full((2, 1), 5, np.float32))
-    push.sent()
+    push.sent(OPEN)
     assert found.tolist() == keys.tolist()
     read.result()
     found, _ = push.encode(keys, np.full((2, 1), 0.5, np.float32))
@@ -249,7 +251,7 @@ def test_of_rows_that_were_asked_for_very_long_ago_nothing_is_known() -> None:
     saw = screen.noting(keys)
     for _ in range(screening.RECENT + 1):
         push.encode(one, np.full((1, 1), 5, np.float32))
-        push.sent()
+        push.sent(OPEN)
     saw(np.zeros((2, 1), np.float32))
     found, _ = push.encode(keys, np.full((2, 1), 0.5, np.float32))
     assert found.tolist() == keys.tolist()
@@ -260,7 +262,24 @@ def test_what_others_keys_are_pushed_meanwhile_takes_nothing_from_what_is_known(
     keys = np.arange(2)
     saw = screen.noting(keys)
     push.encode(np.array([1]), np.full((1, 1), 5, np.float32))
-    push.sent()
+    push.sent(OPEN)
     saw(np.zeros((2, 1), np.float32))
     found, _ = push.encode(keys, np.full((2, 1), 0.5, np.float32))
     assert found.tolist() == [1]
+
+
+def test_rows_that_are_loaded_are_sent_whole_until_they_are_pulled_again() -> None:
+    push, screen = pair(spec_of(eps.KKT(SLACK)))
+    keys, small = np.arange(4), np.full((4, DIM), 0.01, np.float32)
+    screen.saw(keys, np.zeros((4, DIM), np.float32))
+    before = screen.noting(keys)
+    assert not len(push.encode(keys, small)[0])
+    push.forget(keys[:2])
+    assert push.encode(keys, small)[0].tolist() == [0, 1]
+    before(np.zeros((4, DIM), np.float32))  # pulled before they were loaded
+    assert push.encode(keys, small)[0].tolist() == [0, 1]
+    push.forget(None)
+    before(np.zeros((4, DIM), np.float32))
+    assert push.encode(keys, small)[0].tolist() == [0, 1, 2, 3]
+    screen.saw(keys, np.zeros((4, DIM), np.float32))
+    assert not len(push.encode(keys, small)[0])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,9 +13,11 @@ from elasticps.client.protocol.routing import Routes
 from elasticps.client.protocol.session import Session
 from elasticps.client.push_batch import Packer, Source
 from elasticps.client.pushes import Pushes, StepState
-from elasticps.hashing import table_salt
+from elasticps.errors import NotFinite, ServerFull
+from elasticps.hashing import key_ranges, table_salt
 from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, REPEAT, Buffer, Header, Kind, unpack_header
 from elasticps.wire.pool import Pool
+from elasticps.wire.refusals import RefusedRows
 from replication.chain import Member
 from replication.effects import Status
 from tests.client.views import view
@@ -22,6 +26,10 @@ RANGES = 16
 BEFORE = Routes(view([[r % 2, 1 - r % 2] for r in range(RANGES)], servers=("s0", "s1")))
 AFTER = Routes(view([[0]] * RANGES, epoch=2, servers=("s1",)))
 A, B = Member("s0", 1), Member("s1", 1)
+
+
+def rows(*keys: int) -> RefusedRows:
+    return RefusedRows({1: np.array(keys, np.int64)}, RANGES)
 
 
 def done(step: StepState) -> bool:
@@ -159,11 +167,41 @@ def test_a_refusal_is_kept_until_somebody_is_told() -> None:
     step = wire.push()
     a, b = (h for _, h in wire.take())
     error = ValueError("no")
-    assert wire.pushes.refused(a.request, error, True)
-    wire.pushes.refused(b.request, ValueError("later"), True)
+    assert wire.pushes.refused(a.request, [(error, rows(1, 2))], True)
+    wire.pushes.refused(b.request, [(ValueError("later"), rows(3))], True)
     assert done(step)
     assert step.error is error
     assert wire.pushes.failures == {1: error}
+    assert step.refused_of(1).tolist() == [1, 2, 3]
+
+
+def test_an_error_names_all_rows_that_any_server_has_refused_and_says_to_push_these_again() -> None:
+    wire = Wire()
+    wire.pushes.name_of = lambda table: "items"
+    step = wire.push()
+    a, b = (h for _, h in wire.take())
+    wire.pushes.refused(a.request, [(ServerFull("server a is full", "a", "items", 9), rows(5, 1))], True)
+    wire.pushes.refused(b.request, [(NotFinite("that of key 3 is not", "items", 3), rows(3))], True)
+    assert isinstance(step.error, ServerFull)
+    again = copy.copy(step.error)
+    for error in (step.error, again):
+        assert {name: keys.tolist() for name, keys in error.refused.items()} == {"items": [1, 3, 5]}
+        assert str(error).startswith("server a is full. Step 1 counts without these rows: 3 of 'items'.")
+        assert "push exactly the rows of error.refused again" in str(error)
+
+
+def test_rows_of_a_range_that_comes_back_from_a_checkpoint_are_judged_again() -> None:
+    wire = Wire()
+    step = wire.push()
+    a, _ = (h for _, h in wire.take())
+    keys = np.arange(10)
+    wire.pushes.refused(a.request, [(ServerFull("full", "a", "items", 9), rows(*keys))], True)
+    home = np.empty(10, np.int32)
+    key_ranges(keys, table_salt(1), BEFORE.shift, home)
+    lost = headed(BEFORE, A)[:2]
+    assert np.isin(home, lost).any()
+    wire.pushes.adopt(Routes(replace(AFTER.view, anew=np.where(np.isin(np.arange(RANGES), lost), 2, 0))))
+    assert step.refused_of(1).tolist() == keys[~np.isin(home, lost)].tolist()
 
 
 def test_a_refusal_is_kept_although_the_range_moves() -> None:
@@ -171,11 +209,11 @@ def test_a_refusal_is_kept_although_the_range_moves() -> None:
     step = wire.push()
     a, b = (h for _, h in wire.take())
     error = ValueError("no")
-    assert wire.pushes.refused(a.request, error, False)
+    assert wire.pushes.refused(a.request, [(error, rows(1))], False)
     assert wire.pushes.partly(a.request, 2, headed(BEFORE, A)[:3], headed(BEFORE, A)[3:])
     wire.pushes.ok(b.request)
     assert not done(step)
-    assert step.error is error
+    assert step.refused[0][0] is error
 
 
 def test_a_refusal_is_told_by_who_follows_whoever_refused() -> None:
@@ -187,8 +225,8 @@ def test_a_refusal_is_told_by_who_follows_whoever_refused() -> None:
     wire.pushes.adopt(AFTER)
     ((_, again),) = wire.take()
     error = ValueError("no")
-    assert not wire.pushes.refused(a.request, ValueError("who does not live any more"), True)
-    assert wire.pushes.refused(again.request, error, True)
+    assert not wire.pushes.refused(a.request, [(ValueError("who does not live any more"), rows(1))], True)
+    assert wire.pushes.refused(again.request, [(error, rows(1))], True)
     assert done(step)
     assert step.error is error
 
@@ -206,7 +244,7 @@ def test_a_refusal_is_told_with_the_clocks_before_they_say_that_the_step_is_comm
     for member, ask in wire.take():
         ranges = headed(BEFORE, member)
         both = np.full(len(ranges), 2 << 16, np.int64)
-        refused = [(1, error), (7, ValueError("of a step that is over"))] if member == A else []
+        refused = [(1, error, rows(1)), (7, ValueError("of a step that is over"), rows(2))] if member == A else []
         assert wire.pushes.clocks(ask.request, 1, ranges, both, both, refused)
     assert done(step)
     assert done(later)

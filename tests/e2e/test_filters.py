@@ -117,3 +117,77 @@ def test_workers_agree_on_filters(connect: Connect) -> None:
         connect("w1").table("agreed", dim=2, optimizer=eps.Accumulate())
     found = connect("w2").open("agreed")
     assert tuple(found.spec.push) == (eps.Int8(),)
+
+
+def change_rows(ps: eps.Client, rows: eps.SparseTable, how: str, keys: np.ndarray) -> eps.SparseTable:
+    """Loads, deletes or clears rows, or drops their table and makes it again; the table then."""
+    if how == "load":
+        rows.load(keys, np.zeros((len(keys), 2), np.float32))
+    elif how == "delete":
+        rows.delete(keys)
+    elif how == "clear":
+        rows.clear()
+    elif how == "clear-by-name":
+        ps.clear_table(rows.name)
+    else:
+        ps.drop_table(rows.name)
+        return ps.table(rows.name, dim=2, optimizer=eps.Accumulate(), push=[eps.Threshold(10.0)])
+    return rows
+
+
+@pytest.mark.parametrize("how", ["load", "delete", "clear", "clear-by-name", "drop"])
+def test_what_filters_keep_is_forgotten_for_rows_that_are_changed_past_them(connect: Connect, how: str) -> None:
+    ps = connect()
+    rows = ps.table(f"changed-by-{how}", dim=2, optimizer=eps.Accumulate(), push=[eps.Threshold(10.0)])
+    keys, nine = np.arange(4), np.full((4, 2), 9, np.float32)
+    ps.push({rows: (keys, nine)})  # all of it is kept
+    rows = change_rows(ps, rows, how, keys[:2])
+    ps.push({rows: (keys, np.full((4, 2), 10, np.float32))}).result()
+    others = 10.0 if how in ("clear", "clear-by-name", "drop") else 19.0
+    assert rows.pull(keys)[:, 0].tolist() == [10.0, 10.0, others, others]
+
+
+def test_what_filters_keep_of_a_tensor_is_forgotten_when_it_is_loaded(connect: Connect) -> None:
+    ps = connect()
+    tensor = ps.tensor("loaded", init=np.zeros(100, np.float32), optimizer=eps.SGD(lr=1.0), push=[eps.TopK(0.01)])
+    for _ in range(5):
+        ps.push({tensor: np.ones(100, np.float32)})
+    tensor.load(np.zeros(100, np.float32))
+    for _ in range(100):
+        ps.push({tensor: np.zeros(100, np.float32)})
+    ps.flush()
+    assert not tensor.pull().any()
+
+
+def test_what_filters_of_another_worker_keep_comes_with_its_next_push(connect: Connect) -> None:
+    one, other = connect(), connect("w1")
+    mine, theirs = (
+        ps.table("kept-by-two", dim=2, optimizer=eps.Accumulate(), push=[eps.Threshold(10.0)]) for ps in (one, other)
+    )
+    keys, nine = np.arange(2), np.full((2, 2), 9, np.float32)
+    other.push({theirs: (keys, nine)}).result()
+    mine.load(keys, np.zeros((2, 2), np.float32))
+    other.push({theirs: (keys, nine)}).result()
+    assert mine.pull(keys)[:, 0].tolist() == [18.0, 18.0]
+    one.drop_table(mine.name)  # what is made again has nothing of what was dropped
+    mine, theirs = (
+        ps.table("kept-by-two", dim=2, optimizer=eps.Accumulate(), push=[eps.Threshold(10.0)]) for ps in (one, other)
+    )
+    other.push({theirs: (keys, nine)}).result()
+    assert not mine.pull(keys).any()
+
+
+def test_a_gradient_that_is_refused_takes_nothing_of_what_was_kept(connect: Connect) -> None:
+    ps = connect()
+    filters = [eps.Threshold(10.0)]
+    rows = ps.table("refused", dim=2, optimizer=eps.Accumulate(), finite=True, push=filters)
+    keys = np.arange(3)
+    ps.push({rows: (keys, np.full((3, 2), 9, np.float32))}).result()
+    grads = np.full((3, 2), 1, np.float32)
+    grads[1, 0] = np.nan
+    with pytest.raises(NotFinite) as refused:
+        ps.push({rows: (keys, grads)}).result()
+    assert {name: keys.tolist() for name, keys in refused.value.refused.items()} == {"refused": [1]}
+    assert rows.pull(keys)[:, 0].tolist() == [10.0, 0.0, 10.0]
+    ps.push({rows: (keys, np.full((3, 2), 1, np.float32))}).result()
+    assert rows.pull(keys)[:, 0].tolist() == [10.0, 10.0, 10.0]

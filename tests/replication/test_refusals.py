@@ -9,24 +9,50 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replication import refusals
-from replication.chain import Chains, Member
+from replication.chain import Chains, Member, Ranges
 from replication.effects import Ask, ClocksReply, Install, Reply, SnapshotRange, Status
-from replication.refusals import Refusal, Refusals, RefusedStep
+from replication.refusals import Refusal, Refusals, RefusedStep, Rows
 from tests.replication.cluster import Cluster, P
 from tests.replication.views import plan_failover, plan_move
 
 WHY = '{"code": "memory"}'
 
 
+class Keys(frozenset[int]):
+    """Rows that were refused, by key: key k lies in range k % P."""
+
+    nbytes = 1
+
+    def part(self, ranges: Ranges) -> Keys:
+        return Keys(key for key in self if key % P in ranges)
+
+    def joined(self, other: Rows) -> Keys:
+        assert isinstance(other, Keys)
+        return Keys(self | other)
+
+
 def answers(c: Cluster) -> list[tuple[object, Status, str]]:
-    return [(e.token, e.status, e.refusal) for _, e in c.effects if isinstance(e, Reply)]
+    return [(e.token, e.status, "".join(each.why for each in e.refused)) for _, e in c.effects if isinstance(e, Reply)]
+
+
+def keys_told(c: Cluster) -> list[tuple[object, list[int]]]:
+    return [
+        (e.token, sorted(key for each in e.refused if each.rows is not None for key in _keys(each.rows)))
+        for _, e in c.effects
+        if isinstance(e, Reply)
+    ]
+
+
+def _keys(rows: Rows) -> Keys:
+    assert isinstance(rows, Keys)
+    return rows
 
 
 def asked(c: Cluster, member: Member, worker: int = 1) -> list[tuple[int, str]]:
     c.take(member, c.replicas[member].ask(Ask("ask", worker, c.view.epoch)))
     told = c.effects[-1][1]
     assert isinstance(told, ClocksReply)
-    return list(told.refused)
+    return [(clock, why) for clock, why, _ in told.refused]
 
 
 def follow(c: Cluster, decision: object) -> None:
@@ -112,11 +138,41 @@ def test_a_part_counts_for_its_step() -> None:
     head = c.head(0)
     c.push(head, 1, part=0, last=False, refusal=Refusal(WHY))
     c.settle()
-    assert asked(c, head) == [(1, WHY)]
-    c.push(head, 1, part=1)
+    assert asked(c, head) == [], "the step is not committed yet"
+    c.push(head, 1, part=1, token="last")
     c.push(head, 1, part=1, token="again", repeat=True)
     c.settle()
-    assert answers(c)[-1] == ("again", Status.COMMITTED, WHY)
+    assert answers(c)[-2:] == [("last", Status.COMMITTED, WHY), ("again", Status.COMMITTED, WHY)]
+    assert asked(c, head) == [(1, WHY)]
+
+
+def test_the_answer_names_refused_rows_of_committed_ranges_only() -> None:
+    c = Cluster(servers=4, replicas=2, alike=True)
+    first, second = c.view.members_of(0)
+    mine = c.view.headed_by(c.view.index(first))
+    assert len(mine) > 1
+    c.push(first, 1, token="first", refusal=Refusal(WHY, rows=Keys(range(2 * P))))
+    c.settle()
+    assert keys_told(c) == [("first", [key for key in range(2 * P) if key % P in mine])]
+    told = c.replicas[second].refusals.look(1, 1, mine[:1])
+    assert [(clock, why, sorted(_keys(rows))) for clock, why, rows in told if rows] == [
+        (1, WHY, [mine[0], mine[0] + P])
+    ]
+
+
+def test_what_a_new_head_judges_again_is_answered_as_it_judges() -> None:
+    c = Cluster(servers=4, replicas=2, alike=True)
+    first, second = c.view.members_of(0)
+    mine = c.view.headed_by(c.view.index(first))
+    c.push(first, 1, ranges=mine[:1], refusal=Refusal(WHY, rows=Keys(range(P))))
+    c.deliver(first, second)
+    c.push(first, 1, ranges=mine[1:], refusal=Refusal(WHY, rows=Keys(range(P))))  # of which nobody hears
+    c.kill(first)
+    follow(c, plan_failover(c.view, {first}, {}))
+    c.push(second, 1, token="all", ranges=mine)  # now there is room
+    c.settle()
+    assert keys_told(c)[-1] == ("all", [mine[0]])
+    assert [len(column(c, second, int(r))) for r in mine[:2]] == [1, 0]
 
 
 def test_it_goes_with_the_range() -> None:
@@ -166,17 +222,45 @@ def test_refusals_are_what_a_list_of_all_would_be(story: list[tuple[Any, ...]]) 
             source, target = said
             found.set_column(target, found.column(source))
             twin = {e for e in twin if e[2] != target} | {(w, c, target, y) for w, c, r, y in twin if r == source}
-        columns = {(w, c, r, why) for r in range(P) for w, c, why in found.column(r)}
+        columns = {(w, c, r, why) for r in range(P) for w, c, why, _ in found.column(r)}
         assert columns == twin
         assert len(found) == len({e[:2] for e in twin})
         assert bool(found) == bool(twin)
         for worker in (1, 2, 3):
-            some = np.array([0, 2])
-            assert {(c, y) for c, y in found.of(worker, some)} == {
-                (c, y) for w, c, r, y in twin if w == worker and r in (0, 2)
+            some, committed = np.array([0, 2]), np.array([9, 3])
+            assert {(c, y) for c, y, _ in found.of(worker, committed, some)} == {
+                (c, y) for w, c, r, y in twin if w == worker and (r == 0 or (r == 2 and c <= 3))
             }
             whys = {y for w, c, r, y in twin if (w, c) == (worker, 2) and r in (0, 2)}
-            assert (found.look(worker, 2, some) in whys) if whys else found.look(worker, 2, some) == ""
+            assert {each.why for each in found.look(worker, 2, some)} == whys
+
+
+_ROWS = st.frozensets(st.integers(0, 3 * P - 1), max_size=8)
+_DO_ROWS = st.one_of(
+    st.tuples(st.just("note"), _WORKERS, _CLOCKS, _SOME, _ROWS, st.integers(0, 5)),
+    st.tuples(st.just("clear"), _SOME),
+    st.tuples(st.just("copy"), st.integers(0, P - 1)),
+)
+
+
+@given(st.lists(_DO_ROWS, max_size=30))
+def test_refused_rows_are_what_a_list_of_all_would_be(story: list[tuple[Any, ...]]) -> None:
+    found, twin = Refusals(P), set[tuple[int, int, int]]()  # worker, clock, key
+    for what, *said in story:
+        if what == "note":
+            worker, clock, ranges, keys, told = said
+            found.note(worker, clock, np.array(ranges), Refusal("w", told, Keys(keys)))
+            twin = {e for e in twin if not (e[0] == worker and e[1] <= told and e[2] % P in ranges)}
+            twin |= {(worker, clock, key) for key in keys if key % P in ranges}
+        elif what == "clear":
+            found.clear(np.array(said[0]))
+            twin = {e for e in twin if e[2] % P not in said[0]}
+        else:
+            found.set_column(said[0], found.column(said[0]))
+        for r in range(P):
+            column = {(w, c, k) for w, c, _, rows in found.column(r) if rows is not None for k in _keys(rows)}
+            assert column == {e for e in twin if e[2] % P == r}
+        assert bool(found) == bool(twin)
 
 
 def test_there_is_no_end_of_workers_but_of_what_is_kept() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from elasticps.wire.frames import (
     ALL_RANGES,
     HEADER_BYTES,
     LAST,
+    REFUSED,
     Header,
     Kind,
     block_head,
@@ -30,6 +32,7 @@ from elasticps.wire.frames import (
     json_frame,
     unpack_header,
 )
+from elasticps.wire.refusals import decode_refused
 
 RANGES = 16
 TABLE, DIM = 7, 3
@@ -38,6 +41,16 @@ WORKER = 5
 
 
 Answer = asyncio.Future[tuple[Header, bytes]]
+
+
+def plain(body: bytes) -> bytes:
+    """Refused rows as JSON: why the first were refused, and as `rows` the keys of all by table."""
+    refused = decode_refused(np.frombuffer(body, np.uint8), RANGES)
+    rows: dict[int, list[int]] = {}
+    for _, _, each in refused:
+        for table, keys in each.keys.items():
+            rows.setdefault(table, []).extend(keys.tolist())
+    return json.dumps(refused[0][1] | {"rows": rows}).encode()
 
 
 class Worker:
@@ -71,6 +84,8 @@ class Worker:
             elif header.kind == Kind.ERROR and not header.request:
                 self.refused = json_body(body)["message"]
             elif header.request in self.answers:
+                if header.kind == Kind.ERROR and header.flags & REFUSED:
+                    body = plain(body)
                 self.answers.pop(header.request).set_result((header, body))
             elif not header.request:
                 self.told.append(header)

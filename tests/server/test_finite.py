@@ -12,7 +12,16 @@ from elasticps.errors import NotFinite, SpecError
 from elasticps.optimizers import Accumulate
 from elasticps.server.fast.layout import H_ENABLED
 from elasticps.spec import TableSpec
-from elasticps.wire.frames import HEADER_BYTES, Header, Kind, json_body, json_frame
+from elasticps.wire.frames import (
+    ALL_RANGES,
+    HEADER_BYTES,
+    LAST,
+    Header,
+    Kind,
+    grads_padding,
+    json_body,
+    json_frame,
+)
 from tests.server.conftest import DIM, RANGES, TABLE, Group, Run
 
 
@@ -38,6 +47,19 @@ def test_gradients_that_are_not_finite_are_refused_at_the_edge(run: Run, finite:
                 assert isinstance(error, NotFinite)
                 assert error.table == "t"
                 assert 0 <= error.key < 50
+                assert sorted(json_body(body)["rows"][str(TABLE)]) == list(range(50))
+        if finite:  # only gradients that are not finite are refused
+            parts = worker._block(view, "a", range(60), 0.0)
+            keys = np.frombuffer(parts, np.int64, 60, offset=24)
+            grads = np.full((60, DIM), 7.0, np.float32)
+            grads[np.isin(keys, [3, 20])] = np.nan
+            grads[keys < 50] -= 7.0
+            header = Header(Kind.PUSH, LAST | ALL_RANGES, epoch=view.epoch, clock=5, worker=worker.id, items=1)
+            body = parts[: 24 + 8 * 60] + grads.tobytes()
+            header, body = await asyncio.wait_for(worker.ask(header, body + b"\0" * grads_padding(60, DIM)), 10)
+            assert sorted(json_body(body)["rows"][str(TABLE)]) == [3, 20]
+            assert server_error(json_body(body), "a").key in (3, 20)  # type: ignore[attr-defined]
+            assert all(server.store.rows == 60 for server in group.servers.values())
         tables = [server.store.tables[TABLE] for server in group.servers.values()]
         for r in range(RANGES):
             assert len({table.digest_range(r) for table in tables}) == 1

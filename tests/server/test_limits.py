@@ -17,6 +17,7 @@ from elasticps.wire.frames import (
     ALL_RANGES,
     HEADER_BYTES,
     LAST,
+    MAX_BLOCKS,
     MAX_BODY_BYTES,
     MAX_CONTROL_BYTES,
     MAX_LINK_BODY_BYTES,
@@ -31,8 +32,10 @@ from elasticps.wire.frames import (
     json_frame,
 )
 from elasticps.wire.packed import pack
+from elasticps.wire.refusals import MAX_WHY, RefusedRows
 from replication.messages import Forward, Operation, OperationKind
 from replication.progress import MAX_PARTS
+from replication.refusals import Refusal
 from tests.server.conftest import TABLE, WORKER, Group, Run, Worker
 
 LARGE, LARGE_DIM = 9, 1 << 16
@@ -104,8 +107,10 @@ def test_no_forward_of_a_push_is_over_the_limit_of_links() -> None:
     positions = positions_of(ranges, MAX_RANGES)
     blocks = [Block(TABLE, np.empty(0, np.int64), np.empty((0, 3), np.float32), NO_VALUES)]
     contents = [Content(blocks, ranges, positions), Contribution("a" * 63, (1 << 46) - 1, blocks, ranges, positions)]
-    for content in contents:
-        operation = Operation(OperationKind.PUSH, WORKER, 1 << 62, content, 0)
+    rows = {(1 << 32) - 1 - number: np.zeros(1, np.int64) for number in range(MAX_BLOCKS)}
+    refusal = Refusal("x" * MAX_WHY, (1 << 46) - 1, RefusedRows(rows, MAX_RANGES))
+    for content, refused in ((content, refused) for content in contents for refused in (None, refusal)):
+        operation = Operation(OperationKind.PUSH, WORKER, 1 << 62, content, 0, refused)
         frame = b"".join(
             bytes(part) for part in ReplicaCodec({}, MAX_RANGES).encode(Forward(1, ranges, ranges, operation))
         )

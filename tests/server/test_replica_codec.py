@@ -27,7 +27,7 @@ from elasticps.sharding import ShardSpec
 from elasticps.spec import MAX_JSON, TableSpec
 from elasticps.store import Store
 from elasticps.wire.frames import HEADER_BYTES, Block, FrameError, Header, Kind, json_frame, unpack_header
-from elasticps.wire.refusals import MAX_WHY, told, why
+from elasticps.wire.refusals import MAX_WHY, RefusedRows, told, why
 from replication.messages import Ack, ChunkAck, Forward, Message, Operation, OperationKind, Resync, SnapshotChunk
 from replication.refusals import Refusal, RefusedStep
 
@@ -103,9 +103,10 @@ A_GROUP = BarrierGroup({5: 3}, 4, (5, 6), {5: 4, 2: 1}, 9)
 OTHER_SPEC = TableSpec("b", 1, Accumulate()).to_json()
 STAMPS, NOTES = np.array([7, 3], np.uint16), np.array([[5, 4], [6, 5]], np.int64)
 ONE = numbers(1)
+ROWS = RefusedRows({1: np.arange(90), (1 << 32) - 1: np.arange(-50, 0)}, P).part(ONE)
 WHY = why({"code": "memory", "message": "no room", "server": "s\N{SNOWMAN}", "bytes": 5})
 A_REFUSED_PUSH = Operation(
-    OperationKind.PUSH, 5, 7 << 16, Content([], ONE, positions_of(ONE, P)), 10, Refusal(WHY, 3)
+    OperationKind.PUSH, 5, 7 << 16, Content([], ONE, positions_of(ONE, P)), 10, Refusal(WHY, 3, ROWS)
 )  # fmt: skip
 A_REFUSED_SHARE = Operation(
     OperationKind.PUSH, 5, 7 << 16, Contribution("ads", 7, [], ONE, positions_of(ONE, P)), 10, Refusal(WHY)
@@ -132,7 +133,8 @@ A_BLOCK = Block(1, numbers(4, 9), np.ones((2, 3), np.float32), np.empty(0, np.fl
         Forward(4, numbers(1), numbers(9), A_REFUSED_SHARE),
         SnapshotChunk(
             4, 3, 2, 0, 1 << 61, False, 44, numbers(5), numbers(1 << 16),
-            ChunkContent([], RangeRounds({}, {}, []), {}), [RefusedStep(5, 1, WHY), RefusedStep(5, 2, WHY)],
+            ChunkContent([], RangeRounds({}, {}, []), {}),
+            [RefusedStep(5, 1, WHY), RefusedStep(5, 2, WHY, ROWS), RefusedStep(6, 2, WHY, ROWS)],
         ),
         SnapshotChunk(
             4, 3, 2, 1, 1 << 61, False, 44, numbers(5, 6), numbers(1 << 16, 1 << 17),
@@ -192,7 +194,7 @@ def test_damaged_messages_raise_frame_errors_only(data: st.DataObject) -> None:
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.AUDIT, -1, 0, AuditMark(3), 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.CLAIM_SHARDS, -1, 0, A_TAKE, 10)),
         SnapshotChunk(4, 3, 2, 1, 9, False, 4, numbers(5), numbers(1), rows),
-        SnapshotChunk(4, 3, 2, 0, 9, False, 4, numbers(5), numbers(1), rows, [RefusedStep(5, 1, WHY)]),
+        SnapshotChunk(4, 3, 2, 0, 9, False, 4, numbers(5), numbers(1), rows, [RefusedStep(5, 1, WHY, ROWS)]),
         Forward(4, numbers(1), numbers(9), A_REFUSED_PUSH),
         Forward(4, numbers(1), numbers(9), A_REFUSED_SHARE),
     ]

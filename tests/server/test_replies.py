@@ -7,9 +7,10 @@ from typing import Any, cast
 import numpy as np
 
 from elasticps.server.protocol.replies import RequestTicket
-from elasticps.wire.frames import HEADER_BYTES, Buffer, Kind, json_body, json_frame, unpack_header
-from elasticps.wire.refusals import why
+from elasticps.wire.frames import HEADER_BYTES, REFUSED, Buffer, Kind, json_frame, unpack_header
+from elasticps.wire.refusals import RefusedRows, decode_refused, why
 from replication.effects import Reply, Status
+from replication.refusals import Refused
 
 
 class Connection:
@@ -29,11 +30,9 @@ def test_a_refused_push_whose_range_moves_is_told_of_both() -> None:
     connection = Connection()
     ticket = RequestTicket(cast(Any, connection), 5)
     two = np.arange(2)
-    ticket.reply(Reply(ticket, Status.COMMITTED, 2, two, two + 2, why({"code": "shape", "message": "it has dim 3"})))
+    document, rows = {"code": "shape", "message": "it has dim 3"}, RefusedRows({4: np.arange(3)}, 8)
+    ticket.reply(Reply(ticket, Status.COMMITTED, 2, two, two + 2, [Refused(1, why(document), rows)]))
     headers = [unpack_header(frame) for frame in connection.sent]
     assert [(h.kind, h.request) for h in headers] == [(Kind.ERROR, 5), (Kind.PARTLY, 5), (Kind.VIEW, 0)]
-    assert json_body(connection.sent[0][HEADER_BYTES:]) == {
-        "code": "shape",
-        "message": "it has dim 3",
-        "partly": True,
-    }
+    assert headers[0].flags == REFUSED, "another answer follows"
+    assert decode_refused(np.frombuffer(connection.sent[0][HEADER_BYTES:], np.uint8), 8) == [(1, document, rows)]

@@ -31,7 +31,7 @@ from elasticps.wire.frames import (
     json_frame,
     read_clocks,
 )
-from elasticps.wire.refusals import decode_told
+from elasticps.wire.refusals import decode_refused
 from tests.server.conftest import DIM, RANGES, TABLE, WORKER, Answer, Group, Run, Worker, until
 
 LIMIT = 1 << 30
@@ -96,6 +96,17 @@ def digests(server: Server) -> list[int]:
     return [table.digest_range(r) for r in range(RANGES)]
 
 
+def values(group: Group, keys: list[int]) -> list[float]:
+    """That of all weights of these rows, at each server."""
+    found = []
+    for server in group.servers.values():
+        out = np.empty((len(keys), DIM), np.float32)
+        server.store.tables[TABLE].gather(np.array(keys), out)
+        assert (out == out[0, 0]).all()
+        found.append(float(out[0, 0]))
+    return found
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("who", ["a", "b", "c"])
 def test_a_push_adds_no_rows_where_anybody_in_the_chain_is_full(run: Run, who: str, compiled: bool) -> None:
@@ -114,7 +125,10 @@ def test_a_push_adds_no_rows_where_anybody_in_the_chain_is_full(run: Run, who: s
         assert refusal["bytes"] >= len(MORE) * 4 * DIM
         assert f"server {who} uses" in refusal["message"]
         assert "scale" in refusal["message"]
-        # It ticked as empty: the next step follows it, updates what is there, and all replicas are the same.
+        assert {table: sorted(keys) for table, keys in refusal["rows"].items()} == {str(TABLE): MORE}
+        # It ticked without the new rows: those that are there are updated, the next step follows, and all replicas are
+        # the same.
+        assert values(group, KEYS) == [2.0] * 3
         assert await code(worker.push(view, "a", 3, KEYS, 1.0)) == "ok"
         tables = [server.store.tables[TABLE] for server in group.servers.values()]
         assert [table.rows for table in tables] == [len(KEYS)] * 3
@@ -128,6 +142,7 @@ def test_a_push_adds_no_rows_where_anybody_in_the_chain_is_full(run: Run, who: s
         look(group)
         assert await code(worker.push(view, "a", 4, MORE, 1.0)) == "ok"
         assert [table.rows for table in tables] == [len(KEYS) + len(MORE)] * 3
+        assert (values(group, KEYS), values(group, MORE)) == ([3.0] * 3, [1.0] * 3)
 
     run(story)
 
@@ -278,13 +293,43 @@ def test_whoever_follows_the_head_that_refused_says_the_same(run: Run, compiled:
     run(story)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_last_part_of_a_step_is_answered_with_what_was_refused_of_all_parts(run: Run, compiled: bool) -> None:
+    """The head that was to say so of the first part is gone, and it is not asked for that again."""
+
+    async def story(group: Group) -> None:
+        gauges, worker, view = await begin(group, "abc", compiled)
+        assert await code(worker.push(view, "a", 1, KEYS, 1.0)) == "ok"
+        gauges["a"].used = LIMIT
+        await until_full(group, "a")
+        first = Header(Kind.PUSH, ALL_RANGES, epoch=view.epoch, clock=2, worker=WORKER, items=1)
+        assert await code(worker.ask(first, worker._block(view, "a", [*KEYS[:50], *MORE], 1.0))) == "memory"
+        second = await group.connect("b", create=False)
+        group.stop("a")
+        view = group.make_view(lambda r: ["b", "c"])
+        group.adopt(view)
+        await until(lambda: second.views)
+        assert await refused(second, view.epoch) == [], "the step is not committed yet"
+        last = Header(Kind.PUSH, LAST | ALL_RANGES, epoch=view.epoch, clock=2, worker=WORKER, first=1, part=1, items=1)
+        header, body = await asyncio.wait_for(second.ask(last, second._block(view, "b", KEYS[50:], 1.0)), 10)
+        assert header.kind == Kind.ERROR
+        assert sorted(json_body(body)["rows"][str(TABLE)]) == MORE
+        assert values(group, KEYS) == [2.0] * 2
+        next_one = last._replace(clock=3, first=0, part=0)
+        assert await code(second.ask(next_one, second._block(view, "b", KEYS, 1.0))) == "ok"
+        assert digests(group.servers["b"]) == digests(group.servers["c"])
+
+    run(story)
+
+
 async def refused(worker: Worker, epoch: int) -> list[int]:
     """The steps that a head says to be without something."""
     header, body = await worker.ask(Header(Kind.GET_CLOCKS, epoch=epoch, worker=WORKER))
     *_, steps = read_clocks(header, np.frombuffer(body, np.uint8))
-    said = decode_told(steps)
-    assert all((why["code"], why["server"], why["table"]) == ("memory", "a", "t") for _, why in said)
-    return [clock for clock, _ in said]
+    said = decode_refused(steps, RANGES)
+    assert all((why["code"], why["server"], why["table"]) == ("memory", "a", "t") for _, why, _ in said)
+    assert all(sorted(rows.keys[TABLE].tolist()) == MORE for _, _, rows in said)
+    return [clock for clock, _, _ in said]
 
 
 def test_a_refused_push_is_not_kept(run: Run) -> None:
@@ -346,12 +391,15 @@ def test_shares_of_a_round_take_no_more_than_some_bytes_of_a_full_server(
         gauges["b"].used = LIMIT
         await until_full(group, "a")
         assert await code(share(first, view, 3)) == "ok"  # rounds go on
+        before = values(group, KEYS)
         header, body = await asyncio.wait_for(share(other, view, 3), 10)
         refusal = json_body(body)
         assert (header.kind, refusal["code"], refusal["server"], refusal["bytes"]) == (Kind.ERROR, "memory", "b", one)
         assert "kept until their round closes" in refusal["message"]
+        assert sorted(refusal["rows"][str(TABLE)]) == KEYS
         assert [each.nbytes for each in rounds] == [one, one]
         assert await code(close_round(first, view, 3)) == "ok"
+        assert values(group, KEYS) == [value + 1 for value in before]  # that of the first, alone in the round
         assert await code(share(other, view, 4)) == "ok"
         assert digests(group.servers["a"]) == digests(group.servers["b"])
 
@@ -370,5 +418,21 @@ def test_nobody_is_many_rounds_ahead(run: Run) -> None:
             assert {clock for _, clock, _ in kept} == {1, 2}
         assert await code(close_round(worker, view, 1)) == "ok"
         assert await code(share(worker, view, 6)) == "ok"
+
+    run(story)
+
+
+def test_of_a_share_without_room_only_new_rows_are_refused(run: Run) -> None:
+    async def story(group: Group) -> None:
+        gauges, worker, view = await begin(group, "ab")
+        assert await code(worker.push(view, "a", 1, KEYS, 1.0)) == "ok"
+        gauges["b"].used = LIMIT
+        await until_full(group, "a")
+        header = Header(Kind.PUSH, LAST | ALL_RANGES | ROUND, epoch=view.epoch, clock=2, worker=worker.id, items=1)
+        header, body = await asyncio.wait_for(worker.ask(header, worker._block(view, "a", [*KEYS, *MORE], 1.0)), 10)
+        assert sorted(json_body(body)["rows"][str(TABLE)]) == MORE
+        assert await code(close_round(worker, view, 2)) == "ok"
+        assert values(group, KEYS) == [2.0] * 2
+        assert [server.store.rows for server in group.servers.values()] == [len(KEYS)] * 2
 
     run(story)

@@ -1,6 +1,9 @@
-"""A push of which a server refuses something ticks as empty. Whoever dies before it has said so, the worker is told."""
+"""A push ticks without the rows that a server refuses. Whoever dies before it has said so, the worker hears which rows
+these are, and pushes exactly these again."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from elasticps.client.protocol.session import ASKED_BYTES
 from elasticps.errors import ServerFull
 from elasticps.optimizers import Accumulate
 from elasticps.server.memory_limit import MemoryLimit
-from elasticps.spec import ASP
+from elasticps.spec import ASP, BSP, Threshold
 from tests.sim.conftest import wait_for
 
 KNOWN = np.arange(9)
@@ -42,6 +45,8 @@ class Pushing:
         self.outcome = ""
         self.new = np.arange(100, 100 + rows)
         self.rows: list[float] = []
+        self.refused: list[int] = []
+        self.after: set[float] = set()
         self._parts = parts
         self._full = full
         self._ready = self._go = False
@@ -56,14 +61,28 @@ class Pushing:
             while not self._go:
                 threads.sleep(0.005)
             step = ps.step()
-            for keys in np.array_split(self.new, self._parts):
+            for i, keys in enumerate(np.array_split(self.new, self._parts)):
+                keys = np.concatenate([keys, KNOWN[i :: self._parts]])
                 step.push({table: (keys, np.ones((len(keys), DIM), np.float32))})
             try:
                 step.commit().result()
                 self.outcome = "done"
-            except ServerFull:
+            except ServerFull as error:
                 self.outcome = "full"
+                self.refused = error.refused["t"].tolist()
             self.rows = table.pull(self.new)[:, 0].tolist()
+            if not self.refused:
+                return
+            again, every = np.array(self.refused), np.concatenate([self.new, KNOWN])
+            self._full.clear()
+            while len(again):
+                try:
+                    ps.push({table: (again, np.ones((len(again), DIM), np.float32))}).result()
+                    break
+                except ServerFull as error:  # they have not looked yet
+                    again = error.refused["t"]
+                    threads.sleep(0.05)
+            self.after = set((table.pull(every)[:, 0] - np.isin(every, KNOWN)).tolist())
 
     def push(self, head: str) -> None:
         """Is refused new rows by a server from which nothing comes any more; waits until the other has the tick."""
@@ -91,6 +110,9 @@ class Pushing:
         wait_for(self.cluster, lambda: bool(self.rows))
         assert self.outcome == "full"
         assert 0 < sum(self.rows) < len(self.rows), "one server has refused its rows, the other one not"
+        assert self.refused == self.new[np.array(self.rows) == 0].tolist()
+        wait_for(self.cluster, lambda: bool(self.after))
+        assert self.after == {1.0}, "each row of the step is applied once"
 
 
 LITTLE, MUCH = 40, 2 * ASKED_BYTES // (4 * DIM)  # so that it is sent again at once, or the clocks are asked first
@@ -136,3 +158,84 @@ def test_all_die_that_had_the_tick_before_it_was_copied(cluster: Cluster, full: 
 def _heads(cluster: Cluster, name: str) -> bool:
     view = cluster.view
     return view is not None and any(s.name == name for s in view.servers) and "s0" not in [s.name for s in view.servers]
+
+
+def test_what_a_filter_had_left_and_went_with_refused_rows_is_kept_again(cluster: Cluster, full: set[str]) -> None:
+    """Rows of 9 are kept at the worker; with 5 more they leave, and are refused where there is no room."""
+    keys, found = np.arange(40), list[tuple[list[int], list[float]]]()
+
+    def program(threads: Threads) -> None:
+        with cluster.connect(threads, "w0", ASP(), 4, "app") as ps:
+            table = ps.table("t", dim=DIM, optimizer=Accumulate(), push=[Threshold(10.0)])
+
+            def push(some: np.ndarray, value: float) -> list[int]:
+                try:
+                    ps.push({table: (some, np.full((len(some), DIM), value, np.float32))}).result()
+                except ServerFull as error:
+                    return [int(key) for key in error.refused["t"]]
+                return []
+
+            push(keys, 9.0)
+            full.add("s0")
+            threads.sleep(1.0)
+            refused = push(keys, 5.0)
+            found.append((refused, table.pull(keys)[:, 0].tolist()))
+            full.clear()
+            threads.sleep(1.0)
+            assert not push(np.array(refused), 5.0)
+            found.append(([], table.pull(keys)[:, 0].tolist()))
+            assert not push(keys, 9.0), "nothing is kept any more: these do not leave"
+            found.append(([], table.pull(keys)[:, 0].tolist()))
+
+    cluster.start_worker("w0", program)
+    wait_for(cluster, lambda: len(found) == 3)
+    (refused, first), (_, second), (_, third) = found
+    assert 0 < len(refused) < len(keys)
+    assert first == [0.0 if key in refused else 14.0 for key in keys.tolist()]
+    assert second == third == [14.0] * len(keys)
+
+
+def test_under_bsp_refused_rows_of_a_share_count_as_zero_and_are_raised_when_the_round_is_closed(
+    cluster: Cluster, full: set[str]
+) -> None:
+    ready = set[str]()
+    old, new, found = np.arange(10), np.arange(10, 40), dict[str, tuple[list[int], list[float]]]()
+
+    def program(name: str) -> Callable[[Threads], None]:
+        def run(threads: Threads) -> None:
+            with cluster.connect(threads, name, BSP(), 1, "app") as ps:
+                table = ps.table("t", dim=DIM, optimizer=Accumulate())
+                ps.resume()
+                ready.add(name)
+                while len(ready) < 2:
+                    threads.sleep(0.01)
+                ps.push({table: (old, np.full((10, DIM), 2, np.float32))}).result()
+                full.add("s0")
+                threads.sleep(1.0)
+                every = np.concatenate([old, new]) if name == "w0" else old
+                grads = np.full((len(every), DIM), 2, np.float32)
+                refused = np.empty(0, np.int64)
+                try:
+                    ps.push({table: (every, grads)}).result()
+                except ServerFull as error:
+                    refused = error.refused["t"]
+                    assert ps.committed == 2
+                rows = table.pull(np.concatenate([old, new]))[:, 0].tolist()
+                full.clear()
+                threads.sleep(1.0)
+                again = np.concatenate([old, refused])  # with the gradients of the next step
+                ps.push({table: (again, np.full((len(again), DIM), 2, np.float32))}).result()
+                assert len(refused) == 0 or name == "w0"
+                found[name] = refused.tolist(), rows
+                found[name + " at last"] = [], table.pull(np.concatenate([old, new]))[:, 0].tolist()
+
+        return run
+
+    for name in ("w0", "w1"):
+        cluster.start_worker(name, program(name))
+    wait_for(cluster, lambda: len(found) == 4)
+    refused, rows = found["w0"]
+    assert 0 < len(refused) < len(new)
+    assert rows == [4.0] * 10 + [0.0 if key in refused else 1.0 for key in new.tolist()]
+    assert found["w1"] == ([], rows)
+    assert found["w0 at last"] == found["w1 at last"] == ([], [6.0] * 10 + [1.0] * 30)

@@ -28,7 +28,7 @@ from elasticps.wire.frames import (
 )
 
 GOLDEN_HEADER = bytes.fromhex(
-    "45505331" "02" "04" "0300"  # magic "EPS1", version 2, PUSH, flags LAST | ALL_RANGES
+    "45505331" "03" "04" "0300"  # magic "EPS1", version 3, PUSH, flags LAST | ALL_RANGES
     "3800000000000000" "0700000000000000" "0500000000000000" "0900000000000000"  # body, request, epoch, clock
     "0b000000" "0000" "0200" "00000000" "01000000" "00000000" "00000000"  # worker … wait
 )  # fmt: skip

@@ -107,9 +107,9 @@ def test_each_field_has_its_place(one: Any, body_bytes: int, numbers: tuple[int,
     assert type(one).of(unpack_header(header.pack())) == one
 
 
-def test_the_version_is_the_second() -> None:
-    assert VERSION == 2
-    assert JoinHeader().header().pack()[:6].hex() == "455053310206"
+def test_the_version_is_the_third() -> None:
+    assert VERSION == 3
+    assert JoinHeader().header().pack()[:6].hex() == "455053310306"
 
 
 u16, u32, u62 = st.integers(0, (1 << 16) - 1), st.integers(0, (1 << 32) - 1), st.integers(0, 1 << 62)

@@ -59,6 +59,7 @@ GROW_ARENA, GROW_ROWS, GROW_SEGMENTS = 0, 1, 2
     H_WORKERS,  # int64 [workers]: whose row it is, 0 for nobody's
     H_WORKER_COUNT,
     H_TOLD,  # int64 [workers]: the clock up to which a worker knows its steps to be committed
+    H_REFUSED,  # int64 [workers]: the newest step of a worker of which rows were refused, 0 for none
     H_TABLES,  # int64 [n, TABLE]: see TABLE_…
     H_TABLE_COUNT,
     H_CONNECTIONS,
@@ -122,7 +123,7 @@ GROW_ARENA, GROW_ROWS, GROW_SEGMENTS = 0, 1, 2
     H_AT,  # the connection that Python has to look at
     H_DECODED,  # float32 [DECODED]: some rows as they are before a table's filters, or after
     H_FIELDS,
-) = range(88)
+) = range(89)
 
 UNLIMITED = 1 << 62  # H_ROOM where there is no limit
 ORDER = 4

@@ -58,6 +58,7 @@ from elasticps.server.fast.layout import (
     H_RANGES,
     H_RECEIVED_FORWARD,
     H_RECEIVED_PUSH,
+    H_REFUSED,
     H_ROOM,
     H_ROWS_APPLIED,
     H_ROWS_PUSHED,
@@ -206,6 +207,8 @@ def push(h, c, at):
     if row_at < 0:
         return SLOW
     row = words(h[H_CLOCKS] + 8 * h[H_RANGES] * row_at, h[H_RANGES])
+    if first and clock <= load64(h[H_REFUSED] + 8 * row_at):
+        return SLOW  # the answer to the last part names what was refused of all
     expected = ((clock - 1) << PART_BITS) | first
     for p in range(m):
         if row[ranges[p]] != expected:

@@ -66,7 +66,7 @@ class FastPath:
         self._changed = self._served = 0
         self.turn_bytes = TURN_BYTES
         self.observer: Observer | None = None
-        self._version = self._generation = self._tables = -1
+        self._version = self._generation = self._tables = self._refusals = -1
         self._apps: dict[str, int] = {}
         self._orders: dict[int, tuple[Ranges, NDArray[np.int64]]] = {}
         self.log = YoungLog()
@@ -132,6 +132,8 @@ class FastPath:
             self._follow_view()
         if replica.clocks.generation != self._generation:
             self._follow_clocks()
+        if replica.refusals.version != self._refusals:
+            self._follow_refusals()
         if self.store.version != self._tables:
             self._follow_tables()
         f[at.H_CAREFUL] = replica.careful
@@ -188,6 +190,13 @@ class FastPath:
         self._shared.share(at.H_WORKERS, workers)
         self._fields[at.H_WORKER_COUNT] = clocks.used
         self._told.follow(workers)
+        self._follow_refusals()
+
+    def _follow_refusals(self) -> None:
+        refusals, workers = self.replica.refusals, self.replica.clocks.workers
+        self._refusals, newest = refusals.version, refusals.newest
+        refused = np.array([newest.get(worker, 0) for worker in workers.tolist()], np.int64)
+        self._shared.share(at.H_REFUSED, refused)
 
     def _follow_tables(self) -> None:
         rows = np.zeros((len(self.store.live), at.TABLE), np.int64)

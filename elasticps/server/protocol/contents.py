@@ -41,18 +41,25 @@ def check_block(
         raise RequestError("shape", f"table {name!r} takes rows of {dims[0]} words, these have {block.grads.shape[1]}")
     if len(block.step_values) != expected:
         raise RequestError("shape", f"table {name!r} takes {expected} step values, not {len(block.step_values)}")
-    if (
-        table.spec.finite
-        and gradients
-        and not (finite := np.isfinite(table.push.decode(block.grads)).all(axis=1)).all()
-    ):
-        row = int(np.flatnonzero(~finite)[0])
-        text = f"table {name!r} takes finite gradients only; that of key {block.keys[row]} is not"
-        raise RequestError("not-finite", text, table=name, key=int(block.keys[row]))
     at = table.first_misplaced(block.keys, positions)
     if at >= 0:
         text = f"key {block.keys[at]} of table {name!r} is not in a range that the push ticks at server "
         raise RequestError("foreign", f"{text}{server}, or not in their order")
+
+
+def not_finite(table: Table, block: Block) -> NDArray[np.bool_]:
+    """Which gradients of a block, that fits its table, have NaN or infinity though the table takes none."""
+    if not table.spec.finite:
+        return np.zeros(len(block.keys), np.bool_)
+    return ~np.asarray(np.isfinite(table.push.decode(block.grads)).all(axis=1))
+
+
+def _check_gradients(store: Store, block: Block, positions: NDArray[np.int64], server: str, kind: int) -> None:
+    """As `check_block`, of rows that another server has judged: it refuses what is not finite."""
+    check_block(store.tables, block, positions, server, kind)
+    if kind == OperationKind.PUSH and (mask := not_finite(store.tables[block.table], block)).any():
+        name, key = store.tables[block.table].spec.name, block.keys[np.argmax(mask)]
+        raise InputError(f"table {name!r} takes finite gradients only; that of key {key} is not")
 
 
 def wrong(store: Store, server: str, message: Message) -> str:
@@ -73,7 +80,7 @@ def _check_operation(store: Store, server: str, message: Forward) -> None:
         store.create(TableSpec.from_json(payload.spec), payload.table, payload.app)
     elif isinstance(payload, Content):
         for block in payload.blocks:
-            check_block(store.tables, block, payload.positions, server, message.operation.kind)
+            _check_gradients(store, block, payload.positions, server, message.operation.kind)
     elif isinstance(payload, RestoredRows):
         check_rows(store, server, int(message.ranges[0]), payload)
     elif isinstance(payload, Cleared) and payload.table not in store.tables and payload.table not in store.dropped:
@@ -118,4 +125,4 @@ def _check_chunk(store: Store, server: str, r: int, content: ChunkContent) -> No
             )
     for _, _, _, blocks in content.rounds.kept:
         for block in blocks:
-            check_block(store.tables, block, positions, server, OperationKind.PUSH)
+            _check_gradients(store, block, positions, server, OperationKind.PUSH)

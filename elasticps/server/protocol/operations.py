@@ -43,10 +43,10 @@ class Content:
         """Bytes of keys and values."""
         return sum(block.keys.nbytes + block.grads.nbytes for block in self.blocks)
 
-    def empty(self) -> Content:
-        """The same without rows."""
+    def only(self, blocks: list[Block]) -> Content:
+        """The same with some of its rows."""
         made = copy(self)
-        made.blocks = []
+        made.blocks = blocks
         return made
 
     def part(self, ranges: Ranges, tables: Mapping[int, Table]) -> list[Block]:

@@ -131,7 +131,7 @@ class ReplicaCodec:
         blocks: list[Block] = []
         mark = None
         if operation.refusal is not None:
-            parts.append(encode_refusal(operation.refusal))
+            parts.append(encode_refusal(operation.refusal, message.ranges))
         if isinstance(payload, Content):
             mark = payload.mark
             if isinstance(payload, Contribution):
@@ -221,7 +221,7 @@ class ReplicaCodec:
         if said.refused:
             if said.kind != OperationKind.PUSH or not said.worker or not said.after:
                 raise FrameError("a FORWARD has something refused of what is no push")
-            refusal, at = decode_refusal(body, at)
+            refusal, at = decode_refusal(body, at, self._ranges)
         if said.kind == OperationKind.PUSH and said.round:
             document, at = _read_section(body, at)
             blocks = read_blocks(said.blocks, body, at)
@@ -282,7 +282,7 @@ class ReplicaCodec:
         workers, progress = numbers[: said.workers], numbers[said.workers :]
         if said.workers and (workers.min() < 1 or workers.max() > MAX_WORKER or progress.min() < 0):
             raise FrameError("a SNAPSHOT_CHUNK has clocks of nobody, or below 0")
-        refused, at = decode_steps(body, at) if said.refused else ([], at)
+        refused, at = decode_steps(body, at, self._ranges) if said.refused else ([], at)
         content = decode_content(said.tables, body, at)._replace(cut=said.cut)
         return SnapshotChunk(
             said.epoch, said.range, said.fill, said.number, upto, said.last, said.seq, workers, progress, content,

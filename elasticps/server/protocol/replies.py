@@ -7,7 +7,7 @@ from typing import Any
 from elasticps.server.protocol.asker import Asker
 from elasticps.wire.frames import Kind, clocks_frame, json_frame, partly_frame
 from elasticps.wire.headers import OkHeader
-from elasticps.wire.refusals import encode_told, told
+from elasticps.wire.refusals import encode_refused, refused_frame
 from replication.effects import ClocksReply, Reply, Status
 
 
@@ -25,12 +25,12 @@ class RequestTicket:
         if reply.status is not Status.COMMITTED:
             self._refuse(reply.status, reply.epoch)
         elif reply.moved.shape[0]:
-            if reply.refusal:
-                self._tell(told(reply.refusal) | {"partly": True}, reply.epoch)
+            if reply.refused:
+                self.connection.send(refused_frame(self.request, reply.epoch, reply.refused, last=False))
             self.connection.send(partly_frame(self.request, reply.epoch, reply.committed, reply.moved))
             self.connection.tell_view()
-        elif reply.refusal:
-            self._tell(told(reply.refusal), reply.epoch)
+        elif reply.refused:
+            self.connection.send(refused_frame(self.request, reply.epoch, reply.refused, last=True))
         else:
             self.connection.send(OkHeader(self.request, reply.epoch).header().pack())
 
@@ -39,7 +39,7 @@ class RequestTicket:
         if reply.status is not Status.COMMITTED:
             self._refuse(reply.status, reply.epoch)
             return
-        refused = encode_told(reply.refused)
+        refused = encode_refused(reply.refused)
         frame = clocks_frame(self.request, reply.epoch, reply.ranges, reply.applied, reply.committed, refused)
         self.connection.send(frame)
 

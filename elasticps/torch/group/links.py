@@ -21,8 +21,8 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps import errors
 from elasticps.errors import Error, GroupLost
+from elasticps.torch.group.failures import decode_error, encode_error
 from elasticps.torch.group.memory import Shared, new
 
 Words = NDArray[np.int64]
@@ -220,9 +220,7 @@ class Links:
 
     def _refuse(self, number: int, error: BaseException) -> None:
         """Has the other ranks raise what this one raises."""
-        kind = type(error).__name__ if isinstance(error, Error) else GroupLost.__name__
-        text = str(error) if isinstance(error, Error) else f"rank 0 of the group failed: {error!r}"
-        body = f"{kind}\n{text}".encode()
+        body = encode_error(error)
         for each in self._sockets.values():
             try:
                 each.sendall(_TOLD.pack(number | _ERROR, -1, len(body)) + body)
@@ -269,11 +267,11 @@ class Links:
             finally:
                 os.close(descriptors[0])
         elif number & _ERROR:
-            kind, _, text = bytes(self._received(peer, length, "rank 0")).decode(errors="replace").partition("\n")
+            failure = decode_error(bytes(self._received(peer, length, "rank 0")))
             if self._unwanted.pop(number ^ _ERROR, None) is None:
-                self._told[number ^ _ERROR] = NOTHING, _error(kind, text)
-            if kind == GroupLost.__name__:
-                self._over = _error(kind, text)
+                self._told[number ^ _ERROR] = NOTHING, failure
+            if isinstance(failure, GroupLost):
+                self._over = failure
         else:
             words = np.frombuffer(self._received(peer, 8 * length, "rank 0"), np.int64)
             unwanted = self._unwanted.pop(number, None)
@@ -335,18 +333,6 @@ def _disown() -> None:
 
 _live: weakref.WeakSet[Links] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_disown)
-
-
-def _error(kind: str, text: str) -> Error:
-    """What rank 0 raised, or the next kind above it that takes a text alone; by a name of `elasticps.errors`."""
-    found = getattr(errors, kind, None)
-    if isinstance(found, type) and issubclass(found, Error):
-        for each in found.__mro__:
-            with suppress(TypeError):
-                made = each(text)
-                if isinstance(made, Error):
-                    return made
-    return GroupLost(text)
 
 
 def _named(ranks: Iterable[int]) -> str:

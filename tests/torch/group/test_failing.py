@@ -105,14 +105,33 @@ def test_a_forked_child_has_no_part_of_it() -> None:
         together(ask, links)
 
 
-def test_errors_with_more_than_a_text_come_as_the_kind_above() -> None:
+def test_errors_come_with_all_that_they_say() -> None:
     def refuse(ps: GroupClient) -> None:
         def full() -> None:
-            raise eps.NotFinite("row 3 is not finite", "rows", 3)
+            error = eps.ServerFull("there is no room", "s1", "rows", 96)
+            error.refused = {"rows": np.array([3, 1 << 60]), "others": np.array([0])}
+            raise error
 
-        with pytest.raises(eps.ServerError, match="row 3") as caught:
+        with pytest.raises(eps.ServerFull, match="no room") as caught:
             ps.together("something", full)
-        assert isinstance(caught.value, eps.NotFinite) == (ps.rank == 0)
+        assert (caught.value.server, caught.value.table, caught.value.nbytes) == ("s1", "rows", 96)
+        assert {name: keys.tolist() for name, keys in caught.value.refused.items()} == {
+            "rows": [3, 1 << 60],
+            "others": [0],
+        }
+
+    with clients(FakeClient(), 2) as group:
+        together(refuse, group)
+
+
+def test_errors_with_what_only_one_process_knows_come_as_the_kind_above() -> None:
+    def refuse(ps: GroupClient) -> None:
+        def lost() -> None:
+            raise eps.DataLost("2 ranges were lost", object())
+
+        with pytest.raises(eps.Definite, match="2 ranges") as caught:
+            ps.together("something", lost)
+        assert isinstance(caught.value, eps.DataLost) == (ps.rank == 0)
 
     with clients(FakeClient(), 2) as group:
         together(refuse, group)
