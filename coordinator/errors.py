@@ -35,6 +35,10 @@ class NotPermitted(CoordinationError):
     """The store does not let whoever our certificate names do this."""
 
 
+class WritesRefused(StoreUnavailable):
+    """The store answers reads and takes no write; the text says why, and what to do. The write did not happen."""
+
+
 class Unreadable(StoreUnavailable, ValueError):
     """The view, the roster or the config in the store makes no sense. It may again soon: a leader that knows the last
     good one puts it back. The text says which key, what is in it, and what to do else."""

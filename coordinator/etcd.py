@@ -29,7 +29,7 @@ from aetcd import rpc
 from grpc.aio import EOF, AioRpcError  # type: ignore[attr-defined]  # grpc-stubs lacks EOF
 
 from coordinator import cancelled, fields
-from coordinator.errors import CoordinationError, LeaseLost, NotPermitted, StoreUnavailable
+from coordinator.errors import CoordinationError, LeaseLost, NotPermitted, StoreUnavailable, WritesRefused
 from coordinator.forks import use_grpc
 from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, check_key, check_value
 from coordinator.url import ClusterUrl, TlsFiles
@@ -64,6 +64,7 @@ _REQUIRE_LEADER = (("hasleader", "true"),)
 _REFUSED = (
     grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.FAILED_PRECONDITION,
 )  # fmt: skip
+_NO_SPACE = "database space exceeded"  # the alarm NOSPACE, of all members, until somebody disarms it
 _RIGHTS_CHANGED = "revision of auth store is old"  # while the request was under way
 
 
@@ -363,7 +364,7 @@ class EtcdStore:
         except _TryNext as error:
             raise StoreUnavailable(str(trouble), indefinite=writes) from error.__cause__
         except StoreUnavailable as error:  # closed, also while we were asking
-            raise StoreUnavailable(str(error), indefinite=writes and bool(trouble.failures)) from None
+            raise type(error)(str(error), indefinite=writes and bool(trouble.failures)) from None
 
     def _member(self, at: int) -> _Member:
         if self._closed.is_set():
@@ -475,6 +476,11 @@ def _raise_definite(error: BaseException) -> None:
             return
         if error.code() == grpc.StatusCode.PERMISSION_DENIED:
             raise NotPermitted(f"etcd refused: {error.details()}") from error
+        if _NO_SPACE in (error.details() or ""):
+            raise WritesRefused(
+                f"etcd takes no writes: the space that its quota allows is used up ({error.details()}). Give it some: "
+                "`etcdctl compact`, `etcdctl defrag`, then `etcdctl alarm disarm` (docs/trouble.md)"
+            ) from error
         if error.code() in _REFUSED:
             raise CoordinationError(f"etcd refused: {error.details()}") from error
 

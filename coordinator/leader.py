@@ -22,7 +22,7 @@ import numpy as np
 
 from coordinator import fields
 from coordinator.adoption import UNHEARD
-from coordinator.errors import Fenced, StoreUnavailable, TooLarge
+from coordinator.errors import Fenced, StoreUnavailable, TooLarge, WritesRefused
 from coordinator.grace import Grace
 from coordinator.health import TICK_S, Dial
 from coordinator.last_good import LastGood
@@ -34,6 +34,7 @@ from coordinator.office import campaign, first_of, keep_office
 from coordinator.pace import Pace
 from coordinator.planner import Health, Members, Plan, RosterPlan, UnsafePlan, plan, plan_roster
 from coordinator.repair import Limits
+from coordinator.sparing import Sparing
 from coordinator.store import Guard, Listing, Store
 from coordinator.view import ClusterConfig, Roster, View, WorkerInfo
 from coordinator.world import ELECTION, News, World
@@ -45,6 +46,9 @@ __all__ = ["ELECTION", "run_coordinator"]
 Duty = Callable[[], Coroutine[Any, Any, None]]
 OnFailover = Callable[[int, float, float], None]
 
+_SPARING = Sparing(2, 60.0)  # lines of one outage of the store, which is told by
+_TOLD_APART = 20  # the first characters of its error
+_REFUSED_S = 1.0  # pause while the store takes no writes: each attempt lists all keys
 _RETRY_S = 0.2  # pause after an outage; each attempt waits for the store's time-out as well
 _ILL_S, _ILL_MOST_S = 2.0, 60.0  # after so long an ill leader gives up; doubled each time that nobody did better
 _ASK_AGAIN_S = 1.0  # servers are asked for a view that was lost so often
@@ -109,7 +113,8 @@ async def _serve(
             patience_s = _ILL_S
             log.warning("steps down", leader=name, error=error)
         except StoreUnavailable as error:
-            log.warning("waits for the store", leader=name, error=error)
+            if (left_out := _SPARING.due(str(error)[:_TOLD_APART])) is not None:
+                log.warning("waits for the store", leader=name, error=error, left_out=left_out)
             await asyncio.sleep(_RETRY_S)
 
 
@@ -201,9 +206,10 @@ class _Term:
             try:
                 await self._lead_from(await self._store.list(""))
             except StoreUnavailable as error:
-                log.warning("the store is out; the view stands as it is", error=error)
+                if (left_out := _SPARING.due(str(error)[:_TOLD_APART])) is not None:
+                    log.warning("the store is out; the view stands as it is", error=error, left_out=left_out)
                 if not error.indefinite:
-                    await asyncio.sleep(_RETRY_S)
+                    await asyncio.sleep(_REFUSED_S if isinstance(error, WritesRefused) else _RETRY_S)
 
     async def _lead_from(self, listing: Listing) -> None:
         world = World(self._store.cluster, listing, self._last_good)

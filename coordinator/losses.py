@@ -6,13 +6,12 @@ lives knows it exactly, and adds that; it has the last word on itself.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from coordinator.names import app_of_worker
-from coordinator.records import read
+from coordinator.records import check, left_out, read
 from coordinator.store import Store
 
 LOSSES = "losses/"  # below it, by the epoch in which the ranges began anew
@@ -32,17 +31,26 @@ def known_key(epoch: int, worker: int, name: str) -> str:
 
 
 async def losses_of(store: Store) -> list[dict[str, Any]]:
-    """All that is told, the oldest first."""
-    entries = [*(await store.list(LOSSES)).entries, *(await store.list(KNOWN)).entries]
-    return merged({entry.key: entry.value for entry in entries})
+    """All that is told, the oldest first, without what makes no sense."""
+    found = {}
+    for entry in [*(await store.list(LOSSES)).entries, *(await store.list(KNOWN)).entries]:
+        with left_out():
+            if entry.key.startswith(LOSSES):
+                read(entry.key, entry.value, ranges=list, cut=int, url=str, rows=int, lacking=list)
+            merged({entry.key: entry.value})
+            found[entry.key] = entry.value
+    return merged(found)
 
 
 def merged(entries: Mapping[str, bytes]) -> list[dict[str, Any]]:
-    """The same of the store's entries, those below LOSSES and KNOWN."""
+    """The same of the store's entries, those below LOSSES and KNOWN. ValueError for what makes no sense."""
     found = []
     for key in sorted(key for key in entries if key.startswith(LOSSES)):
         told = read(key, entries[key], epoch=int, workers=list)
         for worker in told["workers"]:
+            if not isinstance(worker, dict):
+                raise ValueError(f"{key} has a worker that is no JSON object")
+            check(key, worker, id=int, name=str, have=int, to=int)
             own = known_key(told["epoch"], worker["id"], worker["name"])
             with suppress(ValueError):  # the leader's word stays
                 worker["to"] = read(own, entries.get(own, b""), committed=int)["committed"]
@@ -53,4 +61,9 @@ def merged(entries: Mapping[str, bytes]) -> list[dict[str, Any]]:
 async def held_up(store: Store) -> str:
     """Why ranges that are lost do not come back; "" if nobody has said so."""
     entry = await store.get(HELD_UP)
-    return "" if entry is None else str(json.loads(entry.value)["reason"])
+    if entry is None:
+        return ""
+    try:
+        return str(read(HELD_UP, entry.value, reason=str)["reason"])
+    except ValueError as error:
+        return str(error)

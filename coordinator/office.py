@@ -16,11 +16,13 @@ from coordinator.errors import Fenced, LeaseLost, StoreUnavailable
 from coordinator.health import TICK_S
 from coordinator.last_good import LastGood
 from coordinator.lines import Lines
+from coordinator.sparing import Sparing
 from coordinator.store import Guard, Store
 from coordinator.world import ELECTION, World
 
 log = fields.logger(__name__)
 
+_SPARING = Sparing(2, 60.0)
 ASKED_S = 1.0  # how often the store is asked at least, whether the office is still ours
 OTHERS_FIRST_S = 1.0  # for so long a coordinator that hears too few servers leaves a vacant office to others
 
@@ -77,7 +79,8 @@ async def keep_office(store: Store, lease: int, ttl_s: float, answered: Callable
         except LeaseLost as error:
             raise Fenced(f"the office ran out: {error}") from error
         except StoreUnavailable as error:
-            log.warning("the office cannot be renewed, trying on", error=error)
+            if (left_out := _SPARING.due("renew")) is not None:
+                log.warning("the office cannot be renewed, trying on", error=error, left_out=left_out)
 
 
 async def first_of(*work: Coroutine[Any, Any, object]) -> None:

@@ -25,9 +25,13 @@ import structlog
 from structlog.typing import EventDict, WrappedLogger
 
 from coordinator import fields
+from coordinator.sparing import Sparing
 from elasticps.errors import ConfigError
 
 LEVELS = ("debug", "info", "warning", "error")
+
+OTHERS_MOST, OTHERS_EVERY_S = 10, 10.0  # lines of one level of another package's logger that are shown in so long
+_OURS = ("elasticps", "coordinator", "replication", "chaos")
 
 FORMATS = ("logfmt", "json")
 
@@ -52,12 +56,30 @@ def configure(level: str = "info", stream: TextIO | None = None, *, log_format: 
         raise ConfigError(f"{level!r} is no log level; there are {', '.join(LEVELS)}")
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_Formatter(_json if log_format == "json" else _logfmt, context))
+    handler.addFilter(_Others())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     for chatty in ("numba", "asyncio", "grpc", "aetcd"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))
     logging.captureWarnings(True)
+
+
+class _Others(logging.Filter):
+    """Lets few lines through of what other packages log again and again, such as gRPC a stack for each call that cannot
+    be read; the next line says how many were left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sparing = Sparing(OTHERS_MOST, OTHERS_EVERY_S)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name.startswith(_OURS):
+            return True
+        left_out = self._sparing.due((record.name, record.levelno))
+        if left_out:
+            record.left_out = left_out
+        return left_out is not None
 
 
 class _Formatter(structlog.stdlib.ProcessorFormatter):

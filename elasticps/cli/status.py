@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import numpy as np
 import typer
@@ -15,11 +15,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from coordinator.errors import Unreadable
 from coordinator.handover import find_handover
 from coordinator.loss import Loss, find_loss, spans, told
 from coordinator.losses import held_up, losses_of
-from coordinator.membership import CONFIG, ROSTER, VIEW, read_drains
-from coordinator.store import Store
+from coordinator.membership import CONFIG, ROSTER, VIEW, read_drains, roster_of, view_of
+from coordinator.store import Entry, Store
+from coordinator.trouble import find_lost_view, find_trouble
 from coordinator.url import parse
 from coordinator.view import Roster, ServerInfo, View
 from coordinator.wording import names
@@ -38,6 +40,8 @@ from replication.chain import Member
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
+
+_Value = TypeVar("_Value")
 
 _ASKED_AT_ONCE = 64
 _LOSSES_SHOWN = 3  # the newest
@@ -58,8 +62,8 @@ def status(
 ) -> None:
     """Show a cluster: its view, its servers and what each of them holds, its workers.
 
-    The exit code is 0 if all servers answer, 3 if etcd does not, 4 if the cluster has no view, a server is silent, or
-    ranges have no replica.
+    The exit code is 0 if all servers answer, 3 if etcd does not, 4 if the cluster has no view, no coordinator leads,
+    etcd takes no writes or has lost keys, a server is silent, or ranges have no replica: what to do is said then.
     """
     cluster = target(url, name)
     if hot:
@@ -99,10 +103,10 @@ async def look(url: str, timeout_s: float, before: dict[str, Any] | None = None)
     that does not is listed with the state "no answer". Requests are counted since `before`, an earlier look."""
     credentials = credentials_of(url)
 
-    async def read(store: Store) -> tuple[Any, Any, Any]:
-        return await _read(store), await losses_of(store), await held_up(store)
+    async def read(store: Store) -> tuple[Any, Any, Any, Any]:
+        return await _read(store), await losses_of(store), await held_up(store), await find_trouble(store)
 
-    (view, roster, registered, drains, config), losses, why = await read_store(url, timeout_s, read)
+    (view, roster, registered, drains, config), losses, why, trouble = await read_store(url, timeout_s, read)
     limit = asyncio.Semaphore(_ASKED_AT_ONCE)
     known = {server.name: server for server in (*(view.servers if view else ()), *registered)}
     servers = await asyncio.gather(
@@ -113,12 +117,17 @@ async def look(url: str, timeout_s: float, before: dict[str, Any] | None = None)
         member = Member(server["id"], server["incarnation"])
         server["draining"] = member in drains
         server["waits_for"] = str(find_handover(view, member, staying)) if view and member in drains else ""
+    epochs = [server["epoch"] for server in servers if not server["error"]]
+    if any(epoch > (view.epoch if view else 0) for epoch in epochs):
+        lost = await read_store(url, timeout_s, lambda store: find_lost_view(store, epochs))
+        trouble = [*trouble, lost] if lost else trouble
     cluster = parse(url).cluster
     loss = None if view is None else find_loss(view, registered)
     return {
         "cluster": cluster,
         "url": url,
-        "healthy": view is not None and not loss and not any(server["error"] for server in servers),
+        "healthy": view is not None and not trouble and not loss and not any(server["error"] for server in servers),
+        "trouble": trouble,
         "epoch": view.epoch if view else 0,
         "reason": view.reason if view else (NOT_YET if config else NO_CLUSTER).format(cluster),
         "ranges": view.ranges if view else 0,
@@ -144,12 +153,19 @@ async def _read(store: Store) -> tuple[View | None, Roster | None, tuple[ServerI
         store.get(VIEW), store.get(ROSTER), read_servers(store), read_drains(store), store.get(CONFIG)
     )
     return (
-        View.decode(view.value) if view else None,
-        Roster.decode(roster.value) if roster else None,
+        _good(view, view_of),
+        _good(roster, roster_of),
         servers,
         drains,
         config is not None,
     )
+
+
+def _good(entry: Entry | None, read: Callable[[Entry], _Value]) -> _Value | None:
+    """What is under a key; None, too, if it makes no sense, which `find_trouble` tells."""
+    with suppress(Unreadable):
+        return None if entry is None else read(entry)
+    return None
 
 
 def balance(servers: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]] = ()) -> dict[str, float | None]:
@@ -249,6 +265,8 @@ def _render(found: dict[str, Any]) -> Group:
         (found["cluster"], "bold"),
         f"  epoch {found['epoch']}, {found['ranges']} ranges × {found['replicas']} replicas: {found['reason']}",
     )
+    for line in found["trouble"]:
+        head.append(f"\n{line}", "bold red")
     for line in found["loss"]:
         head.append(f"\n{line}", "bold red")
     for each in found["losses"][-_LOSSES_SHOWN:]:

@@ -12,6 +12,7 @@ from elasticps.client.reads import Reads
 from elasticps.client.registry import Registry
 from elasticps.client.steps import Steps
 from elasticps.client.tables import Handle, SparseTable
+from elasticps.errors import ClusterUnreachable, Timeout
 from elasticps.spec import BSP, Consistency
 
 LEAVE_S = 5.0  # for what is outstanding when a client is closed
@@ -56,10 +57,19 @@ class Parts:
             self.shards = ShardSets(dispatcher, self.steps, registry)
             dispatcher.on_watch = self._use
             registry.follow_rates(app, self.tables.hear, timeout_s)
-            dispatcher.start(deadline_s)
+            self._start(dispatcher, deadline_s)
         except BaseException:
             self.close()
             raise
+
+    def _start(self, dispatcher: Dispatcher, deadline_s: float) -> None:
+        """Connects to the servers. They take nobody in whom no leader has listed: that is said then."""
+        try:
+            dispatcher.start(deadline_s)
+        except (ClusterUnreachable, Timeout) as error:
+            if not (why := self.registry.trouble()):
+                raise
+            raise type(error)(f"{why}. Therefore: {error}") from error
 
     @property
     def dispatcher(self) -> Dispatcher:

@@ -35,6 +35,7 @@ from coordinator.names import check_name, check_worker
 from coordinator.records import read
 from coordinator.sessions import WorkerSession, register_worker
 from coordinator.store import Entry, Store
+from coordinator.trouble import find_trouble
 from coordinator.view import View, WorkerInfo
 from elasticps.client.protocol.join import Past
 from elasticps.client.rates import SetRate, SetRates
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
 
 log = logging.getLogger(__name__)
+
+TROUBLE_S = 3.0  # for a look at why nobody lets a worker in
 
 T = TypeVar("T")
 POLL_S, POLL_MOST_S = 0.05, 0.5
@@ -204,6 +207,13 @@ class Registry:
                     f"{wanted} servers, registered are {', '.join(servers) or 'none'}; is a coordinator running?"
                 )
             await asyncio.sleep(POLL_S)
+
+    def trouble(self) -> str:
+        """What keeps the cluster from taking this worker in, as the store tells it; "" if nothing is known."""
+        try:
+            return "; ".join(self.call(find_trouble(self._store), TROUBLE_S))
+        except (ClusterUnreachable, Timeout):
+            return ""
 
     def ask_view(self, on_view: Callable[[View | None], None]) -> None:
         """Reads the view in a thread of its own and hands it over, or None if the store does not answer."""

@@ -17,13 +17,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from coordinator import fields
-from coordinator.errors import StoreUnavailable
+from coordinator.errors import CoordinationError, StoreUnavailable
 from coordinator.leader import ELECTION
 from coordinator.losses import KNOWN, LOSSES, merged
 from coordinator.membership import DRAINS, NEWEST_CHECKPOINT, ROSTER, SERVERS, VIEW, drained, server_of
 from coordinator.office import first_of
 from coordinator.records import read
 from coordinator.store import Change, Entry, Put, Reset, Store
+from coordinator.trouble import check_writes
 from coordinator.view import Roster, ServerInfo, View
 from elasticps.metrics.exposition import Scrape
 from replication.chain import Member
@@ -88,8 +89,8 @@ class ClusterMetrics(Collector):
         while True:
             began = time.monotonic()
             try:
-                await self._store.get("config")
-            except StoreUnavailable:
+                await check_writes(self._store)
+            except CoordinationError:
                 self._store_up = False
                 self._counts["store_failures"] += 1
             else:
@@ -164,7 +165,9 @@ class ClusterMetrics(Collector):
             "1 while most servers are silent since one moment: this coordinator must be cut off, they count as alive.",
             value=self._ill,
         )
-        yield GaugeMetricFamily("elasticps_coordinator_store_up", "Whether etcd answers.", value=self._store_up)
+        yield GaugeMetricFamily(
+            "elasticps_coordinator_store_up", "Whether etcd answers, and takes writes.", value=self._store_up
+        )
         yield GaugeMetricFamily(
             "elasticps_coordinator_store_seconds", "How long its last answer took.", value=self._store_s
         )

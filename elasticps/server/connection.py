@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
 from coordinator import fields
+from coordinator.sparing import Sparing
 from elasticps.security.channel import Proof
 from elasticps.security.identity import Identity, NotAuthorised
 from elasticps.server.fast import layout as at
@@ -33,6 +34,8 @@ from elasticps.wire.frames import (
 from replication.chain import Member
 
 log = fields.logger(__name__)
+
+_SPARING = Sparing(10, 10.0)
 
 HELLO_TIMEOUT_S = 10.0
 STALLED_TIMEOUT_S = 60.0  # a peer that reads nothing for so long, while answers wait for it, is cut off
@@ -349,10 +352,16 @@ class Connection(asyncio.BufferedProtocol):
         if self.transport.is_reading():
             return
         if self._peer_has_gone():
-            log.info("worker gone", peer=self.peer, worker=self.worker_name)
+            self._log_some(log.info, "worker gone")
             self.transport.abort()
         elif self.transport.is_closing() and self._timer is None:
             self._timer = self._loop.call_later(STALLED_TIMEOUT_S, self._stalled)
+
+    def _log_some(self, tell: Callable[..., object], event: str, **details: object) -> None:
+        """Logs what any peer can bring about, as often as it likes: with a limit, and a count of what is left out."""
+        if (left_out := _SPARING.due(event)) is not None:
+            more = {"left_out": left_out} if left_out else {}
+            tell(event, peer=self.peer, worker=self.worker_name, **details, **more)
 
     def _peer_has_gone(self) -> bool:
         sock = self.transport.get_extra_info("socket")
@@ -366,7 +375,7 @@ class Connection(asyncio.BufferedProtocol):
         self.refused = True
         if self.slot >= 0:
             self._set(at.C_ROLE, at.ROLE_OTHER)
-        log.warning("refused", peer=self.peer, worker=self.worker_name, reason=error)
+        self._log_some(log.warning, "refused", reason=error)
         code = "version" if isinstance(error, VersionError) else "malformed"
         code = "identity" if isinstance(error, NotAuthorised) else code
         if not self.transport.is_closing():
@@ -453,7 +462,7 @@ class Connection(asyncio.BufferedProtocol):
             self.refuse(FrameError(f"no hello within {HELLO_TIMEOUT_S:.0f} s"))
 
     def _stalled(self) -> None:
-        log.warning("cut off", peer=self.peer, worker=self.worker_name, read_nothing_s=STALLED_TIMEOUT_S)
+        self._log_some(log.warning, "cut off", read_nothing_s=STALLED_TIMEOUT_S)
         self.transport.abort()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from coordinator.adoption import reset
+from coordinator.errors import WritesRefused
 from coordinator.losses import key_of, known_key
 from coordinator.membership import NEWEST_CHECKPOINT, ROSTER, VIEW, create_cluster
 from coordinator.memory import MemoryStore
@@ -20,6 +21,7 @@ from elasticps.cli import processes
 from elasticps.local.etcd import free_ports
 from elasticps.metrics.cluster import ClusterMetrics
 from tests.chaos.scenes import view_of
+from tests.coordinator.support import FaultyStore, until
 
 
 def test_metrics_that_fail_end_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,3 +118,31 @@ def test_a_view_that_is_read_again_after_a_break_is_counted_as_the_next_one() ->
 
 def shown(metrics: ClusterMetrics) -> dict[str, float]:
     return {sample.name: sample.value for family in metrics.collect() for sample in family.samples}
+
+
+class Full(FaultyStore):
+    """An etcd whose quota of space is used up: it answers reads."""
+
+    full = False
+
+    async def compare_and_set(self, key: str, value: bytes, **options: Any) -> int | None:
+        if self.full:
+            raise WritesRefused("etcd takes no writes")
+        return await super().compare_and_set(key, value, **options)
+
+
+def test_an_etcd_that_takes_no_writes_is_not_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe was a read, which such an etcd answers: its alarm could not fire."""
+    monkeypatch.setattr("elasticps.metrics.cluster.PROBE_S", 0.01)
+
+    async def story() -> None:
+        store = Full(MemoryStore())
+        metrics = ClusterMetrics(store, "c0")
+        following = asyncio.create_task(metrics.follow())
+        for full in (True, False):
+            store.full = full
+            await until(lambda: shown(metrics)["elasticps_coordinator_store_up"] == (not store.full))
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+    asyncio.run(story())

@@ -1,0 +1,73 @@
+"""What keeps a cluster from changing while training goes on: nobody leads, etcd takes no writes, or has lost keys."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+
+from coordinator.errors import CoordinationError, Unreadable, WritesRefused
+from coordinator.lost_view import REMEDY
+from coordinator.membership import CONFIG, ROSTER, VIEW, config_of, roster_of, view_of
+from coordinator.store import Store
+from coordinator.view import View
+from coordinator.world import ELECTION
+
+NO_LEADER = (
+    "no coordinator leads: training goes on, but no server that dies is replaced, none that comes is used, and no "
+    "worker can join. Start a coordinator, or see in the logs of those that run why they cannot lead"
+)
+PROBE = "probe"  # never there
+_NEVER = 1 << 62  # a revision that no key has
+
+
+async def check_writes(store: Store, timeout_s: float = 0.0) -> None:
+    """Makes sure that the store takes writes, by one whose condition never holds: it goes through all that a write
+    does, and leaves nothing. WritesRefused, or another error of the store, if not."""
+    await store.compare_and_set(PROBE, b"", expect=_NEVER, timeout_s=timeout_s)
+
+
+async def find_trouble(store: Store) -> list[str]:
+    """What is wrong, each with what to do; empty if all is well, or there is no cluster. StoreUnavailable if the store
+    does not answer."""
+    election, config, view, roster = await asyncio.gather(*map(store.get, (ELECTION, CONFIG, VIEW, ROSTER)))
+    told = []
+    for entry, read in ((config, config_of), (view, view_of), (roster, roster_of)):
+        try:
+            if entry is not None:
+                read(entry)
+        except Unreadable as error:
+            told.append(str(error))
+    if config is None and view is not None:
+        told.append(
+            f"etcd has lost the key {CONFIG}: no server and no worker can start. The coordinator that leads puts it "
+            f"back, and any that is started; else {REMEDY}"
+        )
+    if election is None and config is not None:
+        told.append(NO_LEADER)
+    try:
+        await check_writes(store)
+    except WritesRefused as error:
+        told.append(str(error))
+    except CoordinationError:  # whoever asks may not write there: then it tells nothing
+        pass
+    return told
+
+
+async def find_lost_view(store: Store, epochs: Collection[int]) -> str:
+    """What to say if servers that answer follow newer views than etcd has, as they said before this is called; "" if
+    they do not."""
+    heard = [epoch for epoch in epochs if epoch]
+    if not heard:
+        return ""
+    entry = await store.get(VIEW)
+    try:
+        view: View | None = None if entry is None else view_of(entry)
+    except Unreadable:
+        return ""  # which is told as such
+    if view is not None and min(heard) <= view.epoch:
+        return ""
+    there = "is gone" if view is None else f"is of epoch {view.epoch}"
+    return (
+        f"etcd has lost the key {VIEW}: it {there}, and servers follow epoch {max(heard)}. No server that dies is "
+        f"replaced until it is put back, as the coordinator that leads does if all servers are heard; else {REMEDY}"
+    )
