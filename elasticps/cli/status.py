@@ -62,8 +62,11 @@ def status(
 ) -> None:
     """Show a cluster: its view, its servers and what each of them holds, its workers.
 
-    The exit code is 0 if all servers answer, 3 if etcd does not, 4 if the cluster has no view, no coordinator leads,
-    etcd takes no writes or has lost keys, a server is silent, or ranges have no replica: what to do is said then.
+    The exit code is 0 if all servers answer, 3 if etcd does not, 4 if the cluster has no view, a server is silent, or
+    ranges have no replica.
+
+    It is 4, too, if no coordinator leads, or if etcd takes no writes or has lost keys of the cluster: the first lines
+    say what to do then.
     """
     cluster = target(url, name)
     if hot:
