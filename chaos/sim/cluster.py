@@ -25,7 +25,7 @@ from chaos.sim.violation import Violation
 from coordinator.leader import run_coordinator
 from coordinator.membership import ROSTER, VIEW, create_cluster
 from coordinator.sessions import ServerSession
-from coordinator.view import ClusterConfig, Roster, View
+from coordinator.view import ClusterConfig, Roster, ServerInfo, View
 from elasticps.checkpoint.filing import InlineFiling
 from elasticps.checkpoint.storage import Storage
 from elasticps.client.client import Client
@@ -200,7 +200,7 @@ class Cluster:
                     self.views.on_asked(name, self.clock.now)  # it could not say so before
 
         store = self.store.client(name, STORE_TIMEOUT_S)
-        around = Surroundings(store, self.config, listener, _build, show)  # type: ignore[arg-type]
+        around = Surroundings(store, self.config, listener, _build, show, self._serves)  # type: ignore[arg-type]
         identity = Identity(name, f"{name}:{PORT}", f"{name}:{PORT + 1}" if self._admin else "")
         try:
             await live(around, identity, found.stop, found.leave, wait_s=1e9,
@@ -212,6 +212,11 @@ class Cluster:
         if found.asked and found.now is not None and not self.over:
             self._check_drained(found.now.serving.me)
         found.process.kill()
+
+    async def _serves(self, server: ServerInfo) -> bool:
+        """What its health service would answer."""
+        found = self.servers.get(server.name)
+        return found is not None and found.process.alive and not found.asked
 
     def _turn(self, found: ServerProcess) -> float | None:
         again = found.loop.turn()

@@ -4,19 +4,24 @@ every range that it has is at a server that stays.
 Whoever drains first says so in the store, and then looks who else does: of two that drain at the same time at least one
 sees the other. So they never both leave with the last copies of a range; both stay until a third server has it. Only
 where no server stays at all there is nothing to wait for.
+
+Without an answer from the store nobody knows who stays, and a server that drains waits. But where a whole cluster is
+taken away, store first, it would wait for ever: it ends after GONE_S without a sign of life from the store, from any
+coordinator, and from any server of its view that does not leave itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 
 from coordinator import fields
 from coordinator.errors import CoordinationError
 from coordinator.handover import Handover, find_handover
 from coordinator.membership import SERVERS, VIEW, read_drains, request_drain, server_of
 from coordinator.store import Entry, Store
-from coordinator.view import View
+from coordinator.view import ServerInfo, View
 from elasticps.server.server import Server
 from replication.chain import Member
 
@@ -24,6 +29,10 @@ log = fields.logger(__name__)
 
 LOOK_S = 0.5
 TELL_S = 5.0  # so often the log says what a server that drains waits for
+GONE_S = 30.0
+
+Stays = Callable[[ServerInfo], Awaitable[bool]]
+"""Asks another server whether it serves and does not leave; False if it does not answer."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class _Found:
         return self.unknown or str(self.handover)
 
 
-async def drain(store: Store, server: Server, stop: asyncio.Future[str], timeout_s: float) -> str:
+async def drain(store: Store, server: Server, stop: asyncio.Future[str], timeout_s: float, stays: Stays) -> str:
     """Asks the leader to move everything off this server, and waits until it has, or for `stop`, or for `timeout_s`.
     Returns why the server is to end; "" if it was left out of the view, or is to stop.
 
@@ -52,8 +61,9 @@ async def drain(store: Store, server: Server, stop: asyncio.Future[str], timeout
         return "SIGTERM, before any view knew it"
     loop = asyncio.get_running_loop()
     teller = _Teller(loop.time() + timeout_s)
+    life = _Life(server, stays)
     while timeout_s > 0 and not (stop.done() or server.removed.done()):
-        looking = asyncio.create_task(_look(store, server))
+        looking = asyncio.create_task(_look(store, server, life))
         await asyncio.wait((looking, stop, server.removed), return_when=asyncio.FIRST_COMPLETED)
         if not looking.done():
             looking.cancel()
@@ -74,8 +84,13 @@ async def drain(store: Store, server: Server, stop: asyncio.Future[str], timeout
     return "SIGTERM"
 
 
-async def _look(store: Store, server: Server) -> _Found:
+async def _look(store: Store, server: Server, life: _Life) -> _Found:
     """Makes sure that the request to drain is there, then reads which servers stay."""
+    found = await _ask(store, server)
+    return replace(found, ends=await life.ended()) if found.unknown else life.seen(found)
+
+
+async def _ask(store: Store, server: Server) -> _Found:
     try:
         await request_drain(store, server.me.name, leaves=True)
         # In this order: a server that was not asked to drain when these were read will see that this one was.
@@ -96,6 +111,29 @@ def _member(entry: Entry) -> Member:
         return server_of(entry.key, entry.value).member
     except ValueError:
         return Member(entry.key.removeprefix(SERVERS), 0)
+
+
+class _Life:
+    """When there was a sign of life of anybody else, as far as a server that drains can see."""
+
+    def __init__(self, server: Server, stays: Stays) -> None:
+        self._server = server
+        self._stays = stays
+        self._loop = asyncio.get_running_loop()
+        self._seen_at = self._loop.time()
+
+    def seen(self, found: _Found) -> _Found:
+        """The store has answered."""
+        self._seen_at = self._loop.time()
+        return found
+
+    async def ended(self) -> bool:
+        """Without the store: looks for other signs; whether there was none for GONE_S."""
+        view = self._server.serving.view
+        others = () if view is None else [each for each in view.servers if each.member != self._server.member]
+        if self._server.leaders.present or any(await asyncio.gather(*map(self._stays, others))):
+            self._seen_at = self._loop.time()
+        return self._loop.time() - self._seen_at >= GONE_S
 
 
 class _Teller:

@@ -86,6 +86,11 @@ class Leaders:
             self._spoken, self._spoken_at = None, self._loop.time()
             self.tell()
 
+    @property
+    def present(self) -> bool:
+        """Whether any coordinator is connected."""
+        return bool(self._connections)
+
     def beat(self, connection: Connection, header: Header, body: Body) -> None:
         """GET_VIEW of a coordinator: it leads. Terms of a store that was made anew begin low again. Without a term it
         asks for the view that is followed here, as the store has lost it."""

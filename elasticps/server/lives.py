@@ -26,7 +26,7 @@ from elasticps.descriptors import Connections
 from elasticps.errors import SpecError
 from elasticps.security.gate import Gate
 from elasticps.server import fatal
-from elasticps.server.draining import drain
+from elasticps.server.draining import Stays, drain
 from elasticps.server.housekeeping import keep_doing
 from elasticps.server.protocol.headroom import NO_LIMIT, Memory
 from elasticps.server.protocol.registered import Entry
@@ -55,13 +55,15 @@ class Identity:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where a server lives. `sock` listens all the time; `show` hears which life serves now, None between two."""
+    """Where a server lives. `sock` listens all the time; `show` hears which life serves now, None between two; `stays`
+    asks another server whether it serves and does not leave."""
 
     store: Store
     config: ClusterConfig
     sock: socket.socket
     build: Build
     show: Callable[[Server | None], Awaitable[None]]
+    stays: Stays
 
 
 async def live(
@@ -108,7 +110,7 @@ async def live(
                     if (
                         leave.done()
                         and not stop.done()
-                        and (why := await drain(around.store, server, stop, drain_timeout_s))
+                        and (why := await drain(around.store, server, stop, drain_timeout_s, around.stays))
                     ):
                         resolve(stop, why)
                 # Only now: as long as the store does not answer, a leader may give what is left out ranges again.

@@ -1,4 +1,5 @@
-"""Whether a server may take its name: not while another process lives under it."""
+"""What a server asks of other processes: whether one lives under its name, which it may not take then; and whether a
+server stays."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from coordinator.connect import insist
 from coordinator.membership import SERVERS, server_of
 from coordinator.store import Store
 from coordinator.view import ServerInfo
-from elasticps.admin import fetch_status
+from elasticps.admin import fetch_health, fetch_status
 from elasticps.errors import ClusterUnreachable, ConfigError, ServerError
 
 if TYPE_CHECKING:
@@ -78,3 +79,13 @@ async def _answers(other: ServerInfo, credentials: Credentials | None) -> bool:
     except (ClusterUnreachable, ServerError):
         return False
     return (status["id"], status["incarnation"]) == (other.name, other.incarnation)
+
+
+async def stays(other: ServerInfo, credentials: Credentials | None = None) -> bool:
+    """Whether another server serves and does not leave; False if it does not answer."""
+    try:
+        return await fetch_health(other.admin, _ANSWER_S, credentials=credentials) == "SERVING"
+    except ClusterUnreachable:
+        return False
+    except ServerError:  # it is there, and does not tell us
+        return True

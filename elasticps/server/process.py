@@ -34,7 +34,7 @@ from elasticps.server.addresses import found_under, hidden, is_loopback, joined,
 from elasticps.server.fast import receive as fast_path
 from elasticps.server.fast import sockets
 from elasticps.server.lives import Build, Identity, Surroundings, live, plain, resolve
-from elasticps.server.names import wait_for_name
+from elasticps.server.names import stays, wait_for_name
 from elasticps.server.protocol.headroom import Memory
 from elasticps.server.server import Server
 from elasticps.store import registry
@@ -152,7 +152,7 @@ async def serve(
 
         if not take_over:
             await wait_for_name(store, name, address, max(wait_s, STORE_TIMEOUT_S), credentials)
-        around = Surroundings(store, config, sock, build, show)
+        around = Surroundings(store, config, sock, build, show, partial(stays, credentials=credentials))
         me = Identity(name, address, admin_address, zone, weight)
         await live(around, me, stop, leave, wait_s=max(wait_s, STORE_TIMEOUT_S), drain_timeout_s=drain_timeout_s)
         log.info("stopping", reason=stop.result())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,8 +14,10 @@ from coordinator.errors import StoreUnavailable
 from coordinator.membership import SERVERS, VIEW, read_drains, request_drain
 from coordinator.memory import MemoryStore
 from coordinator.store import Entry
+from coordinator.view import ServerInfo
 from elasticps.server import draining
 from elasticps.server.draining import drain
+from elasticps.server.server import Server
 from tests.coordinator.support import until_key
 from tests.server.conftest import Group, Run, until
 
@@ -48,6 +52,12 @@ class Scene:
         self.store = Store("c")
         self.stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.draining: asyncio.Task[str] | None = None
+        self.stay = {"b", "c"}
+        self.asked = list[str]()
+
+    async def _stays(self, server: ServerInfo) -> bool:
+        self.asked.append(server.name)
+        return server.name in self.stay
 
     async def show(self, *chain: str) -> None:
         view = self.group.make_view(lambda r: chain)
@@ -55,7 +65,8 @@ class Scene:
         self.group.adopt(view)
 
     def drain_a(self, timeout_s: float = SOON_S) -> asyncio.Task[str]:
-        self.draining = asyncio.create_task(drain(self.store, self.group.servers["a"], self.stop, timeout_s))
+        server = self.group.servers["a"]
+        self.draining = asyncio.create_task(drain(self.store, server, self.stop, timeout_s, self._stays))
         return self.draining
 
 
@@ -162,5 +173,54 @@ def test_without_an_answer_from_the_store_it_stays_and_a_second_signal_ends_it_a
             assert not ends.done()
             scene.stop.set_result("SIGTERM")
             assert await asyncio.wait_for(ends, 30) == ""
+
+    run(test)
+
+
+@pytest.mark.parametrize("sign", ["a server", "a coordinator"])
+def test_where_store_coordinators_and_all_others_have_gone_it_does_not_wait(
+    run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, sign: str
+) -> None:
+    """As when a namespace of Kubernetes is deleted."""
+    monkeypatch.setattr(draining, "GONE_S", SOON_S)
+
+    async def test(group: Group) -> None:
+        async with scene_of(group, "a", "b") as scene:
+            scene.store.silent = True
+            scene.stay = {"b"} if sign == "a server" else set()
+            coordinator = Mock()
+            leaders = group.servers["a"].leaders
+            if sign == "a coordinator":
+                leaders.add(coordinator)
+            looks, look = 0, draining._ask
+
+            async def count(store: Any, server: Server) -> Any:
+                nonlocal looks
+                looks += 1
+                return await look(store, server)
+
+            monkeypatch.setattr(draining, "_ask", count)
+            ends = scene.drain_a(600)
+            await until(lambda: looks > 10 * SOON_S / draining.LOOK_S)
+            assert not ends.done()
+            assert set(scene.asked) == ({"b", "c"} if sign == "a server" else set())
+            scene.stay = set()
+            leaders.remove(coordinator)
+            assert await asyncio.wait_for(ends, 30) == "SIGTERM"
+            assert "ends at once: no server stays" in caplog.text
+
+    run(test)
+
+
+def test_it_waits_for_a_store_that_comes_back_before_all_seems_gone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(group: Group) -> None:
+        async with scene_of(group, "a", "b", "c") as scene:
+            scene.store.silent = True
+            scene.stay = set()
+            ends = scene.drain_a(600)
+            await until(lambda: bool(scene.asked))
+            scene.store.silent = False
+            await until_key(scene.store, "drains/a", lambda entry: entry is not None)
+            assert not ends.done()
 
     run(test)

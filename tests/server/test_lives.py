@@ -27,6 +27,11 @@ from tests.server.conftest import Group, Run
 DAMAGED = b'{"name": "b", "incarnation": 1'
 
 
+async def nobody(server: ServerInfo) -> bool:
+    """No other server answers."""
+    return False
+
+
 @asynccontextmanager
 async def drained(group: Group, damaged: str, ttl_s: float) -> AsyncIterator[tuple[Server, asyncio.Task[str]]]:
     """Server "a", which holds all and is to go beside "b", with a damaged entry in the store: when it has asked to be
@@ -39,7 +44,7 @@ async def drained(group: Group, damaged: str, ttl_s: float) -> AsyncIterator[tup
     session = await register_server(store, name="a", address=address, ttl_s=ttl_s, on_lost=lambda reason: None)
     await store.put(damaged, DAMAGED)
     stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    draining = asyncio.create_task(drain(store, server, stop, 60))
+    draining = asyncio.create_task(drain(store, server, stop, 60, nobody))
     try:
         await until_key(store, "drains/a", lambda entry: entry is not None or draining.done())
         assert not draining.done(), draining.exception()
@@ -107,7 +112,7 @@ def test_a_life_that_is_left_out_ends_though_the_store_does_not_answer(monkeypat
         leave: asyncio.Future[str] = loop.create_future()
         with socket.create_server(("127.0.0.1", 0)) as sock:
             address = f"127.0.0.1:{sock.getsockname()[1]}"
-            around = Surroundings(store, config, sock, build, shown.put)
+            around = Surroundings(store, config, sock, build, shown.put, nobody)
             living = asyncio.create_task(live(around, Identity("a", address), stop, leave, wait_s=5, drain_timeout_s=5))
             try:
                 server = await asyncio.wait_for(shown.get(), 30)
