@@ -1,8 +1,9 @@
 """Optimizers as values, and the checks that all values of `elasticps.spec` share.
 
 The learning rate is a property of the step: an optimizer's `lr` is a number, or a schedule `clock -> number` that
-stays in the worker. Whatever a kernel needs beyond the rows (rate, bias corrections) is computed here in float64 and
-travels in each push as `step_values`, so that replicas compute the same bits.
+stays in the worker. The rate is computed here in float64 and travels in each push as `step_values`, so that replicas
+compute the same bits. What counts updates, as a bias correction does, is a slot of the row: a worker's clock says
+nothing of rows that were made late, or that other workers train too.
 """
 
 from __future__ import annotations
@@ -72,7 +73,10 @@ class Checked:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning rate that follows the worker's clock. All schedules are equal: the function is no part of a spec."""
+    """A learning rate that follows the worker's clock, its number of steps, not the updates of a row or tensor.
+
+    All schedules are equal: the function is no part of a spec.
+    """
 
     function: Callable[[int], float] | None = field(default=None, compare=False)
 
@@ -91,6 +95,7 @@ class Optimizer(Checked, ABC):
 
     kind: ClassVar[str]
     step_floats: ClassVar[int] = 1  # length of step_values
+    shows_training: ClassVar[bool] = False  # a float32 row with its initial weights has the slots of a new row
     lr: Rate
 
     @abstractmethod
@@ -142,6 +147,7 @@ class SGD(Optimizer):
     """`torch.optim.SGD` without dampening. One slot per weight if momentum > 0, else none."""
 
     kind: ClassVar[str] = "sgd"
+    shows_training: ClassVar[bool] = True
     lr: Rate
     momentum: float = 0.0
     weight_decay: float = 0.0
@@ -169,6 +175,7 @@ class Adagrad(Optimizer):
     """`torch.optim.Adagrad` (Duchi, Hazan, Singer 2011). One slot per weight: the sum of squares."""
 
     kind: ClassVar[str] = "adagrad"
+    shows_training: ClassVar[bool] = True
     lr: Rate
     eps: float = 1e-10
     initial_accumulator: float = 0.0
@@ -198,6 +205,7 @@ class RowAdagrad(Optimizer):
     """Adagrad with one accumulator per row, of the mean square over the row (as in FBGEMM and DLRM)."""
 
     kind: ClassVar[str] = "row_adagrad"
+    shows_training: ClassVar[bool] = True
     lr: Rate
     eps: float = 1e-10
 
@@ -214,13 +222,14 @@ class RowAdagrad(Optimizer):
 
 @dataclass(frozen=True)
 class Adam(Optimizer):
-    """`torch.optim.Adam` (Kingma, Ba 2015). Two slots per weight: first moments, then second moments.
+    """`torch.optim.Adam` (Kingma, Ba 2015). Slots: the row's number of updates, then per weight two moments.
 
-    Bias corrections follow the worker's clock, also for a row first touched late (like `torch.optim.SparseAdam`).
+    Bias corrections count the updates of the row, whoever made them: a dense tensor is corrected as by torch, and a row
+    that is touched for the first time at step 1,000 moves as far as one that is touched at step 1. (`SparseAdam` counts
+    the table's steps: there such a row moves 3.2 times as far.)
     """
 
     kind: ClassVar[str] = "adam"
-    step_floats: ClassVar[int] = 2
     lr: Rate = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -239,18 +248,12 @@ class Adam(Optimizer):
         )
 
     def slot_shapes(self, dim: int) -> dict[str, int]:
-        return {"exp_avg": dim, "exp_avg_sq": dim}
+        return {"step": 1, "exp_avg": dim, "exp_avg_sq": dim}
 
     def constants(self) -> tuple[float, ...]:
-        return (self.betas[0], 1.0 - self.betas[0], self.betas[1], 1.0 - self.betas[1], self.eps, self.weight_decay)
-
-    def step_values(self, clock: int, lr: float | None = None) -> NDArray[np.float32]:
-        """[lr / (1 - beta1^clock), 1 / sqrt(1 - beta2^clock)]."""
-        return np.array(self._corrected(clock, self.rate(clock, lr)), dtype=np.float32)
-
-    def _corrected(self, clock: int, rate: float) -> tuple[float, ...]:
-        steps = max(clock, 1)
-        return rate / (1.0 - self.betas[0] ** steps), 1.0 / math.sqrt(1.0 - self.betas[1] ** steps)
+        """Both betas with their complements, eps, weight decay; then what float32 loses of each beta."""
+        (b1, b2), low = self.betas, [beta - float(np.float32(beta)) for beta in self.betas]
+        return (b1, 1.0 - b1, b2, 1.0 - b2, self.eps, self.weight_decay, *low)
 
 
 @dataclass(frozen=True)
@@ -258,13 +261,7 @@ class AdamW(Adam):
     """`torch.optim.AdamW` (Loshchilov, Hutter 2019): Adam with decoupled weight decay."""
 
     kind: ClassVar[str] = "adamw"
-    step_floats: ClassVar[int] = 3
     weight_decay: float = 1e-2
-
-    def step_values(self, clock: int, lr: float | None = None) -> NDArray[np.float32]:
-        """Adam's two, and the factor 1 - lr * weight_decay on the weights."""
-        rate = self.rate(clock, lr)
-        return np.array((*self._corrected(clock, rate), 1.0 - rate * self.weight_decay), dtype=np.float32)
 
 
 @dataclass(frozen=True)

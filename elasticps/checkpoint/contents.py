@@ -143,7 +143,7 @@ def reader_of(storage: Storage, manifest: Manifest, entry: FileEntry, spec: Tabl
     where = f"{storage.url}/{path}"
     if checksum([header]) != entry.blake2b:
         raise CheckpointError(f"{where} was altered: its header has another sum than the manifest says")
-    reader = RowReader(where, spec, header, partial(storage.get_ranges, path))
+    reader = RowReader(where, spec, header, partial(storage.get_ranges, path), manifest.newest_clock)
     if tuple(s.range for s in reader.segments) != entry.ranges or sum(s.rows for s in reader.segments) != entry.rows:
         raise CheckpointError(f"{where} has other ranges or rows than the manifest says")
     if reader.nbytes != entry.bytes:  # before memory is taken for what it says it has

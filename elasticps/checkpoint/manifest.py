@@ -14,9 +14,11 @@ from elasticps.checkpoint.rows import MOST_HEADER, Encoded, checksum
 from elasticps.errors import CheckpointError, SpecError
 from elasticps.spec import TableSpec
 from elasticps.wire.headers import MAX_CUT
+from replication.messages import ERASER
 from replication.progress import MAX_CLOCK
 
-VERSION = 1
+VERSION = 2
+READ = (1, VERSION)  # in version 1 Adam's rows had no number of updates, see `RowReader`
 NAME = "manifest.json"
 MAX_ID = (1 << 32) - 1  # of a table or worker; of deletions too
 MAX_PROGRESS = (1 << 63) - 1  # of a worker in a range: its clock, and a part
@@ -111,6 +113,12 @@ class Manifest:
         ids = [id_ for id_, _ in self.tables.values()] + [worker.id for worker in self.workers.values()]
         return max([*ids, *(id_ & 0x7FFFFFFF for id_ in (*self.former, *self.left_out)), 0])
 
+    @property
+    def newest_clock(self) -> int:
+        """The highest clock of a worker at the cut."""
+        former = (clock for id_, clock in self.former.items() if id_ < ERASER)
+        return max([*(worker.clock for worker in self.workers.values()), *former, 0])
+
     def spec(self, table: int) -> TableSpec:
         """Of the table with that id."""
         return next(spec for id_, spec in self.tables.values() if id_ == table)
@@ -135,8 +143,10 @@ class Manifest:
             said = json.loads(data)
             if not isinstance(said, dict) or "version" not in said or "cut" not in said:
                 raise CheckpointError(f"{where} is no manifest of a checkpoint")
-            if said.pop("version") != VERSION:
-                raise CheckpointError(f"{where} was written by a newer elasticps: this one reads version {VERSION}")
+            if said.pop("version") not in READ:
+                raise CheckpointError(
+                    f"{where} was written by a newer elasticps: this one reads versions up to {VERSION}"
+                )
             if said.pop("blake2b") != _sum(said):
                 raise CheckpointError(f"{where} was altered: its sum is another")
             return _checked(said)

@@ -29,6 +29,7 @@ from elasticps.store.layout import RowLayout
 FILE_BYTES = 64 << 20
 MOST_HEADER = 64 << 20
 VERSION = "1"
+COUNT = "step"  # Adam's number of a row's updates, which files of a manifest of version 1 lack
 Bytes = NDArray[np.uint8]
 Keys = NDArray[np.int64]
 Stamps = NDArray[np.int32]
@@ -190,7 +191,7 @@ class RowFile:
         """The file; valid until its memory is used again. pause: called after each range."""
         segments, deleted = self._segments()
         of_rows = [place[: self.rows * width] for place, width in zip(self._places, self._widths, strict=True)]
-        tensors = _tensors(self.spec, self.rows, len(deleted))
+        tensors = _tensors(self._columns, self.rows, len(deleted))
         views = [*of_rows, deleted.view(np.uint8)]
         summed = []
         for segment in segments:
@@ -236,10 +237,10 @@ def _spans(columns: Sequence[_Column], segment: Segment) -> list[tuple[int, int]
     return [*of_rows, (8 * segment.first_deleted, 8 * segment.deleted)]
 
 
-def _tensors(spec: TableSpec, rows: int, deleted: int) -> list[_Tensor]:
+def _tensors(of_rows: Sequence[_Column], rows: int, deleted: int) -> list[_Tensor]:
     """What lies in a file behind its header, in this order."""
     found = [_Tensor("keys", "I64", [rows], 8 * rows)]
-    found += [_Tensor(c.name, c.dtype, [rows, c.width], rows * c.nbytes) for c in columns(spec)]
+    found += [_Tensor(c.name, c.dtype, [rows, c.width], rows * c.nbytes) for c in of_rows]
     return [*found, _Tensor("stamps", "I32", [rows], 4 * rows), _Tensor("deleted", "I64", [deleted], 8 * deleted)]
 
 
@@ -267,15 +268,16 @@ class RowReader:
     """Reads segments of one file, as many bytes as they have."""
 
     def __init__(
-        self, name: str, spec: TableSpec, header: bytes, fetch: Callable[[list[tuple[int, int]], Take], Sequence[Any]]
-    ) -> None:
+        self, name: str, spec: TableSpec, header: bytes, fetch: Callable[[list[tuple[int, int]], Take], Sequence[Any]],
+        updates: int = 0,
+    ) -> None:  # fmt: skip
         """header: the file's first bytes, as many as its manifest says. fetch: reads several of (first byte, bytes),
-        into memory that it may take. Raises CheckpointError for what is no such file, or one of another table."""
-        self._name, self._spec, self._fetch = name, spec, fetch
-        self._columns = columns(spec)
+        into memory that it may take. updates: of every trained row, in a file of a version that did not count them.
+        Raises CheckpointError for what is no such file, or one of another table."""
+        self._name, self._spec, self._fetch, self._updates = name, spec, fetch, updates
         self._layout = RowLayout.of(spec)
         try:
-            self.segments, self._at, self.nbytes = _read_header(header, spec)
+            self._columns, self.segments, self._at, self.nbytes = _read_header(header, spec)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error, RecursionError) as error:
             raise CheckpointError(f"{name} is no file of table {spec.name!r}, or was altered: {error!r}") from error
 
@@ -298,8 +300,19 @@ class RowReader:
             rows[:] = 0
         for column, part in zip(self._columns, parts[1:-2], strict=True):
             rows[:, column.at : column.at + column.nbytes] = part.reshape(segment.rows, column.nbytes)
+        self._count(rows)
         keys, stamps, deleted = parts[0].view(np.int64), parts[-2].view(np.int32), parts[-1].view(np.int64)
         return Piece(segment, keys, rows, stamps, deleted)
+
+    def _count(self, rows: Bytes) -> None:
+        """Gives trained rows a number of updates if the file has none: those that have a second moment."""
+        there = {column.name for column in self._columns}
+        lacking = {column.name: column for column in columns(self._spec) if column.name not in there}
+        if COUNT in lacking:
+            at = lacking[COUNT].at
+            second = next(column for column in self._columns if column.name == "exp_avg_sq")
+            trained = rows[:, second.at : second.at + second.nbytes].any(axis=1)
+            rows[trained, at : at + 4] = np.array([self._updates], np.float32).view(np.uint8)
 
 
 def decode(spec: TableSpec, data: bytes | memoryview, name: str = "a file") -> list[Piece]:
@@ -319,8 +332,8 @@ def decode(spec: TableSpec, data: bytes | memoryview, name: str = "a file") -> l
     return reader.read(reader.segments)
 
 
-def _read_header(header: bytes, spec: TableSpec) -> tuple[list[Segment], list[int], int]:
-    """The segments, where keys, each column and deleted begin in the file, and where that ends."""
+def _read_header(header: bytes, spec: TableSpec) -> tuple[list[_Column], list[Segment], list[int], int]:
+    """The columns, the segments, where keys, each column and deleted begin in the file, and where that ends."""
     size = struct.unpack_from("<Q", header)[0]
     if size + 8 != len(header) or size > MOST_HEADER:
         raise ValueError(f"a header of {size} bytes in {len(header)}")
@@ -332,7 +345,8 @@ def _read_header(header: bytes, spec: TableSpec) -> tuple[list[Segment], list[in
     for r, first, rows, first_deleted, deleted, full, sum_ in json.loads(metadata["ranges"]):
         segments.append(Segment(r, first, rows, first_deleted, deleted, bool(full), sum_))
     (n,), (m,) = said["keys"]["shape"], said["deleted"]["shape"]
-    tensors = _tensors(spec, n, m)
+    of_rows = [column for column in columns(spec) if column.name in said or column.name != COUNT]
+    tensors = _tensors(of_rows, n, m)
     if list(said.items()) != list(_described(tensors).items()):
         raise ValueError(f"its tensors are {said}")
     *starts, end = accumulate((tensor.nbytes for tensor in tensors), initial=len(header))
@@ -346,4 +360,4 @@ def _read_header(header: bytes, spec: TableSpec) -> tuple[list[Segment], list[in
         rows, deleted, before = rows + s.rows, deleted + s.deleted, s.range
     if (rows, deleted) != (n, m):
         raise ValueError(f"segments of {rows} rows and {deleted} deleted keys, and there are {n} and {m}")
-    return segments, starts, end
+    return of_rows, segments, starts, end

@@ -58,6 +58,7 @@ class RowCache:
             self._table, self.applies = Table(bare, table_id, 2), False
         self._initial = Table(bare, table_id, 2)  # stays empty
         self._slot_floats = self._table.slot_floats
+        self._shows_training = spec.optimizer.shows_training and spec.dtype == "float32"
         self._push = Codec(spec.push, spec.dim)
         self._compares = not Codec(spec.pull, spec.dim).code  # a rounded row has another digest
         self.places = Places(options.rows, slots=self._slot_floats > 0)
@@ -271,12 +272,16 @@ class RowCache:
             self._want_slots(keys[lack], where[lack])
 
     def _slots_known(self, keys: Keys, rows: Rows, where: Where, same: Flags) -> Flags:
-        """Of which rows slots are known: of those that were never trained, and those that are what they were."""
+        """Of which rows slots are known: of those that were never trained, where weights show that, and those that are
+        what they were."""
         if not self._slot_floats:
             return np.full(len(keys), True)
+        known: Flags = same & self.places.slots_known(where)
+        if not self._shows_training:
+            return known
         initial = np.empty((len(keys), self._dim), np.float32)
         self._initial.gather(keys, initial)
-        return _equal(initial, rows) | (same & self.places.slots_known(where))
+        return _equal(initial, rows) | known
 
     def _compare(self, batch: Batch, said: NDArray[np.uint64], clock: int) -> None:
         """Digests [n] have come of rows that were too old."""

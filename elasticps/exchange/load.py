@@ -98,7 +98,9 @@ def _load_export(ps: Client, source: Path, tell: Tell, with_slots: bool) -> dict
         loaded[name] = 0
         slots = list(handle.optimizer.slot_shapes(spec.dim)) if with_slots else []
         if missing := [slot for slot in slots if slot not in columns]:
-            raise ConfigError(f"{source} has no slot {missing[0]!r} of table {name!r}: was it written with them?")
+            raise ConfigError(
+                f"{source} has no slot {missing[0]!r} of table {name!r}: was it written with them, by this version?"
+            )
         for at, keys, rows in _cut(columns["weight"], columns.get("keys"), count, spec.dim):
             end = at + len(rows)
             loaded[name] += _put(handle, keys, rows, tell, {slot: columns[slot](at, end) for slot in slots})

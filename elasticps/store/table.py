@@ -15,6 +15,7 @@ from elasticps.spec import Assign as _Assign
 from elasticps.store import columns, index, intervals, stamps
 from elasticps.store import native as field
 from elasticps.store.codec import Codec
+from elasticps.store.corrections import constants_of
 from elasticps.store.cuts import Cuts
 from elasticps.store.deletions import Deletions
 from elasticps.store.kept import Allowance, Kept
@@ -58,7 +59,7 @@ class Table:
         self._cuts = cuts or Cuts(ranges)
         self.kept: Kept | None = None
         self._counts = np.zeros(ranges, np.int64)
-        self._constants = np.array((spec.optimizer.slot_fill, *spec.optimizer.constants()), np.float32)
+        self._constants = constants_of(spec.optimizer)
         self._init_values = init_values(spec.init, spec.dtype)
         self._scratch = np.empty(spec.dim, np.float32)
         self._rows = np.empty(64, np.int64)  # addresses of a batch's rows

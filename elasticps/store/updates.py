@@ -13,7 +13,8 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from elasticps.store.index import PREFETCH_LINES, ROW_AHEAD, find
+from elasticps.store.corrections import corrections, next_update
+from elasticps.store.index import ROW_AHEAD, find
 from elasticps.store.native import (
     FLOATS,
     H_CONSTANT_COUNT,
@@ -47,7 +48,14 @@ Header = NDArray[np.int64]
 KINDS = ("sgd", "adagrad", "row_adagrad", "adam", "adamw", "ftrl", "assign", "accumulate")
 """The optimizers that `apply` knows, by their number."""
 
+_LINES = 8  # most cache lines of a row that are prefetched for an update: the hardware's own prefetch starts too late
 _ZERO, _ONE = np.float32(0), np.float32(1)
+
+
+@inlined
+def prefetched_lines(stride: int) -> int:
+    """Cache lines to prefetch of a row, which begins at any multiple of the highest power of two in its stride."""
+    return min((stride + 127 - min(stride & -stride, 64)) // 64, _LINES)
 
 
 @template
@@ -67,7 +75,7 @@ def run(
             touch(h, keys, rows)
     n, dim, dtype = keys.shape[0], h[H_DIM], h[H_DTYPE]
     slots_at, slot_floats = h[H_SLOTS_AT], h[H_SLOT_FLOATS]
-    lines = min((h[H_STRIDE] + 63) // 64, PREFETCH_LINES)
+    lines = prefetched_lines(h[H_STRIDE])
     c = carray(pointer(h[H_CONSTANTS] + 4), (h[H_CONSTANT_COUNT],), np.float32)
     gradients = grads.ctypes.data
     for i in range(min(n, ROW_AHEAD)):
@@ -146,10 +154,13 @@ def row_adagrad_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> No
 
 @inlined
 def adam_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
-    """v = [lr / correction1, 1 / sqrt(correction2)]; c = [b1, 1 - b1, b2, 1 - b2, eps, weight decay]."""
+    """v = [lr]; c = [b1, 1 - b1, b2, 1 - b2, eps, weight decay, …], see `corrections`; s: updates, both moments."""
     n = w.shape[0]
-    rate, scale, b1, a1, b2, a2, eps, decay = v[0], v[1], c[0], c[1], c[2], c[3], c[4], c[5]
-    first, second = s[:n], s[n : 2 * n]
+    b1, a1, b2, a2, eps, decay = c[0], c[1], c[2], c[3], c[4], c[5]
+    s[0] = t = next_update(s[0])
+    correction, scale = corrections(c, t)
+    rate = v[0] * correction
+    first, second = s[1 : n + 1], s[n + 1 : 2 * n + 1]
     for j in range(n):
         d = g[j] + decay * w[j]
         first[j] = settled(b1 * first[j] + a1 * d)
@@ -159,10 +170,13 @@ def adam_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
 
 @inlined
 def adamw_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
-    """Like Adam's without its decay; v[2] = 1 - lr * weight decay."""
+    """Like Adam's, but that weights decay by themselves."""
     n = w.shape[0]
-    rate, scale, shrink, b1, a1, b2, a2, eps = v[0], v[1], v[2], c[0], c[1], c[2], c[3], c[4]
-    first, second = s[:n], s[n : 2 * n]
+    b1, a1, b2, a2, eps, shrink = c[0], c[1], c[2], c[3], c[4], _ONE - v[0] * c[5]
+    s[0] = t = next_update(s[0])
+    correction, scale = corrections(c, t)
+    rate = v[0] * correction
+    first, second = s[1 : n + 1], s[n + 1 : 2 * n + 1]
     for j in range(n):
         first[j] = settled(b1 * first[j] + a1 * g[j])
         second[j] = settled(b2 * second[j] + a2 * g[j] * g[j])

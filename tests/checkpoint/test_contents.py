@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from elasticps import spec
 from elasticps.checkpoint import catalog, contents, rows, upkeep
 from elasticps.checkpoint.contents import Contents
-from elasticps.checkpoint.manifest import FileEntry, Manifest
+from elasticps.checkpoint.manifest import FileEntry, Manifest, WorkerEntry
 from elasticps.checkpoint.rows import checksum
 from elasticps.checkpoint.storage import Storage
 from elasticps.errors import CheckpointError
@@ -95,6 +96,28 @@ def test_a_chain_gives_what_there_was_and_so_does_what_it_is_merged_to(
     assert len(storage.files()) == 1 + len(merged.files)
 
 
+def test_a_checkpoint_of_a_version_that_counted_no_updates_is_read_and_added_to() -> None:
+    storage = Storage(f"memory://{uuid.uuid4()}")
+    of = TableSpec("adam", 2, spec.Adam(0.1))
+    tables = {"default/adam": (7, of)}
+    counted = {key: row(of, key) for key in range(20)}
+    old = [column for column in rows.columns(of) if column.name != "step"]
+    workers = {"w0": WorkerEntry(70_000, "default", 41), "w1": WorkerEntry(70_001, "default", 900)}
+    with mock.patch.object(rows, "columns", return_value=old):
+        write(storage, 1, tables, {"default/adam": Change(counted)}, workers=workers, former={1 << 31 | 7: 5_000})
+    path = "000001/manifest.json"
+    written = bytes(storage.get(path))
+    storage.put(path, written.replace(b'"version": 2', b'"version": 1'))
+    newer = {key: row(of, 100 + key) for key in range(5)}
+    write(storage, 2, tables, {"default/adam": Change(newer)}, since=1, workers=workers)
+    chain = catalog.chain(storage)
+    expected = {key: data[:8] + struct.pack("<f", 900) + data[12:] for key, data in counted.items()} | newer
+    assert everything(Contents(storage, chain), 7) == expected
+    assert [upkeep.verify(storage, manifest) for manifest in chain] == [[], []]
+    upkeep.merge(storage, chain)
+    assert everything(Contents(storage, catalog.chain(storage)), 7) == expected
+
+
 @pytest.fixture
 def storage() -> Storage:
     made = Storage(f"memory://{uuid.uuid4()}")
@@ -146,7 +169,7 @@ def test_a_range_that_is_missing_is_found() -> None:
 def test_nothing_is_read_that_a_file_cannot_have(tmp_path: Path, some: float) -> None:
     """Though all sums are right: no memory is taken for it."""
     many: Any = some  # rows
-    header = rows._header(rows._tensors(OLD, many, 0), [rows.Segment(0, 0, many, 0, 0, True, "")])
+    header = rows._header(rows._tensors(rows.columns(OLD), many, 0), [rows.Segment(0, 0, many, 0, 0, True, "")])
     entry = FileEntry("old-7/s0-1.000.safetensors", 7, len(header), len(header), int(some), checksum([header]), (0,))
     storage = Storage(tmp_path.as_uri())
     storage.put(f"000001/{entry.path}", header)

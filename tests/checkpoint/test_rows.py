@@ -74,7 +74,7 @@ def test_other_readers_see_the_same_numbers(tmp_path: Any) -> None:
     of = TableSpec("t", 3, spec.Adam(0.1))
     keys = np.array([5, -1], np.int64)
     rows = np.zeros((2, RowLayout.of(of).stride), np.uint8)
-    rows[:, :36] = np.arange(18, dtype=np.float32).reshape(2, 9).view(np.uint8)
+    rows[:, :40] = np.arange(20, dtype=np.float32).reshape(2, 10).view(np.uint8)
     file = RowFile(of)
     file.add(4, keys, rows, np.array([7, 8], np.uint32).view(np.int32), np.array([11], np.int64), full=False)
     encoded = file.encode()
@@ -82,13 +82,38 @@ def test_other_readers_see_the_same_numbers(tmp_path: Any) -> None:
     assert set(there) == {"keys", "weight", *of.optimizer.slot_shapes(3), "stamps", "deleted"}
     assert there["keys"].tolist() == [5, -1]
     assert there["deleted"].tolist() == [11]
-    assert there["weight"].tolist() == [[0, 1, 2], [9, 10, 11]]
-    second = list(of.optimizer.slot_shapes(3))[1]
-    assert there[second].tolist() == [[6, 7, 8], [15, 16, 17]]
+    assert there["weight"].tolist() == [[0, 1, 2], [10, 11, 12]]
+    assert there["step"].tolist() == [[3], [13]]
+    assert there["exp_avg_sq"].tolist() == [[7, 8, 9], [17, 18, 19]]
     assert there["stamps"].tolist() == [7, 8]
     (tmp_path / "f").write_bytes(b"".join(encoded.parts))
     with safe_open(tmp_path / "f", "numpy") as opened:
         assert json.loads(opened.metadata()["ranges"])[0][:6] == [4, 0, 2, 0, 1, 0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_file_of_a_version_that_counted_no_updates_gets_the_workers_clock(
+    monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    of = TableSpec("t", 3, spec.Adam(0.1), dtype=dtype)
+    layout = RowLayout.of(of)
+    rows = some_rows(of, list(range(4)), 1)
+    slots = rows[:, layout.slots_at : layout.slots_at + 28].copy().view(np.float32)
+    slots[1, 4:] = 0  # never trained
+    rows[:, layout.slots_at : layout.slots_at + 28] = slots.view(np.uint8)
+    old = [column for column in columns(of) if column.name != "step"]
+    with monkeypatch.context() as patched:
+        patched.setattr("elasticps.checkpoint.rows.columns", lambda spec: old)
+        file = RowFile(of)
+        file.add(2, np.arange(4), rows, np.zeros(4, np.int32), full=True)
+        encoded = file.encode()
+    assert b"step" not in encoded.header
+    data = b"".join(encoded.parts)
+    reader = RowReader("f", of, encoded.header, lambda spans, take: [data[a : a + n] for a, n in spans], 700)
+    (piece,) = reader.read(reader.segments, lambda size: np.full(size, 7, np.uint8))
+    slots[:, 0] = [700, 0, 700, 700]
+    rows[:, layout.slots_at : layout.slots_at + 28] = slots.view(np.uint8)
+    assert piece.rows.tobytes() == rows.tobytes()
 
 
 @settings(max_examples=30)

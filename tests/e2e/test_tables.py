@@ -50,7 +50,8 @@ def test_slots_are_read_by_name(connect: Connect) -> None:
     keys, grads = np.arange(70_000), np.full((70_000, 3), 2.0, np.float32)
     ps.push({adam: (keys[:-1], grads[:-1])}).result()
     slots = adam.slots(keys)
-    assert list(slots) == ["exp_avg", "exp_avg_sq"]
+    assert list(slots) == ["step", "exp_avg", "exp_avg_sq"]
+    np.testing.assert_array_equal(slots["step"][:, 0], [1.0] * 69_999 + [0.0])
     np.testing.assert_allclose(slots["exp_avg"][:-1], 0.2, rtol=1e-6)
     np.testing.assert_allclose(slots["exp_avg_sq"][:-1], 0.004, rtol=1e-5)
     assert not slots["exp_avg"][-1].any()

@@ -54,18 +54,20 @@ def _row_adagrad(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> tuple
 
 
 def _adam(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> tuple[Floats, Floats]:
-    first, second = s[: len(w)], s[len(w) :]
+    first, second = np.split(s[1:], 2)
+    t, beta1, beta2 = int(s[0]) + 1, float(c[0]) + float(c[6]), float(c[2]) + float(c[7])
+    rate, scale = v[0] * f32(1 / (1 - beta1**t)), f32(1 / np.sqrt(1 - beta2**t))
     d = g + c[5] * w
     first = c[0] * first + c[1] * d
     second = c[2] * second + c[3] * d * d
-    return w - v[0] * first / (np.sqrt(second) * v[1] + c[4]), np.concatenate((first, second))
+    return w - rate * first / (np.sqrt(second) * scale + c[4]), np.concatenate(([f32(t)], first, second))
 
 
 def _adamw(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> tuple[Floats, Floats]:
-    first, second = s[: len(w)], s[len(w) :]
-    first = c[0] * first + c[1] * g
-    second = c[2] * second + c[3] * g * g
-    return w * v[2] - v[0] * first / (np.sqrt(second) * v[1] + c[4]), np.concatenate((first, second))
+    still = c.copy()
+    still[5] = 0
+    moved, s = _adam(np.zeros_like(w), s, g, v, still)
+    return w * (f32(1) - v[0] * c[5]) + moved, s
 
 
 def _ftrl(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> tuple[Floats, Floats]:

@@ -24,7 +24,7 @@ def initial_row(init: Init, key: int, dim: int) -> Floats:
     return row
 
 
-def update(spec: Optimizer, weight: Floats, slots: dict[str, Floats], gradient: Floats, clock: int, lr: float) -> None:
+def update(spec: Optimizer, weight: Floats, slots: dict[str, Floats], gradient: Floats, lr: float) -> None:
     if isinstance(spec, SGD):
         weight -= lr * gradient
     elif isinstance(spec, Adagrad):
@@ -33,10 +33,12 @@ def update(spec: Optimizer, weight: Floats, slots: dict[str, Floats], gradient: 
         weight -= lr * gradient / (np.sqrt(total) + spec.eps)
     elif isinstance(spec, Adam):
         first, second = slots.setdefault("m", np.zeros_like(weight)), slots.setdefault("v", np.zeros_like(weight))
+        updates = slots.setdefault("step", np.zeros((), np.float32))
+        updates += 1
         first += (1 - spec.betas[0]) * (gradient - first)
         second += (1 - spec.betas[1]) * (gradient * gradient - second)
-        corrected = np.sqrt(second / (1 - spec.betas[1] ** clock)) + spec.eps
-        weight -= lr / (1 - spec.betas[0] ** clock) * first / corrected
+        corrected = np.sqrt(second / (1 - spec.betas[1] ** updates)) + spec.eps
+        weight -= lr / (1 - spec.betas[0] ** updates) * first / corrected
     else:
         raise NotImplementedError(type(spec))
 
@@ -50,7 +52,7 @@ class Target:
 
     def apply(self, key: int, weight: Floats, gradient: Floats, clock: int, lr: float | None) -> None:
         rate = self.spec.rate(clock, lr)
-        update(self.spec, self.weights.setdefault(key, weight), self.slots.setdefault(key, {}), gradient, clock, rate)
+        update(self.spec, self.weights.setdefault(key, weight), self.slots.setdefault(key, {}), gradient, rate)
 
 
 @dataclass
