@@ -210,7 +210,7 @@ class SparseTable(Target):
         if slots:
             values = filling.with_slots(self.name, values, slots, self.optimizer.slot_shapes(self.dim))
         step = max(1, LOADED_BYTES // (8 + 4 * values.shape[1]))
-        with self._forgotten(array):
+        with self._forgotten(f"loading {self.name!r}", array):
             for at in range(0, len(array), step):
                 some = slice(at, at + step)
                 self._load(partial(filling.rows, self.id, self.salt, array[some], values[some]))
@@ -239,23 +239,24 @@ class SparseTable(Target):
         array = np.unique(checked_keys(self.name, keys))
         nothing = np.empty((len(array), 0), np.float32)
         step = max(1, LOADED_BYTES // 8)
-        with self._forgotten(array):
+        doing = f"deleting rows of {self.name!r}"
+        with self._forgotten(doing, array):
             for at in range(0, len(array), step):
                 write = partial(filling.rows, self.id, self.salt, array[at : at + step], nothing[at : at + step])
-                worker = self._reads.worker.id
-                self._reads.delete(partial(filling.delete, write, worker), f"deleting rows of {self.name!r}")
+                self._reads.delete(partial(filling.delete, write, self._reads.worker.id), doing)
 
     def clear(self) -> None:
         """Forgets all rows, as `delete` does those of some keys. Other workers may go on pushing meanwhile."""
         questions = partial(filling.erase, self.id, OperationKind.CLEAR, self._reads.worker.id)
-        with self._forgotten():
-            self._reads.delete(questions, f"clearing {self.name!r}")
+        doing = f"clearing {self.name!r}"
+        with self._forgotten(doing):
+            self._reads.delete(questions, doing)
 
     @contextmanager
-    def _forgotten(self, keys: NDArray[np.int64] | None = None) -> Iterator[None]:
+    def _forgotten(self, doing: str, keys: NDArray[np.int64] | None = None) -> Iterator[None]:
         """Servers change rows of `keys`, or all, past this client's steps: nothing is added to them later that filters
         kept of gradients before, and afterwards no row is kept that was pulled before."""
-        self._forget_pushed(keys)
+        self._forget_pushed(doing, keys)
         try:
             yield
         finally:
@@ -369,7 +370,7 @@ class DenseTensor(Target):
         """Gives the tensor values, float32 of its shape, past the optimizer; as `SparseTable.load`."""
         given = self._flat(values).reshape(self.shape)
         check_size([self.lent(given, self._reads.routes, NO_STEP_VALUES)])
-        self._forget_pushed()
+        self._forget_pushed(f"loading {self.name!r}")
         self._load(lambda routes: self.lent(given, routes, NO_STEP_VALUES))
 
     def source(self, value: object, step_values: NDArray[np.float32]) -> Source:

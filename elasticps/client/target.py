@@ -87,10 +87,17 @@ class Target(Reduced):
         if self._push is not None:
             self._push.sent(step)
 
-    def _forget_pushed(self, keys: NDArray[np.int64] | None = None) -> None:
+    def drop_feedback(self) -> None:
+        """Forgets all that filters keep of this client's gradients, behind its own steps so far, as `load` does for the
+        rows that it loads: for a worker when another one has loaded rows. InputError while a step is open."""
+        self._forget_pushed(f"dropping the feedback of {self.name!r}")
+
+    def _forget_pushed(self, doing: str, keys: NDArray[np.int64] | None = None) -> None:
         """Servers are about to change rows of `keys`, int64 [n], or all, past this client's steps: what its filters
-        keep of earlier gradients is no part of these rows any more."""
+        keep of earlier gradients is no part of these rows any more. InputError if a step is open: nothing is changed
+        then, nor forgotten."""
         if self._push is not None:
+            self._reads.settle(doing)
             with self._reads.pushing:
                 self._push.forget(keys)
 

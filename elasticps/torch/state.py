@@ -120,6 +120,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def _load_rows(layer: Rows, keys: Tensor, weight: Tensor) -> None:
+    layer.table.drop_feedback()  # of rows, too, that were never sent: afterwards there are those of the state, alone
     step = max(1, CHUNK_BYTES // (4 * layer.dim))
     for at in range(0, len(keys), step):
         some = slice(at, at + step)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import nn
 
 import elasticps as eps
+import elasticps.torch
 from elasticps.errors import NotFinite, SpecError
 from elasticps.spec import Filter, TableSpec
 from elasticps.store import Table
 from elasticps.store.codec import Codec
+from elasticps.torch import Embedding
 from tests.e2e.conftest import Connect
 from tests.e2e.oracle import audited
 from tests.e2e.test_push_pull import cut_connection
@@ -147,6 +151,20 @@ def test_what_filters_keep_is_forgotten_for_rows_that_are_changed_past_them(conn
     assert rows.pull(keys)[:, 0].tolist() == [10.0, 10.0, others, others]
 
 
+def test_a_load_that_is_refused_forgets_nothing_of_what_filters_keep(connect: Connect) -> None:
+    ps = connect()
+    rows = ps.table("not-loaded", dim=2, optimizer=eps.Accumulate(), push=[eps.Threshold(10.0)])
+    keys, nine = np.arange(2), np.full((2, 2), 9, np.float32)
+    ps.push({rows: (keys, nine)}).result()
+    with ps.step() as step:
+        step.push({rows: (keys[:0], nine[:0])})
+        for refused in (lambda: rows.load(keys, nine), lambda: rows.delete(keys), rows.clear):
+            with pytest.raises(eps.InputError, match="still open"):
+                refused()
+    ps.push({rows: (keys, nine)})
+    assert rows.pull(keys)[:, 0].tolist() == [18.0, 18.0]
+
+
 def test_what_filters_keep_of_a_tensor_is_forgotten_when_it_is_loaded(connect: Connect) -> None:
     ps = connect()
     tensor = ps.tensor("loaded", init=np.zeros(100, np.float32), optimizer=eps.SGD(lr=1.0), push=[eps.TopK(0.01)])
@@ -191,3 +209,17 @@ def test_a_gradient_that_is_refused_takes_nothing_of_what_was_kept(connect: Conn
     assert rows.pull(keys)[:, 0].tolist() == [10.0, 0.0, 10.0]
     ps.push({rows: (keys, np.full((3, 2), 1, np.float32))}).result()
     assert rows.pull(keys)[:, 0].tolist() == [10.0, 10.0, 10.0]
+
+
+def test_a_model_that_is_loaded_has_nothing_of_gradients_before(connect: Connect, tmp_path: Path) -> None:
+    ps = connect()
+    filters = [eps.Threshold(10.0)]
+    layer = Embedding(ps, "items", 2, optimizer=eps.Accumulate(), init=eps.Zeros(), push=filters)
+    rows = ps.table("items", dim=2, optimizer=eps.Accumulate(), init=eps.Zeros(), push=filters)
+    model, keys, path = nn.Sequential(layer), np.arange(3), tmp_path / "model.pt"
+    ps.push({rows: (keys, np.full((3, 2), 20, np.float32))}).result()
+    elasticps.torch.save(model, path)
+    ps.push({rows: (np.arange(5), np.full((5, 2), 9, np.float32))}).result()
+    elasticps.torch.load(model, path)
+    ps.push({rows: (np.arange(5), np.full((5, 2), 10, np.float32))}).result()
+    assert rows.pull(np.arange(5))[:, 0].tolist() == [30.0, 30.0, 30.0, 10.0, 10.0]

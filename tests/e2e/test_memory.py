@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import elasticps as eps
 from elasticps.audit import audit
+from elasticps.torch import Embedding, Optimizer
 
 DIM, BATCH = 64, 8000
 LIMIT = "400MiB"
@@ -43,6 +46,39 @@ def test_a_table_that_grows_to_the_limit_is_refused_and_nobody_dies() -> None:
         assert error.table == "t"
         assert error.nbytes > 0
         assert isinstance(error, eps.Definite)
+        lacks = error.refused["t"]
+        step = np.arange(lacks[0] // BATCH * BATCH, lacks[0] // BATCH * BATCH + BATCH)
+        assert np.isin(lacks, step).all()
+        assert len(lacks) < BATCH, "only some servers are full"
+        there = (table.pull(step) != 0).all(axis=1)
+        assert step[~there].tolist() == lacks.tolist()
+        old = np.arange(BATCH // 2)
+        shown = [table.pull(old)]
+
+        def mix() -> None:
+            for first in range(1_000_000, 2_000_000, BATCH):
+                mixed = np.concatenate([old, np.arange(first, first + BATCH // 2)])
+                shown.append(table.pull(old))
+                ps.push({table: (mixed, grads)}).result()
+
+        with pytest.raises(eps.ServerFull) as refused:  # rows that are there are updated beside those that are not
+            mix()
+        assert not np.isin(old, refused.value.refused["t"]).any()
+        assert (table.pull(old) != shown[-1]).all()
+
+        layer = Embedding(ps, "more", DIM, optimizer=eps.SGD(lr=1.0))
+        optimizer = Optimizer(ps, nn.Sequential(layer), eps.SGD(lr=1.0), overlap=False)
+
+        def train() -> None:
+            for first in range(0, 200 * BATCH, 4 * BATCH):
+                layer(torch.arange(first, first + 4 * BATCH)).sum().backward()
+                optimizer.step()
+                assert optimizer.last_step is not None
+                optimizer.last_step.result()
+
+        with pytest.raises(eps.ServerFull) as refused:
+            train()
+        assert list(refused.value.refused) == ["more"]
 
         for _ in range(3):  # what is there is updated, and the worker's steps go on
             ps.push({table: (np.arange(BATCH), grads)}).result()

@@ -104,6 +104,9 @@ class SparseTable:
         for key, row in zip(keys.tolist(), rows, strict=True):
             self.target.weights[key], self.target.slots[key] = row.copy(), {}
 
+    def drop_feedback(self) -> None:
+        """Keeps none anyway."""
+
     def delete(self, keys: NDArray[np.int64]) -> None:
         for key in keys.tolist():
             self.target.weights.pop(key, None)

@@ -73,6 +73,10 @@ class _Handle(Generic[Real]):
 
         self._ps.together(f"load of {self.name!r}", loaded)
 
+    def drop_feedback(self) -> None:
+        """As the client's, which rank 0 has; every rank calls it."""
+        self._ps.together(f"drop_feedback of {self.name!r}", lambda: self._here("").drop_feedback())
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} at rank {self._ps.rank} of {self._ps.size}>"
 
