@@ -92,6 +92,7 @@ __all__ = [
 
 MAX_BLOCK = 16_384
 MAX_NAME = 200
+MAX_FLOATS = 1 << 40  # of a dense tensor
 MAX_JSON = 1 << 16  # characters of a spec, of which each takes two at most in a frame of a server to another
 REMEMBERED_CHARS = 4096  # of a spec that is not read again
 DTYPES = ("float32", "float16", "bfloat16")
@@ -239,7 +240,7 @@ _OPTIMIZERS: dict[str, type[Optimizer]] = {
 _INITS: dict[str, type[Init]] = {cls.kind: cls for cls in (Zeros, Constant, Uniform, Normal)}
 
 
-def _shows(name: str) -> bool:
+def shows(name: str) -> bool:
     """Names become parts of keys and sentences: half a surrogate pair, say, can be written nowhere."""
     return name.isprintable() and not any(letter.isspace() for letter in name)
 
@@ -272,7 +273,7 @@ class TableSpec(Checked):
     pull: Sequence[Filter] = ()
 
     def __post_init__(self) -> None:
-        if len(text(self.name, "a table name")) > MAX_NAME or "/" in self.name or not _shows(self.name):
+        if len(text(self.name, "a table name")) > MAX_NAME or "/" in self.name or not shows(self.name):
             raise SpecError(
                 f"a table name has 1 to {MAX_NAME} characters that can be printed, none of them a blank or '/', got "
                 f"{self.name!r:.{2 * MAX_NAME}}"
@@ -299,6 +300,8 @@ class TableSpec(Checked):
 
     def _check_dense(self, where: str, shape: tuple[int, ...]) -> None:
         self._set(shape=tuple(integer(n, f"{where}shape", 0, 2**40) for n in shape))
+        if math.prod(self.shape or ()) > MAX_FLOATS:
+            raise SpecError(f"{where}a dense tensor has at most 2^40 floats, and {list(self.shape or ())} are more")
         if self.dim > MAX_BLOCK:
             raise SpecError(f"{where}a dense tensor's blocks have at most {MAX_BLOCK} floats, got {self.dim}")
         if isinstance(self.optimizer, RowAdagrad):

@@ -28,6 +28,7 @@ ELSEWHERE = {
     "filters.md",  # tests/e2e/test_filters.py
     "groups.md",  # tests/torch/group
     "machines.md",  # needs machines
+    "serving.md",  # tests/e2e/test_exchange_odd.py
     "torch.md",  # tests/torch
 }
 

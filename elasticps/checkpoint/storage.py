@@ -59,7 +59,7 @@ def _checked(given: str, url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise CheckpointError(f"{given} is no URL: {error}") from None
+        raise CheckpointError(f"{given} is no URL of checkpoints: {error}") from None
     if odd := [letter for letter in "?#" if letter in url]:
         raise CheckpointError(
             f"{given}: a place of checkpoints has no part behind {odd[0]!r}; if it belongs to a name, write "
@@ -67,7 +67,7 @@ def _checked(given: str, url: str) -> SplitResult:
         )
     if parts.scheme == "file" and parts.netloc not in ("", "localhost"):
         raise CheckpointError(f"{given}: a folder's URL has three slashes: file:///{parts.netloc}{parts.path}")
-    if not (parts.path if parts.scheme == "file" else parts.netloc):
+    if not (parts.path if parts.scheme == "file" else parts.netloc or (parts.scheme == "memory" and parts.path)):
         raise CheckpointError(f"{given} names no {'folder' if parts.scheme == 'file' else 'bucket'}")
     if parts.scheme in ("s3", "s3a", "gs", "az", "azure") and not {"@", ":"}.isdisjoint(parts.netloc):
         raise CheckpointError(

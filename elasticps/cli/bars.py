@@ -16,6 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from elasticps.cli.options import names
 from elasticps.cli.output import err, print_json
 
 
@@ -27,7 +28,7 @@ def restore_with_bar(url: str, place: str, cut: int | None, tables: str, timeout
     with _progress(MofNCompleteColumn(), TextColumn("rows")) as progress:
         task = progress.add_task("restore", total=None)
         report = restore_cluster(
-            url, place, cut=cut, tables=[each for each in tables.split(",") if each], timeout_s=timeout_s,
+            url, place, cut=cut, tables=names(tables), timeout_s=timeout_s,
             tell=lambda rows, of: progress.update(task, completed=rows, total=of),
         )  # fmt: skip
     if as_json:

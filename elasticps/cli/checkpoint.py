@@ -221,7 +221,11 @@ def restore(
         ),
     ] = "",
     tables: Annotated[
-        str, typer.Option(help="Names, with commas in between, or APPLICATION/NAME; all, and all else, if left out.")
+        str,
+        typer.Option(
+            help="Names, with commas in between, or APPLICATION/NAME; one that has a comma in double quotes. All, and "
+            "all else, if left out."
+        ),
     ] = "",
     cut: Annotated[
         int | None, typer.Option(help="Which checkpoint.  [default: the newest]", show_default=False)

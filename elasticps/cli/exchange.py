@@ -12,7 +12,7 @@ from rich.progress import MofNCompleteColumn, TextColumn
 
 from elasticps.cli.bars import bar
 from elasticps.cli.local import worker_target
-from elasticps.cli.options import Name, Url, number, usable_place
+from elasticps.cli.options import Name, Url, names, number, usable_place
 from elasticps.cli.output import out
 from elasticps.errors import ConfigError
 
@@ -23,13 +23,26 @@ Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds that servers may 
 
 def export(
     to: Annotated[Path, typer.Option(help="The folder to write; it must not exist, or be empty.")],
-    tables: Annotated[str, typer.Option(help="Names, with commas in between; all if left out.")] = "",
+    tables: Annotated[
+        str, typer.Option(help="Names, with commas in between; one that has a comma in double quotes. All if left out.")
+    ] = "",
     kind: Annotated[str, typer.Option("--format", help="safetensors, npz or parquet.")] = "safetensors",
     with_slots: Annotated[bool, typer.Option(help="What optimizers keep of each row, too.")] = False,
     dtype: Annotated[str, typer.Option(help="Of weights: float32 or float16.")] = "float32",
     rows: Annotated[
         list[str] | None,
         typer.Option(help="TABLE=N: its keys are 0 … N - 1, and all are written, in order; may be repeated."),
+    ] = None,
+    strip_prefix: Annotated[
+        str,
+        typer.Option(help="Left out of the names of tensors that begin with it, such as model.", show_default=False),
+    ] = "",
+    module: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="TABLE=PATH: the module of a plain torch model that has the table's rows: they are PATH.weight; may "
+            "be repeated."
+        ),
     ] = None,
     from_checkpoint: Annotated[
         str,
@@ -61,8 +74,11 @@ def export(
         if (rows_there := number(count, _KEYS)) is None:
             raise ConfigError(f"--rows takes TABLE=N, got {table}={count}")
         counts[table] = rows_there
-    chosen = [each for each in tables.split(",") if each]
-    how: dict[str, Any] = {"tables": chosen, "kind": kind, "with_slots": with_slots, "dtype": dtype, "rows": counts}
+    chosen = names(tables)
+    how: dict[str, Any] = {
+        "tables": chosen, "kind": kind, "with_slots": with_slots, "dtype": dtype, "rows": counts,
+        "strip_prefix": strip_prefix, "modules": dict(_pairs("--module", "TABLE=PATH", module)),
+    }  # fmt: skip
     if from_checkpoint:
         if url or name:
             raise ConfigError("--from-checkpoint needs no cluster: leave --url and --name out")
@@ -96,15 +112,15 @@ def import_(
     from elasticps.client import connect
     from elasticps.exchange.load import load
 
-    names = {tensor: known for known, tensor in _pairs("--table", "TABLE=TENSOR", table)}
+    chosen = {tensor: known for known, tensor in _pairs("--table", "TABLE=TENSOR", table)}
     with connect(worker_target(url, name), app=app, timeout=timeout) as ps, _bar("import", None) as tell:
-        loaded = load(ps, source, names=names, with_slots=with_slots, tell=tell)
+        loaded = load(ps, source, names=chosen, with_slots=with_slots, tell=tell)
     out.print(f"{source}: {len(loaded)} tables, {sum(loaded.values()):,} rows", markup=False)
 
 
 def _pairs(option: str, form: str, given: list[str] | None) -> Iterator[tuple[str, str]]:
     for each in given or ():
-        left, _, right = each.partition("=")
+        left, _, right = each.rpartition("=") if form.endswith("=N") else each.partition("=")
         if not left or not right:
             raise ConfigError(f"{option} takes {form}, got {each!r}")
         yield left, right

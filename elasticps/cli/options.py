@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import inspect
 import tomllib
@@ -79,6 +80,11 @@ def number(text: str, most: int) -> int | None:
         return None
     found = int(digits)
     return found if found <= most else None
+
+
+def names(text: str) -> list[str]:
+    """Names with commas in between; one that has a comma itself stands in double quotes."""
+    return [name for line in csv.reader([text], skipinitialspace=True) for each in line if (name := each.strip())]
 
 
 Url = Annotated[

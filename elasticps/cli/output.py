@@ -25,9 +25,11 @@ from elasticps.errors import ClusterUnreachable, ConfigError, Error, Timeout, Un
 _P = ParamSpec("_P")
 
 # What a program may read goes to standard output; what people read while they wait goes beside it.
+# No markup: a table may be called emb[user], which is no style.
 _PIPED_WIDTH = 120  # columns where there is no terminal that says how many it has
-out = Console(soft_wrap=True, highlight=False, width=None if sys.stdout and sys.stdout.isatty() else _PIPED_WIDTH)
-err = Console(stderr=True, highlight=False)
+_WIDTH = None if sys.stdout and sys.stdout.isatty() else _PIPED_WIDTH
+out = Console(soft_wrap=True, highlight=False, markup=False, width=_WIDTH)
+err = Console(stderr=True, highlight=False, markup=False)
 
 
 class ExitCode(enum.IntEnum):

@@ -166,7 +166,7 @@ def _bar(title: str, total: int) -> Iterator[Callable[[News], None]]:
     """A bar of copies done, and what is waited for beneath it."""
     columns = (
         TextColumn("[bold]{task.description}"), BarColumn(bar_width=28), TextColumn("{task.fields[left]} ranges left"),
-        TimeElapsedColumn(), TextColumn("[yellow]{task.fields[waiting]}"),
+        TimeElapsedColumn(), TextColumn("{task.fields[waiting]}", style="yellow", markup=False),
     )  # fmt: skip
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task(title, total=max(1, total), left=total, waiting="")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
+from typing import NoReturn, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from elasticps.caching import Cache
 from elasticps.client.cache_use import CacheUse
 from elasticps.client.checkpoints import CheckpointRequest
 from elasticps.client.data_shards import Shards
+from elasticps.client.inputs import refuse_pickling
 from elasticps.client.losses import Loss
 from elasticps.client.parts import Parts
 from elasticps.client.protocol.join import Resume
@@ -50,6 +52,9 @@ class Client:
         if self._parts.closed:
             state = "closed"
         return f"<Client {self.worker.name!r} of cluster {self.cluster!r}: {state}>"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_pickling(f"the client of worker {self.worker.name!r}")
 
     @property
     def cluster(self) -> str:

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.errors import InputError
+from elasticps.errors import ConfigError, InputError
 
 _INT64 = np.dtype(np.int64)
 _FLOAT32 = np.dtype(np.float32)
+
+
+def refuse_pickling(what: str) -> NoReturn:
+    """ConfigError for what belongs to the connections of this process."""
+    raise ConfigError(
+        f"{what} cannot be copied or pickled, as it belongs to this process's connections: hand the cluster's URL and "
+        "the table's name to the other process, and call elasticps.connect(url, worker=…) and ps.open(name) there"
+    )
 
 
 def checked_keys(name: str, keys: object) -> NDArray[np.int64]:
     """Keys as a contiguous int64 [n]; InputError for anything that is not a one-dimensional array of integers."""
     if type(keys) is np.ndarray and keys.dtype is _INT64 and keys.ndim == 1 and keys.flags.c_contiguous:
         return keys
-    array = np.asarray(keys)
+    try:
+        array = np.asarray(keys)
+    except (TypeError, ValueError) as error:  # lists of different lengths, torch's bfloat16
+        raise InputError(
+            f"table {name!r}: keys must be int64 [n], and this {type(keys).__name__} is no array: {error}; lists of "
+            "different lengths are to be joined first, as np.concatenate does"
+        ) from None
     if array.ndim == 1 and not array.size and not isinstance(keys, np.ndarray):
         return np.empty(0, np.int64)
     if array.dtype.kind not in "iu" or array.dtype == np.uint64:
@@ -35,7 +51,13 @@ def checked_floats(what: str, values: object, shape: tuple[int, ...]) -> NDArray
         and values.flags.c_contiguous
     ):  # fmt: skip
         return values
-    array = np.asarray(values) if hasattr(values, "dtype") else np.asarray(values, np.float32)
+    try:
+        array = np.asarray(values) if hasattr(values, "dtype") else np.asarray(values, np.float32)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"{what} must be float32 of shape {shape}, and this {type(values).__name__} is no such array: {error}; of "
+            "a tensor of torch's take values.detach().float().cpu()"
+        ) from None
     if array.dtype != np.float32:
         raise InputError(f"{what} must be float32, got {array.dtype}; convert with .astype(np.float32)")
     if array.shape != shape:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Protocol
+from typing import NoReturn, Protocol, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client.filling import fill
 from elasticps.client.filtering import Feedback, PushFilter, Sent
+from elasticps.client.inputs import refuse_pickling
 from elasticps.client.protocol.routing import Routes
 from elasticps.client.pulls import CodedRead
 from elasticps.client.rates import SetRate, same_rate, with_rate
@@ -58,6 +59,9 @@ class Target(Reduced):
         self._short = Short.of(spec.push)
         if self._short is not None:
             reads.shorten(table_id, self._short)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_pickling(f"the handle of table {self.name!r}")
 
     @property
     def feedback(self) -> Feedback:

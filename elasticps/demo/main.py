@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 
 from coordinator.errors import CoordinationError
 from elasticps.audit import audit
@@ -69,10 +70,10 @@ def run(
         with _sigterm_interrupts():
             report = _Demo(console, ratings, servers, replicas, workers, epochs, out, seed, kill, elastic, lose).run()
     except ConfigError as error:
-        console.print(f"[red]error:[/] {error}", highlight=False)
+        console.print(f"[red]error:[/] {escape(str(error))}", highlight=False)
         return 2
     except Error as error:
-        console.print(f"[red]error:[/] {error}", highlight=False)
+        console.print(f"[red]error:[/] {escape(str(error))}", highlight=False)
         return 1
     except KeyboardInterrupt:
         console.print("interrupted; everything that the demo had started has been ended")
@@ -178,7 +179,7 @@ class _Demo:
         try:
             names = ", ".join(server.name for server in cluster.servers)
             self._note(f"{self._servers} servers ready")
-            self._console.print(f"servers {names} found through [bold]{cluster.url}[/]", highlight=False)
+            self._console.print(f"servers {names} found through [bold]{escape(cluster.url)}[/]", highlight=False)
             self._console.print(f"look on while it trains: [bold]{self._page.address}[/]", highlight=False)
             with ExitStack() as self._following, Children(self._out) as children:
                 self._follow()
@@ -343,7 +344,7 @@ class _Demo:
     def _tell(self, text: str, kind: str, screen: Screen | None) -> None:
         self._note(text, kind=kind)
         if screen is not None:
-            screen.say(f"[{'red' if kind == 'membership' else 'cyan'}]{text}[/]")
+            screen.say(f"[{'red' if kind == 'membership' else 'cyan'}]{escape(text)}[/]")
 
     def _hear(self, screen: Screen | None) -> None:
         while not self._news.empty():
@@ -360,7 +361,7 @@ class _Demo:
         cluster.kill(kill.server)
         text = f"kill -9 of {kill.server}, head of {kill.ranges} ranges"
         self._note(text, at=began + kill.t, kind="membership")
-        screen.say(f"[red]{text}[/]")
+        screen.say(f"[red]{escape(text)}[/]")
 
     def _victim(self) -> tuple[str, int] | None:
         try:
@@ -399,7 +400,7 @@ class _Demo:
         for text in self._cluster.ended():
             if "as it was asked to" not in text:
                 self._note(text, kind="membership")
-            screen.say(f"[yellow]{text}[/]")
+            screen.say(f"[yellow]{escape(text)}[/]")
 
     @staticmethod
     def _evaluate(children: Children, times: int) -> None:

@@ -16,8 +16,8 @@ from elasticps import temporary
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.storage import Storage
-from elasticps.errors import UnknownTable
-from elasticps.exchange.export import CHUNK_BYTES, Tell, write_tables
+from elasticps.errors import ConfigError, UnknownTable
+from elasticps.exchange.export import CHUNK_BYTES, Tell, called, write_tables
 from elasticps.exchange.writers import Columns, cast
 from elasticps.spec import TableSpec
 from elasticps.store.layout import RowLayout
@@ -34,6 +34,8 @@ def export_checkpoint(
     with_slots: bool = False,
     dtype: str = "float32",
     rows: Mapping[str, int] | None = None,
+    strip_prefix: str = "",
+    modules: Mapping[str, str] | None = None,
     tell: Tell = lambda rows: None,
 ) -> dict[str, int]:
     """`elasticps.exchange.export.export` of the checkpoint of a cut (the newest, if none is named) at the URL `source`;
@@ -50,7 +52,8 @@ def export_checkpoint(
     def columns(name: str, part: Path) -> Iterator[Columns]:
         return _columns(contents, *chosen[name], counts.get(name), with_slots, dtype, part)
 
-    return write_tables(to, {name: spec for name, (_, spec) in chosen.items()}, columns, kind, dtype, counts, tell)
+    specs = {name: spec for name, (_, spec) in chosen.items()}
+    return write_tables(to, specs, columns, kind, dtype, counts, tell, called(specs, strip_prefix, modules))
 
 
 def _columns(
@@ -62,7 +65,13 @@ def _columns(
         for rows in contents.read(unit)
     )
     if spec.shape is not None:
-        whole = np.zeros((spec.blocks, spec.dim), np.float32)
+        try:
+            whole = np.zeros((spec.blocks, spec.dim), np.float32)
+        except MemoryError:
+            raise ConfigError(
+                f"tensor {spec.name!r} of shape {list(spec.shape)} has {4 * spec.size:,} bytes, which this machine's "
+                "memory does not hold"
+            ) from None
         for keys, weight, _ in pieces:
             whole[keys] = weight
         yield {spec.name: np.atleast_1d(cast(whole.ravel()[: spec.size].reshape(spec.shape), dtype, spec.name))}

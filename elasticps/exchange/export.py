@@ -20,12 +20,13 @@ from elasticps.client import Client, DenseTensor, SparseTable
 from elasticps.client.tables import CHUNK
 from elasticps.errors import ConfigError
 from elasticps.exchange.writers import Columns, cast, check_format, writer
-from elasticps.spec import TableSpec
+from elasticps.spec import MAX_NAME, TableSpec
 
 log = fields.logger(__name__)
 
 MANIFEST = "elasticps.json"
 VERSION = 1
+BAGS = "embedding_bags."  # before a table's name in a file
 CHUNK_BYTES = 16 << 20
 Tell = Callable[[int], None]
 
@@ -39,6 +40,8 @@ def export(
     with_slots: bool = False,
     dtype: str = "float32",
     rows: Mapping[str, int] | None = None,
+    strip_prefix: str = "",
+    modules: Mapping[str, str] | None = None,
     tell: Tell = lambda rows: None,
 ) -> dict[str, int]:
     """Writes tables and tensors of the client's application (all, if none are named) into the folder `to`, which must
@@ -46,7 +49,9 @@ def export(
 
     rows: of tables whose keys are 0 … n - 1, n by name: all of these are written, in order, those never pushed with
     their initial values, as `nn.Embedding` has them. Every other table has its keys in a column beside. dtype: of
-    weights, float32 or float16. tell(n) hears of each n rows.
+    weights, float32 or float16. strip_prefix: left out of the names of tensors that begin with it, such as "model." of
+    an Optimizer. modules: of tables, the path of the module that has their rows in a model of plain torch: its rows are
+    `<path>.weight` then, and not `embedding_bags.<table>.weight`. tell(n) hears of each n rows.
 
     Training may go on meanwhile, but then rows are of different moments. Memory for one chunk is enough, and for one
     tensor. Raises UnknownTable, ConfigError for arguments and folders that cannot be, or weights that float16 cannot
@@ -59,7 +64,31 @@ def export(
     def columns(name: str, part: Path) -> Iterator[Columns]:
         return _columns(ps, handles[name], counts.get(name), with_slots, dtype)
 
-    return write_tables(to, specs, columns, kind, dtype, counts, tell)
+    return write_tables(to, specs, columns, kind, dtype, counts, tell, called(specs, strip_prefix, modules))
+
+
+def called(
+    specs: Mapping[str, TableSpec], strip_prefix: str = "", modules: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Of each table and tensor what stands in its files: of a tensor its name there, of a table what comes before
+    `.weight`. ConfigError for what names nothing, or two the same."""
+    paths = dict(modules or {})
+    sparse = {name for name, spec in specs.items() if spec.shape is None}
+    if strangers := sorted(paths.keys() - sparse):
+        raise ConfigError(f"a module's path is given for {strangers[0]!r}, which is no table that is exported")
+    found = {
+        name: paths.get(name, f"{BAGS}{name}") if name in sparse else name.removeprefix(strip_prefix) for name in specs
+    }
+    if strip_prefix and all(found[name] == name for name in specs.keys() - sparse):
+        raise ConfigError(f"no tensor that is exported has a name that begins with {strip_prefix!r}")
+    before: dict[str, str] = {}
+    for name, path in found.items():
+        if not 0 < len(path) <= MAX_NAME + len(BAGS) or not path.isprintable() or "/" in path:
+            raise ConfigError(f"{path!r} can be no name of {name!r} in a file")
+        inside = next((table for table, module in paths.items() if path.rpartition(".")[0] == module), name)
+        if (other := before.setdefault(path, inside)) != name:
+            raise ConfigError(f"{other!r} and {name!r} would both be {path!r} in the files")
+    return found
 
 
 def write_tables(
@@ -70,21 +99,23 @@ def write_tables(
     dtype: str,
     counts: Mapping[str, int],
     tell: Tell,
+    names: Mapping[str, str] | None = None,
 ) -> dict[str, int]:
-    """Writes a folder as `export` does, of tables whose columns come from anywhere: `columns_of` is told the table's
-    name, and where it may put files for a while."""
+    """Writes a folder as `export` does, of tables whose columns come from anywhere: `columns_of` gets the table's name,
+    and where it may put files for a while. names: see `called`."""
+    names = called(specs) if names is None else names
     if strangers := counts.keys() - {name for name, spec in specs.items() if spec.shape is None}:
         raise ConfigError(f"rows of {sorted(strangers)[0]!r} are given, which is no table that is exported")
     written: dict[str, int] = {}
-    said: dict[str, object] = {}
+    said: dict[str, dict[str, object]] = {}
     with _written_folder(to, kind, dtype, said) as part:
         for name, spec in specs.items():
             sparse = spec.shape is None
-            out = writer(kind, part, name, f"embedding_bags.{name}" if sparse else "")
+            out = writer(kind, part, name if sparse else names[name], names[name] if sparse else "")
             written[name] = 0
             try:
                 for columns in columns_of(name, part):
-                    out.write(columns)
+                    out.write(columns if sparse else {names[name]: columns[name]})
                     count = len(next(iter(columns.values())))
                     written[name] += count
                     tell(count)
@@ -94,6 +125,8 @@ def write_tables(
                 raise
             keys = sparse and name not in counts
             said[name] = {"spec": json.loads(spec.to_json()), "rows": written[name], "keys": keys}
+            if names[name] not in (name, f"{BAGS}{name}"):
+                said[name]["tensor"] = names[name]
     return written
 
 

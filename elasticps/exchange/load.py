@@ -14,14 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client import Client, DenseTensor, SparseTable
-from elasticps.errors import ConfigError, Error, UnknownTable
-from elasticps.exchange.export import CHUNK_BYTES, MANIFEST, VERSION, Tell
-from elasticps.exchange.writers import FORMATS, SHARDING
+from elasticps.errors import ConfigError, Error, InputError, UnknownTable
+from elasticps.exchange.export import BAGS, CHUNK_BYTES, MANIFEST, VERSION, Tell
+from elasticps.exchange.writers import FORMATS, SHARDING, stem_of
 from elasticps.spec import TableSpec
 
 Slice = Callable[[int, int], NDArray[Any]]
 _READERS = ("safetensors", "safetensors_rust", "pyarrow", "_pickle", "pickle")  # their errors say what is wrong
 _BEFORE = ("embedding_bags.", "embeddings.")
+_SHOWN = 8  # names of tensors, in an error
+_WRAPPER = "module."  # of a DistributedDataParallel, before every name
 
 
 def load(
@@ -42,6 +44,8 @@ def load(
     """
     loaded: dict[str, int] = {}
     try:
+        if not source.is_dir():
+            _check_file(source)
         if source.is_dir():
             return _load_export(ps, source, tell, with_slots)
         if with_slots:
@@ -51,15 +55,21 @@ def load(
             loaded[name] = sum(_put(ps.open(name), keys, rows, tell) for _, keys, rows in part)
     except Error:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
+    except (
+        OSError, ValueError, KeyError, RuntimeError, EOFError, OverflowError, MemoryError, zipfile.BadZipFile
+    ) as error:  # fmt: skip
         raise ConfigError(f"{source} cannot be read: {type(error).__name__}: {error}") from error
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in _READERS:
             raise
         raise ConfigError(f"{source} cannot be read: {error}") from error
-    if not loaded:
-        raise UnknownTable(f"{source} has nothing for the tables of application {ps.app!r}: {', '.join(ps.tables())}")
     return loaded
+
+
+def _check_file(path: Path) -> None:
+    """ConfigError for what is no file: a pipe would be waited for."""
+    if not path.is_file():
+        raise ConfigError(f"{path} cannot be read: {'it is no file' if path.exists() else 'it is not there'}")
 
 
 Parts = Iterator[tuple[int, NDArray[np.int64], NDArray[Any]]]
@@ -83,12 +93,12 @@ def _put(
 def _load_export(ps: Client, source: Path, tell: Tell, with_slots: bool) -> dict[str, int]:
     kind, tables = _said(source)
     loaded = {}
-    for name, (spec, count) in tables.items():
-        columns = _columns(source, kind, name, spec)
+    for name, (spec, count, tensor) in tables.items():
+        columns = _columns(source, kind, name, spec, tensor)
         if spec.shape is not None:
-            if name not in columns:
+            if tensor not in columns:
                 raise ConfigError(f"{source} has no values of tensor {name!r}: its file is missing")
-            values = columns[name](0, count).astype(np.float32).reshape(spec.shape)
+            values = columns[tensor](0, count).astype(np.float32).reshape(spec.shape)
             handle: Any = ps.tensor(name, init=values, **_kept(spec))
             loaded[name] = _put(handle, np.empty(0, np.int64), values, tell)
             continue
@@ -103,26 +113,32 @@ def _load_export(ps: Client, source: Path, tell: Tell, with_slots: bool) -> dict
             )
         for at, keys, rows in _cut(columns["weight"], columns.get("keys"), count, spec.dim):
             end = at + len(rows)
+            if end != min(at + len(keys), count) or not len(rows):
+                raise ConfigError(f"{source} has fewer rows of table {name!r} than its {MANIFEST} says: {count}")
             loaded[name] += _put(handle, keys, rows, tell, {slot: columns[slot](at, end) for slot in slots})
     return loaded
 
 
-def _said(source: Path) -> tuple[str, dict[str, tuple[TableSpec, int]]]:
-    """The format of an export, and of each table what it is, and its rows."""
+def _said(source: Path) -> tuple[str, dict[str, tuple[TableSpec, int, str]]]:
+    """The format of an export, and of each table what it is, its rows, and how its files call it."""
+    _check_file(source / MANIFEST)
     manifest = json.loads((source / MANIFEST).read_text())
     try:
         if manifest.get("version") != VERSION:
             raise ConfigError(f"{source} was written by another version of elasticps: {manifest.get('version')!r}")
         tables = {
-            name: (TableSpec.from_json(json.dumps(said["spec"])), int(said["rows"]))
+            name: (TableSpec.from_json(json.dumps(said["spec"])), int(said["rows"]), str(said.get("tensor", "")))
             for name, said in manifest["tables"].items()
         }
-        for name, (spec, _) in tables.items():
+        for name, (spec, _, _) in tables.items():
             if name != spec.name:  # whose rules keep a file's path within the folder
                 raise ConfigError(f"{source} cannot be read: its {MANIFEST} has table {spec.name!r} as {name!r}")
         if manifest["format"] not in FORMATS:
             raise ConfigError(f"{source} cannot be read: its {MANIFEST} says {manifest['format']!r:.200} for a format")
-        return str(manifest["format"]), tables
+        return str(manifest["format"]), {
+            name: (spec, rows, tensor or (f"{BAGS}{name}" if spec.shape is None else name))
+            for name, (spec, rows, tensor) in tables.items()
+        }
     except (AttributeError, TypeError, OverflowError) as error:
         raise ConfigError(f"{source} cannot be read: its {MANIFEST} is none: {error}") from error
 
@@ -144,20 +160,23 @@ def _cut(weight: Slice, keys: Slice | None, rows: int, dim: int) -> Parts:
 # --- files that are read --------------------------------------------------------------------------------------------
 
 
-def _columns(source: Path, kind: str, table: str, spec: TableSpec) -> dict[str, Slice]:
-    """The columns of one table of an export."""
+def _columns(source: Path, kind: str, table: str, spec: TableSpec, tensor: str) -> dict[str, Slice]:
+    """The columns of one table of an export. tensor: how its files call it."""
     if kind == "safetensors":
         found: dict[str, list[tuple[int, Slice]]] = {}
         for path in source.glob("*.safetensors"):
+            _check_file(path)
             firsts = _first_rows(path)
             for name, slice_ in _safetensors(path).items():
                 base, _, column = name.rpartition(".")
-                if base == f"embedding_bags.{table}" and spec.shape is None:
+                if base == tensor and spec.shape is None:
                     found.setdefault(column, []).append((firsts.get(name, 0), slice_))
-                elif name == table:
-                    found.setdefault(table, []).append((firsts.get(name, 0), slice_))
+                elif name == tensor and spec.shape is not None:
+                    found.setdefault(tensor, []).append((firsts.get(name, 0), slice_))
         return {column: _joined(sorted(parts, key=lambda part: part[0])) for column, parts in found.items()}
-    return _arrays(source / f"{table}.{kind}")
+    path = source / f"{stem_of(table if spec.shape is None else tensor)}.{kind}"
+    _check_file(path)
+    return _arrays(path)
 
 
 def _joined(parts: list[tuple[int, Slice]]) -> Slice:
@@ -210,6 +229,8 @@ def _safetensors(path: Path) -> dict[str, Slice]:
         shape = there.get_shape()
         if there.get_dtype() == "BF16":  # which NumPy has not
             return _bfloat16(path, name, shape, a, b)
+        if shape and (a >= (end := min(b, shape[0])) or 0 in shape):  # which the package does not slice
+            return np.empty((max(end - a, 0), *shape[1:]), np.int64 if there.get_dtype() == "I64" else np.float32)
         part: NDArray[Any] = there[a : min(b, shape[0])] if shape else file.get_tensor(name)
         return part
 
@@ -241,7 +262,9 @@ def _arrays(path: Path) -> dict[str, Slice]:
         chunk = table.column(name).combine_chunks()
         if hasattr(chunk.type, "list_size"):
             flat: NDArray[Any] = chunk.flatten().to_numpy()
-            return flat.reshape(-1, chunk.type.list_size)
+            return flat.reshape(len(chunk), chunk.type.list_size)
+        if hasattr(chunk.type, "value_type"):  # as lists of no floats are written
+            return np.reshape(chunk.flatten().to_numpy(), (len(chunk), -1 if len(chunk.flatten()) else 0))
         whole: NDArray[Any] = chunk.to_numpy()
         return whole
 
@@ -265,7 +288,14 @@ def _table_file(source: Path) -> Iterator[tuple[str, Parts]]:
     if "weight" not in columns:
         raise ConfigError(f"{source} has no column 'weight', but {', '.join(columns)}")
     whole = columns["weight"](0, 1 << 62)
+    _check_rows(source, "weight", whole)
     yield source.stem, _cut(columns["weight"], columns.get("keys"), len(whole), whole.shape[1] if whole.ndim > 1 else 1)
+
+
+def _check_rows(source: Path, tensor: str, values: NDArray[Any]) -> None:
+    """InputError for what has no rows."""
+    if values.ndim < 1:
+        raise InputError(f"{source}: {tensor!r} is one number, and a table takes rows: [keys, dim]")
 
 
 def _named(source: Path) -> dict[str, Callable[[], NDArray[Any]]]:
@@ -277,9 +307,13 @@ def _named(source: Path) -> dict[str, Callable[[], NDArray[Any]]]:
 
 
 def _state(source: Path, ps: Client, names: dict[str, str]) -> Iterator[tuple[str, Parts]]:
-    """What a file of named tensors has for the tables and tensors of the application."""
+    """What a file of named tensors has for the tables and tensors of the application. UnknownTable for nothing."""
+    found = False
     tensors = _named(source)
     known = ps.tables()
+    if all(name.startswith(_WRAPPER) for name in tensors) and not any(name.startswith(_WRAPPER) for name in known):
+        names |= {name.removeprefix(_WRAPPER): table for name, table in names.items()}
+        tensors = {name.removeprefix(_WRAPPER): read for name, read in tensors.items()}
     for tensor, read in tensors.items():
         base = tensor.removesuffix(".weight")
         stripped = next((base.removeprefix(before) for before in _BEFORE if base.startswith(before)), base)
@@ -288,9 +322,17 @@ def _state(source: Path, ps: Client, names: dict[str, str]) -> Iterator[tuple[st
             if tensor in names:
                 raise UnknownTable(f"application {ps.app!r} has no table {name!r}")
             continue
-        values = read()
+        found, values = True, read()
         if known[name].spec.shape is not None:
             yield name, iter([(0, np.empty(0, np.int64), values)])
         else:
+            _check_rows(source, tensor, values)
             keys = tensors[f"{base}.keys"]() if f"{base}.keys" in tensors else np.arange(len(values))
             yield name, _cut(_slice({"": values}, ""), _slice({"": keys}, ""), len(values), values.shape[-1])
+    if not found:
+        shown = ", ".join(sorted(tensors)[:_SHOWN]) + (", …" if len(tensors) > _SHOWN else "")
+        raise UnknownTable(
+            f"{source} has nothing for the tables of application {ps.app!r}, which are {', '.join(known) or 'none'}. "
+            f"It has {shown or 'nothing'}: say which tensor is which table, by --table TABLE=TENSOR, in Python by "
+            "names={tensor: table}"
+        )

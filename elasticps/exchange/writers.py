@@ -5,6 +5,7 @@ What is in memory is what `write` is given. A column is an array [rows, …]; al
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import zipfile
@@ -28,7 +29,17 @@ FORMATS = ("safetensors", "npz", "parquet")
 DTYPES = {"float32": "F32", "float16": "F16", "int64": "I64"}
 PART_BYTES = 512 << 20  # of a safetensors file, and at most one chunk more
 SHARDING = "DCP_SHARDING_INFO"
-_HEADER_BYTES = 4096  # room for the header of a file of one tensor, whose name has at most some 200 letters
+_HEADER_BYTES = 4096  # room for the header of a file of one tensor, whose name has at most some 200 letters, twice
+_STEM_BYTES = 200  # of a file's name, which has at most 255 with a column, a number and what says the format
+
+
+def stem_of(name: str) -> str:
+    """How the files of a table or tensor begin: its name, or as much of it as a file's name may have, and a digest."""
+    encoded = name.encode()
+    if len(encoded) <= _STEM_BYTES and name.strip(".") and "/" not in name:
+        return name
+    digest = hashlib.blake2b(encoded, digest_size=6).hexdigest()
+    return f"{encoded[: _STEM_BYTES - 20].decode(errors='ignore').replace('/', '_').lstrip('.')}~{digest}"
 
 
 def cast(values: NDArray[np.float32], dtype: str, name: str) -> NDArray[Any]:
@@ -67,7 +78,7 @@ class SafetensorsWriter:
     """
 
     def __init__(self, directory: Path, table: str, prefix: str) -> None:
-        self._path = directory / table
+        self._path = directory / stem_of(table)
         self._prefix = prefix
         self._parts: dict[str, _Part] = {}
 
@@ -107,9 +118,14 @@ class SafetensorsWriter:
             header: dict[str, Any] = {tensor: said}
             if several:
                 offsets = {tensor: {"saved_offsets": [part.first, *(0 for _ in part.shape)]}}
-                header["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", SHARDING: json.dumps(offsets)}
+                header["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", SHARDING: _json(offsets)}
             file.seek(0)
-            file.write((_HEADER_BYTES - 8).to_bytes(8, "little") + json.dumps(header).encode().ljust(_HEADER_BYTES - 8))
+            file.write((_HEADER_BYTES - 8).to_bytes(8, "little") + _json(header).encode().ljust(_HEADER_BYTES - 8))
+
+
+def _json(document: object) -> str:
+    """Letters as they are: escaped, a name takes six times its length."""
+    return json.dumps(document, ensure_ascii=False)
 
 
 @dataclass
@@ -128,7 +144,7 @@ class NpzWriter:
     """`<table>.npz` with an array for each column; they lie beside it, uncompressed, until all is there."""
 
     def __init__(self, directory: Path, table: str) -> None:
-        self._path = directory / f"{table}.npz"
+        self._path = directory / f"{stem_of(table)}.npz"
         self._files: dict[str, IO[bytes]] = {}
         self._like: dict[str, NDArray[Any]] = {}
         self._rows = 0
@@ -172,7 +188,7 @@ class ParquetWriter:
         except ImportError:
             raise ConfigError("parquet needs pyarrow: pip install 'elasticps[parquet]'") from None
         self._arrow = pyarrow
-        self._path = directory / f"{table}.parquet"
+        self._path = directory / f"{stem_of(table)}.parquet"
         self._out: IO[bytes] | None = None
         self._file: pyarrow.parquet.ParquetWriter | None = None
 
@@ -194,6 +210,8 @@ class ParquetWriter:
     def _column(self, array: NDArray[Any]) -> pyarrow.Array:
         flat = self._arrow.array(array.reshape(-1))
         width = int(np.prod(array.shape[1:]))
+        if array.ndim > 1 and not width:  # of which Parquet has no fixed size
+            return self._arrow.ListArray.from_arrays(np.zeros(len(array) + 1, np.int32), flat)
         return flat if array.ndim == 1 else self._arrow.FixedSizeListArray.from_arrays(flat, width)
 
 

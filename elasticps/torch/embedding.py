@@ -131,6 +131,12 @@ class _Elsewhere(Tensor):
 class Rows(nn.Module):
     """A table seen through torch: forward passes pull the rows they need, backward passes leave gradients here."""
 
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """Refuses the arguments of torch's layers: Python would only say that others are missing."""
+        if cls.__init__.__module__ == __name__:  # not a subclass of somebody's, with arguments of its own
+            refuse_arguments(cls.__name__, args, options)
+        return super().__new__(cls)
+
     def __init__(
         self,
         ps: Client | GroupClient,
@@ -262,8 +268,7 @@ class Rows(nn.Module):
     def keys_of(self, ids: Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64], bool]:
         """(keys, positions, padded) of ids: keys int64, distinct, without the padding id; positions int64 [ids], which
         of the keys each is, their number for the padding id; padded: there is one. InputError for unusable ids."""
-        if ids.dtype not in (torch.int64, torch.int32):
-            raise InputError(f"ids of table {self.table.name!r} must be int64 or int32, got {ids.dtype}")
+        _check_ids(self.table.name, ids)
         flat = ids.detach().reshape(-1).to("cpu", torch.int64).contiguous().numpy()
         keys, where, padded = distinct(flat, self.padding_idx)
         if self.num_embeddings is not None and len(keys) and not 0 <= keys.min() <= keys.max() < self.num_embeddings:
@@ -363,6 +368,49 @@ def shares(layer: nn.Module, tables: Sequence[Rows]) -> bool:
     kept anyway."""
     kept = any(getattr(table.table, "cache", None) is not None for table in tables)
     return layer.training and torch.is_grad_enabled() and not kept
+
+
+_NOT_OURS = {
+    "sparse": "leave it out: gradients of rows are always sparse",
+    "scale_grad_by_freq": "divide the loss of a sample by its ids' frequency, or choose an optimizer such as "
+    "elasticps.Adagrad, that slows down for frequent rows",
+    "device": "leave it out: rows are at the servers, and what a pass gives is on the device of its ids",
+    "norm_type": "leave it out, as max_norm: use weight decay",
+    "_weight": "load the rows: layer.table.load(keys, rows)",
+    "_freeze": "call layer.requires_grad_(False)",
+    "embedding_dim": "write dim=",
+}
+
+
+def refuse_arguments(layer: str, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """ConfigError for arguments that torch's layer takes, in torch's order or under torch's names."""
+    if args and isinstance(args[0], int):
+        dim = f" {args[1]}," if len(args) > 1 and isinstance(args[1], int) else " dim,"
+        raise ConfigError(
+            f"{layer} takes a client and a table's name first, and not a number: write {layer}(ps, 'name',{dim} "
+            f"num_embeddings={args[0]}, optimizer=elasticps.Adagrad(lr=0.1)); num_embeddings may be left out"
+        )
+    for name, instead in _NOT_OURS.items():
+        if name in options:
+            raise ConfigError(f"{layer} has no {name}=: {instead}")
+
+
+def _check_ids(table: str, ids: Any) -> None:
+    """InputError for what is no tensor of ids."""
+    what = f"ids of table {table!r} must be int64 or int32"
+    if not isinstance(ids, Tensor):
+        raise InputError(
+            f"{what}, got {type(ids).__name__}: write torch.tensor(ids); lists of different lengths are for an "
+            "EmbeddingBag with offsets, or a collection with elasticps.torch.Jagged"
+        )
+    if ids.is_nested:
+        raise InputError(
+            f"{what}, got a nested one: an EmbeddingBag takes ids.values() and ids.offsets(), a collection "
+            "elasticps.torch.Jagged"
+        )
+    if ids.dtype not in (torch.int64, torch.int32):
+        hint = ": write ids.long(), before they are rounded" if ids.is_floating_point() else ": write ids.long()"
+        raise InputError(f"{what}, got {ids.dtype}{hint}")
 
 
 def refuse_torchs(optimizer: object) -> None:

@@ -124,7 +124,7 @@ def lists_of(given: Any) -> Lists:
     sizes = lengths.detach().to("cpu", torch.int64).numpy()
     ends = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=ends[1:])
-    if len(sizes) and (sizes.min() < 0 or ends[-1] != len(values)):
+    if ends[-1] != len(values) or (len(sizes) and sizes.min() < 0):
         raise InputError(f"lengths must be those of {len(values)} ids, they add up to {ends[-1]}")
     if weights is not None and weights.shape != values.shape:
         raise InputError(f"each id has one weight: {len(values)} ids, weights of shape {list(weights.shape)}")

@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 
 from elasticps.errors import ConfigError, SpecError
 from elasticps.optimizers import Schedule
-from elasticps.spec import Filter
+from elasticps.spec import MAX_NAME, Filter, shows
 from elasticps.spec import Optimizer as ServerOptimizer
 from elasticps.torch.compared import differ
 from elasticps.torch.embedding import Gradient, Rows, refuse_torchs
@@ -239,6 +239,7 @@ def dense_of(
         if spec is None:
             raise ConfigError(f"parameter {name!r} is dense: the Optimizer needs optimizer=, e.g. Adam(lr=1e-3)")
         called = f"{prefix}.{name.replace('_orig_mod.', '')}"
+        _check_called(name, called)
         tensor = ps.tensor(called, init=values_of(parameter), optimizer=spec, push=push, pull=pull)
         schedule = _schedule(spec)
         # Schedules compare equal, whatever their function.
@@ -247,6 +248,17 @@ def dense_of(
         copies = [Copy(parameter), *(Copy(other[name]) for other in others)]
         dense.append(Dense(name, copies, tensor, list(groups).index(same)))
     return dense
+
+
+def _check_called(name: str, called: str) -> None:
+    """SpecError if a parameter's name can be no tensor's: it comes from the names of modules, or from `prefix`."""
+    if len(called) <= MAX_NAME and shows(called) and "/" not in called:
+        return
+    raise SpecError(
+        f"parameter {name!r} would be the tensor {called!r} at the servers, and a tensor's name has at most {MAX_NAME} "
+        "characters that can be printed, none of them a blank or '/'. The name comes from the model's modules and from "
+        "the Optimizer's prefix=: give the module another name, such as user_id in the place of 'user id'"
+    )
 
 
 def tables_of(models: Sequence[nn.Module], groups: Groups) -> list[Sparse]:

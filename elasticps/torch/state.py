@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from elasticps import temporary
 from elasticps.errors import ConfigError, InputError
 from elasticps.torch.embedding import INCOMPLETE, Rows
+from elasticps.torch.files import loaded
 from elasticps.torch.optimizer import Optimizer
 from elasticps.torch.parameters import plain
 
 CHUNK_BYTES = 16 << 20  # of rows that are asked for, or loaded, at once
+_WRAPPER = "module."  # before every name in the state of a DistributedDataParallel
 Room = Callable[[int, int], Tensor]
 """Where n rows of so many float32 can be put."""
 
@@ -83,8 +85,11 @@ def _save(state: dict[str, Tensor], file: IO[bytes]) -> None:
 
 def load(model: nn.Module, file: str | os.PathLike[str]) -> None:
     """`load_full_state_dict` of what `save` wrote, or of another state_dict that `torch.save` did, read as it is
-    needed. Nothing else that is in the file is run."""
-    load_full_state_dict(model, torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+    needed. Nothing else that is in the file is run. Raises ConfigError for what cannot be read too."""
+    state = loaded(file)
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"{os.fspath(file)} has a {type(state).__name__}, not the state_dict of a model")
+    load_full_state_dict(model, state)
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -92,10 +97,12 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     take those now if the model has an `Optimizer`, else when it gets one. Optimizers' slots begin anew.
 
     Afterwards a table has these rows and no others. A layer without keys in the state has rows 0 … n - 1, as torch's
-    layers do. One worker does this, while nobody trains. Raises ConfigError if a table is not in it, `InputError` if
-    rows do not fit, and what `nn.Module.load_state_dict` raises for the rest.
+    layers do. A "module." before all names, as DistributedDataParallel puts it there, is left out. One worker does
+    this, while nobody trains. Raises ConfigError if a table is not in it, `InputError` if rows do not fit, such as more
+    or fewer than the layer's `num_embeddings`, and what `nn.Module.load_state_dict` raises for the rest.
     """
-    model, rest = plain(model), dict(state)
+    model = plain(model)
+    rest = _unwrapped(model, state)
     given: dict[str, tuple[Rows, Tensor, Tensor]] = {}
     for prefix, layer in _layers(model):
         keys, weight = rest.pop(f"{prefix}keys", None), rest.pop(f"{prefix}weight", None)
@@ -104,12 +111,14 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                 f"the state has no {prefix}weight, the rows of table {layer.table.name!r}: it was made by "
                 "state_dict(), or of another model; full_state_dict(model) has them"
             )
+        whole = keys is None
         keys = torch.arange(len(weight)) if keys is None else keys
         if weight.ndim != 2 or weight.shape != (len(keys), layer.dim) or len(keys.unique()) < len(keys):
             raise InputError(
                 f"{prefix}weight must have a row of {layer.dim} floats for each of {len(keys)} keys of table "
                 f"{layer.table.name!r}, got {list(weight.shape)}"
             )
+        _check_count(f"{prefix}weight", layer, keys, weight, whole=whole)
         given[layer.table.name] = layer, keys, weight
     model.load_state_dict(rest)
     for layer, keys, weight in given.values():
@@ -117,6 +126,29 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     Optimizer.loaded.add(model)
     for optimizer in Optimizer.of(model):
         optimizer.upload()
+
+
+def _unwrapped(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state by the model's own names."""
+    wrapped = all(name.startswith(_WRAPPER) for name in state) and not hasattr(model, _WRAPPER.removesuffix("."))
+    return {name.removeprefix(_WRAPPER) if wrapped else name: tensor for name, tensor in state.items()}
+
+
+def _check_count(name: str, layer: Rows, keys: Tensor, weight: Tensor, *, whole: bool) -> None:
+    """InputError for rows that a layer with `num_embeddings` has not. whole: the state has a row for each id."""
+    count = layer.num_embeddings
+    if count is None:
+        return
+    if whole and len(weight) != count:
+        raise InputError(
+            f"size mismatch for {name}: the state has the shape {list(weight.shape)}, the layer over table "
+            f"{layer.table.name!r} has {[count, layer.dim]}"
+        )
+    if len(keys) and not 0 <= int(keys.min()) <= int(keys.max()) < count:
+        raise InputError(
+            f"size mismatch for {name}: the state has keys from {int(keys.min())} to {int(keys.max())}, the layer over "
+            f"table {layer.table.name!r} has num_embeddings={count}"
+        )
 
 
 def _load_rows(layer: Rows, keys: Tensor, weight: Tensor) -> None:

@@ -93,7 +93,7 @@ def test_large_columns_are_parts_that_torch_puts_together(
     state = {"embedding_bags.half.weight": torch.zeros(40, 4)}
     torch_load(state, storage_reader=HuggingFaceStorageReader(str(tmp_path / "out")))
     assert state["embedding_bags.half.weight"].numpy().tobytes() == wanted.tobytes()
-    column = load._columns(tmp_path / "out", "safetensors", "half", HALF)["weight"]
+    column = load._columns(tmp_path / "out", "safetensors", "half", HALF, "embedding_bags.half")["weight"]
     for a, b in ((0, 40), (0, 1), (7, 29), (39, 40), (11, 12)):
         assert column(a, b).tobytes() == wanted[a:b].tobytes()
 
@@ -111,7 +111,7 @@ def test_files_of_a_table_and_of_a_tensor_that_is_called_like_its_column(tmp_pat
         found |= load_file(path)
     assert found["embedding_bags.open.weight"].shape == (40, 3)
     assert found["open.weight"].tobytes() == np.frombuffer(BLOCK, np.float32)[:15].tobytes()
-    columns = load._columns(tmp_path / "out", "safetensors", "open.weight", like)
+    columns = load._columns(tmp_path / "out", "safetensors", "open.weight", like, "open.weight")
     assert columns["open.weight"](0, 3).tobytes() == found["open.weight"].tobytes()
 
 

@@ -106,7 +106,7 @@ def test_unusable_places_are_refused_in_words(tmp_path: Path) -> None:
         ("s3:///run", "names no bucket"),
         ("s3://bucket/a/../b", "would be taken for s3://bucket/b: write it as that"),
         ("s3://bucket/%2e%2e/b", "would be taken for s3://bucket/b: write it as that"),
-        ("file://[x/run", "is no URL"),
+        ("file://[x/run", "is no URL of checkpoints"),
     ],
 )
 def test_what_has_no_meaning_in_a_url_is_refused(url: str, says: str) -> None:

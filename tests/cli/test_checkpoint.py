@@ -11,8 +11,10 @@ from typer.testing import CliRunner
 
 from elasticps import spec
 from elasticps.checkpoint.manifest import WorkerEntry
+from elasticps.checkpoint.manifest import _sum as checksum_of
 from elasticps.checkpoint.storage import Storage
 from elasticps.cli.app import app
+from elasticps.cli.options import names
 from elasticps.spec import TableSpec
 from tests.checkpoint.writer import Change, row, write
 
@@ -85,3 +87,36 @@ def test_what_is_merged_and_deleted(place: Path) -> None:
     assert "deleted: 2, 1" in run("delete", place, "--keep", "last=1,hourly=1,daily=2")
     assert "checkpoint 3: 0 problems, 30 rows" in run("verify", place)
     assert sorted(path.name for path in place.iterdir()) == ["000003"]
+
+
+def test_names_in_brackets_are_shown_as_they_are(tmp_path: Path) -> None:
+    """Brackets are no style of text."""
+    table = TableSpec("emb[user]", 3, spec.SGD(0.1))
+    write(
+        Storage(str(tmp_path)), 1, {"default/emb[user]": (7, table)}, {}, workers={"w0": WorkerEntry(5, "default", 12)}
+    )
+    assert "default/emb[user]" in run("show", tmp_path)
+
+
+def test_names_with_commas_stand_in_quotes() -> None:
+    assert names('"user,item", b,c') == ["user,item", "b", "c"]
+    assert names("") == []
+    assert names("a,,b") == ["a", "b"]
+
+
+def test_a_tensor_too_large_for_any_machine_is_no_table(tmp_path: Path) -> None:
+    """As somebody has written it into a manifest."""
+    table = TableSpec.dense("w", (3, 5), spec.SGD(0.1))
+    write(Storage(str(tmp_path)), 1, {"default/w": (7, table)}, {})
+    path = tmp_path / "000001" / "manifest.json"
+    document = json.loads(path.read_text())
+    for shape, says in (([1 << 40, 1 << 40], "has at most 2^40 floats"), ([1 << 20, 1 << 20], "memory does not hold")):
+        document["tables"]["default/w"]["spec"]["shape"] = shape
+        document["tables"]["default/w"]["spec"]["dim"] = 16_384
+        said = {name: value for name, value in document.items() if name not in ("version", "blake2b")}
+        path.write_text(json.dumps(document | {"blake2b": checksum_of(said)}))
+        for command in (["export", "--from-checkpoint", str(tmp_path), "--to", str(tmp_path / "out")],):
+            done = CliRunner().invoke(app, command)
+            assert done.exit_code in (1, 2)
+            assert isinstance(done.exception, SystemExit), done.exception
+            assert says in " ".join(done.output.split())

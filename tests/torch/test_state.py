@@ -164,3 +164,54 @@ def test_states_that_do_not_fit_are_refused_before_anything_is_written(ps: Any) 
         load_full_state_dict(model, {name: value for name, value in whole.items() if name != "deep.bias"})
     assert ps.targets["users"].weights == {}
     assert np.isfinite(ps.weight("model.deep.weight")).all()
+
+
+def test_rows_that_a_layer_has_not_are_refused_as_torch_does(ps: Any, tmp_path: Path) -> None:
+    model = nn.ModuleDict({"users": Embedding(ps, "users", 3, optimizer=SGD(lr=1.0), num_embeddings=10)})
+    for count in (12, 4):
+        torch.save({"users.weight": torch.ones(count, 3)}, tmp_path / "x.pt")
+        with pytest.raises(
+            InputError, match=rf"size mismatch for users\.weight: the state has the shape \[{count}, 3\]"
+        ):
+            load(model, tmp_path / "x.pt")
+    for keys in ([0, 10], [-1, 3]):
+        state = {"users.keys": torch.tensor(keys), "users.weight": torch.ones(2, 3)}
+        with pytest.raises(InputError, match=rf"keys from {keys[0]} to {keys[1]}.*num_embeddings=10"):
+            load_full_state_dict(model, state)
+    assert ps.targets["users"].weights == {}
+    load_full_state_dict(model, {"users.keys": torch.tensor([0, 9]), "users.weight": torch.ones(2, 3)})
+    load_full_state_dict(model, {"users.weight": torch.ones(10, 3)})
+    assert (model["users"](torch.arange(10)) == 1).all()
+
+
+def test_the_names_of_a_wrapped_model_are_those_of_the_model_inside(ps: Any) -> None:
+    model = a_model(ps)
+    train(model, Optimizer(ps, model, Adam(lr=0.1)), IDS)
+    whole = full_state_dict(model)
+    load_full_state_dict(model, {f"module.{name}": tensor * 2 for name, tensor in whole.items() if "keys" not in name}
+                         | {f"module.{name}": tensor for name, tensor in whole.items() if "keys" in name})  # fmt: skip
+    assert torch.equal(full_state_dict(model)["users.weight"], whole["users.weight"] * 2)
+    inner = nn.ModuleDict({"module": a_model(ps, "inner")})
+    load_full_state_dict(inner, {f"module.{name}": tensor for name, tensor in whole.items()})
+    assert torch.equal(full_state_dict(inner)["module.users.weight"], whole["users.weight"])
+
+
+def test_files_that_torch_did_not_write_or_that_were_cut_off_are_refused_in_words(ps: Any, tmp_path: Path) -> None:
+    model = nn.ModuleDict({"users": Embedding(ps, "users", 3, optimizer=SGD(lr=1.0))})
+    state = {"users.weight": torch.ones(1000, 3)}
+    for zipped in (False, True):
+        torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+        load(model, tmp_path / "x.pt")
+        whole = (tmp_path / "x.pt").read_bytes()
+        for size in (0, 1, 5, 50, len(whole) // 2, len(whole) - 1):
+            (tmp_path / "cut.pt").write_bytes(whole[:size])
+            with pytest.raises(ConfigError, match=r"cut\.pt cannot be read: it was cut off"):
+                load(model, tmp_path / "cut.pt")
+    torch.save(torch.ones(3), tmp_path / "x.pt")
+    with pytest.raises(ConfigError, match="has a Tensor, not the state_dict of a model"):
+        load(model, tmp_path / "x.pt")
+    with pytest.raises(ConfigError, match="it is not there"):
+        load(model, tmp_path / "nothing.pt")
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(ConfigError, match="it is no file"):
+        load(model, tmp_path / "pipe.pt")

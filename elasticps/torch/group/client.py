@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import numpy as np
 
-from elasticps.client.inputs import checked_keys, checked_out
+from elasticps.client.inputs import checked_keys, checked_out, refuse_pickling
 from elasticps.client.protocol.join import Resume
 from elasticps.errors import ConfigError, InputError
 from elasticps.sharding import checked_spec
@@ -81,6 +81,9 @@ class GroupClient(Ranks):
         self._named: dict[str, Handle] = {}
         self._closed = False
         self._pushes = 0
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_pickling("a rank's client")
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"steps: {self.clock}"

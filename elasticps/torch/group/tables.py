@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, SupportsIndex, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client.filtering import Feedback
-from elasticps.client.inputs import checked_floats, checked_keys, checked_out
+from elasticps.client.inputs import checked_floats, checked_keys, checked_out, refuse_pickling
 from elasticps.client.short_keys import Saved
 from elasticps.errors import ConfigError, InputError
 from elasticps.spec import Optimizer
@@ -76,6 +76,9 @@ class _Handle(Generic[Real]):
     def drop_feedback(self) -> None:
         """As the client's, which rank 0 has; every rank calls it."""
         self._ps.together(f"drop_feedback of {self.name!r}", lambda: self._here("").drop_feedback())
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_pickling(f"the handle of table {self.name!r}")
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} at rank {self._ps.rank} of {self._ps.size}>"
