@@ -74,8 +74,9 @@ class WorkerClocks:
 
     @property
     def lag(self) -> int:
-        """Applied steps of which the worker did not know yet that they are committed."""
-        return max(0, self.applied - self.told)
+        """Applied steps of which the worker did not know yet that they are committed; 0 for one that has left: what it
+        learned last it told nobody."""
+        return max(0, self.applied - self.told) if self.name else 0
 
 
 @dataclass(frozen=True)

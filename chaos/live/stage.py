@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,8 +27,9 @@ from chaos.live.nemesis import PEERS
 from chaos.live.network import Network
 from chaos.live.plan import ClusterPlan
 from elasticps.errors import Error
-from elasticps.local import certificates, keeper
+from elasticps.local import certificates
 from elasticps.local.etcd import EtcdPlan, free_ports
+from elasticps.local.keeping import Keeping
 from elasticps.local.process import Process, stop_all
 from elasticps.security.identity import ANY, Role
 
@@ -66,8 +66,7 @@ class Processes:
         self.url = self.own_url = self.reader_url = ""
         self.folder = Path(tempfile.mkdtemp(prefix="elasticps-chaos-"))
         self._jobs: dict[str, _Job] = {}
-        command = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), str(self.folder), ""]
-        self._keeper = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
+        self._keeper = Keeping(self.folder, "")
 
     def close(self, logs_to: Path | None = None) -> list[str]:
         """Ends everything and removes the folder; logs go to `logs_to` first. Returns what is there nevertheless, and
@@ -79,9 +78,7 @@ class Processes:
         left = [] if logs_to is None else self._keep_logs(logs_to)
         self.network.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-        if self._keeper.stdin is not None:
-            self._keeper.stdin.close()
-        self._keeper.wait()
+        self._keeper.close(GRACE_S)
         left += [f"process {pid} of the run was left: {words}" for pid, words in _marked(str(self.folder))]
         return left + ([f"the folder {self.folder} was left"] if self.folder.exists() else [])
 
@@ -167,8 +164,7 @@ class Processes:
         job.process = Process.start(name, job.role, job.command(), self.folder, environment)
         job.wanted, job.paused, job.since = True, False, time.monotonic()
         self.network.started(name, job.process.pid)
-        if self._keeper.stdin is not None:
-            self._keeper.stdin.write(f"{job.process.pid} {job.process.moment}\n".encode())
+        self._keeper.watch(job.process.pid, job.process.moment)
 
     def kill(self, name: str) -> None:
         """SIGKILL; returns at once."""

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence, Set
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from coordinator import fields
@@ -89,10 +90,11 @@ async def by_grpc(credentials: Credentials | None) -> AsyncIterator[Connect]:
 
 async def checkpoint(
     store: Store, url: str, connect: Connect, *, full: bool = False, hold_s: float = HOLD_S,
-    tell: Tell = lambda more: None,
+    tell: Tell = lambda more: None, if_changed: bool = False,
 ) -> Manifest:  # fmt: skip
     """A checkpoint, at `url`, of the cluster whose store this is: what changed since the newest one there, if that is
-    this cluster's and no chain becomes too long; else, or if asked for, all there is. CheckpointError."""
+    this cluster's and no chain becomes too long; else, or if asked for, all there is. if_changed: where nothing has
+    changed since the newest one it is that one, and none is made. CheckpointError."""
     if await store.get(RESTORING) is not None:
         raise CheckpointError(f"cluster {store.cluster!r} is being restored: a part of it is no checkpoint")
     storage = Storage(url)
@@ -100,14 +102,14 @@ async def checkpoint(
     while True:
         attempts -= 1
         try:
-            return await _attempt(store, storage, connect, full, hold_s, tell)
+            return await _attempt(store, storage, connect, full, hold_s, tell, if_changed)
         except GivenUp:
             if not attempts:
                 raise
 
 
 async def _attempt(
-    store: Store, storage: Storage, connect: Connect, full: bool, hold_s: float, tell: Tell
+    store: Store, storage: Storage, connect: Connect, full: bool, hold_s: float, tell: Tell, if_changed: bool
 ) -> Manifest:  # fmt: skip
     cluster = (await read_view(store, CheckpointError)).cluster
     restored = await _restored(store)
@@ -123,6 +125,12 @@ async def _attempt(
             await asyncio.to_thread(catalog.chain, storage, cut.since)
         except CheckpointError as error:
             raise GivenUp(f"checkpoint {cut.number}: what it adds to is gone: {error}") from error
+    if if_changed and (same := await asyncio.to_thread(_unchanged, storage, manifest)) is not None:
+        await asyncio.to_thread(storage.delete, [f"{manifest.folder}/{file.path}" for file in files])
+        await asyncio.to_thread(storage.drop_empty, manifest.folder)
+        with suppress(StoreUnavailable):
+            await store.put(NEWEST_CHECKPOINT, newest(same.cut, manifest.time, storage.url))
+        return same
     try:
         Manifest.decode(manifest.encode(), f"the manifest of checkpoint {cut.number}")
         await asyncio.to_thread(catalog.check_segment, storage, manifest)
@@ -142,6 +150,15 @@ async def _attempt(
     except CheckpointError as error:  # as much as has been left stays, and the next one tries again
         log.warning("cannot delete what given-up checkpoints have left", url=storage.url, error=error)
     return manifest
+
+
+def _unchanged(storage: Storage, manifest: Manifest) -> Manifest | None:
+    """The checkpoint that this one adds nothing to, if so: no row, and no step, deletion, table or setting."""
+    if not manifest.since or manifest.rows:
+        return None
+    before = catalog.read(storage, manifest.since)
+    same = replace(manifest, cut=before.cut, since=before.since, time=before.time, files=before.files)
+    return before if same.encode() == before.encode() else None
 
 
 async def _restored(store: Store) -> set[int]:

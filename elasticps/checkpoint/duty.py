@@ -28,8 +28,8 @@ _LOOK_S = 0.5
 _KEPT_S = 600.0  # an answer that nobody has taken
 _AGAIN_S = 5.0  # after one that came to nothing
 
-Take = Callable[[bool], Awaitable[Manifest]]
-"""Takes a checkpoint, a full one if asked."""
+Take = Callable[[bool, bool], Awaitable[Manifest]]
+"""Takes a checkpoint: a full one if asked, and if asked none where nothing has changed, but then the newest."""
 Tidy = Callable[[Manifest], Coroutine[Any, Any, None]]
 """What is done beside, when one was made."""
 
@@ -44,6 +44,7 @@ class Duty:
         self._tidy = tidy
         self._tidying: asyncio.Task[None] | None = None
         self._answered: dict[str, float] = {}  # answers, and since when they are known
+        self._newest = 0  # the last that this coordinator has taken
 
     async def run(self) -> None:
         """As long as this coordinator leads; never ends by itself."""
@@ -96,8 +97,12 @@ class Duty:
         try:
             if self._take is None:
                 raise CheckpointError("the coordinator has no --checkpoint-url, so it knows no place for checkpoints")
-            manifest = await self._take(any(said["full"] for _, said in wanted))
+            manifest = await self._take(any(said["full"] for _, said in wanted), not wanted)
             answer = {"cut": manifest.cut}
+            if manifest.cut == self._newest:
+                log.debug("no checkpoint is due: nothing has changed", cut=manifest.cut)
+                return True
+            self._newest = manifest.cut
             log.info("checkpoint", cut=manifest.cut, since=manifest.since, rows=manifest.rows, nbytes=manifest.nbytes)
             if self._tidy is not None and (self._tidying is None or self._tidying.done()):
                 self._tidying = asyncio.create_task(self._tidy(manifest))

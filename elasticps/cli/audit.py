@@ -69,9 +69,10 @@ def _render(report: auditing.AuditReport) -> Group:
     table.add_column("")
     for worker in report.workers:
         verdict = f"acknowledged, but not in all ranges: {worker.told - worker.applied} steps" if worker.broken else ""
+        known = worker.told and (worker.name or worker.broken)  # one that has left told nobody what it learned last
         table.add_row(
-            worker.name or "(gone)", str(worker.id), str(worker.told) if worker.told else "–", str(worker.applied),
-            str(worker.lag) if worker.told else "–", verdict, style="red" if worker.broken else "",
+            worker.name or "(gone)", str(worker.id), str(worker.told) if known else "–", str(worker.applied),
+            str(worker.lag) if known else "–", verdict, style="red" if worker.broken else "",
         )  # fmt: skip
     return Group(*lines, table) if report.workers else Group(*lines, Text("no worker has pushed yet"))
 

@@ -275,9 +275,9 @@ async def _see_to_data(store: Store, credentials: Credentials | None, url: str, 
     from elasticps.checkpoint.recovery import Recovery
     from elasticps.checkpoint.tidying import Tidier
 
-    async def take(full: bool) -> Manifest:
+    async def take(full: bool, if_changed: bool) -> Manifest:
         async with by_grpc(credentials) as connect:
-            return await checkpoint(store, url, connect, full=full)
+            return await checkpoint(store, url, connect, full=full, if_changed=if_changed)
 
     duty = Duty(store, take if url else None, every_s, Tidier(url, keep).tidy)
     await first_of(duty.run(), Recovery(store, url, credentials).run())

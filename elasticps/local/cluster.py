@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,6 +21,7 @@ from elasticps.errors import ConfigError, Error
 from elasticps.local import certificates, forming, keeper, scaling, state
 from elasticps.local.etcd import EtcdPlan
 from elasticps.local.following import Following
+from elasticps.local.keeping import Keeping
 from elasticps.local.process import CompilingTold, Process, stop_all
 from elasticps.local.restarter import Restarter, deaths_of
 from elasticps.local.scaling import SERVERS_MAX
@@ -121,7 +120,8 @@ class LocalCluster:
         self._progress = progress or (lambda _: None)
         self._owned = True  # by this process, until a detached cluster has started
         self._folder: Path | None = None
-        self._keeper: subprocess.Popen[bytes] | None = None
+        self._started_by = 0  # process id; 0: not started yet
+        self._keeper: Keeping | None = None
         self._zygote: Zygote | None = None
         self._etcd_plan: EtcdPlan | None = None
         self._etcd: Process | None = None
@@ -156,10 +156,11 @@ class LocalCluster:
         if self._folder is not None:
             raise ConfigError(f"the local cluster {self.name!r} has been started already")
         deadline = time.monotonic() + self._timeout_s
+        self._started_by = os.getpid()
         try:
             self._folder, born = self._make_folder()
             if not self._detach:
-                self._start_keeper(born)
+                self._keeper = Keeping(self._folder, born)
             if Zygote.possible():
                 self._zygote = Zygote(self._folder / "zygote.log", {**os.environ, **self._environment})
                 self._zygote.entrust(self._watch)
@@ -188,7 +189,12 @@ class LocalCluster:
             self._restarter.start()
 
     def stop(self) -> None:
-        """Ends every process that this object started and removes the folder, logs included. May be called again."""
+        """Ends every process that this object started and removes the folder, logs included. May be called again.
+
+        A fork of the process that started it ends nothing: there the cluster is still in use.
+        """
+        if self._started_by not in (0, os.getpid()):
+            return
         if self._restarter is not None:
             self._restarter.stop()
         processes = list(self._processes.values())
@@ -200,15 +206,8 @@ class LocalCluster:
             stop_all([self._etcd], grace_s=_GRACE_S)
         self._end_zygote()
         self._remove_folder()
-        if self._keeper is not None and self._keeper.stdin is not None:
-            self._keeper.stdin.close()
-            try:
-                self._keeper.wait(_GRACE_S)
-            except (
-                subprocess.TimeoutExpired
-            ):  # a fork of this process still holds the other end; nothing is left to end
-                self._keeper.kill()
-                self._keeper.wait()
+        if self._keeper is not None:
+            self._keeper.close(_GRACE_S)
         self._processes.clear()
         self._etcd = self._etcd_plan = self._keeper = self._folder = None
         self._urls.clear()
@@ -251,7 +250,8 @@ class LocalCluster:
         for server in self.servers:
             if server.name == name:
                 return server
-        raise ConfigError(f"the local cluster {self.name!r} has no server called {name!r}")
+        there = _there([server.name for server in self.servers])
+        raise ConfigError(f"the local cluster {self.name!r} has no server called {name!r}{there}")
 
     def log(self, name: str) -> str:
         """What the process called `name` ("s0", "c0", "etcd") has logged so far."""
@@ -356,11 +356,6 @@ class LocalCluster:
             return folder, state.begin(folder, self.name).born
         return self._given_directory, state.claim(self._given_directory).born
 
-    def _start_keeper(self, born: str) -> None:
-        command = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), str(self.directory), born]
-        # Not in our session, or Ctrl-C and a closing terminal would end it with us.
-        self._keeper = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
-
     def _first_etcd(self, deadline: float) -> None:
         tls = certificates.begin(self.directory) if self._tls else None
         for tries_left in reversed(range(_ETCD_TRIES)):
@@ -392,8 +387,9 @@ class LocalCluster:
     def _process(self, name: str) -> Process:
         with self._lock:
             process = self._etcd if name == "etcd" else self._processes.get(name)
+            there = [*(["etcd"] if self._etcd is not None else []), *sorted(self._processes, key=scaling.by_number)]
         if process is None:
-            raise ConfigError(f"the local cluster {self.name!r} has no process called {name!r}")
+            raise ConfigError(f"the local cluster {self.name!r} has no process called {name!r}{_there(there)}")
         return process
 
     def _start_again(self, name: str, role: str, options: list[str]) -> None:
@@ -438,8 +434,8 @@ class LocalCluster:
         return process
 
     def _watch(self, pid: int, moment: str) -> None:
-        if self._keeper is not None and self._keeper.stdin is not None:
-            self._keeper.stdin.write(f"{pid} {moment}\n".encode())
+        if self._keeper is not None:
+            self._keeper.watch(pid, moment)
 
     def _end_zygote(self) -> None:
         if self._zygote is not None:
@@ -490,6 +486,11 @@ class LocalCluster:
                 )  # fmt: skip
 
             state.update(self.directory, change)
+
+
+def _there(names: Iterable[str]) -> str:
+    """The names there are, for whoever asked for another one."""
+    return f"; there are {', '.join(names)}" if names else "; there are none"
 
 
 def _shown(process: Process) -> ServerProcess:

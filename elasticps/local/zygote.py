@@ -27,6 +27,7 @@ OURS = [sys.executable, "-m", "elasticps"]
 """What a command begins with that can be forked."""
 
 ANSWER_S = 60.0  # one that says nothing for so long, though it imports and loads at first, stands still
+REAPED_S = 5.0  # the same for the end of a process, for which it does nothing but wait
 END_S = 10.0
 
 _COMMAND = [sys.executable, "-m", "elasticps.cli.zygote"]
@@ -42,7 +43,6 @@ class Zygote:
                 [*_COMMAND, str(theirs.fileno())], pass_fds=(theirs.fileno(),), stderr=errors,
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=dict(environment), start_new_session=True,
             )  # fmt: skip
-        self._sock.settimeout(ANSWER_S)
         self._lines = self._sock.makefile("rb")
         self._lock = threading.Lock()
 
@@ -67,16 +67,22 @@ class Zygote:
         asked = {"arguments": command[len(OURS) :], "out": str(out), "log": str(log), "environment": dict(environment)}
         return Forked(self, self.ask(asked))
 
-    def ask(self, asked: Mapping[str, Any]) -> int:
-        """The answer to one request. Whoever has not waited for it, or no longer than `ANSWER_S`, ends the zygote: late
-        it would be taken for another one's, and start a process of which nobody knows."""
-        with self._lock:
+    def ask(self, asked: Mapping[str, Any], answer_s: float = ANSWER_S) -> int:
+        """The answer to one request. Whoever has not waited for it, or no longer than `answer_s`, ends the zygote: late
+        it would be taken for another one's, and start a process of which nobody knows. TimeoutError, too, if another
+        thread waits for an answer for so long."""
+        if not self._lock.acquire(timeout=answer_s):
+            raise TimeoutError("the zygote is busy")
+        try:
             try:
+                self._sock.settimeout(answer_s)
                 self._sock.sendall(json.dumps(asked).encode() + b"\n")
                 line = self._lines.readline()
             except BaseException:
                 self._popen.kill()
                 raise
+        finally:
+            self._lock.release()
         if not line:
             raise ConnectionResetError("the zygote has ended")
         return int(line)
@@ -87,6 +93,7 @@ class Zygote:
             self._sock.shutdown(socket.SHUT_RDWR)
         self._lines.close()
         self._sock.close()
+        self._popen.send_signal(signal.SIGCONT)  # one that stands still would not see it
         try:
             self._popen.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -119,10 +126,13 @@ class Forked:
             raise subprocess.TimeoutExpired("elasticps", timeout or 0.0)
         with self._lock:
             if self.returncode is None:
+                found = _exit_code(
+                    self.pid
+                )  # before the zygote has waited for it: from then on the id may be another's
                 try:
-                    self.returncode = self._zygote.ask({"wait": self.pid})
-                except (OSError, ValueError):  # who could have told has ended, too
-                    self.returncode = -signal.SIGKILL
+                    self.returncode = self._zygote.ask({"wait": self.pid}, REAPED_S)
+                except (OSError, ValueError):  # the zygote has ended, or stands still
+                    self.returncode = -signal.SIGKILL if found is None else found
             return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -137,3 +147,12 @@ class Forked:
     def kill(self) -> None:
         """SIGKILL."""
         self.send_signal(signal.SIGKILL)
+
+
+def _exit_code(pid: int) -> int | None:
+    """How a process ended that nobody has waited for yet, as `subprocess` says it; None if the system does not say."""
+    with suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        if fields[0] == "Z":
+            return os.waitstatus_to_exitcode(int(fields[49]))
+    return None

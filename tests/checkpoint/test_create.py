@@ -47,7 +47,7 @@ class Fake:
         self.clocks: dict[int, int] = {ONE: 7 << 16, ONE | ERASER: 2 << 16, GONE: (4 + index) << 16}
         self.failed = ""
         self.silent = self.lost = False
-        self.polls = 3
+        self.polls = self.rows = 3
         self.taken: list[tuple[int, int]] = []
         self.files: list[WrittenFile] = []
         self.happened: list[str] = []
@@ -64,7 +64,7 @@ class Fake:
 
     async def take(self, cut: int, since: int, url: str) -> bool:
         self.happened.append("take")
-        self.files = [self.write(url, cut, 3, "t", 4), self.write(url, cut, 0, "late", 8)]
+        self.files = [self.write(url, cut, self.rows, "t", 4), self.write(url, cut, 0, "late", 8)]
         self.polls = 3
         self.taken.append((cut, since))
         return True
@@ -356,9 +356,9 @@ def test_the_leader_makes_one_so_often_and_answers_those_who_ask(scene: Scene, m
         asked: list[bool] = []
         made: list[int] = []
 
-        async def take(full: bool) -> Manifest:
+        async def take(full: bool, if_changed: bool) -> Manifest:
             asked.append(full)
-            manifest = await scene.take(full=full)
+            manifest = await scene.take(full=full, if_changed=if_changed)
             made.append(manifest.cut)
             return manifest
 
@@ -405,6 +405,35 @@ def test_the_leader_makes_one_so_often_and_answers_those_who_ask(scene: Scene, m
         await scene.store.put(WANTED_CHECKPOINTS + "3", json.dumps({"full": False}).encode())
         assert "has no --checkpoint-url" in (await answer(WANTED_CHECKPOINTS + "3"))["error"]
         duty.cancel()
+
+    asyncio.run(main())
+
+
+def test_where_nothing_has_changed_no_increment_is_made(scene: Scene) -> None:
+    """An idle cluster filled its folder with increments of no rows."""
+
+    async def main() -> None:
+        await scene.begin()
+        first = await scene.take(if_changed=True)
+        for server in scene.servers.values():
+            server.rows = 0
+        told = await scene.store.get(NEWEST_CHECKPOINT)
+        assert await scene.take(if_changed=True) == first
+        assert [*catalog.look(scene.storage).manifests] == [first.cut]
+        again = await scene.store.get(NEWEST_CHECKPOINT)
+        assert told is not None
+        assert again is not None
+        assert json.loads(again.value)["time"] > json.loads(told.value)["time"], "it is as good as a new one"
+        for server in scene.servers.values():  # a deletion has no rows
+            server.clocks[ONE | ERASER] += 1 << 16
+        second = await scene.take(if_changed=True)
+        assert (second.since, second.rows) == (first.cut, 0)
+        assert second.cut > first.cut
+        third = await scene.take()  # somebody has asked for it
+        assert third.cut > second.cut
+        for server in scene.servers.values():
+            server.rows = 1
+        assert (await scene.take(if_changed=True)).since == third.cut
 
     asyncio.run(main())
 

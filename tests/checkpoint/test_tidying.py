@@ -33,7 +33,7 @@ def test_a_chain_that_is_long_is_merged_and_what_is_not_kept_goes(
     storage = Storage(str(tmp_path))
     tidier = Tidier(storage.url, "last=1")
 
-    async def take(full: bool) -> Manifest:
+    async def take(full: bool, if_changed: bool) -> Manifest:
         taken.append(1 + len(taken))
         await until(lambda: len(kept) == taken[-1] - 1, 200)
         return made(storage, taken[-1])

@@ -21,7 +21,7 @@ from coordinator.view import ClusterConfig, ServerInfo, View
 from elasticps import background
 from elasticps.admin import AdminServer, start_admin
 from elasticps.admin.subject import MarkedRange
-from elasticps.audit import AuditReport, Found, Judged, audit_store, compare
+from elasticps.audit import AuditReport, Found, Judged, WorkerClocks, audit_store, compare
 from elasticps.coordination import read_view
 from elasticps.optimizers import Accumulate
 from elasticps.server.protocol import audit as audits
@@ -385,3 +385,9 @@ def test_an_etcd_that_knows_no_such_cluster_is_told_from_one_whose_servers_have_
             await read_view(store)
 
     background.run(main())
+
+
+def test_a_worker_that_has_left_lags_behind_nothing() -> None:
+    """It learns of its last steps without telling any server, and the audit said that it lagged."""
+    assert WorkerClocks(WORKER, "w", 4, 5, 0, False).lag == 1
+    assert WorkerClocks(WORKER, "", 4, 5, 0, False).lag == 0

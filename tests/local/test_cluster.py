@@ -62,8 +62,10 @@ def test_a_killed_server_is_reported_and_starts_again_under_its_name(
     cluster.kill("s1")
     assert not cluster.server("s1").running
     assert cluster.start_server().name == "s2"
-    with pytest.raises(ConfigError, match="no process called 's7'"):
+    with pytest.raises(ConfigError, match="no process called 's7'; there are etcd, c0, s0, s1, s2"):
         cluster.kill("s7")
+    with pytest.raises(ConfigError, match="no server called 's7'; there are s0, s1, s2"):
+        cluster.server("s7")
 
 
 def test_dead_processes_start_again_under_their_names_if_asked(
@@ -225,6 +227,47 @@ with eps.LocalCluster(servers=1) as cluster, eps.connect(cluster.url, worker="w0
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_keeper_that_has_died_is_replaced_when_the_next_server_starts(
+    local_cluster: NewCluster, eventually: Eventually
+) -> None:
+    """The server ran, but `start_server` raised BrokenPipeError, and nothing ended it with its owner any more."""
+    cluster = local_cluster(servers=1)
+    assert cluster._keeper is not None
+    before = cluster._keeper.pid
+    os.kill(before, signal.SIGKILL)
+    eventually(lambda: not keeper.started_at(before))
+    assert cluster.start_server().running
+    assert cluster.server("s1").name == "s1"
+    assert cluster._keeper.pid != before
+    record = state.read(cluster.directory)
+    assert record is not None
+    ours = [entry for entry in record.processes if entry.role != "owner"]
+    cluster._keeper.close(60)  # as when its owner dies: it ends all there are
+    eventually(lambda: not any(keeper.is_running(entry.pid, entry.moment) for entry in ours))
+
+
+def test_a_fork_that_ends_within_the_cluster_ends_nothing() -> None:
+    """A worker of a DataLoader that called sys.exit took the trainer's cluster along."""
+    program = """
+import os, sys
+from elasticps.local import LocalCluster
+with LocalCluster(servers=1) as cluster:
+    if not (child := os.fork()):
+        sys.exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert cluster.server("s0").running, "the server"
+    assert cluster.directory.exists(), "the folder"
+    if not (child := os.fork()):
+        cluster.stop()
+        os._exit(4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+    assert cluster.start_server().running
+print("both live")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stdout) == (0, "both live\n"), done.stderr
 
 
 def test_everything_ends_when_the_owner_is_killed(eventually: Eventually) -> None:

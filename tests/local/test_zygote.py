@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -181,3 +182,23 @@ def test_a_zygote_ends_with_its_cluster(monkeypatch: pytest.MonkeyPatch) -> None
         zygote = psutil.Process(psutil.Process(cluster.server("s0").pid).ppid())
         assert zygote.pid != os.getpid()
     assert not zygote.is_running()
+
+
+def test_a_zygote_that_stands_still_keeps_the_end_of_no_process_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killing a server took a minute, and then said that another one had ended by SIGKILL that had ended by itself."""
+    monkeypatch.setattr("elasticps.local.zygote.REAPED_S", 0.05)
+    zygote = Zygote(folder / "still.log", os.environ)
+    try:
+        lives = run(zygote, folder, "lives", "server", "--url", "etcd://127.0.0.1:1/x", "--name", "s0", "--wait", "600")
+        wrong = run(zygote, folder, "wrong", "server", "--url", "nowhere", "--name", "s1")
+        psutil.Process(zygote.pid).suspend()
+        lives.kill()
+        killing = threading.Thread(target=lives.wait)
+        killing.start()
+        killing.join(50)
+        assert lives.returncode == -signal.SIGKILL
+        assert wrong.wait(50) == 2
+    finally:
+        zygote.close()
