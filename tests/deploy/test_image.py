@@ -124,7 +124,7 @@ def image(
         _wheels(wheels, requirements, python)
     name = f"localhost/elasticps-{request.param}:built-here"
     buildah(
-        *("build", "--layers", "--isolation", "chroot", "--pull-never", "--network", "none"),
+        *("build", "--layers", "--isolation", "chroot", "--pull-never", "--network", "host"),
         *("--file", str(DEPLOY / "Dockerfile"), "--ignorefile", str(DEPLOY / "Dockerfile.dockerignore")),
         *("--target", request.param, "--tag", name, "--build-arg", f"PYTHON={BASE}"),
         *("--volume", f"{wheels}:/wheels:ro", "--env", "PIP_NO_INDEX=1", "--env", "PIP_FIND_LINKS=/wheels"),
