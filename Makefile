@@ -21,6 +21,7 @@ setup: $(READY) ## Make .venv and install everything that is pinned
 MOTO = moto boto3 botocore s3transfer jmespath responses xmltodict py-partiql-parser flask flask-cors werkzeug itsdangerous \
 	blinker
 
+# editable_mode=compat: mypy finds the packages of an installation by a path, and not by an import hook.
 # recbole is taken for the ratings in its wheel and never imported: without its dependencies, which nobody needs.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -29,7 +30,7 @@ $(READY): pyproject.toml constraints.txt
 		|| { echo "this Python cannot make a virtual environment; on Debian and Ubuntu its package is python3-venv"; exit 1; }
 	@echo "installing into $(VENV); this takes a few minutes the first time"
 	$(PIP) install -c constraints.txt setuptools
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(PIP) install -c constraints.txt --no-build-isolation --config-settings editable_mode=compat -e '.[dev]'
 	$(PIP) install -c constraints.txt --no-deps recbole $(MOTO)
 	@echo "compiling kernels for this machine; this takes up to a minute"
 	@$(BIN)/python -m elasticps.warm 2>/dev/null

@@ -36,6 +36,11 @@ async def open_store(url: str, timeout_s: float = 10.0, *, call_timeout_s: float
     return store
 
 
+async def release_of(store: Store) -> str:
+    """Which release of etcd keeps it; "" where that is not known."""
+    return await store.release() if isinstance(store, EtcdStore) else ""
+
+
 async def insist(call: Callable[[], Awaitable[T]], timeout_s: float) -> T:
     """What `call` returns; made again while the store gives no answer. StoreUnavailable after `timeout_s` seconds."""
     again = tenacity.AsyncRetrying(

@@ -267,6 +267,14 @@ class EtcdStore:
         members, self._members = list(self._members.values()), {}
         await asyncio.gather(*(member.channel.close(None) for member in members), *self._leaving)
 
+    async def release(self) -> str:
+        """Which release of etcd answers, such as "3.5.9"; "" where it does not say."""
+        try:
+            response, _ = await self._call(lambda m: rpc.MaintenanceStub(m.channel).Status, rpc.StatusRequest())
+        except CoordinationError:
+            return ""
+        return str(response.version)
+
     async def _gap(self, response: Any, prefix: str, seen: int, known: Any) -> Reset | None:
         """The state now, if changes after `seen` were compacted away or etcd has lost what we have seen: also one that
         was made anew, and has come as far."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -80,6 +81,24 @@ def kernels_are_compiled() -> None:
     from elasticps.warm import warm
 
     warm()
+
+
+def pytest_unconfigure() -> None:
+    """gRPC's asyncio side keeps every loop that it has seen and, as the process ends, calls into those that tests have
+    closed, which asyncio would log."""
+    logging.getLogger("asyncio").disabled = True
+
+
+@pytest.fixture(autouse=True)
+def logs_are_written_where_they_were() -> Iterator[None]:
+    """A command that a test runs here sends the whole process's log to its own standard error, which is closed
+    afterwards: the next line, if only gRPC's as the process ends, would be an error of logging."""
+    root = logging.getLogger()
+    level, before = root.level, set(root.handlers)
+    yield
+    for handler in set(root.handlers) - before:
+        root.removeHandler(handler)
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session", autouse=True)

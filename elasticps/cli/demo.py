@@ -17,7 +17,7 @@ def demo(
     replicas: Annotated[int, typer.Option(min=1, help="Copies of each range of parameters.")] = 2,
     workers: Annotated[int, typer.Option(min=1, help="How many worker processes.")] = 2,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the ratings.")] = 14,
-    out: Annotated[Path, typer.Option(help="Folder for report.json and report.png.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option(help="Folder for report.json, report.png and demo.log.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(min=0, help="Of initial values and of the order of ratings.")] = 1,
     kill: Annotated[
         bool, typer.Option(help="Kill the server that heads most ranges (kill -9) a third of the way.")

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import uvloop
 
+from coordinator import fields, releases
 from coordinator.adoption import restore_config
-from coordinator.connect import insist, open_store
+from coordinator.connect import insist, open_store, release_of
 from coordinator.failovers import Failovers
 from coordinator.leader import run_coordinator
 from coordinator.membership import create_cluster
@@ -37,6 +38,8 @@ from elasticps.security.identity import Role
 
 if TYPE_CHECKING:
     from elasticps.checkpoint.manifest import Manifest
+
+log = fields.logger(__name__)
 
 Name = Annotated[str, typer.Option("--name", help="A name that no other process of its kind has.", show_default=False)]
 LogLevel = Annotated[str, typer.Option("--log-level", help=f"{', '.join(logs.LEVELS)}.")]
@@ -250,6 +253,8 @@ async def _begin(
         check_name("coordinator", name)
         store = await open_store(url, timeout_s=timeout_s)
         stack.push_async_callback(store.close)
+        if text := releases.warning(await release_of(store)):
+            log.warning("an unsuitable etcd", reason=text)
         await insist(lambda: _create(store, chosen, restore), timeout_s)
     except ValueError as error:
         raise ConfigError(str(error)) from None

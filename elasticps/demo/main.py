@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import signal
 import threading
@@ -67,7 +68,7 @@ def run(
             raise ConfigError(f"the demo needs at least one worker and one epoch, not {workers} and {epochs}")
         ratings = data.load(data.find())
         out.mkdir(parents=True, exist_ok=True)
-        with _sigterm_interrupts():
+        with _sigterm_interrupts(), _logs_kept(out / "demo.log"):
             report = _Demo(console, ratings, servers, replicas, workers, epochs, out, seed, kill, elastic, lose).run()
     except ConfigError as error:
         console.print(f"[red]error:[/] {escape(str(error))}", highlight=False)
@@ -108,6 +109,23 @@ def _sigterm_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _logs_kept(path: Path) -> Iterator[None]:
+    """Writes warnings of this process to a file: they are about processes that the demo kills itself, and would stand
+    between the lines of its story."""
+    handler = logging.FileHandler(path, mode="w", encoding="utf-8", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    loggers = [logging.getLogger(name) for name in ("coordinator", "elasticps")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+        handler.close()
 
 
 class _Demo:

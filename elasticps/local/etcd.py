@@ -15,6 +15,7 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
+from coordinator import releases
 from coordinator.url import TlsFiles
 from elasticps.errors import ConfigError
 
@@ -44,13 +45,9 @@ def warning(binary: Path) -> str:
         said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    found = re.search(r"^etcd Version: (3\.5\.[012])\b", said, re.MULTILINE)
-    if found is None:
-        return ""
-    return (
-        f"etcd {found[1]} may corrupt its data when it is killed under load, and its makers advise against it: it "
-        "will do for trying out; else put etcd 3.5.3 or later on PATH"
-    )
+    found = re.search(r"^etcd Version: (\S+)", said, re.MULTILINE)
+    text = releases.warning(found[1]) if found is not None else ""
+    return f"{text}, and put it on PATH" if text else ""
 
 
 def free_ports(count: int) -> list[int]:

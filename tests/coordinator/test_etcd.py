@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 from aetcd import rpc
 
-from coordinator.connect import open_store
+from coordinator.connect import open_store, release_of
 from coordinator.errors import StoreUnavailable
 from coordinator.etcd import EtcdStore
 from coordinator.leader import run_coordinator
@@ -456,3 +457,11 @@ async def test_a_watch_that_was_cut_off_as_etcd_was_made_anew_is_reset_however_f
             assert [entry.key for entry in reset.listing.entries] == ["new"]
         await store.close()
         await writer.close()
+
+
+async def test_the_release_that_answers_is_known_and_without_an_answer_it_is_not(new_etcd: NewEtcd) -> None:
+    etcd = new_etcd()
+    store = EtcdStore(fresh_url(etcd), timeout_s=20.0)
+    assert re.match(r"\d+\.\d+\.\d+", await release_of(store))
+    await store.close()
+    assert await release_of(store) == await release_of(MemoryStore("c")) == ""

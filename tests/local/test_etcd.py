@@ -106,13 +106,21 @@ def test_a_machine_without_loopback_is_told_what_to_do(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("version", "warned"), [("3.5.0", True), ("3.5.2", True), ("3.5.3", False), ("3.5.21", False), ("3.6.1", False)]
+    ("version", "warned"),
+    [
+        *((version, "may corrupt its data") for version in ("3.5.0", "3.5.2", "3.5.1-rc.1")),
+        *((version, "is older than any that was tried") for version in ("3.3.25", "2.3.8")),
+        *((version, "") for version in ("3.4.23", "3.5.3", "3.5.21", "3.6.1", "4.0.0", "unknown")),
+    ],
 )
-def test_releases_that_may_corrupt_their_data_are_warned_of(version: str, warned: bool, tmp_path: Path) -> None:
+def test_releases_that_corrupt_their_data_or_were_never_tried_are_warned_of(
+    version: str, warned: str, tmp_path: Path
+) -> None:
     binary = tmp_path / "etcd"
     binary.write_text(f"#!/bin/sh\necho 'etcd Version: {version}'\necho 'Git SHA: e8732fb5f'\n")
     binary.chmod(0o700)
-    assert (f"etcd {version} may corrupt" in etcd.warning(binary)) is warned
+    text = etcd.warning(binary)
+    assert text.startswith(f"etcd {version} {warned}") if warned else text == ""
     assert etcd.warning(tmp_path / "nothing") == ""
 
 

@@ -1,0 +1,24 @@
+"""What the demo's own process logs while it kills others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+_LOGS = """
+import logging, sys
+from pathlib import Path
+from elasticps.demo.main import _logs_kept
+
+with _logs_kept(Path(sys.argv[1])):
+    logging.getLogger("coordinator.etcd").warning("a watch is broken")
+logging.getLogger("coordinator.etcd").warning("said later")
+"""
+
+
+def test_warnings_about_what_the_demo_kills_are_in_a_file_and_not_between_its_lines(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _LOGS, str(tmp_path / "demo.log")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == "said later\n"
+    assert "WARNING coordinator.etcd: a watch is broken" in (tmp_path / "demo.log").read_text(encoding="utf-8")
