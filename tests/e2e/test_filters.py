@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -158,7 +158,8 @@ def test_a_load_that_is_refused_forgets_nothing_of_what_filters_keep(connect: Co
     ps.push({rows: (keys, nine)}).result()
     with ps.step() as step:
         step.push({rows: (keys[:0], nine[:0])})
-        for refused in (lambda: rows.load(keys, nine), lambda: rows.delete(keys), rows.clear):
+        calls: list[Callable[[], None]] = [lambda: rows.load(keys, nine), lambda: rows.delete(keys), rows.clear]
+        for refused in calls:
             with pytest.raises(eps.InputError, match="still open"):
                 refused()
     ps.push({rows: (keys, nine)})
