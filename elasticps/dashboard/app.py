@@ -54,7 +54,7 @@ def make_app(
 
     async def stream(request: Request) -> Response:
         if len(fanout.viewers) >= VIEWERS_MAX:
-            return _refusal(503, f"{VIEWERS_MAX} others look on; more are too many")
+            fanout.drop_oldest()
         return _Stream(whole, fanout)
 
     async def snapshot(request: Request) -> Response:
@@ -149,13 +149,13 @@ class _Stream(Response):
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         viewer = Viewer()
-        self._fanout.viewers.add(viewer)
+        self._fanout.viewers[viewer] = None
         telling = asyncio.create_task(self._tell(viewer, send))
         leaving = asyncio.create_task(_left(receive))  # `send` says nothing of a viewer that is gone
         try:
             await asyncio.wait((telling, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._fanout.viewers.discard(viewer)
+            self._fanout.viewers.pop(viewer, None)
             for task in (telling, leaving):
                 task.cancel()
             await asyncio.gather(telling, leaving, return_exceptions=True)
@@ -163,6 +163,8 @@ class _Stream(Response):
     async def _tell(self, viewer: Viewer, send: Send) -> None:
         while True:
             news = await viewer.wait(KEEP_ALIVE_S)
+            if viewer.dropped:
+                return
             if viewer.stale:
                 viewer.take()
                 viewer.stale = False  # before the snapshot is made: what comes later is news to it

@@ -17,10 +17,12 @@ def encode(kind: str, content: Any) -> bytes:
 
 
 class Viewer:
-    """What waits for one viewer. stale: it needs a snapshot first, as it is new or was too slow."""
+    """What waits for one viewer. stale: it needs a snapshot first, as it is new or was too slow; dropped: it has made
+    room for another one."""
 
     def __init__(self) -> None:
         self.stale = True
+        self.dropped = False
         self._waiting: deque[bytes] = deque()
         self._news = asyncio.Event()
         self._news.set()
@@ -60,7 +62,14 @@ class Fanout:
     """All viewers that there are."""
 
     def __init__(self) -> None:
-        self.viewers: set[Viewer] = set()
+        self.viewers: dict[Viewer, None] = {}  # in the order in which they came
+
+    def drop_oldest(self) -> None:
+        """Ends the stream that has lasted longest; a browser opens another one by itself."""
+        oldest = next(iter(self.viewers))
+        del self.viewers[oldest]
+        oldest.dropped = True
+        oldest.renew()
 
     def publish(self, news: Iterable[tuple[str, Any]]) -> None:
         """To all; encoded once."""

@@ -32,6 +32,7 @@ from elasticps.server.addresses import is_loopback
 log = fields.logger(__name__)
 
 
+CONNECTIONS_MAX = VIEWERS_MAX + 56
 HEAD_MAX = 16 << 10
 HEAD_TIMEOUT_S = 10.0  # for a whole request to arrive
 WRITE_TIMEOUT_S = 30.0  # for a viewer that reads nothing
@@ -80,7 +81,7 @@ class Dashboard:
         app = make_app(self._model, self._fanout, Previews(self._model), looks, actions, self._hosts)
         config = uvicorn.Config(
             app, http=_Protocol, ws="none", lifespan="off", interface="asgi3", log_config=None, log_level="critical",
-            access_log=False, proxy_headers=False, server_header=False, limit_concurrency=VIEWERS_MAX + 56, backlog=128,
+            access_log=False, proxy_headers=False, server_header=False, backlog=128,
             timeout_keep_alive=30, timeout_graceful_shutdown=1, h11_max_incomplete_event_size=HEAD_MAX,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
@@ -133,14 +134,23 @@ class Dashboard:
 
 
 class _Protocol(H11Protocol):
-    """Who sends no whole request in time, or reads nothing, is dropped."""
+    """Who sends no whole request in time, or reads nothing, is dropped; and of too many, who has asked for nothing for
+    the longest time: whoever opens connections keeps nobody out."""
 
     _head: asyncio.TimerHandle | None = None
     _write: asyncio.TimerHandle | None = None
+    _idle_since = 0.0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._expect_head()
+        if len(self.connections) > CONNECTIONS_MAX:
+            others = (each for each in self.connections if isinstance(each, _Protocol) and each._is_idle())
+            min(others, key=lambda each: each._idle_since).transport.abort()
+
+    def _is_idle(self) -> bool:
+        cycle: Any = self.cycle  # None before the first request, of which its type says nothing
+        return not self.transport.is_closing() and (cycle is None or cycle.response_complete)
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._head, self._write):
@@ -158,6 +168,7 @@ class _Protocol(H11Protocol):
 
     def _expect_head(self) -> None:
         if self._head is None:
+            self._idle_since = self.loop.time()
             self._head = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
 
     def pause_writing(self) -> None:

@@ -213,7 +213,7 @@ def test_servers_sample_once_for_all_who_look_and_say_what_is_hot() -> None:
 def test_a_slow_viewer_loses_what_waits_and_needs_a_snapshot() -> None:
     async def look() -> None:
         fanout, slow, fast = Fanout(), Viewer(), Viewer()
-        fanout.viewers |= {slow, fast}
+        fanout.viewers |= {slow: None, fast: None}
         for viewer in (slow, fast):
             assert await viewer.wait(1)
             viewer.take()

@@ -149,7 +149,7 @@ def test_viewers_that_came_first_see_it_too(prometheus: Prometheus) -> None:
     scene, fanout, viewer = Scene(servers=1), Fanout(), Viewer()
     viewer.stale = False
     viewer.take()
-    fanout.viewers.add(viewer)
+    fanout.viewers[viewer] = None
     poller = Poller("etcd://127.0.0.1:1/c", scene.model, fanout, prometheus=prometheus.url)
     asyncio.run(poller._look_back(prometheus.url))
     assert viewer.stale

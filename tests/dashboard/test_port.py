@@ -144,12 +144,19 @@ async def _publish(page: Dashboard, text: str) -> None:
     page._fanout.publish([("noise", text)])
 
 
-def test_more_viewers_than_it_takes_are_told_so(page: Dashboard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_too_many_viewers_the_oldest_makes_room(page: Dashboard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elasticps.dashboard.app.VIEWERS_MAX", 3)
-    socks = [connect(page) for _ in range(3)]
-    try:
-        assert all("columns" in snapshot(sock) for sock in socks)
-        assert answer(page, head("/api/stream")).startswith(b"HTTP/1.1 503 ")
-    finally:
-        for sock in socks:
-            sock.close()
+    with ExitStack() as held:
+        first, *_ = viewers = [held.enter_context(connect(page)) for _ in range(4)]
+        assert all(snapshot(viewer) for viewer in viewers)
+        first.settimeout(60)
+        while first.recv(1 << 16):
+            pass
+
+
+def test_whoever_holds_connections_keeps_nobody_out(page: Dashboard) -> None:
+    """256 idle connections of one machine, or 200 streams, locked all others out."""
+    with ExitStack() as held:
+        for _ in range(serve.CONNECTIONS_MAX + 20):
+            held.enter_context(connect(page))
+        assert answer(page, head()).startswith(b"HTTP/1.1 200")

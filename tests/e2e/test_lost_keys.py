@@ -1,0 +1,83 @@
+"""Keys of etcd are lost, or nobody leads, while real processes train."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import elasticps as eps
+from coordinator.connect import open_store
+from coordinator.view import View
+from elasticps import background
+from elasticps.cli.status import look
+from elasticps.local import LocalCluster
+from tests.conftest import NewCluster
+from tests.e2e.oracle import wait_for
+
+pytestmark = pytest.mark.slow
+
+KEYS, ONES = np.arange(300), np.ones((300, 2), np.float32)
+
+
+async def _damage(url: str, key: str, value: bytes | None) -> None:
+    store = await open_store(url)
+    if value is None:
+        await store.delete(key)
+    else:
+        await store.put(key, value)
+    await store.close()
+
+
+async def _read(url: str, key: str) -> bytes | None:
+    store = await open_store(url)
+    entry = await store.get(key)
+    await store.close()
+    return None if entry is None else entry.value
+
+
+def _epoch(cluster: LocalCluster) -> int:
+    value = background.run(_read(cluster.url, "view"))
+    try:
+        return 0 if value is None else View.decode(value).epoch
+    except ValueError:
+        return 0
+
+
+@pytest.mark.parametrize("value", [None, b"\0" * 40])
+@pytest.mark.parametrize("remembered", [True, False])
+def test_a_failover_works_after_the_view_was_lost(
+    local_cluster: NewCluster, remembered: bool, value: bytes | None
+) -> None:
+    """Where no coordinator remembers it, because all were away, the servers are asked."""
+    cluster = local_cluster(servers=3, replicas=2, coordinators=2, ranges=64)
+    with eps.connect(cluster.url, worker="w0", timeout=120.0) as ps:
+        table = ps.table("t", dim=2, optimizer=eps.Accumulate())
+        ps.push({table: (KEYS, ONES)}).result()
+        cluster.kill("s1")
+        cluster.start_server("s1")
+        wait_for(lambda: bool(background.run(look(cluster.url, 5.0))["healthy"]))
+        before = _epoch(cluster)
+        if not remembered:
+            cluster.kill("c0")
+            cluster.kill("c1")
+        background.run(_damage(cluster.url, "view", value))
+        if not remembered:
+            found = background.run(look(cluster.url, 5.0))
+            assert not found["healthy"]
+            assert any("no coordinator leads" in line for line in found["trouble"])
+            assert any("view" in line and "cluster adopt" in line for line in found["trouble"])
+            cluster.start_coordinator("c0")
+        wait_for(lambda: _epoch(cluster) >= before)
+        cluster.kill("s2")
+        ps.push({table: (KEYS, ONES)}).result(120)
+        assert (table.pull(KEYS) == 2).all()
+        with eps.connect(cluster.url, worker="w1", timeout=120.0) as other:
+            assert (other.table("t", dim=2, optimizer=eps.Accumulate()).pull(KEYS) == 2).all()
+
+
+def test_a_worker_that_connects_hears_that_nobody_leads(local_cluster: NewCluster) -> None:
+    cluster = local_cluster(servers=2, coordinators=1, ranges=64)
+    cluster.kill("c0")
+    wait_for(lambda: bool(background.run(look(cluster.url, 5.0))["trouble"]))
+    with pytest.raises(eps.Error, match="no coordinator leads"):
+        eps.connect(cluster.url, worker="w", timeout=12.0)
