@@ -177,7 +177,7 @@ async def _mend(store: Store, adoption: Adoption, listing: Listing, config: Clus
         ROSTER: roster is not None and roster.version >= adoption.version,
         CONFIG: config is not None,
     }
-    if all(fresh.values()):
+    if all(fresh.get(key, key in entries) for key in adoption.writes):
         assert config is not None
         ours = config.identity(store.cluster)
         raise CannotAdopt(f"the store holds {ours} already, and nothing of it is lost")

@@ -228,6 +228,9 @@ async def test_what_a_store_has_lost_of_its_own_cluster_is_adopted(lost: tuple[s
     assert Roster.decode(found["roster"]).workers
     assert await store.get("tables/x/t") is not None
     assert await new_number(store) > max(before, 40)
+    await store.delete("tables/x/t")
+    await adopt(store, plan_adoption([witness("a", tables=tables), witness("b")], (), "x"))
+    assert await store.get("tables/x/t") is not None
     with pytest.raises(CannotAdopt, match="nothing of it is lost"):
         await adopt(store, plan_adoption([witness("a"), witness("b")], (), "x"))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -12,7 +14,8 @@ from elasticps import background
 from elasticps.cli.status import look
 from elasticps.local import LocalCluster
 from tests.conftest import NewCluster
-from tests.e2e.oracle import wait_for
+
+Eventually = Callable[[Callable[[], bool]], None]
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +49,7 @@ def _epoch(cluster: LocalCluster) -> int:
 @pytest.mark.parametrize("value", [None, b"\0" * 40])
 @pytest.mark.parametrize("remembered", [True, False])
 def test_a_failover_works_after_the_view_was_lost(
-    local_cluster: NewCluster, remembered: bool, value: bytes | None
+    local_cluster: NewCluster, eventually: Eventually, remembered: bool, value: bytes | None
 ) -> None:
     """Where no coordinator remembers it, because all were away, the servers are asked."""
     cluster = local_cluster(servers=3, replicas=2, coordinators=2, ranges=64)
@@ -55,7 +58,7 @@ def test_a_failover_works_after_the_view_was_lost(
         ps.push({table: (KEYS, ONES)}).result()
         cluster.kill("s1")
         cluster.start_server("s1")
-        wait_for(lambda: bool(background.run(look(cluster.url, 5.0))["healthy"]))
+        eventually(lambda: bool(background.run(look(cluster.url, 5.0))["healthy"]))
         before = _epoch(cluster)
         if not remembered:
             cluster.kill("c0")
@@ -67,7 +70,7 @@ def test_a_failover_works_after_the_view_was_lost(
             assert any("no coordinator leads" in line for line in found["trouble"])
             assert any("view" in line and "cluster adopt" in line for line in found["trouble"])
             cluster.start_coordinator("c0")
-        wait_for(lambda: _epoch(cluster) >= before)
+        eventually(lambda: _epoch(cluster) >= before)
         cluster.kill("s2")
         ps.push({table: (KEYS, ONES)}).result(120)
         assert (table.pull(KEYS) == 2).all()
@@ -75,9 +78,9 @@ def test_a_failover_works_after_the_view_was_lost(
             assert (other.table("t", dim=2, optimizer=eps.Accumulate()).pull(KEYS) == 2).all()
 
 
-def test_a_worker_that_connects_hears_that_nobody_leads(local_cluster: NewCluster) -> None:
+def test_a_worker_that_connects_hears_that_nobody_leads(local_cluster: NewCluster, eventually: Eventually) -> None:
     cluster = local_cluster(servers=2, coordinators=1, ranges=64)
     cluster.kill("c0")
-    wait_for(lambda: bool(background.run(look(cluster.url, 5.0))["trouble"]))
+    eventually(lambda: bool(background.run(look(cluster.url, 5.0))["trouble"]))
     with pytest.raises(eps.Error, match="no coordinator leads"):
         eps.connect(cluster.url, worker="w", timeout=12.0)
