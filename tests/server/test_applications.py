@@ -167,7 +167,10 @@ def test_a_server_that_made_a_table_by_anothers_word_looks_whose_it_is(run: Run)
             await group.start(name)
         group.adopt(group.make_view(lambda r: ["a", "b"]))
         tail = group.servers["b"]
-        wanted = lambda: bool(tail.registered.wanted)  # noqa: E731
+
+        def wanted() -> bool:
+            return bool(tail.registered.wanted)
+
         tail.know_tables({})
         group.servers["a"].know_tables({TABLE: Entry("default", SPEC)})
         await group.connect("a")
