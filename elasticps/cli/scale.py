@@ -76,7 +76,8 @@ def scale(
     record = started_here(url) if url is not None and dry_run else find(url, name)
     with Following(target(url, name)) as following:
         running = following.registered() if record is None else record.servers
-        change = scaling.change([server.name for server in running], following.draining(), servers)
+        names = [server.name for server in running]
+        change = scaling.change(names, following.draining(), servers, following.leaving())
         statuses = following.statuses()
         stored = {server: status["bytes"] for server, status in statuses.items()}
         try:

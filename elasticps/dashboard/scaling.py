@@ -22,7 +22,8 @@ def scaler_of(url: str) -> Scaler | None:
             raise ConfigError("the cluster has ended")
         folder = state.folder_of(record.name)
         with Following(record.url) as following:
-            change = scaling.change([server.name for server in record.servers], following.draining(), servers)
+            names = [server.name for server in record.servers]
+            change = scaling.change(names, following.draining(), servers, following.leaving())
         outcome = scaling.scale(record.url, folder, change, _reaped(scaling.spawn_recorded(folder)))
         return f"{', '.join(outcome.servers)} serve, after {outcome.seconds:.1f} s"
 

@@ -319,10 +319,10 @@ class LocalCluster:
         """Starts servers, of this zone and weight, or drains those with the highest numbers, until so many serve;
         returns when nothing moves any more."""
         with Following(self.operator_url) as following:
-            draining = following.draining()
+            draining, leaving = following.draining(), following.leaving()
         record = state.read(self.directory)
         running = [] if record is None else [entry.name for entry in record.servers]
-        wanted = scaling.change(running, draining, servers)
+        wanted = scaling.change(running, draining, servers, leaving)
         outcome = scaling.scale(
             self.operator_url, self.directory, wanted, lambda name, options: self._spawn(name, "server", options),
             zone=zone, weight=weight, timeout_s=timeout_s,

@@ -112,11 +112,16 @@ class Following:
         """Names of the registered servers that were asked to drain."""
         return frozenset(member.name for member in self.members().draining)
 
+    def leaving(self) -> frozenset[str]:
+        """Those of them whose processes are about to end: no drain of theirs can be taken back."""
+        return frozenset(member.name for member in self.members().leaving)
+
     def members(self) -> Members:
         """The registered servers, as the planner sees them."""
-        servers, drains = self.registered(), self._run(membership.list_drains(self._store))
-        asked = frozenset(s.member for s in servers if drains.get(s.name) == s.incarnation)
-        return Members(self._store.cluster, servers, asked)
+        servers, drains = self.registered(), self._run(membership.read_drains(self._store))
+        asked = frozenset(server.member for server in servers) & drains.keys()
+        leaving = frozenset(member for member in asked if drains[member])
+        return Members(self._store.cluster, servers, asked, leaving=leaving)
 
     def config(self) -> ClusterConfig:
         """What the cluster was created with."""

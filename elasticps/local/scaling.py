@@ -52,15 +52,16 @@ class Outcome:
     seconds: float
 
 
-def change(running: Collection[str], draining: Collection[str], wanted: int) -> Change:
-    """Which servers come and go so that `wanted` serve: names that are free, lowest first, come; highest names go."""
+def change(running: Collection[str], draining: Collection[str], wanted: int, leaving: Collection[str] = ()) -> Change:
+    """Which servers come and go so that `wanted` serve: names that are free, lowest first, come; highest names go.
+    leaving: those that drain because their processes are about to end, so that they cannot be kept."""
     if not 1 <= wanted <= SERVERS_MAX:
         raise ConfigError(f"a local cluster has 1 to {SERVERS_MAX} servers, not {wanted}")
     serving = sorted(set(running) - set(draining), key=by_number)
     if len(serving) > wanted:
         return Change(drain=tuple(serving[wanted:]), stay=tuple(serving[:wanted]))
     missing = wanted - len(serving)
-    keep = sorted(set(running) & set(draining), key=by_number)[:missing]
+    keep = sorted(set(running) & set(draining) - set(leaving), key=by_number)[:missing]
     free = (name for name in (f"s{i}" for i in range(SERVERS_MAX + len(running))) if name not in running)
     start = tuple(next(free) for _ in range(missing - len(keep)))
     return Change(start, keep=tuple(keep), stay=tuple(serving))
