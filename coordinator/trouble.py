@@ -7,7 +7,8 @@ from collections.abc import Collection
 
 from coordinator.errors import CoordinationError, Unreadable, WritesRefused
 from coordinator.lost_view import REMEDY
-from coordinator.membership import CONFIG, ROSTER, VIEW, config_of, roster_of, view_of
+from coordinator.membership import CONFIG, RESTORING, ROSTER, VIEW, config_of, roster_of, shown, view_of
+from coordinator.records import read
 from coordinator.store import Store
 from coordinator.view import View
 from coordinator.world import ELECTION
@@ -29,14 +30,21 @@ async def check_writes(store: Store, timeout_s: float = 0.0) -> None:
 async def find_trouble(store: Store) -> list[str]:
     """What is wrong, each with what to do; empty if all is well, or there is no cluster. StoreUnavailable if the store
     does not answer."""
-    election, config, view, roster = await asyncio.gather(*map(store.get, (ELECTION, CONFIG, VIEW, ROSTER)))
+    keys = ELECTION, CONFIG, VIEW, ROSTER, RESTORING
+    election, config, view, roster, restoring = await asyncio.gather(*map(store.get, keys))
     told = []
-    for entry, read in ((config, config_of), (view, view_of), (roster, roster_of)):
+    for entry, decode in ((config, config_of), (view, view_of), (roster, roster_of)):
         try:
             if entry is not None:
-                read(entry)
+                decode(entry)
         except Unreadable as error:
             told.append(str(error))
+    if restoring is not None:
+        try:
+            read(RESTORING, restoring.value, url=str, cut=int)
+        except ValueError as error:
+            text = f"the key {RESTORING} in etcd holds {shown(restoring.value)}, which makes no sense ({error})"
+            told.append(f"{text}: no worker can join until it is deleted")
     if config is None and view is not None:
         told.append(
             f"etcd has lost the key {CONFIG}: no server and no worker can start. The coordinator that leads puts it "

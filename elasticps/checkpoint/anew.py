@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from coordinator.errors import Damaged
 from coordinator.loss import find_loss, spans
 from coordinator.losses import key_of
 from coordinator.membership import (
@@ -26,6 +27,7 @@ from coordinator.membership import (
     ROSTER,
     last_workers,
     roster_of,
+    shown,
 )
 from coordinator.records import left_out, read
 from coordinator.store import Store
@@ -97,14 +99,21 @@ class Anew:
 
     @classmethod
     def from_json(cls, data: bytes) -> Anew:
-        """The inverse."""
-        said = json.loads(data)
-        return cls(
-            tuple(said["ranges"]), tuple((name, number) for name, number in said["given_up"]), said["url"], said["cut"],
-            said["time"], {name: (old, new, spec) for name, (old, new, spec) in said["tables"].items()},
-            tuple((worker, clock) for worker, clock in said["floors"]),
-            tuple(Missing(**one) for one in said["workers"]), said["error"],
-        )  # fmt: skip
+        """The inverse; Damaged if it makes no sense."""
+        try:
+            said = json.loads(data)
+            return cls(
+                tuple(said["ranges"]), tuple((name, number) for name, number in said["given_up"]), said["url"],
+                said["cut"], said["time"],
+                {name: (old, new, spec) for name, (old, new, spec) in said["tables"].items()},
+                tuple((worker, clock) for worker, clock in said["floors"]),
+                tuple(Missing(**one) for one in said["workers"]), said["error"],
+            )  # fmt: skip
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise Damaged(
+                f"the key {BEGIN_ANEW} in etcd holds {shown(data)}, which makes no sense ({error!r}): delete it, and "
+                "ask for the ranges again"
+            ) from None
 
     @property
     def steps(self) -> int:
@@ -158,7 +167,9 @@ async def prepare(
 async def _source(store: Store, url: str) -> tuple[str, Plan | None]:
     entry, newest = await store.get(RESTORED), await store.get(NEWEST_CHECKPOINT)
     restored = None if entry is None else Plan.from_json(entry.value)
-    noted = "" if newest is None else str(json.loads(newest.value).get("url", ""))
+    noted = ""
+    with left_out():
+        noted = "" if newest is None else str(read(newest.key, newest.value).get("url", ""))
     url = url or noted or ("" if restored is None else restored.url)
     if not url:
         raise CheckpointError(f"etcd knows of no checkpoint of cluster {store.cluster!r}: name its URL")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coordinator import fields
 from coordinator.adoption import ON_LOSS, RATES, TABLES
-from coordinator.errors import CoordinationError, LeaseLost, StoreUnavailable
+from coordinator.errors import CoordinationError, Damaged, LeaseLost, StoreUnavailable
 from coordinator.membership import (
     CONFIG,
     LAST_WORKER,
@@ -31,6 +31,7 @@ from coordinator.membership import (
     new_number,
     number_of,
     record_key,
+    shown,
     view_of,
 )
 from coordinator.names import worker_name
@@ -82,10 +83,16 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: bytes) -> Plan:
-        """The inverse."""
-        said = json.loads(data)
-        tables = {name: (old, new) for name, (old, new) in said["tables"].items()}
-        return cls(said["url"], said["cut"], said["sum"], tables, said["whole"], said["rows"])
+        """The inverse; Damaged if it makes no sense."""
+        try:
+            said = json.loads(data)
+            tables = {name: (old, new) for name, (old, new) in said["tables"].items()}
+            return cls(said["url"], said["cut"], said["sum"], tables, said["whole"], said["rows"])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise Damaged(
+                f"the key {RESTORING} (or {RESTORED}) in etcd holds {shown(data)}, which makes no sense ({error!r}): "
+                "delete it; a restore that was under way is begun again with `elasticps restore URL`"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -130,8 +137,16 @@ async def begin_with(store: Store, source: str) -> None:
 async def keep_restoring(store: Store, credentials: Credentials | None = None) -> None:
     """What a coordinator does: goes on with the restore that has begun, whoever has died meanwhile, until it is done.
     Workers that wait are told what holds it up."""
+    said = ""
     while (entry := await store.get(RESTORING)) is not None:
-        plan = Plan.from_json(entry.value)
+        try:
+            plan = Plan.from_json(entry.value)
+        except Damaged as error:  # whoever may delete it does; this coordinator may lead meanwhile
+            if str(error) != said:
+                log.error("a restore cannot go on", reason=error)
+            said = str(error)
+            await asyncio.sleep(_PAUSE_S)
+            continue
         try:
             report = await restore(store, plan.url, cut=plan.cut, credentials=credentials, patient=True)
             log.info("restored", url=plan.url, cut=report.cut, tables=len(report.tables), rows=report.rows)

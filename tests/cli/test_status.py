@@ -40,7 +40,7 @@ def test_status_bears_nonsense_under_every_key(etcd_url: NewUrl, key: str) -> No
         json.dumps(found)
         _render(found)
         assert not found["healthy"]
-        if key in ("config", "view", "roster") and value == VALUES[0]:
+        if key in ("config", "view", "roster", "restoring") and value == VALUES[0]:
             assert any(f"the key {key} in etcd holds b'\\x00" in line for line in found["trouble"])
         if key not in ("election", "config"):
             assert any("no coordinator leads" in line for line in found["trouble"])

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from coordinator.errors import UnknownServer
+from coordinator.errors import Damaged, UnknownServer
 from coordinator.failovers import Failover
 from coordinator.leader import run_coordinator
 from coordinator.losses import key_of, known_key, merged
@@ -17,11 +17,13 @@ from coordinator.sessions import register_server
 from coordinator.store import Entry, Listing, Put
 from coordinator.view import ClusterConfig, View
 from coordinator.world import World
+from elasticps.checkpoint.anew import Anew
 from elasticps.checkpoint.duty import Duty
+from elasticps.checkpoint.restore import Plan, keep_restoring
 from elasticps.coordination import read_servers
 from elasticps.dashboard.model import Model
 from elasticps.metrics.cluster import ClusterMetrics
-from tests.coordinator.support import until_key
+from tests.coordinator.support import until, until_key
 
 DEEP = b"[" * 100_000
 KEYS = (
@@ -131,3 +133,20 @@ def test_what_cannot_be_read_ends_no_dashboard(key: str, value: bytes) -> None:
     model = Model("c", 0.0)
     model.put(1.0, key, value)
     model.put(2.0, "rates/ads/u", b'{"table": 4, "lr": 1}')
+
+
+@pytest.mark.parametrize("value", [*VALUES, b"{}", b'{"tables": {"t": 7}}', b"\0" * 40])
+async def test_a_coordinator_bears_a_restore_that_makes_no_sense(
+    value: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One with --restore ended, each time that it was started."""
+    for read in (Plan.from_json, Anew.from_json):
+        with pytest.raises(Damaged, match=r"in etcd holds .* makes no sense .*: delete it"):
+            read(value)
+    store = MemoryStore()
+    await store.put("restoring", value)
+    restoring = asyncio.create_task(keep_restoring(store))
+    await until(lambda: "a restore cannot go on" in caplog.text)
+    await store.delete("restoring")
+    await asyncio.wait_for(restoring, 20)
+    assert caplog.text.count("a restore cannot go on") == 1
