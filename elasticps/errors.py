@@ -6,7 +6,7 @@ after an `Indefinite` one nobody knows, and asking again is safe because servers
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -39,19 +39,21 @@ class InputError(Definite, ValueError):
     """Keys, gradients or values have the wrong type, shape or content."""
 
 
-class Refusing(Definite):
+class Refused(Definite):
     """A request that servers refused. Of a push they refuse single rows: the step counts, and all of its other rows are
     applied.
 
     refused: keys of the rows that were not applied, by the name of their table, int64 [n] each in ascending order; of a
     tensor the numbers of its blocks. Empty for all other requests. To push exactly these rows again, once the reason is
     gone, applies each row of the step once; to push the whole step again applies all others twice.
+    others: what `flush` raises is the error of the oldest such step; here are those of later ones, each with its rows.
     """
 
     refused: Mapping[str, NDArray[np.int64]] = MappingProxyType({})
+    others: Sequence[Exception] = ()
 
 
-class UnknownTable(Refusing, KeyError):
+class UnknownTable(Refused, KeyError):
     """No table of that name or id. A push to a table that was dropped raises it, and counts without its rows."""
 
     def __str__(self) -> str:  # KeyError would print the repr of the message
@@ -83,7 +85,7 @@ class Closed(Definite):
     """The client was closed, or fenced by a newer incarnation of the same worker."""
 
 
-class ServerError(Refusing):
+class ServerError(Refused):
     """A server refused a request; the text is the server's own. A push that raises it counts as a step, and `refused`
     has the rows that it lacks."""
 
@@ -105,7 +107,7 @@ class ServerFull(ServerError):
         self.server, self.table, self.nbytes = server, table, nbytes
 
     def __reduce__(self) -> tuple[type[ServerFull], tuple[str, str, str, int], dict[str, object]]:
-        return type(self), (str(self), self.server, self.table, self.nbytes), {"refused": dict(self.refused)}
+        return type(self), (str(self), self.server, self.table, self.nbytes), self.__dict__
 
 
 class DataLost(Definite):
@@ -135,4 +137,4 @@ class NotFinite(ServerError):
         self.table, self.key = table, key
 
     def __reduce__(self) -> tuple[type[NotFinite], tuple[str, str, int], dict[str, object]]:
-        return type(self), (str(self), self.table, self.key), {"refused": dict(self.refused)}
+        return type(self), (str(self), self.table, self.key), self.__dict__

@@ -244,7 +244,7 @@ class Client:
         """Waits until every step pushed so far is committed. `Timeout` says whom it waited for.
 
         Raises the first error of the steps whose `result` nobody has asked for, if servers refused rows of one; its
-        `refused` has the rows of that step.
+        `refused` has the rows of that step, and its `others` are the errors of later ones (of the first 64).
         """
         self._steps.flush(timeout)
 

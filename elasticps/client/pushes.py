@@ -16,7 +16,7 @@ from elasticps.client.protocol.session import Ask, Committed, Effect, Frame, Nee
 from elasticps.client.push_batch import PackedPart
 from elasticps.client.short_keys import Short, ShortKeys
 from elasticps.client.writes import Cut, Part, named_ranges
-from elasticps.errors import Refusing
+from elasticps.errors import Refused
 from elasticps.wire.frames import HEADER_BYTES, Buffer
 from elasticps.wire.headers import GetClocksHeader, PushHeader, Shard
 from elasticps.wire.refusals import RefusedRows
@@ -299,7 +299,7 @@ class Pushes:
         error = state.refused[0][0]
         tables = sorted({table for _, rows in state.refused for table in rows.keys})
         named = {name: state.refused_of(table) for table in tables if (name := self.name_of(table)) is not None}
-        if isinstance(error, Refusing) and named:
+        if isinstance(error, Refused) and named:
             error.refused = named
             counts = ", ".join(f"{len(keys):,} of {name!r}" for name, keys in named.items())
             error.args = (

@@ -20,7 +20,7 @@ from elasticps.client.push_batch import PackedPart, Packer, Source
 from elasticps.client.pushes import StepState
 from elasticps.client.tables import Handle, SparseTable, refuse_handle, refuse_values
 from elasticps.client.writes import Part, Write, check_size
-from elasticps.errors import Error, InputError
+from elasticps.errors import Error, InputError, Refused
 from elasticps.optimizers import Optimizer
 from elasticps.wire.frames import MAX_BLOCKS
 from elasticps.wire.pool import Pool
@@ -329,14 +329,18 @@ class Steps:
             raise state.error
 
     def flush(self, timeout: float | None) -> None:
-        """Waits until every step so far is committed; raises the first refusal that nobody has been told of."""
+        """Waits until every step so far is committed; raises the first refusal that nobody has been told of, with all
+        later ones."""
         failures = self._pushes.failures
         self.settle_own_steps(timeout=timeout, what="flush")
         with self._dispatcher.lock:
             told = dict(failures)
             failures.clear()
         if told:
-            raise told[min(told)]
+            error, *others = (told[clock] for clock in sorted(told))
+            if others and isinstance(error, Refused):
+                error.others = others
+            raise error
 
     def settle_own_steps(self, doing: str = "", *, timeout: float | None = None, what: str = "a step") -> None:
         """Waits until every step so far is committed and its round closed, so that whatever servers are asked next

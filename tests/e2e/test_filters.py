@@ -224,3 +224,20 @@ def test_a_model_that_is_loaded_has_nothing_of_gradients_before(connect: Connect
     elasticps.torch.load(model, path)
     ps.push({rows: (np.arange(5), np.full((5, 2), 10, np.float32))}).result()
     assert rows.pull(np.arange(5))[:, 0].tolist() == [30.0, 30.0, 30.0, 10.0, 10.0]
+
+
+def test_flush_raises_what_was_refused_of_each_step(connect: Connect) -> None:
+    ps = connect()
+    rows = ps.table("flushed", dim=2, optimizer=eps.Accumulate(), finite=True)
+    for number in range(6):
+        keys = np.arange(number, number + 3)
+        grads = np.full((3, 2), 1, np.float32)
+        grads[number % 3 :: 3] = np.nan
+        ps.push({rows: (keys, grads)})
+    with pytest.raises(NotFinite) as raised:
+        ps.flush()
+    errors = [raised.value, *raised.value.others]
+    assert [error.refused["flushed"].tolist() for error in errors if isinstance(error, NotFinite)] == [
+        [number + number % 3] for number in range(6)
+    ]
+    ps.flush()

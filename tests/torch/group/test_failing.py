@@ -110,6 +110,9 @@ def test_errors_come_with_all_that_they_say() -> None:
         def full() -> None:
             error = eps.ServerFull("there is no room", "s1", "rows", 96)
             error.refused = {"rows": np.array([3, 1 << 60]), "others": np.array([0])}
+            later = eps.NotFinite("row 9 is not finite", "rows", 9)
+            later.refused = {"rows": np.array([9])}
+            error.others = [later]
             raise error
 
         with pytest.raises(eps.ServerFull, match="no room") as caught:
@@ -119,6 +122,9 @@ def test_errors_come_with_all_that_they_say() -> None:
             "rows": [3, 1 << 60],
             "others": [0],
         }
+        (later,) = caught.value.others
+        assert isinstance(later, eps.NotFinite)
+        assert (later.key, later.refused["rows"].tolist()) == (9, [9])
 
     with clients(FakeClient(), 2) as group:
         together(refuse, group)
