@@ -17,7 +17,7 @@ import os
 import secrets
 import ssl
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ from grpc.aio import EOF, AioRpcError  # type: ignore[attr-defined]  # grpc-stub
 from coordinator import cancelled, fields
 from coordinator.errors import CoordinationError, LeaseLost, NotPermitted, StoreUnavailable, WritesRefused
 from coordinator.forks import use_grpc
-from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, check_key, check_value
+from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, check_key, check_value, check_writes
 from coordinator.url import ClusterUrl, TlsFiles
 
 log = fields.logger(__name__)
@@ -159,17 +159,34 @@ class EtcdStore:
         timeout_s: float = 0.0,
     ) -> int | None:
         """See `Store.compare_and_set`."""
-        name, mark, nonce = self._key(key), self._mark(key), secrets.token_bytes(12)
-        compare = [_compare(name, "MOD", expect)]
-        if guard is not None:
-            compare.append(_compare(self._key(guard.key), "CREATE", guard.create_revision))
+        held = [] if guard is None else [_compare(self._key(guard.key), "CREATE", guard.create_revision)]
+        return await self._swap({key: (check_value(key, value), expect)}, held, lease or 0, timeout_s)
+
+    async def compare_and_set_all(
+        self, writes: Mapping[str, tuple[bytes, int]], *, unchanged: Entry | None = None
+    ) -> int | None:
+        """See `Store.compare_and_set_all`."""
+        check_writes(writes)
+        held = [] if unchanged is None else [_compare(self._key(unchanged.key), "MOD", unchanged.revision)]
+        return await self._swap(writes, held, 0, 0.0)
+
+    async def _swap(
+        self, writes: Mapping[str, tuple[bytes, int]], held: Sequence[Any], lease: int, timeout_s: float
+    ) -> int | None:
+        """Writes all, each with a mark, if every key has its revision and what is `held` holds."""
+        nonce, first = secrets.token_bytes(12), next(iter(writes))
+        puts = [
+            rpc.PutRequest(key=name, value=value, lease=lease)
+            for key, (written, _) in writes.items()
+            for name, value in ((self._key(key), written), (self._mark(key), nonce))
+        ]
         request = rpc.TxnRequest(
-            compare=compare,
-            success=[
-                rpc.RequestOp(request_put=rpc.PutRequest(key=name, value=check_value(key, value), lease=lease or 0)),
-                rpc.RequestOp(request_put=rpc.PutRequest(key=mark, value=nonce, lease=lease or 0)),
+            compare=[*(_compare(self._key(key), "MOD", expect) for key, (_, expect) in writes.items()), *held],
+            success=[rpc.RequestOp(request_put=put) for put in puts],
+            # All were written or none, so that the first one tells.
+            failure=[
+                rpc.RequestOp(request_range=rpc.RangeRequest(key=k)) for k in (self._key(first), self._mark(first))
             ],
-            failure=[rpc.RequestOp(request_range=rpc.RangeRequest(key=k)) for k in (name, mark)],
         )
         # Trying again after an unknown outcome is safe: if the first try did it, this one compares false, and the
         # mark that comes back shows whose write it was.

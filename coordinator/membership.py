@@ -43,6 +43,7 @@ WANTED_CHECKPOINTS = "checkpoints/wanted/"  # <application>/<number>: a request,
 NEWEST_CHECKPOINT = "checkpoints/newest"  # its number, and when it was made; number 0: when they were first asked for
 FAILOVER = "failover"  # the newest one: epoch of its view, and in Unix time when it was found, and written; for people
 
+AT_ONCE = 64  # requests under way to the store, of one caller
 FAREWELL_S = 1.0  # a lease that the store does not take back by then runs out by itself
 
 
@@ -77,6 +78,17 @@ async def new_number(store: Store) -> int:
         if entry == before:
             break  # else the store may have been made anew in between, where numbers count otherwise
     return number_of(entry, revision)
+
+
+async def new_numbers(store: Store, count: int) -> tuple[list[int], Entry | None]:
+    """Numbers as `new_number` gives them, many at once, and the config that they are counted from: they are good where
+    that has not changed."""
+    entry = await store.get(CONFIG)
+    revisions: list[int] = []
+    while len(revisions) < count:
+        several = min(AT_ONCE, count - len(revisions))
+        revisions += await asyncio.gather(*(store.put(NUMBERS, b"") for _ in range(several)))
+    return [number_of(entry, revision) for revision in revisions], entry
 
 
 def number_of(config: Entry | None, revision: int) -> int:

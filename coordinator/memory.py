@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.errors import LeaseLost, StoreUnavailable
 from coordinator.names import check_name
-from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, check_key, check_value
+from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, check_key, check_value, check_writes
 
 HISTORY_MAX = 4096
 
@@ -90,10 +90,24 @@ class MemoryStore:
         """See `Store.compare_and_set`."""
         self._check_open()
         check_value(check_key(key), value)
-        entry = self._data.entries.get(key)
-        if (0 if entry is None else entry.revision) != expect:
+        if self._revision(key) != expect:
             return None
         return self._write(key, value, lease) if self._holds(guard) else None
+
+    async def compare_and_set_all(
+        self, writes: Mapping[str, tuple[bytes, int]], *, unchanged: Entry | None = None
+    ) -> int | None:
+        """See `Store.compare_and_set_all`."""
+        self._check_open()
+        check_writes(writes)
+        wanted = {check_key(key): expect for key, (_, expect) in writes.items()}
+        if unchanged is not None:
+            wanted[unchanged.key] = unchanged.revision
+        if any(self._revision(key) != expect for key, expect in wanted.items()):
+            return None
+        self._data.revision += 1
+        self._announce([self._enter(key, value, None) for key, (value, _) in writes.items()])
+        return self._data.revision
 
     async def delete(self, key: str, *, expect: int | None = None, guard: Guard | None = None) -> bool:
         """See `Store.delete`."""
@@ -166,19 +180,29 @@ class MemoryStore:
         first = bisect_right(self._data.history, seen, key=lambda change: change.revision)
         return [change for change in self._data.history[first:] if _key(change).startswith(prefix)]
 
+    def _revision(self, key: str) -> int:
+        entry = self._data.entries.get(key)
+        return 0 if entry is None else entry.revision
+
     def _write(self, key: str, value: bytes, lease: int | None) -> int:
+        if lease is not None:
+            self._lease(lease)
+        self._data.revision += 1
+        self._announce([self._enter(key, value, lease)])
+        return self._data.revision
+
+    def _enter(self, key: str, value: bytes, lease: int | None) -> Put:
+        """Makes an entry of the newest revision."""
         data = self._data
         held = None if lease is None else self._lease(lease)
         self._disown(key)
         if held is not None and lease is not None:
             held.keys.add(key)
             data.owner[key] = lease
-        data.revision += 1
         old = data.entries.get(key)
         entry = Entry(key, bytes(value), data.revision, data.revision if old is None else old.create_revision)
         data.entries[key] = entry
-        self._announce([Put(entry)])
-        return data.revision
+        return Put(entry)
 
     def _remove(self, keys: Sequence[str]) -> None:
         self._data.revision += 1

@@ -3,8 +3,9 @@
 1. One revision counter: each mutation gets a revision above all before it. Reads are linearizable.
 2. Keys are relative to one cluster: non-empty text, at most KEY_MAX characters, parts separated by "/".
    What others have written past this under keys that are none is neither listed nor watched.
-3. `compare_and_set` and `delete` are atomic over key and guard. A lost race is a value (None, False). A write whose
-   outcome is unknown is read back; only if that fails too, it raises `StoreUnavailable(indefinite=True)`.
+3. `compare_and_set`, `compare_and_set_all` and `delete` are atomic over keys and guard. A lost race is a value (None,
+   False). A write whose outcome is unknown is read back; only if that fails too, it raises
+   `StoreUnavailable(indefinite=True)`.
 4. A lease takes its keys with it when it runs out. A key written again belongs to the lease of the last write.
 5. A watch yields every change after a revision, in order, once; or a `Reset` whose listing replaces all the watcher
    knew. It outlives outages of the store and ends only when the store object is closed.
@@ -13,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -21,6 +22,7 @@ from coordinator.errors import TooLarge
 
 KEY_MAX = 512
 VALUE_MAX = 1 << 20  # etcd refuses requests above 1.5 MiB unless configured otherwise
+WRITES_MAX = 60  # keys that one call writes; etcd takes 128 operations at once, two for each key
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,15 @@ class Store(Protocol):
         Raises LeaseLost if `lease` no longer exists.
         """
 
+    async def compare_and_set_all(
+        self, writes: Mapping[str, tuple[bytes, int]], *, unchanged: Entry | None = None
+    ) -> int | None:
+        """Writes all of these values, or none: each key's revision has to be the one beside its value (0: absent), and
+        `unchanged` what it was. The revision of all writes, or None if lost, as for `compare_and_set`.
+
+        ValueError for no key, for more than `WRITES_MAX` or for more than VALUE_MAX bytes together.
+        """
+
     async def delete(self, key: str, *, expect: int | None = None, guard: Guard | None = None) -> bool:
         """Deletes the key, if `expect` is None or its revision, and the guard holds. False if nothing was deleted.
 
@@ -151,6 +162,13 @@ def check_key(key: object) -> str:
     if not isinstance(key, str) or not 0 < len(key) <= KEY_MAX or key[0] in "/." or not key.isprintable():
         raise ValueError(f"unusable key {key!r}: 1 to {KEY_MAX} printable characters, not beginning with '/' or '.'")
     return key
+
+
+def check_writes(writes: Mapping[str, tuple[bytes, int]]) -> None:
+    """ValueError for writes that no call takes."""
+    if not 0 < len(writes) <= WRITES_MAX:
+        raise ValueError(f"{len(writes)} keys cannot be written at once: 1 to {WRITES_MAX} can")
+    check_value(next(iter(writes)), b"".join([value for value, _ in writes.values()]))
 
 
 def check_value(key: str, value: bytes) -> bytes:

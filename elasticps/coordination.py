@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from coordinator.adoption import TABLES, TableEntry, table_of
 from coordinator.connect import open_store
-from coordinator.membership import CONFIG, SERVERS, VIEW, server_of, view_of
+from coordinator.membership import AT_ONCE, CONFIG, SERVERS, VIEW, server_of, view_of
 from coordinator.records import left_out, read
-from coordinator.store import Store
+from coordinator.store import Entry, Store
 from coordinator.view import ServerInfo, View
 from elasticps.errors import ClusterUnreachable, ConfigError, Error
 
@@ -56,8 +57,13 @@ async def read_tables(store: Store, *, dropping: bool = False) -> list[TableEntr
     """The tables that are registered, by name, without what is none, as one whose spec has another name than its key.
     dropping: with those that are about to go. An id is one table's: of several that say to have it the one counts that
     was there first."""
+    return tables_among((await store.list(TABLES)).entries, dropping=dropping)
+
+
+def tables_among(entries: Iterable[Entry], *, dropping: bool = False) -> list[TableEntry]:
+    """The same of some entries."""
     found: dict[int, TableEntry] = {}
-    for entry in sorted((await store.list(TABLES)).entries, key=lambda entry: entry.create_revision):
+    for entry in sorted(entries, key=lambda entry: entry.create_revision):
         with left_out():
             table = table_of(entry.key, entry.value, dropping=dropping)
             if table is None:
@@ -66,6 +72,15 @@ async def read_tables(store: Store, *, dropping: bool = False) -> list[TableEntr
             if found.setdefault(table.id, table) is not table:
                 raise ValueError(f"{entry.key} has id {table.id}, which is that of {TABLES}{found[table.id].name}")
     return sorted(found.values(), key=lambda table: table.name)
+
+
+async def entries_of(store: Store, keys: Sequence[str], prefix: str) -> Iterable[Entry]:
+    """The entries that there are of keys, all of which begin with the prefix: asked for one by one, or, if they are
+    many, all together."""
+    if len(keys) <= AT_ONCE:
+        return filter(None, await asyncio.gather(*(store.get(key) for key in keys)))
+    wanted = frozenset(keys)
+    return [entry for entry in (await store.list(prefix)).entries if entry.key in wanted]
 
 
 def _check_name(key: str, table: TableEntry) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import events
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from functools import partial
 from random import Random
 from typing import Any, TypeVar
@@ -95,6 +95,11 @@ class VirtualStore:
             writes=True,
             timeout_s=timeout_s,
         )
+
+    async def compare_and_set_all(
+        self, writes: Mapping[str, tuple[bytes, int]], *, unchanged: Entry | None = None
+    ) -> int | None:
+        return await self._ask(lambda: self._server.data.compare_and_set_all(writes, unchanged=unchanged), writes=True)
 
     async def delete(self, key: str, *, expect: int | None = None, guard: Guard | None = None) -> bool:
         return await self._ask(lambda: self._server.data.delete(key, expect=expect, guard=guard), writes=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import NoReturn, SupportsIndex
@@ -102,6 +102,16 @@ class Client:
         """
         spec = partial(TableSpec.dense, name, optimizer=optimizer, dtype=dtype, finite=finite, push=push, pull=pull)
         return self._tables.dense(init, spec, on_loss, max_lost_steps)
+
+    def tensors(
+        self, values: Mapping[str, object], *, optimizer: Optimizer | Callable[[str], Optimizer],
+        dtype: str = "float32", finite: bool = False, push: Filters = (), pull: Filters = (),
+    ) -> dict[str, DenseTensor]:  # fmt: skip
+        """Opens many dense tensors in few requests: their initial values by their names. optimizer: of all of them, or
+        a function of the name. All else as for `tensor`."""
+        same = partial(TableSpec.dense, dtype=dtype, finite=finite, push=push, pull=pull)
+        wanted = [(value, partial(same, name, optimizer=of_name(optimizer, name))) for name, value in values.items()]
+        return dict(zip(values, self._tables.all_dense(wanted), strict=True))
 
     def tables(self) -> dict[str, TableInfo]:
         """All tables and tensors of the application, by name: their specs, and how many rows servers have of each,
@@ -263,3 +273,8 @@ class Client:
                 self.flush()
         finally:
             self.close()
+
+
+def of_name(optimizer: Optimizer | Callable[[str], Optimizer], name: str) -> Optimizer:
+    """The optimizer of a tensor: one for all, or what a function gives for its name."""
+    return optimizer(name) if callable(optimizer) else optimizer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,8 @@ from elasticps.wire.headers import EraseHeader, InitHeader
 from replication.chain import Member
 from replication.messages import OperationKind
 
+Writes = Sequence[Callable[[Routes], Write]]
+"""What is to be written, by the routes of a view: tables that go together."""
 NO_STEP_VALUES = np.empty(0, np.float32)
 
 
@@ -54,16 +56,16 @@ def with_slots(
     return joined
 
 
-def fill(write: Callable[[Routes], Write], worker: int, *, replace: bool) -> Questions:
-    """Sends what `write` gives to the heads. replace: also for rows that there are; their slots begin anew."""
-    return _to_heads(write, lambda epoch, cut: InitHeader(epoch, worker, cut.items, cut.ranges is None, replace))
+def fill(writes: Writes, worker: int, *, replace: bool) -> Questions:
+    """Sends what `writes` give to the heads. replace: also for rows that there are; their slots begin anew."""
+    return _to_heads(writes, lambda epoch, cut: InitHeader(epoch, worker, cut.items, cut.ranges is None, replace))
 
 
-def delete(write: Callable[[Routes], Write], worker: int, number: int) -> Questions:
+def delete(writes: Writes, worker: int, number: int) -> Questions:
     """The same with keys alone, whose rows go: a worker's deletion of that number."""
     kind = OperationKind.DELETE
     return _to_heads(
-        write,
+        writes,
         lambda epoch, cut: EraseHeader(
             epoch, worker, number, kind, blocks=cut.items, all_ranges=cut.ranges is None
         ),
@@ -75,11 +77,11 @@ def erase(table: int, kind: OperationKind, worker: int, number: int = 0) -> Ques
     return of_heads(EraseHeader(0, worker, number, kind, table).header())
 
 
-def _to_heads(write: Callable[[Routes], Write], said: Callable[[int, Cut], InitHeader | EraseHeader]) -> Questions:
+def _to_heads(writes: Writes, said: Callable[[int, Cut], InitHeader | EraseHeader]) -> Questions:
     def questions(routes: Routes) -> Iterator[tuple[Member, Header, list[Buffer]]]:
         if routes.headless:  # their rows would be sent to nobody, and count as written
             return
-        part = Part([write(routes)], routes)
+        part = Part([write(routes) for write in writes], routes)
         for server in routes.share_of:
             for cut in part.whole(server, routes):
                 header = said(routes.epoch, cut).header(sum(map(len, cut.buffers)))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -18,14 +20,53 @@ from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.filling import NO_STEP_VALUES, fill
 from elasticps.client.inputs import checked_floats
 from elasticps.client.protocol.fan_out import Ask, of_heads
+from elasticps.client.protocol.routing import Routes
 from elasticps.client.reads import Reads
-from elasticps.client.registry import Registration, Registry
+from elasticps.client.registrations import NewTable, Registration
+from elasticps.client.registry import Registry
 from elasticps.client.tables import DenseTensor, Handle, SparseTable, TableInfo
-from elasticps.client.writes import check_size
+from elasticps.client.writes import Write, check_size
 from elasticps.errors import InputError, ServerError, SpecError, UnknownTable
+from elasticps.portions import portions
 from elasticps.spec import TableSpec
-from elasticps.wire.frames import HEADER_BYTES, Kind, json_frame, unpack_header
+from elasticps.wire.frames import (
+    CREATED_BYTES,
+    HEADER_BYTES,
+    MAX_BLOCKS,
+    MAX_CREATED,
+    Buffer,
+    Header,
+    Kind,
+    json_frame,
+    unpack_header,
+)
+from replication.chain import Member
 from replication.messages import OperationKind
+
+AT_ONCE = 500  # tables that are registered, made and filled together; the time-out counts for so many
+FILLED_BYTES = 4 << 20  # of initial values that are sent together
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A table that the caller describes; of a tensor with its initial values."""
+
+    spec: TableSpec
+    values: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A table that is registered, and is being made and filled. handle: what the caller gets."""
+
+    wanted: Wanted
+    table: Registration
+    handle: Handle
+
+    @property
+    def nbytes(self) -> int:
+        """Of its initial values."""
+        return 0 if self.wanted.values is None else self.wanted.values.nbytes
 
 
 class Tables:
@@ -46,7 +87,7 @@ class Tables:
         """Opens a sparse table, creating it if it is new."""
         if cache is not None:
             check_cache(spec.name, cache, self._reads.in_rounds, self._reads.bound)
-        table = cast(SparseTable, self._brought(spec, None, on_loss, max_lost_steps))
+        table = cast(SparseTable, self._brought(Wanted(spec), on_loss, max_lost_steps))
         if cache is not None:
             table.keep(cache)
         return table
@@ -54,23 +95,27 @@ class Tables:
     def dense(self, init: object, spec: Callable[[tuple[int, ...]], TableSpec], on_loss: str | None,
               max_lost_steps: int | None) -> DenseTensor:  # fmt: skip
         """Opens a tensor of the shape of `init`; one that is new has its values."""
-        shape = getattr(init, "shape", None)
-        described = spec(np.asarray(init, np.float32).shape if shape is None else tuple(shape))
-        values = checked_floats(f"tensor {described.name!r}: init", init, described.shape or ()).copy()
-        return cast(DenseTensor, self._brought(described, values, on_loss, max_lost_steps))
+        return cast(DenseTensor, self._brought(_new_tensor(init, spec), on_loss, max_lost_steps))
 
-    def _brought(
-        self, spec: TableSpec, values: NDArray[np.float32] | None, on_loss: str | None, max_lost_steps: int | None
-    ) -> Handle:
+    def all_dense(self, wanted: Sequence[tuple[object, Callable[[tuple[int, ...]], TableSpec]]]) -> list[DenseTensor]:
+        """The same for many tensors at once, of different names: their initial values, and their specs by shape."""
+        return [cast(DenseTensor, handle) for handle in self._all_brought([_new_tensor(*one) for one in wanted])]
+
+    def _brought(self, wanted: Wanted, on_loss: str | None, max_lost_steps: int | None) -> Handle:
         """Opens what the caller describes, with the rate that the caller wants."""
-        known = self.opened.get(spec.name)
-        handle = self._open(spec, values)
-        if handle is known:
-            handle.open_again(spec.optimizer)
-        handle.opened()
+        (handle,) = self._all_brought([wanted])
         if on_loss is not None:
             handle.set_on_loss(on_loss, max_lost_steps)
         return handle
+
+    def _all_brought(self, wanted: Sequence[Wanted]) -> list[Handle]:
+        known = {name: self.opened.get(name) for name in (one.spec.name for one in wanted)}
+        handles = self._open_all(wanted)
+        for one, handle in zip(wanted, handles, strict=True):
+            if handle is known[one.spec.name]:
+                handle.open_again(one.spec.optimizer)
+            handle.opened()
+        return handles
 
     def known(self) -> dict[str, TableInfo]:
         """All of the application, by name."""
@@ -91,7 +136,7 @@ class Tables:
     def open(self, name: str) -> Handle:
         """A table or tensor that there is, as it was made. Raises UnknownTable."""
         spec = self._find(name).spec
-        return self._open(spec, None if spec.shape is None else np.zeros(spec.shape, np.float32))
+        return self._open_all([Wanted(spec, None if spec.shape is None else np.zeros(spec.shape, np.float32))])[0]
 
     def clear(self, name: str) -> None:
         """Forgets the rows of a sparse table. Raises UnknownTable; InputError for a tensor."""
@@ -115,7 +160,7 @@ class Tables:
 
     def _find(self, name: str) -> Registration:
         self._dispatcher.check()
-        found = self._registry.tables(self._app, self._timeout_s).get(name)
+        found = self._registry.find(self._app, name, self._timeout_s)
         if found is None:
             raise UnknownTable(f"application {self._app!r} has no table {name!r}")
         return found
@@ -138,34 +183,62 @@ class Tables:
     def _app(self) -> str:
         return self._dispatcher.worker.app
 
-    def _open(self, spec: TableSpec, values: NDArray[np.float32] | None) -> Handle:
+    def _open_all(self, wanted: Sequence[Wanted]) -> list[Handle]:
+        """Opens tables of different names, creating those that are new: in few requests, however many there are."""
         self._dispatcher.check()
-        worker, known = self._dispatcher.worker, self.opened.get(spec.name)
+        starts = range(0, len(wanted), AT_ONCE)
+        return [handle for start in starts for handle in self._open_some(wanted[start : start + AT_ONCE])]
 
-        def register() -> Registration:
-            return self._registry.open_table(worker.app, spec, worker.id, values is None, self._timeout_s)
-
-        while (registration := register()).dropping:  # somebody has begun that, and was stopped
-            self._settle_before_drop(spec.name)
-            self._drop(registration)
-        if known is not None and known.id == registration.id:
-            return known
-        handle_type = SparseTable if values is None else DenseTensor
-        handle = handle_type(self._reads, registration.spec, registration.id, spec, self)
+    def _open_some(self, wanted: Sequence[Wanted]) -> list[Handle]:
+        tables = self._register(wanted)
+        handles = [self._known(table) for table in tables]
+        new = list[Opening]()
+        for one, table, known in zip(wanted, tables, handles, strict=True):
+            if known is None:
+                handle_type = SparseTable if one.values is None else DenseTensor
+                new.append(Opening(one, table, handle_type(self._reads, table.spec, table.id, one.spec, self)))
         try:
-            self._create(registration)
-            if isinstance(handle, DenseTensor):
-                self._fill(handle, registration, values)
+            self._create([one.table for one in new])
+            self._fill(new)
         except (SpecError, UnknownTable, InputError, ServerError):
-            if registration.made:  # the servers do not take it, and nobody else may have it
-                self._drop(registration)
+            self._take_back([one.table for one in new])
             raise
         with self._dispatcher.lock:
-            before = self.opened.get(spec.name)
-            if before is None or before.id != handle.id:
-                self.opened[spec.name] = handle
-                handle.follow(self._registry.rate_of(spec.name, handle.id))
-            return self.opened[spec.name]
+            for opening in new:
+                if self._known(opening.table) is None:
+                    self.opened[opening.handle.name] = opening.handle
+                    opening.handle.follow(self._registry.rate_of(opening.handle.name, opening.table.id))
+            made = iter([self.opened[opening.handle.name] for opening in new])
+            return [next(made) if known is None else known for known in handles]
+
+    def _known(self, table: Registration) -> Handle | None:
+        """What was opened here before of a table that is registered."""
+        handle = self.opened.get(table.spec.name)
+        return handle if handle is not None and handle.id == table.id else None
+
+    def _register(self, wanted: Sequence[Wanted]) -> list[Registration]:
+        """Registers all, or finds them. SpecError says how an existing one differs; then nothing is registered."""
+        worker = self._dispatcher.worker
+        while True:
+            asked = [NewTable(one.spec, one.values is None) for one in wanted]
+            found = self._registry.open_tables(worker.app, asked, worker.id, self._timeout_s)
+            going = [table for table in found if table.dropping]
+            for one, table in zip(wanted, found, strict=True):
+                if not table.dropping and (difference := table.spec.difference(one.spec)):
+                    self._take_back(found)
+                    raise SpecError(f"table {table.spec.name!r} exists with another spec: its {difference}. Use the "
+                                    "same spec or another name")  # fmt: skip
+            if not going:
+                return found
+            for table in going:  # somebody has begun that, and was stopped
+                self._settle_before_drop(table.spec.name)
+                self._drop(table)
+
+    def _take_back(self, tables: Sequence[Registration]) -> None:
+        """Drops those that this call has registered: servers do not take them, and nobody else may have them."""
+        for table in tables:
+            if table.made:
+                self._drop(table)
 
     def hear(self, name: str) -> None:
         """A rate was set; in the control loop."""
@@ -194,26 +267,53 @@ class Tables:
         value = json.dumps({"table": number, "on_loss": policy, "max_lost_steps": max_lost_steps}).encode()
         self._registry.put(f"{ON_LOSS}{self._app}/{table}", value, self._timeout_s, ours=True)
 
-    def _create(self, registration: Registration) -> None:
-        """Makes the table known to the heads of all ranges, which tell their successors; to absent ones later, but
-        before anything is pushed there. One that was registered before has come with what ranges begin anew from."""
-        document = {"id": registration.id, "spec": registration.spec.to_json()}
-        frame = json_frame(Kind.CREATE, document)
-        header, body = unpack_header(frame), frame[HEADER_BYTES:]
-        what = f"creating table {registration.spec.name!r}"
-        questions = of_heads(header, body, all_ranges=registration.made)
+    def _create(self, tables: Sequence[Registration]) -> None:
+        """Makes tables known to the heads of all ranges, which tell their successors; to absent ones later, but before
+        anything is pushed there. One that was registered before has come with what ranges begin anew from."""
+        if not tables:
+            return
+        several = list(portions(tables, MAX_CREATED, CREATED_BYTES, lambda table: len(table.spec.to_json())))
+
+        def questions(routes: Routes) -> Iterator[tuple[Member, Header, list[Buffer]]]:
+            for some in several:
+                documents = [{"id": table.id, "spec": table.spec.to_json()} for table in some]
+                frame = json_frame(Kind.CREATE, documents[0] if len(some) == 1 else {"tables": documents})
+                header, body = unpack_header(frame), frame[HEADER_BYTES:]
+                yield from of_heads(header, body, all_ranges=any(table.made for table in some))(routes)
+
+        what = f"creating table {_named(tables)}"
         self._dispatcher.ask_all(questions, self._timeout_s, what, of_absent=False)
 
-    def _fill(self, tensor: DenseTensor, registration: Registration, values: object) -> None:
-        """Stores initial values where there are none; a no-op on a tensor that is ready."""
-        if registration.ready:
-            return
+    def _fill(self, new: Sequence[Opening]) -> None:
+        """Stores initial values of tensors where there are none; a no-op on tensors that are ready."""
         worker = self._dispatcher.worker
-        mine = registration.creator == worker.id
-        if not mine and self._registry.wait_ready(worker.app, tensor.name, registration.creator, self._timeout_s):
-            return
-        check_size([tensor.lent(values, self._dispatcher.routes, NO_STEP_VALUES)])
+        empty = [one for one in new if isinstance(one.handle, DenseTensor) and not one.table.ready]
+        others = [one.table for one in empty if one.table.creator != worker.id]
+        if others:
+            given_up = {one.id for one in self._registry.wait_ready(worker.app, others, self._timeout_s)}
+            empty = [one for one in empty if one.table.creator == worker.id or one.table.id in given_up]
+        for some in portions(empty, MAX_BLOCKS, FILLED_BYTES, lambda one: one.nbytes):
+            writes = [partial(_initial, cast(DenseTensor, one.handle), one.wanted.values) for one in some]
+            check_size([write(self._dispatcher.routes) for write in writes])
+            tables, questions = [one.table for one in some], fill(writes, worker.id, replace=False)
+            what = f"filling tensor {_named(tables)}"
+            self._dispatcher.ask_all(questions, self._timeout_s, what, writes=True)
+        if empty:
+            self._registry.mark_ready(worker.app, [one.table for one in empty], self._timeout_s)
 
-        questions = fill(lambda routes: tensor.lent(values, routes, NO_STEP_VALUES), worker.id, replace=False)
-        self._dispatcher.ask_all(questions, self._timeout_s, f"filling tensor {tensor.name!r}", writes=True)
-        self._registry.mark_ready(worker.app, registration, self._timeout_s)
+
+def _initial(tensor: DenseTensor, values: object, routes: Routes) -> Write:
+    """The initial values of a tensor."""
+    return tensor.lent(values, routes, NO_STEP_VALUES)
+
+
+def _new_tensor(init: object, spec: Callable[[tuple[int, ...]], TableSpec]) -> Wanted:
+    shape = getattr(init, "shape", None)
+    described = spec(np.asarray(init, np.float32).shape if shape is None else tuple(shape))
+    return Wanted(described, checked_floats(f"tensor {described.name!r}: init", init, described.shape or ()).copy())
+
+
+def _named(tables: Sequence[Registration]) -> str:
+    """Names tables in an error."""
+    more = f" and {len(tables) - 1} more" if len(tables) > 1 else ""
+    return f"{tables[0].spec.name!r}{more}"

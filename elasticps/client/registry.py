@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from coordinator.adoption import ON_LOSS, table_key
@@ -32,18 +32,26 @@ from coordinator.membership import (
     worker_of,
 )
 from coordinator.names import check_name, check_worker
-from coordinator.records import read
 from coordinator.sessions import WorkerSession, register_worker
 from coordinator.store import Entry, Store
 from coordinator.trouble import find_trouble
 from coordinator.view import View, WorkerInfo
 from elasticps.client.protocol.join import Past
 from elasticps.client.rates import SetRate, SetRates
+from elasticps.client.registrations import (
+    NewTable,
+    Registration,
+    in_portions,
+    register,
+    registration_of,
+    registry_value,
+    said_by,
+)
 from elasticps.client.runtime import Runtime
-from elasticps.errors import CheckpointError, Closed, ClusterUnreachable, ConfigError, SpecError, Timeout
+from elasticps.coordination import entries_of
+from elasticps.errors import CheckpointError, Closed, ClusterUnreachable, ConfigError, Timeout
 from elasticps.security import credentials_of
 from elasticps.security.identity import Role
-from elasticps.spec import TableSpec
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
@@ -55,20 +63,6 @@ TROUBLE_S = 3.0  # for a look at why nobody lets a worker in
 T = TypeVar("T")
 POLL_S, POLL_MOST_S = 0.05, 0.5
 ASK_VIEW_TIMEOUT_S = 4.0  # a second for each of three endpoints, and one more
-
-
-@dataclass(frozen=True)
-class Registration:
-    """A table as the registry has it. dropping: it is about to go; made: by this call, just now."""
-
-    id: int
-    spec: TableSpec
-    creator: int  # worker id
-    by: str  # its name
-    ready: bool
-    revision: int
-    dropping: bool = False
-    made: bool = False
 
 
 class Registry:
@@ -143,7 +137,7 @@ class Registry:
             entry = self.call(self._store.get(LAST_WORKER + self._info.name), timeout_s)
         if entry is None:
             return None
-        said = _said(entry, id=int, base=int, trained=int, steps=int)
+        said = said_by(entry, id=int, base=int, trained=int, steps=int)
         return Past(said["id"], said["base"], said["trained"], said["steps"], revision)
 
     def keep(self, past: Past, timeout_s: float) -> int | None:
@@ -254,8 +248,8 @@ class Registry:
         entry = self.call(self._store.get(key), timeout_s)
         if entry is None:
             raise CheckpointError("nobody knows of this request for a checkpoint any more")
-        said = _said(entry)
-        cut: int = _said(entry, cut=int)["cut"] if "cut" in said else 0
+        said = said_by(entry)
+        cut: int = said_by(entry, cut=int)["cut"] if "cut" in said else 0
         if "error" in said or "cut" in said:
             self.call(self._store.delete(key), timeout_s)
         if "error" in said:
@@ -264,38 +258,32 @@ class Registry:
 
     # --- the registry of tables ---------------------------------------------------------------------------------
 
-    def open_table(self, app: str, spec: TableSpec, worker: int, ready: bool, timeout_s: float) -> Registration:
-        """Registers the table, or finds it, maybe as one that is being dropped; `SpecError` says how an existing one
-        differs."""
-        key = table_key(app, spec.name)
-        found = self.call(self._open_table(key, spec, worker, ready), timeout_s)
-        if found.dropping:
-            return found
+    def open_tables(self, app: str, wanted: Sequence[NewTable], worker: int, timeout_s: float) -> list[Registration]:
+        """Registers tables of different names, or finds them, maybe as tables that are being dropped, or that have
+        another spec."""
+        keys = {table_key(app, table.spec.name): table for table in wanted}
+        found = self.call(self._open_tables(table_key(app, ""), keys, worker), timeout_s)
         if self._worker is not None:
-            self._worker.belongings[key] = _registry_value(found)
-        if difference := found.spec.difference(spec):
-            raise SpecError(f"table {spec.name!r} exists with another spec: its {difference}. Use the same spec or "
-                            "another name")  # fmt: skip
-        return found
+            unlike = {key for key, table in found.items() if table.dropping or table.spec.difference(keys[key].spec)}
+            self._worker.belongings |= {k: registry_value(table) for k, table in found.items() if k not in unlike}
+        return [found[key] for key in keys]
 
-    async def _open_table(self, key: str, spec: TableSpec, worker: int, ready: bool) -> Registration:
+    async def _open_tables(self, prefix: str, wanted: Mapping[str, NewTable], worker: int) -> dict[str, Registration]:
         if self._worker is not None:
             await self._worker.our_cluster()
-        while True:
-            entry = await self._store.get(key)
-            if entry is not None:
-                return _registration(entry)
-            made = Registration(await new_number(self._store), spec, worker, self._name, ready, 0, made=True)
-            revision = await self._store.compare_and_set(key, _registry_value(made), expect=0)
-            if revision is not None:
-                return replace(made, revision=revision)
+        return await register(self._store, prefix, wanted, worker, self._name)
+
+    def find(self, app: str, name: str, timeout_s: float) -> Registration | None:
+        """A table of an application, None if it has none of that name."""
+        entry = self.call(self._store.get(table_key(app, name)), timeout_s)
+        return None if entry is None else registration_of(entry)
 
     def tables(self, app: str, timeout_s: float) -> dict[str, Registration]:
         """All tables of an application, by name, without what is none. SpecError for one that cannot be read here."""
         found = {}
         for entry in self.call(self._store.list(table_key(app, "")), timeout_s).entries:
             try:
-                found[entry.key.rpartition("/")[2]] = _registration(entry)
+                found[entry.key.rpartition("/")[2]] = registration_of(entry)
             except ConfigError as error:
                 log.warning("%s", error)
         return found
@@ -311,13 +299,13 @@ class Registry:
     async def _begin_drop(self, key: str, number: int) -> Registration | None:
         while True:
             entry = await self._store.get(key)
-            found = None if entry is None else _registration(entry)
+            found = None if entry is None else registration_of(entry)
             if found is None or found.id != number:
                 return None
             if found.dropping:
                 return found
             marked = replace(found, dropping=True)
-            revision = await self._store.compare_and_set(key, _registry_value(marked), expect=found.revision)
+            revision = await self._store.compare_and_set(key, registry_value(marked), expect=found.revision)
             if revision is not None:
                 return replace(marked, revision=revision)
 
@@ -344,30 +332,48 @@ class Registry:
         assert self._rates is not None
         self.call(self._rates.set(name, table, lr), timeout_s)
 
-    def mark_ready(self, app: str, registration: Registration, timeout_s: float) -> None:
-        """Its initial values are on the servers. Losing the race means that somebody else said so."""
-        key = table_key(app, registration.spec.name)
-        value = _registry_value(replace(registration, ready=True))
-        self.call(self._store.compare_and_set(key, value, expect=registration.revision), timeout_s)
+    def mark_ready(self, app: str, tables: Sequence[Registration], timeout_s: float) -> None:
+        """Their initial values are on the servers. Losing the race means that somebody else said so."""
+        ready = {table_key(app, table.spec.name): replace(table, ready=True) for table in tables}
+        self.call(self._mark_ready(ready), timeout_s)
         if self._worker is not None:
-            self._worker.belongings[key] = value
+            self._worker.belongings |= {key: registry_value(table) for key, table in ready.items()}
 
-    def wait_ready(self, app: str, name: str, creator: int, timeout_s: float) -> bool:
-        """Waits until a dense tensor's creator has filled it; False if the creator is gone before that."""
-        return self.call(self._wait_ready(table_key(app, name), creator, timeout_s), timeout_s + 5.0)
+    async def _mark_ready(self, ready: Mapping[str, Registration]) -> None:
+        for several in in_portions(ready):
+            if await self._store.compare_and_set_all(several) is None:
+                for key, (value, revision) in several.items():
+                    await self._store.compare_and_set(key, value, expect=revision)
 
-    async def _wait_ready(self, key: str, creator: int, timeout_s: float) -> bool:
-        deadline = self.runtime.monotonic() + timeout_s
-        pause_s = POLL_S
+    def wait_ready(self, app: str, tables: Sequence[Registration], timeout_s: float) -> list[Registration]:
+        """Waits until the creators of dense tensors have filled them; returns those whose creator is gone before that.
+        Raises Timeout when none of them was filled for so long."""
+        keys, longest_s = {table_key(app, table.spec.name): table for table in tables}, timeout_s * len(tables) + 5.0
+        return [keys[key] for key in self.call(self._wait_ready(table_key(app, ""), keys, timeout_s), longest_s)]
+
+    async def _wait_ready(self, prefix: str, tables: Mapping[str, Registration], timeout_s: float) -> list[str]:
+        left, given_up = dict(tables), list[str]()
+        deadline, pause_s = self.runtime.monotonic() + timeout_s, POLL_S
         while True:
-            entry = await self._store.get(key)
-            found = None if entry is None else _registration(entry)
-            if found is not None and found.ready:
-                return True
-            if found is None or not await self._lives(creator, found.by):
-                return False
+            entries = await entries_of(self._store, list(left), prefix)
+            found = {entry.key: registration_of(entry) for entry in entries}
+            waited_for = {(left[key].creator, one.by) for key, one in found.items() if not one.ready}
+            lives = {by: await self._lives(*by) for by in waited_for}
+            before = len(left)
+            for key, table in list(left.items()):
+                one = found.get(key)
+                if one is None or (not one.ready and not lives[table.creator, one.by]):
+                    given_up.append(key)
+                elif not one.ready:
+                    continue
+                del left[key]
+            if not left:
+                return given_up
+            if len(left) < before:
+                deadline, pause_s = self.runtime.monotonic() + timeout_s, POLL_S
             if self.runtime.monotonic() > deadline:
-                raise Timeout(f"{key.rpartition('/')[2]!r}: its creator, worker {creator}, has not filled it within "
+                key, table = next(iter(left.items()))
+                raise Timeout(f"{table.spec.name!r}: its creator, worker {table.creator}, has not filled it within "
                               f"{timeout_s:.1f} s")  # fmt: skip
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, POLL_MOST_S)
@@ -391,34 +397,8 @@ class Registry:
         return "" if self._worker is None else self._worker.info.name
 
 
-def _registry_value(table: Registration) -> bytes:
-    document = {"id": table.id, "spec": table.spec.to_json(), "creator": table.creator, "by": table.by}
-    document |= {"ready": table.ready} | ({"dropping": True} if table.dropping else {})
-    return json.dumps(document).encode()
-
-
-def _registration(entry: Entry) -> Registration:
-    said = _said(entry, id=int, spec=str, creator=int, ready=bool)
-    try:
-        spec = TableSpec.from_json(said["spec"])
-    except SpecError as error:
-        raise SpecError(f"{entry.key} cannot be read here: {error}") from None
-    by, dropping = str(said.get("by", "")), bool(said.get("dropping", False))
-    if spec.name != entry.key.rpartition("/")[2]:
-        raise ConfigError(f"{entry.key} has the spec of a table named {spec.name!r}: delete it")
-    return Registration(said["id"], spec, said["creator"], by, said["ready"], entry.revision, dropping)
-
-
-def _said(entry: Entry, **kinds: type) -> dict[str, Any]:
-    """An object in the store, with fields of these kinds. ConfigError if it is none."""
-    try:
-        return read(entry.key, entry.value, **kinds)
-    except ValueError as error:
-        raise ConfigError(f"in the coordination store, {error}: it was not written by us, delete it") from None
-
-
 def _how_far(cluster: str, restoring: Entry, timeout_s: float) -> str:
-    said = _said(restoring, cut=int, url=str, done=float, error=str)
+    said = said_by(restoring, cut=int, url=str, done=float, error=str)
     text = f"cluster {cluster!r} is being restored from checkpoint {said['cut']} of {said['url']}: {said['done']:.0%}"
     return f"{text} is there after {timeout_s:.1f} s" + (f"; it is held up: {said['error']}" if said["error"] else "")
 

@@ -243,7 +243,7 @@ class SparseTable(Target):
         with self._forgotten(doing, array):
             for at in range(0, len(array), step):
                 write = partial(filling.rows, self.id, self.salt, array[at : at + step], nothing[at : at + step])
-                self._reads.delete(partial(filling.delete, write, self._reads.worker.id), doing)
+                self._reads.delete(partial(filling.delete, [write], self._reads.worker.id), doing)
 
     def clear(self) -> None:
         """Forgets all rows, as `delete` does those of some keys. Other workers may go on pushing meanwhile."""

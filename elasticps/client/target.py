@@ -174,4 +174,4 @@ class Target(Reduced):
         return f"<{type(self).__name__} {self.name!r} of cluster {self._reads.cluster!r}: {shape}, {self.optimizer}>"
 
     def _load(self, write: Callable[[Routes], Write]) -> None:
-        self._reads.change(fill(write, self._reads.worker.id, replace=True), f"loading {self.name!r}")
+        self._reads.change(fill([write], self._reads.worker.id, replace=True), f"loading {self.name!r}")

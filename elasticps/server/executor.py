@@ -30,7 +30,7 @@ from elasticps.server.protocol.operations import (
     Contribution,
     CutMark,
     Dropped,
-    NewTable,
+    NewTables,
     RoundStep,
 )
 from elasticps.server.protocol.restored import RestoredRows, RestoredState
@@ -146,8 +146,9 @@ class Executor:
         payload = effect.operation.payload
         if isinstance(payload, Content):
             self._apply_rows(effect, payload)
-        elif isinstance(payload, NewTable):
-            self.store.create(TableSpec.from_json(payload.spec), payload.table, payload.app)
+        elif isinstance(payload, NewTables):
+            for new in payload.tables:
+                self.store.create(TableSpec.from_json(new.spec), new.table, new.app)
         elif isinstance(payload, Cleared):
             self._clear(effect, payload.table)
         elif isinstance(payload, Dropped):

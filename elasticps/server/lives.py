@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
 from coordinator import fields
+from coordinator.adoption import TABLES, TableEntry
 from coordinator.errors import StoreUnavailable
 from coordinator.membership import ROSTER, VIEW, ViewFollower, list_drains, roster_of, view_of
 from coordinator.sessions import ServerSession, newest_incarnation, register_server
 from coordinator.store import Store
 from coordinator.view import ClusterConfig
 from elasticps import logs
-from elasticps.coordination import read_tables
+from elasticps.coordination import entries_of, read_tables, tables_among
 from elasticps.descriptors import NO_LIMIT as MANY
 from elasticps.descriptors import Connections
 from elasticps.errors import SpecError
@@ -36,6 +37,7 @@ from elasticps.spec import TableSpec
 
 log = fields.logger(__name__)
 
+PAUSE_S = 0.02  # between reads of the store that others cause
 REPORT_S = 0.1
 REGISTER_AGAIN_S = 0.2
 
@@ -151,6 +153,7 @@ async def _life(around: Surroundings, session: ServerSession) -> AsyncIterator[S
             keep_doing("a look at memory", REPORT_S, partial(_look_at_memory, server)),
             keep_doing("a report", REPORT_S, server.leaders.tell),
             _refresh(store, server),
+            _learn(store, server),
         ):
             task = asyncio.create_task(work)
             task.add_done_callback(fatal.watch)
@@ -192,7 +195,7 @@ def _look_at_memory(server: Server) -> None:
 
 async def _refresh(store: Store, server: Server) -> None:
     """Reads the view and the roster when somebody speaks of newer ones, without waiting for the watch to bring them,
-    and the registry when somebody speaks of a table that is not known."""
+    and the whole registry when somebody speaks of a table by its id that is not known."""
     while True:
         await server.news.behind.wait()
         server.news.behind.clear()
@@ -206,14 +209,32 @@ async def _refresh(store: Store, server: Server) -> None:
                 server.know_tables(await _tables(store))
         except StoreUnavailable:  # or what it has makes no sense, of which the follower speaks
             pass
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(PAUSE_S)
+
+
+async def _learn(store: Store, server: Server) -> None:
+    """Reads tables that are to be made by their keys, as soon as somebody wants them."""
+    while True:
+        await server.news.lacking.wait()
+        server.news.lacking.clear()
+        keys, server.registered.wanted_keys = server.registered.wanted_keys, set()
+        found = list[TableEntry]()
+        with suppress(StoreUnavailable):
+            found = tables_among(await entries_of(store, sorted(keys), TABLES), dropping=True)
+            server.learn_tables(_known(found))
+        if len(found) < len(keys):  # whoever asks for what is not there does not make us ask all the time
+            await asyncio.sleep(PAUSE_S)
 
 
 async def _tables(store: Store) -> dict[int, Entry]:
     """What is registered, also what is about to go: whose that is decides who may drop it. What cannot be read is left
     out."""
+    return _known(await read_tables(store, dropping=True))
+
+
+def _known(tables: Iterable[TableEntry]) -> dict[int, Entry]:
     found = {}
-    for table in await read_tables(store, dropping=True):
+    for table in tables:
         spec = None
         with suppress(SpecError):  # a plug-in that is not here
             spec = TableSpec.from_json(table.spec)

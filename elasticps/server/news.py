@@ -19,13 +19,15 @@ COMES_S = 0.03  # a view that others have is told by the leader and by the store
 
 
 class News:
-    """behind: set when something is lacking; whoever runs this server then gets it. adopt: takes a view; ask_peers: has
+    """behind: set when something is lacking; whoever runs this server then gets it. lacking: the same of tables whose
+    keys are known. adopt: takes a view; ask_peers: has
     all peers send theirs, set by whoever has the links."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, executor: Executor, serving: Serving, adopt: Callable[[View], None]
     ) -> None:
         self.behind = asyncio.Event()
+        self.lacking = asyncio.Event()
         self.ask_peers: Callable[[], None] = lambda: None
         self._loop = loop
         self._waits = False  # for a newer view, to come by itself
@@ -37,6 +39,10 @@ class News:
     def need(self) -> None:
         """Somebody speaks of a roster, or of a table, that is not known here."""
         self.behind.set()
+
+    def need_keys(self) -> None:
+        """Somebody makes a table that is not known here."""
+        self.lacking.set()
 
     def need_view(self) -> None:
         """Somebody speaks of a newer view: it is asked for if it does not come by itself."""

@@ -3,12 +3,13 @@ all that `replica_codec` asks of a FORWARD, too: what is logged and cannot be re
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.adoption import table_key
 from elasticps.errors import SpecError
 from elasticps.server.connection import Connection, Handler
 from elasticps.server.counts import Counts
@@ -20,10 +21,18 @@ from elasticps.server.protocol.contents import check_block, unknown_table
 from elasticps.server.protocol.data_shards_state import ShardMark
 from elasticps.server.protocol.held_frames import HeldFrames
 from elasticps.server.protocol.herald import Herald
-from elasticps.server.protocol.operations import Cleared, Content, Contribution, Dropped, positions_of
+from elasticps.server.protocol.operations import (
+    Cleared,
+    Content,
+    Contribution,
+    Dropped,
+    NewTable,
+    NewTables,
+    positions_of,
+)
 from elasticps.server.protocol.push_rows import PushRows
 from elasticps.server.protocol.registered import Registered
-from elasticps.server.protocol.replica_codec import MAX_TABLE, new_table
+from elasticps.server.protocol.replica_codec import MAX_TABLE, new_tables
 from elasticps.server.protocol.replies import RequestTicket
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.protocol.serving import Serving
@@ -72,22 +81,39 @@ class Pushes:
         if self._held.wait_for_view(connection, header, body):
             return
         try:
-            new = new_table(json_body(body.data))
-            spec = TableSpec.from_json(new.spec)
+            asked = new_tables(json_body(body.data)).tables
+            specs = [TableSpec.from_json(new.spec) for new in asked]
+            lacking = self._lacking(connection, asked, specs)
+            if lacking and self._held.wait(connection, header, body):
+                return
+            if lacking:
+                raise self._not_registered(lacking[0])
+            made = []
+            for new, spec in zip(asked, specs, strict=True):
+                if new.table not in self._store.tables:
+                    self._store.create(spec, new.table, connection.app)
+                made.append(new._replace(app=self._store.create(spec, new.table).app))
+        except SpecError as error:
+            raise RequestError("spec", str(error)) from None
+        size = sum([len(new.spec) for new in made])
+        self._control(connection, header, OperationKind.CREATE, NewTables(tuple(made)), size)
+
+    def _lacking(self, connection: Connection, asked: Sequence[NewTable], specs: Sequence[TableSpec]) -> list[int]:
+        """Tables to wait for until the registry has them; all others may be made. RequestError, SpecError where one may
+        not, before any is made."""
+        lacking = []
+        for new, spec in zip(asked, specs, strict=True):
             if new.table in self._store.dropped:
                 raise unknown_table(self._serving.me.name, new.table)
             self._registered.permit(new.table, connection.app)
-            if new.table not in self._store.tables:
-                if self._registered.lacks(new.table):
-                    if self._held.wait(connection, header, body):
-                        return
-                    raise self._not_registered(new.table)
+            table = self._store.tables.get(new.table)
+            if table is not None:
+                self._store.create(spec, new.table)  # or raises: it has another spec
+            elif self._registered.lacks(new.table, table_key(connection.app, spec.name)):
+                lacking.append(new.table)
+            else:
                 self._registered.check(new.table, spec, connection.app)
-                self._store.create(spec, new.table, connection.app)
-            new = new._replace(app=self._store.create(spec, new.table).app)
-        except SpecError as error:
-            raise RequestError("spec", str(error)) from None
-        self._control(connection, header, OperationKind.CREATE, new, len(new.spec))
+        return lacking
 
     def _control(
         self, connection: Connection, header: Header, kind: OperationKind, payload: Any, nbytes: int,

@@ -16,6 +16,7 @@ import numpy as np
 
 from coordinator import fields
 from coordinator.view import ServerInfo, View
+from elasticps.portions import portions
 from elasticps.security.channel import Expect
 from elasticps.security.identity import Identity, Role
 from elasticps.server import fatal
@@ -24,10 +25,10 @@ from elasticps.server.executor import Executor
 from elasticps.server.news import News
 from elasticps.server.protocol.asker import Body
 from elasticps.server.protocol.held_frames import HOLD_TIMEOUT_S
-from elasticps.server.protocol.operations import NewTable
+from elasticps.server.protocol.operations import NewTable, NewTables
 from elasticps.server.protocol.replica_codec import ReplicaCodec
 from elasticps.store import Table
-from elasticps.wire.frames import Buffer, FrameError, Header, Kind, json_body, json_frame
+from elasticps.wire.frames import CREATED_BYTES, MAX_CREATED, Buffer, FrameError, Header, Kind, json_body, json_frame
 from elasticps.wire.headers import GetViewHeader
 from replication.chain import Member
 from replication.core import NO_RANGES
@@ -275,9 +276,10 @@ class ReplicaLinks:
 
     def _creates(self, tables: Iterable[tuple[int, Table]]) -> list[list[Buffer]]:
         """Frames that make tables known, and tick no range."""
+        new = [NewTable(number, table.spec.to_json(), table.app) for number, table in tables]
         operations = [
-            Operation(OperationKind.CREATE, -1, 0, NewTable(number, table.spec.to_json(), table.app), 0)
-            for number, table in tables
+            Operation(OperationKind.CREATE, -1, 0, NewTables(tuple(some)), 0)
+            for some in portions(new, MAX_CREATED, CREATED_BYTES, lambda table: len(table.spec))
         ]
         epoch = self._replica.epoch
         return [self._codec.encode(Forward(epoch, NO_RANGES, NO_RANGES, operation)) for operation in operations]

@@ -22,7 +22,7 @@ from elasticps.checkpoint.storage import Storage, Take, new_memory
 from elasticps.errors import CheckpointError, Error
 from elasticps.server.executor import Executor
 from elasticps.server.memory_limit import MemoryLimit
-from elasticps.server.protocol.operations import Dropped, NewTable
+from elasticps.server.protocol.operations import Dropped, NewTable, NewTables
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.protocol.restored import RestoredRows, RestoredState
 from elasticps.server.protocol.serving import Serving
@@ -209,7 +209,9 @@ class _Work:
         for new, spec in specs.items():
             self._executor.store.create(spec, new)
         if not self.wanted.anew:
-            creates = [(OperationKind.CREATE, NewTable(new, spec.to_json()), mine) for new, spec in specs.items()]
+            creates = [
+                (OperationKind.CREATE, NewTables((NewTable(new, spec.to_json()),)), mine) for new, spec in specs.items()
+            ]
             await self._log(creates)
         here = np.zeros(self._serving.ranges, np.bool_)
         here[mine] = True

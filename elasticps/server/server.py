@@ -90,7 +90,7 @@ class Server:
         self.snapshots = SnapshotSender(loop, executor, serving, self.links)
         served = self.snapshots.served
         self.delay = BoundedDelay(ranges, self.replica.clocks, clock)
-        self.registered = Registered(self.store, news.need)
+        self.registered = Registered(self.store, news.need, news.need_keys)
         self.pulls = Pulls(serving, held, herald, self.delay, self.store, self.registered, self.replica, counts, served)
         self.reductions = reductions = Reductions(loop, serving, held, herald, self.store, self.registered, self.pulls)
         self.memory = MemoryLimit(self.headroom, self.store, self.fast, self.links, me.name)
@@ -181,6 +181,12 @@ class Server:
     def know_tables(self, entries: Mapping[int, Entry]) -> None:
         """These tables are registered, by id."""
         self.registered.follow(entries)
+        self.fast.sync()
+        self._judge()
+
+    def learn_tables(self, entries: Mapping[int, Entry]) -> None:
+        """These tables are registered, too."""
+        self.registered.learn(entries)
         self.fast.sync()
         self._judge()
 

@@ -35,7 +35,7 @@ class Store:
         self._places: dict[int, NDArray[np.int64]] = {}  # of logs, int64 [ranges], -1 where a table was not dropped
         self.new: list[tuple[int, Table]] = []
         self.version = 0
-        self._apps: Mapping[int, str] = {}
+        self._apps: dict[int, str] = {}
         self.cuts = Cuts(ranges)
         self._memory = Memory()
 
@@ -60,10 +60,11 @@ class Store:
 
     def belong(self, apps: Mapping[int, str]) -> None:
         """Names the owners of tables, by id. A table whose owner is known keeps that owner."""
-        self._apps = apps
+        self._apps |= {number: self._apps.get(number, app) for number, app in apps.items()}
         for number in apps.keys() & self.live.keys():
-            self.live[number].app = self.live[number].app or apps[number]
-        self.version += 1
+            if not self.live[number].app:
+                self.live[number].app = apps[number]
+                self.version += 1
 
     def drop(self, table_id: int, ranges: NDArray[np.int64], places: NDArray[np.int64]) -> None:
         """Forgets a table's rows in some ranges, for good, at these places of their logs; whoever asks for the table is

@@ -109,7 +109,8 @@ class Optimizer(torch.optim.Optimizer):
         self._replace_others()
 
         groups: Groups = {}
-        self._dense = dense_of(ps, models, optimizer, prefix, groups, push=push, pull=pull)
+        taken = {dense.tensor.name: dense.parameter for other in self._others() for dense in other._dense}
+        self._dense: list[Dense] = dense_of(ps, models, optimizer, prefix, groups, push=push, pull=pull, taken=taken)
         self._sparse = tables_of(models, groups)
         self._layers = [layer for each in models for layer in layers_of(each)]
         targets: list[tuple[Target, int]] = [  # and their groups' indices
@@ -146,15 +147,17 @@ class Optimizer(torch.optim.Optimizer):
     def _replace_others(self) -> None:
         """Two Optimizers on a client cannot both send during backward: a pass may reach parameters of both."""
 
-        def others() -> list[Optimizer]:
-            return [o for o in Optimizer._live if o._ps is self._ps and o._model is not self._model]
-
         for old in [o for o in Optimizer._live if o._ps is self._ps and o._model is self._model]:
             old.close()
-        if any(o._overlap or self._overlap for o in others()):
-            gc.collect()  # an unused one may wait in a reference cycle
-        if any(o._overlap or self._overlap for o in others()):
+        if any(o._overlap or self._overlap for o in self._others()):
             raise ConfigError("several Optimizers on one client: build each of them with overlap=False")
+
+    def _others(self) -> list[Optimizer]:
+        """Those of other models on this client."""
+        if found := [o for o in Optimizer._live if o._ps is self._ps and o._model is not self._model]:
+            found.clear()
+            gc.collect()  # an unused one may wait in a reference cycle
+        return [o for o in Optimizer._live if o._ps is self._ps and o._model is not self._model]
 
     def _watch_gradients(self) -> Iterator[Any]:
         this = weakref.ref(self)  # the model must not keep its optimizer alive

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -223,9 +223,12 @@ def dense_of(
     groups: Groups,
     push: Sequence[Filter],
     pull: Sequence[Filter],
+    taken: Mapping[str, nn.Parameter],
 ) -> list[Dense]:
-    """Opens a tensor for each dense parameter of the first model, which the others have too. Adds to the groups."""
-    dense = []
+    """Opens a tensor for each dense parameter of the first model, which the others have too. Adds to the groups. taken:
+    the parameters whose tensors other Optimizers train, by the tensors' names."""
+    dense = list[tuple[str, list[Copy], int]]()
+    specs, values = dict[str, ServerOptimizer](), dict[str, object]()
     others = [dict(model.named_parameters()) for model in models[1:]]
     for name, parameter in models[0].named_parameters():  # a shared parameter comes once, under its first name
         if isinstance(parameter, nn.UninitializedParameter):
@@ -240,14 +243,23 @@ def dense_of(
             raise ConfigError(f"parameter {name!r} is dense: the Optimizer needs optimizer=, e.g. Adam(lr=1e-3)")
         called = f"{prefix}.{name.replace('_orig_mod.', '')}"
         _check_called(name, called)
-        tensor = ps.tensor(called, init=values_of(parameter), optimizer=spec, push=push, pull=pull)
+        if taken.get(called, parameter) is not parameter:
+            raise ConfigError(
+                f"the Optimizer of another model on this client trains the tensor {called!r}: both models would be "
+                f"one. Give this Optimizer a prefix of its own, such as prefix='{prefix}2', or close() the other one"
+            )
+        specs[called], values[called] = spec, values_of(parameter)
         schedule = _schedule(spec)
         # Schedules compare equal, whatever their function.
         same = (spec, schedule and id(schedule.function))
         groups.setdefault(same, _group(f"dense{len(groups)}", spec))["params"].append(parameter)
         copies = [Copy(parameter), *(Copy(other[name]) for other in others)]
-        dense.append(Dense(name, copies, tensor, list(groups).index(same)))
-    return dense
+        dense.append((name, copies, list(groups).index(same)))
+    tensors: Mapping[str, DenseTensor | GroupTensor] = {}
+    if values:
+        tensors = ps.tensors(values, optimizer=specs.__getitem__, push=push, pull=pull)
+    opened = zip(dense, tensors.values(), strict=True)
+    return [Dense(name, copies, tensor, group) for (name, copies, group), tensor in opened]
 
 
 def _check_called(name: str, called: str) -> None:

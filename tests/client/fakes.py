@@ -6,15 +6,14 @@ import contextlib
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from coordinator.view import ServerInfo, View, WorkerInfo
 from elasticps.client.protocol.join import Past
-from elasticps.client.registry import Registration
+from elasticps.client.registrations import NewTable, Registration
 from elasticps.client.runtime import Runtime
-from elasticps.spec import TableSpec
 from elasticps.wire.frames import (
     BLOCK_BYTES,
     HEADER_BYTES,
@@ -207,8 +206,8 @@ class FakeRegistry:
     def registered(self) -> int:
         return 1
 
-    def open_table(self, app: str, spec: TableSpec, worker: int, ready: bool, timeout_s: float) -> Registration:
-        return Registration(1 if spec.shape is None else 2, spec, worker, "w", ready, 1)
+    def open_tables(self, app: str, wanted: Sequence[NewTable], worker: int, timeout_s: float) -> list[Registration]:
+        return [Registration(1 if new.spec.shape is None else 2, new.spec, worker, "w", new.ready, 1) for new in wanted]
 
     def follow_rates(self, app: str, heard: object, timeout_s: float) -> None:
         pass
@@ -216,7 +215,7 @@ class FakeRegistry:
     def rate_of(self, name: str, table: int) -> None:
         return None
 
-    def mark_ready(self, app: str, registration: Registration, timeout_s: float) -> None:
+    def mark_ready(self, app: str, tables: Sequence[Registration], timeout_s: float) -> None:
         pass
 
     def ask_view(self, on_view: Callable[[View | None], None]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import elasticps as eps
-from elasticps.client.registry import Registration
+from elasticps.client.registrations import Registration
 from elasticps.wire.frames import HEADER_BYTES, Header, Kind, json_frame, unpack_header
 from tests.client.test_failover import KEYS, ONES, Cluster, cluster
 
@@ -124,7 +124,7 @@ def test_no_thread_waits_longer_for_a_round_than_it_wants_to_because_another_doe
 def a_table(cluster: Cluster, ps: eps.Client, **options: object) -> eps.SparseTable:
     table = ps.table("t", dim=4, optimizer=eps.Accumulate(), **options)  # type: ignore[arg-type]
     registry: Any = cluster.control
-    registry.tables = lambda app, timeout_s: {"t": Registration(1, table.spec, 7, "w", True, 1)}
+    registry.find = lambda app, name, timeout_s: Registration(1, table.spec, 7, "w", True, 1)
     return table
 
 

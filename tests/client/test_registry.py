@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from queue import Queue
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from coordinator.memory import MemoryStore
 from coordinator.store import Entry
 from coordinator.view import View
 from elasticps.client.protocol.join import Past
+from elasticps.client.registrations import NewTable, Registration
 from elasticps.client.registry import ASK_VIEW_TIMEOUT_S, Registry
 from elasticps.client.runtime import Runtime
 from tests.coordinator.test_adoption import witness
@@ -51,7 +53,7 @@ def test_what_nobody_of_us_has_written_is_told_by_its_key(scene: Scene, value: b
     with pytest.raises(eps.Error, match=r"last-worker/default/w .*delete it"):
         registry.past(30.0)
     with pytest.raises(eps.Error, match=r"tables/default/t .*delete it"):
-        registry.open_table("default", SPEC, scene.worker.id, False, 30.0)
+        registry.open_tables("default", [NewTable(SPEC, False)], scene.worker.id, 30.0)
     with pytest.raises(eps.Error, match=r"restoring .*delete it"):
         registry.first_view(0.0)
     if value[:1] != b"{" or b"cut" in value:
@@ -74,7 +76,7 @@ def test_a_table_that_a_newer_version_has_made_is_told_by_its_key(scene: Scene) 
     """What exports all tables is not to leave it out."""
     scene.put("tables/default/t", b'{"id": 1, "spec": "{}", "creator": 1, "ready": true}')
     with pytest.raises(eps.SpecError, match="tables/default/t cannot be read here"):
-        scene.registry.open_table("default", SPEC, scene.worker.id, False, 30.0)
+        scene.registry.open_tables("default", [NewTable(SPEC, False)], scene.worker.id, 30.0)
     with pytest.raises(eps.SpecError, match="tables/default/t cannot be read here"):
         scene.registry.tables("default", 30.0)
 
@@ -84,7 +86,38 @@ def test_a_creator_that_is_no_worker_is_not_waited_for(scene: Scene, by: object)
     scene.put("workers/default/q", b"[]")
     said = {"id": 1, "spec": SPEC.to_json(), "creator": 5, "by": by, "ready": False}
     scene.put("tables/default/t", json.dumps(said).encode())
-    assert not scene.registry.wait_ready("default", "t", 5, 30.0)
+    table = Registration(1, SPEC, 5, str(by), False, 1)
+    assert scene.registry.wait_ready("default", [table], 30.0) == [table]
+
+
+def test_many_tables_are_registered_in_few_requests_beside_others_who_do_the_same(
+    monkeypatch: pytest.MonkeyPatch, scene: Scene
+) -> None:
+    """Each was read, numbered and written alone: six requests for a table, of 4,500 of a model."""
+    specs = [eps.TableSpec(f"t{i}", 4, eps.Accumulate()) for i in range(300)]
+    reads, other = list[str](), Registry(scene.store, scene.runtime, "memory")
+    get, swap = scene.store.get, scene.store.compare_and_set_all
+
+    async def counted(key: str, *, timeout_s: float = 0.0) -> Entry | None:
+        reads.append(key)
+        return await get(key)
+
+    async def beside(writes: Any, *, unchanged: Entry | None = None) -> int | None:
+        if "tables/default/t60" in writes and await get("tables/default/t99") is None:
+            await swap({"tables/default/t99": (json.dumps(theirs).encode(), 0)})
+        return await swap(writes, unchanged=unchanged)
+
+    theirs = {"id": 7, "spec": specs[99].to_json(), "creator": 5, "by": "x", "ready": True}
+    monkeypatch.setattr(scene.store, "get", counted)
+    monkeypatch.setattr(scene.store, "compare_and_set_all", beside)
+    wanted = [NewTable(spec, True) for spec in specs]
+    found = scene.registry.open_tables("default", wanted, scene.worker.id, 30.0)
+    assert [table.spec for table in found] == specs
+    assert [table.made for table in found] == [i != 99 for i in range(300)]
+    assert (len({table.id for table in found}), found[99].id) == (300, 7)
+    assert len(reads) < 20
+    again = other.open_tables("default", wanted, scene.worker.id, 30.0)
+    assert [(table.id, table.made) for table in again] == [(table.id, False) for table in found]
 
 
 def test_a_question_for_the_view_has_a_limit_for_the_store_too(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> None:
@@ -105,7 +138,7 @@ def test_a_question_for_the_view_has_a_limit_for_the_store_too(monkeypatch: pyte
 
 @pytest.mark.parametrize("value", STRANGE)
 def test_tables_that_are_none_hide_no_others(scene: Scene, value: bytes) -> None:
-    scene.registry.open_table("default", SPEC, scene.worker.id, False, 30.0)
+    scene.registry.open_tables("default", [NewTable(SPEC, False)], scene.worker.id, 30.0)
     scene.put("tables/default/strange", value)
     (entry,) = scene.runtime.run(scene.store.list("tables/default/t"), 30.0).entries
     scene.put("tables/default/another", entry.value)  # it has the spec of t

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -246,6 +246,16 @@ class FaultyStore:
             key, value, expect=expect, lease=lease, guard=guard, timeout_s=timeout_s
         )
         if key == self.lose_next_write:
+            self.lose_next_write = ""
+            raise StoreUnavailable("the test has lost the answer", indefinite=True)
+        return done
+
+    async def compare_and_set_all(
+        self, writes: Mapping[str, tuple[bytes, int]], *, unchanged: Entry | None = None
+    ) -> int | None:
+        self._check()
+        done = await self.store.compare_and_set_all(writes, unchanged=unchanged)
+        if self.lose_next_write in writes:
             self.lose_next_write = ""
             raise StoreUnavailable("the test has lost the answer", indefinite=True)
         return done

@@ -176,6 +176,16 @@ async def test_a_write_whose_answer_was_lost_is_known_to_be_ours(shared_etcd: Et
         await direct.compare_and_set("counter", b"8888", expect=entry.revision)
         assert await store.compare_and_set("counter", b"8888", expect=entry.revision) is None
 
+        proxy.lose_answer_to(b"9999")
+        both = {"one": (b"9999", 0), "two": (b"9999", 0)}
+        swapping = asyncio.create_task(store.compare_and_set_all(both))
+        entry = await until_key(direct, "two", lambda entry: entry is not None)
+        assert not swapping.done()
+        proxy.cut()
+        assert entry is not None
+        assert await swapping == entry.revision == entry.create_revision
+        assert await store.compare_and_set_all(both) is None
+
         proxy.lose_answer_to(b"counter")
         deleting = asyncio.create_task(store.delete("counter"))
         await until_key(direct, "counter", lambda entry: entry is None)

@@ -8,7 +8,7 @@ from contextlib import aclosing
 import pytest
 
 from coordinator.errors import LeaseLost, StoreUnavailable
-from coordinator.store import KEY_MAX, VALUE_MAX, Delete, Entry, Guard, Put, Reset
+from coordinator.store import KEY_MAX, VALUE_MAX, WRITES_MAX, Delete, Entry, Guard, Put, Reset
 from tests.coordinator.conftest import Clients
 from tests.coordinator.support import take, until
 
@@ -48,6 +48,33 @@ async def test_compare_and_set_wins_on_the_expected_revision_only(clients: Clien
         assert await store.compare_and_set("a", b"3", expect=first) is None
         assert await store.compare_and_set("b", b"3", expect=first) is None
         assert await store.get("a") == Entry("a", b"2", second, first)
+
+
+async def test_many_keys_are_written_together_or_not_at_all(clients: Clients) -> None:
+    async with clients() as store:
+        config = await store.put("config", b"1")
+        kept = await store.get("config")
+        made = await store.compare_and_set_all({"a": (b"1", 0), "b": (b"2", 0)}, unchanged=kept)
+        assert made is not None
+        assert made > config
+        assert (await store.list("")).entries[:2] == (Entry("a", b"1", made, made), Entry("b", b"2", made, made))
+        assert await store.compare_and_set_all({"c": (b"3", 0), "b": (b"4", 0)}) is None
+        await store.put("config", b"2")
+        assert await store.compare_and_set_all({"a": (b"5", made)}, unchanged=kept) is None
+        again = await store.compare_and_set_all({"a": (b"6", made), "c": (b"7", 0)})
+        assert again is not None
+        assert [(e.key, e.value) for e in (await store.list("")).entries] == [
+            ("a", b"6"), ("b", b"2"), ("c", b"7"), ("config", b"2"),
+        ]  # fmt: skip
+        too_many = {f"k{i}": (b"", 0) for i in range(WRITES_MAX + 1)}
+        for several in (dict[str, tuple[bytes, int]](), too_many, {"k": (bytes(VALUE_MAX), 0), "l": (b"1", 0)}):
+            with pytest.raises(ValueError, match=r"at once|bytes"):
+                await store.compare_and_set_all(several)
+        most = {f"k{i}": (b"", 0) for i in range(WRITES_MAX)}
+        async with aclosing(store.watch("k", after=again)) as changes:
+            revision = await store.compare_and_set_all(most)
+            found = await take(changes, WRITES_MAX)
+        assert {change.revision for change in found} == {revision}
 
 
 async def test_of_many_writers_one_wins(clients: Clients) -> None:

@@ -14,7 +14,15 @@ from elasticps.optimizers import Accumulate
 from elasticps.server import replica_links
 from elasticps.server.protocol import held_frames
 from elasticps.server.protocol.barrier_state import RangeRounds
-from elasticps.server.protocol.operations import ChunkContent, Content, Contribution, NewTable, TableRows, positions_of
+from elasticps.server.protocol.operations import (
+    ChunkContent,
+    Content,
+    Contribution,
+    NewTable,
+    NewTables,
+    TableRows,
+    positions_of,
+)
 from elasticps.server.protocol.registered import Entry
 from elasticps.server.server import Server
 from elasticps.spec import TableSpec
@@ -81,7 +89,7 @@ UNKNOWN_OPTIMIZER = SPEC.to_json().replace('"kind":"accumulate"', '"kind":"custo
         pushed(block(table=99), OperationKind.INIT),
         pushed(block(dim=DIM + 1, keys=(1,)), OperationKind.INIT),
         shared(block(table=99)),
-        lambda server: forwarded(OperationKind.CREATE, NewTable(TABLE, OTHER_SPEC), server),
+        lambda server: forwarded(OperationKind.CREATE, NewTables((NewTable(TABLE, OTHER_SPEC),)), server),
     ],
     ids=["unknown table", "another dim", "step values", "no order", "unknown table, init", "another dim, init",
          "unknown table in a round", "another spec"],

@@ -17,6 +17,7 @@ from elasticps.server.protocol.operations import (
     Contribution,
     CutMark,
     NewTable,
+    NewTables,
     RoundStep,
     TableRows,
     positions_of,
@@ -120,7 +121,11 @@ A_BLOCK = Block(1, numbers(4, 9), np.ones((2, 3), np.float32), np.empty(0, np.fl
         Ack(4, numbers(1, 2, 15), numbers(10, 20, 1 << 40)),
         Resync(4, numbers(1, 2), numbers(-1, 20), numbers(0, 19)),
         ChunkAck(4, 3, 2, 7, True, 55),
-        Forward(4, numbers(1), numbers(9), Operation(OperationKind.CREATE, -1, 0, NewTable(3, SPEC), 10)),
+        Forward(
+            4, numbers(1), numbers(9),
+            Operation(OperationKind.CREATE, -1, 0, NewTables((NewTable(3, SPEC), NewTable(4, SPEC, "ads"))), 10),
+        ),
+        Forward(4, numbers(1), numbers(9), Operation(OperationKind.CREATE, -1, 0, NewTables((NewTable(3, SPEC),)), 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.AUDIT, -1, 0, AuditMark(1 << 61), 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.CUT, -1, 0, THE_CUT, 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.RESTORE, -1, 0, SOME_ROWS, 10)),
@@ -268,7 +273,9 @@ def test_the_longest_spec_fits_between_replicas() -> None:
     least = len(TableSpec("a", 1, Custom("n")).to_json())
     spec = TableSpec("a", 1, Custom("n" + '"' * ((MAX_JSON - least) // 2)))
     assert MAX_JSON - 1 <= len(spec.to_json()) <= MAX_JSON
-    message = Forward(4, ONE, numbers(9), Operation(OperationKind.CREATE, -1, 0, NewTable(3, spec.to_json()), 10))
+    message = Forward(
+        4, ONE, numbers(9), Operation(OperationKind.CREATE, -1, 0, NewTables((NewTable(3, spec.to_json()),)), 10)
+    )
     assert same(through_the_wire(message, a_store()), message)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,6 +208,11 @@ class FakeClient:
         target.weights.setdefault(0, init.copy())
         self.filters[name] = filters
         return DenseTensor(target, init.shape)
+
+    def tensors(
+        self, values: Mapping[str, Any], *, optimizer: Callable[[str], Optimizer], **filters: Any
+    ) -> dict[str, DenseTensor]:
+        return {name: self.tensor(name, init, optimizer(name), **filters) for name, init in values.items()}
 
     def pull_many(self, tensors: list[DenseTensor], outs: list[Floats] | None = None) -> list[Done]:
         pulled = [tensor.pull_async() for tensor in tensors]

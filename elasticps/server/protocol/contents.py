@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.errors import InputError, SpecError
-from elasticps.server.protocol.operations import ChunkContent, Cleared, Content, NewTable
+from elasticps.server.protocol.operations import ChunkContent, Cleared, Content, NewTables
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.protocol.restored import RestoredRows
 from elasticps.spec import TableSpec
@@ -76,8 +76,9 @@ def wrong(store: Store, server: str, message: Message) -> str:
 
 def _check_operation(store: Store, server: str, message: Forward) -> None:
     payload = message.operation.payload
-    if isinstance(payload, NewTable):
-        store.create(TableSpec.from_json(payload.spec), payload.table, payload.app)
+    if isinstance(payload, NewTables):
+        for new in payload.tables:
+            store.create(TableSpec.from_json(new.spec), new.table, new.app)
     elif isinstance(payload, Content):
         for block in payload.blocks:
             _check_gradients(store, block, payload.positions, server, message.operation.kind)

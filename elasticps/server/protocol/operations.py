@@ -104,11 +104,17 @@ class RoundStep(NamedTuple):
 
 
 class NewTable(NamedTuple):
-    """A CREATE: the table's id, its spec as JSON, and the application that owns it; "" if no server knows that yet."""
+    """A table of a CREATE: its id, its spec as JSON, and the application that owns it; "" if no server knows that."""
 
     table: int
     spec: str
     app: str = ""
+
+
+class NewTables(NamedTuple):
+    """A CREATE: tables that are made together."""
+
+    tables: tuple[NewTable, ...]
 
 
 class Cleared(NamedTuple):

@@ -26,15 +26,17 @@ class Entry(NamedTuple):
 
 
 class Registered:
-    """need: somebody speaks of a table that is not known here, read them again. wanted: somebody has, since they were
-    read. A server that was never told what is registered takes tables as they come, and a table that is not, or not
-    any more, belongs to anybody."""
+    """What is registered, as far as this server has read it. need: somebody speaks of a table by its id that is not
+    known here, read all; wanted: somebody has, since all were read. need_keys: the same of single tables, whose keys
+    are `wanted_keys`. A server that was never told what is registered takes tables as they come, and a table that is
+    not, or not any more, belongs to anybody."""
 
-    def __init__(self, store: Store, need: Callable[[], None]) -> None:
+    def __init__(self, store: Store, need: Callable[[], None], need_keys: Callable[[], None]) -> None:
         self.wanted = False
+        self.wanted_keys: set[str] = set()
         self._store = store
-        self._need = need
-        self._entries: Mapping[int, Entry] | None = None
+        self._need, self._need_keys = need, need_keys
+        self._entries: dict[int, Entry] | None = None
         self._unknown: frozenset[int] = frozenset()  # tables here whose application is not known
         self._doubted: set[int] = set()  # tables of which the log has said that others are registered as their owners
         self._pause = self._left = 0  # looks until it is asked for again, and how many of them are left
@@ -57,11 +59,19 @@ class Registered:
             log.warning("a table keeps its owner", table=number, owner=owner, registered=entry.app)
         return before if before is not None and before.app == owner else Entry(owner, None)
 
-    def lacks(self, number: int) -> bool:
-        """Whether a table is to be waited for. They are read again then."""
+    def learn(self, entries: Mapping[int, Entry]) -> None:
+        """Takes some of the tables that are registered, which were read by their keys."""
+        found = {number: self._with_owner(number, entry) for number, entry in entries.items()}
+        self._entries = {} if self._entries is None else self._entries
+        self._entries |= found
+        self._store.belong({number: entry.app for number, entry in found.items()})
+
+    def lacks(self, number: int, key: str) -> bool:
+        """Whether a table is to be waited for. It is read by its key then."""
         missing = self._entries is not None and (number not in self._entries or self._entries[number].spec is None)
         if missing:
-            self._read_again()
+            self.wanted_keys.add(key)
+            self._need_keys()
         return missing
 
     def look_for_owners(self) -> None:

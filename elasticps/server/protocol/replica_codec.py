@@ -26,6 +26,7 @@ from elasticps.server.protocol.operations import (
     CutMark,
     Dropped,
     NewTable,
+    NewTables,
     RoundStep,
     positions_of,
 )
@@ -37,6 +38,7 @@ from elasticps.store import Table
 from elasticps.store.intervals import PLACES
 from elasticps.wire.frames import (
     MAX_CONTROL_BYTES,
+    MAX_CREATED,
     MAX_RANGES,
     Block,
     Buffer,
@@ -139,9 +141,9 @@ class ReplicaCodec:
             blocks = payload.part(message.ranges, self._tables)
             for block in blocks:
                 parts += block_buffers(block)
-        elif isinstance(payload, NewTable):
-            owner = {"app": payload.app} if payload.app else {}
-            parts.append(_json({"id": payload.table, "spec": payload.spec} | owner))
+        elif isinstance(payload, NewTables):
+            documents = [_document_of(table) for table in payload.tables]
+            parts.append(_json(documents[0] if len(documents) == 1 else {"tables": documents}))
         elif isinstance(payload, Cleared | Dropped):
             parts.append(_json({"id": payload.table}))
         elif isinstance(payload, RestoredRows):
@@ -231,7 +233,7 @@ class ReplicaCodec:
             payload = Content(read_blocks(said.blocks, body, at), ranges, positions, mark)
         elif said.kind == OperationKind.CREATE:
             try:
-                payload = new_table(_document(body, at))
+                payload = new_tables(_document(body, at))
             except SpecError as error:
                 raise FrameError(f"a FORWARD's CREATE has a spec that is none here: {error}") from None
         elif said.kind in (OperationKind.CLEAR, OperationKind.DROP):
@@ -343,8 +345,25 @@ def _take(document: Any) -> Claim:
     )  # fmt: skip
 
 
-def new_table(document: dict[str, Any]) -> NewTable:
-    """What a CREATE says. `SpecError` for a spec that is none, or that this server's plug-ins do not know."""
+def new_tables(document: dict[str, Any]) -> NewTables:
+    """What a CREATE says, of one table or of several. `SpecError` for a spec that is none, or that this server's
+    plug-ins do not know."""
+    several = document.get("tables", [document])
+    if not isinstance(several, list) or not 0 < len(several) <= MAX_CREATED:
+        raise FrameError(f"a CREATE is of 1 to {MAX_CREATED} tables")
+    tables = tuple([_new_table(one) for one in several])
+    if len({table.table for table in tables}) < len(tables):
+        raise FrameError("a CREATE names a table twice")
+    return NewTables(tables)
+
+
+def _document_of(table: NewTable) -> dict[str, Any]:
+    return {"id": table.table, "spec": table.spec} | ({"app": table.app} if table.app else {})
+
+
+def _new_table(document: object) -> NewTable:
+    if not isinstance(document, dict):
+        raise FrameError("a CREATE's table is a JSON object")
     spec = TableSpec.from_json(text(document.get("spec"), MAX_CONTROL_BYTES))
     app = text(document.get("app", ""), MAX_NAME)
     return NewTable(whole(document.get("id"), MAX_TABLE, 1), spec.to_json(), app)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
 import numpy as np
 
+from elasticps.client.client import of_name
 from elasticps.client.inputs import checked_keys, checked_out, refuse_pickling
 from elasticps.client.protocol.join import Resume
 from elasticps.errors import ConfigError, InputError
@@ -141,22 +143,51 @@ class GroupClient(Ranks):
         assert isinstance(handle, GroupTensor)
         return handle
 
+    def tensors(
+        self, values: Mapping[str, object], *, optimizer: Optimizer | Callable[[str], Optimizer], **options: Any
+    ) -> dict[str, GroupTensor]:
+        """Opens many dense tensors at once, as `Client.tensors`."""
+        shapes = {name: np.asarray(init, np.float32).shape for name, init in values.items()}
+        alike = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]  # their names may be more than a message takes
+
+        def opened(client: Client) -> list[Any]:
+            return list(client.tensors(values, optimizer=optimizer, **options).values())
+
+        def made(name: str, number: int, real: Any) -> Handle:
+            return GroupTensor(self, name, number, of_name(optimizer, name), shapes[name], real)
+
+        what = f"{len(shapes)} tensors, with names and shapes of digest {alike}"
+        handles = self._all_opened(what, list(values), opened, made)
+        return {name: cast(GroupTensor, handle) for name, handle in zip(values, handles, strict=True)}
+
     def _opened(
         self, what: str, name: str, opened: Callable[[Client], Any], made: Callable[[int, Any], Handle]
     ) -> Handle:
-        real, known = None, self._named.get(name)
+        (handle,) = self._all_opened(
+            what, [name], lambda client: [opened(client)], lambda _, number, real: made(number, real)
+        )
+        return handle
+
+    def _all_opened(
+        self, what: str, names: Sequence[str], opened: Callable[[Client], list[Any]],
+        made: Callable[[str, int, Any], Handle],
+    ) -> list[Handle]:  # fmt: skip
+        reals: list[Any] = [None] * len(names)
+        known = [self._named.get(name) for name in names]
 
         def at_rank_0(client: Client) -> list[int]:
-            nonlocal real
-            real = opened(client)
-            return [known is None or known.real is not real]
+            reals[:] = opened(client)
+            return [before is None or before.real is not real for before, real in zip(known, reals, strict=True)]
 
-        is_new = bool(self.asked(what, at_rank_0)[0])
-        if known is not None and not is_new:
-            return known
-        handle = self._named[name] = made(len(self._handles), real)
-        self._handles.append(handle)
-        return handle
+        is_new = self.asked(what, at_rank_0).tolist()
+        handles = list[Handle]()
+        for name, before, new, real in zip(names, known, is_new, reals, strict=True):
+            handle = before
+            if handle is None or new:
+                handle = self._named[name] = made(name, len(self._handles), real)
+                self._handles.append(handle)
+            handles.append(handle)
+        return handles
 
     # -- steps and pulls
 

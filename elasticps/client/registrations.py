@@ -1,0 +1,96 @@
+"""Tables in the coordination store: what is registered of each, and how many are registered at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from coordinator.membership import new_numbers
+from coordinator.records import read
+from coordinator.store import VALUE_MAX, WRITES_MAX, Entry, Store
+from elasticps.coordination import entries_of
+from elasticps.errors import ConfigError, SpecError
+from elasticps.portions import portions
+from elasticps.spec import TableSpec
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A table as the registry has it. dropping: it is about to go; made: by this call, just now."""
+
+    id: int
+    spec: TableSpec
+    creator: int  # worker id
+    by: str  # its name
+    ready: bool
+    revision: int
+    dropping: bool = False
+    made: bool = False
+
+
+def registry_value(table: Registration) -> bytes:
+    document = {"id": table.id, "spec": table.spec.to_json(), "creator": table.creator, "by": table.by}
+    document |= {"ready": table.ready} | ({"dropping": True} if table.dropping else {})
+    return json.dumps(document).encode()
+
+
+def registration_of(entry: Entry) -> Registration:
+    said = said_by(entry, id=int, spec=str, creator=int, ready=bool)
+    try:
+        spec = TableSpec.from_json(said["spec"])
+    except SpecError as error:
+        raise SpecError(f"{entry.key} cannot be read here: {error}") from None
+    by, dropping = str(said.get("by", "")), bool(said.get("dropping", False))
+    if spec.name != entry.key.rpartition("/")[2]:
+        raise ConfigError(f"{entry.key} has the spec of a table named {spec.name!r}: delete it")
+    return Registration(said["id"], spec, said["creator"], by, said["ready"], entry.revision, dropping)
+
+
+def said_by(entry: Entry, **kinds: type) -> dict[str, Any]:
+    """An object in the store, with fields of these kinds. ConfigError if it is none."""
+    try:
+        return read(entry.key, entry.value, **kinds)
+    except ValueError as error:
+        raise ConfigError(f"in the coordination store, {error}: it was not written by us, delete it") from None
+
+
+@dataclass(frozen=True)
+class NewTable:
+    """A table that is to be registered unless it is. ready: it needs no initial values."""
+
+    spec: TableSpec
+    ready: bool
+
+
+async def register(
+    store: Store, prefix: str, wanted: Mapping[str, NewTable], worker: int, name: str
+) -> dict[str, Registration]:
+    """Registers tables by their keys, or finds them; worker, name: who makes what is new. In few requests, however many
+    tables there are: others may do the same at the same time, and what one of them has made is found."""
+    found: dict[str, Registration] = {}
+    while True:
+        missing = [key for key in wanted if key not in found]
+        for entry in await entries_of(store, missing, prefix):
+            found[entry.key] = registration_of(entry)
+        missing = [key for key in missing if key not in found]
+        if not missing:
+            return found
+        numbers, config = await new_numbers(store, len(missing))
+        made = {
+            key: Registration(number, wanted[key].spec, worker, name, wanted[key].ready, 0, made=True)
+            for key, number in zip(missing, numbers, strict=True)
+        }
+        for several in in_portions(made):
+            revision = await store.compare_and_set_all(several, unchanged=config)
+            if revision is None:  # somebody was faster, or numbers count otherwise now
+                break
+            found |= {key: replace(made[key], revision=revision) for key in several}
+
+
+def in_portions(tables: Mapping[str, Registration]) -> Iterable[dict[str, tuple[bytes, int]]]:
+    """What is to be written of tables, and instead of which revision, in as many portions as the store wants."""
+    writes = [(key, registry_value(table), table.revision) for key, table in tables.items()]
+    for some in portions(writes, WRITES_MAX, VALUE_MAX, lambda write: len(write[1])):
+        yield {key: (value, revision) for key, value, revision in some}
