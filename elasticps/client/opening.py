@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
+import secrets
 
+from coordinator.names import check_name
 from elasticps.client.client import Client
 from elasticps.client.registry import Registry
 from elasticps.client.runtime import Runtime
 from elasticps.client.warm import warm
 from elasticps.errors import ConfigError
 from elasticps.spec import ASP, BSP, SSP, Consistency
+
+_PART = re.compile(r"[^A-Za-z0-9._-]+")
+_HOST_MAX = 32  # characters of a host's name in the name of a worker
+
+
+@functools.cache
+def own_name(host: str, pid: int) -> str:
+    """A name that no other process has, the same for all clients of this one. Host and process id alone are not enough:
+    in containers of one image they may be alike."""
+    return f"worker-{_PART.sub('-', host)[:_HOST_MAX]}-{pid}-{secrets.token_hex(4)}"
 
 
 def connect(
@@ -25,11 +39,12 @@ def connect(
     """Joins a cluster as a worker.
 
     `url` is etcd://host:port[,host:port…]/cluster (default: the environment's ELASTICPS_URL). `worker` names this
-    process: started again under its name, it fences its older self (default: a name of its own). `window` is how
-    many steps may be outstanding before `push` waits. `timeout`, in seconds, bounds every wait that has no timeout of
-    its own. `app` names one of several applications that share the servers: each has tables, rounds, bounds on
-    staleness and shards of its own, and sees nothing of the others. `raise_on_loss`: the next operation raises
-    `DataLost` when ranges were lost and came back from a checkpoint; else `ps.losses()` tells.
+    process: started again under its name, it fences its older self and goes on where that was (default: a name that no
+    other process has, so that a process that is started again is a new worker). `window` is how many steps may be
+    outstanding before `push` waits. `timeout`, in seconds, bounds every wait that has no timeout of its own. `app`
+    names one of several applications that share the servers: each has tables, rounds, bounds on staleness and shards of
+    its own, and sees nothing of the others. `raise_on_loss`: the next operation raises `DataLost` when ranges were lost
+    and came back from a checkpoint; else `ps.losses()` tells.
 
         with eps.connect(url, worker="w0", app="ads") as ps:             # the classic store: push and pull
             clicks = ps.table("clicks", dim=1, optimizer=eps.Accumulate())   # or eps.Custom, an update of your own
@@ -49,5 +64,8 @@ def connect(
     if not isinstance(consistency, ASP | SSP | BSP):
         raise ConfigError(f"consistency must be ASP(), SSP(staleness=k) or BSP(), got {consistency!r}")
     warm()
-    name = worker or f"worker-{os.uname().nodename}-{os.getpid()}"
+    try:
+        name = check_name("worker", worker or own_name(os.uname().nodename, os.getpid()))
+    except ValueError as error:
+        raise ConfigError(f"worker=: {error}") from None
     return Client(Registry.open(url, timeout, Runtime()), name, consistency, window, timeout, app, raise_on_loss)

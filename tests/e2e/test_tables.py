@@ -44,6 +44,27 @@ def test_tables_are_listed_with_their_specs_and_rows(connect: Connect) -> None:
         other.open("x")
 
 
+def test_the_tensors_of_a_model_are_opened_together(connect: Connect) -> None:
+    ps, other = connect(), connect("w1")
+    sgd, adam = eps.SGD(lr=0.5), eps.Adam(lr=0.1)
+    values = {f"layer{i}": np.full((i % 5 + 1, 3), i, np.float32) for i in range(150)}
+    theirs = other.tensor("layer7", init=np.zeros(values["layer7"].shape, np.float32), optimizer=sgd)
+    tensors = ps.tensors(values, optimizer=sgd)
+    assert list(tensors) == list(values)
+    assert tensors["layer7"].id == theirs.id
+    for name, read in zip(values, ps.pull_many(list(tensors.values())), strict=True):
+        np.testing.assert_array_equal(read.result(), values[name] if name != "layer7" else 0 * values[name])
+    assert ps.tensors({"layer3": values["layer3"]}, optimizer=sgd)["layer3"] is tensors["layer3"]
+    ps.push({tensors["layer9"]: np.ones(values["layer9"].shape, np.float32)}).result()
+    again = other.tensors(values, optimizer=sgd)
+    np.testing.assert_array_equal(again["layer9"].pull(), values["layer9"] - 0.5)
+    new = {"new": values["layer2"], "layer4": values["layer4"]}
+    with pytest.raises(eps.SpecError, match="table 'layer4' exists with another spec: its optimizer"):
+        ps.tensors(new, optimizer=adam)
+    with pytest.raises(eps.UnknownTable):  # none of them was made
+        ps.open("new")
+
+
 def test_slots_are_read_by_name(connect: Connect) -> None:
     ps = connect()
     adam = ps.table("adam", dim=3, optimizer=eps.Adam(lr=0.1))

@@ -212,7 +212,7 @@ class FakeClient:
     def tensors(
         self, values: Mapping[str, Any], *, optimizer: Callable[[str], Optimizer], **filters: Any
     ) -> dict[str, DenseTensor]:
-        return {name: self.tensor(name, init, optimizer(name), **filters) for name, init in values.items()}
+        return {name: self.tensor(name, init=v, optimizer=optimizer(name), **filters) for name, v in values.items()}
 
     def pull_many(self, tensors: list[DenseTensor], outs: list[Floats] | None = None) -> list[Done]:
         pulled = [tensor.pull_async() for tensor in tensors]

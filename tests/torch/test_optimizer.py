@@ -269,6 +269,21 @@ def test_two_optimizers_on_one_client_need_overlap_off(ps: Any) -> None:
     agree(ps, two, "two")
 
 
+def test_a_second_model_on_a_client_does_not_take_the_tensors_of_the_first(ps: Any) -> None:
+    """Both were called model.weight: the second model got the first one's weights, and they trained as one."""
+    one, two = nn.Linear(3, 1), nn.Linear(3, 1)
+    before = two.weight.detach().clone()
+    first = Optimizer(ps, one, optimizer=SGD(lr=0.1), overlap=False)
+    with pytest.raises(ConfigError, match=r"trains the tensor 'model\.weight'.* prefix='model2'"):
+        Optimizer(ps, two, optimizer=SGD(lr=0.1), overlap=False)
+    assert torch.equal(two.weight, before)
+    shared = nn.Linear(3, 1, bias=False)
+    shared.weight = one.weight  # of both models, on purpose
+    Optimizer(ps, shared, optimizer=SGD(lr=0.1), overlap=False)
+    first.close()
+    Optimizer(ps, two, optimizer=SGD(lr=0.1), overlap=False)
+
+
 def test_a_new_optimizer_for_the_same_model_replaces_the_old(ps: Any) -> None:
     model = nn.Linear(3, 1)
     old = Optimizer(ps, model, optimizer=SGD(lr=0.1), bucket_bytes=1)
