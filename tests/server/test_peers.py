@@ -272,14 +272,15 @@ def test_a_table_that_is_not_registered_is_waited_for_on_its_own_connection(run:
         early = await group.connect("a", create=False)
         other = await group.connect("a", create=False, worker=second)
         answer = create(early, TABLE, NOW, SPEC)
-        await until(lambda: server.registered.wanted and server.news.behind.is_set())
+        await until(lambda: server.registered.wanted_keys and server.news.lacking.is_set())
         header, _ = await asyncio.wait_for(other.ask(Header(Kind.GET_CLOCKS, epoch=NOW, worker=WORKER)), 10)
         assert header.kind == Kind.CLOCKS
         server.know_tables({TABLE: Entry("default", SPEC)})
         header, _ = await asyncio.wait_for(answer, 10)
         assert header.kind == Kind.OK
+        server.registered.wanted_keys.clear()
         never = create(early, 50, NOW)
-        await until(lambda: server.registered.wanted)
+        await until(lambda: server.registered.wanted_keys)
         with patch.object(held_frames, "HOLD_TIMEOUT_S", -1.0):
             server.tick()
         _, refusal = await asyncio.wait_for(never, 10)
