@@ -11,8 +11,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import tomli
 
@@ -23,6 +25,7 @@ from elasticps.local.process import Process, stop_all
 from elasticps.security.authority import Authority
 from elasticps.security.identity import identity_among
 from tests.deploy.manifests import DEPLOY, ROOT, Workload, environment, expanded, named, of_kind, workload
+from tests.deploy.test_network import EVERYWHERE, Connection
 from tests.metrics.fleet import Fleet, get, scrape
 
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
@@ -164,6 +167,7 @@ class Pods:
         assert each.container["command"] == ["/usr/local/bin/etcd"]
         members = [f"{each.name}-{i}" for i in range(each.manifest["spec"]["replicas"])]
         ports = {name: dict(zip(each.ports, free_ports(3), strict=True)) for name in members}
+        self.ports.update(ports)
         for name in members:
             arguments = [expanded(arg, environment(each, {"POD_NAME": name})) for arg in each.args]
             local = [self._mounted(self._local(arg, ports, ports[name], each)) for arg in arguments]
@@ -209,9 +213,28 @@ class Pods:
             arguments.append(expanded(arg, environment(each, values)).replace("0.0.0.0", "127.0.0.1"))
         return self.fleet.start(name, arguments)
 
+    def connections(self, worker: int = 0) -> set[Connection]:
+        """Which process is connected to which port of which other one now; `worker` is the number of a worker's."""
+        listening = {port: (name, kind) for name, ports in self.ports.items() for kind, port in ports.items()}
+        everybody = {process.name: process.popen.pid for process in (*self.etcd, *self.fleet.processes.values())}
+        found = set()
+        for name, number in (everybody | ({"elasticps-worker-0": worker} if worker else {})).items():
+            with suppress(psutil.NoSuchProcess):
+                for each in psutil.Process(number).net_connections("tcp"):
+                    if each.status != psutil.CONN_ESTABLISHED or each.laddr.port in listening:
+                        continue
+                    target, kind = listening.get(each.raddr.port, (name, ""))
+                    if target != name:  # what stays inside a pod meets no policy
+                        found.add((component_of(name), component_of(target), kind))
+        return found
+
     def stop(self) -> None:
         self.fleet.stop()
         stop_all(self.etcd, grace_s=5)
+
+
+def component_of(name: str) -> str:
+    return name.removeprefix("elasticps-").rpartition("-")[0]
 
 
 def _healthy(port: int, path: str) -> bool:
@@ -251,10 +274,19 @@ def test_the_containers_make_a_cluster_that_trains(pods: Pods) -> None:
     mine = environment(job, {"ELASTICPS_URL": pods.url, "INDEX": "3"})
     settings = mine | {"METRICS_PORT": str(port), "SAMPLES": "20000"}
     text = source.replace("0.0.0.0", "127.0.0.1")
-    done = subprocess.run([sys.executable, "-c", text], env={**os.environ, **settings, "PYTHONPATH": str(ROOT)},
-                          capture_output=True, text=True, timeout=100, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "done after 40 steps" in done.stderr
+    seen = set[Connection]()
+    with subprocess.Popen([sys.executable, "-c", text], env={**os.environ, **settings, "PYTHONPATH": str(ROOT)},
+                          stderr=subprocess.PIPE, text=True) as training:  # fmt: skip
+        while training.poll() is None:
+            seen |= pods.connections(training.pid)
+            time.sleep(0.02)
+        assert training.stderr is not None
+        said = training.stderr.read()
+    assert training.returncode == 0, said
+    assert "done after 40 steps" in said
+    assert seen <= EVERYWHERE, "network policies do not let this through"
+    assert seen >= {(each, "etcd", "client") for each in ("coordinator", "server", "worker")}
+    assert seen >= {(each, "server", "data") for each in ("coordinator", "server", "worker")}
     assert mine["WORKER"] == "w3"
 
     server.popen.terminate()  # what the kubelet does first

@@ -7,6 +7,7 @@ own release with that release's Python.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import shlex
@@ -73,6 +74,7 @@ class Image:
 @pytest.fixture(scope="module")
 def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
     """`buildah` with a storage of its own, which has the base image and goes away."""
+    faulthandler.cancel_dump_traceback_later()  # which ends what takes as long; this test's own time-out holds
     folder = tmp_path_factory.mktemp("images")
     options = ["--root", str(folder / "storage"), "--runroot", str(folder / "run"), "--storage-driver", "vfs"]
 
