@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import typer
 import elasticps as eps
 import elasticps.torch
 from elasticps.cli.app import app
+from elasticps.torch import group
 from elasticps.wire import frames
 from tests.conftest import NewCluster
 
@@ -104,6 +107,47 @@ def test_the_page_on_the_wire_has_every_kind_and_flag() -> None:
         1 << at: 1 << at for at in range(13)
     }
     assert f"| 4 | u8 | version | {frames.VERSION};" in page
+
+
+ORDERED: dict[str, list[Any]] = {
+    "`Client`": [eps.Client],
+    "`SparseTable`": [eps.SparseTable],
+    "`DenseTensor`": [eps.DenseTensor],
+    "`OpenStep`, `Step`, `Shards`": [eps.OpenStep, eps.Step, eps.Shards],
+    "`elasticps.torch`, functions": [elasticps.torch],
+    "`elasticps.torch`, `Embedding`, `EmbeddingBag`, `EmbeddingCollection`, `EmbeddingBagCollection`": [
+        elasticps.torch.Embedding, elasticps.torch.EmbeddingBag, elasticps.torch.EmbeddingCollection,
+        elasticps.torch.EmbeddingBagCollection,
+    ],
+    "`elasticps.torch`, `Optimizer`": [elasticps.torch.Optimizer],
+    "`elasticps.torch`, `GroupClient`, `GroupTable`, `GroupTensor`": [
+        elasticps.torch.GroupClient, group.GroupTable, group.GroupTensor
+    ],
+}  # fmt: skip
+"""The tables of what calls are behind, and whose methods each of them names."""
+
+
+def _methods(owner: Any) -> set[str]:
+    """Public methods of a class, but those that torch's own classes have; public functions of a module."""
+    if inspect.ismodule(owner):
+        return {name for name in owner.__all__ if inspect.isfunction(getattr(owner, name))}
+    ours = [vars(each) for each in owner.__mro__ if each.__module__.startswith("elasticps")]
+    found = {name: value for each in reversed(ours) for name, value in each.items() if not name.startswith("_")}
+    kinds = (staticmethod, classmethod)
+    return {name for name, value in found.items() if inspect.isroutine(value) or isinstance(value, kinds)}
+
+
+@pytest.mark.parametrize("heading", ORDERED)
+def test_the_tables_of_what_calls_are_behind_name_every_method(heading: str) -> None:
+    _, _, section = (ROOT / "docs" / "consistency.md").read_text(encoding="utf-8").partition("## What a call is behind")
+    _, there, rest = section.partition(f"\n{heading}:")
+    assert there
+    rows = re.search(r"^\|.*?(?=\n\n)", rest, re.M | re.S)
+    assert rows is not None
+    cells = [line.split("|")[1] for line in rows[0].splitlines()[2:]]
+    named = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+    assert len(named) == len(set(named))
+    assert set(named) == set().union(*map(_methods, ORDERED[heading]))
 
 
 def test_every_page_with_code_is_run_somewhere() -> None:

@@ -182,7 +182,7 @@ class Steps:
                 if step.state is not None and not self._pushes.begun(step.state):
                     step.state = None
                 if step.state is None and session.open:
-                    raise InputError(f"step {session.clock} is still open; commit it before pushing another")
+                    raise self._open_before("pushing another")
                 begins = step.state is None
                 paused = begins and not self._joining.active  # by another thread
                 unsettled = begins and self.barrier is not None and self.barrier.is_open  # of another thread
@@ -352,7 +352,7 @@ class Steps:
         dispatcher.check()
         with dispatcher.lock:
             if doing and session.open:
-                raise InputError(f"step {session.clock} is still open; commit it before {doing}")
+                raise self._open_before(doing)
             newest = session.clock - session.open
         self._wait(lambda: session.committed >= newest, timeout, what)
         self.settle(timeout)
@@ -377,6 +377,10 @@ class Steps:
         """Closes the newest round; whatever is wrong, whoever trains will hear of it as well."""
         with contextlib.suppress(Error):
             self.settle(None)
+
+    def _open_before(self, doing: str) -> InputError:
+        what = f"step {self._session.clock} is still open: commit it, or call step() of the elasticps.torch.Optimizer"
+        return InputError(f"{what} that began it, before {doing}")
 
     def wait_briefly(self, timeout_s: float) -> None:
         """Gives what is outstanding a last chance; a step that is still open has none."""

@@ -18,7 +18,7 @@ MODES = [eps.ASP(), eps.SSP(staleness=1), eps.BSP()]
 EACH_MODE = pytest.mark.parametrize("consistency", MODES, ids=lambda c: c.kind)
 KEYS = np.arange(3_000)
 ONES = np.ones((len(KEYS), 4), np.float32)
-OPEN = "step [0-9]+ is still open; commit it before "
+OPEN = r"step [0-9]+ is still open: commit it, .*before "
 
 
 @EACH_MODE

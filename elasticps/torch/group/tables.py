@@ -40,6 +40,7 @@ class _Handle(Generic[Real]):
         self.real = real
         self._ps = ps
         self._optimizer = optimizer
+        self.changes = 0  # how often all ranks have changed rows past their steps
 
     @property
     def optimizer(self) -> Optimizer:
@@ -71,6 +72,7 @@ class _Handle(Generic[Real]):
         def loaded() -> None:
             self._here("").load(*values, **options)
 
+        self.changes += 1
         self._ps.together(f"load of {self.name!r}", loaded)
 
     def drop_feedback(self) -> None:
@@ -139,10 +141,12 @@ class GroupTable(_Handle["SparseTable"]):
 
     def delete(self, keys: object) -> None:
         """As the client's, of the keys that rank 0 gives; every rank calls it."""
+        self.changes += 1
         self._ps.together(f"delete of {self.name!r}", lambda: self._here("delete").delete(keys))
 
     def clear(self) -> None:
         """As the client's; every rank calls it."""
+        self.changes += 1
         self._ps.together(f"clear of {self.name!r}", lambda: self._here("clear").clear())
 
     def keys(self, **options: int) -> Iterator[NDArray[np.int64]]:
