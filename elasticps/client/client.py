@@ -131,9 +131,9 @@ class Client:
         """Forgets a table or tensor of the application: rows, slots and name. Returns when every server has, behind
         this client's own steps so far.
 
-        Whoever still uses it gets `UnknownTable`; a push of it ticks without its rows, and without all others that it
-        has for the same server. A table that is opened under the name later is another one. Raises `UnknownTable` if
-        there is none of that name, `InputError` while a step of this client is open, `Timeout`.
+        Whoever still uses it gets `UnknownTable`; a push of it ticks without its rows. A table that is opened under the
+        name later is another one. Raises `UnknownTable` if there is none of that name, `InputError` while a step of
+        this client is open, `Timeout`.
         """
         self._tables.drop(name)
 

@@ -155,7 +155,7 @@ class Tables:
         self._drop(found)
 
     def _settle_before_drop(self, name: str) -> None:
-        """Own steps come first: of a push that has rows of a table that is gone, servers refuse the other rows, too."""
+        """Own steps come first: servers would refuse rows that were pushed while there was a table."""
         self._reads.settle(f"dropping {name!r}")
 
     def _find(self, name: str) -> Registration:

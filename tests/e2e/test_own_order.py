@@ -91,6 +91,25 @@ def test_changes_inside_an_open_step_are_refused_at_once(connect: Connect, consi
 
 
 @EACH_MODE
+def test_a_change_that_is_refused_forgets_nothing_that_filters_keep(connect: Connect, consistency: Any) -> None:
+    ps = connect(consistency=consistency)
+    keep: dict[str, Any] = {"optimizer": eps.Accumulate(), "push": [eps.Threshold(5.0)]}
+    table, tensor = ps.table("t", dim=4, **keep), ps.tensor("w", init=np.zeros(8, np.float32), **keep)
+    ps.push({table: (KEYS, 2 * ONES), tensor: np.full(8, 2, np.float32)})  # kept
+    with ps.step() as step:
+        step.push({})
+        with pytest.raises(eps.InputError, match=OPEN):
+            table.load(KEYS, ONES)
+        with pytest.raises(eps.InputError, match=OPEN):
+            table.clear()
+        with pytest.raises(eps.InputError, match=OPEN):
+            tensor.load(np.ones(8, np.float32))
+    ps.push({table: (KEYS, 4 * ONES), tensor: np.full(8, 4, np.float32)})
+    assert (table.pull(KEYS) == 6).all()
+    assert (tensor.pull() == 6).all()
+
+
+@EACH_MODE
 def test_shards_that_wait_for_a_step_refuse_an_open_one(connect: Connect, consistency: Any) -> None:
     ps = connect(consistency=consistency)
     shards = ps.shards(4, 2)

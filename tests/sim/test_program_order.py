@@ -28,12 +28,13 @@ from elasticps.client.client import Client
 from elasticps.client.steps import OpenStep
 from elasticps.client.tables import DenseTensor, SparseTable
 from elasticps.errors import InputError
-from elasticps.filters import BFloat16, KeyDeltas, KeysOnce, Zstd
+from elasticps.filters import BFloat16, KeyDeltas, KeysOnce, Threshold, Zstd
 from elasticps.optimizers import Accumulate, Adagrad
 from elasticps.spec import ASP, BSP, SSP, Consistency, Constant
 from tests.sim.conftest import wait_for
 
 DIM, FLOATS, KEYS = 2, 10, 12
+LEAST = 5.0
 SLOW = Weather(latency_s=0.004)  # of acknowledgements: several operations are under way
 RESTART_S = 0.5
 PATIENCE_S = 200.0
@@ -44,8 +45,9 @@ FILTERS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "short floats": ((BFloat16(),), (BFloat16(),)),
     "keys once": ((KeysOnce(), Zstd()), (KeysOnce(),)),
     "deltas": ((KeyDeltas(),), (KeyDeltas(),)),
+    "threshold": ((Threshold(LEAST),), ()),
 }
-"""Of pushes and of pulls; none that loses anything of the numbers here."""
+"""Of pushes and of pulls. What is below the threshold is kept; all others lose nothing of these numbers."""
 CONSISTENCIES: dict[str, Consistency] = {"asp": ASP(), "ssp": SSP(staleness=2), "bsp": BSP()}
 Row = NDArray[np.float32]
 States = list[tuple[Row, Row]]
@@ -54,9 +56,12 @@ States = list[tuple[Row, Row]]
 
 class ModelTable:
     """What a table holds after the operations so far. `now`: rows as steps and changes have left them; `opened`: rows
-    that the open step has gradients of, as they are with these."""
+    that the open step has gradients of, as they are with these; `kept`: what is to be pushed with the next gradients
+    of rows, as it is below `least`."""
 
-    def __init__(self, init: float, trains: bool, dim: int) -> None:
+    def __init__(self, init: float, trains: bool, dim: int, least: float = 0.0) -> None:
+        self.kept: dict[int, float] = {}
+        self._least = least
         self.now: dict[int, tuple[Row, Row]] = {}
         self.opened: dict[int, tuple[Row, Row]] = {}
         self._new = np.full(dim, init, np.float32), np.zeros(dim if trains else 0, np.float32)
@@ -69,9 +74,13 @@ class ModelTable:
         """What may be shown of a row now."""
         return [self.of(key), *([self.opened[key]] if key in self.opened else [])]
 
-    def push(self, grads: dict[int, float], lr: float) -> None:
-        for key, amount in grads.items():
-            w, s = self.of(key)
+    def push(self, grads: dict[int, float], share: float, lr: float) -> None:
+        for key, gradient in grads.items():
+            whole = self.kept.pop(key, 0.0) + gradient
+            if abs(whole) < self._least:
+                self.kept[key] = whole
+                continue
+            (w, s), amount = self.of(key), share * whole
             if self._trains:
                 s = (s + amount * amount).astype(np.float32)
                 self.opened[key] = (w - lr * amount / np.sqrt(s)).astype(np.float32), s
@@ -85,6 +94,12 @@ class ModelTable:
     def load(self, key: int, value: float, slot: float) -> None:
         w, s = self._new
         self.now[key] = np.full_like(w, value), np.full_like(s, slot)
+        self.kept.pop(key, None)
+
+    def delete(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            self.now.pop(key, None)
+            self.kept.pop(key, None)
 
 
 @dataclass
@@ -106,6 +121,7 @@ class Story:
     handles: dict[str, Any]
     open_table: Callable[[str], SparseTable]
     share: float  # of each gradient that counts: rounds take the mean of all workers'
+    least: float = 0.0  # of gradients of the table with filters
     models: dict[str, ModelTable] = field(default_factory=dict)
     step: OpenStep | None = None
     pending: list[Pending] = field(default_factory=list)
@@ -118,7 +134,8 @@ class Story:
             self.models[TENSOR].load(at, 1.0, 0.0)
 
     def _forget(self, name: str) -> None:
-        self.models[name] = ModelTable(3.0 if name == "trained" else 0.0, name == "trained", DIM)
+        init, least = 3.0 if name == "trained" else 0.0, self.least if name == "filtered" else 0.0
+        self.models[name] = ModelTable(init, name == "trained", DIM, least)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -140,7 +157,7 @@ class Story:
 
     def _pushed(self, grads: dict[str, dict[int, float]], lr: float) -> None:
         for name, some in grads.items():
-            self.models[name].push({key: self.share * amount for key, amount in some.items()}, lr)
+            self.models[name].push(some, self.share, lr)
 
     def push(self, grads: dict[str, dict[int, float]], lr: int, how: str) -> None:
         if self.step is not None:
@@ -308,8 +325,7 @@ class Story:
         with self._behind():
             self.handles[name].delete(keys)
         if self.step is None:
-            for key in keys:
-                self.models[name].now.pop(key, None)
+            self.models[name].delete(keys)
             self._note()
 
     def clear(self, name: str, by_name: bool) -> None:
@@ -319,7 +335,7 @@ class Story:
             else:
                 self.handles[name].clear()
         if self.step is None:
-            self.models[name].now.clear()
+            self.models[name].delete(list({**self.models[name].now, **self.models[name].kept}))
             self._note()
 
     def drop(self, name: str) -> None:
@@ -446,7 +462,8 @@ def run(
             while others and not training:
                 threads.sleep(0.01)
             share = 0.5 if others and isinstance(consistency, BSP) else 1.0
-            story = Story(ps, found, handles, lambda name: open_table(ps, name), share)
+            least = LEAST if any(isinstance(each, Threshold) for each in filters[0]) else 0.0
+            story = Story(ps, found, handles, lambda name: open_table(ps, name), share, least)
             for before, (call, *arguments) in program:
                 if before is not None:
                     story.push(some_grads(before), 1, "")
