@@ -247,6 +247,22 @@ def test_rows_of_several_tables_are_pulled_with_one_question() -> None:
                 np.testing.assert_array_equal(row, shared.tables[name].row(key))
 
 
+def test_rows_that_are_expected_are_those_of_a_later_load() -> None:
+    ids = torch.arange(5)
+
+    def work(ps: GroupClient) -> list[float]:
+        model = Embedding(ps, "items", 2, optimizer=eps.SGD(lr=1.0), init=eps.Zeros())
+        optimizer = Optimizer(ps, model)
+        model(ids).sum().backward()
+        model.expect(ids)
+        optimizer.step()
+        model.table.load(ids.numpy(), np.full((5, 2), 7, np.float32))
+        return [float(value) for value in model(ids).detach()[:, 0]]
+
+    with clients(FakeClient(), 2) as ranks:
+        assert together(work, ranks) == [[7.0] * 5] * 2
+
+
 def test_what_is_asked_for_ahead_may_be_taken_in_any_order_or_not_at_all() -> None:
     shared = FakeClient()
 
