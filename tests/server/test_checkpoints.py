@@ -244,7 +244,7 @@ def test_a_slow_storage_holds_up_the_scan_and_who_does_not_ask_any_more_ends_it(
 
 
 def test_pushes_wait_when_too_much_is_kept_and_go_on_as_it_is_written() -> None:
-    story = a_story(aside_bytes=3000)
+    story = a_story(aside_bytes=3900)
     heads = [server for server in story.wires.servers.values() if server.checkpoints._scan is not None]
     for server in heads:
         story.shelves[server.me.name].stuck = True
@@ -260,7 +260,7 @@ def test_pushes_wait_when_too_much_is_kept_and_go_on_as_it_is_written() -> None:
     story.wires.settle()
     assert any(server.replica.careful for server in held)
     for server in held:
-        assert server.checkpoints.aside_bytes <= 2 * 3000
+        assert server.checkpoints.aside_bytes <= 2 * 3900
     for server in heads:
         story.shelves[server.me.name].stuck = False
     story.wires.clock.now += 0.1
