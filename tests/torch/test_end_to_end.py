@@ -61,7 +61,8 @@ class Tower(nn.Module):
     def __init__(self, users: nn.Module, words: nn.Module) -> None:
         super().__init__()
         self.users, self.words = users, words
-        self.deep = nn.Sequential(nn.Linear(16, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 1))
+        # Smooth: a ReLU near zero flips with the last bit of a product, which differs between CPUs.
+        self.deep = nn.Sequential(nn.Linear(16, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 1))
         self.scale = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, users: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
