@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import traceback
 from asyncio import events
 from collections.abc import Callable, Coroutine
@@ -23,7 +24,7 @@ from chaos.sim.store import StoreProcess
 from chaos.sim.threads import Thread, Threads
 from chaos.sim.violation import Violation
 from coordinator.leader import run_coordinator
-from coordinator.membership import ROSTER, VIEW, create_cluster
+from coordinator.membership import DRAINS, ROSTER, VIEW, create_cluster, drained
 from coordinator.sessions import ServerSession
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View
 from elasticps.checkpoint.filing import InlineFiling
@@ -228,14 +229,15 @@ class Cluster:
         return again
 
     def _check_drained(self, member: Member) -> None:
-        """A server has nothing any more when it ends; or if it had no time, nothing that no server has that stays."""
+        """A server has nothing any more when it ends; or if it had no time, nothing of which no other server keeps a
+        copy."""
         view = self.view
         index = -1 if view is None else view.as_chains.index(member)
         if view is None or index < 0:
             return
         ranges = set(np.flatnonzero((view.chains == index).any(axis=1)).tolist())
         if self._hurried:
-            ranges &= self.uncopied(member.name)
+            ranges &= self.uncopied(member.name, partial(self._outstays, member))
         if ranges:
             self.broken(
                 Violation("drain", f"{member} ends as a replica of ranges {sorted(ranges)} in epoch {view.epoch}")
@@ -249,6 +251,21 @@ class Cluster:
     def _stays(self, name: str) -> bool:
         """Whether a server's copies may be counted on: it does not end by itself at any moment."""
         return not (self._hurried and self.servers[name].asked)
+
+    def _outstays(self, member: Member, other: str) -> bool:
+        """Whether another server keeps its copies although `member`, which drained, ends with its own.
+
+        A server that is asked to drain writes a request, then looks who else drains, and only then ends. So of two the
+        second to write sees the first one's request in every look, and keeps what only these two have. The moment of a
+        SIGTERM does not count: nobody else can know of it before the request is in the store.
+        """
+        if not self.servers[other].asked:
+            return True
+        drains = self.store.run(self.store.data.list(DRAINS)).entries
+        asked_at = {drained(entry.key, entry.value): entry.revision for entry in drains}
+        life = self.servers[other].now
+        never = math.inf  # no request yet
+        return life is not None and asked_at.get(life.serving.me, never) > asked_at.get(member, never)
 
     def drain(self, name: str) -> None:
         """As SIGTERM: a server is asked to move what it has to others, and to end."""
@@ -356,15 +373,15 @@ class Cluster:
                 return False
         return True
 
-    def uncopied(self, without: str) -> set[int]:
+    def uncopied(self, without: str, stays: Callable[[str], bool] | None = None) -> set[int]:
         """The ranges that have no complete copy, by the newest view, in a process that lives and stays, without a
         server. A copy that is kept counts until the one that is left has asked to go on without it: that may be on its
-        way."""
-        view = self.view
+        way. stays: whether a server's copies count; None: as long as it cannot end by itself."""
+        view, stays = self.view, stays or self._stays
         assert view is not None
         servers = [self.life(s.name, s.incarnation) for s in view.servers]
         lives = [
-            server is not None and s.name != without and self._stays(s.name)
+            server is not None and s.name != without and stays(s.name)
             for s, server in zip(view.servers, servers, strict=True)
         ]
         alone = np.array([*(0 if server is None else server.leaders.alone for server in servers), 0])
