@@ -167,7 +167,11 @@ class EtcdStore:
     ) -> int | None:
         """See `Store.compare_and_set_all`."""
         check_writes(writes)
-        held = [] if unchanged is None else [_compare(self._key(unchanged.key), "MOD", unchanged.revision)]
+        held = []
+        if unchanged is not None:
+            name, compare = self._key(unchanged.key), rpc.Compare
+            held = [_compare(name, "MOD", unchanged.revision)]
+            held.append(compare(key=name, target=compare.VALUE, result=compare.EQUAL, value=unchanged.value))
         return await self._swap(writes, held, 0, 0.0)
 
     async def _swap(

@@ -101,8 +101,8 @@ class MemoryStore:
         self._check_open()
         check_writes(writes)
         wanted = {check_key(key): expect for key, (_, expect) in writes.items()}
-        if unchanged is not None:
-            wanted[unchanged.key] = unchanged.revision
+        if unchanged is not None and self._data.entries.get(unchanged.key) != unchanged:
+            return None
         if any(self._revision(key) != expect for key, expect in wanted.items()):
             return None
         self._data.revision += 1

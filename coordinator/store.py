@@ -130,7 +130,8 @@ class Store(Protocol):
         self, writes: Mapping[str, tuple[bytes, int]], *, unchanged: Entry | None = None
     ) -> int | None:
         """Writes all of these values, or none: each key's revision has to be the one beside its value (0: absent), and
-        `unchanged` what it was. The revision of all writes, or None if lost, as for `compare_and_set`.
+        `unchanged` what it was, with its value: another store may have come as far. The revision of all writes, or
+        None if lost, as for `compare_and_set`.
 
         ValueError for no key, for more than `WRITES_MAX` or for more than VALUE_MAX bytes together.
         """

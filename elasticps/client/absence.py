@@ -17,7 +17,10 @@ ABSENT_S = 3.0  # out of reach: a failover would have come by then
 
 def absent(routes: Routes, peers: Mapping[Member, Peer], now_s: float) -> set[Member]:
     """Those that are, as long as others are there."""
-    away = np.array([*(_away(peers[m], now_s) for m in routes.members), True])  # index -1, nobody, finds the last
+    out = [_away(peers[m], now_s) for m in routes.members]
+    if not any(out):
+        return set()
+    away = np.array([*out, True])  # index -1, nobody, finds the last
     heads, tails = routes.view.heads, routes.view.tails
     waits = away[routes.view.as_chains.copies].all(axis=1)
     needed = set(np.unique(np.concatenate([heads[~waits], tails[~waits]])).tolist())

@@ -40,9 +40,9 @@ from elasticps.client.protocol.join import Past
 from elasticps.client.rates import SetRate, SetRates
 from elasticps.client.registrations import (
     NewTable,
+    Registrar,
     Registration,
     in_portions,
-    register,
     registration_of,
     registry_value,
     said_by,
@@ -80,6 +80,7 @@ class Registry:
         self.proven = credentials is not None  # everybody proves who they are: a server is not who leads
         self._url = url
         self._store = store
+        self._registrar = Registrar(store)
         self._worker: WorkerSession | None = None
 
     @classmethod
@@ -269,9 +270,11 @@ class Registry:
         return [found[key] for key in keys]
 
     async def _open_tables(self, prefix: str, wanted: Mapping[str, NewTable], worker: int) -> dict[str, Registration]:
+        if made := await self._registrar.register_at_once(wanted, worker, self._name):
+            return made
         if self._worker is not None:
             await self._worker.our_cluster()
-        return await register(self._store, prefix, wanted, worker, self._name)
+        return await self._registrar.register(prefix, wanted, worker, self._name)
 
     def find(self, app: str, name: str, timeout_s: float) -> Registration | None:
         """A table of an application, None if it has none of that name."""

@@ -19,9 +19,13 @@ class Memory:
     """Allocator of 64-byte aligned blocks: best fit in shared chunks, neighbours joined when freed.
 
     It serves growth, not the hot path: calls cost microseconds, and what they return never moves.
+
+    with_holes: ids of tables in whose blocks rows were dropped. Tables enter themselves, and a look at what could be
+    given back is at these alone.
     """
 
     def __init__(self) -> None:
+        self.with_holes: set[int] = set()
         self._mappings: dict[int, tuple[mmap.mmap, int]] = {}  # address -> mapping, bytes
         self._used: dict[int, int] = {}  # address -> bytes, blocks in chunks
         self._free: dict[int, int] = {}

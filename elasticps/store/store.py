@@ -23,8 +23,9 @@ class Store:
     remembered, a bit for each range; at which places, only as long as the table is here.
 
     tables: all of them, also those; live: without those. dropped: for each id that was dropped, the ranges in which it
-    was, as packed bits, the lowest first. new: live tables made since somebody has emptied it. version: changes with
-    `live`.
+    was, as packed bits, the lowest first. new: live tables made since somebody has emptied it. changed: ids of tables
+    that were made, dropped or given an owner since somebody has emptied it. unowned: live tables whose application is
+    not known.
     """
 
     def __init__(self, ranges: int) -> None:
@@ -34,7 +35,8 @@ class Store:
         self.dropped: dict[int, NDArray[np.uint8]] = {}
         self._places: dict[int, NDArray[np.int64]] = {}  # of logs, int64 [ranges], -1 where a table was not dropped
         self.new: list[tuple[int, Table]] = []
-        self.version = 0
+        self.changed: set[int] = set()
+        self.unowned: set[int] = set()
         self._apps: dict[int, str] = {}
         self.cuts = Cuts(ranges)
         self._memory = Memory()
@@ -50,21 +52,28 @@ class Store:
             if not table.dropped:
                 self.live[table_id] = table
                 self.new.append((table_id, table))
-                self.version += 1
+                self._note(table_id, table)
         elif difference := spec.difference(table.spec):
             raise SpecError(f"table {table.spec.name!r} (id {table_id}) exists with another spec: {difference}")
         elif app and not table.app:
             table.app = app
-            self.version += 1
+            self._note(table_id, table)
         return table
+
+    def _note(self, table_id: int, table: Table) -> None:
+        """A live table was made, or given an owner."""
+        self.changed.add(table_id)
+        if table.app:
+            self.unowned.discard(table_id)
+        else:
+            self.unowned.add(table_id)
 
     def belong(self, apps: Mapping[int, str]) -> None:
         """Names the owners of tables, by id. A table whose owner is known keeps that owner."""
         self._apps |= {number: self._apps.get(number, app) for number, app in apps.items()}
-        for number in apps.keys() & self.live.keys():
-            if not self.live[number].app:
-                self.live[number].app = apps[number]
-                self.version += 1
+        for number in apps.keys() & self.unowned:
+            self.live[number].app = apps[number]
+            self._note(number, self.live[number])
 
     def drop(self, table_id: int, ranges: NDArray[np.int64], places: NDArray[np.int64]) -> None:
         """Forgets a table's rows in some ranges, for good, at these places of their logs; whoever asks for the table is
@@ -72,7 +81,8 @@ class Store:
         if table_id not in self.dropped:
             self.dropped[table_id] = self._bits(ranges[:0])
             self.live.pop(table_id, None)
-            self.version += 1
+            self.unowned.discard(table_id)
+            self.changed.add(table_id)
         self.dropped[table_id] |= self._bits(ranges)
         table = self.tables.get(table_id)
         if table is not None:
@@ -183,10 +193,12 @@ class Store:
 
     def tidy(self, rows: int) -> None:
         """Has tables with many dropped rows give memory back: handles about so many rows."""
-        for table in self.tables.values():
+        for number in sorted(self._memory.with_holes):
             if rows <= 0:
                 break
-            rows = table.tidy(rows)
+            rows = self.tables[number].tidy(rows)
+            if not self.tables[number].reusable_bytes:
+                self._memory.with_holes.discard(number)
 
     @property
     def rows(self) -> int:
@@ -201,4 +213,4 @@ class Store:
     @property
     def reusable_bytes(self) -> int:
         """Bytes of dropped rows of all tables, which their next rows take first."""
-        return sum(table.reusable_bytes for table in self.tables.values())
+        return sum(self.tables[number].reusable_bytes for number in self._memory.with_holes)

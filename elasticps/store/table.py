@@ -203,6 +203,7 @@ class Table:
             for r in np.unique(ranges).tolist():
                 self.deletions.note(r, gone[ranges == r], int(self._cuts.newest[r]))
         index.remove(self._header, gone)
+        self._memory.with_holes.add(self.table_id)
         if not self._header[field.H_ROWS]:
             self.clear()
         return len(gone)
@@ -318,6 +319,7 @@ class Table:
         if self.kept is not None:
             self._find_to_change(keys, np.empty(len(keys), np.int64))
         index.free_rows(self._header, rows)
+        self._memory.with_holes.add(self.table_id)
         self._release_segment(r)
         self._counts[r] = 0
         if not self._header[field.H_ROWS]:
@@ -418,11 +420,8 @@ class Table:
     def _grow(self, r: int, capacity: int) -> None:
         capacity = max(capacity, index.FIRST_CAPACITY)
         nbytes = index.segment_entries(capacity) * index.ENTRY
-        segment, old, old_capacity = (
-            self._memory.allocate(nbytes),
-            int(self._descriptors[r, 0]),
-            int(self._descriptors[r, 1]),
-        )
+        segment = self._memory.allocate(nbytes)
+        old, old_capacity = self._descriptors[r, : field.D_STAMP].tolist()
         if not index.regrow(self._header, r, segment, capacity):
             self._memory.free(segment)
             self._grow(r, capacity + capacity // 8 + 1)
@@ -454,6 +453,7 @@ class Table:
         self._slabs.clear()
         self._slab_bytes = 0
         self._header[_PLACES] = 0
+        self._memory.with_holes.discard(self.table_id)
 
     def tidy(self, rows: int) -> int:
         """Gives memory of dropped rows back to the system, by moving others together, a slab at a time and about `rows`

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from queue import Queue
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 import elasticps as eps
 from coordinator.adoption import adopt, plan_adoption
-from coordinator.membership import last_workers
+from coordinator.membership import config_of, last_workers, new_number
 from coordinator.memory import MemoryStore
 from coordinator.store import Entry
 from coordinator.view import View
@@ -143,3 +144,52 @@ def test_tables_that_are_none_hide_no_others(scene: Scene, value: bytes) -> None
     (entry,) = scene.runtime.run(scene.store.list("tables/default/t"), 30.0).entries
     scene.put("tables/default/another", entry.value)  # it has the spec of t
     assert list(scene.registry.tables("default", 30.0)) == ["t"]
+
+
+def test_a_table_after_another_takes_one_request(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> None:
+    """Its number is that of the write before, which nobody else gets: it was asked for, behind two reads of the config
+    and one of the key."""
+    calls = list[str]()
+
+    def count(name: str) -> None:
+        call = getattr(scene.store, name)
+
+        async def counted(*arguments: Any, **named: Any) -> Any:
+            calls.append(name)
+            return await call(*arguments, **named)
+
+        monkeypatch.setattr(scene.store, name, counted)
+
+    for name in ("get", "list", "put", "compare_and_set", "compare_and_set_all"):
+        count(name)
+
+    def register(name: str) -> Registration:
+        calls.clear()
+        spec = eps.TableSpec(name, 4, eps.Accumulate())
+        return scene.registry.open_tables("default", [NewTable(spec, True)], scene.worker.id, 30.0)[0]
+
+    def other_number() -> int:
+        return scene.runtime.run(new_number(scene.store), 30.0)
+
+    numbers = [register("a").id, other_number()]
+    for i in range(20):
+        numbers += [register(f"t{i}").id, other_number()]
+        assert i == 0 or calls[:1] == ["compare_and_set_all"]
+        register(f"u{i}")
+        assert calls == ["compare_and_set_all"]
+    again = register("u7")
+    assert not again.made  # one that exists is found
+    assert len({*numbers}) == len(numbers)
+    found = scene.registry.tables("default", 30.0)
+    assert len({table.id for table in found.values()} | {*numbers}) == 41 + 21
+
+
+def test_a_number_of_a_store_that_was_replaced_is_not_used(scene: Scene) -> None:
+    """The config of the other one may be as old, at the same revision."""
+    first = scene.registry.open_tables("default", [NewTable(SPEC, True)], scene.worker.id, 30.0)[0]
+    entries = scene.store._data.entries
+    before = entries["config"]
+    entries["config"] = replace(before, value=replace(config_of(before), base=1000).to_json())
+    spec = eps.TableSpec("u", 4, eps.Accumulate())
+    second = scene.registry.open_tables("default", [NewTable(spec, True)], scene.worker.id, 30.0)[0]
+    assert first.id < 1000 < second.id

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -59,6 +60,8 @@ async def test_many_keys_are_written_together_or_not_at_all(clients: Clients) ->
         assert made > config
         assert (await store.list("")).entries[:2] == (Entry("a", b"1", made, made), Entry("b", b"2", made, made))
         assert await store.compare_and_set_all({"c": (b"3", 0), "b": (b"4", 0)}) is None
+        assert kept is not None
+        assert await store.compare_and_set_all({"c": (b"3", 0)}, unchanged=replace(kept, value=b"2")) is None
         await store.put("config", b"2")
         assert await store.compare_and_set_all({"a": (b"5", made)}, unchanged=kept) is None
         again = await store.compare_and_set_all({"a": (b"6", made), "c": (b"7", 0)})

@@ -150,6 +150,7 @@ def test_a_table_whose_owner_is_not_known_yet_is_dropped_by_nobody(run: Run) -> 
         await group.connect("a")
         await until(lambda: TABLE in head.store.live)
         head.store.live[TABLE].app = ""  # as an earlier version's server, or a checkpoint, leaves it
+        head.store.unowned.add(TABLE)
         other = await group.connect("b", create=False)
         answer = dropping(other, view, TABLE)
         await until(lambda: head.registered.wanted and head.news.behind.is_set())
@@ -180,6 +181,7 @@ def test_a_server_that_made_a_table_by_anothers_word_looks_whose_it_is(run: Run)
         tail.tick()
         assert not wanted()
         tail.store.live[TABLE].app = ""  # as an earlier version's server, or a checkpoint, leaves it
+        tail.store.unowned.add(TABLE)
         tail.tick()
         assert wanted()
         assert tail.news.behind.is_set()
@@ -338,6 +340,7 @@ def test_a_server_looks_whose_a_table_is_until_the_store_has_said_it(run: Run) -
             await group.connect("a")
             await until(lambda: TABLE in tail.store.live)
             tail.store.live[TABLE].app = ""  # as an earlier version's server leaves it
+            tail.store.unowned.add(TABLE)
             tail.tick()
             await until(lambda: store.refused and not tail.news.behind.is_set())
             store.out = False

@@ -235,11 +235,12 @@ def test_a_store_knows_its_tables() -> None:
 def test_a_dropped_table_is_kept_until_all_replicas_of_what_is_held_have_dropped_it() -> None:
     store, acked = Store(4), np.array([10, 10, -1, 10])
     keys = np.arange(200)
-    made, version = store.create(TableSpec("a", 4, spec.SGD(0.1)), 5), store.version
+    made = store.create(TableSpec("a", 4, spec.SGD(0.1)), 5)
+    store.changed.clear()
     fill(made, keys)
     store.drop(5, np.array([0, 1]), np.array([3, 11]))
     assert (store.live, store.tables, made.dropped) == ({}, {5: made}, True)
-    assert store.version > version
+    assert store.changed == {5}
     assert [bool(made.count_range(r)) for r in range(4)] == [False, False, True, True]
     assert store.bury(acked) == []
     store.drop(5, np.array([3]), np.array([9]))

@@ -19,12 +19,12 @@ from elasticps.server.fast.outbox import Outbox
 from elasticps.server.fast.receive import consume, warm
 from elasticps.server.fast.receiver import Receiver
 from elasticps.server.fast.shared import Shared
+from elasticps.server.fast.tables import TableRows
 from elasticps.server.fast.told import Told
 from elasticps.server.fast.young import YoungEntries, YoungLog
 from elasticps.server.protocol import reads
 from elasticps.server.protocol.operations import positions_of
 from elasticps.store import Store
-from elasticps.store.updates import KINDS
 from elasticps.wire.frames import HEADER_BYTES, FrameError, unpack_header
 from elasticps.wire.keys import LIST_KEYS
 from elasticps.wire.packed import unpack_first
@@ -66,8 +66,7 @@ class FastPath:
         self._changed = self._served = 0
         self.turn_bytes = TURN_BYTES
         self.observer: Observer | None = None
-        self._version = self._generation = self._tables = self._refusals = -1
-        self._apps: dict[str, int] = {}
+        self._version = self._generation = self._refusals = -1
         self._orders: dict[int, tuple[Ranges, NDArray[np.int64]]] = {}
         self.log = YoungLog()
         self.replica: Replica
@@ -85,6 +84,7 @@ class FastPath:
         self._lanes[:] = -1
         self._lanes[:, at.L_PYTHON] = 0
         self._told = Told(shared)
+        self.tables = TableRows(shared)
         self.connections = shared.make(at.H_CONNECTIONS, (FIRST_CONNECTIONS, at.CONNECTION))
         self._segments = shared.make(at.H_SEGMENTS, (SEGMENTS, at.SEGMENT))
         f[at.H_SEGMENT_SIZE] = SEGMENTS
@@ -134,8 +134,8 @@ class FastPath:
             self._follow_clocks()
         if replica.refusals.version != self._refusals:
             self._follow_refusals()
-        if self.store.version != self._tables:
-            self._follow_tables()
+        if self.store.changed:
+            self.tables.follow(self.store)
         f[at.H_CAREFUL] = replica.careful
         f[at.H_PYTHON_BYTES] = self.log.old_bytes
         self._lanes[:, at.L_PYTHON] = 0
@@ -198,20 +198,9 @@ class FastPath:
         refused = np.array([newest.get(worker, 0) for worker in workers.tolist()], np.int64)
         self._shared.share(at.H_REFUSED, refused)
 
-    def _follow_tables(self) -> None:
-        rows = np.zeros((len(self.store.live), at.TABLE), np.int64)
-        for i, (number, table) in enumerate(self.store.live.items()):
-            kind = table.spec.optimizer.kind
-            update = KINDS.index(kind) if kind in KINDS and table.push.code >= 0 else -1
-            app = self.number_of(table.app) if table.app else 0
-            coded = table.push.code, table.push.words, table.pull.code, table.pull.words
-            rows[i] = number, table.header_address, update, table.spec.optimizer.step_floats, app, *coded
-        self._shared.share(at.H_TABLES, rows)
-        self._fields[at.H_TABLE_COUNT], self._tables = len(rows), self.store.version
-
     def number_of(self, app: str) -> int:
         """The number by which compiled code knows an application, from 1 on."""
-        return self._apps.setdefault(app, len(self._apps) + 1)
+        return self.tables.number_of(app)
 
     def serve(self, tailed: Ranges, held: Ranges, tail_since: int, full_since: int) -> None:
         """What may be read here, and since which epochs."""

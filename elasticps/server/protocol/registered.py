@@ -79,7 +79,7 @@ class Registered:
         whose application is not known: a read may fail, or have begun before the table was registered."""
         if self._entries is None:
             return
-        before, self._unknown = self._unknown, frozenset(n for n, table in self._store.live.items() if not table.app)
+        before, self._unknown = self._unknown, frozenset(self._store.unowned)
         if self._unknown - before:
             self._pause = self._left = 0
         if self._unknown and self._left == 0:
