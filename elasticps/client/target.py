@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn, Protocol, SupportsIndex
 
 import numpy as np
@@ -35,7 +37,14 @@ class Changes(Protocol):
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=6)  # whoever calls Client.table or Client.tensor
+    """Warns at the line of the caller's own code that opened the table, however deep in this package it happened."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and Path(frame.f_code.co_filename).is_relative_to(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
+
+
+_PACKAGE = Path(__file__).parent.parent
 
 
 class Target(Reduced):
