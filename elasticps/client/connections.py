@@ -14,7 +14,19 @@ from elasticps.client.protocol.routing import Routes
 from elasticps.client.runtime import Lock, Runtime
 from elasticps.client.short_keys import ShortKeys
 from elasticps.client.transport import Driver, Link, OnFrame, Sink, Usual
-from elasticps.errors import LeftOut, NotFinite, ServerError, ServerFull, SpecError, Timeout, UnknownTable
+from elasticps.errors import (
+    Closed,
+    ConfigError,
+    Error,
+    LeftOut,
+    NotFinite,
+    ServerError,
+    ServerFull,
+    SpecError,
+    Timeout,
+    UnknownTable,
+    VersionMismatch,
+)  # fmt: skip
 from elasticps.wire.frames import Buffer
 from elasticps.wire.refusals import RefusedRows, decode_refused
 from replication.chain import Member
@@ -275,3 +287,15 @@ def server_error(document: Mapping[str, Any], server: str) -> Exception:
     if code == "left-out":
         return LeftOut(text)
     return ServerError(f"server {server} refused: {text}")
+
+
+def ending_error(document: Mapping[str, Any], server: str) -> Error | None:
+    """What ends the client, if a refusal does."""
+    code, text = document.get("code"), str(document.get("message"))
+    if code == "fenced":
+        return Closed(text)
+    if code == "identity":
+        return ConfigError(f"server {server} does not let this worker in: {text}")
+    if code == "version":
+        return VersionMismatch(f"server {server}: {text}")
+    return None

@@ -15,21 +15,20 @@ from numpy.typing import NDArray
 from coordinator.forks import REMEDY
 from coordinator.view import View, WorkerInfo
 from elasticps.client import absence
-from elasticps.client.connections import Connections, Peer, refused_by, server_error
+from elasticps.client.connections import Connections, Peer, ending_error, refused_by, server_error
 from elasticps.client.forks import at_fork
 from elasticps.client.holding import Holding
+from elasticps.client.new_views import NewViews, ReadStore
 from elasticps.client.presence import Presence
 from elasticps.client.protocol.fan_out import Answer, FanOut, FanOuts, Questions, Script, T, carry_out
-from elasticps.client.protocol.hearsay import Hearsay
 from elasticps.client.protocol.routing import Routes
 from elasticps.client.protocol.session import Session
-from elasticps.client.protocol.view_refresh import ViewRefresh
 from elasticps.client.pull_batch import ANSWERS, FAN_OUT, OWNERS, PULL, PUSH, take_answers
 from elasticps.client.pulls import Pulls, Read
 from elasticps.client.pushes import Pushes
 from elasticps.client.runtime import Runtime
 from elasticps.client.transport import Driver, Link
-from elasticps.errors import Closed, ClusterUnreachable, ConfigError, Error, Timeout, VersionMismatch
+from elasticps.errors import Closed, ClusterUnreachable, Error, Timeout, VersionMismatch
 from elasticps.wire.frames import (
     LAST,
     REFUSED,
@@ -42,7 +41,7 @@ from elasticps.wire.frames import (
     read_clocks,
     read_partly,
 )
-from elasticps.wire.headers import GetViewHeader, OkHeader
+from elasticps.wire.headers import GetViewHeader
 from elasticps.wire.refusals import RefusedRows
 from elasticps.wire.use import Use, UseHeader
 from elasticps.wire.views import read_view
@@ -66,12 +65,12 @@ class Dispatcher:
         worker: WorkerInfo,
         view: View,
         window: int,
-        ask_view: Callable[[Callable[[View | None], None]], None],
+        ask_view: ReadStore,
         credentials: Credentials | None = None,
         *,
         proven: bool = False,
     ) -> None:
-        """proven: everybody proves who they are, so that a server's word for a view is not the leader's."""
+        """proven: as for `NewViews`."""
         self.runtime = runtime
         self.cluster = cluster
         self.worker = worker
@@ -82,12 +81,8 @@ class Dispatcher:
         self.on_anew: Callable[[list[int], int], None] = lambda epochs, committed: None
         self.on_watch: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)  # what a `Use` has of caches and shards
         self.disowned = False  # this is a fork of the process that connected
-        self._ask_view = ask_view
-        self._refresh = ViewRefresh()
-        self._proven = proven
-        self._hearsay = Hearsay()
+        self.new_views = NewViews(cluster, view.ranges, ask_view, self._from_store, proven=proven)
         self._answered = np.empty(ANSWERS, np.int64)  # requests, of one buffer
-        self._heard = 0  # frames received, from servers of our view
         self._hurt = False  # an exception came while something here was being changed
         self._driver = Driver(runtime, self._broken, self._turn, self._failed)
         self.nudge = self._driver.nudge
@@ -96,7 +91,7 @@ class Dispatcher:
             runtime, self._driver, self.lock, json_frame(Kind.HELLO, hello), self._on_frame, self._sink,
             self._usual, self._gone, credentials,
         )  # fmt: skip
-        self._presence = Presence(self.connections)
+        self.presence = Presence(self.connections)
         send = self.connections.send
         numbers = {owner: itertools.count(OWNERS + owner, OWNERS) for owner in (PUSH, FAN_OUT)}
         self.pushes = Pushes(self.session, worker.id, numbers[PUSH], send, self._fenced, self.connections.keys_of)
@@ -276,25 +271,6 @@ class Dispatcher:
         """Asks whatever a script wants to know, and returns what came of it."""
         return carry_out(script, self.ask_all)
 
-    def join(self, base: int, timeout_s: float, begin: Callable[[], None] = lambda: None) -> int:
-        """Tells every server, now and on each later connection, the clock that this worker starts above; `begin()` may
-        push the step after it in the same breath. Returns the lowest clock of the other active workers as all wait."""
-        with self.lock:
-            self.session.start_at(base)
-            self._presence.join(base)
-            begin()
-        return max((OkHeader.of(answer.header).minimum for answer in self._told(timeout_s)), default=0)
-
-    def pause(self, timeout_s: float) -> None:
-        """Tells every server that this worker holds nobody back, until it joins again."""
-        with self.lock:
-            self._presence.pause()
-        self._told(timeout_s)
-
-    def _told(self, timeout_s: float) -> list[Answer]:
-        presence = self._presence.header
-        return self.ask_all(lambda routes: [(p.member, presence, []) for p in self._serving()], timeout_s, "joining")
-
     def start_reads(self, reads: Sequence[Read], bound: int | None, wait_ms: int) -> None:
         """Asks for the parts of reads; `bound` and `wait_ms` as in the PULL header."""
         with self.lock:
@@ -332,7 +308,7 @@ class Dispatcher:
                     self.pushes.ok(request)
                 else:
                     self.pulls.arrived(request)
-            self._heard += count
+            self.new_views.heard += count
             self.holding.tell()
             return start
 
@@ -340,7 +316,7 @@ class Dispatcher:
         with self.lock:
             if self._hurt:  # it may be the answer to a part of what was to be sent: everything is asked again
                 return
-            self._heard += link.ready  # a server started again at a lost one's address has no news for us
+            self.new_views.heard += link.ready  # a server started again at a lost one's address has no news for us
             kind, request = header.kind, header.request
             owner = request % OWNERS
             if kind == Kind.OK and owner == PUSH:
@@ -383,12 +359,8 @@ class Dispatcher:
         code, text, request = document.get("code"), str(document.get("message")), header.request
         epoch, owner = document.get("epoch"), request % OWNERS
         epoch = epoch if isinstance(epoch, int) else header.epoch
-        if code == "fenced":
-            self._end(Closed(text))
-        elif code == "identity":
-            self._end(ConfigError(f"server {link.server.name} does not let this worker in: {text}"))
-        elif code == "version":
-            self._end(VersionMismatch(f"server {link.server.name}: {text}"))
+        if (ending := ending_error(document, link.server.name)) is not None:
+            self._end(ending)
         # Another cluster's server has taken a lost one's address; or the roster is without us, until we are registered
         # again. Only who has our name now ends us.
         elif code in ("malformed", "cluster", "unlisted"):
@@ -411,7 +383,7 @@ class Dispatcher:
     def _stall(self, request: int, owner: int, epoch: int) -> None:
         """A server has another view than the one that a pull or a question was planned under: plan it again, as soon as
         there is a newer one or, should it be the same, at the next turn."""
-        self._refresh.epoch = max(self._refresh.epoch, epoch)
+        self.new_views.need(epoch)
         if owner == PULL:
             self.pulls.stall(request)
         else:
@@ -426,15 +398,10 @@ class Dispatcher:
 
     def _hear_of(self, member: Member, view: View) -> None:
         """A server speaks of a newer view."""
-        self._check_ours(view)
-        if not self._proven:
+        if self.new_views.hear(self.runtime.monotonic(), member, view):
             self._adopt(view)
-        elif self._hearsay.hear(self.runtime.monotonic(), member, view):
+        elif self.new_views.doubted:
             self._driver.nudge()
-
-    def _check_ours(self, view: View) -> None:
-        if view.cluster != self.cluster or view.ranges != self.routes.view.ranges:
-            raise FrameError(f"a view of cluster {view.cluster!r} with {view.ranges} ranges is not this cluster's")
 
     def _adopt(self, view: View) -> None:
         """Follows a newer view: links, pushes, reads and questions."""
@@ -442,7 +409,7 @@ class Dispatcher:
             return
         log.info("worker %s follows epoch=%d reason=%r", self.worker.name, view.epoch, view.reason)
         if anew := sorted({*view.anew[view.anew > self.routes.epoch].tolist()}):
-            self._presence.go_on(self.session.committed)
+            self.presence.go_on(self.session.committed)
             self.on_anew(anew, self.session.committed)
         self.routes = Routes(view)
         self.connections.follow(self.routes)
@@ -452,21 +419,7 @@ class Dispatcher:
 
     def _from_store(self, view: View | None) -> None:
         with self.lock:
-            self._refresh.reading = False
-            if view is not None:
-                try:
-                    self._check_ours(view)
-                except FrameError as error:
-                    log.warning("the coordination store: %s", error)
-                    view = None
-            newest, untrue = self._hearsay.judge(self.runtime.monotonic(), self.routes.epoch, view)
-            if newest is not None:
-                if untrue is not None:
-                    log.warning(
-                        "server %s speaks of a view of epoch %d, but the newest in the coordination store is of "
-                        "epoch %d",
-                        untrue.by, untrue.view.epoch, newest.epoch,
-                    )  # fmt: skip
+            if (newest := self.new_views.choose(self.runtime.monotonic(), self.routes.epoch, view)) is not None:
                 self._adopt(newest)
         self._driver.nudge()
 
@@ -475,9 +428,9 @@ class Dispatcher:
     def _welcomed(self, link: Link, epoch: int, document: dict[str, object]) -> None:
         """A server knows us: tell it whether, and where, we take part, then whatever it has to do for us. Its view may
         be one of which it has told its workers before we were among them."""
-        self._refresh.epoch = max(self._refresh.epoch, epoch)
+        self.new_views.need(epoch)
         if self.connections.welcomed(link, document):
-            self._presence.tell(link.member)
+            self.presence.tell(link.member)
             self.pushes.connected(link.member)
             self._fan_outs.connected(link.member)
             self.pulls.connected(link.member)
@@ -509,17 +462,12 @@ class Dispatcher:
             self.holding.tell()
             oldest = self.pushes.oldest, self.pulls.oldest, self._fan_outs.oldest
             ready = connections.ready
-            self._refresh.epoch = max(self._refresh.epoch, self.pushes.needed_epoch)
+            self.new_views.need(self.pushes.needed_epoch)
             lost = len(ready) < len(connections.peers) or self.session.headless > 0
-            want = self._refresh.turn(self.runtime.monotonic(), self.routes.epoch, lost, oldest, self._heard)
-            if want.ask_servers:
+            if self.new_views.turn(self.runtime.monotonic(), self.routes.epoch, lost, oldest):
                 for peer in ready:
                     if not peer.link.unsent:
                         connections.send(peer.member, [GetViewHeader(self.routes.epoch).header().pack()])
-            if want.ask_store or (self._hearsay.told is not None and not self._refresh.reading):
-                self._refresh.reading = True
-                self._hearsay.ask()
-                self._ask_view(self._from_store)
             waiting = any(oldest) or bool(self._fan_outs or self.session.outstanding)
             busy = lost or waiting or any(p.link.unsent for p in connections.peers.values())
         for peer in due:
@@ -527,11 +475,8 @@ class Dispatcher:
         return busy
 
     def _serving(self) -> list[Peer]:
-        """Servers that head or answer for some range."""
         with self.lock:
-            routes = self.routes
-            used = np.unique(np.concatenate([routes.view.heads, routes.view.tails]))
-            return [self.connections.peers[routes.members[i]] for i in used.tolist() if i >= 0]
+            return [self.connections.peers[member] for member in self.routes.serving]
 
     def _lost(self, peer: Peer) -> str:
         return absence.lost(peer, self.routes, self.connections.peers)

@@ -18,9 +18,14 @@ from contextlib import nullcontext
 
 from elasticps.client.barrier import Barrier
 from elasticps.client.dispatcher import Dispatcher
+from elasticps.client.protocol.fan_out import Answer
 from elasticps.client.protocol.join import Past, Resume, Starting, first_past, past_again
+from elasticps.client.protocol.routing import Routes
 from elasticps.client.registry import Registry
 from elasticps.errors import Closed, ClusterUnreachable, ServerError, Timeout
+from elasticps.wire.frames import Buffer, Header
+from elasticps.wire.headers import OkHeader
+from replication.chain import Member
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +66,7 @@ class Joining:
             try:
                 if self._barrier is not None:
                     self._barrier.leave(self._timeout_s)
-                self._dispatcher.pause(self._timeout_s)
+                self._tell(self._dispatcher.presence.pause)
             except BaseException:
                 self.active = True
                 raise
@@ -95,7 +100,7 @@ class Joining:
     def _join(self, clock: int) -> int:
         """Takes part above `clock`. Returns the clock to take part above if it is higher: all that others were shown
         before they knew of this worker is no newer than that. Rounds need none, in which nobody is ahead."""
-        lowest = self._dispatcher.join(clock, self._timeout_s)
+        lowest = self._take_part(clock)
         return lowest if self._barrier is None else 0
 
     def _keep(self, past: Past) -> bool:
@@ -146,5 +151,29 @@ class Joining:
                 raise self._started_again()
             if lost:
                 log.warning("round %d was closed without worker %s, which goes on after round %d", newest, name, start)
-            self._dispatcher.join(start, self._timeout_s, push_again if lost else lambda: None)
+            self._take_part(start, push_again if lost else lambda: None)
             return lost
+
+    # --- what servers hear ------------------------------------------------------------------------------------------
+
+    def _take_part(self, base: int, begin: Callable[[], None] = lambda: None) -> int:
+        """Tells every server, now and on each later connection, the clock that this worker starts above; `begin()` may
+        push the step after it in the same breath. Returns the lowest clock of the other active workers as all wait."""
+
+        def start() -> None:
+            self._session.start_at(base)
+            self._dispatcher.presence.join(base)
+            begin()
+
+        return max((OkHeader.of(answer.header).minimum for answer in self._tell(start)), default=0)
+
+    def _tell(self, change: Callable[[], None]) -> list[Answer]:
+        """Changes whether this worker takes part, and waits until every server knows."""
+        with self._dispatcher.lock:
+            change()
+        said = self._dispatcher.presence.header
+
+        def questions(routes: Routes) -> list[tuple[Member, Header, list[Buffer]]]:
+            return [(member, said, []) for member in routes.serving]
+
+        return self._dispatcher.ask_all(questions, self._timeout_s, "joining")

@@ -185,6 +185,9 @@ class FakeRegistry:
         self.asked = 0
         self.last: Past | None = None
 
+    def trouble(self) -> str:
+        return ""
+
     def open(self, url: str, timeout_s: float, runtime: Runtime) -> FakeRegistry:
         return self
 

@@ -248,7 +248,7 @@ def test_a_server_that_was_taken_over_heads_nothing_by_its_word(
 ) -> None:
     """With certificates. What it spoke of was believed, and every view that the leader wrote was older from then on."""
     ps = cluster.connect()
-    ps._dispatcher._proven = True
+    ps._dispatcher.new_views.proven = True
     ps.push({}).result()
     cluster.a.say(view_frame(chains([cluster.a.info], [[0]], epoch=1 << 62)))
     eventually(lambda: "speaks of a view" in caplog.text)
@@ -264,21 +264,21 @@ def test_a_server_that_was_taken_over_heads_nothing_by_its_word(
 
 def test_the_store_has_the_last_word_on_a_view_told_while_it_is_read(cluster: Cluster, eventually: Eventually) -> None:
     ps = cluster.connect()
-    ps._dispatcher._proven = True
+    ps._dispatcher.new_views.proven = True
     readers: list[Callable[[View | None], None]] = []
-    ps._dispatcher._ask_view = readers.append
+    ps._dispatcher.new_views.read_store = readers.append
     cluster.b.tell(cluster.after)
     eventually(lambda: len(readers) == 1)
     newest = chains([cluster.b.info], [[0]], epoch=3)
     cluster.b.tell(newest)
-    eventually(lambda: ps._dispatcher._hearsay.told is not None)
+    eventually(lambda: ps._dispatcher.new_views._hearsay.told is not None)
     assert len(readers) == 1
     readers[0](cluster.after)
     assert ps.view.epoch == 2
     eventually(lambda: len(readers) == 2)
     readers[1](newest)
     assert ps.view.epoch == 3
-    assert not ps._dispatcher._hearsay._deaf_until_s
+    assert not ps._dispatcher.new_views._hearsay._deaf_until_s
 
 
 def test_a_view_that_several_servers_speak_of_is_read_once(cluster: Cluster) -> None:
@@ -303,9 +303,9 @@ def test_while_the_store_says_nothing_servers_are_believed(
     cluster: Cluster, eventually: Eventually, stored: str | None
 ) -> None:
     ps = cluster.connect()
-    ps._dispatcher._proven = True
+    ps._dispatcher.new_views.proven = True
     found = None if stored is None else replace(cluster.before, cluster=stored)
-    ps._dispatcher._ask_view = lambda on_view: threading.Thread(target=on_view, args=(found,)).start()
+    ps._dispatcher.new_views.read_store = lambda on_view: threading.Thread(target=on_view, args=(found,)).start()
     cluster.b.tell(cluster.after)
     eventually(lambda: ps.view.epoch == 2)
 

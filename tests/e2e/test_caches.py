@@ -186,17 +186,18 @@ def test_who_joins_while_others_go_on_starts_no_lower_than_what_they_have_been_s
     theirs = other.table("t", dim=1, optimizer=eps.Accumulate())
     ones = np.ones((5, 1), np.float32)
     one.push({table: (keys, ones)})
-    join, joined = other._dispatcher.join, list[int]()
+    joining, joined = other._steps._joining, list[int]()
+    take_part = joining._take_part
 
-    def a_moment_later(base: int, timeout_s: float, begin: Callable[[], None] = lambda: None) -> int:
+    def a_moment_later(base: int, begin: Callable[[], None] = lambda: None) -> int:
         if not joined:
             for _ in range(bound - 1):
                 one.push({table: (keys, ones)})
             assert (table.pull(keys) == one.clock).all()  # kept for three steps
         joined.append(base)
-        return join(base, timeout_s, begin)
+        return take_part(base, begin)
 
-    other._dispatcher.join = a_moment_later  # type: ignore[method-assign]
+    joining._take_part = a_moment_later  # type: ignore[method-assign]
     above = other.resume().clock
     for _ in range(bound):
         other.push({theirs: (keys, 100 * ones)})

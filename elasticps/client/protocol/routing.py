@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from coordinator.view import View
 from elasticps.hashing import hash_key, range_shift
 from elasticps.kernels import njit
+from replication.chain import Member
 
 FRAME_BYTES = 1 << 20  # aimed at per PUSH frame: while the server applies one, the next is copied and sent
 
@@ -65,6 +67,12 @@ class Routes:
     @property
     def shares(self) -> tuple[Share, ...]:
         return tuple(self.share_of.values())
+
+    @cached_property
+    def serving(self) -> list[Member]:
+        """Servers that head or answer for some range."""
+        used = np.unique(np.concatenate([self.view.heads, self.view.tails]))
+        return [self.members[i] for i in used.tolist() if i >= 0]
 
     def replicas(self, worker: int) -> Readers:
         """For each range one of its full replicas, so that the workers and ranges together load all of them alike."""
