@@ -201,7 +201,8 @@ class Cluster:
                     self.views.on_asked(name, self.clock.now)  # it could not say so before
 
         store = self.store.client(name, STORE_TIMEOUT_S)
-        around = Surroundings(store, self.config, listener, _build, show, self._serves)  # type: ignore[arg-type]
+        serves = partial(self._serves, name)
+        around = Surroundings(store, self.config, listener, _build, show, serves)  # type: ignore[arg-type]
         identity = Identity(name, f"{name}:{PORT}", f"{name}:{PORT + 1}" if self._admin else "")
         try:
             await live(around, identity, found.stop, found.leave, wait_s=1e9,
@@ -214,10 +215,12 @@ class Cluster:
             self._check_drained(found.now.serving.me)
         found.process.kill()
 
-    async def _serves(self, server: ServerInfo) -> bool:
-        """What its health service would answer."""
-        found = self.servers.get(server.name)
-        return found is not None and found.process.alive and not found.asked
+    async def _serves(self, asks: str, server: ServerInfo) -> bool:
+        """What its health service would answer to a server that asks."""
+        found, reaches = self.servers.get(server.name), self.network.reaches
+        if found is None or not (reaches(asks, server.name) and reaches(server.name, asks)):
+            return False
+        return found.process.alive and not found.process.stalled and not found.asked
 
     def _turn(self, found: ServerProcess) -> float | None:
         again = found.loop.turn()

@@ -74,6 +74,8 @@ _USUAL: dict[str, tuple[str, ...]] = {
     "heirs": ("server and worker die",),
     "exodus": ("servers drain", "servers drain", "server joins"),
     "hurried": (
+        "server dies",
+        "host dies",
         "servers drain",
         "servers drain",
         "server drains",

@@ -5,6 +5,9 @@ Whoever drains first says so in the store, and then looks who else does: of two 
 sees the other. So they never both leave with the last copies of a range; both stay until a third server has it. Only
 where no server stays at all there is nothing to wait for.
 
+A server that has died is in the store and in the view until its lease has run out. So before a server ends with ranges
+still held, it asks the servers whose copies it counts on. A copy at one that does not answer does not count.
+
 Without an answer from the store nobody knows who stays, and a server that drains waits. But where a whole cluster is
 taken away, store first, it would wait for ever: it ends after GONE_S without a sign of life from the store, from any
 coordinator, and from any server of its view that does not leave itself.
@@ -22,6 +25,7 @@ from coordinator.handover import Handover, find_handover
 from coordinator.membership import SERVERS, VIEW, read_drains, request_drain, server_of
 from coordinator.store import Entry, Store
 from coordinator.view import ServerInfo, View
+from coordinator.wording import names
 from elasticps.server.server import Server
 from replication.chain import Member
 
@@ -38,23 +42,35 @@ Stays = Callable[[ServerInfo], Awaitable[bool]]
 @dataclass(frozen=True)
 class _Found:
     """What the store said. unknown: why it is not known what there is to hand over, "" if it is; ends: no server stays,
-    and none that drains lives on; reason: of the view."""
+    and none that drains lives on; view: in the store; silent: servers that did not answer."""
 
     unknown: str = ""
     handover: Handover | None = None
     ends: bool = False
-    reason: str = ""
+    view: View | None = None
+    silent: frozenset[Member] = frozenset()
+
+    @property
+    def safe(self) -> bool:
+        """Whether a server that stays has a copy of all that is still here."""
+        return self.handover is not None and not self.handover.last.size
+
+    @property
+    def reason(self) -> str:
+        """Of the view."""
+        return "" if self.view is None else self.view.reason
 
     def __str__(self) -> str:
-        return self.unknown or str(self.handover)
+        text = self.unknown or str(self.handover)
+        return f"{text}; no answer from {names(sorted(each.name for each in self.silent))}" if self.silent else text
 
 
 async def drain(store: Store, server: Server, stop: asyncio.Future[str], timeout_s: float, stays: Stays) -> str:
     """Asks the leader to move everything off this server, and waits until it has, or for `stop`, or for `timeout_s`.
     Returns why the server is to end; "" if it was left out of the view, or is to stop.
 
-    When the time is over it stays as long as no server that stays has a copy of what is here, unless there was to be no
-    time at all.
+    When the time is over it stays until servers that stay, and answer, have copies of all that is here; unless there
+    was to be no time at all.
     """
     log.info("draining", ranges_held=server.subject.status()["ranges_held"], timeout_s=timeout_s)
     if not server.serving.listed:
@@ -63,7 +79,8 @@ async def drain(store: Store, server: Server, stop: asyncio.Future[str], timeout
     teller = _Teller(loop.time() + timeout_s)
     life = _Life(server, stays)
     while timeout_s > 0 and not (stop.done() or server.removed.done()):
-        looking = asyncio.create_task(_look(store, server, life))
+        over = loop.time() >= teller.until
+        looking = asyncio.create_task(_look(store, server, life, over))
         await asyncio.wait((looking, stop, server.removed), return_when=asyncio.FIRST_COMPLETED)
         if not looking.done():
             looking.cancel()
@@ -72,8 +89,10 @@ async def drain(store: Store, server: Server, stop: asyncio.Future[str], timeout
         if found.ends:
             log.warning("ends at once: no server stays that could take what it holds")
             break
-        if left <= 0 and found.handover is not None and not found.handover.last.size:
+        if over and found.safe:
             break
+        if left <= 0 and not over:
+            continue
         teller.tell(found, loop.time())
         wait_s = LOOK_S if left <= 0 else min(left, LOOK_S)
         await asyncio.wait((stop, server.removed), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
@@ -84,13 +103,17 @@ async def drain(store: Store, server: Server, stop: asyncio.Future[str], timeout
     return "SIGTERM"
 
 
-async def _look(store: Store, server: Server, life: _Life) -> _Found:
-    """Makes sure that the request to drain is there, then reads which servers stay."""
+async def _look(store: Store, server: Server, life: _Life, over: bool) -> _Found:
+    """Makes sure that the request to drain is there, then reads which servers stay. over: the time is over, and what
+    is safe is confirmed by the servers that have it."""
     found = await _ask(store, server)
+    if over and found.safe:
+        # Once more: a server that has answered may be another incarnation, which the store knows then.
+        found = await _ask(store, server, await life.silent(found))
     return replace(found, ends=await life.ended()) if found.unknown else life.seen(found)
 
 
-async def _ask(store: Store, server: Server) -> _Found:
+async def _ask(store: Store, server: Server, silent: frozenset[Member] = frozenset()) -> _Found:
     try:
         await request_drain(store, server.me.name, leaves=True)
         # In this order: a server that was not asked to drain when these were read will see that this one was.
@@ -102,7 +125,8 @@ async def _ask(store: Store, server: Server) -> _Found:
         return _Found("the store has no view of this cluster")
     registered = {_member(each) for each in listing.entries}
     ends = all(drains.get(member) for member in registered.union(other.member for other in view.servers))
-    return _Found("", find_handover(view, server.member, registered - drains.keys()), ends, view.reason)
+    handover = find_handover(view, server.member, registered - drains.keys() - silent)
+    return _Found("", handover, ends, view, silent)
 
 
 def _member(entry: Entry) -> Member:
@@ -126,6 +150,14 @@ class _Life:
         """The store has answered."""
         self._seen_at = self._loop.time()
         return found
+
+    async def silent(self, found: _Found) -> frozenset[Member]:
+        """Asks the servers whose copies are counted on; returns those that do not say that they stay."""
+        assert found.view is not None
+        assert found.handover is not None
+        asked = [each for each in found.view.servers if each.member in found.handover.keepers]
+        answers = await asyncio.gather(*map(self._stays, asked))
+        return frozenset(each.member for each, stays in zip(asked, answers, strict=True) if not stays)
 
     async def ended(self) -> bool:
         """Without the store: looks for other signs; whether there was none for GONE_S."""

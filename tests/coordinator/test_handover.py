@@ -33,22 +33,23 @@ def members(*names: str) -> set[Member]:
 
 
 @pytest.mark.parametrize(
-    ("leaver", "staying", "held", "last", "others"),
+    ("leaver", "staying", "held", "last", "keepers", "others"),
     [
-        ("s3", ("s0", "s1"), [0, 1, 3], [0, 3], ["s2"]),  # s2 drains: what it has is no copy that stays
-        ("s2", ("s0", "s1"), [0, 2, 3], [0, 3], ["s3"]),  # of range 3 it keeps a copy for one that is left alone
-        ("s3", ("s0", "s1", "s2"), [0, 1, 3], [3], ["s2"]),  # a copy that is kept may be given up at any moment
-        ("s0", ("s1", "s2", "s3"), [1], [], []),
-        ("s0", ("s0", "s1", "s2"), [1], [1], ["s3"]),  # s3 is registered no more; nor is a server its own successor
-        ("s9", ("s0", "s1", "s2", "s3"), [], [], []),
+        ("s3", ("s0", "s1"), [0, 1, 3], [0, 3], ["s0"], ["s2"]),  # s2 drains: what it has is no copy that stays
+        ("s2", ("s0", "s1"), [0, 2, 3], [0, 3], ["s1"], ["s3"]),  # it keeps a copy of range 3 for s3, left alone
+        ("s3", ("s0", "s1", "s2"), [0, 1, 3], [3], ["s0", "s2"], ["s2"]),  # a copy that is kept may be given up
+        ("s0", ("s1", "s2", "s3"), [1], [], ["s3"], []),
+        ("s0", ("s0", "s1", "s2"), [1], [1], [], ["s3"]),  # s3 is registered no more; nor is a server its own successor
+        ("s9", ("s0", "s1", "s2", "s3"), [], [], [], []),
     ],
 )
 def test_only_a_server_that_stays_has_a_copy_to_count_on(
-    leaver: str, staying: tuple[str, ...], held: list[int], last: list[int], others: list[str]
+    leaver: str, staying: tuple[str, ...], held: list[int], last: list[int], keepers: list[str], others: list[str]
 ) -> None:
     found = find_handover(VIEW, Member(leaver, 1), members(*staying))
     assert found.held.tolist() == held
     assert found.last.tolist() == last
+    assert [member.name for member in found.keepers] == keepers
     assert [member.name for member in found.others] == others
     assert found.stay == len(members(*staying) - members(leaver))
 
@@ -56,7 +57,7 @@ def test_only_a_server_that_stays_has_a_copy_to_count_on(
 def test_a_text_says_what_is_left_and_which_servers_do_not_count() -> None:
     both = find_handover(VIEW, Member("s3", 1), members("s0", "s1"))
     assert str(both) == (
-        "3 ranges left, 2 of which have no copy at a server that stays (s2 has copies, but does not stay either)"
+        "3 ranges left, 2 of which have no copy at a server that stays (s2 has copies, but drains or does not answer)"
     )
     assert str(find_handover(VIEW, Member("s0", 1), members("s1", "s3"))).endswith("have a copy at a server that stays")
     assert str(find_handover(VIEW, Member("s3", 1), set())) == (

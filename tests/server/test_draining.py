@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -23,7 +24,7 @@ from tests.server.conftest import Group, Run, until
 
 SOON_S = 0.05
 STAYS = "stays, though its time is over"
-A_AND_B = "16 of which have no copy at a server that stays (b has copies, but does not stay either)"
+A_AND_B = "16 of which have no copy at a server that stays (b has copies, but drains or does not answer)"
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +55,12 @@ class Scene:
         self.draining: asyncio.Task[str] | None = None
         self.stay = {"b", "c"}
         self.asked = list[str]()
+        self.successor: Entry | None = None
 
     async def _stays(self, server: ServerInfo) -> bool:
         self.asked.append(server.name)
+        if self.successor is not None:
+            await self.store.put(self.successor.key, self.successor.value)
         return server.name in self.stay
 
     async def show(self, *chain: str) -> None:
@@ -119,6 +123,39 @@ def test_it_ends_when_its_time_is_over_and_a_server_that_stays_has_all(run: Run)
         async with scene_of(group, "a", "b", "c") as scene:
             await request_drain(scene.store, "b", leaves=True)
             assert await asyncio.wait_for(scene.drain_a(), 30) == "SIGTERM"
+
+    run(test)
+
+
+def test_a_copy_at_a_server_that_does_not_answer_does_not_count(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """It may have died: its lease has not run out yet, and the view still lists it."""
+
+    async def test(group: Group) -> None:
+        async with scene_of(group, "a", "b") as scene:
+            scene.stay = {"c"}
+            ends = scene.drain_a()
+            await until(lambda: STAYS in caplog.text)
+            assert f"{A_AND_B}; no answer from b" in caplog.text
+            assert set(scene.asked) == {"b"}
+            assert not ends.done()
+            await scene.show("a", "b", "c")
+            assert await asyncio.wait_for(ends, 30) == "SIGTERM"
+
+    run(test)
+
+
+def test_a_copy_does_not_count_where_another_incarnation_answers(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """A server that was started again serves under its old name and address, without what it had."""
+
+    async def test(group: Group) -> None:
+        async with scene_of(group, "a", "b") as scene:
+            me = group.servers["b"].me
+            again = replace(me, incarnation=me.incarnation + 1)
+            scene.successor = Entry(SERVERS + "b", again.to_json(), 0, 0)
+            ends = scene.drain_a()
+            await until(lambda: STAYS in caplog.text)
+            assert scene.asked == ["b"]
+            assert not ends.done()
 
     run(test)
 

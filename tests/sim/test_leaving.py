@@ -66,3 +66,20 @@ def test_a_server_that_was_asked_to_drain_and_cannot_say_so_keeps_its_copies(awa
             cluster.network.heal(source, target)
         wait_for(cluster, lambda: cluster.servers["s3"].left)
         assert not cluster.uncopied("")
+
+
+def test_a_server_that_drains_does_not_count_on_one_that_has_just_lost_its_power() -> None:
+    """Found in a story (seed 5010 of "hurried", with servers that die): until its lease has run out a dead server is in
+    the store, and in the view as long as no coordinator has seen that it is silent."""
+    with begun(5, 32) as cluster:
+        cluster.drain_timeout_s = 0.005
+        wait_for(cluster, cluster.whole)
+        cluster.leaders["c0"].stall()
+        cluster.kill(cluster.servers["s4"].process, power=True)
+        cluster.drain("s3")
+        until = cluster.clock.now + 1.0
+        wait_for(cluster, lambda: cluster.clock.now >= until)
+        assert not cluster.servers["s3"].left
+        cluster.leaders["c0"].thaw()
+        wait_for(cluster, lambda: cluster.servers["s3"].left)
+        assert not cluster.uncopied("")
