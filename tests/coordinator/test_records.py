@@ -46,7 +46,8 @@ def test_anything_else_is_a_value_error(value: bytes) -> None:
 @pytest.mark.parametrize("own", [b"[" * 100_000, b"[]", b'{"committed": "9"}', b'{"committed": -1}'])
 async def test_a_worker_that_adds_nonsense_to_a_loss_changes_nothing_of_it(own: bytes) -> None:
     store = MemoryStore()
-    told = {"epoch": 3, "workers": [{"id": 5, "name": "v", "to": 7}, {"id": 6, "name": "ads/w", "to": 8}]}
+    workers = [{"id": 5, "name": "v", "have": 6, "to": 7}, {"id": 6, "name": "ads/w", "have": 6, "to": 8}]
+    told = {"epoch": 3, "ranges": [1], "cut": 2, "url": "file:///x", "rows": 9, "lacking": [], "workers": workers}
     await store.put("losses/000000000003", json.dumps(told).encode())
     await store.put(known_key(3, 5, "v"), own)
     await store.put(known_key(3, 6, "ads/w"), b'{"committed": 9}')
