@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import warnings
 import weakref
@@ -19,7 +18,7 @@ from elasticps.spec import Filter
 from elasticps.spec import Optimizer as ServerOptimizer
 from elasticps.torch.devices import DeviceGroup, models_of
 from elasticps.torch.embedding import nobody, refuse_torchs
-from elasticps.torch.expected import Exchange, Pulled, Wanted, in_one, layers_of
+from elasticps.torch.expected import Pulled, Wanted, in_one, layers_of
 from elasticps.torch.group.client import GroupClient
 from elasticps.torch.host import Fetch
 from elasticps.torch.leaving import Leaving
@@ -38,9 +37,10 @@ from elasticps.torch.parameters import (
     values_of,
 )
 from elasticps.torch.rates import Rates
+from elasticps.torch.sending import Sending
 
 if TYPE_CHECKING:
-    from elasticps.client import Client, OpenStep, Step
+    from elasticps.client import Client, Step
     from elasticps.torch.group import GroupStep
     from elasticps.torch.rates import Target
 
@@ -104,8 +104,6 @@ class Optimizer(torch.optim.Optimizer):
             raise ConfigError(NO_WRAPPER)
         # Of a group nothing leaves before all devices have their gradients: one's error would leave half a step.
         self._overlap, self._pipeline = overlap and not isinstance(model, DeviceGroup), pipeline
-        # Of a group nothing leaves before all ranks have all of their gradients: a rank may die until then.
-        self._bucket_limit = sys.maxsize if isinstance(ps, GroupClient) else bucket_bytes
         self._replace_others()
 
         groups: Groups = {}
@@ -126,11 +124,8 @@ class Optimizer(torch.optim.Optimizer):
         self._complete = True
 
         self._lock = threading.RLock()
-        self._open: OpenStep | None = None
-        self._sent_rates: list[float] = []  # of the groups, as the open step has them
         self._leaving = Leaving()
-        self._bucket: dict[Any, Any] = {}  # by target
-        self._bucket_bytes = 0
+        self._sending = Sending(ps, self._rates, bucket_bytes)
         self._held = 0
         self._departed = False  # whether gradients have ever left
         self._arriving: list[tuple[Dense, Pulled]] = []
@@ -287,38 +282,7 @@ class Optimizer(torch.optim.Optimizer):
             refuse_wrapped(self._models)
             self._departed = True
         for target, value in self._leaving.here(wait):
-            self._send(target, value)
-
-    def _send(self, target: Target, value: Any) -> None:
-        self._bucket[target] = value
-        self._bucket_bytes += sum(each.nbytes for each in value) if isinstance(value, tuple) else value.nbytes
-        if self._bucket_bytes >= self._bucket_limit:
-            self._send_bucket()
-
-    def _send_bucket(self) -> None:
-        if self._open is None:
-            self._rates.take(self.param_groups)
-            self._sent_rates = [float(group["lr"]) for group in self.param_groups]
-            assert not isinstance(self._ps, GroupClient)  # its bucket is never full
-            self._open = self._ps.step(lr=self._rates.of_step(self.param_groups))
-        self._open.push(self._bucket)
-        self._bucket, self._bucket_bytes = {}, 0
-
-    def _end_step(self) -> Step | GroupStep:
-        if self._open is None:  # all of it fits one part
-            self._rates.take(self.param_groups)
-            return self._ps.push(self._bucket, lr=self._rates.of_step(self.param_groups))
-        if self._bucket:
-            self._send_bucket()
-        return self._open.commit()
-
-    def _exchange(self, wanted: Wanted) -> Exchange:
-        """Ends the step, and asks for what comes after it."""
-        ps: Any = self._ps
-        if self._open is not None:
-            return wanted.behind(ps, self._bucket, self._open, {})
-        self._rates.take(self.param_groups)
-        return wanted.behind(ps, self._bucket, None, self._rates.of_step(self.param_groups))
+            self._sending.add(target, value, self.param_groups)
 
     def _changed(self) -> str:
         """What was changed after it had left, in words; empty if nothing was."""
@@ -327,11 +291,8 @@ class Optimizer(torch.optim.Optimizer):
                 now = dense.parameter.grad
                 if now is None or (now.data_ptr(), now._version) != dense.left:
                     return f"the gradient of {dense.name!r}"
-        if self._open is not None:
-            for group, rate in zip(self.param_groups, self._sent_rates, strict=True):
-                if float(group["lr"]) != rate:
-                    return f"the learning rate of group {group['name']!r}"
-        return ""
+        group = self._sending.changed_rate(self.param_groups)
+        return f"the learning rate of group {group!r}" if group else ""
 
     def _check_edits(self) -> None:
         if edited := first_edited(self._dense):
@@ -344,18 +305,16 @@ class Optimizer(torch.optim.Optimizer):
     def _forget(self) -> str:
         """Ends a step that will not be completed: drops what has not left, and ticks if something has. Says what."""
         with self._lock:
-            here = self._leaving, self._bucket
+            here = self._leaving, self._sending
             names = [d.name for d in self._dense if d.left is not None and not any(d.tensor in some for some in here)]
             names += [s.table.name for s in self._sparse if s.left and not any(s.table in some for some in here)]
-            if self._open is not None:
-                self.last_step = self._open.commit()
+            self.last_step = self._sending.cut_short() or self.last_step
             self._clear()
             return ", ".join(names)
 
     def _clear(self) -> None:
-        self._open = None
         self._leaving.clear()
-        self._bucket, self._bucket_bytes = {}, 0
+        self._sending.clear()
         for dense in self._dense:
             dense.left = None
         for sparse in self._sparse:
@@ -430,10 +389,10 @@ class Optimizer(torch.optim.Optimizer):
             self._depart(wait=True)
             wanted = self._wanted()
             if in_one(self._ps):
-                self.last_step, self._arriving = self._exchange(wanted)
+                self.last_step, self._arriving = self._sending.exchange(wanted, self.param_groups)
                 self._clear()
             else:
-                self.last_step = self._end_step()
+                self.last_step = self._sending.end(self.param_groups)
                 self._clear()
                 self._arriving = wanted.now(self._ps)
         self._asked(wanted)
