@@ -45,7 +45,8 @@ class Refused(Definite):
 
     refused: keys of the rows that were not applied, by the name of their table, int64 [n] each in ascending order; of a
     tensor the numbers of its blocks. Empty for all other requests. To push exactly these rows again, once the reason is
-    gone, applies each row of the step once; to push the whole step again applies all others twice.
+    gone, applies each row of the step once; to push the whole step again applies all others twice. Of a step in parts
+    (`OpenStep`) it has a key if the row of any part was refused; so this needs each key in one part only.
     others: what `flush` raises is the error of the oldest such step; here are those of later ones, each with its rows.
     """
 

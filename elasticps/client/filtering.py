@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client.push_batch import Source
+from elasticps.errors import ServerFull
 from elasticps.filters import Keys
 from elasticps.hashing import mix64
 from elasticps.kernels import njit
@@ -54,17 +55,19 @@ class Sent(Protocol):
         """Whether it is committed, and what was refused of it is known. Under BSP it may be pushed again after that,
         but not any more when the next one is made."""
 
-    def refused_of(self, table: int) -> NDArray[np.int64]:
-        """Keys of a table's rows that were refused."""
+    def refused_of(self, table: int, why: type[Exception] = Exception) -> NDArray[np.int64]:
+        """Keys of a table's rows that were refused in any part of the step, with an error of a kind."""
 
 
 class _Undo(NamedTuple):
     """What is put back if rows of a push are refused: rows [n, dim] to be added to what is kept for keys [n]. Then all
-    that earlier pushes had left is kept again, and nothing of this push is: its caller still has that."""
+    that earlier pushes had left is kept again, and nothing of this push is: its caller still has that. not_finite: keys
+    of rows that servers refuse for certain; these took nothing of what was kept."""
 
     step: Sent
     keys: NDArray[np.int64]
     rows: NDArray[np.float32]
+    not_finite: NDArray[np.int64]
 
 
 class PushFilter:
@@ -76,6 +79,7 @@ class PushFilter:
     ) -> None:  # fmt: skip
         self._screen = screen
         self._table = table
+        self._finite = spec.finite
         # Blocks of a tensor are there: only the share of a round can be refused for want of memory.
         self._undoes = in_rounds or spec.shape is None
         self._undo: _Undo | None = None  # of what has not left yet
@@ -136,25 +140,43 @@ class PushFilter:
         """What is kept once this has left: float32 [n, dim] each. A gradient that is not finite adds nothing to what is
         kept, and takes nothing of it: where its row arrives so, no server can use anything of the row."""
         lost = ~np.isfinite(rest)
-        lost[~np.isfinite(arrives).all(axis=1)] = True
+        not_finite = ~np.isfinite(arrives).all(axis=1)
+        lost[not_finite] = True
         rest[lost] = before[lost]
         self._rest = keys, rest
         if self._undoes:
             before -= rest
-            self._undo = _Undo(_NO_STEP, keys, before) if sent.all() else _Undo(_NO_STEP, keys[sent], before[sent])
+            spoilt = keys[not_finite] if self._finite else _NO_KEYS
+            if not sent.all():
+                keys, before = keys[sent], before[sent]
+            self._undo = _Undo(_NO_STEP, keys, before, spoilt)
 
     def _put_back(self) -> None:
         """Of steps that are done: what went with rows that were refused is kept again."""
-        if self._kept is None:
+        if self._kept is None or not self._sent:
             return
-        waiting = []
+        parts: dict[Sent, list[_Undo]] = {}
         for undo in self._sent:
-            if not undo.step.done:
-                waiting.append(undo)
-            elif (refused := np.isin(undo.keys, undo.step.refused_of(self._table))).any():
-                keys = undo.keys[refused]
-                self._kept.keep(keys, self._kept.add(keys, undo.rows[refused]))
-        self._sent = waiting
+            parts.setdefault(undo.step, []).append(undo)
+        self._sent = []
+        for step, undoes in parts.items():
+            if not step.done:
+                self._sent += undoes
+            elif len(refused := self._refused_of(step, undoes)):
+                for undo in undoes:
+                    some = np.isin(undo.keys, refused)
+                    keys = undo.keys[some]
+                    self._kept.keep(keys, self._kept.add(keys, undo.rows[some]))
+
+    def _refused_of(self, step: Sent, undoes: list[_Undo]) -> NDArray[np.int64]:
+        """Keys whose finite rows were refused, in all parts of a step that have them. Servers do not say in which part
+        a row was refused. Where one part's row was not finite, that row was, and those of other parts were not, unless
+        servers had no memory for them."""
+        refused = step.refused_of(self._table)
+        spoilt = np.isin(refused, np.concatenate([undo.not_finite for undo in undoes]))
+        if not spoilt.any():
+            return refused
+        return np.union1d(refused[~spoilt], step.refused_of(self._table, ServerFull))
 
     def forget(self, keys: NDArray[np.int64] | None) -> None:
         """Forgets what is kept for keys, int64 [n], or for all, also what would be put back; but not what is pushed."""
@@ -195,11 +217,12 @@ class _NoStep:
 
     done = False
 
-    def refused_of(self, table: int) -> NDArray[np.int64]:
+    def refused_of(self, table: int, why: type[Exception] = Exception) -> NDArray[np.int64]:
         raise AssertionError("what was never sent was refused")
 
 
 _NO_STEP = _NoStep()
+_NO_KEYS = np.empty(0, np.int64)
 
 
 def summed(keys: NDArray[np.int64], grads: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

@@ -47,9 +47,10 @@ class StepState:
         self.clock, self.done, self.error = clock, False, None
         self.refused.clear()
 
-    def refused_of(self, table: int) -> NDArray[np.int64]:
-        """Keys of a table's rows that were refused, each once, in ascending order; final when the step is done."""
-        some = [rows.keys[table] for _, rows in self.refused if table in rows.keys]
+    def refused_of(self, table: int, why: type[Exception] = Exception) -> NDArray[np.int64]:
+        """Keys of a table's rows that were refused, each once, in ascending order; final when the step is done. why:
+        only those that were refused with an error of this kind."""
+        some = [rows.keys[table] for error, rows in self.refused if table in rows.keys and isinstance(error, why)]
         return np.unique(np.concatenate(some)) if some else NO_RANGES
 
 

@@ -76,7 +76,9 @@ class Step:
 class OpenStep:
     """A step that is sent in parts, for instance layer by layer while the backward pass still runs.
 
-    Each part is applied when it arrives, and the last one ticks the clock; so a row belongs into one part only.
+    Each part is applied when it arrives, and the last one ticks the clock; so a row belongs into one part only. If
+    servers refuse rows, `Refused.refused` names keys, not parts: of a key in several parts, it does not say which
+    gradients are to be pushed again.
     As a context manager it commits at the end, also after an exception: what was sent cannot be taken back.
     """
 

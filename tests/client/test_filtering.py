@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -159,6 +161,55 @@ def test_of_refused_rows_all_is_kept_that_earlier_pushes_had_left(
             left[keys] = 0
             for _, found, dropped in under_way:
                 dropped[np.isin(found, keys)] = 0
+    push.forget(np.empty(0, np.int64))
+    assert push._kept is not None
+    kept = push._kept.add(np.arange(10), np.zeros((10, DIM), np.float32))
+    assert np.allclose(left, kept, atol=1e-3)
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([*FILTERS, [Threshold(1.0)], [TopK(0.3)]]),
+    st.lists(
+        st.tuples(st.lists(st.tuples(KEYS_OF_10, KEYS_OF_10), min_size=1, max_size=4), KEYS_OF_10, st.integers(0, 2)),
+        max_size=8,
+    ),
+)
+@settings(max_examples=60)
+def test_a_row_that_is_refused_of_one_part_of_a_step_takes_nothing_of_the_same_row_of_other_parts(
+    seed: int, filters: list[Filter], story: list[tuple[list[tuple[list[int], list[int]]], list[int], int]]
+) -> None:
+    """Of a finite table: what is not finite is refused, and for some new rows servers lack memory in every part. What
+    was pushed and not refused is what has arrived and what is kept. Steps end late, in order."""
+    random = np.random.default_rng(seed)
+    push = PushFilter(replace(spec(filters), finite=True), table=7)
+    left = np.zeros((10, DIM))  # pushed, and not arrived
+    under_way: list[tuple[Outstanding, list[int], list[int]]] = []
+    for parts, full, open_steps in story:
+        step, refused, lacking = Outstanding(), set[int](), set[int]()
+        for some, bad in parts:
+            keys = np.array(some, np.int64)
+            grads = rows(random, len(keys))
+            spoilt = np.isin(keys, bad)
+            grads[spoilt, 0] = np.nan
+            found, coded = push.encode(keys, grads)
+            push.sent(step)
+            arrives = push.codec.decode(coded)
+            finite = np.isfinite(arrives).all(axis=1)
+            assert set(found[~finite].tolist()) == set(keys[spoilt].tolist())
+            lost = np.isin(found, full)
+            refused.update(found[~finite].tolist())
+            lacking.update(found[finite & lost].tolist())
+            for key, grad in zip(some, grads, strict=True):
+                if key not in bad and not (key in full and key in found):
+                    left[key] += grad
+            left[found[finite & ~lost]] -= arrives[finite & ~lost]
+        under_way.append((step, sorted(refused), sorted(lacking)))
+        while len(under_way) > open_steps:
+            ended, *which = under_way.pop(0)
+            ended.end(*which)
+    for ended, *which in under_way:
+        ended.end(*which)
     push.forget(np.empty(0, np.int64))
     assert push._kept is not None
     kept = push._kept.add(np.arange(10), np.zeros((10, DIM), np.float32))

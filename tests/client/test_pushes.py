@@ -183,6 +183,7 @@ def test_an_error_names_all_rows_that_any_server_has_refused_and_says_to_push_th
     wire.pushes.refused(a.request, [(ServerFull("server a is full", "a", "items", 9), rows(5, 1))], True)
     wire.pushes.refused(b.request, [(NotFinite("that of key 3 is not", "items", 3), rows(3))], True)
     assert isinstance(step.error, ServerFull)
+    assert step.refused_of(1, ServerFull).tolist() == [1, 5]
     again = copy.copy(step.error)
     for error in (step.error, again):
         assert {name: keys.tolist() for name, keys in error.refused.items()} == {"items": [1, 3, 5]}

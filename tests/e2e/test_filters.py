@@ -212,6 +212,25 @@ def test_a_gradient_that_is_refused_takes_nothing_of_what_was_kept(connect: Conn
     assert rows.pull(keys)[:, 0].tolist() == [10.0, 10.0, 10.0]
 
 
+@pytest.mark.parametrize("spoilt", [0, 1])
+def test_a_gradient_that_is_refused_in_one_part_of_a_step_takes_nothing_of_the_other_part(
+    connect: Connect, spoilt: int
+) -> None:
+    ps = connect()
+    rows = ps.table(f"parts-{spoilt}", dim=4, optimizer=eps.Accumulate(), finite=True, push=[eps.TopK(0.5)])
+    key, grad = np.array([3]), np.array([[8, 4, 2, 1]], np.float32)
+    ps.push({rows: (key, grad)}).result()
+    step = ps.step()
+    for part in range(2):
+        step.push({rows: (key, np.full_like(grad, np.nan) if part == spoilt else grad)})
+    with pytest.raises(NotFinite) as refused:
+        step.commit().result()
+    assert {name: keys.tolist() for name, keys in refused.value.refused.items()} == {rows.name: [3]}
+    for _ in range(4):
+        ps.push({rows: (key, np.zeros_like(grad))}).result()
+    assert rows.pull(key).tolist() == [[16.0, 8.0, 4.0, 2.0]]
+
+
 def test_a_model_that_is_loaded_has_nothing_of_gradients_before(connect: Connect, tmp_path: Path) -> None:
     ps = connect()
     filters = [eps.Threshold(10.0)]
