@@ -27,7 +27,7 @@ def export(
         str, typer.Option(help="Names, with commas in between; one that has a comma in double quotes. All if left out.")
     ] = "",
     kind: Annotated[str, typer.Option("--format", help="safetensors, npz or parquet.")] = "safetensors",
-    with_slots: Annotated[bool, typer.Option(help="What optimizers keep of each row, too.")] = False,
+    with_slots: Annotated[bool, typer.Option(help="What optimizers keep of each row and tensor, too.")] = False,
     dtype: Annotated[str, typer.Option(help="Of weights: float32 or float16.")] = "float32",
     rows: Annotated[
         list[str] | None,
@@ -98,7 +98,7 @@ def import_(
         list[str] | None, typer.Option(help="TABLE=TENSOR: which tensor of a file a table is; may be repeated.")
     ] = None,
     with_slots: Annotated[
-        bool, typer.Option(help="What optimizers keep of each row, too, from an export that has it.")
+        bool, typer.Option(help="What optimizers keep of each row and tensor, too, from an export that has it.")
     ] = False,
     url: Url = None,
     name: Name = None,

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.caching import Cache
-from elasticps.client import filling, listing
+from elasticps.client import filling, listing, tensor_slots
 from elasticps.client.cache_use import NOT_USED, CacheUse, check_cache
 from elasticps.client.filling import NO_STEP_VALUES
 from elasticps.client.filtering import Sent
@@ -366,9 +366,30 @@ class DenseTensor(Target):
     def _count(self) -> int:
         return self._size
 
-    def load(self, values: object) -> None:
-        """Gives the tensor values, float32 of its shape, past the optimizer; as `SparseTable.load`."""
+    def slots(self) -> dict[str, NDArray[np.float32]]:
+        """What the optimizer keeps of the tensor, by name: float32 of the tensor's shape where it keeps a float for
+        each weight. What it keeps for each block (Adam's `step`) is float32 [k], or [blocks, k] where blocks differ, as
+        `step` may while others train. Errors as for `pull`."""
+        floats = self.optimizer.slot_floats(self.spec.dim)
+        rows = np.empty((len(self._blocks), floats), np.float32)
+        if floats:
+            finish, blocks = self._reads.finish, self._blocks
+            asked = SparseRead(finish, self.id, self.salt, floats, self.name, blocks, rows, False, slots=True)
+            self._reads.pulled(asked)
+        return tensor_slots.of_blocks(self.spec, rows)
+
+    def load(self, values: object, *, slots: Mapping[str, object] | None = None) -> None:
+        """Gives the tensor values, float32 of its shape, past the optimizer; as `SparseTable.load`, with slots as
+        `slots()` has them."""
         given = self._flat(values).reshape(self.shape)
+        if slots:
+            rows = tensor_slots.with_weights(self.spec, given, slots)
+            step = max(1, LOADED_BYTES // (8 + 4 * rows.shape[1]))
+            self._forget_pushed(f"loading {self.name!r}")
+            for at in range(0, len(rows), step):
+                some = slice(at, at + step)
+                self._load(partial(filling.rows, self.id, self.salt, self._blocks[some], rows[some]))
+            return
         check_size([self.lent(given, self._reads.routes, NO_STEP_VALUES)])
         self._forget_pushed(f"loading {self.name!r}")
         self._load(lambda routes: self.lent(given, routes, NO_STEP_VALUES))

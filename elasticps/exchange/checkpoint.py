@@ -16,6 +16,7 @@ from elasticps import temporary
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.storage import Storage
+from elasticps.client import tensor_slots
 from elasticps.errors import ConfigError, UnknownTable
 from elasticps.exchange.export import CHUNK_BYTES, Tell, called, write_tables
 from elasticps.exchange.writers import Columns, cast
@@ -53,7 +54,8 @@ def export_checkpoint(
         return _columns(contents, *chosen[name], counts.get(name), with_slots, dtype, part)
 
     specs = {name: spec for name, (_, spec) in chosen.items()}
-    return write_tables(to, specs, columns, kind, dtype, counts, tell, called(specs, strip_prefix, modules))
+    names = called(specs, strip_prefix, modules, with_slots)
+    return write_tables(to, specs, columns, kind, dtype, counts, tell, names)
 
 
 def _columns(
@@ -65,16 +67,21 @@ def _columns(
         for rows in contents.read(unit)
     )
     if spec.shape is not None:
+        floats = spec.optimizer.slot_floats(spec.dim) if with_slots else 0
         try:
             whole = np.zeros((spec.blocks, spec.dim), np.float32)
+            beside = np.full((spec.blocks, floats), spec.optimizer.slot_fill, np.float32)
         except MemoryError:
             raise ConfigError(
-                f"tensor {spec.name!r} of shape {list(spec.shape)} has {4 * spec.size:,} bytes, which this machine's "
-                "memory does not hold"
+                f"tensor {spec.name!r} of shape {list(spec.shape)} has {4 * (spec.size + spec.blocks * floats):,} "
+                "bytes, which this machine's memory does not hold"
             ) from None
-        for keys, weight, _ in pieces:
+        for keys, weight, kept in pieces:
             whole[keys] = weight
-        yield {spec.name: np.atleast_1d(cast(whole.ravel()[: spec.size].reshape(spec.shape), dtype, spec.name))}
+            if kept:
+                beside[keys] = np.concatenate(list(kept.values()), axis=1)
+        values = cast(whole.ravel()[: spec.size].reshape(spec.shape), dtype, spec.name)
+        yield {"weight": values, **(tensor_slots.of_blocks(spec, beside) if with_slots else {})}
     elif count is None:
         nothing = np.empty((0, RowLayout.of(spec).stride), np.uint8)
         empty = np.empty(0, np.int64), weights(spec, nothing), slots(spec, nothing) if with_slots else {}

@@ -7,19 +7,21 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coordinator import fields
 from elasticps import temporary
 from elasticps.client import Client, DenseTensor, SparseTable
 from elasticps.client.tables import CHUNK
 from elasticps.errors import ConfigError
-from elasticps.exchange.writers import Columns, cast, check_format, writer
+from elasticps.exchange.writers import Columns, Writer, cast, check_format, writer
 from elasticps.spec import MAX_NAME, TableSpec
 
 log = fields.logger(__name__)
@@ -64,14 +66,19 @@ def export(
     def columns(name: str, part: Path) -> Iterator[Columns]:
         return _columns(ps, handles[name], counts.get(name), with_slots, dtype)
 
-    return write_tables(to, specs, columns, kind, dtype, counts, tell, called(specs, strip_prefix, modules))
+    names = called(specs, strip_prefix, modules, with_slots)
+    return write_tables(to, specs, columns, kind, dtype, counts, tell, names)
 
 
 def called(
-    specs: Mapping[str, TableSpec], strip_prefix: str = "", modules: Mapping[str, str] | None = None
+    specs: Mapping[str, TableSpec],
+    strip_prefix: str = "",
+    modules: Mapping[str, str] | None = None,
+    with_slots: bool = False,
 ) -> dict[str, str]:
     """Of each table and tensor what stands in its files: of a tensor its name there, of a table what comes before
-    `.weight`. ConfigError for what names nothing, or two the same."""
+    `.weight`. with_slots: slots of tensors have names there, too. ConfigError for what names nothing, or two the
+    same."""
     paths = dict(modules or {})
     sparse = {name for name, spec in specs.items() if spec.shape is None}
     if strangers := sorted(paths.keys() - sparse):
@@ -88,7 +95,20 @@ def called(
         inside = next((table for table, module in paths.items() if path.rpartition(".")[0] == module), name)
         if (other := before.setdefault(path, inside)) != name:
             raise ConfigError(f"{other!r} and {name!r} would both be {path!r} in the files")
+    if with_slots:
+        for name in specs.keys() - sparse:
+            for slot in slots_called(specs[name], found[name]):
+                if slot in before or slot in specs:
+                    raise ConfigError(
+                        f"a slot of tensor {name!r} would be {slot!r} in the files, and so is another tensor or table: "
+                        "export the two into different folders"
+                    )
     return found
+
+
+def slots_called(spec: TableSpec, path: str) -> dict[str, str]:
+    """The slots of a tensor that is called `path` in files, by the names that they have there."""
+    return {f"{path}.{slot}": slot for slot in spec.optimizer.slot_shapes(spec.dim)}
 
 
 def write_tables(
@@ -102,7 +122,7 @@ def write_tables(
     names: Mapping[str, str] | None = None,
 ) -> dict[str, int]:
     """Writes a folder as `export` does, of tables whose columns come from anywhere: `columns_of` gets the table's name,
-    and where it may put files for a while. names: see `called`."""
+    and where it may put files for a while. Of a tensor it gives `weight` and slots, once. names: see `called`."""
     names = called(specs) if names is None else names
     if strangers := counts.keys() - {name for name, spec in specs.items() if spec.shape is None}:
         raise ConfigError(f"rows of {sorted(strangers)[0]!r} are given, which is no table that is exported")
@@ -110,23 +130,40 @@ def write_tables(
     said: dict[str, dict[str, object]] = {}
     with _written_folder(to, kind, dtype, said) as part:
         for name, spec in specs.items():
-            sparse = spec.shape is None
-            out = writer(kind, part, name if sparse else names[name], names[name] if sparse else "")
-            written[name] = 0
-            try:
-                for columns in columns_of(name, part):
-                    out.write(columns if sparse else {names[name]: columns[name]})
-                    count = len(next(iter(columns.values())))
-                    written[name] += count
-                    tell(count)
-                out.close()
-            except BaseException:
-                out.give_up()
-                raise
-            keys = sparse and name not in counts
+            parts = columns_of(name, part)
+            if spec.shape is None:
+                written[name] = _write(writer(kind, part, name, names[name]), parts, tell)
+            else:
+                whole = next(parts)
+                written[name] = _write_tensor(kind, part, names[name], whole["weight"], tell)
+                for path, slot in slots_called(spec, names[name]).items():
+                    if slot in whole:
+                        _write_tensor(kind, part, path, whole[slot], lambda rows: None)
+            keys = spec.shape is None and name not in counts
             said[name] = {"spec": json.loads(spec.to_json()), "rows": written[name], "keys": keys}
             if names[name] not in (name, f"{BAGS}{name}"):
                 said[name]["tensor"] = names[name]
+    return written
+
+
+def _write_tensor(kind: str, part: Path, path: str, values: NDArray[Any], tell: Tell) -> int:
+    """Writes a file of its own, whose only column is called as the tensor, or its slot, is."""
+    return _write(writer(kind, part, path, ""), [{path: np.atleast_1d(values)}], tell)
+
+
+def _write(out: Writer, parts: Iterable[Columns], tell: Tell) -> int:
+    """Returns how many rows there were."""
+    written = 0
+    try:
+        for columns in parts:
+            out.write(columns)
+            count = len(next(iter(columns.values())))
+            written += count
+            tell(count)
+        out.close()
+    except BaseException:
+        out.give_up()
+        raise
     return written
 
 
@@ -203,7 +240,8 @@ def _columns(
     ps: Client, handle: SparseTable | DenseTensor, count: int | None, with_slots: bool, dtype: str
 ) -> Iterator[Columns]:
     if isinstance(handle, DenseTensor):
-        yield {handle.name: np.atleast_1d(cast(handle.pull(exact=True), dtype, handle.name))}
+        slots = handle.slots() if with_slots else {}
+        yield {"weight": cast(handle.pull(exact=True), dtype, handle.name), **slots}
         return
     step = max(1, min(CHUNK, CHUNK_BYTES // (8 + 4 * handle.dim)))
     parts = handle.keys(step) if count is None else (np.arange(a, min(a + step, count)) for a in range(0, count, step))

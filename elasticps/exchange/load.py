@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client import Client, DenseTensor, SparseTable
+from elasticps.client.tensor_slots import per_weight
 from elasticps.errors import ConfigError, Error, InputError, UnknownTable
-from elasticps.exchange.export import BAGS, CHUNK_BYTES, MANIFEST, VERSION, Tell
+from elasticps.exchange.export import BAGS, CHUNK_BYTES, MANIFEST, VERSION, Tell, slots_called
 from elasticps.exchange.writers import FORMATS, SHARDING, stem_of
 from elasticps.spec import TableSpec
 
@@ -84,7 +85,7 @@ def _put(
     if isinstance(handle, SparseTable):
         handle.load(keys, values, slots=slots)
     else:
-        handle.load(values)
+        handle.load(values, slots=slots)
     count = len(np.atleast_1d(rows))
     tell(count)
     return count
@@ -93,30 +94,42 @@ def _put(
 def _load_export(ps: Client, source: Path, tell: Tell, with_slots: bool) -> dict[str, int]:
     kind, tables = _said(source)
     loaded = {}
+    others = {tensor for _, _, tensor in tables.values()}
     for name, (spec, count, tensor) in tables.items():
-        columns = _columns(source, kind, name, spec, tensor)
+        columns = _columns(source, kind, name, spec, tensor, with_slots)
+        slots = list(spec.optimizer.slot_shapes(spec.dim)) if with_slots else []
         if spec.shape is not None:
-            if tensor not in columns:
+            if "weight" not in columns:
                 raise ConfigError(f"{source} has no values of tensor {name!r}: its file is missing")
-            values = columns[tensor](0, count).astype(np.float32).reshape(spec.shape)
+            for called, slot in slots_called(spec, tensor).items():
+                if slot in slots and (slot not in columns or called in others):
+                    raise _without(source, slot, f"tensor {name!r}")
+            values = columns["weight"](0, count).astype(np.float32).reshape(spec.shape)
+            kept = {slot: columns[slot](0, 1 << 62) for slot in slots}
+            for slot in filter(partial(per_weight, spec), slots):
+                kept[slot] = kept[slot].reshape(spec.shape)
             handle: Any = ps.tensor(name, init=values, **_kept(spec))
-            loaded[name] = _put(handle, np.empty(0, np.int64), values, tell)
+            loaded[name] = _put(handle, np.empty(0, np.int64), values, tell, kept)
             continue
         handle = ps.table(name, dim=spec.dim, init=spec.init, **_kept(spec))
         if "weight" not in columns:
             raise ConfigError(f"{source} has no rows of table {name!r}: a file of it is missing")
         loaded[name] = 0
-        slots = list(handle.optimizer.slot_shapes(spec.dim)) if with_slots else []
         if missing := [slot for slot in slots if slot not in columns]:
-            raise ConfigError(
-                f"{source} has no slot {missing[0]!r} of table {name!r}: was it written with them, by this version?"
-            )
+            raise _without(source, missing[0], f"table {name!r}")
         for at, keys, rows in _cut(columns["weight"], columns.get("keys"), count, spec.dim):
             end = at + len(rows)
             if end != min(at + len(keys), count) or not len(rows):
                 raise ConfigError(f"{source} has fewer rows of table {name!r} than its {MANIFEST} says: {count}")
             loaded[name] += _put(handle, keys, rows, tell, {slot: columns[slot](at, end) for slot in slots})
     return loaded
+
+
+def _without(source: Path, slot: str, whose: str) -> ConfigError:
+    return ConfigError(
+        f"{source} has no slot {slot!r} of {whose}: was it written with them, by this version? Without --with-slots it "
+        "can be imported, and slots begin anew"
+    )
 
 
 def _said(source: Path) -> tuple[str, dict[str, tuple[TableSpec, int, str]]]:
@@ -160,8 +173,12 @@ def _cut(weight: Slice, keys: Slice | None, rows: int, dim: int) -> Parts:
 # --- files that are read --------------------------------------------------------------------------------------------
 
 
-def _columns(source: Path, kind: str, table: str, spec: TableSpec, tensor: str) -> dict[str, Slice]:
-    """The columns of one table of an export. tensor: how its files call it."""
+def _columns(
+    source: Path, kind: str, table: str, spec: TableSpec, tensor: str, with_slots: bool = False
+) -> dict[str, Slice]:
+    """The columns of one table of an export; of a tensor `weight`, and its slots if they are wanted. tensor: how its
+    files call it."""
+    columns = {tensor: "weight"} | (slots_called(spec, tensor) if with_slots else {})  # of a tensor
     if kind == "safetensors":
         found: dict[str, list[tuple[int, Slice]]] = {}
         for path in source.glob("*.safetensors"):
@@ -171,12 +188,22 @@ def _columns(source: Path, kind: str, table: str, spec: TableSpec, tensor: str) 
                 base, _, column = name.rpartition(".")
                 if base == tensor and spec.shape is None:
                     found.setdefault(column, []).append((firsts.get(name, 0), slice_))
-                elif name == tensor and spec.shape is not None:
-                    found.setdefault(tensor, []).append((firsts.get(name, 0), slice_))
+                elif name in columns and spec.shape is not None:
+                    found.setdefault(columns[name], []).append((firsts.get(name, 0), slice_))
         return {column: _joined(sorted(parts, key=lambda part: part[0])) for column, parts in found.items()}
-    path = source / f"{stem_of(table if spec.shape is None else tensor)}.{kind}"
-    _check_file(path)
-    return _arrays(path)
+    if spec.shape is None:
+        path = source / f"{stem_of(table)}.{kind}"
+        _check_file(path)
+        return _arrays(path)
+    there: dict[str, Slice] = {}
+    for name, column in columns.items():
+        path = source / f"{stem_of(name)}.{kind}"
+        if column == "weight" or path.exists():
+            _check_file(path)
+            arrays = _arrays(path)
+            if name in arrays:
+                there[column] = arrays[name]
+    return there
 
 
 def _joined(parts: list[tuple[int, Slice]]) -> Slice:

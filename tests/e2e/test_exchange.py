@@ -78,7 +78,10 @@ def test_safetensors_are_as_torch_calls_them(connect: Connect, tmp_path: Path) -
     found = {
         name: array for path in (tmp_path / "out").glob("*.safetensors") for name, array in load_file(path).items()
     }
-    assert sorted(found) == [f"embedding_bags.t.{column}" for column in ("keys", "sum", "weight")] + ["mlp.0.weight"]
+    slots = ["mlp.0.weight", *(f"mlp.0.weight.{slot}" for slot in ("exp_avg", "exp_avg_sq", "step"))]
+    assert sorted(found) == [f"embedding_bags.t.{column}" for column in ("keys", "sum", "weight")] + slots
+    assert found["mlp.0.weight.step"].tolist() == [1.0]
+    np.testing.assert_array_equal(found["mlp.0.weight.exp_avg"], np.full((30, 70), 0.1, np.float32))
     keys = found["embedding_bags.t.keys"]
     np.testing.assert_array_equal(np.sort(keys), np.sort(KEYS))
     np.testing.assert_array_equal(found["embedding_bags.t.weight"], table.pull(keys).astype(np.float16))
