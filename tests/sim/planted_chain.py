@@ -224,8 +224,8 @@ def forget_what_followers_know_of_clocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def write_views_without_comparing(patch: pytest.MonkeyPatch) -> None:
-    async def put(self: Any, world: Any, key: str, value: bytes, timeout_s: float = 0.0) -> bool:
-        world.revisions[key] = await self._store.put(key, value)
+    async def put(self: Any, world: Any, key: str, value: Any, timeout_s: float = 0.0) -> bool:
+        world.revisions[key] = await self._store.put(key, value.encode())
         return True
 
     patch.setattr(coordinator.leader._Term, "_put", put)
