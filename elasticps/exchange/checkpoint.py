@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def export_checkpoint(
         raise UnknownTable(f"checkpoint {contents.manifest.cut} has no table {missing[0]!r} of application {app!r}")
     chosen, counts = {name: there[name] for name in (tables or there)}, dict(rows or {})
 
-    def columns(name: str, part: Path) -> Iterator[Columns]:
+    def columns(name: str, part: Path) -> Generator[Columns, None, None]:
         return _columns(contents, *chosen[name], counts.get(name), with_slots, dtype, part)
 
     specs = {name: spec for name, (_, spec) in chosen.items()}
@@ -60,7 +60,7 @@ def export_checkpoint(
 
 def _columns(
     contents: Contents, table: int, spec: TableSpec, count: int | None, with_slots: bool, dtype: str, part: Path
-) -> Iterator[Columns]:
+) -> Generator[Columns, None, None]:
     pieces = (
         (rows.keys, weights(spec, rows.rows), slots(spec, rows.rows) if with_slots else {})
         for unit in contents.units(table)
@@ -93,7 +93,7 @@ def _columns(
 
 def _in_order(
     spec: TableSpec, count: int, pieces: Iterator[Any], with_slots: bool, dtype: str, part: Path
-) -> Iterator[Columns]:
+) -> Generator[Columns, None, None]:
     """Rows of the keys 0 … count - 1: of those that are not there initial values, and slots of new rows."""
     from elasticps.store.table import initial_rows  # compiles kernels
 

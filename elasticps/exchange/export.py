@@ -7,8 +7,8 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def export(
     handles = {name: ps.open(name) for name in (tables or ps.tables())}
     specs = {name: handle.spec for name, handle in handles.items()}
 
-    def columns(name: str, part: Path) -> Iterator[Columns]:
+    def columns(name: str, part: Path) -> Generator[Columns, None, None]:
         return _columns(ps, handles[name], counts.get(name), with_slots, dtype)
 
     names = called(specs, strip_prefix, modules, with_slots)
@@ -114,7 +114,7 @@ def slots_called(spec: TableSpec, path: str) -> dict[str, str]:
 def write_tables(
     to: Path,
     specs: Mapping[str, TableSpec],
-    columns_of: Callable[[str, Path], Iterator[Columns]],
+    columns_of: Callable[[str, Path], Generator[Columns, None, None]],
     kind: str,
     dtype: str,
     counts: Mapping[str, int],
@@ -130,15 +130,15 @@ def write_tables(
     said: dict[str, dict[str, object]] = {}
     with _written_folder(to, kind, dtype, said) as part:
         for name, spec in specs.items():
-            parts = columns_of(name, part)
-            if spec.shape is None:
-                written[name] = _write(writer(kind, part, name, names[name]), parts, tell)
-            else:
-                whole = next(parts)
-                written[name] = _write_tensor(kind, part, names[name], whole["weight"], tell)
-                for path, slot in slots_called(spec, names[name]).items():
-                    if slot in whole:
-                        _write_tensor(kind, part, path, whole[slot], lambda rows: None)
+            with closing(columns_of(name, part)) as parts:  # after an error, too, what waits in files is removed
+                if spec.shape is None:
+                    written[name] = _write(writer(kind, part, name, names[name]), parts, tell)
+                else:
+                    whole = next(parts)
+                    written[name] = _write_tensor(kind, part, names[name], whole["weight"], tell)
+                    for path, slot in slots_called(spec, names[name]).items():
+                        if slot in whole:
+                            _write_tensor(kind, part, path, whole[slot], lambda rows: None)
             keys = spec.shape is None and name not in counts
             said[name] = {"spec": json.loads(spec.to_json()), "rows": written[name], "keys": keys}
             if names[name] not in (name, f"{BAGS}{name}"):
@@ -238,7 +238,7 @@ def _publish(part: Path, folder: int, to: Path) -> None:
 
 def _columns(
     ps: Client, handle: SparseTable | DenseTensor, count: int | None, with_slots: bool, dtype: str
-) -> Iterator[Columns]:
+) -> Generator[Columns, None, None]:
     if isinstance(handle, DenseTensor):
         slots = handle.slots() if with_slots else {}
         yield {"weight": cast(handle.pull(exact=True), dtype, handle.name), **slots}
