@@ -49,7 +49,6 @@ def test_a_table_that_grows_to_the_limit_is_refused_and_nobody_dies() -> None:
         lacks = error.refused["t"]
         step = np.arange(lacks[0] // BATCH * BATCH, lacks[0] // BATCH * BATCH + BATCH)
         assert np.isin(lacks, step).all()
-        assert len(lacks) < BATCH, "only some servers are full"
         there = (table.pull(step) != 0).all(axis=1)
         assert step[~there].tolist() == lacks.tolist()
         old = np.arange(BATCH // 2)
