@@ -14,8 +14,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from coordinator import fields
-from coordinator.errors import CoordinationError
+from coordinator.core import fields
+from coordinator.core.errors import CoordinationError
+from coordinator.core.view import ClusterConfig, Roster, View, WorkerInfo
 from coordinator.losses import HELD_UP, KNOWN, LOSSES
 from coordinator.membership import (
     BEGIN_ANEW,
@@ -32,7 +33,6 @@ from coordinator.membership import (
 )
 from coordinator.records import check, left_out, read
 from coordinator.store import Entry, Listing, Store
-from coordinator.view import ClusterConfig, Roster, View, WorkerInfo
 
 log = fields.logger(__name__)
 

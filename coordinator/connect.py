@@ -7,10 +7,10 @@ from typing import TypeVar
 
 import tenacity
 
-from coordinator.errors import StoreUnavailable
+from coordinator.core.errors import StoreUnavailable
+from coordinator.core.url import parse
 from coordinator.etcd import EtcdStore
 from coordinator.store import Store
-from coordinator.url import parse
 
 T = TypeVar("T")
 _AGAIN_S = 0.1

@@ -28,11 +28,12 @@ import tenacity
 from aetcd import rpc
 from grpc.aio import EOF, AioRpcError  # type: ignore[attr-defined]  # grpc-stubs lacks EOF
 
-from coordinator import cancelled, fields
-from coordinator.errors import CoordinationError, LeaseLost, NotPermitted, StoreUnavailable, WritesRefused
+from coordinator import cancelled
+from coordinator.core import fields
+from coordinator.core.errors import CoordinationError, LeaseLost, NotPermitted, StoreUnavailable, WritesRefused
+from coordinator.core.url import ClusterUrl, TlsFiles
 from coordinator.forks import use_grpc
 from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, check_key, check_value, check_writes
-from coordinator.url import ClusterUrl, TlsFiles
 
 log = fields.logger(__name__)
 

@@ -6,8 +6,8 @@ import asyncio
 import json
 from typing import NamedTuple
 
-from coordinator import fields
-from coordinator.errors import CoordinationError
+from coordinator.core import fields
+from coordinator.core.errors import CoordinationError
 from coordinator.membership import FAILOVER
 from coordinator.records import read
 from coordinator.store import Store

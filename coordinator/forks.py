@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from coordinator.errors import ForkedProcess
+from coordinator.core.errors import ForkedProcess
 
 REMEDY = (
     "Leave pulls and pushes to the parent, or fork before anything connects, or start the child by the method"

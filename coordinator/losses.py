@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from coordinator.names import app_of_worker
+from coordinator.core.names import app_of_worker
 from coordinator.records import check, left_out, read
 from coordinator.store import Store
 

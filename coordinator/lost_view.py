@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from coordinator.adoption import UNHEARD
-from coordinator.planner import Plan
-from coordinator.view import REASON_MAX, View
-from coordinator.wording import names
+from coordinator.core.planner import Plan
+from coordinator.core.view import REASON_MAX, View
+from coordinator.core.wording import names
 from replication.chain import Member
 
 REMEDY = "`elasticps cluster adopt --server HOST:ADMIN-PORT` puts it back, with --without for each server that is gone"

@@ -13,12 +13,12 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import TypeVar
 
-from coordinator import fields
-from coordinator.errors import StoreUnavailable, UnknownServer, Unreadable
-from coordinator.names import app_of_worker, check_name, worker_name, worker_path
+from coordinator.core import fields
+from coordinator.core.errors import StoreUnavailable, UnknownServer, Unreadable
+from coordinator.core.names import app_of_worker, check_name, worker_name, worker_path
+from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from coordinator.records import read
 from coordinator.store import Entry, Put, Reset, Store
-from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from replication.chain import Member
 
 log = fields.logger(__name__)

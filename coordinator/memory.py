@@ -11,8 +11,8 @@ from bisect import bisect_right
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from coordinator.errors import LeaseLost, StoreUnavailable
-from coordinator.names import check_name
+from coordinator.core.errors import LeaseLost, StoreUnavailable
+from coordinator.core.names import check_name
 from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, check_key, check_value, check_writes
 
 HISTORY_MAX = 4096

@@ -11,10 +11,10 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
-from coordinator import fields
-from coordinator.errors import Fenced, LeaseLost, StoreUnavailable
-from coordinator.health import TICK_S
-from coordinator.last_good import LastGood
+from coordinator.core import fields
+from coordinator.core.errors import Fenced, LeaseLost, StoreUnavailable
+from coordinator.core.health import TICK_S
+from coordinator.core.last_good import LastGood
 from coordinator.lines import Lines
 from coordinator.sparing import Sparing
 from coordinator.store import Guard, Store

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from coordinator import fields
+from coordinator.core import fields
 
 log = fields.logger(__name__)
 

@@ -14,8 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
-from coordinator import fields
-from coordinator.errors import Damaged, Fenced, LeaseLost, OtherCluster, StoreUnavailable
+from coordinator.core import fields
+from coordinator.core.errors import Damaged, Fenced, LeaseLost, OtherCluster, StoreUnavailable
+from coordinator.core.names import app_of_worker
+from coordinator.core.view import ServerInfo, WorkerInfo
 from coordinator.membership import (
     CONFIG,
     FAREWELL_S,
@@ -34,10 +36,8 @@ from coordinator.membership import (
     roster_of,
     worker_key,
 )
-from coordinator.names import app_of_worker
 from coordinator.records import read
 from coordinator.store import Entry, Guard, Store
-from coordinator.view import ServerInfo, WorkerInfo
 
 log = fields.logger(__name__)
 

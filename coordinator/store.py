@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
-from coordinator.errors import TooLarge
+from coordinator.core.errors import TooLarge
 
 KEY_MAX = 512
 VALUE_MAX = 1 << 20  # etcd refuses requests above 1.5 MiB unless configured otherwise

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 
-from coordinator.errors import CoordinationError, Unreadable, WritesRefused
+from coordinator.core.errors import CoordinationError, Unreadable, WritesRefused
+from coordinator.core.view import View
 from coordinator.lost_view import REMEDY
 from coordinator.membership import CONFIG, RESTORING, ROSTER, VIEW, config_of, roster_of, shown, view_of
 from coordinator.records import read
 from coordinator.store import Store
-from coordinator.view import View
 from coordinator.world import ELECTION
 
 NO_LEADER = (

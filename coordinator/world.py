@@ -7,10 +7,12 @@ from contextlib import aclosing
 from enum import Enum
 from typing import NamedTuple, TypeVar
 
-from coordinator import fields
 from coordinator.adoption import TABLES
-from coordinator.errors import Fenced
-from coordinator.last_good import LastGood
+from coordinator.core import fields
+from coordinator.core.errors import Fenced
+from coordinator.core.last_good import LastGood
+from coordinator.core.names import worker_name
+from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from coordinator.membership import (
     BEGIN_ANEW,
     CONFIG,
@@ -31,9 +33,7 @@ from coordinator.membership import (
     shown,
     worker_of,
 )
-from coordinator.names import worker_name
 from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, Store
-from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from replication.chain import Member
 
 log = fields.logger(__name__)

@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import coordinator  # noqa: F401  # sets what grpc reads when it is imported
-from elasticps.caching import Cache
 from elasticps.errors import (
     CheckpointError,
     Closed,
@@ -24,7 +23,8 @@ from elasticps.errors import (
     UnknownTable,
     VersionMismatch,
 )
-from elasticps.spec import (
+from elasticps.model.caching import Cache
+from elasticps.model.spec import (
     ASP,
     BSP,
     FTRL,

@@ -24,7 +24,7 @@ from typing import Any, TextIO
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
-from coordinator import fields
+from coordinator.core import fields
 from coordinator.sparing import Sparing
 from elasticps.errors import ConfigError
 

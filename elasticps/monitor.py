@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from coordinator.health import Dial, Line, Memory, Report
-from coordinator.succession import Tenure
-from coordinator.view import ServerInfo, View
+from coordinator.core.health import Dial, Line, Memory, Report
+from coordinator.core.succession import Tenure
+from coordinator.core.view import ServerInfo, View
 from elasticps.security.channel import proved, renew_at
 from elasticps.security.identity import NotAuthorised, Role
 from elasticps.wire.frames import (

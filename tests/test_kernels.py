@@ -131,7 +131,7 @@ def test_a_process_says_why_it_compiles_though_kernels_came_along(tree: Path, ca
     elif cause == "the processor":
         before += "os.environ |= {'NUMBA_CPU_NAME': 'generic', 'NUMBA_CPU_FEATURES': ''}\n"
     else:
-        listed = tree / "elasticps" / "__pycache__" / "kernels.json"
+        listed = tree / "elasticps" / "kernels" / "__pycache__" / "kernels.json"
         content = json.loads(listed.read_text(encoding="utf-8"))
         del content["stamps"]["elasticps/store/intervals.py"]
         listed.write_text(json.dumps(content), encoding="utf-8")
@@ -161,7 +161,7 @@ def test_what_a_kernel_may_have_compiled_in_is_found_by_its_imports() -> None:
         "store/values.py",
         "store/native.py",
         "hashing.py",
-        "spec.py",
+        "model/spec.py",
     } <= names
     assert not {name for name in names if name.startswith(("cli/", "local/", "demo/", "torch/"))}
 
@@ -191,7 +191,7 @@ print(json.dumps({"out": out, "hits": hits, "made": made}))
 """
 MODULE = """
 from numba import types
-from elasticps.dispatch import njit
+from elasticps.kernels.dispatch import njit
 INT = types.int64
 
 @njit(cache=True)

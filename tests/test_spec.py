@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticps import spec
 from elasticps.errors import SpecError
-from elasticps.spec import TableSpec
+from elasticps.model import spec
+from elasticps.model.spec import TableSpec
 
 WRONG: Any = "wrong"
 OPTIMIZERS: list[spec.Optimizer] = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos.live.network import Network
-from coordinator.url import TlsFiles
+from coordinator.core.url import TlsFiles
 from elasticps.local.etcd import ask, etcd_binary, free_ports, healthy, tls_options
 
 _ALARM_OF = 1  # the member that the alarm is said to come from; any number will do, the same for its end

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import elasticps as eps
 from chaos.live.load import TIMEOUT_S, say_ready
-from coordinator.url import parse
+from coordinator.core.url import parse
 from elasticps.errors import Error
 from elasticps.security import credentials_of
 from elasticps.security.authority import Authority

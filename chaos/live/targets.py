@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chaos.live.plan import VERBS, WORD_ROLES, Action
-from coordinator.view import View
+from coordinator.core.view import View
 
 
 @dataclass(frozen=True)

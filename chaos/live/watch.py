@@ -10,11 +10,11 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 from coordinator.connect import open_store
-from coordinator.errors import CoordinationError
+from coordinator.core.errors import CoordinationError
+from coordinator.core.view import View
 from coordinator.leader import ELECTION
 from coordinator.membership import VIEW, ViewFollower, read_drains
 from coordinator.store import Listing, Put, Reset
-from coordinator.view import View
 from elasticps import background
 from replication.chain import Member
 

@@ -23,20 +23,20 @@ from chaos.sim.network import Listener, Network, Socket, Weather
 from chaos.sim.store import StoreProcess
 from chaos.sim.threads import Thread, Threads
 from chaos.sim.violation import Violation
+from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View
 from coordinator.leader import run_coordinator
 from coordinator.membership import DRAINS, ROSTER, VIEW, create_cluster, drained
 from coordinator.sessions import ServerSession
-from coordinator.view import ClusterConfig, Roster, ServerInfo, View
 from elasticps.checkpoint.filing import InlineFiling
 from elasticps.checkpoint.storage import Storage
 from elasticps.client.client import Client
 from elasticps.client.registry import Registry
 from elasticps.metrics.timing import Meter, TimedServer
+from elasticps.model.spec import Consistency
 from elasticps.monitor import dial_server
 from elasticps.server.linger import Linger
 from elasticps.server.lives import Identity, Surroundings, live
 from elasticps.server.server import Server
-from elasticps.spec import Consistency
 from replication.chain import COMPLETE, Member
 
 NAME = "sim"

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from chaos.sim.checks.cuts import CutCheck
 from chaos.sim.cluster import STORE_TIMEOUT_S, Cluster
 from chaos.sim.violation import Violation
-from coordinator.errors import StoreUnavailable
-from coordinator.view import ServerInfo
+from coordinator.core.errors import StoreUnavailable
+from coordinator.core.view import ServerInfo
 from elasticps.admin.admin_pb2 import RestoreRequest, RestoreResponse
 from elasticps.admin.service import Admin
 from elasticps.admin.subject import CutState, CutWritten, Subject

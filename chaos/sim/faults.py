@@ -19,7 +19,7 @@ from chaos.sim.moments import (
     server_limps,
 )
 from chaos.sim.story import Fault
-from coordinator.view import View
+from coordinator.core.view import View
 from elasticps.wire.views import view_frame
 
 CROWD = 60  # more than a server whose limits are small allows

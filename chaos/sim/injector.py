@@ -11,7 +11,7 @@ from chaos.sim.cluster import Cluster
 from chaos.sim.network import Socket
 from chaos.sim.story import Fault
 from chaos.sim.threads import Threads
-from coordinator.view import View
+from coordinator.core.view import View
 from replication.chain import Member
 from replication.effects import CaughtUp
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from chaos.sim.cluster import STORE_TIMEOUT_S, Cluster
 from chaos.sim.cuts import ANSWER_S, HOLD_S, Afar
-from coordinator.errors import StoreUnavailable
+from coordinator.core.errors import StoreUnavailable
 from elasticps.admin.admin_pb2 import RestoreRequest, RestoreResponse
 from elasticps.checkpoint.anew import bring_back
 from elasticps.checkpoint.create import checkpoint

@@ -14,7 +14,7 @@ from unittest.mock import patch
 MOST_RANGES = 16  # of a story's cluster
 
 SMALL: dict[str, int] = {
-    "elasticps.server.protocol.reads.CHUNK_BYTES": 2 << 10,
+    "elasticps.server.core.reads.CHUNK_BYTES": 2 << 10,
     "elasticps.server.connection.WRITE_HIGH_BYTES": 1 << 10,
     "elasticps.server.connection.LINK_HIGH_BYTES": 512,
     "elasticps.server.connection.MAX_WAITING_ANSWERS": 4,

@@ -6,7 +6,7 @@ from chaos.sim.checks.views import left_alone
 from chaos.sim.injector import LOOK_S, PATIENCE_S, RESTART_S, Injector, peer_host, pick
 from chaos.sim.story import Fault
 from chaos.sim.violation import Violation
-from coordinator.view import View
+from coordinator.core.view import View
 from replication.chain import Member
 from replication.effects import CaughtUp
 

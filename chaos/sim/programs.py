@@ -17,15 +17,15 @@ from chaos.sim.knobs import TIGHT_ROWS
 from chaos.sim.story import App, Story
 from chaos.sim.threads import Threads
 from chaos.sim.violation import Violation
-from elasticps.caching import Cache
 from elasticps.client.client import Client
 from elasticps.client.steps import Step
 from elasticps.client.tables import SparseTable
 from elasticps.errors import Closed
-from elasticps.filters import KeyDeltas, KeysOnce, Zstd
 from elasticps.hashing import key_ranges, range_shift
-from elasticps.optimizers import Accumulate
-from elasticps.spec import ASP, BSP, SSP, Consistency, Normal
+from elasticps.model.caching import Cache
+from elasticps.model.filters import KeyDeltas, KeysOnce, Zstd
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import ASP, BSP, SSP, Consistency, Normal
 from elasticps.store.table import initial_rows
 
 FIXED_DIM = 8

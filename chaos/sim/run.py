@@ -30,14 +30,14 @@ from chaos.sim.story import ANY, FLAGS, App, Kind, Story, tell
 from chaos.sim.tables import Fickle, Known
 from chaos.sim.threads import Threads
 from chaos.sim.violation import Violation
-from coordinator.view import ClusterConfig
+from coordinator.core.view import ClusterConfig
 from elasticps import store as table_store
 from elasticps.admin.admin_pb2 import RestoreRequest, RestoreResponse
 from elasticps.checkpoint import anew
-from elasticps.server.protocol.audit import digest
-from elasticps.server.protocol.operations import AuditMark
+from elasticps.model.spec import ASP
+from elasticps.server.core.audit import digest
+from elasticps.server.core.operations import AuditMark
 from elasticps.server.replica_links import ReplicaLinks
-from elasticps.spec import ASP
 from replication.effects import Distrust
 
 SETTLED_S = 1.0  # what nobody waits for has come to all replicas

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from chaos.sim.loop import Loop
 from chaos.sim.network import Network
-from coordinator.errors import LeaseLost, StoreUnavailable
+from coordinator.core.errors import LeaseLost, StoreUnavailable
 from coordinator.memory import MemoryStore
 from coordinator.store import Change, Entry, Guard, Listing
 

@@ -17,7 +17,7 @@ from chaos.sim.violation import Violation
 from elasticps.client.client import Client
 from elasticps.client.tables import SparseTable
 from elasticps.errors import ServerError, UnknownTable
-from elasticps.optimizers import Accumulate
+from elasticps.model.optimizers import Accumulate
 
 NAMES = ("one", "other")
 MOST_USES = 4  # of a table, before it is looked at what becomes of it

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coordinator.errors import ForkedProcess
+from coordinator.core.errors import ForkedProcess
+from coordinator.core.view import Roster, View
 from coordinator.forks import use_grpc
-from coordinator.view import Roster, View
 from elasticps.admin import admin_pb2, admin_pb2_grpc
 from elasticps.errors import ClusterUnreachable, ConfigError, Error, ServerError
 from elasticps.security.identity import host_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from coordinator.view import ServerInfo
+from coordinator.core.view import ServerInfo
 
 MAX_URL = 4096
 

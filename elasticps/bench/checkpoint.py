@@ -30,8 +30,8 @@ from elasticps.checkpoint.rows import RowFile
 from elasticps.checkpoint.storage import Storage
 from elasticps.client import Client, SparseTable, connect
 from elasticps.local import LocalCluster
-from elasticps.server.protocol.scan import FILE_BYTES
-from elasticps.spec import Adagrad, TableSpec
+from elasticps.model.spec import Adagrad, TableSpec
+from elasticps.server.core.scan import FILE_BYTES
 from elasticps.store import Store
 from elasticps.store.layout import RowLayout
 

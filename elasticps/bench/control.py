@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from coordinator.core.planner import Health, Members, Plan, plan, plan_roster
+from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from coordinator.leader import run_coordinator
 from coordinator.membership import ROSTER, VIEW, create_cluster
 from coordinator.memory import MemoryStore
-from coordinator.planner import Health, Members, Plan, plan, plan_roster
 from coordinator.sessions import register_server, register_worker
-from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from elasticps import background
-from elasticps.client.protocol.routing import Routes
+from elasticps.client.core.routing import Routes
 from elasticps.errors import Error, Timeout
 
 RANGES, SERVERS, WORKERS, REPLICAS = 1024, 100, 1000, 2

@@ -10,7 +10,7 @@ from elasticps.bench.limits import memcpy_gb_per_s, socket_pair
 from elasticps.bench.measure import Bench, Result
 from elasticps.client import Client, connect
 from elasticps.local import LocalCluster
-from elasticps.spec import SGD
+from elasticps.model.spec import SGD
 
 SIZES_MB = (1, 16, 64)
 

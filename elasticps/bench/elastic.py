@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.view import View
+from coordinator.core.view import View
 from elasticps import background
 from elasticps.admin import fetch_status
 from elasticps.audit import audit
@@ -24,7 +24,7 @@ from elasticps.client import connect
 from elasticps.errors import ClusterUnreachable, Error
 from elasticps.local import LocalCluster
 from elasticps.local.following import Following
-from elasticps.spec import Accumulate, Adagrad
+from elasticps.model.spec import Accumulate, Adagrad
 
 SERVERS, MORE, REPLICAS, WORKERS = 3, 5, 2, 2
 AUDIT_TIMEOUT_S = 300.0

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.view import View
+from coordinator.core.view import View
 from elasticps import background
 from elasticps.admin import fetch_status
 from elasticps.audit import audit
@@ -26,8 +26,8 @@ from elasticps.coordination import opened, read_view
 from elasticps.errors import Error, Timeout
 from elasticps.local import LocalCluster
 from elasticps.local.story import Failover, adoption, failover
+from elasticps.model.spec import Accumulate, Adagrad
 from elasticps.security import credentials_of
-from elasticps.spec import Accumulate, Adagrad
 
 SERVERS, REPLICAS, WORKERS = 3, 2, 2
 RECOVERY_TIMEOUT_S = 60.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from elasticps.bench.sparse import fill
 from elasticps.client import connect
 from elasticps.local import LocalCluster
-from elasticps.spec import Adagrad
+from elasticps.model.spec import Adagrad
 
 
 def rss_bytes(pid: int) -> int:

@@ -15,7 +15,7 @@ from elasticps.bench.limits import cpu_seconds, memcpy_gb_per_s, socket_pair
 from elasticps.bench.measure import Bench, Result
 from elasticps.client import Client, SparseTable, connect
 from elasticps.local import LocalCluster
-from elasticps.spec import Adagrad
+from elasticps.model.spec import Adagrad
 
 BATCHES = (64, 1024, 8192, 65536)
 FILL_BATCH = 65536

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.spec import Adagrad, TableSpec, Uniform
+from elasticps.model.spec import Adagrad, TableSpec, Uniform
 from elasticps.store import Table, index, warm
 
 _BATCHES = 60

@@ -35,7 +35,7 @@ from elasticps.client.short_keys import Saved
 from elasticps.client.tables import SparseTable
 from elasticps.client.warm import warm
 from elasticps.demo.data import auc
-from elasticps.spec import Filter
+from elasticps.model.spec import Filter
 from elasticps.torch import Embedding, Optimizer, prefetch
 
 TIMEOUT_S = 120.0

@@ -1,8 +1,8 @@
 """Ranges of which every replica is gone come back from the newest checkpoint, while all others are trained on.
 
 What is decided is under `begin-anew` in etcd: which ranges, from which checkpoint, and what is lost with them. The
-leader then empties their chains (`coordinator.planner`), has servers bring them back, and lets workers have them when
-all is there. Whoever leads goes on with it.
+leader then empties their chains (`coordinator.core.planner`), has servers bring them back, and lets workers have them
+when all is there. Whoever leads goes on with it.
 
 What is lost. A range comes back with a worker's steps up to the checkpoint's. Those after it, up to the last one that
 the worker knows to be committed, are missing there, and only there. A worker that lives sends again what it does not
@@ -18,8 +18,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from coordinator.errors import Damaged
-from coordinator.loss import find_loss, spans
+from coordinator.core.errors import Damaged
+from coordinator.core.loss import find_loss, spans
+from coordinator.core.view import ServerInfo, View
 from coordinator.losses import key_of
 from coordinator.membership import (
     BEGIN_ANEW,
@@ -31,7 +32,6 @@ from coordinator.membership import (
 )
 from coordinator.records import left_out, read
 from coordinator.store import Store
-from coordinator.view import ServerInfo, View
 from elasticps import background
 from elasticps.admin import admin_pb2
 from elasticps.admin.client import ask_restore

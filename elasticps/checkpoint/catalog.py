@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from coordinator import fields
+from coordinator.core import fields
 from elasticps.checkpoint.chain import Keep, UnknownCheckpoint, chain_of, deletion, superfluous
 from elasticps.checkpoint.contents import reader_of
 from elasticps.checkpoint.leftovers import STILL_S, is_of_checkpoint, left_over, mark_of

@@ -18,7 +18,7 @@ from elasticps.checkpoint.manifest import FileEntry, Manifest
 from elasticps.checkpoint.rows import Bytes, Keys, Piece, RowReader, Stamps, checksum
 from elasticps.checkpoint.storage import Storage, Take, new_memory
 from elasticps.errors import CheckpointError
-from elasticps.spec import TableSpec
+from elasticps.model.spec import TableSpec
 from elasticps.store.layout import RowLayout
 
 UNIT_BYTES = 8 << 20

@@ -10,14 +10,14 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from coordinator import fields
 from coordinator.adoption import ON_LOSS, RATES
-from coordinator.errors import StoreUnavailable
+from coordinator.core import fields
+from coordinator.core.errors import StoreUnavailable
+from coordinator.core.names import app_of_worker
+from coordinator.core.view import ServerInfo
 from coordinator.membership import NEWEST_CHECKPOINT, RESTORING, last_workers
-from coordinator.names import app_of_worker
 from coordinator.records import left_out, read
 from coordinator.store import Store
-from coordinator.view import ServerInfo
 from elasticps import background
 from elasticps.admin.cuts import CutClient
 from elasticps.admin.subject import CutWritten, WrittenFile
@@ -27,8 +27,8 @@ from elasticps.checkpoint.manifest import FileEntry, Manifest, WorkerEntry, chec
 from elasticps.checkpoint.storage import Storage
 from elasticps.coordination import opened, read_tables, read_view
 from elasticps.errors import CheckpointError, Error
+from elasticps.model.spec import TableSpec
 from elasticps.security import credentials_of
-from elasticps.spec import TableSpec
 from replication.chain import Member
 from replication.progress import touched_clock
 

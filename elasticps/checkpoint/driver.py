@@ -18,10 +18,10 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from coordinator import fields
+from coordinator.core import fields
+from coordinator.core.view import ServerInfo, View, WorkerInfo
 from coordinator.membership import ROSTER, roster_of
 from coordinator.store import Entry, Store
-from coordinator.view import ServerInfo, View, WorkerInfo
 from elasticps.admin.subject import CutState
 from elasticps.checkpoint.consistent import Verdict, judge, uncovered
 from elasticps.coordination import read_view

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
-from coordinator import fields
-from coordinator.errors import CoordinationError
+from coordinator.core import fields
+from coordinator.core.errors import CoordinationError
 from coordinator.membership import NEWEST_CHECKPOINT, WANTED_CHECKPOINTS
 from coordinator.records import read
 from coordinator.store import Entry, Store

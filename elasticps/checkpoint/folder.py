@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from coordinator import fields
+from coordinator.core import fields
 from elasticps import temporary
 
 log = fields.logger(__name__)

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from coordinator.names import check_name
+from coordinator.core.names import check_name
 from elasticps.checkpoint.rows import MOST_HEADER, Encoded, checksum
 from elasticps.errors import CheckpointError, SpecError
-from elasticps.spec import TableSpec
+from elasticps.model.spec import TableSpec
 from elasticps.wire.headers import MAX_CUT
 from replication.messages import ERASER
 from replication.progress import MAX_CLOCK

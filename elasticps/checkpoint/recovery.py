@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from coordinator import fields
 from coordinator.adoption import ON_LOSS
-from coordinator.errors import CoordinationError
-from coordinator.loss import find_loss, spans
+from coordinator.core import fields
+from coordinator.core.errors import CoordinationError
+from coordinator.core.loss import find_loss, spans
 from coordinator.losses import HELD_UP, RESTORE, WAIT, key_of
 from coordinator.membership import BEGIN_ANEW, VIEW, view_of
 from coordinator.records import check, left_out, read

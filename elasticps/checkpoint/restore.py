@@ -17,9 +17,11 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from coordinator import fields
 from coordinator.adoption import ON_LOSS, RATES, TABLES
-from coordinator.errors import CoordinationError, Damaged, LeaseLost, StoreUnavailable
+from coordinator.core import fields
+from coordinator.core.errors import CoordinationError, Damaged, LeaseLost, StoreUnavailable
+from coordinator.core.names import worker_name
+from coordinator.core.view import ServerInfo, View
 from coordinator.membership import (
     CONFIG,
     LAST_WORKER,
@@ -34,9 +36,7 @@ from coordinator.membership import (
     shown,
     view_of,
 )
-from coordinator.names import worker_name
 from coordinator.store import Store
-from coordinator.view import ServerInfo, View
 from elasticps import background
 from elasticps.admin import admin_pb2
 from elasticps.admin.client import ask_restore

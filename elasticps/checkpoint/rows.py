@@ -22,7 +22,7 @@ from xxhash import xxh3_128
 
 from elasticps.checkpoint.storage import Take, new_memory
 from elasticps.errors import CheckpointError
-from elasticps.spec import TableSpec
+from elasticps.model.spec import TableSpec
 from elasticps.store.columns import split
 from elasticps.store.layout import RowLayout
 

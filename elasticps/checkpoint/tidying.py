@@ -8,7 +8,7 @@ import os
 import sys
 from contextlib import suppress
 
-from coordinator import fields
+from coordinator.core import fields
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.manifest import Manifest
 from elasticps.checkpoint.storage import Storage

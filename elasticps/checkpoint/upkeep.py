@@ -17,7 +17,7 @@ from elasticps.checkpoint.manifest import FileEntry, Manifest, folder_of_table, 
 from elasticps.checkpoint.rows import FILE_BYTES, RowFile, Segment
 from elasticps.checkpoint.storage import Storage
 from elasticps.errors import CheckpointError
-from elasticps.spec import TableSpec
+from elasticps.model.spec import TableSpec
 from elasticps.store.layout import RowLayout
 
 READERS = 4  # files that are checked at once

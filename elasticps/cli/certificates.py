@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from coordinator.names import DEFAULT_APP, check_host
-from coordinator.url import TlsFiles
+from coordinator.core.names import DEFAULT_APP, check_host
+from coordinator.core.url import TlsFiles
 from elasticps.cli.output import err, out, print_json
 from elasticps.errors import ConfigError
 from elasticps.security.authority import LEAF_DAYS, Authority

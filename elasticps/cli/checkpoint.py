@@ -9,8 +9,8 @@ import typer
 from rich.progress import DownloadColumn, MofNCompleteColumn, TextColumn
 from rich.table import Table
 
-from coordinator.loss import told as told_lines
-from coordinator.view import RANGES_MAX
+from coordinator.core.loss import told as told_lines
+from coordinator.core.view import RANGES_MAX
 from elasticps.cli.bars import bar, restore_with_bar
 from elasticps.cli.local import target
 from elasticps.cli.options import Json, Name, Url, command, number, usable_place

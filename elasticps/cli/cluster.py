@@ -10,7 +10,7 @@ import typer
 
 from coordinator.adoption import Witness, adopt, look_at_dead, plan_adoption, reset
 from coordinator.connect import open_store
-from coordinator.view import Roster
+from coordinator.core.view import Roster
 from elasticps import background
 from elasticps.admin import fetch_cluster, fetch_tables
 from elasticps.cli.local import target

@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.view import ServerInfo
+from coordinator.core.view import ServerInfo
 from elasticps.admin import fetch_hot
 from elasticps.cli.reading import read_store
 from elasticps.coordination import read_servers

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator import fields
+from coordinator.core import fields
 from elasticps.cli.local import find, processes
 from elasticps.cli.options import Name, Url
 from elasticps.errors import ConfigError

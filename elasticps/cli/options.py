@@ -12,8 +12,8 @@ from typing import Annotated, Any, ParamSpec
 
 import typer
 
-from coordinator.names import check_host
-from coordinator.url import EXAMPLE
+from coordinator.core.names import check_host
+from coordinator.core.url import EXAMPLE
 from elasticps.cli.output import guarded
 from elasticps.errors import CheckpointError, ConfigError
 from elasticps.local import state

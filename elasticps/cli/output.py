@@ -18,8 +18,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from coordinator import fields
-from coordinator.errors import CoordinationError, StoreUnavailable, UnknownServer
+from coordinator.core import fields
+from coordinator.core.errors import CoordinationError, StoreUnavailable, UnknownServer
 from elasticps.errors import ClusterUnreachable, ConfigError, Error, Timeout, UnknownTable
 
 _P = ParamSpec("_P")

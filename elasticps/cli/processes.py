@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import uvloop
 
-from coordinator import fields, releases
 from coordinator.adoption import restore_config
 from coordinator.connect import insist, open_store, release_of
+from coordinator.core import fields, releases
+from coordinator.core.names import check_name
+from coordinator.core.url import parse
+from coordinator.core.view import ClusterConfig
 from coordinator.failovers import Failovers
 from coordinator.leader import run_coordinator
 from coordinator.membership import create_cluster
-from coordinator.names import check_name
 from coordinator.office import first_of
 from coordinator.store import Store
-from coordinator.url import parse
-from coordinator.view import ClusterConfig
 from elasticps import logs
 from elasticps.cli.checkpoint import kept
 from elasticps.cli.options import RequiredUrl, seconds, usable_host, usable_place

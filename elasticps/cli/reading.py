@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from coordinator.connect import open_store
+from coordinator.core.url import parse
 from coordinator.store import Store
-from coordinator.url import parse
 from elasticps.errors import ClusterUnreachable, ConfigError
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.view import ServerInfo
+from coordinator.core.view import ServerInfo
 from elasticps import background
 from elasticps.admin import fetch_tables
 from elasticps.cli.local import target, worker_target

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from coordinator.loss import spans
+from coordinator.core.loss import spans
 from elasticps.client.connections import Peer
-from elasticps.client.protocol.routing import Routes
+from elasticps.client.core.routing import Routes
 from replication.chain import Member
 
 ABSENT_S = 3.0  # out of reach: a failover would have come by then

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from elasticps.client.core import barrier
 from elasticps.client.dispatcher import Dispatcher
-from elasticps.client.protocol import barrier
 from elasticps.errors import LeftOut, Timeout
 
 LONG_S = 1e6  # a lock takes no endless time

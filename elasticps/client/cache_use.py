@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from elasticps.caching import Cache
 from elasticps.errors import ConfigError
+from elasticps.model.caching import Cache
 
 
 class CacheUse(NamedTuple):

@@ -10,23 +10,23 @@ from typing import NoReturn, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.view import View
-from elasticps.caching import Cache
+from coordinator.core.view import View
 from elasticps.client.cache_use import CacheUse
 from elasticps.client.checkpoints import CheckpointRequest
+from elasticps.client.core.join import Resume
 from elasticps.client.data_shards import Shards
 from elasticps.client.inputs import refuse_pickling
 from elasticps.client.losses import Loss
 from elasticps.client.parts import Parts
-from elasticps.client.protocol.join import Resume
 from elasticps.client.pull_behind import PullBehind
 from elasticps.client.pull_tables import PartRead, TablesPull
 from elasticps.client.pulls import ArrayRead
 from elasticps.client.registry import Registry
 from elasticps.client.steps import OpenStep, Rates, Step, Values
 from elasticps.client.tables import DenseTensor, H, SparseTable, TableInfo, checked_handles
-from elasticps.sharding import checked_spec
-from elasticps.spec import Consistency, Filter, Init, Optimizer, TableSpec, Zeros
+from elasticps.model.caching import Cache
+from elasticps.model.sharding import checked_spec
+from elasticps.model.spec import Consistency, Filter, Init, Optimizer, TableSpec, Zeros
 
 Filters = Sequence[Filter]
 Rows = NDArray[np.float32]

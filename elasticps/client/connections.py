@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.view import ServerInfo
-from elasticps.client.protocol.routing import Routes
+from coordinator.core.view import ServerInfo
+from elasticps.client.core.routing import Routes
 from elasticps.client.runtime import Lock, Runtime
 from elasticps.client.short_keys import ShortKeys
 from elasticps.client.transport import Driver, Link, OnFrame, Sink, Usual

@@ -13,13 +13,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.client.core.data_shards import ClaimScript, Need, ShardClaims, T
+from elasticps.client.core.fan_out import Answer, Request
 from elasticps.client.dispatcher import Dispatcher
-from elasticps.client.protocol.data_shards import ClaimScript, Need, ShardClaims, T
-from elasticps.client.protocol.fan_out import Answer, Request
 from elasticps.client.registry import Registry
 from elasticps.client.steps import Steps
 from elasticps.errors import Error, InputError
-from elasticps.sharding import ShardSpec, permuted
+from elasticps.model.sharding import ShardSpec, permuted
 
 log = logging.getLogger(__name__)
 

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.core.view import View, WorkerInfo
 from coordinator.forks import REMEDY
-from coordinator.view import View, WorkerInfo
 from elasticps.client import absence
 from elasticps.client.connections import Connections, Peer, ending_error, refused_by, server_error
+from elasticps.client.core.fan_out import Answer, FanOut, FanOuts, Questions, Script, T, carry_out
+from elasticps.client.core.routing import Routes
+from elasticps.client.core.session import Session
 from elasticps.client.forks import at_fork
 from elasticps.client.holding import Holding
 from elasticps.client.new_views import NewViews, ReadStore
 from elasticps.client.presence import Presence
-from elasticps.client.protocol.fan_out import Answer, FanOut, FanOuts, Questions, Script, T, carry_out
-from elasticps.client.protocol.routing import Routes
-from elasticps.client.protocol.session import Session
 from elasticps.client.pull_batch import ANSWERS, FAN_OUT, OWNERS, PULL, PUSH, take_answers
 from elasticps.client.pulls import Pulls, Read
 from elasticps.client.pushes import Pushes

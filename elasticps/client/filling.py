@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.client.core.fan_out import Questions, of_heads
+from elasticps.client.core.routing import Routes, plan_push
 from elasticps.client.inputs import checked_floats
-from elasticps.client.protocol.fan_out import Questions, of_heads
-from elasticps.client.protocol.routing import Routes, plan_push
 from elasticps.client.writes import Cut, Part, Write
 from elasticps.errors import InputError
 from elasticps.wire.frames import MAX_DIM, Buffer, Header

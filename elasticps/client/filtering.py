@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from elasticps.client.push_batch import Source
 from elasticps.errors import ServerFull
-from elasticps.filters import Keys
 from elasticps.hashing import mix64
 from elasticps.kernels import njit
-from elasticps.spec import TableSpec
+from elasticps.model.filters import Keys
+from elasticps.model.spec import TableSpec
 from elasticps.store.codec import Codec
 
 KEPT_BYTES = 64 << 20

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elasticps.client.connections import Connections
-from elasticps.client.protocol.hold import Hold, Written
-from elasticps.client.protocol.session import Session
+from elasticps.client.core.hold import Hold, Written
+from elasticps.client.core.session import Session
 from elasticps.client.runtime import Lock, Runtime
 from elasticps.wire.frames import Header
 from elasticps.wire.headers import HoldHeader, ReleaseHeader

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from elasticps.client.barrier import Barrier
+from elasticps.client.core.fan_out import Answer
+from elasticps.client.core.join import Past, Resume, Starting, first_past, past_again
+from elasticps.client.core.routing import Routes
 from elasticps.client.dispatcher import Dispatcher
-from elasticps.client.protocol.fan_out import Answer
-from elasticps.client.protocol.join import Past, Resume, Starting, first_past, past_again
-from elasticps.client.protocol.routing import Routes
 from elasticps.client.registry import Registry
 from elasticps.errors import Closed, ClusterUnreachable, ServerError, Timeout
 from elasticps.wire.frames import Buffer, Header

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client.protocol.fan_out import Ask, Questions
-from elasticps.client.protocol.routing import Routes
+from elasticps.client.core.fan_out import Ask, Questions
+from elasticps.client.core.routing import Routes
 from elasticps.wire.frames import Buffer, Header
 from elasticps.wire.headers import KeysHeader, ListKeysHeader
 from replication.chain import Member

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from coordinator.core.view import WorkerInfo
 from coordinator.losses import known_key, losses_of
-from coordinator.view import WorkerInfo
 from elasticps.client.registry import Registry
 from elasticps.client.runtime import Runtime
 from elasticps.errors import DataLost, Error

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from coordinator.view import View
-from elasticps.client.protocol.hearsay import Hearsay
-from elasticps.client.protocol.view_refresh import ViewRefresh
+from coordinator.core.view import View
+from elasticps.client.core.hearsay import Hearsay
+from elasticps.client.core.view_refresh import ViewRefresh
 from elasticps.wire.frames import FrameError
 from replication.chain import Member
 

@@ -13,22 +13,22 @@ from numpy.typing import NDArray
 
 from coordinator.adoption import ON_LOSS
 from coordinator.losses import RESTORE, WAIT
-from elasticps.caching import Cache
 from elasticps.client import filling, listing
 from elasticps.client.cache_use import check_cache
+from elasticps.client.core.fan_out import Ask, of_heads
+from elasticps.client.core.routing import Routes
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.filling import NO_STEP_VALUES, fill
 from elasticps.client.inputs import checked_floats
-from elasticps.client.protocol.fan_out import Ask, of_heads
-from elasticps.client.protocol.routing import Routes
 from elasticps.client.reads import Reads
 from elasticps.client.registrations import NewTable, Registration
 from elasticps.client.registry import Registry
 from elasticps.client.tables import DenseTensor, Handle, SparseTable, TableInfo
 from elasticps.client.writes import Write, check_size
 from elasticps.errors import InputError, ServerError, SpecError, UnknownTable
+from elasticps.model.caching import Cache
+from elasticps.model.spec import TableSpec
 from elasticps.portions import portions
-from elasticps.spec import TableSpec
 from elasticps.wire.frames import (
     CREATED_BYTES,
     HEADER_BYTES,

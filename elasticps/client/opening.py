@@ -7,13 +7,13 @@ import os
 import re
 import secrets
 
-from coordinator.names import check_name
+from coordinator.core.names import check_name
 from elasticps.client.client import Client
 from elasticps.client.registry import Registry
 from elasticps.client.runtime import Runtime
 from elasticps.client.warm import warm
 from elasticps.errors import ConfigError
-from elasticps.spec import ASP, BSP, SSP, Consistency
+from elasticps.model.spec import ASP, BSP, SSP, Consistency
 
 _PART = re.compile(r"[^A-Za-z0-9._-]+")
 _HOST_MAX = 32  # characters of a host's name in the name of a worker

@@ -13,7 +13,7 @@ from elasticps.client.registry import Registry
 from elasticps.client.steps import Steps
 from elasticps.client.tables import Handle, SparseTable
 from elasticps.errors import ClusterUnreachable, Timeout
-from elasticps.spec import BSP, Consistency
+from elasticps.model.spec import BSP, Consistency
 
 LEAVE_S = 5.0  # for what is outstanding when a client is closed
 

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client.protocol.routing import Readers, Routes
+from elasticps.client.core.routing import Readers, Routes
 from elasticps.client.pull_batch import (
     T_FIELDS,
     T_FIRST,

@@ -8,8 +8,8 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client.protocol.fan_out import Send
-from elasticps.client.protocol.routing import Readers, Routes, place_rows, plan_pull
+from elasticps.client.core.fan_out import Send
+from elasticps.client.core.routing import Readers, Routes, place_rows, plan_pull
 from elasticps.client.pull_batch import OWNERS, P_FIELDS, PULL, SMALL_BYTES, Landing, cut_pull
 from elasticps.client.short_keys import Short, ShortKeys
 from elasticps.errors import Error

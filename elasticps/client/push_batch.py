@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client.protocol.routing import FRAME_BYTES, Routes, plan_ranks, take_sum
+from elasticps.client.core.routing import FRAME_BYTES, Routes, plan_ranks, take_sum
 from elasticps.client.writes import Cut, Part, Write, refuse_large
 from elasticps.hashing import key_ranges, table_salt
 from elasticps.kernels import njit

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client.protocol.routing import Routes
-from elasticps.client.protocol.session import Ask, Committed, Effect, Frame, NeedView, Session
+from elasticps.client.core.routing import Routes
+from elasticps.client.core.session import Ask, Committed, Effect, Frame, NeedView, Session
 from elasticps.client.push_batch import PackedPart
 from elasticps.client.short_keys import Short, ShortKeys
 from elasticps.client.writes import Cut, Part, named_ranges

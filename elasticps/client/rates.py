@@ -18,7 +18,7 @@ from typing import NamedTuple
 from coordinator.adoption import RATES
 from coordinator.records import read
 from coordinator.store import Entry, Put, Reset, Store
-from elasticps.optimizers import Optimizer, Schedule, number
+from elasticps.model.optimizers import Optimizer, Schedule, number
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.client.core.fan_out import Ask, Questions
+from elasticps.client.core.routing import Routes
 from elasticps.client.dispatcher import Dispatcher
-from elasticps.client.protocol.fan_out import Ask, Questions
-from elasticps.client.protocol.routing import Routes
 from elasticps.client.pull_tables import PartRead, TablesPull, in_groups, small_together
 from elasticps.client.pulls import ArrayRead, Read, RowsToCome
 from elasticps.client.runtime import Lock

@@ -12,8 +12,8 @@ from typing import Any, Literal, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client.protocol.fan_out import Ask, Questions
-from elasticps.client.protocol.routing import Routes
+from elasticps.client.core.fan_out import Ask, Questions
+from elasticps.client.core.routing import Routes
 from elasticps.client.reads import Reads
 from elasticps.errors import InputError, SpecError
 from elasticps.store.reductions import COUNT, Reduction, reduction

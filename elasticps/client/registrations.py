@@ -12,8 +12,8 @@ from coordinator.records import read
 from coordinator.store import VALUE_MAX, WRITES_MAX, Entry, Store
 from elasticps.coordination import entries_of
 from elasticps.errors import ConfigError, SpecError
+from elasticps.model.spec import TableSpec
 from elasticps.portions import portions
-from elasticps.spec import TableSpec
 
 
 @dataclass(frozen=True)

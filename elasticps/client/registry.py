@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from coordinator.adoption import ON_LOSS, table_key
 from coordinator.connect import open_store
-from coordinator.errors import CoordinationError, Fenced, ForkedProcess, NotPermitted, Unreadable
+from coordinator.core.errors import CoordinationError, Fenced, ForkedProcess, NotPermitted, Unreadable
+from coordinator.core.names import check_name, check_worker
+from coordinator.core.view import View, WorkerInfo
 from coordinator.membership import (
     LAST_WORKER,
     RESTORING,
@@ -31,12 +33,10 @@ from coordinator.membership import (
     worker_key,
     worker_of,
 )
-from coordinator.names import check_name, check_worker
 from coordinator.sessions import WorkerSession, register_worker
 from coordinator.store import Entry, Store
 from coordinator.trouble import find_trouble
-from coordinator.view import View, WorkerInfo
-from elasticps.client.protocol.join import Past
+from elasticps.client.core.join import Past
 from elasticps.client.rates import SetRate, SetRates
 from elasticps.client.registrations import (
     NewTable,

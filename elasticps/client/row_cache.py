@@ -18,17 +18,17 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.caching import Cache
 from elasticps.client.batches import NOTHING, Batch, Flags, Keys, Rows, Slots, Where
 from elasticps.client.cache_use import CacheUse, Counts
+from elasticps.client.core.places import Places, State
 from elasticps.client.filtering import summed
-from elasticps.client.protocol.places import Places, State
 from elasticps.client.pulls import RowsToCome, SparseRead
 from elasticps.client.push_batch import Source
 from elasticps.client.reads import Reads
 from elasticps.errors import Error, SpecError
 from elasticps.hashing import table_salt
-from elasticps.spec import Assign, TableSpec
+from elasticps.model.caching import Cache
+from elasticps.model.spec import Assign, TableSpec
 from elasticps.store import Table
 from elasticps.store.codec import Codec
 from elasticps.store.row_digests import WORDS, digests

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from elasticps.client.filtering import Kept, KeptBlocks
 from elasticps.client.pulls import ArrayRead, CodedRead, DenseRead, SparseRead
 from elasticps.client.runtime import Lock
-from elasticps.filters import KKT
-from elasticps.spec import TableSpec
+from elasticps.model.filters import KKT
+from elasticps.model.spec import TableSpec
 
 KEPT_BYTES = 64 << 20
 """Of a sparse table's rows. Memory is taken as rows come; a key that gave way to others is sent whole."""

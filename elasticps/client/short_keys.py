@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128_digest
 
-from elasticps.filters import Filter, KeyDeltas, KeysOnce, Zstd
 from elasticps.kernels import njit
+from elasticps.model.filters import Filter, KeyDeltas, KeysOnce, Zstd
 from elasticps.wire.frames import (
     ALL_RANGES,
     BLOCK_BYTES,

@@ -11,17 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client.barrier import Barrier
+from elasticps.client.core.join import Resume
+from elasticps.client.core.session import Content
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.join import Joining
 from elasticps.client.losses import Losses
-from elasticps.client.protocol.join import Resume
-from elasticps.client.protocol.session import Content
 from elasticps.client.push_batch import PackedPart, Packer, Source
 from elasticps.client.pushes import StepState
 from elasticps.client.tables import Handle, SparseTable, refuse_handle, refuse_values
 from elasticps.client.writes import Part, Write, check_size
 from elasticps.errors import Error, InputError, Refused
-from elasticps.optimizers import Optimizer
+from elasticps.model.optimizers import Optimizer
 from elasticps.wire.frames import MAX_BLOCKS
 from elasticps.wire.pool import Pool
 from replication.progress import MAX_PARTS

@@ -12,13 +12,12 @@ from typing import NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.caching import Cache
 from elasticps.client import filling, listing, tensor_slots
 from elasticps.client.cache_use import NOT_USED, CacheUse, check_cache
+from elasticps.client.core.routing import PushPlan, Routes, plan_push
 from elasticps.client.filling import NO_STEP_VALUES
 from elasticps.client.filtering import Sent
 from elasticps.client.inputs import checked_floats, checked_keys, checked_out, checked_read
-from elasticps.client.protocol.routing import PushPlan, Routes, plan_push
 from elasticps.client.pulls import ArrayRead, DenseRead, SparseRead
 from elasticps.client.push_batch import Source
 from elasticps.client.reads import Reads
@@ -28,7 +27,8 @@ from elasticps.client.short_keys import Saved, Short
 from elasticps.client.target import Changes, Target
 from elasticps.client.writes import LentRows, Write, check_size
 from elasticps.errors import ConfigError, InputError
-from elasticps.spec import TableSpec
+from elasticps.model.caching import Cache
+from elasticps.model.spec import TableSpec
 from replication.messages import OperationKind
 
 LOADED_BYTES = 8 << 20  # sent at once

@@ -11,10 +11,10 @@ from typing import NoReturn, Protocol, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.client.core.routing import Routes
 from elasticps.client.filling import fill
 from elasticps.client.filtering import Feedback, PushFilter, Sent
 from elasticps.client.inputs import refuse_pickling
-from elasticps.client.protocol.routing import Routes
 from elasticps.client.pulls import CodedRead
 from elasticps.client.rates import SetRate, same_rate, with_rate
 from elasticps.client.reads import Reads
@@ -24,8 +24,8 @@ from elasticps.client.short_keys import Saved, Short
 from elasticps.client.writes import Write
 from elasticps.errors import InputError
 from elasticps.hashing import table_salt
-from elasticps.optimizers import Optimizer, Schedule
-from elasticps.spec import TableSpec
+from elasticps.model.optimizers import Optimizer, Schedule
+from elasticps.model.spec import TableSpec
 from elasticps.store.codec import Codec
 
 

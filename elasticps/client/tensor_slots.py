@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from elasticps.client import filling
 from elasticps.client.inputs import checked_floats
 from elasticps.errors import InputError
-from elasticps.spec import TableSpec
+from elasticps.model.spec import TableSpec
 
 
 def of_blocks(spec: TableSpec, rows: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.view import ServerInfo
+from coordinator.core.view import ServerInfo
 from elasticps.client.runtime import READABLE, WRITABLE, Runtime, Stream
 from elasticps.security.sockets import Secured
 from elasticps.security.stream import secured

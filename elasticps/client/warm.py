@@ -6,10 +6,10 @@ from functools import cache
 
 import numpy as np
 
-from coordinator.view import ServerInfo, View
+from coordinator.core.view import ServerInfo, View
+from elasticps.client.core.places import Places
+from elasticps.client.core.routing import Routes, place_rows, plan_pull, plan_push
 from elasticps.client.filtering import Kept
-from elasticps.client.protocol.places import Places
-from elasticps.client.protocol.routing import Routes, place_rows, plan_pull, plan_push
 from elasticps.client.pull_batch import ANSWERS, take_answers
 from elasticps.client.pull_tables import TablesRead
 from elasticps.client.pulls import Pulls, ReadPart, SparseRead

@@ -12,7 +12,7 @@ from typing import NamedTuple, NoReturn, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client.protocol.routing import FRAME_BYTES, PushPlan, Routes, cut_ranks
+from elasticps.client.core.routing import FRAME_BYTES, PushPlan, Routes, cut_ranks
 from elasticps.errors import InputError
 from elasticps.wire.frames import MAX_BLOCKS, MAX_BODY_BYTES, Buffer, block_head, grads_padding
 from replication.chain import Ranges

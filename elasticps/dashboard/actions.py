@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from coordinator.errors import StoreUnavailable
+from coordinator.core.errors import StoreUnavailable
 from coordinator.membership import cancel_drain, request_drain
 from coordinator.store import Store
 from elasticps.errors import ConfigError

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.errors import CoordinationError
+from coordinator.core.errors import CoordinationError
 from elasticps.dashboard.actions import Actions
 from elasticps.dashboard.fanout import Fanout, Viewer, encode
 from elasticps.dashboard.hot import Looks

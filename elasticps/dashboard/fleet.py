@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.view import ServerInfo, View
+from coordinator.core.view import ServerInfo, View
 from elasticps.dashboard.ring import counts
 from replication.chain import Member
 

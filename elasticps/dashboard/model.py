@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from coordinator.core.planner import Members
+from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View
 from coordinator.failovers import Failover
 from coordinator.leader import ELECTION
 from coordinator.membership import (
@@ -23,9 +25,7 @@ from coordinator.membership import (
     drained,
     server_of,
 )
-from coordinator.planner import Members
 from coordinator.records import read
-from coordinator.view import ClusterConfig, Roster, ServerInfo, View
 from elasticps.dashboard import ring
 from elasticps.dashboard.fleet import Fleet
 from elasticps.dashboard.history import History

@@ -13,12 +13,12 @@ from typing import Any
 
 import grpc
 
-from coordinator import fields
 from coordinator.connect import open_store
-from coordinator.errors import CoordinationError
+from coordinator.core import fields
+from coordinator.core.errors import CoordinationError
+from coordinator.core.url import parse
 from coordinator.membership import CONFIG
 from coordinator.store import Change, Delete, Put, Reset, Store
-from coordinator.url import parse
 from elasticps.admin import admin_pb2
 from elasticps.dashboard.fanout import Fanout
 from elasticps.dashboard.model import Model

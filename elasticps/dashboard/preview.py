@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from coordinator.forecast import forecast
-from coordinator.planner import Members
-from coordinator.view import ClusterConfig, ServerInfo, View
+from coordinator.core.forecast import forecast
+from coordinator.core.planner import Members
+from coordinator.core.view import ClusterConfig, ServerInfo, View
 from elasticps.dashboard import ring
 from elasticps.dashboard.model import Model
 from elasticps.errors import ConfigError, Error

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.view import View
+from coordinator.core.view import View
 
 
 def draw(view: View) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from coordinator.view import WorkerInfo
+from coordinator.core.view import WorkerInfo
 from elasticps.dashboard.fleet import Server
 from elasticps.dashboard.history import SERVERS_MAX, History
 

@@ -13,7 +13,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from coordinator import fields
+from coordinator.core import fields
 from elasticps import background
 from elasticps.dashboard.actions import Actions
 from elasticps.dashboard.app import VIEWERS_MAX, make_app

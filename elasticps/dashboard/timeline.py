@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.view import View
+from coordinator.core.view import View
 
 KEPT_S = 3600.0
 ENTRIES_MAX = 2000

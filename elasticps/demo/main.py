@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
-from coordinator.errors import CoordinationError
+from coordinator.core.errors import CoordinationError
 from elasticps.audit import audit
 from elasticps.dashboard.needs import PORT
 from elasticps.dashboard.serve import begin_beside
@@ -33,7 +33,7 @@ from elasticps.local.following import Following, held
 from elasticps.local.story import failover
 
 if TYPE_CHECKING:
-    from coordinator.view import View
+    from coordinator.core.view import View
 
 INTERRUPTED = 130  # exit code that shells give to Ctrl-C
 AUDIT_TIMEOUT_S = 30.0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from coordinator.view import View
+    from coordinator.core.view import View
 
 
 def choose(view: View, running: Collection[tuple[str, int]]) -> tuple[str, int] | None:

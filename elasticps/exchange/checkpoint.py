@@ -20,7 +20,7 @@ from elasticps.client import tensor_slots
 from elasticps.errors import ConfigError, UnknownTable
 from elasticps.exchange.export import CHUNK_BYTES, Tell, called, write_tables
 from elasticps.exchange.writers import Columns, cast
-from elasticps.spec import TableSpec
+from elasticps.model.spec import TableSpec
 from elasticps.store.layout import RowLayout
 
 

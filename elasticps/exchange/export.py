@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator import fields
+from coordinator.core import fields
 from elasticps import temporary
 from elasticps.client import Client, DenseTensor, SparseTable
 from elasticps.client.tables import CHUNK
 from elasticps.errors import ConfigError
 from elasticps.exchange.writers import Columns, Writer, cast, check_format, writer
-from elasticps.spec import MAX_NAME, TableSpec
+from elasticps.model.spec import MAX_NAME, TableSpec
 
 log = fields.logger(__name__)
 

@@ -18,7 +18,7 @@ from elasticps.client.tensor_slots import per_weight
 from elasticps.errors import ConfigError, Error, InputError, UnknownTable
 from elasticps.exchange.export import BAGS, CHUNK_BYTES, MANIFEST, VERSION, Tell, slots_called
 from elasticps.exchange.writers import FORMATS, SHARDING, stem_of
-from elasticps.spec import TableSpec
+from elasticps.model.spec import TableSpec
 
 Slice = Callable[[int, int], NDArray[Any]]
 _READERS = ("safetensors", "safetensors_rust", "pyarrow", "_pickle", "pickle")  # their errors say what is wrong

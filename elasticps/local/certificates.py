@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from coordinator.url import TlsFiles, parse
+from coordinator.core.url import TlsFiles, parse
 from elasticps import background
 from elasticps.security.authority import Authority
 from elasticps.security.identity import ANY, Identity, Role

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from coordinator.names import check_name
-from coordinator.view import ClusterConfig
+from coordinator.core.names import check_name
+from coordinator.core.view import ClusterConfig
 from elasticps import background
 from elasticps.errors import ConfigError, Error
 from elasticps.local import certificates, forming, keeper, scaling, state

@@ -15,8 +15,8 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-from coordinator import releases
-from coordinator.url import TlsFiles
+from coordinator.core import releases
+from coordinator.core.url import TlsFiles
 from elasticps.errors import ConfigError
 
 # What etcd takes from the environment nevertheless: where it may run, and not to wait for a disk that is slow. Without

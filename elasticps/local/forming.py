@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from coordinator.connect import open_store
+from coordinator.core.view import ClusterConfig, View
 from coordinator.membership import ViewFollower, create_cluster
-from coordinator.view import ClusterConfig, View
 from elasticps.errors import Error
 
 

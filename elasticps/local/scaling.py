@@ -12,10 +12,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from coordinator import forecast as forecasts
-from coordinator.names import check_name
-from coordinator.planner import Members
-from coordinator.view import ServerInfo, View
+from coordinator.core import forecast as forecasts
+from coordinator.core.names import check_name
+from coordinator.core.planner import Members
+from coordinator.core.view import ServerInfo, View
 from elasticps.errors import ConfigError, Error, Timeout
 from elasticps.local import certificates, keeper, state
 from elasticps.local.following import LOOK_S, Following, Progress, Tell, held

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coordinator.names import check_name
-from coordinator.url import parse
+from coordinator.core.names import check_name
+from coordinator.core.url import parse
 from elasticps import temporary
 from elasticps.errors import ConfigError, Timeout
 from elasticps.local import keeper

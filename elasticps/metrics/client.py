@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from coordinator.view import View, WorkerInfo
+from coordinator.core.view import View, WorkerInfo
 
 if TYPE_CHECKING:
     from elasticps.client.cache_use import CacheUse

@@ -16,8 +16,9 @@ import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from coordinator import fields
-from coordinator.errors import CoordinationError, StoreUnavailable
+from coordinator.core import fields
+from coordinator.core.errors import CoordinationError, StoreUnavailable
+from coordinator.core.view import Roster, ServerInfo, View
 from coordinator.leader import ELECTION
 from coordinator.losses import KNOWN, LOSSES, merged
 from coordinator.membership import DRAINS, NEWEST_CHECKPOINT, ROSTER, SERVERS, VIEW, drained, server_of
@@ -25,7 +26,6 @@ from coordinator.office import first_of
 from coordinator.records import read
 from coordinator.store import Change, Entry, Put, Reset, Store
 from coordinator.trouble import check_writes
-from coordinator.view import Roster, ServerInfo, View
 from elasticps.metrics.exposition import Scrape
 from replication.chain import Member
 

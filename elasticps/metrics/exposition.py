@@ -17,7 +17,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from coordinator import fields
+from coordinator.core import fields
 from elasticps.errors import ConfigError
 
 log = fields.logger(__name__)

@@ -15,7 +15,7 @@ from elasticps.descriptors import Connections
 from elasticps.metrics.exposition import Scrape
 from elasticps.metrics.timing import Histogram, Meter, TimedServer
 from elasticps.security.gate import Gate
-from elasticps.server.protocol.headroom import NO_LIMIT, Memory
+from elasticps.server.core.headroom import NO_LIMIT, Memory
 from elasticps.server.server import Server
 
 MAX_WORKERS = 500  # workers shown by name; beyond them only how far the last is behind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from coordinator.url import ClusterUrl, parse
+from coordinator.core.url import ClusterUrl, parse
 from elasticps.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -24,10 +24,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from coordinator.errors import CoordinationError
+from coordinator.core.errors import CoordinationError
+from coordinator.core.names import DEFAULT_APP
+from coordinator.core.url import TlsFiles, parse
 from coordinator.etcd_rights import ROOT
-from coordinator.names import DEFAULT_APP
-from coordinator.url import TlsFiles, parse
 from elasticps import background, temporary
 from elasticps.errors import ConfigError
 from elasticps.security.identity import ANY, Identity, Role, host_name

@@ -18,7 +18,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
-from coordinator.url import TlsFiles
+from coordinator.core.url import TlsFiles
 from elasticps.errors import ConfigError
 from elasticps.security import openssl
 from elasticps.security.identity import Identity, NotAuthorised, Role, identity_among

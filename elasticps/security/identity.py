@@ -18,7 +18,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.names import DEFAULT_APP, check_name
+from coordinator.core.names import DEFAULT_APP, check_name
 
 ANY = "*"
 _PREFIX = "spiffe://elasticps/"

@@ -18,7 +18,7 @@ import ssl
 from ctypes import c_char_p, c_int, c_long, c_size_t, c_uint64, c_ulong, c_void_p
 from typing import Any
 
-from coordinator.url import TlsFiles
+from coordinator.core.url import TlsFiles
 from elasticps.errors import ConfigError
 
 READ_AHEAD_BYTES = 64 << 10  # received in one call, at most, and kept only while something of it was not decrypted

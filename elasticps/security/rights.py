@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from coordinator.adoption import ON_LOSS, RATES, TABLES
 from coordinator.connect import open_store
+from coordinator.core.names import DEFAULT_APP, check_name
 from coordinator.etcd import EtcdStore
 from coordinator.etcd_rights import protect as protect_etcd
 from coordinator.losses import KNOWN
@@ -19,7 +20,6 @@ from coordinator.membership import (
     WANTED_CHECKPOINTS,
     WORKERS,
 )
-from coordinator.names import DEFAULT_APP, check_name
 from elasticps.errors import ConfigError
 from elasticps.security.identity import ANY, Identity, Role
 

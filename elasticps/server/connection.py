@@ -10,16 +10,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
-from coordinator import fields
+from coordinator.core import fields
 from coordinator.sparing import Sparing
 from elasticps.security.channel import Proof
 from elasticps.security.identity import Identity, NotAuthorised
+from elasticps.server.core.asker import Body
+from elasticps.server.core.herald import Herald
+from elasticps.server.core.request_error import RequestError
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.path import FastPath
 from elasticps.server.linger import Linger
-from elasticps.server.protocol.asker import Body
-from elasticps.server.protocol.herald import Herald
-from elasticps.server.protocol.request_error import RequestError
 from elasticps.wire.frames import (
     MAX_BODY_BYTES,
     MAX_CONTROL_BYTES,

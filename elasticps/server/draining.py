@@ -19,13 +19,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from coordinator import fields
-from coordinator.errors import CoordinationError
-from coordinator.handover import Handover, find_handover
+from coordinator.core import fields
+from coordinator.core.errors import CoordinationError
+from coordinator.core.handover import Handover, find_handover
+from coordinator.core.view import ServerInfo, View
+from coordinator.core.wording import names
 from coordinator.membership import SERVERS, VIEW, read_drains, request_drain, server_of
 from coordinator.store import Entry, Store
-from coordinator.view import ServerInfo, View
-from coordinator.wording import names
 from elasticps.server.server import Server
 from replication.chain import Member
 

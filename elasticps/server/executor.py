@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 
 from elasticps.admin.subject import MarkedRange
+from elasticps.model.spec import TableSpec
 from elasticps.server import fatal
-from elasticps.server.fast import layout as at
-from elasticps.server.fast.path import FastPath
-from elasticps.server.protocol.audit import Marks, digest
-from elasticps.server.protocol.barrier_state import Rounds
-from elasticps.server.protocol.contents import wrong
-from elasticps.server.protocol.cut_notes import CutNotes
-from elasticps.server.protocol.data_shards_state import Claim, ShardMark, Shards, group_of
-from elasticps.server.protocol.operations import (
+from elasticps.server.core.audit import Marks, digest
+from elasticps.server.core.barrier_state import Rounds
+from elasticps.server.core.contents import wrong
+from elasticps.server.core.cut_notes import CutNotes
+from elasticps.server.core.data_shards_state import Claim, ShardMark, Shards, group_of
+from elasticps.server.core.operations import (
     AuditMark,
     ChunkContent,
     Cleared,
@@ -33,8 +32,9 @@ from elasticps.server.protocol.operations import (
     NewTables,
     RoundStep,
 )
-from elasticps.server.protocol.restored import RestoredRows, RestoredState
-from elasticps.spec import TableSpec
+from elasticps.server.core.restored import RestoredRows, RestoredState
+from elasticps.server.fast import layout as at
+from elasticps.server.fast.path import FastPath
 from elasticps.store import Store, Table
 from elasticps.store.intervals import PLACES
 from replication.chain import Member, Ranges, Role

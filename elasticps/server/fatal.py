@@ -7,7 +7,7 @@ import os
 import sys
 from typing import NoReturn
 
-from coordinator import fields
+from coordinator.core import fields
 
 log = fields.logger(__name__)
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from coordinator import fields
+from coordinator.core import fields
 from elasticps.descriptors import NO_LIMIT as MANY
 from elasticps.descriptors import Connections
 from elasticps.security.identity import NotAuthorised
 from elasticps.security.identity import Role as PeerRole
 from elasticps.server.connection import Connection, Handler, Role
+from elasticps.server.core.asker import Body
+from elasticps.server.core.held_frames import HeldFrames
+from elasticps.server.core.request_error import RequestError
+from elasticps.server.core.serving import Serving
 from elasticps.server.leaders import Leaders
 from elasticps.server.news import News
-from elasticps.server.protocol.asker import Body
-from elasticps.server.protocol.held_frames import HeldFrames
-from elasticps.server.protocol.request_error import RequestError
-from elasticps.server.protocol.serving import Serving
 from elasticps.server.replica_links import ReplicaLinks
 from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame, whole
 from replication.chain import Member

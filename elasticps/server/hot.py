@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.server.core.heavy import Sketch
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.frames import MAGIC_AND_VERSION
 from elasticps.server.fast.path import FastPath
-from elasticps.server.protocol.heavy import Sketch
 from elasticps.store import Store
 from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, PACKED, FrameError, Kind, read_push
 

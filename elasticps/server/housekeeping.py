@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from coordinator import fields
+from coordinator.core import fields
 
 log = fields.logger(__name__)
 

@@ -6,15 +6,15 @@ from asyncio import AbstractEventLoop
 
 import numpy as np
 
-from coordinator import fields
-from coordinator.view import View
+from coordinator.core import fields
+from coordinator.core.view import View
 from elasticps.memory import fill_mark
 from elasticps.server.connection import Connection
+from elasticps.server.core.asker import Body
+from elasticps.server.core.headroom import Headroom
+from elasticps.server.core.serving import Serving
 from elasticps.server.counts import Counts
 from elasticps.server.executor import Executor
-from elasticps.server.protocol.asker import Body
-from elasticps.server.protocol.headroom import Headroom
-from elasticps.server.protocol.serving import Serving
 from elasticps.server.replica_links import ReplicaLinks
 from elasticps.server.snapshots import SnapshotSender
 from elasticps.wire.frames import Header, Kind, json_frame

@@ -13,27 +13,27 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from coordinator import fields
 from coordinator.adoption import TABLES, TableEntry
-from coordinator.errors import StoreUnavailable
+from coordinator.core import fields
+from coordinator.core.errors import StoreUnavailable
+from coordinator.core.view import ClusterConfig
 from coordinator.membership import ROSTER, VIEW, ViewFollower, list_drains, roster_of, view_of
 from coordinator.sessions import ServerSession, newest_incarnation, register_server
 from coordinator.store import Store
-from coordinator.view import ClusterConfig
 from elasticps import logs
 from elasticps.coordination import entries_of, read_tables, tables_among
 from elasticps.descriptors import NO_LIMIT as MANY
 from elasticps.descriptors import Connections
 from elasticps.errors import SpecError
+from elasticps.model.spec import TableSpec
 from elasticps.security.gate import Gate
 from elasticps.server import fatal
+from elasticps.server.core.headroom import NO_LIMIT, Memory
+from elasticps.server.core.registered import Entry
 from elasticps.server.draining import Stays, drain
 from elasticps.server.housekeeping import keep_doing
-from elasticps.server.protocol.headroom import NO_LIMIT, Memory
-from elasticps.server.protocol.registered import Entry
 from elasticps.server.replica_links import BEAT_S
 from elasticps.server.server import Server
-from elasticps.spec import TableSpec
 
 log = fields.logger(__name__)
 

@@ -7,11 +7,11 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from coordinator import fields
 from coordinator.connect import insist
+from coordinator.core import fields
+from coordinator.core.view import ServerInfo
 from coordinator.membership import SERVERS, server_of
 from coordinator.store import Store
-from coordinator.view import ServerInfo
 from elasticps.admin import fetch_health, fetch_status
 from elasticps.errors import ClusterUnreachable, ConfigError, ServerError
 

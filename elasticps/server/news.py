@@ -6,11 +6,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from coordinator.view import View
+from coordinator.core.view import View
 from elasticps.server.connection import Connection, Handler
+from elasticps.server.core.asker import Body
+from elasticps.server.core.serving import Serving
 from elasticps.server.executor import Executor
-from elasticps.server.protocol.asker import Body
-from elasticps.server.protocol.serving import Serving
 from elasticps.wire.frames import Header, Kind
 from elasticps.wire.views import read_view
 from replication.effects import NeedRoster, NeedView

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
-from coordinator import fields
 from coordinator.connect import insist, open_store
+from coordinator.core import fields
+from coordinator.core.url import parse
+from coordinator.core.view import ClusterConfig, ServerInfo
 from coordinator.membership import CONFIG, config_of
 from coordinator.store import Store
-from coordinator.url import parse
-from coordinator.view import ClusterConfig, ServerInfo
 from elasticps import store as table_store
 from elasticps.admin.service import start_admin
 from elasticps.descriptors import connections_for, raise_limit
@@ -31,11 +31,11 @@ from elasticps.security import credentials_of
 from elasticps.security.gate import Gate
 from elasticps.security.identity import Role
 from elasticps.server.addresses import found_under, hidden, is_loopback, joined, listen
+from elasticps.server.core.headroom import Memory
 from elasticps.server.fast import receive as fast_path
 from elasticps.server.fast import sockets
 from elasticps.server.lives import Build, Identity, Surroundings, live, plain, resolve
 from elasticps.server.names import stays, wait_for_name
-from elasticps.server.protocol.headroom import Memory
 from elasticps.server.server import Server
 from elasticps.store import registry
 

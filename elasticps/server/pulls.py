@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from elasticps.server.connection import Connection, Handler
+from elasticps.server.core.asker import Asker, Body
+from elasticps.server.core.bounded_delay import BoundedDelay
+from elasticps.server.core.contents import unknown_table
+from elasticps.server.core.held_frames import HeldFrames
+from elasticps.server.core.herald import Herald
+from elasticps.server.core.reads import Judge, Read, Wanted, answer, shown_when
+from elasticps.server.core.registered import Registered
+from elasticps.server.core.request_error import RequestError
+from elasticps.server.core.serving import Serving
 from elasticps.server.counts import Counts
-from elasticps.server.protocol.asker import Asker, Body
-from elasticps.server.protocol.bounded_delay import BoundedDelay
-from elasticps.server.protocol.contents import unknown_table
-from elasticps.server.protocol.held_frames import HeldFrames
-from elasticps.server.protocol.herald import Herald
-from elasticps.server.protocol.reads import Judge, Read, Wanted, answer, shown_when
-from elasticps.server.protocol.registered import Registered
-from elasticps.server.protocol.request_error import RequestError
-from elasticps.server.protocol.serving import Serving
 from elasticps.store import Store, Table
 from elasticps.wire.frames import FrameError, Header, Kind, read_tables
 from elasticps.wire.headers import JoinHeader, KeysHeader, ListKeysHeader, OkHeader, PullHeader

@@ -11,17 +11,15 @@ from numpy.typing import NDArray
 
 from coordinator.adoption import table_key
 from elasticps.errors import SpecError
+from elasticps.model.spec import TableSpec
 from elasticps.server.connection import Connection, Handler
-from elasticps.server.counts import Counts
-from elasticps.server.executor import Executor
-from elasticps.server.memory_limit import MemoryLimit
-from elasticps.server.protocol.asker import Body
-from elasticps.server.protocol.barrier_state import MOST_OPEN
-from elasticps.server.protocol.contents import check_block, unknown_table
-from elasticps.server.protocol.data_shards_state import ShardMark
-from elasticps.server.protocol.held_frames import HeldFrames
-from elasticps.server.protocol.herald import Herald
-from elasticps.server.protocol.operations import (
+from elasticps.server.core.asker import Body
+from elasticps.server.core.barrier_state import MOST_OPEN
+from elasticps.server.core.contents import check_block, unknown_table
+from elasticps.server.core.data_shards_state import ShardMark
+from elasticps.server.core.held_frames import HeldFrames
+from elasticps.server.core.herald import Herald
+from elasticps.server.core.operations import (
     Cleared,
     Content,
     Contribution,
@@ -30,13 +28,15 @@ from elasticps.server.protocol.operations import (
     NewTables,
     positions_of,
 )
-from elasticps.server.protocol.push_rows import PushRows
-from elasticps.server.protocol.registered import Registered
-from elasticps.server.protocol.replica_codec import MAX_TABLE, new_tables
-from elasticps.server.protocol.replies import RequestTicket
-from elasticps.server.protocol.request_error import RequestError
-from elasticps.server.protocol.serving import Serving
-from elasticps.spec import TableSpec
+from elasticps.server.core.push_rows import PushRows
+from elasticps.server.core.registered import Registered
+from elasticps.server.core.replica_codec import MAX_TABLE, new_tables
+from elasticps.server.core.replies import RequestTicket
+from elasticps.server.core.request_error import RequestError
+from elasticps.server.core.serving import Serving
+from elasticps.server.counts import Counts
+from elasticps.server.executor import Executor
+from elasticps.server.memory_limit import MemoryLimit
 from elasticps.wire.frames import Block, FrameError, Header, Kind, json_body, read_push, whole
 from elasticps.wire.headers import EraseHeader, GetClocksHeader, InitHeader, OkHeader, PushHeader
 from replication.chain import Ranges

@@ -8,17 +8,17 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from coordinator import fields
+from coordinator.core import fields
 from elasticps.errors import SpecError
 from elasticps.server.connection import Connection, Handler
-from elasticps.server.protocol.asker import Body
-from elasticps.server.protocol.contents import unknown_table
-from elasticps.server.protocol.held_frames import HeldFrames
-from elasticps.server.protocol.herald import Herald
-from elasticps.server.protocol.partial import Partial
-from elasticps.server.protocol.registered import Registered
-from elasticps.server.protocol.request_error import RequestError
-from elasticps.server.protocol.serving import Serving
+from elasticps.server.core.asker import Body
+from elasticps.server.core.contents import unknown_table
+from elasticps.server.core.held_frames import HeldFrames
+from elasticps.server.core.herald import Herald
+from elasticps.server.core.partial import Partial
+from elasticps.server.core.registered import Registered
+from elasticps.server.core.request_error import RequestError
+from elasticps.server.core.serving import Serving
 from elasticps.server.pulls import Pulls
 from elasticps.store import Store, Table
 from elasticps.store.reductions import reduction

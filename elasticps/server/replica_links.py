@@ -14,19 +14,19 @@ from typing import TypeAlias
 
 import numpy as np
 
-from coordinator import fields
-from coordinator.view import ServerInfo, View
+from coordinator.core import fields
+from coordinator.core.view import ServerInfo, View
 from elasticps.portions import portions
 from elasticps.security.channel import Expect
 from elasticps.security.identity import Identity, Role
 from elasticps.server import fatal
 from elasticps.server.connection import Connection, Handler
+from elasticps.server.core.asker import Body
+from elasticps.server.core.held_frames import HOLD_TIMEOUT_S
+from elasticps.server.core.operations import NewTable, NewTables
+from elasticps.server.core.replica_codec import ReplicaCodec
 from elasticps.server.executor import Executor
 from elasticps.server.news import News
-from elasticps.server.protocol.asker import Body
-from elasticps.server.protocol.held_frames import HOLD_TIMEOUT_S
-from elasticps.server.protocol.operations import NewTable, NewTables
-from elasticps.server.protocol.replica_codec import ReplicaCodec
 from elasticps.store import Table
 from elasticps.wire.frames import CREATED_BYTES, MAX_CREATED, Buffer, FrameError, Header, Kind, json_body, json_frame
 from elasticps.wire.headers import GetViewHeader

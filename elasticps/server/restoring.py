@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator import fields
+from coordinator.core import fields
 from elasticps import hashing
 from elasticps.admin.subject import Restored, Wanted
 from elasticps.checkpoint import catalog
@@ -20,14 +20,14 @@ from elasticps.checkpoint.manifest import Manifest
 from elasticps.checkpoint.portions import Job, Portion, Sizes, from_bits, portions
 from elasticps.checkpoint.storage import Storage, Take, new_memory
 from elasticps.errors import CheckpointError, Error
+from elasticps.model.spec import TableSpec
+from elasticps.server.core.operations import Dropped, NewTable, NewTables
+from elasticps.server.core.request_error import RequestError
+from elasticps.server.core.restored import RestoredRows, RestoredState
+from elasticps.server.core.serving import Serving
 from elasticps.server.executor import Executor
 from elasticps.server.memory_limit import MemoryLimit
-from elasticps.server.protocol.operations import Dropped, NewTable, NewTables
-from elasticps.server.protocol.request_error import RequestError
-from elasticps.server.protocol.restored import RestoredRows, RestoredState
-from elasticps.server.protocol.serving import Serving
 from elasticps.server.tickets import FutureTicket
-from elasticps.spec import TableSpec
 from elasticps.wire.frames import Block
 from elasticps.wire.pool import Pool
 from replication.chain import Ranges

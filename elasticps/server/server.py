@@ -11,14 +11,23 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 
-from coordinator import fields
-from coordinator.view import Roster, ServerInfo, View
+from coordinator.core import fields
+from coordinator.core.view import Roster, ServerInfo, View
 from elasticps.checkpoint.filing import Filing, ThreadFiling
 from elasticps.descriptors import NO_LIMIT as MANY
 from elasticps.descriptors import Connections
 from elasticps.security.gate import Gate
 from elasticps.server.checkpoints import ASIDE_BYTES, WORKING_S, Checkpoints
 from elasticps.server.connection import Connection, Role
+from elasticps.server.core.barrier import BarrierCoordinator
+from elasticps.server.core.bounded_delay import BoundedDelay
+from elasticps.server.core.data_shards import ShardDispenser
+from elasticps.server.core.group_log import GroupLog
+from elasticps.server.core.headroom import NO_LIMIT, Headroom, Memory
+from elasticps.server.core.held_frames import HeldFrames
+from elasticps.server.core.herald import Herald
+from elasticps.server.core.registered import Entry, Registered
+from elasticps.server.core.serving import Serving
 from elasticps.server.counts import Counts
 from elasticps.server.cuts import Cuts
 from elasticps.server.executor import Executor
@@ -28,15 +37,6 @@ from elasticps.server.leaders import Leaders
 from elasticps.server.linger import Linger
 from elasticps.server.memory_limit import MemoryLimit
 from elasticps.server.news import News
-from elasticps.server.protocol.barrier import BarrierCoordinator
-from elasticps.server.protocol.bounded_delay import BoundedDelay
-from elasticps.server.protocol.data_shards import ShardDispenser
-from elasticps.server.protocol.group_log import GroupLog
-from elasticps.server.protocol.headroom import NO_LIMIT, Headroom, Memory
-from elasticps.server.protocol.held_frames import HeldFrames
-from elasticps.server.protocol.herald import Herald
-from elasticps.server.protocol.registered import Entry, Registered
-from elasticps.server.protocol.serving import Serving
 from elasticps.server.pulls import Pulls
 from elasticps.server.pushes import Pushes
 from elasticps.server.reductions import Reductions

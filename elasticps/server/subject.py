@@ -9,8 +9,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from coordinator.view import Roster, ServerInfo
+from coordinator.core.view import Roster, ServerInfo
 from elasticps.admin.subject import MarkedRange
+from elasticps.server.core.audit import slices
+from elasticps.server.core.bounded_delay import BoundedDelay
+from elasticps.server.core.headroom import Headroom
+from elasticps.server.core.herald import Herald
+from elasticps.server.core.serving import Serving
 from elasticps.server.counts import COUNTED, Counts
 from elasticps.server.cuts import Cuts
 from elasticps.server.executor import Executor
@@ -18,11 +23,6 @@ from elasticps.server.fast.layout import H_RECEIVED_FORWARD, H_RECEIVED_PULL, H_
 from elasticps.server.fast.path import FastPath
 from elasticps.server.handshake import Handshake
 from elasticps.server.hot import Hot
-from elasticps.server.protocol.audit import slices
-from elasticps.server.protocol.bounded_delay import BoundedDelay
-from elasticps.server.protocol.headroom import Headroom
-from elasticps.server.protocol.herald import Herald
-from elasticps.server.protocol.serving import Serving
 from elasticps.server.restoring import Restorer
 from elasticps.server.snapshots import SnapshotSender
 from elasticps.server.tickets import FutureTicket

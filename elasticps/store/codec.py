@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.filters import (
+from elasticps.model.filters import (
     GROUP,
     KKT,
     Around,

@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.optimizers import Adam, Optimizer
+from elasticps.model.optimizers import Adam, Optimizer
 from elasticps.store.native import inlined, kernel
 
 FIRST = 8  # of the constants: where the table begins, two floats for each update

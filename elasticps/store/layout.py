@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from elasticps.spec import TableSpec
+from elasticps.model.spec import TableSpec
 
 
 class RowLayout(NamedTuple):

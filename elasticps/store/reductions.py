@@ -2,7 +2,7 @@
 
 A reduction is two functions. `chunk` makes a state, float64 [size], of some rows; `merge` adds a later state to an
 earlier one. Replicas must get the same bits from the same rows: these come in an order that depends on nothing else,
-and nothing here is summed in another one. `elasticps.server.protocol.partial` takes a range to pieces for them.
+and nothing here is summed in another one. `elasticps.server.core.partial` takes a range to pieces for them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numba.core.dispatcher import Dispatcher
 from numpy.typing import NDArray
 
 from elasticps.errors import SpecError
-from elasticps.optimizers import integer, text
+from elasticps.model.optimizers import integer, text
 from elasticps.store.native import kernel
 
 Keys = NDArray[np.int64]

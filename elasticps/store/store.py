@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.errors import SpecError
-from elasticps.spec import TableSpec
+from elasticps.model.spec import TableSpec
 from elasticps.store.cuts import Cuts
 from elasticps.store.memory import Memory
 from elasticps.store.table import Table

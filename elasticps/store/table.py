@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from elasticps import hashing
 from elasticps.errors import InputError
-from elasticps.spec import DTYPES, Constant, Init, TableSpec, Zeros
-from elasticps.spec import Assign as _Assign
+from elasticps.model.spec import DTYPES, Constant, Init, TableSpec, Zeros
+from elasticps.model.spec import Assign as _Assign
 from elasticps.store import columns, index, intervals, stamps
 from elasticps.store import native as field
 from elasticps.store.codec import Codec

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.hashing import mix64
-from elasticps.spec import DTYPES, Init, Uniform
+from elasticps.model.spec import DTYPES, Init, Uniform
 from elasticps.store.native import (
     H_CONSTANTS,
     H_DIM,

@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from elasticps.caching import Cache
 from elasticps.client import SparseTable
 from elasticps.errors import ConfigError
-from elasticps.spec import BSP
+from elasticps.model.caching import Cache
+from elasticps.model.spec import BSP
 from elasticps.torch.collection import Collection, Table
 from elasticps.torch.data import ShardedDataset, ShardSampler
 from elasticps.torch.devices import DeviceGroup, models_of

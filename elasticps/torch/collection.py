@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elasticps.caching import Cache
 from elasticps.errors import ConfigError, InputError
-from elasticps.spec import Filter, Init
-from elasticps.spec import Optimizer as ServerOptimizer
+from elasticps.model.caching import Cache
+from elasticps.model.spec import Filter, Init
+from elasticps.model.spec import Optimizer as ServerOptimizer
 from elasticps.torch.distinct import distinct_tables
 from elasticps.torch.embedding import MAX_PREFETCHED, Rows, Want, shares
 from elasticps.torch.group.client import GroupClient

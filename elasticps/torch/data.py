@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import IterableDataset, Sampler, default_collate, get_worker_info
 
 from elasticps.errors import ConfigError, InputError
-from elasticps.sharding import checked_spec
+from elasticps.model.sharding import checked_spec
 
 if TYPE_CHECKING:
     from elasticps.client import Client, Shard

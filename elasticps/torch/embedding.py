@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-import elasticps.spec
-from elasticps.caching import Cache
+import elasticps.model.spec
 from elasticps.errors import ConfigError, InputError
-from elasticps.spec import Filter, Init, Normal
-from elasticps.spec import Optimizer as ServerOptimizer
+from elasticps.model.caching import Cache
+from elasticps.model.spec import Filter, Init, Normal
+from elasticps.model.spec import Optimizer as ServerOptimizer
 from elasticps.torch.distinct import distinct
 from elasticps.torch.group.client import GroupClient
 from elasticps.torch.host import moved, room, sent
@@ -418,7 +418,7 @@ def refuse_torchs(optimizer: object) -> None:
     kind = getattr(optimizer, "func", optimizer)  # of a functools.partial
     kind = kind if isinstance(kind, type) else type(kind)
     if issubclass(kind, torch.optim.Optimizer):
-        ours = getattr(elasticps.spec, kind.__name__, None)
+        ours = getattr(elasticps.model.spec, kind.__name__, None)
         instead = f"elasticps.{kind.__name__}(lr=…)" if ours else "one of elasticps' own, such as elasticps.Adam(lr=…)"
         raise ConfigError(f"the servers run the optimizer, which cannot be torch's {kind.__name__}: take {instead}")
     if isinstance(optimizer, type) and issubclass(optimizer, ServerOptimizer):

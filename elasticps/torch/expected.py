@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from elasticps.spec import BSP
+from elasticps.model.spec import BSP
 from elasticps.torch.collection import Collection, Table
 from elasticps.torch.embedding import Rows, Want
 from elasticps.torch.group.client import GroupClient

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from elasticps.errors import ConfigError, InputError
-from elasticps.spec import Filter
-from elasticps.spec import Optimizer as ServerOptimizer
+from elasticps.model.spec import Filter
+from elasticps.model.spec import Optimizer as ServerOptimizer
 from elasticps.torch.devices import DeviceGroup, models_of
 from elasticps.torch.embedding import nobody, refuse_torchs
 from elasticps.torch.expected import Pulled, Wanted, in_one, layers_of

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, distributed, nn
 
 from elasticps.errors import ConfigError, SpecError
-from elasticps.optimizers import Schedule
-from elasticps.spec import MAX_NAME, Filter, shows
-from elasticps.spec import Optimizer as ServerOptimizer
+from elasticps.model.optimizers import Schedule
+from elasticps.model.spec import MAX_NAME, Filter, shows
+from elasticps.model.spec import Optimizer as ServerOptimizer
 from elasticps.torch.compared import differ
 from elasticps.torch.embedding import Gradient, Rows, refuse_torchs
 from elasticps.torch.group.merge import merged

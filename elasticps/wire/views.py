@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.view import View
+from coordinator.core.view import View
 from elasticps.wire.frames import FrameError, Header, Kind, bytes_frame
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from coordinator.view import ServerInfo
+from coordinator.core.view import ServerInfo
 from elasticps import background
 from elasticps.admin import AdminServer, admin_pb2, admin_pb2_grpc, fetch_health, fetch_hot, fetch_status, start_admin
 from elasticps.admin.client import fetch_marked, open_channel, take_mark

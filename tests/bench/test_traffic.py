@@ -10,7 +10,7 @@ from elasticps.bench import traffic
 from elasticps.bench.relay import BURST_S, CHUNK, Bucket, pass_on, stand_in
 from elasticps.bench.traffic import _line, _Run
 from elasticps.bench.traffic_worker import FILTERS
-from elasticps.spec import SGD, TableSpec
+from elasticps.model.spec import SGD, TableSpec
 
 
 def test_a_link_hands_on_every_byte_and_counts_them_each_way() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from chaos.live.plan import Action
 from chaos.live.targets import Scene
-from coordinator.view import ServerInfo, View
+from coordinator.core.view import ServerInfo, View
 
 
 def view_of(chains: Sequence[Sequence[str]], joining: Sequence[str] = (), epoch: int = 1, replicas: int = 2) -> View:

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticps import spec
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint import manifest as manifests
 from elasticps.checkpoint.chain import Keep, builds_on, chain_of, deletion, superfluous
 from elasticps.checkpoint.manifest import FileEntry, Manifest, WorkerEntry
 from elasticps.checkpoint.storage import Storage
 from elasticps.errors import CheckpointError
-from elasticps.spec import TableSpec
+from elasticps.model import spec
+from elasticps.model.spec import TableSpec
 from tests.checkpoint.writer import write
 
 FILES = (FileEntry("t/s0-1.000.safetensors", 3, 200, 100, 5, "ab", (0, 3)),)

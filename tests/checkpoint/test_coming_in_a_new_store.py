@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from coordinator.adoption import Witness, adopt, plan_adoption
+from coordinator.core.view import Roster, ServerInfo, View
 from coordinator.membership import BEGIN_ANEW
 from coordinator.memory import MemoryStore
-from coordinator.view import Roster, ServerInfo, View
-from elasticps import spec
 from elasticps.admin.admin_pb2 import RestoreResponse
 from elasticps.checkpoint import anew
 from elasticps.checkpoint.recovery import Recovery
 from elasticps.checkpoint.storage import Storage
-from elasticps.spec import TableSpec
+from elasticps.model import spec
+from elasticps.model.spec import TableSpec
 from replication.chain import Kept
 from tests.checkpoint.writer import Change, row, write
 

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticps import spec
 from elasticps.checkpoint import catalog, contents, rows, upkeep
 from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.manifest import FileEntry, Manifest, WorkerEntry
 from elasticps.checkpoint.rows import checksum
 from elasticps.checkpoint.storage import Storage
 from elasticps.errors import CheckpointError
-from elasticps.spec import TableSpec
+from elasticps.model import spec
+from elasticps.model.spec import TableSpec
 from tests.checkpoint.writer import Change, ranges_of, row, write
 
 OLD, NEW = TableSpec("old", 3, spec.Adagrad(0.1)), TableSpec("new", 2, spec.SGD(0.1), dtype="bfloat16")

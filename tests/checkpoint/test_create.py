@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coordinator.core.view import Roster, ServerInfo, View, WorkerInfo
 from coordinator.membership import NEWEST_CHECKPOINT, WANTED_CHECKPOINTS
 from coordinator.memory import MemoryStore
-from coordinator.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.admin.subject import CutState, CutTaken, CutWritten, Writing, WrittenFile
 from elasticps.checkpoint import catalog, create, driver, filing
 from elasticps.checkpoint.create import checkpoint
@@ -26,8 +26,8 @@ from elasticps.checkpoint.recovery import policies_of
 from elasticps.checkpoint.rows import RowFile
 from elasticps.checkpoint.storage import Storage
 from elasticps.errors import CheckpointError, ClusterUnreachable, SpecError
-from elasticps.optimizers import Accumulate
-from elasticps.spec import TableSpec
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import TableSpec
 from elasticps.store.layout import RowLayout
 from elasticps.wire.headers import MAX_CUT
 from replication.messages import ERASER

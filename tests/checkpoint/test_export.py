@@ -14,14 +14,14 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from typer.testing import CliRunner
 
-from elasticps import spec
 from elasticps.checkpoint.storage import Storage
 from elasticps.cli.app import app
 from elasticps.errors import CheckpointError, ConfigError, UnknownTable
 from elasticps.exchange import checkpoint as exporting
 from elasticps.exchange import load
 from elasticps.exchange.checkpoint import export_checkpoint
-from elasticps.spec import TableSpec
+from elasticps.model import spec
+from elasticps.model.spec import TableSpec
 from elasticps.store.table import initial_rows
 from tests.checkpoint.writer import Change, row, write
 

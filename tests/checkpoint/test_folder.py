@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from elasticps import spec
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.storage import NotThere, Storage
 from elasticps.errors import CheckpointError
-from elasticps.spec import TableSpec
+from elasticps.model import spec
+from elasticps.model.spec import TableSpec
 from tests.checkpoint.writer import Change, row, write
 
 TABLE = TableSpec("t", 3, spec.SGD(0.1))

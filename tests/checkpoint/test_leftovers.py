@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticps import spec
 from elasticps.checkpoint import catalog, upkeep
 from elasticps.checkpoint.leftovers import left_over, mark_of
 from elasticps.checkpoint.manifest import NAME, Manifest
 from elasticps.checkpoint.storage import Storage
 from elasticps.errors import CheckpointError
-from elasticps.spec import TableSpec
+from elasticps.model import spec
+from elasticps.model.spec import TableSpec
 from tests.checkpoint.writer import Change, row, write
 
 TABLE = TableSpec("t", 3, spec.Adagrad(0.1))

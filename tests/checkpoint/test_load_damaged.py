@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from elasticps import spec
 from elasticps.checkpoint.storage import Storage
 from elasticps.client import Client
 from elasticps.errors import ConfigError, UnknownTable
 from elasticps.exchange import load as loading
 from elasticps.exchange.checkpoint import export_checkpoint
 from elasticps.exchange.export import MANIFEST, VERSION
-from elasticps.spec import TableSpec
+from elasticps.model import spec
+from elasticps.model.spec import TableSpec
 from tests.checkpoint.writer import Change, row, write
 
 OPEN = TableSpec("open", 3, spec.Adam(0.1))

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticps import spec
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.portions import Sizes, from_bits, portions, to_bits
 from elasticps.checkpoint.storage import Storage
-from elasticps.spec import TableSpec
+from elasticps.model import spec
+from elasticps.model.spec import TableSpec
 from tests.checkpoint.writer import Change, ranges_of, row, write
 
 SGD = spec.SGD(0.1)

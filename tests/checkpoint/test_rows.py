@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load
 
-from elasticps import spec
 from elasticps.checkpoint.rows import RowFile, RowReader, columns, decode
 from elasticps.errors import CheckpointError
-from elasticps.spec import TableSpec
+from elasticps.model import spec
+from elasticps.model.spec import TableSpec
 from elasticps.store.layout import RowLayout
 
 OPTIMIZERS = [spec.SGD(0.1), spec.Adagrad(0.1), spec.RowAdagrad(0.1), spec.Adam(0.1), spec.FTRL(0.1)]

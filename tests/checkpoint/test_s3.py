@@ -14,11 +14,11 @@ from typing import TypeVar
 
 import pytest
 
-from elasticps import spec
 from elasticps.checkpoint import catalog, storage, upkeep
 from elasticps.checkpoint.storage import NotThere, Storage
 from elasticps.errors import CheckpointError
-from elasticps.spec import TableSpec
+from elasticps.model import spec
+from elasticps.model.spec import TableSpec
 from tests.checkpoint.fake_s3 import FakeS3
 from tests.checkpoint.moto_s3 import MotoS3
 from tests.checkpoint.writer import Change, row, write

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from coordinator.memory import MemoryStore
-from elasticps import spec
 from elasticps.checkpoint import catalog, tidying, upkeep
 from elasticps.checkpoint.duty import Duty
 from elasticps.checkpoint.manifest import Manifest
 from elasticps.checkpoint.storage import Storage
 from elasticps.checkpoint.tidying import Tidier
-from elasticps.spec import TableSpec
+from elasticps.model import spec
+from elasticps.model.spec import TableSpec
 from tests.checkpoint.writer import Change, row, write
 from tests.server.conftest import until
 

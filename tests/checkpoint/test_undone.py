@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coordinator.core.view import ClusterConfig, ServerInfo, View
 from coordinator.membership import CONFIG, RESTORING
 from coordinator.memory import MemoryStore
-from coordinator.view import ClusterConfig, ServerInfo, View
 from elasticps.admin import admin_pb2
 from elasticps.checkpoint import restore
 from elasticps.checkpoint.storage import Storage
 from elasticps.errors import CheckpointError, ClusterUnreachable, ConfigError
-from elasticps.optimizers import Accumulate
-from elasticps.spec import TableSpec
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import TableSpec
 from tests.checkpoint.writer import Change, row, write
 
 TABLE = TableSpec("t", 2, Accumulate())

@@ -14,7 +14,7 @@ from elasticps.checkpoint import catalog
 from elasticps.checkpoint.manifest import FileEntry, Manifest, folder_of_table
 from elasticps.checkpoint.rows import RowFile
 from elasticps.checkpoint.storage import Storage
-from elasticps.spec import TableSpec
+from elasticps.model.spec import TableSpec
 from elasticps.store.layout import RowLayout
 
 Rows = dict[int, bytes]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from coordinator.core.view import Roster, ServerInfo, View
 from coordinator.memory import MemoryStore
-from coordinator.view import Roster, ServerInfo, View
 from elasticps import background
 from elasticps.admin.client import Known
 from elasticps.cli import cluster

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from elasticps import spec
 from elasticps.checkpoint.manifest import WorkerEntry
 from elasticps.checkpoint.manifest import _sum as checksum_of
 from elasticps.checkpoint.storage import Storage
 from elasticps.cli.app import app
 from elasticps.cli.options import names
-from elasticps.spec import TableSpec
+from elasticps.model import spec
+from elasticps.model.spec import TableSpec
 from tests.checkpoint.writer import Change, row, write
 
 TABLE = TableSpec("t", 3, spec.Adagrad(0.1))

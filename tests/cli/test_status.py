@@ -7,8 +7,8 @@ import json
 import pytest
 
 from coordinator.connect import open_store
+from coordinator.core.view import ClusterConfig
 from coordinator.membership import create_cluster
-from coordinator.view import ClusterConfig
 from elasticps import background
 from elasticps.cli.status import _render, look
 from tests.conftest import NewUrl

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.url import parse
+from coordinator.core.url import parse
 from elasticps.cli.local import target, worker_target
 from elasticps.local import certificates, state
 from elasticps.security.identity import Role

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from coordinator.view import ServerInfo, View, WorkerInfo
-from elasticps.client.protocol.join import Past
+from coordinator.core.view import ServerInfo, View, WorkerInfo
+from elasticps.client.core.join import Past
 from elasticps.client.registrations import NewTable, Registration
 from elasticps.client.runtime import Runtime
 from elasticps.wire.frames import (

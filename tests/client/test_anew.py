@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.view import ServerInfo
-from elasticps.client.protocol.session import ASKED_BYTES, Ask, Effect, Frame, Session
+from coordinator.core.view import ServerInfo
+from elasticps.client.core.session import ASKED_BYTES, Ask, Effect, Frame, Session
 from replication.chain import Chains, Kept, Member, unsafe_transition
 from replication.effects import Apply, ClocksReply, Effects, Push, Reply, Status
 from replication.effects import Ask as AskReplica

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from coordinator.view import WorkerInfo
+from coordinator.core.view import WorkerInfo
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.pull_batch import OWNERS, PULL, PUSH, SLOTS, SMALL_BYTES
 from elasticps.client.pull_tables import TablesRead
@@ -19,7 +19,7 @@ from elasticps.client.push_batch import Packer
 from elasticps.client.pushes import StepState
 from elasticps.client.runtime import Runtime
 from elasticps.hashing import table_salt
-from elasticps.spec import BFloat16
+from elasticps.model.spec import BFloat16
 from elasticps.store.codec import Codec
 from elasticps.wire.assembler import Assembler
 from elasticps.wire.frames import LAST, MAX_BODY_BYTES, FrameError, Header, Kind

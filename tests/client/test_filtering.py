@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from elasticps.client import filtering
 from elasticps.client.filtering import Feedback, Kept, PushFilter
-from elasticps.filters import BFloat16, Filter, Float16, Int8, RandomK, Threshold, TopK
-from elasticps.spec import SGD, TableSpec
+from elasticps.model.filters import BFloat16, Filter, Float16, Int8, RandomK, Threshold, TopK
+from elasticps.model.spec import SGD, TableSpec
 from elasticps.store.codec import Codec
 from tests.client.outstanding import Outstanding
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elasticps as eps
+from elasticps.client.core.hold import Hold, Written
 from elasticps.client.dispatcher import Dispatcher
-from elasticps.client.protocol.hold import Hold, Written
 from elasticps.wire.frames import Kind
 from elasticps.wire.headers import HeldHeader, HoldHeader, ReleaseHeader
 from replication.chain import Member

@@ -16,9 +16,9 @@ from elasticps.client import screening
 from elasticps.client.filtering import PushFilter
 from elasticps.client.screening import NotedRead, Screen, Screened, screen_of
 from elasticps.errors import SpecError
-from elasticps.filters import Filter
 from elasticps.hashing import table_salt
-from elasticps.spec import TableSpec
+from elasticps.model.filters import Filter
+from elasticps.model.spec import TableSpec
 from elasticps.store import Table, register_optimizer
 from elasticps.store.codec import Codec
 from tests.client.outstanding import Outstanding

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from coordinator.view import ServerInfo
+from coordinator.core.view import ServerInfo
 from elasticps.client import transport
 from elasticps.client.runtime import Runtime
 from elasticps.client.transport import RECEIVE_CALLS_PER_TURN, Link

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from coordinator.core.view import ClusterConfig
 from coordinator.memory import MemoryStore
-from coordinator.view import ClusterConfig
 from elasticps.client.client import Client
 from elasticps.client.registry import Registry
 from elasticps.client.runtime import Runtime
-from elasticps.optimizers import Accumulate
-from elasticps.spec import ASP
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import ASP
 from tests.client.fakes import FakeServer
 from tests.client.test_failover import chains
 from tests.coordinator.support import until_key

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import elasticps as eps
-from coordinator.names import check_name
+from coordinator.core.names import check_name
 from elasticps.client.opening import own_name
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticps.client.protocol.routing import Routes, cut_ranks, plan_push
+from elasticps.client.core.routing import Routes, cut_ranks, plan_push
 from elasticps.client.push_batch import PackedPart, Packer, Source
 from elasticps.client.writes import Cut, LentRows, Part, Write, runs_of
 from elasticps.hashing import key_ranges, table_salt

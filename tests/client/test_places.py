@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticps.client.protocol.places import AS_OF, SLOTS_ASKED, Places, State
+from elasticps.client.core.places import AS_OF, SLOTS_ASKED, Places, State
 
 
 @dataclass

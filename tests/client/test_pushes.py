@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from elasticps.client.protocol.routing import Routes
-from elasticps.client.protocol.session import Session
+from elasticps.client.core.routing import Routes
+from elasticps.client.core.session import Session
 from elasticps.client.push_batch import Packer, Source
 from elasticps.client.pushes import Pushes, StepState
 from elasticps.errors import NotFinite, ServerFull

@@ -12,11 +12,11 @@ import pytest
 
 import elasticps as eps
 from coordinator.adoption import adopt, plan_adoption
+from coordinator.core.view import View
 from coordinator.membership import config_of, last_workers, new_number
 from coordinator.memory import MemoryStore
 from coordinator.store import Entry
-from coordinator.view import View
-from elasticps.client.protocol.join import Past
+from elasticps.client.core.join import Past
 from elasticps.client.registrations import NewTable, Registration
 from elasticps.client.registry import ASK_VIEW_TIMEOUT_S, Registry
 from elasticps.client.runtime import Runtime

@@ -149,7 +149,7 @@ def test_the_end_of_the_background_thread_is_told(
     def fail(self: object, *_: object) -> object:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr("elasticps.client.protocol.view_refresh.ViewRefresh.turn", fail)
+    monkeypatch.setattr("elasticps.client.core.view_refresh.ViewRefresh.turn", fail)
     eventually(lambda: ps._dispatcher.error is not None)
     with pytest.raises(eps.Closed, match="MemoryError"):
         table.pull(KEYS)

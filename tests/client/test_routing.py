@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from coordinator.view import ServerInfo, View
-from elasticps.client.protocol.routing import Routes, cut_ranks, place_rows, plan_pull, plan_push, take_sum
+from coordinator.core.view import ServerInfo, View
+from elasticps.client.core.routing import Routes, cut_ranks, place_rows, plan_pull, plan_push, take_sum
 from elasticps.hashing import key_ranges, table_salt
 
 RANGES = 16

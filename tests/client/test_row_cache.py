@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import elasticps as eps
-from elasticps.caching import Cache
 from elasticps.client.batches import Batch, Keys, Rows
 from elasticps.client.pulls import Read, ReadPart, SparseRead
 from elasticps.client.reads import Reads
 from elasticps.client.row_cache import CachedRead, RowCache
 from elasticps.errors import ClusterUnreachable, Timeout
 from elasticps.hashing import table_salt
-from elasticps.spec import Optimizer, TableSpec
+from elasticps.model.caching import Cache
+from elasticps.model.spec import Optimizer, TableSpec
 
 DIM = 3
 KEYS = np.arange(10, 18)

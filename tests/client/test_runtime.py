@@ -12,8 +12,8 @@ from typing import Any, TypeVar, cast
 import pytest
 
 import elasticps as eps
+from coordinator.core.view import ClusterConfig
 from coordinator.memory import MemoryStore
-from coordinator.view import ClusterConfig
 from elasticps.client import runtime as runtime_module
 from elasticps.client.client import Client
 from elasticps.client.registry import Registry

@@ -9,12 +9,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from coordinator.view import WorkerInfo
+from coordinator.core.view import WorkerInfo
+from elasticps.client.core.data_shards import Need, ShardClaims
+from elasticps.client.core.fan_out import Answer, Request
 from elasticps.client.data_shards import Shards
-from elasticps.client.protocol.data_shards import Need, ShardClaims
-from elasticps.client.protocol.fan_out import Answer, Request
 from elasticps.client.runtime import Runtime
-from elasticps.sharding import ShardSpec
+from elasticps.model.sharding import ShardSpec
 from elasticps.wire.frames import HEADER_BYTES, Header, Kind, clocks_frame, unpack_header
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.adoption import adopt, plan_adoption
 from coordinator.memory import MemoryStore
-from elasticps.client.protocol.join import Past
+from elasticps.client.core.join import Past
 from elasticps.client.registry import Registry
 from elasticps.client.runtime import Runtime
 from elasticps.errors import ClusterUnreachable

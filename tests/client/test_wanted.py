@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 
-from elasticps.client.protocol.view_refresh import ASK_EVERY_S, STORE_AFTER_S, ViewRefresh
+from elasticps.client.core.view_refresh import ASK_EVERY_S, STORE_AFTER_S, ViewRefresh
 
 NOTHING = (0, 0, 0)
 

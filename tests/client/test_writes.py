@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from elasticps.client.protocol.routing import PushPlan
+from elasticps.client.core.routing import PushPlan
 from elasticps.client.writes import LentRows, Write, check_size
 from elasticps.errors import InputError
 from elasticps.wire.frames import MAX_BLOCKS, MAX_BODY_BYTES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from coordinator.view import ServerInfo, View
+from coordinator.core.view import ServerInfo, View
 
 
 def view(chains: list[list[int]], epoch: int = 1, servers: tuple[str, ...] = ("s0", "s1", "s2")) -> View:

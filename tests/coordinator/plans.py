@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coordinator.planner import Health, Members, Plan, plan
-from coordinator.view import ClusterConfig, ServerInfo, View
+from coordinator.core.planner import Health, Members, Plan, plan
+from coordinator.core.view import ClusterConfig, ServerInfo, View
 from replication.chain import Member
 
 CONFIG = ClusterConfig(ranges=16, replicas=2, min_servers=3)

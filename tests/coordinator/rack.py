@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
-from coordinator.health import Line, Report
+from coordinator.core.health import Line, Report
+from coordinator.core.succession import Tenure
+from coordinator.core.view import ServerInfo, View
 from coordinator.store import Store
-from coordinator.succession import Tenure
-from coordinator.view import ServerInfo, View
 from replication.chain import Member
 from replication.effects import CaughtUp
 from tests.coordinator.support import until

@@ -17,9 +17,9 @@ from typing import Any
 import grpc.aio
 from aetcd import rpc
 
-from coordinator.errors import StoreUnavailable
+from coordinator.core.errors import StoreUnavailable
+from coordinator.core.url import ClusterUrl, TlsFiles
 from coordinator.store import Change, Entry, Guard, Listing, Store
-from coordinator.url import ClusterUrl, TlsFiles
 from elasticps.local.etcd import free_ports
 
 WAIT_S = 30.0

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from coordinator.adoption import plan_adoption
+from coordinator.core.planner import Health, Members, plan
+from coordinator.core.view import ClusterConfig, View
 from coordinator.lines import Lines, _Open
-from coordinator.planner import Health, Members, plan
-from coordinator.view import ClusterConfig, View
-from elasticps.client.protocol.session import Session
+from elasticps.client.core.session import Session
 from tests.coordinator.test_adoption import SERVERS, view, witness
 
 A, B = SERVERS

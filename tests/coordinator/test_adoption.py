@@ -20,11 +20,11 @@ from coordinator.adoption import (
     reset,
     restore_config,
 )
+from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from coordinator.leader import run_coordinator
 from coordinator.membership import create_cluster, new_number
 from coordinator.memory import MemoryStore
 from coordinator.sessions import register_server, register_worker
-from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from tests.coordinator.support import until_key
 
 SERVERS = (ServerInfo("a", 3, "h:1"), ServerInfo("b", 1, "h:2"))

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from coordinator.loss import find_loss
+from coordinator.core.loss import find_loss
+from coordinator.core.planner import Health, Members, Plan, plan
+from coordinator.core.view import ClusterConfig, ServerInfo, View
 from coordinator.losses import known_key, merged
-from coordinator.planner import Health, Members, Plan, plan
-from coordinator.view import ClusterConfig, ServerInfo, View
 from replication.chain import Chains, Kept, Member, unsafe_transition
 
 RANGES = 8

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.forecast import Forecast, forecast
-from coordinator.planner import Health, Members, plan
-from coordinator.repair import Limits
-from coordinator.ring import Node
-from coordinator.share import held_shares
-from coordinator.view import ClusterConfig, ServerInfo, View
+from coordinator.core.forecast import Forecast, forecast
+from coordinator.core.planner import Health, Members, plan
+from coordinator.core.repair import Limits
+from coordinator.core.ring import Node
+from coordinator.core.share import held_shares
+from coordinator.core.view import ClusterConfig, ServerInfo, View
 from replication.chain import Member, unsafe_transition
 
 LIMITS = Limits()

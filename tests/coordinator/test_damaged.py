@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from coordinator.errors import Damaged, UnknownServer
+from coordinator.core.errors import Damaged, UnknownServer
+from coordinator.core.view import ClusterConfig, View
 from coordinator.failovers import Failover
 from coordinator.leader import run_coordinator
 from coordinator.losses import key_of, known_key, merged
@@ -15,7 +16,6 @@ from coordinator.membership import create_cluster, list_drains, request_drain
 from coordinator.memory import MemoryStore
 from coordinator.sessions import register_server
 from coordinator.store import Entry, Listing, Put
-from coordinator.view import ClusterConfig, View
 from coordinator.world import World
 from elasticps.checkpoint.anew import Anew
 from elasticps.checkpoint.duty import Duty

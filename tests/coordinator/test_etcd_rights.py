@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from coordinator.adoption import ON_LOSS, RATES, TABLES
-from coordinator.errors import CoordinationError, NotPermitted
+from coordinator.core.errors import CoordinationError, NotPermitted
 from coordinator.etcd import EtcdStore
 from coordinator.etcd_rights import protect
 from coordinator.losses import HELD_UP, KNOWN, LOSSES

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from coordinator.errors import StoreUnavailable
+from coordinator.core.errors import StoreUnavailable
 from coordinator.failovers import Failover, Failovers
 from coordinator.membership import FAILOVER
 from coordinator.memory import MemoryStore

@@ -8,9 +8,9 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 
+from coordinator.core.view import Roster, ServerInfo, View, WorkerInfo
 from coordinator.membership import ViewFollower
 from coordinator.memory import MemoryStore
-from coordinator.view import Roster, ServerInfo, View, WorkerInfo
 from tests.coordinator.conftest import Clients
 from tests.coordinator.support import until
 

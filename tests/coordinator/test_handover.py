@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coordinator.handover import find_handover
-from coordinator.view import ServerInfo, View
+from coordinator.core.handover import find_handover
+from coordinator.core.view import ServerInfo, View
 from replication.chain import Kept, Member
 
 NAMES = ("s0", "s1", "s2", "s3")

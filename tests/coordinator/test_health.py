@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.health import (
+from coordinator.core.health import (
     CUT_S,
     LATE_S,
     OVERDUE_S,
@@ -21,8 +21,8 @@ from coordinator.health import (
     Detector,
     Report,
 )
-from coordinator.planner import Members, plan
-from coordinator.view import ClusterConfig, ServerInfo, View
+from coordinator.core.planner import Members, plan
+from coordinator.core.view import ClusterConfig, ServerInfo, View
 from replication.chain import Member
 from replication.effects import CaughtUp
 

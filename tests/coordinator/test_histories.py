@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from coordinator.planner import Health, Members, Plan, plan
-from coordinator.repair import Limits
-from coordinator.view import ClusterConfig, ServerInfo, View
+from coordinator.core.planner import Health, Members, Plan, plan
+from coordinator.core.repair import Limits
+from coordinator.core.view import ClusterConfig, ServerInfo, View
 from replication.chain import Kept, Member, unsafe_transition
 from tests.coordinator.plans import joiner, names, server
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from coordinator.errors import StoreUnavailable, TooLarge
+from coordinator.core.errors import StoreUnavailable, TooLarge
+from coordinator.core.health import Line
+from coordinator.core.view import ClusterConfig, ServerInfo, View
 from coordinator.etcd import EtcdStore
-from coordinator.health import Line
 from coordinator.leader import ELECTION, _Alarm, run_coordinator
 from coordinator.lines import Lines
 from coordinator.membership import ViewFollower, create_cluster
 from coordinator.memory import MemoryStore
 from coordinator.sessions import register_server, register_worker
 from coordinator.store import Entry, Guard, Store
-from coordinator.view import ClusterConfig, ServerInfo, View
 from replication.chain import Member
 from tests.coordinator.conftest import Clients
 from tests.coordinator.support import Etcd, FaultyStore, fresh_url, until, until_key

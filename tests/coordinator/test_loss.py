@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coordinator.loss import find_loss, spans
-from coordinator.view import ServerInfo
+from coordinator.core.loss import find_loss, spans
+from coordinator.core.view import ServerInfo
 from tests.client.views import view
 
 VIEW = view([[0, 1], [1, 2], [2, -1], [2, 0], [0, -1], [1, 2], [1, 2], [1, 2]])

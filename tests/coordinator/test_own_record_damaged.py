@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.errors import CoordinationError, Fenced
+from coordinator.core.errors import CoordinationError, Fenced
+from coordinator.core.view import ClusterConfig, Roster
 from coordinator.membership import create_cluster
 from coordinator.memory import MemoryStore
 from coordinator.sessions import register_server, register_worker
-from coordinator.view import ClusterConfig, Roster
 from tests.coordinator.support import until, until_key
 
 

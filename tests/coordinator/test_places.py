@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from coordinator.health import Detector, Memory, Report
-from coordinator.planner import Health, Members, plan
-from coordinator.repair import Places
-from coordinator.view import ClusterConfig, ServerInfo, View
+from coordinator.core.health import Detector, Memory, Report
+from coordinator.core.planner import Health, Members, plan
+from coordinator.core.repair import Places
+from coordinator.core.view import ClusterConfig, ServerInfo, View
 from replication.chain import Member
 
 CONFIG = ClusterConfig(ranges=32, replicas=2, min_servers=4)

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from coordinator.draft import Draft, Loss
-from coordinator.planner import Health, Members, Plan, UnsafePlan, plan
-from coordinator.repair import Limits
-from coordinator.view import ClusterConfig, ServerInfo, View
+from coordinator.core.draft import Draft, Loss
+from coordinator.core.planner import Health, Members, Plan, UnsafePlan, plan
+from coordinator.core.repair import Limits
+from coordinator.core.view import ClusterConfig, ServerInfo, View
 from replication.chain import COMPLETE, Kept
 from tests.coordinator.plans import CONFIG, decide, joiner, lost, names, server, written
 

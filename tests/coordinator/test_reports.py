@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.health import Detector
-from coordinator.view import ServerInfo, View
+from coordinator.core.health import Detector
+from coordinator.core.view import ServerInfo, View
 from elasticps.monitor import _report
 from elasticps.wire.frames import FrameError, Header, Kind
 

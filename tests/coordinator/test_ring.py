@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.ring import SLACK, SPREAD, Node, place
+from coordinator.core.ring import SLACK, SPREAD, Node, place
 
 NODES = st.lists(
     st.builds(
@@ -85,7 +85,7 @@ def test_the_order_of_servers_does_not_matter(nodes: list[Node]) -> None:
 
 
 def test_every_process_places_alike() -> None:
-    program = "from coordinator.ring import *; print(place([Node(f's{i}') for i in range(5)], 64, 2).tolist())"
+    program = "from coordinator.core.ring import *; print(place([Node(f's{i}') for i in range(5)], 64, 2).tolist())"
     outputs = {
         subprocess.run(
             [sys.executable, "-c", program],

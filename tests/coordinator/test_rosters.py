@@ -5,9 +5,9 @@ from __future__ import annotations
 import string
 from random import Random
 
-from coordinator.planner import plan_roster
+from coordinator.core.planner import plan_roster
+from coordinator.core.view import WORKERS_MAX, Roster, WorkerInfo
 from coordinator.store import VALUE_MAX
-from coordinator.view import WORKERS_MAX, Roster, WorkerInfo
 
 
 def worker(number: int, name: str, incarnation: int = 1) -> WorkerInfo:

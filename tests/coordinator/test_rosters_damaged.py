@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
+from coordinator.core.planner import Health, Members, plan, plan_roster
+from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from coordinator.leader import run_coordinator
 from coordinator.membership import create_cluster
 from coordinator.memory import MemoryStore
-from coordinator.planner import Health, Members, plan, plan_roster
-from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from tests.coordinator.support import until_key
 
 GOOD = WorkerInfo(3, "good", 3, "default")
@@ -77,7 +77,7 @@ async def test_a_server_under_two_keys_ends_no_coordinator() -> None:
 def test_more_servers_than_a_view_may_list_end_no_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
     """They write their entries themselves, too. Who is in the view stays, and the others wait for room."""
     for module in ("view", "planner"):
-        monkeypatch.setattr(f"coordinator.{module}.SERVERS_MAX", 3, raising=False)
+        monkeypatch.setattr(f"coordinator.core.{module}.SERVERS_MAX", 3, raising=False)
     config = ClusterConfig(ranges=4, replicas=2)
     servers = tuple(ServerInfo(f"s{i}", 1, "h:1") for i in range(9))
     decision = plan(None, Members("c", servers[4:]), config)

@@ -7,13 +7,13 @@ import dataclasses
 
 import numpy as np
 
-from coordinator.health import Report
-from coordinator.last_good import LastGood
+from coordinator.core.health import Report
+from coordinator.core.last_good import LastGood
+from coordinator.core.view import ServerInfo, View
 from coordinator.leader import _Term
 from coordinator.lines import Lines
 from coordinator.memory import MemoryStore
 from coordinator.store import Guard
-from coordinator.view import ServerInfo, View
 from replication.chain import Kept, Member
 from replication.effects import CaughtUp
 

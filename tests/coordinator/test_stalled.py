@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from coordinator.health import STALLED_S, TICK_S, Detector, Report
-from coordinator.planner import Health, Members, plan
-from coordinator.view import ClusterConfig, ServerInfo, View
+from coordinator.core.health import STALLED_S, TICK_S, Detector, Report
+from coordinator.core.planner import Health, Members, plan
+from coordinator.core.view import ClusterConfig, ServerInfo, View
 from replication.chain import Member, unsafe_transition
 
 RANGES = 16

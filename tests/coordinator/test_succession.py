@@ -8,11 +8,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from coordinator.health import Line, Report
+from coordinator.core.health import Line, Report
+from coordinator.core.succession import FRESH_S, LOST_S, SILENT_S, Succession, Tenure
+from coordinator.core.view import ClusterConfig, ServerInfo, View
 from coordinator.leader import ELECTION, run_coordinator
 from coordinator.membership import create_cluster
-from coordinator.succession import FRESH_S, LOST_S, SILENT_S, Succession, Tenure
-from coordinator.view import ClusterConfig, ServerInfo, View
 from replication.chain import Member
 from tests.coordinator.rack import FakeLine, Rack
 from tests.coordinator.support import until, until_key

@@ -9,12 +9,12 @@ import grpc.aio
 import pytest
 from aetcd import rpc
 
-from coordinator.errors import CoordinationError, NotPermitted, WritesRefused
+from coordinator.core.errors import CoordinationError, NotPermitted, WritesRefused
+from coordinator.core.view import ClusterConfig
 from coordinator.etcd import EtcdStore
 from coordinator.membership import create_cluster
 from coordinator.memory import MemoryStore
 from coordinator.trouble import NO_LEADER, check_writes, find_lost_view, find_trouble
-from coordinator.view import ClusterConfig
 from tests.coordinator.conftest import Clients
 from tests.coordinator.support import Etcd, FaultyStore, fresh_url
 from tests.coordinator.test_adoption import view

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.names import check_address, check_host, check_name
-from coordinator.url import EXAMPLE, ClusterUrl, TlsFiles, parse
+from coordinator.core.names import check_address, check_host, check_name
+from coordinator.core.url import EXAMPLE, ClusterUrl, TlsFiles, parse
 
 
 @pytest.mark.parametrize(

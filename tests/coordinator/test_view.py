@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
+from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from replication.chain import Kept
 
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,12}", fullmatch=True)

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from coordinator.core.planner import Health, Members, plan
+from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from coordinator.failovers import Failover
 from coordinator.leader import ELECTION
 from coordinator.membership import CONFIG, FAILOVER, ROSTER, SERVERS, VIEW
-from coordinator.planner import Health, Members, plan
-from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from elasticps.dashboard.model import Model
 from replication.chain import Member
 

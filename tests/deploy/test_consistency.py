@@ -12,9 +12,9 @@ import pytest
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from coordinator.core.url import parse
+from coordinator.core.view import ClusterConfig
 from coordinator.etcd_rights import ROOT
-from coordinator.url import parse
-from coordinator.view import ClusterConfig
 from elasticps.cli.app import app
 from elasticps.security.identity import host_name, identity_among
 from tests.deploy.manifests import (

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 import elasticps as eps
 from coordinator.connect import open_store
+from coordinator.core.view import View
 from coordinator.membership import ViewFollower
-from coordinator.view import View
 from elasticps import background
 from elasticps.audit import AuditReport, audit
 

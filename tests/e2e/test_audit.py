@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 
 import elasticps as eps
+from coordinator.core.view import ClusterConfig, ServerInfo, View
 from coordinator.membership import create_cluster
 from coordinator.memory import MemoryStore
-from coordinator.view import ClusterConfig, ServerInfo, View
 from elasticps import background
 from elasticps.admin import AdminServer, start_admin
 from elasticps.admin.subject import MarkedRange
 from elasticps.audit import AuditReport, Found, Judged, WorkerClocks, audit_store, compare
 from elasticps.coordination import read_view
-from elasticps.optimizers import Accumulate
-from elasticps.server.protocol import audit as audits
-from elasticps.server.protocol.audit import MARKS_KEPT, PART_BYTES, Marks, slices
-from elasticps.server.protocol.operations import AuditMark
-from elasticps.spec import TableSpec
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import TableSpec
+from elasticps.server.core import audit as audits
+from elasticps.server.core.audit import MARKS_KEPT, PART_BYTES, Marks, slices
+from elasticps.server.core.operations import AuditMark
 from elasticps.store import Table
 from tests.e2e.oracle import Trainers, audited
 from tests.server.conftest import DIM, RANGES, TABLE, WORKER, Group, Worker

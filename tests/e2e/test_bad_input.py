@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import elasticps as eps
-from coordinator.view import WorkerInfo
+from coordinator.core.view import WorkerInfo
 from elasticps.client.registry import Registry
 from elasticps.client.runtime import Runtime
 from elasticps.wire.frames import ALL_RANGES, LAST, Header, Kind, block_head, json_body, json_frame, unpack_header

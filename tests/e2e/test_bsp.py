@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import elasticps as eps
 from elasticps.local.following import Following
-from elasticps.spec import Optimizer
+from elasticps.model.spec import Optimizer
 from elasticps.store import Table
 from tests.e2e.oracle import wait_for
 

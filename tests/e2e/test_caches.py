@@ -12,7 +12,7 @@ import pytest
 import elasticps as eps
 from elasticps.errors import Closed, ConfigError, InputError, NotFinite, SpecError, UnknownTable
 from elasticps.metrics import ClientMetrics
-from elasticps.spec import Filter, Optimizer
+from elasticps.model.spec import Filter, Optimizer
 from tests.e2e.conftest import Connect
 
 KEYS = np.arange(60)

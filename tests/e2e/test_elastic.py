@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import elasticps as eps
-from coordinator.view import View
+from coordinator.core.view import View
 from elasticps import background
 from elasticps.audit import audit
 from elasticps.cli.status import look

@@ -12,7 +12,7 @@ from torch import nn
 import elasticps as eps
 import elasticps.torch
 from elasticps.errors import NotFinite, SpecError
-from elasticps.spec import Filter, TableSpec
+from elasticps.model.spec import Filter, TableSpec
 from elasticps.store import Table
 from elasticps.store.codec import Codec
 from elasticps.torch import Embedding

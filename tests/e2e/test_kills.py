@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import elasticps as eps
-from coordinator.view import View
+from coordinator.core.view import View
 from elasticps.audit import audit
 from elasticps.local import LocalCluster
 from tests.e2e.oracle import Ledger, Sums, Trainers, Watcher, check_sums, owners, wait_for

@@ -9,7 +9,7 @@ import pytest
 
 import elasticps as eps
 from coordinator.connect import open_store
-from coordinator.view import View
+from coordinator.core.view import View
 from elasticps import background
 from elasticps.cli.status import look
 from elasticps.local import LocalCluster

@@ -22,7 +22,7 @@ from elasticps.checkpoint.manifest import Manifest, WorkerEntry
 from elasticps.checkpoint.restore import restore_cluster
 from elasticps.checkpoint.storage import Storage
 from elasticps.errors import CheckpointError, ClusterUnreachable, ConfigError
-from elasticps.spec import TableSpec
+from elasticps.model.spec import TableSpec
 from elasticps.store import Table
 from tests.checkpoint.writer import Change, row, write
 from tests.conftest import NewCluster

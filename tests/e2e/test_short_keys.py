@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import elasticps as eps
-from elasticps.spec import Filter
+from elasticps.model.spec import Filter
 from tests.e2e.conftest import Connect
 from tests.e2e.oracle import audited
 from tests.e2e.test_push_pull import cut_connection

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 import elasticps as eps
-from coordinator.view import View
+from coordinator.core.view import View
 from elasticps.local import LocalCluster
 from replication.chain import Kept
 from tests.e2e.oracle import Sums, Trainers, Watcher, audited, check_sums, wait_for

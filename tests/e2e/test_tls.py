@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 import elasticps as eps
 from coordinator.connect import open_store
-from coordinator.errors import CoordinationError
-from coordinator.url import parse
+from coordinator.core.errors import CoordinationError
+from coordinator.core.url import parse
 from elasticps import background
 from elasticps.audit import audit
 from elasticps.cli.app import app

@@ -11,7 +11,7 @@ import pytest
 
 import elasticps as eps
 from coordinator.sessions import WorkerSession
-from elasticps.client.protocol import barrier
+from elasticps.client.core import barrier
 from tests.e2e.conftest import Connect
 from tests.e2e.oracle import wait_for
 from tests.e2e.worker_process import HALF, child, counts, keys_of, ones, two_parts

@@ -20,16 +20,16 @@ from unittest.mock import patch
 
 import numpy as np
 
-from coordinator.view import Roster, ServerInfo, View, WorkerInfo
+from coordinator.core.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.client.short_keys import Short, ShortKeys
-from elasticps.optimizers import Accumulate
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import TableSpec
 from elasticps.server import replica_links
 from elasticps.server.connection import Connection
+from elasticps.server.core.registered import Entry
 from elasticps.server.fast import layout as at
-from elasticps.server.protocol.registered import Entry
 from elasticps.server.server import Server
 from elasticps.server.snapshots import SnapshotSender
-from elasticps.spec import TableSpec
 from elasticps.wire.frames import HEADER_BYTES, LAST, Header, Kind, block_head, json_frame, unpack_header
 from elasticps.wire.reducing import ReduceHeader, function_body
 from replication.chain import Role

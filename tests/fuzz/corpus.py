@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from chaos.sim import network
 from chaos.sim.run import run
-from elasticps.spec import TableSpec
+from elasticps.model.spec import TableSpec
 from elasticps.wire.frames import HEADER_BYTES, FrameError, Kind, unpack_header
 
 STORIES = (273, 45)  # servers come and go; shards, bounded delay, synchronous rounds

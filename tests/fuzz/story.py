@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from random import Random
 from typing import NamedTuple
 
-from elasticps.spec import TableSpec
+from elasticps.model.spec import TableSpec
 from elasticps.wire.views import view_frame
 from tests.fuzz.core import HOSTILE, NOBODY, Core, Wire
 from tests.fuzz.corpus import LEADER, PEER, WORKER, Corpus

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from elasticps.spec import TableSpec
+from elasticps.model.spec import TableSpec
 from tests.fuzz import corpus
 from tests.fuzz.core import HOSTILE, watched
 from tests.fuzz.corpus import ROLES, Corpus, record

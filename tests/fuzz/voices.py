@@ -9,11 +9,11 @@ from random import Random
 
 import numpy as np
 
-from coordinator.view import View
-from elasticps.client.protocol.routing import Routes, plan_push
+from coordinator.core.view import View
+from elasticps.client.core.routing import Routes, plan_push
 from elasticps.client.short_keys import Short, ShortKeys
 from elasticps.hashing import table_salt
-from elasticps.spec import TableSpec
+from elasticps.model.spec import TableSpec
 from elasticps.wire.frames import (
     ALL_RANGES,
     ANY,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator import fields
+from coordinator.core import fields
 from elasticps import logs
 from elasticps.errors import ConfigError
 

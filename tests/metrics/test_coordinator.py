@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from coordinator.adoption import reset
-from coordinator.errors import WritesRefused
+from coordinator.core.errors import WritesRefused
+from coordinator.core.view import ClusterConfig, Roster, WorkerInfo
 from coordinator.losses import key_of, known_key
 from coordinator.membership import NEWEST_CHECKPOINT, ROSTER, VIEW, create_cluster
 from coordinator.memory import MemoryStore
 from coordinator.store import Entry, Listing, Put, Reset
-from coordinator.view import ClusterConfig, Roster, WorkerInfo
 from elasticps.checkpoint.create import newest
 from elasticps.cli import processes
 from elasticps.local.etcd import free_ports

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.draft import Draft
+from coordinator.core.draft import Draft
 from replication.chain import Chains, Kept, Member, unsafe_transition
 from replication.effects import CaughtUp, Erase, Reply, SnapshotRange, Status
 from tests.replication.cluster import Cluster, P

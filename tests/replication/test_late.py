@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.draft import Draft
+from coordinator.core.draft import Draft
 from replication.chain import Chains, Kept, Member, unsafe_transition
 from replication.effects import Erase, Reply, Send, SnapshotRange, Status
 from replication.messages import OperationKind, Resync

@@ -1,6 +1,6 @@
 """Views that follow a loss, a repair or a move, as functions of chains alone: what tests of the replica plan with.
 
-The rules are those of `coordinator.draft` and `coordinator.repair`, which the planner has them from too.
+The rules are those of `coordinator.core.draft` and `coordinator.core.repair`, which the planner has them from too.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from coordinator.draft import Draft
-from coordinator.repair import Limits, start_fills
-from coordinator.ring import Node
+from coordinator.core.draft import Draft
+from coordinator.core.repair import Limits, start_fills
+from coordinator.core.ring import Node
 from replication.chain import Chains, Member
 
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import pytest
 
-from coordinator.url import TlsFiles
+from coordinator.core.url import TlsFiles
 from elasticps.security.authority import Authority
 from elasticps.security.credentials import Credentials
 from elasticps.security.identity import Identity

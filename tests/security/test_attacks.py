@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import uvloop
 
-from coordinator.view import Roster, ServerInfo, View, WorkerInfo
+from coordinator.core.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.security import gate, openssl
 from elasticps.security.authority import Authority
 from elasticps.security.channel import Channel

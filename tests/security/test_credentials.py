@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from typer.testing import CliRunner
 
-from coordinator.url import TlsFiles, parse
+from coordinator.core.url import TlsFiles, parse
 from elasticps.admin.service import _secured
 from elasticps.cli.app import app
 from elasticps.errors import ConfigError

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.view import WorkerInfo
-from elasticps.server.protocol.asker import Asker
-from elasticps.server.protocol.bounded_delay import GRACE_S
-from elasticps.server.protocol.reads import DEFAULT_WAIT_S, MAX_PARKED, Read
-from elasticps.server.protocol.request_error import RequestError
+from coordinator.core.view import WorkerInfo
+from elasticps.server.core.asker import Asker
+from elasticps.server.core.bounded_delay import GRACE_S
+from elasticps.server.core.reads import DEFAULT_WAIT_S, MAX_PARKED, Read
+from elasticps.server.core.request_error import RequestError
 from replication.progress import PART_BITS, Clocks
 
 Ranges = NDArray[np.intp]

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import uvloop
 
-from coordinator.view import Roster, ServerInfo, View, WorkerInfo
-from elasticps.client.protocol.routing import Routes, plan_push
+from coordinator.core.view import Roster, ServerInfo, View, WorkerInfo
+from elasticps.client.core.routing import Routes, plan_push
 from elasticps.hashing import table_salt
-from elasticps.optimizers import Accumulate
-from elasticps.server.protocol.headroom import NO_LIMIT, Memory
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import TableSpec
+from elasticps.server.core.headroom import NO_LIMIT, Memory
 from elasticps.server.server import LOG_BUDGET_BYTES, Server
-from elasticps.spec import TableSpec
 from elasticps.wire.frames import (
     ALL_RANGES,
     HEADER_BYTES,

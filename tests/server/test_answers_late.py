@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from elasticps.server.protocol.barrier import BarrierCoordinator
-from elasticps.server.protocol.barrier_state import Rounds
-from elasticps.server.protocol.data_shards import ShardDispenser
-from elasticps.server.protocol.data_shards_state import Claim, Shards
-from elasticps.server.protocol.group_log import GroupLog
+from elasticps.server.core.barrier import BarrierCoordinator
+from elasticps.server.core.barrier_state import Rounds
+from elasticps.server.core.data_shards import ShardDispenser
+from elasticps.server.core.data_shards_state import Claim, Shards
+from elasticps.server.core.group_log import GroupLog
 from elasticps.wire.frames import HEADER_BYTES, Header, Kind, json_frame
 from replication.chain import Chains, Member
 from replication.effects import Apply, Hold, Push, Release, Reply

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from coordinator.adoption import TABLES, table_key
+from coordinator.core.view import Roster, View, WorkerInfo
 from coordinator.memory import MemoryStore
 from coordinator.store import Listing
-from coordinator.view import Roster, View, WorkerInfo
+from elasticps.model.spec import SGD, Accumulate, TableSpec
 from elasticps.server import lives
+from elasticps.server.core import held_frames
+from elasticps.server.core.registered import Entry
 from elasticps.server.fast import layout as at
-from elasticps.server.protocol import held_frames
-from elasticps.server.protocol.registered import Entry
-from elasticps.spec import SGD, Accumulate, TableSpec
 from elasticps.wire.frames import ALL_RANGES, LAST, Header, Kind, json_body
 from replication.messages import OperationKind
 from tests.coordinator.support import FaultyStore

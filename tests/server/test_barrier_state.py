@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from elasticps.server.protocol import barrier_state
-from elasticps.server.protocol.barrier_state import Rounds
+from elasticps.server.core import barrier_state
+from elasticps.server.core.barrier_state import Rounds
 from elasticps.store.codec import Codec
 from elasticps.wire.frames import Block
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.view import WorkerInfo
-from elasticps.server.protocol.bounded_delay import GRACE_S, BoundedDelay
-from elasticps.server.protocol.reads import Read, Wanted
+from coordinator.core.view import WorkerInfo
+from elasticps.server.core.bounded_delay import GRACE_S, BoundedDelay
+from elasticps.server.core.reads import Read, Wanted
 from elasticps.wire.headers import PullHeader
 from replication.progress import Clocks
 

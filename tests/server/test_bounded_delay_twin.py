@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.view import WorkerInfo
-from elasticps.server.protocol.bounded_delay import BoundedDelay
-from elasticps.server.protocol.reads import Read, Wanted
+from coordinator.core.view import WorkerInfo
+from elasticps.server.core.bounded_delay import BoundedDelay
+from elasticps.server.core.reads import Read, Wanted
 from elasticps.wire.headers import PullHeader
 from replication.progress import Clocks
 from tests.server.bounded_delay_twin import BoundedDelayTwin

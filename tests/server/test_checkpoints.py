@@ -13,8 +13,8 @@ from elasticps.checkpoint.filing import Done
 from elasticps.checkpoint.manifest import FileEntry
 from elasticps.checkpoint.rows import RowFile, decode
 from elasticps.server import checkpoints
-from elasticps.server.protocol import scan
-from elasticps.server.protocol.operations import CutMark
+from elasticps.server.core import scan
+from elasticps.server.core.operations import CutMark
 from elasticps.server.snapshots import SnapshotSender
 from elasticps.store import Table, deletions, index, kept
 from elasticps.store.intervals import PLACES

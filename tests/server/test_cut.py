@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from elasticps.admin.cuts import read_state, read_written, write_state, write_written
 from elasticps.admin.subject import CutState, CutTaken, CutWritten, Writing, WrittenFile
 from elasticps.hashing import group_range
-from elasticps.optimizers import Accumulate
-from elasticps.server.protocol.barrier_state import Rounds
-from elasticps.server.protocol.cut import MOST_S, Holding
-from elasticps.server.protocol.cut_notes import CutNotes, by_column
-from elasticps.server.protocol.data_shards_state import Shards
-from elasticps.server.protocol.operations import CutMark
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.sharding import ShardSpec
+from elasticps.model.spec import TableSpec
+from elasticps.server.core.barrier_state import Rounds
+from elasticps.server.core.cut import MOST_S, Holding
+from elasticps.server.core.cut_notes import CutNotes, by_column
+from elasticps.server.core.data_shards_state import Shards
+from elasticps.server.core.operations import CutMark
 from elasticps.server.server import Server
-from elasticps.sharding import ShardSpec
-from elasticps.spec import TableSpec
 from elasticps.store import Table
 from elasticps.store.cuts import Cuts
 from elasticps.wire.frames import Block, Kind, json_frame

@@ -10,14 +10,14 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 
-from coordinator.view import ServerInfo
+from coordinator.core.view import ServerInfo
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import TableSpec
 from elasticps.monitor import dial_server
-from elasticps.optimizers import Accumulate
 from elasticps.server import connection as connections
 from elasticps.server import fatal, handshake
-from elasticps.server.protocol import held_frames
+from elasticps.server.core import held_frames
 from elasticps.server.server import Server
-from elasticps.spec import TableSpec
 from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, FrameError, Header, Kind, block_head, json_body, json_frame
 from replication.messages import Ack, Message
 from tests.server.conftest import WORKER, Group, Run, Worker, until

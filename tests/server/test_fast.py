@@ -9,16 +9,16 @@ from typing import Any, cast, get_args
 import numpy as np
 import pytest
 
-from coordinator.view import View
-from elasticps.client.protocol.routing import Routes, plan_push
+from coordinator.core.view import View
+from elasticps.client.core.routing import Routes, plan_push
 from elasticps.hashing import table_salt
-from elasticps.optimizers import SGD, Accumulate, Adagrad, Adam, Optimizer
+from elasticps.model.optimizers import SGD, Accumulate, Adagrad, Adam, Optimizer
+from elasticps.model.spec import BFloat16, Filter, Float16, Int8, Normal, TableSpec
+from elasticps.server.core import reads
 from elasticps.server.executor import Executor
 from elasticps.server.fast.layout import H_FORWARDS, H_PUSHES
 from elasticps.server.fast.path import FastPath
-from elasticps.server.protocol import reads
 from elasticps.server.snapshots import SnapshotSender
-from elasticps.spec import BFloat16, Filter, Float16, Int8, Normal, TableSpec
 from elasticps.store.codec import Codec
 from elasticps.store.intervals import PLACES
 from elasticps.store.kept import Allowance

@@ -9,9 +9,9 @@ import pytest
 
 from elasticps.client.connections import server_error
 from elasticps.errors import NotFinite, SpecError
-from elasticps.optimizers import Accumulate
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import TableSpec
 from elasticps.server.fast.layout import H_ENABLED
-from elasticps.spec import TableSpec
 from elasticps.wire.frames import (
     ALL_RANGES,
     HEADER_BYTES,

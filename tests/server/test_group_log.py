@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from elasticps.hashing import group_range
-from elasticps.server.protocol.barrier import BarrierCoordinator
-from elasticps.server.protocol.barrier_state import Rounds
-from elasticps.server.protocol.data_shards import ShardDispenser
-from elasticps.server.protocol.data_shards_state import Shards
-from elasticps.server.protocol.group_log import GroupLog
-from elasticps.server.protocol.request_error import RequestError
+from elasticps.server.core.barrier import BarrierCoordinator
+from elasticps.server.core.barrier_state import Rounds
+from elasticps.server.core.data_shards import ShardDispenser
+from elasticps.server.core.data_shards_state import Shards
+from elasticps.server.core.group_log import GroupLog
+from elasticps.server.core.request_error import RequestError
 from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, json_frame
 from replication.core import NO_RANGES
 from replication.effects import Push, Reply, Status

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticps.server.core.heavy import Sketch
 from elasticps.server.hot import Hot
-from elasticps.server.protocol.heavy import Sketch
 from elasticps.wire.frames import Kind
 from elasticps.wire.headers import PullHeader
 from tests.server.conftest import TABLE, Group, Run

@@ -7,12 +7,12 @@ import asyncio
 import numpy as np
 import pytest
 
-from elasticps.client.protocol.routing import Routes, plan_push
+from elasticps.client.core.routing import Routes, plan_push
 from elasticps.hashing import table_salt
-from elasticps.optimizers import Accumulate
-from elasticps.server.protocol.operations import Content, Contribution, positions_of
-from elasticps.server.protocol.replica_codec import ReplicaCodec
-from elasticps.spec import TableSpec
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import TableSpec
+from elasticps.server.core.operations import Content, Contribution, positions_of
+from elasticps.server.core.replica_codec import ReplicaCodec
 from elasticps.wire.frames import (
     ALL_RANGES,
     HEADER_BYTES,

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coordinator.core.view import ClusterConfig, ServerInfo, View
 from coordinator.membership import LEASE_S, create_cluster
 from coordinator.memory import MemoryStore
 from coordinator.sessions import register_server
-from coordinator.view import ClusterConfig, ServerInfo, View
 from elasticps.errors import ConfigError
 from elasticps.server import names
 from elasticps.server.draining import drain

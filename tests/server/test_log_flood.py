@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
+from coordinator.core.view import ServerInfo
 from coordinator.sparing import Sparing
-from coordinator.view import ServerInfo
 from elasticps import logs
 from elasticps.admin.service import start_admin
 from elasticps.server import connection

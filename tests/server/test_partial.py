@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticps.errors import SpecError
-from elasticps.optimizers import SGD
-from elasticps.server.protocol import partial
-from elasticps.server.protocol.partial import Partial
-from elasticps.spec import TableSpec
+from elasticps.model.optimizers import SGD
+from elasticps.model.spec import TableSpec
+from elasticps.server.core import partial
+from elasticps.server.core.partial import Partial
 from elasticps.store import Table, reductions, register_reduction
 from elasticps.store.reductions import reduction
 

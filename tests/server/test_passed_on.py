@@ -14,10 +14,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from coordinator.view import WORKERS_MAX, Roster, WorkerInfo
+from coordinator.core.view import WORKERS_MAX, Roster, WorkerInfo
+from elasticps.model.sharding import MAX_SHARDS
 from elasticps.server import replica_links
-from elasticps.server.protocol.replica_codec import MAX_TABLE
-from elasticps.sharding import MAX_SHARDS
+from elasticps.server.core.replica_codec import MAX_TABLE
 from elasticps.wire.frames import (
     ALL_RANGES,
     HEADER_BYTES,

@@ -10,11 +10,12 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 
-from elasticps.optimizers import Accumulate
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import TableSpec
 from elasticps.server import replica_links
-from elasticps.server.protocol import held_frames
-from elasticps.server.protocol.barrier_state import RangeRounds
-from elasticps.server.protocol.operations import (
+from elasticps.server.core import held_frames
+from elasticps.server.core.barrier_state import RangeRounds
+from elasticps.server.core.operations import (
     ChunkContent,
     Content,
     Contribution,
@@ -23,9 +24,8 @@ from elasticps.server.protocol.operations import (
     TableRows,
     positions_of,
 )
-from elasticps.server.protocol.registered import Entry
+from elasticps.server.core.registered import Entry
 from elasticps.server.server import Server
-from elasticps.spec import TableSpec
 from elasticps.wire.frames import Block, Header, Kind, json_body
 from replication.effects import Send
 from replication.messages import Ack, Forward, Operation, OperationKind, SnapshotChunk

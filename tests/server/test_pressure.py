@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elasticps.client.protocol.routing import Routes, plan_push
+from elasticps.client.core.routing import Routes, plan_push
 from elasticps.hashing import table_salt
-from elasticps.optimizers import SGD
+from elasticps.model.optimizers import SGD
+from elasticps.model.spec import TableSpec
 from elasticps.server.connection import LINK_HIGH_BYTES
 from elasticps.server.fast.layout import H_ENABLED, H_PULLS
 from elasticps.server.server import Server
-from elasticps.spec import TableSpec
 from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, Header, Kind, block_head, json_frame
 from replication.chain import Member
 from tests.server.conftest import RANGES, WORKER, Answer, Group, Run, Worker, until

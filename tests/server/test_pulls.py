@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from elasticps.optimizers import SGD
-from elasticps.spec import Normal, TableSpec
+from elasticps.model.optimizers import SGD
+from elasticps.model.spec import Normal, TableSpec
 from elasticps.store import initial_rows
 from elasticps.store.row_digests import digests
 from elasticps.wire.frames import HEADER_BYTES, LAST, Header, Kind, json_frame, unpack_header

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.view import Roster, WorkerInfo
+from coordinator.core.view import Roster, WorkerInfo
 from elasticps.server import reductions
-from elasticps.server.protocol import partial
-from elasticps.server.protocol.registered import Entry
+from elasticps.server.core import partial
+from elasticps.server.core.registered import Entry
 from elasticps.store import register_reduction
 from elasticps.wire.frames import Header, Kind, json_body
 from elasticps.wire.headers import PullHeader

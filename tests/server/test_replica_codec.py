@@ -7,10 +7,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elasticps.optimizers import Accumulate, Custom
-from elasticps.server.protocol.barrier_state import BarrierGroup, RangeRounds
-from elasticps.server.protocol.data_shards_state import Claim, Doing, RangeShards, ShardMark, ShardSet, Used
-from elasticps.server.protocol.operations import (
+from elasticps.model.optimizers import Accumulate, Custom
+from elasticps.model.sharding import ShardSpec
+from elasticps.model.spec import MAX_JSON, TableSpec
+from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds
+from elasticps.server.core.data_shards_state import Claim, Doing, RangeShards, ShardMark, ShardSet, Used
+from elasticps.server.core.operations import (
     AuditMark,
     ChunkContent,
     Content,
@@ -22,10 +24,8 @@ from elasticps.server.protocol.operations import (
     TableRows,
     positions_of,
 )
-from elasticps.server.protocol.replica_codec import ReplicaCodec
-from elasticps.server.protocol.restored import RestoredRows, RestoredState
-from elasticps.sharding import ShardSpec
-from elasticps.spec import MAX_JSON, TableSpec
+from elasticps.server.core.replica_codec import ReplicaCodec
+from elasticps.server.core.restored import RestoredRows, RestoredState
 from elasticps.store import Store
 from elasticps.wire.frames import HEADER_BYTES, Block, FrameError, Header, Kind, json_frame, unpack_header
 from elasticps.wire.refusals import MAX_WHY, RefusedRows, told, why

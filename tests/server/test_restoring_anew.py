@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from coordinator.adoption import adopt, plan_adoption
+from coordinator.core.view import ClusterConfig
 from coordinator.membership import create_cluster, new_number
 from coordinator.memory import MemoryStore
-from coordinator.view import ClusterConfig
 from elasticps.checkpoint.restore import driving
 from tests.coordinator.test_adoption import witness
 from tests.server.conftest import Group, Run

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from coordinator.view import View
+from coordinator.core.view import View
 from elasticps.memory import Reading, fill_mark, rows_mark
-from elasticps.optimizers import Accumulate
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import TableSpec
 from elasticps.server import memory_limit
+from elasticps.server.core.headroom import Memory
+from elasticps.server.core.replies import RequestTicket
+from elasticps.server.core.request_error import RequestError
 from elasticps.server.fast.layout import H_ENABLED
-from elasticps.server.protocol.headroom import Memory
-from elasticps.server.protocol.replies import RequestTicket
-from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.server import Server
-from elasticps.spec import TableSpec
 from elasticps.store.index import GROWN_BYTES
 from elasticps.wire.frames import (
     ALL_RANGES,

@@ -9,12 +9,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from elasticps.optimizers import Accumulate
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import TableSpec
 from elasticps.server import snapshots
-from elasticps.server.protocol.barrier_state import Rounds
-from elasticps.server.protocol.data_shards_state import Shards
+from elasticps.server.core.barrier_state import Rounds
+from elasticps.server.core.data_shards_state import Shards
 from elasticps.server.snapshots import BACKLOG_BYTES, STALLED_S, SnapshotSender
-from elasticps.spec import TableSpec
 from elasticps.store import Store
 from elasticps.wire.frames import HEADER_BYTES, Kind, json_body
 from replication.chain import Member

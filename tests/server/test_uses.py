@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from coordinator.view import Roster, WorkerInfo
+from coordinator.core.view import Roster, WorkerInfo
 from elasticps.server import uses
 from elasticps.wire.frames import Kind
 from elasticps.wire.use import Use, UseHeader

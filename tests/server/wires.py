@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from coordinator.view import Roster, ServerInfo, View, WorkerInfo
+from coordinator.core.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.server.connection import Connection
 from elasticps.server.fast.layout import H_ENABLED
 from elasticps.server.server import Server

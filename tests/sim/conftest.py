@@ -8,7 +8,7 @@ import pytest
 from chaos.sim.cluster import Cluster
 from chaos.sim.network import Weather
 from chaos.sim.run import virtual
-from coordinator.view import ClusterConfig
+from coordinator.core.view import ClusterConfig
 
 PATIENCE_S = 20.0
 

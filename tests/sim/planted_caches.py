@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elasticps.client.batches import Batch
-from elasticps.client.protocol.places import ASKED, Ints, Places
+from elasticps.client.core.places import ASKED, Ints, Places
 from elasticps.client.row_cache import RowCache
 
 

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 
 import coordinator.leader
-from coordinator.handover import find_handover
+from coordinator.core.handover import find_handover
+from coordinator.core.planner import Health, Members, Plan, plan
+from coordinator.core.repair import Limits
+from coordinator.core.view import ClusterConfig, View
 from coordinator.membership import request_drain
-from coordinator.planner import Health, Members, Plan, plan
-from coordinator.repair import Limits
-from coordinator.view import ClusterConfig, View
-from elasticps.client.protocol.session import Session, resume
+from elasticps.client.core.session import Session, resume
 from elasticps.client.push_batch import PackedPart
 from elasticps.server import draining, lives
+from elasticps.server.core.bounded_delay import BoundedDelay
+from elasticps.server.core.reads import Judge
 from elasticps.server.fast.young import YoungLog
 from elasticps.server.handshake import Handshake
-from elasticps.server.protocol.bounded_delay import BoundedDelay
-from elasticps.server.protocol.reads import Judge
 from elasticps.server.pulls import Pulls
 from elasticps.wire.frames import Header
 from replication.chain import Chains, Member, Role
@@ -140,7 +140,7 @@ def accept_words_from_before_the_chain_changed(patch: pytest.MonkeyPatch) -> Non
 
 def resume_a_worker_from_uncommitted_clocks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        "elasticps.client.protocol.join.resume", lambda applied, committed, base=0: resume(applied, applied, base)
+        "elasticps.client.core.join.resume", lambda applied, committed, base=0: resume(applied, applied, base)
     )
 
 

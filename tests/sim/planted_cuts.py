@@ -12,9 +12,9 @@ import elasticps.checkpoint.driver as driver
 import replication.admission
 from elasticps.checkpoint.consistent import Verdict, judge
 from elasticps.checkpoint.driver import Driver
-from elasticps.client.protocol.hold import Hold
+from elasticps.client.core.hold import Hold
+from elasticps.server.core.cut import Holding
 from elasticps.server.cuts import Cuts
-from elasticps.server.protocol.cut import Holding
 from elasticps.server.replica_links import ReplicaLinks
 from elasticps.store import Store
 from elasticps.store.cuts import Cuts as Passed

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator import planner
-from coordinator.draft import Draft
+from coordinator.core import planner
+from coordinator.core.draft import Draft
 from coordinator.world import World
 from elasticps.server import leaders
 from replication.chain import Chains, Kept, Role, place

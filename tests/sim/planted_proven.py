@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.view import View
-from elasticps.client.protocol.hearsay import Hearsay, Told
+from coordinator.core.view import View
+from elasticps.client.core.hearsay import Hearsay, Told
 
 
 def believe_a_server_that_the_store_does_not_bear_out(patch: pytest.MonkeyPatch) -> None:

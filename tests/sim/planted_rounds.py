@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-import elasticps.client.protocol.data_shards
+import elasticps.client.core.data_shards
 from elasticps.client.barrier import Barrier
-from elasticps.client.protocol import barrier, fan_out
-from elasticps.client.protocol.data_shards import ShardClaims, Told
-from elasticps.client.protocol.fan_out import FanOut
+from elasticps.client.core import barrier, fan_out
+from elasticps.client.core.data_shards import ShardClaims, Told
+from elasticps.client.core.fan_out import FanOut
+from elasticps.server.core.barrier import BarrierCoordinator
+from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds, Rounds, Share
+from elasticps.server.core.data_shards import ShardDispenser
+from elasticps.server.core.data_shards_state import UNUSED, Claim, Shards, ShardSet, Used
+from elasticps.server.core.group_log import GroupLog
 from elasticps.server.executor import Executor
-from elasticps.server.protocol.barrier import BarrierCoordinator
-from elasticps.server.protocol.barrier_state import BarrierGroup, RangeRounds, Rounds, Share
-from elasticps.server.protocol.data_shards import ShardDispenser
-from elasticps.server.protocol.data_shards_state import UNUSED, Claim, Shards, ShardSet, Used
-from elasticps.server.protocol.group_log import GroupLog
 from replication.messages import OperationKind
 from tests.sim.planting import leave_every_frame_to_python
 
@@ -127,7 +127,7 @@ def average_in_the_order_of_arrival(patch: pytest.MonkeyPatch) -> None:
 
 
 def average_over_those_who_have_the_key_s_range(patch: pytest.MonkeyPatch) -> None:
-    import elasticps.server.protocol.barrier_state as module
+    import elasticps.server.core.barrier_state as module
 
     average = module._average
     patch.setattr(module, "_average", lambda shares, count: average(shares, sum(map(bool, shares)) or 1))
@@ -275,7 +275,7 @@ def take_what_is_applied_for_committed(patch: pytest.MonkeyPatch) -> None:
         applied, _ = yield from fan_out.clocks_of(worker, timeout_s)
         return applied, applied
 
-    patch.setattr(elasticps.client.protocol.data_shards, "clocks_of", mutant)
+    patch.setattr(elasticps.client.core.data_shards, "clocks_of", mutant)
 
 
 def believe_one_head_that_a_step_is_committed(patch: pytest.MonkeyPatch) -> None:
@@ -283,7 +283,7 @@ def believe_one_head_that_a_step_is_committed(patch: pytest.MonkeyPatch) -> None
         applied, committed = yield from fan_out.clocks_of(worker, timeout_s)
         return np.full_like(applied, applied.max()), np.full_like(committed, committed.max())
 
-    patch.setattr(elasticps.client.protocol.data_shards, "clocks_of", mutant)
+    patch.setattr(elasticps.client.core.data_shards, "clocks_of", mutant)
 
 
 def train_again_whatever_a_lost_worker_had(patch: pytest.MonkeyPatch) -> None:

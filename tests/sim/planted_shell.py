@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.view import View
+from coordinator.core.view import View
 from elasticps.metrics.timing import TimedConnection
 from elasticps.server import connection, news, pulls
 from elasticps.server.connection import Connection
+from elasticps.server.core import reads
+from elasticps.server.core.bounded_delay import BoundedDelay
+from elasticps.server.core.serving import Serving
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.chunks import Chunks
 from elasticps.server.fast.path import FastPath
 from elasticps.server.fast.young import YoungLog
-from elasticps.server.protocol import reads
-from elasticps.server.protocol.bounded_delay import BoundedDelay
-from elasticps.server.protocol.serving import Serving
 from elasticps.server.pushes import Pushes
 from elasticps.server.server import Server
 from elasticps.wire.frames import Header, Kind

@@ -10,8 +10,8 @@ import pytest
 
 from chaos.sim.cluster import Cluster
 from chaos.sim.threads import Threads
-from elasticps.optimizers import Accumulate
-from elasticps.spec import ASP
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import ASP
 from tests.sim.conftest import begun, wait_for
 
 KEYS = np.arange(64)

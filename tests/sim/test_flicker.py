@@ -8,8 +8,8 @@ import pytest
 
 from chaos.sim.cluster import Cluster
 from chaos.sim.threads import Threads
-from elasticps.optimizers import Accumulate
-from elasticps.spec import SSP
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import SSP
 from tests.sim.conftest import wait_for
 
 FROZEN_S = 13.0

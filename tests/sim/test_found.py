@@ -11,9 +11,9 @@ from chaos.sim.cluster import Cluster
 from chaos.sim.knobs import turned
 from chaos.sim.threads import Threads
 from elasticps.client.registry import Registry
-from elasticps.optimizers import Accumulate
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import ASP, SSP
 from elasticps.server import snapshots
-from elasticps.spec import ASP, SSP
 from tests.sim.conftest import wait_for
 
 

@@ -11,10 +11,10 @@ from chaos.sim.checks.rounds import Rounds
 from chaos.sim.checks.sums import COLUMNS, KEYS
 from chaos.sim.cluster import Cluster
 from chaos.sim.threads import Threads
-from elasticps.optimizers import Accumulate
-from elasticps.server.protocol.asker import Asker, Body
-from elasticps.server.protocol.barrier import BarrierCoordinator
-from elasticps.spec import ASP, BSP, Consistency
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import ASP, BSP, Consistency
+from elasticps.server.core.asker import Asker, Body
+from elasticps.server.core.barrier import BarrierCoordinator
 from elasticps.wire.frames import Header
 from tests.sim.conftest import wait_for
 

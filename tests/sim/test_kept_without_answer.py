@@ -7,11 +7,11 @@ import pytest
 
 from chaos.sim.cluster import Cluster
 from chaos.sim.threads import Threads
-from elasticps.client.protocol.join import Past
+from elasticps.client.core.join import Past
 from elasticps.client.registry import Registry
 from elasticps.errors import ClusterUnreachable, Error
-from elasticps.optimizers import Accumulate
-from elasticps.spec import ASP
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import ASP
 from tests.sim.conftest import wait_for
 
 ROW, ONE = np.array([1]), np.ones((1, 1), np.float32)

@@ -11,10 +11,10 @@ import pytest
 
 from chaos.sim.cluster import Cluster
 from chaos.sim.threads import Threads
-from coordinator import planner
-from coordinator.view import View
-from elasticps.optimizers import Accumulate
-from elasticps.spec import ASP
+from coordinator.core import planner
+from coordinator.core.view import View
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import ASP
 from replication.chain import Kept
 from replication.retained import Retained
 from tests.sim.conftest import wait_for

@@ -11,8 +11,8 @@ import pytest
 from chaos.sim.cluster import Cluster
 from chaos.sim.threads import Threads
 from elasticps.errors import UnknownTable
-from elasticps.optimizers import Accumulate
-from elasticps.spec import ASP
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import ASP
 from replication.chain import Kept
 from tests.sim.conftest import wait_for
 

@@ -12,8 +12,8 @@ from chaos.sim.threads import Threads
 from elasticps.client.client import Client
 from elasticps.client.steps import Step
 from elasticps.client.tables import SparseTable
-from elasticps.optimizers import SGD, Accumulate
-from elasticps.spec import BSP
+from elasticps.model.optimizers import SGD, Accumulate
+from elasticps.model.spec import BSP
 from tests.sim.conftest import wait_for
 
 FROZEN_S = 13.0

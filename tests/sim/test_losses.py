@@ -18,13 +18,13 @@ from chaos.sim.keeper import Keeper
 from chaos.sim.network import Weather
 from chaos.sim.run import virtual
 from chaos.sim.threads import Threads
+from coordinator.core.view import ClusterConfig
 from coordinator.losses import HELD_UP
 from coordinator.membership import BEGIN_ANEW
-from coordinator.view import ClusterConfig
 from elasticps.client.losses import Loss
 from elasticps.hashing import key_ranges, range_shift
-from elasticps.optimizers import Accumulate
-from elasticps.spec import ASP
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import ASP
 from tests.sim.conftest import wait_for
 
 KEYS, WORKERS, RANGES = 64, 2, 8

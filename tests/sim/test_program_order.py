@@ -22,15 +22,15 @@ from chaos.sim.cluster import Cluster
 from chaos.sim.network import Weather
 from chaos.sim.run import virtual
 from chaos.sim.threads import Threads
-from coordinator.view import ClusterConfig
-from elasticps.caching import Cache
+from coordinator.core.view import ClusterConfig
 from elasticps.client.client import Client
 from elasticps.client.steps import OpenStep
 from elasticps.client.tables import DenseTensor, SparseTable
 from elasticps.errors import InputError
-from elasticps.filters import BFloat16, KeyDeltas, KeysOnce, Threshold, Zstd
-from elasticps.optimizers import Accumulate, Adagrad
-from elasticps.spec import ASP, BSP, SSP, Consistency, Constant
+from elasticps.model.caching import Cache
+from elasticps.model.filters import BFloat16, KeyDeltas, KeysOnce, Threshold, Zstd
+from elasticps.model.optimizers import Accumulate, Adagrad
+from elasticps.model.spec import ASP, BSP, SSP, Consistency, Constant
 from tests.sim.conftest import wait_for
 
 DIM, FLOATS, KEYS = 2, 10, 12

@@ -145,5 +145,5 @@ def test_the_code_is_that_of_stories_and_of_nothing_else(monkeypatch: pytest.Mon
     assert code.digest() == found
     monkeypatch.setattr(code, "of", look)
     code.played()  # of this process, which may have imported more
-    assert {"replication.core", "elasticps.server.server", "chaos.sim.run", "coordinator.planner"} <= seen.keys()
+    assert {"replication.core", "elasticps.server.server", "chaos.sim.run", "coordinator.core.planner"} <= seen.keys()
     assert "chaos.sim.code" not in seen

@@ -15,7 +15,7 @@ from chaos.sim.story import Kind
 from chaos.sim.violation import Violation
 from elasticps.client.client import Client
 from elasticps.client.tables import SparseTable
-from elasticps.server.protocol import partial
+from elasticps.server.core import partial
 
 OFTEN = 0.4
 

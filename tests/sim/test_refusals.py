@@ -11,11 +11,11 @@ import pytest
 from chaos.sim.cluster import Cluster
 from chaos.sim.network import Socket
 from chaos.sim.threads import Threads
-from elasticps.client.protocol.session import ASKED_BYTES
+from elasticps.client.core.session import ASKED_BYTES
 from elasticps.errors import ServerFull
-from elasticps.optimizers import Accumulate
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import ASP, BSP, Threshold
 from elasticps.server.memory_limit import MemoryLimit
-from elasticps.spec import ASP, BSP, Threshold
 from tests.sim.conftest import wait_for
 
 KNOWN = np.arange(9)

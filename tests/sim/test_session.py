@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elasticps.client.protocol.session import (
+from elasticps.client.core.session import (
     ASKED_BYTES,
     Ask,
     Committed,

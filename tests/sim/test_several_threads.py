@@ -8,8 +8,8 @@ import numpy as np
 
 from chaos.sim.cluster import Cluster
 from chaos.sim.threads import Threads
-from elasticps.optimizers import Accumulate
-from elasticps.spec import ASP, BSP
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import ASP, BSP
 from tests.sim.conftest import wait_for
 
 STEPS = 20

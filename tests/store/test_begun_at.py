@@ -7,9 +7,9 @@ import pytest
 from numpy.typing import NDArray
 
 from elasticps.checkpoint.rows import decode
-from elasticps.server.protocol.operations import CutMark
-from elasticps.server.protocol.scan import Scan
-from elasticps.spec import SGD, TableSpec
+from elasticps.model.spec import SGD, TableSpec
+from elasticps.server.core.operations import CutMark
+from elasticps.server.core.scan import Scan
 from elasticps.store import Store
 from elasticps.store.kept import Allowance
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from elasticps.errors import SpecError
-from elasticps.filters import GROUP, BFloat16, Filter, Float16, Int8, RandomK, Threshold, TopK
-from elasticps.spec import SGD, TableSpec
+from elasticps.model.filters import GROUP, BFloat16, Filter, Float16, Int8, RandomK, Threshold, TopK
+from elasticps.model.spec import SGD, TableSpec
 from elasticps.store.codec import BFLOAT16, FLOAT16, INT8, NONE, Codec, decode_rows
 
 Floats = NDArray[np.float32]

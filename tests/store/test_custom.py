@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from elasticps import spec
 from elasticps.errors import SpecError
-from elasticps.spec import TableSpec
+from elasticps.model import spec
+from elasticps.model.spec import TableSpec
 from elasticps.store import Table, register_filter
 from elasticps.store.codec import Codec
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticps.hashing import table_salt
-from elasticps.optimizers import Accumulate
-from elasticps.spec import TableSpec
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import TableSpec
 from elasticps.store import Table
 from elasticps.store.intervals import PLACES
 

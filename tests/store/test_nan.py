@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elasticps.optimizers import (
+from elasticps.model.optimizers import (
     FTRL,
     SGD,
     Accumulate,
@@ -17,7 +17,7 @@ from elasticps.optimizers import (
     Optimizer,
     RowAdagrad,
 )  # fmt: skip
-from elasticps.spec import TableSpec
+from elasticps.model.spec import TableSpec
 from elasticps.store import Table, register_optimizer
 from elasticps.store.updates import Floats
 from elasticps.store.values import all_finite

@@ -10,9 +10,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from elasticps import spec
 from elasticps.errors import SpecError
-from elasticps.spec import TableSpec
+from elasticps.model import spec
+from elasticps.model.spec import TableSpec
 from elasticps.store import Store, Table, initial_rows, register_optimizer
 
 DIM, ROWS, STEPS = 21, 16, 12

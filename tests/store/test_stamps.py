@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
 
-from elasticps import spec
+from elasticps.model import spec
 from elasticps.store import Store, Table, deletions, kept, table
 from elasticps.store.cuts import Cuts
 from elasticps.store.deletions import Deletions

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
 
-from elasticps import spec
+from elasticps.model import spec
 from elasticps.store import Table, table
 from elasticps.store.intervals import PLACES
 from tests.store.twin import TwinTable

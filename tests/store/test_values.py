@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from elasticps import spec
+from elasticps.model import spec
 from elasticps.store import initial_rows, values
 
 KEYS = np.array([0, -1, 2**63 - 1, -(2**63), 42], np.int64)

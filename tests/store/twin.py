@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps import hashing
-from elasticps.spec import TableSpec
+from elasticps.model.spec import TableSpec
 from elasticps.store import initial_rows
 
 Floats = NDArray[np.float32]

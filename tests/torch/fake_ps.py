@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.spec import SGD, Adagrad, Adam, Constant, Init, Optimizer, Zeros
+from elasticps.model.spec import SGD, Adagrad, Adam, Constant, Init, Optimizer, Zeros
 
 Floats = NDArray[np.float32]
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elasticps.errors import ConfigError, InputError
-from elasticps.spec import SGD, Adagrad, Constant, Normal, Zeros
+from elasticps.model.spec import SGD, Adagrad, Constant, Normal, Zeros
 from elasticps.torch import Embedding, EmbeddingBag, Optimizer
 from tests.torch.fake_ps import FakeClient
 

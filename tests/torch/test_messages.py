@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elasticps.errors import ConfigError, InputError, SpecError
-from elasticps.spec import SGD
+from elasticps.model.spec import SGD
 from elasticps.torch import Embedding, EmbeddingBag, EmbeddingBagCollection, Jagged, Optimizer, TableConfig
 
 RATE = SGD(lr=1.0)

@@ -12,7 +12,7 @@ from torch import nn
 
 from elasticps.client.rates import SetRate
 from elasticps.errors import ConfigError, InputError, SpecError
-from elasticps.spec import SGD, Adagrad, Adam, BFloat16, Int8, Schedule, Zeros
+from elasticps.model.spec import SGD, Adagrad, Adam, BFloat16, Int8, Schedule, Zeros
 from elasticps.torch import Embedding, EmbeddingBag, Optimizer
 from tests.torch.fake_ps import FakeClient
 from tests.torch.perceptron import agree, batch, loss_of, perceptron

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elasticps.errors import ConfigError
-from elasticps.spec import SGD, Zeros
+from elasticps.model.spec import SGD, Zeros
 from elasticps.torch import Embedding, Optimizer
 from tests.torch.perceptron import agree, batch, loss_of, perceptron
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from elasticps import temporary
 from elasticps.errors import ConfigError, InputError
-from elasticps.spec import SGD, Adam, Normal
+from elasticps.model.spec import SGD, Adam, Normal
 from elasticps.torch import Embedding, EmbeddingBag, Optimizer, full_state_dict, load, load_full_state_dict, save, state
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coordinator.view import ServerInfo, View
+from coordinator.core.view import ServerInfo, View
 from elasticps.wire.frames import HEADER_BYTES, FrameError, Header, Kind, unpack_header
 from elasticps.wire.views import read_view, view_frame
 

@@ -12,8 +12,8 @@ from chaos.sim.checks.rounds import Rounds
 from chaos.sim.checks.sums import COLUMNS, KEYS, Rows, Sums, units
 from chaos.sim.violation import Violation
 from elasticps.checkpoint.driver import Cut
-from elasticps.server.protocol.cut_notes import Noted
-from elasticps.server.protocol.operations import CutMark
+from elasticps.server.core.cut_notes import Noted
+from elasticps.server.core.operations import CutMark
 from elasticps.server.server import Server
 from replication.chain import Member, Ranges
 from replication.progress import PART_BITS

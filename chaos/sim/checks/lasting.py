@@ -10,7 +10,7 @@ import numpy as np
 
 from chaos.sim.checks.sums import Keys, Rows
 from chaos.sim.violation import Violation
-from coordinator.view import View
+from coordinator.core.view import View
 from elasticps.server.server import Server
 from replication.chain import Member, Role
 from replication.effects import CaughtUp

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from chaos.sim.violation import Violation
-from coordinator.view import View
+from coordinator.core.view import View
 from replication.chain import Chains, Member, Ranges, unsafe_transition
 
 LATE_S = 0.05  # a leader that is well knows so soon who drains

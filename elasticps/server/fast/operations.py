@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from elasticps.model.sharding import GROUP_BITS
 from elasticps.server.fast.chain import down_the_chain, finish, new_frame, release, successors, vouch
 from elasticps.server.fast.frames import HEADER, place_blocks, read_blocks
 from elasticps.server.fast.layout import (
@@ -89,7 +90,6 @@ from elasticps.server.fast.layout import (
 )
 from elasticps.server.fast.memory import load16, load32, load64, store64, words
 from elasticps.server.fast.rows import apply, find_rows, finite, keep_inside
-from elasticps.sharding import GROUP_BITS
 from elasticps.store.native import kernel
 from elasticps.wire.frames import ALL_RANGES, LAST
 from replication.progress import MAX_CLOCK, MAX_PARTS, PART_BITS

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from elasticps.server.core.asker import Asker
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.chunks import Chunks
 from elasticps.server.fast.shared import Shared
-from elasticps.server.protocol.asker import Asker
 from elasticps.wire.frames import Buffer
 
 SENT_COPIED_BYTES = 64 << 10  # up to so many queued bytes are copied for the socket, which then needs no memory of ours

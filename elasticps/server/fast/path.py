@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.server import fatal
+from elasticps.server.core import reads
+from elasticps.server.core.operations import positions_of
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.chunks import Chunks, int64_at, size_for
 from elasticps.server.fast.outbox import Outbox
@@ -22,8 +24,6 @@ from elasticps.server.fast.shared import Shared
 from elasticps.server.fast.tables import TableRows
 from elasticps.server.fast.told import Told
 from elasticps.server.fast.young import YoungEntries, YoungLog
-from elasticps.server.protocol import reads
-from elasticps.server.protocol.operations import positions_of
 from elasticps.store import Store
 from elasticps.wire.frames import HEADER_BYTES, FrameError, unpack_header
 from elasticps.wire.keys import LIST_KEYS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from elasticps.server.protocol.asker import Asker
+from elasticps.server.core.asker import Asker
 from elasticps.wire.frames import Header
 from elasticps.wire.pool import Bytes
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from elasticps.server.core.asker import Asker
+from elasticps.server.core.operations import Content, positions_of
+from elasticps.server.core.replica_codec import shard_mark
+from elasticps.server.core.replies import RequestTicket
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.chunks import Chunks
 from elasticps.server.fast.receive import release
 from elasticps.server.fast.shared import Shared
-from elasticps.server.protocol.asker import Asker
-from elasticps.server.protocol.operations import Content, positions_of
-from elasticps.server.protocol.replica_codec import shard_mark
-from elasticps.server.protocol.replies import RequestTicket
 from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, Kind, read_blocks, read_push, unpack_header
 from elasticps.wire.pool import Bytes
 from replication.chain import Ranges

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 import numpy as np
 
 from elasticps.client.client import of_name
+from elasticps.client.core.join import Resume
 from elasticps.client.inputs import checked_keys, checked_out, refuse_pickling
-from elasticps.client.protocol.join import Resume
 from elasticps.errors import ConfigError, InputError
-from elasticps.sharding import checked_spec
-from elasticps.spec import Filter, Init, Optimizer, TableSpec, Zeros
+from elasticps.model.sharding import checked_spec
+from elasticps.model.spec import Filter, Init, Optimizer, TableSpec, Zeros
 from elasticps.torch.group.layout import CHUNK
 from elasticps.torch.group.links import Links, Words
 from elasticps.torch.group.ranks import Ranks

@@ -13,7 +13,7 @@ from elasticps.client.filtering import Feedback
 from elasticps.client.inputs import checked_floats, checked_keys, checked_out, refuse_pickling
 from elasticps.client.short_keys import Saved
 from elasticps.errors import ConfigError, InputError
-from elasticps.spec import Optimizer
+from elasticps.model.spec import Optimizer
 from elasticps.torch.group.layout import Target
 from elasticps.torch.group.ranks import Ranks
 from elasticps.torch.group.reads import GroupRead, Pending, WeightsRead, ask_rows, ask_weights

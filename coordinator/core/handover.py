@@ -1,0 +1,57 @@
+"""What servers that drain still have, and which of it has no copy at a server that stays. Pure.
+
+A server that drains counts for nobody as a copy that stays: it may be about to end. So two that hold the same range and
+drain together both have its last copy, until another server has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from coordinator.core.view import View
+from coordinator.core.wording import names
+from replication.chain import Member, Ranges
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What one server that drains still has of a view.
+
+    held     ranges [n] of which it has all that was acknowledged
+    last     those of them of which no server that stays is a full replica
+    keepers  the servers that stay and are full replicas of any of the ranges held
+    others   the other members that have copies of the last ones, but do not count as servers that stay
+    stay     how many servers stay
+    """
+
+    held: Ranges
+    last: Ranges
+    keepers: tuple[Member, ...]
+    others: tuple[Member, ...]
+    stay: int
+
+    def __str__(self) -> str:
+        if not self.stay:
+            return f"{len(self.held)} ranges left, and no server stays that could take them"
+        text = f"{len(self.held)} ranges left"
+        if not self.last.size:
+            return f"{text}, all of which have a copy at a server that stays"
+        text += f", {len(self.last)} of which have no copy at a server that stays"
+        others = names([member.name for member in self.others])
+        return f"{text} ({others} has copies, but drains or does not answer)" if others else text
+
+
+def find_handover(view: View, member: Member, staying: Collection[Member]) -> Handover:
+    """What `member` has to hand over. staying: the registered servers that are not asked to drain, without those that
+    are known not to answer."""
+    chains = view.as_chains
+    me, copies = chains.index(member), chains.copies
+    held = np.flatnonzero((copies == me).any(axis=1) & (me >= 0))
+    safe = np.array([*(m in staying and m != member for m in chains.members), False])
+    last = held[~safe[view.chains[held]].any(axis=1)]
+    keepers = sorted(chains.members[i] for i in np.unique(view.chains[held]).tolist() if safe[i])
+    others = sorted(chains.members[i] for i in np.unique(copies[last]).tolist() if i not in (me, -1))
+    return Handover(held, last, tuple(keepers), tuple(others), len(set(staying) - {member}))

@@ -1,0 +1,106 @@
+"""Which ranges have no replica left, and whether their data can come back. Pure.
+
+The last replica of a range stays in the view when it dies, and the range waits for it. It can come back only as what it
+was: a server that has registered again as a newer incarnation has begun empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.core.view import ServerInfo, View
+from replication.chain import Member
+
+_SHOWN = 8  # spans of ranges
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What is lost, or may be, of a view.
+
+    lost     ranges [n] whose every replica has come back empty: their data are gone
+    waiting  ranges [n] without a replica that is registered, one of which may still come back as it was
+    empty    the members that have come back empty, and as which incarnation
+    away     the members, of chains of those ranges, that are not registered
+    coming   ranges [n] that begin anew, and come back from a checkpoint
+    """
+
+    lost: NDArray[np.int64]
+    waiting: NDArray[np.int64]
+    empty: dict[Member, int]
+    away: tuple[Member, ...]
+    coming: NDArray[np.int64]
+
+    def __bool__(self) -> bool:
+        return bool(self.lost.size or self.waiting.size or self.coming.size)
+
+    @property
+    def lines(self) -> list[str]:
+        """What happened, and what is to be done, for people."""
+        told = []
+        if self.lost.size:
+            who = ", ".join(
+                f"{m.name} came back as incarnation {now} and has begun empty" for m, now in self.empty.items()
+            )
+            told.append(
+                f"the data of {self.lost.size} ranges ({spans(self.lost)}) are lost, in all tables: {who}. Pushes and "
+                "pulls of their keys fail or wait; all others can be read. `elasticps restore --ranges all-lost` "
+                "brings them back from the newest checkpoint"
+            )
+        if self.waiting.size:
+            who = ", ".join(m.name for m in self.away)
+            told.append(
+                f"{self.waiting.size} ranges ({spans(self.waiting)}) have no replica that can be reached, and wait for "
+                f"{who}: if it is only cut off or frozen, bring it back and nothing is lost; started again, it begins "
+                "empty"
+            )
+        if self.coming.size:
+            told.append(f"{self.coming.size} ranges ({spans(self.coming)}) come back from a checkpoint")
+        return told
+
+
+def find_loss(view: View, registered: Iterable[ServerInfo]) -> Loss:
+    """What a view has lost, by who is registered now."""
+    now = {server.name: server.incarnation for server in registered}
+    here = np.array([*(now.get(s.name) == s.incarnation for s in view.servers), False])
+    empty = np.array([*(now.get(s.name, 0) > s.incarnation for s in view.servers), True])
+    copies = view.as_chains.copies
+    coming = view.chains[:, 0] < 0
+    without = ~here[copies].any(axis=1) & ~coming
+    lost = without & empty[copies].all(axis=1)  # index -1, nobody, finds the last
+    used = np.unique(copies[without])
+    members = [view.servers[i].member for i in used.tolist() if i >= 0]
+    return Loss(
+        np.flatnonzero(lost),
+        np.flatnonzero(without & ~lost),
+        {m: now[m.name] for m in members if now.get(m.name, 0) > m.incarnation},
+        tuple(m for m in members if m.name not in now),
+        np.flatnonzero(coming),
+    )
+
+
+def told(loss: Mapping[str, Any]) -> list[str]:
+    """What is missing where ranges began anew, an entry below `losses/`, for people."""
+    ranges = np.array(loss["ranges"], np.int64)
+    lines = [
+        f"{len(ranges)} ranges ({spans(ranges)}) began anew in epoch {loss['epoch']}, from checkpoint {loss['cut']} "
+        f"at {loss['url']}: {loss['rows']:,} rows"
+    ]
+    if loss["lacking"]:
+        lines.append(f"it has nothing of tables made since: {', '.join(loss['lacking'])}")
+    missing = [one for one in loss["workers"] if one["to"] > one["have"]]
+    lines += [f"of worker {one['name']} steps {one['have'] + 1} to {one['to']} are missing there" for one in missing]
+    return lines if missing else [*lines, "no step is missing there"]
+
+
+def spans(ranges: NDArray[np.int64]) -> str:
+    """Ranges in ascending order as people write them: "0-3, 7", not too long."""
+    parts = np.split(ranges, np.flatnonzero(np.diff(ranges) != 1) + 1) if ranges.size else []
+    texts = [f"{part[0]}" if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts]
+    more = len(texts) - _SHOWN
+    return ", ".join(texts[:_SHOWN]) + (f" and {more} more spans" if more > 0 else "")

@@ -1,0 +1,456 @@
+"""The view: an immutable snapshot of who owns what, and its codec. Pure.
+
+Only the leader writes views, each with an epoch one above the last. A view says for every range of the key space which
+servers hold it, head first, and since which epoch they have done so. The roster of workers has a version of its own, so
+that a worker that joins bounces no frame.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.core.names import check_address, check_identity, check_name, check_worker
+from replication.chain import Chains, Kept, Member
+
+RANGES_MAX = 1 << 16
+REPLICAS_MAX = 16
+SERVERS_MAX = 4096
+WORKERS_MAX = 1 << 16
+REASON_MAX = 1000
+WEIGHT_MAX = 64.0
+
+_MAGIC = b"EPSV\x04"
+_FIXED = struct.Struct("<QIII")  # epoch, ranges, replicas, bytes of the JSON that follows
+_ROSTER_MAGIC = b"EPSR\x01"
+_BODY_MAX = 32 << 20  # more than the largest view allowed above: a small message never inflates beyond it
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """One incarnation of a server.
+
+    `address` is "host:port" of the data plane, `admin` of its gRPC service ("" = none), `zone` names what fails
+    together ("" = unknown), `weight` is its share of the ranges relative to the others. ValueError if unusable.
+    """
+
+    name: str
+    incarnation: int
+    address: str
+    admin: str = ""
+    zone: str = ""
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_name("server", self.name)
+        _check_count("incarnation", self.incarnation, 1, 1 << 62)
+        check_address("server address", self.address)
+        if self.admin:
+            check_address("admin address", self.admin)
+        if self.zone:
+            check_name("zone", self.zone)
+        _check_weight(self.weight)
+
+    @property
+    def member(self) -> Member:
+        """Who this is to replication."""
+        return Member(self.name, self.incarnation)
+
+    def to_json(self) -> bytes:
+        """The value under `servers/<name>`."""
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> ServerInfo:
+        """The inverse of `to_json`; ValueError on anything else."""
+        return cls(**_fields("server", data, cls))
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """Who owns what, in one epoch. Checked when made; arrays are read-only; equal by value.
+
+    cluster  its identity: the name, and what distinguishes it from others of that name
+    chains   int32 [ranges, replicas]: indices into `servers`, head first; -1 = no replica there, only after the last
+    joining  int32 [ranges]: index of the replica being filled, -1 = none
+    since    int64 [ranges]: the epoch in which the range's chain or joining replica last changed
+    reason   why the leader wrote this view, for people
+    leaving  int32 [ranges]: index of the replica whose place the joining one is to take when it is level, -1 = none or
+             not decided. An intention, which the next view may change; left out, nobody leaves.
+    kept     int32 [ranges]: a `Kept` of the joining replica: it was a full one until it fell silent, and has a complete
+             copy. Acknowledgements wait for it until the one that is left is confirmed; then it is late, until it is
+             there again and gets what it lacks. Left out, there is none.
+    anew     int64 [ranges]: the epoch in which all that a range had was given up, because nobody is left who has it: it
+             begins anew, from a checkpoint; 0 = never. Until somebody has brought it back it has no replica.
+    empty    (name, incarnation): what is listed here under that name has ended, and keeps its place because nobody
+             else has what it had; it has registered again as that newer incarnation, without its data
+    """
+
+    cluster: str
+    epoch: int
+    ranges: int
+    replicas: int
+    servers: tuple[ServerInfo, ...]
+    chains: NDArray[np.int32]
+    joining: NDArray[np.int32]
+    since: NDArray[np.int64]
+    reason: str
+    leaving: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    kept: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    anew: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    empty: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_identity(self.cluster)
+        _check_count("epoch", self.epoch, 1, 1 << 62)
+        check_ranges(self.ranges)
+        _check_count("replicas", self.replicas, 1, REPLICAS_MAX)
+        if len(self.servers) > SERVERS_MAX:
+            raise ValueError(f"a view lists at most {SERVERS_MAX} servers, got {len(self.servers)}")
+        _check_reason(self.reason)
+        object.__setattr__(self, "servers", tuple(self.servers))
+        if len(self._by_name) != len(self.servers):
+            raise ValueError("a view lists each server name once")
+        for name, incarnation in self.empty:
+            check_name("server", name)
+            _check_count("incarnation", incarnation, 1, 1 << 62)
+            if (i := self.index(name)) < 0 or incarnation <= self.servers[i].incarnation:
+                raise ValueError(f"a view says that {name} came back as {incarnation}, which it lists as no older one")
+        if len(dict(self.empty)) != len(self.empty):
+            raise ValueError("a view says twice that a server came back")
+        object.__setattr__(self, "chains", _frozen("chains", self.chains, np.int32, (self.ranges, self.replicas)))
+        object.__setattr__(self, "joining", _frozen("joining", self.joining, np.int32, (self.ranges,)))
+        object.__setattr__(self, "since", _frozen("since", self.since, np.int64, (self.ranges,)))
+        leaving = self.leaving if self.leaving.size else np.full(self.ranges, -1, np.int32)
+        object.__setattr__(self, "leaving", _frozen("leaving", leaving, np.int32, (self.ranges,)))
+        kept = self.kept if self.kept.size else np.zeros(self.ranges, np.int32)
+        object.__setattr__(self, "kept", _frozen("kept", kept, np.int32, (self.ranges,)))
+        anew = self.anew if self.anew.size else np.zeros(self.ranges, np.int64)
+        object.__setattr__(self, "anew", _frozen("anew", anew, np.int64, (self.ranges,)))
+        self._check_arrays()
+
+    def _check_arrays(self) -> None:
+        everyone = np.column_stack((self.chains, self.joining))
+        low, high = min(everyone.min(), self.leaving.min()), max(everyone.max(), self.leaving.max())
+        if low < -1 or high >= len(self.servers):
+            raise ValueError(f"a view of {len(self.servers)} servers has an index outside -1..{len(self.servers) - 1}")
+        ordered = np.sort(everyone, axis=1)
+        if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
+            raise ValueError("a view has a server twice in one range")
+        if bool(((self.chains[:, 1:] >= 0) & (self.chains[:, :-1] < 0)).any()):
+            raise ValueError("a view has a chain with a gap before its last replica")
+        alone = (self.chains >= 0).sum(axis=1) == 1
+        if self.anew.min() < 0 or bool((self.anew > self.since).any()):
+            raise ValueError(f"a view of epoch {self.epoch} has a range that began anew, but is older than that")
+        if bool((self.kept == Kept.ANEW)[(self.chains[:, 0] >= 0) | (self.joining < 0)].any()):
+            raise ValueError("a view has a range brought back that has replicas, or by nobody")
+        if (
+            self.kept.min() < min(Kept)
+            or self.kept.max() > max(Kept)
+            or bool((self.kept > 0)[~alone | (self.joining < 0)].any())
+        ):
+            raise ValueError("a view keeps a copy where nobody joins, or behind other than one replica")
+        if self.since.min() < 1 or self.since.max() > self.epoch:
+            raise ValueError(f"a view of epoch {self.epoch} has a range changed outside epochs 1..{self.epoch}")
+
+    @cached_property
+    def _by_name(self) -> dict[str, int]:
+        return {server.name: i for i, server in enumerate(self.servers)}
+
+    @cached_property
+    def heads(self) -> NDArray[np.int32]:
+        """int32 [ranges]: index of each range's head in `servers`, -1 where the range has no replica."""
+        return _read_only(np.ascontiguousarray(self.chains[:, 0]))
+
+    @cached_property
+    def tails(self) -> NDArray[np.int32]:
+        """int32 [ranges]: index of each range's tail (the head where it is alone), -1 where there is no replica."""
+        last = np.maximum((self.chains >= 0).sum(axis=1) - 1, 0)
+        return _read_only(np.take_along_axis(self.chains, last[:, None], axis=1)[:, 0].astype(np.int32))
+
+    @cached_property
+    def as_chains(self) -> Chains:
+        """The same as replication sees it; members have the indices of `servers`."""
+        members = tuple(server.member for server in self.servers)
+        return Chains(self.epoch, members, self.chains, self.joining, self.since, self.kept, self.anew)
+
+    def index(self, name: str) -> int:
+        """The index in `servers` of the server called `name`, -1 if it is not listed."""
+        return self._by_name.get(name, -1)
+
+    def __repr__(self) -> str:
+        servers = ", ".join(f"{server.name}@{server.incarnation}" for server in self.servers)
+        full = (self.chains >= 0).sum(axis=1)
+        return (
+            f"<View {self.epoch} of cluster {self.cluster!r}: {self.ranges} ranges of {self.replicas} replicas"
+            f" ({full.min()} to {full.max()} are full), {(self.joining >= 0).sum()} joining;"
+            f" servers {servers or 'none'}>"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, View):
+            return NotImplemented
+        return (
+            (self.cluster, self.epoch, self.ranges, self.replicas, self.servers, self.reason, self.empty)
+            == (other.cluster, other.epoch, other.ranges, other.replicas, other.servers, other.reason, other.empty)
+            and np.array_equal(self.chains, other.chains)
+            and np.array_equal(self.joining, other.joining)
+            and np.array_equal(self.since, other.since)
+            and np.array_equal(self.leaving, other.leaving)
+            and np.array_equal(self.kept, other.kept)
+            and np.array_equal(self.anew, other.anew)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.cluster, self.epoch))
+
+    def encode(self) -> bytes:
+        """The view as bytes: magic and version, then zlib of the fixed fields, JSON for the servers, the arrays.
+
+        Made once; a view that was decoded gives the bytes that it came from.
+        """
+        return self._encoded
+
+    @cached_property
+    def _encoded(self) -> bytes:
+        servers = [[s.name, s.incarnation, s.address, s.admin, s.zone, s.weight] for s in self.servers]
+        more = [self.empty] if self.empty else []
+        meta = json.dumps([self.cluster, self.reason, servers, *more], separators=(",", ":")).encode()
+        body = b"".join(
+            (
+                _FIXED.pack(self.epoch, self.ranges, self.replicas, len(meta)),
+                meta,
+                self.chains.astype("<i4").tobytes(),
+                self.joining.astype("<i4").tobytes(),
+                self.leaving.astype("<i4").tobytes(),
+                self.kept.astype("<i4").tobytes(),
+                self.since.astype("<i8").tobytes(),
+                self.anew.astype("<i8").tobytes(),
+            )
+        )
+        return _MAGIC + zlib.compress(body, 1)
+
+    @classmethod
+    def decode(cls, data: bytes) -> View:
+        """The inverse of `encode`. ValueError says what is wrong with bytes that are no valid view."""
+        return _view(bytes(data))
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """One incarnation of a worker. `id` is unique to the incarnation and never used again; `app` is its table space.
+
+    `name` is unique in the cluster: `<app>/<name>` for workers of other applications than the default one.
+    """
+
+    id: int
+    name: str
+    incarnation: int
+    app: str
+
+    def __post_init__(self) -> None:
+        _check_count("worker id", self.id, 1, 1 << 31)
+        check_worker(self.name)
+        _check_count("incarnation", self.incarnation, 1, 1 << 62)
+        check_name("app", self.app)
+
+    def to_json(self) -> bytes:
+        """The value under `workers/<name>`."""
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> WorkerInfo:
+        """The inverse of `to_json`; ValueError on anything else."""
+        return cls(**_fields("worker", data, cls))
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The workers that live now, ordered by id. `version` grows by one whenever the leader writes it; `cluster`: its
+    identity, as in views."""
+
+    version: int
+    workers: tuple[WorkerInfo, ...]
+    cluster: str = ""
+
+    def __post_init__(self) -> None:
+        _check_count("roster version", self.version, 1, 1 << 62)
+        if len(self.workers) > WORKERS_MAX:
+            raise ValueError(f"a roster lists at most {WORKERS_MAX} workers, got {len(self.workers)}")
+        ids = [worker.id for worker in self.workers]
+        if ids != sorted(set(ids)) or len({worker.name for worker in self.workers}) != len(ids):
+            raise ValueError("a roster lists each worker id and name once, in the order of ids")
+
+    def encode(self) -> bytes:
+        """The roster as bytes: magic and version, then zlib of JSON."""
+        workers = [[w.id, w.name, w.incarnation, w.app] for w in self.workers]
+        document = {"version": self.version, "workers": workers, "cluster": self.cluster}
+        return _ROSTER_MAGIC + zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 1)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Roster:
+        """The inverse of `encode`. ValueError says what is wrong."""
+        found = _fields("roster", _inflate("roster", _ROSTER_MAGIC, data), cls)
+        rows = _rows("roster", found["workers"], 4)
+        return cls(found["version"], tuple(WorkerInfo(*row) for row in rows), found.get("cluster", ""))
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """What is fixed when a cluster is created.
+
+    ranges       P, a power of two of at least 2
+    replicas     R, servers per range
+    min_servers  servers that must be registered before the first view
+    protocol     version of the data plane that its servers and workers speak
+    id           drawn when the cluster was made: another cluster of the same name has another one
+    base         numbers given out under this config are above it
+    """
+
+    ranges: int = 256
+    replicas: int = 2
+    min_servers: int = 1
+    protocol: int = 2
+    id: str = field(default="", kw_only=True)
+    base: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_ranges(self.ranges)
+        _check_count("replicas", self.replicas, 1, REPLICAS_MAX)
+        _check_count("min_servers", self.min_servers, 1, SERVERS_MAX)
+        _check_count("protocol", self.protocol, 1, 1 << 15)
+        if self.id:
+            check_name("cluster id", self.id)
+        _check_count("base", self.base, 0, 1 << 31)
+
+    def identity(self, name: str) -> str:
+        """What views, rosters and hellos of this cluster say of themselves, given its name."""
+        return f"{name}@{self.id}" if self.id else name
+
+    def to_json(self) -> bytes:
+        """The value under `config`."""
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> ClusterConfig:
+        """The inverse of `to_json`; ValueError on anything else."""
+        return cls(**_fields("cluster config", data, cls))
+
+
+def check_ranges(ranges: int) -> None:
+    """ValueError unless `ranges` is a power of two from 2 to RANGES_MAX."""
+    _check_count("the number of ranges", ranges, 2, RANGES_MAX)
+    if ranges & (ranges - 1):
+        raise ValueError(f"the number of ranges must be a power of two, got {ranges}")
+
+
+def _check_count(what: str, value: Any, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{what} must be a whole number from {low} to {high}, got {value!r}")
+
+
+def _check_weight(weight: Any) -> None:
+    if type(weight) not in (int, float) or not 0 < weight <= WEIGHT_MAX:
+        raise ValueError(f"a server's weight must be above 0 and at most {WEIGHT_MAX:g}, got {weight!r}")
+
+
+def _check_reason(reason: Any) -> None:
+    if not isinstance(reason, str) or len(reason) > REASON_MAX:
+        raise ValueError(f"a view's reason is a text of at most {REASON_MAX} characters")
+
+
+def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    array.flags.writeable = False
+    return array
+
+
+def _frozen(what: str, array: Any, dtype: type[np.generic], shape: tuple[int, ...]) -> NDArray[Any]:
+    """A private, read-only copy, so that nobody changes a view through the array it was made from."""
+    source = np.asarray(array)
+    if source.shape != shape or source.dtype.kind != "i":
+        raise ValueError(f"{what} must be integers of shape {shape}, got {source.dtype} of shape {source.shape}")
+    return _read_only(np.array(source, dtype=dtype))
+
+
+def _inflate(what: str, magic: bytes, data: bytes) -> bytes:
+    if data[: len(magic)] != magic:
+        raise ValueError(f"not a {what}: the first bytes are {bytes(data[: len(magic)])!r}, expected {magic!r}")
+    inflate = zlib.decompressobj()
+    try:
+        body = inflate.decompress(data[len(magic) :], _BODY_MAX)
+    except zlib.error as error:
+        raise ValueError(f"not a {what}: {error}") from error
+    if not inflate.eof or inflate.unused_data:
+        raise ValueError(f"not a {what}: cut short, too long, or followed by other bytes")
+    return body
+
+
+def _json(what: str, data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not a {what}: {error}") from error
+
+
+def _fields(what: str, data: bytes, cls: type[Any]) -> dict[str, Any]:
+    """The arguments for `cls`, a dataclass, in a JSON object; their values are for `cls` to check."""
+    found = _json(what, data)
+    if not isinstance(found, dict):
+        raise ValueError(f"not a {what}: expected a JSON object")
+    if unknown := sorted(set(found) - {field.name for field in fields(cls)}):
+        raise ValueError(f"not a {what}: unknown fields {', '.join(unknown)}")
+    if missing := [field.name for field in fields(cls) if field.default is MISSING and field.name not in found]:
+        raise ValueError(f"not a {what}: fields missing: {', '.join(missing)}")
+    return found
+
+
+def _rows(what: str, rows: Any, width: int) -> list[list[Any]]:
+    if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == width for row in rows):
+        raise ValueError(f"not a {what}: expected a list of lists of {width}")
+    return rows
+
+
+def _meta(data: bytes) -> tuple[str, str, tuple[ServerInfo, ...], tuple[tuple[str, int], ...]]:
+    meta = _json("view", data)
+    if not isinstance(meta, list) or len(meta) not in (3, 4):
+        raise ValueError("not a view: expected cluster, reason and servers")
+    rows, empty = _rows("view", meta[2], 6), _rows("view", meta[3] if len(meta) > 3 else [], 2)
+    try:
+        return meta[0], meta[1], tuple(_server(*row) for row in rows), tuple((name, number) for name, number in empty)
+    except TypeError as error:  # a list or an object in place of a name
+        raise ValueError(f"not a view: {error}") from None
+
+
+@lru_cache(maxsize=2 * SERVERS_MAX, typed=True)
+def _server(*row: Any) -> ServerInfo:
+    """One view after the other lists mostly the same servers, and to check one costs more than to read it."""
+    return ServerInfo(*row)
+
+
+@lru_cache(maxsize=4)
+def _view(data: bytes) -> View:
+    """The same view comes from the leader, from the store and from peers: it is read once."""
+    body = _inflate("view", _MAGIC, data)
+    if len(body) < _FIXED.size:
+        raise ValueError(f"not a view: only {len(body)} bytes")
+    epoch, ranges, replicas, meta_size = _FIXED.unpack_from(body)
+    check_ranges(ranges)
+    _check_count("replicas", replicas, 1, REPLICAS_MAX)
+    arrays_at = _FIXED.size + meta_size
+    if len(body) != arrays_at + ranges * (4 * replicas + 4 + 4 + 4 + 8 + 8):
+        raise ValueError(f"a view of {ranges} ranges and {replicas} replicas has {len(body)} bytes: wrong length")
+    cluster, reason, servers, empty = _meta(body[_FIXED.size : arrays_at])
+    chains = np.frombuffer(body, "<i4", ranges * replicas, arrays_at)
+    joining, leaving, kept = np.frombuffer(body, "<i4", 3 * ranges, arrays_at + chains.nbytes).reshape(3, ranges)
+    since, anew = np.frombuffer(body, "<i8", 2 * ranges, arrays_at + chains.nbytes + 12 * ranges).reshape(2, ranges)
+    chains = chains.reshape(ranges, replicas)
+    view = View(cluster, epoch, ranges, replicas, servers, chains, joining, since, reason, leaving, kept, anew, empty)
+    view.__dict__["_encoded"] = data
+    return view

@@ -1,0 +1,93 @@
+"""Where a worker starts, and where it goes on after a pause: what it has to ask for that. Pure; `joining` does it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from elasticps.client.core.barrier import entering
+from elasticps.client.core.fan_out import Request, Script, clocks_of, of_heads
+from elasticps.client.core.session import resume
+from elasticps.wire.headers import JoinHeader, OkHeader
+
+
+class Past(NamedTuple):
+    """Who took part last under a worker's name: the worker's id, the clock that it went on above last, and how far the
+    name had come by then: the last clock that need not be trained again, and the number of committed steps.
+    `revision`: of the key in the store."""
+
+    id: int
+    base: int
+    trained: int
+    steps: int
+    revision: int
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a worker starts.
+
+    - clock: it starts above this one
+    - trained: the last clock whose samples need not be trained again: everything up to it is committed, once
+    - begun: the last clock of which any server has seen anything. The samples of steps `trained` + 1 … `begun` are to
+      be trained again: what came of them is in each range by itself, once or not
+    - steps: how many steps of all incarnations of this name are committed: where each step trains the next batch of a
+      fixed order, the next batch is number `steps`, counted from 0
+    - predecessor: whether there was one; without, `trained` and `begun` are `clock`
+    """
+
+    clock: int
+    trained: int
+    begun: int
+    steps: int
+    predecessor: bool
+
+    def later(self, clock: int) -> Resume:
+        """The same of one that starts above `clock`, which is higher."""
+        return replace(self, clock=clock) if self.predecessor else Resume(clock, clock, clock, 0, False)
+
+
+class Starting:
+    """The questions of one worker. app: of its synchronous rounds, "" if it trains without."""
+
+    def __init__(self, worker: int, rounds_of: str, timeout_s: float) -> None:
+        self._worker = worker
+        self._app = rounds_of
+        self._timeout_s = timeout_s
+
+    def first(self, past: Past | None) -> Script[Resume]:
+        """Where it starts, after whoever had its name before."""
+        if past is None:
+            start = yield from self.lowest()
+            return Resume(start, start, start, 0, False)
+        begun, trained = resume(*(yield from clocks_of(past.id, self._timeout_s)), past.base)
+        if not self._app:
+            start = max(begun, (yield from self.lowest()))
+        else:  # what counts is the round, not that its share has arrived
+            start, last = yield from entering(self._app, self._worker, past.id, self._timeout_s)
+            trained = max(past.base, last)
+        steps = past.steps + trained - past.base
+        return Resume(start, trained if trained > past.base else past.trained, begun, steps, True)
+
+    def again(self) -> Script[tuple[int, int]]:
+        """The last round, in which it is counted from now on, and the last one that it was in."""
+        return (yield from entering(self._app, self._worker, self._worker, self._timeout_s))
+
+    def lowest(self) -> Script[int]:
+        """Where one starts that has nothing to come back to: at the last round, in which it is counted from now on; or
+        at the lowest clock of the active workers, 0 if there is none."""
+        if self._app:
+            start, _ = yield from entering(self._app, self._worker, 0, self._timeout_s)
+            return start
+        answers = yield Request(of_heads(JoinHeader().header(), all_ranges=False), self._timeout_s, "joining")
+        return max(OkHeader.of(answer.header).minimum for answer in answers)
+
+
+def first_past(worker: int, found: Resume, past: Past | None) -> Past:
+    """What to keep of a worker that starts as `found` says, in the place of `past`."""
+    return Past(worker, found.clock, found.trained, found.steps, 0 if past is None else past.revision)
+
+
+def past_again(past: Past, own: int, start: int) -> Past:
+    """The same for one that goes on at `start` after a pause; all its steps up to `own` are committed."""
+    return past._replace(base=start, trained=own, steps=past.steps + own - past.base)

@@ -1,0 +1,409 @@
+"""What tables, optimizers, initialisers and consistency models are, as values.
+
+Nothing here touches memory, sockets or time. A `TableSpec` travels as JSON to the registry and to every server; two
+workers that open a table under one name must bring equal specs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from typing import Any, ClassVar
+
+from elasticps.errors import SpecError
+from elasticps.model import filters
+from elasticps.model.filters import (
+    KKT,
+    BFloat16,
+    CustomFilter,
+    Filter,
+    Float16,
+    Int8,
+    KeyDeltas,
+    KeysOnce,
+    RandomK,
+    Threshold,
+    TopK,
+    Zstd,
+)
+from elasticps.model.optimizers import (
+    FLOAT32_LIMIT,
+    FTRL,
+    MAX_DIM,
+    SGD,
+    Accumulate,
+    Adagrad,
+    Adam,
+    AdamW,
+    Assign,
+    Checked,
+    Custom,
+    Optimizer,
+    RowAdagrad,
+    Schedule,
+    integer,
+    number,
+    text,
+)
+
+__all__ = [
+    "ASP",
+    "BSP",
+    "DTYPES",
+    "FTRL",
+    "KKT",
+    "MAX_BLOCK",
+    "MAX_DIM",
+    "SGD",
+    "SSP",
+    "Accumulate",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Assign",
+    "BFloat16",
+    "Consistency",
+    "Constant",
+    "Custom",
+    "CustomFilter",
+    "Filter",
+    "Float16",
+    "Init",
+    "Int8",
+    "KeyDeltas",
+    "KeysOnce",
+    "Normal",
+    "Optimizer",
+    "RandomK",
+    "RowAdagrad",
+    "Schedule",
+    "TableSpec",
+    "Threshold",
+    "TopK",
+    "Uniform",
+    "Zeros",
+    "Zstd",
+    "dense_block",
+]
+
+MAX_BLOCK = 16_384
+MAX_NAME = 200
+MAX_FLOATS = 1 << 40  # of a dense tensor
+MAX_JSON = 1 << 16  # characters of a spec, of which each takes two at most in a frame of a server to another
+REMEMBERED_CHARS = 4096  # of a spec that is not read again
+DTYPES = ("float32", "float16", "bfloat16")
+_BLOCK_ALIGN = 16  # floats: one cache line, so that blocks of a large tensor start on one
+
+
+class Init(Checked, ABC):
+    """Values of a row never pushed: a function of (seed, key), the same on every server and in every language.
+
+    Tables with the same initialiser and seed start with the same rows.
+    """
+
+    kind: ClassVar[str]
+    seed: int = 0
+
+    @abstractmethod
+    def parameters(self) -> tuple[float, float]:
+        """The kernel's two numbers."""
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON form."""
+        return {"kind": self.kind} | {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Zeros(Init):
+    """All zero."""
+
+    kind: ClassVar[str] = "zeros"
+
+    def parameters(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+
+@dataclass(frozen=True)
+class Constant(Init):
+    """All `value`."""
+
+    kind: ClassVar[str] = "constant"
+    value: float
+
+    def __post_init__(self) -> None:
+        self._set(value=number(self.value, "Constant.value", low=-FLOAT32_LIMIT))
+
+    def parameters(self) -> tuple[float, float]:
+        return self.value, 0.0
+
+
+@dataclass(frozen=True)
+class Uniform(Init):
+    """Uniform over [low, high), also where rounding to the table's type would leave it."""
+
+    kind: ClassVar[str] = "uniform"
+    low: float
+    high: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._set(
+            low=number(self.low, "Uniform.low", low=-FLOAT32_LIMIT),
+            high=number(self.high, "Uniform.high", low=-FLOAT32_LIMIT),
+            seed=integer(self.seed, "Uniform.seed", 0, 2**63 - 1),
+        )
+        if self.low > self.high:
+            raise SpecError(f"Uniform.low must not be above high, got {self.low} and {self.high}")
+
+    def parameters(self) -> tuple[float, float]:
+        return self.low, self.high
+
+
+@dataclass(frozen=True)
+class Normal(Init):
+    """Normal with the given mean and standard deviation."""
+
+    kind: ClassVar[str] = "normal"
+    mean: float = 0.0
+    std: float = 0.01
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._set(
+            mean=number(self.mean, "Normal.mean", low=-3.4e37, below=3.4e37),
+            std=number(self.std, "Normal.std", below=3.4e37),
+            seed=integer(self.seed, "Normal.seed", 0, 2**63 - 1),
+        )
+
+    def parameters(self) -> tuple[float, float]:
+        return self.mean, self.std
+
+
+# --- consistency ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ASP:
+    """Asynchronous: a pull returns what is committed, however far other workers are."""
+
+    kind: ClassVar[str] = "asp"
+
+    @property
+    def bound(self) -> int | None:
+        """Steps by which the slowest active worker may lag behind a pull's own clock; None = any."""
+        return None
+
+
+@dataclass(frozen=True)
+class SSP(Checked):
+    """Bounded delay (Li et al., OSDI 2014): at most `staleness` steps ahead of the slowest active worker."""
+
+    kind: ClassVar[str] = "ssp"
+    staleness: int
+
+    def __post_init__(self) -> None:
+        self._set(staleness=integer(self.staleness, "SSP.staleness", 0, 2**31 - 1))
+
+    @property
+    def bound(self) -> int | None:
+        """See `ASP.bound`."""
+        return self.staleness
+
+
+@dataclass(frozen=True)
+class BSP:
+    """Synchronous: all workers' gradients of a round are averaged, in the order of their ids, and applied as one step.
+
+    Bitwise what one process gives that averages the same gradients. A worker that joins is counted from the next round
+    on; one that leaves or dies is no longer waited for.
+    """
+
+    kind: ClassVar[str] = "bsp"
+
+    @property
+    def bound(self) -> int | None:
+        """See `ASP.bound`: nothing waits at a pull, because the round is closed before it."""
+        return None
+
+
+Consistency = ASP | SSP | BSP
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+_OPTIMIZERS: dict[str, type[Optimizer]] = {
+    cls.kind: cls for cls in (SGD, Adagrad, RowAdagrad, Adam, AdamW, FTRL, Assign, Accumulate, Custom)
+}
+_INITS: dict[str, type[Init]] = {cls.kind: cls for cls in (Zeros, Constant, Uniform, Normal)}
+
+
+def shows(name: str) -> bool:
+    """Names become parts of keys and sentences: half a surrogate pair, say, can be written nowhere."""
+    return name.isprintable() and not any(letter.isspace() for letter in name)
+
+
+def dense_block(size: int) -> int:
+    """Block length in floats for a dense tensor of `size` floats: one block up to 16384, else near-equal blocks."""
+    if size <= MAX_BLOCK:
+        return max(size, 1)
+    blocks = -(-size // MAX_BLOCK)
+    return -(-size // (blocks * _BLOCK_ALIGN)) * _BLOCK_ALIGN
+
+
+@dataclass(frozen=True)
+class TableSpec(Checked):
+    """A table: int64 key -> `dim` weights and the optimizer's slots.
+
+    With a `shape` it is a dense tensor, C-ordered and cut into rows of `dim` floats whose keys are 0..blocks-1, the
+    last padded with zeros. Slots are float32 whatever the weights' dtype. finite: gradients are refused that hold NaN
+    or infinity. push, pull: how gradients, and rows that are read, are shortened on their way (docs/filters.md).
+    """
+
+    name: str
+    dim: int
+    optimizer: Optimizer
+    init: Init = field(default_factory=Zeros)
+    dtype: str = "float32"
+    shape: tuple[int, ...] | None = None
+    finite: bool = False
+    push: Sequence[Filter] = ()
+    pull: Sequence[Filter] = ()
+
+    def __post_init__(self) -> None:
+        if len(text(self.name, "a table name")) > MAX_NAME or "/" in self.name or not shows(self.name):
+            raise SpecError(
+                f"a table name has 1 to {MAX_NAME} characters that can be printed, none of them a blank or '/', got "
+                f"{self.name!r:.{2 * MAX_NAME}}"
+            )
+        where = f"table {self.name!r}: "
+        if not isinstance(self.optimizer, Optimizer):
+            raise SpecError(f"{where}optimizer must be one of elasticps' optimizers, got {self.optimizer!r}")
+        if not isinstance(self.init, Init):
+            raise SpecError(f"{where}init must be one of elasticps' initialisers, got {self.init!r}")
+        if self.dtype not in DTYPES:
+            raise SpecError(f"{where}dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if not isinstance(self.finite, bool):
+            raise SpecError(f"{where}finite must be True or False, got {self.finite!r}")
+        self._set(dim=integer(self.dim, f"{where}dim", 1, MAX_DIM))
+        for which in ("push", "pull"):
+            self._set(**{which: filters.checked(getattr(self, which), f"{where}{which}", self.dim, which == "pull")})
+        for each in self.push:
+            if isinstance(each, KKT):
+                each.bound(self.optimizer)
+        if self.shape is not None:
+            self._check_dense(where, self.shape)
+        if (size := len(self.to_json())) > MAX_JSON:
+            raise SpecError(f"{where}its spec has {size} characters as JSON, and may have {MAX_JSON}")
+
+    def _check_dense(self, where: str, shape: tuple[int, ...]) -> None:
+        self._set(shape=tuple(integer(n, f"{where}shape", 0, 2**40) for n in shape))
+        if math.prod(self.shape or ()) > MAX_FLOATS:
+            raise SpecError(f"{where}a dense tensor has at most 2^40 floats, and {list(self.shape or ())} are more")
+        if self.dim > MAX_BLOCK:
+            raise SpecError(f"{where}a dense tensor's blocks have at most {MAX_BLOCK} floats, got {self.dim}")
+        if isinstance(self.optimizer, RowAdagrad):
+            raise SpecError(f"{where}RowAdagrad keeps one accumulator per row, and a dense tensor has no rows")
+
+    @classmethod
+    def dense(
+        cls, name: str, shape: tuple[int, ...], optimizer: Optimizer, dtype: str = "float32", *, finite: bool = False,
+        push: Sequence[Filter] = (), pull: Sequence[Filter] = (),
+    ) -> TableSpec:  # fmt: skip
+        """Spec of a dense tensor of `shape`, its block length chosen here."""
+        block = dense_block(math.prod(shape))
+        return cls(name, block, optimizer, Zeros(), dtype, shape, finite, push, pull)
+
+    @property
+    def size(self) -> int:
+        """Floats of a dense tensor, padding not counted. A sparse table has no size: SpecError."""
+        if self.shape is None:
+            raise SpecError(f"table {self.name!r} is sparse and has no size")
+        return math.prod(self.shape)
+
+    @property
+    def blocks(self) -> int:
+        """Rows of a dense tensor. A sparse table has none: SpecError."""
+        return -(-self.size // self.dim)
+
+    def to_json(self) -> str:
+        """Canonical JSON: equal specs give equal texts."""
+        values = {
+            "name": self.name,
+            "dim": self.dim,
+            "optimizer": self.optimizer.to_dict(),
+            "init": self.init.to_dict(),
+            "dtype": self.dtype,
+            "shape": self.shape,
+            "finite": self.finite,
+        }
+        # Left out where there are none: what knows no filters reads such a spec, and refuses one with them.
+        values |= {which: [each.to_dict() for each in found] for which, found in self._filters().items() if found}
+        return json.dumps(values, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, data: str | bytes) -> TableSpec:
+        """The spec that `to_json` wrote. Raises SpecError for anything else."""
+        return _read(data) if len(data) > REMEMBERED_CHARS else _remembered(data)
+
+    def _filters(self) -> dict[str, Sequence[Filter]]:
+        return {"push": self.push, "pull": self.pull}
+
+    def difference(self, other: TableSpec) -> str:
+        """What differs from `other`, in words: "dim is 64, not 32". Empty when rows of the one are rows of the other:
+        another learning rate is no difference."""
+        if other is self:
+            return ""
+        same = {"optimizer"} if self.optimizer.same_rows(other.optimizer) else ()
+        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self) if f.name not in same)
+        return "; ".join(f"{name} is {mine!r}, not {theirs!r}" for name, mine, theirs in pairs if mine != theirs)
+
+
+def _read(data: str | bytes) -> TableSpec:
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"a table's spec is not JSON: {error}") from error
+    if isinstance(values, dict):
+        values = {"push": [], "pull": []} | values
+    names = [f.name for f in fields(TableSpec)]
+    if not isinstance(values, dict) or values.keys() != set(names):
+        raise SpecError(f"a table's spec must be an object of {names}, got {values!r:.200}")
+    shape = values["shape"]
+    if not (shape is None or isinstance(shape, list)):
+        raise SpecError(f"a table's shape must be a list or null, got {shape!r}")
+    if not (isinstance(values["push"], list) and isinstance(values["pull"], list)):
+        raise SpecError("a table's filters must be lists")
+    return TableSpec(
+        name=values["name"],
+        dim=values["dim"],
+        optimizer=_from_dict(_OPTIMIZERS, values["optimizer"], "optimizer"),
+        init=_from_dict(_INITS, values["init"], "init"),
+        dtype=values["dtype"],
+        shape=None if shape is None else tuple(shape),
+        finite=values["finite"],
+        push=tuple(_from_dict(filters.KINDS, each, "filter") for each in values["push"]),
+        pull=tuple(_from_dict(filters.KINDS, each, "filter") for each in values["pull"]),
+    )
+
+
+# A piece of a range names all tables, and a server that is filled gets one for each range: read and compared anew each
+# time (170 µs, twice), 200 tables in 256 ranges took it 17 s.
+_remembered = lru_cache(maxsize=4096)(_read)
+
+
+def _from_dict(known: Mapping[str, type[Any]], values: object, what: str) -> Any:
+    if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
+        raise SpecError(f"a table's {what} must be an object with a kind, got {values!r}")
+    cls = known.get(values["kind"])
+    if cls is None:
+        raise SpecError(f"unknown {what} kind {values['kind']!r}; this version knows {', '.join(sorted(known))}")
+    arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "kind"}
+    if "lr" in arguments and arguments["lr"] is None:
+        arguments["lr"] = Schedule()
+    try:
+        return cls(**arguments)
+    except TypeError as error:
+        raise SpecError(f"{what} {values['kind']!r}: {error}") from error

@@ -1,0 +1,332 @@
+"""When a pull may be answered: it waits until this replica has what its worker, and the bounded delay, ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from heapq import heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.core.view import WorkerInfo
+from elasticps.server.core.asker import Asker
+from elasticps.server.core.reads import DEFAULT_WAIT_S, MAX_PARKED, Read
+from elasticps.server.core.request_error import RequestError
+from elasticps.server.core.slowest import Reached, Slowest
+from replication.progress import PART_BITS, Clocks
+
+Ranges = NDArray[np.intp]
+Numbers = list[tuple[int, int]]  # a heap of (clock waited for, number of the pull)
+GRACE_S = 1.0  # workers connect to a server that gets ranges within milliseconds of the view that says so
+
+
+class Company:
+    """An application's workers that may hold pulls back, in the ranges that are read. heard: those that have joined
+    here, or that nobody awaits and whose steps are seen here; awaited: those of `BoundedDelay._awaited` whose steps are
+    seen; unseen: those that have said nothing here, and of which nothing is seen."""
+
+    __slots__ = ("awaited", "heard", "unseen")
+
+    def __init__(self, clocks: Clocks, ranges: Ranges) -> None:
+        self.heard = Slowest(clocks, ranges)
+        self.awaited = Slowest(clocks, ranges)
+        self.unseen: set[int] = set()
+
+    def remove(self, worker: int) -> None:
+        """A worker holds nobody back."""
+        self.heard.remove(worker)
+        self.awaited.remove(worker)
+        self.unseen.discard(worker)
+
+
+class BoundedDelay:
+    """Pulls that wait, and what they are judged by: vector clocks, the roster, the ranges that are read here.
+
+    tailed: the ranges whose tail we are; held: those of which we are a full replica.
+
+    Who holds others back? Each worker says on each of its connections whether it takes part (JOIN, with the clock that
+    it starts above, or JOIN with PAUSE). But a server may get ranges, and pulls of others, a moment before a worker has
+    connected to it. So a worker of the roster that has said nothing here yet counts as well: with its progress, which
+    came with the ranges; without any it may have joined elsewhere and not pushed, so it counts as clock 0, but only if
+    it was in the roster when the ranges came, and for GRACE_S: one that never speaks must not hold others back.
+
+    What it costs does not grow with the workers. In the ranges that are read progress only grows, so of each
+    application only the slowest worker is looked at; and a pull that waits is looked at when that one has come to where
+    the pull waits for it, or its own worker has, or its time is up. A view with other ranges has all judged anew.
+    """
+
+    def __init__(self, ranges: int, clocks: Clocks, clock: Callable[[], float]) -> None:
+        self.tailed: Ranges = np.empty(0, np.intp)
+        self.held: Ranges = np.empty(0, np.intp)
+        self._clocks = clocks
+        self._clock = clock
+        self._workers: Mapping[int, WorkerInfo] = {}
+        self._bases: dict[int, int] = {}  # of the active workers: those that have joined and are in the roster
+        self._least: dict[str, int] = {}  # what an application's others had all reached when one joined, at most
+        self._paused: set[int] = set()  # those that said they take no part now
+        self._awaited: set[int] = set()  # those that have said nothing yet, and
+        self._awaited_until_s = 0.0  # until when it may be news
+        self._companies: dict[tuple[str, bool], Company] = {}  # by application and whether `held` is read
+        self._parked: dict[int, Read] = {}  # by number, as they came
+        self._count = 0
+        self._of_asker: dict[int, set[int]] = {}  # the numbers of a connection's pulls, by its id()
+        self._own: dict[tuple[int, bool], tuple[Reached, Numbers]] = {}  # wait for their worker's own steps
+        self._bound: dict[tuple[str, bool], Numbers] = {}  # wait for the slowest of their application
+        self._deadlines: list[tuple[float, int]] = []
+        self._judged_by: tuple[int, int] | None = None  # the epochs that `judge` was told; None: judge all anew
+
+    def __len__(self) -> int:
+        return len(self._parked)
+
+    def serve(self, tailed: Ranges, held: Ranges) -> None:
+        """A view says what is read here."""
+        if len(np.setdiff1d(held, self.held)) or len(np.setdiff1d(tailed, self.tailed)):
+            self._awaited_until_s = self._clock() + GRACE_S
+            self._awaited = {w for w in self._workers if w not in self._bases and w not in self._paused}
+        if not np.array_equal(tailed, self.tailed) or not np.array_equal(held, self.held):
+            self._companies.clear()
+            self._judged_by = None
+        self.tailed, self.held = tailed, held
+
+    # --- who holds others back --------------------------------------------------------------------------------------
+
+    def follow(self, workers: Mapping[int, WorkerInfo]) -> None:
+        """The roster: whoever is not in it holds nobody back."""
+        before, self._workers = self._workers, workers
+        self._bases = {worker: base for worker, base in self._bases.items() if worker in workers}
+        self._paused &= workers.keys()
+        for worker in before.keys() - workers.keys():
+            for company in self._companies_of(before[worker].app):
+                company.remove(worker)
+        for worker in workers.keys() - before.keys():
+            for company in self._companies_of(workers[worker].app):
+                company.unseen.add(worker)
+
+    def pause(self, worker: int) -> None:
+        """A worker holds nobody back until it joins again."""
+        self._bases.pop(worker, None)
+        self._awaited.discard(worker)
+        if worker in self._workers:
+            self._paused.add(worker)
+            for company in self._companies_of(self._workers[worker].app):
+                company.remove(worker)
+
+    def join(self, worker: int, base: int, app: str) -> int:
+        """A worker is active from now on; its clock counts as at least `base`. Returns the lowest clock of the others.
+
+        Each says so again on each new connection, to servers that may be new themselves: the others have not got ahead
+        of one that was active all the time without whoever joins next having to wait for it, too."""
+        known = self._bases.get(worker) == base or self._got_past(worker, base)
+        self.pause(worker)
+        others = self.minimum(app)
+        self._paused.discard(worker)
+        if worker in self._workers:
+            if not known:
+                self._least[app] = others
+            self._bases[worker] = base
+            for company in self._companies_of(app):
+                company.heard.add(worker, base)
+        return others
+
+    def _got_past(self, worker: int, base: int) -> bool:
+        """Whether anything is seen here of a step after `base`."""
+        return self._clocks.known(worker) and bool((self._clocks.read(worker)[self.held] >> PART_BITS > base).any())
+
+    def minimum(self, app: str) -> int:
+        """The lowest clock of an application's active workers, 0 if there is none: that of what any read shows here.
+        One that joins below what the others have reached lowers it for reads that come now, and not for whoever joins
+        next: reads of before may be shown for a while (`eps.Cache`)."""
+        firsts = [self._company(app, anywhere).heard.first() for anywhere in (False, True)]
+        clocks = [first[0] for first in firsts if first is not None]
+        if not clocks:
+            self._least.pop(app, None)
+        return max(*clocks, self._least.get(app, 0)) if clocks else 0
+
+    def _companies_of(self, app: str) -> list[Company]:
+        return [company for key in ((app, False), (app, True)) if (company := self._companies.get(key)) is not None]
+
+    def _company(self, app: str, anywhere: bool) -> Company:
+        """An application's workers as they are now. anywhere: what is held is read, not what is tailed."""
+        company = self._companies.get((app, anywhere))
+        ranges = self.held if anywhere else self.tailed
+        if company is None:
+            company = self._companies[app, anywhere] = Company(self._clocks, ranges)
+            for worker, info in self._workers.items():
+                if info.app == app and worker in self._bases:
+                    company.heard.add(worker, self._bases[worker])
+                elif info.app == app and worker not in self._paused:
+                    company.unseen.add(worker)
+        for worker in [w for w in company.unseen if self._started(w, ranges)]:
+            company.unseen.remove(worker)
+            (company.awaited if worker in self._awaited else company.heard).add(worker, 0)
+        return company
+
+    def _started(self, worker: int, ranges: Ranges) -> bool:
+        return self._clocks.known(worker) and bool(self._clocks.read(worker)[ranges].any())
+
+    # --- whom a pull waits for --------------------------------------------------------------------------------------
+
+    def behind(self, read: Read) -> list[str]:
+        """A worker that a pull has to wait for: its own, until it can read its writes, else one that the bounded delay
+        waits for. Nobody: it can be answered."""
+        header, connection = read.header, read.connection
+        anywhere = header.anywhere
+        own = Reached(self._clocks, self.held if anywhere else self.tailed, connection.worker, connection.base)
+        if own.now() < header.clock:
+            return [connection.worker_name]
+        worker = self._before(connection.app, anywhere, _floor(read)) if header.bound is not None else None
+        return [] if worker is None else [self._workers[worker].name]
+
+    def _before(self, app: str, anywhere: bool, floor: int) -> int | None:
+        """One of the workers that hold back a pull that wants all to have reached `floor`."""
+        company = self._company(app, anywhere)
+        first = company.heard.before(floor) or company.awaited.before(floor)
+        if first is not None:
+            return first[1]
+        if floor > 0 and company.unseen and self._clock() < self._awaited_until_s:
+            return next(iter(company.unseen & self._awaited), None)
+        return None
+
+    def _late(self, app: str, anywhere: bool, floor: int) -> list[str]:
+        """All of them, sorted by name."""
+        company, ranges = self._company(app, anywhere), self.held if anywhere else self.tailed
+        news = company.unseen & self._awaited if floor > 0 and self._clock() < self._awaited_until_s else ()
+        return sorted(
+            info.name
+            for worker, info in self._workers.items()
+            if info.app == app and worker not in self._paused
+            and (worker in news if worker in company.unseen
+                 else Reached(self._clocks, ranges, worker, self._bases.get(worker, 0)).now() < floor)
+        )  # fmt: skip
+
+    # --- pulls that wait --------------------------------------------------------------------------------------------
+
+    def park(self, read: Read) -> None:
+        """Keeps a pull until `judge` lets it go. Raises `RequestError` when too many wait."""
+        if len(self._parked) >= MAX_PARKED:
+            raise RequestError("busy", f"this server already has {MAX_PARKED} pulls waiting; try again later")
+        wait_s = read.header.wait_ms / 1e3 or DEFAULT_WAIT_S
+        read = read.kept()._replace(deadline_s=self._clock() + wait_s)
+        self._count += 1
+        self._parked[self._count] = read
+        self._of_asker.setdefault(id(read.connection), set()).add(self._count)
+        heappush(self._deadlines, (read.deadline_s, self._count))
+        if len(self._deadlines) > 2 * MAX_PARKED:
+            self._judged_by = None  # most of these were forgotten
+        if not self._wait(self._count, read):
+            self._judged_by = None  # time has passed
+
+    def _wait(self, number: int, read: Read) -> bool:
+        """Notes what a pull waits for first; False if it need not wait."""
+        header, connection = read.header, read.connection
+        anywhere = header.anywhere
+        key = connection.worker, anywhere
+        if key not in self._own:
+            ranges = self.held if anywhere else self.tailed
+            self._own[key] = Reached(self._clocks, ranges, connection.worker, 0), []
+        reached, numbers = self._own[key]
+        if max(reached.now(), connection.base) < header.clock:
+            heappush(numbers, (header.clock, number))
+            return True
+        if not numbers:
+            del self._own[key]
+        if header.bound is not None and self._before(connection.app, anywhere, _floor(read)) is not None:
+            heappush(self._bound.setdefault((connection.app, anywhere), []), (_floor(read), number))
+            return True
+        return False
+
+    def forget(self, connection: Asker) -> None:
+        """Nobody waits for these answers any more."""
+        for number in self._of_asker.pop(id(connection), ()):
+            del self._parked[number]
+
+    def judge(self, tail_since: int, full_since: int) -> list[tuple[Read, RequestError | None]]:
+        """The pulls that need not wait any more, as they came, with the reason why if they cannot be answered.
+
+        tail_since, full_since: the epochs in which the ranges that are tailed, or held, last changed.
+        """
+        if not self._parked:
+            return []
+        done: dict[int, RequestError | None] = {}
+        if self._judged_by != (tail_since, full_since):
+            self._judged_by = tail_since, full_since
+            self._judge_all(done)
+        else:
+            self._judge_own(done)
+            self._judge_bounds(done)
+        self._judge_deadlines(done)
+        return [(self._leave(number), done[number]) for number in sorted(done)]
+
+    def _leave(self, number: int) -> Read:
+        read = self._parked.pop(number)
+        numbers = self._of_asker[id(read.connection)]
+        numbers.remove(number)
+        if not numbers:
+            del self._of_asker[id(read.connection)]
+        return read
+
+    def _judge_all(self, done: dict[int, RequestError | None]) -> None:
+        assert self._judged_by is not None
+        tail_since, full_since = self._judged_by
+        self._own, self._bound = {}, {}
+        self._deadlines = sorted((read.deadline_s, number) for number, read in self._parked.items())
+        for number, read in self._parked.items():
+            if read.header.epoch < (full_since if read.header.anywhere else tail_since):
+                done[number] = RequestError("stale-view", "the ranges that may be read here have changed")
+            elif not self._wait(number, read):
+                done[number] = None
+
+    def _judge_own(self, done: dict[int, RequestError | None]) -> None:
+        """Those that wait for their worker's own steps; they may have to wait for others' then."""
+        for key, (reached, numbers) in list(self._own.items()):
+            clock = reached.now()
+            while numbers:
+                want, number = numbers[0]
+                read = self._parked.get(number)
+                if read is not None and max(clock, read.connection.base) < want:
+                    break
+                heappop(numbers)
+                if read is not None and not self._wait(number, read):
+                    done[number] = None
+            if not numbers:
+                self._own.pop(key, None)
+
+    def _judge_bounds(self, done: dict[int, RequestError | None]) -> None:
+        """Those that wait for the slowest of their application."""
+        for (app, anywhere), numbers in list(self._bound.items()):
+            while numbers:
+                floor, number = numbers[0]
+                if number in self._parked and self._before(app, anywhere, floor) is not None:
+                    break
+                heappop(numbers)
+                if number in self._parked:
+                    done[number] = None
+            if not numbers:
+                del self._bound[app, anywhere]
+
+    def _judge_deadlines(self, done: dict[int, RequestError | None]) -> None:
+        now = self._clock()
+        late: dict[tuple[str, bool, int], list[str]] = {}  # many end at once that wait for the same workers
+        while self._deadlines and self._deadlines[0][0] <= now:
+            number = heappop(self._deadlines)[1]
+            read = self._parked.get(number)
+            if read is None or number in done:
+                continue
+            connection, anywhere, floor = read.connection, read.header.anywhere, _floor(read)
+            ranges = self.held if anywhere else self.tailed
+            if Reached(self._clocks, ranges, connection.worker, connection.base).now() < read.header.clock:
+                done[number] = _too_long(read, [connection.worker_name])
+                continue
+            if (connection.app, anywhere, floor) not in late:
+                late[connection.app, anywhere, floor] = self._late(connection.app, anywhere, floor)
+            done[number] = _too_long(read, late[connection.app, anywhere, floor])
+
+
+def _floor(read: Read) -> int:
+    """The clock that the slowest worker must have reached."""
+    return read.header.clock - (read.header.bound or 0)
+
+
+def _too_long(read: Read, behind: list[str]) -> RequestError:
+    text = f"a pull of table {read.tables} at clock {read.header.clock} waited too long for worker "
+    return RequestError("behind", text + ", ".join(behind), behind=behind)

@@ -1,0 +1,129 @@
+"""What workers and other servers bring fits the tables here. Checked where it comes in, before anything has changed:
+what is applied cannot fail. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.errors import InputError, SpecError
+from elasticps.model.spec import TableSpec
+from elasticps.server.core.operations import ChunkContent, Cleared, Content, NewTables
+from elasticps.server.core.request_error import RequestError
+from elasticps.server.core.restored import RestoredRows
+from elasticps.store import Store, Table
+from elasticps.store.native import MAX_STAMP
+from elasticps.wire.frames import Block
+from replication.messages import Forward, Message, OperationKind, SnapshotChunk
+
+
+def unknown_table(server: str, table: int) -> RequestError:
+    """A request speaks of a table that is not here."""
+    return RequestError("unknown-table", f"server {server} has no table with id {table}")
+
+
+def check_block(
+    tables: Mapping[int, Table], block: Block, positions: NDArray[np.int64], server: str, kind: int
+) -> None:
+    """A block fits its table and the kind of operation, and its keys lie in ranges that have a position, in that order;
+    positions: int64 [P]. Raises RequestError."""
+    table = tables.get(block.table)
+    if table is None:
+        raise unknown_table(server, block.table)
+    name, gradients = table.spec.name, kind == OperationKind.PUSH
+    dims: tuple[int, ...] = (table.push.words if gradients else 0 if kind == OperationKind.DELETE else table.spec.dim,)
+    if kind == OperationKind.LOAD:
+        dims = table.put_widths
+    expected = table.spec.optimizer.step_floats if gradients else 0
+    if block.grads.shape[1] not in dims:
+        raise RequestError("shape", f"table {name!r} takes rows of {dims[0]} words, these have {block.grads.shape[1]}")
+    if len(block.step_values) != expected:
+        raise RequestError("shape", f"table {name!r} takes {expected} step values, not {len(block.step_values)}")
+    at = table.first_misplaced(block.keys, positions)
+    if at >= 0:
+        text = f"key {block.keys[at]} of table {name!r} is not in a range that the push ticks at server "
+        raise RequestError("foreign", f"{text}{server}, or not in their order")
+
+
+def not_finite(table: Table, block: Block) -> NDArray[np.bool_]:
+    """Which gradients of a block, that fits its table, have NaN or infinity though the table takes none."""
+    if not table.spec.finite:
+        return np.zeros(len(block.keys), np.bool_)
+    return ~np.asarray(np.isfinite(table.push.decode(block.grads)).all(axis=1))
+
+
+def _check_gradients(store: Store, block: Block, positions: NDArray[np.int64], server: str, kind: int) -> None:
+    """As `check_block`, of rows that another server has judged: it refuses what is not finite."""
+    check_block(store.tables, block, positions, server, kind)
+    if kind == OperationKind.PUSH and (mask := not_finite(store.tables[block.table], block)).any():
+        name, key = store.tables[block.table].spec.name, block.keys[np.argmax(mask)]
+        raise InputError(f"table {name!r} takes finite gradients only; that of key {key} is not")
+
+
+def wrong(store: Store, server: str, message: Message) -> str:
+    """Why what another server sent cannot be applied here, "" if it can. A table that it speaks of is made."""
+    try:
+        if isinstance(message, Forward):
+            _check_operation(store, server, message)
+        elif isinstance(message, SnapshotChunk):
+            _check_chunk(store, server, message.range, message.payload)  # type: ignore[arg-type]
+    except (RequestError, SpecError, InputError) as error:
+        return str(error)
+    return ""
+
+
+def _check_operation(store: Store, server: str, message: Forward) -> None:
+    payload = message.operation.payload
+    if isinstance(payload, NewTables):
+        for new in payload.tables:
+            store.create(TableSpec.from_json(new.spec), new.table, new.app)
+    elif isinstance(payload, Content):
+        for block in payload.blocks:
+            _check_gradients(store, block, payload.positions, server, message.operation.kind)
+    elif isinstance(payload, RestoredRows):
+        check_rows(store, server, int(message.ranges[0]), payload)
+    elif isinstance(payload, Cleared) and payload.table not in store.tables and payload.table not in store.dropped:
+        raise unknown_table(server, payload.table)
+
+
+def check_rows(store: Store, server: str, r: int, restored: RestoredRows) -> None:
+    """Whole rows fit their table, and lie in range r. Raises RequestError, InputError."""
+    table = store.tables.get(restored.table)
+    if table is None:
+        raise unknown_table(server, restored.table)
+    positions = np.full(store.ranges, -1, np.int64)
+    positions[r] = 0
+    _check_whole_rows(table, r, restored.keys, restored.rows, positions)
+
+
+def _check_whole_rows(
+    table: Table, r: int, keys: NDArray[np.int64], rows: NDArray[np.uint8], positions: NDArray[np.int64]
+) -> None:
+    if rows.shape[1] != table.stride:
+        raise InputError(f"rows of table {table.spec.name!r} have {table.stride} bytes, not {rows.shape[1]}")
+    if table.first_misplaced(keys, positions) >= 0:
+        raise InputError(f"a piece of range {r} has keys of table {table.spec.name!r} that lie elsewhere")
+
+
+def _check_chunk(store: Store, server: str, r: int, content: ChunkContent) -> None:
+    positions = np.full(store.ranges, -1, np.int64)
+    positions[r] = 0
+    if not 0 <= content.base <= content.cut <= content.base + MAX_STAMP:
+        raise InputError(f"a piece of range {r} has cut {content.cut} and stamps that count from {content.base}")
+    for number, spec, keys, rows, stamped, notes, floor in content.tables:
+        if not spec and not len(keys):  # it was dropped
+            continue
+        table = store.create(TableSpec.from_json(spec), number)
+        _check_whole_rows(table, r, keys, rows, positions)
+        if stamped.max(initial=0) > content.cut - content.base:
+            raise InputError(f"a piece of range {r} has rows of table {table.spec.name!r} from after cut {content.cut}")
+        last = max(floor - 1, int(notes[:, 1].max(initial=0)))
+        if min(floor, int(notes[:, 1].min(initial=0))) < 0 or last > content.cut:
+            raise InputError(
+                f"a piece of range {r} notes deletions from table {table.spec.name!r} after no cut that was"
+            )
+    for _, _, _, blocks in content.rounds.kept:
+        for block in blocks:
+            _check_gradients(store, block, positions, server, OperationKind.PUSH)

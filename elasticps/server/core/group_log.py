@@ -1,0 +1,147 @@
+"""Requests that the head of an application's group range answers, after it has logged them there. Connections, the log
+and the server around are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from elasticps.hashing import group_range
+from elasticps.server.core.asker import Asker, Body
+from elasticps.server.core.barrier_state import Rounds
+from elasticps.server.core.data_shards_state import Shards
+from elasticps.server.core.held_frames import HeldFrames
+from elasticps.server.core.herald import Herald
+from elasticps.server.core.replies import RequestTicket
+from elasticps.server.core.request_error import RequestError
+from elasticps.server.core.serving import Serving
+from elasticps.wire.frames import Header
+from replication.chain import Ranges
+from replication.effects import Push, Reply, Status
+from replication.messages import OperationKind
+from replication.replica import Replica
+
+
+class Once(RequestTicket):
+    """Answers in its own way when the operation is committed, with what there was when it was applied: what was logged
+    behind it may yet be lost, and whoever is told of it would act on it."""
+
+    __slots__ = ("_answer", "_herald", "_made", "_open", "_told")
+
+    def __init__(self, herald: Herald, connection: Asker, request: int, answer: Callable[[], bytes]) -> None:
+        super().__init__(connection, request)
+        self._herald = herald
+        self._answer = answer
+        self._made: bytes | RequestError | None = None
+        self._open = True  # nothing is settled yet: neither answered, nor does it wait for admission
+        self._told = False
+
+    def applied(self) -> None:
+        """The operation has been logged and applied just now, unless it waits for room in the log or was refused."""
+        if self._open:
+            self._made = self._make()
+
+    def _make(self) -> bytes | RequestError:
+        try:
+            return self._answer()
+        except RequestError as refusal:
+            return refusal.with_traceback(None)  # which would keep this, in a cycle
+
+    def hold(self) -> None:
+        self._open = False
+        super().hold()
+
+    def release(self) -> None:
+        """What waited for admission has been logged and applied just now, unless it was refused."""
+        if not self._told:
+            self._made = self._make()
+        super().release()
+
+    def reply(self, reply: Reply) -> None:
+        self._open, self._told = False, True
+        if reply.status is not Status.COMMITTED or len(reply.moved):
+            super().reply(reply)
+            return
+        made = self._made or self._make()
+        if isinstance(made, RequestError):
+            self._herald.refuse(self.connection, self.request, made)
+        else:
+            self.connection.send(made)
+
+
+class Nobody:
+    """Who waits for an operation that was logged for no request."""
+
+    def reply(self, reply: Reply) -> None:
+        """Nobody hears it."""
+
+    def clocks(self, reply: object) -> None:
+        raise AssertionError("an operation was answered with clocks")
+
+    def hold(self) -> None:
+        """Nothing is read for it alone."""
+
+    def release(self) -> None:
+        """Nothing was held."""
+
+
+class GroupLog:
+    """Group ranges headed here: who asks is judged by the view and the roster, what is asked goes into the log.
+
+    `perform(event, …)` gives the replica an event and carries out its effects."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        held: HeldFrames,
+        herald: Herald,
+        replica: Replica,
+        rounds: Rounds,
+        shards: Shards,
+        perform: Callable[..., None],
+    ) -> None:
+        self.serving = serving
+        self.held = held
+        self.herald = herald
+        self.replica = replica
+        self.rounds = rounds
+        self.shards = shards
+        self.perform = perform
+
+    def group_range(self, connection: Asker, header: Header, body: Body) -> Ranges | None:
+        """That of the asker's application; None if the answer must wait, or is somebody else's to give."""
+        if self.held.wait_for_view(connection, header, body):
+            return None
+        if connection.worker not in self.serving.workers:
+            raise RequestError("unlisted", f"worker {connection.worker_name!r} is not in the roster now")
+        group = group_range(connection.app, self.serving.ranges)
+        if not np.count_nonzero(self.serving.headed == group):
+            self.stale(connection, header.request)
+            return None
+        return np.array([group], np.int64)
+
+    def knows_the_lost(self, app: str) -> bool:
+        """Whether whoever is not in our roster is gone. It may only be new, as long as the last head knew more."""
+        group = self.rounds.groups.get(app)
+        if group is None or group.roster <= self.serving.roster_version:
+            return True
+        self.held.need_roster()
+        return False
+
+    def stale(self, connection: Asker, request: int) -> None:
+        """Another server heads the asker's group range."""
+        text = "the application's group range has another head"
+        self.herald.refuse(connection, request, RequestError("stale-view", text, epoch=self.serving.epoch))
+
+    def once(self, connection: Asker, request: int, answer: Callable[[], bytes]) -> Once:
+        """Who asked, to be answered with `answer()`."""
+        return Once(self.herald, connection, request, answer)
+
+    def log(self, ticket: object, kind: OperationKind, payload: Any, ranges: Ranges) -> None:
+        """Logs an operation of a group range."""
+        push = Push(ticket, -1, self.serving.epoch, 0, 0, True, ranges, payload, 64, kind=kind)
+        self.perform(self.replica.push, push)
+        if isinstance(ticket, Once):
+            ticket.applied()

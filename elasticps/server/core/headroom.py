@@ -1,0 +1,170 @@
+"""How many bytes new rows may still take: here, and at the servers down the chains of what is headed here. Pure.
+
+A replica cannot refuse what its head has logged, so the head has to know how its successors are: each server tells its
+neighbours a few times a second how much room it has. As many of these numbers travel up as a chain is long: the first
+is the server's own, the second the least of its successors, and so on. Between two tellings a head that has a tenth of
+a server's ranges takes a tenth of its room at most, so all heads together do not take more than there is.
+
+Below a server's limit are two marks. Above the lower one no push may add rows, and no range moves there. Between the
+two is room for repairs after a neighbour has died, which may go up to the upper one; what is above that is for logs,
+buffers and what was on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from coordinator.core.view import View
+from elasticps.memory import Reading, fill_mark, rows_mark
+from elasticps.server.core.request_error import RequestError
+from elasticps.server.fast.layout import UNLIMITED
+from elasticps.wire.frames import MAX_RANGES, FrameError, text, whole, wholes
+from replication.chain import Member, Role, place
+
+_MOST, _LEAST = 1 << 62, 1 << 46  # of a neighbour's numbers, so that a server's share of them fits an int64
+MAX_NAME = 255
+BUFFER_SHARE = 32  # of its limit a server gives at most such a part to each buffer: all fit above the upper mark
+REUSABLE_SHARE = 64  # of its limit: so much of what dropped rows have left counts as room; only their table can use it
+NEARLY = 0.9  # of the lower mark
+SPARE_SHARE = 0.05  # of the limit: so much is left to others in the same group, or on the same machine
+
+
+class Memory(NamedTuple):
+    """What a server may use: `limit` bytes, 0 for all it can get; how much it uses is read with `read`."""
+
+    limit: int = 0
+    read: Callable[[], Reading] | None = None
+
+    def share(self, nbytes: int) -> int:
+        """So many bytes, or the part of the limit that one buffer may take, if that is less."""
+        return min(nbytes, self.limit // BUFFER_SHARE) if self.limit else nbytes
+
+
+NO_LIMIT = Memory()
+
+
+class Room(NamedTuple):
+    """Bytes that new rows may take at a server that holds so many ranges; what it uses, up to where it takes rows, and
+    its limit."""
+
+    nbytes: int
+    held: int = 1
+    server: str = ""
+    used: int = 0
+    mark: int = 0
+    limit: int = 0
+
+
+ENDLESS = Room(UNLIMITED)
+
+
+class Headroom:
+    """Of one server. limit: 0 for none; used: its own bytes as of the last look, less what dropped rows have left."""
+
+    def __init__(self, server: str, memory: Memory) -> None:
+        self.limit = memory.limit
+        self.used = 0
+        self.mark = rows_mark(self.limit, 1, 1)
+        self._server = server
+        self._read = memory.read
+        self._own = ENDLESS
+        self._hops = 0
+        self._headed = self._held = 1
+        self._successors: frozenset[Member] = frozenset()
+        self._heard: dict[Member, list[Room]] = {}
+
+    def adopt(self, view: View, me: Member) -> None:
+        """Follows a view: how many servers there are, and who is before and behind this one in some chain."""
+        chains = view.as_chains
+        where = place(chains, me)
+        behind = np.unique(where.down[where.down >= 0])
+        self.mark = rows_mark(self.limit, len(view.servers), view.replicas)
+        self._hops = view.replicas  # a joiner stands behind the tail
+        self._headed = int(np.count_nonzero(where.head))
+        self._held = max(1, int(np.count_nonzero(where.role != Role.OUT)))
+        self._successors = frozenset(chains.members[i] for i in behind.tolist())
+        self._heard = {member: rooms for member, rooms in self._heard.items() if member in self._successors}
+
+    def look(self, reusable: int) -> None:
+        """Reads how much is used. reusable: bytes of the store that the next rows of some of its tables take first;
+        what is more than a little of that goes back to the system soon."""
+        if self._read is None:
+            return
+        used, available, left = self._read()
+        used = max(used, self.limit - left)  # what counts for a limit of the process is more than it has in memory
+        self.used = max(0, used - min(reusable, self.limit // REUSABLE_SHARE))
+        room = min(self.mark - self.used, available - int(SPARE_SHARE * self.limit))
+        self._own = Room(room, self._held, self._server, self.used, self.mark, self.limit)
+
+    @property
+    def short(self) -> bool:
+        """Whether pushes may add no rows, or soon."""
+        return self.limit > 0 and NEARLY * self.mark < self.used
+
+    @property
+    def exceeded(self) -> bool:
+        """Whether more is used than rows may take."""
+        return self.limit > 0 and fill_mark(self.limit) < self.used
+
+    def heard(self, member: Member, document: Mapping[str, Any]) -> None:
+        """A neighbour has told how it is; it counts if it is a successor. FrameError if that makes no sense."""
+        try:
+            rooms = [
+                Room(
+                    whole(n, _MOST, -_LEAST),
+                    max(1, whole(h, MAX_RANGES)),
+                    text(s, MAX_NAME),
+                    *wholes(more, _MOST, -_LEAST),
+                )
+                for n, h, s, *more in document["rooms"]
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise FrameError(f"no rooms: {error}") from None
+        if member in self._successors:
+            self._heard[member] = rooms
+
+    def told(self) -> dict[str, Any]:
+        """What neighbours are told; see above."""
+        heard = self._heard.values()
+        rooms = [self._own]
+        rooms += [min((r[hop] for r in heard if hop < len(r)), default=ENDLESS) for hop in range(self._hops - 1)]
+        return {"rooms": rooms}
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is anything to tell."""
+        return bool(self.limit or self._heard)
+
+    @property
+    def least(self) -> Room:
+        """The smallest room for what is headed here: the server's own, or its part of one down the chains."""
+        return min(self._own, self.behind)
+
+    @property
+    def behind(self) -> Room:
+        """The same without the server's own."""
+        parts = [
+            room if room == ENDLESS else room._replace(nbytes=room.nbytes * max(1, self._headed) // room.held)
+            for rooms in self._heard.values()
+            for room in rooms
+        ]
+        return min(parts, default=ENDLESS)
+
+
+def full(room: Room, asked: str, table: str, rows: int, nbytes: int) -> RequestError:
+    """No, from the server `asked`: it has that room left, and `rows` new rows of `table` take more; with no rows, a
+    worker's share of a round."""
+    left = f", of which {max(0, room.nbytes):,} are left to pushes at {asked}" if room.used < room.mark else ""
+    if rows:
+        what = f"rows that are there can still be updated, but {rows:,} new rows of table {table!r} need"
+    else:
+        what = f"gradients for table {table!r}, which are kept until their round closes, need"
+    text = (
+        f"server {room.server} uses {room.used:,} bytes, and takes new rows up to {room.mark:,} of its limit of "
+        f"{room.limit:,}{left}; {what} {nbytes:,}. Add servers (`elasticps scale`), or give them more memory "
+        "(--memory-limit)"
+    )
+    return RequestError("memory", text, server=room.server, table=table, bytes=nbytes)

@@ -1,0 +1,127 @@
+"""Which tables there are, as the coordination store has them: for each id one spec, and the application that it belongs
+to. Heads that make a table each for itself thereby make the same one, whatever they are told, and whoever may train for
+one application does not reach tables of others. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from coordinator.core import fields
+from elasticps.errors import SpecError
+from elasticps.model.spec import TableSpec
+from elasticps.server.core.request_error import RequestError
+from elasticps.store import Store
+
+log = fields.logger(__name__)
+
+MOST_LOOKS = 127  # between two reads for a table that may belong to nobody
+
+
+class Entry(NamedTuple):
+    """A table as the registry has it. spec: None where it cannot be read here, as of a plug-in that is missing."""
+
+    app: str
+    spec: TableSpec | None
+
+
+class Registered:
+    """What is registered, as far as this server has read it. need: somebody speaks of a table by its id that is not
+    known here, read all; wanted: somebody has, since all were read. need_keys: the same of single tables, whose keys
+    are `wanted_keys`. A server that was never told what is registered takes tables as they come, and a table that is
+    not, or not any more, belongs to anybody."""
+
+    def __init__(self, store: Store, need: Callable[[], None], need_keys: Callable[[], None]) -> None:
+        self.wanted = False
+        self.wanted_keys: set[str] = set()
+        self._store = store
+        self._need, self._need_keys = need, need_keys
+        self._entries: dict[int, Entry] | None = None
+        self._unknown: frozenset[int] = frozenset()  # tables here whose application is not known
+        self._doubted: set[int] = set()  # tables of which the log has said that others are registered as their owners
+        self._pause = self._left = 0  # looks until it is asked for again, and how many of them are left
+
+    def follow(self, entries: Mapping[int, Entry]) -> None:
+        """Takes the tables that are registered now, by id. The owner of a table never changes: where the registry says
+        otherwise, somebody has written there what is not true, and the owner who is known here stays."""
+        self._entries = {number: self._with_owner(number, entry) for number, entry in entries.items()}
+        self.wanted = False
+        self._store.belong({number: entry.app for number, entry in self._entries.items()})
+
+    def _with_owner(self, number: int, entry: Entry) -> Entry:
+        here = self._store.tables.get(number)
+        before = None if self._entries is None else self._entries.get(number)
+        owner = (here.app if here is not None else "") or (before.app if before is not None else "")
+        if owner in ("", entry.app):
+            return entry
+        if number not in self._doubted:
+            self._doubted.add(number)
+            log.warning("a table keeps its owner", table=number, owner=owner, registered=entry.app)
+        return before if before is not None and before.app == owner else Entry(owner, None)
+
+    def learn(self, entries: Mapping[int, Entry]) -> None:
+        """Takes some of the tables that are registered, which were read by their keys."""
+        found = {number: self._with_owner(number, entry) for number, entry in entries.items()}
+        self._entries = {} if self._entries is None else self._entries
+        self._entries |= found
+        self._store.belong({number: entry.app for number, entry in found.items()})
+
+    def lacks(self, number: int, key: str) -> bool:
+        """Whether a table is to be waited for. It is read by its key then."""
+        missing = self._entries is not None and (number not in self._entries or self._entries[number].spec is None)
+        if missing:
+            self.wanted_keys.add(key)
+            self._need_keys()
+        return missing
+
+    def look_for_owners(self) -> None:
+        """Has them read again, more and more seldom, as long as there are tables here, made by other servers' word,
+        whose application is not known: a read may fail, or have begun before the table was registered."""
+        if self._entries is None:
+            return
+        before, self._unknown = self._unknown, frozenset(self._store.unowned)
+        if self._unknown - before:
+            self._pause = self._left = 0
+        if self._unknown and self._left == 0:
+            self._pause = self._left = min(2 * self._pause + 1, MOST_LOOKS)
+            self._read_again()
+        elif self._unknown:
+            self._left -= 1
+
+    def _read_again(self) -> None:
+        self.wanted = True
+        self._need()
+
+    def check(self, number: int, spec: TableSpec, app: str) -> None:
+        """Raises SpecError if the table is registered with another spec, RequestError if for another application."""
+        entry = None if self._entries is None else self._entries[number]
+        if entry is None or entry.spec is None:
+            return
+        if entry.app != app:
+            raise not_theirs(entry.spec, number, app)
+        if difference := spec.difference(entry.spec):
+            raise SpecError(f"table {entry.spec.name!r} (id {number}) is registered otherwise: {difference}")
+
+    def permit(self, number: int, app: str) -> None:
+        """Raises RequestError if the table belongs to another application: as it is registered, though it may not be
+        made here yet, or as it was when it was made."""
+        said = None if self._entries is None else self._entries.get(number)
+        here = self._store.live.get(number)
+        known = said if here is None or said is not None else here
+        if known is not None and known.app not in ("", app):
+            raise not_theirs(known.spec, number, app)
+
+    def owned(self, number: int) -> bool:
+        """Whether it is known to whom the table belongs: until then nobody may drop it, for its id would be gone. They
+        are read again if it is not."""
+        table = self._store.live.get(number)
+        known = self._entries is None or number in self._entries or (table is not None and table.app != "")
+        if not known:
+            self._read_again()
+        return known
+
+
+def not_theirs(spec: TableSpec | None, number: int, app: str) -> RequestError:
+    """A worker of one application speaks of a table of another."""
+    table = f"table {number}" if spec is None else f"table {spec.name!r} (id {number})"
+    return RequestError("foreign", f"{table} does not belong to application {app!r}")

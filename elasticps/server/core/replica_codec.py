@@ -1,0 +1,388 @@
+"""What replicas say to each other, as frames. `docs/wire.md` has the tables.
+
+Most messages between two replicas name the same ranges again and again. So their bytes are remembered by the array, and
+the array by its bytes: what it costs to write, read and check them is then paid once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.admin.subject import MAX_URL
+from elasticps.errors import SpecError
+from elasticps.model.sharding import MAX_SHARDS, ShardSpec
+from elasticps.model.spec import TableSpec
+from elasticps.server.core.data_shards_state import Claim, ShardMark
+from elasticps.server.core.operations import (
+    AuditMark,
+    ChunkContent,
+    Cleared,
+    Content,
+    Contribution,
+    CutMark,
+    Dropped,
+    NewTable,
+    NewTables,
+    RoundStep,
+    positions_of,
+)
+from elasticps.server.core.restored import RestoredRows, RestoredState
+from elasticps.server.core.snapshot_codec import block_buffers, decode_content, encode_content
+from elasticps.store import Table
+from elasticps.store.intervals import PLACES
+from elasticps.wire.frames import (
+    MAX_CONTROL_BYTES,
+    MAX_CREATED,
+    MAX_RANGES,
+    Block,
+    Buffer,
+    FrameError,
+    Header,
+    Kind,
+    json_body,
+    padded,
+    read_blocks,
+    text,
+    whole,
+    wholes,
+)
+from elasticps.wire.headers import MAX_CUT, PushHeader, Shard
+from elasticps.wire.refusals import decode_refusal, decode_steps, encode_refusal, encode_steps
+from elasticps.wire.replica_headers import ChunkAckHeader, ForwardHeader, RangesHeader, SnapshotChunkHeader
+from replication.chain import Ranges
+from replication.messages import (
+    MAX_WORKER,
+    Ack,
+    ChunkAck,
+    Forward,
+    Message,
+    Operation,
+    OperationKind,
+    Resync,
+    SnapshotChunk,
+)
+from replication.progress import MAX_CLOCK
+
+_MAX_POSITION = 1 << 62  # of progress, of logs, of epochs: int64 with room for sums
+MAX_NAME = 255
+MAX_TABLE = (1 << 32) - 1
+_ROWS = (OperationKind.PUSH, OperationKind.INIT, OperationKind.LOAD, OperationKind.DELETE)
+_ROUND_STEPS = (
+    OperationKind.BARRIER_JOIN,
+    OperationKind.BARRIER_LEAVE,
+    OperationKind.BARRIER_DECISION,
+    OperationKind.BARRIER_CLOSE,
+)
+_KEPT = 16  # arrays of ranges that are remembered, each way
+
+Bytes = NDArray[np.uint8]
+
+
+class ReplicaCodec:
+    """Frames of one server: its tables, by id, and the cluster's number of ranges."""
+
+    def __init__(self, tables: Mapping[int, Table], ranges: int) -> None:
+        self._tables = tables
+        self._ranges = ranges
+        self._written: deque[tuple[Ranges, bytes]] = deque(maxlen=_KEPT)
+        self._read: OrderedDict[bytes, tuple[Ranges, NDArray[np.int64]]] = OrderedDict()
+        self._encoders: dict[type, Callable[[Any], list[Buffer]]] = {
+            Forward: self._encode_forward,
+            Ack: self._encode_ack,
+            Resync: self._encode_resync,
+            SnapshotChunk: self._encode_piece,
+            ChunkAck: self._encode_installed,
+        }
+        self._decoders: dict[int, Callable[[Header, Bytes], Message]] = {
+            Kind.FORWARD: self._decode_forward,
+            Kind.ACK: self._decode_ack,
+            Kind.RESYNC: self._decode_resync,
+            Kind.SNAPSHOT_CHUNK: self._decode_piece,
+            Kind.CHUNK_ACK: self._decode_installed,
+        }
+
+    def encode(self, message: Message) -> list[Buffer]:
+        """The frame of a message; rows are not copied."""
+        return self._encoders[type(message)](message)
+
+    def decode(self, header: Header, body: Bytes) -> Message:
+        """The message in a frame. It refers to `body`, which must stay as it is. `FrameError` for what is malformed."""
+        if header.clock > _MAX_POSITION or header.epoch > _MAX_POSITION:
+            raise FrameError(f"a {Kind(header.kind).name} speaks of {header.clock} at epoch {header.epoch}")
+        return self._decoders[header.kind](header, body)
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def _range_bytes(self, ranges: Ranges) -> bytes:
+        for known, written in self._written:
+            if known is ranges:
+                return written
+        written = padded(ranges.astype("<i4").tobytes())
+        self._written.append((ranges, written))
+        return written
+
+    def _encode_forward(self, message: Forward) -> list[Buffer]:
+        operation, payload = message.operation, message.operation.payload
+        parts: list[Buffer] = [self._range_bytes(message.ranges), message.seqs.tobytes()]
+        blocks: list[Block] = []
+        mark = None
+        if operation.refusal is not None:
+            parts.append(encode_refusal(operation.refusal, message.ranges))
+        if isinstance(payload, Content):
+            mark = payload.mark
+            if isinstance(payload, Contribution):
+                parts.append(_section({"app": payload.app, "clock": payload.clock}))
+            blocks = payload.part(message.ranges, self._tables)
+            for block in blocks:
+                parts += block_buffers(block)
+        elif isinstance(payload, NewTables):
+            documents = [_document_of(table) for table in payload.tables]
+            parts.append(_json(documents[0] if len(documents) == 1 else {"tables": documents}))
+        elif isinstance(payload, Cleared | Dropped):
+            parts.append(_json({"id": payload.table}))
+        elif isinstance(payload, RestoredRows):
+            rows, stride = payload.rows.shape
+            parts.append(_section({"id": payload.table, "rows": rows, "stride": stride}))
+            parts += [payload.keys.data.cast("B"), payload.rows.data.cast("B")] if rows else []
+        elif isinstance(payload, AuditMark | CutMark | RestoredState):
+            parts.append(_json(payload._asdict()))
+        elif isinstance(payload, RoundStep):
+            parts.append(_json({"id": payload.clock, "app": payload.app, "workers": payload.workers}))
+        elif isinstance(payload, Claim):
+            parts.append(_json({"id": payload.worker, "take": payload}))
+        header = ForwardHeader(
+            message.epoch, operation.kind, max(operation.worker, 0), operation.after, len(message.ranges), len(blocks),
+            isinstance(payload, Contribution), None if mark is None else Shard(*mark), operation.refusal is not None,
+        )  # fmt: skip
+        return [header.header(_length(parts)).pack(), *parts]
+
+    def _encode_ack(self, message: Ack) -> list[Buffer]:
+        ranges, seqs = self._range_bytes(message.ranges), message.seqs.tobytes()
+        header = RangesHeader(Kind.ACK, message.epoch, len(message.ranges)).header(len(ranges) + len(seqs))
+        return [header.pack() + ranges + seqs]
+
+    def _encode_resync(self, message: Resync) -> list[Buffer]:
+        body = self._range_bytes(message.ranges) + message.seqs.tobytes() + message.acked.tobytes()
+        return [RangesHeader(Kind.RESYNC, message.epoch, len(message.ranges)).header(len(body)).pack() + body]
+
+    def _encode_piece(self, message: SnapshotChunk) -> list[Buffer]:
+        numbers = message.upto.to_bytes(8, "little") + message.workers.tobytes() + message.progress.tobytes()
+        content: ChunkContent = message.payload  # type: ignore[assignment]
+        refused = [encode_steps(message.refused)] if message.refused else []
+        parts: list[Buffer] = [numbers, *refused, *encode_content(content)]
+        header = SnapshotChunkHeader(
+            message.epoch, message.range, message.fill, message.number, message.last, message.seq,
+            len(message.workers), len(content.tables), content.cut, bool(refused),
+        )  # fmt: skip
+        return [header.header(_length(parts)).pack(), *parts]
+
+    def _encode_installed(self, message: ChunkAck) -> list[Buffer]:
+        return [ChunkAckHeader(*message).header().pack()]
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def _ranges_and(
+        self, count: int, header: Header, body: Bytes
+    ) -> tuple[Ranges, NDArray[np.int64], list[NDArray[np.int64]], int]:
+        """(ranges, their positions, `count` arrays of int64 beside them, where the rest of the body begins)."""
+        m = RangesHeader.of(header).ranges
+        at = (4 * m + 7) & ~7
+        end = at + 8 * m * count
+        if m > MAX_RANGES or end > len(body):
+            raise FrameError(f"a {Kind(header.kind).name} of {m} ranges has a body of {len(body)} bytes")
+        written = body[: 4 * m].tobytes()
+        known = self._read.get(written)
+        if known is None:
+            known = self._read[written] = self._checked(written, header.kind)
+            if len(self._read) > _KEPT:
+                self._read.popitem(last=False)
+        numbers = body[at:end].view(np.int64)
+        return *known, [numbers[m * i : m * (i + 1)] for i in range(count)], end
+
+    def _checked(self, written: bytes, kind: int) -> tuple[Ranges, NDArray[np.int64]]:
+        ranges = np.frombuffer(written, "<i4").astype(np.int64)
+        if len(ranges) and (ranges.min() < 0 or ranges.max() >= self._ranges):
+            raise FrameError(f"a {Kind(kind).name} names ranges outside 0..{self._ranges - 1}")
+        positions = positions_of(ranges, self._ranges)
+        if np.count_nonzero(positions >= 0) != len(ranges):
+            raise FrameError(f"a {Kind(kind).name} names a range twice")
+        return ranges, positions
+
+    def _decode_forward(self, header: Header, body: Bytes) -> Forward:
+        ranges, positions, (seqs,), at = self._ranges_and(1, header, body)
+        payload: Any
+        said = ForwardHeader.of(header)
+        mark = None if said.shard is None else ShardMark(*said.shard)
+        refusal = None
+        if said.refused:
+            if said.kind != OperationKind.PUSH or not said.worker or not said.after:
+                raise FrameError("a FORWARD has something refused of what is no push")
+            refusal, at = decode_refusal(body, at, self._ranges)
+        if said.kind == OperationKind.PUSH and said.round:
+            document, at = _read_section(body, at)
+            blocks = read_blocks(said.blocks, body, at)
+            clock = whole(document.get("clock"), MAX_CLOCK - 1, 1)
+            payload = Contribution(text(document.get("app"), MAX_NAME), clock, blocks, ranges, positions, mark)
+        elif said.kind in _ROWS:
+            payload = Content(read_blocks(said.blocks, body, at), ranges, positions, mark)
+        elif said.kind == OperationKind.CREATE:
+            try:
+                payload = new_tables(_document(body, at))
+            except SpecError as error:
+                raise FrameError(f"a FORWARD's CREATE has a spec that is none here: {error}") from None
+        elif said.kind in (OperationKind.CLEAR, OperationKind.DROP):
+            number = whole(_document(body, at).get("id"), MAX_TABLE, 1)
+            payload = Cleared(number) if said.kind == OperationKind.CLEAR else Dropped(number)
+        elif said.kind == OperationKind.RESTORE:
+            payload = _restored_rows(ranges, body, at)
+        elif said.kind == OperationKind.RESTORED:
+            if len(ranges) != 1:
+                raise FrameError(f"a RESTORED is of one range, not of {len(ranges)}")
+            payload = RestoredState.of(_document(body, at))
+        elif said.kind == OperationKind.AUDIT:
+            document = _document(body, at)
+            parts = whole(document.get("parts"), 1 << 32, 1)
+            payload = AuditMark(whole(document.get("id"), (1 << 64) - 1), whole(document.get("part"), parts - 1), parts)
+        elif said.kind == OperationKind.CUT:
+            payload = cut_mark(_document(body, at))
+        elif said.kind in _ROUND_STEPS:
+            document = _document(body, at)
+            clock, workers = whole(document.get("id"), _MAX_POSITION), wholes(document.get("workers"), MAX_WORKER, 1)
+            if said.kind == OperationKind.BARRIER_LEAVE and len(workers) != 1:
+                raise FrameError("a FORWARD's BARRIER_LEAVE names one worker")
+            payload = RoundStep(text(document.get("app"), MAX_NAME), clock, workers)
+        elif said.kind == OperationKind.CLAIM_SHARDS:
+            payload = _take(_document(body, at).get("take"))
+        else:
+            raise FrameError(f"a FORWARD carries an operation of unknown kind {said.kind}")
+        operation = Operation(said.kind, said.worker or -1, said.after, payload, len(body), refusal)
+        return Forward(header.epoch, ranges, seqs, operation)
+
+    def _decode_ack(self, header: Header, body: Bytes) -> Ack:
+        ranges, _, (seqs,), _ = self._ranges_and(1, header, body)
+        return Ack(header.epoch, ranges, seqs)
+
+    def _decode_resync(self, header: Header, body: Bytes) -> Resync:
+        ranges, _, (seqs, acked), _ = self._ranges_and(2, header, body)
+        return Resync(header.epoch, ranges, seqs, acked)
+
+    def _decode_piece(self, header: Header, body: Bytes) -> SnapshotChunk:
+        said = SnapshotChunkHeader.of(header)
+        at = 8 + 16 * said.workers
+        if said.range >= self._ranges or at > len(body):
+            raise FrameError(f"a SNAPSHOT_CHUNK of range {said.range} and {said.workers} workers has {len(body)} bytes")
+        upto = int.from_bytes(body[:8].tobytes(), "little")
+        if upto > PLACES:
+            raise FrameError(f"a SNAPSHOT_CHUNK ends at place {upto}, the last is {PLACES}")
+        numbers = body[8:at].view(np.int64)
+        workers, progress = numbers[: said.workers], numbers[said.workers :]
+        if said.workers and (workers.min() < 1 or workers.max() > MAX_WORKER or progress.min() < 0):
+            raise FrameError("a SNAPSHOT_CHUNK has clocks of nobody, or below 0")
+        refused, at = decode_steps(body, at, self._ranges) if said.refused else ([], at)
+        content = decode_content(said.tables, body, at)._replace(cut=said.cut)
+        return SnapshotChunk(
+            said.epoch, said.range, said.fill, said.number, upto, said.last, said.seq, workers, progress, content,
+            refused,
+        )  # fmt: skip
+
+    def _decode_installed(self, header: Header, body: Bytes) -> ChunkAck:
+        said = ChunkAckHeader.of(header)
+        if said.range >= self._ranges:
+            raise FrameError(f"a CHUNK_ACK names range {said.range}, outside 0..{self._ranges - 1}")
+        return ChunkAck(*said)
+
+
+def _length(parts: list[Buffer]) -> int:
+    return sum([len(part) for part in parts])
+
+
+def _json(document: dict[str, Any]) -> bytes:
+    written = json.dumps(document, separators=(",", ":")).encode()
+    return written + b" " * (-len(written) % 8)
+
+
+def _section(document: dict[str, Any]) -> bytes:
+    """JSON that is followed by something else: its padded length comes first."""
+    written = _json(document)
+    return len(written).to_bytes(8, "little") + written
+
+
+def _read_section(body: Bytes, at: int) -> tuple[dict[str, Any], int]:
+    size = int.from_bytes(body[at : at + 8].tobytes(), "little")
+    end = at + 8 + size
+    if size & 7 or size > MAX_CONTROL_BYTES or end > len(body):
+        raise FrameError(f"a section of {size} bytes at {at} does not fit in a body of {len(body)} bytes")
+    return json_body(body[at + 8 : end].data), end
+
+
+def _restored_rows(ranges: Ranges, body: Bytes, at: int) -> RestoredRows:
+    document, at = _read_section(body, at)
+    rows, stride = whole(document.get("rows"), len(body) // 8), whole(document.get("stride"), len(body))
+    keys_end = at + 8 * rows
+    if len(ranges) != 1 or keys_end + rows * stride != len(body):
+        raise FrameError(f"a RESTORE of {rows} rows of {stride} bytes, in {len(ranges)} ranges, has {len(body)} bytes")
+    table = whole(document.get("id"), MAX_TABLE, 1)
+    return RestoredRows(table, body[at:keys_end].view(np.int64), body[keys_end:].reshape(rows, stride))
+
+
+def _take(document: Any) -> Claim:
+    try:
+        app, name, spec, worker, committed, want, lost, done, back = document
+        cut = ShardSpec(*spec)
+        if not all(isinstance(n, int) for n in spec if n is not None) or not cut.possible:
+            raise ValueError(f"there can be no shards like {cut}")
+    except (TypeError, ValueError) as error:
+        raise FrameError(f"a FORWARD's CLAIM_SHARDS cannot be read: {error}") from None
+    return Claim(
+        text(app, MAX_NAME), text(name, MAX_NAME), cut, whole(worker, MAX_WORKER, 1), whole(committed, MAX_CLOCK - 1),
+        whole(want, MAX_SHARDS), wholes(lost, MAX_WORKER, 1), wholes(done, MAX_SHARDS), wholes(back, MAX_SHARDS),
+    )  # fmt: skip
+
+
+def new_tables(document: dict[str, Any]) -> NewTables:
+    """What a CREATE says, of one table or of several. `SpecError` for a spec that is none, or that this server's
+    plug-ins do not know."""
+    several = document.get("tables", [document])
+    if not isinstance(several, list) or not 0 < len(several) <= MAX_CREATED:
+        raise FrameError(f"a CREATE is of 1 to {MAX_CREATED} tables")
+    tables = tuple([_new_table(one) for one in several])
+    if len({table.table for table in tables}) < len(tables):
+        raise FrameError("a CREATE names a table twice")
+    return NewTables(tables)
+
+
+def _document_of(table: NewTable) -> dict[str, Any]:
+    return {"id": table.table, "spec": table.spec} | ({"app": table.app} if table.app else {})
+
+
+def _new_table(document: object) -> NewTable:
+    if not isinstance(document, dict):
+        raise FrameError("a CREATE's table is a JSON object")
+    spec = TableSpec.from_json(text(document.get("spec"), MAX_CONTROL_BYTES))
+    app = text(document.get("app", ""), MAX_NAME)
+    return NewTable(whole(document.get("id"), MAX_TABLE, 1), spec.to_json(), app)
+
+
+def cut_mark(document: dict[str, Any]) -> CutMark:
+    """What a CUT says."""
+    number = whole(document.get("number"), MAX_CUT, 1)
+    return CutMark(
+        number, whole(document.get("since"), number - 1), text(document.get("writer"), MAX_NAME),
+        whole(document.get("incarnation"), _MAX_POSITION), text(document.get("url"), MAX_URL),
+    )  # fmt: skip
+
+
+def shard_mark(header: Header) -> ShardMark | None:
+    """The shard that a PUSH trains."""
+    shard = PushHeader.of(header).shard
+    return None if shard is None else ShardMark(*shard)
+
+
+def _document(body: Bytes, at: int) -> dict[str, Any]:
+    return json_body(body[at:].data)

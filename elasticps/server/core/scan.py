@@ -1,0 +1,128 @@
+"""What one server writes of a checkpoint: goes through its tables and ranges, a part at a time. No I/O.
+
+Rows come from the store as they were when the cut passed, whatever changes between two parts (`elasticps.store.kept`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from mmap import mmap
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.checkpoint.rows import NO_KEYS, Bytes, RowFile
+from elasticps.server.core.operations import CutMark
+from elasticps.store import Store, Table
+from elasticps.store.kept import Allowance, Kept
+from replication.chain import Ranges
+
+FILE_BYTES = 16 << 20
+
+
+class Lost(Exception):
+    """Rows of the cut cannot be had here any more; says why."""
+
+
+class Finished(NamedTuple):
+    """A file that is full, or a table's last one. number: counts the table's files."""
+
+    table: int
+    number: int
+    file: RowFile
+
+
+class _Deleted(NamedTuple):
+    """Of a table at the cut: ranges that are written whole, and keys that were deleted after `since` in others."""
+
+    whole: set[int]
+    keys: Mapping[int, NDArray[np.int64]]
+
+
+class Scan:
+    """ranges: those that have passed the cut, and are written here; scanned, total: rows, about; nbytes: of what was
+    found."""
+
+    def __init__(self, store: Store, mark: CutMark, allowance: Allowance) -> None:
+        self.mark = mark
+        self.ranges: list[int] = []
+        self.scanned = 0
+        self.total = self.nbytes = 0
+        self._store = store
+        self._allowance = allowance
+        self._deleted: dict[int, _Deleted] = {}
+        self._spare: list[Bytes] = []  # memory of files that are written
+
+    def add(self, ranges: Ranges) -> None:
+        """These pass the cut now: from here on their rows are kept aside before they change."""
+        self.ranges = sorted({*self.ranges, *ranges.tolist()})
+        for number, table in self._store.live.items():
+            if table.kept is None:
+                table.keep(self._allowance)
+                self._begin(number, table, np.array(self.ranges, np.int64))
+            else:
+                self._begin(number, table, ranges)
+
+    def _begin(self, number: int, table: Table, ranges: Ranges) -> None:
+        since, notes = self.mark.since, table.deletions
+        whole = ranges if since == 0 else ranges[notes.floor[ranges] > since]
+        parts = {r: notes.between(r, since, self.mark.number) for r in notes.ranges() & {*ranges.tolist()} if since}
+        known = self._deleted.setdefault(number, _Deleted(set(), {}))
+        self._deleted[number] = _Deleted(known.whole | {*whole.tolist()}, {**known.keys, **parts})
+        assert table.kept is not None
+        table.kept.begin(ranges, since)
+        table.kept.begin(whole, 0)
+
+    def run(self) -> Iterator[Finished | None]:
+        """Goes on by a part at a time, when all ranges have passed the cut. A table that is dropped is left out. Raises
+        Lost. Two files use one memory, so the next one is not begun before the one before the last is given back."""
+        tables = [(number, table) for number, table in self._store.live.items() if table.kept is not None]
+        self.total = sum(table.count_range(r) for _, table in tables for r in self.ranges)
+        for number, table in tables:
+            files, file = 0, None
+            for r in self.ranges:
+                deleted = self._deleted[number]
+                full, keys = r in deleted.whole, deleted.keys.get(r, NO_KEYS)
+                part, listed, before_range = 0, None, self.scanned
+                while (kept := self._kept(table, r)) is not None:
+                    listed = listed or kept.list_range(r, 0 if full else self.mark.since)
+                    if part == kept.parts:
+                        break
+                    end = listed.end(part, kept.rows_at_once)
+                    if file is not None and file.room < kept.most(listed, part, end):
+                        yield Finished(number, files, file)
+                        files, file = files + 1, None
+                        continue  # rows may have changed meanwhile
+                    file = file or RowFile(table.spec, self._memory())
+                    before = file.nbytes
+                    file.add_words(r, *kept.take(listed, part, end, self.mark.number), kept.base(r), keys, full=full)
+                    self.nbytes += file.nbytes - before
+                    self.scanned += len(listed.keys_of(part, end))
+                    part, keys = end, NO_KEYS
+                    yield None
+                self.scanned = before_range + table.count_range(r)  # rows that are older than an increment, too
+            if file is not None and not table.dropped:
+                yield Finished(number, files, file)
+            table.keep(None)
+
+    def _memory(self) -> Bytes:
+        """Where a file's rows go: taken from the system at most twice, for what it gives is slow to touch first."""
+        return self._spare.pop() if self._spare else np.frombuffer(mmap(-1, FILE_BYTES), np.uint8)
+
+    def written(self, file: RowFile) -> None:
+        """Nobody needs its memory any more."""
+        self._spare.append(file.memory)
+
+    def _kept(self, table: Table, r: int) -> Kept | None:
+        """None if the table was dropped."""
+        if table.dropped:
+            return None
+        if table.kept is None or not table.kept.keeps(r):
+            raise Lost(f"range {r} is not held any more as cut {self.mark.number} found it")
+        return table.kept
+
+    def stop(self) -> None:
+        """Keeps nothing aside any more."""
+        for table in self._store.tables.values():
+            table.keep(None)

@@ -1,0 +1,86 @@
+"""What a server is there for: the view and the roster that it follows, and what may be read or pushed here. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from coordinator.core.view import Roster, View, WorkerInfo
+from replication.chain import Member, Ranges
+from replication.core import NO_RANGES
+from replication.replica import Replica
+
+_NEVER = 1 << 62
+
+
+class Serving:
+    """epoch: of the view; listed: the view has this server; workers: the roster, by id.
+
+    tailed: the ranges whose tail we are; held: those of which we are a full replica. A pull counts if these are the
+    same as in its epoch: tail_since and full_since say since when they are.
+    """
+
+    def __init__(self, me: Member, ranges: int, replica: Replica) -> None:
+        self.me = me
+        self.ranges = ranges
+        self._replica = replica
+        self.view: View | None = None
+        self.epoch = 0
+        self.listed = False
+        self.workers: dict[int, WorkerInfo] = {}
+        self.newest: dict[tuple[str, str], int] = {}  # the same ids by application and name
+        self.roster_version = 0
+        self.tailed = self.held = NO_RANGES
+        self._had = NO_RANGES, NO_RANGES  # headed and tailed when `concerns_workers` was asked last
+        self._met: frozenset[Member] = frozenset()  # the servers of the view then
+        self.tail_since = self.full_since = _NEVER
+
+    @property
+    def headed(self) -> Ranges:
+        """The ranges headed here, in the order of a push's keys; the same array as long as they are the same."""
+        ranges = self._replica.headed(self._replica.epoch)
+        return NO_RANGES if ranges is None else ranges
+
+    def serves(self, epoch: int, anywhere: bool) -> bool:
+        """Whether the ranges that may be read here, by those who read anywhere or at tails, are those of an epoch."""
+        return epoch >= (self.full_since if anywhere else self.tail_since)
+
+    def joiner(self, r: int) -> tuple[Member, int] | None:
+        """Who is to be filled with range r from here, as long as it is not, and since which epoch."""
+        view = self.view
+        if view is None or view.joining[r] < 0 or self._replica.waiting[r] or not (self.tailed == r).any():
+            return None
+        return view.servers[view.joining[r]].member, int(view.since[r])
+
+    def adopt(self, view: View) -> bool:
+        """Takes a newer view. False: it has left us out, and our copy is void."""
+        me = view.as_chains.index(self.me)
+        skipped = self.view is None or view.epoch > self.epoch + 1
+        self.view, self.epoch = view, view.epoch
+        if me < 0 and self.listed:
+            self.listed = False
+            return False
+        self.listed = me >= 0
+        tailed = np.flatnonzero((view.tails == me) & (me >= 0))
+        held = np.flatnonzero((view.chains == me).any(axis=1) & (me >= 0))
+        # Of a view that was skipped nothing is known: the ranges may have been others then, and the same again.
+        if skipped or not np.array_equal(tailed, self.tailed):
+            self.tail_since = view.epoch
+        if skipped or not np.array_equal(held, self.held):
+            self.full_since = view.epoch
+        self.tailed, self.held = tailed, held
+        return True
+
+    def concerns_workers(self) -> bool:
+        """Whether they are to hear of the view unasked: since this was asked last ranges are headed here, or read, that
+        were not; or there is a server that they have not met. Those that are quiet ask nobody, and pulls there have to
+        know whom they wait for."""
+        had, self._had = self._had, (self.headed, self.tailed)
+        met, self._met = self._met, frozenset(() if self.view is None else self.view.as_chains.members)
+        gained = any(len(np.setdiff1d(now, before)) for now, before in zip(self._had, had, strict=True))
+        return gained or not self._met <= met
+
+    def follow(self, roster: Roster) -> None:
+        """Takes a newer roster."""
+        self.roster_version = roster.version
+        self.workers = {worker.id: worker for worker in roster.workers}
+        self.newest = {(worker.app, worker.name): worker.id for worker in roster.workers}

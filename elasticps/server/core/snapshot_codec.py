@@ -1,0 +1,212 @@
+"""What a piece of a range holds, in bytes: rows, and the state of synchronous rounds and shards. Pure.
+
+After the rows of each table comes one section of state, all of it numbers beside a list of names, so that tens of
+thousands of workers and shards are written and read as arrays; then the blocks of what is kept for rounds.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from itertools import chain, islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.model.sharding import ShardSpec
+from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds
+from elasticps.server.core.data_shards_state import Doing, RangeShards, ShardSet, Used
+from elasticps.server.core.operations import ChunkContent, TableRows
+from elasticps.wire.frames import Block, Buffer, FrameError, block_head, grads_padding, padded, read_blocks
+
+_TABLE = struct.Struct("<IIQQqQ")  # id, bytes of the spec, rows, stride, first cut with all deletions, how many
+_STATE = struct.Struct("<IIIIIIq")  # names, closed rounds, kept shares, groups, sets, whether the piece before goes
+# on, what stamps count from
+_MAX_STRIDE = 1 << 26
+_MAX_ROWS = 1 << 40
+
+Bytes = NDArray[np.uint8]
+flat = chain.from_iterable
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def encode_content(content: ChunkContent) -> list[Buffer]:
+    """The content as buffers; rows are not copied."""
+    parts: list[Buffer] = []
+    for table, spec, keys, values, stamps, notes, floor in content.tables:
+        text = spec.encode()
+        parts.append(padded(_TABLE.pack(table, len(text), *values.shape, floor, len(notes)) + text))
+        if len(keys):
+            parts += [keys.data.cast("B"), values.data.cast("B"), padded(stamps.tobytes())]
+        if len(notes):
+            parts.append(notes.tobytes())
+    parts.append(_encode_state(content))
+    for _, _, _, blocks in content.rounds.kept:
+        for block in blocks:
+            parts += block_buffers(block)
+    return parts
+
+
+def block_buffers(block: Block) -> list[Buffer]:
+    """A block as it stands in a body."""
+    rows, dim = block.grads.shape
+    parts: list[Buffer] = [block_head(block.table, rows, dim, block.step_values)]
+    if rows:
+        parts.append(block.keys.data.cast("B"))
+        if dim:
+            parts.append(block.grads.data.cast("B"))
+        if padding := grads_padding(rows, dim):
+            parts.append(b"\0" * padding)
+    return parts
+
+
+def _encode_state(content: ChunkContent) -> bytes:
+    rounds, shards = content.rounds, content.shards
+    names: dict[str, int] = {}
+
+    def number(name: str) -> int:
+        return names.setdefault(name, len(names))
+
+    closed = [(number(app), clock) for app, clock in rounds.closed.items()]
+    kept = [(number(app), clock, worker, len(blocks)) for app, clock, worker, blocks in rounds.kept]
+    groups = [_encode_group(number(app), group) for app, group in rounds.groups.items()]
+    sets = [_encode_set(number(app), number(name), one) for app, of in shards.items() for name, one in of.items()]
+    texts = [name.encode() for name in names]
+    head = _STATE.pack(len(names), len(closed), len(kept), len(groups), len(sets), rounds.more, content.base)
+    written = padded(b"".join(len(text).to_bytes(2, "little") + text for text in texts))
+    return b"".join((head, written, _int64(flat(closed)), _int64(flat(kept)), *groups, *sets))
+
+
+def _encode_group(app: int, group: BarrierGroup) -> bytes:
+    head = app, group.decided, group.roster, len(group.members), len(group.workers), len(group.last)
+    return _int64(flat((head, flat(group.members.items()), group.workers, flat(group.last.items()))))
+
+
+def _encode_set(app: int, name: int, one: ShardSet) -> bytes:
+    samples, size, epochs, seed = one.spec
+    bits = 0 if seed is None else seed - (seed >> 63 << 64)
+    returned = [(shard, *before) for shard, before in one.returned.items()]
+    doing = [(w, s, d.clock, *d.before) for w, mine in one.doing.items() for s, d in mine.items()]
+    head = (
+        app, name, one.id, samples, size, epochs, seed is not None, bits, one.upcoming, one.done, len(returned),
+        len(doing),
+    )  # fmt: skip
+    return _int64(flat((head, flat(returned), flat(doing))))
+
+
+def _int64(numbers: Iterable[int]) -> bytes:
+    return np.fromiter(numbers, np.int64).tobytes()
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def decode_content(tables: int, body: Bytes, at: int) -> ChunkContent:
+    """What `encode_content` wrote of so many tables, in a body from byte `at` to its end; rows are views. Raises
+    `FrameError`."""
+    rows: list[TableRows] = []
+    for _ in range(tables):
+        one, at = _read_rows(body, at)
+        rows.append(one)
+    reader = _Reader(body, at)
+    try:
+        rounds, shards, base = _decode_state(reader)
+    except (IndexError, ValueError) as error:
+        raise FrameError(f"a SNAPSHOT_CHUNK's rounds or shards cannot be read: {error}") from None
+    return ChunkContent(rows, rounds, shards, base=base)
+
+
+class _Reader:
+    """Reads a body from byte `at` on, never beyond its end."""
+
+    def __init__(self, body: Bytes, at: int) -> None:
+        self.body = body
+        self.at = at
+
+    def take(self, count: int) -> Bytes:
+        """The next ones."""
+        if count > len(self.body) - self.at:
+            raise FrameError(f"{count} bytes at {self.at} do not fit in a body of {len(self.body)}")
+        self.at += count
+        return self.body[self.at - count : self.at]
+
+    def rows(self, count: int, width: int) -> list[list[int]]:
+        """So many rows of so many numbers."""
+        if min(count, width) < 0:
+            raise FrameError(f"{count} rows of {width} numbers")
+        return self.take(8 * count * width).view(np.int64).reshape(count, width).tolist()
+
+    def pairs(self, count: int) -> dict[int, int]:
+        """So many pairs of numbers."""
+        pairs = np.array(self.rows(count, 2), np.int64).reshape(count, 2)
+        return dict(zip(pairs[:, 0].tolist(), pairs[:, 1].tolist(), strict=True))
+
+    def texts(self, count: int) -> list[str]:
+        """So many names, and the padding behind them."""
+        start, found = self.at, []
+        for _ in range(count):
+            size = int.from_bytes(self.take(2).tobytes(), "little")
+            found.append(self.take(size).tobytes().decode())
+        self.take((start - self.at) & 7)
+        return found
+
+
+def _decode_state(reader: _Reader) -> tuple[RangeRounds, RangeShards, int]:
+    names, closed, kept, groups, sets, more, base = _STATE.unpack(reader.take(_STATE.size).tobytes())
+    name = dict(enumerate(reader.texts(names)))
+    try:
+        rounds = RangeRounds({name[app]: clock for app, clock in reader.rows(closed, 2)}, {}, [], bool(more))
+        owners = reader.rows(kept, 4)
+        for _ in range(groups):
+            app, group = _decode_group(reader)
+            rounds.groups[name[app]] = group
+        shards: RangeShards = {}
+        for _ in range(sets):
+            app, called, one = _decode_set(reader)
+            shards.setdefault(name[app], {})[name[called]] = one
+        if min((row[3] for row in owners), default=0) < 0:
+            raise FrameError("a share of fewer than no blocks")
+        blocks = iter(read_blocks(sum(row[3] for row in owners), reader.body, reader.at, limit=len(reader.body)))
+        rounds.kept.extend((name[app], clock, worker, list(islice(blocks, n))) for app, clock, worker, n in owners)
+    except KeyError as error:
+        raise FrameError(f"there is no name {error} among {names}") from None
+    return rounds, shards, base
+
+
+def _decode_group(reader: _Reader) -> tuple[int, BarrierGroup]:
+    ((app, decided, roster, members, workers, last),) = reader.rows(1, 6)
+    above = reader.pairs(members)
+    chosen = tuple(worker for (worker,) in reader.rows(workers, 1))
+    return app, BarrierGroup(above, decided, chosen, reader.pairs(last), roster)
+
+
+def _decode_set(reader: _Reader) -> tuple[int, int, ShardSet]:
+    ((app, name, number, samples, size, epochs, seeded, bits, upcoming, done, returned, doing),) = reader.rows(1, 12)
+    spec = ShardSpec(samples, size, epochs, bits & (1 << 64) - 1 if seeded else None)
+    if not spec.possible:
+        raise FrameError(f"there can be no shards like {spec}")
+    one = ShardSet(number, spec, upcoming, done)
+    one.returned = {shard: Used(worker, clock) for shard, worker, clock in reader.rows(returned, 3)}
+    for worker, shard, clock, before, at in reader.rows(doing, 5):
+        one.doing.setdefault(worker, {})[shard] = Doing(clock, Used(before, at))
+    return app, name, one
+
+
+def _read_rows(body: Bytes, at: int) -> tuple[TableRows, int]:
+    if at + _TABLE.size > len(body):
+        raise FrameError("a SNAPSHOT_CHUNK ends inside a table's header")
+    table, text, rows, stride, floor, notes = _TABLE.unpack_from(body.data, at)
+    keys_at = (at + _TABLE.size + text + 7) & ~7
+    rows_at = keys_at + 8 * rows
+    stamps_at = rows_at + rows * stride
+    notes_at = (stamps_at + 2 * rows + 7) & ~7
+    end = notes_at + 16 * notes
+    if max(rows, notes) > _MAX_ROWS or stride > _MAX_STRIDE or end > len(body):
+        raise FrameError(f"a SNAPSHOT_CHUNK of {rows} rows of {stride} bytes does not fit in {len(body)} bytes")
+    spec = body[at + _TABLE.size : at + _TABLE.size + text].tobytes().decode(errors="replace")
+    keys = body[keys_at:rows_at].view(np.int64)
+    values = body[rows_at:stamps_at].reshape(rows, stride)
+    stamps = body[stamps_at : stamps_at + 2 * rows].view(np.uint16)
+    return TableRows(table, spec, keys, values, stamps, body[notes_at:end].view(np.int64).reshape(-1, 2), floor), end
