@@ -19,7 +19,7 @@ from elasticps.store import registry
 ROOT = Path(__file__).parent.parent
 RUN = """
 import json, sys, numpy as np
-from elasticps.hashing import key_ranges
+from elasticps.kernels.hashing import key_ranges
 from elasticps.store import intervals
 keys, out = np.arange(4), np.zeros(4, np.int64)
 header = np.zeros(32, np.int64)

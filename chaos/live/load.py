@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 import elasticps as eps
 from elasticps.client.pull_tables import TablesPull
-from elasticps.hashing import key_ranges, range_shift
+from elasticps.kernels.hashing import key_ranges, range_shift
 
 DIM = 4
 TOUCHED = 40

@@ -21,7 +21,7 @@ from elasticps.client.client import Client
 from elasticps.client.steps import Step
 from elasticps.client.tables import SparseTable
 from elasticps.errors import Closed
-from elasticps.hashing import key_ranges, range_shift
+from elasticps.kernels.hashing import key_ranges, range_shift
 from elasticps.model.caching import Cache
 from elasticps.model.filters import KeyDeltas, KeysOnce, Zstd
 from elasticps.model.optimizers import Accumulate

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elasticps import temporary
+from elasticps.system import temporary
 
 if TYPE_CHECKING:
     from chaos.sim.run import Result

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from coordinator.core import fields
-from elasticps import temporary
+from elasticps.system import temporary
 
 log = fields.logger(__name__)
 

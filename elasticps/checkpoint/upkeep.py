@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from elasticps import hashing
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import Contents, Rows, Unit, reader_of
 from elasticps.checkpoint.manifest import FileEntry, Manifest, folder_of_table, path_of
 from elasticps.checkpoint.rows import FILE_BYTES, RowFile, Segment
 from elasticps.checkpoint.storage import Storage
 from elasticps.errors import CheckpointError
+from elasticps.kernels import hashing
 from elasticps.model.spec import TableSpec
 from elasticps.store.layout import RowLayout
 

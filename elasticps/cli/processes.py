@@ -29,12 +29,12 @@ from elasticps import logs
 from elasticps.cli.checkpoint import kept
 from elasticps.cli.options import RequiredUrl, seconds, usable_host, usable_place
 from elasticps.cli.output import print_json
-from elasticps.descriptors import raise_limit
 from elasticps.errors import ConfigError
 from elasticps.memory import parse_size
 from elasticps.security import credentials_of
 from elasticps.security.credentials import Credentials
 from elasticps.security.identity import Role
+from elasticps.system.descriptors import raise_limit
 
 if TYPE_CHECKING:
     from elasticps.checkpoint.manifest import Manifest

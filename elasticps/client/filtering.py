@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from elasticps.client.push_batch import Source
 from elasticps.errors import ServerFull
-from elasticps.hashing import mix64
 from elasticps.kernels import njit
+from elasticps.kernels.hashing import mix64
 from elasticps.model.filters import Keys
 from elasticps.model.spec import TableSpec
 from elasticps.store.codec import Codec

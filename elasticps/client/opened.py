@@ -28,7 +28,6 @@ from elasticps.client.writes import Write, check_size
 from elasticps.errors import InputError, ServerError, SpecError, UnknownTable
 from elasticps.model.caching import Cache
 from elasticps.model.spec import TableSpec
-from elasticps.portions import portions
 from elasticps.wire.frames import (
     CREATED_BYTES,
     HEADER_BYTES,
@@ -38,6 +37,7 @@ from elasticps.wire.frames import (
     Header,
     Kind,
     json_frame,
+    portions,
     unpack_header,
 )
 from replication.chain import Member

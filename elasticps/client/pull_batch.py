@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from elasticps.hashing import hash_key
 from elasticps.kernels import njit
+from elasticps.kernels.hashing import hash_key
 from elasticps.store.native import carray, copy, pointer
 from elasticps.wire.assembler import STAGING_BYTES
 from elasticps.wire.frames import BLOCK_BYTES, HEADER_BYTES, LAST, MAGIC, VERSION, Kind

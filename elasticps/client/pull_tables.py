@@ -35,8 +35,8 @@ from elasticps.client.pulls import (
 from elasticps.client.push_batch import address
 from elasticps.client.short_keys import MOST_BLOCKS, ShortKeys
 from elasticps.errors import Error
-from elasticps.hashing import hash_key
 from elasticps.kernels import njit
+from elasticps.kernels.hashing import hash_key
 from elasticps.wire.frames import ANY, BLOCK_BYTES, CODED, HEADER_BYTES, TABLES, Buffer, table_block
 from elasticps.wire.headers import PullHeader
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from elasticps.client.core.routing import FRAME_BYTES, Routes, plan_ranks, take_sum
 from elasticps.client.writes import Cut, Part, Write, refuse_large
-from elasticps.hashing import key_ranges, table_salt
 from elasticps.kernels import njit
+from elasticps.kernels.hashing import key_ranges, table_salt
 from elasticps.store.native import carray, pointer
 from elasticps.wire.frames import (
     BLOCK_BYTES,

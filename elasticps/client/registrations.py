@@ -13,7 +13,7 @@ from coordinator.store import VALUE_MAX, WRITES_MAX, Entry, Store
 from elasticps.coordination import entries_of
 from elasticps.errors import ConfigError, SpecError
 from elasticps.model.spec import TableSpec
-from elasticps.portions import portions
+from elasticps.wire.frames import portions
 
 
 @dataclass(frozen=True)

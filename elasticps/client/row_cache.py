@@ -26,7 +26,7 @@ from elasticps.client.pulls import RowsToCome, SparseRead
 from elasticps.client.push_batch import Source
 from elasticps.client.reads import Reads
 from elasticps.errors import Error, SpecError
-from elasticps.hashing import table_salt
+from elasticps.kernels.hashing import table_salt
 from elasticps.model.caching import Cache
 from elasticps.model.spec import Assign, TableSpec
 from elasticps.store import Table

@@ -23,7 +23,7 @@ from elasticps.client.screening import NotedCodedRead, Screened, screen_of
 from elasticps.client.short_keys import Saved, Short
 from elasticps.client.writes import Write
 from elasticps.errors import InputError
-from elasticps.hashing import table_salt
+from elasticps.kernels.hashing import table_salt
 from elasticps.model.optimizers import Optimizer, Schedule
 from elasticps.model.spec import TableSpec
 from elasticps.store.codec import Codec

@@ -14,8 +14,8 @@ from elasticps.client.pull_batch import ANSWERS, take_answers
 from elasticps.client.pull_tables import TablesRead
 from elasticps.client.pulls import Pulls, ReadPart, SparseRead
 from elasticps.client.push_batch import Packer, Source
-from elasticps.hashing import table_salt
 from elasticps.kernels import compiled_once
+from elasticps.kernels.hashing import table_salt
 from elasticps.wire.assembler import STAGING_BYTES
 from elasticps.wire.pool import Pool
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps import temporary
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.storage import Storage
@@ -22,6 +21,7 @@ from elasticps.exchange.export import CHUNK_BYTES, Tell, called, write_tables
 from elasticps.exchange.writers import Columns, cast
 from elasticps.model.spec import TableSpec
 from elasticps.store.layout import RowLayout
+from elasticps.system import temporary
 
 
 def export_checkpoint(

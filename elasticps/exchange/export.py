@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.core import fields
-from elasticps import temporary
 from elasticps.client import Client, DenseTensor, SparseTable
 from elasticps.client.tables import CHUNK
 from elasticps.errors import ConfigError
 from elasticps.exchange.writers import Columns, Writer, cast, check_format, writer
 from elasticps.model.spec import MAX_NAME, TableSpec
+from elasticps.system import temporary
 
 log = fields.logger(__name__)
 

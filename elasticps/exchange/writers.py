@@ -18,8 +18,8 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps import temporary
 from elasticps.errors import ConfigError
+from elasticps.system import temporary
 
 if TYPE_CHECKING:
     import pyarrow

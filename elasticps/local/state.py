@@ -17,9 +17,9 @@ from typing import Any
 
 from coordinator.core.names import check_name
 from coordinator.core.url import parse
-from elasticps import temporary
 from elasticps.errors import ConfigError, Timeout
 from elasticps.local import keeper
+from elasticps.system import temporary
 
 _FILE = keeper.RECORD
 _FORMAT = 1

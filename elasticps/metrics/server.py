@@ -10,13 +10,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from coordinator.sessions import ServerSession
-from elasticps.descriptors import NO_LIMIT as MANY
-from elasticps.descriptors import Connections
 from elasticps.metrics.exposition import Scrape
 from elasticps.metrics.timing import Histogram, Meter, TimedServer
 from elasticps.security.gate import Gate
 from elasticps.server.core.headroom import NO_LIMIT, Memory
 from elasticps.server.server import Server
+from elasticps.system.descriptors import NO_LIMIT as MANY
+from elasticps.system.descriptors import Connections
 
 MAX_WORKERS = 500  # workers shown by name; beyond them only how far the last is behind
 

@@ -78,7 +78,7 @@ def permuted(places: NDArray[np.int64], samples: int, seed: int, epoch: int) -> 
 
 
 def _mix(z: Any) -> Any:
-    """SplitMix64's finaliser, as in `elasticps.hashing`: uint64 [n] -> uint64 [n]."""
+    """SplitMix64's finaliser, as in `elasticps.kernels.hashing`: uint64 [n] -> uint64 [n]."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from coordinator.core import fields
-from elasticps.descriptors import NO_LIMIT as MANY
-from elasticps.descriptors import Connections
 from elasticps.security.identity import NotAuthorised
 from elasticps.security.identity import Role as PeerRole
 from elasticps.server.connection import Connection, Handler, Role
@@ -18,6 +16,8 @@ from elasticps.server.core.serving import Serving
 from elasticps.server.leaders import Leaders
 from elasticps.server.news import News
 from elasticps.server.replica_links import ReplicaLinks
+from elasticps.system.descriptors import NO_LIMIT as MANY
+from elasticps.system.descriptors import Connections
 from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame, whole
 from replication.chain import Member
 from replication.messages import MAX_WORKER

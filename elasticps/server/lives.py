@@ -22,8 +22,6 @@ from coordinator.sessions import ServerSession, newest_incarnation, register_ser
 from coordinator.store import Store
 from elasticps import logs
 from elasticps.coordination import entries_of, read_tables, tables_among
-from elasticps.descriptors import NO_LIMIT as MANY
-from elasticps.descriptors import Connections
 from elasticps.errors import SpecError
 from elasticps.model.spec import TableSpec
 from elasticps.security.gate import Gate
@@ -34,6 +32,8 @@ from elasticps.server.draining import Stays, drain
 from elasticps.server.housekeeping import keep_doing
 from elasticps.server.replica_links import BEAT_S
 from elasticps.server.server import Server
+from elasticps.system.descriptors import NO_LIMIT as MANY
+from elasticps.system.descriptors import Connections
 
 log = fields.logger(__name__)
 

@@ -23,7 +23,6 @@ from coordinator.membership import CONFIG, config_of
 from coordinator.store import Store
 from elasticps import store as table_store
 from elasticps.admin.service import start_admin
-from elasticps.descriptors import connections_for, raise_limit
 from elasticps.errors import ConfigError
 from elasticps.kernels import announce, compiled
 from elasticps.memory import ENDLESS, Reading, find_limit, make_reader, rows_mark
@@ -38,6 +37,7 @@ from elasticps.server.lives import Build, Identity, Surroundings, live, plain, r
 from elasticps.server.names import stays, wait_for_name
 from elasticps.server.server import Server
 from elasticps.store import registry
+from elasticps.system.descriptors import connections_for, raise_limit
 
 log = fields.logger(__name__)
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from coordinator.core import fields
 from coordinator.core.view import ServerInfo, View
-from elasticps.portions import portions
 from elasticps.security.channel import Expect
 from elasticps.security.identity import Identity, Role
 from elasticps.server import fatal
@@ -28,7 +27,17 @@ from elasticps.server.core.replica_codec import ReplicaCodec
 from elasticps.server.executor import Executor
 from elasticps.server.news import News
 from elasticps.store import Table
-from elasticps.wire.frames import CREATED_BYTES, MAX_CREATED, Buffer, FrameError, Header, Kind, json_body, json_frame
+from elasticps.wire.frames import (
+    CREATED_BYTES,
+    MAX_CREATED,
+    Buffer,
+    FrameError,
+    Header,
+    Kind,
+    json_body,
+    json_frame,
+    portions,
+)
 from elasticps.wire.headers import GetViewHeader
 from replication.chain import Member
 from replication.core import NO_RANGES

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.core import fields
-from elasticps import hashing
 from elasticps.admin.subject import Restored, Wanted
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import UNIT_BYTES, Contents, Rows
@@ -20,6 +19,7 @@ from elasticps.checkpoint.manifest import Manifest
 from elasticps.checkpoint.portions import Job, Portion, Sizes, from_bits, portions
 from elasticps.checkpoint.storage import Storage, Take, new_memory
 from elasticps.errors import CheckpointError, Error
+from elasticps.kernels import hashing
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.operations import Dropped, NewTable, NewTables
 from elasticps.server.core.request_error import RequestError

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 from coordinator.core import fields
 from coordinator.core.view import Roster, ServerInfo, View
 from elasticps.checkpoint.filing import Filing, ThreadFiling
-from elasticps.descriptors import NO_LIMIT as MANY
-from elasticps.descriptors import Connections
 from elasticps.security.gate import Gate
 from elasticps.server.checkpoints import ASIDE_BYTES, WORKING_S, Checkpoints
 from elasticps.server.connection import Connection, Role
@@ -47,6 +45,8 @@ from elasticps.server.standstill import Standstill
 from elasticps.server.streams import streams
 from elasticps.server.subject import Subject
 from elasticps.server.uses import Uses
+from elasticps.system.descriptors import NO_LIMIT as MANY
+from elasticps.system.descriptors import Connections
 from replication.chain import Member
 from replication.refusals import MOST_BYTES
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.hashing import hash_key as _hash_key
+from elasticps.kernels.hashing import hash_key as _hash_key
 from elasticps.store.native import (
     ADDRESS,
     D_STAMP,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.hashing import hash_key as _hash_key
+from elasticps.kernels.hashing import hash_key as _hash_key
 from elasticps.store.index import ENTRY, digest, segment_of
 from elasticps.store.native import H_SALT, H_SHIFT, kernel, load64
 

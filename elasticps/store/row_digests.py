@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.hashing import mix64
+from elasticps.kernels.hashing import mix64
 from elasticps.store.native import kernel
 
 WORDS = 2  # float32 that a digest takes in an answer

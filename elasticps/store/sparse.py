@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.hashing import mix64 as _mix64
+from elasticps.kernels.hashing import mix64 as _mix64
 from elasticps.store.native import carray, kernel, pointer
 
 TOP_K, RANDOM_K, THRESHOLD = 4, 5, 6

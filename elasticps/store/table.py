@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps import hashing
 from elasticps.errors import InputError
+from elasticps.kernels import hashing
 from elasticps.model.spec import DTYPES, Constant, Init, TableSpec, Zeros
 from elasticps.model.spec import Assign as _Assign
 from elasticps.store import columns, index, intervals, stamps

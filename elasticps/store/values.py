@@ -10,7 +10,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.hashing import mix64
+from elasticps.kernels.hashing import mix64
 from elasticps.model.spec import DTYPES, Init, Uniform
 from elasticps.store.native import (
     H_CONSTANTS,

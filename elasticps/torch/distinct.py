@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.hashing import mix64
 from elasticps.kernels import njit
+from elasticps.kernels.hashing import mix64
 
 _FREE = np.int32(-1)
 _PADDING = np.int64(-1)

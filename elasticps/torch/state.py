@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from elasticps import temporary
 from elasticps.errors import ConfigError, InputError
+from elasticps.system import temporary
 from elasticps.torch.embedding import INCOMPLETE, Rows
 from elasticps.torch.files import loaded
 from elasticps.torch.optimizer import Optimizer

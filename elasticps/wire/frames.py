@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,7 @@ MAX_LINK_BODY_BYTES = MAX_BODY_BYTES + 12 * MAX_RANGES + MAX_CONTROL_BYTES
 """Between replicas: a FORWARD adds to what a PUSH may hold each range with its position, and a round's application."""
 
 Buffer = memoryview | bytes | bytearray
+T = TypeVar("T")
 
 
 class Kind(IntEnum):
@@ -196,6 +198,23 @@ def bytes_frame(kind: Kind, body: bytes, *, request: int = 0, epoch: int = 0) ->
     """A frame around opaque bytes; `items` holds their unpadded length."""
     padded = body + b"\0" * (-len(body) % 8)
     return Header(kind, 0, len(padded), request, epoch, items=len(body)).pack() + padded
+
+
+# --- several frames instead of one that is too long ----------------------------------------------------------------
+
+
+def portions(items: Sequence[T], most: int, most_bytes: int, size: Callable[[T], int]) -> Iterator[Sequence[T]]:
+    """Cuts items, in their order, into portions of at most `most` items and `most_bytes` bytes; an item that is larger
+    is a portion of its own."""
+    start = nbytes = 0
+    for i, item in enumerate(items):
+        its = size(item)
+        if i > start and (i - start == most or nbytes + its > most_bytes):
+            yield items[start:i]
+            start, nbytes = i, 0
+        nbytes += its
+    if start < len(items):
+        yield items[start:]
 
 
 # --- ranges and progress ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.hashing import key_ranges, range_shift, table_salt
+from elasticps.kernels.hashing import key_ranges, range_shift, table_salt
 from elasticps.wire.frames import (
     LAST,
     MAX_CONTROL_BYTES,

@@ -30,7 +30,7 @@ from chaos.live.load import (
     read_ledger,
 )  # fmt: skip
 from chaos.live.onlooker import judge
-from elasticps.hashing import table_salt
+from elasticps.kernels.hashing import table_salt
 
 RANGES = 8
 KEYS = 60

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from elasticps import temporary
 from elasticps.checkpoint.storage import Storage
 from elasticps.cli.app import app
 from elasticps.errors import ConfigError
 from elasticps.exchange.checkpoint import export_checkpoint
 from elasticps.model import spec
 from elasticps.model.spec import TableSpec
+from elasticps.system import temporary
 from tests.checkpoint.writer import Change, row, write
 
 TABLE = TableSpec("t", 3, spec.SGD(0.1))

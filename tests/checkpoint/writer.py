@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps import hashing
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.manifest import FileEntry, Manifest, folder_of_table
 from elasticps.checkpoint.rows import RowFile
 from elasticps.checkpoint.storage import Storage
+from elasticps.kernels import hashing
 from elasticps.model.spec import TableSpec
 from elasticps.store.layout import RowLayout
 

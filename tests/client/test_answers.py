@@ -18,7 +18,7 @@ from elasticps.client.pulls import ArrayRead, CodedRead, DenseRead, Read, Sparse
 from elasticps.client.push_batch import Packer
 from elasticps.client.pushes import StepState
 from elasticps.client.runtime import Runtime
-from elasticps.hashing import table_salt
+from elasticps.kernels.hashing import table_salt
 from elasticps.model.spec import BFloat16
 from elasticps.store.codec import Codec
 from elasticps.wire.assembler import Assembler

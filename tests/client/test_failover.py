@@ -16,7 +16,7 @@ from coordinator.core.view import ServerInfo, View
 from elasticps.client.connections import CONNECT_TIMEOUT_S
 from elasticps.client.core.hearsay import Hearsay
 from elasticps.client.core.session import ASKED_BYTES
-from elasticps.hashing import hash_key, range_shift, table_salt
+from elasticps.kernels.hashing import hash_key, range_shift, table_salt
 from elasticps.model.spec import Consistency
 from elasticps.wire.frames import ANY, BLOCK_BYTES, LAST, REPEAT, TABLES, Kind
 from elasticps.wire.views import view_frame

@@ -16,7 +16,7 @@ from elasticps.client import screening
 from elasticps.client.filtering import PushFilter
 from elasticps.client.screening import NotedRead, Screen, Screened, screen_of
 from elasticps.errors import SpecError
-from elasticps.hashing import table_salt
+from elasticps.kernels.hashing import table_salt
 from elasticps.model.filters import Filter
 from elasticps.model.spec import TableSpec
 from elasticps.store import Table, register_optimizer

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from elasticps.client.core.routing import Routes, cut_ranks, plan_push
 from elasticps.client.push_batch import PackedPart, Packer, Source
 from elasticps.client.writes import Cut, LentRows, Part, Write, runs_of
-from elasticps.hashing import key_ranges, table_salt
+from elasticps.kernels.hashing import key_ranges, table_salt
 from elasticps.wire.frames import HEADER_BYTES, read_push
 from elasticps.wire.pool import Pool
 from tests.client.views import view

@@ -14,7 +14,7 @@ from elasticps.client.core.session import Session
 from elasticps.client.push_batch import Packer, Source
 from elasticps.client.pushes import Pushes, StepState
 from elasticps.errors import NotFinite, ServerFull
-from elasticps.hashing import key_ranges, table_salt
+from elasticps.kernels.hashing import key_ranges, table_salt
 from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, REPEAT, Buffer, Header, Kind, unpack_header
 from elasticps.wire.pool import Pool
 from elasticps.wire.refusals import RefusedRows

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from coordinator.core.view import ServerInfo, View
 from elasticps.client.core.routing import Routes, cut_ranks, place_rows, plan_pull, plan_push, take_sum
-from elasticps.hashing import key_ranges, table_salt
+from elasticps.kernels.hashing import key_ranges, table_salt
 
 RANGES = 16
 SALT = table_salt(3)

@@ -15,7 +15,7 @@ from elasticps.client.pulls import Read, ReadPart, SparseRead
 from elasticps.client.reads import Reads
 from elasticps.client.row_cache import CachedRead, RowCache
 from elasticps.errors import ClusterUnreachable, Timeout
-from elasticps.hashing import table_salt
+from elasticps.kernels.hashing import table_salt
 from elasticps.model.caching import Cache
 from elasticps.model.spec import Optimizer, TableSpec
 

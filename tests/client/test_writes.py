@@ -43,7 +43,7 @@ def test_too_many_tables_are_refused() -> None:
 def test_what_a_step_is_cut_from_again_is_compiled_before_it_is_needed() -> None:
     """Or the first failover on a machine waits for a compiler for some 400 ms."""
     code = (
-        "from elasticps.client.warm import warm; from elasticps.hashing import key_ranges; warm(); "
+        "from elasticps.client.warm import warm; from elasticps.kernels.hashing import key_ranges; warm(); "
         "assert key_ranges.signatures"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 import elasticps as eps
-from elasticps import background, hashing
+from elasticps import background
 from elasticps.audit import audit
 from elasticps.checkpoint.anew import restore_ranges
 from elasticps.checkpoint.create import checkpoint_cluster
 from elasticps.cli.status import look
 from elasticps.errors import ConfigError
+from elasticps.kernels import hashing
 from elasticps.local import LocalCluster
 from tests.conftest import NewCluster
 

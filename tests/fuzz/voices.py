@@ -12,7 +12,7 @@ import numpy as np
 from coordinator.core.view import View
 from elasticps.client.core.routing import Routes, plan_push
 from elasticps.client.short_keys import Short, ShortKeys
-from elasticps.hashing import table_salt
+from elasticps.kernels.hashing import table_salt
 from elasticps.model.spec import TableSpec
 from elasticps.wire.frames import (
     ALL_RANGES,

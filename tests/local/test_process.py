@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from elasticps import hashing, kernels
+from elasticps import kernels
+from elasticps.kernels import hashing
 from elasticps.local.process import CompilingTold, Process, stop_all
 
 READY = """

@@ -64,7 +64,7 @@ def test_an_authority_that_was_not_finished_can_be_made_again(
         path.write_bytes(content)
 
     with monkeypatch.context() as patch:
-        patch.setattr("elasticps.temporary.replace_file", dies)
+        patch.setattr("elasticps.system.temporary.replace_file", dies)
         with pytest.raises(IndexError):
             Authority.create(tmp_path / "ca")
     made = Authority.create(tmp_path / "ca")

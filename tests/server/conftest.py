@@ -14,7 +14,7 @@ import uvloop
 
 from coordinator.core.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.client.core.routing import Routes, plan_push
-from elasticps.hashing import table_salt
+from elasticps.kernels.hashing import table_salt
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.headroom import NO_LIMIT, Memory

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.core.view import Roster, View, WorkerInfo
-from elasticps.hashing import group_range
+from elasticps.kernels.hashing import group_range
 from elasticps.wire.frames import HEADER_BYTES, Header, Kind, json_body, json_frame
 from tests.server.conftest import RANGES, Group, Run, Worker, until
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticps.errors import InputError
-from elasticps.hashing import group_range
+from elasticps.kernels.hashing import group_range
 from elasticps.model.sharding import ShardSpec, checked_spec, permuted
 from elasticps.server.core.barrier_state import RangeRounds
 from elasticps.server.core.data_shards_state import UNUSED, Claim, ShardMark, Shards, Used, group_of

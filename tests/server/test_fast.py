@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.core.view import View
 from elasticps.client.core.routing import Routes, plan_push
-from elasticps.hashing import table_salt
+from elasticps.kernels.hashing import table_salt
 from elasticps.model.optimizers import SGD, Accumulate, Adagrad, Adam, Optimizer
 from elasticps.model.spec import BFloat16, Filter, Float16, Int8, Normal, TableSpec
 from elasticps.server.core import reads

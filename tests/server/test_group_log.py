@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from elasticps.hashing import group_range
+from elasticps.kernels.hashing import group_range
 from elasticps.server.core.barrier import BarrierCoordinator
 from elasticps.server.core.barrier_state import Rounds
 from elasticps.server.core.data_shards import ShardDispenser

@@ -8,12 +8,12 @@ import resource
 
 import pytest
 
-from elasticps import descriptors
-from elasticps.descriptors import Connections, connections_for, raise_limit
 from elasticps.errors import ConfigError
 from elasticps.memory import Reading
 from elasticps.server.core.headroom import Headroom, Memory
 from elasticps.server.housekeeping import keep_doing
+from elasticps.system import descriptors
+from elasticps.system.descriptors import Connections, connections_for, raise_limit
 from tests.coordinator.support import until
 
 

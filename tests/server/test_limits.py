@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from elasticps.client.core.routing import Routes, plan_push
-from elasticps.hashing import table_salt
+from elasticps.kernels.hashing import table_salt
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.operations import Content, Contribution, positions_of

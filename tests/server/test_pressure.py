@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from elasticps.client.core.routing import Routes, plan_push
-from elasticps.hashing import table_salt
+from elasticps.kernels.hashing import table_salt
 from elasticps.model.optimizers import SGD
 from elasticps.model.spec import TableSpec
 from elasticps.server.connection import LINK_HIGH_BYTES

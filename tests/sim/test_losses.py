@@ -22,7 +22,7 @@ from coordinator.core.view import ClusterConfig
 from coordinator.losses import HELD_UP
 from coordinator.membership import BEGIN_ANEW
 from elasticps.client.losses import Loss
-from elasticps.hashing import key_ranges, range_shift
+from elasticps.kernels.hashing import key_ranges, range_shift
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import ASP
 from tests.sim.conftest import wait_for

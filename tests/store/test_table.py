@@ -15,8 +15,8 @@ import pytest
 from numba.core.dispatcher import Dispatcher
 from numpy.typing import NDArray
 
-from elasticps import hashing
 from elasticps.errors import InputError, SpecError
+from elasticps.kernels import hashing
 from elasticps.model import spec
 from elasticps.model.spec import TableSpec
 from elasticps.store import Store, Table, index, intervals, native, registry, warm

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps import hashing
+from elasticps.kernels import hashing
 from elasticps.model.spec import TableSpec
 from elasticps.store import initial_rows
 

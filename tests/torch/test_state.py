@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from elasticps import temporary
 from elasticps.errors import ConfigError, InputError
 from elasticps.model.spec import SGD, Adam, Normal
+from elasticps.system import temporary
 from elasticps.torch import Embedding, EmbeddingBag, Optimizer, full_state_dict, load, load_full_state_dict, save, state
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from elasticps.client.core.routing import Routes
-from elasticps.hashing import group_range
+from elasticps.kernels.hashing import group_range
 from elasticps.wire.frames import Buffer, Header, read_clocks
 from elasticps.wire.headers import GetClocksHeader
 from replication.chain import Member

@@ -16,8 +16,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.hashing import mix64
 from elasticps.kernels import njit
+from elasticps.kernels.hashing import mix64
 
 Ints = NDArray[np.int64]
 

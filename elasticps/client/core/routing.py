@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.core.view import View
-from elasticps.hashing import hash_key, range_shift
 from elasticps.kernels import njit
+from elasticps.kernels.hashing import hash_key, range_shift
 from replication.chain import Member
 
 FRAME_BYTES = 1 << 20  # aimed at per PUSH frame: while the server applies one, the next is copied and sent

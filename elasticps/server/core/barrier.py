@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from coordinator.core.view import WORKERS_MAX
-from elasticps.hashing import group_range
+from elasticps.kernels.hashing import group_range
 from elasticps.server.core.asker import Asker, Body
 from elasticps.server.core.barrier_state import BarrierGroup
 from elasticps.server.core.group_log import GroupLog, Nobody

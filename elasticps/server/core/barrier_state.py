@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.hashing import group_range
+from elasticps.kernels.hashing import group_range
 from elasticps.store.intervals import PLACES
 from elasticps.wire.frames import Block
 from replication.chain import Ranges

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from elasticps.hashing import group_range
+from elasticps.kernels.hashing import group_range
 from elasticps.model.sharding import GROUP_BITS, ShardSpec
 
 MAX_SETS = (1 << 16) - 1  # of all applications with one group range

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from elasticps.hashing import group_range
+from elasticps.kernels.hashing import group_range
 from elasticps.server.core.asker import Asker, Body
 from elasticps.server.core.barrier_state import Rounds
 from elasticps.server.core.data_shards_state import Shards

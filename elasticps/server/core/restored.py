@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.hashing import group_range
+from elasticps.kernels.hashing import group_range
 from elasticps.model.sharding import GROUP_BITS, ShardSpec
 from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds
 from elasticps.server.core.data_shards_state import MAX_SETS, Doing, RangeShards, ShardSet, Used

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from elasticps.hashing import hash_key as _hash_key
+from elasticps.kernels.hashing import hash_key as _hash_key
 from elasticps.server.fast.layout import (
     B_CODE,
     B_DIM,

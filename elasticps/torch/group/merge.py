@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.hashing import mix64
 from elasticps.kernels import njit
+from elasticps.kernels.hashing import mix64
 
 Floats = NDArray[np.float32]
 Keys = NDArray[np.int64]
