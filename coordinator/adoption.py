@@ -16,6 +16,9 @@ from typing import TypeVar
 
 from coordinator.core import fields
 from coordinator.core.errors import CoordinationError
+from coordinator.core.lost_view import UNHEARD
+from coordinator.core.records import check, left_out, read
+from coordinator.core.store import Entry, Listing, Store
 from coordinator.core.view import ClusterConfig, Roster, View, WorkerInfo
 from coordinator.losses import HELD_UP, KNOWN, LOSSES
 from coordinator.membership import (
@@ -31,14 +34,11 @@ from coordinator.membership import (
     config_of,
     server_of,
 )
-from coordinator.records import check, left_out, read
-from coordinator.store import Entry, Listing, Store
 
 log = fields.logger(__name__)
 
 _Value = TypeVar("_Value")
 
-UNHEARD = 1 << 16  # views that only workers, coordinators and servers which are given up may know
 TABLES = "tables/"
 RATES = "rates/"  # that were set for all workers: <application>/<table>
 ON_LOSS = "on-loss/"  # what becomes of a table where every replica of a range is gone: <application>/<table>

@@ -8,9 +8,9 @@ from typing import TypeVar
 import tenacity
 
 from coordinator.core.errors import StoreUnavailable
+from coordinator.core.store import Store
 from coordinator.core.url import parse
 from coordinator.etcd import EtcdStore
-from coordinator.store import Store
 
 T = TypeVar("T")
 _AGAIN_S = 0.1

@@ -31,9 +31,20 @@ from grpc.aio import EOF, AioRpcError  # type: ignore[attr-defined]  # grpc-stub
 from coordinator import cancelled
 from coordinator.core import fields
 from coordinator.core.errors import CoordinationError, LeaseLost, NotPermitted, StoreUnavailable, WritesRefused
+from coordinator.core.store import (
+    Change,
+    Delete,
+    Entry,
+    Guard,
+    Listing,
+    Put,
+    Reset,
+    check_key,
+    check_value,
+    check_writes,
+)
 from coordinator.core.url import ClusterUrl, TlsFiles
 from coordinator.forks import use_grpc
-from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, check_key, check_value, check_writes
 
 log = fields.logger(__name__)
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from coordinator.core import fields
 from coordinator.core.errors import CoordinationError
+from coordinator.core.records import read
+from coordinator.core.store import Store
 from coordinator.membership import FAILOVER
-from coordinator.records import read
-from coordinator.store import Store
 
 log = fields.logger(__name__)
 

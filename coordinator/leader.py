@@ -20,24 +20,23 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.adoption import UNHEARD
+from coordinator.cluster_tracker import ELECTION, News, World
 from coordinator.core import fields
 from coordinator.core.errors import Fenced, StoreUnavailable, TooLarge, WritesRefused
-from coordinator.core.grace import Grace
 from coordinator.core.health import TICK_S, Dial
 from coordinator.core.last_good import LastGood
+from coordinator.core.lease_grace import Grace
+from coordinator.core.lost_view import REMEDY, UNHEARD, is_behind, put_back
 from coordinator.core.names import check_name
 from coordinator.core.pace import Pace
 from coordinator.core.planner import Health, Members, Plan, RosterPlan, UnsafePlan, plan, plan_roster
 from coordinator.core.repair import Limits
+from coordinator.core.store import Guard, Listing, Store
 from coordinator.core.view import ClusterConfig, Roster, View, WorkerInfo
-from coordinator.lines import Lines
-from coordinator.lost_view import REMEDY, is_behind, put_back
+from coordinator.leadership import campaign, first_of, keep_office
 from coordinator.membership import CONFIG, ROSTER, VIEW, farewell
-from coordinator.office import campaign, first_of, keep_office
+from coordinator.server_links import Lines
 from coordinator.sparing import Sparing
-from coordinator.store import Guard, Listing, Store
-from coordinator.world import ELECTION, News, World
 
 log = fields.logger(__name__)
 

@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import Any
 
 from coordinator.core.names import app_of_worker
-from coordinator.records import check, left_out, read
-from coordinator.store import Store
+from coordinator.core.records import check, left_out, read
+from coordinator.core.store import Store
 
 LOSSES = "losses/"  # below it, by the epoch in which the ranges began anew
 KNOWN = "losses-known/"  # <application>/<that epoch>/<worker id>: up to which clock it knew its steps committed

@@ -16,9 +16,9 @@ from typing import TypeVar
 from coordinator.core import fields
 from coordinator.core.errors import StoreUnavailable, UnknownServer, Unreadable
 from coordinator.core.names import app_of_worker, check_name, worker_name, worker_path
+from coordinator.core.records import read
+from coordinator.core.store import Entry, Put, Reset, Store
 from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
-from coordinator.records import read
-from coordinator.store import Entry, Put, Reset, Store
 from replication.chain import Member
 
 log = fields.logger(__name__)

@@ -13,7 +13,18 @@ from dataclasses import dataclass, field
 
 from coordinator.core.errors import LeaseLost, StoreUnavailable
 from coordinator.core.names import check_name
-from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, check_key, check_value, check_writes
+from coordinator.core.store import (
+    Change,
+    Delete,
+    Entry,
+    Guard,
+    Listing,
+    Put,
+    Reset,
+    check_key,
+    check_value,
+    check_writes,
+)
 
 HISTORY_MAX = 4096
 

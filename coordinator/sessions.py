@@ -17,6 +17,8 @@ from typing import Generic, Protocol, TypeVar
 from coordinator.core import fields
 from coordinator.core.errors import Damaged, Fenced, LeaseLost, OtherCluster, StoreUnavailable
 from coordinator.core.names import app_of_worker
+from coordinator.core.records import read
+from coordinator.core.store import Entry, Guard, Store
 from coordinator.core.view import ServerInfo, WorkerInfo
 from coordinator.membership import (
     CONFIG,
@@ -36,8 +38,6 @@ from coordinator.membership import (
     roster_of,
     worker_key,
 )
-from coordinator.records import read
-from coordinator.store import Entry, Guard, Store
 
 log = fields.logger(__name__)
 

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 from coordinator.adoption import TABLES, TableEntry, table_of
 from coordinator.connect import open_store
+from coordinator.core.records import left_out, read
+from coordinator.core.store import Entry, Store
 from coordinator.core.view import ServerInfo, View
 from coordinator.membership import AT_ONCE, CONFIG, SERVERS, VIEW, server_of, view_of
-from coordinator.records import left_out, read
-from coordinator.store import Entry, Store
 from elasticps.errors import ClusterUnreachable, ConfigError, Error
 
 NOT_YET = "cluster {!r} has no view: no server has served yet"

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from chaos.sim.loop import Loop
 from chaos.sim.network import Network
 from coordinator.core.errors import LeaseLost, StoreUnavailable
+from coordinator.core.store import Change, Entry, Guard, Listing
 from coordinator.memory import MemoryStore
-from coordinator.store import Change, Entry, Guard, Listing
 
 T = TypeVar("T")
 AGAIN_S = 0.1  # how soon a lost message is sent again

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from coordinator.core.reasons import names
 from coordinator.core.view import View
-from coordinator.core.wording import names
 from replication.chain import Member, Ranges
 
 

@@ -11,8 +11,8 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from coordinator.core.store import Entry
 from coordinator.core.view import ClusterConfig, Roster, View
-from coordinator.store import Entry
 
 
 @dataclass

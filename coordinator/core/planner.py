@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from coordinator.core import wording
+from coordinator.core import reasons as wording
 from coordinator.core.balance import even_out, missing, start_moves
 from coordinator.core.draft import Draft, Flags, Loss, Pair
+from coordinator.core.reasons import names
 from coordinator.core.repair import Limits, Places, start_fills, start_restores
 from coordinator.core.ring import Node, place
+from coordinator.core.store import VALUE_MAX
 from coordinator.core.view import SERVERS_MAX, WORKERS_MAX, ClusterConfig, Roster, ServerInfo, View, WorkerInfo
-from coordinator.core.wording import names
-from coordinator.store import VALUE_MAX
 from replication.chain import Chains, Kept, Member, Ranges, unsafe_transition
 
 _LIMITS = Limits()

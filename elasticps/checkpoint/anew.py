@@ -18,8 +18,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from coordinator.core.data_loss import find_loss, spans
 from coordinator.core.errors import Damaged
-from coordinator.core.loss import find_loss, spans
+from coordinator.core.records import left_out, read
+from coordinator.core.store import Store
 from coordinator.core.view import ServerInfo, View
 from coordinator.losses import key_of
 from coordinator.membership import (
@@ -30,8 +32,6 @@ from coordinator.membership import (
     roster_of,
     shown,
 )
-from coordinator.records import left_out, read
-from coordinator.store import Store
 from elasticps import background
 from elasticps.admin import admin_pb2
 from elasticps.admin.client import ask_restore

@@ -14,10 +14,10 @@ from coordinator.adoption import ON_LOSS, RATES
 from coordinator.core import fields
 from coordinator.core.errors import StoreUnavailable
 from coordinator.core.names import app_of_worker
+from coordinator.core.records import left_out, read
+from coordinator.core.store import Store
 from coordinator.core.view import ServerInfo
 from coordinator.membership import NEWEST_CHECKPOINT, RESTORING, last_workers
-from coordinator.records import left_out, read
-from coordinator.store import Store
 from elasticps import background
 from elasticps.admin.cuts import CutClient
 from elasticps.admin.subject import CutWritten, WrittenFile

@@ -15,9 +15,9 @@ from typing import Any
 
 from coordinator.core import fields
 from coordinator.core.errors import CoordinationError
+from coordinator.core.records import read
+from coordinator.core.store import Entry, Store
 from coordinator.membership import NEWEST_CHECKPOINT, WANTED_CHECKPOINTS
-from coordinator.records import read
-from coordinator.store import Entry, Store
 from elasticps.checkpoint.create import newest
 from elasticps.checkpoint.manifest import Manifest
 from elasticps.errors import CheckpointError, Error

@@ -14,12 +14,12 @@ import numpy as np
 
 from coordinator.adoption import ON_LOSS
 from coordinator.core import fields
+from coordinator.core.data_loss import find_loss, spans
 from coordinator.core.errors import CoordinationError
-from coordinator.core.loss import find_loss, spans
+from coordinator.core.records import check, left_out, read
+from coordinator.core.store import Entry, Store
 from coordinator.losses import HELD_UP, RESTORE, WAIT, key_of
 from coordinator.membership import BEGIN_ANEW, VIEW, view_of
-from coordinator.records import check, left_out, read
-from coordinator.store import Entry, Store
 from elasticps.checkpoint.anew import Anew, Drive, OverBudget, prepare, record, with_error
 from elasticps.checkpoint.restore import driving
 from elasticps.coordination import read_servers, read_tables, read_view

@@ -21,6 +21,7 @@ from coordinator.adoption import ON_LOSS, RATES, TABLES
 from coordinator.core import fields
 from coordinator.core.errors import CoordinationError, Damaged, LeaseLost, StoreUnavailable
 from coordinator.core.names import worker_name
+from coordinator.core.store import Store
 from coordinator.core.view import ServerInfo, View
 from coordinator.membership import (
     CONFIG,
@@ -36,7 +37,6 @@ from coordinator.membership import (
     shown,
     view_of,
 )
-from coordinator.store import Store
 from elasticps import background
 from elasticps.admin import admin_pb2
 from elasticps.admin.client import ask_restore

@@ -18,13 +18,13 @@ from coordinator.adoption import restore_config
 from coordinator.connect import insist, open_store, release_of
 from coordinator.core import fields, releases
 from coordinator.core.names import check_name
+from coordinator.core.store import Store
 from coordinator.core.url import parse
 from coordinator.core.view import ClusterConfig
 from coordinator.failovers import Failovers
 from coordinator.leader import run_coordinator
+from coordinator.leadership import first_of
 from coordinator.membership import create_cluster
-from coordinator.office import first_of
-from coordinator.store import Store
 from elasticps import logs
 from elasticps.cli.checkpoint import kept
 from elasticps.cli.options import RequiredUrl, seconds, usable_host, usable_place

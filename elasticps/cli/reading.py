@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from coordinator.connect import open_store
+from coordinator.core.store import Store
 from coordinator.core.url import parse
-from coordinator.store import Store
 from elasticps.errors import ClusterUnreachable, ConfigError
 
 T = TypeVar("T")

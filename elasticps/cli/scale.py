@@ -15,8 +15,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.core.forecast import Forecast
-from coordinator.core.wording import standing_of
+from coordinator.core.dry_run import Forecast
+from coordinator.core.reasons import standing_of
 from elasticps.cli.local import find, started_here, target
 from elasticps.cli.options import Json, Name, Url
 from elasticps.cli.output import err, out, print_json, size

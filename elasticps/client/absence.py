@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from coordinator.core.loss import spans
+from coordinator.core.data_loss import spans
 from elasticps.client.connections import Peer
 from elasticps.client.core.routing import Routes
 from replication.chain import Member

@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from coordinator.adoption import RATES
-from coordinator.records import read
-from coordinator.store import Entry, Put, Reset, Store
+from coordinator.core.records import read
+from coordinator.core.store import Entry, Put, Reset, Store
 from elasticps.model.optimizers import Optimizer, Schedule, number
 
 log = logging.getLogger(__name__)

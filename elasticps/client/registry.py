@@ -18,6 +18,7 @@ from coordinator.adoption import ON_LOSS, table_key
 from coordinator.connect import open_store
 from coordinator.core.errors import CoordinationError, Fenced, ForkedProcess, NotPermitted, Unreadable
 from coordinator.core.names import check_name, check_worker
+from coordinator.core.store import Entry, Store
 from coordinator.core.view import View, WorkerInfo
 from coordinator.membership import (
     LAST_WORKER,
@@ -34,7 +35,6 @@ from coordinator.membership import (
     worker_of,
 )
 from coordinator.sessions import WorkerSession, register_worker
-from coordinator.store import Entry, Store
 from coordinator.trouble import find_trouble
 from elasticps.client.core.join import Past
 from elasticps.client.rates import SetRate, SetRates

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from coordinator.core.errors import StoreUnavailable
+from coordinator.core.store import Store
 from coordinator.membership import cancel_drain, request_drain
-from coordinator.store import Store
 from elasticps.errors import ConfigError
 
 TIMEOUT_S = 5.0

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from coordinator.core.planner import Members
+from coordinator.core.records import read
 from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View
 from coordinator.failovers import Failover
 from coordinator.leader import ELECTION
@@ -25,7 +26,6 @@ from coordinator.membership import (
     drained,
     server_of,
 )
-from coordinator.records import read
 from elasticps.dashboard import ring
 from elasticps.dashboard.fleet import Fleet
 from elasticps.dashboard.history import History

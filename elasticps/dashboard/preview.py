@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from coordinator.core.forecast import forecast
+from coordinator.core.dry_run import forecast
 from coordinator.core.planner import Members
 from coordinator.core.view import ClusterConfig, ServerInfo, View
 from elasticps.dashboard import ring

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from coordinator.adoption import RATES, TABLES, table_of
-from coordinator.records import read
+from coordinator.core.records import read
 
 TABLES_MAX = 1000  # shown
 

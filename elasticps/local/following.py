@@ -15,10 +15,10 @@ import numpy as np
 from coordinator import membership
 from coordinator.adoption import RATES
 from coordinator.connect import open_store
-from coordinator.core.forecast import forecast
+from coordinator.core.dry_run import forecast
 from coordinator.core.planner import Members
+from coordinator.core.records import read
 from coordinator.core.view import ClusterConfig, ServerInfo, View
-from coordinator.records import read
 from elasticps import background
 from elasticps.admin import fetch_status
 from elasticps.coordination import read_servers, read_tables

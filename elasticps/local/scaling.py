@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from coordinator.core import forecast as forecasts
+from coordinator.core import dry_run as forecasts
 from coordinator.core.names import check_name
 from coordinator.core.planner import Members
 from coordinator.core.view import ServerInfo, View

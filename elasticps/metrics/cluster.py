@@ -18,13 +18,13 @@ from prometheus_client.registry import Collector
 
 from coordinator.core import fields
 from coordinator.core.errors import CoordinationError, StoreUnavailable
+from coordinator.core.records import read
+from coordinator.core.store import Change, Entry, Put, Reset, Store
 from coordinator.core.view import Roster, ServerInfo, View
 from coordinator.leader import ELECTION
+from coordinator.leadership import first_of
 from coordinator.losses import KNOWN, LOSSES, merged
 from coordinator.membership import DRAINS, NEWEST_CHECKPOINT, ROSTER, SERVERS, VIEW, drained, server_of
-from coordinator.office import first_of
-from coordinator.records import read
-from coordinator.store import Change, Entry, Put, Reset, Store
 from coordinator.trouble import check_writes
 from elasticps.metrics.exposition import Scrape
 from replication.chain import Member

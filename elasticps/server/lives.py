@@ -16,10 +16,10 @@ from functools import partial
 from coordinator.adoption import TABLES, TableEntry
 from coordinator.core import fields
 from coordinator.core.errors import StoreUnavailable
+from coordinator.core.store import Store
 from coordinator.core.view import ClusterConfig
 from coordinator.membership import ROSTER, VIEW, ViewFollower, list_drains, roster_of, view_of
 from coordinator.sessions import ServerSession, newest_incarnation, register_server
-from coordinator.store import Store
 from elasticps import logs
 from elasticps.coordination import entries_of, read_tables, tables_among
 from elasticps.errors import SpecError

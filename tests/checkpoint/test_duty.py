@@ -7,9 +7,9 @@ import json
 
 import pytest
 
+from coordinator.core.store import VALUE_MAX
 from coordinator.membership import WANTED_CHECKPOINTS
 from coordinator.memory import MemoryStore
-from coordinator.store import VALUE_MAX
 from elasticps.checkpoint.duty import Duty
 
 ANSWER = b'{"full": false, "cut": 3}'

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.core.loss import find_loss
+from coordinator.core.data_loss import find_loss
 from elasticps.cli.status import _fullness, _short
 from tests.client.views import view
 

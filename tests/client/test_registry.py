@@ -12,10 +12,10 @@ import pytest
 
 import elasticps as eps
 from coordinator.adoption import adopt, plan_adoption
+from coordinator.core.store import Entry
 from coordinator.core.view import View
 from coordinator.membership import config_of, last_workers, new_number
 from coordinator.memory import MemoryStore
-from coordinator.store import Entry
 from elasticps.client.core.join import Past
 from elasticps.client.registrations import NewTable, Registration
 from elasticps.client.registry import ASK_VIEW_TIMEOUT_S, Registry

@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 import pytest
 import uvloop
 
+from coordinator.core.store import Store
 from coordinator.etcd import EtcdStore
 from coordinator.memory import MemoryStore
-from coordinator.store import Store
 from tests.coordinator.support import Etcd, fresh_url
 
 TEST_LIMIT_S = 120.0

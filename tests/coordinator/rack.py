@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 import numpy as np
 
 from coordinator.core.health import Line, Report
+from coordinator.core.store import Store
 from coordinator.core.succession import Tenure
 from coordinator.core.view import ServerInfo, View
-from coordinator.store import Store
 from replication.chain import Member
 from replication.effects import CaughtUp
 from tests.coordinator.support import until

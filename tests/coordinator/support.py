@@ -18,8 +18,8 @@ import grpc.aio
 from aetcd import rpc
 
 from coordinator.core.errors import StoreUnavailable
+from coordinator.core.store import Change, Entry, Guard, Listing, Store
 from coordinator.core.url import ClusterUrl, TlsFiles
-from coordinator.store import Change, Entry, Guard, Listing, Store
 from elasticps.local.etcd import free_ports
 
 WAIT_S = 30.0

@@ -11,7 +11,7 @@ import numpy as np
 from coordinator.adoption import plan_adoption
 from coordinator.core.planner import Health, Members, plan
 from coordinator.core.view import ClusterConfig, View
-from coordinator.lines import Lines, _Open
+from coordinator.server_links import Lines, _Open
 from elasticps.client.core.session import Session
 from tests.coordinator.test_adoption import SERVERS, view, witness
 

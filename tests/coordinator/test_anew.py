@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from coordinator.core.loss import find_loss
+from coordinator.core.data_loss import find_loss
 from coordinator.core.planner import Health, Members, Plan, plan
 from coordinator.core.view import ClusterConfig, ServerInfo, View
 from coordinator.losses import known_key, merged

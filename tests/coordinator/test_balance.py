@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.core.forecast import Forecast, forecast
+from coordinator.core.dry_run import Forecast, forecast
 from coordinator.core.planner import Health, Members, plan
 from coordinator.core.repair import Limits
 from coordinator.core.ring import Node

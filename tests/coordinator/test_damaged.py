@@ -7,7 +7,9 @@ import json
 
 import pytest
 
+from coordinator.cluster_tracker import World
 from coordinator.core.errors import Damaged, UnknownServer
+from coordinator.core.store import Entry, Listing, Put
 from coordinator.core.view import ClusterConfig, View
 from coordinator.failovers import Failover
 from coordinator.leader import run_coordinator
@@ -15,8 +17,6 @@ from coordinator.losses import key_of, known_key, merged
 from coordinator.membership import create_cluster, list_drains, request_drain
 from coordinator.memory import MemoryStore
 from coordinator.sessions import register_server
-from coordinator.store import Entry, Listing, Put
-from coordinator.world import World
 from elasticps.checkpoint.anew import Anew
 from elasticps.checkpoint.duty import Duty
 from elasticps.checkpoint.restore import Plan, keep_restoring

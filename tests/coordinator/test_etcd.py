@@ -19,6 +19,7 @@ from aetcd import rpc
 
 from coordinator.connect import open_store, release_of
 from coordinator.core.errors import StoreUnavailable
+from coordinator.core.store import Put, Reset
 from coordinator.core.url import TlsFiles
 from coordinator.core.view import ClusterConfig
 from coordinator.etcd import EtcdStore
@@ -26,7 +27,6 @@ from coordinator.leader import run_coordinator
 from coordinator.membership import create_cluster
 from coordinator.memory import MemoryStore
 from coordinator.sessions import register_server
-from coordinator.store import Put, Reset
 from tests.coordinator.support import Etcd, Proxy, dead_port, fresh_url, take, until_key
 
 NewEtcd = Callable[..., Etcd]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from coordinator.adoption import ON_LOSS, RATES, TABLES
+from coordinator.cluster_tracker import ELECTION
 from coordinator.core.errors import CoordinationError, NotPermitted
 from coordinator.etcd import EtcdStore
 from coordinator.etcd_rights import protect
@@ -32,7 +33,6 @@ from coordinator.membership import (
     WANTED_CHECKPOINTS,
     WORKERS,
 )
-from coordinator.world import ELECTION
 from elasticps.checkpoint.driver import LAST
 from elasticps.checkpoint.restore import DRIVER, RESTORED
 from elasticps.security import rights

@@ -8,10 +8,10 @@ from contextlib import suppress
 import pytest
 
 from coordinator.core.errors import StoreUnavailable
+from coordinator.core.store import Guard
 from coordinator.failovers import Failover, Failovers
 from coordinator.membership import FAILOVER
 from coordinator.memory import MemoryStore
-from coordinator.store import Guard
 from tests.coordinator.support import until, until_key
 
 

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from coordinator.core.grace import AWAY_S, COME_BACK_S, Grace
+from coordinator.core.lease_grace import AWAY_S, COME_BACK_S, Grace
+from coordinator.core.store import Store
 from coordinator.core.view import ClusterConfig, Roster, WorkerInfo
 from coordinator.leader import run_coordinator
 from coordinator.membership import create_cluster
 from coordinator.memory import MemoryStore
 from coordinator.sessions import register_worker
-from coordinator.store import Store
 from tests.coordinator.support import FaultyStore, until_key
 
 A, B = WorkerInfo(1, "a", 1, "x"), WorkerInfo(2, "b", 1, "x")

@@ -11,14 +11,14 @@ import pytest
 
 from coordinator.core.errors import StoreUnavailable, TooLarge
 from coordinator.core.health import Line
+from coordinator.core.store import Entry, Guard, Store
 from coordinator.core.view import ClusterConfig, ServerInfo, View
 from coordinator.etcd import EtcdStore
 from coordinator.leader import ELECTION, _Alarm, run_coordinator
-from coordinator.lines import Lines
 from coordinator.membership import ViewFollower, create_cluster
 from coordinator.memory import MemoryStore
+from coordinator.server_links import Lines
 from coordinator.sessions import register_server, register_worker
-from coordinator.store import Entry, Guard, Store
 from replication.chain import Member
 from tests.coordinator.conftest import Clients
 from tests.coordinator.support import Etcd, FaultyStore, fresh_url, until, until_key
@@ -350,8 +350,8 @@ async def test_a_view_too_large_to_write_ends_no_term(caplog: pytest.LogCaptureF
 
 
 async def test_of_workers_that_left_the_newest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.world.REMEMBERED", 3)
-    monkeypatch.setattr("coordinator.world.AT_ONCE", 2)
+    monkeypatch.setattr("coordinator.cluster_tracker.REMEMBERED", 3)
+    monkeypatch.setattr("coordinator.cluster_tracker.AT_ONCE", 2)
     memory = MemoryStore()
     await create_cluster(memory, ClusterConfig(ranges=4))
     here = await register_worker(memory, name="here", app="default")

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from coordinator.adoption import reset
+from coordinator.core.store import Entry
 from coordinator.core.view import ClusterConfig, View
 from coordinator.leader import run_coordinator
 from coordinator.membership import VIEW, create_cluster
 from coordinator.memory import MemoryStore
-from coordinator.store import Entry
 from tests.coordinator.rack import FakeServer, Rack
 from tests.coordinator.support import until_key
 

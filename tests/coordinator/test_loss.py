@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coordinator.core.loss import find_loss, spans
+from coordinator.core.data_loss import find_loss, spans
 from coordinator.core.view import ServerInfo
 from tests.client.views import view
 

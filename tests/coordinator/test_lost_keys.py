@@ -11,15 +11,14 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.adoption import UNHEARD
+from coordinator.core.lost_view import UNHEARD, is_behind, put_back
 from coordinator.core.planner import Plan
+from coordinator.core.store import Entry, Store
 from coordinator.core.view import ClusterConfig, Roster, View
 from coordinator.leader import ELECTION, run_coordinator
-from coordinator.lost_view import is_behind, put_back
 from coordinator.membership import create_cluster, new_number
 from coordinator.memory import MemoryStore
 from coordinator.sessions import ServerSession, register_server, register_worker
-from coordinator.store import Entry, Store
 from replication.chain import Member
 from tests.coordinator.conftest import Clients
 from tests.coordinator.rack import Rack

@@ -14,12 +14,12 @@ import pytest
 
 from coordinator.connect import insist
 from coordinator.core.errors import OtherCluster, StoreUnavailable, UnknownServer
+from coordinator.core.store import Entry, Guard, Store
 from coordinator.core.view import ClusterConfig, ServerInfo, WorkerInfo
 from coordinator.etcd import EtcdStore
 from coordinator.membership import cancel_drain, create_cluster, list_drains, new_number, read_drains, request_drain
 from coordinator.memory import MemoryStore
 from coordinator.sessions import ServerSession, register_server, register_worker
-from coordinator.store import Entry, Guard, Store
 from tests.coordinator.conftest import Clients
 from tests.coordinator.support import WAIT_S, Etcd, FaultyStore, fresh_url, until, until_key
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from coordinator.adoption import adopt, plan_adoption
+from coordinator.core.store import Entry
 from coordinator.core.view import ClusterConfig
 from coordinator.membership import create_cluster, new_number
 from coordinator.memory import MemoryStore
-from coordinator.store import Entry
 from tests.coordinator.support import FaultyStore
 from tests.coordinator.test_adoption import witness
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.core.records import MOST, read
 from coordinator.losses import known_key, losses_of
 from coordinator.memory import MemoryStore
-from coordinator.records import MOST, read
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),

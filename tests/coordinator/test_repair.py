@@ -12,12 +12,12 @@ import pytest
 
 from coordinator import leader
 from coordinator.core.planner import Plan, UnsafePlan
+from coordinator.core.store import Store
 from coordinator.core.view import ClusterConfig, ServerInfo, View
 from coordinator.leader import ELECTION, run_coordinator
-from coordinator.lines import Lines
 from coordinator.membership import ViewFollower, create_cluster
 from coordinator.memory import MemoryStore
-from coordinator.store import Store
+from coordinator.server_links import Lines
 from replication.chain import Member
 from tests.coordinator.rack import FakeServer, Rack
 from tests.coordinator.support import FaultyStore, until, until_key

@@ -6,8 +6,8 @@ import string
 from random import Random
 
 from coordinator.core.planner import plan_roster
+from coordinator.core.store import VALUE_MAX
 from coordinator.core.view import WORKERS_MAX, Roster, WorkerInfo
-from coordinator.store import VALUE_MAX
 
 
 def worker(number: int, name: str, incarnation: int = 1) -> WorkerInfo:

@@ -9,11 +9,11 @@ import numpy as np
 
 from coordinator.core.health import Report
 from coordinator.core.last_good import LastGood
+from coordinator.core.store import Guard
 from coordinator.core.view import ServerInfo, View
 from coordinator.leader import _Term
-from coordinator.lines import Lines
 from coordinator.memory import MemoryStore
-from coordinator.store import Guard
+from coordinator.server_links import Lines
 from replication.chain import Kept, Member
 from replication.effects import CaughtUp
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator.core.errors import LeaseLost, StoreUnavailable
-from coordinator.store import KEY_MAX, VALUE_MAX, WRITES_MAX, Delete, Entry, Guard, Put, Reset
+from coordinator.core.store import KEY_MAX, VALUE_MAX, WRITES_MAX, Delete, Entry, Guard, Put, Reset
 from tests.coordinator.conftest import Clients
 from tests.coordinator.support import take, until
 

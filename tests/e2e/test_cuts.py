@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 import elasticps as eps
 from coordinator.connect import open_store
+from coordinator.core.store import Store
 from coordinator.core.view import View
-from coordinator.store import Store
 from elasticps import background
 from elasticps.checkpoint.create import by_grpc
 from elasticps.checkpoint.driver import Cut, Driver

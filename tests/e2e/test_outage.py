@@ -16,8 +16,8 @@ import pytest
 
 import elasticps as eps
 from coordinator.connect import open_store
+from coordinator.core.store import Store
 from coordinator.core.view import Roster
-from coordinator.store import Store
 from elasticps import background
 from tests.conftest import NewCluster
 from tests.e2e.oracle import Watcher, owners, wait_for

@@ -11,11 +11,11 @@ import pytest
 
 from coordinator.adoption import reset
 from coordinator.core.errors import WritesRefused
+from coordinator.core.store import Entry, Listing, Put, Reset
 from coordinator.core.view import ClusterConfig, Roster, WorkerInfo
 from coordinator.losses import key_of, known_key
 from coordinator.membership import NEWEST_CHECKPOINT, ROSTER, VIEW, create_cluster
 from coordinator.memory import MemoryStore
-from coordinator.store import Entry, Listing, Put, Reset
 from elasticps.checkpoint.create import newest
 from elasticps.cli import processes
 from elasticps.local.etcd import free_ports

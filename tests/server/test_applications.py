@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from coordinator.adoption import TABLES, table_key
+from coordinator.core.store import Listing
 from coordinator.core.view import Roster, View, WorkerInfo
 from coordinator.memory import MemoryStore
-from coordinator.store import Listing
 from elasticps.model.spec import SGD, Accumulate, TableSpec
 from elasticps.server import lives
 from elasticps.server.core import held_frames

@@ -12,10 +12,10 @@ from unittest.mock import Mock
 import pytest
 
 from coordinator.core.errors import StoreUnavailable
+from coordinator.core.store import Entry
 from coordinator.core.view import ServerInfo
 from coordinator.membership import SERVERS, VIEW, read_drains, request_drain
 from coordinator.memory import MemoryStore
-from coordinator.store import Entry
 from elasticps.server import draining
 from elasticps.server.draining import drain
 from elasticps.server.server import Server

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coordinator.cluster_tracker import World
 from coordinator.core import planner
 from coordinator.core.draft import Draft
-from coordinator.world import World
 from elasticps.server import leaders
 from replication.chain import Chains, Kept, Role, place
 from replication.replica import Replica

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from coordinator.adoption import UNHEARD
 from coordinator.core.planner import Plan
+from coordinator.core.reasons import names
 from coordinator.core.view import REASON_MAX, View
-from coordinator.core.wording import names
 from replication.chain import Member
 
+UNHEARD = 1 << 16  # views that only workers, coordinators and servers which are given up may know
 REMEDY = "`elasticps cluster adopt --server HOST:ADMIN-PORT` puts it back, with --without for each server that is gone"
 
 

@@ -12,6 +12,7 @@ from coordinator.core import fields
 from coordinator.core.errors import Fenced
 from coordinator.core.last_good import LastGood
 from coordinator.core.names import worker_name
+from coordinator.core.store import Change, Delete, Entry, Guard, Listing, Put, Reset, Store
 from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from coordinator.membership import (
     BEGIN_ANEW,
@@ -33,7 +34,6 @@ from coordinator.membership import (
     shown,
     worker_of,
 )
-from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, Store
 from replication.chain import Member
 
 log = fields.logger(__name__)

@@ -11,14 +11,14 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
+from coordinator.cluster_tracker import ELECTION, World
 from coordinator.core import fields
 from coordinator.core.errors import Fenced, LeaseLost, StoreUnavailable
 from coordinator.core.health import TICK_S
 from coordinator.core.last_good import LastGood
-from coordinator.lines import Lines
+from coordinator.core.store import Guard, Store
+from coordinator.server_links import Lines
 from coordinator.sparing import Sparing
-from coordinator.store import Guard, Store
-from coordinator.world import ELECTION, World
 
 log = fields.logger(__name__)
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from coordinator.cluster_tracker import World
 from coordinator.core import fields
 from coordinator.core.health import TICK_S, Detector, Dial, Gone, Line, Load, Report
 from coordinator.core.planner import Health
 from coordinator.core.succession import BEAT_S, Succession
 from coordinator.core.view import ServerInfo, View
-from coordinator.world import World
 from replication.chain import Member
 
 log = fields.logger(__name__)
