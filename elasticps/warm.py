@@ -10,7 +10,7 @@ from elasticps.client import warm as client
 from elasticps.security import openssl
 from elasticps.server import process as server
 
-_AT_IMPORT = "elasticps.torch.compared", "elasticps.torch.distinct", "elasticps.torch.group.merge"
+_AT_IMPORT = "elasticps.torch.kernels.compare", "elasticps.torch.kernels.distinct", "elasticps.torch.kernels.merge"
 """Modules whose kernels are compiled when they are imported; where there is no torch, nobody needs them."""
 
 

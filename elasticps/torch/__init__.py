@@ -30,13 +30,13 @@ from importlib.util import find_spec
 if find_spec("torch") is None:
     raise ImportError("elasticps.torch needs torch: pip install 'elasticps[torch]'", name="torch")
 
-from elasticps.torch.ahead import Ahead, prefetch
 from elasticps.torch.collection import EmbeddingBagCollection, EmbeddingCollection, TableConfig
 from elasticps.torch.data import ShardedDataset, ShardSampler
 from elasticps.torch.devices import DeviceGroup
 from elasticps.torch.embedding import Embedding, EmbeddingBag
 from elasticps.torch.group import GroupClient, LocalGroup
 from elasticps.torch.jagged import Jagged, JaggedTensor, KeyedTensor
+from elasticps.torch.lookahead import Ahead, prefetch
 from elasticps.torch.optimizer import Optimizer
 from elasticps.torch.state import full_state_dict, load, load_full_state_dict, save
 

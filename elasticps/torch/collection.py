@@ -25,11 +25,11 @@ from elasticps.errors import ConfigError, InputError
 from elasticps.model.caching import Cache
 from elasticps.model.spec import Filter, Init
 from elasticps.model.spec import Optimizer as ServerOptimizer
-from elasticps.torch.distinct import distinct_tables
 from elasticps.torch.embedding import MAX_PREFETCHED, Rows, Want, shares
 from elasticps.torch.group.client import GroupClient
 from elasticps.torch.host import moved, room, sent
 from elasticps.torch.jagged import JaggedTensor, KeyedTensor, Lists, lists_of
+from elasticps.torch.kernels.distinct import distinct_tables
 
 if TYPE_CHECKING:
     from elasticps.client import Client

@@ -23,9 +23,9 @@ from elasticps.errors import ConfigError, InputError
 from elasticps.model.caching import Cache
 from elasticps.model.spec import Filter, Init, Normal
 from elasticps.model.spec import Optimizer as ServerOptimizer
-from elasticps.torch.distinct import distinct
 from elasticps.torch.group.client import GroupClient
 from elasticps.torch.host import moved, room, sent
+from elasticps.torch.kernels.distinct import distinct
 
 if TYPE_CHECKING:
     from elasticps.client import Client, SparseTable

@@ -16,10 +16,10 @@ from elasticps.errors import ConfigError, SpecError
 from elasticps.model.optimizers import Schedule
 from elasticps.model.spec import MAX_NAME, Filter, shows
 from elasticps.model.spec import Optimizer as ServerOptimizer
-from elasticps.torch.compared import differ
 from elasticps.torch.embedding import Gradient, Rows, refuse_torchs
-from elasticps.torch.group.merge import merged
 from elasticps.torch.host import Fetch, staged
+from elasticps.torch.kernels.compare import differ
+from elasticps.torch.kernels.merge import merged
 
 if TYPE_CHECKING:
     from elasticps.client import Client, DenseTensor, SparseTable

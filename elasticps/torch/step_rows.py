@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.torch.distinct import distinct
+from elasticps.torch.kernels.distinct import distinct
 
 Keys = NDArray[np.int64]
 Floats = NDArray[np.float32]

@@ -18,7 +18,7 @@ import elasticps as eps
 import elasticps.torch as eps_torch
 from elasticps.errors import ConfigError, InputError
 from elasticps.torch import EmbeddingBagCollection, EmbeddingCollection, Jagged, TableConfig
-from elasticps.torch.distinct import distinct_tables
+from elasticps.torch.kernels.distinct import distinct_tables
 from tests.torch.fake_ps import FakeClient
 
 SGD = eps.SGD(lr=0.5)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.torch.distinct import distinct
 from elasticps.torch.group.links import NOTHING, Links, Words
 from elasticps.torch.group.memory import Held
+from elasticps.torch.kernels.distinct import distinct
 
 if TYPE_CHECKING:
     pass

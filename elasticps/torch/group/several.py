@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.torch.distinct import distinct
 from elasticps.torch.group.links import Links, Words
 from elasticps.torch.group.reads import Floats, Pending, Slots, Ticket
+from elasticps.torch.kernels.distinct import distinct
 
 if TYPE_CHECKING:
     from elasticps.torch.group.tables import GroupTable

@@ -8,7 +8,7 @@ import numpy as np
 
 from elasticps.client import Shard, Shards
 from elasticps.torch.group.links import NOTHING, Links
-from elasticps.torch.group.merge import share
+from elasticps.torch.kernels.merge import share
 
 _END = -1
 

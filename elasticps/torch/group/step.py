@@ -32,8 +32,8 @@ from elasticps.torch.group.layout import (
 )
 from elasticps.torch.group.links import Links
 from elasticps.torch.group.memory import Shared
-from elasticps.torch.group.merge import added, merged, share
 from elasticps.torch.group.tables import GroupTable, GroupTensor, Handle
+from elasticps.torch.kernels.merge import added, merged, share
 
 GRADIENTS = 0  # the number of their memory
 LITTLE = 2 << 20  # bytes of a rank's room

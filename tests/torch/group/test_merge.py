@@ -21,7 +21,7 @@ from elasticps.torch.group.layout import (
     room_for,
     tensors_of,
 )
-from elasticps.torch.group.merge import PIECE, added, merged, share
+from elasticps.torch.kernels.merge import PIECE, added, merged, share
 
 Floats = NDArray[np.float32]
 Rank = tuple[NDArray[np.int64], Floats]

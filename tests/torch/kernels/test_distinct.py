@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticps.torch.distinct import distinct
+from elasticps.torch.kernels.distinct import distinct
 
 # Few values, so that they repeat, and those whose hashes may be special.
 IDS = st.one_of(
