@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from elasticps import kernels
 from elasticps.client import warm as client
 from elasticps.security import openssl
-from elasticps.server import process as server
+from elasticps.server.process import main as server
 
 _AT_IMPORT = "elasticps.torch.kernels.compare", "elasticps.torch.kernels.distinct", "elasticps.torch.kernels.merge"
 """Modules whose kernels are compiled when they are imported; where there is no torch, nobody needs them."""

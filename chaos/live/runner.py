@@ -27,7 +27,7 @@ from chaos.live.targets import Scene, whole
 from chaos.live.verdict import audit_words, epochs_back, excused, given_up, unwatched
 from chaos.live.watch import LOOK_S, START_S, Seen, Watch
 from coordinator.core.errors import CoordinationError
-from elasticps.audit import AuditReport, audit
+from elasticps.admin.audit import AuditReport, audit
 from elasticps.errors import Error
 from elasticps.memory import parse_size
 

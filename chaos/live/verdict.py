@@ -9,7 +9,7 @@ from chaos.live.figures import Life
 from chaos.live.load import READ
 from chaos.live.nemesis import Fault
 from chaos.live.watch import Seen
-from elasticps.audit import AuditReport
+from elasticps.admin.audit import AuditReport
 
 GIVEN_UP_S = 3.2  # a worker renews its lease of 5 s three times in that
 ADMIT_S = 15.0  # after it is back, until it is told

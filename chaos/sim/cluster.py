@@ -34,8 +34,8 @@ from elasticps.client.registry import Registry
 from elasticps.metrics.timing import Meter, TimedServer
 from elasticps.model.spec import Consistency
 from elasticps.monitor import dial_server
-from elasticps.server.linger import Linger
-from elasticps.server.lives import Identity, Surroundings, live
+from elasticps.server.network.busy_poll import Linger
+from elasticps.server.process.lifecycle import Identity, Surroundings, live
 from elasticps.server.server import Server
 from replication.chain import COMPLETE, Member
 

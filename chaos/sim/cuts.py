@@ -14,8 +14,8 @@ from chaos.sim.violation import Violation
 from coordinator.core.errors import StoreUnavailable
 from coordinator.core.view import ServerInfo
 from elasticps.admin.admin_pb2 import RestoreRequest, RestoreResponse
+from elasticps.admin.interface import CutState, CutWritten, Subject
 from elasticps.admin.service import Admin
-from elasticps.admin.subject import CutState, CutWritten, Subject
 from elasticps.checkpoint.driver import Driver, GivenUp, Inconsistent, RoundsDiffer
 from elasticps.errors import ClusterUnreachable
 

@@ -15,14 +15,14 @@ MOST_RANGES = 16  # of a story's cluster
 
 SMALL: dict[str, int] = {
     "elasticps.server.core.reads.CHUNK_BYTES": 2 << 10,
-    "elasticps.server.connection.WRITE_HIGH_BYTES": 1 << 10,
-    "elasticps.server.connection.LINK_HIGH_BYTES": 512,
-    "elasticps.server.connection.MAX_WAITING_ANSWERS": 4,
-    "elasticps.server.handshake.MAX_WORKERS": 40,
+    "elasticps.server.network.connection.WRITE_HIGH_BYTES": 1 << 10,
+    "elasticps.server.network.connection.LINK_HIGH_BYTES": 512,
+    "elasticps.server.network.connection.MAX_WAITING_ANSWERS": 4,
+    "elasticps.server.roles.handshake.MAX_WORKERS": 40,
     "elasticps.server.fast.path.TURN_BYTES": 4 << 10,
     "elasticps.server.fast.chunks.SMALLEST_BYTES": 16 << 10,
-    "elasticps.server.snapshots.PIECE_BYTES": 1 << 10,
-    "elasticps.server.snapshots.BACKLOG_BYTES": 2 << 10,
+    "elasticps.server.roles.snapshots.PIECE_BYTES": 1 << 10,
+    "elasticps.server.roles.snapshots.BACKLOG_BYTES": 2 << 10,
     "replication.admission._LET_IN_BYTES": 1 << 10,
     "elasticps.client.push_batch.AT_ONCE_BYTES": 1 << 10,
     "chaos.sim.cluster.LOG_BUDGET_BYTES": 4 << 10,
@@ -31,10 +31,10 @@ TIGHT_ROWS = 18  # of sums: so many just fit into a frame that names all ranges,
 TIGHT_BODY_BYTES = 24 + 104 * TIGHT_ROWS + 8 + 4 * MOST_RANGES
 TIGHT_MOST_BYTES = TIGHT_BODY_BYTES // 2  # of a piece of a snapshot: headers of blocks come on top of it
 TIGHT: dict[str, int] = {
-    "elasticps.server.connection.MAX_BODY_BYTES": TIGHT_BODY_BYTES,
-    "elasticps.server.connection.MAX_LINK_BODY_BYTES": TIGHT_BODY_BYTES + 12 * MOST_RANGES + 64,
-    "elasticps.server.snapshots.MOST_BYTES": TIGHT_MOST_BYTES,
-    "elasticps.server.snapshots.PIECE_BYTES": TIGHT_MOST_BYTES // 4,  # as everywhere: what is too large is cut smaller
+    "elasticps.server.network.connection.MAX_BODY_BYTES": TIGHT_BODY_BYTES,
+    "elasticps.server.network.connection.MAX_LINK_BODY_BYTES": TIGHT_BODY_BYTES + 12 * MOST_RANGES + 64,
+    "elasticps.server.roles.snapshots.MOST_BYTES": TIGHT_MOST_BYTES,
+    "elasticps.server.roles.snapshots.PIECE_BYTES": TIGHT_MOST_BYTES // 4,  # as everywhere: larger ones are cut
 }
 """Of frames. What workers send has to fit: see `Free`."""
 SHORT: dict[str, int] = {

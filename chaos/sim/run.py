@@ -37,7 +37,7 @@ from elasticps.checkpoint import anew
 from elasticps.model.spec import ASP
 from elasticps.server.core.audit import digest
 from elasticps.server.core.operations import AuditMark
-from elasticps.server.replica_links import ReplicaLinks
+from elasticps.server.roles.replica_links import ReplicaLinks
 from replication.effects import Distrust
 
 SETTLED_S = 1.0  # what nobody waits for has come to all replicas

@@ -7,7 +7,7 @@ import asyncio
 from typing import TYPE_CHECKING, cast
 
 from chaos.sim.network import Socket
-from elasticps.server.socket_transport import SocketTransport
+from elasticps.server.network.socket_transport import SocketTransport
 
 if TYPE_CHECKING:
     from chaos.sim.loop import Loop

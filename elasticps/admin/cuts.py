@@ -10,7 +10,7 @@ import grpc
 
 from elasticps.admin import admin_pb2, admin_pb2_grpc
 from elasticps.admin.client import failure, generation_of, open_channel
-from elasticps.admin.subject import CutState, CutTaken, CutWritten, Writing, WrittenFile
+from elasticps.admin.interface import CutState, CutTaken, CutWritten, Writing, WrittenFile
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials

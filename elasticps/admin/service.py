@@ -14,7 +14,7 @@ from grpc_health.v1.health import aio as health  # type: ignore[attr-defined]  #
 
 from elasticps.admin import admin_pb2, admin_pb2_grpc
 from elasticps.admin.cuts import write_state, write_written
-from elasticps.admin.subject import MAX_URL, Subject, Wanted
+from elasticps.admin.interface import MAX_URL, Subject, Wanted
 from elasticps.errors import ConfigError
 from elasticps.security.identity import Act, NotAuthorised, identity_among
 from elasticps.wire.headers import MAX_CUT

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from coordinator.core.view import View
 from elasticps import background
 from elasticps.admin import fetch_status
-from elasticps.audit import audit
+from elasticps.admin.audit import audit
 from elasticps.bench.failover import Worker
 from elasticps.bench.pusher import COUNTED, DIM, HEAVY
 from elasticps.bench.sparse import fill

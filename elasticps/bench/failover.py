@@ -18,7 +18,7 @@ import numpy as np
 from coordinator.core.view import View
 from elasticps import background
 from elasticps.admin import fetch_status
-from elasticps.audit import audit
+from elasticps.admin.audit import audit
 from elasticps.bench.pusher import COUNTED, DIM, HEAVY
 from elasticps.bench.sparse import fill
 from elasticps.client import connect

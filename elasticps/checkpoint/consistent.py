@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from elasticps.admin.subject import CutTaken
+from elasticps.admin.interface import CutTaken
 from replication.progress import MAX_CLOCK, PART_BITS
 
 _SHOWN = 5

@@ -20,7 +20,7 @@ from coordinator.core.view import ServerInfo
 from coordinator.membership import NEWEST_CHECKPOINT, RESTORING, last_workers
 from elasticps import background
 from elasticps.admin.cuts import CutClient
-from elasticps.admin.subject import CutWritten, WrittenFile
+from elasticps.admin.interface import CutWritten, WrittenFile
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.driver import HOLD_S, Cut, CutServer, Driver, GivenUp
 from elasticps.checkpoint.manifest import FileEntry, Manifest, WorkerEntry, check_table

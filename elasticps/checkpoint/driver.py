@@ -22,7 +22,7 @@ from coordinator.core import fields
 from coordinator.core.store import Entry, Store
 from coordinator.core.view import ServerInfo, View, WorkerInfo
 from coordinator.membership import ROSTER, roster_of
-from elasticps.admin.subject import CutState
+from elasticps.admin.interface import CutState
 from elasticps.checkpoint.consistent import Verdict, judge, uncovered
 from elasticps.coordination import read_view
 from elasticps.errors import CheckpointError, Error

@@ -1,8 +1,8 @@
 """Brings a cluster, or some tables of one, back from a checkpoint.
 
-Servers read what they head, and log it (`elasticps.server.restoring`). This asks them to, again after failures, until
-every range has said that all its replicas have it. While a whole cluster comes back the key `restoring` is in etcd, and
-workers wait at `connect`. Tables are registered when their rows are there; so nobody ever sees a part of one.
+Servers read what they head, and log it (`elasticps.server.roles.restoring`). This asks them to, again after failures,
+until every range has said that all its replicas have it. While a whole cluster comes back the key `restoring` is in
+etcd, and workers wait at `connect`. Tables are registered when their rows are there; so nobody ever sees a part of one.
 
 One drives at a time: who holds the key `restore-driver`, under a lease; the number of that write is the one by which
 servers refuse what an older one still says, and what a newer one has ended.

@@ -103,7 +103,7 @@ def server(
     log_format: LogFormat = "logfmt",
 ) -> None:
     """Run one server. SIGTERM: it hands everything over, then ends. SIGINT (Ctrl-C) or a second SIGTERM: it ends."""
-    from elasticps.server import serve  # compiles kernels: only this command waits for that
+    from elasticps.server.process.main import serve  # compiles kernels: only this command waits for that
 
     logs.configure(log_level, log_format=log_format, cluster=_cluster(url), process=name)
     uvloop.run(

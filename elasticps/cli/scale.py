@@ -110,7 +110,9 @@ def scale(
 
 
 def _figures(forecast: Forecast, sources: int) -> dict[str, Any]:
-    from elasticps.server.snapshots import USUAL_BYTES_PER_S  # brings in the kernels: only this command waits for that
+    from elasticps.server.roles.snapshots import (
+        USUAL_BYTES_PER_S,  # brings in the kernels: only this command waits for that
+    )
 
     rate = USUAL_BYTES_PER_S * max(1, sources)
     moves = sorted(forecast.moves.items(), key=lambda move: [scaling.by_number(one) for one in move[0]])

@@ -54,7 +54,7 @@ def _prepare() -> None:
     """Imports and loads all that the others will need. Where kernels are missing it is they who compile them, and say
     so."""
     from elasticps.cli import app  # noqa: F401
-    from elasticps.server import process
+    from elasticps.server.process import main as process
 
     if process.is_warm():
         process.warm()

@@ -27,7 +27,7 @@ from elasticps.dashboard.scaling import scaler_of
 from elasticps.errors import ConfigError
 from elasticps.security import credentials_of
 from elasticps.security.identity import Act
-from elasticps.server.addresses import is_loopback
+from elasticps.server.process.addresses import is_loopback
 
 log = fields.logger(__name__)
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from coordinator.core.errors import CoordinationError
-from elasticps.audit import audit
+from elasticps.admin.audit import audit
 from elasticps.dashboard.needs import PORT
 from elasticps.dashboard.serve import begin_beside
 from elasticps.demo import data

@@ -14,7 +14,7 @@ import numpy as np
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from elasticps.audit import AuditReport
+    from elasticps.admin.audit import AuditReport
 
 AGREE = 0.01  # largest difference between the two AUCs
 BIN_S = 0.1  # of throughput

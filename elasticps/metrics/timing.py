@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.server.connection import Connection
 from elasticps.server.fast.layout import (
     H_FORWARDS,
     H_PULLS,
@@ -28,6 +27,7 @@ from elasticps.server.fast.layout import (
     H_WAITED_COUNT,
 )
 from elasticps.server.fast.path import FastPath
+from elasticps.server.network.connection import Connection
 from elasticps.server.server import Server
 from elasticps.wire.frames import LAST, Buffer, Header, Kind
 

@@ -1,5 +1,4 @@
-"""The server process: one event loop that owns the rows of its ranges."""
+"""One server: an event loop that owns the rows of its ranges.
 
-from elasticps.server.process import serve
-
-__all__ = ["serve"]
+Imports point one way: `process` → this folder → `roles` → `network` → `fast` → `core`.
+"""

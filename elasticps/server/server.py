@@ -15,8 +15,7 @@ from coordinator.core import fields
 from coordinator.core.view import Roster, ServerInfo, View
 from elasticps.checkpoint.filing import Filing, ThreadFiling
 from elasticps.security.gate import Gate
-from elasticps.server.checkpoints import ASIDE_BYTES, WORKING_S, Checkpoints
-from elasticps.server.connection import Connection, Role
+from elasticps.server.admin import Subject
 from elasticps.server.core.barrier import BarrierCoordinator
 from elasticps.server.core.bounded_delay import BoundedDelay
 from elasticps.server.core.data_shards import ShardDispenser
@@ -26,25 +25,26 @@ from elasticps.server.core.held_frames import HeldFrames
 from elasticps.server.core.herald import Herald
 from elasticps.server.core.registered import Entry, Registered
 from elasticps.server.core.serving import Serving
-from elasticps.server.counts import Counts
-from elasticps.server.cuts import Cuts
-from elasticps.server.executor import Executor
 from elasticps.server.fast.path import FastPath
-from elasticps.server.handshake import Handshake
-from elasticps.server.leaders import Leaders
-from elasticps.server.linger import Linger
-from elasticps.server.memory_limit import MemoryLimit
-from elasticps.server.news import News
-from elasticps.server.pulls import Pulls
-from elasticps.server.pushes import Pushes
-from elasticps.server.reductions import Reductions
-from elasticps.server.replica_links import ReplicaLinks
-from elasticps.server.restoring import KEPT_BYTES, Restorer
-from elasticps.server.snapshots import SnapshotSender
-from elasticps.server.standstill import Standstill
-from elasticps.server.streams import streams
-from elasticps.server.subject import Subject
-from elasticps.server.uses import Uses
+from elasticps.server.network.busy_poll import Linger
+from elasticps.server.network.connection import Connection, Role
+from elasticps.server.network.streams import streams
+from elasticps.server.roles.checkpoints import ASIDE_BYTES, WORKING_S, Checkpoints
+from elasticps.server.roles.counts import Counts
+from elasticps.server.roles.cuts import Cuts
+from elasticps.server.roles.executor import Executor
+from elasticps.server.roles.handshake import Handshake
+from elasticps.server.roles.leaders import Leaders
+from elasticps.server.roles.memory_limit import MemoryLimit
+from elasticps.server.roles.pulls import Pulls
+from elasticps.server.roles.pushes import Pushes
+from elasticps.server.roles.reductions import Reductions
+from elasticps.server.roles.replica_links import ReplicaLinks
+from elasticps.server.roles.restoring import KEPT_BYTES, Restorer
+from elasticps.server.roles.snapshots import SnapshotSender
+from elasticps.server.roles.stall_detector import Standstill
+from elasticps.server.roles.subscriptions import News
+from elasticps.server.roles.worker_activity import Uses
 from elasticps.system.descriptors import NO_LIMIT as MANY
 from elasticps.system.descriptors import Connections
 from replication.chain import Member

@@ -21,7 +21,7 @@ from chaos.live.nemesis import Fault, Nemesis
 from chaos.live.plan import Promises, parse
 from chaos.live.runner import Load, Run
 from chaos.live.watch import Seen
-from elasticps.audit import AuditReport
+from elasticps.admin.audit import AuditReport
 from elasticps.errors import Error
 from tests.chaos.scenes import action_of, scene_of, view_of
 

@@ -12,7 +12,7 @@ from chaos.live.nemesis import Fault
 from chaos.live.verdict import FORGOTTEN, audit_words, epochs_back, given_up
 from chaos.live.watch import Seen
 from coordinator import sessions
-from elasticps.audit import AuditReport, Difference, WorkerClocks
+from elasticps.admin.audit import AuditReport, Difference, WorkerClocks
 from elasticps.client import dispatcher
 from tests.chaos.scenes import action_of
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticps.admin.subject import CutTaken
+from elasticps.admin.interface import CutTaken
 from elasticps.checkpoint.consistent import judge, uncovered
 from replication.messages import ERASER
 

@@ -16,7 +16,7 @@ import pytest
 from coordinator.core.view import Roster, ServerInfo, View, WorkerInfo
 from coordinator.membership import NEWEST_CHECKPOINT, WANTED_CHECKPOINTS
 from coordinator.memory import MemoryStore
-from elasticps.admin.subject import CutState, CutTaken, CutWritten, Writing, WrittenFile
+from elasticps.admin.interface import CutState, CutTaken, CutWritten, Writing, WrittenFile
 from elasticps.checkpoint import catalog, create, driver, filing
 from elasticps.checkpoint.create import checkpoint
 from elasticps.checkpoint.driver import GivenUp

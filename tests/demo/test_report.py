@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from elasticps.audit import AuditReport, WorkerClocks
+from elasticps.admin.audit import AuditReport, WorkerClocks
 from elasticps.demo.picture import draw
 from elasticps.demo.report import (
     AuditAnswer,

@@ -139,7 +139,7 @@ def test_kernels_of_the_image_serve_where_nothing_can_be_written(tmp_path: Path)
         "import os, tempfile, numba.core.compiler as c\n"
         "def no(*a, **k): raise OSError(30, 'Read-only file system')\n"
         "tempfile.TemporaryFile = os.replace = c.compile_extra = no\n"
-        "from elasticps.server.process import is_warm\n"
+        "from elasticps.server.process.main import is_warm\n"
         "assert is_warm()\n"
         "from elasticps.warm import warm; warm()\n"
     )

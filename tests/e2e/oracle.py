@@ -24,7 +24,7 @@ from coordinator.connect import open_store
 from coordinator.core.view import View
 from coordinator.membership import ViewFollower
 from elasticps import background
-from elasticps.audit import AuditReport, audit
+from elasticps.admin.audit import AuditReport, audit
 
 KEYS = np.arange(400, dtype=np.int64)
 DIM = 4

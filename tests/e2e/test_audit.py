@@ -20,8 +20,8 @@ from coordinator.membership import create_cluster
 from coordinator.memory import MemoryStore
 from elasticps import background
 from elasticps.admin import AdminServer, start_admin
-from elasticps.admin.subject import MarkedRange
-from elasticps.audit import AuditReport, Found, Judged, WorkerClocks, audit_store, compare
+from elasticps.admin.audit import AuditReport, Found, Judged, WorkerClocks, audit_store, compare
+from elasticps.admin.interface import MarkedRange
 from elasticps.coordination import read_view
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec

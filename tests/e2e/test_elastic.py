@@ -20,7 +20,7 @@ import pytest
 import elasticps as eps
 from coordinator.core.view import View
 from elasticps import background
-from elasticps.audit import audit
+from elasticps.admin.audit import audit
 from elasticps.cli.status import look
 from elasticps.local import LocalCluster
 from elasticps.local.following import Following, held

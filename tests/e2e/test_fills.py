@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import elasticps as eps
-from elasticps.audit import audit
+from elasticps.admin.audit import audit
 from tests.conftest import NewCluster
 
 BATCHES, ROWS, DIM, SECONDS = 50, 4_000, 64, 24.0

@@ -20,7 +20,7 @@ import pytest
 
 import elasticps as eps
 from coordinator.core.view import View
-from elasticps.audit import audit
+from elasticps.admin.audit import audit
 from elasticps.local import LocalCluster
 from tests.e2e.oracle import Ledger, Sums, Trainers, Watcher, check_sums, owners, wait_for
 

@@ -13,7 +13,7 @@ import pytest
 
 import elasticps as eps
 from elasticps import background
-from elasticps.audit import audit
+from elasticps.admin.audit import audit
 from elasticps.checkpoint.anew import restore_ranges
 from elasticps.checkpoint.create import checkpoint_cluster
 from elasticps.cli.status import look

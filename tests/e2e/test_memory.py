@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import elasticps as eps
-from elasticps.audit import audit
+from elasticps.admin.audit import audit
 from elasticps.torch import Embedding, Optimizer
 
 DIM, BATCH = 64, 8000

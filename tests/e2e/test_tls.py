@@ -16,7 +16,7 @@ from coordinator.connect import open_store
 from coordinator.core.errors import CoordinationError
 from coordinator.core.url import parse
 from elasticps import background
-from elasticps.audit import audit
+from elasticps.admin.audit import audit
 from elasticps.cli.app import app
 from elasticps.cli.output import ExitCode
 from elasticps.cli.status import look

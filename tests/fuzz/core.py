@@ -24,12 +24,12 @@ from coordinator.core.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.client.short_keys import Short, ShortKeys
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
-from elasticps.server import replica_links
-from elasticps.server.connection import Connection
 from elasticps.server.core.registered import Entry
 from elasticps.server.fast import layout as at
+from elasticps.server.network.connection import Connection
+from elasticps.server.roles import replica_links
+from elasticps.server.roles.snapshots import SnapshotSender
 from elasticps.server.server import Server
-from elasticps.server.snapshots import SnapshotSender
 from elasticps.wire.frames import HEADER_BYTES, LAST, Header, Kind, block_head, json_frame, unpack_header
 from elasticps.wire.reducing import ReduceHeader, function_body
 from replication.chain import Role

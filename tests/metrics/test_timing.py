@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from elasticps.metrics.timing import BUCKETS_S, SAMPLE, Histogram, Meter
-from elasticps.server.connection import Connection
+from elasticps.server.network.connection import Connection
 from elasticps.wire.frames import Header, Kind
 
 BODY = np.zeros(24, np.uint8)

@@ -166,7 +166,7 @@ def test_nobody_takes_a_workers_place_by_the_name_of_one_that_is_unknown(
     authority: Authority, holder: Holder, monkeypatch: pytest.MonkeyPatch, who: str
 ) -> None:
     """A hello of who is not in the roster yet waits for that, and has one of the places of workers meanwhile."""
-    monkeypatch.setattr("elasticps.server.handshake.MAX_WORKERS", 1)
+    monkeypatch.setattr("elasticps.server.roles.handshake.MAX_WORKERS", 1)
     stranger = Credentials(authority.issue(Identity.parse(f"spiffe://elasticps/{who}")), who.partition("/")[0])
 
     async def test() -> None:

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from elasticps.errors import ConfigError
-from elasticps.server import addresses
+from elasticps.server.process import addresses
 
 
 def test_a_server_is_found_where_it_listens_or_where_it_says() -> None:

@@ -14,10 +14,10 @@ from coordinator.core.store import Listing
 from coordinator.core.view import Roster, View, WorkerInfo
 from coordinator.memory import MemoryStore
 from elasticps.model.spec import SGD, Accumulate, TableSpec
-from elasticps.server import lives
 from elasticps.server.core import held_frames
 from elasticps.server.core.registered import Entry
 from elasticps.server.fast import layout as at
+from elasticps.server.process import lifecycle as lives
 from elasticps.wire.frames import ALL_RANGES, LAST, Header, Kind, json_body
 from replication.messages import OperationKind
 from tests.coordinator.support import FaultyStore

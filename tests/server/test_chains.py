@@ -104,7 +104,7 @@ def test_a_joining_replica_is_filled_while_pushes_go_on(run: Run) -> None:
 
 def test_only_workers_make_a_server_busy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """What fills a joiner is no reason to fill it slowly."""
-    monkeypatch.setattr("elasticps.server.snapshots.BUSY_S", 3600.0)  # else it may be over before we look
+    monkeypatch.setattr("elasticps.server.roles.snapshots.BUSY_S", 3600.0)  # else it may be over before we look
 
     async def test(group: Group) -> None:
         for name in ("s0", "s1", "s2"):

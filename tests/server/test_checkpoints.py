@@ -12,10 +12,10 @@ import pytest
 from elasticps.checkpoint.filing import Done
 from elasticps.checkpoint.manifest import FileEntry
 from elasticps.checkpoint.rows import RowFile, decode
-from elasticps.server import checkpoints
 from elasticps.server.core import scan
 from elasticps.server.core.operations import CutMark
-from elasticps.server.snapshots import SnapshotSender
+from elasticps.server.roles import checkpoints
+from elasticps.server.roles.snapshots import SnapshotSender
 from elasticps.store import Table, deletions, index, kept
 from elasticps.store.intervals import PLACES
 from elasticps.store.kept import Kept

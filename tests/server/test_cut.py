@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticps.admin.cuts import read_state, read_written, write_state, write_written
-from elasticps.admin.subject import CutState, CutTaken, CutWritten, Writing, WrittenFile
+from elasticps.admin.interface import CutState, CutTaken, CutWritten, Writing, WrittenFile
 from elasticps.kernels.hashing import group_range
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.sharding import ShardSpec

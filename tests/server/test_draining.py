@@ -16,8 +16,8 @@ from coordinator.core.store import Entry
 from coordinator.core.view import ServerInfo
 from coordinator.membership import SERVERS, VIEW, read_drains, request_drain
 from coordinator.memory import MemoryStore
-from elasticps.server import draining
-from elasticps.server.draining import drain
+from elasticps.server.process import draining
+from elasticps.server.process.draining import drain
 from elasticps.server.server import Server
 from tests.coordinator.support import until_key
 from tests.server.conftest import Group, Run, until

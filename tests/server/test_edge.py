@@ -14,10 +14,11 @@ from coordinator.core.view import ServerInfo
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
 from elasticps.monitor import dial_server
-from elasticps.server import connection as connections
-from elasticps.server import fatal, handshake
 from elasticps.server.core import held_frames
+from elasticps.server.network import connection as connections
+from elasticps.server.roles import handshake
 from elasticps.server.server import Server
+from elasticps.system import fatal
 from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, FrameError, Header, Kind, block_head, json_body, json_frame
 from replication.messages import Ack, Message
 from tests.server.conftest import WORKER, Group, Run, Worker, until

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
-from elasticps.server.executor import Executor
 from elasticps.server.fast.path import FastPath
+from elasticps.server.roles.executor import Executor
 from replication.chain import Member
 from replication.effects import Effects
 

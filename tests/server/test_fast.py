@@ -15,10 +15,10 @@ from elasticps.kernels.hashing import table_salt
 from elasticps.model.optimizers import SGD, Accumulate, Adagrad, Adam, Optimizer
 from elasticps.model.spec import BFloat16, Filter, Float16, Int8, Normal, TableSpec
 from elasticps.server.core import reads
-from elasticps.server.executor import Executor
 from elasticps.server.fast.layout import H_FORWARDS, H_PUSHES
 from elasticps.server.fast.path import FastPath
-from elasticps.server.snapshots import SnapshotSender
+from elasticps.server.roles.executor import Executor
+from elasticps.server.roles.snapshots import SnapshotSender
 from elasticps.store.codec import Codec
 from elasticps.store.intervals import PLACES
 from elasticps.store.kept import Allowance

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from elasticps.server import handshake
+from elasticps.server.roles import handshake
 from elasticps.wire.frames import Header, Kind, json_frame
 from elasticps.wire.headers import JoinHeader, OkHeader
 from tests.server.conftest import WORKER, Group, Run, Worker, until

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticps.server.core.heavy import Sketch
-from elasticps.server.hot import Hot
+from elasticps.server.roles.hot_keys import Hot
 from elasticps.wire.frames import Kind
 from elasticps.wire.headers import PullHeader
 from tests.server.conftest import TABLE, Group, Run

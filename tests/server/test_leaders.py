@@ -7,7 +7,7 @@ import json
 import pytest
 
 from elasticps.monitor import dial_server
-from elasticps.server import leaders
+from elasticps.server.roles import leaders
 from elasticps.wire.frames import HEADER_BYTES
 from tests.server.conftest import Group, Run, until
 

@@ -15,7 +15,7 @@ from coordinator.core.view import ServerInfo
 from coordinator.sparing import Sparing
 from elasticps import logs
 from elasticps.admin.service import start_admin
-from elasticps.server import connection
+from elasticps.server.network import connection
 from elasticps.server.server import Server
 
 KNOCKS = 100

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from coordinator.core.view import WORKERS_MAX, Roster, WorkerInfo
 from elasticps.model.sharding import MAX_SHARDS
-from elasticps.server import replica_links
 from elasticps.server.core.replica_codec import MAX_TABLE
+from elasticps.server.roles import replica_links
 from elasticps.wire.frames import (
     ALL_RANGES,
     HEADER_BYTES,

@@ -12,7 +12,6 @@ import pytest
 
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
-from elasticps.server import replica_links
 from elasticps.server.core import held_frames
 from elasticps.server.core.barrier_state import RangeRounds
 from elasticps.server.core.operations import (
@@ -25,6 +24,7 @@ from elasticps.server.core.operations import (
     positions_of,
 )
 from elasticps.server.core.registered import Entry
+from elasticps.server.roles import replica_links
 from elasticps.server.server import Server
 from elasticps.wire.frames import Block, Header, Kind, json_body
 from replication.effects import Send

@@ -13,8 +13,8 @@ from elasticps.client.core.routing import Routes, plan_push
 from elasticps.kernels.hashing import table_salt
 from elasticps.model.optimizers import SGD
 from elasticps.model.spec import TableSpec
-from elasticps.server.connection import LINK_HIGH_BYTES
 from elasticps.server.fast.layout import H_ENABLED, H_PULLS
+from elasticps.server.network.connection import LINK_HIGH_BYTES
 from elasticps.server.server import Server
 from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, Header, Kind, block_head, json_frame
 from replication.chain import Member
@@ -128,7 +128,7 @@ def test_a_connection_closes_even_if_its_peer_does_not_read(
     async def story(group: Group) -> None:
         server, sock = await closing(group, goes)
         if not goes:
-            monkeypatch.setattr("elasticps.server.connection.STALLED_TIMEOUT_S", 0.01)
+            monkeypatch.setattr("elasticps.server.network.connection.STALLED_TIMEOUT_S", 0.01)
         server.tick()
         await until(lambda: not server.handshake.connections)
         sock.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elasticps.errors import ConfigError
-from elasticps.server.process import load_plugin
+from elasticps.server.process.main import load_plugin
 from tests.conftest import NewCluster
 
 Eventually = Callable[[Callable[[], bool]], None]

@@ -17,7 +17,7 @@ import pytest
 from elasticps.server.fast import layout as at
 from elasticps.server.fast import sockets
 from elasticps.server.fast.path import FastPath
-from elasticps.server.pump import Pump, Transport
+from elasticps.server.network.pump import Pump, Transport
 from elasticps.server.server import Server
 from elasticps.wire.frames import HEADER_BYTES, Kind, unpack_header
 from tests.server.conftest import Group, Run, until
@@ -107,7 +107,7 @@ def test_without_descriptors_nothing_is_accepted_until_there_are_some(
 
     async def test(group: Group) -> None:
         await started(group)
-        monkeypatch.setattr("elasticps.server.pump.FULL_PAUSE_S", 0.02)
+        monkeypatch.setattr("elasticps.server.network.pump.FULL_PAUSE_S", 0.02)
         listener = group.listeners["a"]
         accept, tried = listener._socket.accept, []
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from coordinator.core.view import Roster, WorkerInfo
-from elasticps.server import reductions
 from elasticps.server.core import partial
 from elasticps.server.core.registered import Entry
+from elasticps.server.roles import reductions
 from elasticps.store import register_reduction
 from elasticps.wire.frames import Header, Kind, json_body
 from elasticps.wire.headers import PullHeader

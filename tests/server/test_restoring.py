@@ -10,15 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elasticps.admin.subject import Restored, Wanted
+from elasticps.admin.interface import Restored, Wanted
 from elasticps.checkpoint.contents import Rows
 from elasticps.checkpoint.manifest import Manifest, WorkerEntry
 from elasticps.checkpoint.portions import to_bits
 from elasticps.checkpoint.storage import Storage
 from elasticps.model import spec
 from elasticps.model.spec import TableSpec
-from elasticps.server import restoring
-from elasticps.server.restoring import PIECE_BYTES, PIECES_AT_ONCE, Restorer, _batches, _together, cut_up, state_of
+from elasticps.server.roles import restoring
+from elasticps.server.roles.restoring import (
+    PIECE_BYTES,
+    PIECES_AT_ONCE,
+    Restorer,
+    _batches,
+    _together,
+    cut_up,
+    state_of,
+)
 from replication.messages import OperationKind
 from tests.checkpoint.writer import Change, ranges_of, row, write
 from tests.server.conftest import RANGES, Group, Run

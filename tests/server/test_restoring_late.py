@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elasticps.admin.subject import Wanted
+from elasticps.admin.interface import Wanted
 from elasticps.checkpoint.portions import to_bits
 from elasticps.checkpoint.storage import Storage
 from elasticps.model import spec
 from elasticps.model.spec import TableSpec
-from elasticps.server import fatal
+from elasticps.system import fatal
 from tests.checkpoint.writer import Change, row, write
 from tests.server.conftest import RANGES, Group, Run, until
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elasticps.server import snapshots
-from elasticps.server.connection import Connection
 from elasticps.server.core.asker import Body
 from elasticps.server.fast.layout import H_ENABLED
+from elasticps.server.network.connection import Connection
+from elasticps.server.roles import snapshots
 from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, ROUND, Header, Kind, json_body, json_frame
 from tests.server.conftest import Group, Run, until
 

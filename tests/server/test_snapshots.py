@@ -15,14 +15,14 @@ from elasticps.kernels.hashing import group_range
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.sharding import ShardSpec
 from elasticps.model.spec import TableSpec
-from elasticps.server import snapshots
 from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds, Rounds
 from elasticps.server.core.data_shards_state import Claim, Doing, Shards, ShardSet, Used
 from elasticps.server.core.operations import ChunkContent, TableRows
 from elasticps.server.core.replica_codec import ReplicaCodec
 from elasticps.server.core.snapshot_codec import decode_content, encode_content
 from elasticps.server.core.snapshot_packing import pack, size_of
-from elasticps.server.snapshots import MOST_BYTES
+from elasticps.server.roles import snapshots
+from elasticps.server.roles.snapshots import MOST_BYTES
 from elasticps.store import Store
 from elasticps.wire.frames import HEADER_BYTES, Block, FrameError, unpack_header
 from replication.messages import SnapshotChunk

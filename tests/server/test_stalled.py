@@ -11,10 +11,10 @@ import pytest
 
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
-from elasticps.server import snapshots
 from elasticps.server.core.barrier_state import Rounds
 from elasticps.server.core.data_shards_state import Shards
-from elasticps.server.snapshots import BACKLOG_BYTES, STALLED_S, SnapshotSender
+from elasticps.server.roles import snapshots
+from elasticps.server.roles.snapshots import BACKLOG_BYTES, STALLED_S, SnapshotSender
 from elasticps.store import Store
 from elasticps.wire.frames import HEADER_BYTES, Kind, json_body
 from replication.chain import Member

@@ -15,8 +15,8 @@ from typing import Any, cast
 import numpy as np
 
 from coordinator.core.view import Roster, ServerInfo, View, WorkerInfo
-from elasticps.server.connection import Connection
 from elasticps.server.fast.layout import H_ENABLED
+from elasticps.server.network.connection import Connection
 from elasticps.server.server import Server
 from elasticps.wire.frames import LAST, Header, Kind, json_frame
 from elasticps.wire.unsent import Unsent

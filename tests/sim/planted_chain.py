@@ -18,12 +18,13 @@ from coordinator.core.view import ClusterConfig, View
 from coordinator.membership import request_drain
 from elasticps.client.core.session import Session, resume
 from elasticps.client.push_batch import PackedPart
-from elasticps.server import draining, lives
 from elasticps.server.core.bounded_delay import BoundedDelay
 from elasticps.server.core.reads import Judge
 from elasticps.server.fast.young import YoungLog
-from elasticps.server.handshake import Handshake
-from elasticps.server.pulls import Pulls
+from elasticps.server.process import draining
+from elasticps.server.process import lifecycle as lives
+from elasticps.server.roles.handshake import Handshake
+from elasticps.server.roles.pulls import Pulls
 from elasticps.wire.frames import Header
 from replication.chain import Chains, Member, Role
 from replication.core import Core

@@ -14,8 +14,8 @@ from elasticps.checkpoint.consistent import Verdict, judge
 from elasticps.checkpoint.driver import Driver
 from elasticps.client.core.hold import Hold
 from elasticps.server.core.cut import Holding
-from elasticps.server.cuts import Cuts
-from elasticps.server.replica_links import ReplicaLinks
+from elasticps.server.roles.cuts import Cuts
+from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.store import Store
 from elasticps.store.cuts import Cuts as Passed
 from replication.effects import Send

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticps.server.pushes import Pushes
+from elasticps.server.roles.pushes import Pushes
 
 
 def log_what_waited_behind_the_end_of_its_table(patch: pytest.MonkeyPatch) -> None:

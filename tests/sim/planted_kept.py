@@ -11,7 +11,7 @@ import pytest
 from coordinator.cluster_tracker import World
 from coordinator.core import planner
 from coordinator.core.draft import Draft
-from elasticps.server import leaders
+from elasticps.server.roles import leaders
 from replication.chain import Chains, Kept, Role, place
 from replication.replica import Replica
 

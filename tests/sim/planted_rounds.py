@@ -20,7 +20,7 @@ from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds, Round
 from elasticps.server.core.data_shards import ShardDispenser
 from elasticps.server.core.data_shards_state import UNUSED, Claim, Shards, ShardSet, Used
 from elasticps.server.core.group_log import GroupLog
-from elasticps.server.executor import Executor
+from elasticps.server.roles.executor import Executor
 from replication.messages import OperationKind
 from tests.sim.planting import leave_every_frame_to_python
 

@@ -12,8 +12,6 @@ import pytest
 
 from coordinator.core.view import View
 from elasticps.metrics.timing import TimedConnection
-from elasticps.server import connection, news, pulls
-from elasticps.server.connection import Connection
 from elasticps.server.core import reads
 from elasticps.server.core.bounded_delay import BoundedDelay
 from elasticps.server.core.serving import Serving
@@ -21,7 +19,11 @@ from elasticps.server.fast import layout as at
 from elasticps.server.fast.chunks import Chunks
 from elasticps.server.fast.path import FastPath
 from elasticps.server.fast.young import YoungLog
-from elasticps.server.pushes import Pushes
+from elasticps.server.network import connection
+from elasticps.server.network.connection import Connection
+from elasticps.server.roles import pulls
+from elasticps.server.roles import subscriptions as news
+from elasticps.server.roles.pushes import Pushes
 from elasticps.server.server import Server
 from elasticps.wire.frames import Header, Kind
 from elasticps.wire.unsent import Unsent

@@ -13,7 +13,7 @@ from chaos.sim.threads import Threads
 from elasticps.client.registry import Registry
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import ASP, SSP
-from elasticps.server import snapshots
+from elasticps.server.roles import snapshots
 from tests.sim.conftest import wait_for
 
 

@@ -15,7 +15,7 @@ from elasticps.client.core.session import ASKED_BYTES
 from elasticps.errors import ServerFull
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import ASP, BSP, Threshold
-from elasticps.server.memory_limit import MemoryLimit
+from elasticps.server.roles.memory_limit import MemoryLimit
 from tests.sim.conftest import wait_for
 
 KNOWN = np.arange(9)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import elasticps as eps
-from elasticps.audit import audit
+from elasticps.admin.audit import audit
 from elasticps.torch import DeviceGroup, EmbeddingBag, EmbeddingBagCollection, Optimizer, TableConfig, full_state_dict
 from tests.conftest import NewCluster
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import elasticps as eps
-from elasticps.audit import audit
+from elasticps.admin.audit import audit
 from elasticps.torch import Embedding, EmbeddingBagCollection, EmbeddingCollection, Jagged, Optimizer, TableConfig
 
 STEPS, KILLED_AT, IDS, SIZE = 24, 8, 300, 16

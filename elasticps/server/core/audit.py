@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from elasticps.admin.subject import MarkedRange
+from elasticps.admin.interface import MarkedRange
 from elasticps.server.core.operations import AuditMark
 from elasticps.store import Table
 from replication.chain import Ranges

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.admin.subject import MAX_URL
+from elasticps.admin.interface import MAX_URL
 from elasticps.errors import SpecError
 from elasticps.model.sharding import MAX_SHARDS, ShardSpec
 from elasticps.model.spec import TableSpec

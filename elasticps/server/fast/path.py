@@ -12,7 +12,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.server import fatal
 from elasticps.server.core import reads
 from elasticps.server.core.operations import positions_of
 from elasticps.server.fast import layout as at
@@ -25,6 +24,7 @@ from elasticps.server.fast.tables import TableRows
 from elasticps.server.fast.told import Told
 from elasticps.server.fast.young import YoungEntries, YoungLog
 from elasticps.store import Store
+from elasticps.system import fatal
 from elasticps.wire.frames import HEADER_BYTES, FrameError, unpack_header
 from elasticps.wire.keys import LIST_KEYS
 from elasticps.wire.packed import unpack_first

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from elasticps.memory import give_back
-from elasticps.server.connection import Connection, Handler
 from elasticps.server.core.asker import Body
 from elasticps.server.core.headroom import Headroom, Memory, full
 from elasticps.server.core.push_rows import PushRows
 from elasticps.server.core.request_error import RequestError
 from elasticps.server.fast.layout import UNLIMITED
 from elasticps.server.fast.path import FastPath
-from elasticps.server.replica_links import ReplicaLinks
+from elasticps.server.network.connection import Connection, Handler
+from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.store import Store, Table
 from elasticps.wire.frames import Block, Header, Kind, json_body, json_frame
 

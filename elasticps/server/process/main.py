@@ -29,12 +29,12 @@ from elasticps.memory import ENDLESS, Reading, find_limit, make_reader, rows_mar
 from elasticps.security import credentials_of
 from elasticps.security.gate import Gate
 from elasticps.security.identity import Role
-from elasticps.server.addresses import found_under, hidden, is_loopback, joined, listen
 from elasticps.server.core.headroom import Memory
 from elasticps.server.fast import receive as fast_path
 from elasticps.server.fast import sockets
-from elasticps.server.lives import Build, Identity, Surroundings, live, plain, resolve
-from elasticps.server.names import stays, wait_for_name
+from elasticps.server.process.addresses import found_under, hidden, is_loopback, joined, listen
+from elasticps.server.process.lifecycle import Build, Identity, Surroundings, live, plain, resolve
+from elasticps.server.process.names import stays, wait_for_name
 from elasticps.server.server import Server
 from elasticps.store import registry
 from elasticps.system.descriptors import connections_for, raise_limit

@@ -25,13 +25,13 @@ from elasticps.coordination import entries_of, read_tables, tables_among
 from elasticps.errors import SpecError
 from elasticps.model.spec import TableSpec
 from elasticps.security.gate import Gate
-from elasticps.server import fatal
 from elasticps.server.core.headroom import NO_LIMIT, Memory
 from elasticps.server.core.registered import Entry
-from elasticps.server.draining import Stays, drain
-from elasticps.server.housekeeping import keep_doing
-from elasticps.server.replica_links import BEAT_S
+from elasticps.server.process.draining import Stays, drain
+from elasticps.server.process.housekeeping import keep_doing
+from elasticps.server.roles.replica_links import BEAT_S
 from elasticps.server.server import Server
+from elasticps.system import fatal
 from elasticps.system.descriptors import NO_LIMIT as MANY
 from elasticps.system.descriptors import Connections
 

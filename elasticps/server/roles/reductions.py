@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from coordinator.core import fields
 from elasticps.errors import SpecError
-from elasticps.server.connection import Connection, Handler
 from elasticps.server.core.asker import Body
 from elasticps.server.core.contents import unknown_table
 from elasticps.server.core.held_frames import HeldFrames
@@ -19,7 +18,8 @@ from elasticps.server.core.partial import Partial
 from elasticps.server.core.registered import Registered
 from elasticps.server.core.request_error import RequestError
 from elasticps.server.core.serving import Serving
-from elasticps.server.pulls import Pulls
+from elasticps.server.network.connection import Connection, Handler
+from elasticps.server.roles.pulls import Pulls
 from elasticps.store import Store, Table
 from elasticps.store.reductions import reduction
 from elasticps.wire.frames import Buffer, FrameError, Header, Kind, json_frame

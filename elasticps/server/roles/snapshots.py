@@ -11,8 +11,8 @@ import numpy as np
 from elasticps.server.core.operations import ChunkContent, TableRows
 from elasticps.server.core.serving import Serving
 from elasticps.server.core.snapshot_packing import pack, size_by_place, size_of
-from elasticps.server.executor import Executor
-from elasticps.server.replica_links import ReplicaLinks
+from elasticps.server.roles.executor import Executor
+from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.store import Table
 from elasticps.store.intervals import PLACES
 from replication.chain import Member

@@ -14,12 +14,12 @@ from elasticps.security import records
 from elasticps.security.channel import Expect
 from elasticps.security.gate import Gate, Handshake, Over, anybody, proof, told
 from elasticps.security.session import Session
-from elasticps.server.pump import Listener, connected
-from elasticps.server.socket_transport import SocketTransport, described
+from elasticps.server.network.pump import Listener, connected
+from elasticps.server.network.socket_transport import SocketTransport, described
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
-    from elasticps.server.connection import Connection
+    from elasticps.server.network.connection import Connection
 
 log = logging.getLogger(__name__)
 

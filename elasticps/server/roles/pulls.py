@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from elasticps.server.connection import Connection, Handler
 from elasticps.server.core.asker import Asker, Body
 from elasticps.server.core.bounded_delay import BoundedDelay
 from elasticps.server.core.contents import unknown_table
@@ -16,7 +15,8 @@ from elasticps.server.core.reads import Judge, Read, Wanted, answer, shown_when
 from elasticps.server.core.registered import Registered
 from elasticps.server.core.request_error import RequestError
 from elasticps.server.core.serving import Serving
-from elasticps.server.counts import Counts
+from elasticps.server.network.connection import Connection, Handler
+from elasticps.server.roles.counts import Counts
 from elasticps.store import Store, Table
 from elasticps.wire.frames import FrameError, Header, Kind, read_tables
 from elasticps.wire.headers import JoinHeader, KeysHeader, ListKeysHeader, OkHeader, PullHeader

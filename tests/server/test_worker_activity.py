@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from coordinator.core.view import Roster, WorkerInfo
-from elasticps.server import uses
+from elasticps.server.roles import worker_activity as uses
 from elasticps.wire.frames import Kind
 from elasticps.wire.use import Use, UseHeader
 from tests.server.conftest import Group, Run, Worker, until

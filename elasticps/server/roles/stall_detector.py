@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from elasticps.server.executor import Executor
+from elasticps.server.roles.executor import Executor
 
 STOPPED_S = 0.5  # two beats left out; less than the silence for which a leader leaves a server out
 DOUBT_S = 0.1

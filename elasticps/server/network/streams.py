@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Protocol
 from elasticps.security.channel import Channel, Expect
 from elasticps.security.gate import Gate, anybody, proof, told
 from elasticps.security.transport import TlsTransport
-from elasticps.server.pump import Pump
-from elasticps.server.secure import SecureStreams
+from elasticps.server.network.pump import Pump
+from elasticps.server.network.secure import SecureStreams
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
-    from elasticps.server.connection import Connection
     from elasticps.server.fast.path import FastPath
-    from elasticps.server.linger import Linger
+    from elasticps.server.network.busy_poll import Linger
+    from elasticps.server.network.connection import Connection
 
 
 class Listening(Protocol):

@@ -19,7 +19,7 @@ from elasticps.server.core.herald import Herald
 from elasticps.server.core.request_error import RequestError
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.path import FastPath
-from elasticps.server.linger import Linger
+from elasticps.server.network.busy_poll import Linger
 from elasticps.wire.frames import (
     MAX_BODY_BYTES,
     MAX_CONTROL_BYTES,

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Protocol, cast
 from elasticps.server.fast import layout as at
 from elasticps.server.fast import sockets
 from elasticps.server.fast.path import FastPath
-from elasticps.server.socket_transport import SocketTransport, described
+from elasticps.server.network.socket_transport import SocketTransport, described
 
 if TYPE_CHECKING:
     from elasticps.security.channel import Expect
-    from elasticps.server.connection import Connection
-    from elasticps.server.linger import Linger
+    from elasticps.server.network.busy_poll import Linger
+    from elasticps.server.network.connection import Connection
 
 log = logging.getLogger(__name__)
 

@@ -7,15 +7,15 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import numpy as np
 
-from elasticps.admin.subject import CutState, CutTaken, CutWritten, Writing
-from elasticps.server.connection import Connection, Handler
+from elasticps.admin.interface import CutState, CutTaken, CutWritten, Writing
 from elasticps.server.core.asker import Asker, Body
 from elasticps.server.core.cut import Holding
 from elasticps.server.core.cut_notes import by_column
 from elasticps.server.core.operations import CutMark
 from elasticps.server.core.serving import Serving
-from elasticps.server.executor import Executor
-from elasticps.server.tickets import FutureTicket
+from elasticps.server.network.connection import Connection, Handler
+from elasticps.server.roles.executor import Executor
+from elasticps.server.roles.tickets import FutureTicket
 from elasticps.wire.frames import FrameError, Header, Kind
 from elasticps.wire.headers import HeldHeader, ReleaseHeader
 from replication.effects import Push, Status

@@ -8,14 +8,14 @@ from typing import Any
 from coordinator.core import fields
 from elasticps.security.identity import NotAuthorised
 from elasticps.security.identity import Role as PeerRole
-from elasticps.server.connection import Connection, Handler, Role
 from elasticps.server.core.asker import Body
 from elasticps.server.core.held_frames import HeldFrames
 from elasticps.server.core.request_error import RequestError
 from elasticps.server.core.serving import Serving
-from elasticps.server.leaders import Leaders
-from elasticps.server.news import News
-from elasticps.server.replica_links import ReplicaLinks
+from elasticps.server.network.connection import Connection, Handler, Role
+from elasticps.server.roles.leaders import Leaders
+from elasticps.server.roles.replica_links import ReplicaLinks
+from elasticps.server.roles.subscriptions import News
 from elasticps.system.descriptors import NO_LIMIT as MANY
 from elasticps.system.descriptors import Connections
 from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame, whole

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from elasticps.admin.subject import MarkedRange
+from elasticps.admin.interface import MarkedRange
 from elasticps.model.spec import TableSpec
-from elasticps.server import fatal
 from elasticps.server.core.audit import Marks, digest
 from elasticps.server.core.barrier_state import Rounds
 from elasticps.server.core.contents import wrong
@@ -37,6 +36,7 @@ from elasticps.server.fast import layout as at
 from elasticps.server.fast.path import FastPath
 from elasticps.store import Store, Table
 from elasticps.store.intervals import PLACES
+from elasticps.system import fatal
 from replication.chain import Member, Ranges, Role
 from replication.effects import (
     Apply,

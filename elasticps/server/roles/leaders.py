@@ -9,14 +9,14 @@ import numpy as np
 from coordinator.core import fields
 from coordinator.core.view import View
 from elasticps.memory import fill_mark
-from elasticps.server.connection import Connection
 from elasticps.server.core.asker import Body
 from elasticps.server.core.headroom import Headroom
 from elasticps.server.core.serving import Serving
-from elasticps.server.counts import Counts
-from elasticps.server.executor import Executor
-from elasticps.server.replica_links import ReplicaLinks
-from elasticps.server.snapshots import SnapshotSender
+from elasticps.server.network.connection import Connection
+from elasticps.server.roles.counts import Counts
+from elasticps.server.roles.executor import Executor
+from elasticps.server.roles.replica_links import ReplicaLinks
+from elasticps.server.roles.snapshots import SnapshotSender
 from elasticps.wire.frames import Header, Kind, json_frame
 from elasticps.wire.headers import GetViewHeader
 from elasticps.wire.views import view_frame

@@ -10,23 +10,23 @@ from typing import Any, Protocol
 import numpy as np
 
 from coordinator.core.view import Roster, ServerInfo
-from elasticps.admin.subject import MarkedRange
+from elasticps.admin.interface import MarkedRange
 from elasticps.server.core.audit import slices
 from elasticps.server.core.bounded_delay import BoundedDelay
 from elasticps.server.core.headroom import Headroom
 from elasticps.server.core.herald import Herald
 from elasticps.server.core.serving import Serving
-from elasticps.server.counts import COUNTED, Counts
-from elasticps.server.cuts import Cuts
-from elasticps.server.executor import Executor
 from elasticps.server.fast.layout import H_RECEIVED_FORWARD, H_RECEIVED_PULL, H_RECEIVED_PUSH
 from elasticps.server.fast.path import FastPath
-from elasticps.server.handshake import Handshake
-from elasticps.server.hot import Hot
-from elasticps.server.restoring import Restorer
-from elasticps.server.snapshots import SnapshotSender
-from elasticps.server.tickets import FutureTicket
-from elasticps.server.uses import Uses
+from elasticps.server.roles.counts import COUNTED, Counts
+from elasticps.server.roles.cuts import Cuts
+from elasticps.server.roles.executor import Executor
+from elasticps.server.roles.handshake import Handshake
+from elasticps.server.roles.hot_keys import Hot
+from elasticps.server.roles.restoring import Restorer
+from elasticps.server.roles.snapshots import SnapshotSender
+from elasticps.server.roles.tickets import FutureTicket
+from elasticps.server.roles.worker_activity import Uses
 from replication.chain import Role
 from replication.effects import Push, Status
 from replication.messages import OperationKind

@@ -16,10 +16,10 @@ from coordinator.membership import LEASE_S, create_cluster
 from coordinator.memory import MemoryStore
 from coordinator.sessions import register_server
 from elasticps.errors import ConfigError
-from elasticps.server import names
-from elasticps.server.draining import drain
-from elasticps.server.lives import Identity, Surroundings, live, plain
-from elasticps.server.names import wait_for_name
+from elasticps.server.process import names
+from elasticps.server.process.draining import drain
+from elasticps.server.process.lifecycle import Identity, Surroundings, live, plain
+from elasticps.server.process.names import wait_for_name
 from elasticps.server.server import Server
 from tests.coordinator.support import until_key
 from tests.server.conftest import Group, Run
@@ -97,7 +97,7 @@ def test_a_life_that_is_left_out_ends_though_the_store_does_not_answer(monkeypat
         await asyncio.Event().wait()
         return False
 
-    monkeypatch.setattr("elasticps.server.lives._drained", never)
+    monkeypatch.setattr("elasticps.server.process.lifecycle._drained", never)
 
     def build(*around: Any) -> Server:
         server = plain(*around)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.core import fields
-from elasticps.admin.subject import Restored, Wanted
+from elasticps.admin.interface import Restored, Wanted
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import UNIT_BYTES, Contents, Rows
 from elasticps.checkpoint.manifest import Manifest
@@ -25,9 +25,9 @@ from elasticps.server.core.operations import Dropped, NewTable, NewTables
 from elasticps.server.core.request_error import RequestError
 from elasticps.server.core.restored import RestoredRows, RestoredState
 from elasticps.server.core.serving import Serving
-from elasticps.server.executor import Executor
-from elasticps.server.memory_limit import MemoryLimit
-from elasticps.server.tickets import FutureTicket
+from elasticps.server.roles.executor import Executor
+from elasticps.server.roles.memory_limit import MemoryLimit
+from elasticps.server.roles.tickets import FutureTicket
 from elasticps.wire.frames import Block
 from elasticps.wire.pool import Pool
 from replication.chain import Ranges

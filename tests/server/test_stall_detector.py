@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elasticps.server.executor import Executor
 from elasticps.server.fast.path import FastPath
-from elasticps.server.standstill import DOUBT_S, STOPPED_S, Standstill
+from elasticps.server.roles.executor import Executor
+from elasticps.server.roles.stall_detector import DOUBT_S, STOPPED_S, Standstill
 from replication.chain import Chains, Member
 from tests.replication.views import form
 

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from coordinator.adoption import table_key
 from elasticps.errors import SpecError
 from elasticps.model.spec import TableSpec
-from elasticps.server.connection import Connection, Handler
 from elasticps.server.core.asker import Body
 from elasticps.server.core.barrier_state import MOST_OPEN
 from elasticps.server.core.contents import check_block, unknown_table
@@ -34,9 +33,10 @@ from elasticps.server.core.replica_codec import MAX_TABLE, new_tables
 from elasticps.server.core.replies import RequestTicket
 from elasticps.server.core.request_error import RequestError
 from elasticps.server.core.serving import Serving
-from elasticps.server.counts import Counts
-from elasticps.server.executor import Executor
-from elasticps.server.memory_limit import MemoryLimit
+from elasticps.server.network.connection import Connection, Handler
+from elasticps.server.roles.counts import Counts
+from elasticps.server.roles.executor import Executor
+from elasticps.server.roles.memory_limit import MemoryLimit
 from elasticps.wire.frames import Block, FrameError, Header, Kind, json_body, read_push, whole
 from elasticps.wire.headers import EraseHeader, GetClocksHeader, InitHeader, OkHeader, PushHeader
 from replication.chain import Ranges

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from coordinator.core import fields
-from elasticps.admin.subject import Writing, WrittenFile
+from elasticps.admin.interface import Writing, WrittenFile
 from elasticps.checkpoint.filing import Filing
 from elasticps.checkpoint.leftovers import mark_of
 from elasticps.checkpoint.manifest import FileEntry, folder_of, folder_of_table
 from elasticps.server.core.operations import CutMark
 from elasticps.server.core.scan import Finished, Lost, Scan
 from elasticps.server.core.serving import Serving
-from elasticps.server.executor import Executor
+from elasticps.server.roles.executor import Executor
 from elasticps.store.kept import Allowance
 from replication.chain import Ranges
 

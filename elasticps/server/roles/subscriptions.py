@@ -7,10 +7,10 @@ import asyncio
 from collections.abc import Callable
 
 from coordinator.core.view import View
-from elasticps.server.connection import Connection, Handler
 from elasticps.server.core.asker import Body
 from elasticps.server.core.serving import Serving
-from elasticps.server.executor import Executor
+from elasticps.server.network.connection import Connection, Handler
+from elasticps.server.roles.executor import Executor
 from elasticps.wire.frames import Header, Kind
 from elasticps.wire.views import read_view
 from replication.effects import NeedRoster, NeedView

@@ -1,0 +1,1 @@
+"""The process around a server: start and end, registration, signals, ports."""
