@@ -16,61 +16,37 @@ from typing import TypeVar
 
 from coordinator.core import fields
 from coordinator.core.errors import CoordinationError
-from coordinator.core.lost_view import UNHEARD
-from coordinator.core.records import check, left_out, read
-from coordinator.core.store import Entry, Listing, Store
-from coordinator.core.view import ClusterConfig, Roster, View, WorkerInfo
-from coordinator.losses import HELD_UP, KNOWN, LOSSES
-from coordinator.membership import (
-    BEGIN_ANEW,
+from coordinator.core.keys import (
     CONFIG,
     DRAINS,
+    HELD_UP,
     INCARNATIONS,
+    KNOWN,
     LAST_WORKER,
+    LOSSES,
+    RANGE_RECOVERY,
     RESTORING,
     ROSTER,
     SERVERS,
+    TABLES,
     VIEW,
     config_of,
     server_of,
+    table_key,
 )
+from coordinator.core.lost_view import UNHEARD
+from coordinator.core.records import left_out, read
+from coordinator.core.store import Entry, Listing, Store
+from coordinator.core.view import ClusterConfig, Roster, View, WorkerInfo
 
 log = fields.logger(__name__)
 
 _Value = TypeVar("_Value")
 
-TABLES = "tables/"
-RATES = "rates/"  # that were set for all workers: <application>/<table>
-ON_LOSS = "on-loss/"  # what becomes of a table where every replica of a range is gone: <application>/<table>
 
-_KEYS = (VIEW, ROSTER, RESTORING, BEGIN_ANEW, HELD_UP)  # of one identity
+_KEYS = (VIEW, ROSTER, RESTORING, RANGE_RECOVERY, HELD_UP)  # of one identity
 _BELOW = (TABLES, LAST_WORKER, DRAINS, LOSSES, KNOWN)
 _TRACES = (ROSTER, SERVERS, INCARNATIONS, TABLES)  # none of these comes before the config
-
-
-def table_key(app: str, name: str) -> str:
-    """Where a table of an application is registered."""
-    return f"{TABLES}{app}/{name}"
-
-
-@dataclass(frozen=True)
-class TableEntry:
-    """A table as the store has it. name: "application/name"; spec: as JSON; restored: it came from a checkpoint."""
-
-    name: str
-    id: int
-    spec: str
-    restored: bool = False
-
-
-def table_of(key: str, value: bytes, *, dropping: bool = False) -> TableEntry | None:
-    """What the store says of a table; None: it is about to go, and those are not asked for. ValueError for what is not
-    one."""
-    document = read(key, value)
-    if document.get("dropping") and not dropping:
-        return None
-    check(key, document, id=int, spec=str)
-    return TableEntry(key.removeprefix(TABLES), document["id"], document["spec"], not document.get("creator"))
 
 
 class CannotAdopt(CoordinationError):

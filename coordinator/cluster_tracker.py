@@ -7,38 +7,38 @@ from contextlib import aclosing
 from enum import Enum
 from typing import NamedTuple, TypeVar
 
-from coordinator.adoption import TABLES
 from coordinator.core import fields
 from coordinator.core.errors import Fenced
-from coordinator.core.last_good import LastGood
-from coordinator.core.names import worker_name
-from coordinator.core.store import Change, Delete, Entry, Guard, Listing, Put, Reset, Store
-from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
-from coordinator.membership import (
-    BEGIN_ANEW,
+from coordinator.core.keys import (
     CONFIG,
     DRAINS,
+    ELECTION,
     LAST_WORKER,
+    RANGE_RECOVERY,
     RESTORE_FILLS,
     ROSTER,
     SERVERS,
     SIGNED_OFF,
+    TABLES,
     VIEW,
     WORKERS,
-    begins_anew,
     drained,
     last_worker,
     leaves,
+    range_recovery_of,
     record_key,
     server_of,
     shown,
     worker_of,
 )
+from coordinator.core.last_good import LastGood
+from coordinator.core.names import worker_name
+from coordinator.core.store import Change, Delete, Entry, Guard, Listing, Put, Reset, Store
+from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from replication.chain import Member
 
 log = fields.logger(__name__)
 
-ELECTION = "election"
 REMEMBERED = 4096  # names of workers that have left: who comes back under one of them goes on where it was
 AT_ONCE = 64  # names forgotten in one go
 
@@ -198,7 +198,7 @@ class World:
             self._put_drain(entry)
         elif key.startswith(LAST_WORKER):
             return self._put_record(entry)
-        elif key == BEGIN_ANEW:
+        elif key == RANGE_RECOVERY:
             self._put_anew(entry)
         elif key == RESTORE_FILLS:
             self.restores = True
@@ -294,7 +294,7 @@ class World:
     def _put_anew(self, entry: Entry) -> None:
         self.anew, self.given_up = frozenset(), frozenset()
         try:
-            self.anew, self.given_up = begins_anew(entry.value)
+            self.anew, self.given_up = range_recovery_of(entry.value)
         except ValueError:
             log.exception("an entry is ignored", key=entry.key)
 
@@ -318,7 +318,7 @@ class World:
         if change.key == RESTORE_FILLS:
             self.restores = False
             return News.CHANGE
-        if change.key == BEGIN_ANEW:
+        if change.key == RANGE_RECOVERY:
             self.anew, self.given_up = frozenset(), frozenset()
             return News.NOTHING
         if self.servers.pop(change.key, None) is not None:

@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.cluster_tracker import ELECTION, News, World
+from coordinator.cluster_tracker import News, World
 from coordinator.core import fields
 from coordinator.core.errors import Fenced, StoreUnavailable, TooLarge, WritesRefused
 from coordinator.core.health import TICK_S, Dial
+from coordinator.core.keys import CONFIG, ROSTER, VIEW
 from coordinator.core.last_good import LastGood
 from coordinator.core.lease_grace import Grace
 from coordinator.core.lost_view import REMEDY, UNHEARD, is_behind, put_back
@@ -34,13 +35,12 @@ from coordinator.core.repair import Limits
 from coordinator.core.store import Guard, Listing, Store
 from coordinator.core.view import ClusterConfig, Roster, View, WorkerInfo
 from coordinator.leadership import campaign, first_of, keep_office
-from coordinator.membership import CONFIG, ROSTER, VIEW, farewell
+from coordinator.membership import farewell
 from coordinator.server_links import Lines
 from coordinator.sparing import Sparing
 
 log = fields.logger(__name__)
 
-__all__ = ["ELECTION", "run_coordinator"]
 
 Duty = Callable[[], Coroutine[Any, Any, None]]
 OnFailover = Callable[[int, float, float], None]

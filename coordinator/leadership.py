@@ -11,10 +11,11 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
-from coordinator.cluster_tracker import ELECTION, World
+from coordinator.cluster_tracker import World
 from coordinator.core import fields
 from coordinator.core.errors import Fenced, LeaseLost, StoreUnavailable
 from coordinator.core.health import TICK_S
+from coordinator.core.keys import ELECTION
 from coordinator.core.last_good import LastGood
 from coordinator.core.store import Guard, Store
 from coordinator.server_links import Lines

@@ -11,37 +11,42 @@ import secrets
 from collections.abc import Callable, Iterable
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from coordinator.core import fields
 from coordinator.core.errors import StoreUnavailable, UnknownServer, Unreadable
-from coordinator.core.names import app_of_worker, check_name, worker_name, worker_path
-from coordinator.core.records import read
+from coordinator.core.keys import (
+    CONFIG,
+    DRAINS,
+    HELD_UP,
+    KNOWN,
+    LAST_WORKER,
+    LEAVES,
+    LOSSES,
+    NUMBERS,
+    ROSTER,
+    SERVERS,
+    VIEW,
+    config_of,
+    drained,
+    leaves,
+    merge_losses,
+    number_of,
+    other_cluster,
+    roster_of,
+    server_of,
+    view_of,
+)
+from coordinator.core.names import check_name, worker_name
+from coordinator.core.records import left_out, read
 from coordinator.core.store import Entry, Put, Reset, Store
-from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
+from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View
 from replication.chain import Member
 
 log = fields.logger(__name__)
 
-CONFIG, VIEW, ROSTER = "config", "view", "roster"
-RESTORING = "restoring"  # while a whole cluster comes back from a checkpoint: workers wait
-RESTORE_FILLS = "restore-fills"  # while servers bring rows back from a checkpoint, under a lease
-SERVERS, WORKERS = "servers/", "workers/"
-DRAINS = "drains/"
-LEAVES = "leaves"  # true in a request to drain: the server's process has been asked to end
-BEGIN_ANEW = "begin-anew"  # ranges of which nobody is left, and the checkpoint from which they are brought back
-SIGNED_OFF = b"signed off"
-"""A worker's last word under its key: it is not coming back, whatever becomes of the lease."""
 
 LEASE_S = 5.0  # how long a member stays registered without a word from it
-LAST_WORKER = "last-worker/"
-"""Below it, by application and name, JSON with the `id` of the worker that took part last: no older one may come
-back."""
-INCARNATIONS = "incarnations/"
-NUMBERS = "numbers"
-WANTED_CHECKPOINTS = "checkpoints/wanted/"  # <application>/<number>: a request, which the leader answers in its place
-NEWEST_CHECKPOINT = "checkpoints/newest"  # its number, and when it was made; number 0: when they were first asked for
-FAILOVER = "failover"  # the newest one: epoch of its view, and in Unix time when it was found, and written; for people
 
 AT_ONCE = 64  # requests under way to the store, of one caller
 FAREWELL_S = 1.0  # a lease that the store does not take back by then runs out by itself
@@ -89,14 +94,6 @@ async def new_numbers(store: Store, count: int) -> tuple[list[int], Entry | None
         several = min(AT_ONCE, count - len(revisions))
         revisions += await asyncio.gather(*(store.put(NUMBERS, b"") for _ in range(several)))
     return [number_of(entry, revision) for revision in revisions], entry
-
-
-def number_of(config: Entry | None, revision: int) -> int:
-    """The number that stands for a revision, of a write while the config was this: above those of all writes before,
-    also in stores that this one has taken the cluster over from."""
-    if config is None:
-        return revision
-    return config_of(config).base + revision - config.create_revision
 
 
 async def request_drain(store: Store, name: str, *, leaves: bool = False) -> ServerInfo:
@@ -148,76 +145,6 @@ def _drains(entries: Iterable[Entry]) -> dict[Member, bool]:
         with suppress(ValueError):  # the leader logs what makes no sense
             found[drained(entry.key, entry.value)] = leaves(entry.value)
     return found
-
-
-def server_of(key: str, value: bytes) -> ServerInfo:
-    """Who is registered by what is under `servers/<name>`. ValueError if it makes no sense."""
-    server = ServerInfo.from_json(value)
-    if server.name != key.removeprefix(SERVERS):
-        raise ValueError(f"{key} names a server {server.name!r:.200}")
-    return server
-
-
-def worker_of(key: str, value: bytes) -> WorkerInfo:
-    """Who is registered by what is under `workers/<application>/<name>`. ValueError if it makes no sense, as for a
-    worker that says to belong to another application than the one that may write there."""
-    worker = WorkerInfo.from_json(value)
-    path = key.removeprefix(WORKERS)
-    if worker.name != worker_name(path):
-        raise ValueError(f"{key} names a worker {worker.name!r:.200}")
-    if worker.app != app_of_worker(worker.name):
-        raise ValueError(f"{key} names a worker of application {worker.app!r:.200}")
-    return worker
-
-
-def drained(key: str, value: bytes) -> Member:
-    """Who is asked to drain by what is under `drains/<name>`. ValueError if it makes no sense."""
-    name = check_name("server", key.removeprefix(DRAINS))
-    number: int = read("a request to drain", value, incarnation=int)["incarnation"]
-    if not number:
-        raise ValueError("no server has incarnation 0")
-    return Member(name, number)
-
-
-def leaves(value: bytes) -> bool:
-    """Whether a request to drain says that the server's process is about to end. ValueError if it makes no sense."""
-    return read("a request to drain", value).get(LEAVES) is True
-
-
-_Value = TypeVar("_Value")
-
-
-def config_of(entry: Entry) -> ClusterConfig:
-    """What is under `config`; Unreadable if it makes no sense."""
-    return _readable(entry, ClusterConfig.from_json)
-
-
-def view_of(entry: Entry) -> View:
-    """What is under `view`; Unreadable if it makes no sense."""
-    return _readable(entry, View.decode)
-
-
-def roster_of(entry: Entry) -> Roster:
-    """What is under `roster`; Unreadable if it makes no sense."""
-    return _readable(entry, Roster.decode)
-
-
-def _readable(entry: Entry, decode: Callable[[bytes], _Value]) -> _Value:
-    try:
-        return decode(entry.value)
-    except ValueError as error:
-        raise Unreadable(
-            f"the key {entry.key} in etcd holds {shown(entry.value)}, which makes no sense ({error}). The coordinator "
-            "that leads puts the last good value back, if it knows it; else `elasticps cluster adopt` does"
-        ) from None
-
-
-SHOWN_BYTES = 40
-
-
-def shown(value: bytes) -> str:
-    """The beginning of a value that makes no sense, for people."""
-    return repr(value[:SHOWN_BYTES]) + (f" ({len(value)} bytes)" if len(value) > SHOWN_BYTES else "")
 
 
 class ViewFollower:
@@ -320,37 +247,6 @@ def _tell(callbacks: list[Callable[[_T], None]], news: _T) -> None:
             log.exception("a subscriber failed")
 
 
-def identity_of(store: Store, config: Entry | None) -> str:
-    """The identity of the cluster that a store holds, "" if it holds none; `config`: what is under that key."""
-    return "" if config is None else config_of(config).identity(store.cluster)
-
-
-def other_cluster(ours: str, found: str) -> str:
-    """What to say of a store that holds another cluster than ours, or none."""
-    there = f"holds cluster {found}" if found else "holds no cluster"
-    return f"the store {there}, not {ours}: its data were lost, or it was made anew; see `elasticps cluster --help`"
-
-
-def begins_anew(value: bytes) -> tuple[frozenset[int], frozenset[Member]]:
-    """What is under `begin-anew`: ranges, and members that are given up. ValueError if it makes no sense."""
-    said = read(BEGIN_ANEW, value, ranges=list, given_up=list)
-    try:
-        given_up = frozenset(Member(str(name), int(incarnation)) for name, incarnation in said["given_up"])
-        return frozenset(map(int, said["ranges"])), given_up
-    except (TypeError, OverflowError) as error:
-        raise ValueError(f"{BEGIN_ANEW} makes no sense: {error}") from None
-
-
-def worker_key(name: str) -> str:
-    """Where a worker registers."""
-    return WORKERS + worker_path(name)
-
-
-def record_key(name: str) -> str:
-    """Where the record is of the worker that took part last under a name."""
-    return LAST_WORKER + worker_path(name)
-
-
 async def last_workers(store: Store) -> dict[str, Entry]:
     """The records below `last-worker/` by the workers' names. Of two records of one name, that of an earlier version
     is the older one."""
@@ -360,7 +256,24 @@ async def last_workers(store: Store) -> dict[str, Entry]:
     return {worker_name(path): by_path[path] for path in paths}
 
 
-def last_worker(value: bytes) -> int:
-    """The id in a record below `last-worker/`. ValueError if there is none."""
-    number: int = read("a record of a worker", value, id=int)["id"]
-    return number
+async def losses_of(store: Store) -> list[dict[str, Any]]:
+    """The records of what range recoveries lost, oldest first, without those that make no sense."""
+    found = {}
+    for entry in [*(await store.list(LOSSES)).entries, *(await store.list(KNOWN)).entries]:
+        with left_out():
+            if entry.key.startswith(LOSSES):
+                read(entry.key, entry.value, ranges=list, cut=int, url=str, rows=int, lacking=list)
+            merge_losses({entry.key: entry.value})
+            found[entry.key] = entry.value
+    return merge_losses(found)
+
+
+async def held_up(store: Store) -> str:
+    """Why lost ranges do not come back, "" if that is not known."""
+    entry = await store.get(HELD_UP)
+    if entry is None:
+        return ""
+    try:
+        return str(read(HELD_UP, entry.value, reason=str)["reason"])
+    except ValueError as error:
+        return str(error)

@@ -16,28 +16,25 @@ from typing import Generic, Protocol, TypeVar
 
 from coordinator.core import fields
 from coordinator.core.errors import Damaged, Fenced, LeaseLost, OtherCluster, StoreUnavailable
-from coordinator.core.names import app_of_worker
-from coordinator.core.records import read
-from coordinator.core.store import Entry, Guard, Store
-from coordinator.core.view import ServerInfo, WorkerInfo
-from coordinator.membership import (
+from coordinator.core.keys import (
     CONFIG,
-    FAREWELL_S,
     INCARNATIONS,
-    LEASE_S,
     ROSTER,
     SERVERS,
     SIGNED_OFF,
     config_of,
-    farewell,
     identity_of,
     last_worker,
-    new_number,
     other_cluster,
     record_key,
     roster_of,
     worker_key,
 )
+from coordinator.core.names import app_of_worker
+from coordinator.core.records import read
+from coordinator.core.store import Entry, Guard, Store
+from coordinator.core.view import ServerInfo, WorkerInfo
+from coordinator.membership import FAREWELL_S, LEASE_S, farewell, new_number
 
 log = fields.logger(__name__)
 

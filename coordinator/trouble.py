@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 
-from coordinator.cluster_tracker import ELECTION
 from coordinator.core.errors import CoordinationError, Unreadable, WritesRefused
+from coordinator.core.keys import CONFIG, ELECTION, RESTORING, ROSTER, VIEW, config_of, roster_of, shown, view_of
 from coordinator.core.lost_view import REMEDY
 from coordinator.core.records import read
 from coordinator.core.store import Store
 from coordinator.core.view import View
-from coordinator.membership import CONFIG, RESTORING, ROSTER, VIEW, config_of, roster_of, shown, view_of
 
 NO_LEADER = (
     "no coordinator leads: training goes on, but no server that dies is replaced, none that comes is used, and no "

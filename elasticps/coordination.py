@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
-from coordinator.adoption import TABLES, TableEntry, table_of
 from coordinator.connect import open_store
+from coordinator.core.keys import CONFIG, SERVERS, TABLES, VIEW, TableEntry, server_of, table_of, view_of
 from coordinator.core.records import left_out, read
 from coordinator.core.store import Entry, Store
 from coordinator.core.view import ServerInfo, View
-from coordinator.membership import AT_ONCE, CONFIG, SERVERS, VIEW, server_of, view_of
+from coordinator.membership import AT_ONCE
 from elasticps.errors import ClusterUnreachable, ConfigError, Error
 
 NOT_YET = "cluster {!r} has no view: no server has served yet"

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from coordinator.connect import open_store
 from coordinator.core.errors import CoordinationError
+from coordinator.core.keys import ELECTION, VIEW
 from coordinator.core.store import Listing, Put, Reset
 from coordinator.core.view import View
-from coordinator.leader import ELECTION
-from coordinator.membership import VIEW, ViewFollower, read_drains
+from coordinator.membership import ViewFollower, read_drains
 from elasticps import background
 from replication.chain import Member
 

@@ -23,9 +23,10 @@ from chaos.sim.network import Listener, Network, Socket, Weather
 from chaos.sim.store import StoreProcess
 from chaos.sim.threads import Thread, Threads
 from chaos.sim.violation import Violation
+from coordinator.core.keys import DRAINS, ROSTER, VIEW, drained
 from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View
 from coordinator.leader import run_coordinator
-from coordinator.membership import DRAINS, ROSTER, VIEW, create_cluster, drained
+from coordinator.membership import create_cluster
 from coordinator.sessions import ServerSession
 from elasticps.checkpoint.filing import InlineFiling
 from elasticps.checkpoint.storage import Storage

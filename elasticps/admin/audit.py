@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from coordinator.core.keys import ROSTER, roster_of
 from coordinator.core.store import Store
 from coordinator.core.view import ServerInfo, View
-from coordinator.membership import ROSTER, list_drains, roster_of
+from coordinator.membership import list_drains
 from elasticps import background
 from elasticps.admin import admin_pb2
 from elasticps.admin.client import fetch_marked, take_mark

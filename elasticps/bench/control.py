@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from coordinator.core.keys import ROSTER, VIEW
 from coordinator.core.planner import Health, Members, Plan, plan, plan_roster
 from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from coordinator.leader import run_coordinator
-from coordinator.membership import ROSTER, VIEW, create_cluster
+from coordinator.membership import create_cluster
 from coordinator.memory import MemoryStore
 from coordinator.sessions import register_server, register_worker
 from elasticps import background

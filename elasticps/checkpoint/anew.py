@@ -20,18 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator.core.data_loss import find_loss, spans
 from coordinator.core.errors import Damaged
+from coordinator.core.keys import NEWEST_CHECKPOINT, RANGE_RECOVERY, ROSTER, loss_key, roster_of, shown
 from coordinator.core.records import left_out, read
 from coordinator.core.store import Store
 from coordinator.core.view import ServerInfo, View
-from coordinator.losses import key_of
-from coordinator.membership import (
-    BEGIN_ANEW,
-    NEWEST_CHECKPOINT,
-    ROSTER,
-    last_workers,
-    roster_of,
-    shown,
-)
+from coordinator.membership import last_workers
 from elasticps import background
 from elasticps.admin import admin_pb2
 from elasticps.admin.client import ask_restore
@@ -111,8 +104,8 @@ class Anew:
             )  # fmt: skip
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Damaged(
-                f"the key {BEGIN_ANEW} in etcd holds {shown(data)}, which makes no sense ({error!r}): delete it, and "
-                "ask for the ranges again"
+                f"the key {RANGE_RECOVERY} in etcd holds {shown(data)}, which makes no sense ({error!r}): delete it, "
+                "and ask for the ranges again"
             ) from None
 
     @property
@@ -343,13 +336,13 @@ async def bring_back(
     credentials: Credentials | None = None, tell: Tell = lambda text: None, timeout_s: float = 30.0,
 ) -> dict[str, Any]:  # fmt: skip
     """`restore_ranges` of the cluster whose store this is."""
-    if (entry := await store.get(BEGIN_ANEW)) is not None:
+    if (entry := await store.get(RANGE_RECOVERY)) is not None:
         anew = Anew.from_json(entry.value)
         tell(f"{len(anew.ranges)} ranges are being brought back already")
     else:
         chosen, given_up = await _chosen(store, ranges, accept_loss)
         anew = await prepare(store, chosen, source, cut, given_up, credentials)
-        if await store.compare_and_set(BEGIN_ANEW, anew.to_json(), expect=0) is None:
+        if await store.compare_and_set(RANGE_RECOVERY, anew.to_json(), expect=0) is None:
             raise ConfigError("somebody else has begun to bring ranges back just now")
     return await _wait(store, anew, tell, timeout_s)
 
@@ -386,11 +379,11 @@ async def _wait(store: Store, anew: Anew, tell: Tell, timeout_s: float) -> dict[
     loop = asyncio.get_running_loop()
     moved_s, before = loop.time(), ""
     while True:
-        view, entry = await read_view(store), await store.get(BEGIN_ANEW)
+        view, entry = await read_view(store), await store.get(RANGE_RECOVERY)
         coming = int((view.heads < 0).sum())
         epochs = view.anew[list(anew.ranges)]
         if entry is None:
-            told = await store.get(key_of(int(epochs.max())))
+            told = await store.get(loss_key(int(epochs.max())))
             if told is None:
                 raise ClusterUnreachable("the ranges came back as they were, or somebody has ended this")
             found: dict[str, Any] = json.loads(told.value)
@@ -404,7 +397,7 @@ async def _wait(store: Store, anew: Anew, tell: Tell, timeout_s: float) -> dict[
             moved_s, before = loop.time(), now
         if loop.time() - moved_s > timeout_s:
             if not coming:
-                await store.delete(BEGIN_ANEW, expect=entry.revision)
+                await store.delete(RANGE_RECOVERY, expect=entry.revision)
                 raise ClusterUnreachable(
                     f"the leader does not give these ranges up: somebody who has them may live, or there is no leader; "
                     f"see `elasticps status` ({view.reason})"

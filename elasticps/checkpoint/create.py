@@ -10,14 +10,14 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from coordinator.adoption import ON_LOSS, RATES
 from coordinator.core import fields
 from coordinator.core.errors import StoreUnavailable
+from coordinator.core.keys import NEWEST_CHECKPOINT, ON_LOSS, RATES, RESTORING
 from coordinator.core.names import app_of_worker
 from coordinator.core.records import left_out, read
 from coordinator.core.store import Store
 from coordinator.core.view import ServerInfo
-from coordinator.membership import NEWEST_CHECKPOINT, RESTORING, last_workers
+from coordinator.membership import last_workers
 from elasticps import background
 from elasticps.admin.cuts import CutClient
 from elasticps.admin.interface import CutWritten, WrittenFile

@@ -19,9 +19,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from coordinator.core import fields
+from coordinator.core.keys import ROSTER, roster_of
 from coordinator.core.store import Entry, Store
 from coordinator.core.view import ServerInfo, View, WorkerInfo
-from coordinator.membership import ROSTER, roster_of
 from elasticps.admin.interface import CutState
 from elasticps.checkpoint.consistent import Verdict, judge, uncovered
 from elasticps.coordination import read_view

@@ -15,9 +15,9 @@ from typing import Any
 
 from coordinator.core import fields
 from coordinator.core.errors import CoordinationError
+from coordinator.core.keys import CHECKPOINT_REQUESTS, NEWEST_CHECKPOINT
 from coordinator.core.records import read
 from coordinator.core.store import Entry, Store
-from coordinator.membership import NEWEST_CHECKPOINT, WANTED_CHECKPOINTS
 from elasticps.checkpoint.create import newest
 from elasticps.checkpoint.manifest import Manifest
 from elasticps.errors import CheckpointError, Error
@@ -76,7 +76,7 @@ class Duty:
     async def _wanted(self) -> list[tuple[Entry, dict[str, Any]]]:
         """Requests without an answer; answers that are old go."""
         now, found = asyncio.get_running_loop().time(), []
-        entries = (await self._store.list(WANTED_CHECKPOINTS)).entries
+        entries = (await self._store.list(CHECKPOINT_REQUESTS)).entries
         there = {entry.key for entry in entries}
         self._answered = {key: since for key, since in self._answered.items() if key in there}  # others were taken
         for entry in entries:

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from coordinator.adoption import ON_LOSS
 from coordinator.core import fields
 from coordinator.core.data_loss import find_loss, spans
 from coordinator.core.errors import CoordinationError
+from coordinator.core.keys import HELD_UP, ON_LOSS, RANGE_RECOVERY, RESTORE, VIEW, WAIT, loss_key, view_of
 from coordinator.core.records import check, left_out, read
 from coordinator.core.store import Entry, Store
-from coordinator.losses import HELD_UP, RESTORE, WAIT, key_of
-from coordinator.membership import BEGIN_ANEW, VIEW, view_of
 from elasticps.checkpoint.anew import Anew, Drive, OverBudget, prepare, record, with_error
 from elasticps.checkpoint.restore import driving
 from elasticps.coordination import read_servers, read_tables, read_view
@@ -48,7 +46,7 @@ class Recovery:
         while True:
             pause_s = _LOOK_S
             try:
-                entry = await self._store.get(BEGIN_ANEW)
+                entry = await self._store.get(RANGE_RECOVERY)
                 if entry is not None:
                     await self._go_on(entry)
                 else:
@@ -84,7 +82,7 @@ class Recovery:
         await self._begin(anew)
 
     async def _begin(self, anew: Anew) -> None:
-        if await self._store.compare_and_set(BEGIN_ANEW, anew.to_json(), expect=0) is not None:
+        if await self._store.compare_and_set(RANGE_RECOVERY, anew.to_json(), expect=0) is not None:
             ranges = np.array(anew.ranges)
             log.warning("ranges are to be brought back", ranges=spans(ranges), url=anew.url, cut=anew.cut)
 
@@ -109,7 +107,9 @@ class Recovery:
         store, anew = self._store, Anew.from_json(entry.value)
         view = await read_view(store)
         if anew.error:  # it is tried again
-            cleared = await store.compare_and_set(BEGIN_ANEW, with_error(anew, None).to_json(), expect=entry.revision)
+            cleared = await store.compare_and_set(
+                RANGE_RECOVERY, with_error(anew, None).to_json(), expect=entry.revision
+            )
             if cleared is None:
                 return
             entry = Entry(entry.key, entry.value, cleared, entry.create_revision)
@@ -118,7 +118,7 @@ class Recovery:
         if not coming.any():
             loss = find_loss(view, await read_servers(store))
             if not np.isin(ranges, np.union1d(loss.lost, loss.waiting)).any():  # nobody gave them up
-                await store.delete(BEGIN_ANEW, expect=entry.revision)
+                await store.delete(RANGE_RECOVERY, expect=entry.revision)
             return
         try:
             async with driving(store) as (serial, _):
@@ -126,13 +126,13 @@ class Recovery:
                 view = await drive.run()
                 await drive.end()
         except Error as error:
-            await store.compare_and_set(BEGIN_ANEW, with_error(anew, error).to_json(), expect=entry.revision)
+            await store.compare_and_set(RANGE_RECOVERY, with_error(anew, error).to_json(), expect=entry.revision)
             raise
         began = ranges[view.anew[ranges] > 0]
         epoch = int(view.anew[began].max())
         told = record(anew, began, epoch, drive.rows)
-        await store.put(key_of(epoch), json.dumps(told).encode())
-        await store.delete(BEGIN_ANEW)
+        await store.put(loss_key(epoch), json.dumps(told).encode())
+        await store.delete(RANGE_RECOVERY)
         log.warning(
             "ranges were brought back", ranges=spans(began), rows=drive.rows, url=anew.url, cut=anew.cut,
             most_lost_steps=anew.steps,

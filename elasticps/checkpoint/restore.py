@@ -17,26 +17,28 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from coordinator.adoption import ON_LOSS, RATES, TABLES
 from coordinator.core import fields
 from coordinator.core.errors import CoordinationError, Damaged, LeaseLost, StoreUnavailable
-from coordinator.core.names import worker_name
-from coordinator.core.store import Store
-from coordinator.core.view import ServerInfo, View
-from coordinator.membership import (
+from coordinator.core.keys import (
     CONFIG,
     LAST_WORKER,
+    ON_LOSS,
+    RATES,
     RESTORE_FILLS,
     RESTORING,
+    TABLES,
     VIEW,
     WORKERS,
     config_of,
-    new_number,
     number_of,
     record_key,
     shown,
     view_of,
 )
+from coordinator.core.names import worker_name
+from coordinator.core.store import Store
+from coordinator.core.view import ServerInfo, View
+from coordinator.membership import new_number
 from elasticps import background
 from elasticps.admin import admin_pb2
 from elasticps.admin.client import ask_restore

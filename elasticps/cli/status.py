@@ -18,12 +18,12 @@ from rich.text import Text
 from coordinator.core.data_loss import Loss, find_loss, spans, told
 from coordinator.core.errors import Unreadable
 from coordinator.core.handover import find_handover
+from coordinator.core.keys import CONFIG, ROSTER, VIEW, roster_of, view_of
 from coordinator.core.reasons import names
 from coordinator.core.store import Entry, Store
 from coordinator.core.url import parse
 from coordinator.core.view import Roster, ServerInfo, View
-from coordinator.losses import held_up, losses_of
-from coordinator.membership import CONFIG, ROSTER, VIEW, read_drains, roster_of, view_of
+from coordinator.membership import held_up, losses_of, read_drains
 from coordinator.trouble import find_lost_view, find_trouble
 from elasticps import background
 from elasticps.admin import fetch_status

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from coordinator.core.keys import known_key
 from coordinator.core.view import WorkerInfo
-from coordinator.losses import known_key, losses_of
+from coordinator.membership import losses_of
 from elasticps.client.registry import Registry
 from elasticps.client.runtime import Runtime
 from elasticps.errors import DataLost, Error

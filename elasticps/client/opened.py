@@ -11,8 +11,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.adoption import ON_LOSS
-from coordinator.losses import RESTORE, WAIT
+from coordinator.core.keys import ON_LOSS, RESTORE, WAIT
 from elasticps.client import filling, listing
 from elasticps.client.cache_use import check_cache
 from elasticps.client.core.fan_out import Ask, of_heads

@@ -15,7 +15,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import NamedTuple
 
-from coordinator.adoption import RATES
+from coordinator.core.keys import RATES
 from coordinator.core.records import read
 from coordinator.core.store import Entry, Put, Reset, Store
 from elasticps.model.optimizers import Optimizer, Schedule, number

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from coordinator.core.keys import number_of
 from coordinator.core.records import read
 from coordinator.core.store import VALUE_MAX, WRITES_MAX, Entry, Store
-from coordinator.membership import new_numbers, number_of
+from coordinator.membership import new_numbers
 from elasticps.coordination import entries_of
 from elasticps.errors import ConfigError, SpecError
 from elasticps.model.spec import TableSpec

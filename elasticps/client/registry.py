@@ -14,26 +14,27 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from coordinator.adoption import ON_LOSS, table_key
 from coordinator.connect import open_store
 from coordinator.core.errors import CoordinationError, Fenced, ForkedProcess, NotPermitted, Unreadable
-from coordinator.core.names import check_name, check_worker
-from coordinator.core.store import Entry, Store
-from coordinator.core.view import View, WorkerInfo
-from coordinator.membership import (
+from coordinator.core.keys import (
+    CHECKPOINT_REQUESTS,
     LAST_WORKER,
+    ON_LOSS,
     RESTORING,
     ROSTER,
     SIGNED_OFF,
-    WANTED_CHECKPOINTS,
     config_of,
-    new_number,
     record_key,
     roster_of,
+    table_key,
     view_of,
     worker_key,
     worker_of,
 )
+from coordinator.core.names import check_name, check_worker
+from coordinator.core.store import Entry, Store
+from coordinator.core.view import View, WorkerInfo
+from coordinator.membership import new_number
 from coordinator.sessions import WorkerSession, register_worker
 from coordinator.trouble import find_trouble
 from elasticps.client.core.join import Past
@@ -240,7 +241,7 @@ class Registry:
 
     def want_checkpoint(self, full: bool, timeout_s: float) -> str:
         """Asks the leader for a checkpoint; where the answer will be."""
-        key = f"{WANTED_CHECKPOINTS}{self._info.app}/{self.call(new_number(self._store), timeout_s)}"
+        key = f"{CHECKPOINT_REQUESTS}{self._info.app}/{self.call(new_number(self._store), timeout_s)}"
         self.call(self._store.put(key, json.dumps({"full": full, "by": self._name}).encode()), timeout_s)
         return key
 

@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from coordinator.core.planner import Members
-from coordinator.core.records import read
-from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View
-from coordinator.failovers import Failover
-from coordinator.leader import ELECTION
-from coordinator.membership import (
+from coordinator.core.keys import (
     CONFIG,
     DRAINS,
+    ELECTION,
     FAILOVER,
     NEWEST_CHECKPOINT,
     RESTORING,
     ROSTER,
     SERVERS,
     VIEW,
+    Failover,
     drained,
     server_of,
 )
+from coordinator.core.planner import Members
+from coordinator.core.records import read
+from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View
 from elasticps.dashboard import ring
 from elasticps.dashboard.fleet import Fleet
 from elasticps.dashboard.history import History

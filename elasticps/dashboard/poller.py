@@ -16,9 +16,9 @@ import grpc
 from coordinator.connect import open_store
 from coordinator.core import fields
 from coordinator.core.errors import CoordinationError
+from coordinator.core.keys import CONFIG
 from coordinator.core.store import Change, Delete, Put, Reset, Store
 from coordinator.core.url import parse
-from coordinator.membership import CONFIG
 from elasticps.admin import admin_pb2
 from elasticps.dashboard.fanout import Fanout
 from elasticps.dashboard.model import Model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from coordinator.adoption import RATES, TABLES, table_of
+from coordinator.core.keys import RATES, TABLES, table_of
 from coordinator.core.records import read
 
 TABLES_MAX = 1000  # shown

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from coordinator import membership
-from coordinator.adoption import RATES
 from coordinator.connect import open_store
+from coordinator.core import keys
 from coordinator.core.dry_run import forecast
+from coordinator.core.keys import RATES
 from coordinator.core.planner import Members
 from coordinator.core.records import read
 from coordinator.core.view import ClusterConfig, ServerInfo, View
@@ -125,10 +126,10 @@ class Following:
 
     def config(self) -> ClusterConfig:
         """What the cluster was created with."""
-        entry = self._run(self._store.get(membership.CONFIG))
+        entry = self._run(self._store.get(keys.CONFIG))
         if entry is None:
             raise ConfigError(f"cluster {self._store.cluster!r} does not exist")
-        return membership.config_of(entry)
+        return keys.config_of(entry)
 
     def tables(self) -> dict[int, dict[str, Any]]:
         """The application and the spec of each table, as plain values, by the table's id; lr_set: a rate that was set

@@ -18,13 +18,23 @@ from prometheus_client.registry import Collector
 
 from coordinator.core import fields
 from coordinator.core.errors import CoordinationError, StoreUnavailable
+from coordinator.core.keys import (
+    DRAINS,
+    ELECTION,
+    KNOWN,
+    LOSSES,
+    NEWEST_CHECKPOINT,
+    ROSTER,
+    SERVERS,
+    VIEW,
+    drained,
+    merge_losses,
+    server_of,
+)
 from coordinator.core.records import read
 from coordinator.core.store import Change, Entry, Put, Reset, Store
 from coordinator.core.view import Roster, ServerInfo, View
-from coordinator.leader import ELECTION
 from coordinator.leadership import first_of
-from coordinator.losses import KNOWN, LOSSES, merged
-from coordinator.membership import DRAINS, NEWEST_CHECKPOINT, ROSTER, SERVERS, VIEW, drained, server_of
 from coordinator.trouble import check_writes
 from elasticps.metrics.exposition import Scrape
 from replication.chain import Member
@@ -123,7 +133,7 @@ class ClusterMetrics(Collector):
                 said = read(key, entry.value, cut=int, time=float)
                 self._checkpoint = said["cut"], said["time"]
             elif key.startswith((LOSSES, KNOWN)):
-                merged(self._losses | {key: entry.value})
+                merge_losses(self._losses | {key: entry.value})
                 self._losses[key] = entry.value
             elif key.startswith(SERVERS):
                 self._servers[key.removeprefix(SERVERS)] = server_of(key, entry.value)
@@ -200,7 +210,7 @@ class ClusterMetrics(Collector):
             )
 
     def _of_losses(self) -> Iterator[Metric]:
-        losses = merged(self._losses)
+        losses = merge_losses(self._losses)
         yield _counter(
             "elasticps_cluster_ranges_begun_anew",
             "Ranges of which nobody was left, and that came back from a checkpoint.",

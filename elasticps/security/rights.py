@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 
-from coordinator.adoption import ON_LOSS, RATES, TABLES
 from coordinator.connect import open_store
+from coordinator.core.keys import (
+    CHECKPOINT_REQUESTS,
+    DRAINS,
+    INCARNATIONS,
+    KNOWN,
+    LAST_WORKER,
+    NUMBERS,
+    ON_LOSS,
+    RATES,
+    SERVERS,
+    TABLES,
+    WORKERS,
+)
 from coordinator.core.names import DEFAULT_APP, check_name
 from coordinator.etcd import EtcdStore
 from coordinator.etcd_rights import protect as protect_etcd
-from coordinator.losses import KNOWN
-from coordinator.membership import (
-    DRAINS,
-    INCARNATIONS,
-    LAST_WORKER,
-    NUMBERS,
-    SERVERS,
-    WANTED_CHECKPOINTS,
-    WORKERS,
-)
 from elasticps.errors import ConfigError
 from elasticps.security.identity import ANY, Identity, Role
 
@@ -28,7 +30,7 @@ WRITES = {
     Role.COORDINATOR: ("",),
     Role.OPERATOR: ("",),
 }
-WORKERS_WRITE = (WORKERS, LAST_WORKER, TABLES, RATES, ON_LOSS, WANTED_CHECKPOINTS, KNOWN)
+WORKERS_WRITE = (WORKERS, LAST_WORKER, TABLES, RATES, ON_LOSS, CHECKPOINT_REQUESTS, KNOWN)
 """Below each of these a worker writes under the name of its own application. Under `NUMBERS` every worker does: what is
 there counts for nothing, only the revision of the write."""
 

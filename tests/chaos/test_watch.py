@@ -8,8 +8,8 @@ import pytest
 
 from chaos.live import watch
 from chaos.live.watch import Watch
+from coordinator.core.keys import VIEW
 from coordinator.core.view import View
-from coordinator.membership import VIEW
 from coordinator.memory import MemoryStore
 from elasticps import background
 from tests.chaos.scenes import view_of

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from coordinator.adoption import Witness, adopt, plan_adoption
+from coordinator.core.keys import RANGE_RECOVERY
 from coordinator.core.view import Roster, ServerInfo, View
-from coordinator.membership import BEGIN_ANEW
 from coordinator.memory import MemoryStore
 from elasticps.admin.admin_pb2 import RestoreResponse
 from elasticps.checkpoint import anew
@@ -52,7 +52,7 @@ def test_they_come_back_although_nobody_remembers_that_they_were_to(
         recovery = Recovery(store, tmp_path.as_uri(), None)
         for _ in range(2):
             await recovery._judge()
-        entry = await store.get(BEGIN_ANEW)
+        entry = await store.get(RANGE_RECOVERY)
         assert entry is not None, "range 1 has no head, and nobody brings it back, ever"
         assert json.loads(entry.value)["ranges"] == [1]
 

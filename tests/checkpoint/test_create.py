@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coordinator.core.keys import CHECKPOINT_REQUESTS, NEWEST_CHECKPOINT
 from coordinator.core.view import Roster, ServerInfo, View, WorkerInfo
-from coordinator.membership import NEWEST_CHECKPOINT, WANTED_CHECKPOINTS
 from coordinator.memory import MemoryStore
 from elasticps.admin.interface import CutState, CutTaken, CutWritten, Writing, WrittenFile
 from elasticps.checkpoint import catalog, create, driver, filing
@@ -395,15 +395,15 @@ def test_the_leader_makes_one_so_often_and_answers_those_who_ask(scene: Scene, m
         assert await newest() >= made[-1] > 0  # the next one may have been under way
         assert catalog.read(scene.storage, await newest()).cut == await newest()
         duty = asyncio.create_task(Duty(scene.store, take, 0.0).run())
-        await scene.store.put(WANTED_CHECKPOINTS + "1", b"no request")
-        await scene.store.put(WANTED_CHECKPOINTS + "2", json.dumps({"full": True}).encode())
-        said = await answer(WANTED_CHECKPOINTS + "2")
+        await scene.store.put(CHECKPOINT_REQUESTS + "1", b"no request")
+        await scene.store.put(CHECKPOINT_REQUESTS + "2", json.dumps({"full": True}).encode())
+        said = await answer(CHECKPOINT_REQUESTS + "2")
         assert asked[-1] is True
         assert catalog.read(scene.storage, said["cut"]).since == 0
         duty.cancel()
         duty = asyncio.create_task(Duty(scene.store, None, 0.0).run())
-        await scene.store.put(WANTED_CHECKPOINTS + "3", json.dumps({"full": False}).encode())
-        assert "has no --checkpoint-url" in (await answer(WANTED_CHECKPOINTS + "3"))["error"]
+        await scene.store.put(CHECKPOINT_REQUESTS + "3", json.dumps({"full": False}).encode())
+        assert "has no --checkpoint-url" in (await answer(CHECKPOINT_REQUESTS + "3"))["error"]
         duty.cancel()
 
     asyncio.run(main())

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from coordinator.core.keys import CHECKPOINT_REQUESTS
 from coordinator.core.store import VALUE_MAX
-from coordinator.membership import WANTED_CHECKPOINTS
 from coordinator.memory import MemoryStore
 from elasticps.checkpoint.duty import Duty
 
@@ -20,7 +20,7 @@ def test_an_answer_that_was_taken_is_forgotten() -> None:
         store = MemoryStore()
         duty = Duty(store, None, 0.0)
         for number in range(5):
-            key = f"{WANTED_CHECKPOINTS}{number}"
+            key = f"{CHECKPOINT_REQUESTS}{number}"
             await store.put(key, ANSWER)
             assert await duty._wanted() == []
             await store.delete(key)
@@ -34,7 +34,7 @@ def test_a_request_that_fills_its_key_is_answered() -> None:
     """It was not, for the answer was larger, and a checkpoint was taken for it again and again."""
 
     async def main() -> None:
-        store, key = MemoryStore(), WANTED_CHECKPOINTS + "1"
+        store, key = MemoryStore(), CHECKPOINT_REQUESTS + "1"
         duty = Duty(store, None, 0.0)
         start, end = b'{"full": false, "by": "', b'"}'
         await store.put(key, start + b"x" * (VALUE_MAX - len(start + end)) + end)
@@ -51,12 +51,12 @@ def test_an_answer_that_nobody_takes_goes_after_a_while(monkeypatch: pytest.Monk
     async def main() -> None:
         store = MemoryStore()
         duty = Duty(store, None, 0.0)
-        await store.put(WANTED_CHECKPOINTS + "1", ANSWER)
+        await store.put(CHECKPOINT_REQUESTS + "1", ANSWER)
         await duty._wanted()
-        assert (await store.list(WANTED_CHECKPOINTS)).entries
+        assert (await store.list(CHECKPOINT_REQUESTS)).entries
         monkeypatch.setattr("elasticps.checkpoint.duty._KEPT_S", -1.0)
         await duty._wanted()
-        assert not (await store.list(WANTED_CHECKPOINTS)).entries
+        assert not (await store.list(CHECKPOINT_REQUESTS)).entries
         assert not duty._answered
 
     asyncio.run(main())

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coordinator.core.keys import CONFIG, RESTORING
 from coordinator.core.view import ClusterConfig, ServerInfo, View
-from coordinator.membership import CONFIG, RESTORING
 from coordinator.memory import MemoryStore
 from elasticps.admin import admin_pb2
 from elasticps.checkpoint import restore

@@ -12,9 +12,10 @@ import pytest
 
 import elasticps as eps
 from coordinator.adoption import adopt, plan_adoption
+from coordinator.core.keys import config_of
 from coordinator.core.store import Entry
 from coordinator.core.view import View
-from coordinator.membership import config_of, last_workers, new_number
+from coordinator.membership import last_workers, new_number
 from coordinator.memory import MemoryStore
 from elasticps.client.core.join import Past
 from elasticps.client.registrations import NewTable, Registration

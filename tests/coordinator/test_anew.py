@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from coordinator.core.data_loss import find_loss
+from coordinator.core.keys import known_key, merge_losses
 from coordinator.core.planner import Health, Members, Plan, plan
 from coordinator.core.view import ClusterConfig, ServerInfo, View
-from coordinator.losses import known_key, merged
 from replication.chain import Chains, Kept, Member, unsafe_transition
 
 RANGES = 8
@@ -120,5 +120,5 @@ def test_the_law_of_ranges_that_begin_anew() -> None:
 def test_a_worker_has_the_last_word_on_what_it_lost() -> None:
     workers = [{"id": 3, "name": "v", "have": 5, "to": 8}, {"id": 4, "name": "w", "have": 5, "to": 6}]
     told = json.dumps({"epoch": 7, "workers": workers}).encode()
-    (loss,) = merged({"losses/000000000007": told, known_key(7, 3, "v"): b'{"committed": 9}'})
+    (loss,) = merge_losses({"losses/000000000007": told, known_key(7, 3, "v"): b'{"committed": 9}'})
     assert [worker["to"] for worker in loss["workers"]] == [9, 6]

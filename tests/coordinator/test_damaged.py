@@ -9,11 +9,10 @@ import pytest
 
 from coordinator.cluster_tracker import World
 from coordinator.core.errors import Damaged, UnknownServer
+from coordinator.core.keys import Failover, known_key, loss_key, merge_losses
 from coordinator.core.store import Entry, Listing, Put
 from coordinator.core.view import ClusterConfig, View
-from coordinator.failovers import Failover
 from coordinator.leader import run_coordinator
-from coordinator.losses import key_of, known_key, merged
 from coordinator.membership import create_cluster, list_drains, request_drain
 from coordinator.memory import MemoryStore
 from coordinator.sessions import register_server
@@ -112,8 +111,8 @@ def test_a_failover_that_cannot_be_read_says_so(value: bytes) -> None:
 def test_what_a_worker_adds_to_a_loss_ends_no_coordinator(value: bytes) -> None:
     """Its metrics read it as it comes, and what fails there ends it."""
     loss = {"epoch": 3, "workers": [{"id": 5, "name": "w", "have": 2, "to": 7}]}
-    entries = {key_of(3): json.dumps(loss).encode(), known_key(3, 5, "w"): value}
-    assert merged(entries) == [loss]
+    entries = {loss_key(3): json.dumps(loss).encode(), known_key(3, 5, "w"): value}
+    assert merge_losses(entries) == [loss]
     metrics = ClusterMetrics(MemoryStore(), "c0")
     for revision, (key, found) in enumerate(entries.items(), 1):
         metrics._note(Put(Entry(key, found, revision, revision)))

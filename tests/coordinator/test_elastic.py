@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from coordinator.core.keys import DRAINS, ELECTION
 from coordinator.core.pace import Pace
 from coordinator.core.planner import Health
 from coordinator.core.view import ServerInfo, View
-from coordinator.leader import ELECTION
-from coordinator.membership import DRAINS, cancel_drain, list_drains, request_drain
+from coordinator.membership import cancel_drain, list_drains, request_drain
 from tests.coordinator.support import until, until_key
 from tests.coordinator.test_repair import RANGES, WAIT_S, cluster, leading, whole
 

@@ -10,29 +10,33 @@ from typing import Any
 
 import pytest
 
-from coordinator.adoption import ON_LOSS, RATES, TABLES
-from coordinator.cluster_tracker import ELECTION
 from coordinator.core.errors import CoordinationError, NotPermitted
-from coordinator.etcd import EtcdStore
-from coordinator.etcd_rights import protect
-from coordinator.losses import HELD_UP, KNOWN, LOSSES
-from coordinator.membership import (
-    BEGIN_ANEW,
+from coordinator.core.keys import (
+    CHECKPOINT_REQUESTS,
     CONFIG,
     DRAINS,
+    ELECTION,
     FAILOVER,
+    HELD_UP,
     INCARNATIONS,
+    KNOWN,
     LAST_WORKER,
+    LOSSES,
     NEWEST_CHECKPOINT,
     NUMBERS,
+    ON_LOSS,
+    RANGE_RECOVERY,
+    RATES,
     RESTORE_FILLS,
     RESTORING,
     ROSTER,
     SERVERS,
+    TABLES,
     VIEW,
-    WANTED_CHECKPOINTS,
     WORKERS,
 )
+from coordinator.etcd import EtcdStore
+from coordinator.etcd_rights import protect
 from elasticps.checkpoint.driver import LAST
 from elasticps.checkpoint.restore import DRIVER, RESTORED
 from elasticps.security import rights
@@ -82,8 +86,8 @@ async def test_rights_that_are_given_again_are_those_of_now_and_never_fewer_mean
 APPS = ("bank", "thief")
 DOCUMENT = Path(__file__).parents[2] / "SECURITY.md"
 CONSTANTS = (
-    ON_LOSS, RATES, TABLES, KNOWN, LOSSES, HELD_UP, BEGIN_ANEW, CONFIG, DRAINS, FAILOVER, INCARNATIONS, LAST_WORKER,
-    NEWEST_CHECKPOINT, NUMBERS, RESTORE_FILLS, RESTORING, ROSTER, SERVERS, VIEW, WANTED_CHECKPOINTS, WORKERS, ELECTION,
+    ON_LOSS, RATES, TABLES, KNOWN, LOSSES, HELD_UP, RANGE_RECOVERY, CONFIG, DRAINS, FAILOVER, INCARNATIONS, LAST_WORKER,
+    NEWEST_CHECKPOINT, NUMBERS, RESTORE_FILLS, RESTORING, ROSTER, SERVERS, VIEW, CHECKPOINT_REQUESTS, WORKERS, ELECTION,
     LAST, DRIVER, RESTORED,
 )  # fmt: skip
 

@@ -8,9 +8,9 @@ from contextlib import suppress
 import pytest
 
 from coordinator.core.errors import StoreUnavailable
+from coordinator.core.keys import FAILOVER, Failover
 from coordinator.core.store import Guard
-from coordinator.failovers import Failover, Failovers
-from coordinator.membership import FAILOVER
+from coordinator.failovers import Failovers
 from coordinator.memory import MemoryStore
 from tests.coordinator.support import until, until_key
 

@@ -11,10 +11,11 @@ import pytest
 
 from coordinator.core.errors import StoreUnavailable, TooLarge
 from coordinator.core.health import Line
+from coordinator.core.keys import ELECTION
 from coordinator.core.store import Entry, Guard, Store
 from coordinator.core.view import ClusterConfig, ServerInfo, View
 from coordinator.etcd import EtcdStore
-from coordinator.leader import ELECTION, _Alarm, run_coordinator
+from coordinator.leader import _Alarm, run_coordinator
 from coordinator.membership import ViewFollower, create_cluster
 from coordinator.memory import MemoryStore
 from coordinator.server_links import Lines

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from coordinator.adoption import reset
+from coordinator.core.keys import VIEW
 from coordinator.core.store import Entry
 from coordinator.core.view import ClusterConfig, View
 from coordinator.leader import run_coordinator
-from coordinator.membership import VIEW, create_cluster
+from coordinator.membership import create_cluster
 from coordinator.memory import MemoryStore
 from tests.coordinator.rack import FakeServer, Rack
 from tests.coordinator.support import until_key

@@ -11,11 +11,12 @@ from dataclasses import replace
 
 import pytest
 
+from coordinator.core.keys import ELECTION
 from coordinator.core.lost_view import UNHEARD, is_behind, put_back
 from coordinator.core.planner import Plan
 from coordinator.core.store import Entry, Store
 from coordinator.core.view import ClusterConfig, Roster, View
-from coordinator.leader import ELECTION, run_coordinator
+from coordinator.leader import run_coordinator
 from coordinator.membership import create_cluster, new_number
 from coordinator.memory import MemoryStore
 from coordinator.sessions import ServerSession, register_server, register_worker

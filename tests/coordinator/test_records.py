@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.core.keys import known_key
 from coordinator.core.records import MOST, read
-from coordinator.losses import known_key, losses_of
+from coordinator.membership import losses_of
 from coordinator.memory import MemoryStore
 
 VALUES = st.recursive(

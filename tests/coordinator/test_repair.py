@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from coordinator import leader
+from coordinator.core.keys import ELECTION
 from coordinator.core.planner import Plan, UnsafePlan
 from coordinator.core.store import Store
 from coordinator.core.view import ClusterConfig, ServerInfo, View
-from coordinator.leader import ELECTION, run_coordinator
+from coordinator.leader import run_coordinator
 from coordinator.membership import ViewFollower, create_cluster
 from coordinator.memory import MemoryStore
 from coordinator.server_links import Lines

@@ -9,9 +9,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from coordinator.core.health import Line, Report
+from coordinator.core.keys import ELECTION
 from coordinator.core.succession import FRESH_S, LOST_S, SILENT_S, Succession, Tenure
 from coordinator.core.view import ClusterConfig, ServerInfo, View
-from coordinator.leader import ELECTION, run_coordinator
+from coordinator.leader import run_coordinator
 from coordinator.membership import create_cluster
 from replication.chain import Member
 from tests.coordinator.rack import FakeLine, Rack

@@ -28,8 +28,8 @@ import numpy as np
 
 import elasticps as eps
 from coordinator.connect import open_store
+from coordinator.core.keys import NEWEST_CHECKPOINT
 from coordinator.core.store import Store
-from coordinator.membership import NEWEST_CHECKPOINT
 from elasticps import background
 from elasticps.bench.limits import cpu_seconds
 from elasticps.local import LocalCluster

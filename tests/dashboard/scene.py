@@ -7,11 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from coordinator.core.keys import CONFIG, ELECTION, FAILOVER, ROSTER, SERVERS, VIEW, Failover
 from coordinator.core.planner import Health, Members, plan
 from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
-from coordinator.failovers import Failover
-from coordinator.leader import ELECTION
-from coordinator.membership import CONFIG, FAILOVER, ROSTER, SERVERS, VIEW
 from elasticps.dashboard.model import Model
 from replication.chain import Member
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator.membership import DRAINS, SERVERS
+from coordinator.core.keys import DRAINS, SERVERS
 from coordinator.memory import MemoryStore
 from elasticps.dashboard.actions import Actions
 from elasticps.dashboard.app import make_app

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.core.keys import DRAINS, ELECTION, NEWEST_CHECKPOINT, ROSTER, SERVERS, VIEW
 from coordinator.core.view import Roster, WorkerInfo
-from coordinator.leader import ELECTION
-from coordinator.membership import DRAINS, NEWEST_CHECKPOINT, ROSTER, SERVERS, VIEW
 from elasticps.dashboard.history import History
 from elasticps.dashboard.samples import CLUSTER_COLUMNS, SERVER_COLUMNS, percentile
 from elasticps.dashboard.timeline import DETECTED, Timeline

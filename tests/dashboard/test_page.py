@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from coordinator.adoption import TABLES
+from coordinator.core.keys import DRAINS, NEWEST_CHECKPOINT, SERVERS, TABLES
 from coordinator.core.view import Roster, WorkerInfo
-from coordinator.membership import DRAINS, NEWEST_CHECKPOINT, SERVERS
 from elasticps import background
 from tests.dashboard.chromium import chromium, faults, needs_chromium, open_page, picture, wait
 from tests.dashboard.scene import Scene, activity, use

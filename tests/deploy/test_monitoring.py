@@ -14,9 +14,9 @@ import promql_parser
 import pytest
 import yaml
 
+from coordinator.core.keys import NEWEST_CHECKPOINT, VIEW
 from coordinator.core.store import Entry, Store
 from coordinator.core.view import ServerInfo, View, WorkerInfo
-from coordinator.membership import NEWEST_CHECKPOINT, VIEW
 from coordinator.sessions import ServerSession
 from elasticps.checkpoint.create import newest
 from elasticps.client.cache_use import CacheUse

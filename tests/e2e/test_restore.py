@@ -15,7 +15,7 @@ import pytest
 
 import elasticps as eps
 from coordinator.connect import open_store
-from coordinator.membership import RESTORING
+from coordinator.core.keys import RESTORING
 from elasticps import background
 from elasticps.checkpoint.create import checkpoint_cluster
 from elasticps.checkpoint.manifest import Manifest, WorkerEntry

@@ -11,10 +11,10 @@ import pytest
 
 from coordinator.adoption import reset
 from coordinator.core.errors import WritesRefused
+from coordinator.core.keys import NEWEST_CHECKPOINT, ROSTER, VIEW, known_key, loss_key
 from coordinator.core.store import Entry, Listing, Put, Reset
 from coordinator.core.view import ClusterConfig, Roster, WorkerInfo
-from coordinator.losses import key_of, known_key
-from coordinator.membership import NEWEST_CHECKPOINT, ROSTER, VIEW, create_cluster
+from coordinator.membership import create_cluster
 from coordinator.memory import MemoryStore
 from elasticps.checkpoint.create import newest
 from elasticps.cli import processes
@@ -64,11 +64,11 @@ def test_what_was_lost_can_be_watched() -> None:
         metrics._note(Put(Entry(key, json.dumps(document).encode(), 3, 3)))
 
     assert found() == (0, 0)
-    tell(key_of(7), {"epoch": 7, "ranges": [1, 4], "workers": [{"id": 5, "name": "w", "have": 12, "to": 0}]})
+    tell(loss_key(7), {"epoch": 7, "ranges": [1, 4], "workers": [{"id": 5, "name": "w", "have": 12, "to": 0}]})
     assert found() == (2, 0)
     tell(known_key(7, 5, "w"), {"committed": 20})
     assert found() == (2, 8)
-    tell(key_of(9), {"epoch": 9, "ranges": [1], "workers": [{"id": 5, "name": "w", "have": 30, "to": 33}]})
+    tell(loss_key(9), {"epoch": 9, "ranges": [1], "workers": [{"id": 5, "name": "w", "have": 30, "to": 33}]})
     assert found() == (3, 8)
 
 
@@ -95,7 +95,7 @@ def test_after_a_reset_nothing_of_the_old_cluster_is_shown(missed: bool) -> None
         await create_cluster(store, ClusterConfig(ranges=2, replicas=1, min_servers=1))
         await store.put(VIEW, view_of([["s0"], ["s0"]], epoch=7).encode())
         await store.put(ROSTER, Roster(1, (WorkerInfo(3, "w0", 3, "app"),), "c").encode())
-        await store.put(key_of(7), json.dumps({"epoch": 7, "ranges": [1, 4], "workers": []}).encode())
+        await store.put(loss_key(7), json.dumps({"epoch": 7, "ranges": [1, 4], "workers": []}).encode())
         metrics._note(Reset(await store.list("")))
         assert shown(metrics)["elasticps_cluster_epoch"] == 7
         assert shown(metrics)["elasticps_cluster_workers"] == 1

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from coordinator.adoption import TABLES, table_key
+from coordinator.core.keys import TABLES, table_key
 from coordinator.core.store import Listing
 from coordinator.core.view import Roster, View, WorkerInfo
 from coordinator.memory import MemoryStore

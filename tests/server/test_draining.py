@@ -12,9 +12,10 @@ from unittest.mock import Mock
 import pytest
 
 from coordinator.core.errors import StoreUnavailable
+from coordinator.core.keys import SERVERS, VIEW
 from coordinator.core.store import Entry
 from coordinator.core.view import ServerInfo
-from coordinator.membership import SERVERS, VIEW, read_drains, request_drain
+from coordinator.membership import read_drains, request_drain
 from coordinator.memory import MemoryStore
 from elasticps.server.process import draining
 from elasticps.server.process.draining import drain

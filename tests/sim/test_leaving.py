@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from chaos.sim.cluster import STORE_HOST, Cluster
-from coordinator.membership import DRAINS, LEASE_S, SERVERS
+from coordinator.core.keys import DRAINS, SERVERS
+from coordinator.membership import LEASE_S
 from tests.sim.conftest import begun, wait_for
 
 

@@ -18,9 +18,8 @@ from chaos.sim.keeper import Keeper
 from chaos.sim.network import Weather
 from chaos.sim.run import virtual
 from chaos.sim.threads import Threads
+from coordinator.core.keys import HELD_UP, RANGE_RECOVERY
 from coordinator.core.view import ClusterConfig
-from coordinator.losses import HELD_UP
-from coordinator.membership import BEGIN_ANEW
 from elasticps.client.losses import Loss
 from elasticps.kernels.hashing import key_ranges, range_shift
 from elasticps.model.optimizers import Accumulate
@@ -133,7 +132,7 @@ class Scene:
     def finish(self) -> list[Loss]:
         """Workers end; what there is is what the model says, from what was told. Returns that."""
         self.on = False
-        self.wait(lambda: all(pusher.done for pusher in self.pushers) and self.well() and not self.get(BEGIN_ANEW))
+        self.wait(lambda: all(pusher.done for pusher in self.pushers) and self.well() and not self.get(RANGE_RECOVERY))
         found: list[tuple[NDArray[np.float32], list[Loss]]] = []
 
         def look(threads: Threads) -> None:

@@ -22,10 +22,11 @@ from dataclasses import dataclass, replace
 from coordinator.core import fields
 from coordinator.core.errors import CoordinationError
 from coordinator.core.handover import Handover, find_handover
+from coordinator.core.keys import SERVERS, VIEW, server_of
 from coordinator.core.reasons import names
 from coordinator.core.store import Entry, Store
 from coordinator.core.view import ServerInfo, View
-from coordinator.membership import SERVERS, VIEW, read_drains, request_drain, server_of
+from coordinator.membership import read_drains, request_drain
 from elasticps.server.server import Server
 from replication.chain import Member
 

@@ -13,12 +13,12 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from coordinator.adoption import TABLES, TableEntry
 from coordinator.core import fields
 from coordinator.core.errors import StoreUnavailable
+from coordinator.core.keys import ROSTER, TABLES, VIEW, TableEntry, roster_of, view_of
 from coordinator.core.store import Store
 from coordinator.core.view import ClusterConfig
-from coordinator.membership import ROSTER, VIEW, ViewFollower, list_drains, roster_of, view_of
+from coordinator.membership import ViewFollower, list_drains
 from coordinator.sessions import ServerSession, newest_incarnation, register_server
 from elasticps import logs
 from elasticps.coordination import entries_of, read_tables, tables_among

@@ -17,10 +17,10 @@ from functools import partial
 
 from coordinator.connect import insist, open_store
 from coordinator.core import fields
+from coordinator.core.keys import CONFIG, config_of
 from coordinator.core.store import Store
 from coordinator.core.url import parse
 from coordinator.core.view import ClusterConfig, ServerInfo
-from coordinator.membership import CONFIG, config_of
 from elasticps import store as table_store
 from elasticps.admin.service import start_admin
 from elasticps.errors import ConfigError

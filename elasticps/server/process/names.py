@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from coordinator.connect import insist
 from coordinator.core import fields
+from coordinator.core.keys import SERVERS, server_of
 from coordinator.core.store import Store
 from coordinator.core.view import ServerInfo
-from coordinator.membership import SERVERS, server_of
 from elasticps.admin import fetch_health, fetch_status
 from elasticps.errors import ClusterUnreachable, ConfigError, ServerError
 

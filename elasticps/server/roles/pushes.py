@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.adoption import table_key
+from coordinator.core.keys import table_key
 from elasticps.errors import SpecError
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.asker import Body
