@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
-CODE := $(patsubst %/__init__.py,%,$(wildcard */__init__.py)) tests examples
+CODE := $(patsubst %/__init__.py,%,$(wildcard */__init__.py)) tests
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all soak stories lint docs format bench dist proto hashes clean distclean

@@ -7,8 +7,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import nn
 
-from elasticps.demo.data import NO_GENRE
-from elasticps.demo.model import DeepFM
+from examples.demo.data import NO_GENRE
+from examples.demo.model import DeepFM
 
 state = {name: tensor for file in Path(sys.argv[1]).glob("*.safetensors") for name, tensor in load_file(file).items()}
 features, genres = (state[f"embedding_bags.{table}.weight"] for table in ("features", "genres"))

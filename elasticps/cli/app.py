@@ -6,7 +6,7 @@ import io
 import platform
 import sys
 from collections.abc import Callable
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -14,13 +14,12 @@ from typing import Annotated
 import typer
 
 from elasticps import __version__
-from elasticps.bench.cli import app as bench
 from elasticps.cli import audit, checkpoint, cluster, exchange, local, logs, processes, scale, status, tables
 from elasticps.cli.certificates import certificates
 from elasticps.cli.dashboard import dashboard
-from elasticps.cli.demo import demo
 from elasticps.cli.options import command
 from elasticps.cli.output import guarded, out
+from elasticps.errors import ConfigError
 
 app = typer.Typer(
     name="elasticps",
@@ -48,27 +47,47 @@ app.command(rich_help_panel=LOOK)(command(audit.audit))
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=LOOK)
 app.command(rich_help_panel=LOOK)(command(checkpoint.restore))
 app.add_typer(cluster.app, name="cluster", rich_help_panel=LOOK)
-app.command(rich_help_panel=SHOW)(command(demo))
-for measure in bench.registered_commands:
-    if measure.callback is not None:
-        measure.callback = command(measure.callback)
-app.add_typer(bench, name="bench", rich_help_panel=SHOW)
 app.command(rich_help_panel=RUN)(command(processes.server))
 app.command(rich_help_panel=RUN)(command(processes.coordinator))
 app.command(rich_help_panel=RUN)(command(certificates))
 
 
-def extensions() -> dict[str, Callable[..., None]]:
-    """Commands of packages that elasticps itself does not import, and that an image of servers does not have."""
-    return {
-        found.name: found.load()
-        for found in entry_points(group="elasticps.commands")
-        if find_spec(found.module.partition(".")[0]) is not None
-    }
+def add_extensions(to: typer.Typer) -> None:
+    """Adds the commands of packages that elasticps itself does not import: `demo`, `bench`, `chaos`, `sim`. The command
+    of a package that is not installed is hidden, and says how to get it."""
+    for found in entry_points(group="elasticps.commands"):
+        if not _installed(found.module):
+            settings = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+            to.command(found.name, hidden=True, context_settings=settings)(guarded(_missing(found)))
+            continue
+        extension = found.load()
+        if isinstance(extension, typer.Typer):
+            for each in extension.registered_commands:
+                if each.callback is not None:
+                    each.callback = command(each.callback)
+            to.add_typer(extension, name=found.name, rich_help_panel=SHOW)
+        else:
+            to.command(found.name, rich_help_panel=SHOW)(command(extension))
 
 
-for name, extension in extensions().items():
-    app.command(name, rich_help_panel=SHOW)(command(extension))
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package it belongs to
+        return False
+
+
+def _missing(extension: EntryPoint) -> Callable[[], None]:
+    def explain() -> None:
+        raise ConfigError(
+            f"`elasticps {extension.name}` is not part of this installation, which lacks {extension.module}: run it in "
+            "a checkout of the repository, where `make setup` installs everything"
+        )
+
+    return explain
+
+
+add_extensions(app)
 
 
 @app.command(rich_help_panel=ABOUT)

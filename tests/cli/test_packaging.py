@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import setuptools
 import tomli
+import typer
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from typer.testing import CliRunner
 
 from elasticps.cli import app
+from elasticps.cli.output import ExitCode
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,10 +34,26 @@ def test_every_package_of_the_tree_is_found(project: dict[str, Any]) -> None:
     assert found == {".".join(folder.relative_to(ROOT).parts) for folder in folders}
 
 
-def test_a_command_of_a_package_that_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = [EntryPoint("chaos", "not_installed.live.cli:chaos", "elasticps.commands")]
-    monkeypatch.setattr(app, "entry_points", lambda group: there)
-    assert app.extensions() == {}
+@pytest.mark.parametrize("module", ["not_installed.cli:app", "tests.not_there.cli:app"])
+def test_the_command_of_a_package_that_is_not_installed_is_hidden_and_says_how_to_get_it(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "entry_points", lambda group: [EntryPoint("bench", module, group)])
+    commands = typer.Typer(callback=lambda: None)
+    app.add_extensions(commands)
+    assert "bench" not in CliRunner().invoke(commands, ["--help"]).output
+    result = CliRunner().invoke(commands, ["bench", "sparse", "--servers", "3"])
+    assert result.exit_code == ExitCode.USAGE
+    assert "`elasticps bench` is not part of this installation" in result.output
+    assert "make setup" in result.output
+
+
+def test_benchmarks_and_demo_are_commands_of_a_checkout(project: dict[str, Any]) -> None:
+    found = project["project"]["entry-points"]["elasticps.commands"]
+    assert found.keys() == {"bench", "chaos", "demo", "sim"}
+    for name, target in found.items():
+        loaded = EntryPoint(name, target, "elasticps.commands").load()
+        assert isinstance(loaded, typer.Typer) or callable(loaded)
 
 
 @pytest.mark.parametrize("image", ["requirements", "requirements-chaos"])

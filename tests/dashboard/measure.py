@@ -27,11 +27,11 @@ from urllib.parse import urlsplit
 import numpy as np
 
 import elasticps as eps
+from benchmarks.limits import cpu_seconds
 from coordinator.connect import open_store
 from coordinator.core.keys import NEWEST_CHECKPOINT
 from coordinator.core.store import Store
 from elasticps import background
-from elasticps.bench.limits import cpu_seconds
 from elasticps.local import LocalCluster
 from tests.dashboard.chromium import chromium, open_page, wait
 from tests.dashboard.scene import Scene

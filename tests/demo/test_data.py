@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from elasticps.demo import data
 from elasticps.errors import ConfigError
+from examples.demo import data
 
 
 @pytest.fixture(scope="module")

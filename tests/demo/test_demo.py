@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from elasticps.demo.loss import Checkpoints
-from elasticps.demo.main import INTERRUPTED, run
+from examples.demo.loss import Checkpoints
+from examples.demo.main import INTERRUPTED, run
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,7 +86,7 @@ def test_checkpoints_of_an_earlier_demo_go(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stop", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupted_demo_ends_everything(tmp_path: Path, stop: signal.Signals) -> None:
     """That no process is left is checked at the end of the test run."""
-    code = "import pathlib, sys; from elasticps.demo.main import run; sys.exit(run(out=pathlib.Path(sys.argv[1])))"
+    code = "import pathlib, sys; from examples.demo.main import run; sys.exit(run(out=pathlib.Path(sys.argv[1])))"
     command = [sys.executable, "-c", code, str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:

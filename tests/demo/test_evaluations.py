@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticps.demo.evaluations import Evaluations
+from examples.demo.evaluations import Evaluations
 
 
 def test_an_epoch_that_ends_while_the_evaluator_comes_back_is_asked_about_once() -> None:

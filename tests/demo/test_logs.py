@@ -9,7 +9,7 @@ from pathlib import Path
 _LOGS = """
 import logging, sys
 from pathlib import Path
-from elasticps.demo.main import _logs_kept
+from examples.demo.main import _logs_kept
 
 with _logs_kept(Path(sys.argv[1])):
     logging.getLogger("coordinator.etcd").warning("a watch is broken")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticps.demo.processes import ChildFailed, Children, Event
+from examples.demo.processes import ChildFailed, Children, Event
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def wait(children: Children, kind: str) -> Event:
     raise AssertionError(f"no {kind!r} came")
 
 
-PIPE = "from elasticps.demo.child import Pipe; pipe = Pipe()\n"
+PIPE = "from examples.demo.child import Pipe; pipe = Pipe()\n"
 
 
 def test_children_tell_and_hear(children: Children) -> None:
@@ -86,7 +86,7 @@ def test_leaving_ends_children_that_would_go_on(children: Children) -> None:
 
 
 def test_leaving_kills_children_that_do_not_listen(children: Children, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elasticps.demo.processes.GRACE_S", 0.2)
+    monkeypatch.setattr("examples.demo.processes.GRACE_S", 0.2)
     with children:
         children.start("a", {"code": 'print(\'{"event": "up", "t": 0}\', flush=True); import time; time.sleep(60)'})
         wait(children, "up")

@@ -10,8 +10,8 @@ from PIL import Image
 from rich.console import Console
 
 from elasticps.admin.audit import AuditReport, WorkerClocks
-from elasticps.demo.picture import draw
-from elasticps.demo.report import (
+from examples.demo.picture import draw
+from examples.demo.report import (
     AuditAnswer,
     Evaluation,
     Kill,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticps.demo.victim import choose
+from examples.demo.victim import choose
 from tests.chaos.scenes import view_of
 
 VIEW = view_of([["s0", "s1"], ["s1", "s2"], ["s1", "s0"], ["s2", "s0"]])

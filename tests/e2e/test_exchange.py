@@ -15,12 +15,12 @@ from torch import nn
 
 import elasticps as eps
 from elasticps.cli.app import app as command_line
-from elasticps.demo.data import FIELDS, NO_GENRE
-from elasticps.demo.model import ROW, DeepFM
 from elasticps.exchange import export as exporting
 from elasticps.exchange.export import export
 from elasticps.exchange.load import load
 from elasticps.torch import Embedding, EmbeddingBag, Optimizer, full_state_dict
+from examples.demo.data import FIELDS, NO_GENRE
+from examples.demo.model import ROW, DeepFM
 from tests.e2e.conftest import Connect
 
 KEYS = np.random.default_rng(3).integers(-(2**62), 2**62, 3_000)

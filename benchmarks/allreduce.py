@@ -1,0 +1,143 @@
+"""Adding up dense gradients: by ring all-reduce, through servers, and in groups that go through servers.
+
+What was measured stands beside what bandwidths say (`cost.py`), which are measured in the same run.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.core.cost import Machine, here_s, links_s
+from benchmarks.limits import memcpy_gb_per_s, socket_pair
+from benchmarks.team import Team
+from elasticps.local import LocalCluster
+
+SIZES_MB, PROCESSES, SERVERS = (1.0, 16.0), (2, 4), (1, 2, 3)
+STEPS = 3
+LINK_MBIT, MACHINES = 1000, 4  # of the comparison over links
+_PAIR_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Line:
+    """One way: "ring", "servers" or "group", with so many processes and servers (0: none), for `mb` of gradients.
+
+    taken_ms      until every process has the sum, or the new weights: the median of the steps, of the slowest process
+    predicted_ms  what the bandwidths say
+    of_ring       taken, by what the ring took for the same
+    """
+
+    mb: float
+    processes: int
+    way: str
+    servers: int
+    taken_ms: float
+    predicted_ms: float
+    of_ring: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run: the lines, the machine, and in words what is better from when on."""
+
+    lines: list[Line]
+    machine: Machine
+    conclusion: str
+
+    def to_dict(self) -> dict[str, object]:
+        """For programs."""
+        return asdict(self)
+
+
+def run(
+    *,
+    sizes_mb: Sequence[float] = SIZES_MB,
+    processes: Sequence[int] = PROCESSES,
+    servers: Sequence[int] = SERVERS,
+    steps: int = STEPS,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Outcome:
+    """Measures each size with each number of processes, by all-reduce and with each number of servers."""
+    progress("measuring memory and loopback")
+    here, lines, most = measured(), list[Line](), max(processes)
+    with tempfile.TemporaryDirectory(prefix="elasticps-allreduce-") as folder, ExitStack() as stack:
+        common = {"most": most, "processes": sorted(set(processes)), "meeting": str(Path(folder) / "meeting")}
+        team = Team("benchmarks.allreduce_worker", [{**common, "rank": rank} for rank in range(most)])
+        stack.callback(team.close)
+        cluster: LocalCluster | None = None
+        rings: dict[tuple[float, int], float] = {}
+        for count in (0, *sorted(set(servers))):
+            if count == 1 or (count and cluster is None):
+                progress(f"starting {count} server(s)")
+                cluster = stack.enter_context(LocalCluster(servers=count, replicas=1))
+            elif cluster is not None:
+                progress(f"going on with {count} servers")
+                cluster.scale(count)
+            for size in sizes_mb:
+                for n in sorted(set(processes)):
+                    for way in ("servers", "group") if count else ("ring",):
+                        progress(f"{way}, {size:g} MB, {n} processes" + f", {count} server(s)" * bool(count))
+                        where = f" {cluster.url}" if cluster is not None else ""
+                        answers = team.ask(f"{way} {n} {size} {steps} {way}-{n}-{size:g}-{count}{where}", n)
+                        taken = statistics.median(map(max, zip(*(each["seconds"] for each in answers), strict=True)))
+                        rings.setdefault((size, n), taken)
+                        predicted = here_s(way, size * 1e6, n, here)
+                        lines.append(
+                            Line(size, n, way, count, round(taken * 1e3, 2), round(predicted * 1e3, 2),
+                                 round(taken / rings[size, n], 3))
+                        )  # fmt: skip
+    lines.sort(key=lambda line: (line.mb, line.processes, line.way != "ring", line.way, line.servers))
+    return Outcome(lines, here, concluded(lines, max(sizes_mb), most))
+
+
+def measured() -> Machine:
+    """Bandwidths of this machine, now."""
+    with socket_pair() as pair:
+        seconds = statistics.median(pair.exchange(_PAIR_BYTES, _PAIR_BYTES) for _ in range(5))
+        turn_s = statistics.median(pair.exchange(64, 64) for _ in range(200))
+    cores = len(os.sched_getaffinity(0))
+    return Machine(memcpy_gb_per_s() * 1e9, 2 * _PAIR_BYTES / seconds, turn_s, cores)
+
+
+def concluded(lines: Iterable[Line], mb: float, each: int) -> str:
+    """What is better from when on: here, as measured, and over links, by the cost model."""
+    best: dict[tuple[int, float], dict[str, float]] = {}
+    for line in lines:
+        ways = best.setdefault((line.processes, line.mb), {})
+        ways[line.way] = min(line.taken_ms, ways.get(line.way, line.taken_ms))
+    told = []
+    for count in sorted({count for count, _ in best}):
+        sizes = {size: best[count, size] for n, size in sorted(best) if n == count}
+        parts = [f"{_since(sizes, 'ring', ('servers', 'group'))} a ring is fastest"]
+        parts.append(f"{_since(sizes, 'group', ('servers',))} a group is faster than separate workers")
+        told.append(f"{count} processes here: {', '.join(parts)}.")
+    link = LINK_MBIT * 1e6 / 8
+    ring, group, apart = (
+        links_s(way, mb * 1e6, MACHINES, each, MACHINES, link) for way in ("ring", "group", "servers")
+    )
+    few = links_s("group", mb * 1e6, MACHINES, each, 1, link)
+    told.append(
+        f"By the model, {MACHINES} machines of {each} processes, each on a link of {LINK_MBIT:,} Mbit/s, {mb:g} MB: "
+        f"a ring {ring:.2f} s, groups {group:.2f} s with as many servers as machines ({few:.2f} s with one), separate "
+        f"workers {apart:.2f} s: groups come near a ring once there is a server for each machine, separate workers "
+        "do not."
+    )
+    return " ".join(told)
+
+
+def _since(sizes: dict[float, dict[str, float]], way: str, others: Sequence[str]) -> str:
+    """From which size on a way is faster than all the others, in words."""
+    known = {size: ways for size, ways in sizes.items() if way in ways and any(each in ways for each in others)}
+    won = [size for size, ways in known.items() if all(ways[way] < ways.get(each, float("inf")) for each in others)]
+    if not won:
+        return "never"
+    if len(won) == len(known):
+        return "always"
+    since = next((size for size in sorted(known) if all(s in won for s in known if s >= size)), None)
+    return f"from {since:g} MB on" if since is not None else f"at {', '.join(f'{size:g}' for size in won)} MB only"

@@ -1,0 +1,1 @@
+"""Pure parts of benchmarks: the cost model of adding up gradients, and the generated clicks."""

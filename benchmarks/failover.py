@@ -1,0 +1,272 @@
+"""Time from the death of a server to the next committed push on the ranges that it headed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from benchmarks.pusher import COUNTED, DIM, HEAVY
+from benchmarks.sparse import fill
+from coordinator.core.view import View
+from elasticps import background
+from elasticps.admin import fetch_status
+from elasticps.admin.audit import audit
+from elasticps.client import connect
+from elasticps.coordination import opened, read_view
+from elasticps.errors import Error, Timeout
+from elasticps.local import LocalCluster
+from elasticps.local.story import Failover, adoption, failover
+from elasticps.model.spec import Accumulate, Adagrad
+from elasticps.security import credentials_of
+
+SERVERS, REPLICAS, WORKERS = 3, 2, 2
+RECOVERY_TIMEOUT_S = 60.0
+REPAIR_TIMEOUT_S = 600.0
+AUDIT_TIMEOUT_S = 300.0
+STEADY_STEPS = 50  # committed by each worker between two kills, at least
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One death; times in ms since the signal was sent.
+
+    detected, written  by the leader: the evidence, and the view without the dead server
+    adopted            by the last of the other servers
+    commits            the first commit of each worker under that view
+    held_bytes         that the server had allocated for rows
+    """
+
+    server: str
+    ranges_headed: int
+    held_bytes: int
+    detected: float
+    written: float
+    adopted: float
+    commits: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All kills of a run.
+
+    rows     stored before
+    updates  of rows, acknowledged
+    wrong    keys whose value is not the exact number of the updates acknowledged: some lost, or applied twice
+    clean    whether the audit found every replica equal and every promise kept
+    """
+
+    signal: str
+    rows: int
+    kills: tuple[Kill, ...]
+    updates: int
+    wrong: int
+    clean: bool
+
+    def percentile(self, part: str, q: float) -> float:
+        """Over all kills; `commits`: over all kills and workers."""
+        values: list[float] = []
+        for kill in self.kills:
+            values += kill.commits if part == "commits" else (getattr(kill, part),)
+        return float(np.percentile(values, q))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        parts = ("detected", "written", "adopted", "commits")
+        summary = {
+            part: {f"p{q}" if q < 100 else "max": round(self.percentile(part, q), 1) for q in (50, 99, 100)}
+            for part in parts
+        }
+        return {
+            "servers": SERVERS,
+            "replicas": REPLICAS,
+            "workers": WORKERS,
+            "unit": "ms since the signal",
+            **summary,
+            **asdict(self),
+        }
+
+
+class Worker:
+    """A process of a benchmark, `python -m MODULE ARGUMENTS`, that answers each line with a line of JSON."""
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, request: str) -> dict[str, Any]:
+        """Sends a request; its answer. Error if the worker has ended."""
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it has ended
+            self._process.stdin.write(request + "\n")
+            self._process.stdin.flush()
+        answer: dict[str, Any] = self.answer()
+        return answer
+
+    def answer(self) -> Any:
+        """The next line that it writes."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise Error(f"a worker of the benchmark ended with exit code {self._process.wait()}; its error is above")
+        return json.loads(line)
+
+    def first_after(self, t: float) -> float | None:
+        """When it first got a commit later than that."""
+        first: float | None = self.ask(f"after {t}")["first"]
+        return first
+
+    def has_done(self, steps: int) -> bool:
+        """Whether so many were committed."""
+        return bool(self.ask(f"after {time.time()}")["steps"] >= steps)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def run(
+    *,
+    kills: int = 20,
+    stop: bool = False,
+    rows: int = 0,
+    tls: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Outcome:
+    """Kills, or with `stop` freezes, the server that heads most ranges, `kills` times, with a repair between them.
+
+    `rows` x 64 float32 with Adagrad are stored first. Two worker processes push all the time; at the end every replica
+    is audited, and every value compared with the pushes acknowledged. Raises Timeout where recovery does not come.
+    """
+    progress("starting a cluster")
+    with LocalCluster("failover", servers=SERVERS, replicas=REPLICAS, tls=tls) as cluster:
+        with connect(cluster.url, worker="filler", timeout=120.0) as ps:
+            ps.table("counted", dim=DIM, optimizer=Accumulate())
+            if rows:
+                progress(f"filling {rows:,} rows of 64 floats")
+                fill(ps, ps.table(HEAVY, dim=64, optimizer=Adagrad(lr=0.01)), rows)
+        with _workers(cluster.url, rows) as workers:
+            _steady(workers)
+            done = []
+            for number in range(kills):
+                done.append(_round(cluster, workers, stop))
+                progress(f"{number + 1} of {kills}: {max(done[-1].commits):.0f} ms")
+            counts = np.sum([worker.ask("end")["counts"] for worker in workers], axis=0)
+            progress("comparing every value with the pushes, and every replica with the others")
+            with connect(cluster.url, worker="reader", timeout=120.0) as ps:
+                found = ps.table("counted", dim=DIM, optimizer=Accumulate()).pull(np.arange(COUNTED))
+            wrong = int((found != counts[:, None]).any(axis=1).sum())
+            report = audit(cluster.operator_url, AUDIT_TIMEOUT_S)
+    name = signal.SIGSTOP.name if stop else signal.SIGKILL.name
+    return Outcome(name, rows, tuple(done), int(counts.sum()), wrong, report.clean)
+
+
+@contextmanager
+def _workers(url: str, rows: int) -> Iterator[list[Worker]]:
+    workers: list[Worker] = []
+    try:
+        while len(workers) < WORKERS:
+            number = str(len(workers))
+            workers.append(Worker("benchmarks.pusher", url, f"pusher{number}", number, str(rows)))
+        yield workers
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def _round(cluster: LocalCluster, workers: Sequence[Worker], stop: bool) -> Kill:
+    # Also a server that was only suspected, wrongly, leaves ranges with one copy for a while: that is not the time.
+    view: View = _until(partial(_whole, cluster), REPAIR_TIMEOUT_S, "the repair did not end")
+    heads = np.bincount(view.heads, minlength=len(view.servers))
+    victim = cluster.server(view.servers[int(heads.argmax())].name)
+    credentials = credentials_of(cluster.operator_url)
+    held = int(background.run(fetch_status(victim.admin, 10.0, credentials))["bytes"])
+    log_from = len(cluster.log("c0"))
+    sent = time.time()
+    if stop:
+        cluster.pause(victim.name)
+    else:
+        cluster.kill(victim.name)
+    end: Failover = _until(
+        lambda: failover(cluster.log("c0")[log_from:], f"{victim.name}#{victim.incarnation}"),
+        RECOVERY_TIMEOUT_S, "the leader wrote no view without the dead server",
+    )  # fmt: skip
+    commits = [
+        _until(partial(worker.first_after, end.written), RECOVERY_TIMEOUT_S, "no push was committed")
+        for worker in workers
+    ]
+    others = [server.name for server in view.servers if server.name != victim.name]
+    adopted = max(_until(partial(_adoption, cluster, name, end.epoch), 10.0, "no view was adopted") for name in others)
+    if stop:
+        cluster.resume(victim.name)
+    else:
+        cluster.start_server(victim.name)
+        _until(
+            lambda: cluster.server(victim.name).incarnation > victim.incarnation, REPAIR_TIMEOUT_S, "it did not rejoin"
+        )
+    _until(partial(_whole, cluster), REPAIR_TIMEOUT_S, "the repair did not end")
+    _steady(workers)
+
+    def since(t: float) -> float:
+        return round((t - sent) * 1e3, 1)
+
+    return Kill(
+        victim.name, int(heads.max()), held, since(end.detected), since(end.written), since(adopted),
+        tuple(since(t) for t in commits),
+    )  # fmt: skip
+
+
+def _adoption(cluster: LocalCluster, name: str, epoch: int) -> float | None:
+    return adoption(cluster.log(name), epoch)
+
+
+def _whole(cluster: LocalCluster) -> View | None:
+    """The view, if every server is in it as it is now, and every range has all its replicas."""
+    view = _view(cluster)
+    listed = {server.member for server in view.servers}
+    all_listed = all((server.name, server.incarnation) in listed for server in cluster.servers)
+    return view if all_listed and bool((view.chains >= 0).all()) and bool((view.joining < 0).all()) else None
+
+
+def _steady(workers: Sequence[Worker]) -> None:
+    for worker in workers:
+        goal = worker.ask(f"after {time.time()}")["steps"] + STEADY_STEPS
+        _until(partial(worker.has_done, goal), RECOVERY_TIMEOUT_S, "no push was committed")
+
+
+def _view(cluster: LocalCluster) -> View:
+    async def read() -> View:
+        async with opened(cluster.operator_url, 10.0) as store:
+            return await read_view(store)
+
+    return background.run(read())
+
+
+def _until(look: Callable[[], Any], timeout_s: float, otherwise: str) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (found := look()):
+        if time.monotonic() > deadline:
+            raise Timeout(f"{otherwise} within {timeout_s:g} s")
+        time.sleep(0.02)
+    return found

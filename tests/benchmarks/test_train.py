@@ -1,0 +1,73 @@
+"""`bench train`: every way of training works, and what it counts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import train
+from benchmarks.cli import app
+from benchmarks.team import Team
+from benchmarks.train import Line, Way
+from elasticps.errors import Error
+
+
+def test_every_way_trains_and_is_counted() -> None:
+    options = "--model dlrm --workers 2 --replicas 1 --servers 1 --batch 32 --seconds 0.1 --json"
+    result = CliRunner().invoke(app, ["train", *options.split()])
+    assert result.exit_code == 0, result.output
+    lines = [Line(**line) for line in json.loads(result.stdout)]
+    assert [(line.way, line.workers, line.replicas) for line in lines] == [
+        ("alone", 1, 0),
+        ("all-reduce", 2, 0),
+        ("servers", 2, 1),
+    ]
+    assert (lines[0].of_alone, lines[0].worker_cpu_of_alone) == (1.0, 1.0)
+    for line in lines:
+        assert (line.model, line.batch, line.servers) == ("dlrm", 32, 1)
+        assert line.steps >= train.ROUNDS * train.LEAST_STEPS * line.workers
+        assert line.samples_per_s > 0
+        assert line.of_alone == pytest.approx(line.samples_per_s / lines[0].samples_per_s, abs=0.001)
+        assert set(line.server_cpu_us_per_sample) == ({"s0"} if line.way == "servers" else set())
+
+
+@pytest.mark.slow  # the next one goes the same way
+def test_a_worker_that_fails_ends_all_of_them(capfd: pytest.CaptureFixture[str]) -> None:
+    job = {"model": "deepfm", "batch": 10_000_000, "rank": 0, "workers": 1, "groups": [], "urls": {}, "meeting": ""}
+    team = Team("benchmarks.trainer", [job, job])
+    try:
+        with pytest.raises(Error, match="a worker of the benchmark ended with exit code 1"):
+            team.ask("build alone", 2)
+    finally:
+        team.close()
+    assert "no batch of 10000000 samples" in capfd.readouterr().err
+
+
+def test_a_worker_that_hangs_is_given_up(capfd: pytest.CaptureFixture[str]) -> None:
+    job = {
+        "model": "deepfm",
+        "batch": 64,
+        "rank": 0,
+        "workers": 2,
+        "groups": [2],
+        "urls": {},
+        "meeting": "nowhere/at-all",
+    }
+    team = Team("benchmarks.trainer", [job], answer_s=0.1)
+    try:
+        with pytest.raises(Error, match=r"did not answer 'build alone' within 0\.1 s"):
+            team.ask("build alone", 1)
+    finally:
+        team.close()
+
+
+def test_cpu_and_speed_are_told_beside_one_process() -> None:
+    tally = train._Tally(steps=10, speeds=[100.0, 300.0, 200.0], samples=10 * 256, worker_s=0.256)
+    alone = train._line("deepfm", 256, Way("alone"), tally, 3, None)
+    assert (alone.samples_per_s, alone.worker_cpu_us_per_sample, alone.steps) == (200.0, 100.0, 10)
+    tally = train._Tally(10, [50.0], 10 * 256, 0.384, {"s0": 0.0128, "s1": 0.0064})
+    line = train._line("deepfm", 256, Way("servers", 1, 2), tally, 3, alone)
+    assert (line.of_alone, line.worker_cpu_of_alone) == (0.25, 1.5)
+    assert line.server_cpu_ms_per_step == {"s0": 1.28, "s1": 0.64}
