@@ -22,10 +22,10 @@ from elasticps import background
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.create import by_grpc, checkpoint_cluster
-from elasticps.checkpoint.driver import Driver
-from elasticps.checkpoint.filing import write
+from elasticps.checkpoint.cuts import Driver
 from elasticps.checkpoint.manifest import Manifest
 from elasticps.checkpoint.restore import restore_cluster
+from elasticps.checkpoint.row_writer import write
 from elasticps.checkpoint.rows import RowFile
 from elasticps.checkpoint.storage import Storage
 from elasticps.client import Client, SparseTable, connect

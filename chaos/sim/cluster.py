@@ -28,7 +28,7 @@ from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View
 from coordinator.leader import run_coordinator
 from coordinator.membership import create_cluster
 from coordinator.sessions import ServerSession
-from elasticps.checkpoint.filing import InlineFiling
+from elasticps.checkpoint.row_writer import InlineFiling
 from elasticps.checkpoint.storage import Storage
 from elasticps.client.client import Client
 from elasticps.client.registry import Registry

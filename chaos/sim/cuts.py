@@ -16,7 +16,7 @@ from coordinator.core.view import ServerInfo
 from elasticps.admin.admin_pb2 import RestoreRequest, RestoreResponse
 from elasticps.admin.interface import CutState, CutWritten, Subject
 from elasticps.admin.service import Admin
-from elasticps.checkpoint.driver import Driver, GivenUp, Inconsistent, RoundsDiffer
+from elasticps.checkpoint.cuts import Driver, GivenUp, Inconsistent, RoundsDiffer
 from elasticps.errors import ClusterUnreachable
 
 T = TypeVar("T")

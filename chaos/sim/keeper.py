@@ -10,10 +10,10 @@ from chaos.sim.cluster import STORE_TIMEOUT_S, Cluster
 from chaos.sim.cuts import ANSWER_S, HOLD_S, Afar
 from coordinator.core.errors import StoreUnavailable
 from elasticps.admin.admin_pb2 import RestoreRequest, RestoreResponse
-from elasticps.checkpoint.anew import bring_back
 from elasticps.checkpoint.create import checkpoint
+from elasticps.checkpoint.loss_policy import Recovery
 from elasticps.checkpoint.manifest import Manifest
-from elasticps.checkpoint.recovery import Recovery
+from elasticps.checkpoint.range_recovery import bring_back
 from elasticps.checkpoint.storage import Storage
 from elasticps.errors import CheckpointError, ClusterUnreachable
 

@@ -33,7 +33,7 @@ from chaos.sim.violation import Violation
 from coordinator.core.view import ClusterConfig
 from elasticps import store as table_store
 from elasticps.admin.admin_pb2 import RestoreRequest, RestoreResponse
-from elasticps.checkpoint import anew
+from elasticps.checkpoint import range_recovery
 from elasticps.model.spec import ASP
 from elasticps.server.core.audit import digest
 from elasticps.server.core.operations import AuditMark
@@ -355,7 +355,7 @@ def virtual() -> Iterator[Machine]:
         for name in ("monotonic", "thread_time", "time"):
             stack.enter_context(patch.object(time, name, machine.now))
         stack.enter_context(patch.object(os, "_exit", machine.exit))
-        stack.enter_context(patch.object(anew, "ask_restore", machine.ask_restore))
+        stack.enter_context(patch.object(range_recovery, "ask_restore", machine.ask_restore))
         stack.enter_context(patch.object(ReplicaLinks, "distrust", machine.distrust))
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)

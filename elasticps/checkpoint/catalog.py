@@ -10,8 +10,8 @@ from typing import NamedTuple
 from coordinator.core import fields
 from elasticps.checkpoint.chain import Keep, UnknownCheckpoint, chain_of, deletion, superfluous
 from elasticps.checkpoint.contents import reader_of
-from elasticps.checkpoint.leftovers import STILL_S, is_of_checkpoint, left_over, mark_of
 from elasticps.checkpoint.manifest import NAME, Manifest, cut_of, folder_of, path_of
+from elasticps.checkpoint.retention import STILL_S, is_of_checkpoint, left_over, mark_of
 from elasticps.checkpoint.storage import NotThere, Storage
 from elasticps.errors import CheckpointError
 

@@ -22,7 +22,7 @@ from elasticps import background
 from elasticps.admin.cuts import CutClient
 from elasticps.admin.interface import CutWritten, WrittenFile
 from elasticps.checkpoint import catalog
-from elasticps.checkpoint.driver import HOLD_S, Cut, CutServer, Driver, GivenUp
+from elasticps.checkpoint.cuts import HOLD_S, Cut, CutServer, Driver, GivenUp
 from elasticps.checkpoint.manifest import FileEntry, Manifest, WorkerEntry, check_table
 from elasticps.checkpoint.storage import Storage
 from elasticps.coordination import opened, read_tables, read_view

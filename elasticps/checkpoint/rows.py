@@ -23,7 +23,7 @@ from xxhash import xxh3_128
 from elasticps.checkpoint.storage import Take, new_memory
 from elasticps.errors import CheckpointError
 from elasticps.model.spec import TableSpec
-from elasticps.store.columns import split
+from elasticps.store.columns_tmp import split
 from elasticps.store.layout import RowLayout
 
 FILE_BYTES = 64 << 20

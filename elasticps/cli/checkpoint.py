@@ -130,13 +130,13 @@ def show(place: Place, cut: Cut = None, as_json: Json = False) -> None:
 def verify(place: Place, cut: Cut = None, as_json: Json = False) -> None:
     """Read all of a checkpoint, and of what it builds on, and hold it against its sums. The exit code is 1 if anything
     is wrong."""
-    from elasticps.checkpoint import catalog, upkeep
+    from elasticps.checkpoint import catalog, maintenance
     from elasticps.checkpoint.storage import Storage
 
     storage = Storage(place)
     chain = catalog.chain(storage, cut)
     with bar("verify", sum(manifest.nbytes for manifest in chain), DownloadColumn()) as tell:
-        problems = [problem for manifest in chain for problem in upkeep.verify(storage, manifest, tell)]
+        problems = [problem for manifest in chain for problem in maintenance.verify(storage, manifest, tell)]
     left = {manifest.cut: found for manifest in chain if (found := catalog.unnamed(storage, manifest)).files}
     if as_json:
         of = {cut: found._asdict() for cut, found in left.items()}
@@ -200,13 +200,13 @@ def delete(
 @command
 def merge(place: Place, cut: Cut = None) -> None:
     """Make a full checkpoint of an increment and all that it builds on, under its number."""
-    from elasticps.checkpoint import catalog, upkeep
+    from elasticps.checkpoint import catalog, maintenance
     from elasticps.checkpoint.storage import Storage
 
     storage = Storage(place)
     chain = catalog.chain(storage, cut)
     with bar("merge", None) as tell:
-        merged = upkeep.merge(storage, chain, tell)
+        merged = maintenance.merge(storage, chain, tell)
     out.print(f"checkpoint {merged.cut} is full: {merged.rows:,} rows, {size(merged.nbytes)}", markup=False)
 
 
@@ -264,7 +264,7 @@ def restore(
 def _restore_ranges(
     cluster: str, place: str, ranges: str, cut: int | None, accept_loss: bool, timeout_s: float, *, as_json: bool
 ) -> None:
-    from elasticps.checkpoint.anew import restore_ranges
+    from elasticps.checkpoint.range_recovery import restore_ranges
 
     def tell(text: str) -> None:
         err.print(text, markup=False, soft_wrap=True)

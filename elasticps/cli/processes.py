@@ -276,8 +276,8 @@ async def _restore(store: Store, credentials: Credentials | None) -> None:
 async def _see_to_data(store: Store, credentials: Credentials | None, url: str, every_s: float, keep: str) -> None:
     """While this coordinator leads: checkpoints are made and tidied, and what is lost comes back from them."""
     from elasticps.checkpoint.create import by_grpc, checkpoint
-    from elasticps.checkpoint.duty import Duty
-    from elasticps.checkpoint.recovery import Recovery
+    from elasticps.checkpoint.loss_policy import Recovery
+    from elasticps.checkpoint.schedule import Duty
     from elasticps.checkpoint.tidying import Tidier
 
     async def take(full: bool, if_changed: bool) -> Manifest:

@@ -31,7 +31,7 @@ from elasticps.wire.frames import (
     unpack_header,
 )
 from elasticps.wire.keys import DELTA, KEEP, KNOWN, LIST_KEYS, says
-from elasticps.wire.packed import pack
+from elasticps.wire.packing import pack
 
 MOST_KEYS = LIST_KEYS // 4  # of a list that is kept
 LEAST_KEYS = 8  # shorter lists are sent as they are

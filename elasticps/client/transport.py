@@ -22,7 +22,7 @@ from elasticps.security.sockets import Secured
 from elasticps.security.stream import secured
 from elasticps.wire.assembler import Assembler
 from elasticps.wire.frames import MAX_BODY_BYTES, Buffer, FrameError, Header, Kind
-from elasticps.wire.unsent import Unsent
+from elasticps.wire.send_queue import Unsent
 from replication.chain import Member
 
 if TYPE_CHECKING:

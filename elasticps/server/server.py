@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from coordinator.core import fields
 from coordinator.core.view import Roster, ServerInfo, View
-from elasticps.checkpoint.filing import Filing, ThreadFiling
+from elasticps.checkpoint.row_writer import Filing, ThreadFiling
 from elasticps.security.gate import Gate
 from elasticps.server.admin import Subject
 from elasticps.server.core.barrier import BarrierCoordinator

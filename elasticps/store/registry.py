@@ -14,7 +14,8 @@ from numba.core.dispatcher import Dispatcher
 from elasticps.errors import SpecError
 from elasticps.kernels import compiled_once
 from elasticps.model.spec import Custom, Optimizer
-from elasticps.store import codec, columns, index, intervals, reductions, row_digests, sparse, stamps, updates
+from elasticps.store import codec, index, intervals, reductions, row_digests, sparse, stamps, updates
+from elasticps.store import columns_tmp as columns
 from elasticps.store.native import FLOATS, INT, KEYS, MATRIX, WORDS, signature_of
 from elasticps.store.values import canonical
 

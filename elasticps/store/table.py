@@ -12,15 +12,16 @@ from elasticps.errors import InputError
 from elasticps.kernels import hashing
 from elasticps.model.spec import DTYPES, Constant, Init, TableSpec, Zeros
 from elasticps.model.spec import Assign as _Assign
-from elasticps.store import columns, index, intervals, stamps
+from elasticps.store import columns_tmp as columns
+from elasticps.store import index, intervals, stamps
 from elasticps.store import native as field
 from elasticps.store.codec import Codec
 from elasticps.store.corrections import constants_of
 from elasticps.store.cuts import Cuts
 from elasticps.store.deletions import Deletions
-from elasticps.store.kept import Allowance, Kept
 from elasticps.store.memory import Memory
 from elasticps.store.registry import load_kernels, update_kernel
+from elasticps.store.retained import Allowance, Kept
 from elasticps.store.values import INIT_KINDS, init_values
 
 _LAST_SLAB = 1 << 26  # bytes

@@ -14,8 +14,8 @@ from coordinator.core.keys import RANGE_RECOVERY
 from coordinator.core.view import Roster, ServerInfo, View
 from coordinator.memory import MemoryStore
 from elasticps.admin.admin_pb2 import RestoreResponse
-from elasticps.checkpoint import anew
-from elasticps.checkpoint.recovery import Recovery
+from elasticps.checkpoint import range_recovery
+from elasticps.checkpoint.loss_policy import Recovery
 from elasticps.checkpoint.storage import Storage
 from elasticps.model import spec
 from elasticps.model.spec import TableSpec
@@ -36,7 +36,7 @@ def test_they_come_back_although_nobody_remembers_that_they_were_to(
     async def asked(*_: object) -> RestoreResponse:
         return RestoreResponse(headed=1)
 
-    monkeypatch.setattr(anew, "ask_restore", asked)
+    monkeypatch.setattr(range_recovery, "ask_restore", asked)
     a = ServerInfo("a", 1, "h:1", "h:2")
     view = View(
         "test@one", 9, 2, 1, (a,), np.array([[0], [-1]], np.int32), np.array([-1, 0], np.int32),

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticps.checkpoint import catalog, contents, rows, upkeep
+from elasticps.checkpoint import catalog, contents, maintenance, rows
 from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.manifest import FileEntry, Manifest, WorkerEntry
 from elasticps.checkpoint.rows import checksum
@@ -82,12 +82,12 @@ def test_a_chain_gives_what_there_was_and_so_does_what_it_is_merged_to(
             assert everything(found, id_) == state[name]
             half = {k: data for k, data in state[name].items() if ranges_of(id_, [k], RANGES)[0] < 2}
             assert everything(found, id_, range(2)) == half
-        assert [upkeep.verify(storage, manifest) for manifest in chain] == [[]] * len(chain)
-        with mock.patch.object(upkeep, "FILE_BYTES", 200 if small else rows.FILE_BYTES):
-            merged = upkeep.merge(storage, chain)
+        assert [maintenance.verify(storage, manifest) for manifest in chain] == [[]] * len(chain)
+        with mock.patch.object(maintenance, "FILE_BYTES", 200 if small else rows.FILE_BYTES):
+            merged = maintenance.merge(storage, chain)
     assert merged.since == 0
     assert catalog.read(storage, merged.cut) == merged
-    assert upkeep.verify(storage, merged) == []
+    assert maintenance.verify(storage, merged) == []
     catalog.delete(storage, [manifest.cut for manifest in chain[:-1]])
     found = Contents(storage, catalog.chain(storage))
     assert {name: everything(found, id_) for name, (id_, _) in merged.tables.items()} == {
@@ -113,8 +113,8 @@ def test_a_checkpoint_of_a_version_that_counted_no_updates_is_read_and_added_to(
     chain = catalog.chain(storage)
     expected = {key: data[:8] + struct.pack("<f", 900) + data[12:] for key, data in counted.items()} | newer
     assert everything(Contents(storage, chain), 7) == expected
-    assert [upkeep.verify(storage, manifest) for manifest in chain] == [[], []]
-    upkeep.merge(storage, chain)
+    assert [maintenance.verify(storage, manifest) for manifest in chain] == [[], []]
+    maintenance.merge(storage, chain)
     assert everything(Contents(storage, catalog.chain(storage)), 7) == expected
 
 
@@ -136,22 +136,22 @@ def test_a_gap_is_refused(storage: Storage) -> None:
 
 def test_what_is_wrong_is_found_and_said(storage: Storage) -> None:
     manifest = catalog.read(storage, 2)
-    assert upkeep.verify(storage, manifest) == []
+    assert maintenance.verify(storage, manifest) == []
     first, second = (f"000002/{file.path}" for file in manifest.files)
     data = storage.get(first)
     storage.put(first, data[:-1])
     storage.delete([second])
-    short, missing = upkeep.verify(storage, manifest)
+    short, missing = maintenance.verify(storage, manifest)
     assert short == f"{first} has {len(data) - 1} bytes, not {len(data)}"
     assert missing == f"{second} is missing"
     altered = bytearray(data)
     altered[-9] ^= 1
     storage.put(first, altered)
-    assert "altered" in upkeep.verify(storage, manifest)[0]
+    assert "altered" in maintenance.verify(storage, manifest)[0]
     altered = bytearray(data)
     altered[20] ^= 1
     storage.put(first, altered)
-    assert "header has another sum" in upkeep.verify(storage, manifest)[0]
+    assert "header has another sum" in maintenance.verify(storage, manifest)[0]
     with pytest.raises(CheckpointError, match="header has another sum"):
         everything(Contents(storage, catalog.chain(storage)), 7)
 
@@ -162,7 +162,7 @@ def test_a_range_that_is_missing_is_found() -> None:
     lacking = replace(manifest, cut=2, ranges=RANGES)
     for one in manifest.files:
         storage.put(f"000002/{one.path}", storage.get(f"000001/{one.path}"))
-    assert "lacks range 2" in upkeep.verify(storage, lacking)[0]
+    assert "lacks range 2" in maintenance.verify(storage, lacking)[0]
 
 
 @pytest.mark.parametrize("some", [1 << 45, 2.0])

@@ -17,13 +17,13 @@ from coordinator.core.keys import CHECKPOINT_REQUESTS, NEWEST_CHECKPOINT
 from coordinator.core.view import Roster, ServerInfo, View, WorkerInfo
 from coordinator.memory import MemoryStore
 from elasticps.admin.interface import CutState, CutTaken, CutWritten, Writing, WrittenFile
-from elasticps.checkpoint import catalog, create, driver, filing
+from elasticps.checkpoint import catalog, create, cuts, row_writer
 from elasticps.checkpoint.create import checkpoint
-from elasticps.checkpoint.driver import GivenUp
-from elasticps.checkpoint.duty import Duty
+from elasticps.checkpoint.cuts import GivenUp
+from elasticps.checkpoint.loss_policy import policies_of
 from elasticps.checkpoint.manifest import Manifest
-from elasticps.checkpoint.recovery import policies_of
 from elasticps.checkpoint.rows import RowFile
+from elasticps.checkpoint.schedule import Duty
 from elasticps.checkpoint.storage import Storage
 from elasticps.errors import CheckpointError, ClusterUnreachable, SpecError
 from elasticps.model.optimizers import Accumulate
@@ -78,7 +78,7 @@ class Fake:
             keys, words, stamps = np.arange(n), np.zeros((n, stride), np.uint8), np.zeros(n, np.int32)
             file.add(r, keys, words, stamps, full=True)
         path = f"{table}-{number}/s{self.index}-1.000.safetensors"
-        entry = filing.write(Storage(url), f"{cut:06d}", path, number, file)
+        entry = row_writer.write(Storage(url), f"{cut:06d}", path, number, file)
         return WrittenFile(path, entry.bytes, entry.header, entry.rows, entry.blake2b, number, entry.ranges)
 
     async def state(self, cut: int) -> CutState:
@@ -128,7 +128,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
     monkeypatch.setattr("elasticps.checkpoint.storage._memory", {})
     monkeypatch.setattr(create, "_PAUSE_S", 0.001)
     monkeypatch.setattr(create, "_SILENT_S", 0.05)
-    monkeypatch.setattr(driver, "_POLL_S", 0.001)
+    monkeypatch.setattr(cuts, "_POLL_S", 0.001)
     return Scene()
 
 
@@ -349,7 +349,7 @@ def test_somebody_else_s_checkpoint_of_that_number_stays(scene: Scene, monkeypat
 
 
 def test_the_leader_makes_one_so_often_and_answers_those_who_ask(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elasticps.checkpoint.duty._LOOK_S", 0.001)
+    monkeypatch.setattr("elasticps.checkpoint.schedule._LOOK_S", 0.001)
 
     async def main() -> None:
         await scene.begin()
@@ -523,7 +523,7 @@ def test_the_end_of_the_numbers_is_said_before_anything_is_written(scene: Scene,
         elif where == "server":
             scene.servers["s1"].taken.append((MAX_CUT, 0))
         else:
-            await scene.store.put(driver.LAST, b"%d" % MAX_CUT)
+            await scene.store.put(cuts.LAST, b"%d" % MAX_CUT)
         said = {"folder": "memory://create", "server": "server s1", "etcd": "the key 'checkpoints/last' in etcd"}[where]
         with pytest.raises(CheckpointError, match=f"no number is left for a checkpoint: {said} has {MAX_CUT}"):
             await scene.take()
@@ -536,7 +536,7 @@ def test_the_end_of_the_numbers_is_said_before_anything_is_written(scene: Scene,
 def test_a_last_number_that_is_none_ends_no_checkpoint(scene: Scene, value: bytes) -> None:
     async def main() -> None:
         await scene.begin()
-        await scene.store.put(driver.LAST, value)
+        await scene.store.put(cuts.LAST, value)
         assert [(await scene.take()).cut for _ in range(2)] == [1, 2]
 
     asyncio.run(main())

@@ -10,7 +10,7 @@ import pytest
 from coordinator.core.keys import CHECKPOINT_REQUESTS
 from coordinator.core.store import VALUE_MAX
 from coordinator.memory import MemoryStore
-from elasticps.checkpoint.duty import Duty
+from elasticps.checkpoint.schedule import Duty
 
 ANSWER = b'{"full": false, "cut": 3}'
 
@@ -54,7 +54,7 @@ def test_an_answer_that_nobody_takes_goes_after_a_while(monkeypatch: pytest.Monk
         await store.put(CHECKPOINT_REQUESTS + "1", ANSWER)
         await duty._wanted()
         assert (await store.list(CHECKPOINT_REQUESTS)).entries
-        monkeypatch.setattr("elasticps.checkpoint.duty._KEPT_S", -1.0)
+        monkeypatch.setattr("elasticps.checkpoint.schedule._KEPT_S", -1.0)
         await duty._wanted()
         assert not (await store.list(CHECKPOINT_REQUESTS)).entries
         assert not duty._answered

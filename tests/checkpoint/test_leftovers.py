@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticps.checkpoint import catalog, upkeep
-from elasticps.checkpoint.leftovers import left_over, mark_of
+from elasticps.checkpoint import catalog, maintenance
 from elasticps.checkpoint.manifest import NAME, Manifest
+from elasticps.checkpoint.retention import left_over, mark_of
 from elasticps.checkpoint.storage import Storage
 from elasticps.errors import CheckpointError
 from elasticps.model import spec
@@ -81,7 +81,7 @@ def test_what_a_cluster_has_given_up_goes_with_its_next_checkpoint_and_what_anot
     age(tmp_path / "000004")
     assert catalog.clean(storage, cluster="c@1", below=6) == [4]
     assert catalog.clean(storage) == []
-    assert [upkeep.verify(storage, manifest) for manifest in catalog.chain(storage, 2)] == [[], []]
+    assert [maintenance.verify(storage, manifest) for manifest in catalog.chain(storage, 2)] == [[], []]
 
 
 def dies_while(at: Callable[[str], bool], storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,14 +104,14 @@ def dies_while(at: Callable[[str], bool], storage: Storage, monkeypatch: pytest.
         for name in ("put", "delete"):
             patch.setattr(Storage, name, stop(getattr(Storage, name)))
         with pytest.raises(Killed):
-            upkeep.merge(storage, catalog.chain(storage))
+            maintenance.merge(storage, catalog.chain(storage))
 
 
 @pytest.mark.parametrize("at", ["merged", NAME, "deleted"])
 def test_what_a_merge_that_died_has_left_goes_when_it_is_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    monkeypatch.setattr(upkeep, "FILE_BYTES", 100)  # of many files
+    monkeypatch.setattr(maintenance, "FILE_BYTES", 100)  # of many files
     storage = Storage(str(tmp_path))
     chain = begin(storage)
     seen: list[str] = []
@@ -132,10 +132,10 @@ def test_what_a_merge_that_died_has_left_goes_when_it_is_old(
     assert catalog.clean(begun, still_s=3600) == [2]
     now = catalog.chain(storage)
     assert [one.since for one in now] == ([0] if at == "deleted" else [0, 1])
-    assert all(upkeep.verify(storage, one) == [] for one in now)
+    assert all(maintenance.verify(storage, one) == [] for one in now)
     assert catalog.unnamed(storage, now[-1]).files == 0
-    merged = upkeep.merge(storage, now)
-    assert (merged.rows, upkeep.verify(storage, merged)) == (18, [])
+    merged = maintenance.merge(storage, now)
+    assert (merged.rows, maintenance.verify(storage, merged)) == (18, [])
     assert merged.cluster == chain[-1].cluster
 
 
@@ -149,7 +149,7 @@ def test_a_merge_of_what_is_deleted_meanwhile_leaves_nothing() -> None:
             catalog.delete(storage, [2])
 
     with pytest.raises(CheckpointError, match=r"has no checkpoint 2|is not there"):
-        upkeep.merge(storage, chain, tell)
+        maintenance.merge(storage, chain, tell)
     assert catalog.cuts_of(storage) == [1]
     begin_again = [path for path, _ in before if path.startswith("000001")]
     assert [path for path, _ in storage.files()] == begin_again
@@ -162,10 +162,10 @@ def test_of_two_merges_at_once_one_is_told(tmp_path: Path) -> None:
 
     def tell(rows: int) -> None:
         if not done:
-            done.append(upkeep.merge(storage, chain))
+            done.append(maintenance.merge(storage, chain))
 
     with pytest.raises(CheckpointError, match=r"somebody else has merged checkpoint 2 meanwhile|is not there"):
-        upkeep.merge(storage, chain, tell)
+        maintenance.merge(storage, chain, tell)
     assert catalog.read(storage, 2) == done[0]
-    assert upkeep.verify(storage, done[0]) == []
+    assert maintenance.verify(storage, done[0]) == []
     assert catalog.unnamed(storage, done[0]).files == 0

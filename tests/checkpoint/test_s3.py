@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import pytest
 
-from elasticps.checkpoint import catalog, storage, upkeep
+from elasticps.checkpoint import catalog, maintenance, storage
 from elasticps.checkpoint.storage import NotThere, Storage
 from elasticps.errors import CheckpointError
 from elasticps.model import spec
@@ -55,8 +55,8 @@ def test_a_checkpoint_in_a_bucket(either: FakeS3 | MotoS3) -> None:
     assert not catalog.publish(there, replace(first, time=1.0))  # somebody else was first
     assert there.folders() == ["000001", "000002"]
     chain = catalog.chain(there)
-    assert [upkeep.verify(there, manifest) for manifest in chain] == [[], []]
-    assert upkeep.merge(there, chain).rows == 99
+    assert [maintenance.verify(there, manifest) for manifest in chain] == [[], []]
+    assert maintenance.merge(there, chain).rows == 99
     catalog.delete(there, [1])
     assert {key.split("/")[1] for key in either.objects} == {"000002"}
     with pytest.raises(NotThere, match="it is not there"):

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from coordinator.memory import MemoryStore
-from elasticps.checkpoint import catalog, tidying, upkeep
-from elasticps.checkpoint.duty import Duty
+from elasticps.checkpoint import catalog, maintenance, tidying
 from elasticps.checkpoint.manifest import Manifest
+from elasticps.checkpoint.schedule import Duty
 from elasticps.checkpoint.storage import Storage
 from elasticps.checkpoint.tidying import Tidier
 from elasticps.model import spec
@@ -54,5 +54,5 @@ def test_a_chain_that_is_long_is_merged_and_what_is_not_kept_goes(
     asyncio.run(main())
     assert kept[:3] == [[(1, 0)], [(1, 0), (2, 1)], [(3, 0)]]
     merged = catalog.read(storage, 3)
-    assert upkeep.verify(storage, merged) == []
+    assert maintenance.verify(storage, merged) == []
     assert merged.rows == 3

@@ -16,9 +16,9 @@ from coordinator.leader import run_coordinator
 from coordinator.membership import create_cluster, list_drains, request_drain
 from coordinator.memory import MemoryStore
 from coordinator.sessions import register_server
-from elasticps.checkpoint.anew import Anew
-from elasticps.checkpoint.duty import Duty
+from elasticps.checkpoint.range_recovery import Anew
 from elasticps.checkpoint.restore import Plan, keep_restoring
+from elasticps.checkpoint.schedule import Duty
 from elasticps.coordination import read_servers
 from elasticps.dashboard.model import Model
 from elasticps.metrics.cluster import ClusterMetrics

@@ -37,7 +37,7 @@ from coordinator.core.keys import (
 )
 from coordinator.etcd import EtcdStore
 from coordinator.etcd_rights import protect
-from elasticps.checkpoint.driver import LAST
+from elasticps.checkpoint.cuts import LAST
 from elasticps.checkpoint.restore import DRIVER, RESTORED
 from elasticps.security import rights
 from elasticps.security.authority import Authority

@@ -17,7 +17,7 @@ from coordinator.core.store import Store
 from coordinator.core.view import View
 from elasticps import background
 from elasticps.checkpoint.create import by_grpc
-from elasticps.checkpoint.driver import Cut, Driver
+from elasticps.checkpoint.cuts import Cut, Driver
 from elasticps.local import LocalCluster
 from tests.e2e.oracle import Ledger, Sums, Trainers, check_sums
 

@@ -14,8 +14,8 @@ import pytest
 import elasticps as eps
 from elasticps import background
 from elasticps.admin.audit import audit
-from elasticps.checkpoint.anew import restore_ranges
 from elasticps.checkpoint.create import checkpoint_cluster
+from elasticps.checkpoint.range_recovery import restore_ranges
 from elasticps.cli.status import look
 from elasticps.errors import ConfigError
 from elasticps.kernels import hashing

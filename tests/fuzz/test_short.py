@@ -21,7 +21,7 @@ from elasticps.wire.frames import (
     unpack_header,
 )
 from elasticps.wire.keys import KEEP, KNOWN, LIST_KEYS, says
-from elasticps.wire.packed import pack
+from elasticps.wire.packing import pack
 from tests.fuzz.core import APPS, CLUSTER, DIM, HOSTILE, OWN, TABLE, Core, Wire, watched
 
 WORKER = HOSTILE[0]

@@ -37,7 +37,7 @@ from elasticps.wire.frames import (
     table_block,
     unpack_header,
 )
-from elasticps.wire.packed import pack
+from elasticps.wire.packing import pack
 from elasticps.wire.reducing import ReduceHeader, function_body
 from elasticps.wire.use import Use, UseHeader
 from elasticps.wire.views import view_frame

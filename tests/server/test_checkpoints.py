@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elasticps.checkpoint.filing import Done
 from elasticps.checkpoint.manifest import FileEntry
+from elasticps.checkpoint.row_writer import Done
 from elasticps.checkpoint.rows import RowFile, decode
 from elasticps.server.core import scan
 from elasticps.server.core.operations import CutMark
 from elasticps.server.roles import checkpoints
 from elasticps.server.roles.snapshots import SnapshotSender
-from elasticps.store import Table, deletions, index, kept
+from elasticps.store import Table, deletions, index, retained
 from elasticps.store.intervals import PLACES
-from elasticps.store.kept import Kept
 from elasticps.store.native import H_CURSOR, H_STALE
+from elasticps.store.retained import Kept
 from replication.chain import Role
 from replication.effects import Push
 from replication.messages import OperationKind
@@ -57,8 +57,8 @@ class Shelf:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SnapshotSender, "busy", False)
-    monkeypatch.setattr(kept, "_PART_ROWS", 4)
-    monkeypatch.setattr(kept, "_FIRST_RECORDS", 2)
+    monkeypatch.setattr(retained, "_PART_ROWS", 4)
+    monkeypatch.setattr(retained, "_FIRST_RECORDS", 2)
     monkeypatch.setattr(scan, "FILE_BYTES", 2000)
     monkeypatch.setattr(checkpoints, "PARTS_AT_ONCE", 2)
     monkeypatch.setattr(deletions, "LEAST", 3)
@@ -297,8 +297,8 @@ def written_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cursor_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     def ahead(*arguments: Any) -> Any:
-        found, kept = take(*arguments), arguments[0]
-        kept._header[H_CURSOR] += 1
+        found, rows = take(*arguments), arguments[0]
+        rows._header[H_CURSOR] += 1
         return found
 
     monkeypatch.setattr(Kept, "take", ahead)

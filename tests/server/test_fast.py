@@ -21,7 +21,7 @@ from elasticps.server.roles.executor import Executor
 from elasticps.server.roles.snapshots import SnapshotSender
 from elasticps.store.codec import Codec
 from elasticps.store.intervals import PLACES
-from elasticps.store.kept import Allowance
+from elasticps.store.retained import Allowance
 from elasticps.store.stamps import rows_at, stamps_in
 from elasticps.wire import frames
 from elasticps.wire.frames import (

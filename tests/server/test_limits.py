@@ -31,7 +31,7 @@ from elasticps.wire.frames import (
     json_body,
     json_frame,
 )
-from elasticps.wire.packed import pack
+from elasticps.wire.packing import pack
 from elasticps.wire.refusals import MAX_WHY, RefusedRows
 from replication.messages import Forward, Operation, OperationKind
 from replication.progress import MAX_PARTS

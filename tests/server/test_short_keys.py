@@ -30,7 +30,7 @@ from elasticps.wire.frames import (
     unpack_header,
 )
 from elasticps.wire.keys import DELTA, KEEP, KNOWN, LIST_KEYS, says
-from elasticps.wire.packed import pack, unpack
+from elasticps.wire.packing import pack, unpack
 
 Keys = NDArray[np.int64]
 write_out: Any = short_keys.write_out

@@ -19,7 +19,7 @@ from elasticps.server.fast.layout import H_ENABLED
 from elasticps.server.network.connection import Connection
 from elasticps.server.server import Server
 from elasticps.wire.frames import LAST, Header, Kind, json_frame
-from elasticps.wire.unsent import Unsent
+from elasticps.wire.send_queue import Unsent
 from tests.server.conftest import RANGES
 
 

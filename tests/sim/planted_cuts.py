@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-import elasticps.checkpoint.driver as driver
+import elasticps.checkpoint.cuts as checkpoint_cuts
 import replication.admission
 from elasticps.checkpoint.consistent import Verdict, judge
-from elasticps.checkpoint.driver import Driver
+from elasticps.checkpoint.cuts import Driver
 from elasticps.client.core.hold import Hold
 from elasticps.server.core.cut import Holding
 from elasticps.server.roles.cuts import Cuts
@@ -113,7 +113,7 @@ def wait_for_no_workers(patch: pytest.MonkeyPatch) -> None:
 
 def judge_but_one_range(patch: pytest.MonkeyPatch) -> None:
     push_on_while_held(patch)
-    patch.setattr(driver, "judge", lambda taken, present, said: judge(taken[:1], present, {}))
+    patch.setattr(checkpoint_cuts, "judge", lambda taken, present, said: judge(taken[:1], present, {}))
 
 
 def take_a_worker_that_was_left_out_for_whole(patch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def take_a_worker_that_was_left_out_for_whole(patch: pytest.MonkeyPatch) -> None
         whole = {worker: max(progress.values()) >> 16 for worker, progress in found.left_out.items()}
         return dataclasses.replace(found, clocks={**found.clocks, **whole}, left_out={})
 
-    patch.setattr(driver, "judge", mutant)
+    patch.setattr(checkpoint_cuts, "judge", mutant)
 
 
 def take_an_open_round_for_a_closed_one(patch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from elasticps.server.roles import subscriptions as news
 from elasticps.server.roles.pushes import Pushes
 from elasticps.server.server import Server
 from elasticps.wire.frames import Header, Kind
-from elasticps.wire.unsent import Unsent
+from elasticps.wire.send_queue import Unsent
 from elasticps.wire.views import read_view
 from replication.effects import Install
 from replication.progress import Clocks

@@ -11,7 +11,7 @@ from elasticps.model.spec import SGD, TableSpec
 from elasticps.server.core.operations import CutMark
 from elasticps.server.core.scan import Scan
 from elasticps.store import Store
-from elasticps.store.kept import Allowance
+from elasticps.store.retained import Allowance
 
 SPEC = TableSpec("t", 2, SGD(1.0))
 R, KEYS = 0, 40

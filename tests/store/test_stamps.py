@@ -11,12 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from numpy.typing import NDArray
 
 from elasticps.model import spec
-from elasticps.store import Store, Table, deletions, kept, table
+from elasticps.store import Store, Table, deletions, retained, table
 from elasticps.store.cuts import Cuts
 from elasticps.store.deletions import Deletions
 from elasticps.store.intervals import PLACES
-from elasticps.store.kept import Allowance, Listed
 from elasticps.store.native import MAX_STAMP
+from elasticps.store.retained import Allowance, Listed
 from elasticps.store.stamps import rows_at, stamps_in
 from tests.store.test_twin import RANGES, floats
 
@@ -216,9 +216,9 @@ TestCuts.settings = settings(max_examples=80, stateful_step_count=30, deadline=N
 def test_small_blocks_untidy_tables_and_few_notes(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """The same with limits so small that they are met all the time."""
     monkeypatch.setattr(table, "_UNTIDY_BYTES", 1)
-    monkeypatch.setattr(kept, "_PART_ROWS", 4)
-    monkeypatch.setattr(kept, "_FIRST_RECORDS", 1)
-    monkeypatch.setattr(kept, "_BLOCK", 200)
+    monkeypatch.setattr(retained, "_PART_ROWS", 4)
+    monkeypatch.setattr(retained, "_FIRST_RECORDS", 1)
+    monkeypatch.setattr(retained, "_BLOCK", 200)
     monkeypatch.setattr(deletions, "LEAST", 5)
     TestCuts("runTest").runTest()
 

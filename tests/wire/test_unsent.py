@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticps.wire.unsent import BUFFERS_PER_CALL, Unsent
+from elasticps.wire.send_queue import BUFFERS_PER_CALL, Unsent
 
 
 class Socket:

@@ -11,7 +11,7 @@ import numpy as np
 from chaos.sim.checks.rounds import Rounds
 from chaos.sim.checks.sums import COLUMNS, KEYS, Rows, Sums, units
 from chaos.sim.violation import Violation
-from elasticps.checkpoint.driver import Cut
+from elasticps.checkpoint.cuts import Cut
 from elasticps.server.core.cut_notes import Noted
 from elasticps.server.core.operations import CutMark
 from elasticps.server.server import Server

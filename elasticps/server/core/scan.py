@@ -1,6 +1,7 @@
 """What one server writes of a checkpoint: goes through its tables and ranges, a part at a time. No I/O.
 
-Rows come from the store as they were when the cut passed, whatever changes between two parts (`elasticps.store.kept`).
+Rows come from the store as they were when the cut passed, whatever changes between two parts
+(`elasticps.store.retained`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from elasticps.checkpoint.rows import NO_KEYS, Bytes, RowFile
 from elasticps.server.core.operations import CutMark
 from elasticps.store import Store, Table
-from elasticps.store.kept import Allowance, Kept
+from elasticps.store.retained import Allowance, Kept
 from replication.chain import Ranges
 
 FILE_BYTES = 16 << 20

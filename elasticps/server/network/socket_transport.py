@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 from elasticps.wire.frames import Buffer
-from elasticps.wire.unsent import Unsent
+from elasticps.wire.send_queue import Unsent
 
 P = TypeVar("P", bound=asyncio.BaseProtocol)
 

@@ -1,6 +1,6 @@
 """A server's part in writing a checkpoint: begins when a cut has passed, a slice of the loop's time at a time.
 
-Rows of a cut are kept aside from the moment when it passes (`elasticps.store.kept`). They are written when whoever
+Rows of a cut are kept aside from the moment when it passes (`elasticps.store.retained`). They are written when whoever
 takes the cut asks how far that is, for only then have all ranges passed it; who does not ask for a while has gone, and
 what is kept is given back. Memory is bounded: at a budget pushes wait, as for room in the log, and no more is scanned
 than files are written.
@@ -15,14 +15,14 @@ import numpy as np
 
 from coordinator.core import fields
 from elasticps.admin.interface import Writing, WrittenFile
-from elasticps.checkpoint.filing import Filing
-from elasticps.checkpoint.leftovers import mark_of
 from elasticps.checkpoint.manifest import FileEntry, folder_of, folder_of_table
+from elasticps.checkpoint.retention import mark_of
+from elasticps.checkpoint.row_writer import Filing
 from elasticps.server.core.operations import CutMark
 from elasticps.server.core.scan import Finished, Lost, Scan
 from elasticps.server.core.serving import Serving
 from elasticps.server.roles.executor import Executor
-from elasticps.store.kept import Allowance
+from elasticps.store.retained import Allowance
 from replication.chain import Ranges
 
 log = fields.logger(__name__)

@@ -18,7 +18,7 @@ from coordinator.core.errors import CoordinationError
 from coordinator.core.keys import HELD_UP, ON_LOSS, RANGE_RECOVERY, RESTORE, VIEW, WAIT, loss_key, view_of
 from coordinator.core.records import check, left_out, read
 from coordinator.core.store import Entry, Store
-from elasticps.checkpoint.anew import Anew, Drive, OverBudget, prepare, record, with_error
+from elasticps.checkpoint.range_recovery import Anew, Drive, OverBudget, prepare, record, with_error
 from elasticps.checkpoint.restore import driving
 from elasticps.coordination import read_servers, read_tables, read_view
 from elasticps.errors import Error
