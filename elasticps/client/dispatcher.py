@@ -309,7 +309,8 @@ class Dispatcher:
                 else:
                     self.pulls.arrived(request)
             self.new_views.heard += count
-            self.holding.tell()
+            if self.holding.hold.cut:
+                self.holding.tell()
             return start
 
     def _on_frame(self, link: Link, header: Header, body: NDArray[np.uint8]) -> None:

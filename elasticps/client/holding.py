@@ -27,25 +27,25 @@ class Holding:
         self._session = session
         self._connections = connections
         self._writing = writing
-        self._hold = Hold(session.worker)
+        self.hold = Hold(session.worker)
         self._entering = False  # the rounds: not apart from them any more, and in none yet
         self._settled = (0, 0)  # the cut, and the step, for which `settle` was called
 
     def hear(self, server: Member, header: Header) -> None:
         """HOLD."""
-        self._hold.hear(server, HoldHeader.of(header), self._runtime.monotonic())
+        self.hold.hear(server, HoldHeader.of(header), self._runtime.monotonic())
 
     def release(self, header: Header) -> None:
         """RELEASE."""
-        self._hold.release(ReleaseHeader.of(header).cut)
+        self.hold.release(ReleaseHeader.of(header).cut)
 
     def gone(self, server: Member) -> None:
         """The connection to a server has ended."""
-        self._hold.gone(server)
+        self.hold.gone(server)
 
     def holds(self, clock: int) -> bool:
         """Whether step `clock` (0: whatever else is written) has to wait, as a cut is taken."""
-        return bool(self._hold.cut) and self._hold.holds(clock, self._runtime.monotonic())
+        return bool(self.hold.cut) and self.hold.holds(clock, self._runtime.monotonic())
 
     def enter(self) -> bool:
         """Is about to take part in rounds, or not as long as a cut is taken: who holds apart from them may have said
@@ -61,19 +61,19 @@ class Holding:
     @property
     def left_s(self) -> float:
         """For how long at most."""
-        return self._hold.left_s(self._runtime.monotonic())
+        return self.hold.left_s(self._runtime.monotonic())
 
     def tell(self) -> None:
         """Tells servers how far all is written, if they want to know that. Under the lock, or not."""
-        if not self._hold.cut:
+        if not self.hold.cut:
             return
         with self._lock:
             session, in_round = self._session, self.in_round()
             done = not (session.outstanding or self._writing() or self._entering)
             written = Written(session.clock, done and not in_round, in_round is not None)
-            for member, said in self._hold.answers(written, self._runtime.monotonic()):
+            for member, said in self.hold.answers(written, self._runtime.monotonic()):
                 self._connections.send(member, [said.header().pack()])
-            if done and in_round and self._settled != (self._hold.cut, session.clock):
+            if done and in_round and self._settled != (self.hold.cut, session.clock):
                 # whoever trains may not come by for long, and others wait for it
-                self._settled = (self._hold.cut, session.clock)
+                self._settled = (self.hold.cut, session.clock)
                 self._runtime.spawn("elasticps-settle", self.settle)

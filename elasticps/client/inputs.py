@@ -42,6 +42,14 @@ def checked_keys(name: str, keys: object) -> NDArray[np.int64]:
     return np.ascontiguousarray(array, np.int64)
 
 
+def checked_gradients(name: str, pair: object, dim: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The keys int64 [n] and gradients float32 [n, dim] that a table is pushed; InputError for anything else."""
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise InputError(f"table {name!r}: push a pair (keys, grads), got {type(pair).__name__}")
+    keys = checked_keys(name, pair[0])
+    return keys, checked_floats(f"table {name!r}: grads", pair[1], (len(keys), dim))
+
+
 def checked_floats(what: str, values: object, shape: tuple[int, ...]) -> NDArray[np.float32]:
     """Values as a C-contiguous float32 array of `shape`; InputError otherwise. Lists are converted, arrays are not."""
     if (

@@ -17,7 +17,7 @@ from elasticps.client.push_batch import PackedPart
 from elasticps.client.short_keys import Short, ShortKeys
 from elasticps.client.writes import Cut, Part, named_ranges
 from elasticps.errors import Refused
-from elasticps.wire.frames import HEADER_BYTES, Buffer
+from elasticps.wire.frames import Buffer
 from elasticps.wire.headers import GetClocksHeader, PushHeader, Shard
 from elasticps.wire.refusals import RefusedRows
 from replication.chain import Member, Ranges
@@ -265,14 +265,14 @@ class Pushes:
             request = next(self._requests)
             sent.left[request] = cut.ranges
             self._sent[request] = sent
-            header = PushHeader(
+            push = PushHeader(
                 request, frame.epoch, frame.clock, self._worker, cut.items, frame.first, frame.part, frame.last,
                 cut.ranges is None, frame.content is None, self.round, committed, shard,
-            ).header(sum(map(len, cut.buffers)) if cut.frame is None else len(cut.frame) - HEADER_BYTES)  # fmt: skip
+            )  # fmt: skip
             if cut.frame is None:
-                self._send(frame.head, [header.pack(), *cut.buffers])
+                self._send(frame.head, [push.header(sum(map(len, cut.buffers))).pack(), *cut.buffers])
             else:
-                header.pack_into(cut.frame)
+                header = push.pack_into(cut.frame)
                 keys = self._keys_of(frame.head) if self.short else None
                 self._send(frame.head, [cut.frame] if keys is None else keys.push(cut.frame, header, self.short))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from functools import partial
+from operator import attrgetter
 from types import TracebackType
 from typing import NamedTuple
 
@@ -27,6 +29,7 @@ from elasticps.wire.pool import Pool
 from replication.progress import MAX_PARTS
 
 KEPT_BYTES = 32 << 20
+_DONE = attrgetter("done")  # of a step's state: a thread that waits asks it again and again
 
 Values = Mapping[Handle, object]
 Rates = float | Mapping[Handle, float] | None
@@ -169,7 +172,7 @@ class Steps:
     ) -> None:  # fmt: skip
         """Sends one part of a step, the first of which begins it. Waits as long as the window is full. then: asks
         servers for something, and waits for nothing; what it sends leaves in one message with the part."""
-        dispatcher, session = self._dispatcher, self._session
+        dispatcher, session, holding = self._dispatcher, self._session, self._dispatcher.holding
         if self.losses.untold:
             self.losses.check(self.timeout_s)
         if not self._joining.active:
@@ -188,7 +191,7 @@ class Steps:
                 begins = step.state is None
                 paused = begins and not self._joining.active  # by another thread
                 unsettled = begins and self.barrier is not None and self.barrier.is_open  # of another thread
-                held = begins and dispatcher.holding.holds(session.clock + 1)
+                held = begins and bool(holding.hold.cut) and holding.holds(session.clock + 1)
                 if not begins or (session.room and not (paused or held or unsettled)):
                     if then is None:
                         self._push(step, values, rates, last, copy)
@@ -236,7 +239,8 @@ class Steps:
             self._pushes.push(part, last, begins, shard)
             assert step.state is not None
             for handle in values:
-                handle.sent(step.state)
+                if handle.remembers_pushes:
+                    handle.sent(step.state)
         except BaseException:
             self._dispatcher.hurt()
             for handle in values:
@@ -320,7 +324,7 @@ class Steps:
         round, and what was refused of it is judged again."""
         if not state.done:
             timeout_s = self.timeout_s if timeout is None else timeout
-            self._dispatcher.wait(lambda: state.done, timeout_s, f"step {state.clock}")
+            self._dispatcher.wait(partial(_DONE, state), timeout_s, f"step {state.clock}")
         if self.barrier is not None:
             self.settle(timeout)
         self._check(state)

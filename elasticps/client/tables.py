@@ -17,7 +17,7 @@ from elasticps.client.cache_use import NOT_USED, CacheUse, check_cache
 from elasticps.client.core.routing import PushPlan, Routes, plan_push
 from elasticps.client.filling import NO_STEP_VALUES
 from elasticps.client.filtering import Sent
-from elasticps.client.inputs import checked_floats, checked_keys, checked_out, checked_read
+from elasticps.client.inputs import checked_floats, checked_gradients, checked_keys, checked_out, checked_read
 from elasticps.client.pulls import ArrayRead, DenseRead, SparseRead
 from elasticps.client.push_batch import Source
 from elasticps.client.reads import Reads
@@ -40,13 +40,13 @@ class SparseTable(Target):
 
     def __init__(self, reads: Reads, spec: TableSpec, table_id: int, own: TableSpec, changes: Changes) -> None:
         super().__init__(reads, spec, table_id, own, changes)
-        self._grads = f"table {self.name!r}: grads"
         self._short_pull = Short.of(spec.pull)
         self.changes = 0  # how often this client has changed rows past its steps
         self._cache: RowCache | None = None
         self._source: Source | None = None  # given last, of a table whose rows are kept
         if self._short is not None and self._short.shortens_keys:
             self._push = self._push or self._push_filter()
+            self.remembers_pushes = True
 
     @property
     def key_bytes(self) -> Saved:
@@ -62,9 +62,11 @@ class SparseTable(Target):
         """
         if cache is None:
             self._cache = None
+            self.remembers_pushes = self._push is not None
         elif self._cache is None or self._cache.options != cache:
             check_cache(self.name, cache, self._reads.in_rounds, self._reads.bound)
             self._cache = RowCache(cache, self.spec, self.id, self._reads, self._rows)
+            self.remembers_pushes = True
 
     @property
     def cached(self) -> CacheUse:
@@ -265,10 +267,7 @@ class SparseTable(Target):
 
     def source(self, value: object, step_values: NDArray[np.float32]) -> Source:
         """What pushing `value`, a pair (keys int64 [n], grads float32 [n, dim]), sends."""
-        if not isinstance(value, tuple) or len(value) != 2:
-            raise InputError(f"table {self.name!r}: push a pair (keys, grads), got {type(value).__name__}")
-        keys = checked_keys(self.name, value[0])
-        grads = checked_floats(self._grads, value[1], (len(keys), self.dim))
+        keys, grads = checked_gradients(self.name, value, self.dim)
         if self._push is None:
             source = Source(self.id, self._signed_salt, self.dim, -1, keys, grads, step_values)
         else:

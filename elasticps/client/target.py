@@ -65,6 +65,7 @@ class Target(Reduced):
         self._pull, push = Codec(spec.pull, spec.dim), Codec(spec.push, spec.dim)
         self._screen = screen_of(spec, reads.lock)
         self._push = self._push_filter() if push.code or self._screen else None
+        self.remembers_pushes = self._push is not None  # whether `sent` does anything
         self._short = Short.of(spec.push)
         if self._short is not None:
             reads.shorten(table_id, self._short)

@@ -126,8 +126,7 @@ class Link:
         with self._lock:
             if self.socket is None:
                 raise ConnectionResetError(f"not connected to server {self.server.name}")
-            self._unsent.add(buffers)
-            return self._unsent.send(self.socket) and (self._tls is None or self._tls.flush())
+            return self._unsent.send(self.socket, buffers) and (self._tls is None or self._tls.flush())
 
     def flush(self) -> bool:
         """Sends more of the queue; True if nothing is left. OSError if the link is down."""
@@ -144,7 +143,7 @@ class Link:
         calls, tls = 0, self._tls
         while True:
             calls += 1
-            buffer = assembler.buffer()
+            buffer = assembler.buffer
             try:
                 n = sock.recv_into(buffer)
             except BlockingIOError:

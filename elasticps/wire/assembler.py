@@ -18,7 +18,7 @@ STAGING_BYTES = 64 << 10
 
 
 class Assembler:
-    """Cuts a stream into frames: fill `buffer()`, then tell `received(n)`.
+    """Cuts a stream into frames: fill the front of `buffer`, where the next bytes go, then tell `received(n)`.
 
     `on_frame(header, body)` is called for each frame in order; `body`, uint8, is valid during the call only.
 
@@ -42,23 +42,23 @@ class Assembler:
         self.limit = limit
         self._staging = np.empty(STAGING_BYTES, np.uint8)
         self._view = self._staging.data
+        self.buffer: memoryview = self._view  # never empty
         self._start = self._end = 0
         self._header: Header | None = None  # of the frame whose body is being received outside the staging buffer
         self._body = _EMPTY
         self._pool = Pool(LARGEST_BYTES)
         self._targets: list[memoryview] = []  # what is still to fill, last one first
 
-    def buffer(self) -> memoryview:
-        """Where the next bytes go; never empty."""
-        if self._targets:
-            return self._targets[-1]
-        return self._view[self._end :]
-
     def received(self, n: int) -> None:
-        """`n` bytes were written at the front of `buffer()`. Raises `FrameError` on a malformed stream."""
+        """`n` bytes were written at the front of `buffer`. Raises `FrameError` on a malformed stream."""
         if self._targets:
             self._fill(n)
-            return
+        else:
+            self._staged(n)
+        self.buffer = self._targets[-1] if self._targets else self._view[self._end :]
+
+    def _staged(self, n: int) -> None:
+        """Cuts frames out of the staging buffer, which has `n` more bytes."""
         self._end += n
         while self._end - self._start >= HEADER_BYTES:
             if self._usual is not None:

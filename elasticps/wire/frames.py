@@ -94,8 +94,8 @@ TABLES = 4096  # PULL: of several tables, in blocks as a PUSH has them, of keys 
 REFUSED = 8192  # FORWARD: a PUSH without refused rows, which it names. SNAPSHOT_CHUNK, CLOCKS, ERROR: with such rows
 
 _KINDS = frozenset(int(k) for k in Kind)
-_HEADER = struct.Struct("<IBBHQQQQIHHIIII")
-assert _HEADER.size == HEADER_BYTES
+HEADER = struct.Struct("<IBBHQQQQIHHIIII")
+assert HEADER.size == HEADER_BYTES
 
 
 class FrameError(ValueError):
@@ -125,16 +125,12 @@ class Header(NamedTuple):
     wait_ms: int = 0
 
     def pack(self) -> bytes:
-        return _HEADER.pack(MAGIC, VERSION, *self)
-
-    def pack_into(self, frame: memoryview) -> None:
-        """Writes it to the front of a frame."""
-        _HEADER.pack_into(frame, 0, MAGIC, VERSION, *self)
+        return HEADER.pack(MAGIC, VERSION, *self)
 
 
 def unpack_header(buffer: Buffer, offset: int = 0, limit: int = MAX_BODY_BYTES) -> Header:
     """Reads and checks a header; raises `FrameError` before anything of the promised length is allocated."""
-    fields = _HEADER.unpack_from(buffer, offset)
+    fields = HEADER.unpack_from(buffer, offset)
     magic, version = fields[:2]
     if magic != MAGIC:
         raise FrameError(f"not an elasticps frame: it starts with {magic:#010x} instead of {MAGIC:#010x}")

@@ -11,7 +11,23 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from elasticps.wire import frames
-from elasticps.wire.frames import ALL_RANGES, ANY, LAST, PAUSE, REPEAT, REPLACE, ROUND, SLOTS, FrameError, Header, Kind
+from elasticps.wire.frames import (
+    ALL_RANGES,
+    ANY,
+    HEADER,
+    HEADER_BYTES,
+    LAST,
+    MAGIC,
+    PAUSE,
+    REPEAT,
+    REPLACE,
+    ROUND,
+    SLOTS,
+    VERSION,
+    FrameError,
+    Header,
+    Kind,
+)
 
 
 class Shard(NamedTuple):
@@ -49,6 +65,12 @@ class PushHeader(NamedTuple):
             Kind.PUSH, flags, body_bytes, self.request, self.epoch, self.clock, self.worker, self.first, self.part, lag,
             self.blocks, bound, wait_ms,
         )  # fmt: skip
+
+    def pack_into(self, frame: memoryview) -> Header:
+        """Writes the header to the front of a frame, and returns its fields."""
+        header = self.header(len(frame) - HEADER_BYTES)
+        HEADER.pack_into(frame, 0, MAGIC, VERSION, *header)
+        return header
 
     @classmethod
     def of(cls, h: Header) -> PushHeader:

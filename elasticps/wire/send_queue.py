@@ -42,11 +42,12 @@ class Unsent:
         self._queue.clear()
         self.nbytes = 0
 
-    def send(self, socket: Sends) -> bool:
-        """Gives the socket what it takes; True if nothing is left. OSError if the connection is broken.
+    def send(self, socket: Sends, buffers: Iterable[Buffer] = ()) -> bool:
+        """Adds buffers, gives the socket what it takes; True if nothing is left. OSError if the connection is broken.
 
         A socket that takes a part only has no room left, so it is not tried again.
         """
+        self.add(buffers)
         queue = self._queue
         while queue:
             whole = len(queue) <= BUFFERS_PER_CALL

@@ -93,7 +93,7 @@ class Twin:
         stream, at, sizes = self._streams[server], 0, itertools.cycle(pieces)
         try:
             while at < len(data):
-                buffer = stream.buffer()
+                buffer = stream.buffer
                 n = min(len(buffer), len(data) - at, next(sizes))
                 buffer[:n] = data[at : at + n]
                 at += n

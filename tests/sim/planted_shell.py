@@ -5,6 +5,7 @@ Each is something that a careful person could have written.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from elasticps.server.roles import pulls
 from elasticps.server.roles import subscriptions as news
 from elasticps.server.roles.pushes import Pushes
 from elasticps.server.server import Server
-from elasticps.wire.frames import Header, Kind
+from elasticps.wire.frames import Buffer, Header, Kind
 from elasticps.wire.send_queue import Unsent
 from elasticps.wire.views import read_view
 from replication.effects import Install
@@ -99,7 +100,8 @@ def acknowledge_young_entries_while_python_has_older_ones(patch: pytest.MonkeyPa
 
 
 def drop_the_rest_of_a_partial_write(patch: pytest.MonkeyPatch) -> None:
-    def send(self: Unsent, socket: Any) -> bool:
+    def send(self: Unsent, socket: Any, buffers: Iterable[Buffer] = ()) -> bool:
+        self.add(buffers)
         while self:
             try:
                 socket.sendmsg([self._queue[0]])

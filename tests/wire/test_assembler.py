@@ -25,7 +25,7 @@ def frame(size: int, request: int) -> bytes:
 def feed(assembler: Assembler, data: bytes, cuts: Sequence[int]) -> None:
     at = turn = 0
     while at < len(data):
-        buffer = assembler.buffer()
+        buffer = assembler.buffer
         assert len(buffer), "the assembler offers no room"
         n = min(len(buffer), cuts[turn % len(cuts)], len(data) - at)
         buffer[:n] = data[at : at + n]
