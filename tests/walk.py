@@ -60,12 +60,6 @@ class Walk(NamedTuple):
         """How many of the calls go to another file."""
         return sum(step.crosses for step in self.steps)
 
-    def __str__(self) -> str:
-        lines = [
-            f"{'  ' * step.depth}{'→ ' if step.crosses else '  '}{step.file} {step.function}" for step in self.steps
-        ]
-        return "\n".join([*lines, f"{self.calls} calls, {self.files} files, {self.crossings} crossings"])
-
 
 class Trace:
     """Records calls while a walk is measured."""
@@ -140,11 +134,35 @@ def measure(servers: int, replicas: int) -> Iterator[tuple[str, Walk]]:
         yield "pull", trace.fewest(lambda: table.pull(keys))
 
 
+PAGE = ROOT / "docs" / "internals" / "walk.md"
+HEAD = """# A push and a pull, function by function
+
+Written by `python -m tests.walk` from a trace of real processes; do not edit. Each line is a function that begins, with
+`→` where it stands in another file than its caller. `tests/test_walk.py` fails when a push crosses files more often
+than the contract allows. Servers answer while the worker waits in `Driver.wait`; their side is in the design pages.
+"""
+
+
+def section(name: str, servers: int, walk: Walk) -> str:
+    """A walk as Markdown."""
+    title = f"## A {name}, {servers} server{'s' * (servers > 1)}"
+    figures = f"{walk.calls} calls, {walk.files} files, {walk.crossings} crossings."
+    mark = {True: "→ ", False: "  "}
+    lines = [f"{'  ' * step.depth}{mark[step.crosses]}{step.function}   ({step.file})" for step in walk.steps]
+    return "\n".join([title, "", figures, "", "```text", *lines, "```", ""])
+
+
 def main() -> None:
-    """Prints the walks of a push and of a pull: one server, then three with two copies of each range."""
-    for servers, replicas in ((1, 1), (3, 2)):
-        for name, walk in measure(servers, replicas):
-            sys.stdout.write(f"\n## A {name}, {servers} server{'s' * (servers > 1)}\n\n{walk}\n")
+    """Writes the walks of a push and of a pull: one server, then three with two copies of each range."""
+    parts = [
+        section(name, servers, walk)
+        for servers, replicas in ((1, 1), (3, 2))
+        for name, walk in measure(servers, replicas)
+        if servers == 1 or name == "push"
+    ]
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text("\n".join([HEAD, *parts]))
+    sys.stdout.write("".join(line + "\n" for part in parts for line in part.splitlines() if "crossings" in line))
 
 
 if __name__ == "__main__":
