@@ -20,7 +20,7 @@ SMALL: dict[str, int] = {
     "elasticps.server.network.connection.MAX_WAITING_ANSWERS": 4,
     "elasticps.server.roles.handshake.MAX_WORKERS": 40,
     "elasticps.server.fast.path.TURN_BYTES": 4 << 10,
-    "elasticps.server.fast.chunks.SMALLEST_BYTES": 16 << 10,
+    "elasticps.server.fast.buffers.SMALLEST_BYTES": 16 << 10,
     "elasticps.server.roles.snapshots.PIECE_BYTES": 1 << 10,
     "elasticps.server.roles.snapshots.BACKLOG_BYTES": 2 << 10,
     "replication.admission._LET_IN_BYTES": 1 << 10,

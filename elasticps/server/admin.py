@@ -14,8 +14,8 @@ from elasticps.admin.interface import MarkedRange
 from elasticps.server.core.audit import slices
 from elasticps.server.core.bounded_delay import BoundedDelay
 from elasticps.server.core.headroom import Headroom
-from elasticps.server.core.herald import Herald
 from elasticps.server.core.serving import Serving
+from elasticps.server.core.view_exchange import Herald
 from elasticps.server.fast.layout import H_RECEIVED_FORWARD, H_RECEIVED_PULL, H_RECEIVED_PUSH
 from elasticps.server.fast.path import FastPath
 from elasticps.server.roles.counts import COUNTED, Counts

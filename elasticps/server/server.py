@@ -21,10 +21,9 @@ from elasticps.server.core.bounded_delay import BoundedDelay
 from elasticps.server.core.data_shards import ShardDispenser
 from elasticps.server.core.group_log import GroupLog
 from elasticps.server.core.headroom import NO_LIMIT, Headroom, Memory
-from elasticps.server.core.held_frames import HeldFrames
-from elasticps.server.core.herald import Herald
 from elasticps.server.core.registered import Entry, Registered
 from elasticps.server.core.serving import Serving
+from elasticps.server.core.view_exchange import HeldFrames, Herald
 from elasticps.server.fast.path import FastPath
 from elasticps.server.network.busy_poll import Linger
 from elasticps.server.network.connection import Connection, Role
@@ -95,7 +94,8 @@ class Server:
         self.reductions = reductions = Reductions(loop, serving, held, herald, self.store, self.registered, self.pulls)
         self.memory = MemoryLimit(self.headroom, self.store, self.fast, self.links, me.name)
         self.pushes = Pushes(serving, held, herald, executor, self.memory, self.registered, counts, served)
-        group = GroupLog(serving, held, herald, self.replica, executor.rounds, executor.shards, executor.perform)
+        group = GroupLog(serving, held, herald, self.replica, executor.rounds, executor.perform)
+        shards = ShardDispenser(group, executor.shards)
         self._barrier = BarrierCoordinator(group, clock)
         self.leaders = Leaders(loop, serving, executor, self.links, self.snapshots, self.headroom, counts)
 
@@ -108,7 +108,7 @@ class Server:
         cuts = Cuts(serving, executor, lambda: self.handshake.workers, self.checkpoints.wait, clock)
 
         handlers = {
-            **self.pushes.handlers, **self.pulls.handlers, **self._barrier.handlers, **ShardDispenser(group).handlers,
+            **self.pushes.handlers, **self.pulls.handlers, **self._barrier.handlers, **shards.handlers,
             **cuts.handlers, **held.handlers, **reductions.handlers, **uses.handlers,
         }  # fmt: skip
         forgotten = self.pulls.forget, self.pushes.forget, reductions.forget, uses.forget

@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.core.view import WorkerInfo
-from elasticps.server.core.asker import Asker
 from elasticps.server.core.bounded_delay import GRACE_S
 from elasticps.server.core.reads import DEFAULT_WAIT_S, MAX_PARKED, Read
-from elasticps.server.core.request_error import RequestError
+from elasticps.server.core.requests import Asker, RequestError
 from replication.progress import PART_BITS, Clocks
 
 Ranges = NDArray[np.intp]

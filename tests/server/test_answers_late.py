@@ -9,8 +9,7 @@ import numpy as np
 
 from elasticps.server.core.barrier import BarrierCoordinator
 from elasticps.server.core.barrier_state import Rounds
-from elasticps.server.core.data_shards import ShardDispenser
-from elasticps.server.core.data_shards_state import Claim, Shards
+from elasticps.server.core.data_shards import Claim, ShardDispenser, Shards
 from elasticps.server.core.group_log import GroupLog
 from elasticps.wire.frames import HEADER_BYTES, Header, Kind, json_frame
 from replication.chain import Chains, Member
@@ -41,7 +40,7 @@ class RealHead:
 
     def log(self) -> GroupLog:
         me = cast(Any, self)
-        return GroupLog(me, me, me, self.replica, self.rounds, self.shards, self.perform)
+        return GroupLog(me, me, me, self.replica, self.rounds, self.perform)
 
     def wait_for_view(self, *_: object) -> bool:
         return False
@@ -79,7 +78,7 @@ def test_a_claim_that_waited_for_room_tells_no_decision_that_may_yet_be_lost() -
     """Found in a review. Whoever is told of a decision has it carried out, and another head may decide otherwise."""
     head, first, second = RealHead(), Worker(1), Worker(2)
     log = head.log()
-    handlers = BarrierCoordinator(log, lambda: 0.0).handlers | ShardDispenser(log).handlers
+    handlers = BarrierCoordinator(log, lambda: 0.0).handlers | ShardDispenser(log, head.shards).handlers
     empty = np.empty(0, np.uint8)
     document = {"name": "train", "samples": 9, "size": 1, "epochs": 1, "seed": None, "want": 1, "done": [], "back": []}
     body = np.frombuffer(json_frame(Kind.CLAIM_SHARDS, document)[HEADER_BYTES:], np.uint8)

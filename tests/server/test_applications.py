@@ -14,7 +14,7 @@ from coordinator.core.store import Listing
 from coordinator.core.view import Roster, View, WorkerInfo
 from coordinator.memory import MemoryStore
 from elasticps.model.spec import SGD, Accumulate, TableSpec
-from elasticps.server.core import held_frames
+from elasticps.server.core import view_exchange
 from elasticps.server.core.registered import Entry
 from elasticps.server.fast import layout as at
 from elasticps.server.process import lifecycle as lives
@@ -120,7 +120,7 @@ def test_a_table_that_nobody_knows_is_not_remembered_as_dropped(run: Run) -> Non
         worker = await group.connect("a")
         gone = dropping(worker, view, 50)
         await until(lambda: head.registered.wanted and head.news.behind.is_set())
-        with patch.object(held_frames, "HOLD_TIMEOUT_S", -1.0):
+        with patch.object(view_exchange, "HOLD_TIMEOUT_S", -1.0):
             head.tick()
             assert (await asyncio.wait_for(gone, 10))[0].kind == Kind.OK
         head.know_tables({})
@@ -154,7 +154,7 @@ def test_a_table_whose_owner_is_not_known_yet_is_dropped_by_nobody(run: Run) -> 
         other = await group.connect("b", create=False)
         answer = dropping(other, view, TABLE)
         await until(lambda: head.registered.wanted and head.news.behind.is_set())
-        with patch.object(held_frames, "HOLD_TIMEOUT_S", -1.0):
+        with patch.object(view_exchange, "HOLD_TIMEOUT_S", -1.0):
             head.tick()
             header, body = await asyncio.wait_for(answer, 10)
         assert (header.kind, json_body(body)["code"]) == (Kind.ERROR, "unknown-table")

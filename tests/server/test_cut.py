@@ -18,9 +18,8 @@ from elasticps.model.optimizers import Accumulate
 from elasticps.model.sharding import ShardSpec
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.barrier_state import Rounds
-from elasticps.server.core.cut import MOST_S, Holding
-from elasticps.server.core.cut_notes import CutNotes, by_column
-from elasticps.server.core.data_shards_state import Shards
+from elasticps.server.core.cut import MOST_S, CutNotes, Holding, by_column
+from elasticps.server.core.data_shards import Shards
 from elasticps.server.core.operations import CutMark
 from elasticps.server.server import Server
 from elasticps.store import Table

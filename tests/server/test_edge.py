@@ -14,7 +14,7 @@ from coordinator.core.view import ServerInfo
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
 from elasticps.monitor import dial_server
-from elasticps.server.core import held_frames
+from elasticps.server.core import view_exchange
 from elasticps.server.network import connection as connections
 from elasticps.server.roles import handshake
 from elasticps.server.server import Server
@@ -78,7 +78,7 @@ def test_a_create_for_a_view_to_come_stops_no_other_and_ends_after_a_while(run: 
         header, _ = await asyncio.wait_for(create(other, 51, NOW), 10)
         assert header.kind == Kind.OK
         assert 51 in group.servers["b"].store.tables
-        with patch.object(held_frames, "HOLD_TIMEOUT_S", -1.0):
+        with patch.object(view_exchange, "HOLD_TIMEOUT_S", -1.0):
             group.servers["a"].tick()
         header, document = await asyncio.wait_for(waiting, 10)
         assert json_body(document)["code"] == "stale-view"

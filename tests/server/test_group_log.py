@@ -13,10 +13,9 @@ import pytest
 from elasticps.kernels.hashing import group_range
 from elasticps.server.core.barrier import BarrierCoordinator
 from elasticps.server.core.barrier_state import Rounds
-from elasticps.server.core.data_shards import ShardDispenser
-from elasticps.server.core.data_shards_state import Shards
+from elasticps.server.core.data_shards import ShardDispenser, Shards
 from elasticps.server.core.group_log import GroupLog
-from elasticps.server.core.request_error import RequestError
+from elasticps.server.core.requests import RequestError
 from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, json_frame
 from replication.core import NO_RANGES
 from replication.effects import Push, Reply, Status
@@ -67,7 +66,7 @@ class Head:
     def log(self) -> GroupLog:
         all_of_it = cast(Any, self)
         return GroupLog(
-            all_of_it, all_of_it, all_of_it, all_of_it.replica, self.rounds, self.shards, self.perform
+            all_of_it, all_of_it, all_of_it, all_of_it.replica, self.rounds, self.perform
         )  # fmt: skip
 
     def barrier(self) -> BarrierCoordinator:
@@ -106,7 +105,7 @@ class Head:
 @pytest.mark.parametrize("kind", [Kind.BARRIER_JOIN, Kind.CLAIM_SHARDS])
 def test_a_decision_that_may_yet_be_lost_is_not_told(kind: Kind) -> None:
     head, worker = Head(), Worker(1)
-    handlers = head.barrier().handlers | ShardDispenser(head.log()).handlers
+    handlers = head.barrier().handlers | ShardDispenser(head.log(), head.shards).handlers
     document = {"name": "train", "samples": 9, "size": 1, "epochs": 1, "seed": None, "want": 1, "done": [], "back": []}
     body = np.frombuffer(json_frame(kind, document)[HEADER_BYTES:], np.uint8)
     handlers[kind](worker, Header(kind, epoch=1), body)
@@ -118,7 +117,7 @@ def test_a_decision_that_may_yet_be_lost_is_not_told(kind: Kind) -> None:
 
 def test_a_head_with_an_older_roster_takes_nobody_for_lost() -> None:
     head, known, new = Head(), Worker(1), Worker(3)
-    barrier, dispenser = head.barrier(), ShardDispenser(head.log())
+    barrier, dispenser = head.barrier(), ShardDispenser(head.log(), head.shards)
     document = {"name": "train", "samples": 9, "size": 1, "epochs": 1, "seed": None, "want": 1, "done": [], "back": []}
     take = np.frombuffer(json_frame(Kind.CLAIM_SHARDS, document)[HEADER_BYTES:], np.uint8)
     empty = np.empty(0, np.uint8)

@@ -10,7 +10,7 @@ import pytest
 from elasticps.model.optimizers import SGD
 from elasticps.model.spec import TableSpec
 from elasticps.server.fast import layout as at
-from elasticps.server.fast.chunks import int64_at
+from elasticps.server.fast.buffers import int64_at
 from elasticps.server.fast.frames import find_table
 from elasticps.server.fast.path import FastPath
 from elasticps.server.roles.executor import Executor

@@ -12,7 +12,7 @@ import pytest
 
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
-from elasticps.server.core import held_frames
+from elasticps.server.core import view_exchange
 from elasticps.server.core.barrier_state import RangeRounds
 from elasticps.server.core.operations import (
     ChunkContent,
@@ -281,7 +281,7 @@ def test_a_table_that_is_not_registered_is_waited_for_on_its_own_connection(run:
         server.registered.wanted_keys.clear()
         never = create(early, 50, NOW)
         await until(lambda: server.registered.wanted_keys)
-        with patch.object(held_frames, "HOLD_TIMEOUT_S", -1.0):
+        with patch.object(view_exchange, "HOLD_TIMEOUT_S", -1.0):
             server.tick()
         _, refusal = await asyncio.wait_for(never, 10)
         assert json_body(refusal)["code"] == "unknown-table"

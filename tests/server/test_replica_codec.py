@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from elasticps.model.optimizers import Accumulate, Custom
 from elasticps.model.sharding import ShardSpec
 from elasticps.model.spec import MAX_JSON, TableSpec
-from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds
-from elasticps.server.core.data_shards_state import Claim, Doing, RangeShards, ShardMark, ShardSet, Used
+from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds, RoundStep
+from elasticps.server.core.data_shards import Claim, Doing, RangeShards, ShardMark, ShardSet, Used
 from elasticps.server.core.operations import (
     AuditMark,
     ChunkContent,
@@ -20,12 +20,12 @@ from elasticps.server.core.operations import (
     CutMark,
     NewTable,
     NewTables,
-    RoundStep,
+    RestoredRows,
+    RestoredState,
     TableRows,
     positions_of,
 )
 from elasticps.server.core.replica_codec import ReplicaCodec
-from elasticps.server.core.restored import RestoredRows, RestoredState
 from elasticps.store import Store
 from elasticps.wire.frames import HEADER_BYTES, Block, FrameError, Header, Kind, json_frame, unpack_header
 from elasticps.wire.refusals import MAX_WHY, RefusedRows, told, why

@@ -14,8 +14,7 @@ from elasticps.memory import Reading, fill_mark, rows_mark
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.headroom import Memory
-from elasticps.server.core.replies import RequestTicket
-from elasticps.server.core.request_error import RequestError
+from elasticps.server.core.requests import RequestError, RequestTicket
 from elasticps.server.fast.layout import H_ENABLED
 from elasticps.server.roles import memory_limit
 from elasticps.server.server import Server

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elasticps.server.core.asker import Body
+from elasticps.server.core.requests import Body
 from elasticps.server.fast.layout import H_ENABLED
 from elasticps.server.network.connection import Connection
 from elasticps.server.roles import snapshots

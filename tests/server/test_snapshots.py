@@ -16,11 +16,10 @@ from elasticps.model.optimizers import Accumulate
 from elasticps.model.sharding import ShardSpec
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds, Rounds
-from elasticps.server.core.data_shards_state import Claim, Doing, Shards, ShardSet, Used
+from elasticps.server.core.data_shards import Claim, Doing, Shards, ShardSet, Used
 from elasticps.server.core.operations import ChunkContent, TableRows
 from elasticps.server.core.replica_codec import ReplicaCodec
-from elasticps.server.core.snapshot_codec import decode_content, encode_content
-from elasticps.server.core.snapshot_packing import pack, size_of
+from elasticps.server.core.snapshot import decode_content, encode_content, pack, size_of
 from elasticps.server.roles import snapshots
 from elasticps.server.roles.snapshots import MOST_BYTES
 from elasticps.store import Store

@@ -12,7 +12,7 @@ import pytest
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.barrier_state import Rounds
-from elasticps.server.core.data_shards_state import Shards
+from elasticps.server.core.data_shards import Shards
 from elasticps.server.roles import snapshots
 from elasticps.server.roles.snapshots import BACKLOG_BYTES, STALLED_S, SnapshotSender
 from elasticps.store import Store

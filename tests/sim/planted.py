@@ -171,7 +171,7 @@ ALONE: dict[Patch, tuple[str, str]] = {
         "test_whoever_has_a_round_open_is_waited_for_by_the_others_of_its_application_alone",
     ),
     rounds.mark_a_shard_done_when_it_is_used: (
-        "server.test_data_shards_state",
+        "server.test_data_shard_sets",
         "test_a_lost_workers_shards_go_to_others_with_what_is_known_of_them",
     ),
     rounds.take_what_is_applied_for_committed: (

@@ -17,8 +17,7 @@ from elasticps.client.core.data_shards import ShardClaims, Told
 from elasticps.client.core.fan_out import FanOut
 from elasticps.server.core.barrier import BarrierCoordinator
 from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds, Rounds, Share
-from elasticps.server.core.data_shards import ShardDispenser
-from elasticps.server.core.data_shards_state import UNUSED, Claim, Shards, ShardSet, Used
+from elasticps.server.core.data_shards import UNUSED, Claim, ShardDispenser, Shards, ShardSet, Used
 from elasticps.server.core.group_log import GroupLog
 from elasticps.server.roles.executor import Executor
 from replication.messages import OperationKind

@@ -17,7 +17,7 @@ from elasticps.server.core import reads
 from elasticps.server.core.bounded_delay import BoundedDelay
 from elasticps.server.core.serving import Serving
 from elasticps.server.fast import layout as at
-from elasticps.server.fast.chunks import Chunks
+from elasticps.server.fast.buffers import Chunks
 from elasticps.server.fast.path import FastPath
 from elasticps.server.fast.young import YoungLog
 from elasticps.server.network import connection

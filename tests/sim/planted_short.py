@@ -7,8 +7,8 @@ import pytest
 from elasticps.client import short_keys
 from elasticps.client.short_keys import KeyLists, ShortKeys
 from elasticps.server.fast import layout as at
+from elasticps.server.fast.buffers import Receiver
 from elasticps.server.fast.path import FastPath
-from elasticps.server.fast.receiver import Receiver
 
 
 def name_lists_that_went_with_a_connection(patch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from chaos.sim.cluster import Cluster
 from chaos.sim.threads import Threads
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import ASP, BSP, Consistency
-from elasticps.server.core.asker import Asker, Body
 from elasticps.server.core.barrier import BarrierCoordinator
+from elasticps.server.core.requests import Asker, Body
 from elasticps.wire.frames import Header
 from tests.sim.conftest import wait_for
 

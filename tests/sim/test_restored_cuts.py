@@ -10,7 +10,7 @@ import pytest
 from chaos.sim.cluster import STORE_TIMEOUT_S, Cluster
 from chaos.sim.cuts import HOST, Afar
 from elasticps.checkpoint.cuts import Driver, GivenUp
-from elasticps.server.core.restored import RestoredState
+from elasticps.server.core.operations import RestoredState
 from elasticps.server.roles.tickets import FutureTicket
 from replication.effects import Push
 from replication.messages import OperationKind

@@ -12,7 +12,7 @@ from chaos.sim.checks.rounds import Rounds
 from chaos.sim.checks.sums import COLUMNS, KEYS, Rows, Sums, units
 from chaos.sim.violation import Violation
 from elasticps.checkpoint.cuts import Cut
-from elasticps.server.core.cut_notes import Noted
+from elasticps.server.core.cut import Noted
 from elasticps.server.core.operations import CutMark
 from elasticps.server.server import Server
 from replication.chain import Member, Ranges

@@ -14,13 +14,10 @@ import numpy as np
 
 from coordinator.core.view import WORKERS_MAX
 from elasticps.kernels.hashing import group_range
-from elasticps.server.core.asker import Asker, Body
-from elasticps.server.core.barrier_state import BarrierGroup
+from elasticps.server.core.barrier_state import BarrierGroup, RoundStep
 from elasticps.server.core.group_log import GroupLog, Nobody
-from elasticps.server.core.operations import RoundStep
 from elasticps.server.core.reads import DEFAULT_WAIT_S
-from elasticps.server.core.replies import RequestTicket
-from elasticps.server.core.request_error import RequestError
+from elasticps.server.core.requests import Asker, Body, RequestError, RequestTicket
 from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame, whole, wholes
 from elasticps.wire.headers import BarrierArriveHeader, BarrierJoinHeader, OkHeader
 from replication.chain import Ranges

@@ -83,6 +83,15 @@ class BarrierGroup:
         self.last.update(part.last)
 
 
+class RoundStep(NamedTuple):
+    """BARRIER_JOIN, LEAVE, DECISION or CLOSE: workers become members, by the roster of version `clock`; one is none any
+    more; a round is made of `workers`; it closes."""
+
+    app: str
+    clock: int
+    workers: tuple[int, ...]
+
+
 class RangeRounds(NamedTuple):
     """What a piece of a range carries of rounds: closed rounds and groups by application, and kept shares by
     (application, round, worker). more: it goes on where the piece before ended, also in the midst of a group."""

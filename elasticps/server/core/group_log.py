@@ -1,5 +1,6 @@
 """Requests that the head of an application's group range answers, after it has logged them there. Connections, the log
-and the server around are given."""
+and the server around are given.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +10,10 @@ from typing import Any
 import numpy as np
 
 from elasticps.kernels.hashing import group_range
-from elasticps.server.core.asker import Asker, Body
 from elasticps.server.core.barrier_state import Rounds
-from elasticps.server.core.data_shards_state import Shards
-from elasticps.server.core.held_frames import HeldFrames
-from elasticps.server.core.herald import Herald
-from elasticps.server.core.replies import RequestTicket
-from elasticps.server.core.request_error import RequestError
+from elasticps.server.core.requests import Asker, Body, RequestError, RequestTicket
 from elasticps.server.core.serving import Serving
+from elasticps.server.core.view_exchange import HeldFrames, Herald
 from elasticps.wire.frames import Header
 from replication.chain import Ranges
 from replication.effects import Push, Reply, Status
@@ -99,7 +96,6 @@ class GroupLog:
         herald: Herald,
         replica: Replica,
         rounds: Rounds,
-        shards: Shards,
         perform: Callable[..., None],
     ) -> None:
         self.serving = serving
@@ -107,7 +103,6 @@ class GroupLog:
         self.herald = herald
         self.replica = replica
         self.rounds = rounds
-        self.shards = shards
         self.perform = perform
 
     def group_range(self, connection: Asker, header: Header, body: Body) -> Ranges | None:

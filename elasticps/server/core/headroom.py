@@ -19,7 +19,7 @@ import numpy as np
 
 from coordinator.core.view import View
 from elasticps.memory import Reading, fill_mark, rows_mark
-from elasticps.server.core.request_error import RequestError
+from elasticps.server.core.requests import RequestError
 from elasticps.server.fast.layout import UNLIMITED
 from elasticps.wire.frames import MAX_RANGES, FrameError, text, whole, wholes
 from replication.chain import Member, Role, place

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.server.core.asker import Asker
+from elasticps.server.core.requests import Asker
 from elasticps.server.core.serving import Serving
 from elasticps.store import Table
 from elasticps.store.row_digests import WORDS, digests

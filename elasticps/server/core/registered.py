@@ -1,6 +1,7 @@
 """Which tables there are, as the coordination store has them: for each id one spec, and the application that it belongs
 to. Heads that make a table each for itself thereby make the same one, whatever they are told, and whoever may train for
-one application does not reach tables of others. Pure."""
+one application does not reach tables of others. Pure.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import NamedTuple
 from coordinator.core import fields
 from elasticps.errors import SpecError
 from elasticps.model.spec import TableSpec
-from elasticps.server.core.request_error import RequestError
+from elasticps.server.core.requests import RequestError
 from elasticps.store import Store
 
 log = fields.logger(__name__)

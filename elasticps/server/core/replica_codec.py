@@ -18,7 +18,8 @@ from elasticps.admin.interface import MAX_URL
 from elasticps.errors import SpecError
 from elasticps.model.sharding import MAX_SHARDS, ShardSpec
 from elasticps.model.spec import TableSpec
-from elasticps.server.core.data_shards_state import Claim, ShardMark
+from elasticps.server.core.barrier_state import RoundStep
+from elasticps.server.core.data_shards import Claim, ShardMark
 from elasticps.server.core.operations import (
     AuditMark,
     ChunkContent,
@@ -29,11 +30,11 @@ from elasticps.server.core.operations import (
     Dropped,
     NewTable,
     NewTables,
-    RoundStep,
+    RestoredRows,
+    RestoredState,
     positions_of,
 )
-from elasticps.server.core.restored import RestoredRows, RestoredState
-from elasticps.server.core.snapshot_codec import block_buffers, decode_content, encode_content
+from elasticps.server.core.snapshot import block_buffers, decode_content, encode_content
 from elasticps.store import Table
 from elasticps.store.intervals import PLACES
 from elasticps.wire.frames import (

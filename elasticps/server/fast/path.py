@@ -15,13 +15,9 @@ from numpy.typing import NDArray
 from elasticps.server.core import reads
 from elasticps.server.core.operations import positions_of
 from elasticps.server.fast import layout as at
-from elasticps.server.fast.chunks import Chunks, int64_at, size_for
-from elasticps.server.fast.outbox import Outbox
+from elasticps.server.fast.buffers import Chunks, Outbox, Receiver, int64_at, size_for
 from elasticps.server.fast.receive import consume, warm
-from elasticps.server.fast.receiver import Receiver
-from elasticps.server.fast.shared import Shared
-from elasticps.server.fast.tables import TableRows
-from elasticps.server.fast.told import Told
+from elasticps.server.fast.shared import Shared, TableRows, Told
 from elasticps.server.fast.young import YoungEntries, YoungLog
 from elasticps.store import Store
 from elasticps.system import fatal

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from elasticps.server.core.asker import Asker
 from elasticps.server.core.operations import Content, positions_of
 from elasticps.server.core.replica_codec import shard_mark
-from elasticps.server.core.replies import RequestTicket
+from elasticps.server.core.requests import Asker, RequestTicket
 from elasticps.server.fast import layout as at
-from elasticps.server.fast.chunks import Chunks
+from elasticps.server.fast.buffers import Chunks
 from elasticps.server.fast.receive import release
 from elasticps.server.fast.shared import Shared
 from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, Kind, read_blocks, read_push, unpack_header

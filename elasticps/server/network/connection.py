@@ -14,9 +14,8 @@ from coordinator.core import fields
 from coordinator.sparing import Sparing
 from elasticps.security.channel import Proof
 from elasticps.security.identity import Identity, NotAuthorised
-from elasticps.server.core.asker import Body
-from elasticps.server.core.herald import Herald
-from elasticps.server.core.request_error import RequestError
+from elasticps.server.core.requests import Body, RequestError
+from elasticps.server.core.view_exchange import Herald
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.path import FastPath
 from elasticps.server.network.busy_poll import Linger

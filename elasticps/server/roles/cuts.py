@@ -8,10 +8,9 @@ from collections.abc import Awaitable, Callable, Iterable
 import numpy as np
 
 from elasticps.admin.interface import CutState, CutTaken, CutWritten, Writing
-from elasticps.server.core.asker import Asker, Body
-from elasticps.server.core.cut import Holding
-from elasticps.server.core.cut_notes import by_column
+from elasticps.server.core.cut import Holding, by_column
 from elasticps.server.core.operations import CutMark
+from elasticps.server.core.requests import Asker, Body
 from elasticps.server.core.serving import Serving
 from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.executor import Executor

@@ -16,10 +16,9 @@ import numpy as np
 from elasticps.admin.interface import MarkedRange
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.audit import Marks, digest
-from elasticps.server.core.barrier_state import Rounds
-from elasticps.server.core.contents import wrong
-from elasticps.server.core.cut_notes import CutNotes
-from elasticps.server.core.data_shards_state import Claim, ShardMark, Shards, group_of
+from elasticps.server.core.barrier_state import Rounds, RoundStep
+from elasticps.server.core.cut import CutNotes
+from elasticps.server.core.data_shards import Claim, ShardMark, Shards, group_of
 from elasticps.server.core.operations import (
     AuditMark,
     ChunkContent,
@@ -29,9 +28,10 @@ from elasticps.server.core.operations import (
     CutMark,
     Dropped,
     NewTables,
-    RoundStep,
+    RestoredRows,
+    RestoredState,
 )
-from elasticps.server.core.restored import RestoredRows, RestoredState
+from elasticps.server.core.validation import wrong
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.path import FastPath
 from elasticps.store import Store, Table

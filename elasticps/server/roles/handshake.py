@@ -8,10 +8,9 @@ from typing import Any
 from coordinator.core import fields
 from elasticps.security.identity import NotAuthorised
 from elasticps.security.identity import Role as PeerRole
-from elasticps.server.core.asker import Body
-from elasticps.server.core.held_frames import HeldFrames
-from elasticps.server.core.request_error import RequestError
+from elasticps.server.core.requests import Body, RequestError
 from elasticps.server.core.serving import Serving
+from elasticps.server.core.view_exchange import HeldFrames
 from elasticps.server.network.connection import Connection, Handler, Role
 from elasticps.server.roles.leaders import Leaders
 from elasticps.server.roles.replica_links import ReplicaLinks

@@ -9,8 +9,8 @@ import numpy as np
 from coordinator.core import fields
 from coordinator.core.view import View
 from elasticps.memory import fill_mark
-from elasticps.server.core.asker import Body
 from elasticps.server.core.headroom import Headroom
+from elasticps.server.core.requests import Body
 from elasticps.server.core.serving import Serving
 from elasticps.server.network.connection import Connection
 from elasticps.server.roles.counts import Counts

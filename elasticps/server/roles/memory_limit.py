@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from elasticps.memory import give_back
-from elasticps.server.core.asker import Body
 from elasticps.server.core.headroom import Headroom, Memory, full
-from elasticps.server.core.push_rows import PushRows
-from elasticps.server.core.request_error import RequestError
+from elasticps.server.core.requests import Body, RequestError
+from elasticps.server.core.validation import PushRows
 from elasticps.server.fast.layout import UNLIMITED
 from elasticps.server.fast.path import FastPath
 from elasticps.server.network.connection import Connection, Handler

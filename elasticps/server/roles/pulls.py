@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from elasticps.server.core.asker import Asker, Body
 from elasticps.server.core.bounded_delay import BoundedDelay
-from elasticps.server.core.contents import unknown_table
-from elasticps.server.core.held_frames import HeldFrames
-from elasticps.server.core.herald import Herald
 from elasticps.server.core.reads import Judge, Read, Wanted, answer, shown_when
 from elasticps.server.core.registered import Registered
-from elasticps.server.core.request_error import RequestError
+from elasticps.server.core.requests import Asker, Body, RequestError
 from elasticps.server.core.serving import Serving
+from elasticps.server.core.validation import unknown_table
+from elasticps.server.core.view_exchange import HeldFrames, Herald
 from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.counts import Counts
 from elasticps.store import Store, Table

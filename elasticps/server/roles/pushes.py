@@ -12,12 +12,8 @@ from numpy.typing import NDArray
 from coordinator.core.keys import table_key
 from elasticps.errors import SpecError
 from elasticps.model.spec import TableSpec
-from elasticps.server.core.asker import Body
 from elasticps.server.core.barrier_state import MOST_OPEN
-from elasticps.server.core.contents import check_block, unknown_table
-from elasticps.server.core.data_shards_state import ShardMark
-from elasticps.server.core.held_frames import HeldFrames
-from elasticps.server.core.herald import Herald
+from elasticps.server.core.data_shards import ShardMark
 from elasticps.server.core.operations import (
     Cleared,
     Content,
@@ -27,12 +23,12 @@ from elasticps.server.core.operations import (
     NewTables,
     positions_of,
 )
-from elasticps.server.core.push_rows import PushRows
 from elasticps.server.core.registered import Registered
 from elasticps.server.core.replica_codec import MAX_TABLE, new_tables
-from elasticps.server.core.replies import RequestTicket
-from elasticps.server.core.request_error import RequestError
+from elasticps.server.core.requests import Body, RequestError, RequestTicket
 from elasticps.server.core.serving import Serving
+from elasticps.server.core.validation import PushRows, check_block, unknown_table
+from elasticps.server.core.view_exchange import HeldFrames, Herald
 from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.counts import Counts
 from elasticps.server.roles.executor import Executor

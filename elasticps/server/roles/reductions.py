@@ -10,14 +10,12 @@ from typing import NamedTuple
 
 from coordinator.core import fields
 from elasticps.errors import SpecError
-from elasticps.server.core.asker import Body
-from elasticps.server.core.contents import unknown_table
-from elasticps.server.core.held_frames import HeldFrames
-from elasticps.server.core.herald import Herald
 from elasticps.server.core.partial import Partial
 from elasticps.server.core.registered import Registered
-from elasticps.server.core.request_error import RequestError
+from elasticps.server.core.requests import Body, RequestError
 from elasticps.server.core.serving import Serving
+from elasticps.server.core.validation import unknown_table
+from elasticps.server.core.view_exchange import HeldFrames, Herald
 from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.pulls import Pulls
 from elasticps.store import Store, Table

@@ -18,10 +18,10 @@ from coordinator.core import fields
 from coordinator.core.view import ServerInfo, View
 from elasticps.security.channel import Expect
 from elasticps.security.identity import Identity, Role
-from elasticps.server.core.asker import Body
-from elasticps.server.core.held_frames import HOLD_TIMEOUT_S
 from elasticps.server.core.operations import NewTable, NewTables
 from elasticps.server.core.replica_codec import ReplicaCodec
+from elasticps.server.core.requests import Body
+from elasticps.server.core.view_exchange import HOLD_TIMEOUT_S
 from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.executor import Executor
 from elasticps.server.roles.subscriptions import News

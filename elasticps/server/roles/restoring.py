@@ -21,9 +21,8 @@ from elasticps.checkpoint.storage import Storage, Take, new_memory
 from elasticps.errors import CheckpointError, Error
 from elasticps.kernels import hashing
 from elasticps.model.spec import TableSpec
-from elasticps.server.core.operations import Dropped, NewTable, NewTables
-from elasticps.server.core.request_error import RequestError
-from elasticps.server.core.restored import RestoredRows, RestoredState
+from elasticps.server.core.operations import Dropped, NewTable, NewTables, RestoredRows, RestoredState
+from elasticps.server.core.requests import RequestError
 from elasticps.server.core.serving import Serving
 from elasticps.server.roles.executor import Executor
 from elasticps.server.roles.memory_limit import MemoryLimit

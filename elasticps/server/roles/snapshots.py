@@ -10,7 +10,7 @@ import numpy as np
 
 from elasticps.server.core.operations import ChunkContent, TableRows
 from elasticps.server.core.serving import Serving
-from elasticps.server.core.snapshot_packing import pack, size_by_place, size_of
+from elasticps.server.core.snapshot import pack, size_by_place, size_of
 from elasticps.server.roles.executor import Executor
 from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.store import Table

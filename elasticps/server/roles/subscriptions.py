@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 
 from coordinator.core.view import View
-from elasticps.server.core.asker import Body
+from elasticps.server.core.requests import Body
 from elasticps.server.core.serving import Serving
 from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.executor import Executor

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from elasticps.server.core.asker import Body
+from elasticps.server.core.requests import Body
 from elasticps.server.core.serving import Serving
 from elasticps.server.network.connection import Connection, Handler
 from elasticps.wire.frames import FrameError, Header, Kind

@@ -11,8 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from coordinator.core.view import ServerInfo, View
-from elasticps.server.core.held_frames import HeldFrames
-from elasticps.server.core.herald import MAX_WAITING_BYTES, TOLD_IN_A_TURN, Herald
+from elasticps.server.core.view_exchange import MAX_WAITING_BYTES, TOLD_IN_A_TURN, HeldFrames, Herald
 from elasticps.wire.frames import HEADER_BYTES, Header, Kind, bytes_frame, json_frame, unpack_header
 from tests.server.conftest import Group, Run, until
 

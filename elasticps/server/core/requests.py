@@ -1,14 +1,65 @@
-"""Who waits for an answer of the replica, and how the answer is told. Pure."""
+"""A request and its answer: the connection that it came on, the ticket that the replica answers, and refusals."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
-from elasticps.server.core.asker import Asker
-from elasticps.wire.frames import Kind, clocks_frame, json_frame, partly_frame
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.wire.frames import Buffer, Header, Kind, clocks_frame, json_frame, partly_frame
 from elasticps.wire.headers import OkHeader
 from elasticps.wire.refusals import encode_refused, refused_frame
 from replication.effects import ClocksReply, Reply, Status
+
+Body = NDArray[np.uint8]
+
+
+class Asker(Protocol):
+    """base: the clock that this worker starts above, -1 until it has joined; told_epoch: of the newest view sent here;
+    holding: frames wait here for a view or a roster."""
+
+    worker: int
+    worker_name: str
+    app: str
+    base: int
+    told_epoch: int
+    holding: bool
+
+    def send(self, frame: Buffer) -> None:
+        """Queues a small frame."""
+
+    def send_all(self, buffers: Sequence[Buffer]) -> None:
+        """Queues a frame in several buffers, which do not change any more."""
+
+    def stream(self, chunks: Iterator[list[Buffer]]) -> None:
+        """Sends an answer of several chunks, each made when there is room for it."""
+
+    def go_on(self) -> None:
+        """Asks the answers that had to wait whether they still have to."""
+
+    def fail(self, error: Exception) -> None:
+        """Ends this connection because of an exception that is none of the peer's doing."""
+
+    def tell_view(self) -> None:
+        """Sends the view, once per connection and epoch."""
+
+    def wait_for(self, ticket: object) -> None:
+        """Reads nothing more until this request, and every other that waits, has been admitted."""
+
+    def admitted(self, ticket: object) -> None:
+        """It has been."""
+
+    def hold(self, header: Header, body: Body) -> None:
+        """Keeps this frame, and all that follow, until `release`."""
+
+    def release(self) -> None:
+        """Handles the frames held, in order; stops if one of them is held again."""
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What has been sent and has not left yet."""
 
 
 class RequestTicket:
@@ -64,3 +115,11 @@ _REFUSALS = {
     Status.GAP: ("gap", "an earlier part of the worker's steps is missing here"),
     Status.FENCED: ("unlisted", "the worker is not in the roster now: it left, or its registration ran out"),
 }
+
+
+class RequestError(Exception):
+    """A request that this server will not do: a code for programs, a sentence for people."""
+
+    def __init__(self, code: str, message: str, **more: Any) -> None:
+        super().__init__(message)
+        self.document: dict[str, Any] = {"code": code, "message": message} | more

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from elasticps.server.core.replies import RequestTicket
+from elasticps.server.core.requests import RequestTicket
 from elasticps.wire.frames import HEADER_BYTES, REFUSED, Buffer, Kind, json_frame, unpack_header
 from elasticps.wire.refusals import RefusedRows, decode_refused, why
 from replication.effects import Reply, Status

@@ -14,9 +14,9 @@ from elasticps.errors import InputError
 from elasticps.kernels.hashing import group_range
 from elasticps.model.sharding import ShardSpec, checked_spec, permuted
 from elasticps.server.core.barrier_state import RangeRounds
-from elasticps.server.core.data_shards_state import UNUSED, Claim, ShardMark, Shards, Used, group_of
+from elasticps.server.core.data_shards import UNUSED, Claim, ShardMark, Shards, Used, group_of
 from elasticps.server.core.operations import ChunkContent
-from elasticps.server.core.snapshot_codec import decode_content, encode_content
+from elasticps.server.core.snapshot import decode_content, encode_content
 
 P = 16
 SPEC = ShardSpec(23, 2, 2, None)
