@@ -22,7 +22,7 @@ from elasticps import background
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.create import by_grpc, checkpoint_cluster
-from elasticps.checkpoint.cuts import Driver
+from elasticps.checkpoint.cuts import CutTaker
 from elasticps.checkpoint.manifest import Manifest
 from elasticps.checkpoint.restore import restore_cluster
 from elasticps.checkpoint.row_writer import write
@@ -214,7 +214,7 @@ def _held_s(url: str, place: str) -> list[tuple[float, float]]:
         store = await open_store(url)
         try:
             async with by_grpc(None) as connect:
-                driver = Driver(store, connect)
+                driver = CutTaker(store, connect)
                 found = []
                 for _ in range(CUTS):
                     held_s = (await driver.take(place)).held_s

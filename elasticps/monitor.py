@@ -27,11 +27,12 @@ from elasticps.wire.frames import (
     Kind,
     json_body,
     json_frame,
+    read_view,
     unpack_header,
+    view_frame,
     whole,
 )
 from elasticps.wire.headers import GetViewHeader
-from elasticps.wire.views import read_view, view_frame
 from replication.chain import Member
 from replication.effects import CaughtUp
 

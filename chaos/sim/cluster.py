@@ -28,7 +28,7 @@ from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View
 from coordinator.leader import run_coordinator
 from coordinator.membership import create_cluster
 from coordinator.sessions import ServerSession
-from elasticps.checkpoint.row_writer import InlineFiling
+from elasticps.checkpoint.row_writer import InlineRowWriter
 from elasticps.checkpoint.storage import Storage
 from elasticps.client.client import Client
 from elasticps.client.registry import Registry
@@ -453,5 +453,5 @@ def _build(session: ServerSession, cluster: str, ranges: int, loop: asyncio.Abst
     measured = int(session.info.name[1:]) % 2
     return (partial(TimedServer, Meter(loop.time, sample=1)) if measured else Server)(
         session.info, cluster, ranges, loop, log_budget_bytes=LOG_BUDGET_BYTES, clock=loop.time, linger=Still(),
-        filing=InlineFiling(loop, Storage("memory://sim")),
+        filing=InlineRowWriter(loop, Storage("memory://sim")),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from coordinator.core.view import ServerInfo
 from elasticps.admin.admin_pb2 import RestoreRequest, RestoreResponse
 from elasticps.admin.interface import CutState, CutWritten, Subject
 from elasticps.admin.service import Admin
-from elasticps.checkpoint.cuts import Driver, GivenUp, Inconsistent, RoundsDiffer
+from elasticps.checkpoint.cuts import CutTaker, GivenUp, Inconsistent, RoundsDiffer
 from elasticps.errors import ClusterUnreachable
 
 T = TypeVar("T")
@@ -141,7 +141,7 @@ class Cutter:
             await asyncio.sleep(random.expovariate(1 / PAUSE_S))
             began_s, formed = cluster.clock.now, cluster.view is not None
             hold_s = random.uniform(*HOLD_S)
-            driver = Driver(store, lambda info: Afar(cluster, info, random), hold_s)
+            driver = CutTaker(store, lambda info: Afar(cluster, info, random), hold_s)
             try:
                 cut = await driver.attempt("")
             except Inconsistent as error:  # what proves it is there for the worst: all keep their word here

@@ -20,7 +20,7 @@ from chaos.sim.moments import (
 )
 from chaos.sim.story import Fault
 from coordinator.core.view import View
-from elasticps.wire.views import view_frame
+from elasticps.wire.frames import view_frame
 
 CROWD = 60  # more than a server whose limits are small allows
 MOST_JOIN = 2

@@ -11,7 +11,7 @@ from chaos.sim.cuts import ANSWER_S, HOLD_S, Afar
 from coordinator.core.errors import StoreUnavailable
 from elasticps.admin.admin_pb2 import RestoreRequest, RestoreResponse
 from elasticps.checkpoint.create import checkpoint
-from elasticps.checkpoint.loss_policy import Recovery
+from elasticps.checkpoint.loss_policy import LossPolicy
 from elasticps.checkpoint.manifest import Manifest
 from elasticps.checkpoint.range_recovery import bring_back
 from elasticps.checkpoint.storage import Storage
@@ -40,7 +40,7 @@ class Keeper:
     async def _run(self) -> None:
         cluster, random = self._cluster, self._cluster.clock.chance("keeper")
         store = cluster.store.client("keeper", STORE_TIMEOUT_S)
-        recovery = asyncio.get_running_loop().create_task(Recovery(store, "", None).run())
+        recovery = asyncio.get_running_loop().create_task(LossPolicy(store, "", None).run())
         while self._on():
             await asyncio.sleep(random.expovariate(1 / PAUSE_S))
             full, hold_s = random.random() < FULL, random.uniform(*HOLD_S)

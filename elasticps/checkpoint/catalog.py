@@ -8,10 +8,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from coordinator.core import fields
-from elasticps.checkpoint.chain import Keep, UnknownCheckpoint, chain_of, deletion, superfluous
 from elasticps.checkpoint.contents import reader_of
 from elasticps.checkpoint.manifest import NAME, Manifest, cut_of, folder_of, path_of
-from elasticps.checkpoint.retention import STILL_S, is_of_checkpoint, left_over, mark_of
+from elasticps.checkpoint.retention import (
+    STILL_S,
+    Keep,
+    UnknownCheckpoint,
+    chain_of,
+    deletion,
+    is_of_checkpoint,
+    left_over,
+    mark_of,
+    superfluous,
+)
 from elasticps.checkpoint.storage import NotThere, Storage
 from elasticps.errors import CheckpointError
 
@@ -29,7 +38,7 @@ class Usage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Catalog:
+class StorageListing:
     """manifests: by cut; unreadable: what is wrong with others; unpublished: cuts with a folder and no manifest."""
 
     manifests: dict[int, Manifest]
@@ -108,7 +117,7 @@ def check_segment(storage: Storage, manifest: Manifest) -> None:
         reader.read([max(reader.segments, key=lambda segment: segment.rows)])
 
 
-def look(storage: Storage) -> Catalog:
+def look(storage: Storage) -> StorageListing:
     """All that is there."""
     manifests, unreadable, unpublished = {}, {}, []
     for cut in cuts_of(storage):
@@ -122,7 +131,7 @@ def look(storage: Storage) -> Catalog:
                 unpublished.append(cut)
         except CheckpointError as error:
             unreadable[cut] = str(error)
-    return Catalog(manifests, unreadable, tuple(unpublished))
+    return StorageListing(manifests, unreadable, tuple(unpublished))
 
 
 def chain(storage: Storage, cut: int | None = None) -> list[Manifest]:

@@ -1,13 +1,16 @@
-"""The rows of a checkpoint, each once, whatever number of increments they lie in; a bounded part at a time.
+"""Reads the rows of a checkpoint, each once, over all its increments, a bounded part at a time.
 
 The newest increment is read first: a row that is found there, or a key that was deleted, hides what older ones have.
-So only keys are kept in mind, and no row is read that does not count.
+So only keys are remembered, and no row is read that does not count.
+
+A server that brings back its ranges reads them in portions, so that an interruption costs one portion.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -20,12 +23,13 @@ from elasticps.checkpoint.storage import Storage, Take, new_memory
 from elasticps.errors import CheckpointError
 from elasticps.model.spec import TableSpec
 from elasticps.store.layout import RowLayout
+from replication.chain import Ranges
 
 UNIT_BYTES = 8 << 20
 READERS = 8  # files whose headers are read at once
 
 
-class Rows(NamedTuple):
+class RangeRows(NamedTuple):
     """Rows of a range: keys int64 [n], whole rows uint8 [n, stride], stamps int32 [n]."""
 
     range: int
@@ -111,7 +115,7 @@ class Contents:
         if some:
             yield Unit(table, tuple(some), int(rows[some].sum()), int(nbytes[some].sum()))
 
-    def read(self, unit: Unit, take: Take = new_memory) -> Iterator[Rows]:
+    def read(self, unit: Unit, take: Take = new_memory) -> Iterator[RangeRows]:
         """Its rows, each once; the ranges in no order. What is in memory is a file's part of the unit, and the keys of
         increments; rows and keys lie where `take` says. Raises CheckpointError."""
         layers = self.layers(unit.table)
@@ -128,12 +132,12 @@ class Contents:
             hidden = {r: hidden[r] + seen[r] for r in hidden if not (last or layer.full[r])}
 
 
-def _visible(piece: Piece, hidden: list[Keys]) -> Rows:
+def _visible(piece: Piece, hidden: list[Keys]) -> RangeRows:
     r, keys, rows, stamps = piece.segment.range, piece.keys, piece.rows, piece.stamps
     if hidden:
         fresh = np.isin(keys, np.concatenate(hidden), invert=True)
         keys, rows, stamps = keys[fresh], rows[fresh], stamps[fresh]
-    return Rows(r, keys, rows, stamps)
+    return RangeRows(r, keys, rows, stamps)
 
 
 def reader_of(storage: Storage, manifest: Manifest, entry: FileEntry, spec: TableSpec) -> RowReader:
@@ -151,3 +155,73 @@ def reader_of(storage: Storage, manifest: Manifest, entry: FileEntry, spec: Tabl
             f"{where} has {entry.bytes} bytes as the manifest says, {reader.nbytes} as its header does"
         )
     return reader
+
+
+# --- portions of a server: pure ---------------------------------------------------------------------------------------
+
+
+class Sizes(NamedTuple):
+    """In bytes: of a unit; of one of a table whose rows lie in all ranges; of a portion, at least, for each table."""
+
+    unit: int
+    wide: int
+    portion: int
+
+
+class Job(NamedTuple):
+    """A unit to be read, of a table that has the id `table` here. scattered: its rows may lie in any range."""
+
+    table: int
+    unit: Unit
+    scattered: bool
+
+
+@dataclass
+class Portion:
+    """Ranges that have all when these jobs are done. left: how many are not."""
+
+    ranges: Ranges
+    jobs: Sequence[Job]
+    left: int
+
+
+def portions(
+    contents: Contents, mine: Ranges, ranges: int, tables: Sequence[tuple[int, int]], sizes: Sizes
+) -> list[Portion]:
+    """All that some ranges (ascending) of a cluster with so many have in a checkpoint, each unit of it in one portion.
+    tables: their ids there and here. A table with another id here has rows of each range in all of the checkpoint's:
+    then it is one portion."""
+    there = contents.manifest.ranges
+    shared = min(there, ranges)  # intervals of hashes that are whole ranges on both sides
+    scattered = any(old != new for old, new in tables)
+    nbytes = sum((contents.sizes(old)[1].reshape(shared, -1).sum(axis=1) for old, _ in tables), np.zeros(shared, int))
+    most = sizes.portion * max(1, len(tables))
+    found = []
+    at = np.asarray(mine) * shared // ranges
+    intervals = np.unique(at)
+    while len(intervals):
+        before = np.cumsum(nbytes[intervals]) - nbytes[intervals]
+        n = len(intervals) if scattered else max(1, int(np.searchsorted(before, most)))
+        some, intervals = intervals[:n], intervals[n:]
+        lying = (some[:, None] * (there // shared) + np.arange(there // shared)).ravel().tolist()
+        jobs = []
+        for old, new in tables:
+            units = contents.units(old, lying, sizes.unit) if old == new else contents.units(old, None, sizes.wide)
+            jobs += [Job(new, unit, old != new) for unit in units]
+        found.append(Portion(np.asarray(mine)[np.isin(at, some)], jobs, len(jobs)))
+    return found
+
+
+def to_bits(some: Collection[int], ranges: int) -> bytes:
+    """Some of so many ranges as bits, the lowest first."""
+    flags = np.zeros(ranges, np.bool_)
+    flags[list(some)] = True
+    return np.packbits(flags, bitorder="little").tobytes()
+
+
+def from_bits(data: bytes, ranges: int) -> list[int]:
+    """The inverse, ascending; what is missing at the end counts as zeros."""
+    padded = np.zeros(-(-ranges // 8), np.uint8)  # numpy's own padding gives anything for no bytes at all
+    given = np.frombuffer(data, np.uint8)[: len(padded)]
+    padded[: len(given)] = given
+    return np.flatnonzero(np.unpackbits(padded, count=ranges, bitorder="little")).tolist()

@@ -22,7 +22,7 @@ from elasticps import background
 from elasticps.admin.cuts import CutClient
 from elasticps.admin.interface import CutWritten, WrittenFile
 from elasticps.checkpoint import catalog
-from elasticps.checkpoint.cuts import HOLD_S, Cut, CutServer, Driver, GivenUp
+from elasticps.checkpoint.cuts import HOLD_S, ConsistentCut, CutServer, CutTaker, GivenUp
 from elasticps.checkpoint.manifest import FileEntry, Manifest, WorkerEntry, check_table
 from elasticps.checkpoint.storage import Storage
 from elasticps.coordination import opened, read_tables, read_view
@@ -114,7 +114,7 @@ async def _attempt(
     cluster = (await read_view(store, CheckpointError)).cluster
     restored = await _restored(store)
     since, floor, foreign = await asyncio.to_thread(_before, storage, cluster, full, restored)
-    cut = await Driver(store, connect, hold_s).take(storage.url, since, floor=floor, foreign=foreign)
+    cut = await CutTaker(store, connect, hold_s).take(storage.url, since, floor=floor, foreign=foreign)
     files = await _written(store, cut, connect, tell)
     torn = await _restored(store) - restored  # rows of theirs came as the cut passed, perhaps
     manifest = await _manifest(store, cut, [file for file in files if file.table not in torn])
@@ -182,7 +182,7 @@ def _before(storage: Storage, cluster: str, full: bool, restored: set[int]) -> t
     return chain[-1].cut if fits else 0, floor, foreign
 
 
-async def _written(store: Store, cut: Cut, connect: Connect, tell: Tell) -> list[WrittenFile]:
+async def _written(store: Store, cut: ConsistentCut, connect: Connect, tell: Tell) -> list[WrittenFile]:
     """Waits until servers have written their ranges; asking is what has them begin, and go on."""
     writers = [_Writer(cut, server, connect(server)) for server in cut.view.servers if server.member in cut.states]
     told = 0
@@ -202,7 +202,7 @@ async def _written(store: Store, cut: Cut, connect: Connect, tell: Tell) -> list
 class _Writer:
     """A server that writes its ranges of a cut: how many, and how many it has."""
 
-    def __init__(self, cut: Cut, info: ServerInfo, server: WritingServer) -> None:
+    def __init__(self, cut: ConsistentCut, info: ServerInfo, server: WritingServer) -> None:
         self.ranges = sum(len(one.ranges) for one in cut.states[info.member].taken)
         self.done = 0
         self.files: Sequence[WrittenFile] = ()
@@ -241,7 +241,7 @@ def newest(cut: int, time_s: float, url: str = "") -> bytes:
     return json.dumps({"cut": cut, "time": time_s, "url": url}).encode()
 
 
-async def _manifest(store: Store, cut: Cut, files: list[WrittenFile]) -> Manifest:
+async def _manifest(store: Store, cut: ConsistentCut, files: list[WrittenFile]) -> Manifest:
     verdict, ranges = cut.verdict, range(cut.view.ranges)
     apps = {worker.id: worker.app for worker in cut.roster}
     workers: dict[str, WorkerEntry] = {}

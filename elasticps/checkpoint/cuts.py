@@ -1,11 +1,17 @@
-"""Takes a consistent cut through all ranges of a live cluster, and has servers write what there was at it.
+"""Takes a consistent cut through all ranges of a live cluster, and proves that it is one.
 
-1. All servers have their workers hold. 2. When all workers of the roster say that they do, heads log the cut, each in
-its ranges. 3. Workers go on. 4. What the ranges had as the cut passed proves whether it was consistent (`consistent`);
-if not, it is given up, and taken again under the next number. Nothing depends on who takes it, or on whether they die.
+1. All servers have their workers hold. 2. When every worker of the roster reports that it holds, the heads log the cut,
+each in its ranges. 3. Workers go on. 4. `judge` proves from what the ranges had as the cut passed whether it was
+consistent; if not, the cut is given up, and taken again under the next number. Nothing depends on which process takes
+it, or on whether that process dies.
 
-Clocks prove steps, not rows that were loaded past them: so a cut also counts only if it was through all ranges before
-the first worker may have gone on by itself, by the clock of whoever takes it, and if every server had been told.
+Proof: each range reports how far every worker had come as the cut passed it. The cut is the state after exactly the
+steps 1 … c of each worker if and only if every range has the same closed step c of it. Deletions, which are counted
+under the worker's id + 2³¹, need no such proof: a worker that holds has none under way, and a deletion that was given
+up halfway (its caller was told so) stays that way.
+
+Clocks prove steps, not rows that were loaded past them. So a cut counts only if it was through all ranges before the
+first worker may have gone on by itself, by the clock of the process that takes it, and if every server was told.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -22,12 +28,12 @@ from coordinator.core import fields
 from coordinator.core.keys import ROSTER, roster_of
 from coordinator.core.store import Entry, Store
 from coordinator.core.view import ServerInfo, View, WorkerInfo
-from elasticps.admin.interface import CutState
-from elasticps.checkpoint.consistent import Verdict, judge, uncovered
+from elasticps.admin.interface import CutState, CutTaken
 from elasticps.coordination import read_view
 from elasticps.errors import CheckpointError, Error
 from elasticps.wire.headers import MAX_CUT
 from replication.chain import Member
+from replication.progress import MAX_CLOCK, PART_BITS
 
 log = fields.logger(__name__)
 
@@ -73,7 +79,7 @@ class RoundsDiffer(Inconsistent):
 
 
 @dataclass(frozen=True)
-class Cut:
+class ConsistentCut:
     """A consistent cut. states: of the servers that have logged it, and write it; roster: after it; said: the clocks up
     to which workers had written when they held; held_s: for how long they were held."""
 
@@ -88,7 +94,7 @@ class Cut:
     held_s: float
 
 
-class Driver:
+class CutTaker:
     """Takes cuts of the cluster whose store this is. connect: how a server is asked."""
 
     def __init__(self, store: Store, connect: Callable[[ServerInfo], CutServer], hold_s: float = HOLD_S) -> None:
@@ -99,7 +105,7 @@ class Driver:
 
     async def take(
         self, url: str, since: int = 0, *, floor: int = 0, foreign: Collection[int] = (), attempts: int = ATTEMPTS
-    ) -> Cut:
+    ) -> ConsistentCut:
         """A consistent cut, with a number above `floor` that is none of `foreign`. GivenUp says why there is none after
         so many attempts; CheckpointError if no number is left."""
         while True:
@@ -110,7 +116,7 @@ class Driver:
                 if not attempts:
                     raise
 
-    async def attempt(self, url: str, since: int = 0, floor: int = 0, foreign: Collection[int] = ()) -> Cut:
+    async def attempt(self, url: str, since: int = 0, floor: int = 0, foreign: Collection[int] = ()) -> ConsistentCut:
         """One try. GivenUp; StoreUnavailable."""
         number = await self._number(url, floor, foreign)
         began, told = self._now(), set[Member]()
@@ -131,7 +137,7 @@ class Driver:
         if verdict.why:
             error = RoundsDiffer if verdict.rounds_torn else Inconsistent
             raise error(f"cut {number} was not consistent: {verdict.why}")
-        return Cut(number, since, url, view, verdict, states, roster, said, held_s)
+        return ConsistentCut(number, since, url, view, verdict, states, roster, said, held_s)
 
     # --- the steps --------------------------------------------------------------------------------------------------
 
@@ -242,3 +248,80 @@ def _last_number(entry: Entry | None) -> int:
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+# --- the proof: pure ------------------------------------------------------------------------------------------------
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a cut has come to. why: what is not as it should be, "" if the cut is consistent.
+
+    clocks        worker id, also of deletions -> the step up to which all of its are in the cut, and none later
+    left_out      the same -> range -> progress, of workers that are gone, in the midst of a step perhaps
+    rounds        application -> the last round that is closed, in all ranges
+    rounds_torn   the same by range, of applications without workers, the last of whom went while a round was closed;
+                  in a cut that is not consistent for that alone, of the one that has some
+    """
+
+    why: str = ""
+    clocks: Mapping[int, int] = field(default_factory=dict)
+    left_out: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+    rounds: Mapping[str, int] = field(default_factory=dict)
+    rounds_torn: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+
+
+def judge(taken: Sequence[CutTaken], present: Mapping[int, str], said: Mapping[int, int]) -> Verdict:
+    """The verdict on a cut through all ranges. present: the application of each worker that is in the roster after the
+    cut; said: the clock up to which a worker has said that all is committed."""
+    clocks: dict[int, int] = {}
+    left_out: dict[int, dict[int, int]] = {}
+    waiting = {worker for one in taken for _, _, worker in one.kept}
+    for worker in sorted({worker for one in taken for worker in one.clocks} | waiting):
+        found = {one.clocks.get(worker, 0) for one in taken}
+        least = min(found)
+        whole = len(found) == 1 and least & ((1 << PART_BITS) - 1) == 0 and worker not in waiting
+        if not whole and worker in present:
+            state = "waits for its round" if worker in waiting else f"differs: {_as_steps(found)}"
+            return Verdict(f"what ranges have of worker {worker} {state}")
+        if not whole:
+            left_out[worker] = {r: one.clocks.get(worker, 0) for one in taken for r in one.ranges}
+        elif said.get(worker, MAX_CLOCK) < least >> PART_BITS:  # less is there of one that has gone on above a base
+            return Verdict(f"worker {worker} holds at step {said[worker]}, and ranges have {least >> PART_BITS}")
+        else:
+            clocks[worker] = least >> PART_BITS
+    rounds: dict[str, int] = {}
+    torn: dict[str, dict[int, int]] = {}
+    for app in sorted({app for one in taken for app in one.closed}):
+        closed = {one.closed.get(app, 0) for one in taken}
+        by_range = {r: one.closed.get(app, 0) for one in taken for r in one.ranges}
+        if len(closed) == 1:
+            rounds[app] = closed.pop()
+        elif app in present.values():
+            why = f"the rounds of {app!r} that are closed differ: {sorted(closed)}"
+            return Verdict(why, rounds_torn={app: by_range})
+        else:
+            torn[app] = by_range
+    for worker in present:
+        clocks.setdefault(worker, said.get(worker, 0))
+    return Verdict("", clocks, left_out, rounds, torn)
+
+
+def uncovered(ranges: int, taken: Sequence[CutTaken]) -> str:
+    """Why a cut is not one through so many ranges, each once; "" if it is."""
+    count = [0] * ranges
+    for one in taken:
+        for r in one.ranges:
+            count[r] += 1
+    missing, twice = [r for r in range(ranges) if not count[r]], [r for r in range(ranges) if count[r] > 1]
+    if missing:
+        return f"{len(missing)} ranges have no server that writes them, such as {missing[0]}"
+    return f"{len(twice)} ranges were cut twice, such as {twice[0]}" if twice else ""
+
+
+def _as_steps(found: set[int]) -> str:
+    told = [f"{progress >> PART_BITS}" + " and a part" * bool(progress & ((1 << PART_BITS) - 1)) for progress in
+            sorted(found)[:_SHOWN]]  # fmt: skip
+    return "steps " + ", ".join(told)

@@ -18,7 +18,7 @@ from coordinator.core.errors import CoordinationError
 from coordinator.core.keys import HELD_UP, ON_LOSS, RANGE_RECOVERY, RESTORE, VIEW, WAIT, loss_key, view_of
 from coordinator.core.records import check, left_out, read
 from coordinator.core.store import Entry, Store
-from elasticps.checkpoint.range_recovery import Anew, Drive, OverBudget, prepare, record, with_error
+from elasticps.checkpoint.range_recovery import OverBudget, RangeRecovery, RecoveryDriver, prepare, record, with_error
 from elasticps.checkpoint.restore import driving
 from elasticps.coordination import read_servers, read_tables, read_view
 from elasticps.errors import Error
@@ -32,7 +32,7 @@ _LOOK_S = 0.5
 _AGAIN_S = 2.5  # after what came to nothing
 
 
-class Recovery:
+class LossPolicy:
     """url: of checkpoints, "" for where the newest one went."""
 
     def __init__(self, store: Store, url: str, credentials: Credentials | None) -> None:
@@ -81,7 +81,7 @@ class Recovery:
         check_budget(anew, policies)
         await self._begin(anew)
 
-    async def _begin(self, anew: Anew) -> None:
+    async def _begin(self, anew: RangeRecovery) -> None:
         if await self._store.compare_and_set(RANGE_RECOVERY, anew.to_json(), expect=0) is not None:
             ranges = np.array(anew.ranges)
             log.warning("ranges are to be brought back", ranges=spans(ranges), url=anew.url, cut=anew.cut)
@@ -104,7 +104,7 @@ class Recovery:
     # --- what has been decided ----------------------------------------------------------------------------------------
 
     async def _go_on(self, entry: Entry) -> None:
-        store, anew = self._store, Anew.from_json(entry.value)
+        store, anew = self._store, RangeRecovery.from_json(entry.value)
         view = await read_view(store)
         if anew.error:  # it is tried again
             cleared = await store.compare_and_set(
@@ -122,7 +122,7 @@ class Recovery:
             return
         try:
             async with driving(store) as (serial, _):
-                drive = Drive(store, anew, serial, self._credentials)
+                drive = RecoveryDriver(store, anew, serial, self._credentials)
                 view = await drive.run()
                 await drive.end()
         except Error as error:
@@ -153,7 +153,7 @@ async def policies_of(store: Store) -> dict[str, dict[str, Any]]:
     return {table.name: said.get((table.name, table.id), unsaid) for table in await read_tables(store)}
 
 
-def check_budget(anew: Anew, policies: dict[str, dict[str, Any]]) -> None:
+def check_budget(anew: RangeRecovery, policies: dict[str, dict[str, Any]]) -> None:
     """OverBudget if more steps would be lost than some table allows, or nobody can say how many."""
     budgets = {name: said["max_lost_steps"] for name, said in policies.items() if said["max_lost_steps"] is not None}
     if not budgets:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from elasticps.checkpoint import catalog
-from elasticps.checkpoint.contents import Contents, Rows, Unit, reader_of
+from elasticps.checkpoint.contents import Contents, RangeRows, Unit, reader_of
 from elasticps.checkpoint.manifest import FileEntry, Manifest, folder_of_table, path_of
 from elasticps.checkpoint.rows import FILE_BYTES, RowFile, Segment
 from elasticps.checkpoint.storage import Storage
@@ -139,11 +139,11 @@ def _merged(contents: Contents, table: int, spec: TableSpec, tell: Tell) -> Iter
     yield file
 
 
-def _by_range(contents: Contents, unit: Unit) -> Iterator[tuple[int, Iterable[Rows]]]:
+def _by_range(contents: Contents, unit: Unit) -> Iterator[tuple[int, Iterable[RangeRows]]]:
     if len(unit.ranges) == 1:  # it may be large
         yield unit.ranges[0], contents.read(unit)
         return
-    found: dict[int, list[Rows]] = {r: [] for r in unit.ranges}
+    found: dict[int, list[RangeRows]] = {r: [] for r in unit.ranges}
     for piece in contents.read(unit):
         found[piece.range].append(piece)
     yield from found.items()

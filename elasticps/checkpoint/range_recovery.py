@@ -29,7 +29,7 @@ from elasticps import background
 from elasticps.admin import admin_pb2
 from elasticps.admin.client import ask_restore
 from elasticps.checkpoint.manifest import Manifest
-from elasticps.checkpoint.restore import RESTORED, Plan, opened_at
+from elasticps.checkpoint.restore import RESTORED, RestorePlan, opened_at
 from elasticps.checkpoint.storage import Storage
 from elasticps.coordination import opened, read_servers, read_tables, read_view
 from elasticps.errors import CheckpointError, ClusterUnreachable, ConfigError, Error
@@ -70,7 +70,7 @@ class Missing:
 
 
 @dataclass(frozen=True)
-class Anew:
+class RangeRecovery:
     """Ranges that begin anew, as it stands under `begin-anew`. given_up: members that somebody says cannot come back;
     time: when the checkpoint was made; tables: (id in the checkpoint, 0 if it has none, id here, spec) by
     "application/name"; floors: by worker, the clock up to which its steps count as done there; error: what holds it
@@ -91,7 +91,7 @@ class Anew:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_json(cls, data: bytes) -> Anew:
+    def from_json(cls, data: bytes) -> RangeRecovery:
         """The inverse; Damaged if it makes no sense."""
         try:
             said = json.loads(data)
@@ -115,7 +115,7 @@ class Anew:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _WorkerProgress:
     """How far workers have come in the ranges that are there."""
 
     headed: int
@@ -129,7 +129,7 @@ class _Found:
 async def prepare(
     store: Store, ranges: Iterable[int], url: str, cut: int | None, given_up: Collection[tuple[str, int]],
     credentials: Credentials | None,
-) -> Anew:  # fmt: skip
+) -> RangeRecovery:  # fmt: skip
     """What bringing back these ranges amounts to. url: of the checkpoints, "" for where the newest one went.
 
     CheckpointError for what cannot be read, or is another cluster's; ConfigError where there are synchronous rounds;
@@ -152,14 +152,14 @@ async def prepare(
             "process. Stop all workers, and restore the whole checkpoint into a new cluster"
         )
     floors, workers = await _missing(store, manifest, found)
-    return Anew(
+    return RangeRecovery(
         chosen, tuple(sorted(given_up)), contents.storage.url, manifest.cut, manifest.time, tables, floors, workers
     )  # fmt: skip
 
 
-async def _source(store: Store, url: str) -> tuple[str, Plan | None]:
+async def _source(store: Store, url: str) -> tuple[str, RestorePlan | None]:
     entry, newest = await store.get(RESTORED), await store.get(NEWEST_CHECKPOINT)
-    restored = None if entry is None else Plan.from_json(entry.value)
+    restored = None if entry is None else RestorePlan.from_json(entry.value)
     noted = ""
     with left_out():
         noted = "" if newest is None else str(read(newest.key, newest.value).get("url", ""))
@@ -170,7 +170,7 @@ async def _source(store: Store, url: str) -> tuple[str, Plan | None]:
 
 
 async def _tables(
-    store: Store, manifest: Manifest, identity: str, restored: Plan | None
+    store: Store, manifest: Manifest, identity: str, restored: RestorePlan | None
 ) -> dict[str, tuple[int, int, str]]:
     """All that are registered. Of a name that was given again the checkpoint has another table."""
     if manifest.cluster == identity:
@@ -182,7 +182,7 @@ async def _tables(
     return {table.name: (there.get(table.id, 0), table.id, table.spec) for table in await read_tables(store)}
 
 
-async def _look(heads: Collection[ServerInfo], credentials: Credentials | None) -> _Found | None:
+async def _look(heads: Collection[ServerInfo], credentials: Credentials | None) -> _WorkerProgress | None:
     """What these servers know of workers; None if there are synchronous rounds."""
     asked = (ask_restore(server.admin, ASK_S, Request(act=Request.LOOK), credentials) for server in heads)
     answers = [answer for answer in await asyncio.gather(*asked) if answer.headed]
@@ -195,11 +195,11 @@ async def _look(heads: Collection[ServerInfo], credentials: Credentials | None) 
         least = clocks if n == 0 else {w: min(least[w], clocks[w]) for w in least.keys() & clocks.keys()}
         for worker, clock in zip(answer.workers, answer.told, strict=True):
             told[worker] = max(told.get(worker, 0), clock)
-    return _Found(sum(answer.headed for answer in answers), least, told)
+    return _WorkerProgress(sum(answer.headed for answer in answers), least, told)
 
 
 async def _missing(
-    store: Store, manifest: Manifest, found: _Found
+    store: Store, manifest: Manifest, found: _WorkerProgress
 ) -> tuple[tuple[tuple[int, int], ...], tuple[Missing, ...]]:
     """Floors, and what is missing of whom."""
     entry = await store.get(ROSTER)
@@ -229,10 +229,10 @@ async def _missing(
 # --- what is done -----------------------------------------------------------------------------------------------------
 
 
-class Drive:
+class RecoveryDriver:
     """Has servers bring back what the view gives them to. rows: that they have brought back so far."""
 
-    def __init__(self, store: Store, anew: Anew, serial: int, credentials: Credentials | None) -> None:
+    def __init__(self, store: Store, anew: RangeRecovery, serial: int, credentials: Credentials | None) -> None:
         self._store = store
         self._anew = anew
         self._serial = serial
@@ -286,7 +286,7 @@ class Drive:
         )
 
 
-def record(anew: Anew, ranges: NDArray[np.int64], epoch: int, rows: int) -> dict[str, Any]:
+def record(anew: RangeRecovery, ranges: NDArray[np.int64], epoch: int, rows: int) -> dict[str, Any]:
     """What is told of a loss, under `losses/<epoch>`."""
     return {
         "epoch": epoch,
@@ -337,7 +337,7 @@ async def bring_back(
 ) -> dict[str, Any]:  # fmt: skip
     """`restore_ranges` of the cluster whose store this is."""
     if (entry := await store.get(RANGE_RECOVERY)) is not None:
-        anew = Anew.from_json(entry.value)
+        anew = RangeRecovery.from_json(entry.value)
         tell(f"{len(anew.ranges)} ranges are being brought back already")
     else:
         chosen, given_up = await _chosen(store, ranges, accept_loss)
@@ -374,7 +374,7 @@ async def _chosen(
     return sorted(chosen), {(m.name, m.incarnation) for m in loss.away} if accept_loss else set()
 
 
-async def _wait(store: Store, anew: Anew, tell: Tell, timeout_s: float) -> dict[str, Any]:
+async def _wait(store: Store, anew: RangeRecovery, tell: Tell, timeout_s: float) -> dict[str, Any]:
     """Until the leader has done it; what is lost."""
     loop = asyncio.get_running_loop()
     moved_s, before = loop.time(), ""
@@ -388,7 +388,7 @@ async def _wait(store: Store, anew: Anew, tell: Tell, timeout_s: float) -> dict[
                 raise ClusterUnreachable("the ranges came back as they were, or somebody has ended this")
             found: dict[str, Any] = json.loads(told.value)
             return found
-        error = Anew.from_json(entry.value).error
+        error = RangeRecovery.from_json(entry.value).error
         if error:
             raise CheckpointError(f"{error}; the leader goes on trying")
         now = f"{coming} ranges come back" if coming else "waits for the leader"
@@ -406,6 +406,6 @@ async def _wait(store: Store, anew: Anew, tell: Tell, timeout_s: float) -> dict[
         await asyncio.sleep(_PAUSE_S)
 
 
-def with_error(anew: Anew, error: Error | None) -> Anew:
+def with_error(anew: RangeRecovery, error: Error | None) -> RangeRecovery:
     """The same, and what holds it up."""
     return replace(anew, error="" if error is None else str(error))

@@ -43,9 +43,8 @@ from elasticps import background
 from elasticps.admin import admin_pb2
 from elasticps.admin.client import ask_restore
 from elasticps.checkpoint import catalog
-from elasticps.checkpoint.contents import Contents
+from elasticps.checkpoint.contents import Contents, to_bits
 from elasticps.checkpoint.manifest import Manifest
-from elasticps.checkpoint.portions import to_bits
 from elasticps.checkpoint.storage import Storage
 from elasticps.coordination import opened
 from elasticps.errors import CheckpointError, ClusterUnreachable, ConfigError
@@ -68,7 +67,7 @@ Tell = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Plan:
+class RestorePlan:
     """What is brought back, as it stands under `restoring`. tables: (id in the checkpoint, id here) by
     "application/name"; whole: clocks, rounds and shards too; rows: that its files have."""
 
@@ -84,7 +83,7 @@ class Plan:
         return json.dumps(asdict(self) | {"done": round(done, 3), "error": error}).encode()
 
     @classmethod
-    def from_json(cls, data: bytes) -> Plan:
+    def from_json(cls, data: bytes) -> RestorePlan:
         """The inverse; Damaged if it makes no sense."""
         try:
             said = json.loads(data)
@@ -98,7 +97,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Report:
+class RestoreReport:
     """What came back: tables by "application/name", and workers with the clocks that they go on above."""
 
     cut: int
@@ -115,14 +114,14 @@ def restore_cluster(
     tables: Collection[str] = (),
     tell: Tell = lambda rows, of: None,
     timeout_s: float = 30.0,
-) -> Report:
+) -> RestoreReport:
     """`restore` of the checkpoint at `source` into the cluster at `url`, whose store may take `timeout_s` to answer."""
     return background.run(_restore_url(url, source, cut, tables, tell, timeout_s))
 
 
 async def _restore_url(
     url: str, source: str, cut: int | None, tables: Collection[str], tell: Tell, timeout_s: float
-) -> Report:
+) -> RestoreReport:
     credentials = credentials_of(url)
     async with opened(url, timeout_s) as store:
         return await restore(store, source, cut=cut, tables=tables, credentials=credentials, tell=tell)
@@ -132,7 +131,7 @@ async def begin_with(store: Store, source: str) -> None:
     """Before a cluster is made: it is to begin with the newest checkpoint at `source`, and nobody may come before."""
     storage = Storage(source)
     manifest = (await asyncio.to_thread(catalog.chain, storage))[-1]
-    plan = Plan(storage.url, manifest.cut, manifest.cluster, {}, whole=True, rows=0)
+    plan = RestorePlan(storage.url, manifest.cut, manifest.cluster, {}, whole=True, rows=0)
     await store.compare_and_set(RESTORING, plan.to_json(), expect=0)
 
 
@@ -142,7 +141,7 @@ async def keep_restoring(store: Store, credentials: Credentials | None = None) -
     said = ""
     while (entry := await store.get(RESTORING)) is not None:
         try:
-            plan = Plan.from_json(entry.value)
+            plan = RestorePlan.from_json(entry.value)
         except Damaged as error:  # whoever may delete it does; this coordinator may lead meanwhile
             if str(error) != said:
                 log.error("a restore cannot go on", reason=error)
@@ -170,7 +169,7 @@ async def restore(
     credentials: Credentials | None = None,
     tell: Tell = lambda rows, of: None,
     patient: bool = False,
-) -> Report:
+) -> RestoreReport:
     """Brings back the checkpoint of a cut (the newest, if none is named) from `url`: all of it into a cluster that has
     no tables and no workers; or only some tables, by name or "application/name", into one that has none of these
     names. What was begun by somebody who is gone is gone on with. tell(n, m) hears that n of m rows are there.
@@ -182,7 +181,7 @@ async def restore(
     storage = Storage(url)
     contents = await asyncio.to_thread(opened_at, storage, cut)
     async with driving(store) as office:
-        driver = _Driver(store, contents, office, credentials, tell)
+        driver = _Restore(store, contents, office, credentials, tell)
         return await driver.run(tables, patient)
 
 
@@ -197,7 +196,7 @@ def opened_at(storage: Storage, cut: int | None) -> Contents:
     return contents
 
 
-class Office(NamedTuple):
+class Attempt(NamedTuple):
     """Of who restores. serial: of this try, above those of all before it."""
 
     serial: int
@@ -205,7 +204,7 @@ class Office(NamedTuple):
 
 
 @asynccontextmanager
-async def driving(store: Store) -> AsyncIterator[Office]:
+async def driving(store: Store) -> AsyncIterator[Attempt]:
     """As the only one."""
     lease = await store.grant(LEASE_S)
     keeper = asyncio.create_task(_keep(store, lease))
@@ -220,7 +219,7 @@ async def driving(store: Store) -> AsyncIterator[Office]:
             if await store.get(CONFIG) == config:
                 break
             await store.delete(DRIVER, expect=revision)
-        yield Office(number_of(config, revision), lease)
+        yield Attempt(number_of(config, revision), lease)
     finally:
         keeper.cancel()
         with suppress(StoreUnavailable):
@@ -235,9 +234,9 @@ async def _keep(store: Store, lease: int) -> None:
                 await store.keep_alive(lease)
 
 
-class _Driver:
+class _Restore:
     def __init__(
-        self, store: Store, contents: Contents, office: Office, credentials: Credentials | None, tell: Tell
+        self, store: Store, contents: Contents, office: Attempt, credentials: Credentials | None, tell: Tell
     ) -> None:
         self._store = store
         self._contents = contents
@@ -246,7 +245,7 @@ class _Driver:
         self._credentials = credentials
         self._tell = tell
 
-    async def run(self, names: Collection[str], patient: bool) -> Report:
+    async def run(self, names: Collection[str], patient: bool) -> RestoreReport:
         plan = await self._begin(names)
         while True:
             try:
@@ -267,14 +266,16 @@ class _Driver:
                 raise
         await self._register(plan)
         workers = self._manifest.workers if plan.whole else {}
-        return Report(plan.cut, rows, tuple(plan.tables), {name: worker.clock for name, worker in workers.items()})
+        return RestoreReport(
+            plan.cut, rows, tuple(plan.tables), {name: worker.clock for name, worker in workers.items()}
+        )
 
     # --- what is to be done -------------------------------------------------------------------------------------------
 
-    async def _begin(self, names: Collection[str]) -> Plan:
+    async def _begin(self, names: Collection[str]) -> RestorePlan:
         entry = await self._store.get(RESTORING)
         if entry is not None:
-            begun = Plan.from_json(entry.value)
+            begun = RestorePlan.from_json(entry.value)
             if names or (begun.url, begun.cut) != (self._contents.storage.url, self._manifest.cut):
                 raise ConfigError(
                     f"cluster {self._store.cluster!r} is being restored from checkpoint {begun.cut} of {begun.url}: "
@@ -306,9 +307,9 @@ class _Driver:
             await self._store.put(RESTORING, plan.to_json())
         return plan
 
-    def _plan(self, tables: Mapping[str, tuple[int, int]], *, whole: bool) -> Plan:
+    def _plan(self, tables: Mapping[str, tuple[int, int]], *, whole: bool) -> RestorePlan:
         rows = sum(self._contents.rows(old) for old, _ in tables.values())
-        return Plan(self._contents.storage.url, self._manifest.cut, self._manifest.cluster, tables, whole, rows)
+        return RestorePlan(self._contents.storage.url, self._manifest.cut, self._manifest.cluster, tables, whole, rows)
 
     def _chosen(self, names: Collection[str]) -> dict[str, tuple[int, Any]]:
         tables = self._manifest.tables
@@ -359,7 +360,7 @@ class _Driver:
 
     # --- servers ------------------------------------------------------------------------------------------------------
 
-    async def _fill(self, plan: Plan) -> int:
+    async def _fill(self, plan: RestorePlan) -> int:
         """Returns when every range has all; how many rows those are."""
         loop = asyncio.get_running_loop()
         view = await self._view()
@@ -408,7 +409,7 @@ class _Driver:
                 return
             await asyncio.sleep(_PAUSE_S)
 
-    async def _undo(self, plan: Plan) -> None:
+    async def _undo(self, plan: RestorePlan) -> None:
         """Whoever goes on with it, should this die, takes other tables: servers make none again that was dropped."""
         if plan.whole:
             await self._store.put(RESTORING, replace(plan, tables={}).to_json())
@@ -445,7 +446,7 @@ class _Driver:
 
     # --- etcd ---------------------------------------------------------------------------------------------------------
 
-    async def _register(self, plan: Plan) -> None:
+    async def _register(self, plan: RestorePlan) -> None:
         """Tables have names, workers their past, and the cluster is open."""
         made: dict[str, int] = {}
         for name, (old, new) in plan.tables.items():

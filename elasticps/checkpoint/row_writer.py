@@ -15,7 +15,7 @@ from elasticps.checkpoint.rows import RowFile
 Done = Callable[[FileEntry | Exception], None]
 
 
-class Filing(Protocol):
+class RowWriter(Protocol):
     """Where a server's files of a checkpoint go."""
 
     def put(self, url: str, folder: str, path: str, table: int, file: RowFile, done: Done) -> None:
@@ -26,7 +26,7 @@ class Filing(Protocol):
         """What has not begun is not written."""
 
 
-class ThreadFiling:
+class ThreadRowWriter:
     """By a thread of its own, which begins with the first file."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -36,7 +36,7 @@ class ThreadFiling:
         self._url = ""
 
     def put(self, url: str, folder: str, path: str, table: int, file: RowFile, done: Done) -> None:
-        """See `Filing`."""
+        """See `RowWriter`."""
 
         def tell(future: Future[FileEntry | Exception]) -> None:
             if not future.cancelled() and not self._loop.is_closed():
@@ -55,22 +55,22 @@ class ThreadFiling:
             return error
 
     def close(self) -> None:
-        """See `Filing`."""
+        """See `RowWriter`."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-class InlineFiling:
+class InlineRowWriter:
     """By whoever calls: for worlds without threads."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, storage: Any) -> None:
         self._loop, self._storage = loop, storage
 
     def put(self, url: str, folder: str, path: str, table: int, file: RowFile, done: Done) -> None:
-        """See `Filing`."""
+        """See `RowWriter`."""
         self._loop.call_soon(done, write(self._storage, folder, path, table, file))
 
     def close(self) -> None:
-        """See `Filing`."""
+        """See `RowWriter`."""
 
 
 def write(storage: Any, folder: str, path: str, table: int, file: RowFile) -> FileEntry:

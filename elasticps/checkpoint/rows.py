@@ -23,8 +23,7 @@ from xxhash import xxh3_128
 from elasticps.checkpoint.storage import Take, new_memory
 from elasticps.errors import CheckpointError
 from elasticps.model.spec import TableSpec
-from elasticps.store.columns_tmp import split
-from elasticps.store.layout import RowLayout
+from elasticps.store.layout import RowLayout, split
 
 FILE_BYTES = 64 << 20
 MOST_HEADER = 64 << 20
@@ -113,7 +112,7 @@ def segment_sum(parts: Iterable[memoryview]) -> str:
 
 
 @dataclass
-class _Part:
+class _RangePart:
     """One range's rows until they are written."""
 
     range: int
@@ -133,7 +132,7 @@ class RowFile:
         self._layout = RowLayout.of(spec)
         self._columns = columns(spec)
         self._widths = (8, *(column.nbytes for column in self._columns), 4)
-        self._parts: list[_Part] = []
+        self._parts: list[_RangePart] = []
         self._places: list[Bytes] = []
         self.memory = np.empty(_FIRST_BYTES, np.uint8) if memory is None else memory
         self._settle(self.memory)
@@ -163,7 +162,7 @@ class RowFile:
         """Writes keys; where their rows' columns go, and stamps."""
         if not self._parts or self._parts[-1].range != r:
             assert not self._parts or self._parts[-1].range < r, "ranges come in ascending order"
-            self._parts.append(_Part(r, full))
+            self._parts.append(_RangePart(r, full))
         part, first, n = self._parts[-1], self.rows, len(keys)
         assert part.full == full
         if n > self.room:

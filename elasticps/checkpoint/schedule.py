@@ -1,13 +1,18 @@
-"""What the leading coordinator does for checkpoints: takes one every so often, and when a worker asks for one.
+"""Takes checkpoints on a schedule and when a worker asks for one, and cleans up after each: a leading coordinator does.
 
-A request is a key in the store, and so is its answer, in the same place: whoever leads next goes on. Workers do not say
-where to: servers write only where the coordinator's operator wants them to.
+A request is a key in the store, and so is its answer, in the same place: the next leader goes on with it. Workers do
+not choose the place: servers write only where the coordinator's operator wants them to.
+
+Cleaning up means to merge a long chain, and to delete checkpoints that are not to be kept. Both wait for the storage,
+so they run in processes of their own: a leading coordinator answers at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
@@ -18,26 +23,28 @@ from coordinator.core.errors import CoordinationError
 from coordinator.core.keys import CHECKPOINT_REQUESTS, NEWEST_CHECKPOINT
 from coordinator.core.records import read
 from coordinator.core.store import Entry, Store
+from elasticps.checkpoint import catalog
 from elasticps.checkpoint.create import newest
 from elasticps.checkpoint.manifest import Manifest
+from elasticps.checkpoint.storage import Storage
 from elasticps.errors import CheckpointError, Error
 
 log = fields.logger(__name__)
 
 _LOOK_S = 0.5
-_KEPT_S = 600.0  # an answer that nobody has taken
+_ANSWER_LIFE_S = 600.0  # an answer that nobody has taken
 _AGAIN_S = 5.0  # after one that came to nothing
 
 Take = Callable[[bool, bool], Awaitable[Manifest]]
 """Takes a checkpoint: a full one if asked, and if asked none where nothing has changed, but then the newest."""
-Tidy = Callable[[Manifest], Coroutine[Any, Any, None]]
+Cleanup = Callable[[Manifest], Coroutine[Any, Any, None]]
 """What is done beside, when one was made."""
 
 
-class Duty:
+class Schedule:
     """every_s: between two checkpoints, 0: only when asked; take: None if this coordinator knows no place for them."""
 
-    def __init__(self, store: Store, take: Take | None, every_s: float, tidy: Tidy | None = None) -> None:
+    def __init__(self, store: Store, take: Take | None, every_s: float, tidy: Cleanup | None = None) -> None:
         self._store = store
         self._take = take
         self._every_s = every_s
@@ -86,7 +93,7 @@ class Duty:
                 said = {"error": "not a request"}
             if "cut" not in said and "error" not in said:
                 found.append((entry, said))
-            elif now - self._answered.setdefault(entry.key, now) > _KEPT_S:
+            elif now - self._answered.setdefault(entry.key, now) > _ANSWER_LIFE_S:
                 await self._store.delete(entry.key, expect=entry.revision)
                 del self._answered[entry.key]
         return found
@@ -119,3 +126,46 @@ class Duty:
             except CoordinationError as error:
                 log.warning("cannot answer who asked for a checkpoint", error=error)
         return "cut" in answer
+
+
+log = fields.logger(__name__)
+
+MERGE_AFTER = 8  # increments
+_NICE = 10
+
+
+class Cleaner:
+    """keep: as `elasticps checkpoint delete --keep` takes it, "" for all."""
+
+    def __init__(self, url: str, keep: str) -> None:
+        self._url = url
+        self._keep = keep
+
+    async def tidy(self, made: Manifest) -> None:
+        """What is to be done when a checkpoint was made. What fails is tried after the next one."""
+        try:
+            chain = await asyncio.to_thread(catalog.chain, Storage(self._url), made.cut)
+        except CheckpointError as error:
+            log.warning("cannot look at checkpoints", error=error)
+            return
+        if len(chain) > MERGE_AFTER:
+            await self._run("merge", self._url, str(made.cut))
+        if self._keep:
+            await self._run("delete", self._url, "--keep", self._keep)
+
+    async def _run(self, what: str, *arguments: str) -> None:
+        """`elasticps checkpoint`."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "elasticps", "checkpoint", what, *arguments, stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, process.pid, _NICE)
+            said = (await process.communicate())[0].decode(errors="replace").strip()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        tell = log.warning if process.returncode else log.info
+        tell("tidied checkpoints" if not process.returncode else "cannot tidy checkpoints", what=what, said=said)

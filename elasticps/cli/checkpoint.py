@@ -18,7 +18,7 @@ from elasticps.cli.output import ExitCode, err, out, print_json, size
 from elasticps.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from elasticps.checkpoint.chain import Keep
+    from elasticps.checkpoint.retention import Keep
 
 app = typer.Typer(help="Checkpoints: make, list, look into, verify, delete and merge them.", no_args_is_help=True)
 
@@ -292,7 +292,7 @@ def _numbers(text: str) -> set[int]:
 
 def kept(text: str) -> Keep:
     """What `--keep` says."""
-    from elasticps.checkpoint.chain import Keep
+    from elasticps.checkpoint.retention import Keep
 
     found = {}
     for each in text.split(","):

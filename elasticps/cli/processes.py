@@ -276,16 +276,15 @@ async def _restore(store: Store, credentials: Credentials | None) -> None:
 async def _see_to_data(store: Store, credentials: Credentials | None, url: str, every_s: float, keep: str) -> None:
     """While this coordinator leads: checkpoints are made and tidied, and what is lost comes back from them."""
     from elasticps.checkpoint.create import by_grpc, checkpoint
-    from elasticps.checkpoint.loss_policy import Recovery
-    from elasticps.checkpoint.schedule import Duty
-    from elasticps.checkpoint.tidying import Tidier
+    from elasticps.checkpoint.loss_policy import LossPolicy
+    from elasticps.checkpoint.schedule import Cleaner, Schedule
 
     async def take(full: bool, if_changed: bool) -> Manifest:
         async with by_grpc(credentials) as connect:
             return await checkpoint(store, url, connect, full=full, if_changed=if_changed)
 
-    duty = Duty(store, take if url else None, every_s, Tidier(url, keep).tidy)
-    await first_of(duty.run(), Recovery(store, url, credentials).run())
+    duty = Schedule(store, take if url else None, every_s, Cleaner(url, keep).tidy)
+    await first_of(duty.run(), LossPolicy(store, url, credentials).run())
 
 
 async def _create(store: Store, chosen: dict[str, Any], restore: str) -> None:

@@ -40,11 +40,10 @@ from elasticps.wire.frames import (
     json_frame,
     read_clocks,
     read_partly,
+    read_view,
 )
-from elasticps.wire.headers import GetViewHeader
+from elasticps.wire.headers import Activity, GetViewHeader, UseHeader
 from elasticps.wire.refusals import RefusedRows
-from elasticps.wire.use import Use, UseHeader
-from elasticps.wire.views import read_view
 from replication.chain import Member
 from replication.effects import Status
 
@@ -79,7 +78,11 @@ class Dispatcher:
         self.session = Session(worker.id, view.ranges, window)
         self.error: Error | None = None  # once set, nothing goes on
         self.on_anew: Callable[[list[int], int], None] = lambda epochs, committed: None
-        self.on_watch: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)  # what a `Use` has of caches and shards
+        self.on_watch: Callable[[], tuple[int, int, int]] = lambda: (
+            0,
+            0,
+            0,
+        )  # what a `Activity` has of caches and shards
         self.disowned = False  # this is a fork of the process that connected
         self.new_views = NewViews(cluster, view.ranges, ask_view, self._from_store, proven=proven)
         self._answered = np.empty(ANSWERS, np.int64)  # requests, of one buffer
@@ -392,7 +395,7 @@ class Dispatcher:
 
     def _say_use(self, member: Member) -> None:
         session, traffic = self.session, self.connections.traffic
-        use = Use(session.clock, min(session.committed, session.clock), *traffic, *self.on_watch())
+        use = Activity(session.clock, min(session.committed, session.clock), *traffic, *self.on_watch())
         self.connections.send(member, [UseHeader(self.worker.id).header().pack(), use.body()])
 
     # --- views --------------------------------------------------------------------------------------------------

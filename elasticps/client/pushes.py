@@ -18,7 +18,7 @@ from elasticps.client.short_keys import Short, ShortKeys
 from elasticps.client.writes import Cut, Part, named_ranges
 from elasticps.errors import Refused
 from elasticps.wire.frames import Buffer
-from elasticps.wire.headers import GetClocksHeader, PushHeader, Shard
+from elasticps.wire.headers import GetClocksHeader, PushHeader, ShardRef
 from elasticps.wire.refusals import RefusedRows
 from replication.chain import Member, Ranges
 from replication.effects import Status
@@ -257,7 +257,7 @@ class Pushes:
         sent = _Sent(frame, self._states[frame.clock])
         committed = min(self.session.committed, frame.clock - 1)
         shards, number = self.shards.get(frame.clock, (0, -1)) if frame.last else (0, -1)
-        shard = None if number < 0 else Shard(shards, number)
+        shard = None if number < 0 else ShardRef(shards, number)
         content, ready = frame.content, None
         if isinstance(content, PackedPart) and frame.ranges is None:
             ready = content.ready(self.routes.index_of[frame.head], self.routes)

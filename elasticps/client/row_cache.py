@@ -30,8 +30,7 @@ from elasticps.kernels.hashing import table_salt
 from elasticps.model.caching import Cache
 from elasticps.model.spec import Assign, TableSpec
 from elasticps.store import Table
-from elasticps.store.codec import Codec
-from elasticps.store.row_digests import WORDS, digests
+from elasticps.store.codec import WORDS, Codec, digests
 
 MOST_BATCHES = 256  # on their way
 CHANGED_OFTEN = 0.75  # of those that were old so many had changed: rows are asked for instead of their digests

@@ -30,8 +30,7 @@ from elasticps.wire.frames import (
     Kind,
     unpack_header,
 )
-from elasticps.wire.keys import DELTA, KEEP, KNOWN, LIST_KEYS, says
-from elasticps.wire.packing import pack
+from elasticps.wire.packing import DELTA, KEEP, KNOWN, LIST_KEYS, pack, says
 
 MOST_KEYS = LIST_KEYS // 4  # of a list that is kept
 LEAST_KEYS = 8  # shorter lists are sent as they are

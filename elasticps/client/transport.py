@@ -22,7 +22,7 @@ from elasticps.security.sockets import Secured
 from elasticps.security.stream import secured
 from elasticps.wire.assembler import Assembler
 from elasticps.wire.frames import MAX_BODY_BYTES, Buffer, FrameError, Header, Kind
-from elasticps.wire.send_queue import Unsent
+from elasticps.wire.send_queue import SendQueue
 from replication.chain import Member
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Link:
         self._sink = sink
         self._usual = partial(usual, self)
         self._assembler: Assembler | None = None
-        self._unsent = Unsent()
+        self._unsent = SendQueue()
         self.received = 0  # bytes, ever
         self._lock = runtime.lock()
         self._attempts = 0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from coordinator.core import fields
 from coordinator.core.view import Roster, ServerInfo, View
-from elasticps.checkpoint.row_writer import Filing, ThreadFiling
+from elasticps.checkpoint.row_writer import RowWriter, ThreadRowWriter
 from elasticps.security.gate import Gate
 from elasticps.server.admin import Subject
 from elasticps.server.core.barrier import BarrierCoordinator
@@ -64,7 +64,7 @@ class Server:
         self, me: ServerInfo, cluster: str, ranges: int, loop: asyncio.AbstractEventLoop, *,
         log_budget_bytes: int = LOG_BUDGET_BYTES, clock: Callable[[], float] = time.monotonic,
         linger: Linger | None = None, memory: Memory = NO_LIMIT, gate: Gate | None = None,
-        filing: Filing | None = None, allowed: Connections = MANY,
+        filing: RowWriter | None = None, allowed: Connections = MANY,
     ) -> None:  # fmt: skip
         self.me = me
         self.member = Member(me.name, me.incarnation)
@@ -101,7 +101,7 @@ class Server:
 
         self.restoring = Restorer(loop, executor, serving, self.memory, self.fast.told, memory.share(KEPT_BYTES))
         self.checkpoints = Checkpoints(
-            loop, executor, serving, filing or ThreadFiling(loop), (memory.share(ASIDE_BYTES), log_budget_bytes),
+            loop, executor, serving, filing or ThreadRowWriter(loop), (memory.share(ASIDE_BYTES), log_budget_bytes),
             lambda: self.snapshots.served_within(WORKING_S),
         )  # fmt: skip
         uses = Uses(serving, lambda: self.handshake.workers, clock)

@@ -1,4 +1,9 @@
-"""Which cuts a store's ranges have passed. Pure."""
+"""What a store knows of checkpoint cuts: the newest that each range has passed, and keys deleted since. Pure.
+
+An increment has to name deleted keys: they are noted by range, each with the cut after which its row was deleted. A
+range notes as many as a share of its rows. Beyond that the oldest are forgotten, and increments that would need them
+hold the whole range instead.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from numpy.typing import NDArray
 from elasticps.store.native import MAX_STAMP
 
 
-class Cuts:
+class PassedCuts:
     """newest: number of the newest cut that each range has passed, 0 for none; base: what stamps count from; both int64
     [ranges]. A stamp says that a row was changed last between the cut base + stamp and the next one; with stamp 0 it
     may have been earlier."""
@@ -31,3 +36,72 @@ class Cuts:
     def stamp(self, r: int, cut: int) -> int:
         """Of rows of a range that change right after a cut, not above the newest."""
         return max(0, cut - int(self.base[r]))
+
+
+SHARE, LEAST = 64, 64  # one in so many rows, but so many of a small range
+_M1, _M2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0x9FB21C651E98DF25)
+
+Notes = NDArray[np.int64]
+"""Keys and the cuts after which they were deleted: int64 [n, 2]."""
+NO_NOTES: Notes = np.empty((0, 2), np.int64)
+
+
+class Deletions:
+    """Those of one table. floor: int64 [ranges]; what was deleted after an earlier cut is not known in full."""
+
+    def __init__(self, ranges: int) -> None:
+        self.floor = np.zeros(ranges, np.int64)
+        self._notes: dict[int, list[Notes]] = {}
+
+    def ranges(self) -> set[int]:
+        """Those of which something is noted."""
+        return set(self._notes)
+
+    def of(self, r: int) -> Notes:
+        """What is noted of a range."""
+        notes = self._notes.get(r, [])
+        if len(notes) > 1:
+            notes[:] = [np.concatenate(notes)]
+        return notes[0] if notes else NO_NOTES
+
+    def note(self, r: int, keys: NDArray[np.int64], cut: int) -> None:
+        """Rows of these keys go. Before the first cut nobody needs to know."""
+        if cut:
+            self.add(r, np.stack((keys, np.full(len(keys), cut)), axis=1))
+
+    def add(self, r: int, notes: Notes) -> None:
+        """Notes that were taken elsewhere. What is not known in full is not noted: replicas would differ in it."""
+        notes = notes[notes[:, 1] >= self.floor[r]]
+        if len(notes):
+            self._notes.setdefault(r, []).append(notes)
+
+    def bound(self, r: int, rows: int) -> None:
+        """Forgets the oldest if there are too many for a range of so many rows."""
+        most = max(LEAST, rows // SHARE)
+        if sum(map(len, self._notes.get(r, ()))) > most:
+            cuts = np.sort(self.of(r)[:, 1])
+            self.forget(r, int(cuts[-1 - most]) + 1)
+
+    def forget(self, r: int, floor: int) -> None:
+        """What was deleted after cuts before `floor` is not known any more."""
+        if floor > self.floor[r]:
+            self.floor[r] = floor
+            notes = self.of(r)
+            self._notes[r] = [notes[notes[:, 1] >= floor]]
+
+    def erase(self, r: int) -> None:
+        """The range is not here any more."""
+        self.floor[r] = 0
+        self._notes.pop(r, None)
+
+    def between(self, r: int, since: int, before: int) -> NDArray[np.int64]:
+        """Keys of rows that went after cut `since` and before cut `before`, each once."""
+        notes = self.of(r)
+        return np.unique(notes[(since <= notes[:, 1]) & (notes[:, 1] < before), 0])
+
+    def words(self, r: int) -> tuple[int, int]:
+        """Stands for all that is noted of a range, in whatever order."""
+        notes = self.of(r).astype(np.uint64)
+        mixed = (notes[:, 0] * _M1 ^ notes[:, 1]) * _M2
+        total = np.sum(mixed ^ mixed >> np.uint64(32), dtype=np.uint64)
+        return int(self.floor[r]), int(total.astype(np.int64))

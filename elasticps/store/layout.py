@@ -1,10 +1,15 @@
-"""Where in a row is what."""
+"""The bytes of a row in memory, and kernels that split a row into the columns of a file."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from elasticps.model.spec import TableSpec
+from elasticps.store.index import PREFETCH_LINES, ROW_AHEAD
+from elasticps.store.native import ADDRESS, H_SLOTS_AT, STAMP_BIT, copy, kernel, prefetch
 
 
 class RowLayout(NamedTuple):
@@ -21,3 +26,25 @@ class RowLayout(NamedTuple):
         slots_at = -(-weight_bytes // 4) * 4
         end = slots_at + 4 * spec.optimizer.slot_floats(spec.dim)
         return cls(weight_bytes, slots_at, -(-end // 8) * 8)
+
+
+@kernel
+def split(words: NDArray[np.int64], columns: NDArray[np.int64], base: int, stamps: NDArray[np.int32]) -> None:
+    """Copies each column of the rows to where it goes, and writes the rows' stamps. words: of the rows; columns: of
+    each its target's address, its first byte in a row, its bytes."""
+    for i in range(words.shape[0]):
+        if i + ROW_AHEAD < words.shape[0]:
+            for line in range(PREFETCH_LINES):
+                prefetch((words[i + ROW_AHEAD] & ADDRESS) + 64 * line)
+        row = words[i] & ADDRESS
+        for c in range(0, columns.shape[0], 3):
+            copy(columns[c] + i * columns[c + 2], row + columns[c + 1], columns[c + 2])
+        stamps[i] = np.int32(base + (words[i] >> STAMP_BIT))
+
+
+@kernel
+def write_slots(h: NDArray[np.int64], slots: NDArray[np.float32], rows: NDArray[np.int64]) -> None:
+    """Gives rows these slots, float32 [n, slot_floats]."""
+    size = 4 * slots.shape[1]
+    for i in range(slots.shape[0]):
+        copy(rows[i] + h[H_SLOTS_AT], slots.ctypes.data + i * size, size)

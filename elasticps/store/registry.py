@@ -14,8 +14,7 @@ from numba.core.dispatcher import Dispatcher
 from elasticps.errors import SpecError
 from elasticps.kernels import compiled_once
 from elasticps.model.spec import Custom, Optimizer
-from elasticps.store import codec, index, intervals, reductions, row_digests, sparse, stamps, updates
-from elasticps.store import columns_tmp as columns
+from elasticps.store import codec, index, intervals, layout, reductions, sparse, stamps, updates
 from elasticps.store.native import FLOATS, INT, KEYS, MATRIX, WORDS, signature_of
 from elasticps.store.values import canonical
 
@@ -51,11 +50,11 @@ _SIGNATURES: tuple[tuple[Any, tuple[Any, ...]], ...] = (
     (stamps.choose, (WORDS, INT, INT, INT, WORDS, WORDS)),
     (stamps.count_kept, (WORDS, INT, INT)),
     (stamps.pass_parts, (WORDS, INT, INT, WORDS, WORDS)),
-    (columns.write_slots, (WORDS, MATRIX, WORDS)),
-    (columns.split, (WORDS, WORDS, INT, types.Array(types.int32, 1, "C"))),
+    (layout.write_slots, (WORDS, MATRIX, WORDS)),
+    (layout.split, (WORDS, WORDS, INT, types.Array(types.int32, 1, "C"))),
     (index.gather_to, signature_of(index.gather_to)),
     (index.gather, (WORDS, KEYS, types.Array(types.float32, 2, "C", aligned=False), WORDS)),
-    (row_digests.digest_rows, (types.Array(types.uint32, 2, "C", readonly=True), types.Array(types.uint64, 1, "C"))),
+    (codec.digest_rows, (types.Array(types.uint32, 2, "C", readonly=True), types.Array(types.uint64, 1, "C"))),
     (codec.encode_rows, signature_of(codec.encode_rows)),
     (codec.decode_rows, signature_of(codec.decode_rows)),
     (updates.apply, signature_of(updates.apply)),

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from elasticps.store import native as field
 from elasticps.store import stamps
-from elasticps.store.cuts import Cuts
+from elasticps.store.cuts import PassedCuts
 from elasticps.store.memory import Memory
 
 _BLOCK = 1 << 20  # bytes
@@ -30,7 +30,7 @@ class Allowance:
     def __init__(self, budget_bytes: int, full: Callable[[], None], burst: Callable[[], None]) -> None:
         self.budget_bytes = budget_bytes
         self._full, self._burst = full, burst
-        self.tables: list[Kept] = []
+        self.tables: list[RetainedRows] = []
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +56,7 @@ class Allowance:
 
 
 class Listed(NamedTuple):
-    """Keys of a range, those of each part together, from starts[part] up to starts[part + 1]; see `Kept.list_range`."""
+    """Keys of a range, grouped by part: those of a part lie from starts[part] up to starts[part + 1]."""
 
     range: int
     since: int
@@ -73,12 +73,12 @@ class Listed(NamedTuple):
         return max(part + 1, min(fitting, len(self.starts) - 1))
 
 
-class Kept:
+class RetainedRows:
     """Those of one table; its header has where they are. A range has `parts` parts, equal intervals of its hashes,
     which a writer gets one after the other, in ascending order."""
 
     def __init__(
-        self, header: NDArray[np.int64], descriptors: NDArray[np.int64], counts: NDArray[np.int64], cuts: Cuts,
+        self, header: NDArray[np.int64], descriptors: NDArray[np.int64], counts: NDArray[np.int64], cuts: PassedCuts,
         memory: Memory, allowance: Allowance,
     ) -> None:  # fmt: skip
         self._header, self._descriptors, self._counts, self._cuts = header, descriptors, counts, cuts

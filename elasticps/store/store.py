@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from elasticps.errors import SpecError
 from elasticps.model.spec import TableSpec
-from elasticps.store.cuts import Cuts
+from elasticps.store.cuts import PassedCuts
 from elasticps.store.memory import Memory
 from elasticps.store.table import Table
 
@@ -38,7 +38,7 @@ class Store:
         self.changed: set[int] = set()
         self.unowned: set[int] = set()
         self._apps: dict[int, str] = {}
-        self.cuts = Cuts(ranges)
+        self.cuts = PassedCuts(ranges)
         self._memory = Memory()
 
     def create(self, spec: TableSpec, table_id: int, app: str = "") -> Table:

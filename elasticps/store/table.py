@@ -12,16 +12,14 @@ from elasticps.errors import InputError
 from elasticps.kernels import hashing
 from elasticps.model.spec import DTYPES, Constant, Init, TableSpec, Zeros
 from elasticps.model.spec import Assign as _Assign
-from elasticps.store import columns_tmp as columns
-from elasticps.store import index, intervals, stamps
+from elasticps.store import index, intervals, layout, stamps
 from elasticps.store import native as field
 from elasticps.store.codec import Codec
 from elasticps.store.corrections import constants_of
-from elasticps.store.cuts import Cuts
-from elasticps.store.deletions import Deletions
+from elasticps.store.cuts import Deletions, PassedCuts
 from elasticps.store.memory import Memory
 from elasticps.store.registry import load_kernels, update_kernel
-from elasticps.store.retained import Allowance, Kept
+from elasticps.store.retained import Allowance, RetainedRows
 from elasticps.store.values import INIT_KINDS, init_values
 
 _LAST_SLAB = 1 << 26  # bytes
@@ -38,7 +36,7 @@ class Table:
     """
 
     def __init__(
-        self, spec: TableSpec, table_id: int, ranges: int, memory: Memory | None = None, cuts: Cuts | None = None
+        self, spec: TableSpec, table_id: int, ranges: int, memory: Memory | None = None, cuts: PassedCuts | None = None
     ) -> None:
         """Raises SpecError for a custom optimizer that is not registered here."""
         load_kernels()
@@ -57,8 +55,8 @@ class Table:
         self._descriptors = np.zeros((ranges, field.DESCRIPTOR), np.int64)
         self._descriptors[:, field.D_SEGMENT] = _EMPTY_SEGMENT.ctypes.data
         self.deletions = Deletions(ranges)
-        self._cuts = cuts or Cuts(ranges)
-        self.kept: Kept | None = None
+        self._cuts = cuts or PassedCuts(ranges)
+        self.kept: RetainedRows | None = None
         self._counts = np.zeros(ranges, np.int64)
         self._constants = constants_of(spec.optimizer)
         self._init_values = init_values(spec.init, spec.dtype)
@@ -175,7 +173,7 @@ class Table:
         weights, slots = np.ascontiguousarray(values[:, : self._dim]), values[:, self._dim :]
         index.overwrite(self._header, weights, rows)
         if slots.shape[1]:
-            columns.write_slots(self._header, np.ascontiguousarray(slots), rows)
+            layout.write_slots(self._header, np.ascontiguousarray(slots), rows)
 
     @property
     def put_widths(self) -> tuple[int, int]:
@@ -348,9 +346,10 @@ class Table:
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    def pass_cut(self, ranges: NDArray[np.int64], anew: NDArray[np.int64]) -> None:
-        """A cut passes in some ranges: rows that change from now on are stamped with it. anew: see `Cuts.passed`."""
-        for r in anew.tolist():
+    def pass_cut(self, ranges: NDArray[np.int64], restamped: NDArray[np.int64]) -> None:
+        """A cut passes in some ranges: rows that change from now on are stamped with it. restamped: see
+        `PassedCuts.passed`."""
+        for r in restamped.tolist():
             stamps.clear_stamps(self._header, r)
         self._descriptors[ranges, field.D_STAMP] = self._cuts.newest[ranges] - self._cuts.base[ranges]
         self._descriptors[ranges, field.D_SINCE] = field.NEVER
@@ -362,7 +361,7 @@ class Table:
             self.kept.stop()
             self.kept = None
         if allowance is not None:
-            self.kept = Kept(self._header, self._descriptors, self._counts, self._cuts, self._memory, allowance)
+            self.kept = RetainedRows(self._header, self._descriptors, self._counts, self._cuts, self._memory, allowance)
 
     def make_room(self, rows: int) -> None:
         """For so many rows to be kept aside."""

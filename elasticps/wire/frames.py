@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.core.view import View
+
 MAGIC = 0x31535045  # "EPS1" in little-endian
 VERSION = 3
 HEADER_BYTES = 64
@@ -348,3 +350,21 @@ def read_tables(count: int, body: NDArray[np.uint8]) -> list[tuple[int, NDArray[
     if any(block.grads.shape[1] or len(block.step_values) for block in blocks):
         raise FrameError("a pull has keys, and nothing else")
     return [(block.table, block.keys) for block in blocks]
+
+
+def view_frame(view: View) -> bytes:
+    """The frame that tells a view."""
+    return bytes_frame(Kind.VIEW, view.encode(), epoch=view.epoch)
+
+
+def read_view(header: Header, body: NDArray[np.uint8], above: int) -> View | None:
+    """The view in a frame; None, unread, unless its epoch is above `above`. Raises `FrameError` for nonsense."""
+    if header.epoch <= above:
+        return None
+    try:
+        view = View.decode(body[: header.items].tobytes())
+    except ValueError as error:
+        raise FrameError(f"a VIEW cannot be read: {error}") from None
+    if view.epoch != header.epoch:
+        raise FrameError(f"a VIEW of epoch {header.epoch} holds the view of epoch {view.epoch}")
+    return view

@@ -8,6 +8,7 @@ replicas send each other is in `replica_headers.py`. Pure.
 
 from __future__ import annotations
 
+import struct
 from typing import NamedTuple
 
 from elasticps.wire import frames
@@ -30,7 +31,7 @@ from elasticps.wire.frames import (
 )
 
 
-class Shard(NamedTuple):
+class ShardRef(NamedTuple):
     """The shard of a set that a step trains."""
 
     set: int
@@ -54,7 +55,7 @@ class PushHeader(NamedTuple):
     repeat: bool = False
     round: bool = False
     committed: int | None = None
-    shard: Shard | None = None
+    shard: ShardRef | None = None
 
     def header(self, body_bytes: int) -> Header:
         """The 64 bytes' fields, before a body of so many bytes."""
@@ -433,11 +434,74 @@ class KeysHeader(NamedTuple):
         return cls(h.request, h.epoch, h.worker, h.clock, h.items, h.bound)
 
 
-def shard_fields(shard: Shard | None) -> tuple[int, int]:
+def shard_fields(shard: ShardRef | None) -> tuple[int, int]:
     """(bound, wait_ms) of a header: the number plus one, as 0 says that there is none, and the set."""
     return (0, 0) if shard is None else (shard.number + 1, shard.set)
 
 
-def shard_of(h: Header) -> Shard | None:
+def shard_of(h: Header) -> ShardRef | None:
     """The inverse."""
-    return Shard(h.wait_ms, h.bound - 1) if h.bound else None
+    return ShardRef(h.wait_ms, h.bound - 1) if h.bound else None
+
+
+_BODY = struct.Struct("<8q")
+
+
+class WatchHeader(NamedTuple):
+    """WATCH: say what you do."""
+
+    def header(self) -> Header:
+        """The 64 bytes' fields; there is no body."""
+        return Header(Kind.WATCH)
+
+    @classmethod
+    def of(cls, h: Header) -> WatchHeader:
+        """The inverse of `header`."""
+        return cls()
+
+
+class UseHeader(NamedTuple):
+    """USE: what `worker` does."""
+
+    worker: int
+
+    def header(self) -> Header:
+        """The 64 bytes' fields, before the body."""
+        return Header(Kind.USE, body=_BODY.size, worker=self.worker)
+
+    @classmethod
+    def of(cls, h: Header) -> UseHeader:
+        """The inverse of `header`."""
+        return cls(h.worker)
+
+
+class Activity(NamedTuple):
+    """What a worker has done since it began.
+
+    clock, committed     steps pushed, of which so many are committed
+    sent, received       bytes to and from all servers
+    wanted, kept         rows that pulls wanted of tables with a cache, of which so many were shown from there
+    shards               that it holds now
+    """
+
+    clock: int
+    committed: int
+    sent: int
+    received: int
+    wanted: int
+    kept: int
+    shards: int
+
+    def body(self) -> bytes:
+        """What stands behind the header of a USE."""
+        return _BODY.pack(*self, 0)
+
+    @classmethod
+    def of(cls, body: bytes) -> Activity:
+        """The inverse of `body`. Raises `FrameError` for what nobody can have done."""
+        if len(body) != _BODY.size:
+            raise FrameError(f"what a worker does is told in {_BODY.size} bytes, not in {len(body)}")
+        found = cls(*_BODY.unpack(body)[:-1])
+        if min(found) < 0 or found.committed > found.clock or found.kept > found.wanted:
+            raise FrameError(f"a worker says that it has done {found}")
+        return found

@@ -1,4 +1,12 @@
-"""Bodies of frames compressed by Zstandard: u64 how long one is, the compressed bytes, zeros up to a multiple of 8."""
+"""Frames in fewer bytes: keys that the server knows already, differences of keys, and compressed bodies.
+
+Keys: a word stands before them and says how they are coded: KEEP or KNOWN, with the index of the list among the
+LIST_KEYS keys that the server holds for this connection; DELTA, with the number of bytes that the differences take.
+A difference is that of a key to the one before, zigzag, 7 bits a byte, the lower first, at most 8 bytes; sums are
+modulo 2^64.
+
+Bodies: compressed by Zstandard as u64 length of the original, the compressed bytes, zeros up to a multiple of 8.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +17,19 @@ import zstandard
 
 from elasticps.wire.frames import HEADER_BYTES, PACKED, Buffer, FrameError, Header, padded, unpack_header
 from elasticps.wire.pool import Bytes
+
+# --- keys -----------------------------------------------------------------------------------------------------------
+
+KEEP, KNOWN, DELTA = 1, 2, 4
+LIST_KEYS = 1 << 18  # that a server keeps of one connection: 2 MiB
+
+
+def says(how: int, place: int = 0, coded: int = 0) -> int:
+    """The word that says how keys are coded."""
+    return how | place << 8 | coded << 32
+
+
+# --- bodies ---------------------------------------------------------------------------------------------------------
 
 WINDOW_BYTES = 1 << 20  # that a decompressor may take beside what it writes; what is packed here takes half
 LEVEL = 1  # higher ones take several times as long for a few hundredths

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from elasticps.wire.frames import LAST, REFUSED, ROUND, Header, Kind
-from elasticps.wire.headers import Shard, shard_fields, shard_of
+from elasticps.wire.headers import ShardRef, shard_fields, shard_of
 
 
 class ForwardHeader(NamedTuple):
@@ -20,7 +20,7 @@ class ForwardHeader(NamedTuple):
     ranges: int
     blocks: int = 0
     round: bool = False
-    shard: Shard | None = None
+    shard: ShardRef | None = None
     refused: bool = False
 
     def header(self, body_bytes: int) -> Header:

@@ -18,7 +18,7 @@ class Sends(Protocol):
     def sendmsg(self, buffers: Sequence[memoryview], /) -> int: ...
 
 
-class Unsent:
+class SendQueue:
     """Buffers in order, sent from where they lie: they must not change until they have left."""
 
     def __init__(self) -> None:

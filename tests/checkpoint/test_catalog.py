@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint import manifest as manifests
-from elasticps.checkpoint.chain import Keep, builds_on, chain_of, deletion, superfluous
 from elasticps.checkpoint.manifest import FileEntry, Manifest, WorkerEntry
+from elasticps.checkpoint.retention import Keep, builds_on, chain_of, deletion, superfluous
 from elasticps.checkpoint.storage import Storage
 from elasticps.errors import CheckpointError
 from elasticps.model import spec

@@ -15,7 +15,7 @@ from coordinator.core.view import Roster, ServerInfo, View
 from coordinator.memory import MemoryStore
 from elasticps.admin.admin_pb2 import RestoreResponse
 from elasticps.checkpoint import range_recovery
-from elasticps.checkpoint.loss_policy import Recovery
+from elasticps.checkpoint.loss_policy import LossPolicy
 from elasticps.checkpoint.storage import Storage
 from elasticps.model import spec
 from elasticps.model.spec import TableSpec
@@ -49,7 +49,7 @@ def test_they_come_back_although_nobody_remembers_that_they_were_to(
         witness = Witness("a", 1, view, Roster(3, (), "test@one"), 7, {7: TABLE.to_json()})
         await adopt(store, plan_adoption([witness], (), "default"))
         await store.put("servers/a", a.to_json())
-        recovery = Recovery(store, tmp_path.as_uri(), None)
+        recovery = LossPolicy(store, tmp_path.as_uri(), None)
         for _ in range(2):
             await recovery._judge()
         entry = await store.get(RANGE_RECOVERY)

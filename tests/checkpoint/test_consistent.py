@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticps.admin.interface import CutTaken
-from elasticps.checkpoint.consistent import judge, uncovered
+from elasticps.checkpoint.cuts import judge, uncovered
 from replication.messages import ERASER
 
 P = 4

@@ -10,7 +10,7 @@ import pytest
 from coordinator.core.keys import CHECKPOINT_REQUESTS
 from coordinator.core.store import VALUE_MAX
 from coordinator.memory import MemoryStore
-from elasticps.checkpoint.schedule import Duty
+from elasticps.checkpoint.schedule import Schedule
 
 ANSWER = b'{"full": false, "cut": 3}'
 
@@ -18,7 +18,7 @@ ANSWER = b'{"full": false, "cut": 3}'
 def test_an_answer_that_was_taken_is_forgotten() -> None:
     async def main() -> None:
         store = MemoryStore()
-        duty = Duty(store, None, 0.0)
+        duty = Schedule(store, None, 0.0)
         for number in range(5):
             key = f"{CHECKPOINT_REQUESTS}{number}"
             await store.put(key, ANSWER)
@@ -35,7 +35,7 @@ def test_a_request_that_fills_its_key_is_answered() -> None:
 
     async def main() -> None:
         store, key = MemoryStore(), CHECKPOINT_REQUESTS + "1"
-        duty = Duty(store, None, 0.0)
+        duty = Schedule(store, None, 0.0)
         start, end = b'{"full": false, "by": "', b'"}'
         await store.put(key, start + b"x" * (VALUE_MAX - len(start + end)) + end)
         await duty._serve(await duty._wanted())
@@ -50,11 +50,11 @@ def test_a_request_that_fills_its_key_is_answered() -> None:
 def test_an_answer_that_nobody_takes_goes_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         store = MemoryStore()
-        duty = Duty(store, None, 0.0)
+        duty = Schedule(store, None, 0.0)
         await store.put(CHECKPOINT_REQUESTS + "1", ANSWER)
         await duty._wanted()
         assert (await store.list(CHECKPOINT_REQUESTS)).entries
-        monkeypatch.setattr("elasticps.checkpoint.schedule._KEPT_S", -1.0)
+        monkeypatch.setattr("elasticps.checkpoint.schedule._ANSWER_LIFE_S", -1.0)
         await duty._wanted()
         assert not (await store.list(CHECKPOINT_REQUESTS)).entries
         assert not duty._answered

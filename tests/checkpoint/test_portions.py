@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticps.checkpoint import catalog
-from elasticps.checkpoint.contents import Contents
-from elasticps.checkpoint.portions import Sizes, from_bits, portions, to_bits
+from elasticps.checkpoint.contents import Contents, Sizes, from_bits, portions, to_bits
 from elasticps.checkpoint.storage import Storage
 from elasticps.model import spec
 from elasticps.model.spec import TableSpec

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from coordinator.memory import MemoryStore
-from elasticps.checkpoint import catalog, maintenance, tidying
+from elasticps.checkpoint import catalog, maintenance, schedule
 from elasticps.checkpoint.manifest import Manifest
-from elasticps.checkpoint.schedule import Duty
+from elasticps.checkpoint.schedule import Cleaner, Schedule
 from elasticps.checkpoint.storage import Storage
-from elasticps.checkpoint.tidying import Tidier
 from elasticps.model import spec
 from elasticps.model.spec import TableSpec
 from tests.checkpoint.writer import Change, row, write
@@ -29,9 +28,9 @@ def made(storage: Storage, cut: int) -> Manifest:
 def test_a_chain_that_is_long_is_merged_and_what_is_not_kept_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tidying, "MERGE_AFTER", 2)
+    monkeypatch.setattr(schedule, "MERGE_AFTER", 2)
     storage = Storage(str(tmp_path))
-    tidier = Tidier(storage.url, "last=1")
+    tidier = Cleaner(storage.url, "last=1")
 
     async def take(full: bool, if_changed: bool) -> Manifest:
         taken.append(1 + len(taken))
@@ -46,7 +45,7 @@ def test_a_chain_that_is_long_is_merged_and_what_is_not_kept_goes(
     kept: list[list[tuple[int, int]]] = []
 
     async def main() -> None:
-        duty = asyncio.create_task(Duty(MemoryStore(), take, 0.01, tidy).run())
+        duty = asyncio.create_task(Schedule(MemoryStore(), take, 0.01, tidy).run())
         await until(lambda: len(kept) >= 3, 200)  # processes that let others go first
         duty.cancel()
         await asyncio.gather(duty, return_exceptions=True)

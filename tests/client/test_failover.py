@@ -18,8 +18,7 @@ from elasticps.client.core.hearsay import Hearsay
 from elasticps.client.core.session import ASKED_BYTES
 from elasticps.kernels.hashing import hash_key, range_shift, table_salt
 from elasticps.model.spec import Consistency
-from elasticps.wire.frames import ANY, BLOCK_BYTES, LAST, REPEAT, TABLES, Kind
-from elasticps.wire.views import view_frame
+from elasticps.wire.frames import ANY, BLOCK_BYTES, LAST, REPEAT, TABLES, Kind, view_frame
 from tests.client.fakes import DIM, FakeRegistry, FakeServer
 
 RANGES = 8

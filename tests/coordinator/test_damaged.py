@@ -16,9 +16,9 @@ from coordinator.leader import run_coordinator
 from coordinator.membership import create_cluster, list_drains, request_drain
 from coordinator.memory import MemoryStore
 from coordinator.sessions import register_server
-from elasticps.checkpoint.range_recovery import Anew
-from elasticps.checkpoint.restore import Plan, keep_restoring
-from elasticps.checkpoint.schedule import Duty
+from elasticps.checkpoint.range_recovery import RangeRecovery
+from elasticps.checkpoint.restore import RestorePlan, keep_restoring
+from elasticps.checkpoint.schedule import Schedule
 from elasticps.coordination import read_servers
 from elasticps.dashboard.model import Model
 from elasticps.metrics.cluster import ClusterMetrics
@@ -52,7 +52,7 @@ async def test_a_coordinator_leads_on(value: bytes, first: bool) -> None:
     if first:
         for key in KEYS:
             await store.put(key, value)
-    duty = Duty(store, None, 0.0)
+    duty = Schedule(store, None, 0.0)
     leads = asyncio.create_task(run_coordinator(store, name="c", stop=stop, duty=duty.run))
     try:
         if not first:
@@ -139,7 +139,7 @@ async def test_a_coordinator_bears_a_restore_that_makes_no_sense(
     value: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One with --restore ended, each time that it was started."""
-    for read in (Plan.from_json, Anew.from_json):
+    for read in (RestorePlan.from_json, RangeRecovery.from_json):
         with pytest.raises(Damaged, match=r"in etcd holds .* makes no sense .*: delete it"):
             read(value)
     store = MemoryStore()

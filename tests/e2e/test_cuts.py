@@ -17,7 +17,7 @@ from coordinator.core.store import Store
 from coordinator.core.view import View
 from elasticps import background
 from elasticps.checkpoint.create import by_grpc
-from elasticps.checkpoint.cuts import Cut, Driver
+from elasticps.checkpoint.cuts import ConsistentCut, CutTaker
 from elasticps.local import LocalCluster
 from tests.e2e.oracle import Ledger, Sums, Trainers, check_sums
 
@@ -26,14 +26,14 @@ KILL_AT = 3
 APP = "cuts"
 
 
-async def cut_now(kind: type[Driver], store: Store, **more: Any) -> tuple[Cut, Driver]:
+async def cut_now(kind: type[CutTaker], store: Store, **more: Any) -> tuple[ConsistentCut, CutTaker]:
     """A cut, and what took it."""
     async with by_grpc(None) as connect:
         driver = kind(store, connect, **more)
         return await driver.take("memory://cuts", attempts=20), driver
 
 
-class Looking(Driver):
+class Looking(CutTaker):
     """Reads all there is while workers still hold: pulls are not held, and show what every range had at the cut."""
 
     def __init__(self, *given: Any, ps: eps.Client, sums: Sums) -> None:
@@ -47,7 +47,7 @@ class Looking(Driver):
         return view
 
 
-def ledgers(trainers: Trainers, cut: Cut) -> Sequence[Ledger]:
+def ledgers(trainers: Trainers, cut: ConsistentCut) -> Sequence[Ledger]:
     """The steps of each trainer that are in a cut."""
     found = []
     for trainer in trainers.all:
@@ -99,7 +99,7 @@ def test_a_worker_in_rounds_that_does_nothing_is_no_reason_to_wait(cluster: eps.
             ps.push({table: (np.arange(4), ones)})
         store = background.run(open_store(cluster.url, timeout_s=20.0))
         try:
-            cut, _ = background.run(cut_now(Driver, store))
+            cut, _ = background.run(cut_now(CutTaker, store))
         finally:
             background.run(store.close())
         assert [cut.verdict.clocks[ps.worker.id] for ps in (a, b)] == [1, 1]

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from elasticps.wire.frames import HEADER_BYTES, PACKED, SHORT, Kind
-from elasticps.wire.keys import DELTA, KEEP, KNOWN, LIST_KEYS, says
+from elasticps.wire.packing import DELTA, KEEP, KNOWN, LIST_KEYS, says
 
 FIELDS = (
     (0, "<I", 2), (4, "<B", 2), (5, "<B", 6), (6, "<H", 12), (8, "<Q", 6), (16, "<Q", 2), (24, "<Q", 12),

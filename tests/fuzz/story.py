@@ -8,7 +8,7 @@ from random import Random
 from typing import NamedTuple
 
 from elasticps.model.spec import TableSpec
-from elasticps.wire.views import view_frame
+from elasticps.wire.frames import view_frame
 from tests.fuzz.core import HOSTILE, NOBODY, Core, Wire
 from tests.fuzz.corpus import LEADER, PEER, WORKER, Corpus
 from tests.fuzz.voices import Voices

@@ -20,8 +20,7 @@ from elasticps.wire.frames import (
     json_frame,
     unpack_header,
 )
-from elasticps.wire.keys import KEEP, KNOWN, LIST_KEYS, says
-from elasticps.wire.packing import pack
+from elasticps.wire.packing import KEEP, KNOWN, LIST_KEYS, pack, says
 from tests.fuzz.core import APPS, CLUSTER, DIM, HOSTILE, OWN, TABLE, Core, Wire, watched
 
 WORKER = HOSTILE[0]

@@ -36,11 +36,11 @@ from elasticps.wire.frames import (
     read_tables,
     table_block,
     unpack_header,
+    view_frame,
 )
+from elasticps.wire.headers import Activity, UseHeader
 from elasticps.wire.packing import pack
 from elasticps.wire.reducing import ReduceHeader, function_body
-from elasticps.wire.use import Use, UseHeader
-from elasticps.wire.views import view_frame
 from replication.messages import ERASER, OperationKind
 from tests.fuzz.core import APPS, CLUSTER, HOSTILE, ME, NOBODY, OWN, PEER, Core
 from tests.fuzz.corpus import LEADER, RANGES, ROLES, WORKER, Corpus
@@ -237,7 +237,7 @@ class Voices:
 
     def _use(self) -> bytes:
         random = self._random
-        use = Use(9, random.choice((3, 9, 10)), 5, 6, 8, random.choice((0, 8, 1 << 62)), random.choice((0, -1)))
+        use = Activity(9, random.choice((3, 9, 10)), 5, 6, 8, random.choice((0, 8, 1 << 62)), random.choice((0, -1)))
         return UseHeader(random.choice(HOSTILE)).header().pack() + use.body()
 
     def _reduce(self) -> bytes:

@@ -21,8 +21,7 @@ from elasticps.security.credentials import Credentials
 from elasticps.security.gate import Gate
 from elasticps.security.identity import Identity
 from elasticps.server.server import Server
-from elasticps.wire.frames import HEADER_BYTES, Header, Kind, json_body, json_frame, unpack_header
-from elasticps.wire.views import view_frame
+from elasticps.wire.frames import HEADER_BYTES, Header, Kind, json_body, json_frame, unpack_header, view_frame
 from tests.security.conftest import Holder, issued
 from tests.server.conftest import until
 

@@ -16,10 +16,10 @@ from elasticps.server.core import scan
 from elasticps.server.core.operations import CutMark
 from elasticps.server.roles import checkpoints
 from elasticps.server.roles.snapshots import SnapshotSender
-from elasticps.store import Table, deletions, index, retained
+from elasticps.store import Table, cuts, index, retained
 from elasticps.store.intervals import PLACES
 from elasticps.store.native import H_CURSOR, H_STALE
-from elasticps.store.retained import Kept
+from elasticps.store.retained import RetainedRows
 from replication.chain import Role
 from replication.effects import Push
 from replication.messages import OperationKind
@@ -61,7 +61,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retained, "_FIRST_RECORDS", 2)
     monkeypatch.setattr(scan, "FILE_BYTES", 2000)
     monkeypatch.setattr(checkpoints, "PARTS_AT_ONCE", 2)
-    monkeypatch.setattr(deletions, "LEAST", 3)
+    monkeypatch.setattr(cuts, "LEAST", 3)
 
 
 class CheckpointStory(Story):
@@ -272,7 +272,7 @@ def test_pushes_wait_when_too_much_is_kept_and_go_on_as_it_is_written() -> None:
 
 
 def not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Kept, "begin", lambda kept, ranges, since: begin(kept, ranges, since + 1))
+    monkeypatch.setattr(RetainedRows, "begin", lambda kept, ranges, since: begin(kept, ranges, since + 1))
 
 
 def kept_after_its_update(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +292,7 @@ def written_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     def twice(*arguments: Any) -> Any:
         return tuple(np.concatenate((array, array[-1:])) for array in take(*arguments))
 
-    monkeypatch.setattr(Kept, "take", twice)
+    monkeypatch.setattr(RetainedRows, "take", twice)
 
 
 def cursor_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,11 +301,11 @@ def cursor_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         rows._header[H_CURSOR] += 1
         return found
 
-    monkeypatch.setattr(Kept, "take", ahead)
+    monkeypatch.setattr(RetainedRows, "take", ahead)
 
 
 def no_deletions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deletions.Deletions, "note", lambda *_: None)
+    monkeypatch.setattr(cuts.Deletions, "note", lambda *_: None)
 
 
 def _stamps(table: Table, r: int) -> tuple[int, list[tuple[int, int]]]:
@@ -315,10 +315,10 @@ def _stamps(table: Table, r: int) -> tuple[int, list[tuple[int, int]]]:
 
 
 def moved_without_deletions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deletions.Deletions, "add", lambda notes, r, some: None if r % 2 else add(notes, r, some))
+    monkeypatch.setattr(cuts.Deletions, "add", lambda notes, r, some: None if r % 2 else add(notes, r, some))
 
 
-begin, take, dump_stamped, add = Kept.begin, Kept.take, Table.dump_stamped, deletions.Deletions.add
+begin, take, dump_stamped, add = RetainedRows.begin, RetainedRows.take, Table.dump_stamped, cuts.Deletions.add
 # Stamps that do not move with their rows are found by tests/store/test_stamps.py.
 BUGS = (
     not_kept, kept_after_its_update, written_twice, cursor_ahead, no_deletions, moved_without_deletions,

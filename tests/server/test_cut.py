@@ -23,7 +23,7 @@ from elasticps.server.core.data_shards import Shards
 from elasticps.server.core.operations import CutMark
 from elasticps.server.server import Server
 from elasticps.store import Table
-from elasticps.store.cuts import Cuts
+from elasticps.store.cuts import PassedCuts
 from elasticps.wire.frames import Block, Kind, json_frame
 from elasticps.wire.headers import HeldHeader, HoldHeader, ReleaseHeader
 from tests.server.conftest import RANGES, WORKER, Group, Run, Worker, until
@@ -112,7 +112,7 @@ def test_whoever_has_a_round_open_is_waited_for_by_the_others_of_its_application
 
 
 def test_only_the_newest_cut_is_kept_and_a_late_one_changes_nothing() -> None:
-    cuts, notes, rounds, shards = Cuts(P), CutNotes(), Rounds(P), Shards(P)
+    cuts, notes, rounds, shards = PassedCuts(P), CutNotes(), Rounds(P), Shards(P)
     column = np.array([WORKER]), np.array([3 << 16])
 
     def apply(number: int, ranges: list[int], writer: str) -> list[int]:

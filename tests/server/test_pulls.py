@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from elasticps.model.optimizers import SGD
 from elasticps.model.spec import Normal, TableSpec
 from elasticps.store import initial_rows
-from elasticps.store.row_digests import digests
+from elasticps.store.codec import digests
 from elasticps.wire.frames import HEADER_BYTES, LAST, Header, Kind, json_frame, unpack_header
 from elasticps.wire.headers import ListKeysHeader, PullHeader
 from tests.server.conftest import TABLE, Group, Run, Worker

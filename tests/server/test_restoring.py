@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from elasticps.admin.interface import Restored, Wanted
-from elasticps.checkpoint.contents import Rows
+from elasticps.checkpoint.contents import RangeRows, to_bits
 from elasticps.checkpoint.manifest import Manifest, WorkerEntry
-from elasticps.checkpoint.portions import to_bits
 from elasticps.checkpoint.storage import Storage
 from elasticps.model import spec
 from elasticps.model.spec import TableSpec
@@ -77,14 +76,14 @@ def test_rows_are_cut_by_the_ranges_that_are_here() -> None:
     keys = np.arange(1000)
     rows = np.arange(24_000, dtype=np.uint32).astype(np.uint8).reshape(1000, 24)
     here = np.array([True, False, True, False, False, False, True, False])
-    found = list(cut_up(Rows(0, keys, rows, np.zeros(1000, np.int32)), 7, here))
+    found = list(cut_up(RangeRows(0, keys, rows, np.zeros(1000, np.int32)), 7, here))
     assert {r for r, _ in found} == {0, 2, 6}
     where = ranges_of(7, keys.tolist(), 8)
     assert sorted(key for _, piece in found for key in piece.keys.tolist()) == keys[here[where]].tolist()
     for r, piece in found:
         assert set(where[piece.keys]) == {r}
         assert piece.rows.tobytes() == rows[piece.keys].tobytes()
-    assert list(cut_up(Rows(0, keys, rows, np.zeros(1000, np.int32)), 7, np.zeros(8, np.bool_))) == []
+    assert list(cut_up(RangeRows(0, keys, rows, np.zeros(1000, np.int32)), 7, np.zeros(8, np.bool_))) == []
 
 
 def test_a_table_with_another_id_takes_few_operations() -> None:
@@ -92,7 +91,9 @@ def test_a_table_with_another_id_takes_few_operations() -> None:
     keys, ranges = np.arange(20_000), 256
     rows = keys.astype(np.uint32).view(np.uint8).reshape(-1, 4)
     old = ranges_of(7, keys.tolist(), ranges)
-    parts = [Rows(r, keys[old == r], rows[old == r], np.full((old == r).sum(), r, np.int32)) for r in range(ranges)]
+    parts = [
+        RangeRows(r, keys[old == r], rows[old == r], np.full((old == r).sum(), r, np.int32)) for r in range(ranges)
+    ]
     here = np.ones(ranges, np.bool_)
     found = [each for part in _together(iter(parts)) for each in cut_up(part, 8, here)]
     assert len(found) == ranges < sum(len(list(cut_up(part, 8, here))) for part in parts) / 50
@@ -109,13 +110,13 @@ def test_rows_of_one_range_are_not_copied() -> None:
     keys = keys[ranges_of(7, keys.tolist(), 8) == 3]
     rows = np.arange(len(keys) * 64, dtype=np.uint32).astype(np.uint8).reshape(len(keys), 64)
     here = np.arange(8) == 3
-    found = list(cut_up(Rows(3, keys, rows, np.zeros(len(keys), np.int32)), 7, here))
+    found = list(cut_up(RangeRows(3, keys, rows, np.zeros(len(keys), np.int32)), 7, here))
     assert len(found) > 1
     assert {r for r, _ in found} == {3}
     assert all(np.shares_memory(piece.rows, rows) and piece.nbytes <= PIECE_BYTES for _, piece in found)
     assert np.concatenate([piece.keys for _, piece in found]).tolist() == keys.tolist()
     assert np.concatenate([piece.rows for _, piece in found]).tobytes() == rows.tobytes()
-    assert list(cut_up(Rows(3, keys, rows, np.zeros(len(keys), np.int32)), 7, ~here)) == []
+    assert list(cut_up(RangeRows(3, keys, rows, np.zeros(len(keys), np.int32)), 7, ~here)) == []
 
 
 def test_a_range_gets_the_clocks_of_the_one_that_it_was() -> None:

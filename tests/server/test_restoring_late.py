@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from elasticps.admin.interface import Wanted
-from elasticps.checkpoint.portions import to_bits
+from elasticps.checkpoint.contents import to_bits
 from elasticps.checkpoint.storage import Storage
 from elasticps.model import spec
 from elasticps.model.spec import TableSpec

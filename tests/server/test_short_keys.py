@@ -29,8 +29,7 @@ from elasticps.wire.frames import (
     table_block,
     unpack_header,
 )
-from elasticps.wire.keys import DELTA, KEEP, KNOWN, LIST_KEYS, says
-from elasticps.wire.packing import pack, unpack
+from elasticps.wire.packing import DELTA, KEEP, KNOWN, LIST_KEYS, pack, says, unpack
 
 Keys = NDArray[np.int64]
 write_out: Any = short_keys.write_out

@@ -9,7 +9,7 @@ import pytest
 from coordinator.core.view import Roster, WorkerInfo
 from elasticps.server.roles import worker_activity as uses
 from elasticps.wire.frames import Kind
-from elasticps.wire.use import Use, UseHeader
+from elasticps.wire.headers import Activity, UseHeader
 from tests.server.conftest import Group, Run, Worker, until
 
 IDS = (5, 6, 7, 8)
@@ -26,7 +26,7 @@ async def two_servers(group: Group) -> dict[str, list[Worker]]:
     }
 
 
-def say(worker: Worker, use: Use, as_worker: int = 0) -> None:
+def say(worker: Worker, use: Activity, as_worker: int = 0) -> None:
     worker.writer.write(UseHeader(as_worker or worker.id).header().pack() + use.body())
 
 
@@ -52,7 +52,7 @@ def test_each_worker_is_asked_by_one_server_as_long_as_somebody_looks(
         for some in workers.values():
             for worker in some:
                 if watched(worker):
-                    say(worker, Use(worker.id, 1, 2, 3, 5, 4, 6))
+                    say(worker, Activity(worker.id, 1, 2, 3, 5, 4, 6))
         await until(lambda: all(len(subjects[name].activity()["uses"]) == len(asked[name]) for name in "ab"))
         told = [use for subject in subjects.values() for use in subject.activity()["uses"]]
         assert sorted(use["worker"] for use in told) == list(IDS)
@@ -73,14 +73,14 @@ def test_whoever_is_gone_is_told_of_no_more_and_lies_are_refused(run: Run) -> No
         workers = (await two_servers(group))["a"]
         server = group.servers["a"]
         for worker in workers[:2]:
-            say(worker, Use(3, 2, 0, 0, 0, 0, 0))
+            say(worker, Activity(3, 2, 0, 0, 0, 0, 0))
         await until(lambda: len(server.subject._uses._told) == 2)
         await workers[0].close()
         await until(lambda: [c.worker for c in server.subject._uses._told] == [workers[1].id])
-        say(workers[2], Use(3, 2, 0, 0, 0, 0, 0), as_worker=workers[3].id)
+        say(workers[2], Activity(3, 2, 0, 0, 0, 0, 0), as_worker=workers[3].id)
         await until(lambda: workers[2].refused)
         assert f"says what {workers[3].id} does" in workers[2].refused
-        say(workers[3], Use(1, 9, 0, 0, 0, 0, 0))
+        say(workers[3], Activity(1, 9, 0, 0, 0, 0, 0))
         await until(lambda: workers[3].refused)
         assert "has done" in workers[3].refused
         with pytest.raises(asyncio.IncompleteReadError):

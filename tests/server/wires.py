@@ -19,7 +19,7 @@ from elasticps.server.fast.layout import H_ENABLED
 from elasticps.server.network.connection import Connection
 from elasticps.server.server import Server
 from elasticps.wire.frames import LAST, Header, Kind, json_frame
-from elasticps.wire.send_queue import Unsent
+from elasticps.wire.send_queue import SendQueue
 from tests.server.conftest import RANGES
 
 
@@ -135,7 +135,7 @@ class Pipe(FakeTransport):
         self.wires = wires
         self.to = to
         self.back: Pipe | None = None
-        self.unsent = Unsent()
+        self.unsent = SendQueue()
         self.written = bytearray()
         self.owner: Connection | None = None
         self.paused = False

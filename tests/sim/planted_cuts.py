@@ -10,14 +10,13 @@ import pytest
 
 import elasticps.checkpoint.cuts as checkpoint_cuts
 import replication.admission
-from elasticps.checkpoint.consistent import Verdict, judge
-from elasticps.checkpoint.cuts import Driver
+from elasticps.checkpoint.cuts import CutTaker, Verdict, judge
 from elasticps.client.core.hold import Hold
 from elasticps.server.core.cut import Holding
 from elasticps.server.roles.cuts import Cuts
 from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.store import Store
-from elasticps.store.cuts import Cuts as Passed
+from elasticps.store.cuts import PassedCuts as Passed
 from replication.effects import Send
 from replication.messages import Forward, OperationKind
 
@@ -91,24 +90,24 @@ def tell_nobody_who_comes_later(patch: pytest.MonkeyPatch) -> None:
 
 
 def log_where_workers_have_gone_on(patch: pytest.MonkeyPatch) -> None:
-    log = Driver._log
+    log = CutTaker._log
 
     async def mutant(self: Any, number: int, *rest: Any) -> Any:
         servers = list(self._servers.values())
         await asyncio.gather(*(self._quietly(server.release(number)) for server in servers[:1]))
         return await log(self, number, *rest)
 
-    patch.setattr(Driver, "_log", mutant)
+    patch.setattr(CutTaker, "_log", mutant)
 
 
 def wait_for_no_workers(patch: pytest.MonkeyPatch) -> None:
-    roster = Driver._roster
+    roster = CutTaker._roster
 
     async def mutant(self: Any) -> Any:
         self.times = getattr(self, "times", 0) + 1
         return (await roster(self))[: 0 if self.times % 2 else None]
 
-    patch.setattr(Driver, "_roster", mutant)
+    patch.setattr(CutTaker, "_roster", mutant)
 
 
 def judge_but_one_range(patch: pytest.MonkeyPatch) -> None:

@@ -26,9 +26,8 @@ from elasticps.server.roles import pulls
 from elasticps.server.roles import subscriptions as news
 from elasticps.server.roles.pushes import Pushes
 from elasticps.server.server import Server
-from elasticps.wire.frames import Buffer, Header, Kind
-from elasticps.wire.send_queue import Unsent
-from elasticps.wire.views import read_view
+from elasticps.wire.frames import Buffer, Header, Kind, read_view
+from elasticps.wire.send_queue import SendQueue
 from replication.effects import Install
 from replication.progress import Clocks
 from replication.replica import Replica
@@ -100,7 +99,7 @@ def acknowledge_young_entries_while_python_has_older_ones(patch: pytest.MonkeyPa
 
 
 def drop_the_rest_of_a_partial_write(patch: pytest.MonkeyPatch) -> None:
-    def send(self: Unsent, socket: Any, buffers: Iterable[Buffer] = ()) -> bool:
+    def send(self: SendQueue, socket: Any, buffers: Iterable[Buffer] = ()) -> bool:
         self.add(buffers)
         while self:
             try:
@@ -110,7 +109,7 @@ def drop_the_rest_of_a_partial_write(patch: pytest.MonkeyPatch) -> None:
             self.nbytes -= len(self._queue.popleft())
         return True
 
-    patch.setattr(Unsent, "send", send)
+    patch.setattr(SendQueue, "send", send)
 
 
 def answer_whoever_has_the_number_of_a_connection_now(patch: pytest.MonkeyPatch) -> None:
@@ -163,7 +162,7 @@ def forget_to_read_on_when_answers_have_left(patch: pytest.MonkeyPatch) -> None:
 
 
 def send_what_was_left_of_a_connection_on_the_next(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Unsent, "clear", lambda self: None)
+    patch.setattr(SendQueue, "clear", lambda self: None)
 
 
 def let_a_frame_between_replicas_be_no_larger_than_a_worker_s(patch: pytest.MonkeyPatch) -> None:

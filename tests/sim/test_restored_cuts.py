@@ -9,7 +9,7 @@ import pytest
 
 from chaos.sim.cluster import STORE_TIMEOUT_S, Cluster
 from chaos.sim.cuts import HOST, Afar
-from elasticps.checkpoint.cuts import Driver, GivenUp
+from elasticps.checkpoint.cuts import CutTaker, GivenUp
 from elasticps.server.core.operations import RestoredState
 from elasticps.server.roles.tickets import FutureTicket
 from replication.effects import Push
@@ -50,7 +50,7 @@ def test_the_next_cut_is_above_that_which_the_ranges_came_back_from(cluster: Clu
     told: list[str] = []
 
     async def take() -> None:
-        driver = Driver(cluster.store.client(HOST, STORE_TIMEOUT_S), lambda info: Afar(cluster, info, Random(1)), 1.0)
+        driver = CutTaker(cluster.store.client(HOST, STORE_TIMEOUT_S), lambda info: Afar(cluster, info, Random(1)), 1.0)
         try:
             told.append(f"above: {(await driver.take('file:///new')).number > CUT}")
         except GivenUp as error:

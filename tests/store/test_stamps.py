@@ -11,9 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from numpy.typing import NDArray
 
 from elasticps.model import spec
-from elasticps.store import Store, Table, deletions, retained, table
-from elasticps.store.cuts import Cuts
-from elasticps.store.deletions import Deletions
+from elasticps.store import Store, Table, cuts, retained, table
+from elasticps.store.cuts import Deletions, PassedCuts
 from elasticps.store.intervals import PLACES
 from elasticps.store.native import MAX_STAMP
 from elasticps.store.retained import Allowance, Listed
@@ -56,10 +55,10 @@ class CutMachine(RuleBasedStateMachine):
         self.cuts = [0]
         self.scan: Scan | None = None
         self.full = self.burst = 0
-        Cuts.most = most
+        PassedCuts.most = most
 
     def teardown(self) -> None:
-        Cuts.most = MAX_STAMP
+        PassedCuts.most = MAX_STAMP
 
     def _changed(self, changed: list[int]) -> None:
         out = np.empty((len(changed), DIM), np.float32)
@@ -219,7 +218,7 @@ def test_small_blocks_untidy_tables_and_few_notes(monkeypatch) -> None:  # type:
     monkeypatch.setattr(retained, "_PART_ROWS", 4)
     monkeypatch.setattr(retained, "_FIRST_RECORDS", 1)
     monkeypatch.setattr(retained, "_BLOCK", 200)
-    monkeypatch.setattr(deletions, "LEAST", 5)
+    monkeypatch.setattr(cuts, "LEAST", 5)
     TestCuts("runTest").runTest()
 
 

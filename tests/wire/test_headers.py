@@ -30,7 +30,9 @@ from elasticps.wire.headers import (
     PushHeader,
     ReleaseHeader,
     RowsHeader,
-    Shard,
+    ShardRef,
+    UseHeader,
+    WatchHeader,
 )
 from elasticps.wire.reducing import ReducedHeader, ReduceHeader, function_body, read_function
 from elasticps.wire.replica_headers import ChunkAckHeader, ForwardHeader, RangesHeader, SnapshotChunkHeader
@@ -39,7 +41,7 @@ from elasticps.wire.replica_headers import ChunkAckHeader, ForwardHeader, Ranges
 GOLDEN: list[tuple[Any, int, tuple[int, ...]]] = [
     (PushHeader(7, 5, 9, 11, 2, 1, 3), 64, (4, 3, 64, 7, 5, 9, 11, 1, 3, 0, 2, 0, 0)),
     (
-        PushHeader(7, 5, 9, 11, 2, 0, 0, False, False, True, True, 6, Shard(1 << 16, 0)),
+        PushHeader(7, 5, 9, 11, 2, 0, 0, False, False, True, True, 6, ShardRef(1 << 16, 0)),
         64, (4, 4 | 16, 64, 7, 5, 9, 11, 0, 0, 3, 2, 1, 1 << 16),
     ),
     (InitHeader(5, 11, 2, True, False, 7), 64, (3, 3, 64, 7, 5, 0, 11, 0, 0, 0, 2, 0, 0)),
@@ -51,6 +53,8 @@ GOLDEN: list[tuple[Any, int, tuple[int, ...]]] = [
     (PullHeader(7, 5, 9, 11, 3, 4, coded=True), -1, (5, 256, 32, 7, 5, 9, 11, 0, 0, 3, 4, 0, 0)),
     (PullHeader(7, 5, 9, 11, 3, 4, digests=True), -1, (5, 2048, 32, 7, 5, 9, 11, 0, 0, 3, 4, 0, 0)),
     (PullHeader(7, 5, 9, 11, 0, 0, blocks=2), 64, (5, 4096, 64, 7, 5, 9, 11, 0, 0, 0, 2, 0, 0)),
+    (WatchHeader(), -1, (78, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)),
+    (UseHeader(11), -1, (33, 0, 64, 0, 0, 0, 11, 0, 0, 0, 0, 0, 0)),
     (JoinHeader(), -1, (6, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)),
     (JoinHeader(41), -1, (6, 1, 0, 0, 0, 41, 0, 0, 0, 0, 0, 0, 0)),
     (JoinHeader(0), -1, (6, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)),
@@ -79,7 +83,7 @@ GOLDEN: list[tuple[Any, int, tuple[int, ...]]] = [
     (RowsHeader(7, 5, 1000, 24, True), 96, (66, 1, 96, 7, 5, 1000, 0, 0, 0, 0, 24, 0, 0)),
     (ForwardHeader(5, 0, 11, 9 << 16, 3, 2), 96, (16, 0, 96, 0, 5, 9 << 16, 11, 0, 0, 3, 2, 0, 0)),
     (
-        ForwardHeader(5, 2, 11, 9 << 16, 3, 2, True, Shard(1 << 16, 8)),
+        ForwardHeader(5, 2, 11, 9 << 16, 3, 2, True, ShardRef(1 << 16, 8)),
         96, (16, 16, 96, 0, 5, 9 << 16, 11, 0, 2, 3, 2, 9, 1 << 16),
     ),
     (ForwardHeader(5, 0, 11, 9 << 16, 3, refused=True), 96, (16, 8192, 96, 0, 5, 9 << 16, 11, 0, 0, 3, 0, 0, 0)),
@@ -113,14 +117,14 @@ def test_the_version_is_the_third() -> None:
 
 
 u16, u32, u62 = st.integers(0, (1 << 16) - 1), st.integers(0, (1 << 32) - 1), st.integers(0, 1 << 62)
-shards = st.none() | st.builds(Shard, u32, st.integers(0, (1 << 32) - 2))
+shards = st.none() | st.builds(ShardRef, u32, st.integers(0, (1 << 32) - 2))
 lags = st.none() | st.integers(1, (1 << 32) - 1)
 
 
 @given(u62, u62, u62, u32, u32, u16, u16, st.tuples(*[st.booleans()] * 4), lags, shards)
 def test_any_push_comes_back(
     request_: int, epoch: int, clock: int, worker: int, blocks: int, first: int, part: int,
-    flags: tuple[bool, bool, bool, bool], lag: int | None, shard: Shard | None,
+    flags: tuple[bool, bool, bool, bool], lag: int | None, shard: ShardRef | None,
 ) -> None:  # fmt: skip
     committed = None if lag is None else clock - lag
     push = PushHeader(request_, epoch, clock, worker, blocks, first, part, *flags, committed, shard)

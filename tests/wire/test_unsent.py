@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticps.wire.send_queue import BUFFERS_PER_CALL, Unsent
+from elasticps.wire.send_queue import BUFFERS_PER_CALL, SendQueue
 
 
 class Socket:
@@ -33,7 +33,7 @@ class Socket:
     takes=st.lists(st.integers(0, 20), max_size=20),
 )
 def test_everything_leaves_once_and_in_order(rounds: list[list[bytes]], takes: list[int]) -> None:
-    unsent, socket, given_bytes = Unsent(), Socket(takes), b""
+    unsent, socket, given_bytes = SendQueue(), Socket(takes), b""
     for buffers in rounds:
         unsent.add(buffers)
         given_bytes += b"".join(buffers)
@@ -48,14 +48,14 @@ def test_everything_leaves_once_and_in_order(rounds: list[list[bytes]], takes: l
 
 
 def test_a_socket_that_took_a_part_is_not_tried_again_at_once() -> None:
-    unsent, socket = Unsent(), Socket([3])
+    unsent, socket = SendQueue(), Socket([3])
     unsent.add((b"abc", b"def"))
     assert not unsent.send(socket)
     assert (socket.calls, unsent.nbytes) == (1, 3)
 
 
 def test_more_buffers_than_a_call_takes_leave_in_several() -> None:
-    unsent, socket = Unsent(), Socket([])
+    unsent, socket = SendQueue(), Socket([])
     unsent.add([b"x"] * (2 * BUFFERS_PER_CALL + 1))
     assert unsent.send(socket)
     assert socket.calls == 3
@@ -66,7 +66,7 @@ def test_a_broken_connection_is_said() -> None:
         def sendmsg(self, buffers: Sequence[memoryview], /) -> int:
             raise BrokenPipeError
 
-    unsent = Unsent()
+    unsent = SendQueue()
     unsent.add((b"a",))
     with pytest.raises(BrokenPipeError):
         unsent.send(Broken())

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticps.wire.frames import HEADER_BYTES, FrameError, Kind, unpack_header
-from elasticps.wire.use import Use, UseHeader, WatchHeader
+from elasticps.wire.headers import Activity, UseHeader, WatchHeader
 
 counts = st.integers(0, (1 << 63) - 1)
 pairs = st.tuples(counts, counts).map(lambda pair: (max(pair), min(pair)))
@@ -17,8 +17,8 @@ pairs = st.tuples(counts, counts).map(lambda pair: (max(pair), min(pair)))
 
 @given(pairs, counts, counts, pairs, counts)
 def test_it_comes_back(steps: tuple[int, int], sent: int, received: int, rows: tuple[int, int], shards: int) -> None:
-    use = Use(*steps, sent, received, *rows, shards)
-    assert Use.of(use.body()) == use
+    use = Activity(*steps, sent, received, *rows, shards)
+    assert Activity.of(use.body()) == use
     assert struct.unpack("<8q", use.body()) == (*use, 0)
 
 
@@ -31,9 +31,9 @@ def test_the_headers_are_the_smallest_there_are() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", bytes(56), bytes(72), Use(-1, 0, 0, 0, 0, 0, 0).body(), Use(1, 2, 0, 0, 0, 0, 0).body(),
-     Use(1, 1, 0, 0, 3, 4, 0).body()],
+    [b"", bytes(56), bytes(72), Activity(-1, 0, 0, 0, 0, 0, 0).body(), Activity(1, 2, 0, 0, 0, 0, 0).body(),
+     Activity(1, 1, 0, 0, 3, 4, 0).body()],
 )  # fmt: skip
 def test_what_nobody_can_have_done_is_refused(body: bytes) -> None:
     with pytest.raises(FrameError, match="worker"):
-        Use.of(body)
+        Activity.of(body)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from coordinator.core.view import ServerInfo, View
-from elasticps.wire.frames import HEADER_BYTES, FrameError, Header, Kind, unpack_header
-from elasticps.wire.views import read_view, view_frame
+from elasticps.wire.frames import HEADER_BYTES, FrameError, Header, Kind, read_view, unpack_header, view_frame
 
 
 def a_view(epoch: int) -> View:

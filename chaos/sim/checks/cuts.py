@@ -11,7 +11,7 @@ import numpy as np
 from chaos.sim.checks.rounds import Rounds
 from chaos.sim.checks.sums import COLUMNS, KEYS, Rows, Sums, units
 from chaos.sim.violation import Violation
-from elasticps.checkpoint.cuts import Cut
+from elasticps.checkpoint.cuts import ConsistentCut
 from elasticps.server.core.cut import Noted
 from elasticps.server.core.operations import CutMark
 from elasticps.server.server import Server
@@ -88,7 +88,7 @@ class CutCheck:
 
     # --- a cut that is said to be consistent ------------------------------------------------------------------------
 
-    def consistent(self, cut: Cut) -> None:
+    def consistent(self, cut: ConsistentCut) -> None:
         """Every row of every range is the sum of the steps that the cut says, and of no others."""
         writer = {r: m for m, state in cut.states.items() for one in state.taken for r in one.ranges}
         contents = {r: self._passed[cut.number, r, m] for r, m in writer.items()}
@@ -107,7 +107,7 @@ class CutCheck:
                         rows[keys] = values
                 self._rounds[app].result(f"cut {cut.number}", cut.verdict.rounds.get(app, 0), rows)
 
-    def _check_sums(self, sums: Sums, cut: Cut, r: int, keys: np.ndarray, rows: Rows) -> None:
+    def _check_sums(self, sums: Sums, cut: ConsistentCut, r: int, keys: np.ndarray, rows: Rows) -> None:
         counts = rows.astype(np.int64).T // units(keys)
         for column in sums.columns:
             out = cut.verdict.left_out.get(column.worker)

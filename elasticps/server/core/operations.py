@@ -19,7 +19,7 @@ from elasticps.model.sharding import GROUP_BITS, ShardSpec
 from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds
 from elasticps.server.core.data_shards import MAX_SETS, Doing, RangeShards, ShardMark, ShardSet, Used
 from elasticps.store import Table
-from elasticps.store.deletions import NO_NOTES, Notes
+from elasticps.store.cuts import NO_NOTES, Notes
 from elasticps.store.intervals import PLACES
 from elasticps.wire.frames import Block, FrameError, text, whole, wholes
 from replication.chain import Ranges
@@ -146,7 +146,7 @@ class CutMark(NamedTuple):
 class TableRows(NamedTuple):
     """One table's rows in a piece: keys int64 [n], whole rows uint8 [n, stride], stamps uint16 [n]. spec: as JSON, ""
     if the table was dropped in this range. notes: deletions in the piece's interval; floor: the cut from which
-    on they are all known (`elasticps.store.deletions`)."""
+    on they are all known (`elasticps.store.cuts`)."""
 
     table: int
     spec: str

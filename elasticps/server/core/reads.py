@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from elasticps.server.core.requests import Asker
 from elasticps.server.core.serving import Serving
 from elasticps.store import Table
-from elasticps.store.row_digests import WORDS, digests
+from elasticps.store.codec import WORDS, digests
 from elasticps.wire.frames import Buffer, Kind, json_frame
 from elasticps.wire.headers import PullHeader, RowsHeader
 from replication.replica import Replica

@@ -53,7 +53,7 @@ from elasticps.wire.frames import (
     whole,
     wholes,
 )
-from elasticps.wire.headers import MAX_CUT, PushHeader, Shard
+from elasticps.wire.headers import MAX_CUT, PushHeader, ShardRef
 from elasticps.wire.refusals import decode_refusal, decode_steps, encode_refusal, encode_steps
 from elasticps.wire.replica_headers import ChunkAckHeader, ForwardHeader, RangesHeader, SnapshotChunkHeader
 from replication.chain import Ranges
@@ -159,7 +159,7 @@ class ReplicaCodec:
             parts.append(_json({"id": payload.worker, "take": payload}))
         header = ForwardHeader(
             message.epoch, operation.kind, max(operation.worker, 0), operation.after, len(message.ranges), len(blocks),
-            isinstance(payload, Contribution), None if mark is None else Shard(*mark), operation.refusal is not None,
+            isinstance(payload, Contribution), None if mark is None else ShardRef(*mark), operation.refusal is not None,
         )  # fmt: skip
         return [header.header(_length(parts)).pack(), *parts]
 

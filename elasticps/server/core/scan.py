@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from elasticps.checkpoint.rows import NO_KEYS, Bytes, RowFile
 from elasticps.server.core.operations import CutMark
 from elasticps.store import Store, Table
-from elasticps.store.retained import Allowance, Kept
+from elasticps.store.retained import Allowance, RetainedRows
 from replication.chain import Ranges
 
 FILE_BYTES = 16 << 20
@@ -115,7 +115,7 @@ class Scan:
         """Nobody needs its memory any more."""
         self._spare.append(file.memory)
 
-    def _kept(self, table: Table, r: int) -> Kept | None:
+    def _kept(self, table: Table, r: int) -> RetainedRows | None:
         """None if the table was dropped."""
         if table.dropped:
             return None

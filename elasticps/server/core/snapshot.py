@@ -17,7 +17,7 @@ from elasticps.model.sharding import ShardSpec
 from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds
 from elasticps.server.core.data_shards import Doing, RangeShards, ShardSet, Used
 from elasticps.server.core.operations import ChunkContent, TableRows
-from elasticps.store.deletions import NO_NOTES
+from elasticps.store.cuts import NO_NOTES
 from elasticps.wire.frames import Block, Buffer, FrameError, block_head, grads_padding, padded, read_blocks
 
 _TABLE = struct.Struct("<IIQQqQ")  # id, bytes of the spec, rows, stride, first cut with all deletions, how many

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable
 from coordinator.core.view import View
 from elasticps.server.core.requests import Asker, Body, RequestError
 from elasticps.server.core.serving import Serving
-from elasticps.wire.frames import Header, Kind, json_frame
+from elasticps.wire.frames import Header, Kind, json_frame, view_frame
 from elasticps.wire.headers import GetViewHeader
-from elasticps.wire.views import view_frame
 
 TOLD_IN_A_TURN = 64  # then frames of others have theirs
 MAX_WAITING_BYTES = 4 << 20  # who leaves so much unread is told when it asks, or is refused as stale

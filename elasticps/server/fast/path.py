@@ -22,8 +22,7 @@ from elasticps.server.fast.young import YoungEntries, YoungLog
 from elasticps.store import Store
 from elasticps.system import fatal
 from elasticps.wire.frames import HEADER_BYTES, FrameError, unpack_header
-from elasticps.wire.keys import LIST_KEYS
-from elasticps.wire.packing import unpack_first
+from elasticps.wire.packing import LIST_KEYS, unpack_first
 from elasticps.wire.pool import Bytes
 from replication.chain import Member, Ranges
 from replication.replica import Replica

@@ -1,7 +1,7 @@
 """Keys that a worker has shortened, written out where they lie: what comes after knows whole frames only.
 
-The word that stands before them says how (`elasticps.wire.keys`). Lists that are named by their place lie in memory of
-the connection, which the worker alone divides: it ends with the connection, and no name outlives it.
+The word that stands before them says how (`elasticps.wire.packing`). Lists that are named by their place lie in memory
+of the connection, which the worker alone divides: it ends with the connection, and no name outlives it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from elasticps.server.fast.layout import (
 from elasticps.server.fast.memory import load8, load16, load32, load64, move, store64
 from elasticps.store.native import kernel
 from elasticps.wire.frames import ALL_RANGES, MAX_DIM, SHORT, TABLES, Kind
-from elasticps.wire.keys import DELTA, KEEP, KNOWN, LIST_KEYS
+from elasticps.wire.packing import DELTA, KEEP, KNOWN, LIST_KEYS
 
 PULL = int(Kind.PULL)
 B_AT, B_SAID, B_KEYS_BYTES, B_STOP, B_N = range(5)  # of a block, in the memory of `read_blocks`

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 from elasticps.wire.frames import Buffer
-from elasticps.wire.send_queue import Unsent
+from elasticps.wire.send_queue import SendQueue
 
 P = TypeVar("P", bound=asyncio.BaseProtocol)
 
@@ -28,7 +28,7 @@ class SocketTransport(asyncio.Transport, Generic[P]):
         super().__init__(extra)
         self._loop = loop
         self._connection = connection
-        self._unsent = Unsent()
+        self._unsent = SendQueue()
         self._high, self._low = HIGH_BYTES, HIGH_BYTES // 4
         self._reading = True
         self._writing_paused = False

@@ -17,7 +17,7 @@ from coordinator.core import fields
 from elasticps.admin.interface import Writing, WrittenFile
 from elasticps.checkpoint.manifest import FileEntry, folder_of, folder_of_table
 from elasticps.checkpoint.retention import mark_of
-from elasticps.checkpoint.row_writer import Filing
+from elasticps.checkpoint.row_writer import RowWriter
 from elasticps.server.core.operations import CutMark
 from elasticps.server.core.scan import Finished, Lost, Scan
 from elasticps.server.core.serving import Serving
@@ -42,7 +42,7 @@ class Checkpoints:
     """Writes at most one. busy: whether a worker was served just now."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, executor: Executor, serving: Serving, filing: Filing,
+        self, loop: asyncio.AbstractEventLoop, executor: Executor, serving: Serving, filing: RowWriter,
         budgets: tuple[int, int], busy: Callable[[], bool],
     ) -> None:  # fmt: skip
         """budgets: bytes to be kept aside, and of the log."""

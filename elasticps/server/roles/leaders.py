@@ -17,9 +17,8 @@ from elasticps.server.roles.counts import Counts
 from elasticps.server.roles.executor import Executor
 from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.server.roles.snapshots import SnapshotSender
-from elasticps.wire.frames import Header, Kind, json_frame
+from elasticps.wire.frames import Header, Kind, json_frame, view_frame
 from elasticps.wire.headers import GetViewHeader
-from elasticps.wire.views import view_frame
 from replication.chain import COMPLETE
 from replication.effects import CaughtUp
 

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from coordinator.core import fields
 from elasticps.admin.interface import Restored, Wanted
 from elasticps.checkpoint import catalog
-from elasticps.checkpoint.contents import UNIT_BYTES, Contents, Rows
+from elasticps.checkpoint.contents import UNIT_BYTES, Contents, Job, Portion, RangeRows, Sizes, from_bits, portions
 from elasticps.checkpoint.manifest import Manifest
-from elasticps.checkpoint.portions import Job, Portion, Sizes, from_bits, portions
 from elasticps.checkpoint.storage import Storage, Take, new_memory
 from elasticps.errors import CheckpointError, Error
 from elasticps.kernels import hashing
@@ -317,17 +316,17 @@ async def _logged(loop: asyncio.AbstractEventLoop, executor: Executor, operation
 # --- pure -----------------------------------------------------------------------------------------------------------
 
 
-def _together(parts: Iterable[Rows]) -> Iterator[Rows]:
+def _together(parts: Iterable[RangeRows]) -> Iterator[RangeRows]:
     """Rows of several ranges as one, in no range: those of a table that has another id now lie in all ranges, and an
     operation for each row or two of them costs as much as one for hundreds."""
     some = list(parts)
     if some:
         keys, rows = np.concatenate([each.keys for each in some]), np.concatenate([each.rows for each in some])
-        yield Rows(-1, keys, rows, np.concatenate([each.stamps for each in some]))
+        yield RangeRows(-1, keys, rows, np.concatenate([each.stamps for each in some]))
 
 
 def cut_up(
-    rows: Rows, table: int, here: NDArray[np.bool_], take: Take = new_memory
+    rows: RangeRows, table: int, here: NDArray[np.bool_], take: Take = new_memory
 ) -> Iterator[tuple[int, RestoredRows]]:
     """What of these rows lies in ranges that are here, bool [P], by range, in pieces of PIECE_BYTES. Rows that are all
     of one range are not copied, others into memory that `take` gives."""

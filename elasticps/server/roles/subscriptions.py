@@ -11,8 +11,7 @@ from elasticps.server.core.requests import Body
 from elasticps.server.core.serving import Serving
 from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.executor import Executor
-from elasticps.wire.frames import Header, Kind
-from elasticps.wire.views import read_view
+from elasticps.wire.frames import Header, Kind, read_view
 from replication.effects import NeedRoster, NeedView
 
 COMES_S = 0.03  # a view that others have is told by the leader and by the store; all hear of it within this, mostly

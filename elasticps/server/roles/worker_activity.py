@@ -11,7 +11,7 @@ from elasticps.server.core.requests import Body
 from elasticps.server.core.serving import Serving
 from elasticps.server.network.connection import Connection, Handler
 from elasticps.wire.frames import FrameError, Header, Kind
-from elasticps.wire.use import Use, UseHeader, WatchHeader
+from elasticps.wire.headers import Activity, UseHeader, WatchHeader
 
 EVERY_S = 4.0
 
@@ -26,10 +26,10 @@ class Uses:
         self._workers = workers
         self._clock = clock
         self._asked_s = -EVERY_S
-        self._told: dict[Connection, Use] = {}
+        self._told: dict[Connection, Activity] = {}
         self.handlers: dict[int, Handler] = {Kind.USE: self._hear}
 
-    def look(self) -> dict[int, Use]:
+    def look(self) -> dict[int, Activity]:
         """What those workers have said that this server asks, by id. Has them asked, if it is time."""
         now = self._clock()
         if now - self._asked_s >= EVERY_S:
@@ -52,7 +52,7 @@ class Uses:
         worker = UseHeader.of(header).worker
         if worker != connection.worker:
             raise FrameError(f"worker {connection.worker} says what {worker} does")
-        self._told[connection] = Use.of(body.tobytes())
+        self._told[connection] = Activity.of(body.tobytes())
 
     def forget(self, connection: Connection) -> None:
         """It is gone."""
