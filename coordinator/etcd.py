@@ -520,7 +520,7 @@ def _raise_definite(error: BaseException) -> None:
         if _NO_SPACE in (error.details() or ""):
             raise WritesRefused(
                 f"etcd takes no writes: the space that its quota allows is used up ({error.details()}). Give it some: "
-                "`etcdctl compact`, `etcdctl defrag`, then `etcdctl alarm disarm` (docs/trouble.md)"
+                "`etcdctl compact`, `etcdctl defrag`, then `etcdctl alarm disarm` (docs/guides/troubleshooting.md)"
             ) from error
         if error.code() in _REFUSED:
             raise CoordinationError(f"etcd refused: {error.details()}") from error

@@ -21,18 +21,18 @@ from elasticps.wire import frames
 from tests.conftest import NewCluster
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# How many blocks, from the first on; None: all.
-RUN = {"README.md": 1, "start.md": None, "linear.md": None, "yours.md": None}
+PAGES = {
+    page.relative_to(ROOT).as_posix(): page for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+}
+RUN = {"README.md", "docs/guides/start.md", "docs/guides/linear.md", "docs/guides/port.md"}
 ELSEWHERE = {
-    "README.md",  # what follows the first script needs data of its own
-    "custom.md",  # tests/store/test_custom.py
-    "caches.md",  # tests/e2e/test_caches.py
-    "filters.md",  # tests/e2e/test_filters.py
-    "groups.md",  # tests/torch/group
-    "machines.md",  # needs machines
-    "serving.md",  # tests/e2e/test_exchange_odd.py
-    "torch.md",  # tests/torch
+    "docs/guides/custom.md",  # tests/store/test_custom.py
+    "docs/guides/caches.md",  # tests/e2e/test_caches.py
+    "docs/guides/filters.md",  # tests/e2e/test_filters.py
+    "docs/guides/groups.md",  # tests/torch/group
+    "docs/guides/machines.md",  # needs machines
+    "docs/guides/serve.md",  # tests/e2e/test_exchange_odd.py
+    "docs/guides/torch.md",  # tests/torch
 }
 
 
@@ -43,21 +43,20 @@ def _blocks(page: Path, language: str) -> list[str]:
 
 def _commands() -> list[tuple[str, str]]:
     found = []
-    for page in PAGES:
+    for name, page in PAGES.items():
         for block in _blocks(page, ""):
             joined = block.replace("\\\n", " ").replace(" --config /etc/elasticps.toml", "")
             lines = re.findall(r"^elasticps [a-z].*", joined, re.M)
-            found += [(page.name, re.split(r" && | \| | &$", line)[0]) for line in lines]
+            found += [(name, re.split(r" && | \| | &$", line)[0]) for line in lines]
     return found
 
 
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize("name", sorted(RUN))
 def test_the_code_of_a_page_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = next(page for page in PAGES if page.name == name)
     monkeypatch.chdir(tmp_path)
     scope: dict[str, object] = {"__name__": "page"}
     try:
-        for block in _blocks(page, "python")[: RUN[name]]:
+        for block in _blocks(PAGES[name], "python"):
             exec(compile(block, name, "exec"), scope)
     finally:
         for thing in ("ps", "cluster"):
@@ -74,22 +73,20 @@ def test_samples_for_a_cluster_that_is_there_run(
     with eps.connect(cluster.url, worker="w0") as ps:
 
         def run(name: str, number: int, **known: object) -> dict[str, object]:
-            page = next(page for page in PAGES if page.name == name)
             scope = {"np": np, "torch": torch, "eps": eps, "elasticps": elasticps, "ps": ps, **known}
-            exec(compile(_blocks(page, "python")[number], name, "exec"), scope)
+            exec(compile(_blocks(PAGES[f"docs/guides/{name}"], "python")[number], name, "exec"), scope)
             for table in ps.tables() if name != "torch.md" else ():
                 ps.drop_table(table)
             return scope
 
-        run("README.md", 1, keys=np.arange(10), grads=np.ones((10, 32), np.float32))
         run("filters.md", 0, w=np.zeros((8, 8), np.float32), model=torch.nn.Linear(4, 1))
         run("caches.md", 0)
         run("custom.md", 4, table=ps.table("items", dim=16, optimizer=eps.SGD(lr=0.1)))
-        said = run("torch.md", 0)
-        vectors = said["vectors"]
+        scope = run("torch.md", 0)
+        vectors = scope["vectors"]
         assert isinstance(vectors, elasticps.torch.KeyedTensor)
         assert vectors["friends"].shape == (2, 32)
-        rows = said["rows"]
+        rows = scope["rows"]
         assert isinstance(rows, elasticps.torch.EmbeddingBagCollection)
         model = torch.nn.Sequential(rows)
         elasticps.torch.Optimizer(ps, model, optimizer=eps.Adam(lr=0.01))
@@ -99,7 +96,7 @@ def test_samples_for_a_cluster_that_is_there_run(
 
 
 def test_the_page_on_the_wire_has_every_kind_and_flag() -> None:
-    page = (ROOT / "docs/wire.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/internals/protocol.md").read_text(encoding="utf-8")
     kinds = re.findall(r"^\| (\d+) ([A-Z_]+) \|", page, re.M)
     assert {int(number): name for number, name in kinds} == {kind.value: kind.name for kind in frames.Kind}
     flags = dict(re.findall(r"(\d+) ([A-Z_]+)", re.search(r"\| flags \| (.*) \|$", page, re.M)[1]))  # type: ignore[index]
@@ -139,7 +136,9 @@ def _methods(owner: Any) -> set[str]:
 
 @pytest.mark.parametrize("heading", ORDERED)
 def test_the_tables_of_what_calls_are_behind_name_every_method(heading: str) -> None:
-    _, _, section = (ROOT / "docs" / "consistency.md").read_text(encoding="utf-8").partition("## What a call is behind")
+    _, _, section = (
+        (ROOT / "docs/concepts/consistency.md").read_text(encoding="utf-8").partition("## What a call is behind")
+    )
     _, there, rest = section.partition(f"\n{heading}:")
     assert there
     rows = re.search(r"^\|.*?(?=\n\n)", rest, re.M | re.S)
@@ -151,7 +150,7 @@ def test_the_tables_of_what_calls_are_behind_name_every_method(heading: str) -> 
 
 
 def test_every_page_with_code_is_run_somewhere() -> None:
-    assert {page.name for page in PAGES if _blocks(page, "python")} <= RUN.keys() | ELSEWHERE
+    assert {name for name, page in PAGES.items() if _blocks(page, "python")} == RUN | ELSEWHERE
 
 
 @pytest.mark.parametrize(("page", "line"), _commands())

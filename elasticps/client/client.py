@@ -84,9 +84,9 @@ class Client:
         """Opens a sparse table, creating it if it is new. `SpecError` if it exists with another spec.
 
         finite: servers refuse rows of gradients that hold NaN or infinity (`NotFinite`), and apply the others.
-        push, pull: filters that make gradients, and rows that are read, shorter on their way (docs/filters.md).
+        push, pull: filters that make gradients, and rows that are read, shorter on their way (docs/guides/filters.md).
         on_loss, max_lost_steps: as for `SparseTable.set_on_loss`; None leaves what was set before.
-        cache: rows that this worker keeps, `eps.Cache(rows=…, staleness=…)` (docs/caches.md); None leaves what there
+        cache: rows that this worker keeps, `eps.Cache(rows=…, staleness=…)` (docs/guides/caches.md); None leaves what there
         is. It is no part of the table: other workers have their own, or none.
         """
         spec = TableSpec(name, dim, optimizer, init or Zeros(), dtype, finite=finite, push=push, pull=pull)

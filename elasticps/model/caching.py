@@ -15,7 +15,7 @@ class Cache(Checked):
 
     A row that is shown may be up to `staleness` of the worker's steps old; with 0 servers are asked each time, and send
     what has changed only. The worker's own pushes are seen at once. Each row takes about 120 bytes, and those of its
-    weights and slots, as they come (docs/caches.md).
+    weights and slots, as they come (docs/guides/caches.md).
     """
 
     rows: int

@@ -259,7 +259,7 @@ class TableSpec(Checked):
 
     With a `shape` it is a dense tensor, C-ordered and cut into rows of `dim` floats whose keys are 0..blocks-1, the
     last padded with zeros. Slots are float32 whatever the weights' dtype. finite: gradients are refused that hold NaN
-    or infinity. push, pull: how gradients, and rows that are read, are shortened on their way (docs/filters.md).
+    or infinity. push, pull: how gradients, and rows that are read, are shortened on their way (docs/guides/filters.md).
     """
 
     name: str

@@ -158,7 +158,7 @@ class Rows(nn.Module):
         if max_norm is not None:
             raise ConfigError(
                 f"table {name!r}: max_norm is not to be had, because it changes rows when they are read: use weight "
-                "decay, or an optimizer of your own that clips a row (docs/custom.md)"
+                "decay, or an optimizer of your own that clips a row (docs/guides/custom.md)"
             )
         if num_embeddings is not None:
             if padding_idx is not None and padding_idx < 0:  # as torch counts
@@ -434,7 +434,7 @@ class Embedding(Rows):
 
     `optimizer` updates the rows at the servers, `init` gives the values of rows never trained (default: torch's normal
     distribution), `dtype` is the servers' storage type, `push` and `pull` are the table's filters, `cache` says which
-    rows this worker keeps (docs/caches.md). An id equal to `padding_idx` gives zeros and is not trained. With
+    rows this worker keeps (docs/guides/caches.md). An id equal to `padding_idx` gives zeros and is not trained. With
     `num_embeddings` ids are 0 … n - 1 only, as torch has them, and `full_state_dict` has a row for each.
     Rows are trained by passes in training mode; after `eval()` or `requires_grad_(False)`, of the layer or a model
     around it, and under `torch.no_grad()` they are only pulled.

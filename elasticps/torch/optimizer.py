@@ -73,7 +73,7 @@ class Optimizer(torch.optim.Optimizer):
     `pipeline`: `step()` only asks for the new dense weights; the next call of a module of the model (or `state_dict()`,
     or `refresh()`) waits for them, and until then parameters show the values of the step before.
 
-    `push`, `pull`: filters of the dense tensors (docs/filters.md); tables have theirs in their layers.
+    `push`, `pull`: filters of the dense tensors (docs/guides/filters.md); tables have theirs in their layers.
 
     A backward pass that raises may have trained the layers whose gradients had left; `zero_grad()` closes that step,
     warns, and the next step is clean. Gradients of rows do not outlive a step, whether or not `zero_grad()` is called.

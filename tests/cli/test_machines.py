@@ -1,4 +1,4 @@
-"""What docs/machines.md says can be typed, and its file can be read."""
+"""What docs/guides/machines.md says can be typed, and its file can be read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from elasticps.cli.app import app
 
-PAGE = (Path(__file__).parents[2] / "docs" / "machines.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/guides/machines.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(
     r"(?:^|`|/bin/)elasticps ((?:server|coordinator|status|tables|audit|drain|scale) ?[^`\n]*)", PAGE, re.M
 )
@@ -43,7 +43,7 @@ def test_there_are_commands_on_the_page() -> None:
     ("name", "certificate"), [("server", "server-any"), ("coordinator", "coordinator-any"), ("status", "operator-me")]
 )
 def test_with_tls_each_role_has_its_own_certificate(name: str, certificate: str, tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "tls.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/guides/tls.md").read_text(encoding="utf-8")
     block = re.search(r"```toml\n(.*?)```", page, re.S)
     assert block is not None
     file = tmp_path / "elasticps.toml"

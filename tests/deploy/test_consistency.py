@@ -311,7 +311,7 @@ def test_a_chaos_run_has_no_certificate_which_it_could_not_use() -> None:
 
 @pytest.mark.parametrize(
     ("page", "build", "others"),
-    [("operations.md", CLUSTERS[1], ("workers", "operator", "checkpoints")), ("chaos.md", "chaos", ())],
+    [("guides/kubernetes.md", CLUSTERS[1], ("workers", "operator", "checkpoints")), ("guides/chaos.md", "chaos", ())],
 )
 def test_an_overlay_as_the_documentation_has_it_says_of_every_image_where_it_is(
     page: str, build: str, others: tuple[str, ...], tmp_path: Path

@@ -133,7 +133,7 @@ def test_a_query_with_a_mistake_would_be_found() -> None:
 
 
 def test_each_alarm_is_explained_and_each_metric_described(metrics: dict[str, set[str]]) -> None:
-    text = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/guides/kubernetes.md").read_text(encoding="utf-8")
     alarms = [rule["alert"] for rule in rules()]
     assert len(set(alarms)) == len(alarms)
     assert set(re.findall(r"^\| `(Elasticps\w+)`", text, re.M)) == set(alarms)
@@ -148,7 +148,7 @@ def test_alarms_say_how_bad_it_is() -> None:
 
 
 def test_the_rules_without_the_operator_are_the_same(tmp_path: Path) -> None:
-    page = (ROOT / "docs/machines.md").read_text()
+    page = (ROOT / "docs/guides/machines.md").read_text()
     command = next(line for line in page.splitlines() if line.startswith("sed "))
     subprocess.run(command.replace(" > ", f" > {tmp_path}/"), shell=True, cwd=ROOT, check=True)
     (written,) = tmp_path.iterdir()

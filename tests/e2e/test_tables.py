@@ -141,8 +141,8 @@ def test_a_tensor_that_cannot_be_filled_leaves_no_name_behind(
 
 
 def test_rows_begin_with_values_of_the_users_own(connect: Connect) -> None:
-    """As docs/custom.md says."""
-    blocks = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "custom.md").read_text(), re.S)
+    """As docs/guides/custom.md says."""
+    blocks = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/guides/custom.md").read_text(), re.S)
     table = connect().table("t", dim=4, optimizer=eps.SGD(lr=0.1))
     exec(blocks[4], {"table": table, "np": np})
     assert len(table) == 10_000

@@ -1,4 +1,4 @@
-"""docs/custom.md does what it says."""
+"""docs/guides/custom.md does what it says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elasticps.model.spec import TableSpec
 from elasticps.store import Table, register_filter
 from elasticps.store.codec import Codec
 
-PAGE = Path(__file__).parents[2] / "docs" / "custom.md"
+PAGE = Path(__file__).parents[2] / "docs/guides/custom.md"
 KEYS, DIM = np.arange(8), 5
 
 

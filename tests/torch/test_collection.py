@@ -387,7 +387,7 @@ def test_rows_are_of_the_models_type_and_on_the_device_of_ids(ps: Any, device: s
 
 
 def test_the_example_of_the_page_on_torch_runs(ps: Any) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "torch.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/guides/torch.md").read_text()
     example = next(block for block in page.split("```python\n") if "EmbeddingBagCollection(" in block).split("```")[0]
     names = {"ps": ps, "eps": eps, "elasticps": elasticps, "torch": torch}
     exec(example, names)

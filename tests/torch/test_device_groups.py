@@ -127,7 +127,7 @@ def test_too_many_batches_and_copies_are_refused() -> None:
 
 
 def test_what_the_page_on_groups_shows_runs() -> None:
-    page = (Path(__file__).parents[2] / "docs/groups.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/guides/groups.md").read_text(encoding="utf-8")
     block = (
         re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)[1].replace("cuda:0", "cpu").replace("cuda:1", "cpu")
     )

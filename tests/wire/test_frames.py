@@ -1,4 +1,4 @@
-"""Golden vectors: bytes that any other implementation of docs/wire.md must produce and accept."""
+"""Golden vectors: bytes that any other implementation of docs/internals/protocol.md must produce and accept."""
 
 from __future__ import annotations
 

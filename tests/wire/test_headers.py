@@ -1,4 +1,4 @@
-"""Headers by kind: each comes back as it was, and lies in the 64 bytes where docs/wire.md says."""
+"""Headers by kind: each comes back as it was, and lies in the 64 bytes where docs/internals/protocol.md says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replicas say to each other, as frames. `docs/wire.md` has the tables.
+"""What replicas say to each other, as frames. `docs/internals/protocol.md` has the tables.
 
 Most messages between two replicas name the same ranges again and again. So their bytes are remembered by the array, and
 the array by its bytes: what it costs to write, read and check them is then paid once.
