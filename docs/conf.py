@@ -13,7 +13,7 @@ from elasticps.cli.app import app as command_line
 
 project, author, copyright = "elasticps", "the elasticps authors", "the elasticps authors"
 version = release = elasticps.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinxcontrib.mermaid", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"elasticps {release}"
@@ -21,10 +21,7 @@ smartquotes = False
 html_show_sphinx = html_show_copyright = False
 
 myst_enable_extensions = ["colon_fence"]
-myst_fence_as_directive = ["mermaid"]
 myst_heading_anchors = 3
-mermaid_height = "auto"
-mermaid_fullscreen = False
 
 suppress_warnings = ["misc.highlighting_failure"]
 
@@ -34,15 +31,15 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 
-COMMANDS = "commands"  # the page that is made here
+COMMANDS = "reference/commands"  # the page that is made here
 
 
 def _option(parameter: object) -> str:
     all_names = (*getattr(parameter, "opts", ()), *getattr(parameter, "secondary_opts", ()))
     names = ", ".join(f"`{name}`" for name in all_names)
     default, text = getattr(parameter, "default", None), getattr(parameter, "help", None) or ""
-    told = default not in (None, False, (), "") and not callable(default)
-    if told and getattr(parameter, "show_default", True):
+    shown = default not in (None, False, (), "") and not callable(default)
+    if shown and getattr(parameter, "show_default", True):
         text += f" Default: `{getattr(default, 'value', default)}`."
     return f"| {names} | {' '.join(text.split()).replace('|', chr(92) + '|')} |"
 

@@ -159,7 +159,7 @@ def test_a_command_and_its_options_exist(page: str, line: str) -> None:
     command = typer.main.get_command(app)
     context = command.make_context("elasticps", ["version"])
     try:
-        while hasattr(command, "commands"):
+        while words and hasattr(command, "commands"):
             command, words = command.commands[words[0]], words[1:]
         command.make_context("elasticps", words, parent=context)
     except typer.Exit:

@@ -47,7 +47,7 @@ def export(
     tell: Tell = lambda rows: None,
 ) -> dict[str, int]:
     """Writes tables and tensors of the client's application (all, if none are named) into the folder `to`, which must
-    not exist or be empty; returns the rows of each. `docs/guides/kubernetes.md` says what lies there.
+    not exist or be empty; returns the rows of each. `docs/reference/export.md` says what lies there.
 
     rows: of tables whose keys are 0 … n - 1, n by name: all of these are written, in order, those never pushed with
     their initial values, as `nn.Embedding` has them. Every other table has its keys in a column beside. dtype: of

@@ -133,7 +133,7 @@ def test_a_query_with_a_mistake_would_be_found() -> None:
 
 
 def test_each_alarm_is_explained_and_each_metric_described(metrics: dict[str, set[str]]) -> None:
-    text = (ROOT / "docs/guides/kubernetes.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/reference/monitoring.md").read_text(encoding="utf-8")
     alarms = [rule["alert"] for rule in rules()]
     assert len(set(alarms)) == len(alarms)
     assert set(re.findall(r"^\| `(Elasticps\w+)`", text, re.M)) == set(alarms)
