@@ -86,8 +86,8 @@ class Client:
         finite: servers refuse rows of gradients that hold NaN or infinity (`NotFinite`), and apply the others.
         push, pull: filters that make gradients, and rows that are read, shorter on their way (docs/guides/filters.md).
         on_loss, max_lost_steps: as for `SparseTable.set_on_loss`; None leaves what was set before.
-        cache: rows that this worker keeps, `eps.Cache(rows=…, staleness=…)` (docs/guides/caches.md); None leaves what there
-        is. It is no part of the table: other workers have their own, or none.
+        cache: rows that this worker keeps, `eps.Cache(rows=…, staleness=…)` (docs/guides/caches.md); None leaves the
+        cache as it is. It is no part of the table: other workers have their own, or none.
         """
         spec = TableSpec(name, dim, optimizer, init or Zeros(), dtype, finite=finite, push=push, pull=pull)
         return self._tables.sparse(spec, on_loss, max_lost_steps, cache)

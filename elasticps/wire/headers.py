@@ -2,7 +2,7 @@
 
 The 64 bytes are the same for all kinds (`frames.Header`). Where a kind puts what stands here alone: nobody else needs
 to know that a PULL's bound travels as one more than it is, or that a BARRIER_JOIN has its worker's predecessor where
-a PULL has its table. `docs/internals/protocol.md` has the same as a table, and `tests/wire/test_headers.py` golden vectors. What
+a PULL has its table. `docs/internals/protocol.md` has the same as a table, `tests/wire/test_headers.py` golden vectors. What
 replicas send each other is in `replica_headers.py`. Pure.
 """
 
