@@ -23,7 +23,7 @@ from elasticps.admin.audit import audit
 from elasticps.client import connect
 from elasticps.errors import ClusterUnreachable, Error
 from elasticps.local import LocalCluster
-from elasticps.local.following import Following
+from elasticps.local.operator_client import OperatorClient
 from elasticps.model.spec import Accumulate, Adagrad
 
 SERVERS, MORE, REPLICAS, WORKERS = 3, 5, 2, 2
@@ -101,15 +101,15 @@ class Outcome:
 class _Observer:
     """Samples what servers have sent and notes views, in a thread of its own, until closed."""
 
-    def __init__(self, following: Following) -> None:
-        self._following = following
+    def __init__(self, operator: OperatorClient) -> None:
+        self._operator = operator
         self._last: View | None = None
         self.head_moves: list[float] = []  # when a view that takes heads off living servers was seen
         self.views = 0
         self.moving: list[tuple[float, bool]] = []  # from when on something moves, or nothing does
         self._sent: dict[tuple[str, int], int] = {}
         self._stop = threading.Event()
-        following.on_view(self._see)
+        operator.on_view(self._see)
         self._thread = threading.Thread(target=self._run, name="observer", daemon=True)
         self._thread.start()
 
@@ -183,7 +183,7 @@ def run(
             ps.table("counted", dim=DIM, optimizer=Accumulate())
             progress(f"filling {rows:,} rows of 64 floats")
             fill(ps, ps.table(HEAVY, dim=64, optimizer=Adagrad(lr=0.01)), rows)
-        observer = _Observer(stack.enter_context(Following(cluster.operator_url)))
+        observer = _Observer(stack.enter_context(OperatorClient(cluster.operator_url)))
         stack.callback(observer.close)
         workers = []
         for number in range(WORKERS):

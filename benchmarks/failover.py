@@ -25,7 +25,7 @@ from elasticps.client import connect
 from elasticps.coordination import opened, read_view
 from elasticps.errors import Error, Timeout
 from elasticps.local import LocalCluster
-from elasticps.local.story import Failover, adoption, failover
+from elasticps.local.failover_log import Failover, adoption, failover
 from elasticps.model.spec import Accumulate, Adagrad
 from elasticps.security import credentials_of
 

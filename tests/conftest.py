@@ -178,7 +178,7 @@ def etcd_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         process.wait_until(plan.healthy, time.monotonic() + 60)
         yield plan.endpoint
     finally:
-        stop_all([process], grace_s=5)
+        stop_all([process], kill_after_s=5)
 
 
 @pytest.fixture

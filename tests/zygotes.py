@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from elasticps.local import keeper
+from elasticps.local import supervisor
 from elasticps.local.zygote import Zygote
 
 _OF_A_TEST = {"PYTEST_CURRENT_TEST", "XDG_RUNTIME_DIR"}  # variables that no import looks at
@@ -21,7 +21,7 @@ class Shared(Zygote):
 
     def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
         kind = os.getcwd(), frozenset(item for item in environment.items() if item[0] not in _OF_A_TEST)
-        if kind in _begun and keeper.started_at(_begun[kind].pid) is None:  # a test has killed it
+        if kind in _begun and supervisor.started_at(_begun[kind].pid) is None:  # a test has killed it
             _begun.pop(kind).close()
         if kind not in _begun:
             _begun[kind] = Zygote(self.folder / "zygotes.log", environment)

@@ -2,7 +2,7 @@
 signalled and started again by name, over a network that may be disturbed.
 
 Unlike `elasticps.local.LocalCluster` nothing here waits: starting and ending are asked for, and looked at later, so
-that one loop carries out faults which overlap. Everything ends with this process, however that ends (`keeper`).
+that one loop carries out faults which overlap. Everything ends with this process, however that ends (`supervisor`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from chaos.live.plan import ClusterPlan
 from elasticps.errors import Error
 from elasticps.local import certificates
 from elasticps.local.etcd import EtcdPlan, free_ports
-from elasticps.local.keeping import Keeping
 from elasticps.local.process import Process, stop_all
+from elasticps.local.supervisor import Supervisor
 from elasticps.security.identity import ANY, Role
 
 CLUSTER = "chaos"
 MARK = "ELASTICPS_CHAOS_RUN"  # in the environment of all processes of a run: its folder
-GRACE_S = 5.0
+KILL_AFTER_S = 5.0
 START_TIMEOUT_S = 180.0
 RETRY_S = 1.0  # before a process that ended before it was ready is started again
 
@@ -66,7 +66,7 @@ class Processes:
         self.url = self.own_url = self.reader_url = ""
         self.folder = Path(tempfile.mkdtemp(prefix="elasticps-chaos-"))
         self._jobs: dict[str, _Job] = {}
-        self._keeper = Keeping(self.folder, "")
+        self._supervisor = Supervisor(self.folder, "")
 
     def close(self, logs_to: Path | None = None) -> list[str]:
         """Ends everything and removes the folder; logs go to `logs_to` first. Returns what is there nevertheless, and
@@ -74,11 +74,11 @@ class Processes:
         processes = [job.process for job in self._jobs.values() if job.process is not None]
         cluster = ("coordinator", "server", "etcd")
         for roles in ({p.role for p in processes} - {*cluster}, *({role} for role in cluster)):
-            stop_all([p for p in processes if p.role in roles and p.running], grace_s=GRACE_S)
+            stop_all([p for p in processes if p.role in roles and p.running], kill_after_s=KILL_AFTER_S)
         left = [] if logs_to is None else self._keep_logs(logs_to)
         self.network.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-        self._keeper.close(GRACE_S)
+        self._supervisor.close(KILL_AFTER_S)
         left += [f"process {pid} of the run was left: {words}" for pid, words in _marked(str(self.folder))]
         return left + ([f"the folder {self.folder} was left"] if self.folder.exists() else [])
 
@@ -144,8 +144,8 @@ class Processes:
             if job.role not in ("server", "coordinator", "etcd") and job.process.popen.returncode == 0:
                 job.wanted = False  # it is done, such as a training command
                 continue
-            if (job.healthy is not None or job.process.newest_ready()) and not job.process.told:
-                job.process.told = True
+            if (job.healthy is not None or job.process.newest_ready()) and not job.process.end_reported:
+                job.process.end_reported = True
                 job.wanted = job.role not in PEERS  # what they knew, and had done, has gone with them
                 words = job.process.last_words().splitlines()
                 last = f": {words[-1]}" if len(words) > 1 else ""
@@ -164,7 +164,7 @@ class Processes:
         job.process = Process.start(name, job.role, job.command(), self.folder, environment)
         job.wanted, job.paused, job.since = True, False, time.monotonic()
         self.network.started(name, job.process.pid)
-        self._keeper.watch(job.process.pid, job.process.moment)
+        self._supervisor.watch(job.process.pid, job.process.moment)
 
     def kill(self, name: str) -> None:
         """SIGKILL; returns at once."""
@@ -235,7 +235,7 @@ class Processes:
         job.wanted = wanted
         if job.process is not None:
             if not wanted:
-                job.process.told = True
+                job.process.end_reported = True
             with suppress(ProcessLookupError):
                 job.process.popen.send_signal(number)
 

@@ -17,7 +17,7 @@ from elasticps.cli.options import Every, Name, Url, usable_place
 from elasticps.cli.output import ExitCode, err, out, print_json, sigterm_interrupts
 from elasticps.dashboard.needs import PORT, check_installed
 from elasticps.errors import ConfigError, Error
-from elasticps.local import LocalCluster, certificates, etcd, keeper, state
+from elasticps.local import LocalCluster, certificates, etcd, state, supervisor
 
 if TYPE_CHECKING:
     from elasticps.dashboard.serve import Dashboard
@@ -207,7 +207,7 @@ def kill(
     if entry is None:
         names = ", ".join(p.name for p in record.processes if p.role != "owner")
         raise ConfigError(f"cluster {record.name!r} has no process called {process!r}; it has {names}")
-    if not keeper.send(entry.pid, entry.moment, signals.Signals[f"SIG{signal.value}"]):
+    if not supervisor.send(entry.pid, entry.moment, signals.Signals[f"SIG{signal.value}"]):
         raise Error(f"{entry.role} {entry.name} is not running any more")
     deadline = time.monotonic() + _GONE_WITHIN_S
     while signal is Signal.KILL and entry.running and time.monotonic() < deadline:

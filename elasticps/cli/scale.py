@@ -22,8 +22,8 @@ from elasticps.cli.options import Json, Name, Url
 from elasticps.cli.output import err, out, print_json, size
 from elasticps.errors import ConfigError
 from elasticps.local import scaling, state
-from elasticps.local.following import Following, holds
-from elasticps.local.following import Progress as News
+from elasticps.local.operator_client import OperatorClient, holds
+from elasticps.local.operator_client import Progress as News
 
 
 def drain(
@@ -38,18 +38,18 @@ def drain(
 
     The exit code is 0 when the server holds nothing any more, 3 if it still does after --timeout.
     """
-    with Following(target(url, name)) as following:
+    with OperatorClient(target(url, name)) as operator:
         if cancel:
-            taken_back = following.cancel_drain(server)
+            taken_back = operator.cancel_drain(server)
             err.print(f"{server} stays" if taken_back else f"{server} was not asked to drain", markup=False)
             if as_json:
                 print_json({"server": server, "cancelled": taken_back})
             return
         began = time.monotonic()
-        asked = following.request_drain(server)
-        ranges = holds(following.view, asked) or 0
+        asked = operator.request_drain(server)
+        ranges = holds(operator.view, asked) or 0
         with _interruptible(server), _bar(f"draining {server}", ranges) as tell:
-            view = following.wait_drained(asked, timeout, tell)
+            view = operator.wait_drained(asked, timeout, tell)
     seconds = round(time.monotonic() - began, 3)
     if as_json:
         print_json({"server": server, "ranges": ranges, "epoch": view.epoch, "seconds": seconds})
@@ -74,18 +74,18 @@ def scale(
     it only says what would move.
     """
     record = started_here(url) if url is not None and dry_run else find(url, name)
-    with Following(target(url, name)) as following:
-        running = following.registered() if record is None else record.servers
+    with OperatorClient(target(url, name)) as operator:
+        running = operator.registered() if record is None else record.servers
         names = [server.name for server in running]
-        change = scaling.change(names, following.draining(), servers, following.leaving())
-        statuses = following.statuses()
+        change = scaling.change(names, operator.draining(), servers, operator.leaving())
+        statuses = operator.statuses()
         stored = {server: status["bytes"] for server, status in statuses.items()}
         try:
-            forecast = scaling.predict(following, change, zone=zone, weight=weight, nbytes=stored)
+            forecast = scaling.predict(operator, change, zone=zone, weight=weight, nbytes=stored)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        ranges = following.view.ranges
-        memory = scaling.memory(statuses.values(), following.view, servers)
+        ranges = operator.view.ranges
+        memory = scaling.memory(statuses.values(), operator.view, servers)
     figures = _figures(forecast, len(stored)) | {"memory": None if memory is None else asdict(memory)}
     if dry_run and as_json:
         print_json({"dry_run": True, "servers": servers, **asdict(change), **figures})

@@ -18,7 +18,7 @@ from elasticps.cli.local import target, worker_target
 from elasticps.cli.options import Json, Name, Url, command
 from elasticps.cli.output import ExitCode, out, print_json, size
 from elasticps.errors import ClusterUnreachable, ConfigError, UnknownTable
-from elasticps.local.following import Following
+from elasticps.local.operator_client import OperatorClient
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
@@ -143,9 +143,9 @@ def _list(url: str | None, name: str | None, as_json: bool, timeout: float) -> N
 
 
 def _found(url: str | None, name: str | None, timeout: float) -> dict[str, Any]:
-    with Following(target(url, name), timeout) as following:
-        following.config()  # that there is such a cluster
-        known, servers, credentials = following.tables(), following.registered(), following.credentials
+    with OperatorClient(target(url, name), timeout) as operator:
+        operator.config()  # that there is such a cluster
+        known, servers, credentials = operator.tables(), operator.registered(), operator.credentials
     return background.run(_look(known, servers, timeout, credentials))
 
 

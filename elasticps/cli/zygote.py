@@ -1,7 +1,7 @@
-"""The process that others are forked from: see `local/zygote.py`, which starts it and asks it.
+"""The zygote's side of `local/zygote.py`: forks processes on request.
 
-It has one thread, and takes requests over a socket, a line of JSON each: what to start, or whom to wait for. A process
-that it has forked goes on as `python -m elasticps …` would.
+It has one thread, and reads requests from a socket, a line of JSON each: a process to start, or one to wait for. A
+forked process goes on as `python -m elasticps …` would.
 """
 
 from __future__ import annotations
@@ -20,50 +20,49 @@ _NAME_BYTES = 15  # of a process, as the kernel keeps it
 
 
 def serve(sock: socket.socket) -> list[str] | None:
-    """Starts whom it is asked for until nobody asks any more. Returns in each of those, too: with its arguments."""
+    """Answers requests until the socket closes, then returns None. In each forked process returns its arguments."""
     with sock, sock.makefile("rb") as lines:
         for line in lines:
-            asked = json.loads(line)
-            if "wait" in asked:
-                answer = os.waitstatus_to_exitcode(os.waitpid(asked["wait"], 0)[1])
+            request = json.loads(line)
+            if "wait" in request:
+                answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
             elif not (answer := os.fork()):
                 break
             sock.sendall(b"%d\n" % answer)
         else:
             return None
-    _become(asked)
-    return list(asked["arguments"])
+    _become(request)
+    return list(request["arguments"])
 
 
-def _become(asked: Mapping[str, Any]) -> None:
-    """What a new process has of its own."""
+def _become(request: Mapping[str, Any]) -> None:
+    """Gives a forked process its session, environment, output files and name."""
     os.setsid()
     os.environ.clear()
-    os.environ.update(asked["environment"])
-    for path, descriptor in ((asked["out"], 1), (asked["log"], 2)):
+    os.environ.update(request["environment"])
+    for path, descriptor in ((request["out"], 1), (request["log"], 2)):
         opened = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(opened, descriptor)
         os.close(opened)
-    arguments = asked["arguments"]
+    arguments = request["arguments"]
     with suppress(OSError, ValueError, IndexError):  # for ps and top, which show the zygote's command line
         name = arguments[arguments.index("--name") + 1]
         Path("/proc/self/comm").write_bytes(f"elasticps {name}".encode()[:_NAME_BYTES])
 
 
 def _prepare() -> None:
-    """Imports and loads all that the others will need. Where kernels are missing it is they who compile them, and say
-    so."""
+    """Imports and loads all that forked processes need, but for missing kernels: those they compile, and say so."""
     from elasticps.cli import app  # noqa: F401
     from elasticps.server.process import main as process
 
     if process.is_warm():
         process.warm()
     gc.collect()
-    gc.freeze()  # or each of the others would copy whatever the collector looks at
+    gc.freeze()  # or each forked process would copy every page that the collector touches
 
 
 def main() -> None:
-    """Of the zygote, and then of whom it has forked."""
+    """Entry point of the zygote and its children."""
     sock = socket.socket(fileno=int(sys.argv[1]))
     _prepare()
     arguments = serve(sock)

@@ -7,7 +7,7 @@ import threading
 from elasticps.dashboard.actions import Scaler
 from elasticps.errors import ConfigError
 from elasticps.local import scaling, state
-from elasticps.local.following import Following
+from elasticps.local.operator_client import OperatorClient
 from elasticps.local.process import Process
 
 
@@ -21,9 +21,9 @@ def scaler_of(url: str) -> Scaler | None:
         if record is None:
             raise ConfigError("the cluster has ended")
         folder = state.folder_of(record.name)
-        with Following(record.url) as following:
+        with OperatorClient(record.url) as operator:
             names = [server.name for server in record.servers]
-            change = scaling.change(names, following.draining(), servers, following.leaving())
+            change = scaling.change(names, operator.draining(), servers, operator.leaving())
         outcome = scaling.scale(record.url, folder, change, _reaped(scaling.spawn_recorded(folder)))
         return f"{', '.join(outcome.servers)} serve, after {outcome.seconds:.1f} s"
 

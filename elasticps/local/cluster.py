@@ -18,19 +18,17 @@ from coordinator.core.names import check_name
 from coordinator.core.view import ClusterConfig
 from elasticps import background
 from elasticps.errors import ConfigError, Error
-from elasticps.local import certificates, forming, keeper, scaling, state
+from elasticps.local import certificates, operator_client, scaling, state, supervisor
 from elasticps.local.etcd import EtcdPlan
-from elasticps.local.following import Following
-from elasticps.local.keeping import Keeping
-from elasticps.local.process import CompilingTold, Process, stop_all
-from elasticps.local.restarter import Restarter, deaths_of
+from elasticps.local.operator_client import OperatorClient
+from elasticps.local.process import CompilationNotice, Process, Restarter, deaths_of, stop_all
 from elasticps.local.scaling import SERVERS_MAX
 from elasticps.local.zygote import Zygote
 from elasticps.memory import parse_size
 from elasticps.security.identity import Role
 
 COORDINATORS_MAX = 5
-_GRACE_S = 10.0
+_KILL_AFTER_S = 10.0
 _ETCD_TRIES = 3  # another process may take a port between the look for a free one and etcd's start
 
 
@@ -100,38 +98,38 @@ class LocalCluster:
         if detach and restart:
             raise ConfigError("a detached cluster has nobody who would start its dead servers again: leave one out")
         try:
-            self.name = check_name("cluster", name)
-            self.config = ClusterConfig(ranges=ranges, replicas=replicas, min_servers=servers)
+            self.name = check_name("cluster", name)  # also the last part of the URL
+            self.config = ClusterConfig(ranges=ranges, replicas=replicas, min_servers=servers)  # as etcd has it
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        self._first_servers = [f"s{i}" for i in range(servers)]
-        self._coordinators = [f"c{i}" for i in range(coordinators)]
-        self._given_directory = directory
-        self._detach = detach
-        self._tls = tls
-        self._urls: dict[Role, str] = {}
-        self._environment = dict(environment or {})
-        self._log_options = ("--log-level", log_level)
+        self._first_servers = [f"s{i}" for i in range(servers)]  # names that `start` starts
+        self._coordinators = [f"c{i}" for i in range(coordinators)]  # names, likewise
+        self._given_directory = directory  # None: make a temporary one
+        self._detach = detach  # leave everything running
+        self._tls = tls  # certificates for every process
+        self._urls: dict[Role, str] = {}  # made so far, with their certificates
+        self._environment = dict(environment or {})  # beside our own, for processes
+        self._log_options = ("--log-level", log_level)  # of every command
         memory = ("--memory-limit", str(parse_size(memory_limit))) if memory_limit else ()
         plugged = (part for name in plugins for part in ("--plugin", name))
         measured = ("--measure",) if measure else ()
-        self._server_options = (*self._log_options, *memory, *plugged, *measured)
-        self._timeout_s = timeout_s
-        self._progress = progress or (lambda _: None)
+        self._server_options = (*self._log_options, *memory, *plugged, *measured)  # of every server's command
+        self._timeout_s = timeout_s  # for starting
+        self._progress = progress or (lambda _: None)  # called with a line of text per step
         self._owned = True  # by this process, until a detached cluster has started
-        self._folder: Path | None = None
+        self._folder: Path | None = None  # state, data and logs, while it runs
         self._started_by = 0  # process id; 0: not started yet
-        self._keeper: Keeping | None = None
-        self._zygote: Zygote | None = None
-        self._etcd_plan: EtcdPlan | None = None
-        self._etcd: Process | None = None
-        self._processes: dict[str, Process] = {}
+        self._supervisor: supervisor.Supervisor | None = None  # ends everything if we die; None if detached
+        self._zygote: Zygote | None = None  # forks our processes
+        self._etcd_plan: EtcdPlan | None = None  # ports and data, kept while etcd is down
+        self._etcd: Process | None = None  # while it runs
+        self._processes: dict[str, Process] = {}  # servers and coordinators by name, dead ones too
         self._started: set[tuple[int, str]] = set()  # all that this object ever started: pid and moment
-        self._options: dict[str, list[str]] = {}
+        self._options: dict[str, list[str]] = {}  # of each name's command, to start it again
         self._lock = threading.RLock()  # the table of processes
-        self._news: list[str] = []  # who has ended, until `ended` tells
+        self._unreported: list[str] = []  # ends of processes, until `ended` returns them
         self._troubles: dict[str, str] = {}  # why processes of these names could not be started again
-        self._restarter = Restarter(self._start_dead_ones) if restart else None
+        self._restarter = Restarter(self._start_dead_ones) if restart else None  # None: the dead stay dead
 
     def __repr__(self) -> str:
         if self._folder is None:
@@ -160,12 +158,12 @@ class LocalCluster:
         try:
             self._folder, born = self._make_folder()
             if not self._detach:
-                self._keeper = Keeping(self._folder, born)
+                self._supervisor = supervisor.Supervisor(self._folder, born)
             if Zygote.possible():
                 self._zygote = Zygote(self._folder / "zygote.log", {**os.environ, **self._environment})
                 self._zygote.entrust(self._watch)
             self._first_etcd(deadline)
-            background.run(forming.create(self.operator_url, self.config, deadline))
+            background.run(operator_client.create_cluster(self.operator_url, self.config, deadline))
             self._progress("etcd is there; starting the coordinator and the servers")
             if self.config.replicas > len(self._first_servers):
                 self._progress(f"{self.config.replicas} replicas need as many servers; until then there are fewer")
@@ -173,12 +171,12 @@ class LocalCluster:
                 self._spawn(name, "coordinator", [])
             for name in self._first_servers:
                 self._spawn(name, "server", [])
-            told = CompilingTold([process.log for process in self._processes.values()], self._progress)
+            notice = CompilationNotice([process.log for process in self._processes.values()], self._progress)
             for process in self._processes.values():
-                process.wait_ready(deadline, told)
+                process.wait_ready(deadline, notice)
                 self._progress(f"{process.role} {process.name} is ready")
             background.run(
-                forming.wait_for_servers(self.operator_url, self._first_servers, self.config.replicas, deadline)
+                operator_client.wait_for_servers(self.operator_url, self._first_servers, self.config.replicas, deadline)
             )
         except BaseException:
             self.stop()
@@ -199,17 +197,17 @@ class LocalCluster:
             self._restarter.stop()
         processes = list(self._processes.values())
         # The coordinator first: nobody need plan for servers that are ending.
-        stop_all([p for p in processes if p.role == "coordinator"], grace_s=_GRACE_S)
-        stop_all([p for p in processes if p.role == "server"], grace_s=_GRACE_S)
+        stop_all([p for p in processes if p.role == "coordinator"], kill_after_s=_KILL_AFTER_S)
+        stop_all([p for p in processes if p.role == "server"], kill_after_s=_KILL_AFTER_S)
         self._end_others()
         if self._etcd is not None:
-            stop_all([self._etcd], grace_s=_GRACE_S)
+            stop_all([self._etcd], kill_after_s=_KILL_AFTER_S)
         self._end_zygote()
         self._remove_folder()
-        if self._keeper is not None:
-            self._keeper.close(_GRACE_S)
+        if self._supervisor is not None:
+            self._supervisor.close(_KILL_AFTER_S)
         self._processes.clear()
-        self._etcd = self._etcd_plan = self._keeper = self._folder = None
+        self._etcd = self._etcd_plan = self._supervisor = self._folder = None
         self._urls.clear()
 
     # ------------------------------------------------------------------------------------------------ state
@@ -263,17 +261,17 @@ class LocalCluster:
             for process in [p for p in self._processes.values() if not p.running]:
                 if self._restarter is None or process.left:
                     del self._processes[process.name]
-                self._tell_end(process)
+                self._report_end(process)
             if self._etcd is not None and not self._etcd.running:
-                self._tell_end(self._etcd)
+                self._report_end(self._etcd)
                 self._etcd = None
-            news, self._news = self._news, []
-        return news
+            ends, self._unreported = self._unreported, []
+        return ends
 
-    def _tell_end(self, process: Process) -> None:
-        if not process.told:
-            process.told = True
-            self._news.append(f"{process.role} {process.name} (pid {process.pid}) {process.how_it_ended()}")
+    def _report_end(self, process: Process) -> None:
+        if not process.end_reported:
+            process.end_reported = True
+            self._unreported.append(f"{process.role} {process.name} (pid {process.pid}) {process.how_it_ended()}")
 
     # ---------------------------------------------------------------------------------------------- changes
 
@@ -305,29 +303,31 @@ class LocalCluster:
 
         Timeout if that takes longer, such as for the last server; the drain goes on. `cancel_drain` takes it back.
         """
-        with Following(self.operator_url) as following:
-            following.wait_drained(following.request_drain(name), timeout_s)
+        with OperatorClient(self.operator_url) as operator:
+            operator.wait_drained(operator.request_drain(name), timeout_s)
         scaling.wait_ended(self.directory, name)
         self._forget([name])
 
     def cancel_drain(self, name: str) -> bool:
         """Takes a drain back: what has moved stays where it is. False if there was none, or it is done."""
-        with Following(self.operator_url) as following:
-            return following.cancel_drain(name)
+        with OperatorClient(self.operator_url) as operator:
+            return operator.cancel_drain(name)
 
-    def scale(self, servers: int, *, zone: str = "", weight: float = 1.0, timeout_s: float = 600.0) -> scaling.Outcome:
+    def scale(
+        self, servers: int, *, zone: str = "", weight: float = 1.0, timeout_s: float = 600.0
+    ) -> scaling.ScaleResult:
         """Starts servers, of this zone and weight, or drains those with the highest numbers, until so many serve;
         returns when nothing moves any more."""
-        with Following(self.operator_url) as following:
-            draining, leaving = following.draining(), following.leaving()
+        with OperatorClient(self.operator_url) as operator:
+            draining, leaving = operator.draining(), operator.leaving()
         record = state.read(self.directory)
         running = [] if record is None else [entry.name for entry in record.servers]
-        wanted = scaling.change(running, draining, servers, leaving)
+        planned = scaling.change(running, draining, servers, leaving)
         outcome = scaling.scale(
-            self.operator_url, self.directory, wanted, lambda name, options: self._spawn(name, "server", options),
+            self.operator_url, self.directory, planned, lambda name, options: self._spawn(name, "server", options),
             zone=zone, weight=weight, timeout_s=timeout_s,
         )  # fmt: skip
-        self._forget(wanted.drain)
+        self._forget(planned.drain)
         return outcome
 
     def start_coordinator(self, name: str = "c0") -> None:
@@ -338,7 +338,7 @@ class LocalCluster:
         """Ends etcd; its data stay."""
         if self._etcd is None:
             raise ConfigError("etcd is not running")
-        stop_all([self._etcd], grace_s=_GRACE_S)
+        stop_all([self._etcd], kill_after_s=_KILL_AFTER_S)
         self._etcd = None
 
     def start_etcd(self) -> None:
@@ -409,7 +409,7 @@ class LocalCluster:
                     text = f"{process.role} {name} cannot be started again as it should: {error}"
                     if self._troubles.get(name) != text:
                         self._troubles[name] = text
-                        self._news.append(text)
+                        self._unreported.append(text)
 
     def _look_after(self, process: Process) -> None:
         if process.running:
@@ -417,7 +417,7 @@ class LocalCluster:
                 self._record()
                 del self._troubles[process.name]
             return
-        self._tell_end(process)
+        self._report_end(process)
         if not process.left and (deaths := deaths_of(process)):
             self._spawn(process.name, process.role, self._options[process.name], deaths)
 
@@ -434,8 +434,8 @@ class LocalCluster:
         return process
 
     def _watch(self, pid: int, moment: str) -> None:
-        if self._keeper is not None:
-            self._keeper.watch(pid, moment)
+        if self._supervisor is not None:
+            self._supervisor.watch(pid, moment)
 
     def _end_zygote(self) -> None:
         if self._zygote is not None:
@@ -456,7 +456,7 @@ class LocalCluster:
 
     def _end_others(self) -> None:
         with suppress(ConfigError):  # their record cannot be read
-            keeper.end_all([(p.pid, p.moment) for p in self._others()], grace_s=_GRACE_S)
+            supervisor.end_all([(p.pid, p.moment) for p in self._others()], kill_after_s=_KILL_AFTER_S)
 
     def _remove_folder(self) -> None:
         if self._folder is not None:
@@ -465,7 +465,7 @@ class LocalCluster:
                 shutil.rmtree(self._folder, ignore_errors=True)
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _others(self) -> list[state.Entry]:
+    def _others(self) -> list[state.ProcessEntry]:
         """Servers of this cluster that another process has started, such as `elasticps scale`, and that run."""
         record = None if self._folder is None else state.read(self._folder)
         servers = () if record is None else record.servers
@@ -474,7 +474,7 @@ class LocalCluster:
     def _record(self) -> None:
         with self._lock:
             processes = [*([self._etcd] if self._etcd else []), *self._processes.values()]
-            entries = [state.Entry(p.name, p.role, p.pid, p.moment) for p in processes]
+            entries = [state.ProcessEntry(p.name, p.role, p.pid, p.moment) for p in processes]
             if self._owned:
                 entries.insert(0, state.this_process())
 

@@ -21,7 +21,7 @@ from elasticps.errors import ConfigError
 
 # What etcd takes from the environment nevertheless: where it may run, and not to wait for a disk that is slow. Without
 # that wait it survives every kill of a process still, and only a power cut, which ends the whole cluster, may ruin it.
-_KEPT_SETTINGS = ("ETCD_UNSUPPORTED_ARCH", "ETCD_UNSAFE_NO_FSYNC")
+_PASSED_SETTINGS = ("ETCD_UNSUPPORTED_ARCH", "ETCD_UNSAFE_NO_FSYNC")
 _CHANCE = secrets.SystemRandom()  # what a program has seeded stays as it is
 
 
@@ -42,10 +42,10 @@ def etcd_binary() -> Path:
 def warning(binary: Path) -> str:
     """What is to be said about the etcd that runs; "" if nothing."""
     try:
-        said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
+        printed = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    found = re.search(r"^etcd Version: (\S+)", said, re.MULTILINE)
+    found = re.search(r"^etcd Version: (\S+)", printed, re.MULTILINE)
     text = releases.warning(found[1]) if found is not None else ""
     return f"{text}, and put it on PATH" if text else ""
 
@@ -107,7 +107,9 @@ class EtcdPlan:
     @staticmethod
     def environment() -> dict[str, str]:
         """This process's environment without etcd's settings, which would override what the command line leaves out."""
-        return {key: value for key, value in os.environ.items() if not key.startswith("ETCD_") or key in _KEPT_SETTINGS}
+        return {
+            key: value for key, value in os.environ.items() if not key.startswith("ETCD_") or key in _PASSED_SETTINGS
+        }
 
     def healthy(self) -> bool:
         """Whether it serves: it has elected itself and answers, and is none that took its port before it could."""

@@ -1,4 +1,4 @@
-"""One process of a local cluster: its command, its log, and how it is asked to end."""
+"""One process of a local cluster: how it starts, what its log says, how it ends, and when it is started again."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticps.errors import ConfigError, Error, Timeout
-from elasticps.local import keeper
+from elasticps.local import supervisor
 from elasticps.local.zygote import Forked, Zygote
 
 _LOG_TAIL_BYTES = 2000
@@ -24,6 +25,9 @@ _LOG_SEARCHED_BYTES = 32_000  # a stack of Go is some 6,000
 _USAGE = 2  # what our commands end with when an option is unusable
 _COMPILING = b"compiling kernels for this machine"  # elasticps.kernels says so
 _ERROR = re.compile(r"^error: (.+)\Z", re.MULTILINE)  # what a command prints last
+_LOOK_EVERY_S = 0.1
+_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0)  # before a process that keeps dying is started again
+_STEADY_S = 30.0  # after which a death counts as the first again
 _FULL = os.strerror(errno.ENOSPC).lower()  # Go and Python say the same
 
 
@@ -40,7 +44,7 @@ class Process:
     ready: dict[str, Any] = field(default_factory=dict)  # the newest line that it printed when it was ready
     started: float = field(default_factory=time.monotonic)
     deaths: int = 0  # of processes of this name, one soon after the other, before this one
-    told: bool = False  # its end has been told to whoever asked
+    end_reported: bool = False  # by `LocalCluster.ended`, or known to who killed it
 
     @classmethod
     def start(
@@ -53,7 +57,7 @@ class Process:
         if zygote is not None:
             with suppress(OSError):  # it has ended: then as without
                 forked = zygote.start(command, output, log, environment or os.environ)
-                return cls(name, role, log, output, forked, keeper.started_at(forked.pid) or "")
+                return cls(name, role, log, output, forked, supervisor.started_at(forked.pid) or "")
         with log.open("ab") as errors, output.open("wb") as out:
             try:
                 popen = subprocess.Popen(
@@ -72,7 +76,7 @@ class Process:
                 why = "the interpreter that it names is not there" if lacking else error.strerror
                 raise ConfigError(f"{command[0]} cannot be executed: {why}") from None
         # A child that we have not waited for keeps its id, so this reads its own moment, or None where it is dead.
-        return cls(name, role, log, output, popen, keeper.started_at(popen.pid) or "")
+        return cls(name, role, log, output, popen, supervisor.started_at(popen.pid) or "")
 
     @property
     def pid(self) -> int:
@@ -89,12 +93,12 @@ class Process:
 
     def kill(self) -> None:
         """SIGKILL, and waits until it is gone."""
-        self.told = True  # whoever asked for it knows
+        self.end_reported = True  # the caller knows
         self.popen.kill()
         self.popen.wait()
 
     def wait_until(self, ready: Callable[[], bool], deadline: float) -> None:
-        """Returns when `ready()`; Error if the process ends first, ConfigError if it was over what it had been told,
+        """Returns when `ready()`; Error if the process ends first, ConfigError if an option was unusable,
         Timeout at `deadline` (time.monotonic())."""
         while not ready():
             if not self.running:
@@ -116,7 +120,7 @@ class Process:
         self.wait_until(ready, deadline)
 
     def newest_ready(self) -> dict[str, Any]:
-        """What it said when it was last ready; a server says so again in each life. Empty before the first time."""
+        """The newest line that it printed when ready, one per incarnation. Empty before the first."""
         for line in reversed(self.output.read_bytes().splitlines(keepends=True)):
             if line.startswith(b"{") and line.endswith(b"\n"):
                 self.ready = json.loads(line)
@@ -124,7 +128,7 @@ class Process:
         return self.ready
 
     def how_it_ended(self) -> str:
-        """In words, for example "was killed by SIGKILL"."""
+        """How it ended, in words such as "was killed by SIGKILL"."""
         code = self.popen.returncode
         if code is None:
             return "is running"
@@ -135,12 +139,12 @@ class Process:
         return f"ended with exit code {code}"
 
     def last_words(self) -> str:
-        """The end of its log, for an error message; only the error that it ended with, if it said so."""
+        """The end of its log, for an error message; only the error that it ended with, if its log has one."""
         with self.log.open("rb") as log:
             log.seek(max(0, self.log.stat().st_size - _LOG_SEARCHED_BYTES), os.SEEK_SET)
             text = log.read().decode(errors="replace").strip()
-        said = _ERROR.search(text)
-        if words := said[1] if said else _fatal(text):
+        error = _ERROR.search(text)
+        if words := error[1] if error else _fatal(text):
             full = _FULL in words.lower()
             return f"{words}; make room where {self.log.parent} is" if full else words
         text = text[-_LOG_TAIL_BYTES:]
@@ -148,7 +152,7 @@ class Process:
 
 
 def _fatal(log: str) -> str:
-    """What an etcd ended with; "" if it did not say. Stacks that hide it may follow, but no other event."""
+    """The error that an etcd ended with, from its log; "" if there is none. A stack may follow it, no other event."""
     events = [line for line in log.splitlines() if line.startswith('{"level":')]
     with suppress(ValueError, LookupError):  # ValueError: cut off, as by a disk that is full
         event = json.loads(events[-1])
@@ -162,8 +166,8 @@ def signal_name(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
-class CompilingTold:
-    """Says once what takes so long, when one of several processes compiles kernels and the others wait for it."""
+class CompilationNotice:
+    """Explains once why a start takes long, when one of several processes compiles kernels and the others wait."""
 
     def __init__(self, logs: Sequence[Path], tell: Callable[[str], None]) -> None:
         self._logs = logs
@@ -176,16 +180,44 @@ class CompilingTold:
             self._tell("compiling kernels for this machine: a first start takes up to a minute longer")
 
 
-def stop_all(processes: Sequence[Process], *, grace_s: float) -> None:
-    """Has all end at once (SIGINT: on SIGTERM servers drain first), kills those still there after `grace_s`; returns
-    when every one has ended."""
+def stop_all(processes: Sequence[Process], *, kill_after_s: float) -> None:
+    """Ends all at once (by SIGINT: on SIGTERM servers drain first), kills those that still run after `kill_after_s`;
+    returns when every one has ended."""
     for process in processes:
         if process.running:
             process.popen.send_signal(signal.SIGINT)
             process.popen.send_signal(signal.SIGCONT)  # one that stands still would not hear
-    deadline = time.monotonic() + grace_s
+    deadline = time.monotonic() + kill_after_s
     for process in processes:
         try:
             process.popen.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
+
+
+def deaths_of(process: Process) -> int:
+    """The number of deaths in a row under a dead process's name; 0 while it is too early to start it again."""
+    lived = time.monotonic() - process.started
+    deaths = 1 if lived > _STEADY_S else process.deaths + 1
+    return deaths if lived >= _PAUSES_S[min(deaths, len(_PAUSES_S)) - 1] else 0
+
+
+class Restarter:
+    """Calls `look`, which restarts dead processes and must not raise, ten times a second in a thread of its own."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="elasticps-restarter", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_LOOK_EVERY_S):
+            self._look()

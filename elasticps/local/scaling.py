@@ -17,8 +17,8 @@ from coordinator.core.names import check_name
 from coordinator.core.planner import Members
 from coordinator.core.view import ServerInfo, View
 from elasticps.errors import ConfigError, Error, Timeout
-from elasticps.local import certificates, keeper, state
-from elasticps.local.following import LOOK_S, Following, Progress, Tell, held
+from elasticps.local import certificates, state, supervisor
+from elasticps.local.operator_client import LOOK_S, OperatorClient, Progress, Tell, held
 from elasticps.local.process import Process
 from elasticps.memory import rows_mark
 from elasticps.security.identity import Role
@@ -42,7 +42,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ScaleResult:
     """What `scale` did, and how long it took until nothing moved any more. copies: of ranges that had to be made."""
 
     change: Change
@@ -52,15 +52,15 @@ class Outcome:
     seconds: float
 
 
-def change(running: Collection[str], draining: Collection[str], wanted: int, leaving: Collection[str] = ()) -> Change:
-    """Which servers come and go so that `wanted` serve: names that are free, lowest first, come; highest names go.
+def change(running: Collection[str], draining: Collection[str], servers: int, leaving: Collection[str] = ()) -> Change:
+    """Which servers come and go so that `servers` serve: names that are free, lowest first, come; highest names go.
     leaving: those that drain because their processes are about to end, so that they cannot be kept."""
-    if not 1 <= wanted <= SERVERS_MAX:
-        raise ConfigError(f"a local cluster has 1 to {SERVERS_MAX} servers, not {wanted}")
+    if not 1 <= servers <= SERVERS_MAX:
+        raise ConfigError(f"a local cluster has 1 to {SERVERS_MAX} servers, not {servers}")
     serving = sorted(set(running) - set(draining), key=by_number)
-    if len(serving) > wanted:
-        return Change(drain=tuple(serving[wanted:]), stay=tuple(serving[:wanted]))
-    missing = wanted - len(serving)
+    if len(serving) > servers:
+        return Change(drain=tuple(serving[servers:]), stay=tuple(serving[:servers]))
+    missing = servers - len(serving)
     keep = sorted(set(running) & set(draining) - set(leaving), key=by_number)[:missing]
     free = (name for name in (f"s{i}" for i in range(SERVERS_MAX + len(running))) if name not in running)
     start = tuple(next(free) for _ in range(missing - len(keep)))
@@ -79,25 +79,25 @@ def options(zone: str, weight: float) -> list[str]:
 
 
 def predict(
-    following: Following,
-    wanted: Change,
+    operator: OperatorClient,
+    planned: Change,
     *,
     zone: str = "",
     weight: float = 1.0,
     nbytes: Mapping[str, int] | None = None,
 ) -> forecasts.Forecast:
     """What that change would move, without making it. ValueError for a zone or weight that cannot be."""
-    view, now = following.view, following.members()
-    new = tuple(ServerInfo(name, 1 << 40, "127.0.0.1:1", "", zone, weight) for name in wanted.start)
-    draining = {m for m in now.draining if m.name not in wanted.keep}
-    draining |= {s.member for s in now.servers if s.name in wanted.drain}
-    there = tuple(s for s in now.servers if s.name not in wanted.start)
+    view, now = operator.view, operator.members()
+    new = tuple(ServerInfo(name, 1 << 40, "127.0.0.1:1", "", zone, weight) for name in planned.start)
+    draining = {m for m in now.draining if m.name not in planned.keep}
+    draining |= {s.member for s in now.servers if s.name in planned.drain}
+    there = tuple(s for s in now.servers if s.name not in planned.start)
     members = Members(now.cluster, (*there, *new), frozenset(draining))
-    return forecasts.forecast(view, members, following.config(), nbytes=nbytes)
+    return forecasts.forecast(view, members, operator.config(), nbytes=nbytes)
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """What a number of servers means for each of them, by what is stored now. Bytes; servers is 0 where no number is
     enough.
 
@@ -112,8 +112,8 @@ class Memory:
     servers: int
 
 
-def memory(statuses: Collection[Mapping[str, Any]], view: View, wanted: int) -> Memory | None:
-    """Of `wanted` servers like those whose statuses these are; None if they have no limits."""
+def memory(statuses: Collection[Mapping[str, Any]], view: View, servers: int) -> MemoryEstimate | None:
+    """Of `servers` servers like those whose statuses these are; None if they have no limits."""
     limit = min((status["memory_limit"] for status in statuses), default=0)
     if not limit:
         return None
@@ -121,61 +121,61 @@ def memory(statuses: Collection[Mapping[str, Any]], view: View, wanted: int) -> 
     rows = whole * sum(status["bytes"] for status in statuses)
     base = median(max(0, status["memory_used"] - status["bytes"]) for status in statuses)
 
-    def each(servers: int) -> int:
-        return int(base + rows / servers * min(1.0, servers / view.replicas))
+    def each(count: int) -> int:
+        return int(base + rows / count * min(1.0, count / view.replicas))
 
-    def enough(servers: int) -> bool:
-        return each(servers) < rows_mark(limit, servers, view.replicas)
+    def enough(count: int) -> bool:
+        return each(count) < rows_mark(limit, count, view.replicas)
 
-    least = max(wanted, view.replicas)
+    least = max(servers, view.replicas)
     if enough(least):
         while least > view.replicas and enough(least - 1):
             least -= 1
     else:
         least = next(filter(enough, range(least, NEEDED_MAX)), 0)
-    return Memory(each(wanted), rows_mark(limit, wanted, view.replicas), limit, least)
+    return MemoryEstimate(each(servers), rows_mark(limit, servers, view.replicas), limit, least)
 
 
 def scale(
-    url: str, folder: Path, wanted: Change, spawn: Spawn, *, zone: str = "", weight: float = 1.0,
+    url: str, folder: Path, planned: Change, spawn: Spawn, *, zone: str = "", weight: float = 1.0,
     timeout_s: float = 600.0, tell: Tell = lambda progress: None,
-) -> Outcome:  # fmt: skip
+) -> ScaleResult:  # fmt: skip
     """Makes the change and returns when nothing moves any more and those that drained have ended.
 
     Error if a server that is to serve ends meanwhile, Timeout when it takes longer; what was begun goes on by itself.
     """
     began = time.monotonic()
-    with Following(url) as following:
+    with OperatorClient(url) as operator:
         try:
-            target = predict(following, wanted, zone=zone, weight=weight)
+            target = predict(operator, planned, zone=zone, weight=weight)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         goal = held(target.view)
-        for name in wanted.keep:
-            following.cancel_drain(name)
-        new = [spawn(name, options(zone, weight)) for name in wanted.start]
+        for name in planned.keep:
+            operator.cancel_drain(name)
+        new = [spawn(name, options(zone, weight)) for name in planned.start]
         for process in new:
             process.wait_ready(began + timeout_s)
-        gone = [following.request_drain(name) for name in wanted.drain]
-        here = {*goal, *wanted.start, *wanted.keep, *wanted.stay} - set(wanted.drain)
+        gone = [operator.request_drain(name) for name in planned.drain]
+        here = {*goal, *planned.start, *planned.keep, *planned.stay} - set(planned.drain)
         checked = time.monotonic()
         while True:
-            view = following.view
+            view = operator.view
             tell(Progress(_left(view, goal), view.reason))
             _check_alive(new)
             now = time.monotonic()
             if now - began > timeout_s:
                 raise Timeout(f"the cluster is not settled after {timeout_s:g} s, and goes on: {view.reason}")
             if here <= held(view).keys() and now - checked > 4 * LOOK_S:
-                if following.settled():
+                if operator.settled():
                     break
                 checked = time.monotonic()
             time.sleep(LOOK_S)
         tell(Progress(0, view.reason))
         for server in gone:
             wait_ended(folder, server.name)
-        serving = tuple(sorted(held(following.view), key=by_number))
-        return Outcome(wanted, serving, target.copies, following.view.epoch, time.monotonic() - began)
+        serving = tuple(sorted(held(operator.view), key=by_number))
+        return ScaleResult(planned, serving, target.copies, operator.view.epoch, time.monotonic() - began)
 
 
 def _left(view: View, goal: Mapping[str, int]) -> int:
@@ -204,7 +204,7 @@ def spawn_recorded(folder: Path) -> Spawn:
             folder,
             environment,
         )
-        entry = state.Entry(process.name, process.role, process.pid, process.moment)
+        entry = state.ProcessEntry(process.name, process.role, process.pid, process.moment)
 
         def add(now: state.Record) -> state.Record:
             if any(p.name == name and p.running for p in now.processes):
@@ -214,7 +214,7 @@ def spawn_recorded(folder: Path) -> Spawn:
         try:
             state.update(folder, add)
         except BaseException:
-            keeper.send(process.pid, process.moment, signal.SIGKILL)  # nobody else knows of it
+            supervisor.send(process.pid, process.moment, signal.SIGKILL)  # nobody else knows of it
             raise
         return process
 

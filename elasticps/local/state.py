@@ -1,4 +1,4 @@
-"""What is written down about the local clusters of this user, so that `status` and `down` find them."""
+"""Records of this user's local clusters in the file system, by which `status` and `down` find them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from typing import Any
 from coordinator.core.names import check_name
 from coordinator.core.url import parse
 from elasticps.errors import ConfigError, Timeout
-from elasticps.local import keeper
+from elasticps.local import supervisor
 from elasticps.system import temporary
 
-_FILE = keeper.RECORD
+_FILE = supervisor.RECORD
 _FORMAT = 1
 _PID_MAX = (1 << 31) - 1  # what the kernel's calls take
 
 
 @dataclass(frozen=True)
-class Entry:
+class ProcessEntry:
     """One process of a recorded cluster; `role` is "etcd", "coordinator", "server", or "owner" (who started it)."""
 
     name: str
@@ -37,7 +37,7 @@ class Entry:
 
     @property
     def running(self) -> bool:
-        return keeper.is_running(self.pid, self.moment)
+        return supervisor.is_running(self.pid, self.moment)
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Record:
 
     name: str
     url: str  # "" while etcd is not there yet
-    processes: tuple[Entry, ...]
+    processes: tuple[ProcessEntry, ...]
     server_options: tuple[str, ...] = ()  # what every server is started with
     environment: Mapping[str, str] = field(default_factory=dict)  # for servers, beside that of who starts them
     born: str = ""  # what no other cluster has, be it one of the same name
 
     @property
-    def owner(self) -> Entry | None:
+    def owner(self) -> ProcessEntry | None:
         return next((p for p in self.processes if p.role == "owner" and p.running), None)
 
     @property
@@ -63,8 +63,8 @@ class Record:
         return any(p.running for p in self.processes)
 
     @property
-    def servers(self) -> tuple[Entry, ...]:
-        """Those that run."""
+    def servers(self) -> tuple[ProcessEntry, ...]:
+        """The servers that run."""
         return tuple(p for p in self.processes if p.role == "server" and p.running)
 
 
@@ -124,16 +124,16 @@ def _record(data: Any) -> Record:
     return Record(data["name"], data["url"], processes, options, environment, data.get("born", ""))
 
 
-def _entry(name: Any, role: Any, pid: Any, moment: Any) -> Entry:
+def _entry(name: Any, role: Any, pid: Any, moment: Any) -> ProcessEntry:
     if not (isinstance(pid, int) and 0 < pid <= _PID_MAX and all(isinstance(x, str) for x in (name, role, moment))):
         raise ValueError(f"there is no process {name!r} with the id {pid!r}")
-    return Entry(name, role, pid, moment)
+    return ProcessEntry(name, role, pid, moment)
 
 
 def write(folder: Path, record: Record) -> None:
     """Replaces the record in `folder` in one step: a reader sees the old or the new one."""
-    said = json.dumps({"format": _FORMAT, **asdict(record)}, indent=1) + "\n"
-    temporary.replace_file(folder / _FILE, said.encode())
+    text = json.dumps({"format": _FORMAT, **asdict(record)}, indent=1) + "\n"
+    temporary.replace_file(folder / _FILE, text.encode())
 
 
 def update(folder: Path, change: Callable[[Record], Record]) -> Record:
@@ -157,7 +157,7 @@ def records(root: Path | None = None) -> list[Record]:
 
 
 def survey(root: Path | None = None) -> tuple[list[Record], list[str]]:
-    """The same, and what is to be said of each of the others, or of the folder of all."""
+    """All recorded clusters by name, and an error text for each record, or the whole folder, that cannot be read."""
     root = root or state_root()
     found: list[Record] = []
     unreadable: list[str] = []
@@ -179,16 +179,16 @@ def survey(root: Path | None = None) -> tuple[list[Record], list[str]]:
 
 def started_here(url: str, root: Path | None = None) -> Record | None:
     """The recorded local cluster of that URL, None if it is none of them. ValueError for an unusable URL."""
-    wanted = parse(url)
+    url_parts = parse(url)
     for record in records(root):
         found = parse(record.url) if record.url else None
-        if found and found.cluster == wanted.cluster and set(found.endpoints) & set(wanted.endpoints):
+        if found and found.cluster == url_parts.cluster and set(found.endpoints) & set(url_parts.endpoints):
             return record
     return None
 
 
 def begin(folder: Path, name: str) -> Record:
-    """Writes down in `folder` a new cluster of this name, of which there is only this process, its owner."""
+    """Writes into `folder` the record of a new cluster, with this process as its owner."""
     record = Record(name, "", (this_process(),), born=secrets.token_hex(8))
     write(folder, record)
     return record
@@ -215,18 +215,18 @@ def claim(folder: Path) -> Record:
         return begin(folder, folder.name)
 
 
-def this_process() -> Entry:
+def this_process() -> ProcessEntry:
     """The entry of the process that runs this."""
     pid = os.getpid()
-    return Entry("owner", "owner", pid, keeper.started_at(pid) or "")
+    return ProcessEntry("owner", "owner", pid, supervisor.started_at(pid) or "")
 
 
-def end(folder: Path, record: Record, *, grace_s: float = 10.0) -> None:
+def end(folder: Path, record: Record, *, kill_after_s: float = 10.0) -> None:
     """Ends the recorded cluster. Its owner does that itself if it is there; else every process that still is the one
     recorded is ended here, etcd last, and the folder removed."""
     if (owner := record.owner) is not None:
-        keeper.send(owner.pid, owner.moment, signal.SIGTERM)
-        deadline = time.monotonic() + 3 * grace_s
+        supervisor.send(owner.pid, owner.moment, signal.SIGTERM)
+        deadline = time.monotonic() + 3 * kill_after_s
         while owner.running:
             if time.monotonic() > deadline:
                 raise Timeout(
@@ -240,7 +240,9 @@ def end(folder: Path, record: Record, *, grace_s: float = 10.0) -> None:
             "server",
             "etcd",
         ):  # the coordinator first: nobody plans for servers that are ending
-            keeper.end_all([(p.pid, p.moment) for p in record.processes if p.role == role], grace_s=grace_s)
+            supervisor.end_all(
+                [(p.pid, p.moment) for p in record.processes if p.role == role], kill_after_s=kill_after_s
+            )
         now = _remove_if_ended(folder, record.born)
         if now is None:
             return
@@ -248,7 +250,8 @@ def end(folder: Path, record: Record, *, grace_s: float = 10.0) -> None:
 
 
 def _remove_if_ended(folder: Path, born: str) -> Record | None:
-    """What still runs of that cluster; None if nothing does, or the folder is another one's now."""
+    """Removes the folder if nothing of that cluster runs, and returns None; else returns the record of what runs. None,
+    too, if the folder is another cluster's by now."""
     # Both locks: no cluster begins here meanwhile, and nobody adds a server to this one.
     with locked(folder.parent), suppress(FileNotFoundError), locked(folder):
         now = read(folder)
@@ -269,7 +272,7 @@ def remove(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Nobody else changes the record in `folder` meanwhile. FileNotFoundError if there is no such folder."""
+    """Locks the record in `folder` for changes. FileNotFoundError if there is no such folder."""
     with (folder / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,8 +1,13 @@
-"""Servers and coordinators of one machine, forked from a process that has imported everything and loaded every kernel:
-each is there at once, and a cluster takes the CPU time of one start. Android and Chromium start theirs so.
+"""The zygote: a process that has imported everything and loaded every kernel, and forks servers and coordinators.
 
-This is the owner's side of it; the zygote itself is `cli/zygote.py`. A process is the zygote's child, so a pidfd tells
-its end here, and the zygote its exit code.
+A forked process is ready at once, and a whole cluster takes the CPU time of one start, as on Android and in Chromium.
+This is the owner's side; `cli/zygote.py` runs in the zygote. A forked process is the zygote's child: here a pidfd tells
+when it ends, and the zygote its exit code.
+
+Why not `multiprocessing.forkserver`: it is one for the whole program, so a cluster would share it with its user's own
+pools; its children import the user's `__main__` again, which starts the next cluster where a script has no guard; they
+have the environment of its start, not one each; and the program waits for them as it ends, which a detached cluster
+must not need.
 """
 
 from __future__ import annotations
@@ -21,20 +26,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from elasticps.local import keeper
+from elasticps.local import supervisor
 
 OURS = [sys.executable, "-m", "elasticps"]
 """What a command begins with that can be forked."""
 
-ANSWER_S = 60.0  # one that says nothing for so long, though it imports and loads at first, stands still
-REAPED_S = 5.0  # the same for the end of a process, for which it does nothing but wait
+ANSWER_S = 60.0  # without an answer for so long, imports and kernels included, the zygote stands still
+REAPED_S = 5.0  # the same for an exit code, for which it only waits
 END_S = 10.0
 
 _COMMAND = [sys.executable, "-m", "elasticps.cli.zygote"]
 
 
 class Zygote:
-    """Begins at once, and is ready when the first process is asked for. May be used from any thread."""
+    """The owner's side of one zygote, which starts at once. May be used from any thread."""
 
     def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
         self._sock, theirs = socket.socketpair()
@@ -56,27 +61,32 @@ class Zygote:
         return self._popen.pid
 
     def entrust(self, watch: Callable[[int, str], None]) -> None:
-        """Gives it, as pid and moment, to whoever ends a cluster's processes if their owner cannot."""
-        watch(self.pid, keeper.started_at(self.pid) or "")
+        """Has the supervisor end the zygote, too, if the owner dies. watch: takes a pid and the moment it began."""
+        watch(self.pid, supervisor.started_at(self.pid) or "")
 
     def start(self, command: Sequence[str], out: Path, log: Path, environment: Mapping[str, str]) -> Forked:
         """Runs a command of ours with its standard output in `out` and its standard error appended to `log`. OSError
         if the zygote has ended, or stands still."""
         out.write_bytes(b"")  # now: whoever reads it next finds nothing of an earlier process
         log.touch()
-        asked = {"arguments": command[len(OURS) :], "out": str(out), "log": str(log), "environment": dict(environment)}
-        return Forked(self, self.ask(asked))
+        request = {
+            "arguments": command[len(OURS) :],
+            "out": str(out),
+            "log": str(log),
+            "environment": dict(environment),
+        }
+        return Forked(self, self.ask(request))
 
-    def ask(self, asked: Mapping[str, Any], answer_s: float = ANSWER_S) -> int:
-        """The answer to one request. Whoever has not waited for it, or no longer than `answer_s`, ends the zygote: late
-        it would be taken for another one's, and start a process of which nobody knows. TimeoutError, too, if another
-        thread waits for an answer for so long."""
+    def ask(self, request: Mapping[str, Any], answer_s: float = ANSWER_S) -> int:
+        """Sends one request, returns its answer. Kills the zygote if no answer comes within `answer_s`, or the wait is
+        interrupted: a late answer would be taken for the next one's, and a process run that nobody knows of.
+        TimeoutError, too, if another thread holds the zygote for so long."""
         if not self._lock.acquire(timeout=answer_s):
             raise TimeoutError("the zygote is busy")
         try:
             try:
                 self._sock.settimeout(answer_s)
-                self._sock.sendall(json.dumps(asked).encode() + b"\n")
+                self._sock.sendall(json.dumps(request).encode() + b"\n")
                 line = self._lines.readline()
             except BaseException:
                 self._popen.kill()
@@ -88,7 +98,7 @@ class Zygote:
         return int(line)
 
     def close(self) -> None:
-        """Ends it; those whom it has started live on."""
+        """Ends the zygote; the processes that it has forked live on."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._lines.close()
@@ -113,7 +123,7 @@ class Forked:
         weakref.finalize(self, os.close, self._handle)
 
     def poll(self) -> int | None:
-        """The exit code, -n for the one who died of signal n; None while it runs."""
+        """The exit code, -n for death by signal n; None while it runs."""
         with suppress(subprocess.TimeoutExpired):
             self.wait(0)
         return self.returncode
@@ -136,21 +146,21 @@ class Forked:
             return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Signals it, if it runs."""
+        """Sends a signal, if the process still runs."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._handle, number)
 
     def terminate(self) -> None:
-        """SIGTERM."""
+        """Sends SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Sends SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
 def _exit_code(pid: int) -> int | None:
-    """How a process ended that nobody has waited for yet, as `subprocess` says it; None if the system does not say."""
+    """The exit code, as `subprocess` has it, of a zombie; None if the system does not tell."""
     with suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
         if fields[0] == "Z":

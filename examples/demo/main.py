@@ -22,8 +22,8 @@ from elasticps.dashboard.needs import PORT
 from elasticps.dashboard.serve import begin_beside
 from elasticps.errors import ConfigError, Error
 from elasticps.local import LocalCluster
-from elasticps.local.following import Following, held
-from elasticps.local.story import failover
+from elasticps.local.failover_log import failover
+from elasticps.local.operator_client import OperatorClient, held
 from examples.demo import data
 from examples.demo.evaluations import Evaluations
 from examples.demo.loss import Checkpoints, kill_everything
@@ -199,7 +199,7 @@ class _Demo:
             self._note(f"{self._servers} servers ready")
             self._console.print(f"servers {names} found through [bold]{escape(cluster.url)}[/]", highlight=False)
             self._console.print(f"look on while it trains: [bold]{self._page.address}[/]", highlight=False)
-            with ExitStack() as self._following, Children(self._out) as children:
+            with ExitStack() as self._page_stack, Children(self._out) as children:
                 self._follow()
                 return self._train_and_evaluate(children)
         finally:
@@ -207,8 +207,8 @@ class _Demo:
             self._cluster.stop()
 
     def _follow(self) -> None:
-        self._followed = self._following.enter_context(Following(self._cluster.operator_url))
-        self._followed.on_view(self._keep)
+        self._operator = self._page_stack.enter_context(OperatorClient(self._cluster.operator_url))
+        self._operator.on_view(self._keep)
 
     def _keep(self, view: View) -> None:
         self._view = view
@@ -341,7 +341,7 @@ class _Demo:
         self._hear(screen)
         left = time.time()
         self._tell("kill -9 of everything", "membership", screen)
-        self._following.close()  # or it tells what it misses
+        self._page_stack.close()  # or it tells what it misses
         self._evaluations.goes()
         for name in jobs:
             children.kill(name)
@@ -383,7 +383,7 @@ class _Demo:
 
     def _victim(self) -> tuple[str, int] | None:
         try:
-            drains = self._followed.draining()
+            drains = self._operator.draining()
         except (Error, CoordinationError):  # nobody knows who stays
             return None
         staying = {(s.name, s.incarnation) for s in self._cluster.servers if s.running and s.name not in drains}

@@ -17,7 +17,7 @@ from typing import Any
 from elasticps.errors import Error
 from elasticps.local.process import signal_name
 
-GRACE_S = 3.0
+KILL_AFTER_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Children:
         waiting = list(self._running.values())
         for name in list(self._running):
             self._close(name)  # the end of its stdin ends a child
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + KILL_AFTER_S
         for process in waiting:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))

@@ -30,7 +30,7 @@ def plain(result: Result) -> str:
 def recorded(state_folder: Path) -> None:
     """A local cluster called "here", of which nothing runs any more."""
     state.claim(state_folder / "here")
-    entry = state.Entry("s0", "server", 2**22 + 1, "never")
+    entry = state.ProcessEntry("s0", "server", 2**22 + 1, "never")
     state.write(state_folder / "here", state.Record("here", HERE, (entry,)))
 
 

@@ -230,7 +230,7 @@ class Pods:
 
     def stop(self) -> None:
         self.fleet.stop()
-        stop_all(self.etcd, grace_s=5)
+        stop_all(self.etcd, kill_after_s=5)
 
 
 def component_of(name: str) -> str:

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import elasticps as eps
-from elasticps.local.following import Following
+from elasticps.local.operator_client import OperatorClient
 from elasticps.model.spec import Optimizer
 from elasticps.store import Table
 from tests.e2e.oracle import wait_for
@@ -120,11 +120,11 @@ def test_rounds_are_bitwise_those_of_one_process(cluster: eps.LocalCluster, opti
 
 def test_a_server_that_dies_in_a_round_changes_no_bit(eventually: Callable[[Callable[[], bool]], None]) -> None:
     optimizer = eps.Adam(lr=0.01)
-    with eps.LocalCluster(servers=3, replicas=2) as cluster, Following(cluster.url) as following:
+    with eps.LocalCluster(servers=3, replicas=2) as cluster, OperatorClient(cluster.url) as operator:
 
         def at(step: int) -> None:
             if step in (4, 8):
-                eventually(lambda: not (following.view.chains < 0).any())  # or nobody has what both had
+                eventually(lambda: not (operator.view.chains < 0).any())  # or nobody has what both had
                 cluster.kill("s0" if step == 4 else "s1")
                 cluster.start_server("s0" if step == 4 else "s1")
 

@@ -23,7 +23,7 @@ from elasticps import background
 from elasticps.admin.audit import audit
 from elasticps.cli.status import look
 from elasticps.local import LocalCluster
-from elasticps.local.following import Following, held
+from elasticps.local.operator_client import OperatorClient, held
 from tests.e2e.oracle import Sums, Trainers, check_sums, wait_for
 
 RANGES = 64
@@ -36,35 +36,35 @@ _apps = itertools.count()
 class Scene:
     """A cluster of three servers, and training in it."""
 
-    def __init__(self, cluster: LocalCluster, following: Following) -> None:
+    def __init__(self, cluster: LocalCluster, operator: OperatorClient) -> None:
         self.cluster = cluster
-        self.following = following
+        self.operator = operator
         self.app = f"elastic{next(_apps)}"
         self.trainers = Trainers(cluster.url, seeds=(1, 2), app=self.app)
         self.trainers.progress()
 
     def names(self) -> set[str]:
-        return {server.name for server in self.following.view.servers}
+        return {server.name for server in self.operator.view.servers}
 
     def settled(self) -> View:
         """Waits until nothing moves any more."""
         wait_for(
-            self.following.settled,
-            lambda: f"not settled at epoch {self.following.view.epoch}: {self.following.view.reason}",
+            self.operator.settled,
+            lambda: f"not settled at epoch {self.operator.view.epoch}: {self.operator.view.reason}",
             100.0,
             self.trainers.check,
         )
-        return self.following.view
+        return self.operator.view
 
     def until(self, condition: Callable[[View], bool]) -> View:
         """Waits for such a view: others may have seen it, and acted on it, before it comes here."""
         wait_for(
-            lambda: condition(self.following.view),
-            lambda: f"not at epoch {self.following.view.epoch}: {self.following.view.reason}",
+            lambda: condition(self.operator.view),
+            lambda: f"not at epoch {self.operator.view.epoch}: {self.operator.view.reason}",
             100.0,
             self.trainers.check,
         )
-        return self.following.view
+        return self.operator.view
 
     def verify(self) -> None:
         """No operation has failed; every value is the sum of the pushes, on every replica."""
@@ -92,8 +92,8 @@ def shared() -> Iterator[LocalCluster]:
 
 @pytest.fixture
 def scene(shared: LocalCluster) -> Iterator[Scene]:
-    with Following(shared.url) as following:
-        scene = Scene(shared, following)
+    with OperatorClient(shared.url) as operator:
+        scene = Scene(shared, operator)
         yield scene
         scene.trainers.close()
         shared.scale(3)
@@ -103,7 +103,7 @@ def test_three_servers_become_five_and_three_again(scene: Scene) -> None:
     grown = scene.cluster.scale(5)
     assert grown.servers == ("s0", "s1", "s2", "s3", "s4")
     scene.trainers.progress(steps=5)
-    share = held(scene.until(lambda view: len(held(view)) == 5 and scene.following.settled()))
+    share = held(scene.until(lambda view: len(held(view)) == 5 and scene.operator.settled()))
     assert sum(share.values()) == RANGES * REPLICAS
     assert max(share.values()) <= 1.25 * RANGES * REPLICAS / 5
     assert min(share.values()) > 0
@@ -117,11 +117,11 @@ def test_two_join_while_one_drains_and_one_dies(scene: Scene) -> None:
     work = [threading.Thread(target=cluster.start_server, args=(name,)) for name in ("s5", "s6")]
     for each in work:
         each.start()
-    scene.following.request_drain("s2")
+    scene.operator.request_drain("s2")
     for each in work:
         each.join(120)
     cluster.kill("s1")
-    wait_for(lambda: scene.names() == {"s0", "s5", "s6"}, lambda: scene.following.view.reason, 100.0)
+    wait_for(lambda: scene.names() == {"s0", "s5", "s6"}, lambda: scene.operator.view.reason, 100.0)
     wait_for(lambda: not _running(cluster, "s2"), lambda: f"s2 (pid {drained}) runs on", 60.0)
     scene.verify()
 
@@ -131,7 +131,7 @@ def _running(cluster: LocalCluster, name: str) -> bool:
 
 
 def test_a_server_that_gets_sigterm_hands_everything_over_and_exits_0(scene: Scene) -> None:
-    victim = max(scene.cluster.servers, key=lambda server: held(scene.following.view).get(server.name, 0))
+    victim = max(scene.cluster.servers, key=lambda server: held(scene.operator.view).get(server.name, 0))
     process = scene.cluster._process(victim.name)
     os.kill(victim.pid, signal.SIGTERM)
     assert process.popen.wait(100) == 0
@@ -145,7 +145,7 @@ def test_a_server_of_twice_the_weight_gets_twice_the_share(scene: Scene) -> None
     (new,) = scene.cluster.scale(4, weight=2.0).change.start
     fair = RANGES * REPLICAS * 2.0 / (3 + 2.0)
     # A newcomer may stop short of its share where more would move more than must (tests/coordinator/test_balance.py).
-    view = scene.until(lambda view: new in held(view) and scene.following.settled())
+    view = scene.until(lambda view: new in held(view) and scene.operator.settled())
     assert 0.75 * fair <= held(view)[new] <= 1.25 * fair
     scene.verify()
 
@@ -156,7 +156,7 @@ def test_the_last_server_waits_and_says_so_and_replicas_are_made_when_others_com
     (last,) = (server.name for server in scene.until(lambda view: len(view.servers) == 1).servers)
     scene.trainers.progress(steps=5)
     scene.until(lambda view: f"{RANGES} ranges have fewer than {REPLICAS} replicas" in view.reason)
-    scene.following.request_drain(last)
+    scene.operator.request_drain(last)
     scene.until(lambda view: f"{last} cannot be drained: it is the last server" in view.reason)
     scene.trainers.progress(steps=5)
     assert cluster.cancel_drain(last)

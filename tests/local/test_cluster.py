@@ -16,7 +16,7 @@ import uvloop
 from elasticps import background
 from elasticps.admin import fetch_health, fetch_status
 from elasticps.errors import ConfigError
-from elasticps.local import LocalCluster, keeper, state
+from elasticps.local import LocalCluster, state, supervisor
 from elasticps.local import cluster as cluster_module
 from elasticps.local.process import Process
 from elasticps.local.process import stop_all as stop_all_really
@@ -178,11 +178,11 @@ def test_the_end_is_also_that_of_a_server_which_comes_meanwhile(
     folder = cluster.directory
     late: list[subprocess.Popen[bytes]] = []
 
-    def stop_all(processes: list[Process], *, grace_s: float) -> None:
-        stop_all_really(processes, grace_s=grace_s)
+    def stop_all(processes: list[Process], *, kill_after_s: float) -> None:
+        stop_all_really(processes, kill_after_s=kill_after_s)
         if [process.role for process in processes] == ["etcd"]:
             late.append(subprocess.Popen(["sleep", "60"]))
-            entry = state.Entry("s1", "server", late[0].pid, keeper.started_at(late[0].pid) or "")
+            entry = state.ProcessEntry("s1", "server", late[0].pid, supervisor.started_at(late[0].pid) or "")
             state.update(folder, lambda record: replace(record, processes=(*record.processes, entry)))
 
     monkeypatch.setattr(cluster_module, "stop_all", stop_all)
@@ -229,23 +229,23 @@ with eps.LocalCluster(servers=1) as cluster, eps.connect(cluster.url, worker="w0
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_a_keeper_that_has_died_is_replaced_when_the_next_server_starts(
+def test_a_supervisor_that_has_died_is_replaced_when_the_next_server_starts(
     local_cluster: NewCluster, eventually: Eventually
 ) -> None:
     """The server ran, but `start_server` raised BrokenPipeError, and nothing ended it with its owner any more."""
     cluster = local_cluster(servers=1)
-    assert cluster._keeper is not None
-    before = cluster._keeper.pid
+    assert cluster._supervisor is not None
+    before = cluster._supervisor.pid
     os.kill(before, signal.SIGKILL)
-    eventually(lambda: not keeper.started_at(before))
+    eventually(lambda: not supervisor.started_at(before))
     assert cluster.start_server().running
     assert cluster.server("s1").name == "s1"
-    assert cluster._keeper.pid != before
+    assert cluster._supervisor.pid != before
     record = state.read(cluster.directory)
     assert record is not None
     ours = [entry for entry in record.processes if entry.role != "owner"]
-    cluster._keeper.close(60)  # as when its owner dies: it ends all there are
-    eventually(lambda: not any(keeper.is_running(entry.pid, entry.moment) for entry in ours))
+    cluster._supervisor.close(60)  # as when its owner dies: it ends all there are
+    eventually(lambda: not any(supervisor.is_running(entry.pid, entry.moment) for entry in ours))
 
 
 def test_a_fork_that_ends_within_the_cluster_ends_nothing() -> None:
@@ -286,7 +286,7 @@ time.sleep(60)
         assert record is not None
         assert len([entry for entry in record.processes if entry.running]) == 4
         owner.kill()
-    eventually(lambda: not any(keeper.is_running(entry.pid, entry.moment) for entry in record.processes))
+    eventually(lambda: not any(supervisor.is_running(entry.pid, entry.moment) for entry in record.processes))
     eventually(lambda: not folder.exists())
 
 

@@ -18,7 +18,7 @@ def started(plan: etcd.EtcdPlan, folder: Path) -> Process:
     try:
         process.wait_until(plan.healthy, time.monotonic() + 60)
     except BaseException:
-        stop_all([process], grace_s=5)
+        stop_all([process], kill_after_s=5)
         raise
     return process
 
@@ -29,7 +29,7 @@ def test_etcd_starts_serves_and_comes_back_on_its_port_with_its_data(tmp_path: P
     for _ in range(2):
         process = started(plan, tmp_path)
         assert plan.healthy()
-        stop_all([process], grace_s=5)
+        stop_all([process], kill_after_s=5)
         assert not process.running
     assert (tmp_path / "data" / "member").is_dir()
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from elasticps.local.story import Failover, adoption, failover
+from elasticps.local.failover_log import Failover, adoption, failover
 
 LEADER = """\
 ts=2026-11-21T07:27:25.8Z level=warning process=c0 logger=coordinator.leader event=failover epoch=11 gone=s0#1 \

@@ -11,7 +11,7 @@ import pytest
 
 from elasticps import kernels
 from elasticps.kernels import hashing
-from elasticps.local.process import CompilingTold, Process, stop_all
+from elasticps.local.process import CompilationNotice, Process, stop_all
 
 READY = """
 import os, sys, time
@@ -38,9 +38,9 @@ def test_who_waits_for_a_server_hears_once_that_it_compiles(tmp_path: Path, capl
 
     process = Process.start("s0", "server", [sys.executable, "-c", READY, line, str(go)], tmp_path)
     try:
-        process.wait_ready(time.monotonic() + 60, CompilingTold([tmp_path / "none.log", process.log], tell))
+        process.wait_ready(time.monotonic() + 60, CompilationNotice([tmp_path / "none.log", process.log], tell))
     finally:
-        stop_all([process], grace_s=5)
+        stop_all([process], kill_after_s=5)
     assert [text.partition(":")[0] for text in told] == ["compiling kernels for this machine"]
     assert process.ready == {"ready": True}
 

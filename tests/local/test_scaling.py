@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from elasticps.errors import ConfigError, Timeout
-from elasticps.local import keeper, state
-from elasticps.local.following import Following, held
+from elasticps.local import state, supervisor
+from elasticps.local.operator_client import OperatorClient, held
 from elasticps.local.process import Process
 from elasticps.local.scaling import Change, by_number, change, spawn_recorded
 from tests.conftest import NewCluster
@@ -58,7 +58,7 @@ def test_names_are_sorted_as_people_count() -> None:
     assert sorted(["s10", "s2", "a", "s1"], key=by_number) == ["a", "s1", "s2", "s10"]
 
 
-def add(entry: state.Entry, record: state.Record) -> state.Record:
+def add(entry: state.ProcessEntry, record: state.Record) -> state.Record:
     return replace(record, processes=(*record.processes, entry))
 
 
@@ -66,7 +66,7 @@ def test_changes_of_the_record_by_several_processes_all_stay(tmp_path: Path) -> 
     url, options = "etcd://127.0.0.1:1/demo", ("--log-level", "info")
     state.write(tmp_path, state.Record("demo", url, (), options, {"KEY": "value"}))
     for name in ("s0", "s1"):
-        state.update(tmp_path, partial(add, state.Entry(name, "server", 1, "a-moment-long-ago")))
+        state.update(tmp_path, partial(add, state.ProcessEntry(name, "server", 1, "a-moment-long-ago")))
     record = state.read(tmp_path)
     assert record is not None
     assert [entry.name for entry in record.processes] == ["s0", "s1"]
@@ -88,9 +88,9 @@ def test_a_server_started_for_a_cluster_that_has_ended_does_not_stay(
 
     def start(name: str, role: str, command: object, folder: Path, environment: object) -> Process:
         process = Process(name, role, tmp_path / "log", tmp_path / "out", _sleeper(), "")
-        process.moment = keeper.started_at(process.pid) or ""
+        process.moment = supervisor.started_at(process.pid) or ""
         started.append(process)
-        (tmp_path / keeper.RECORD).unlink()  # `down` was faster
+        (tmp_path / supervisor.RECORD).unlink()  # `down` was faster
         return process
 
     monkeypatch.setattr(Process, "start", start)
@@ -109,15 +109,15 @@ def test_a_cluster_grows_shrinks_and_ends_with_servers_that_others_started(
     cluster = local_cluster(servers=1, ranges=32)
     stranger = spawn_recorded(cluster.directory)("s1", ["--weight", "1"])
     stranger.popen.send_signal(signal.SIGSTOP)  # slow to start: it counts, and is waited for
-    with ThreadPoolExecutor(1) as pool, Following(cluster.url) as following:
+    with ThreadPoolExecutor(1) as pool, OperatorClient(cluster.url) as operator:
         scaled = pool.submit(cluster.scale, 3)
-        eventually(lambda: len(following.view.servers) == 2 and following.settled())
+        eventually(lambda: len(operator.view.servers) == 2 and operator.settled())
         stranger.popen.send_signal(signal.SIGCONT)
         outcome = scaled.result(120)
     assert (outcome.change.start, outcome.servers) == (("s2",), ("s0", "s1", "s2"))
-    with Following(cluster.url) as following:
-        eventually(lambda: following.settled() and sum(held(following.view).values()) == 64)
-        assert {server.name for server in following.registered()} == {"s0", "s1", "s2"}
+    with OperatorClient(cluster.url) as operator:
+        eventually(lambda: operator.settled() and sum(held(operator.view).values()) == 64)
+        assert {server.name for server in operator.registered()} == {"s0", "s1", "s2"}
     cluster.drain("s2")
     with pytest.raises(ConfigError, match="no server called 's2'"):
         cluster.server("s2")

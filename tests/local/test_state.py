@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from elasticps.errors import ConfigError
-from elasticps.local import keeper, state
+from elasticps.local import state, supervisor
 
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
 
 
-def entry(process: subprocess.Popen[bytes], role: str = "server") -> state.Entry:
-    return state.Entry("s0", role, process.pid, keeper.started_at(process.pid) or "")
+def entry(process: subprocess.Popen[bytes], role: str = "server") -> state.ProcessEntry:
+    return state.ProcessEntry("s0", role, process.pid, supervisor.started_at(process.pid) or "")
 
 
 def test_a_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_end_leaves_a_cluster_alone_that_has_begun_meanwhile_under_the_name_of_a
     state.claim(folder)
     dead = state.read(folder)
     assert dead is not None
-    dead = replace(dead, processes=(state.Entry("etcd", "etcd", 2**22 + 1, "a-moment-long-ago"),))
+    dead = replace(dead, processes=(state.ProcessEntry("etcd", "etcd", 2**22 + 1, "a-moment-long-ago"),))
     state.write(folder, dead)
     state.claim(folder)
     with subprocess.Popen(SLEEP) as new:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from elasticps.local import keeper, state
+from elasticps.local import state, supervisor
 
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
 
@@ -22,7 +22,7 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 
 def moment(process: subprocess.Popen[bytes]) -> str:
-    began = keeper.started_at(process.pid)
+    began = supervisor.started_at(process.pid)
     assert began is not None
     return began
 
@@ -30,21 +30,21 @@ def moment(process: subprocess.Popen[bytes]) -> str:
 def test_a_process_is_known_by_its_id_and_the_moment_it_began() -> None:
     with subprocess.Popen(SLEEP) as process:
         began = moment(process)
-        assert keeper.is_running(process.pid, began)
-        assert not keeper.is_running(process.pid, began + "0")
-        assert keeper.started_at(os.getpid()) != began
+        assert supervisor.is_running(process.pid, began)
+        assert not supervisor.is_running(process.pid, began + "0")
+        assert supervisor.started_at(os.getpid()) != began
         process.kill()
-        assert eventually(lambda: keeper.started_at(process.pid) is None)  # a zombie does not run
+        assert eventually(lambda: supervisor.started_at(process.pid) is None)  # a zombie does not run
 
 
 def test_a_signal_never_reaches_another_process_of_the_same_id() -> None:
     with subprocess.Popen(SLEEP) as process:
         began = moment(process)
-        assert not keeper.send(process.pid, began + "0", signal.SIGKILL)
+        assert not supervisor.send(process.pid, began + "0", signal.SIGKILL)
         assert process.poll() is None
-        assert keeper.send(process.pid, began, signal.SIGKILL)
+        assert supervisor.send(process.pid, began, signal.SIGKILL)
         process.wait()
-        assert not keeper.send(process.pid, began, signal.SIGKILL)
+        assert not supervisor.send(process.pid, began, signal.SIGKILL)
 
 
 def test_who_ignores_the_request_is_killed() -> None:
@@ -56,40 +56,40 @@ def test_who_ignores_the_request_is_killed() -> None:
         for each in (stubborn, meek):
             assert each.stdout is not None
             each.stdout.readline()  # it treats the signal as it wants to from now on
-        keeper.end_all([(stubborn.pid, moment(stubborn)), (meek.pid, moment(meek))], grace_s=0.3)
+        supervisor.end_all([(stubborn.pid, moment(stubborn)), (meek.pid, moment(meek))], kill_after_s=0.3)
         assert stubborn.wait() == -signal.SIGKILL
         assert meek.wait() == -signal.SIGINT
 
 
-def test_the_keeper_ends_everything_when_its_owner_is_killed(tmp_path: Path) -> None:
+def test_the_supervisor_ends_everything_when_its_owner_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "cluster"
     folder.mkdir()
     (folder / "data").write_text("x")
     program = f"""
 import os, subprocess, sys, time
-sys.path.insert(0, {str(Path(keeper.__file__).parent)!r})
-import keeper
+sys.path.insert(0, {str(Path(supervisor.__file__).parent)!r})
+import supervisor
 child = subprocess.Popen({SLEEP!r}, start_new_session=True)
-command = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), {str(folder)!r}, ""]
+command = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), {str(folder)!r}, ""]
 watcher = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
-watcher.stdin.write(f"{{child.pid}} {{keeper.started_at(child.pid)}}\\n".encode())
-print(child.pid, keeper.started_at(child.pid), watcher.pid, keeper.started_at(watcher.pid), flush=True)
+watcher.stdin.write(f"{{child.pid}} {{supervisor.started_at(child.pid)}}\\n".encode())
+print(child.pid, supervisor.started_at(child.pid), watcher.pid, supervisor.started_at(watcher.pid), flush=True)
 time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", program], stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         child, child_moment, watcher, watcher_moment = owner.stdout.readline().decode().split()
-        assert keeper.is_running(int(child), child_moment)
+        assert supervisor.is_running(int(child), child_moment)
         owner.kill()
-        assert eventually(lambda: not keeper.is_running(int(child), child_moment))
-        assert eventually(lambda: not keeper.is_running(int(watcher), watcher_moment))
+        assert eventually(lambda: not supervisor.is_running(int(child), child_moment))
+        assert eventually(lambda: not supervisor.is_running(int(watcher), watcher_moment))
     assert not folder.exists()
 
 
-def test_the_keeper_bears_a_process_that_had_ended_before_anybody_looked(tmp_path: Path) -> None:
+def test_the_supervisor_bears_a_process_that_had_ended_before_it_was_looked_at(tmp_path: Path) -> None:
     """`started_at` knows no moment of it: its line is its id alone."""
     (tmp_path / "kept").mkdir()
-    script = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), str(tmp_path / "kept"), ""]
+    script = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), str(tmp_path / "kept"), ""]
     with subprocess.Popen(SLEEP) as child, subprocess.Popen(script, stdin=subprocess.PIPE) as end:
         assert end.stdin is not None
         end.stdin.write(f"{child.pid} {moment(child)}\n{1 << 22} \n".encode())
@@ -102,16 +102,16 @@ def test_the_keeper_bears_a_process_that_had_ended_before_anybody_looked(tmp_pat
     assert not (tmp_path / "kept").exists()
 
 
-def test_the_keeper_leaves_a_cluster_alone_that_has_begun_meanwhile_under_the_same_name(tmp_path: Path) -> None:
+def test_the_supervisor_leaves_a_cluster_alone_that_has_begun_meanwhile_under_the_same_name(tmp_path: Path) -> None:
     folder = tmp_path / "cluster"
     born = state.claim(folder).born
-    script = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), str(folder), born]
+    script = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), str(folder), born]
     with subprocess.Popen(script, stdin=subprocess.PIPE) as end, subprocess.Popen(SLEEP) as new:
         assert end.stdin is not None
         try:
             state.remove(folder)
             state.claim(folder)
-            entry = state.Entry("s0", "server", new.pid, moment(new))
+            entry = state.ProcessEntry("s0", "server", new.pid, moment(new))
             record = state.update(folder, lambda now: replace(now, processes=(entry,)))
             end.stdin.close()
             assert end.wait(20) == 0

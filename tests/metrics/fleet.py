@@ -40,7 +40,7 @@ class Fleet:
 
     def stop(self) -> None:
         """Ends them all."""
-        stop_all(list(self.processes.values()), grace_s=10)
+        stop_all(list(self.processes.values()), kill_after_s=10)
 
 
 def scrape(port: int) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:

@@ -1,4 +1,4 @@
-"""A cluster's newest view and what stands beside it in etcd, for whoever asks for a change and waits for it."""
+"""What an operator reads from a cluster's etcd and writes there: the view, drains, tables, the first configuration."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Progress:
-    """Copies of ranges that are not yet where they are to be, and what the newest view says."""
+    """How far a change has come. left: copies of ranges still to be made; reason: the newest view's."""
 
     left: int
     reason: str
@@ -46,9 +46,9 @@ class Progress:
 Tell = Callable[[Progress], None]
 
 
-class Following:
-    """The view of the cluster at `url`, from one `with` to its end. Calls block; they raise ConfigError for an unusable
-    URL, StoreUnavailable or ClusterUnreachable where etcd does not answer within `timeout_s`."""
+class OperatorClient:
+    """Follows the view of the cluster at `url`, and asks for drains. Calls block. They raise ConfigError for an
+    unusable URL, StoreUnavailable or ClusterUnreachable where etcd does not answer within `timeout_s`."""
 
     def __init__(self, url: str, timeout_s: float = 10.0) -> None:
         self._timeout_s = timeout_s
@@ -64,7 +64,7 @@ class Following:
             self.close()
             raise
 
-    def __enter__(self) -> Following:
+    def __enter__(self) -> OperatorClient:
         return self
 
     def __exit__(
@@ -73,7 +73,7 @@ class Following:
         self.close()
 
     def close(self) -> None:
-        """Stops following."""
+        """Stops following the view."""
         background.run(self._follower.close())
         background.run(self._store.close())
 
@@ -88,25 +88,25 @@ class Following:
             text = f"etcd did not answer within {self._timeout_s:g} s"
             raise ClusterUnreachable(f"cluster {self._store.cluster!r}: {text}") from None
 
-    # --- what there is ----------------------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------------------------
 
     @property
     def view(self) -> View:
-        """The newest one. Error where none was formed yet."""
+        """The newest view. Error where none was formed yet."""
         view = self._follower.view
         if view is None:
             raise Error(f"cluster {self._store.cluster!r} has no view yet: no server has served")
         return view
 
     def on_view(self, callback: Callable[[View], None]) -> None:
-        """Called for each newer view, and at once for the present one; in a thread of its own."""
+        """Calls `callback` with the present view and each newer one, in a thread of its own."""
         background.run(self._subscribe(callback))
 
     async def _subscribe(self, callback: Callable[[View], None]) -> None:
         self._follower.subscribe(callback)
 
     def registered(self) -> tuple[ServerInfo, ...]:
-        """The servers whose leases live."""
+        """The registered servers: those whose leases have not ended."""
         return self._run(read_servers(self._store))
 
     def draining(self) -> frozenset[str]:
@@ -114,15 +114,15 @@ class Following:
         return frozenset(member.name for member in self.members().draining)
 
     def leaving(self) -> frozenset[str]:
-        """Those of them whose processes are about to end: no drain of theirs can be taken back."""
+        """Names of the draining servers whose processes are about to end: their drains cannot be taken back."""
         return frozenset(member.name for member in self.members().leaving)
 
     def members(self) -> Members:
         """The registered servers, as the planner sees them."""
         servers, drains = self.registered(), self._run(membership.read_drains(self._store))
-        asked = frozenset(server.member for server in servers) & drains.keys()
-        leaving = frozenset(member for member in asked if drains[member])
-        return Members(self._store.cluster, servers, asked, leaving=leaving)
+        draining = frozenset(server.member for server in servers) & drains.keys()
+        leaving = frozenset(member for member in draining if drains[member])
+        return Members(self._store.cluster, servers, draining, leaving=leaving)
 
     def config(self) -> ClusterConfig:
         """What the cluster was created with."""
@@ -147,22 +147,22 @@ class Following:
         return found
 
     def statuses(self) -> dict[str, dict[str, Any]]:
-        """What each registered server which answers says of itself, by name."""
+        """The status of each registered server that answers, by name."""
         return background.run(_statuses(self.registered(), self._timeout_s, self.credentials))
 
-    # --- what is asked ----------------------------------------------------------------------------------------------
+    # --- drains -----------------------------------------------------------------------------------------------------
 
     def request_drain(self, name: str) -> ServerInfo:
-        """Asks for everything to be moved off the server. UnknownServer if none of that name is registered."""
+        """Asks the leader to move everything off a server. UnknownServer if none of that name is registered."""
         return self._run(membership.request_drain(self._store, name))
 
     def cancel_drain(self, name: str) -> bool:
-        """Takes that back; False if it was not asked for, or is done."""
+        """Takes a drain back; False if there was none, or it is done."""
         return self._run(membership.cancel_drain(self._store, name))
 
     def wait_drained(self, server: ServerInfo, timeout_s: float, tell: Tell = lambda progress: None) -> View:
-        """The first view without this incarnation of a server. Timeout says what is left and why; the drain goes on."""
-        began = asked = time.monotonic()
+        """Waits for a view without this incarnation of a server, and returns it. Timeout says what is left and why."""
+        began = checked = time.monotonic()
         while holds(self.view, server) is not None:
             now, left = time.monotonic(), holds(self.view, server) or 0
             tell(Progress(left, self.view.reason))
@@ -171,17 +171,17 @@ class Following:
                     f"{server.name} has {left} ranges left after {timeout_s:g} s: {self.view.reason}. The drain goes "
                     f"on; to take it back: elasticps drain {server.name} --cancel"
                 )
-            if now - asked > _ASK_S:
+            if now - checked > _ASK_S:
                 if server.name not in self.draining() and holds(self.view, server) is not None:
                     raise Error(f"the drain of {server.name} was taken back with {left} ranges left")
-                asked = now
+                checked = now
             time.sleep(LOOK_S)
         tell(Progress(0, self.view.reason))
         return self.view
 
     def settled(self) -> bool:
-        """Whether every registered server is in the view, those that were asked to drain hold nothing, nothing is under
-        way, and the planner wants nothing else."""
+        """Whether nothing moves and nothing will: every server is in the view but those that have drained, no range is
+        being filled, and the planner has no other view to write."""
         view = self.view
         if (view.joining >= 0).any():
             return False
@@ -211,6 +211,36 @@ def held(view: View | None) -> dict[str, int]:
 async def _statuses(
     servers: tuple[ServerInfo, ...], timeout_s: float, credentials: Credentials | None
 ) -> dict[str, dict[str, Any]]:
-    asked = (fetch_status(server.admin, timeout_s, credentials) for server in servers)
-    answers = await asyncio.gather(*asked, return_exceptions=True)
+    requests = (fetch_status(server.admin, timeout_s, credentials) for server in servers)
+    answers = await asyncio.gather(*requests, return_exceptions=True)
     return {s.name: answer for s, answer in zip(servers, answers, strict=True) if not isinstance(answer, BaseException)}
+
+
+async def create_cluster(url: str, config: ClusterConfig, deadline: float) -> None:
+    """Writes the configuration of a new cluster; waits for etcd until `deadline`, in monotonic seconds."""
+    store = await open_store(url, timeout_s=deadline - time.monotonic())
+    try:
+        await membership.create_cluster(store, config)
+    finally:
+        await store.close()
+
+
+async def wait_for_servers(url: str, names: list[str], replicas: int, deadline: float) -> None:
+    """Waits for a view with all these servers, and as many replicas of each range as they allow. Raises Error."""
+    last = min(replicas, len(names)) - 1
+
+    def complete(view: View) -> bool:
+        return all(view.index(name) >= 0 for name in names) and bool((view.chains[:, last] >= 0).all())
+
+    store = await open_store(url, timeout_s=deadline - time.monotonic())
+    try:
+        follower = membership.ViewFollower(store)
+        await follower.start()
+        try:
+            await follower.wait_for(complete, timeout_s=deadline - time.monotonic())
+        except TimeoutError:
+            raise Error(f"no view with the servers {', '.join(names)} was formed in time") from None
+        finally:
+            await follower.close()
+    finally:
+        await store.close()

@@ -1,10 +1,10 @@
-"""Signals processes without ever hitting a stranger, and ends a cluster's processes when their owner dies.
+"""Signals processes without ever hitting another one, and ends a cluster's processes when their owner dies.
 
 A process id is used again after its process has ended, so a process is known by its id *and* the moment it began
-(`started_at`). Run as a script, this module is the keeper: the owner of a cluster holds the other end of its standard
-input and writes one "pid moment" line per process; when that pipe closes, however the owner came to die, the keeper
-kills what is still running, those too that only the cluster's record lists, and removes the cluster's folder. Only the
-standard library is imported, so that it starts in a few milliseconds.
+(`started_at`). `Supervisor` runs this module as a script, in a process of its own. The owner of a cluster holds the
+other end of that process's standard input and writes one "pid moment" line per process. When the pipe closes, however
+the owner came to die, the supervisor kills all of them that still run, and those that only the cluster's record lists,
+and removes the cluster's folder. Only the standard library is imported, so that it starts in a few milliseconds.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 RECORD = "cluster.json"
+_CLOSE_S = 1.0  # for a supervisor that reads no more
 
 
 def started_at(pid: int) -> str | None:
@@ -36,10 +39,10 @@ def started_at(pid: int) -> str | None:
         state, ticks = fields[0], fields[19]
         return None if state in "ZX" else f"{boot}:{ticks}"
     else:
-        asked = subprocess.run(
+        shown = subprocess.run(
             ["ps", "-o", "state=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
         ).stdout.split()
-        return "-".join(asked[1:]) if asked and not asked[0].startswith("Z") else None
+        return "-".join(shown[1:]) if shown and not shown[0].startswith("Z") else None
 
 
 def is_running(pid: int, moment: str) -> bool:
@@ -70,13 +73,13 @@ def send(pid: int, moment: str, number: int) -> bool:
     return True
 
 
-def end_all(processes: list[tuple[int, str]], *, grace_s: float) -> None:
-    """Asks every process to end at once (SIGINT: servers take SIGTERM as a wish to hand everything over first), kills
-    those that have not after `grace_s`; returns when all have ended."""
+def end_all(processes: list[tuple[int, str]], *, kill_after_s: float) -> None:
+    """Ends all processes at once (by SIGINT: on SIGTERM servers drain first), kills those that still run after
+    `kill_after_s`, and returns when all have ended."""
     waiting = [(pid, moment) for pid, moment in processes if send(pid, moment, signal.SIGINT)]
     for pid, moment in waiting:
         send(pid, moment, signal.SIGCONT)  # one that stands still would not hear
-    deadline = time.monotonic() + grace_s
+    deadline = time.monotonic() + kill_after_s
     while waiting and time.monotonic() < deadline:
         time.sleep(0.01)
         waiting = [(pid, moment) for pid, moment in waiting if is_running(pid, moment)]
@@ -86,7 +89,7 @@ def end_all(processes: list[tuple[int, str]], *, grace_s: float) -> None:
         time.sleep(0.01)
 
 
-def keep(owner: int, folder: str, born: str) -> None:
+def supervise(owner: int, folder: str, born: str) -> None:
     """Reads processes from standard input until it closes or `owner` has died; then ends them, removes `folder`. born:
     as the record there says; if it says otherwise by then, the folder is another cluster's."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -103,7 +106,7 @@ def keep(owner: int, folder: str, born: str) -> None:
             received += chunk
     lines = [line.split() for line in received.decode().splitlines()]
     known = [(int(line[0]), line[1]) for line in lines if len(line) == 2]  # one had ended before its moment was read
-    end_all(list({*known, *_recorded(Path(folder), born)}), grace_s=0.0)
+    end_all(list({*known, *_recorded(Path(folder), born)}), kill_after_s=0.0)
     if _record(Path(folder)).get("born", born) == born:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -125,5 +128,51 @@ def _record(folder: Path) -> dict[str, Any]:
     return {}
 
 
+class Supervisor:
+    """The owner's side of a supervisor that runs until `close`. born: as the record in the cluster's folder says."""
+
+    def __init__(self, folder: Path, born: str) -> None:
+        # By its path and without site-packages: it starts in a few milliseconds.
+        self._command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(folder), born]
+        self._lock = threading.Lock()
+        self._supervised: list[tuple[int, str]] = []
+        self._process = self._start()
+
+    @property
+    def pid(self) -> int:
+        """The process id of the supervisor that runs now."""
+        return self._process.pid
+
+    def watch(self, pid: int, moment: str) -> None:
+        """Adds a process to those that it ends. A supervisor that has died meanwhile is replaced."""
+        with self._lock:
+            self._supervised.append((pid, moment))
+            try:
+                self._send_lines([(pid, moment)])
+            except OSError:
+                self.close(_CLOSE_S)
+                self._process = self._start()
+                self._send_lines(self._supervised)
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the supervisor; the processes that it would have ended are gone by now."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:  # a fork of this process still holds the other end
+            self._process.kill()
+            self._process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # Not in our session, or Ctrl-C and a closing terminal would end it with us.
+        return subprocess.Popen(self._command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
+
+    def _send_lines(self, processes: Iterable[tuple[int, str]]) -> None:
+        assert self._process.stdin is not None
+        for pid, moment in processes:
+            self._process.stdin.write(f"{pid} {moment}\n".encode())
+
+
 if __name__ == "__main__":
-    keep(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    supervise(int(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -1,4 +1,4 @@
-"""What the logs of a cluster tell of a failover, for whoever measures one. Times are Unix time in seconds."""
+"""Reads from a cluster's logs when a failover was detected, written and adopted. Times are Unix time in seconds."""
 
 from __future__ import annotations
 
