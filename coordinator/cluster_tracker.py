@@ -45,7 +45,7 @@ AT_ONCE = 64  # names forgotten in one go
 _Info = TypeVar("_Info", ServerInfo, WorkerInfo)
 
 
-class News(Enum):
+class Impact(Enum):
     """What a change of the store means to the planner. DEATH: a server has left, or is another one now."""
 
     NOTHING = 0
@@ -61,7 +61,7 @@ class _Drain(NamedTuple):
     leaves: bool
 
 
-class World:
+class ClusterTracker:
     """The cluster as of the last change seen.
 
     damage     what is wrong with the store's config, view or roster, by key: it is gone, makes no sense, or is older
@@ -72,7 +72,7 @@ class World:
     revisions  of the config, the view and the roster, to write against; servers and workers by their keys
     drains     the requests to drain, by their keys
     signed_off  the names of workers that have said they leave
-    anew        the ranges that are to begin anew; given_up: members that a person says cannot come back
+    recoverable     the ranges that are to begin anew; given_up: members that a person says cannot come back
     restores    servers bring rows back from a checkpoint
     records     of the workers that took part last under their names: id and revision, by their keys
     """
@@ -97,7 +97,7 @@ class World:
         self.signed_off: set[str] = set()
         self.records: dict[str, tuple[int, int]] = {}
         self.drains: dict[str, _Drain] = {}
-        self.anew: frozenset[int] = frozenset()
+        self.recoverable: frozenset[int] = frozenset()
         self.given_up: frozenset[Member] = frozenset()
         self.restores = False
         self.term = 0
@@ -112,15 +112,15 @@ class World:
                 self._lose(key)
         self._follows = True
 
-    async def follow(self, store: Store, on_news: Callable[[News], None]) -> None:
+    async def follow(self, store: Store, on_change: Callable[[Impact], None]) -> None:
         """Keeps this up to date; ends only with the store or an error."""
         async with aclosing(store.watch("", after=self._seen)) as changes:
             async for change in changes:
-                news = self._apply(change)
-                if news is not News.NOTHING:
-                    on_news(news)
+                impact = self._apply(change)
+                if impact is not Impact.NOTHING:
+                    on_change(impact)
 
-    def check_office(self, guard: Guard) -> None:
+    def check_leadership(self, guard: Guard) -> None:
         """Fenced if the office is no longer ours."""
         if self.term != guard.create_revision:
             raise Fenced("somebody else has the office" if self.term else "the office is vacant")
@@ -170,20 +170,20 @@ class World:
         else:
             self.roster = self.last_good.roster = value
 
-    def _apply(self, change: Change) -> News:
+    def _apply(self, change: Change) -> Impact:
         if isinstance(change, Reset):
             self._reset(change.listing)
-            return News.CHANGE
+            return Impact.CHANGE
         self.revision = max(change.revision, self.revision)
         if isinstance(change, Put):
             return self._put(change.entry)
         return self._delete(change)
 
-    def _put(self, entry: Entry) -> News:
+    def _put(self, entry: Entry) -> Impact:
         key = entry.key
         if key in self.revisions:
             if entry.revision <= self.revisions[key]:
-                return News.NOTHING  # our own write, known since it was answered
+                return Impact.NOTHING  # our own write, known since it was answered
             self.revisions[key] = entry.revision
             self._entries[key] = entry
             self._take(entry)
@@ -191,7 +191,7 @@ class World:
             self.term = entry.create_revision
         elif key.startswith(SERVERS):
             _register(self.servers, key, lambda: server_of(key, entry.value))
-            return News.DEATH if self._replaces(key) else News.CHANGE
+            return Impact.DEATH if self._replaces(key) else Impact.CHANGE
         elif key.startswith(WORKERS):
             self._put_worker(entry)
         elif key.startswith(DRAINS):
@@ -199,14 +199,14 @@ class World:
         elif key.startswith(LAST_WORKER):
             return self._put_record(entry)
         elif key == RANGE_RECOVERY:
-            self._put_anew(entry)
+            self._put_recovery(entry)
         elif key == RESTORE_FILLS:
             self.restores = True
         else:
             if key.startswith(TABLES):
                 self.last_good.put_table(entry)
-            return News.NOTHING
-        return News.CHANGE
+            return Impact.NOTHING
+        return Impact.CHANGE
 
     def _take(self, entry: Entry) -> None:
         """Reads the config, the view or the roster. The last good value stays where this one cannot be right."""
@@ -266,12 +266,12 @@ class World:
             _register(self.workers, entry.key, lambda: worker_of(entry.key, entry.value))
             self.signed_off.discard(name)
 
-    def _put_record(self, entry: Entry) -> News:
+    def _put_record(self, entry: Entry) -> Impact:
         try:
             self.records[entry.key] = last_worker(entry.value), entry.revision
         except ValueError:
             log.exception("an entry is ignored", key=entry.key)
-        return News.CHANGE if len(self.records) > REMEMBERED else News.NOTHING
+        return Impact.CHANGE if len(self.records) > REMEMBERED else Impact.NOTHING
 
     def forgotten(self) -> list[tuple[str, int]]:
         """Keys and revisions of records to drop: of those that are not listed the newest `REMEMBERED` stay."""
@@ -291,10 +291,10 @@ class World:
         else:
             self.drains[entry.key] = _Drain(member, entry.revision, leaves(entry.value))
 
-    def _put_anew(self, entry: Entry) -> None:
-        self.anew, self.given_up = frozenset(), frozenset()
+    def _put_recovery(self, entry: Entry) -> None:
+        self.recoverable, self.given_up = frozenset(), frozenset()
         try:
-            self.anew, self.given_up = range_recovery_of(entry.value)
+            self.recoverable, self.given_up = range_recovery_of(entry.value)
         except ValueError:
             log.exception("an entry is ignored", key=entry.key)
 
@@ -304,30 +304,30 @@ class World:
         index = -1 if server is None or self.view is None else self.view.index(server.name)
         return self.view is not None and index >= 0 and self.view.servers[index] != server
 
-    def _delete(self, change: Delete) -> News:
+    def _delete(self, change: Delete) -> Impact:
         if change.key == ELECTION:
             self.term = 0
-            return News.CHANGE
+            return Impact.CHANGE
         if change.key in self.revisions:
             if change.revision <= self.revisions[change.key]:
-                return News.NOTHING  # we have put it back since
+                return Impact.NOTHING  # we have put it back since
             self._lose(change.key)
-            return News.CHANGE
+            return Impact.CHANGE
         if change.key.startswith(TABLES):
-            return News.CHANGE if self.last_good.delete_table(change.key) else News.NOTHING
+            return Impact.CHANGE if self.last_good.delete_table(change.key) else Impact.NOTHING
         if change.key == RESTORE_FILLS:
             self.restores = False
-            return News.CHANGE
+            return Impact.CHANGE
         if change.key == RANGE_RECOVERY:
-            self.anew, self.given_up = frozenset(), frozenset()
-            return News.NOTHING
+            self.recoverable, self.given_up = frozenset(), frozenset()
+            return Impact.NOTHING
         if self.servers.pop(change.key, None) is not None:
-            return News.DEATH
+            return Impact.DEATH
         if self.records.pop(change.key, None) is not None:
-            return News.CHANGE if len(self.records) > REMEMBERED else News.NOTHING
+            return Impact.CHANGE if len(self.records) > REMEMBERED else Impact.NOTHING
         if self.drains.pop(change.key, None) is not None:
-            return News.CHANGE
-        return News.NOTHING if self.workers.pop(change.key, None) is None else News.CHANGE
+            return Impact.CHANGE
+        return Impact.NOTHING if self.workers.pop(change.key, None) is None else Impact.CHANGE
 
 
 def _register(members: dict[str, _Info], key: str, parse: Callable[[], _Info]) -> None:

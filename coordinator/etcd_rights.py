@@ -32,14 +32,14 @@ async def protect(store: EtcdStore, writers: Mapping[str, Sequence[str]]) -> Non
     for user, prefixes in writers.items():
         if user not in roles:
             await ask("RoleAdd", rpc.AuthRoleAddRequest(name=user))
-        wanted = dict.fromkeys(store.spans(""), rpc.Permission.READ)
-        wanted |= {span: rpc.Permission.READWRITE for prefix in prefixes for span in store.spans(prefix)}
+        required = dict.fromkeys(store.spans(""), rpc.Permission.READ)
+        required |= {span: rpc.Permission.READWRITE for prefix in prefixes for span in store.spans(prefix)}
         held = (await ask("RoleGet", rpc.AuthRoleGetRequest(role=user))).perm
         has = {(each.key, each.range_end): each.permType for each in held}
-        for (start, end), permission in wanted.items() - has.items():
+        for (start, end), permission in required.items() - has.items():
             what = rpc.Permission(permType=permission, key=start, range_end=end)
             await ask("RoleGrantPermission", rpc.AuthRoleGrantPermissionRequest(name=user, perm=what))
-        for start, end in has.keys() - wanted.keys():  # of an earlier version
+        for start, end in has.keys() - required.keys():  # of an earlier version
             gone = rpc.AuthRoleRevokePermissionRequest(role=user, key=start, range_end=end)
             await ask("RoleRevokePermission", gone)
     for user in (ROOT, *writers):

@@ -18,18 +18,18 @@ class Failovers:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._newest: Failover | None = None
-        self._news = asyncio.Event()
+        self._noted = asyncio.Event()
 
     def note(self, epoch: int, detected: float, written: float) -> None:
         """There was one."""
         self._newest = Failover(epoch, detected, written)
-        self._news.set()
+        self._noted.set()
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._noted.wait()
+            self._noted.clear()
             assert self._newest is not None
             try:
                 await self._store.put(FAILOVER, self._newest.to_json())

@@ -20,33 +20,33 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.cluster_tracker import News, World
+from coordinator.cluster_tracker import ClusterTracker, Impact
 from coordinator.core import fields
 from coordinator.core.errors import Fenced, StoreUnavailable, TooLarge, WritesRefused
 from coordinator.core.health import TICK_S, Dial
 from coordinator.core.keys import CONFIG, ROSTER, VIEW
 from coordinator.core.last_good import LastGood
-from coordinator.core.lease_grace import Grace
-from coordinator.core.lost_view import REMEDY, UNHEARD, is_behind, put_back
+from coordinator.core.lease_grace import LeaseGrace
+from coordinator.core.lost_view import REMEDY, UNHEARD, is_outdated, put_back
 from coordinator.core.names import check_name
 from coordinator.core.pace import Pace
 from coordinator.core.planner import Health, Members, Plan, RosterPlan, UnsafePlan, plan, plan_roster
 from coordinator.core.repair import Limits
 from coordinator.core.store import Guard, Listing, Store
 from coordinator.core.view import ClusterConfig, Roster, View, WorkerInfo
-from coordinator.leadership import campaign, first_of, keep_office
+from coordinator.leadership import campaign, first_of, keep_leadership
 from coordinator.membership import farewell
-from coordinator.server_links import Lines
+from coordinator.server_links import ServerLinks
 from coordinator.sparing import Sparing
 
 log = fields.logger(__name__)
 
 
-Duty = Callable[[], Coroutine[Any, Any, None]]
+WhileLeading = Callable[[], Coroutine[Any, Any, None]]
 OnFailover = Callable[[int, float, float], None]
 
 _SPARING = Sparing(2, 60.0)  # lines of one outage of the store, which is told by
-_TOLD_APART = 20  # the first characters of its error
+_ERROR_PREFIX = 20  # the first characters of its error
 _REFUSED_S = 1.0  # pause while the store takes no writes: each attempt lists all keys
 _RETRY_S = 0.2  # pause after an outage; each attempt waits for the store's time-out as well
 _ILL_S, _ILL_MOST_S = 2.0, 60.0  # after so long an ill leader gives up; doubled each time that nobody did better
@@ -64,29 +64,32 @@ async def run_coordinator(
     stop: asyncio.Event,
     dial: Dial | None = None,
     on_ill: Callable[[bool], None] = lambda ill: None,
-    duty: Duty | None = None,
+    while_leading: WhileLeading | None = None,
     on_failover: OnFailover = lambda epoch, detected, written: None,
 ) -> None:
     """Leads the cluster, or stands by to, until `stop` is set; then gives the office up so that a standby takes over.
 
-    `ttl_s` is how long the office stays with a leader that has gone silent; changes are gathered for `settle_s` before
-    a view is written, except deaths. `dial` connects to a server; without it only leases tell who is gone. `on_ill`
-    hears when this coordinator begins and ceases to hear so few servers that it must be what is ill. `duty()` is done
-    while it leads, and never ends by itself. `on_failover` hears of each view without servers that were lost: its
-    epoch, and in Unix time when the first of them was found lost and when the view stood. Waits for the cluster's
-    config.
+    Waits for the cluster's config.
+
+    ttl_s          how long a leader that has gone silent stays the leader
+    settle_s       how long changes are gathered before a view is written; deaths are not
+    dial           connects to a server; without it only leases tell who is gone
+    on_ill         called when this coordinator begins, and ceases, to hear so few servers that it must be what is ill
+    while_leading  work done while it leads, which never ends by itself
+    on_failover    called for each view without servers that were lost: its epoch, and in Unix time when the first of
+                   them was found lost and when the view stood
     """
     check_name("coordinator", name)
     if dial is None:
-        await first_of(_serve(store, name, ttl_s, settle_s, None, duty, on_failover), stop.wait())
+        await first_of(_serve(store, name, ttl_s, settle_s, None, while_leading, on_failover), stop.wait())
         return
-    lines = Lines(dial, on_ill)
-    await first_of(lines.run(), _serve(store, name, ttl_s, settle_s, lines, duty, on_failover), stop.wait())
+    lines = ServerLinks(dial, on_ill)
+    await first_of(lines.run(), _serve(store, name, ttl_s, settle_s, lines, while_leading, on_failover), stop.wait())
 
 
 async def _serve(
-    store: Store, name: str, ttl_s: float, settle_s: float, lines: Lines | None, duty: Duty | None,
-    on_failover: OnFailover,
+    store: Store, name: str, ttl_s: float, settle_s: float, lines: ServerLinks | None,
+    while_leading: WhileLeading | None, on_failover: OnFailover,
 ) -> None:  # fmt: skip
     patience_s, last_good = _ILL_S, LastGood()
     while True:
@@ -95,11 +98,11 @@ async def _serve(
             try:
                 log.info("leads cluster", leader=name)
                 term = _Term(store, guard, settle_s, lines, on_failover, last_good)
-                work = [keep_office(store, lease, ttl_s, term.answered), term.lead()]
+                work = [keep_leadership(store, lease, ttl_s, term.answered), term.lead()]
                 if lines is not None:
                     work.append(_while_well(lines, patience_s))
-                if duty is not None:
-                    work.append(duty())
+                if while_leading is not None:
+                    work.append(while_leading())
                 await first_of(*work)
             finally:
                 if lines is not None:
@@ -112,7 +115,7 @@ async def _serve(
             patience_s = _ILL_S
             log.warning("steps down", leader=name, error=error)
         except StoreUnavailable as error:
-            if (left_out := _SPARING.due(str(error)[:_TOLD_APART])) is not None:
+            if (left_out := _SPARING.due(str(error)[:_ERROR_PREFIX])) is not None:
                 log.warning("waits for the store", leader=name, error=error, left_out=left_out)
             await asyncio.sleep(_RETRY_S)
 
@@ -121,7 +124,7 @@ class _Ill(Fenced):
     """This leader gives its office up."""
 
 
-async def _while_well(lines: Lines, patience_s: float) -> None:
+async def _while_well(lines: ServerLinks, patience_s: float) -> None:
     """Ends when this leader has been ill for so long that another one might do better."""
     loop = asyncio.get_running_loop()
     well = loop.time()
@@ -163,7 +166,7 @@ class _Term:
     """One time in office."""
 
     def __init__(
-        self, store: Store, guard: Guard, settle_s: float, lines: Lines | None, on_failover: OnFailover,
+        self, store: Store, guard: Guard, settle_s: float, lines: ServerLinks | None, on_failover: OnFailover,
         last_good: LastGood,
     ) -> None:  # fmt: skip
         self._on_failover = on_failover
@@ -176,14 +179,14 @@ class _Term:
         if lines is not None:
             lines.lead(guard.create_revision, self._heard)
         self._pace = Pace()
-        self._grace = Grace(asyncio.get_running_loop().time())
+        self._lease_grace = LeaseGrace(asyncio.get_running_loop().time())
         self._identity: str | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._paced_by: Health | None = None  # as of the last plan, levels left out, if what is level waits
         self._roster_timer: asyncio.TimerHandle | None = None
         self._ask_timer: asyncio.TimerHandle | None = None
         self._view: View | None = None
-        self._said = ""
+        self._last_reason = ""
         self._unsure: Plan | None = None  # written or not: the next listing tells
 
     async def lead(self) -> None:
@@ -197,7 +200,7 @@ class _Term:
 
     def answered(self) -> None:
         """The store has answered just now."""
-        self._grace.answered(asyncio.get_running_loop().time())
+        self._lease_grace.answered(asyncio.get_running_loop().time())
 
     async def _follow_store(self) -> None:
         """After a lost race or an outage it starts from a fresh listing. The lines to servers stay."""
@@ -205,27 +208,27 @@ class _Term:
             try:
                 await self._lead_from(await self._store.list(""))
             except StoreUnavailable as error:
-                if (left_out := _SPARING.due(str(error)[:_TOLD_APART])) is not None:
+                if (left_out := _SPARING.due(str(error)[:_ERROR_PREFIX])) is not None:
                     log.warning("the store is out; the view stands as it is", error=error, left_out=left_out)
                 if not error.indefinite:
                     await asyncio.sleep(_REFUSED_S if isinstance(error, WritesRefused) else _RETRY_S)
 
     async def _lead_from(self, listing: Listing) -> None:
-        world = World(self._store.cluster, listing, self._last_good)
+        tracker = ClusterTracker(self._store.cluster, listing, self._last_good)
         self._alarm.ring(False)
-        self._look_at(world)
-        if self._unsure is not None and self._unsure.view == world.view:
+        self._look_at(tracker)
+        if self._unsure is not None and self._unsure.view == tracker.view:
             self._tell(self._unsure, asyncio.get_running_loop().time(), time.time())
         self._unsure = None
 
-        def changed(news: News) -> None:
-            self._look_at(world)
-            self._alarm.ring(news is News.DEATH)
+        def changed(impact: Impact) -> None:
+            self._look_at(tracker)
+            self._alarm.ring(impact is Impact.DEATH)
 
-        await first_of(self._write(world), world.follow(self._store, changed))
+        await first_of(self._write(tracker), tracker.follow(self._store, changed))
 
     def _heard(self, death: bool) -> None:
-        """News from the lines. When all that is being filled is level there is nothing more to gather; as long as
+        """Impact from the lines. When all that is being filled is level there is nothing more to gather; as long as
         what is level waits for more of it, that there is more is no reason to plan."""
         urgent = death
         if not urgent and self._lines is not None and self._view is not None:
@@ -235,34 +238,36 @@ class _Term:
                 return
         self._alarm.ring(urgent)
 
-    def _look_at(self, world: World) -> None:
-        if world.identity != self._identity:  # whose members have yet to register
-            self._identity, self._grace = world.identity, Grace(asyncio.get_running_loop().time())
-        self._view = world.view
+    def _look_at(self, tracker: ClusterTracker) -> None:
+        if tracker.identity != self._identity:  # whose members have yet to register
+            self._identity, self._lease_grace = tracker.identity, LeaseGrace(asyncio.get_running_loop().time())
+        self._view = tracker.view
         if self._lines is not None:
-            self._lines.look_at(world)
+            self._lines.look_at(tracker)
 
-    async def _write(self, world: World) -> None:
-        """Writes what is planned at each alarm. Ends if a race was lost: then the world is another than we know."""
+    async def _write(self, tracker: ClusterTracker) -> None:
+        """Writes what is planned at each alarm. Ends if a race was lost: then the tracker is another than we know."""
         while True:
             self._alarm.clear()
-            world.check_office(self._guard)
-            if not (await self._mend(world) and await self._write_view(world) and await self._write_roster(world)):
+            tracker.check_leadership(self._guard)
+            if not (
+                await self._mend(tracker) and await self._write_view(tracker) and await self._write_roster(tracker)
+            ):
                 return
-            for key, revision in [*world.drains_done(), *world.forgotten()]:
+            for key, revision in [*tracker.drains_done(), *tracker.forgotten()]:
                 await self._store.delete(key, expect=revision, guard=self._guard)
             await self._alarm.wait(self._settle_s)
 
-    async def _mend(self, world: World) -> bool:
+    async def _mend(self, tracker: ClusterTracker) -> bool:
         """Puts a config back that the store has lost, and tables that nobody has dropped. False if a race was lost."""
         good = self._last_good
-        if not world.servers:
+        if not tracker.servers:
             return True
-        if CONFIG in world.damage and world.config is not None:
-            why, config = world.damage[CONFIG], world.config
-            if not world.revisions[CONFIG]:  # numbers count from the creation of its key: go on above all
-                config = dataclasses.replace(config, base=max(world.number, world.revision) + UNHEARD)
-            if not await self._put(world, CONFIG, config):
+        if CONFIG in tracker.damage and tracker.config is not None:
+            why, config = tracker.damage[CONFIG], tracker.config
+            if not tracker.revisions[CONFIG]:  # numbers count from the creation of its key: go on above all
+                config = dataclasses.replace(config, base=max(tracker.number, tracker.revision) + UNHEARD)
+            if not await self._put(tracker, CONFIG, config):
                 return False
             log.warning("put back", key=CONFIG, why=f"{CONFIG} {why}")
         for key, value in list(good.lost.items()):
@@ -271,13 +276,13 @@ class _Term:
             good.lost.pop(key, None)
         return True
 
-    async def _write_view(self, world: World) -> bool:
-        decision = self._decide(world)
+    async def _write_view(self, tracker: ClusterTracker) -> bool:
+        decision = self._decide(tracker)
         if decision is None or decision.view is None:
             self._say("" if decision is None else decision.reason)
             return True
         try:
-            done = await self._put(world, VIEW, decision.view, _JUDGED_S)
+            done = await self._put(tracker, VIEW, decision.view, _JUDGED_S)
         except TooLarge as error:  # the view that stands goes on
             self._say(f"cannot be written: {error} ({decision.reason})")
             return True
@@ -287,82 +292,92 @@ class _Term:
             raise
         if done:
             written = asyncio.get_running_loop().time(), time.time()
-            self._look_at(world)
+            self._look_at(tracker)
             self._tell(decision, *written)
             self._alarm.ring(False)  # a view is one step; there may be a next one
         return done
 
-    async def _write_roster(self, world: World) -> bool:
-        if world.identity is None or (world.roster is not None and world.roster.cluster != world.identity):
+    async def _write_roster(self, tracker: ClusterTracker) -> bool:
+        if tracker.identity is None or (tracker.roster is not None and tracker.roster.cluster != tracker.identity):
             return True
-        decision = self._decide_roster(world, world.identity)
+        decision = self._decide_roster(tracker, tracker.identity)
         if decision is None:
             return True
-        done = await self._put(world, ROSTER, decision.roster)
+        done = await self._put(tracker, ROSTER, decision.roster)
         if done:
-            world.signed_off &= {worker.name for worker in decision.roster.workers}
+            tracker.signed_off &= {worker.name for worker in decision.roster.workers}
             log.info("roster", version=decision.roster.version, reason=decision.reason)
         return done
 
-    def _decide_roster(self, world: World, identity: str) -> RosterPlan | None:
+    def _decide_roster(self, tracker: ClusterTracker, identity: str) -> RosterPlan | None:
         """One that was lost, or is the first though workers have taken part, gets a version above all that were."""
-        damage = world.damage.get(ROSTER) if world.servers else None
-        decision = plan_roster(world.roster, self._present(world), identity)
-        if damage is not None and decision is None and world.roster is not None:
-            decision = RosterPlan(world.roster, "as it was")
-        if decision is None or not (damage is not None or (world.roster is None and world.records)):
+        damage = tracker.damage.get(ROSTER) if tracker.servers else None
+        decision = plan_roster(tracker.roster, self._present(tracker), identity)
+        if damage is not None and decision is None and tracker.roster is not None:
+            decision = RosterPlan(tracker.roster, "as it was")
+        if decision is None or not (damage is not None or (tracker.roster is None and tracker.records)):
             return decision
-        version = max(decision.roster.version, world.number)
+        version = max(decision.roster.version, tracker.number)
         reason = decision.reason if damage is None else f"{ROSTER} {damage}: put back; {decision.reason}"
         return RosterPlan(dataclasses.replace(decision.roster, version=version), reason)
 
-    def _present(self, world: World) -> list[WorkerInfo]:
+    def _present(self, tracker: ClusterTracker) -> list[WorkerInfo]:
         """The workers to list; looks again when those who are missing can no longer come back."""
         loop = asyncio.get_running_loop()
-        present = self._grace.present(world.roster, world.workers.values(), world.signed_off, loop.time())
+        present = self._lease_grace.present(tracker.roster, tracker.workers.values(), tracker.signed_off, loop.time())
         if self._roster_timer is not None:
             self._roster_timer.cancel()
-        if len(present) > len(world.workers):
-            self._roster_timer = loop.call_later(self._grace.left_s(loop.time()), self._alarm.ring, False)
+        if len(present) > len(tracker.workers):
+            self._roster_timer = loop.call_later(self._lease_grace.left_s(loop.time()), self._alarm.ring, False)
         return present
 
-    async def _put(self, world: World, key: str, value: ClusterConfig | View | Roster, timeout_s: float = 0.0) -> bool:
+    async def _put(
+        self, tracker: ClusterTracker, key: str, value: ClusterConfig | View | Roster, timeout_s: float = 0.0
+    ) -> bool:
         data = value.to_json() if isinstance(value, ClusterConfig) else value.encode()
-        expect = world.revisions[key]
+        expect = tracker.revisions[key]
         revision = await self._store.compare_and_set(key, data, expect=expect, guard=self._guard, timeout_s=timeout_s)
         if revision is not None:
-            world.written(key, value, revision)
+            tracker.written(key, value, revision)
         return revision is not None
 
-    def _decide(self, world: World) -> Plan | None:
+    def _decide(self, tracker: ClusterTracker) -> Plan | None:
         cluster = self._store.cluster
-        if world.config is None or world.identity is None:
-            damage = world.damage.get(CONFIG)
+        if tracker.config is None or tracker.identity is None:
+            damage = tracker.damage.get(CONFIG)
             return Plan(None, f"{CONFIG} {damage}: {REMEDY}" if damage else f"cluster {cluster} has no config yet")
-        if world.view is not None and world.view.cluster != world.identity:
-            return Plan(None, f"the view is that of {world.view.cluster}, the config that of {world.identity}")
-        health = self._health(world)
-        if VIEW in world.damage or is_behind(world.view, health.epochs):
-            return self._decide_lost(world, health)
+        if tracker.view is not None and tracker.view.cluster != tracker.identity:
+            return Plan(None, f"the view is that of {tracker.view.cluster}, the config that of {tracker.identity}")
+        health = self._health(tracker)
+        if VIEW in tracker.damage or is_outdated(tracker.view, health.epochs):
+            return self._decide_lost(tracker, health)
         try:
-            servers = tuple(world.servers.values())
+            servers = tuple(tracker.servers.values())
             members = Members(
-                world.identity, servers, world.draining, world.anew, world.given_up, world.restores, world.leaving
+                tracker.identity,
+                servers,
+                tracker.draining,
+                tracker.recoverable,
+                tracker.given_up,
+                tracker.restores,
+                tracker.leaving,
             )
-            return plan(world.view, members, world.config, self._paced(world, health), self._limits(world))
+            return plan(tracker.view, members, tracker.config, self._paced(tracker, health), self._limits(tracker))
         except UnsafePlan:  # the view that stands may serve badly, this one would lose data
             log.exception("a plan is not carried out")
             return None
 
-    def _decide_lost(self, world: World, health: Health) -> Plan:
+    def _decide_lost(self, tracker: ClusterTracker, health: Health) -> Plan:
         """The view in place of one that the store has lost."""
-        behind = "is gone" if world.view is None else f"is of epoch {world.view.epoch}, and servers follow a newer one"
-        why = f"{VIEW} {world.damage.get(VIEW, behind)}"
-        if not world.servers:
+        damage = (
+            "is gone" if tracker.view is None else f"is of epoch {tracker.view.epoch}, and servers follow a newer one"
+        )
+        why = f"{VIEW} {tracker.damage.get(VIEW, damage)}"
+        if not tracker.servers:
             return Plan(None, f"{why}, and no server is registered: {REMEDY}")
-        certain = VIEW in world.damage and world.certain
+        certain = VIEW in tracker.damage and tracker.certain
         views = {} if self._lines is None else self._lines.views()
-        decision = put_back(world.view, certain, why, health.epochs, views)
+        decision = put_back(tracker.view, certain, why, health.epochs, views)
         if decision.view is None and self._lines is not None and self._ask_timer is None:
             self._lines.ask_views()
             self._ask_timer = asyncio.get_running_loop().call_later(_ASK_AGAIN_S, self._ask_again)
@@ -372,17 +387,17 @@ class _Term:
         self._ask_timer = None
         self._alarm.ring(False)
 
-    def _limits(self, world: World) -> Limits:
+    def _limits(self, tracker: ClusterTracker) -> Limits:
         """How much may move at once, by what servers report of their size."""
-        if self._lines is None or world.view is None:
+        if self._lines is None or tracker.view is None:
             return Limits()
-        held = int(np.count_nonzero(world.view.chains >= 0))
+        held = int(np.count_nonzero(tracker.view.chains >= 0))
         return Limits.by_bytes(sum(load.nbytes for load in self._lines.loads().values()) / max(1, held))
 
-    def _paced(self, world: World, health: Health) -> Health:
+    def _paced(self, tracker: ClusterTracker, health: Health) -> Health:
         """Lets what is level wait for the rest of its batch, and looks again in time."""
         loop = asyncio.get_running_loop()
-        left_s = 0.0 if world.view is None else self._pace.wait(health, world.view, loop.time())
+        left_s = 0.0 if tracker.view is None else self._pace.wait(health, tracker.view, loop.time())
         if self._timer is not None:
             self._timer.cancel()
         self._paced_by = None if left_s <= 0 else dataclasses.replace(health, level={}, epochs={})
@@ -391,11 +406,11 @@ class _Term:
         self._timer = loop.call_later(left_s, self._alarm.ring, True)
         return dataclasses.replace(health, ripe=False)
 
-    def _health(self, world: World) -> Health:
+    def _health(self, tracker: ClusterTracker) -> Health:
         if self._lines is not None:
             return self._lines.health()
-        registered = {server.member for server in world.servers.values()}
-        listed = () if world.view is None else world.view.servers
+        registered = {server.member for server in tracker.servers.values()}
+        listed = () if tracker.view is None else tracker.view.servers
         return Health(gone={s.member: "its lease ended" for s in listed if s.member not in registered})
 
     def _tell(self, decision: Plan, now: float, wall: float) -> None:
@@ -419,6 +434,6 @@ class _Term:
 
     def _say(self, reason: str) -> None:
         """Logs why nothing is written, when the reason changes."""
-        if reason and reason != self._said:
+        if reason and reason != self._last_reason:
             log.warning("no view is written", reason=reason)
-        self._said = reason
+        self._last_reason = reason

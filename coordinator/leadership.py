@@ -11,25 +11,25 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
-from coordinator.cluster_tracker import World
+from coordinator.cluster_tracker import ClusterTracker
 from coordinator.core import fields
 from coordinator.core.errors import Fenced, LeaseLost, StoreUnavailable
 from coordinator.core.health import TICK_S
 from coordinator.core.keys import ELECTION
 from coordinator.core.last_good import LastGood
 from coordinator.core.store import Guard, Store
-from coordinator.server_links import Lines
+from coordinator.server_links import ServerLinks
 from coordinator.sparing import Sparing
 
 log = fields.logger(__name__)
 
 _SPARING = Sparing(2, 60.0)
-ASKED_S = 1.0  # how often the store is asked at least, whether the office is still ours
+RENEW_S = 1.0  # how often the store is asked at least, whether the office is still ours
 OTHERS_FIRST_S = 1.0  # for so long a coordinator that hears too few servers leaves a vacant office to others
 
 
 async def campaign(
-    store: Store, name: str, ttl_s: float, lines: Lines | None, last_good: LastGood
+    store: Store, name: str, ttl_s: float, lines: ServerLinks | None, last_good: LastGood
 ) -> tuple[int, Guard]:
     """Waits until the office is ours; returns its lease and its fencing token. Keeps `last_good` up to date."""
     while True:
@@ -44,36 +44,36 @@ async def campaign(
         await store.revoke(lease)
 
 
-async def _vacancy(store: Store, lines: Lines | None, last_good: LastGood) -> None:
+async def _vacancy(store: Store, lines: ServerLinks | None, last_good: LastGood) -> None:
     """Stands by until nobody has the office."""
-    world, vacant = World(store.cluster, await store.list(""), last_good), asyncio.Event()
+    tracker, vacant = ClusterTracker(store.cluster, await store.list(""), last_good), asyncio.Event()
 
     def changed(_: object = None) -> None:
         if lines is not None:
-            lines.look_at(world)
-        if not world.term:
+            lines.look_at(tracker)
+        if not tracker.term:
             vacant.set()
 
     changed()
     if not vacant.is_set():
-        depose = [] if lines is None else [_depose(store, world, lines)]
-        await first_of(world.follow(store, changed), vacant.wait(), *depose)
+        depose = [] if lines is None else [_depose(store, tracker, lines)]
+        await first_of(tracker.follow(store, changed), vacant.wait(), *depose)
 
 
-async def _depose(store: Store, world: World, lines: Lines) -> None:
+async def _depose(store: Store, tracker: ClusterTracker, lines: ServerLinks) -> None:
     """Ends the term of a leader that the servers have lost."""
     while True:
         term = lines.lost_term()
-        if term and term == world.term and await store.delete(ELECTION, expect=term):
+        if term and term == tracker.term and await store.delete(ELECTION, expect=term):
             log.warning("deposes the leader: half of the servers or more have lost it, none has it", term=term)
             return
         await asyncio.sleep(TICK_S / 2)
 
 
-async def keep_office(store: Store, lease: int, ttl_s: float, answered: Callable[[], None]) -> None:
+async def keep_leadership(store: Store, lease: int, ttl_s: float, answered: Callable[[], None]) -> None:
     """Renews the lease of the office; Fenced when it is lost. `answered` hears of each answer of the store."""
     while True:
-        await asyncio.sleep(min(ASKED_S, ttl_s / 3))
+        await asyncio.sleep(min(RENEW_S, ttl_s / 3))
         try:
             await store.keep_alive(lease)
             answered()

@@ -113,12 +113,12 @@ async def request_drain(store: Store, name: str, *, leaves: bool = False) -> Ser
             server = server_of(entry.key, entry.value)
         except ValueError as error:
             raise UnknownServer(f"what cluster {store.cluster} has registered is no server: {error}") from None
-        asked = await store.get(DRAINS + name)
-        before = {} if asked is None else _drains([asked])
+        request = await store.get(DRAINS + name)
+        before = {} if request is None else _drains([request])
         if server.member in before and before[server.member] >= leaves:
             return server
         value = json.dumps({"incarnation": server.incarnation, **({LEAVES: True} if leaves else {})}).encode()
-        expect = 0 if asked is None else asked.revision
+        expect = 0 if request is None else request.revision
         if await store.compare_and_set(DRAINS + name, value, expect=expect) is not None:
             return server
 
@@ -239,10 +239,10 @@ def _adopt_if_good(entry: Entry, adopt: Callable[[Entry], None]) -> None:
         log.warning("not adopted", key=entry.key, revision=entry.revision, why=error)
 
 
-def _tell(callbacks: list[Callable[[_T], None]], news: _T) -> None:
+def _tell(callbacks: list[Callable[[_T], None]], value: _T) -> None:
     for callback in callbacks:
         try:
-            callback(news)
+            callback(value)
         except Exception:  # a subscriber's failure is its own: the others still hear the news
             log.exception("a subscriber failed")
 

@@ -111,10 +111,10 @@ class MemoryStore:
         """See `Store.compare_and_set_all`."""
         self._check_open()
         check_writes(writes)
-        wanted = {check_key(key): expect for key, (_, expect) in writes.items()}
+        expected = {check_key(key): expect for key, (_, expect) in writes.items()}
         if unchanged is not None and self._data.entries.get(unchanged.key) != unchanged:
             return None
-        if any(self._revision(key) != expect for key, expect in wanted.items()):
+        if any(self._revision(key) != expect for key, expect in expected.items()):
             return None
         self._data.revision += 1
         self._announce([self._enter(key, value, None) for key, (value, _) in writes.items()])
@@ -227,8 +227,8 @@ class MemoryStore:
         data.history.extend(changes)
         if len(data.history) > 2 * HISTORY_MAX:
             data.compacted = data.history[-HISTORY_MAX - 1].revision
-            kept = bisect_right(data.history, data.compacted, key=lambda change: change.revision)
-            del data.history[:kept]
+            first = bisect_right(data.history, data.compacted, key=lambda change: change.revision)
+            del data.history[:first]
         for changed in list(data.watchers):
             changed.set()
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from coordinator.cluster_tracker import World
+from coordinator.cluster_tracker import ClusterTracker
 from coordinator.core import fields
-from coordinator.core.health import TICK_S, Detector, Dial, Gone, Line, Load, Report
+from coordinator.core.health import TICK_S, Detector, Dial, Gone, Load, Report, ServerLink
 from coordinator.core.planner import Health
 from coordinator.core.succession import BEAT_S, Succession
 from coordinator.core.view import ServerInfo, View
@@ -33,14 +33,14 @@ _VIEW_LAG_S = 0.1  # a report this soon after a view may have been sent before t
 
 @dataclass
 class _Open:
-    """A line in use. told: when the last view was sent; repeated: the last epoch that was sent twice."""
+    """A line in use. sent_at: when the last view was sent; repeated: the last epoch that was sent twice."""
 
-    line: Line
-    told: float = 0.0
+    line: ServerLink
+    sent_at: float = 0.0
     repeated: int = 0
 
 
-class Lines:
+class ServerLinks:
     """Lines to the servers that `look_at` shows, while `run` runs.
 
     on_ill  called when this side of the lines begins, and when it ceases, to be what is ill
@@ -79,7 +79,7 @@ class Lines:
                         )
                 if loop.time() - self._beaten > BEAT_S - TICK_S / 2:
                     self._beat()
-                self._call_silent_ones_anew(loop.time())
+                self._redial_silent(loop.time())
                 for _, _, task in self._calls.values():
                     if task.done():  # its server would be silent for ever
                         task.result()
@@ -110,13 +110,13 @@ class Lines:
         members = self._calls if self._view is None else self._view.as_chains.members
         return self._succession.lost_term(members, _now())
 
-    def look_at(self, world: World) -> None:
+    def look_at(self, tracker: ClusterTracker) -> None:
         """Follows what the store knows of servers and views."""
-        if world.identity is not None:
-            listed = () if world.view is None else world.view.servers
-            self.follow(world.identity, listed, world.servers.values())
-            if world.view is not None:
-                self.announce(world.view)
+        if tracker.identity is not None:
+            listed = () if tracker.view is None else tracker.view.servers
+            self.follow(tracker.identity, listed, tracker.servers.values())
+            if tracker.view is not None:
+                self.announce(tracker.view)
 
     def follow(self, cluster: str, listed: Iterable[ServerInfo], registered: Iterable[ServerInfo]) -> None:
         """These are the servers of the view and those whose keys are in the store: keeps a line to each. `cluster`: the
@@ -124,7 +124,7 @@ class Lines:
         if cluster != self._cluster:
             self._cluster = cluster
             self._views.clear()
-            self._detector.begin_anew()
+            self._detector.reset_epochs()
         servers = {server.member: server for server in listed}
         keys = {server.member: server for server in registered}
         servers.update(keys)
@@ -179,7 +179,7 @@ class Lines:
         task.add_done_callback(self._ending.discard)
         task.cancel()
 
-    def _call_silent_ones_anew(self, now: float) -> None:
+    def _redial_silent(self, now: float) -> None:
         for member, (server, since, _) in list(self._calls.items()):
             if now - max(since, self._detector.heard_at(member)) > _REDIAL_S:
                 self._hang_up(member)
@@ -211,7 +211,7 @@ class Lines:
                 pause = _RETRY_S
             await asyncio.sleep(pause)
 
-    async def _listen(self, member: Member, line: Line) -> None:
+    async def _listen(self, member: Member, line: ServerLink) -> None:
         opened = self._open[member] = _Open(line)
         self._detector.connected(member, _now())
         if self._term:
@@ -239,7 +239,7 @@ class Lines:
         view = self._view
         if not self._term or view is None or report.epoch >= view.epoch or opened.repeated >= view.epoch:
             return
-        if _now() - opened.told > _VIEW_LAG_S:
+        if _now() - opened.sent_at > _VIEW_LAG_S:
             opened.repeated = view.epoch
             self._send(opened, view)
 
@@ -254,7 +254,7 @@ class Lines:
             opened.line.beat(self._term)
 
     def _send(self, opened: _Open, view: View) -> None:
-        opened.told = _now()
+        opened.sent_at = _now()
         with suppress(OSError):  # the reports end too, and that is where it is noticed
             opened.line.send_view(view)
 

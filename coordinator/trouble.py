@@ -31,33 +31,33 @@ async def find_trouble(store: Store) -> list[str]:
     does not answer."""
     keys = ELECTION, CONFIG, VIEW, ROSTER, RESTORING
     election, config, view, roster, restoring = await asyncio.gather(*map(store.get, keys))
-    told = []
+    found = []
     for entry, decode in ((config, config_of), (view, view_of), (roster, roster_of)):
         try:
             if entry is not None:
                 decode(entry)
         except Unreadable as error:
-            told.append(str(error))
+            found.append(str(error))
     if restoring is not None:
         try:
             read(RESTORING, restoring.value, url=str, cut=int)
         except ValueError as error:
             text = f"the key {RESTORING} in etcd holds {shown(restoring.value)}, which makes no sense ({error})"
-            told.append(f"{text}: no worker can join until it is deleted")
+            found.append(f"{text}: no worker can join until it is deleted")
     if config is None and view is not None:
-        told.append(
+        found.append(
             f"etcd has lost the key {CONFIG}: no server and no worker can start. The coordinator that leads puts it "
             f"back, and any that is started; else {REMEDY}"
         )
     if election is None and config is not None:
-        told.append(NO_LEADER)
+        found.append(NO_LEADER)
     try:
         await check_writes(store)
     except WritesRefused as error:
-        told.append(str(error))
+        found.append(str(error))
     except CoordinationError:  # whoever asks may not write there: then it tells nothing
         pass
-    return told
+    return found
 
 
 async def find_lost_view(store: Store, epochs: Collection[int]) -> str:

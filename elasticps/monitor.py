@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from coordinator.core.health import Dial, Line, Memory, Report
+from coordinator.core.health import Dial, Memory, Report, ServerLink
 from coordinator.core.succession import Tenure
 from coordinator.core.view import ServerInfo, View
 from elasticps.security.channel import proved, renew_at
@@ -49,7 +49,7 @@ def dial_server(leader: str, credentials: Credentials | None = None) -> Dial:
     """How the leader of that name connects to servers; with TLS if it has credentials."""
 
     @asynccontextmanager
-    async def dial(server: ServerInfo, cluster: str) -> AsyncIterator[Line]:
+    async def dial(server: ServerInfo, cluster: str) -> AsyncIterator[ServerLink]:
         host, _, port = server.address.rpartition(":")
         context = None if credentials is None else credentials.client_context()
         reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=context)

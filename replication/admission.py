@@ -107,7 +107,7 @@ class Admission(SnapshotTransfer):
     def _must_wait(self, event: Push | Ask) -> bool:
         if event.epoch > self.epoch or (self._roster is not None and event.roster > self._roster_version):
             return True
-        full = self.crowded or self.log.nbytes >= self._budget
+        full = self.congested or self.log.nbytes >= self._budget
         return (full or self._doubtful) and isinstance(event, Push)
 
     def _park(self, event: Push | Ask, out: Effects) -> None:
@@ -123,10 +123,10 @@ class Admission(SnapshotTransfer):
 
     def _settle(self, out: Effects) -> Effects:
         """The end of an event: whoever waited and need not any more goes on, each worker's pushes in order."""
-        if not self.crowded and np.count_nonzero(self._unvouched):
-            untold = np.flatnonzero(self._unvouched).astype(np.int64)
-            self._unvouched[untold] = False
-            self._vouch(untold, self.acked[untold], out)
+        if not self.congested and np.count_nonzero(self._unacknowledged):
+            untold = np.flatnonzero(self._unacknowledged).astype(np.int64)
+            self._unacknowledged[untold] = False
+            self._acknowledge(untold, self.acked[untold], out)
         if not self._parked:
             return out
         parked, self._parked = self._parked, deque()

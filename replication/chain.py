@@ -4,19 +4,19 @@ A chain is ordered by age: head first, tail last, and a view may only
  - remove members, never the last one (the survivors keep their order),
  - append the joining member, once its tail has reported it level,
  - start, replace or give up a filling: set or clear `joining`,
- - leave one member of several: it goes on, and one that was removed joins with the copy that it has (`kept`),
- - empty a chain of which nobody can come back: the range begins anew (`anew`), with a member that has brought it back
-   from a checkpoint,
+ - leave one member of several: it goes on, and one that was removed joins with the copy that it retains (`copy_state`),
+ - empty a chain whose members cannot come back: the range is recovered (`recovery_epoch`), by a member that restores
+   it from a checkpoint,
 and then sets `since[r]` to its own epoch. So every survivor's log is a prefix of the logs of the survivors before it,
 which is what makes failover need nothing from the dead. `unsafe_transition` states the law as code.
 
-A kept joiner is level from the beginning: all that was acknowledged before is in its copy, since it was in the chain,
-and what comes after waits for it, as for every level joiner. If it stood behind the one that is left, its log is a
-prefix of that one's and it may become the tail again. If it stood before it, it may have logged what nobody else has:
-then it only takes the other's place.
+A joiner with a retained copy is level from the beginning: it was in the chain, so its copy has all that was
+acknowledged before, and later acknowledgements wait for it, as for every level joiner. If it stood behind the replica
+that is left, its log is a prefix of that replica's log, and it may become the tail again. If it stood before it, it may
+have logged operations that nobody else has: then it only takes the other's place.
 
-When the one that is left acknowledges alone the copy is late: it lacks what is acknowledged from there on, and stands
-in for nobody. When its server is there again it is asked back: then it joins as any other, with the copy that it has.
+Once the replica that is left acknowledges alone, the copy is late: it lacks what is acknowledged from there on, and no
+view may promote it. When its server answers again it catches up: it joins as any other, with the copy that it has.
 """
 
 from __future__ import annotations
@@ -51,49 +51,59 @@ class Role(IntEnum):
     FULL = 2
 
 
-class Kept(IntEnum):
-    """Whether a joining member has the copy that it had in the chain: and if it stood before or behind the one left.
-    LATE: that one acknowledges without it, and keeps for a while what it lacks. BACK: it is to get that. ANEW: there is
-    no chain, and it brings the range back from a checkpoint."""
+class CopyState(IntEnum):
+    """What copy a joining member has of its range.
 
-    ANEW = -1
-    NOT = 0
-    BEHIND = 1
-    BEFORE = 2
+    NONE         it is filled from nothing
+    SUCCESSOR    it retains its copy from the chain, where it stood behind the one replica left
+    PREDECESSOR  the same, but it stood before that replica
+    LATE         that replica acknowledges without it, and retains for a while what it lacks
+    CATCHING_UP  it is to get what it lacks
+    RECOVERING   there is no chain: it restores the range from a checkpoint
+    """
+
+    RECOVERING = -1
+    NONE = 0
+    SUCCESSOR = 1
+    PREDECESSOR = 2
     LATE = 3
-    BACK = 4
+    CATCHING_UP = 4
 
 
-COMPLETE = (Kept.BEHIND, Kept.BEFORE)
+COMPLETE = (CopyState.SUCCESSOR, CopyState.PREDECESSOR)
 """Copies that have all that was acknowledged: acknowledgements wait for them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Chains:
-    """One view: chains int32 [P, R], indices into `members`, head first, -1 behind the tail; joining int32 [P];
-    since int64 [P], the epoch in which the chain or the joining member of a range last changed; kept int32 [P], a
-    `Kept` of the joining member, left out: NOT; anew int64 [P], the epoch in which the last chain of which nobody was
-    left was emptied, left out: never."""
+    """One view, as replication sees it.
+
+    chains          int32 [P, R]: indices into `members`, head first, -1 behind the tail
+    joining         int32 [P]: index of the member being filled, -1 for none
+    since           int64 [P]: the epoch in which the range's chain or joining member last changed
+    copy_state      int32 [P]: a `CopyState` of the joining member; left out: NONE
+    recovery_epoch  int64 [P]: the epoch in which the range was last emptied, as no member had it; left out: never
+    """
 
     epoch: int
     members: tuple[Member, ...]
     chains: NDArray[np.int32]
     joining: NDArray[np.int32]
     since: NDArray[np.int64]
-    kept: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    anew: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    copy_state: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    recovery_epoch: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     tails: NDArray[np.int32] = field(init=False)
 
     def __post_init__(self) -> None:
         ranges = self.chains.shape[0]
-        if not self.kept.size:
-            object.__setattr__(self, "kept", np.zeros(ranges, np.int32))
-        if not self.anew.size:
-            object.__setattr__(self, "anew", np.zeros(ranges, np.int64))
+        if not self.copy_state.size:
+            object.__setattr__(self, "copy_state", np.zeros(ranges, np.int32))
+        if not self.recovery_epoch.size:
+            object.__setattr__(self, "recovery_epoch", np.zeros(ranges, np.int64))
         length = np.count_nonzero(self.chains >= 0, axis=1)
         last = self.chains[np.arange(ranges), np.maximum(length, 1) - 1]
         object.__setattr__(self, "tails", last)
-        for array in (self.chains, self.joining, self.since, self.kept, self.anew, self.tails):
+        for array in (self.chains, self.joining, self.since, self.copy_state, self.recovery_epoch, self.tails):
             array.setflags(write=False)
 
     @property
@@ -123,10 +133,10 @@ class Chains:
 
     @property
     def copies(self) -> NDArray[np.int32]:
-        """int32 [P, R + 1]: who has all that was acknowledged: the chain, and behind it a joiner that has kept it, -1
+        """int32 [P, R + 1]: who has all that was acknowledged: the chain, and behind it a joiner that retains it, -1
         for none."""
-        kept = np.where(np.isin(self.kept, COMPLETE), self.joining, np.int32(-1))
-        copies: NDArray[np.int32] = np.column_stack((self.chains, kept))
+        joiners = np.where(np.isin(self.copy_state, COMPLETE), self.joining, np.int32(-1))
+        copies: NDArray[np.int32] = np.column_stack((self.chains, joiners))
         return copies
 
     def members_of(self, r: int) -> tuple[Member, ...]:
@@ -169,7 +179,10 @@ def place(view: Chains, member: Member) -> Place:
     return Place(role, full & (position == 0), tail, up, down)
 
 
-_FROM: Mapping[int, tuple[Kept, ...]] = {Kept.LATE: COMPLETE, Kept.BACK: (*COMPLETE, Kept.LATE)}
+_FROM: Mapping[int, tuple[CopyState, ...]] = {
+    CopyState.LATE: COMPLETE,
+    CopyState.CATCHING_UP: (*COMPLETE, CopyState.LATE),
+}
 """What a copy must have been before."""
 
 
@@ -179,22 +192,28 @@ def unsafe_transition(
     """Why `new` must not follow `old`; "" if it may. `level`: range -> fill id that its tail, or who brings it back,
     reported level; `ended`: members that can never come back as they were.
 
-    A chain that was empty may get any members when it is formed; when it begins anew, the one that has brought it back.
+    A chain that was empty may get any members when it is formed; when it is recovered, the one that has restored it.
     """
     if new.epoch != old.epoch + 1:
         return f"epoch {new.epoch} follows {old.epoch}"
     for r in range(old.ranges):
         before, after = old.members_of(r), new.members_of(r)
         joined_before, joined_after = old.joiner_of(r), new.joiner_of(r)
-        kept_before, kept_after = old.kept[r], new.kept[r]
-        if new.anew[r] != old.anew[r]:
+        state_before, state_after = old.copy_state[r], new.copy_state[r]
+        if new.recovery_epoch[r] != old.recovery_epoch[r]:
             copies = {old.members[i] for i in old.copies[r] if i >= 0}
-            if new.anew[r] != new.epoch or new.since[r] != new.epoch or after or joined_after is not None or not before:
-                return f"range {r}: it does not begin anew in epoch {new.anew[r]}"
+            if (
+                new.recovery_epoch[r] != new.epoch
+                or new.since[r] != new.epoch
+                or after
+                or joined_after is not None
+                or not before
+            ):
+                return f"range {r}: it does not begin anew in epoch {new.recovery_epoch[r]}"
             if living := copies.difference(ended):
                 return f"range {r}: it must not begin anew as long as {_names(tuple(sorted(living)))} may come back"
             continue
-        if before == after and joined_before == joined_after and kept_before == kept_after:
+        if before == after and joined_before == joined_after and state_before == state_after:
             if new.since[r] != old.since[r]:
                 return f"range {r}: since moved to {new.since[r]}, but nothing changed"
             continue
@@ -202,17 +221,23 @@ def unsafe_transition(
             return f"range {r}: the chain changed in epoch {new.epoch}, but since says {new.since[r]}"
         if joined_after is not None and joined_after in after:
             return f"range {r}: {joined_after} is joining and full"
-        if kept_after == Kept.ANEW and (before or after or joined_after is None or not new.anew[r]):
+        if state_after == CopyState.RECOVERING and (
+            before or after or joined_after is None or not new.recovery_epoch[r]
+        ):
             return f"range {r}: {joined_after} is to bring back what is not lost"
-        level_one = None if kept_before in COMPLETE else joined_before
-        if kept_after in COMPLETE and (fault := _unkept(before, level_one, after, joined_after, kept_after)):
+        level_one = None if state_before in COMPLETE else joined_before
+        if state_after in COMPLETE and (
+            fault := _wrong_copy_state(before, level_one, after, joined_after, state_after)
+        ):
             return f"range {r}: {fault}"
-        if kept_after in _FROM and (
-            kept_before not in _FROM[kept_after] or (before, joined_before) != (after, joined_after)
+        if state_after in _FROM and (
+            state_before not in _FROM[state_after] or (before, joined_before) != (after, joined_after)
         ):
             return f"range {r}: {joined_after} has not kept its copy behind {_names(after)} all the time"
-        brought_back = kept_before == Kept.ANEW and after == (joined_before,) and level.get(r, -1) == old.since[r]
-        if not before and after and old.anew[r] and not brought_back:
+        brought_back = (
+            state_before == CopyState.RECOVERING and after == (joined_before,) and level.get(r, -1) == old.since[r]
+        )
+        if not before and after and old.recovery_epoch[r] and not brought_back:
             return f"range {r}: nobody has brought back what {_names(after)} is to have"
         if not before:
             continue
@@ -223,24 +248,24 @@ def unsafe_transition(
             continue
         if joined_before is None or after != (*left, joined_before):
             return f"range {r}: {_names(before)} cannot become {_names(after)}"
-        if kept_before == Kept.BEFORE and left:
+        if state_before == CopyState.PREDECESSOR and left:
             return f"range {r}: {joined_before} cannot stand behind {left[-1]}: it may have what that one lacks"
-        if kept_before == Kept.LATE:
+        if state_before == CopyState.LATE:
             return f"range {r}: {joined_before} lacks what was acknowledged without it"
-        if kept_before not in COMPLETE and level.get(r, -1) != old.since[r]:
+        if state_before not in COMPLETE and level.get(r, -1) != old.since[r]:
             return f"range {r}: {joined_before} is promoted, but was not reported level"
     return ""
 
 
-def _unkept(
-    before: tuple[Member, ...], filled: Member | None, after: tuple[Member, ...], joiner: Member | None, kept: int
+def _wrong_copy_state(
+    before: tuple[Member, ...], filled: Member | None, after: tuple[Member, ...], joiner: Member | None, state: int
 ) -> str:
     """Why the joiner cannot be kept as it is; "" if it can. filled: who stood behind all of `before`."""
     if joiner not in before or len(after) != 1 or after[0] not in (*before, filled):
         return f"{joiner} is kept behind {_names(after)}, but it was not one of two or more replicas, and full"
-    ahead = after[0] not in before or before.index(joiner) < before.index(after[0])
-    stood = Kept.BEFORE if ahead else Kept.BEHIND
-    return "" if kept == stood else f"{joiner} is kept as if it had stood elsewhere in {_names(before)}"
+    stood_before = after[0] not in before or before.index(joiner) < before.index(after[0])
+    stood = CopyState.PREDECESSOR if stood_before else CopyState.SUCCESSOR
+    return "" if state == stood else f"{joiner} is kept as if it had stood elsewhere in {_names(before)}"
 
 
 def _names(members: tuple[Member, ...]) -> str:

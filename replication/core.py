@@ -17,7 +17,7 @@ from replication.progress import Clocks, Progress, touched_clock
 from replication.refusals import Refusals, Refused
 from replication.retained import Retained
 
-_TREATMENTS_KEPT = 8
+_PLANS_CACHED = 8
 
 NO_RANGES: Ranges = np.empty(0, dtype=np.int64)
 NO_RANGES.setflags(write=False)
@@ -32,26 +32,28 @@ class PeerError(RuntimeError):
 
 
 class Part(NamedTuple):
-    """Some ranges of a frame. chosen: which of them, a slice where they are neighbours; lane: the neighbour downstream
-    that they have to do with, -1 for none."""
+    """Some ranges of a frame. chosen: which of them, a slice where they are adjacent; successor: the slot of
+    the neighbour downstream that they concern, -1 for none."""
 
-    lane: int
+    successor: int
     chosen: slice | NDArray[np.int64]
     ranges: Ranges
 
 
-class Treatment(NamedTuple):
+class ForwardingPlan(NamedTuple):
     """What is done with the ranges of a frame.
 
-    sent: forwarded, one message per neighbour, whatever else is done; kept: logged until a neighbour acknowledges
-    final: acknowledged at once; vouched: of these, what the predecessors are told
-    quiet: at a joiner that is being filled: applied in the part that it has
+    sent          forwarded, one message per successor, whatever else is done
+    logged        held in the log until a successor acknowledges
+    final         committed at once
+    acknowledged  those of `final` of which the predecessors hear
+    quiet         ranges being filled here: applied below the bound of what has come
     """
 
     sent: list[Part]
-    kept: list[Part]
+    logged: list[Part]
     final: Part | None
-    vouched: Part | None
+    acknowledged: Part | None
     quiet: Ranges
 
 
@@ -92,8 +94,8 @@ class Core:
     acked <= seq, and the log holds every operation between them that has a neighbour downstream to wait for.
     _fed: whether I am the tail of a range that someone joins. guarded: whether acknowledgements of some range wait for
     its joiner: what I have beyond `acked` there must not be shown, because the joiner may be the next to be read.
-    crowded: whether operations that no log bounds wait on a full link, to a joiner that I fill: then no push is let in
-    here, and what I have as tail is not vouched for, so that heads' logs fill up, and they let none in either.
+    congested: whether operations that no log bounds wait on a full link, to a joiner that I fill: then no push is let
+    in here, and what I have as tail is not acknowledged, so that heads' logs fill up, and they let none in either.
     """
 
     def __init__(self, me: Member, ranges: int, log: Log | None = None) -> None:
@@ -122,11 +124,13 @@ class Core:
         self._newest_since = 0
         self._fed = False
         self.guarded = False
-        self.crowded = False
+        self.congested = False
         self._full: set[int] = set()  # links that have more waiting than their sockets take
-        self._unvouched: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)  # not told that all of it is committed
+        self._unacknowledged: NDArray[np.bool_] = np.zeros(
+            ranges, dtype=np.bool_
+        )  # not told that all of it is committed
         self._headed: Ranges = NO_RANGES
-        self._treatments: deque[tuple[Ranges, Treatment]] = deque(maxlen=_TREATMENTS_KEPT)
+        self._plans: deque[tuple[Ranges, ForwardingPlan]] = deque(maxlen=_PLANS_CACHED)
         self._members: list[Member] = []
         self._slots: dict[Member, int] = {}
         self._linked: list[bool] = []
@@ -168,7 +172,7 @@ class Core:
         waits = self.waiting | (self._down >= 0) & ~self._tail
         quiet = (self.role == Role.JOINING) & ~self.filled
         self._code = (self._down + 1) << 3 | quiet << 2 | self._synced << 1 | waits
-        self._treatments.clear()
+        self._plans.clear()
         self.version += 1
         self.guarded = bool(np.count_nonzero(self.waiting))
         self._fed = bool(np.count_nonzero(self._tail & (self._down >= 0)))
@@ -176,25 +180,25 @@ class Core:
 
     def _look_at_links(self) -> None:
         fed = self._tail & self._synced & ~self.waiting if self._full else None
-        self.crowded = fed is not None and not self._full.isdisjoint(self._down[fed].tolist())
+        self.congested = fed is not None and not self._full.isdisjoint(self._down[fed].tolist())
 
-    def _treatment(self, ranges: Ranges) -> Treatment:
+    def _forwarding_plan(self, ranges: Ranges) -> ForwardingPlan:
         """What is done with a frame of these ranges. What comes often is remembered, by identity."""
-        for known, treatment in self._treatments:
+        for known, plan in self._plans:
             if known is ranges:
-                return treatment
+                return plan
         codes = self._code[ranges]
-        lanes = (codes >> 3) - 1
+        successors = (codes >> 3) - 1
         final = codes & 1 == 0
-        treatment = Treatment(
-            _by_lane(ranges, lanes, codes & 2 != 0),
-            _by_lane(ranges, lanes, ~final),
+        plan = ForwardingPlan(
+            _by_successor(ranges, successors, codes & 2 != 0),
+            _by_successor(ranges, successors, ~final),
             _part(ranges, -1, final),
             _part(ranges, -1, final & (codes & 4 == 0)),
             ranges[final & (codes & 4 != 0)],
         )
-        self._treatments.append((ranges, treatment))
-        return treatment
+        self._plans.append((ranges, plan))
+        return plan
 
     # -- the steps --------------------------------------------------------------------------------------------------
 
@@ -208,23 +212,23 @@ class Core:
             self.refusals.note(operation.worker, touched_clock(operation.after), ranges, operation.refusal)
         elif operation.after == 0 and self.refusals:
             self.refusals.forget(operation.worker, ranges)
-        sent, kept, final, vouched, quiet = self._treatment(ranges)
-        for lane, chosen, part in sent:
-            self._send(lane, Forward(self.epoch, part, seqs[chosen], operation), out)
-        for lane, chosen, part in kept:
-            self.log.add(lane, frame, part, seqs[chosen], before if isinstance(before, int) else before[chosen])
+        sent, logged, final, acknowledged, quiet = self._forwarding_plan(ranges)
+        for successor, chosen, part in sent:
+            self._send(successor, Forward(self.epoch, part, seqs[chosen], operation), out)
+        for successor, chosen, part in logged:
+            self.log.add(successor, frame, part, seqs[chosen], before if isinstance(before, int) else before[chosen])
         if self.retained.active:
             self.retained.add(operation, ranges, seqs, self.log.nbytes)
         inside = {r: self._bounds[r] for r in quiet.tolist()} if quiet.shape[0] else None
         out.append(Apply(operation, ranges, seqs, inside))
         if final is not None:
             self.acked[final.ranges] = seqs[final.chosen]
-            if vouched is not None and self.crowded:
-                self._unvouched[vouched.ranges] = True
-            elif vouched is not None:
-                self._vouch(vouched.ranges, seqs[vouched.chosen], out)
+            if acknowledged is not None and self.congested:
+                self._unacknowledged[acknowledged.ranges] = True
+            elif acknowledged is not None:
+                self._acknowledge(acknowledged.ranges, seqs[acknowledged.chosen], out)
 
-    def _vouch(self, ranges: Ranges, seqs: Seqs, out: Effects) -> None:
+    def _acknowledge(self, ranges: Ranges, seqs: Seqs, out: Effects) -> None:
         """Tells the predecessors that everything up to `seqs` is committed."""
         ups = self._up[ranges]
         if np.count_nonzero(ups != ups[0]) == 0:
@@ -235,14 +239,14 @@ class Core:
             mask = ups == up
             self._send(up, Ack(self.epoch, ranges[mask], seqs[mask]), out)
 
-    def _commit(self, lane: int, ranges: Ranges, seqs: Seqs, out: Effects) -> None:
-        """The neighbour downstream vouched for `seqs`: pass it on, and let go of what was kept for it."""
+    def _commit(self, successor: int, ranges: Ranges, seqs: Seqs, out: Effects) -> None:
+        """The neighbour downstream acknowledged `seqs`: pass it on, and release what waited for it."""
         seqs = np.maximum(self.acked[ranges], seqs)
         if np.count_nonzero(seqs > self.seq[ranges]):
-            raise PeerError(f"{self.me}: {self._members[lane]} acknowledged operations that it was never sent")
+            raise PeerError(f"{self.me}: {self._members[successor]} acknowledged operations that it was never sent")
         self.acked[ranges] = seqs
-        self._vouch(ranges, seqs, out)
-        for frame in self.log.release(lane, self.acked):
+        self._acknowledge(ranges, seqs, out)
+        for frame in self.log.release(successor, self.acked):
             self._finish(frame, out)
         if self._waiters:
             self._check_waiters(out)
@@ -260,13 +264,13 @@ class Core:
         out.append(Reply(frame.token, Status.COMMITTED, self.epoch, committed, moved, refused))
 
     def _check_waiters(self, out: Effects) -> None:
-        kept: list[Waiter] = []
+        waiting: list[Waiter] = []
         for waiter in self._waiters:
             if np.count_nonzero(self.acked[waiter.ranges] < waiter.seqs):
-                kept.append(waiter)
+                waiting.append(waiter)
             elif self.log.done(waiter.frame):
                 self._finish(waiter.frame, out)
-        self._waiters = kept
+        self._waiters = waiting
 
     def _frame(self, operation: Operation, token: object, ranges: Ranges) -> Frame:
         return Frame(operation, token, ranges)
@@ -280,24 +284,24 @@ def _cut(refused: Refused, ranges: Ranges) -> Refused | None:
     return refused._replace(rows=rows) if len(rows) else None
 
 
-def _by_lane(ranges: Ranges, lanes: NDArray[np.int64], mask: NDArray[np.bool_]) -> list[Part]:
-    """One part per lane of those ranges in the mask: while ranges move, every other one may be treated in another way,
-    and a message costs much more than a range of it."""
-    chosen = lanes[mask]
+def _by_successor(ranges: Ranges, successors: NDArray[np.int64], mask: NDArray[np.bool_]) -> list[Part]:
+    """One part per successor of the ranges in the mask: while ranges move, adjacent ones may go different ways, and a
+    message costs much more than a range of it."""
+    chosen = successors[mask]
     if chosen.shape[0] == 0:
         return []
     every = [int(chosen[0])] if np.count_nonzero(chosen != chosen[0]) == 0 else np.unique(chosen).tolist()
-    parts = [_part(ranges, lane, mask & (lanes == lane)) for lane in every]
+    parts = [_part(ranges, successor, mask & (successors == successor)) for successor in every]
     return [part for part in parts if part is not None]
 
 
-def _part(ranges: Ranges, lane: int, mask: NDArray[np.bool_]) -> Part | None:
+def _part(ranges: Ranges, successor: int, mask: NDArray[np.bool_]) -> Part | None:
     """The ranges in the mask, None if there are none."""
     index = np.flatnonzero(mask)
     if index.shape[0] == 0:
         return None
     if index.shape[0] == ranges.shape[0]:
-        return Part(lane, slice(0, index.shape[0]), ranges)
+        return Part(successor, slice(0, index.shape[0]), ranges)
     first, last = int(index[0]), int(index[-1])
     chosen = slice(first, last + 1) if last - first + 1 == index.shape[0] else index
-    return Part(lane, chosen, ranges[chosen])
+    return Part(successor, chosen, ranges[chosen])

@@ -1,7 +1,7 @@
 """Operations forwarded and not yet acknowledged by the tail.
 
-A lane per downstream neighbour: entries leave a lane in order, when every range of theirs is acknowledged. A frame's
-bytes count until its last entry leaves, because the slices of one frame share one buffer.
+One queue per successor: an entry leaves its queue, in order, when all its ranges are acknowledged. A frame's bytes
+count until its last entry leaves, because the slices of one frame share one buffer.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from replication.refusals import Refused
 
 
 class Frame:
-    """One operation as it came in: what it waits for, and whom to tell. token None: nobody here was asked. refused:
-    what its answer says of rows that the step lacks."""
+    """One operation as it came in: what it waits for, and the token of its answer, None if no worker sent it here.
+    refused: what the answer says of rows that the step lacks."""
 
     __slots__ = ("left", "moved", "nbytes", "operation", "ranges", "refused", "token")
 
@@ -34,8 +34,8 @@ class Frame:
 
 
 class Entry:
-    """The part of a frame that waits in one lane. `before`: the worker's progress that it followed, per range or one
-    for all. `number` orders entries as they were applied."""
+    """The part of a frame that waits for one successor. `before`: the worker's progress before it, per range or one for
+    all. `number` orders entries as they were applied."""
 
     __slots__ = ("before", "frame", "number", "ranges", "seqs")
 
@@ -53,12 +53,12 @@ class Entry:
 
 
 class Log:
-    """All lanes of a replica."""
+    """The operations of a replica that wait for successors: one queue for each."""
 
-    __slots__ = ("_count", "_lanes", "_nbytes")
+    __slots__ = ("_count", "_nbytes", "_queues")
 
     def __init__(self) -> None:
-        self._lanes: dict[int, deque[Entry]] = {}
+        self._queues: dict[int, deque[Entry]] = {}
         self._count = 0
         self._nbytes = 0
 
@@ -68,16 +68,16 @@ class Log:
         return self._nbytes
 
     def __len__(self) -> int:
-        return sum(len(lane) for lane in self._lanes.values())
+        return sum(len(queue) for queue in self._queues.values())
 
-    def add(self, lane: int, frame: Frame, ranges: Ranges, seqs: Seqs, before: int | Progress) -> None:
-        """Appends an entry that waits for the neighbour `lane`."""
+    def add(self, successor: int, frame: Frame, ranges: Ranges, seqs: Seqs, before: int | Progress) -> None:
+        """Appends an entry that waits for the neighbour in slot `successor`."""
         self._count += 1
         if frame.left == 0:
             frame.nbytes = frame.operation.nbytes
             self._nbytes += frame.nbytes
         frame.left += 1
-        self._lanes.setdefault(lane, deque()).append(Entry(self._count, frame, ranges, seqs, before))
+        self._queues.setdefault(successor, deque()).append(Entry(self._count, frame, ranges, seqs, before))
 
     def wait(self, frame: Frame) -> None:
         """Makes a frame wait for one thing more that is not an entry."""
@@ -91,9 +91,9 @@ class Log:
         self._nbytes -= frame.nbytes
         return True
 
-    def release(self, lane: int, acked: Seqs) -> list[Frame]:
+    def release(self, successor: int, acked: Seqs) -> list[Frame]:
         """Drops the lane's entries that `acked` (per range, int64 [P]) covers, oldest first; frames thereby done."""
-        waiting = self._lanes.get(lane)
+        waiting = self._queues.get(successor)
         done: list[Frame] = []
         while waiting:
             entry = waiting[0]
@@ -104,23 +104,23 @@ class Log:
                 done.append(entry.frame)
         return done
 
-    def lane(self, lane: int) -> Iterator[Entry]:
-        """The entries of one lane, oldest first."""
-        yield from self._lanes.get(lane, ())
+    def waiting_for(self, successor: int) -> Iterator[Entry]:
+        """The entries that wait for one successor, oldest first."""
+        yield from self._queues.get(successor, ())
 
     def entries(self) -> list[Entry]:
         """All entries as they were applied."""
-        return sorted((e for lane in self._lanes.values() for e in lane), key=lambda e: e.number)
+        return sorted((e for queue in self._queues.values() for e in queue), key=lambda e: e.number)
 
     def rebuild(self, split: Callable[[Entry], list[tuple[int, Entry]]]) -> list[Frame]:
-        """Moves every entry to the lanes that `split` says, in parts if need be; frames thereby done."""
+        """Moves every entry to the queues that `split` says, in parts if need be; frames thereby done."""
         entries = self.entries()
-        self._lanes = {}
+        self._queues = {}
         done: list[Frame] = []
         for entry in entries:
             parts = split(entry)
-            for lane, part in parts:
-                self._lanes.setdefault(lane, deque()).append(part)
+            for successor, part in parts:
+                self._queues.setdefault(successor, deque()).append(part)
             entry.frame.left += len(parts)
             if self.done(entry.frame):
                 done.append(entry.frame)

@@ -48,7 +48,7 @@ class Refusal(NamedTuple):
     for all that the push has in each range."""
 
     why: str
-    told: int = 0
+    acknowledged: int = 0
     rows: Rows | None = None
 
 
@@ -109,7 +109,7 @@ class Refusals:
         self.version += 1
         bits = self._bits(ranges)
         mine = self._steps.pop(worker, {})
-        for old in [known for known in mine if known <= refusal.told]:
+        for old in [known for known in mine if known <= refusal.acknowledged]:
             self._drop(mine, old, bits)
         rows = None if refusal.rows is None else refusal.rows.part(ranges)
         if rows is None or len(rows):
@@ -148,8 +148,8 @@ class Refusals:
         mine = self._steps.get(worker)
         if not mine:
             return []
-        told = (self._within(clock, mine[clock], self._bits(ranges[committed >= clock])) for clock in sorted(mine))
-        return [each for some in told for each in some]
+        found = (self._within(clock, mine[clock], self._bits(ranges[committed >= clock])) for clock in sorted(mine))
+        return [each for some in found for each in some]
 
     def _within(self, clock: int, whys: Mapping[str, _Noted], bits: int) -> list[Refused]:
         found = []
@@ -200,11 +200,11 @@ class Refusals:
         left = {}
         for why, noted in mine[clock].items():
             self._nbytes -= noted.nbytes
-            kept, rows = noted.where & ~bits, noted.rows
-            if rows is not None and kept != noted.where:
-                rows = rows.part(self._named(kept))
-            if kept and (rows is None or len(rows)):
-                left[why] = _Noted(kept, rows)
+            remaining, rows = noted.where & ~bits, noted.rows
+            if rows is not None and remaining != noted.where:
+                rows = rows.part(self._named(remaining))
+            if remaining and (rows is None or len(rows)):
+                left[why] = _Noted(remaining, rows)
                 self._nbytes += left[why].nbytes
         if left:
             mine[clock] = left

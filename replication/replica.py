@@ -46,7 +46,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replication.admission import Admission
-from replication.chain import COMPLETE, Chains, Kept, Member, Ranges, Role, place
+from replication.chain import COMPLETE, Chains, CopyState, Member, Ranges, Role, place
 from replication.core import NO_RANGES, PeerError, ProtocolError, Shared, Waiter
 from replication.effects import Apply, CaughtUp, Distrust, Effects, NeedView
 from replication.log import Entry, Log
@@ -63,7 +63,7 @@ from replication.messages import (
 )  # fmt: skip
 from replication.progress import Progress
 
-_ORDERS_KEPT = 64
+_ORDERS_MAX = 64
 
 
 class Replica(Admission):
@@ -72,10 +72,14 @@ class Replica(Admission):
 
     def __init__(self, me: Member, ranges: int, budget_bytes: int = 256 << 20, log: Log | None = None) -> None:
         super().__init__(me, ranges, budget_bytes, log)
-        self._parted: Seqs = np.full(ranges, -1, dtype=np.int64)  # where a `Kept.BEFORE` left us, -1 for nobody
-        self._late: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)  # I am the tail beside a `Kept.LATE`
+        self._parted: Seqs = np.full(
+            ranges, -1, dtype=np.int64
+        )  # where a `CopyState.PREDECESSOR` left us, -1 for nobody
+        self._late: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)  # I am the tail beside a `CopyState.LATE`
         self._holds: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)
-        self._mute: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)  # joined as `Kept.BEFORE`: no successor
+        self._mute: NDArray[np.bool_] = np.zeros(
+            ranges, dtype=np.bool_
+        )  # joined as `CopyState.PREDECESSOR`: no successor
         self._held: dict[int, deque[Message]] = {}
 
     # -- views ------------------------------------------------------------------------------------------------------
@@ -113,7 +117,7 @@ class Replica(Admission):
     def careful(self) -> bool:
         """Whether something waits here that the next push, forward or acknowledgement could overtake, or is kept of
         each."""
-        waits = self.crowded or self._doubtful or self._parked or self._waiters or any(self._held.values())
+        waits = self.congested or self._doubtful or self._parked or self._waiters or any(self._held.values())
         return bool(waits or self.retained.active)
 
     def _change_roles(self, view: Chains, changed: NDArray[np.bool_], out: Effects) -> None:
@@ -121,8 +125,8 @@ class Replica(Admission):
         promoted = (self.role == Role.JOINING) & (where.role == Role.FULL)
         if np.count_nonzero(promoted & ~self.filled):
             raise ProtocolError(f"{self.me}: promoted half filled in ranges {np.flatnonzero(promoted & ~self.filled)}")
-        complete = np.isin(view.kept, COMPLETE)
-        mine = (view.kept > Kept.NOT) & (where.role == Role.JOINING)
+        complete = np.isin(view.copy_state, COMPLETE)
+        mine = (view.copy_state > CopyState.NONE) & (where.role == Role.JOINING)
         emptied = changed & (where.role == Role.JOINING) & ~mine
         gone = (where.role == Role.OUT) & self._holds & (view.heads >= 0)
         self.role = where.role
@@ -131,14 +135,14 @@ class Replica(Admission):
         if erased.size:
             self._erase(erased, out)
         self.filled |= mine
-        self._mute = mine & ((view.kept == Kept.BEFORE) | (view.kept == Kept.LATE))
+        self._mute = mine & ((view.copy_state == CopyState.PREDECESSOR) | (view.copy_state == CopyState.LATE))
         slots = np.array([self._slot(m) for m in view.members] + [-1], dtype=np.int64)  # index -1 stays -1
         self._up, self._down = slots[where.up], slots[where.down]
         self._head, self._tail = where.head, where.tail
         self._since = view.since
         self._newest_since = int(view.since[where.role != Role.OUT].max(initial=0))
         self._synced &= ~changed
-        self._unvouched &= ~changed
+        self._unacknowledged &= ~changed
         self.waiting &= ~changed
         self._joined[changed] = -1
         for r in np.flatnonzero(changed).tolist():
@@ -146,7 +150,7 @@ class Replica(Admission):
             self._reported.pop(r, None)
         last = changed & where.tail
         self._retain(view, changed, last)
-        joined = promoted & (view.kept == Kept.BEFORE)  # whoever is kept stood before us, and has all that we have
+        joined = promoted & (view.copy_state == CopyState.PREDECESSOR)  # it stood before us and has all that we have
         sure = last & (joined | ~complete)
         self.acked[sure] = self.seq[sure]
         self.waiting |= last & complete
@@ -155,7 +159,7 @@ class Replica(Admission):
         if not np.array_equal(np.sort(headed), np.sort(self._headed)):
             self._orders = {}
         self._headed = self._orders[view.epoch] = headed
-        if len(self._orders) > _ORDERS_KEPT:
+        if len(self._orders) > _ORDERS_MAX:
             del self._orders[min(self._orders)]
         self._recode()
 
@@ -163,7 +167,7 @@ class Replica(Admission):
         """Keeps for copies that are late what is acknowledged without them: from when it first is, so not if that was
         given up before they were asked back. The history of one that stood before us is ours as far as we had come
         when it was left out."""
-        late, back, was_late = view.kept == Kept.LATE, view.kept == Kept.BACK, self._late
+        late, back, was_late = view.copy_state == CopyState.LATE, view.copy_state == CopyState.CATCHING_UP, self._late
         goes_on = last & back & was_late
         self.retained.end(np.flatnonzero(changed & ~goes_on))
         self.retained.spent &= ~changed | goes_on
@@ -171,7 +175,7 @@ class Replica(Admission):
         if begun.size:
             parted = np.where(self._parted[begun] < 0, self.seq[begun], self._parted[begun])
             self.retained.begin(begun, self.acked[begun], parted, self.log.entries())
-        before = last & (view.kept == Kept.BEFORE)
+        before = last & (view.copy_state == CopyState.PREDECESSOR)
         self._parted[changed] = np.where(before, self.seq, -1)[changed]
         self._late, self._back = self._tail & late, self._tail & back
 
@@ -185,8 +189,8 @@ class Replica(Admission):
             if frame.token is not None and not self._head[ranges].all():
                 frame.moved.append(ranges[~self._head[ranges]])
             keep = (self.role[ranges] == Role.FULL) & (self.acked[ranges] < entry.seqs)
-            lanes = np.where(keep, self._down[ranges], -1)
-            return [(lane, entry.part(lanes == lane)) for lane in np.unique(lanes[keep]).tolist()]
+            successors = np.where(keep, self._down[ranges], -1)
+            return [(slot, entry.part(successors == slot)) for slot in np.unique(successors[keep]).tolist()]
 
         for frame in self.log.rebuild(split):
             self._finish(frame, out)
@@ -198,10 +202,10 @@ class Replica(Admission):
             self._waiters.append(Waiter(waiter.frame, waiter.ranges[mine], waiter.seqs[mine]))
         self._check_waiters(out)
 
-    # -- what begins anew ---------------------------------------------------------------------------------------------
+    # -- range recovery -----------------------------------------------------------------------------------------------
 
     def bring_back(self, r: int, kind: int, payload: Payload) -> Effects:
-        """What a checkpoint has of a range that begins anew here, as operations that no log has."""
+        """What a checkpoint has of a range that is recovered here, as operations that no log has."""
         return [Apply(Operation(kind, -1, 0, payload, 0), np.array([r]), self.seq[[r]], None)]
 
     def brought_back(self, r: int) -> Effects:
@@ -215,7 +219,9 @@ class Replica(Admission):
         """The ranges that are to be brought back here, and have not been."""
         if self.view is None:
             return NO_RANGES
-        return np.flatnonzero((self.role == Role.JOINING) & (self.view.kept == Kept.ANEW) & ~self.filled)
+        return np.flatnonzero(
+            (self.role == Role.JOINING) & (self.view.copy_state == CopyState.RECOVERING) & ~self.filled
+        )
 
     # -- links ------------------------------------------------------------------------------------------------------
 
@@ -246,7 +252,7 @@ class Replica(Admission):
             self._full.discard(slot)
         self._look_at_links()
         if full:
-            self.unsettled = self.unsettled and not self.crowded
+            self.unsettled = self.unsettled and not self.congested
             return []
         return self._settle([])
 
@@ -255,7 +261,7 @@ class Replica(Admission):
         self._full.discard(slot)
         self._held.pop(slot, None)
         self._synced &= self._down != slot
-        for r in [r for r, fill in self._fills.items() if fill.lane == slot]:
+        for r in [r for r, fill in self._fills.items() if fill.slot == slot]:
             del self._fills[r]
         self._recode()
 
@@ -317,10 +323,10 @@ class Replica(Admission):
     def _forward(self, slot: int, message: Forward, out: Effects) -> None:
         ranges, seqs = message.ranges, message.seqs
         fresh = self._heard(slot, message.epoch, ranges, self._up)
-        ahead = seqs - self.seq[ranges]
-        if np.count_nonzero(fresh & (ahead > 1)):
+        gap = seqs - self.seq[ranges]
+        if np.count_nonzero(fresh & (gap > 1)):
             raise PeerError(f"{self.me}: {self._members[slot]} left out an operation")
-        fresh &= ahead == 1
+        fresh &= gap == 1
         quiet = ranges[fresh & (self._code[ranges] & 4 != 0)]
         if quiet.size and not self._bounds.keys() >= set(quiet.tolist()):
             raise PeerError(f"{self.me}: {self._members[slot]} forwarded to ranges that it has sent nothing of")
@@ -371,7 +377,7 @@ class Replica(Admission):
         self._commit(slot, ranges, acked, out)
         position = np.full(self.ranges, np.iinfo(np.int64).max, dtype=np.int64)
         position[ranges] = seqs
-        for entry in self.log.lane(slot):
+        for entry in self.log.waiting_for(slot):
             missing = entry.seqs > position[entry.ranges]
             if missing.any():
                 part = entry.part(missing)

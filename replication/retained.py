@@ -46,8 +46,8 @@ class Retained:
 
     def keeps(self, ranges: Ranges) -> NDArray[np.bool_]:
         """Whether operations of these ranges are kept."""
-        kept: NDArray[np.bool_] = self._floor[ranges] != _NEVER
-        return kept
+        active: NDArray[np.bool_] = self._floor[ranges] != _NEVER
+        return active
 
     def begin(self, ranges: Ranges, floor: Seqs, parted: Seqs, logged: list[Entry]) -> None:
         """Keeps all above `floor` from now on: of `logged`, and of what is added. If a table ends in what is logged,

@@ -7,9 +7,9 @@
 3. When the last piece is in place the tail first makes its acknowledgements wait for the joiner too. Then, once the
    joiner has all that was ever acknowledged, it reports CAUGHT_UP. From here on only a view ends the waiting.
 
-A copy that was late and is asked back (`Kept.BACK`) gets the operations that it lacks instead, from what was kept for
-it. When it has come to where we were as it asked, acknowledgements wait for it, as for one whose last piece is in
-place. If they are not there any more nothing is sent: the leader is told, and begins a filling.
+A late copy that catches up (`CopyState.CATCHING_UP`) gets the operations that it lacks instead, which were retained.
+Once it has come to the tail's seq of the moment when it asked, acknowledgements wait for it, as for a joiner whose last
+piece is in place. If the operations are gone nothing is sent: the leader hears of it, and begins a filling.
 
 Safety: CAUGHT_UP at fill f is reported after the last acknowledgement that the joiner lacks, and none is given without
 the joiner while since[r] == f. A view that promotes it follows (by compare-and-set) one with since[r] == f, hence
@@ -36,10 +36,10 @@ _NOBODY = np.empty(0, dtype=np.int64)
 class Fill:
     """A snapshot on its way: to whom, under which id, which piece comes next."""
 
-    __slots__ = ("fill", "lane", "number", "serial")
+    __slots__ = ("fill", "number", "serial", "slot")
 
-    def __init__(self, lane: int, fill: int, serial: int) -> None:
-        self.lane = lane
+    def __init__(self, slot: int, fill: int, serial: int) -> None:
+        self.slot = slot
         self.fill = fill
         self.serial = serial
         self.number = 0
@@ -54,7 +54,9 @@ class SnapshotTransfer(Core):
         self._reported: dict[int, int] = {}
         self._pieces: dict[int, int] = {}
         self._serial = 0
-        self._back: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)  # I am the tail, the joiner a `Kept.BACK`
+        self._back: NDArray[np.bool_] = np.zeros(
+            ranges, dtype=np.bool_
+        )  # I am the tail, the joiner a `CopyState.CATCHING_UP`
         self._goal: Seqs = np.zeros(ranges, dtype=np.int64)  # for which it goes, that acknowledgements wait for it
 
     # -- the tail ---------------------------------------------------------------------------------------------------
@@ -79,7 +81,7 @@ class SnapshotTransfer(Core):
         """A piece of snapshot `serial` was cut at this instant; nothing happens if the snapshot is void."""
         out: Effects = []
         fill = self._fills.get(r)
-        if fill is None or fill.serial != serial or not self._linked[fill.lane]:
+        if fill is None or fill.serial != serial or not self._linked[fill.slot]:
             return out
         workers, progress, number = _NOBODY, _NOBODY, fill.number
         refused: list[RefusedStep] = []
@@ -91,25 +93,25 @@ class SnapshotTransfer(Core):
         fill.number += 1
         seq = int(self.seq[r])
         piece = SnapshotChunk(self.epoch, r, fill.fill, number, upto, last, seq, workers, progress, payload, refused)
-        self._send(fill.lane, piece, out)
+        self._send(fill.slot, piece, out)
         return out
 
-    def _start_fill(self, r: int, lane: int, out: Effects) -> None:
+    def _start_fill(self, r: int, slot: int, out: Effects) -> None:
         self._serial += 1
-        self._fills[r] = Fill(lane, int(self._since[r]), self._serial)
+        self._fills[r] = Fill(slot, int(self._since[r]), self._serial)
         self._synced[r] = False
         one = np.array([r], dtype=np.int64)
         if self.waiting[r]:
             self.waiting[r] = False
             self._recode()
-            self._commit(lane, one, self.seq[one], out)
+            self._commit(slot, one, self.seq[one], out)
         self._recode()
-        out.append(SnapshotRange(self._members[lane], r, int(self._since[r]), self._serial))
+        out.append(SnapshotRange(self._members[slot], r, int(self._since[r]), self._serial))
 
     def _installed(self, slot: int, message: ChunkAck, out: Effects) -> None:
         r = message.range
         fill = self._fills.get(r)
-        if fill is None or fill.lane != slot or fill.fill != message.fill or message.number != fill.number - 1:
+        if fill is None or fill.slot != slot or fill.fill != message.fill or message.number != fill.number - 1:
             return
         if message.seq > self.seq[r]:
             raise PeerError(f"{self.me}: {self._members[slot]} has more of range {r} than it was sent")
@@ -155,7 +157,7 @@ class SnapshotTransfer(Core):
         if seq == NOTHING or seq < self.acked[r]:
             self._start_fill(r, slot, out)
             return
-        for entry in self.log.lane(slot):
+        for entry in self.log.waiting_for(slot):
             mask = (entry.ranges == r) & (entry.seqs > seq)
             if mask.any():
                 part = entry.part(mask)

@@ -389,7 +389,7 @@ class Cluster:
             for s, server in zip(view.servers, servers, strict=True)
         ]
         alone = np.array([*(0 if server is None else server.leaders.alone for server in servers), 0])
-        late = np.isin(view.kept, COMPLETE) & (alone[view.tails] >= view.since)
+        late = np.isin(view.copy_state, COMPLETE) & (alone[view.tails] >= view.since)
         copies = np.where(
             late[:, None], np.pad(view.chains, ((0, 0), (0, 1)), constant_values=-1), view.as_chains.copies
         )

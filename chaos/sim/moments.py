@@ -111,7 +111,7 @@ def server_cut_off(injector: Injector, fault: Fault) -> None:
         healed = injector.cut([(name, other) for other in others], PATIENCE_S, lambda: injector.recovered(name))
 
         def suspected(view: View) -> bool:
-            if not (view.joining[view.kept > 0] == view.index(name)).any():
+            if not (view.joining[view.copy_state > 0] == view.index(name)).any():
                 return False
             injector.after(injector.random.uniform(0, fault.for_s), healed)
             return True

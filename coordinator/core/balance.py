@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.core.draft import Draft, Flags, Pair
-from coordinator.core.repair import Limits, Places
+from coordinator.core.repair import Capacity, Limits
 from coordinator.core.ring import SPREAD, Node
 from coordinator.core.share import Band, Counts, Floats, held_shares
 from replication.chain import Member
@@ -33,7 +33,7 @@ _WORTH_FRESH = 0.2  # where nothing is copied
 _NEW_PAIR, _PAIR_TOO_MANY = 0.1, 0.5  # against a successor that a server does not have yet
 _NOISE = 0.02  # equal moves are told apart by hashes, so that ranges that move are spread, and the same each time
 _EQUAL = 2.0  # targets that gain about as much as the neediest
-_ANY: Mapping[Member, Places] = {}
+_ANY: Mapping[Member, Capacity] = {}
 _TARGETS = 6  # looked at together, of all zones; two at least of each
 
 _Rows = NDArray[np.int32]
@@ -55,13 +55,13 @@ def start_moves(
     cut: Collection[Pair] = (),
     *,
     even: bool = True,
-    places: Mapping[Member, Places] = _ANY,
+    capacity: Mapping[Member, Capacity] = _ANY,
     rows: Flags | None = None,
 ) -> list[Move]:
     """Starts the fillings of moves, as many as limits allow, and returns them.
 
     sites: the live servers that may hold ranges. draining: live servers whose ranges are to go to those. Without
-    `even`, nothing else is moved. places: what they have memory for; who is not in it has no limit. rows: the ranges
+    `even`, nothing else is moved. capacity: what they have memory for; who is not in it has no limit. rows: the ranges
     that may move, bool [ranges]; left out: all.
 
     A tail fills one server at a time: what reaches it goes on to everyone that it fills, as a message to each.
@@ -82,7 +82,7 @@ def start_moves(
         movable &= rows
     if not even:
         movable &= field.draining[field.chains].any(axis=1)
-    most = np.array([places[m].moves if m in places else len(tails) for m in draft.members])
+    most = np.array([capacity[m].moves if m in capacity else len(tails) for m in draft.members])
     moves: list[Move] = []
     while len(moves) < room:
         startable, full = out_of[tails] < limits.per_server, into >= limits.per_server
@@ -141,7 +141,7 @@ class _Field:
         zone = [sites[m].zone if m in sites else "" for m in members]
         self._zone = np.array([zones.setdefault(z, len(zones)) if z else -1 - i for i, z in enumerate(zone)])
         self._zoned, self._zones = bool(zones), max(1, len(zones))
-        self._crowded = self._same_zone(chains) if zones else np.zeros(chains.shape, np.bool_)
+        self._zone_shared = self._same_zone(chains) if zones else np.zeros(chains.shape, np.bool_)
         self._at_least = self._worth = _WORTH if worth is None else worth
         self.holds, self.heads, self.tails = _loads(chains, n)
         self._pairs = _pairs(chains, n)
@@ -166,11 +166,11 @@ class _Field:
         """The range's chain as it will be."""
         row = self.chains[move.r]
         self._count(row, -1)
-        kept = row[row != move.leaver]
-        self.chains[move.r] = np.append(kept, np.int32(move.target))
+        staying = row[row != move.leaver]
+        self.chains[move.r] = np.append(staying, np.int32(move.target))
         self._count(self.chains[move.r], 1)
         if self._zoned:
-            self._crowded[move.r] = self._same_zone(self.chains[move.r : move.r + 1])
+            self._zone_shared[move.r] = self._same_zone(self.chains[move.r : move.r + 1])
 
     def _count(self, row: NDArray[np.int32], sign: int) -> None:
         self.holds[row] += sign
@@ -189,7 +189,7 @@ class _Field:
         gain_in, gain_out = self._gains()
         above = (self.holds > self.held.high) | (self.heads > self._headed.high)
         self._worth = min(self._at_least, _WORTH_LESS) if bool((above & self.able).any()) else self._at_least
-        most = (gain_out + _SAME_ZONE * self._crowded).max(axis=1)
+        most = (gain_out + _SAME_ZONE * self._zone_shared).max(axis=1)
         order = [int(i) for i in np.argsort(-gain_in, kind="stable") if self.able[i] and roomy[i]]
         while order:
             rows = np.flatnonzero(movable & (most + gain_in[order[0]] >= self._worth))
@@ -229,7 +229,7 @@ class _Field:
         found: tuple[float, Move] | None = None
         waits = False
         chains = np.ascontiguousarray(self.chains[rows].T)  # numpy is slow along short rows
-        base = gain_out.T + _SAME_ZONE * self._crowded[rows].T if self._zoned else np.ascontiguousarray(gain_out.T)
+        base = gain_out.T + _SAME_ZONE * self._zone_shared[rows].T if self._zoned else np.ascontiguousarray(gain_out.T)
         many = np.count_nonzero(self._pairs, axis=1) >= SPREAD
         for target in targets:
             gains = self._scores(target, rows, chains, base, many)
@@ -284,8 +284,8 @@ class _Field:
     def _same_zone(self, chains: _Rows) -> Flags:
         """[ranges, replicas]: whether another replica of the range is in the same zone."""
         zones = self._zone[chains]
-        crowded: Flags = (zones[:, :, None] == zones[:, None, :]).sum(axis=2) > 1
-        return crowded
+        shared: Flags = (zones[:, :, None] == zones[:, None, :]).sum(axis=2) > 1
+        return shared
 
 
 def _loads(chains: _Rows, n: int) -> tuple[Counts, Counts, Counts]:

@@ -20,7 +20,7 @@ _SHOWN = 8  # spans of ranges
 
 
 @dataclass(frozen=True)
-class Loss:
+class DataLoss:
     """What is lost, or may be, of a view.
 
     lost     ranges [n] whose every replica has come back empty: their data are gone
@@ -42,29 +42,29 @@ class Loss:
     @property
     def lines(self) -> list[str]:
         """What happened, and what is to be done, for people."""
-        told = []
+        lines = []
         if self.lost.size:
             who = ", ".join(
                 f"{m.name} came back as incarnation {now} and has begun empty" for m, now in self.empty.items()
             )
-            told.append(
+            lines.append(
                 f"the data of {self.lost.size} ranges ({spans(self.lost)}) are lost, in all tables: {who}. Pushes and "
                 "pulls of their keys fail or wait; all others can be read. `elasticps restore --ranges all-lost` "
                 "brings them back from the newest checkpoint"
             )
         if self.waiting.size:
             who = ", ".join(m.name for m in self.away)
-            told.append(
+            lines.append(
                 f"{self.waiting.size} ranges ({spans(self.waiting)}) have no replica that can be reached, and wait for "
                 f"{who}: if it is only cut off or frozen, bring it back and nothing is lost; started again, it begins "
                 "empty"
             )
         if self.coming.size:
-            told.append(f"{self.coming.size} ranges ({spans(self.coming)}) come back from a checkpoint")
-        return told
+            lines.append(f"{self.coming.size} ranges ({spans(self.coming)}) come back from a checkpoint")
+        return lines
 
 
-def find_loss(view: View, registered: Iterable[ServerInfo]) -> Loss:
+def find_loss(view: View, registered: Iterable[ServerInfo]) -> DataLoss:
     """What a view has lost, by who is registered now."""
     now = {server.name: server.incarnation for server in registered}
     here = np.array([*(now.get(s.name) == s.incarnation for s in view.servers), False])
@@ -75,7 +75,7 @@ def find_loss(view: View, registered: Iterable[ServerInfo]) -> Loss:
     lost = without & empty[copies].all(axis=1)  # index -1, nobody, finds the last
     used = np.unique(copies[without])
     members = [view.servers[i].member for i in used.tolist() if i >= 0]
-    return Loss(
+    return DataLoss(
         np.flatnonzero(lost),
         np.flatnonzero(without & ~lost),
         {m: now[m.name] for m in members if now.get(m.name, 0) > m.incarnation},
@@ -84,7 +84,7 @@ def find_loss(view: View, registered: Iterable[ServerInfo]) -> Loss:
     )
 
 
-def told(loss: Mapping[str, Any]) -> list[str]:
+def describe_loss(loss: Mapping[str, Any]) -> list[str]:
     """What is missing where ranges began anew, an entry below `losses/`, for people."""
     ranges = np.array(loss["ranges"], np.int64)
     lines = [

@@ -2,7 +2,7 @@
 
 Each step is one that `replication.chain.unsafe_transition` allows: members leave, a level joiner becomes the tail, a
 filling starts or is given up. A range whose replicas are all gone keeps its chain, and waits for one of them to come
-back; unless that cannot be, and it is to begin anew, from a checkpoint (`empty`): that is for others to decide.
+back; unless that cannot be, and it is to be recovered from a checkpoint (`empty`), which others decide.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from replication.chain import COMPLETE, Chains, Kept, Member, Ranges
+from replication.chain import COMPLETE, Chains, CopyState, Member, Ranges
 
 Flags: TypeAlias = NDArray[np.bool_]
 Pair: TypeAlias = tuple[Member, Member]
 
 
-class Loss(NamedTuple):
+class Removal(NamedTuple):
     """What taking members out has done.
 
     removed    those that are in fewer chains than before, or joining in fewer
     heads      ranges with a new head; promoted: with a level joiner that became a replica at once
     restarted  ranges whose filling begins again, because their chain is another; ended: that lost their joiner
     parted     ranges that lost a replica, or their joiner, because two neighbours cannot reach each other
-    kept       ranges left with one replica, where one that fell silent or is cut off keeps its copy
+    retained   ranges left with one replica, where one that fell silent or is cut off keeps its copy
     stuck      ranges [n] whose replicas are all gone; they are left as they are
     """
 
@@ -37,14 +37,15 @@ class Loss(NamedTuple):
     restarted: int
     ended: int
     parted: int
-    kept: int
+    retained: int
     stuck: Ranges
 
 
 class Draft:
     """Chains in the making, as indices into `members`: those of the view it starts from, then `others`.
 
-    chains int32 [P, R], joining, kept int32 [P], anew int64 [P]: as in `Chains`; leaving int32 [P]: as in `View`.
+    chains int32 [P, R], joining, copy_state int32 [P], recovery_epoch int64 [P]: as in `Chains`.
+    leaving int32 [P]: as in `View`.
     """
 
     def __init__(self, view: Chains, others: Iterable[Member] = (), leaving: NDArray[np.int32] | None = None) -> None:
@@ -53,8 +54,8 @@ class Draft:
         self.members: tuple[Member, ...] = (*view.members, *(m for m in others if m not in known))
         self.chains = view.chains.copy()
         self.joining = view.joining.copy()
-        self.kept = view.kept.copy()
-        self.anew = view.anew.copy()
+        self.copy_state = view.copy_state.copy()
+        self.recovery_epoch = view.recovery_epoch.copy()
         self.leaving = np.full_like(self.joining, -1) if leaving is None else leaving.copy()
 
     @classmethod
@@ -83,13 +84,13 @@ class Draft:
     @property
     def complete(self) -> Flags:
         """bool [P]: the ranges whose joiner has kept all that was acknowledged."""
-        complete: Flags = np.isin(self.kept, COMPLETE)
+        complete: Flags = np.isin(self.copy_state, COMPLETE)
         return complete
 
     @property
     def away(self) -> Flags:
         """bool [P]: the ranges whose joiner keeps its copy while it is not counted on, or was not a moment ago."""
-        away: Flags = self.complete | (self.kept == Kept.LATE)
+        away: Flags = self.complete | (self.copy_state == CopyState.LATE)
         return away
 
     @property
@@ -128,7 +129,7 @@ class Draft:
         level: Mapping[int, int],
         cut: Collection[Pair] = (),
         silent: Collection[Member] = (),
-    ) -> Loss:
+    ) -> Removal:
         """Takes the members in `gone` out of every chain that another full or level replica survives.
 
         level: range -> fill id that its tail reported level. cut: members that cannot reach each other: where they
@@ -151,39 +152,40 @@ class Draft:
         keeping = out & ~ended_at[old_chains] & ~(promoted & self.complete)[:, None]
         self._compact(out)
         self._append(promoted)
-        kept = self._keep(keeping, old_chains, promoted)
+        retained = self._keep(keeping, old_chains, promoted)
         moved = (self.chains != old_chains).any(axis=1) & ~self.away
-        return Loss(
+        return Removal(
             self._removed(old_chains, old_joining),
             int(np.count_nonzero(self.chains[:, 0] != old_chains[:, 0])),
             int(np.count_nonzero(promoted)),
             int(np.count_nonzero(moved & (self.joining >= 0))),
             int(np.count_nonzero(ended)),
             int(np.count_nonzero(parted)),
-            kept,
+            retained,
             np.flatnonzero(stuck).astype(np.int64),
         )
 
     def empty(self, rows: Ranges) -> None:
-        """Has these ranges begin anew: nobody who has them can come back."""
+        """Gives up the content of these ranges, which no server has any more: they are recovered from a checkpoint."""
         self.chains[rows] = -1
         self._end(self._rows(rows))
-        self.anew[rows] = self.view.epoch + 1
+        self.recovery_epoch[rows] = self.view.epoch + 1
 
     def bring_back(self, r: int, member: int) -> None:
-        """Has a member, an index, bring back range r, which begins anew."""
-        self.joining[r], self.kept[r] = member, Kept.ANEW
+        """Has a member, an index, restore range r, whose content was given up."""
+        self.joining[r], self.copy_state[r] = member, CopyState.RECOVERING
 
     def begin(self, level: Mapping[int, int]) -> int:
         """Has those that have brought back a range be its replicas; returns in how many."""
-        ready = self._level(level) & (self.kept == Kept.ANEW)
+        ready = self._level(level) & (self.copy_state == CopyState.RECOVERING)
         self.chains = self.chains.copy()
         self._append(ready)
         return int(np.count_nonzero(ready))
 
     def returned(self, gone: Collection[Member], cut: Collection[Pair]) -> dict[int, int]:
-        """The ranges whose kept joiner is there again and may be the tail: as if they had been reported level."""
-        back = (self.kept == Kept.BEHIND) & ~self.flags(gone)[self.joining]
+        """The ranges whose joiner retains its copy, answers again and may be the tail, as if they had been reported
+        level."""
+        back = (self.copy_state == CopyState.SUCCESSOR) & ~self.flags(gone)[self.joining]
         back &= ~self.pairs(cut)[self.tails, self.joining]
         return {r: int(self.view.since[r]) for r in np.flatnonzero(back).tolist()}
 
@@ -194,7 +196,7 @@ class Draft:
         epochs = np.array([*(alone.get(m, 0) for m in self.members), 0])
         done = self.complete & ((epochs[self.tails] >= self.view.since) | self.flags(ended)[self.joining])
         done[list(returned)] = False
-        self.kept[done] = Kept.LATE
+        self.copy_state[done] = CopyState.LATE
         return int(np.count_nonzero(done))
 
     def fetch(
@@ -209,19 +211,19 @@ class Draft:
         that nobody waits for: of members that are `overdue`, cut off from the one that is left, or `spent`: range ->
         fill id of which that one no longer has what they lack. These not where that one is gone: such a copy is the
         last there is. Returns how many."""
-        late, there = self.kept == Kept.LATE, ~self.flags(gone)[self.tails]
-        lost = self.flags(overdue)[self.joining] | self.pairs(cut)[self.tails, self.joining] | self._told(spent)
-        lost = (lost & there | self.flags(ended)[self.joining]) & (late | (self.kept == Kept.BACK))
+        late, there = self.copy_state == CopyState.LATE, ~self.flags(gone)[self.tails]
+        lost = self.flags(overdue)[self.joining] | self.pairs(cut)[self.tails, self.joining] | self._reported(spent)
+        lost = (lost & there | self.flags(ended)[self.joining]) & (late | (self.copy_state == CopyState.CATCHING_UP))
         back = late & there & ~lost & ~self.flags(gone)[self.joining]
         self._end(lost)
-        self.kept[back] = Kept.BACK
+        self.copy_state[back] = CopyState.CATCHING_UP
         return int(np.count_nonzero(back)), int(np.count_nonzero(lost))
 
     def promote(self, level: Mapping[int, int], draining: Collection[Member] = ()) -> int:
         """Makes level joiners tails; returns how many. In a full chain they take the place of one that drains, or of
         the one that is to leave, or of the head.
 
-        For a draft in which nothing was lost: a chain that changed has to be reported level anew.
+        For a draft in which nothing was lost: a chain that changed has to be reported level again.
         """
         ready = self._level(level) & (self.lengths > 0)
         self._retire(self.chains, ready, self.flags(draining))
@@ -232,7 +234,7 @@ class Draft:
     def settled(self, draining: Collection[Member]) -> NDArray[np.int32]:
         """int32 [P, R]: the chains when every filling under way is level."""
         after = copy(self)
-        after.chains, after.joining, after.kept = self.chains.copy(), self.joining.copy(), self.kept.copy()
+        after.chains, after.joining, after.copy_state = self.chains.copy(), self.joining.copy(), self.copy_state.copy()
         ready = (after.joining >= 0) & (after.lengths > 0)
         after._retire(after.chains, ready, after.flags(draining))
         after._compact(after.chains < 0)
@@ -242,7 +244,7 @@ class Draft:
 
     def fill(self, r: int, member: int, leaving: int = -1) -> None:
         """Starts to fill a member with range r; another is to leave when it is level, -1 for none. Both are indices."""
-        self.joining[r], self.kept[r] = member, Kept.NOT
+        self.joining[r], self.copy_state[r] = member, CopyState.NONE
         self.leaving[r] = leaving
 
     def give_up(self, members: Collection[Member]) -> int:
@@ -273,7 +275,11 @@ class Draft:
         """bool [P]: the ranges whose chain or joiner differs from the view's."""
         view = self.view
         changed: Flags = (self.chains != view.chains).any(axis=1)
-        changed |= (self.joining != view.joining) | (self.kept != view.kept) | (self.anew != view.anew)
+        changed |= (
+            (self.joining != view.joining)
+            | (self.copy_state != view.copy_state)
+            | (self.recovery_epoch != view.recovery_epoch)
+        )
         return changed
 
     def build(self, members: Sequence[Member]) -> Chains:
@@ -281,7 +287,15 @@ class Draft:
         index = self.indices(members)
         since = np.where(self.changed, self.view.epoch + 1, self.view.since)
         joining = index[self.joining]
-        return Chains(self.view.epoch + 1, tuple(members), index[self.chains], joining, since, self.kept, self.anew)
+        return Chains(
+            self.view.epoch + 1,
+            tuple(members),
+            index[self.chains],
+            joining,
+            since,
+            self.copy_state,
+            self.recovery_epoch,
+        )
 
     def indices(self, members: Sequence[Member]) -> NDArray[np.int32]:
         """int32 [members + 1]: where each member of the draft is in `members`; index -1 stays -1."""
@@ -309,15 +323,15 @@ class Draft:
         return flags
 
     def _level(self, level: Mapping[int, int]) -> Flags:
-        """What is told of the joiner that there is now; a late one is never level."""
-        ready: Flags = self._told(level) & (self.kept != Kept.LATE)
+        """What is reported of the joiner that there is now; a late one is never level."""
+        ready: Flags = self._reported(level) & (self.copy_state != CopyState.LATE)
         return ready
 
-    def _told(self, fills: Mapping[int, int]) -> Flags:
-        told = np.zeros(len(self.joining), dtype=np.bool_)
+    def _reported(self, fills: Mapping[int, int]) -> Flags:
+        reported = np.zeros(len(self.joining), dtype=np.bool_)
         for r, fill in fills.items():
-            told[r] = self.joining[r] >= 0 and self.view.since[r] == fill
-        return told
+            reported[r] = self.joining[r] >= 0 and self.view.since[r] == fill
+        return reported
 
     def _part(self, out: Flags, rows: Flags, cut: Flags, level: Flags) -> Flags:
         """Marks in `out` who stands behind one that it cannot reach; returns the ranges that this changes."""
@@ -352,7 +366,7 @@ class Draft:
     def _end(self, rows: Flags) -> None:
         """Nobody joins these ranges any more."""
         self.joining[rows] = -1
-        self.kept[rows] = Kept.NOT
+        self.copy_state[rows] = CopyState.NONE
 
     def _keep(self, out: Flags, before: NDArray[np.int32], promoted: Flags) -> int:
         """Where one replica is left of the chains `before`, or one is there that joined them, the last of those marked
@@ -361,7 +375,7 @@ class Draft:
         stood = out.shape[1] - 1 - np.argmax(out[at, ::-1], axis=1)
         left = np.argmax(before[at] == self.chains[at, :1], axis=1)
         self.joining[at] = before[at, stood]
-        self.kept[at] = np.where((stood > left) & ~promoted[at], Kept.BEHIND, Kept.BEFORE)
+        self.copy_state[at] = np.where((stood > left) & ~promoted[at], CopyState.SUCCESSOR, CopyState.PREDECESSOR)
         return len(at)
 
     def _removed(self, chains: NDArray[np.int32], joining: NDArray[np.int32]) -> tuple[Member, ...]:

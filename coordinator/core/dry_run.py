@@ -27,7 +27,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class DryRun:
     """How the cluster would change, and into what.
 
     view       the last one, with nothing under way; None if there would not be a first one
@@ -55,14 +55,14 @@ class Forecast:
         return sum(work.nbytes for work in self.kinds.values())
 
 
-def forecast(
+def dry_run(
     view: View | None,
     members: Members,
     config: ClusterConfig,
     *,
     nbytes: Mapping[str, int] | None = None,
     limits: Limits = _LIMITS,
-) -> Forecast:
+) -> DryRun:
     """What the planner would do if these were the servers, all well, until there is nothing left to do.
 
     view: the present one. nbytes: bytes stored by each server, by name; a range counts as much as its source's mean.
@@ -73,11 +73,11 @@ def forecast(
         decision = plan(view, members, config, _well(view, members), limits)
         if decision is None or decision.view is None:
             standing = "" if decision is None else decision.reason
-            return Forecast(view, book.kinds(), book.moves, views, True, standing)
+            return DryRun(view, book.kinds(), book.moves, views, True, standing)
         if view is not None:
             book.enter(view, decision.view, members, size)
         view = decision.view
-    return Forecast(view, book.kinds(), book.moves, _VIEWS_MAX, False)
+    return DryRun(view, book.kinds(), book.moves, _VIEWS_MAX, False)
 
 
 def _well(view: View | None, members: Members) -> Health:

@@ -37,10 +37,10 @@ def logger(name: str) -> structlog.stdlib.BoundLogger:
 
 
 def _to_record(_: WrappedLogger, method: str, event: EventDict) -> tuple[tuple[str], dict[str, Any]]:
-    kept = {key: event.pop(key) for key in ("exc_info", "stack_info") if key in event}
+    reserved = {key: event.pop(key) for key in ("exc_info", "stack_info") if key in event}
     what = str(event.pop("event"))
     pairs = "".join(f" {pair(key, value)}" for key, value in event.items())
-    return (f"{what}{pairs}",), {"extra": {FIELDS: {"event": what, **event}}, **kept}
+    return (f"{what}{pairs}",), {"extra": {FIELDS: {"event": what, **event}}, **reserved}
 
 
 def pair(key: str, value: Any) -> str:

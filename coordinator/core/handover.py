@@ -22,14 +22,14 @@ class Handover:
 
     held     ranges [n] of which it has all that was acknowledged
     last     those of them of which no server that stays is a full replica
-    keepers  the servers that stay and are full replicas of any of the ranges held
+    holders  the servers that stay and are full replicas of any of the ranges held
     others   the other members that have copies of the last ones, but do not count as servers that stay
     stay     how many servers stay
     """
 
     held: Ranges
     last: Ranges
-    keepers: tuple[Member, ...]
+    holders: tuple[Member, ...]
     others: tuple[Member, ...]
     stay: int
 
@@ -52,6 +52,6 @@ def find_handover(view: View, member: Member, staying: Collection[Member]) -> Ha
     held = np.flatnonzero((copies == me).any(axis=1) & (me >= 0))
     safe = np.array([*(m in staying and m != member for m in chains.members), False])
     last = held[~safe[view.chains[held]].any(axis=1)]
-    keepers = sorted(chains.members[i] for i in np.unique(view.chains[held]).tolist() if safe[i])
+    holders = sorted(chains.members[i] for i in np.unique(view.chains[held]).tolist() if safe[i])
     others = sorted(chains.members[i] for i in np.unique(copies[last]).tolist() if i not in (me, -1))
-    return Handover(held, last, tuple(keepers), tuple(others), len(set(staying) - {member}))
+    return Handover(held, last, tuple(holders), tuple(others), len(set(staying) - {member}))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
 from coordinator.core.planner import Health
-from coordinator.core.repair import Places
+from coordinator.core.repair import Capacity
 from coordinator.core.succession import Tenure
 from coordinator.core.view import ServerInfo, View
 from replication.chain import Member
@@ -43,10 +43,10 @@ class Memory(NamedTuple):
     mark: int = 0
     full: int = 0
 
-    def places(self, range_bytes: float) -> Places:
+    def capacity(self, range_bytes: float) -> Capacity:
         """How many more ranges of that size it has memory for."""
         size = max(1.0, range_bytes)
-        return Places(int((self.full - self.used) / size), int((self.mark - self.used) / size))
+        return Capacity(int((self.full - self.used) / size), int((self.mark - self.used) / size))
 
 
 _NO_LIMIT = Memory()
@@ -80,7 +80,7 @@ class Report:
     spent: tuple[tuple[int, int], ...] = ()
 
 
-class Line(Protocol):
+class ServerLink(Protocol):
     """A coordinator's connection to one server. Reports end, or raise OSError, when the connection does."""
 
     def reports(self) -> AsyncIterator[Report | View]:
@@ -96,7 +96,7 @@ class Line(Protocol):
         """Asks for the view that it follows, without waiting."""
 
 
-Dial: TypeAlias = Callable[[ServerInfo, str], AbstractAsyncContextManager[Line]]
+Dial: TypeAlias = Callable[[ServerInfo, str], AbstractAsyncContextManager[ServerLink]]
 """Connects to a server, of a cluster with that identity. ConnectionRefusedError: nobody listens there. ConnectionError
 or another OSError: try again.
 PermissionError: it is another incarnation, or another cluster's, that answers there."""
@@ -172,7 +172,7 @@ class Detector:
         for member in self._peers.keys() - members.keys():
             del self._peers[member]
 
-    def begin_anew(self) -> None:
+    def reset_epochs(self) -> None:
         """The servers are another cluster's from now on, whose epochs begin at 1 again."""
         self._levels.clear()
         self._spent.clear()
@@ -287,7 +287,7 @@ class Detector:
             spent=dict(self._spent),
             alone={member: peer.alone for member, peer in self._peers.items() if peer.alone},
             epochs={m: peer.epoch for m, peer in self._peers.items() if peer.met and peer.gone is None},
-            places={m: load.memory.places(size) for m, load in self.loads.items() if load.memory.full},
+            capacity={m: load.memory.capacity(size) for m, load in self.loads.items() if load.memory.full},
         )
 
     # -- judgement --------------------------------------------------------------------------------------------------

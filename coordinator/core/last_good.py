@@ -91,13 +91,13 @@ class LastGood:
     def delete_table(self, key: str) -> bool:
         """A table's entry was deleted. True if nobody had dropped the table: whoever does marks the entry before."""
         value = self.tables.pop(key, None)
-        if value is None or not _is_kept(value):
+        if value is None or not _is_in_use(value):
             return False
         self.lost[key] = value
         return True
 
 
-def _is_kept(value: bytes) -> bool:
+def _is_in_use(value: bytes) -> bool:
     """Whether an entry is a table's that nobody drops."""
     try:
         document = json.loads(value)

@@ -15,7 +15,7 @@ COME_BACK_S = 6.0  # a lease, and a second to find out that it was lost
 AWAY_S = 2.0  # the leader asks the store every second: without an answer for so long it was away
 
 
-class Grace:
+class LeaseGrace:
     """Answers of the store in, with the time; out comes whose absence counts."""
 
     def __init__(self, now: float) -> None:

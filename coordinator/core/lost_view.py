@@ -21,7 +21,7 @@ UNHEARD = 1 << 16  # views that only workers, coordinators and servers which are
 REMEDY = "`elasticps cluster adopt --server HOST:ADMIN-PORT` puts it back, with --without for each server that is gone"
 
 
-def is_behind(view: View | None, epochs: Mapping[Member, int]) -> bool:
+def is_outdated(view: View | None, epochs: Mapping[Member, int]) -> bool:
     """Whether the servers show that the store's view (None: it has none) is not the newest. One that says so alone,
     while another follows the store's, is not believed."""
     listed = () if view is None else view.as_chains.members
@@ -44,8 +44,8 @@ def put_back(
     if ours is None or newest > ours.epoch:
         if not newest:
             return Plan(None, f"{why}, and no server follows any: {REMEDY}")
-        if behind := sorted(m.name for m, epoch in epochs.items() if 0 < epoch < newest):
-            return Plan(None, f"{why}, and servers do not agree: {names(behind)} follow an older one. {REMEDY}")
+        if older := sorted(m.name for m, epoch in epochs.items() if 0 < epoch < newest):
+            return Plan(None, f"{why}, and servers do not agree: {names(older)} follow an older one. {REMEDY}")
         found = {view.encode(): view for view in views.values() if view.epoch == newest}
         if len(found) > 1:
             return Plan(None, f"{why}, and servers follow {len(found)} different ones of epoch {newest}: {REMEDY}")

@@ -1,4 +1,4 @@
-"""When level replicas take their places: together, so that one view serves for many. Pure.
+"""When level replicas take their capacity: together, so that one view serves for many. Pure.
 
 Each view ends the sleep of every client that waits at a tail, so few large ones are better than many small ones. But
 what is level holds up acknowledgements until a view lets it in, so it does not wait long for the others.
@@ -10,7 +10,7 @@ import numpy as np
 
 from coordinator.core.planner import Health
 from coordinator.core.view import View
-from replication.chain import Kept
+from replication.chain import CopyState
 
 PATIENCE_S = 1.0
 
@@ -24,7 +24,7 @@ class Pace:
 
     def complete(self, health: Health, view: View) -> bool:
         """Whether every filling under way is level, and there is one."""
-        filling = int(np.count_nonzero((view.joining >= 0) & (view.kept != Kept.LATE)))
+        filling = int(np.count_nonzero((view.joining >= 0) & (view.copy_state != CopyState.LATE)))
         return 0 < filling <= len(health.level)
 
     def wait(self, health: Health, view: View, now: float) -> float:

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from coordinator.core import reasons as wording
+from coordinator.core import reasons
 from coordinator.core.balance import even_out, missing, start_moves
-from coordinator.core.draft import Draft, Flags, Loss, Pair
+from coordinator.core.draft import Draft, Flags, Pair, Removal
 from coordinator.core.reasons import names
-from coordinator.core.repair import Limits, Places, start_fills, start_restores
+from coordinator.core.repair import Capacity, Limits, start_fills, start_restores
 from coordinator.core.ring import Node, place
 from coordinator.core.store import VALUE_MAX
 from coordinator.core.view import SERVERS_MAX, WORKERS_MAX, ClusterConfig, Roster, ServerInfo, View, WorkerInfo
-from replication.chain import Chains, Kept, Member, Ranges, unsafe_transition
+from replication.chain import Chains, CopyState, Member, Ranges, unsafe_transition
 
 _LIMITS = Limits()
 _SURELY_FITS = 4096  # workers with the longest names there are
@@ -35,7 +35,7 @@ class UnsafePlan(AssertionError):
 class Members:
     """The servers registered now, in the cluster with the identity `cluster`; names are distinct.
 
-    draining: incarnations that were asked to hand over all they hold. anew: ranges that are to begin anew, from a
+    draining: incarnations that were asked to hand over all they hold. recoverable: ranges that begin again, from a
     checkpoint, when nobody is left who has them and could come back; given_up: members that a person says cannot.
     restores: rows come back from a checkpoint, which takes longer where ranges move meanwhile: nothing is evened out.
     leaving: those of `draining` whose processes are about to end: if all drain, none of these is the one that stays.
@@ -44,7 +44,7 @@ class Members:
     cluster: str
     servers: tuple[ServerInfo, ...]
     draining: frozenset[Member] = frozenset()
-    anew: frozenset[int] = frozenset()
+    recoverable: frozenset[int] = frozenset()
     given_up: frozenset[Member] = frozenset()
     restores: bool = False
     leaving: frozenset[Member] = frozenset()
@@ -59,7 +59,7 @@ class Health:
     cut      pairs of members that cannot reach each other, though both are well
     stalled  pairs of members of which one could not fill the other: it is given up, and not tried again for a while
     pending  members that have not been heard yet: they are not listed, or if they are, given nothing to do
-    places   for how many more ranges a member has memory; who is not in it has no limit
+    capacity   for how many more ranges a member has memory; who is not in it has no limit
     silent   those of `gone` that may live: nothing but their silence says otherwise
     overdue  those of `silent` for whom nobody waits any more
     spent    range -> fill id of a late copy for which nobody has any more what it lacks
@@ -73,7 +73,7 @@ class Health:
     cut: frozenset[Pair] = frozenset()
     stalled: frozenset[Pair] = frozenset()
     pending: frozenset[Member] = frozenset()
-    places: Mapping[Member, Places] = field(default_factory=dict)
+    capacity: Mapping[Member, Capacity] = field(default_factory=dict)
     silent: frozenset[Member] = frozenset()
     overdue: frozenset[Member] = frozenset()
     spent: Mapping[int, int] = field(default_factory=dict)
@@ -182,7 +182,7 @@ def _first(members: Members, config: ClusterConfig, health: Health) -> Plan:
     reason = f"first view: {config.ranges} ranges on {count} servers, {config.replicas} replicas each"
     if count < config.replicas:
         reason += f" wanted, {count} possible"
-        reason = wording.whole_reason([reason], wording.too_few(config.ranges, config.replicas, count))
+        reason = reasons.whole_reason([reason], reasons.too_few(config.ranges, config.replicas, count))
     chains = even_out(place(list(nodes.values()), config.ranges, config.replicas), tuple(nodes), nodes)
     view = View(
         cluster=members.cluster,
@@ -207,7 +207,8 @@ class _Step:
     known     all who may be in the next view; of them, those not lost:
     serving   who is not asked to drain
     draining  who is; last: one that was asked to, and cannot as there is nobody else
-    ended     of the lost, who cannot come back as they were; anew: ranges that may begin anew if they alone had them
+    ended     of the lost, who cannot come back as they were; recoverable: ranges to recover if these alone had
+              them
     """
 
     def __init__(self, view: View, members: Members, health: Health) -> None:
@@ -225,42 +226,42 @@ class _Step:
         self.silent = {m for m in health.silent if self.lost.get(m) == health.gone[m]}
         registered = {s.member for s in members.servers}
         self.ended = (self.lost.keys() - self.silent - registered) | (self.lost.keys() & members.given_up)
-        self.anew = members.anew
+        self.recoverable = members.recoverable
         self.restores = members.restores
         self.draft = Draft(view.as_chains, (s.member for s in self.present.values()), view.leaving)
-        self.asked, self.leaving = members.draining, members.leaving
+        self.drain_requests, self.leaving = members.draining, members.leaving
         self.known: list[ServerInfo] = []
         self.serving: dict[Member, ServerInfo] = {}
         self.draining: frozenset[Member] = frozenset()
         self.last: Member | None = None
-        self.homeless = 0  # ranges that begin anew, and that no server can bring back
+        self.homeless = 0  # ranges to recover, for which no server has memory
 
     def decide(self, limits: Limits) -> Plan | None:
         before = self.draft.owners
-        loss = self.draft.lose(self.lost, self.health.level, self.health.cut, self.silent)
-        given_up = self._given_up(loss)
+        removal = self.draft.lose(self.lost, self.health.level, self.health.cut, self.silent)
+        given_up = self._given_up(removal)
         self.draft.empty(given_up)
         self._sort()
         if self.draft.changed.any():
-            done = wording.losses(loss, self.lost, self.health.cut, len(given_up))
+            done = reasons.losses(removal, self.lost, self.health.cut, len(given_up))
         else:
             done = self._progress(limits)
         servers = self._listed()
         done += self._list_reasons(servers, before)
-        standing = wording.standing_part(self._standing(np.setdiff1d(loss.stuck, given_up)))
+        standing = reasons.standing_part(self._standing(np.setdiff1d(removal.stuck, given_up)))
         if not self.draft.changed.any() and servers == self.view.servers:
-            if standing == wording.standing_of(self.view.reason):
+            if standing == reasons.standing_of(self.view.reason):
                 return Plan(None, standing) if standing else None
             done = ["nothing has changed" if standing else "nothing waits any more"]
-        reason = wording.whole_reason(done, standing)
-        lost = tuple(m for m in loss.removed if m in self.lost)
+        reason = reasons.whole_reason(done, standing)
+        lost = tuple(m for m in removal.removed if m in self.lost)
         return Plan(self._checked(servers, reason), reason, lost)
 
-    def _given_up(self, loss: Loss) -> Ranges:
-        """The ranges that begin anew: nobody who has all that was acknowledged can come back."""
+    def _given_up(self, removal: Removal) -> Ranges:
+        """The ranges to recover: nobody who has all that was acknowledged can come back."""
         ended = np.array([*(m in self.ended for m in self.view.as_chains.members), True])
-        stuck = loss.stuck[ended[self.view.as_chains.copies[loss.stuck]].all(axis=1)]
-        return stuck[np.isin(stuck, list(self.anew))]
+        stuck = removal.stuck[ended[self.view.as_chains.copies[removal.stuck]].all(axis=1)]
+        return stuck[np.isin(stuck, list(self.recoverable))]
 
     def _newer(self, server: ServerInfo) -> ServerInfo | None:
         now = self.present.get(server.name)
@@ -281,17 +282,17 @@ class _Step:
         heard = [server for server in new if server.member not in self.health.pending]
         self.known += heard[: SERVERS_MAX - len(self.known)]
         here = {s.member: s for s in self.known if s.member not in self.lost}
-        asked = self.asked & here.keys()
-        self.last = self._last(asked) if len(asked) == len(here) else None
-        self.draining = asked - {self.last}
+        candidates = self.drain_requests & here.keys()
+        self.last = self._last(candidates) if len(candidates) == len(here) else None
+        self.draining = candidates - {self.last}
         self.serving = {m: s for m, s in here.items() if m not in self.draining}
 
-    def _last(self, asked: Iterable[Member]) -> Member | None:
+    def _last(self, candidates: Iterable[Member]) -> Member | None:
         """Who stays when all are asked to go: the one that holds most, so that it is the same one until the others have
         left; one that is about to end only where all are."""
         chains, members = self.draft.chains, self.draft.members
         held = np.bincount(chains[chains >= 0], minlength=len(members))
-        return min(asked, key=lambda m: (m in self.leaving, -held[members.index(m)], m), default=None)
+        return min(candidates, key=lambda m: (m in self.leaving, -held[members.index(m)], m), default=None)
 
     def _listed(self) -> tuple[ServerInfo, ...]:
         """Who is in the next view: without those who have drained."""
@@ -308,38 +309,42 @@ class _Step:
         back = draft.returned(self.lost, health.cut)
         ended = self.lost.keys() - self.silent
         confirmed = draft.confirm(health.alone, ended, back)
-        asked, lost = draft.fetch(self.lost, ended, health.overdue, health.cut, health.spent)
+        returned, lost = draft.fetch(self.lost, ended, health.overdue, health.cut, health.spent)
         begun = draft.begin(health.level) if health.ripe else 0
         before, full = draft.joining.copy(), draft.lengths == draft.replicas
         if health.ripe or self._listed() != self.view.servers:
-            level = {r: fill for r, fill in health.level.items() if self.view.kept[r] in (Kept.NOT, Kept.BACK)}
+            level = {
+                r: fill
+                for r, fill in health.level.items()
+                if self.view.copy_state[r] in (CopyState.NONE, CopyState.CATCHING_UP)
+            }
             draft.promote(level | back, self.draining)
         came = (before >= 0) & (draft.joining < 0)
         if not any(server.member in health.pending for server in self.present.values()):
             draft.release(self.draining, self.serving)
         able = {m: _node(s) for m, s in self.serving.items() if m not in health.pending}
-        self.homeless = start_restores(draft, able, health.places)
+        self.homeless = start_restores(draft, able, health.capacity)
         # What only servers that drain have is as badly off as what nobody has; the rest can wait for repairs.
         # Who has not been heard yet may be well: what it holds is no reason to move anything.
         unsafe, heard = draft.only_at(self.draining), not (health.pending & draft.owners)
-        start_fills(draft, able, limits, apart, self.draining, health.places, unsafe)
+        start_fills(draft, able, limits, apart, self.draining, health.capacity, unsafe)
         if heard:
-            start_moves(draft, able, self.draining, limits, apart, even=False, places=health.places, rows=unsafe)
-        fills = start_fills(draft, able, limits, apart, self.draining, health.places)
+            start_moves(draft, able, self.draining, limits, apart, even=False, capacity=health.capacity, rows=unsafe)
+        fills = start_fills(draft, able, limits, apart, self.draining, health.capacity)
         repairs = (draft.joining >= 0) & (draft.lengths < draft.replicas) & (draft.lengths > 0)
         if not fills.later and heard and draft.lengths.all():
             even = not (self.restores or repairs.any())
-            start_moves(draft, able, self.draining, limits, apart, even=even, places=health.places)
+            start_moves(draft, able, self.draining, limits, apart, even=even, capacity=health.capacity)
         if not draft.changed.any():
             return []
         return [
-            *wording.stalled(stopped),
-            *wording.confirmed(confirmed),
-            *wording.fetched(asked, lost),
-            *wording.restores(draft, begun),
-            *wording.repairs(draft, int(np.count_nonzero(came & ~full)), repairs & (draft.joining != before)),
-            *wording.drains(draft, self.draining),
-            *wording.moves(draft, int(np.count_nonzero(came & full)), missing(draft, able, self.draining)),
+            *reasons.stalled(stopped),
+            *reasons.confirmed(confirmed),
+            *reasons.fetched(returned, lost),
+            *reasons.restores(draft, begun),
+            *reasons.repairs(draft, int(np.count_nonzero(came & ~full)), repairs & (draft.joining != before)),
+            *reasons.drains(draft, self.draining),
+            *reasons.moves(draft, int(np.count_nonzero(came & full)), missing(draft, able, self.draining)),
         ]
 
     # -- reasons ----------------------------------------------------------------------------------------------------
@@ -360,30 +365,30 @@ class _Step:
 
     def _standing(self, stuck: Ranges) -> list[str]:
         """What cannot be done as things are: who is waited for and by how many ranges, and what servers are missing."""
-        draft, reasons = self.draft, []
+        draft, parts = self.draft, []
         waited = self.view.as_chains.copies[stuck]
         for member in sorted(self.lost):
             held = int((waited == draft.members.index(member)).any(axis=1).sum())
             if held and (now := self.present.get(member.name)) is not None:
-                reasons.append(
+                parts.append(
                     f"{member.name} came back as incarnation {now.incarnation} without the data of "
                     f"incarnation {member.incarnation}: {held} ranges wait"
                 )
             elif held:
-                reasons.append(f"{member.name} is gone ({self.lost[member]}): {held} ranges wait for it")
-        late = draft.joining[stuck][draft.kept[stuck] == Kept.LATE]
+                parts.append(f"{member.name} is gone ({self.lost[member]}): {held} ranges wait for it")
+        late = draft.joining[stuck][draft.copy_state[stuck] == CopyState.LATE]
         for index, count in zip(*np.unique(late, return_counts=True), strict=True):
             name = draft.members[index].name
-            reasons.append(f"{name} has a copy of {count} of them, without what was acknowledged since it fell silent")
+            parts.append(f"{name} has a copy of {count} of them, without what was acknowledged since it fell silent")
         if self.homeless:
-            reasons.append(f"{self.homeless} ranges cannot come back from a checkpoint: no server can take them")
+            parts.append(f"{self.homeless} ranges cannot come back from a checkpoint: no server can take them")
         short = int(np.count_nonzero(draft.lengths < draft.replicas))
         if short and len(self.serving) < draft.replicas:
-            reasons.append(wording.too_few(short, draft.replicas, len(self.serving)))
-        reasons += wording.no_memory(draft, self.serving, self.draining, self.health.places)
+            parts.append(reasons.too_few(short, draft.replicas, len(self.serving)))
+        parts += reasons.no_memory(draft, self.serving, self.draining, self.health.capacity)
         if self.last is not None:
-            reasons.append(f"{self.last.name} cannot be drained: it is the last server")
-        return reasons
+            parts.append(f"{self.last.name} cannot be drained: it is the last server")
+        return parts
 
     # -- the view ---------------------------------------------------------------------------------------------------
 
@@ -405,8 +410,8 @@ class _Step:
             since=chains.since,
             reason=reason,
             leaving=draft.indices([s.member for s in servers])[draft.intended],
-            kept=chains.kept,
-            anew=chains.anew,
+            copy_state=chains.copy_state,
+            recovery_epoch=chains.recovery_epoch,
             empty=tuple((server.name, server.incarnation) for server in again),
         )
 
@@ -416,15 +421,20 @@ def _node(server: ServerInfo) -> Node:
 
 
 def _unlawful(old: Chains, new: Chains, level: Mapping[int, int], ended: Collection[Member]) -> str:
-    """`unsafe_transition`, asked only about the ranges that changed: it takes its time for each."""
+    """`unsafe_transition`, candidates only about the ranges that changed: it takes its time for each."""
     at = {m: i for i, m in enumerate(new.members)}
     index = np.array([*(at.get(m, -2) for m in old.members), -1])
     same: Flags = (index[old.chains] == new.chains).all(axis=1) & (index[old.joining] == new.joining)
-    rows = np.flatnonzero(~same | (old.since != new.since) | (old.kept != new.kept) | (old.anew != new.anew))
+    rows = np.flatnonzero(
+        ~same
+        | (old.since != new.since)
+        | (old.copy_state != new.copy_state)
+        | (old.recovery_epoch != new.recovery_epoch)
+    )
 
     def only(view: Chains) -> Chains:
-        chains, joining, since, kept = view.chains[rows], view.joining[rows], view.since[rows], view.kept[rows]
-        return Chains(view.epoch, view.members, chains, joining, since, kept, view.anew[rows])
+        chains, joining, since, state = view.chains[rows], view.joining[rows], view.since[rows], view.copy_state[rows]
+        return Chains(view.epoch, view.members, chains, joining, since, state, view.recovery_epoch[rows])
 
     some = {i: level[r] for i, r in enumerate(rows.tolist()) if r in level}
     if not unsafe_transition(only(old), only(new), some, ended):

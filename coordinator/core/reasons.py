@@ -10,11 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from coordinator.core.draft import Draft, Flags, Loss
-from coordinator.core.repair import Places
+from coordinator.core.draft import Draft, Flags, Removal
+from coordinator.core.repair import Capacity
 from coordinator.core.share import Counts
 from coordinator.core.view import REASON_MAX
-from replication.chain import Kept, Member
+from replication.chain import CopyState, Member
 
 WAITING = "; waiting: "
 _NAMES_SHOWN = 5
@@ -54,21 +54,25 @@ def stalled(joiners: Collection[Member]) -> list[str]:
     return [f"{names([m.name for m in joiners])} could not be filled: given up for now"] if joiners else []
 
 
-def losses(loss: Loss, why: Mapping[Member, str], cut: Collection[tuple[Member, Member]], anew: int) -> list[str]:
-    """What deaths and cuts have done; anew: so many ranges are given up."""
+def losses(
+    removal: Removal, why: Mapping[Member, str], cut: Collection[tuple[Member, Member]], recovering: int
+) -> list[str]:
+    """What deaths and cuts have done; recovering: so many ranges are given up."""
     reasons = []
-    if lost := [m for m in loss.removed if m in why]:
-        text = f"{evidence(lost, why)}: {loss.heads} ranges have a new head, {loss.restarted} fillings start again"
-        reasons.append(text + (f", {loss.ended} are given up" if loss.ended else ""))
-    if loss.parted:
+    if lost := [m for m in removal.removed if m in why]:
+        text = (
+            f"{evidence(lost, why)}: {removal.heads} ranges have a new head, {removal.restarted} fillings start again"
+        )
+        reasons.append(text + (f", {removal.ended} are given up" if removal.ended else ""))
+    if removal.parted:
         pairs = [f"{a.name} and {b.name}" for a, b in sorted(cut)]
-        reasons.append(f"{names(pairs)} cannot reach each other: {loss.parted} ranges go on without the second")
-    if loss.promoted:
-        reasons.append(f"{loss.promoted} level replicas take their places")
-    if anew:
-        reasons.append(f"{anew} ranges begin anew: nobody is left who has them")
-    if loss.kept:
-        reasons.append(f"{loss.kept} ranges wait until the replica that is left is confirmed")
+        reasons.append(f"{names(pairs)} cannot reach each other: {removal.parted} ranges go on without the second")
+    if removal.promoted:
+        reasons.append(f"{removal.promoted} level replicas take their capacity")
+    if recovering:
+        reasons.append(f"{recovering} ranges begin anew: nobody is left who has them")
+    if removal.retained:
+        reasons.append(f"{removal.retained} ranges wait until the replica that is left is confirmed")
     return reasons
 
 
@@ -77,15 +81,15 @@ def confirmed(count: int) -> list[str]:
     return [f"{count} ranges go on with the replica that is left"] if count else []
 
 
-def fetched(asked: int, lost: int) -> list[str]:
+def fetched(returned: int, lost: int) -> list[str]:
     """Late copies: of which there are again, and of which nobody waits for any more."""
-    reasons = [f"{asked} ranges have their second copy again, which gets what it lacks"] if asked else []
+    reasons = [f"{returned} ranges have their second copy again, which gets what it lacks"] if returned else []
     return reasons + ([f"{lost} late copies are given up"] if lost else [])
 
 
 def restores(draft: Draft, begun: int) -> list[str]:
     """What comes back from a checkpoint: ranges that have a replica again, and those under way."""
-    coming = np.count_nonzero(draft.kept == Kept.ANEW)
+    coming = np.count_nonzero(draft.copy_state == CopyState.RECOVERING)
     parts = [f"{begun} ranges are brought back"] if begun else []
     return parts + ([f"{coming} ranges come back from a checkpoint"] if coming else [])
 
@@ -131,20 +135,20 @@ def moves(draft: Draft, moved: int, missing: Counts) -> list[str]:
 
 
 def no_memory(
-    draft: Draft, serving: Collection[Member], draining: Collection[Member], places: Mapping[Member, Places]
+    draft: Draft, serving: Collection[Member], draining: Collection[Member], capacity: Mapping[Member, Capacity]
 ) -> list[str]:
     """Ranges that wait because servers have no memory for them."""
-    full = sorted(m.name for m in serving if m in places and places[m].repairs < 1)
-    crowded = sorted(m.name for m in serving if m in places and places[m].moves < 1)
+    full = sorted(m.name for m in serving if m in capacity and capacity[m].repairs < 1)
+    without_spare = sorted(m.name for m in serving if m in capacity and capacity[m].moves < 1)
     still = draft.joining < 0
     short = int(np.count_nonzero((draft.lengths > 0) & (draft.lengths < draft.replicas) & still))
     leaving = int(np.count_nonzero(draft.flags(draining)[draft.chains].any(axis=1) & still))
     reasons = []
     if short and full:
         reasons.append(f"no memory at {names(full)}: {short} ranges wait for a replica; add servers")
-    if leaving and crowded:
+    if leaving and without_spare:
         whose = names(sorted(m.name for m in draining))
-        reasons.append(f"no memory to spare at {names(crowded)}: {leaving} ranges stay at {whose}; add servers")
+        reasons.append(f"no memory to spare at {names(without_spare)}: {leaving} ranges stay at {whose}; add servers")
     return reasons
 
 

@@ -20,19 +20,19 @@ def read(key: str, value: bytes, **kinds: type) -> dict[str, Any]:
     """The object under a key, which has at least these fields, of these types; whole numbers are from 0 to `MOST`,
     floats finite, and `object` is anything. ValueError for all else, by name."""
     try:
-        said = json.loads(value)
+        record = json.loads(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{key} is no JSON: {error}") from None
-    if not isinstance(said, dict):
+    if not isinstance(record, dict):
         raise ValueError(f"{key} is no JSON object")
-    check(key, said, **kinds)
-    return said
+    check(key, record, **kinds)
+    return record
 
 
-def check(key: str, said: dict[str, Any], **kinds: type) -> None:
+def check(key: str, record: dict[str, Any], **kinds: type) -> None:
     """The object under a key has these fields, as for `read`. ValueError if not."""
     for name, kind in kinds.items():
-        if name not in said or not _fits(said[name], kind):
+        if name not in record or not _fits(record[name], kind):
             raise ValueError(f"{key} has no {name} that is a {kind.__name__}")
 
 

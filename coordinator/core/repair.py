@@ -22,7 +22,7 @@ _Counts = NDArray[np.int64]
 _NOBODY, _LATER = -1, -2
 _FLIGHT_BYTES = 96 << 20
 _FILLS_LEAST, _FILLS_MOST = 4, 64
-_ANY: Mapping[Member, Places] = {}
+_ANY: Mapping[Member, Capacity] = {}
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Limits:
         return cls(4 * per_server, per_server)
 
 
-class Places(NamedTuple):
+class Capacity(NamedTuple):
     """For how many more ranges a server has memory: in a repair, and in a move, which keeps some free for repairs."""
 
     repairs: int
@@ -60,13 +60,13 @@ def start_fills(
     limits: Limits,
     cut: Collection[Pair] = (),
     sources: Collection[Member] = (),
-    places: Mapping[Member, Places] = _ANY,
+    capacity: Mapping[Member, Capacity] = _ANY,
     rows: Flags | None = None,
 ) -> Fills:
     """Starts fillings of the ranges that have too few replicas, the fewest first; of those in `rows` [ranges] only, if
     that is given.
 
-    sites: the live servers that may be filled. Only they and those in `sources` fill others. places: what they have
+    sites: the live servers that may be filled. Only they and those in `sources` fill others. capacity: what they have
     memory for; who is not in it has no limit.
     """
     few = (draft.lengths > 0) & (draft.lengths < draft.replicas) & (draft.joining < 0)
@@ -76,7 +76,7 @@ def start_fills(
         return Fills(0, int(short.size))
     short = short[np.argsort(draft.lengths[short], kind="stable")]
     tails = draft.tails
-    cluster = _Cluster(draft, sites, limits, cut, sources, places)
+    cluster = _Cluster(draft, sites, limits, cut, sources, capacity)
     started = later = 0
     for done, r in enumerate(short.tolist()):
         target = cluster.choose(draft.chains[r], int(tails[r]))
@@ -91,13 +91,13 @@ def start_fills(
     return Fills(started, later)
 
 
-def start_restores(draft: Draft, sites: Mapping[Member, Node], places: Mapping[Member, Places] = _ANY) -> int:
+def start_restores(draft: Draft, sites: Mapping[Member, Node], capacity: Mapping[Member, Capacity] = _ANY) -> int:
     """Has servers bring back the ranges that begin anew, each server as many as evens out what all hold; returns for
     how many nobody has memory. All at once: nobody is served there before."""
     rows = np.flatnonzero((draft.lengths == 0) & (draft.joining < 0))
     n = len(draft.members)
     weight = np.array([sites[m].weight if m in sites else np.nan for m in draft.members])
-    room = np.array([places[m].repairs if m in places else len(draft.chains) for m in draft.members])
+    room = np.array([capacity[m].repairs if m in capacity else len(draft.chains) for m in draft.members])
     held = _count(draft.chains, n) + _count(draft.joining, n)
     for done, r in enumerate(rows.tolist()):
         able = np.flatnonzero(~np.isnan(weight) & (room > 0))
@@ -120,14 +120,14 @@ class _Cluster:
         limits: Limits,
         cut: Collection[Pair],
         sources: Collection[Member],
-        places: Mapping[Member, Places],
+        capacity: Mapping[Member, Capacity],
     ) -> None:
         members, n = draft.members, len(draft.members)
         nodes = [sites.get(m) for m in members]
         zones: dict[str, int] = {}
         self._limits = limits
         self._live = np.array([node is not None for node in nodes], dtype=np.bool_)
-        self._places = np.array([places[m].repairs if m in places else len(draft.chains) for m in members])
+        self._capacity = np.array([capacity[m].repairs if m in capacity else len(draft.chains) for m in members])
         self._serves = self._live | draft.flags(sources)[:-1]
         self._weight = np.array([1.0 if node is None else node.weight for node in nodes])
         self._zone = np.array([zones.setdefault(n.zone, len(zones)) if n and n.zone else -1 for n in nodes])
@@ -138,14 +138,14 @@ class _Cluster:
         self._held = _count(draft.chains, n) + _count(draft.joining, n)
         self._headed = _count(draft.chains[:, 0], n)
         self._pairs = _neighbours(draft, n)
-        wanted = len(draft.chains) * min(draft.replicas, int(np.count_nonzero(self._live)))
-        self._cap = np.ceil(SLACK * wanted * self._weight / max(1e-9, float(self._weight[self._live].sum())))
+        replicas = len(draft.chains) * min(draft.replicas, int(np.count_nonzero(self._live)))
+        self._cap = np.ceil(SLACK * replicas * self._weight / max(1e-9, float(self._weight[self._live].sum())))
 
     def choose(self, chain: NDArray[np.int32], source: int) -> int:
         """The best member to fill from `source`, the tail of `chain`; _LATER if limits are in the way, or _NOBODY."""
         chain = chain[chain >= 0]
         free: Flags = self._live & ~self._cut[source]
-        free &= self._into < self._places
+        free &= self._into < self._capacity
         free[chain] = False
         if not self._serves[source] or not free.any():
             return _NOBODY

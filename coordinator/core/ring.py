@@ -31,7 +31,7 @@ _CIRCLE = 1 << 64
 
 @dataclass(frozen=True)
 class Node:
-    """A server as the ring sees it: its name places it, `weight` > 0 sizes it, `zone` "" is unknown."""
+    """A server as the ring sees it: its name capacity it, `weight` > 0 sizes it, `zone` "" is unknown."""
 
     name: str
     weight: float = 1.0

@@ -32,16 +32,16 @@ class Succession:
     """What the servers say of the leader: told to who stands by."""
 
     def __init__(self) -> None:
-        self._told: dict[Member, tuple[Tenure, float]] = {}
+        self._reports: dict[Member, tuple[Tenure, float]] = {}
 
     def heard(self, member: Member, tenure: Tenure, now: float) -> None:
         """A server has reported."""
-        self._told[member] = tenure, now
+        self._reports[member] = tenure, now
 
     def lost_term(self, servers: Collection[Member], now: float) -> int:
         """The term whose leader at least half of these servers have lost, and none has; 0 for none."""
-        self._told = {member: told for member, told in self._told.items() if member in servers}
-        fresh = [(tenure, now - at) for tenure, at in self._told.values() if now - at <= FRESH_S]
+        self._reports = {member: reports for member, reports in self._reports.items() if member in servers}
+        fresh = [(tenure, now - at) for tenure, at in self._reports.values() if now - at <= FRESH_S]
         term = max((tenure.term for tenure, _ in fresh), default=0)
         lost = [
             tenure.silent_s + since > (SILENT_S if tenure.connected else LOST_S)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.core.names import check_address, check_identity, check_name, check_worker
-from replication.chain import Chains, Kept, Member
+from replication.chain import Chains, CopyState, Member
 
 RANGES_MAX = 1 << 16
 REPLICAS_MAX = 16
@@ -84,11 +84,11 @@ class View:
     reason   why the leader wrote this view, for people
     leaving  int32 [ranges]: index of the replica whose place the joining one is to take when it is level, -1 = none or
              not decided. An intention, which the next view may change; left out, nobody leaves.
-    kept     int32 [ranges]: a `Kept` of the joining replica: it was a full one until it fell silent, and has a complete
-             copy. Acknowledgements wait for it until the one that is left is confirmed; then it is late, until it is
-             there again and gets what it lacks. Left out, there is none.
-    anew     int64 [ranges]: the epoch in which all that a range had was given up, because nobody is left who has it: it
-             begins anew, from a checkpoint; 0 = never. Until somebody has brought it back it has no replica.
+    copy_state  int32 [ranges]: a `CopyState` of the joining replica. One that was a full replica until it fell silent
+             has a complete copy. Acknowledgements wait for it until the replica that is left is confirmed; then it is
+             late, until its server is heard again and it gets what it lacks. Left out: NONE.
+    recovery_epoch  int64 [ranges]: the epoch in which the content of a range was given up, because no server has it any
+             more: it is recovered from a checkpoint; 0 = never. Until a server has restored it it has no replica.
     empty    (name, incarnation): what is listed here under that name has ended, and keeps its place because nobody
              else has what it had; it has registered again as that newer incarnation, without its data
     """
@@ -103,8 +103,8 @@ class View:
     since: NDArray[np.int64]
     reason: str
     leaving: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    kept: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    anew: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    copy_state: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    recovery_epoch: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     empty: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -130,10 +130,10 @@ class View:
         object.__setattr__(self, "since", _frozen("since", self.since, np.int64, (self.ranges,)))
         leaving = self.leaving if self.leaving.size else np.full(self.ranges, -1, np.int32)
         object.__setattr__(self, "leaving", _frozen("leaving", leaving, np.int32, (self.ranges,)))
-        kept = self.kept if self.kept.size else np.zeros(self.ranges, np.int32)
-        object.__setattr__(self, "kept", _frozen("kept", kept, np.int32, (self.ranges,)))
-        anew = self.anew if self.anew.size else np.zeros(self.ranges, np.int64)
-        object.__setattr__(self, "anew", _frozen("anew", anew, np.int64, (self.ranges,)))
+        state = self.copy_state if self.copy_state.size else np.zeros(self.ranges, np.int32)
+        object.__setattr__(self, "copy_state", _frozen("copy_state", state, np.int32, (self.ranges,)))
+        recovered = self.recovery_epoch if self.recovery_epoch.size else np.zeros(self.ranges, np.int64)
+        object.__setattr__(self, "recovery_epoch", _frozen("recovery_epoch", recovered, np.int64, (self.ranges,)))
         self._check_arrays()
 
     def _check_arrays(self) -> None:
@@ -147,14 +147,14 @@ class View:
         if bool(((self.chains[:, 1:] >= 0) & (self.chains[:, :-1] < 0)).any()):
             raise ValueError("a view has a chain with a gap before its last replica")
         alone = (self.chains >= 0).sum(axis=1) == 1
-        if self.anew.min() < 0 or bool((self.anew > self.since).any()):
+        if self.recovery_epoch.min() < 0 or bool((self.recovery_epoch > self.since).any()):
             raise ValueError(f"a view of epoch {self.epoch} has a range that began anew, but is older than that")
-        if bool((self.kept == Kept.ANEW)[(self.chains[:, 0] >= 0) | (self.joining < 0)].any()):
+        if bool((self.copy_state == CopyState.RECOVERING)[(self.chains[:, 0] >= 0) | (self.joining < 0)].any()):
             raise ValueError("a view has a range brought back that has replicas, or by nobody")
         if (
-            self.kept.min() < min(Kept)
-            or self.kept.max() > max(Kept)
-            or bool((self.kept > 0)[~alone | (self.joining < 0)].any())
+            self.copy_state.min() < min(CopyState)
+            or self.copy_state.max() > max(CopyState)
+            or bool((self.copy_state > 0)[~alone | (self.joining < 0)].any())
         ):
             raise ValueError("a view keeps a copy where nobody joins, or behind other than one replica")
         if self.since.min() < 1 or self.since.max() > self.epoch:
@@ -179,7 +179,7 @@ class View:
     def as_chains(self) -> Chains:
         """The same as replication sees it; members have the indices of `servers`."""
         members = tuple(server.member for server in self.servers)
-        return Chains(self.epoch, members, self.chains, self.joining, self.since, self.kept, self.anew)
+        return Chains(self.epoch, members, self.chains, self.joining, self.since, self.copy_state, self.recovery_epoch)
 
     def index(self, name: str) -> int:
         """The index in `servers` of the server called `name`, -1 if it is not listed."""
@@ -204,8 +204,8 @@ class View:
             and np.array_equal(self.joining, other.joining)
             and np.array_equal(self.since, other.since)
             and np.array_equal(self.leaving, other.leaving)
-            and np.array_equal(self.kept, other.kept)
-            and np.array_equal(self.anew, other.anew)
+            and np.array_equal(self.copy_state, other.copy_state)
+            and np.array_equal(self.recovery_epoch, other.recovery_epoch)
         )
 
     def __hash__(self) -> int:
@@ -230,9 +230,9 @@ class View:
                 self.chains.astype("<i4").tobytes(),
                 self.joining.astype("<i4").tobytes(),
                 self.leaving.astype("<i4").tobytes(),
-                self.kept.astype("<i4").tobytes(),
+                self.copy_state.astype("<i4").tobytes(),
                 self.since.astype("<i8").tobytes(),
-                self.anew.astype("<i8").tobytes(),
+                self.recovery_epoch.astype("<i8").tobytes(),
             )
         )
         return _MAGIC + zlib.compress(body, 1)
@@ -448,9 +448,13 @@ def _view(data: bytes) -> View:
         raise ValueError(f"a view of {ranges} ranges and {replicas} replicas has {len(body)} bytes: wrong length")
     cluster, reason, servers, empty = _meta(body[_FIXED.size : arrays_at])
     chains = np.frombuffer(body, "<i4", ranges * replicas, arrays_at)
-    joining, leaving, kept = np.frombuffer(body, "<i4", 3 * ranges, arrays_at + chains.nbytes).reshape(3, ranges)
-    since, anew = np.frombuffer(body, "<i8", 2 * ranges, arrays_at + chains.nbytes + 12 * ranges).reshape(2, ranges)
+    joining, leaving, state = np.frombuffer(body, "<i4", 3 * ranges, arrays_at + chains.nbytes).reshape(3, ranges)
+    since, recovered = np.frombuffer(body, "<i8", 2 * ranges, arrays_at + chains.nbytes + 12 * ranges).reshape(
+        2, ranges
+    )
     chains = chains.reshape(ranges, replicas)
-    view = View(cluster, epoch, ranges, replicas, servers, chains, joining, since, reason, leaving, kept, anew, empty)
+    view = View(
+        cluster, epoch, ranges, replicas, servers, chains, joining, since, reason, leaving, state, recovered, empty
+    )  # fmt: skip
     view.__dict__["_encoded"] = data
     return view

@@ -128,8 +128,8 @@ class LossPolicy:
         except Error as error:
             await store.compare_and_set(RANGE_RECOVERY, with_error(anew, error).to_json(), expect=entry.revision)
             raise
-        began = ranges[view.anew[ranges] > 0]
-        epoch = int(view.anew[began].max())
+        began = ranges[view.recovery_epoch[ranges] > 0]
+        epoch = int(view.recovery_epoch[began].max())
         told = record(anew, began, epoch, drive.rows)
         await store.put(loss_key(epoch), json.dumps(told).encode())
         await store.delete(RANGE_RECOVERY)

@@ -381,7 +381,7 @@ async def _wait(store: Store, anew: RangeRecovery, tell: Tell, timeout_s: float)
     while True:
         view, entry = await read_view(store), await store.get(RANGE_RECOVERY)
         coming = int((view.heads < 0).sum())
-        epochs = view.anew[list(anew.ranges)]
+        epochs = view.recovery_epoch[list(anew.ranges)]
         if entry is None:
             told = await store.get(loss_key(int(epochs.max())))
             if told is None:

@@ -9,7 +9,7 @@ import typer
 from rich.progress import DownloadColumn, MofNCompleteColumn, TextColumn
 from rich.table import Table
 
-from coordinator.core.data_loss import told as told_lines
+from coordinator.core.data_loss import describe_loss as told_lines
 from coordinator.core.view import RANGES_MAX
 from elasticps.cli.bars import bar, restore_with_bar
 from elasticps.cli.local import target

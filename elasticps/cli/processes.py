@@ -239,7 +239,7 @@ async def _coordinate(
         duty = partial(_see_to_data, store, credentials, *checkpoints)
         failovers = Failovers(store)
         leading = run_coordinator(
-            store, name=name, stop=stop, dial=dial, on_ill=on_ill, duty=duty, on_failover=failovers.note
+            store, name=name, stop=stop, dial=dial, on_ill=on_ill, while_leading=duty, on_failover=failovers.note
         )
         await first_of(leading, failovers.run(), *work)
 

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.core.dry_run import Forecast
+from coordinator.core.dry_run import DryRun
 from coordinator.core.reasons import standing_of
 from elasticps.cli.local import find, started_here, target
 from elasticps.cli.options import Json, Name, Url
@@ -109,7 +109,7 @@ def scale(
         out.print(f"{', '.join(outcome.servers)} serve under view {outcome.epoch}, after {outcome.seconds:.1f} s")
 
 
-def _figures(forecast: Forecast, sources: int) -> dict[str, Any]:
+def _figures(forecast: DryRun, sources: int) -> dict[str, Any]:
     from elasticps.server.roles.snapshots import (
         USUAL_BYTES_PER_S,  # brings in the kernels: only this command waits for that
     )
@@ -126,7 +126,7 @@ def _figures(forecast: Forecast, sources: int) -> dict[str, Any]:
     }
 
 
-def _render(change: scaling.Change, forecast: Forecast, figures: dict[str, Any], ranges: int) -> Group:
+def _render(change: scaling.Change, forecast: DryRun, figures: dict[str, Any], ranges: int) -> Group:
     parts = [
         f"{verb} {', '.join(some)}"
         for verb, some in (("start", change.start), ("drain", change.drain), ("keep", change.keep))

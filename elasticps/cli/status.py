@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.core.data_loss import Loss, find_loss, spans, told
+from coordinator.core.data_loss import DataLoss, describe_loss, find_loss, spans
 from coordinator.core.errors import Unreadable
 from coordinator.core.handover import find_handover
 from coordinator.core.keys import CONFIG, ROSTER, VIEW, roster_of, view_of
@@ -241,7 +241,7 @@ async def _ask(
     return {**from_view, **answer}
 
 
-def _short(view: View | None, loss: Loss | None, silent: Collection[str]) -> dict[str, Any]:
+def _short(view: View | None, loss: DataLoss | None, silent: Collection[str]) -> dict[str, Any]:
     """Ranges that have fewer replicas than they should: those that have some, how many of these are being filled, and
     in words those that nobody has but `silent` servers. Leases of these may live still, so that the leader need not
     have said anything."""
@@ -273,7 +273,7 @@ def _render(found: dict[str, Any]) -> Group:
     for line in found["loss"]:
         head.append(f"\n{line}", "bold red")
     for each in found["losses"][-_LOSSES_SHOWN:]:
-        head.append(f"\n{'; '.join(told(each))}", "yellow")
+        head.append(f"\n{'; '.join(describe_loss(each))}", "yellow")
     for line in found["silent"]:
         head.append(f"\n{line}", "red")
     if found["ranges_repairing"]:

@@ -412,7 +412,7 @@ class Dispatcher:
         if view.epoch <= self.routes.epoch or self.error is not None:
             return
         log.info("worker %s follows epoch=%d reason=%r", self.worker.name, view.epoch, view.reason)
-        if anew := sorted({*view.anew[view.anew > self.routes.epoch].tolist()}):
+        if anew := sorted({*view.recovery_epoch[view.recovery_epoch > self.routes.epoch].tolist()}):
             self.presence.go_on(self.session.committed)
             self.on_anew(anew, self.session.committed)
         self.routes = Routes(view)

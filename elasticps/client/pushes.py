@@ -143,7 +143,7 @@ class Pushes:
     def adopt(self, routes: Routes) -> None:
         """Follows a view: what is outstanding goes to the heads that it names. Ranges that come back from a checkpoint
         judge all of it again."""
-        judged: Ranges = np.flatnonzero(routes.view.as_chains.anew <= self.session.epoch)
+        judged: Ranges = np.flatnonzero(routes.view.as_chains.recovery_epoch <= self.session.epoch)
         if self.session.epoch and len(judged) < routes.view.ranges:
             for state in self._states.values():
                 cut = [(error, rows.part(judged) if len(rows) else rows, len(rows)) for error, rows in state.refused]

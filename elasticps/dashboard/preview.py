@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from coordinator.core.dry_run import forecast
+from coordinator.core.dry_run import dry_run
 from coordinator.core.planner import Members
 from coordinator.core.view import ClusterConfig, ServerInfo, View
 from elasticps.dashboard import ring
@@ -59,7 +59,7 @@ def _changed(members: Members, asked: Mapping[str, str]) -> Members:
 
 def preview(view: View, members: Members, config: ClusterConfig, nbytes: Mapping[str, int]) -> dict[str, Any]:
     """The ring as it would be, and what would move for that."""
-    found = forecast(view, members, config, nbytes=nbytes)
+    found = dry_run(view, members, config, nbytes=nbytes)
     after = view if found.view is None else found.view
     return {
         "view": ring.draw(after),

@@ -15,7 +15,7 @@ import numpy as np
 from coordinator import membership
 from coordinator.connect import open_store
 from coordinator.core import keys
-from coordinator.core.dry_run import forecast
+from coordinator.core.dry_run import dry_run
 from coordinator.core.keys import RATES
 from coordinator.core.planner import Members
 from coordinator.core.records import read
@@ -189,7 +189,7 @@ class OperatorClient:
         listed = {s.member for s in view.servers}
         if listed != {s.member for s in members.servers} - members.draining:
             return False
-        return forecast(view, members, self.config()).views == 0
+        return dry_run(view, members, self.config()).views == 0
 
 
 def holds(view: View, server: ServerInfo) -> int | None:

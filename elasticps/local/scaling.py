@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from coordinator.core import dry_run as forecasts
+from coordinator.core.dry_run import DryRun, dry_run
 from coordinator.core.names import check_name
 from coordinator.core.planner import Members
 from coordinator.core.view import ServerInfo, View
@@ -85,7 +85,7 @@ def predict(
     zone: str = "",
     weight: float = 1.0,
     nbytes: Mapping[str, int] | None = None,
-) -> forecasts.Forecast:
+) -> DryRun:
     """What that change would move, without making it. ValueError for a zone or weight that cannot be."""
     view, now = operator.view, operator.members()
     new = tuple(ServerInfo(name, 1 << 40, "127.0.0.1:1", "", zone, weight) for name in planned.start)
@@ -93,7 +93,7 @@ def predict(
     draining |= {s.member for s in now.servers if s.name in planned.drain}
     there = tuple(s for s in now.servers if s.name not in planned.start)
     members = Members(now.cluster, (*there, *new), frozenset(draining))
-    return forecasts.forecast(view, members, operator.config(), nbytes=nbytes)
+    return dry_run(view, members, operator.config(), nbytes=nbytes)
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def told(written: str) -> dict[str, Any]:
 def encode_refusal(refusal: Refusal, ranges: Ranges) -> bytes:
     """With a FORWARD of these ranges, before all else of an operation."""
     rows = None if refusal.rows is None else refusal.rows.part(ranges)
-    return _section([(refusal.why, refusal.told)], [rows])
+    return _section([(refusal.why, refusal.acknowledged)], [rows])
 
 
 def decode_refusal(body: Bytes, at: int, ranges: int) -> tuple[Refusal, int]:

@@ -19,7 +19,7 @@ from elasticps.checkpoint.loss_policy import LossPolicy
 from elasticps.checkpoint.storage import Storage
 from elasticps.model import spec
 from elasticps.model.spec import TableSpec
-from replication.chain import Kept
+from replication.chain import CopyState
 from tests.checkpoint.writer import Change, row, write
 
 TABLE = TableSpec("t", 3, spec.Adagrad(0.1))
@@ -40,8 +40,8 @@ def test_they_come_back_although_nobody_remembers_that_they_were_to(
     a = ServerInfo("a", 1, "h:1", "h:2")
     view = View(
         "test@one", 9, 2, 1, (a,), np.array([[0], [-1]], np.int32), np.array([-1, 0], np.int32),
-        np.array([1, 9], np.int64), "by hand", kept=np.array([Kept.NOT, Kept.ANEW], np.int32),
-        anew=np.array([0, 8], np.int64),
+        np.array([1, 9], np.int64), "by hand", copy_state=np.array([CopyState.NONE, CopyState.RECOVERING], np.int32),
+        recovery_epoch=np.array([0, 8], np.int64),
     )  # fmt: skip
 
     async def test() -> None:

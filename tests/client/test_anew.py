@@ -16,7 +16,7 @@ import pytest
 
 from coordinator.core.view import ServerInfo
 from elasticps.client.core.session import ASKED_BYTES, Ask, Effect, Frame, Session
-from replication.chain import Chains, Kept, Member, unsafe_transition
+from replication.chain import Chains, CopyState, Member, unsafe_transition
 from replication.effects import Apply, ClocksReply, Effects, Push, Reply, Status
 from replication.effects import Ask as AskReplica
 from replication.messages import OperationKind
@@ -30,7 +30,9 @@ WORKER, LOST, OTHER = 1, 0, 1
 
 def view(epoch: int, heads: list[int], joining: list[int], since: int, anew: int) -> Chains:
     chains = np.array(heads, np.int32).reshape(2, 1)
-    kept = np.where((chains[:, 0] < 0) & (np.array(joining) >= 0), Kept.ANEW, Kept.NOT).astype(np.int32)
+    kept = np.where((chains[:, 0] < 0) & (np.array(joining) >= 0), CopyState.RECOVERING, CopyState.NONE).astype(
+        np.int32
+    )
     return Chains(
         epoch, (DEAD, LIVE), chains, np.array(joining, np.int32), np.array([since, 1]), kept, np.array([anew, 0])
     )
@@ -136,11 +138,13 @@ class World:
 
     def follow(self, new: Chains) -> None:
         """As the dispatcher does."""
-        if (new.anew > self.session.epoch).any() and self.session.epoch:
+        if (new.recovery_epoch > self.session.epoch).any() and self.session.epoch:
             self.committed_before = self.session.committed
             if self.bugs != "no base":
                 self.there[LIVE].append(self.session.committed)
-        self.do(self.session.adopt(replace(new, anew=np.zeros(2, np.int64)) if self.bugs == "marks stay" else new))
+        self.do(
+            self.session.adopt(replace(new, recovery_epoch=np.zeros(2, np.int64)) if self.bugs == "marks stay" else new)
+        )
 
     def run(self) -> None:
         for _ in range(self.random.randrange(20)):
@@ -203,7 +207,7 @@ def test_a_head_is_asked_again_whose_range_began_anew_in_views_that_the_client_n
     session = Session(WORKER, RANGES, 4)
     infos = [ServerInfo(name, 1, f"{name}:1") for name in "ab"]
     before = chains(infos, [[0], [1]])
-    after = replace(chains(infos, [[0], [1]], epoch=9), anew=np.where(np.arange(RANGES) == 0, 9, 0))
+    after = replace(chains(infos, [[0], [1]], epoch=9), recovery_epoch=np.where(np.arange(RANGES) == 0, 9, 0))
     session.adopt(before.as_chains)
     a, b = before.as_chains.members
     for member in (a, b):

@@ -201,7 +201,7 @@ def test_rows_of_a_range_that_comes_back_from_a_checkpoint_are_judged_again() ->
     key_ranges(keys, table_salt(1), BEFORE.shift, home)
     lost = headed(BEFORE, A)[:2]
     assert np.isin(home, lost).any()
-    wire.pushes.adopt(Routes(replace(AFTER.view, anew=np.where(np.isin(np.arange(RANGES), lost), 2, 0))))
+    wire.pushes.adopt(Routes(replace(AFTER.view, recovery_epoch=np.where(np.isin(np.arange(RANGES), lost), 2, 0))))
     assert step.refused_of(1).tolist() == keys[~np.isin(home, lost)].tolist()
 
 

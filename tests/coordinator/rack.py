@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
-from coordinator.core.health import Line, Report
+from coordinator.core.health import Report, ServerLink
 from coordinator.core.store import Store
 from coordinator.core.succession import Tenure
 from coordinator.core.view import ServerInfo, View
@@ -55,7 +55,7 @@ class FakeServer:
     def report(self) -> Report:
         view, connected, alone = self.view, self.leader in self.lines, 0
         if view is not None:
-            left = (view.kept > 0) & (view.tails == view.index(self.info.name))
+            left = (view.copy_state > 0) & (view.tails == view.index(self.info.name))
             alone = int(view.since[left].max(initial=0))
         epoch, tenure = 0 if view is None else view.epoch, Tenure(self.term, connected, 10 - 10 * connected)
         return Report(epoch, self._level(), dict(self.suspects), tenure=tenure, alone=alone)
@@ -140,7 +140,7 @@ class Rack:
                 line.broken = True
 
     @asynccontextmanager
-    async def dial(self, info: ServerInfo, cluster: str) -> AsyncIterator[Line]:
+    async def dial(self, info: ServerInfo, cluster: str) -> AsyncIterator[ServerLink]:
         server = self.servers[info.name]
         server.calls += 1
         await asyncio.sleep(0)

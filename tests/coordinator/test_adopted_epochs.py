@@ -11,7 +11,7 @@ import numpy as np
 from coordinator.adoption import plan_adoption
 from coordinator.core.planner import Health, Members, plan
 from coordinator.core.view import ClusterConfig, View
-from coordinator.server_links import Lines, _Open
+from coordinator.server_links import ServerLinks, _Open
 from elasticps.client.core.session import Session
 from tests.coordinator.test_adoption import SERVERS, view, witness
 
@@ -40,7 +40,7 @@ async def test_a_coordinator_tells_what_was_adopted_whatever_it_had_seen_and_no_
     one, and none of the next ones of the same epochs."""
     told: list[View] = []
     line: Any = SimpleNamespace(send_view=told.append, beat=lambda term: None)
-    lines = Lines(lambda server, cluster: None, lambda ill: None)  # type: ignore[arg-type, return-value]
+    lines = ServerLinks(lambda server, cluster: None, lambda ill: None)  # type: ignore[arg-type, return-value]
     lines._open[A.member] = _Open(line)
     lines.announce(view(9))
     lines.lead(1, lambda death: None)

@@ -13,7 +13,7 @@ from coordinator.core.data_loss import find_loss
 from coordinator.core.keys import known_key, merge_losses
 from coordinator.core.planner import Health, Members, Plan, plan
 from coordinator.core.view import ClusterConfig, ServerInfo, View
-from replication.chain import Chains, Kept, Member, unsafe_transition
+from replication.chain import Chains, CopyState, Member, unsafe_transition
 
 RANGES = 8
 CONFIG = ClusterConfig(ranges=RANGES, replicas=1)
@@ -32,10 +32,10 @@ def first() -> tuple[View, list[int]]:
 
 def step(
     view: View, *servers: ServerInfo, gone: Mapping[Member, str] = GONE, silent: bool = False, given_up: bool = False,
-    anew: frozenset[int] = ALL, level: Mapping[int, int] | None = None,
+    recoverable: frozenset[int] = ALL, level: Mapping[int, int] | None = None,
 ) -> Plan | None:  # fmt: skip
     quiet = frozenset(gone) if silent else frozenset()
-    members = Members("c", servers, anew=anew, given_up=frozenset({A.member} if given_up else ()))
+    members = Members("c", servers, recoverable=recoverable, given_up=frozenset({A.member} if given_up else ()))
     return plan(view, members, CONFIG, Health(gone=gone, silent=quiet, level=level or {}))
 
 
@@ -49,16 +49,16 @@ def test_a_range_begins_anew_and_is_served_when_it_has_been_brought_back() -> No
     view, lost = first()
     emptied = changed(step(view, B))
     assert (emptied.heads[lost] == -1).all()
-    assert (emptied.anew[lost] == emptied.epoch).all()
+    assert (emptied.recovery_epoch[lost] == emptied.epoch).all()
     assert "begin anew: nobody is left" in emptied.reason
     assert find_loss(emptied, (B,)).lines == [f"{len(lost)} ranges (0, 2, 4-5) come back from a checkpoint"]
     filling = changed(step(emptied, B))
-    assert (filling.kept[lost] == Kept.ANEW).all()
+    assert (filling.copy_state[lost] == CopyState.RECOVERING).all()
     assert (filling.heads[lost] == -1).all()
     assert View.decode(filling.encode()) == filling
     back = changed(step(filling, B, level={lost[0]: int(filling.since[lost[0]])}))
     assert np.flatnonzero(back.heads < 0).tolist() == lost[1:]
-    assert back.anew[lost[0]] == emptied.epoch
+    assert back.recovery_epoch[lost[0]] == emptied.epoch
     assert back.heads[lost[0]] == back.index("b")
 
 
@@ -66,7 +66,9 @@ def test_a_range_begins_anew_and_is_served_when_it_has_been_brought_back() -> No
 def test_who_may_come_back_is_not_given_up(case: str) -> None:
     view, _ = first()
     servers = (A, B) if case == "registered" else (B,)
-    decision = step(view, *servers, silent=case == "silent", anew=frozenset() if case == "not asked for" else ALL)
+    decision = step(
+        view, *servers, silent=case == "silent", recoverable=frozenset() if case == "not asked for" else ALL
+    )
     assert decision is not None
     assert decision.view is None or (decision.view.heads >= 0).all()
     if case == "silent":
@@ -95,26 +97,26 @@ def test_who_brings_a_range_back_may_die_too() -> None:
     assert (changed(step(died, B, gone={c.member: "refused"})).joining[lost] >= 0).all()
 
 
-def chains(epoch: int, chain: int, joining: int, since: int, kept: int = 0, anew: int = 0) -> Chains:
+def chains(epoch: int, chain: int, joining: int, since: int, copy_state: int = 0, recovery_epoch: int = 0) -> Chains:
     one = np.array([[chain]], np.int32), np.array([joining], np.int32), np.array([since])
-    return Chains(epoch, (A.member, B.member), *one, np.array([kept], np.int32), np.array([anew]))
+    return Chains(epoch, (A.member, B.member), *one, np.array([copy_state], np.int32), np.array([recovery_epoch]))
 
 
 def test_the_law_of_ranges_that_begin_anew() -> None:
     old, ended = chains(4, 0, -1, 2), {A.member}
-    emptied = chains(5, -1, -1, 5, anew=5)
+    emptied = chains(5, -1, -1, 5, recovery_epoch=5)
     assert unsafe_transition(old, emptied, {}, ended) == ""
     assert "may come back" in unsafe_transition(old, emptied, {}, {B.member})
-    assert "given up" in unsafe_transition(old, replace(emptied, anew=old.anew), {}, ended)
-    assert "does not begin anew" in unsafe_transition(old, chains(5, 1, -1, 5, anew=5), {}, ended)
-    assert "not lost" in unsafe_transition(old, chains(5, 0, 1, 5, Kept.ANEW), {}, ended)
-    filling = chains(6, -1, 1, 6, Kept.ANEW, 5)
+    assert "given up" in unsafe_transition(old, replace(emptied, recovery_epoch=old.recovery_epoch), {}, ended)
+    assert "does not begin anew" in unsafe_transition(old, chains(5, 1, -1, 5, recovery_epoch=5), {}, ended)
+    assert "not lost" in unsafe_transition(old, chains(5, 0, 1, 5, CopyState.RECOVERING), {}, ended)
+    filling = chains(6, -1, 1, 6, CopyState.RECOVERING, 5)
     assert unsafe_transition(emptied, filling, {}) == ""
-    assert "nobody has brought back" in unsafe_transition(emptied, chains(6, 1, -1, 6, anew=5), {})
-    full = chains(7, 1, -1, 7, anew=5)
+    assert "nobody has brought back" in unsafe_transition(emptied, chains(6, 1, -1, 6, recovery_epoch=5), {})
+    full = chains(7, 1, -1, 7, recovery_epoch=5)
     assert unsafe_transition(filling, full, {0: 6}) == ""
     assert "nobody has brought back" in unsafe_transition(filling, full, {0: 5})
-    assert "nobody has brought back" in unsafe_transition(filling, chains(7, 0, -1, 7, anew=5), {0: 6})
+    assert "nobody has brought back" in unsafe_transition(filling, chains(7, 0, -1, 7, recovery_epoch=5), {0: 6})
 
 
 def test_a_worker_has_the_last_word_on_what_it_lost() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.core.dry_run import Forecast, forecast
+from coordinator.core.dry_run import DryRun, dry_run
 from coordinator.core.planner import Health, Members, plan
 from coordinator.core.repair import Limits
 from coordinator.core.ring import Node
@@ -84,10 +84,10 @@ def test_only_what_must_move_moves_and_loads_stay_even(before: int, after: int, 
     leaving = servers[after:before]
     held = np.bincount(old.chains.ravel(), minlength=before)
     if leaving:
-        found = forecast(old, members(servers, *leaving), config)
+        found = dry_run(old, members(servers, *leaving), config)
         ideal = max(float(held[after:].sum()), ranges * replicas * (before - after) / before)
     else:
-        found = forecast(old, members(servers), config)
+        found = dry_run(old, members(servers), config)
         ideal = ranges * replicas * (after - before) / after
     assert found.converges
     view = found.view
@@ -126,7 +126,7 @@ def test_a_balanced_cluster_stays_so_through_a_life_of_changes() -> None:
         held = sum(int((view.chains == view.index(s.name)).sum()) for s in leaving)
         joining = [s for s in servers if s not in present][: max(0, target - len(present))]
         of = members([*present, *joining], *leaving)
-        found = forecast(view, of, config)
+        found = dry_run(view, of, config)
         present = [s for s in of.servers if s not in leaving]
         ideal = max(held, 512 * len(leaving) / (target + len(leaving))) if leaving else 512 * len(joining) / target
         assert found.converges
@@ -436,8 +436,8 @@ def test_a_forecast_says_what_would_move() -> None:
     servers = [server(i) for i in range(4)]
     view = first(servers[:3], config)
     size = {s.name: 1000 * int((view.chains == i).sum()) for i, s in enumerate(servers[:3])}
-    found = forecast(view, members(servers), config, nbytes=size)
-    assert isinstance(found, Forecast)
+    found = dry_run(view, members(servers), config, nbytes=size)
+    assert isinstance(found, DryRun)
     balance = found.kinds["balance"]
     assert found.copies == balance.copies == sum(found.moves.values())
     assert balance.ranges <= balance.copies
@@ -445,19 +445,19 @@ def test_a_forecast_says_what_would_move() -> None:
     assert all(origin != target for origin, target in found.moves)
     assert sum(count for (_, target), count in found.moves.items() if target == "s3") >= 90
     assert found.kinds["drain"].copies == found.kinds["repair"].copies == 0
-    drained = forecast(view, members(servers[:3], servers[0]), config)
+    drained = dry_run(view, members(servers[:3], servers[0]), config)
     assert drained.kinds["drain"].copies == int((view.chains == 0).sum())
     assert drained.waiting == ""
-    fewer = forecast(view, members(servers[:1]), config)
+    fewer = dry_run(view, members(servers[:1]), config)
     assert fewer.waiting == "256 ranges have fewer than 2 replicas, with 1 server left" or "wait" in fewer.waiting
 
 
 def test_a_forecast_of_a_cluster_without_a_view() -> None:
     config = ClusterConfig(16, 2, min_servers=2)
-    nothing = forecast(None, members([server(0)]), config)
+    nothing = dry_run(None, members([server(0)]), config)
     assert (nothing.view, nothing.converges, nothing.copies) == (None, True, 0)
     assert nothing.waiting.startswith("waiting for servers")
-    assert forecast(None, members([server(0), server(1)]), config).view is not None
+    assert dry_run(None, members([server(0), server(1)]), config).view is not None
 
 
 # -- speed ------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from coordinator.cluster_tracker import World
+from coordinator.cluster_tracker import ClusterTracker
 from coordinator.core.errors import Damaged, UnknownServer
 from coordinator.core.keys import Failover, known_key, loss_key, merge_losses
 from coordinator.core.store import Entry, Listing, Put
@@ -52,8 +52,8 @@ async def test_a_coordinator_leads_on(value: bytes, first: bool) -> None:
     if first:
         for key in KEYS:
             await store.put(key, value)
-    duty = Schedule(store, None, 0.0)
-    leads = asyncio.create_task(run_coordinator(store, name="c", stop=stop, duty=duty.run))
+    schedule = Schedule(store, None, 0.0)
+    leads = asyncio.create_task(run_coordinator(store, name="c", stop=stop, while_leading=schedule.run))
     try:
         if not first:
             await until_key(store, "election", lambda entry: entry is not None)
@@ -93,7 +93,7 @@ async def test_a_request_to_drain_that_is_too_deep_is_left_out() -> None:
 async def test_a_request_to_drain_what_can_be_no_server_is_left_out(name: str) -> None:
     """The leader deletes those about servers that are gone, and the store refuses keys that are none."""
     entry = Entry(f"drains/{name}", b'{"incarnation": 1}', 1, 1)
-    assert World("c", Listing((entry,), 1)).drains_done() == []
+    assert ClusterTracker("c", Listing((entry,), 1)).drains_done() == []
     store = MemoryStore()
     store._data.entries[entry.key] = entry
     assert await list_drains(store) == {}

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from coordinator.core.lease_grace import AWAY_S, COME_BACK_S, Grace
+from coordinator.core.lease_grace import AWAY_S, COME_BACK_S, LeaseGrace
 from coordinator.core.store import Store
 from coordinator.core.view import ClusterConfig, Roster, WorkerInfo
 from coordinator.leader import run_coordinator
@@ -19,8 +19,8 @@ A, B = WorkerInfo(1, "a", 1, "x"), WorkerInfo(2, "b", 1, "x")
 BOTH = Roster(1, (A, B))
 
 
-def well(until_s: float) -> Grace:
-    grace, now = Grace(0.0), 0.0
+def well(until_s: float) -> LeaseGrace:
+    grace, now = LeaseGrace(0.0), 0.0
     while now < until_s:
         now += 1.0
         grace.answered(now)
@@ -32,7 +32,7 @@ def test_who_is_missing_has_left_if_the_store_was_there() -> None:
 
 
 def test_in_the_beginning_and_after_an_outage_everybody_may_come_back() -> None:
-    assert Grace(0.0).present(BOTH, [A], (), 0.1) == [A, B]
+    assert LeaseGrace(0.0).present(BOTH, [A], (), 0.1) == [A, B]
     grace = well(20.0)
     silent = 20.0 + AWAY_S + 0.1
     assert grace.present(BOTH, [A], (), silent) == [A, B], "the leases may have run out before we notice"
@@ -46,7 +46,7 @@ def test_in_the_beginning_and_after_an_outage_everybody_may_come_back() -> None:
 
 def test_who_signed_off_or_was_started_again_is_not_waited_for() -> None:
     again = WorkerInfo(7, "b", 2, "x")
-    assert Grace(0.0).present(BOTH, [again], ("a",), 0.1) == [again]
+    assert LeaseGrace(0.0).present(BOTH, [again], ("a",), 0.1) == [again]
 
 
 def ids(value: bytes) -> list[int]:

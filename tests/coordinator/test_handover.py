@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.core.handover import find_handover
 from coordinator.core.view import ServerInfo, View
-from replication.chain import Kept, Member
+from replication.chain import CopyState, Member
 
 NAMES = ("s0", "s1", "s2", "s3")
 
@@ -17,14 +17,23 @@ def view_of(chains: list[list[int]], joining: list[int], kept: list[int]) -> Vie
     padded = np.array([[*chain, -1, -1][:2] for chain in chains], np.int32)
     since = np.ones(len(chains), np.int64)
     return View(
-        "c", 1, len(chains), 2, servers, padded, np.array(joining, np.int32), since, "", kept=np.array(kept, np.int32)
+        "c",
+        1,
+        len(chains),
+        2,
+        servers,
+        padded,
+        np.array(joining, np.int32),
+        since,
+        "",
+        copy_state=np.array(kept, np.int32),
     )
 
 
 VIEW = view_of(
     [[2, 3], [3, 0], [1, 2], [3]],
     [-1, 2, -1, 2],
-    [Kept.NOT, Kept.NOT, Kept.NOT, Kept.BEHIND],
+    [CopyState.NONE, CopyState.NONE, CopyState.NONE, CopyState.SUCCESSOR],
 )
 
 
@@ -49,7 +58,7 @@ def test_only_a_server_that_stays_has_a_copy_to_count_on(
     found = find_handover(VIEW, Member(leaver, 1), members(*staying))
     assert found.held.tolist() == held
     assert found.last.tolist() == last
-    assert [member.name for member in found.keepers] == keepers
+    assert [member.name for member in found.holders] == keepers
     assert [member.name for member in found.others] == others
     assert found.stay == len(members(*staying) - members(leaver))
 

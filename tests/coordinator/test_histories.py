@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from coordinator.core.planner import Health, Members, Plan, plan
 from coordinator.core.repair import Limits
 from coordinator.core.view import ClusterConfig, ServerInfo, View
-from replication.chain import Kept, Member, unsafe_transition
+from replication.chain import CopyState, Member, unsafe_transition
 from tests.coordinator.plans import joiner, names, server
 
 
@@ -82,14 +82,14 @@ class Cluster:
             assert new.epoch == 1
             return
         assert unsafe_transition(old.as_chains, new.as_chains, level) == ""
-        filling = (new.joining >= 0) & (new.kept == Kept.NOT)
+        filling = (new.joining >= 0) & (new.copy_state == CopyState.NONE)
         # Failover starts no filling; it may leave more on a source than repair would have started there.
         started = [r for r in np.flatnonzero(filling).tolist() if old.as_chains.joiner_of(r) != joiner(new, r)]
         if started:
             assert int(filling.sum()) <= self.limits.fills
             assert np.bincount(new.joining[filling]).max() <= self.limits.per_server
         assert not {joiner(new, r) for r in started} & (self.lost | self.silent)
-        for r in np.flatnonzero((old.kept != Kept.NOT) & (new.since == new.epoch)).tolist():
+        for r in np.flatnonzero((old.copy_state != CopyState.NONE) & (new.since == new.epoch)).tolist():
             here = {m for m in names(new, r) if m not in self.lost | self.silent and self._newest(m)}
             assert here, "only one that lives goes on without the other"
 

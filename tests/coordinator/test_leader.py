@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from coordinator.core.errors import StoreUnavailable, TooLarge
-from coordinator.core.health import Line
+from coordinator.core.health import ServerLink
 from coordinator.core.keys import ELECTION
 from coordinator.core.store import Entry, Guard, Store
 from coordinator.core.view import ClusterConfig, ServerInfo, View
@@ -18,7 +18,7 @@ from coordinator.etcd import EtcdStore
 from coordinator.leader import _Alarm, run_coordinator
 from coordinator.membership import ViewFollower, create_cluster
 from coordinator.memory import MemoryStore
-from coordinator.server_links import Lines
+from coordinator.server_links import ServerLinks
 from coordinator.sessions import register_server, register_worker
 from replication.chain import Member
 from tests.coordinator.conftest import Clients
@@ -67,7 +67,7 @@ async def office(store: Store) -> Entry | None:
     return await store.get(ELECTION)
 
 
-async def until_office(store: Store, name: str) -> Entry:
+async def until_leader(store: Store, name: str) -> Entry:
     entry = await until_key(store, ELECTION, lambda entry: entry is not None and name.encode() in entry.value)
     assert entry is not None
     return entry
@@ -106,11 +106,11 @@ async def test_a_standby_takes_over_at_once_when_the_leader_stops(clients: Clien
     async with clients() as one, clients() as other, following(one) as follower, AsyncExitStack() as standby:
         await create_cluster(one, ClusterConfig(ranges=4, min_servers=1))
         async with coordinator(one, "c0", ttl_s=3600), servers(one, "a"):
-            await until_office(one, "c0")
+            await until_leader(one, "c0")
             await standby.enter_async_context(coordinator(other, "c1"))
             await follower.wait_for(lambda view: view.epoch == 1, 20)
         async with servers(one, "b"):
-            await until_office(one, "c1")
+            await until_leader(one, "c1")
             view = await follower.wait_for(lambda view: view.index("b") >= 0, 20)
             assert view.epoch in (2, 3)  # perhaps one in between that says that a is gone
         await standby.aclose()
@@ -157,7 +157,7 @@ async def test_a_deposed_leader_cannot_write(clients: Clients) -> None:
             # It still believes in its office; everybody else knows better.
             await other.delete(ELECTION)
             async with coordinator(other, "c1"):
-                await until_office(other, "c1")
+                await until_leader(other, "c1")
                 await follower.wait_for(lambda view: view.epoch == 1, 20)
                 async with servers(other, "b"):
                     second = await follower.wait_for(lambda view: view.epoch == 2, 20)
@@ -168,7 +168,7 @@ async def test_a_deposed_leader_cannot_write(clients: Clients) -> None:
                     assert entry is not None
                     assert View.decode(entry.value) == second
             # c1 is gone: c0 may lead again, from what it reads now.
-            await until_office(other, "c0")
+            await until_leader(other, "c0")
             async with servers(other, "c"):
                 view = await follower.wait_for(lambda view: view.index("c") >= 0, 20)
             assert view.epoch > second.epoch
@@ -227,11 +227,11 @@ async def test_an_office_lost_in_an_outage_is_sought_again() -> None:
     await create_cluster(memory, ClusterConfig(ranges=4, min_servers=1))
     async with coordinator(faulty, ttl_s=SHORT_S), following(memory) as follower, servers(memory, "a"):
         await follower.wait_for(lambda view: True, 20)
-        before = await until_office(memory, "c0")  # which it may lose on a machine that is busy, and seek again
+        before = await until_leader(memory, "c0")  # which it may lose on a machine that is busy, and seek again
         faulty.out = True
         await until_key(memory, ELECTION, lambda entry: entry is None)
         faulty.out = False
-        after = await until_office(memory, "c0")
+        after = await until_leader(memory, "c0")
         assert after.create_revision > before.create_revision
         async with servers(memory, "b"):
             await follower.wait_for(lambda view: view.epoch == 2, 20)
@@ -369,13 +369,13 @@ async def test_of_workers_that_left_the_newest_are_remembered(monkeypatch: pytes
 def test_a_line_that_fails_ends_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its server would be silent for this leader from then on, and nobody would know why."""
 
-    def fail(self: Lines, member: Member, why: str) -> None:
+    def fail(self: ServerLinks, member: Member, why: str) -> None:
         raise RuntimeError("nobody has thought of this")
 
-    def dial(server: ServerInfo, cluster: str) -> AbstractAsyncContextManager[Line]:
+    def dial(server: ServerInfo, cluster: str) -> AbstractAsyncContextManager[ServerLink]:
         raise PermissionError("another answers")
 
-    monkeypatch.setattr(Lines, "_refused", fail)
+    monkeypatch.setattr(ServerLinks, "_refused", fail)
 
     async def story() -> None:
         store = MemoryStore()

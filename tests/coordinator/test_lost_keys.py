@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator.core.keys import ELECTION
-from coordinator.core.lost_view import UNHEARD, is_behind, put_back
+from coordinator.core.lost_view import UNHEARD, is_outdated, put_back
 from coordinator.core.planner import Plan
 from coordinator.core.store import Entry, Store
 from coordinator.core.view import ClusterConfig, Roster, View
@@ -300,8 +300,8 @@ def test_one_server_alone_is_not_believed(epochs: dict[Member, int], views: dict
 
 
 def test_a_server_that_claims_a_newer_view_alone_stops_nobody() -> None:
-    assert not is_behind(made_view(7), {A: 1 << 40, B: 7})
-    assert not is_behind(made_view(7), {})
-    assert is_behind(made_view(7), {A: 9, B: 9})
-    assert not is_behind(None, {A: 0})
-    assert is_behind(None, {A: 1, B: 0})
+    assert not is_outdated(made_view(7), {A: 1 << 40, B: 7})
+    assert not is_outdated(made_view(7), {})
+    assert is_outdated(made_view(7), {A: 9, B: 9})
+    assert not is_outdated(None, {A: 0})
+    assert is_outdated(None, {A: 1, B: 0})

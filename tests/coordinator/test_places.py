@@ -6,7 +6,7 @@ import numpy as np
 
 from coordinator.core.health import Detector, Memory, Report
 from coordinator.core.planner import Health, Members, plan
-from coordinator.core.repair import Places
+from coordinator.core.repair import Capacity
 from coordinator.core.view import ClusterConfig, ServerInfo, View
 from replication.chain import Member
 
@@ -25,21 +25,21 @@ def first() -> View:
 def run(
     view: View,
     servers: tuple[ServerInfo, ...],
-    places: dict[Member, Places],
+    capacity: dict[Member, Capacity],
     gone: dict[Member, str],
     draining: frozenset[Member] = frozenset(),
 ) -> tuple[View, str]:
     """Until nothing more happens; a range that is filled takes one place."""  # fmt: skip
-    left = dict(places)
+    left = dict(capacity)
     for _ in range(200):
         level = {r: int(view.since[r]) for r in np.flatnonzero(view.joining >= 0).tolist()}
-        decision = plan(view, Members("demo", servers, draining), CONFIG, Health(gone, level, places=left))
+        decision = plan(view, Members("demo", servers, draining), CONFIG, Health(gone, level, capacity=left))
         if decision is None or decision.view is None:
             return view, "" if decision is None else decision.reason
         for r in np.flatnonzero(decision.view.joining >= 0).tolist():
             joiner = decision.view.servers[decision.view.joining[r]].member
             if view.as_chains.joiner_of(r) != joiner and joiner in left:
-                left[joiner] = Places(left[joiner].repairs - 1, left[joiner].moves - 1)
+                left[joiner] = Capacity(left[joiner].repairs - 1, left[joiner].moves - 1)
                 assert left[joiner].repairs >= 0
         view = decision.view
     raise AssertionError(view.reason)
@@ -51,23 +51,23 @@ def held(view: View, member: Member) -> int:
 
 def test_a_repair_stops_where_memory_ends_and_says_so() -> None:
     view = first()
-    places = {A: Places(2, -3), B: Places(2, -3), C: Places(2, -3)}
-    after, reason = run(view, SERVERS, places, {D: "killed"})
+    capacity = {A: Capacity(2, -3), B: Capacity(2, -3), C: Capacity(2, -3)}
+    after, reason = run(view, SERVERS, capacity, {D: "killed"})
     short = int((after.chains < 0).any(axis=1).sum())
     assert short == held(view, D) - 6
     assert f"no memory at a, b, c: {short} ranges wait for a replica; add servers" in reason
     # With a newcomer they find their place, and nothing waits any more.
     newcomer = ServerInfo("e", 1, "h:1")
-    places = dict.fromkeys((A, B, C), Places(0, -5))
-    after, reason = run(after, (*SERVERS, newcomer), places, {D: "killed"})
+    capacity = dict.fromkeys((A, B, C), Capacity(0, -5))
+    after, reason = run(after, (*SERVERS, newcomer), capacity, {D: "killed"})
     assert not (after.chains < 0).any()
     assert "no memory" not in reason
 
 
 def test_a_drain_keeps_room_for_repairs() -> None:
     view = first()
-    places = {A: Places(9, 2), B: Places(9, 2), C: Places(9, 2)}
-    after, reason = run(view, SERVERS, places, {}, frozenset({D}))
+    capacity = {A: Capacity(9, 2), B: Capacity(9, 2), C: Capacity(9, 2)}
+    after, reason = run(view, SERVERS, capacity, {}, frozenset({D}))
     assert held(after, D) == held(view, D) - 6
     assert f"no memory to spare at a, b, c: {held(after, D)} ranges stay at d; add servers" in reason
 
@@ -75,7 +75,7 @@ def test_a_drain_keeps_room_for_repairs() -> None:
 def test_a_full_newcomer_does_not_keep_others_from_getting_their_share() -> None:
     view = first()
     small, large = ServerInfo("e", 1, "h:1"), ServerInfo("f", 1, "h:1")
-    after, _ = run(view, (*SERVERS, small, large), {small.member: Places(3, 0)}, {})
+    after, _ = run(view, (*SERVERS, small, large), {small.member: Capacity(3, 0)}, {})
     assert held(after, large.member) > 32 * 2 // 6 // 2
     assert after.index("e") >= 0
     assert held(after, small.member) == 0
@@ -87,9 +87,9 @@ def test_places_follow_from_reports_and_news_of_them_wakes_the_planner() -> None
     for member in (A, B, C, D):
         assert detector.heard(member, Report(1, nbytes=1600, memory=Memory(3000, 4000, 5000)), 0.1)
     size = 4 * 1600 / (2 * 32)
-    assert detector.health(view).places[A] == Places(int(2000 / size), int(1000 / size))
+    assert detector.health(view).capacity[A] == Capacity(int(2000 / size), int(1000 / size))
     assert not detector.heard(A, Report(1, nbytes=1600, memory=Memory(3001, 4000, 5000)), 0.2)
     assert detector.heard(A, Report(1, nbytes=1600, memory=Memory(4950, 4000, 5000)), 0.3)
-    assert detector.health(view).places[A].repairs == 0
+    assert detector.health(view).capacity[A].repairs == 0
     assert detector.heard(B, Report(1, nbytes=1600), 0.4)
-    assert B not in detector.health(view).places
+    assert B not in detector.health(view).capacity

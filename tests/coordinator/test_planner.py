@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from coordinator.core.draft import Draft, Loss
+from coordinator.core.draft import Draft, Removal
 from coordinator.core.planner import Health, Members, Plan, UnsafePlan, plan
 from coordinator.core.repair import Limits
 from coordinator.core.view import ClusterConfig, ServerInfo, View
-from replication.chain import COMPLETE, Kept
+from replication.chain import COMPLETE, CopyState
 from tests.coordinator.plans import CONFIG, decide, joiner, lost, names, server, written
 
 FIRST = written(None, server("a"), server("b"), server("c"))
@@ -166,7 +166,7 @@ def test_a_level_joiner_saves_the_range_whose_last_replica_dies() -> None:
     assert [str(m) for m in names(view, 0)] == ["b#1"]
     assert [str(m) for m in names(view, 2)] == ["a#1"]
     assert view.reason == (
-        "a lost (killed): 2 ranges have a new head, 0 fillings start again; 2 level replicas take their places; "
+        "a lost (killed): 2 ranges have a new head, 0 fillings start again; 2 level replicas take their capacity; "
         "waiting: a is gone (killed): 6 ranges wait for it; "
         "8 ranges have fewer than 2 replicas, with 1 server left"
     )
@@ -224,24 +224,28 @@ def test_who_falls_silent_keeps_its_copy_where_one_replica_is_left() -> None:
     assert had.any()
     assert [joiner(LEFT, r) for r in np.flatnonzero(had).tolist()] == [server("b").member] * int(had.sum())
     behind = FIRST.chains[:, 1] == 1
-    assert np.array_equal(LEFT.kept, np.where(had, np.where(behind, Kept.BEHIND, Kept.BEFORE), Kept.NOT))
+    assert np.array_equal(
+        LEFT.copy_state, np.where(had, np.where(behind, CopyState.SUCCESSOR, CopyState.PREDECESSOR), CopyState.NONE)
+    )
     assert f"{had.sum()} ranges wait until the replica that is left is confirmed" in LEFT.reason
     assert decide(LEFT, *LEFT.servers, health=B_SILENT) is None, "nobody has lived on for long enough"
-    assert not written(FIRST, *FIRST.servers, health=lost(server("b"))).kept.any(), "who is dead keeps nothing"
+    assert not written(FIRST, *FIRST.servers, health=lost(server("b"))).copy_state.any(), "who is dead keeps nothing"
 
 
 def test_who_is_left_is_confirmed_when_it_has_lived_on_or_the_other_has_ended() -> None:
     lived = written(LEFT, *LEFT.servers, health=replace(B_SILENT, alone=ALONE))
     ended = written(LEFT, *LEFT.servers, health=lost(server("b")))
     for view in (lived, ended):
-        assert not np.isin(view.kept, COMPLETE).any()
+        assert not np.isin(view.copy_state, COMPLETE).any()
         assert "ranges go on with the replica that is left" in view.reason
-    assert np.array_equal(lived.kept, np.where(LEFT.kept > 0, Kept.LATE, Kept.NOT)), "it may be heard again"
+    assert np.array_equal(lived.copy_state, np.where(LEFT.copy_state > 0, CopyState.LATE, CopyState.NONE)), (
+        "it may be heard again"
+    )
     assert np.array_equal(lived.joining, LEFT.joining)
     assert decide(lived, *lived.servers, health=B_SILENT) is None, "it is waited for"
     earlier = dict.fromkeys(ALONE, 1)
     assert decide(LEFT, *LEFT.servers, health=replace(B_SILENT, alone=earlier)) is None, "of an earlier time alone"
-    late = dict.fromkeys(np.flatnonzero(lived.kept > 0).tolist(), 3)
+    late = dict.fromkeys(np.flatnonzero(lived.copy_state > 0).tolist(), 3)
     cut = frozenset((b.member, a.member) for a, b in [(server("a"), server("b")), (server("b"), server("c"))])
     for health in (
         lost(server("b")),
@@ -251,11 +255,11 @@ def test_who_is_left_is_confirmed_when_it_has_lived_on_or_the_other_has_ended() 
     ):
         view = written(lived, *lived.servers, health=health)
         view = written(view, *lived.servers, health=health) if health.cut else view
-        assert not view.kept.any()
+        assert not view.copy_state.any()
         assert "late copies are given up" in view.reason or health.cut
     for view in (ended, written(lived, *lived.servers, health=replace(B_SILENT, overdue=B_SILENT.silent))):
         assert view.index("b") < 0
-        assert (view.joining[LEFT.kept > 0] >= 0).all(), "they are being filled elsewhere"
+        assert (view.joining[LEFT.copy_state > 0] >= 0).all(), "they are being filled elsewhere"
     earlier_fill = dict.fromkeys(late, 2)
     assert decide(lived, *lived.servers, health=replace(B_SILENT, spent=earlier_fill)) is None
 
@@ -263,8 +267,8 @@ def test_who_is_left_is_confirmed_when_it_has_lived_on_or_the_other_has_ended() 
 def test_a_late_copy_is_asked_back_when_its_server_is_heard_and_is_a_replica_when_it_is_level() -> None:
     late = written(LEFT, *LEFT.servers, health=replace(B_SILENT, alone=ALONE))
     back = written(late, *late.servers)
-    had = np.flatnonzero(LEFT.kept > 0)
-    assert set(back.kept[had].tolist()) == {Kept.BACK}
+    had = np.flatnonzero(LEFT.copy_state > 0)
+    assert set(back.copy_state[had].tolist()) == {CopyState.CATCHING_UP}
     assert np.array_equal(back.joining, late.joining)
     assert f"{had.size} ranges have their second copy again" in back.reason
     assert decide(back, *back.servers) is None, "it is not level"
@@ -272,17 +276,17 @@ def test_a_late_copy_is_asked_back_when_its_server_is_heard_and_is_a_replica_whe
     again = written(back, *back.servers, health=Health(level=level))
     assert [names(again, r) for r in had.tolist()] == [(*names(back, r), server("b").member) for r in had.tolist()]
     silent = written(back, *back.servers, health=B_SILENT)
-    assert not silent.kept.any(), "acknowledgements may wait for it by now"
+    assert not silent.copy_state.any(), "acknowledgements may wait for it by now"
     assert (silent.joining[had] < 0).all()
 
 
 def test_a_late_copy_stands_in_for_nobody_and_is_not_given_up_while_there_is_no_other() -> None:
     late = written(LEFT, *LEFT.servers, health=replace(B_SILENT, alone=ALONE))
-    alone = (late.kept > 0) & (late.heads == 0)
+    alone = (late.copy_state > 0) & (late.heads == 0)
     dead = lost(server("a"))
     waits = written(late, *late.servers, health=dead)
     assert np.array_equal(waits.chains[alone], late.chains[alone])
-    assert set(waits.kept[alone].tolist()) == {Kept.LATE}
+    assert set(waits.copy_state[alone].tolist()) == {CopyState.LATE}
     assert f"a is gone (killed): {alone.sum()} ranges wait for it" in waits.reason
     assert f"b has a copy of {alone.sum()} of them, without what was acknowledged since it fell silent" in waits.reason
     level = dict.fromkeys(np.flatnonzero(alone).tolist(), 3)
@@ -290,20 +294,20 @@ def test_a_late_copy_stands_in_for_nobody_and_is_not_given_up_while_there_is_no_
     for health in (dead, replace(dead, level=level, spent=level), overdue):
         decision = decide(waits, *waits.servers, health=health)
         view = waits if decision is None or decision.view is None else decision.view
-        assert np.array_equal(view.kept[alone], waits.kept[alone])
+        assert np.array_equal(view.copy_state[alone], waits.copy_state[alone])
         assert np.array_equal(view.chains[alone], waits.chains[alone])
 
 
 def test_who_kept_its_copy_stands_in_for_the_one_that_was_left_and_dies() -> None:
     view = written(LEFT, *LEFT.servers, health=lost(server("a")))
-    for r in np.flatnonzero((LEFT.kept > 0) & (LEFT.heads == 0)).tolist():
+    for r in np.flatnonzero((LEFT.copy_state > 0) & (LEFT.heads == 0)).tolist():
         assert names(view, r) == (server("b").member,)
     both = Health({**B_SILENT.gone, server("a").member: "killed"}, silent=B_SILENT.silent)
     waits = written(LEFT, *LEFT.servers, health=both)
-    alone = (LEFT.kept > 0) & (LEFT.heads == 0)
+    alone = (LEFT.copy_state > 0) & (LEFT.heads == 0)
     assert np.array_equal(waits.chains[alone], LEFT.chains[alone]), "nobody is there"
     assert f"a is gone (killed): {alone.sum()} ranges wait for it; b is gone (silent): " in waits.reason
-    assert np.array_equal(waits.kept[alone], LEFT.kept[alone])
+    assert np.array_equal(waits.copy_state[alone], LEFT.copy_state[alone])
 
 
 def test_who_falls_silent_keeps_its_copy_where_a_level_one_takes_its_place() -> None:
@@ -318,25 +322,25 @@ def test_who_falls_silent_keeps_its_copy_where_a_level_one_takes_its_place() -> 
     )
     view = written(filled, *filled.servers, health=silent)
     assert names(view, r) == (other,)
-    assert (joiner(view, r), view.kept[r]) == (server("a").member, Kept.BEFORE)
+    assert (joiner(view, r), view.copy_state[r]) == (server("a").member, CopyState.PREDECESSOR)
     assert names(written(view, *view.servers, health=Health({other: "killed"})), r) == (server("a").member,)
     ended = written(filled, *filled.servers, health=replace(silent, silent=frozenset()))
-    assert (names(ended, r), ended.kept[r]) == ((other,), Kept.NOT), "who is dead keeps nothing"
+    assert (names(ended, r), ended.copy_state[r]) == ((other,), CopyState.NONE), "who is dead keeps nothing"
 
 
 def test_who_is_heard_again_goes_on_where_it_stood_behind_and_is_asked_back_where_it_stood_before() -> None:
     health = Health(alone=ALONE)
     view = written(LEFT, *LEFT.servers, health=health)
     for r in range(view.ranges):
-        if LEFT.kept[r] == Kept.BEHIND:
+        if LEFT.copy_state[r] == CopyState.SUCCESSOR:
             assert names(view, r) == (names(LEFT, r)[0], server("b").member)
-        elif LEFT.kept[r] == Kept.BEFORE:
+        elif LEFT.copy_state[r] == CopyState.PREDECESSOR:
             assert names(view, r) == names(LEFT, r)
             assert joiner(view, r) == server("b").member
-            assert view.kept[r] == Kept.BACK
+            assert view.copy_state[r] == CopyState.CATCHING_UP
     view = written(LEFT, *LEFT.servers, health=replace(CUT, alone=ALONE))
-    assert [names(view, r) for r in np.flatnonzero(LEFT.heads == 0).tolist() if LEFT.kept[r]] == [
-        (server("a").member,) for r in np.flatnonzero(LEFT.heads == 0).tolist() if LEFT.kept[r]
+    assert [names(view, r) for r in np.flatnonzero(LEFT.heads == 0).tolist() if LEFT.copy_state[r]] == [
+        (server("a").member,) for r in np.flatnonzero(LEFT.heads == 0).tolist() if LEFT.copy_state[r]
     ]
 
 
@@ -354,10 +358,10 @@ def test_two_that_cannot_reach_each_other_are_no_neighbours_any_more() -> None:
 
 def test_who_is_left_out_for_a_cut_keeps_its_copy_and_stands_in_when_the_other_dies_at_once() -> None:
     view = written(FIRST, *FIRST.servers, health=CUT)
-    (parted,) = np.nonzero(view.kept)
+    (parted,) = np.nonzero(view.copy_state)
     assert parted.size
     assert [(*names(view, r), joiner(view, r)) for r in parted.tolist()] == [names(FIRST, r) for r in parted.tolist()]
-    assert set(view.kept[parted].tolist()) == {Kept.BEHIND}
+    assert set(view.copy_state[parted].tolist()) == {CopyState.SUCCESSOR}
     assert f"{parted.size} ranges go on without the second; {parted.size} ranges wait until" in view.reason
     assert decide(view, *view.servers, health=CUT) is None, "who is left has not lived on for long enough"
     for r in parted.tolist():
@@ -450,9 +454,9 @@ def test_reasons_stay_short() -> None:
 
 
 def test_a_plan_that_breaks_the_law_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def everything(self: Draft, *_: object) -> Loss:
+    def everything(self: Draft, *_: object) -> Removal:
         self.chains = np.roll(self.chains, 1, axis=1)
-        return Loss((), 0, 0, 0, 0, 0, 0, np.empty(0, np.int64))
+        return Removal((), 0, 0, 0, 0, 0, 0, np.empty(0, np.int64))
 
     monkeypatch.setattr(Draft, "lose", everything)
     with pytest.raises(UnsafePlan, match="cannot become"):

@@ -18,7 +18,7 @@ from coordinator.core.view import ClusterConfig, ServerInfo, View
 from coordinator.leader import run_coordinator
 from coordinator.membership import ViewFollower, create_cluster
 from coordinator.memory import MemoryStore
-from coordinator.server_links import Lines
+from coordinator.server_links import ServerLinks
 from replication.chain import Member
 from tests.coordinator.rack import FakeServer, Rack
 from tests.coordinator.support import FaultyStore, until, until_key
@@ -366,7 +366,7 @@ async def test_a_plan_that_breaks_the_law_is_logged_and_not_written(
 async def test_no_line_begins_after_all_were_closed() -> None:
     """Whoever follows the store may do so once more before it ends; the harness looks for tasks that are left."""
     rack = Rack(MemoryStore())
-    lines = Lines(rack.dial, lambda ill: None)
+    lines = ServerLinks(rack.dial, lambda ill: None)
     running = asyncio.create_task(lines.run())
     await asyncio.sleep(0)
     running.cancel()

@@ -1,4 +1,4 @@
-"""News of a late copy that can have no more what it lacks is news, also while what is level waits for more."""
+"""Impact of a late copy that can have no more what it lacks is news, also while what is level waits for more."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from coordinator.core.store import Guard
 from coordinator.core.view import ServerInfo, View
 from coordinator.leader import _Term
 from coordinator.memory import MemoryStore
-from coordinator.server_links import Lines
-from replication.chain import Kept, Member
+from coordinator.server_links import ServerLinks
+from replication.chain import CopyState, Member
 from replication.effects import CaughtUp
 
 A, B = Member("a", 1), Member("b", 1)
@@ -28,12 +28,12 @@ VIEW = View(
     joining=np.array([1, 1], np.int32),
     since=np.array([5, 5]),
     reason="",
-    kept=np.array([Kept.NOT, Kept.BACK], np.int32),
+    copy_state=np.array([CopyState.NONE, CopyState.CATCHING_UP], np.int32),
 )
 
 
 async def test_it_makes_the_leader_plan() -> None:
-    lines = Lines(lambda server, cluster: None, lambda ill: None)  # type: ignore[arg-type, return-value]
+    lines = ServerLinks(lambda server, cluster: None, lambda ill: None)  # type: ignore[arg-type, return-value]
     term = _Term(MemoryStore(), Guard("election", 1), 0.02, lines, lambda *_: None, LastGood())
     detector, now = lines._detector, asyncio.get_running_loop().time()
     detector.watch({A: True, B: True}, now)

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from coordinator.core.health import Line, Report
+from coordinator.core.health import Report, ServerLink
 from coordinator.core.keys import ELECTION
 from coordinator.core.succession import FRESH_S, LOST_S, SILENT_S, Succession, Tenure
 from coordinator.core.view import ClusterConfig, ServerInfo, View
@@ -80,7 +80,7 @@ class Earless:
         self.deaf_to: set[str] = set()
 
     @asynccontextmanager
-    async def dial(self, info: ServerInfo, cluster: str) -> AsyncIterator[Line]:
+    async def dial(self, info: ServerInfo, cluster: str) -> AsyncIterator[ServerLink]:
         if info.name in self.deaf_to:
             await asyncio.Event().wait()  # until it is called anew
         async with self.rack.dial(info, cluster) as line:

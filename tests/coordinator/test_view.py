@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
-from replication.chain import Kept
+from replication.chain import CopyState
 
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,12}", fullmatch=True)
 SERVERS = st.builds(
@@ -44,14 +44,16 @@ def views(draw: st.DrawFn) -> View:
             joining[r] = order[length]
     since = np.array(draw(st.lists(st.integers(1, epoch), min_size=ranges, max_size=ranges)), np.int64)
     alone = ((chains >= 0).sum(axis=1) == 1) & (joining >= 0)
-    kept = np.where(alone, draw(st.sampled_from([Kept.NOT, Kept.BEHIND, Kept.BEFORE])), Kept.NOT).astype(np.int32)
-    kept[(chains[:, 0] < 0) & (joining >= 0)] = Kept.ANEW
-    anew = np.where(chains[:, 0] < 0, since, draw(st.sampled_from([0, 1])))
+    kept = np.where(
+        alone, draw(st.sampled_from([CopyState.NONE, CopyState.SUCCESSOR, CopyState.PREDECESSOR])), CopyState.NONE
+    ).astype(np.int32)
+    kept[(chains[:, 0] < 0) & (joining >= 0)] = CopyState.RECOVERING
+    recovery_epoch = np.where(chains[:, 0] < 0, since, draw(st.sampled_from([0, 1])))
     reason = draw(st.text(max_size=40))
     again = [(s.name, s.incarnation + 1) for s in servers if s.incarnation < 1 << 62 and draw(st.booleans())]
     return View(
-        draw(NAMES), epoch, ranges, replicas, servers, chains, joining, since, reason, kept=kept, anew=anew,
-        empty=tuple(again),
+        draw(NAMES), epoch, ranges, replicas, servers, chains, joining, since, reason, copy_state=kept,
+        recovery_epoch=recovery_epoch, empty=tuple(again),
     )  # fmt: skip
 
 
@@ -130,11 +132,11 @@ def test_views_are_equal_by_value() -> None:
         ({"joining": np.array([-1, 1])}, "twice in one range"),
         ({"joining": np.array([-1])}, "integers of shape"),
         ({"since": np.array([0, 1])}, "outside epochs"),
-        ({"kept": np.array([1, 0])}, "keeps a copy"),
-        ({"kept": np.array([0, 5])}, "keeps a copy"),
-        ({"kept": np.array([0, 1]), "joining": np.array([-1, -1])}, "keeps a copy"),
-        ({"kept": np.array([0, -1])}, "brought back that has replicas"),
-        ({"anew": np.array([0, 9])}, "began anew, but is older"),
+        ({"copy_state": np.array([1, 0])}, "keeps a copy"),
+        ({"copy_state": np.array([0, 5])}, "keeps a copy"),
+        ({"copy_state": np.array([0, 1]), "joining": np.array([-1, -1])}, "keeps a copy"),
+        ({"copy_state": np.array([0, -1])}, "brought back that has replicas"),
+        ({"recovery_epoch": np.array([0, 9])}, "began anew, but is older"),
         ({"reason": "x" * 1001}, "reason"),
         ({"empty": (("a", 1),)}, "no older one"),
         ({"empty": (("c", 2),)}, "no older one"),

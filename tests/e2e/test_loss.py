@@ -126,7 +126,7 @@ def test_what_tables_say_becomes_of_lost_ranges(
         eventually(lambda: any("nobody knows how many steps of worker w0" in line for line in state(url)["loss"]))
         late.set_on_loss("restore")
         eventually(lambda: state(url)["healthy"])
-        eventually(lambda: bool(ps.view.anew.any() and ps.losses()))
+        eventually(lambda: bool(ps.view.recovery_epoch.any() and ps.losses()))
         with pytest.raises(
             eps.DataLost, match=rf"{RANGES} ranges .* steps {start + 7} to {start + 9} of worker w0 are"
         ):

@@ -10,7 +10,7 @@ import pytest
 import elasticps as eps
 from coordinator.core.view import View
 from elasticps.local import LocalCluster
-from replication.chain import Kept
+from replication.chain import CopyState
 from tests.e2e.oracle import Sums, Trainers, Watcher, audited, check_sums, wait_for
 
 SEEDS = 1, 2
@@ -36,7 +36,7 @@ def test_who_was_frozen_and_left_out_goes_on_when_the_other_is_killed() -> None:
             killed: list[View] = []
 
             def kill(view: View) -> None:
-                if view.kept.any() and not killed:
+                if view.copy_state.any() and not killed:
                     os.kill(dies, signal.SIGKILL)
                     killed.append(view)
 
@@ -45,7 +45,9 @@ def test_who_was_frozen_and_left_out_goes_on_when_the_other_is_killed() -> None:
             wait_for(lambda: bool(killed), lambda: "s1 was not left out", 20.0)
             cluster.resume("s1")
             trainers.progress()
-            watcher.wait(lambda view: [s.name for s in view.servers] == ["s1"] and not view.kept.any(), "s1 goes on")
+            watcher.wait(
+                lambda view: [s.name for s in view.servers] == ["s1"] and not view.copy_state.any(), "s1 goes on"
+            )
             assert cluster.server("s1").incarnation == before, "with the copy that it had"
             cluster.start_server("s0")
             watcher.wait(lambda view: bool((view.chains >= 0).all()), "s0 is filled")
@@ -66,7 +68,7 @@ def test_who_was_frozen_until_the_other_went_on_alone_is_back_with_the_copies_th
             late: list[View] = []
 
             def thaw(view: View) -> None:
-                if (view.kept == Kept.LATE).any() and not late:
+                if (view.copy_state == CopyState.LATE).any() and not late:
                     late.append(view)
                     os.kill(frozen, signal.SIGCONT)
 

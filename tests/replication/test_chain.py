@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from replication.chain import Chains, Kept, Member, Role, place, unsafe_transition
+from replication.chain import Chains, CopyState, Member, Role, place, unsafe_transition
 
 A, B, C, D = (Member(name, 1) for name in "abcd")
 
@@ -16,7 +16,7 @@ def view(epoch: int, *ranges: str, since: list[int] | None = None) -> Chains:
     joining = np.full(len(ranges), -1, dtype=np.int32)
     kept = np.zeros(len(ranges), dtype=np.int32)
     for r, text in enumerate(ranges):
-        kept[r] = ("-" in text) * Kept.BEHIND or ("^" in text) * Kept.BEFORE
+        kept[r] = ("-" in text) * CopyState.SUCCESSOR or ("^" in text) * CopyState.PREDECESSOR
         full, _, joiner = text.replace("-", "+").replace("^", "+").partition("+")
         chains[r, : len(full)] = ["abcd".index(c) for c in full]
         if joiner:

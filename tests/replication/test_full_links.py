@@ -32,9 +32,9 @@ def feeding(replicas: int) -> tuple[Cluster, Member, Member, Member]:
     c.settle()
     start = next(e for _, e in c.effects if isinstance(e, SnapshotRange))
     c.take(tail, c.replicas[tail].piece(0, start.serial, 1 << 61, False, None))
-    assert not c.replicas[tail].crowded
+    assert not c.replicas[tail].congested
     c.take(tail, c.replicas[tail].peer_full(joiner, True))
-    assert c.replicas[tail].crowded
+    assert c.replicas[tail].congested
     c.effects.clear()
     return c, head, tail, joiner
 

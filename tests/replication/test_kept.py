@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.core.draft import Draft
-from replication.chain import Chains, Kept, Member, unsafe_transition
+from replication.chain import Chains, CopyState, Member, unsafe_transition
 from replication.effects import CaughtUp, Erase, Reply, SnapshotRange, Status
 from tests.replication.cluster import Cluster, P
 
@@ -67,7 +67,7 @@ def test_who_is_left_acknowledges_nothing_and_shows_nothing_until_it_is_confirme
     c.adopt(without(c.view, tail), head)
     c.push(head, 2)
     left = c.replicas[head]
-    assert c.view.kept.tolist() == [Kept.BEHIND] * P
+    assert c.view.copy_state.tolist() == [CopyState.SUCCESSOR] * P
     assert c.replies() == []
     assert left.waiting.all()
     c.adopt(confirmed(c.view), head)
@@ -114,7 +114,7 @@ def test_who_stood_before_is_filled_anew_since_it_may_have_what_nobody_else_has(
     c.push(tail, 1, worker=2)
     c.adopt(c.view, head)
     c.settle()
-    assert c.view.kept.tolist() == [Kept.BEFORE] * P
+    assert c.view.copy_state.tolist() == [CopyState.PREDECESSOR] * P
     assert Draft(c.view).returned((), ()) == {}
     assert not any(isinstance(e, Erase) for _, e in c.effects), "until the other is confirmed it is the only sure copy"
     draft = Draft(confirmed(c.view))
@@ -173,7 +173,7 @@ def test_what_is_acknowledged_is_in_every_copy_that_goes_on(
     before_it = c.view
     c.adopt(without(c.view, silent, level), left)
     assert unsafe_transition(before_it, c.view, level) == ""
-    assert c.view.kept.tolist() == [Kept.BEHIND if behind else Kept.BEFORE] * P
+    assert c.view.copy_state.tolist() == [CopyState.SUCCESSOR if behind else CopyState.PREDECESSOR] * P
     act(apart)
     c.adopt(c.view, silent)
     act(together)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.core.draft import Draft
-from replication.chain import Chains, Kept, Member, unsafe_transition
+from replication.chain import Chains, CopyState, Member, unsafe_transition
 from replication.effects import Erase, Reply, Send, SnapshotRange, Status
 from replication.messages import OperationKind, Resync
 from tests.replication.cluster import Cluster, P
@@ -48,7 +48,7 @@ class Story:
         """Only who is left hears of it."""
         self.c.adopt(without(self.c.view, self.silent), self.left)
         self.c.adopt(confirmed(self.c.view), self.left)
-        assert self.c.view.kept.tolist() == [Kept.LATE] * P
+        assert self.c.view.copy_state.tolist() == [CopyState.LATE] * P
 
     def come_back(self) -> None:
         self.c.adopt(self.c.view, self.silent)

@@ -166,8 +166,8 @@ def test_a_rebuild_splits_entries_among_new_lanes_and_keeps_their_order() -> Non
         return [(lane, entry.part(entry.ranges == r)) for r, lane in ((0, 2), (1, 3))]
 
     assert log.rebuild(split) == [frames[0]]
-    assert [e.seqs.tolist() for e in log.lane(2)] == [[2], [3]]
-    assert [e.ranges.tolist() for e in log.lane(3)] == [[1], [1]]
+    assert [e.seqs.tolist() for e in log.waiting_for(2)] == [[2], [3]]
+    assert [e.ranges.tolist() for e in log.waiting_for(3)] == [[1], [1]]
     assert log.nbytes == 20
     assert len(log.release(2, _ranges(9, 9)) + log.release(3, _ranges(9, 9))) == 2
     assert log.nbytes == 0

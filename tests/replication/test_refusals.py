@@ -124,7 +124,7 @@ def test_what_the_worker_knows_is_forgotten_and_so_is_one_that_retires() -> None
     c = Cluster()
     head, tail = c.view.members_of(0)
     for clock in (1, 2, 3, 4):
-        c.push(head, clock, refusal=Refusal(str(clock), told=max(0, clock - 2)))
+        c.push(head, clock, refusal=Refusal(str(clock), acknowledged=max(0, clock - 2)))
     c.settle()
     assert column(c, head) == column(c, tail) == [RefusedStep(1, 3, "3"), RefusedStep(1, 4, "4")]
     c.push(head, 0, kind=3, after=0)

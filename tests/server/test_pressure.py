@@ -174,7 +174,7 @@ def test_what_waits_for_a_joiner_that_reads_slowly_is_bounded(run: Run, chain: s
         assert link is not None
         link.transport.pause_reading()
         answers = [push(group, worker, clock) for clock in range(2, PUSHES)]
-        await until(lambda: head.replica.parked and tail.replica.crowded)
+        await until(lambda: head.replica.parked and tail.replica.congested)
         for _ in range(100):
             await asyncio.sleep(0.001)
             assert tail.links.backlog(joiner.member) < LINK_HIGH_BYTES + 12 * PUSHED_BYTES

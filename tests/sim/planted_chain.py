@@ -57,7 +57,7 @@ def acknowledge_before_the_tail(patch: pytest.MonkeyPatch) -> None:
     def mutant(self: Core) -> None:
         recode(self)
         self._code &= ~np.where(self._tail, 0, 1)
-        self._treatments.clear()
+        self._plans.clear()
 
     patch.setattr(Core, "_recode", mutant)
 
@@ -238,7 +238,7 @@ def drop_the_log_of_a_middle_replica(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(self: Replica, slot: int, message: Any, out: Any) -> None:
         forward(self, slot, message, out)
-        for lane in list(self.log._lanes.values()):
+        for lane in list(self.log._queues.values()):
             kept = [e for e in lane if e.frame.token is not None]
             for entry in lane:
                 if entry.frame.token is None:
@@ -318,12 +318,12 @@ def leave_out_parts_that_have_rows_for_a_head(patch: pytest.MonkeyPatch) -> None
 
 def keep_only_pushes_for_a_new_successor(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
-    lane = YoungLog.lane
+    lane = YoungLog.waiting_for
 
     def mutant(self: YoungLog, number: int) -> Iterator[Any]:
         return (e for e in lane(self, number) if e.frame.operation.kind == OperationKind.PUSH)
 
-    patch.setattr(YoungLog, "lane", mutant)
+    patch.setattr(YoungLog, "waiting_for", mutant)
 
 
 def keep_no_log_for_a_joiner_that_counts(patch: pytest.MonkeyPatch) -> None:
@@ -332,7 +332,7 @@ def keep_no_log_for_a_joiner_that_counts(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(self: SnapshotTransfer, r: int, seq: int, out: Any) -> None:
         wait(self, r, seq, out)
-        for lane in self.log._lanes.values():
+        for lane in self.log._queues.values():
             for entry in [e for e in lane if self._tail[e.ranges].all()]:
                 lane.remove(entry)
                 self.log.done(entry.frame)
@@ -343,7 +343,7 @@ def keep_no_log_for_a_joiner_that_counts(patch: pytest.MonkeyPatch) -> None:
 
 def _without_log(resync: Callable[..., None]) -> Callable[..., None]:
     def mutant(self: SnapshotTransfer, slot: int, r: int, seq: int, out: Any) -> None:
-        self.log._lanes.pop(slot, None)
+        self.log._queues.pop(slot, None)
         resync(self, slot, r, seq, out)
 
     return mutant

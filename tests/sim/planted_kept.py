@@ -8,39 +8,41 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.cluster_tracker import World
+from coordinator.cluster_tracker import ClusterTracker
 from coordinator.core import planner
 from coordinator.core.draft import Draft
 from elasticps.server.roles import leaders
-from replication.chain import Chains, Kept, Role, place
+from replication.chain import Chains, CopyState, Role, place
 from replication.replica import Replica
 
 
-def _as_if(patch: pytest.MonkeyPatch, role: Role, kept: Kept) -> None:
+def _as_if(patch: pytest.MonkeyPatch, role: Role, kept: CopyState) -> None:
     """Replicas of a role take every joiner for one that is kept, or not."""
     change = Replica._change_roles
 
     def mutant(self: Replica, view: Chains, changed: Any, out: Any) -> None:
         mine = place(view, self.me).role == role
-        change(self, replace(view, kept=np.where(mine & (view.joining >= 0), kept, view.kept)), changed, out)
+        change(
+            self, replace(view, copy_state=np.where(mine & (view.joining >= 0), kept, view.copy_state)), changed, out
+        )
 
     patch.setattr(Replica, "_change_roles", mutant)
 
 
 def acknowledge_before_the_one_left_is_confirmed(patch: pytest.MonkeyPatch) -> None:
-    _as_if(patch, Role.FULL, Kept.NOT)
+    _as_if(patch, Role.FULL, CopyState.NONE)
 
 
 def drop_the_copy_that_is_to_be_kept(patch: pytest.MonkeyPatch) -> None:
-    _as_if(patch, Role.JOINING, Kept.NOT)
+    _as_if(patch, Role.JOINING, CopyState.NONE)
 
 
 def go_on_with_what_nobody_else_has(patch: pytest.MonkeyPatch) -> None:
-    _as_if(patch, Role.JOINING, Kept.BEHIND)
+    _as_if(patch, Role.JOINING, CopyState.SUCCESSOR)
     returned = Draft.returned
 
     def mutant(self: Draft, *arguments: Any) -> dict[int, int]:
-        self.kept = np.minimum(self.kept, Kept.BEHIND)
+        self.copy_state = np.minimum(self.copy_state, CopyState.SUCCESSOR)
         return returned(self, *arguments)
 
     patch.setattr(Draft, "returned", mutant)
@@ -61,14 +63,14 @@ def confirm_whom_nobody_has_heard(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_kept_copies_at_an_election(patch: pytest.MonkeyPatch) -> None:
-    init = World.__init__
+    init = ClusterTracker.__init__
 
-    def mutant(self: World, *arguments: Any) -> None:
+    def mutant(self: ClusterTracker, *arguments: Any) -> None:
         init(self, *arguments)
         if self.view is not None:
-            self.view = replace(self.view, kept=np.zeros_like(self.view.kept))
+            self.view = replace(self.view, copy_state=np.zeros_like(self.view.copy_state))
 
-    patch.setattr(World, "__init__", mutant)
+    patch.setattr(ClusterTracker, "__init__", mutant)
 
 
 def keep_no_copy(patch: pytest.MonkeyPatch) -> None:

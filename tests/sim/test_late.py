@@ -15,7 +15,7 @@ from coordinator.core import planner
 from coordinator.core.view import View
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import ASP
-from replication.chain import Kept
+from replication.chain import CopyState
 from replication.retained import Retained
 from tests.sim.conftest import wait_for
 
@@ -59,13 +59,13 @@ class Pushing:
 def leave_out(cluster: Cluster, name: str) -> None:
     """A server stands still until the other goes on without it."""
     cluster.servers[name].process.stall()
-    wait_for(cluster, lambda: kept(cluster) == {Kept.LATE})
+    wait_for(cluster, lambda: kept(cluster) == {CopyState.LATE})
 
 
 def kept(cluster: Cluster) -> set[int]:
     view = cluster.view
     assert view is not None
-    return set(view.kept.tolist())
+    return set(view.copy_state.tolist())
 
 
 def sent_bytes(cluster: Cluster) -> int:
@@ -104,7 +104,7 @@ def test_who_was_away_is_back_with_the_same_copies(cluster: Cluster, name: str) 
 def test_who_stays_away_is_waited_for_no_longer(cluster: Cluster) -> None:
     pushing = Pushing(cluster)
     leave_out(cluster, "s0")
-    wait_for(cluster, lambda: kept(cluster) == {Kept.NOT})
+    wait_for(cluster, lambda: kept(cluster) == {CopyState.NONE})
     cluster.servers["s0"].process.thaw()
     rest_on(cluster, "s0", "s1")
     found = cluster.servers["s0"].now
@@ -154,7 +154,7 @@ def take_a_name_for_a_server(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(self: Any, view: View, members: planner.Members, health: planner.Health) -> None:
         newest = {server.name: server for server in members.servers}
-        late = {int(i) for i in view.joining[view.kept == Kept.LATE]}
+        late = {int(i) for i in view.joining[view.copy_state == CopyState.LATE]}
         servers = tuple(newest.get(s.name, s) if i in late else s for i, s in enumerate(view.servers))
         init(self, replace(view, servers=servers), members, health)
 
@@ -202,7 +202,7 @@ def test_who_falls_silent_as_one_that_is_level_takes_its_place_keeps_its_copy(cl
     if dies:
         cluster.kill(cluster.servers["s1"].process, power=True)
     else:
-        wait_for(cluster, lambda: kept(cluster) == {Kept.LATE})
+        wait_for(cluster, lambda: kept(cluster) == {CopyState.LATE})
         pushing.go_on()
     cluster.servers["s0"].process.thaw()
     if dies:

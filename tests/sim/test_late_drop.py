@@ -13,7 +13,7 @@ from chaos.sim.threads import Threads
 from elasticps.errors import UnknownTable
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import ASP
-from replication.chain import Kept
+from replication.chain import CopyState
 from tests.sim.conftest import wait_for
 
 KEYS = np.arange(64)
@@ -53,12 +53,12 @@ def test_a_table_that_ends_before_the_others_are_confirmed_ends_no_server_as_one
     wait_for(cluster, cluster.whole)
     cluster.servers[name].process.stall()
     told.append("stalled")
-    wait_for(cluster, lambda: (v := cluster.view) is not None and Kept.LATE in v.kept.tolist())
+    wait_for(cluster, lambda: (v := cluster.view) is not None and CopyState.LATE in v.copy_state.tolist())
     wait_for(cluster, lambda: "dropped" in told)
     before = steps[0]
     wait_for(cluster, lambda: steps[0] > before + 3)
     cluster.servers[name].process.thaw()
-    wait_for(cluster, lambda: (v := cluster.view) is not None and Kept.LATE not in v.kept.tolist())
+    wait_for(cluster, lambda: (v := cluster.view) is not None and CopyState.LATE not in v.copy_state.tolist())
     cluster.clock.run(cluster.clock.now + 2.0)
     assert cluster.violation is None, cluster.violation
     wait_for(cluster, cluster.whole)

@@ -105,7 +105,7 @@ class Scene:
     def begun_anew(self) -> bool:
         """Whether any range has."""
         view = self.cluster.view
-        return view is not None and bool(view.anew.any())
+        return view is not None and bool(view.recovery_epoch.any())
 
     def holders(self) -> list[str]:
         """All who have some range."""

@@ -47,7 +47,7 @@ class Lasting:
         self._view = view
         copies = view.as_chains.copies
         self._replicas = [(s.member, np.flatnonzero((copies == i).any(axis=1))) for i, s in enumerate(view.servers)]
-        self._acked[view.anew == view.epoch] = 0  # nobody is left who has it
+        self._acked[view.recovery_epoch == view.epoch] = 0  # nobody is left who has it
         self._levels = {level: tail for level, tail in self._levels.items() if view.since[level.range] == level.fill}
         self._check_acknowledged()
 

@@ -65,7 +65,7 @@ class Views:
             members, joiner = _copies(new, r), new.joiner_of(r)
             if any(map(self._alive, _copies(old, r))) and not any(map(self._alive, members)):
                 raise Violation("last full replica", f"range {r} is left to the dead in epoch {new.epoch}: {members}")
-            if joiner is not None and joiner != old.joiner_of(r) and not new.kept[r]:
+            if joiner is not None and joiner != old.joiner_of(r) and not new.copy_state[r]:
                 self._copies += 1
                 if self._calm and now > self._asked.get(joiner.name, now) + LATE_S and not self._all_go(view):
                     raise Violation("drain", f"range {r} is given to {joiner}, which drains, in epoch {new.epoch}")

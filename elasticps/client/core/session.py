@@ -232,7 +232,7 @@ class Session:
         out: list[Effect] = []
         if view.epoch <= self.epoch:
             return out
-        anew = view.anew > self.epoch
+        anew = view.recovery_epoch > self.epoch
         if anew.any():  # what they had of steps that are outstanding is gone
             for step in self._steps.values():
                 step.by_range(self._ranges)[anew] = False

@@ -158,7 +158,7 @@ class YoungLog(Log):
 
     def old(self) -> dict[int, int]:
         """By lane, how many entries Python keeps."""
-        return {lane: len(entries) for lane, entries in self._lanes.items() if entries}
+        return {lane: len(entries) for lane, entries in self._queues.items() if entries}
 
     def __len__(self) -> int:
         return super().__len__() + (0 if self.young is None else self.young.count)
@@ -175,14 +175,14 @@ class YoungLog(Log):
     def release(self, lane: int, acked: Seqs) -> list[Frame]:
         done = super().release(lane, acked)
         young = self.young
-        if young is not None and young.count and not self._lanes.get(lane) and not young.release(lane):
+        if young is not None and young.count and not self._queues.get(lane) and not young.release(lane):
             self._take_over()
             done += super().release(lane, acked)
         return done
 
-    def lane(self, lane: int) -> Iterator[Entry]:
+    def waiting_for(self, successor: int) -> Iterator[Entry]:
         self._take_over()
-        return super().lane(lane)
+        return super().waiting_for(successor)
 
     def entries(self) -> list[Entry]:
         self._take_over()

@@ -156,7 +156,7 @@ class _Life:
         """Asks the servers whose copies are counted on; returns those that do not say that they stay."""
         assert found.view is not None
         assert found.handover is not None
-        asked = [each for each in found.view.servers if each.member in found.handover.keepers]
+        asked = [each for each in found.view.servers if each.member in found.handover.holders]
         answers = await asyncio.gather(*map(self._stays, asked))
         return frozenset(each.member for each, stays in zip(asked, answers, strict=True) if not stays)
 

@@ -63,7 +63,7 @@ class Leaders:
 
     def adopt(self, view: View) -> None:
         """Follows a view."""
-        left = np.isin(view.kept, COMPLETE) & (view.tails == view.as_chains.index(self._serving.me))
+        left = np.isin(view.copy_state, COMPLETE) & (view.tails == view.as_chains.index(self._serving.me))
         since = int(view.since[left].max(initial=0))
         if since > self.alone:
             self._loop.call_later(ALONE_S, self._lived, since)
