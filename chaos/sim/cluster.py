@@ -35,7 +35,8 @@ from elasticps.client.registry import Registry
 from elasticps.metrics.timing import Meter, TimedServer
 from elasticps.model.spec import Consistency
 from elasticps.monitor import dial_server
-from elasticps.server.network.busy_poll import Linger
+from elasticps.server.network.busy_poll import BusyPoll
+from elasticps.server.options import ServerOptions
 from elasticps.server.process.lifecycle import Identity, Surroundings, live
 from elasticps.server.server import Server
 from replication.chain import COMPLETE, Member
@@ -51,7 +52,7 @@ END_S = 60.0  # of virtual time, in which what is cancelled ends
 WORKER_TIMEOUT_S = 300.0  # longer than any story: whoever waits in vain is found by the story's own bound
 
 
-class Still(Linger):
+class Still(BusyPoll):
     """Polling on virtual time would never end: a server sleeps at once."""
 
     def __init__(self) -> None:
@@ -452,6 +453,8 @@ def _build(session: ServerSession, cluster: str, ranges: int, loop: asyncio.Abst
     """Every other server is measured, as all are that serve metrics: that is another shell around the same core."""
     measured = int(session.info.name[1:]) % 2
     return (partial(TimedServer, Meter(loop.time, sample=1)) if measured else Server)(
-        session.info, cluster, ranges, loop, log_budget_bytes=LOG_BUDGET_BYTES, clock=loop.time, linger=Still(),
-        filing=InlineRowWriter(loop, Storage("memory://sim")),
+        session.info, cluster, ranges, loop, ServerOptions(
+            log_budget_bytes=LOG_BUDGET_BYTES, clock=loop.time, busy_poll=Still(),
+            row_writer=InlineRowWriter(loop, Storage("memory://sim")),
+        )
     )  # fmt: skip

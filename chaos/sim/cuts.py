@@ -81,7 +81,7 @@ class Afar:
         def arrived() -> None:
             if self._cluster.over:
                 return
-            task = found.loop.create_task(call(server.subject))  # type: ignore[union-attr]
+            task = found.loop.create_task(call(server.admin))  # type: ignore[union-attr]
             task.add_done_callback(done)
 
         def done(task: asyncio.Task[T]) -> None:

@@ -12,11 +12,8 @@ from prometheus_client.registry import Collector
 from coordinator.sessions import ServerSession
 from elasticps.metrics.exposition import Scrape
 from elasticps.metrics.timing import Histogram, Meter, TimedServer
-from elasticps.security.gate import Gate
-from elasticps.server.core.headroom import NO_LIMIT, Memory
+from elasticps.server.options import ServerOptions
 from elasticps.server.server import Server
-from elasticps.system.descriptors import NO_LIMIT as MANY
-from elasticps.system.descriptors import Connections
 
 MAX_WORKERS = 500  # workers shown by name; beyond them only how far the last is behind
 
@@ -51,21 +48,17 @@ class ServerMetrics(Collector):
         cluster: str,
         ranges: int,
         loop: asyncio.AbstractEventLoop,
-        memory: Memory = NO_LIMIT,
-        gate: Gate | None = None,
-        allowed: Connections = MANY,
+        options: ServerOptions,
     ) -> Server:
         """A server that is measured; from now on the one that is shown."""
         self._session = session
-        self._server = TimedServer(
-            self.meter, session.info, cluster, ranges, loop, memory=memory, gate=gate, allowed=allowed
-        )
+        self._server = TimedServer(self.meter, session.info, cluster, ranges, loop, options)
         return self._server
 
     def collect(self) -> Iterator[Metric]:
         """The families; those of the server once there is one."""
         if self._server is not None and self._session is not None:
-            status = self._server.subject.status()
+            status = self._server.admin.status()
             yield from _identity(self._server, self._session)
             yield from _content(self._server, status)
             yield from _traffic(self._server, status)
@@ -156,7 +149,7 @@ def _workers(server: Server) -> Iterator[Metric]:
     lag = GaugeMetricFamily("elasticps_server_worker_lag", "Steps behind the first of its app.", labels=labels)
     most = GaugeMetricFamily("elasticps_server_worker_lag_max", "The lag of the last worker.", labels=["app"])
     apps: dict[str, dict[str, int]] = {}
-    for number, at in server.subject.clocks().items():
+    for number, at in server.admin.clocks().items():
         worker = server.serving.workers[number]
         apps.setdefault(worker.app, {})[worker.name] = at
     for app, found in apps.items():

@@ -159,7 +159,7 @@ class TimedServer(Server):
         super().__init__(*arguments, **options)
         self._meter = meter
         self.fast.observer = meter
-        self.subject.measured = meter
+        self.admin.measured = meter
         for name, field in RECEIVED.items():
             meter.counts(name, partial(self.fast.counter, field))
         for kind, name in TIMED.items():
@@ -169,7 +169,9 @@ class TimedServer(Server):
 
     def connection(self) -> Connection:
         """A protocol object that notes when timed requests are answered."""
-        return TimedConnection(self._meter, self.handshake.newcomer, self.herald, self._loop, self._linger, self.fast)
+        return TimedConnection(
+            self._meter, self.handshake.newcomer, self.notifier, self._loop, self._busy_poll, self.fast
+        )
 
 
 class TimedConnection(Connection):

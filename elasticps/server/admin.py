@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from coordinator.core.view import Roster, ServerInfo
+from coordinator.core.view import Roster
 from elasticps.admin.interface import MarkedRange
 from elasticps.server.core.audit import slices
 from elasticps.server.core.bounded_delay import BoundedDelay
 from elasticps.server.core.headroom import Headroom
-from elasticps.server.core.serving import Serving
-from elasticps.server.core.view_exchange import Herald
 from elasticps.server.fast.layout import H_RECEIVED_FORWARD, H_RECEIVED_PULL, H_RECEIVED_PUSH
-from elasticps.server.fast.path import FastPath
-from elasticps.server.roles.counts import COUNTED, Counts
-from elasticps.server.roles.cuts import Cuts
-from elasticps.server.roles.executor import Executor
-from elasticps.server.roles.handshake import Handshake
+from elasticps.server.roles.context import Context
+from elasticps.server.roles.cuts import CutHandler
+from elasticps.server.roles.executor import COUNTED
+from elasticps.server.roles.handshake import HelloHandler
 from elasticps.server.roles.hot_keys import Hot
 from elasticps.server.roles.restoring import Restorer
 from elasticps.server.roles.snapshots import SnapshotSender
-from elasticps.server.roles.tickets import FutureTicket
-from elasticps.server.roles.worker_activity import Uses
+from elasticps.server.roles.worker_activity import WorkerActivity
 from replication.chain import Role
-from replication.effects import Push, Status
+from replication.effects import Status
 from replication.messages import OperationKind
 from replication.progress import PART_BITS
 
@@ -45,31 +40,29 @@ class Measured(Protocol):
         """Bounds in seconds; by kind, how many requests took a time between them."""
 
 
-class Subject:
+class ServerAdmin:
     """Of the admin service. measured: what times requests, if something does."""
 
     measured: Measured | None = None
 
     def __init__(
-        self, me: ServerInfo, serving: Serving, executor: Executor, path: FastPath, counts: Counts, herald: Herald,
-        delay: BoundedDelay, snapshots: SnapshotSender, headroom: Headroom, handshake: Handshake,
-        cuts: Cuts, uses: Uses, restoring: Restorer, clock: Callable[[], float],
+        self, context: Context, delay: BoundedDelay, snapshots: SnapshotSender, headroom: Headroom,
+        handshake: HelloHandler, cuts: CutHandler, activity: WorkerActivity, restoring: Restorer,
     ) -> None:  # fmt: skip
-        self.me = me
-        self._serving = serving
-        self._executor = executor
-        self._path = path
-        self._counts = counts
-        self._herald = herald
+        self.me = context.me
+        self._serving = context.serving
+        self._executor = context.executor
+        self._path = context.path
+        self._notifier = context.notifier
         self._delay = delay
         self._snapshots = snapshots
         self._headroom = headroom
         self._handshake = handshake
         self.cuts = cuts
-        self._uses = uses
+        self._activity = activity
         self.restoring = restoring
-        self._clock = clock
-        self._started = clock()
+        self._clock = context.clock
+        self._started_s = self._clock()
 
     @property
     def epoch(self) -> int:
@@ -83,12 +76,8 @@ class Subject:
 
     async def mark(self, mark: int) -> bool:
         """Has every replica of the ranges headed here note their digests; False if the view changed meanwhile."""
-        replica = self._executor.replica
         for ranges, part in slices(self._executor.store.tables, self._serving.headed, mark):
-            ticket = FutureTicket(asyncio.get_running_loop())
-            push = Push(ticket, -1, self.epoch, 0, 0, True, ranges, part, 64, kind=OperationKind.AUDIT)
-            self._executor.perform(replica.push, push)
-            reply = await ticket.future
+            reply = await self._executor.log(OperationKind.AUDIT, ranges, part, 64).future
             if reply.status is not Status.COMMITTED or len(reply.moved):
                 return False
         return True
@@ -118,13 +107,13 @@ class Subject:
             "memory_mark": self._headroom.mark,
             "memory_limit": self._headroom.limit,
             "connections": len(self._handshake.connections),
-            **{what: self._counts.count(what) for what in COUNTED},
-            "refused": self._herald.refused,
+            **{what: self._executor.counts.count(what) for what in COUNTED},
+            "refused": self._notifier.refused,
             "parked": len(self._delay),
             "log_bytes": replica.log.nbytes + replica.retained.nbytes,
             "sent_bytes": self._snapshots.sent_bytes,
             "tables": len(store.live),
-            "uptime_s": self._clock() - self._started,
+            "uptime_s": self._clock() - self._started_s,
         }
 
     def activity(self) -> dict[str, Any]:
@@ -135,7 +124,7 @@ class Subject:
             "received_bytes": sum(map(self._path.counter, _RECEIVED)),
             "workers": clocks.keys(),
             "clocks": clocks.values(),
-            "uses": [{"worker": worker, **use._asdict()} for worker, use in self._uses.look().items()],
+            "uses": [{"worker": worker, **use._asdict()} for worker, use in self._activity.look().items()],
         }
         if self.measured is not None:
             bounds_s, counts = self.measured.counts_by_time()

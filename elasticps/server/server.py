@@ -8,128 +8,134 @@ and data shards, a replica's to the links. They ask `serving` what may be done h
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from coordinator.core import fields
 from coordinator.core.view import Roster, ServerInfo, View
-from elasticps.checkpoint.row_writer import RowWriter, ThreadRowWriter
-from elasticps.security.gate import Gate
-from elasticps.server.admin import Subject
+from elasticps.checkpoint.row_writer import ThreadRowWriter
+from elasticps.server.admin import ServerAdmin
 from elasticps.server.core.barrier import BarrierCoordinator
 from elasticps.server.core.bounded_delay import BoundedDelay
 from elasticps.server.core.data_shards import ShardDispenser
 from elasticps.server.core.group_log import GroupLog
-from elasticps.server.core.headroom import NO_LIMIT, Headroom, Memory
+from elasticps.server.core.headroom import Headroom
 from elasticps.server.core.registered import Entry, Registered
 from elasticps.server.core.serving import Serving
 from elasticps.server.core.view_exchange import HeldFrames, Herald
 from elasticps.server.fast.path import FastPath
-from elasticps.server.network.busy_poll import Linger
-from elasticps.server.network.connection import Connection, Role
+from elasticps.server.network.busy_poll import BusyPoll
+from elasticps.server.network.connection import Connection, PeerKind
 from elasticps.server.network.streams import streams
-from elasticps.server.roles.checkpoints import ASIDE_BYTES, WORKING_S, Checkpoints
-from elasticps.server.roles.counts import Counts
-from elasticps.server.roles.cuts import Cuts
+from elasticps.server.options import DEFAULTS, ServerOptions
+from elasticps.server.roles.checkpoints import ASIDE_BYTES, CheckpointWriter
+from elasticps.server.roles.context import Context, LastServed
+from elasticps.server.roles.cuts import CutHandler
 from elasticps.server.roles.executor import Executor
-from elasticps.server.roles.handshake import Handshake
+from elasticps.server.roles.handshake import HelloHandler
 from elasticps.server.roles.leaders import Leaders
 from elasticps.server.roles.memory_limit import MemoryLimit
-from elasticps.server.roles.pulls import Pulls
-from elasticps.server.roles.pushes import Pushes
-from elasticps.server.roles.reductions import Reductions
+from elasticps.server.roles.pulls import PullHandler
+from elasticps.server.roles.pushes import PushHandler
+from elasticps.server.roles.reductions import ReduceHandler
 from elasticps.server.roles.replica_links import ReplicaLinks
-from elasticps.server.roles.restoring import KEPT_BYTES, Restorer
+from elasticps.server.roles.restoring import BUFFER_BYTES, Restorer
 from elasticps.server.roles.snapshots import SnapshotSender
-from elasticps.server.roles.stall_detector import Standstill
-from elasticps.server.roles.subscriptions import News
-from elasticps.server.roles.worker_activity import Uses
-from elasticps.system.descriptors import NO_LIMIT as MANY
-from elasticps.system.descriptors import Connections
+from elasticps.server.roles.stall_detector import StallDetector
+from elasticps.server.roles.updates import UpdateRequests
+from elasticps.server.roles.worker_activity import WorkerActivity
 from replication.chain import Member
 from replication.refusals import MOST_BYTES
 
 log = fields.logger(__name__)
 
-LOG_BUDGET_BYTES = 256 << 20
-
 
 class Server:
-    """State and behaviour of one server; `process.serve` connects it to sockets and to the coordination store.
-
-    removed: done when a view has left this server out: its copy is void, and it may come back as a new incarnation.
-    """
+    """State and behaviour of one server; `process.lifecycle` connects it to sockets and to the coordination store."""
 
     def __init__(
-        self, me: ServerInfo, cluster: str, ranges: int, loop: asyncio.AbstractEventLoop, *,
-        log_budget_bytes: int = LOG_BUDGET_BYTES, clock: Callable[[], float] = time.monotonic,
-        linger: Linger | None = None, memory: Memory = NO_LIMIT, gate: Gate | None = None,
-        filing: RowWriter | None = None, allowed: Connections = MANY,
+        self, me: ServerInfo, cluster: str, ranges: int, loop: asyncio.AbstractEventLoop,
+        options: ServerOptions = DEFAULTS,
     ) -> None:  # fmt: skip
-        self.me = me
-        self.member = Member(me.name, me.incarnation)
-        self.cluster = cluster
-        self._loop = loop
+        memory, clock = options.memory, options.clock
+        log_budget_bytes = memory.share(options.log_budget_bytes)
+        self.me = me  # as registered
+        self.member = Member(me.name, me.incarnation)  # as chains name it
+        self.cluster = cluster  # its name and incarnation: views of another one are not followed
         self.removed: asyncio.Future[None] = loop.create_future()
-        self._left_out = False
-        self._linger = linger or Linger(loop)
-        self.headroom = Headroom(me.name, memory)
-        log_budget_bytes = memory.share(log_budget_bytes)
-        self.fast = FastPath(ranges, log_budget_bytes)
-        self.counts = counts = Counts(self.fast)
-        self.executor = executor = Executor(self.member, ranges, log_budget_bytes, self.fast)
-        self.store, self.replica = executor.store, executor.replica
+        """Done when a view has left this server out: its copy is void, and it may come back as a new incarnation."""
+        self._left_out = False  # stays so, whatever views come later
+        self._loop = loop  # for connections
+
+        # What all parts share.
+        self.fast = FastPath(ranges, log_budget_bytes)  # handles usual frames in compiled code
+        self.executor = executor = Executor(self.member, ranges, log_budget_bytes, self.fast)  # carries out effects
+        self.store, self.replica = executor.store, executor.replica  # the rows; the chain protocol
         self.replica.refusals.most_bytes = memory.share(MOST_BYTES)
-        self.serving = serving = Serving(self.member, ranges, self.replica)
-        self.herald = herald = Herald(loop.call_soon)
-        self.news = news = News(loop, executor, serving, self.adopt)
-        self.held = held = HeldFrames(serving, herald, clock, news.need_view, news.need)
-        self.streams = streams(loop, Gate() if gate is None else gate, self.fast, self._linger)
-        self.links = ReplicaLinks(cluster, ranges, executor, loop, self.streams.dial, self.connection, news)
-        self.snapshots = SnapshotSender(loop, executor, serving, self.links)
-        served = self.snapshots.served
-        self.delay = BoundedDelay(ranges, self.replica.clocks, clock)
-        self.registered = Registered(self.store, news.need, news.need_keys)
-        self.pulls = Pulls(serving, held, herald, self.delay, self.store, self.registered, self.replica, counts, served)
-        self.reductions = reductions = Reductions(loop, serving, held, herald, self.store, self.registered, self.pulls)
-        self.memory = MemoryLimit(self.headroom, self.store, self.fast, self.links, me.name)
-        self.pushes = Pushes(serving, held, herald, executor, self.memory, self.registered, counts, served)
-        group = GroupLog(serving, held, herald, self.replica, executor.rounds, executor.perform)
-        shards = ShardDispenser(group, executor.shards)
-        self._barrier = BarrierCoordinator(group, clock)
-        self.leaders = Leaders(loop, serving, executor, self.links, self.snapshots, self.headroom, counts)
-
-        self.restoring = Restorer(loop, executor, serving, self.memory, self.fast.told, memory.share(KEPT_BYTES))
-        self.checkpoints = Checkpoints(
-            loop, executor, serving, filing or ThreadRowWriter(loop), (memory.share(ASIDE_BYTES), log_budget_bytes),
-            lambda: self.snapshots.served_within(WORKING_S),
+        self.serving = serving = Serving(self.member, ranges, self.replica)  # the view and roster that are followed
+        self.notifier = notifier = Herald(loop.call_soon)  # sends views and refusals
+        self.updates = updates = UpdateRequests(loop, executor, serving, self.adopt)  # asks for newer views
+        self.held = HeldFrames(serving, notifier, clock, updates.need_view, updates.need_roster)  # wait for them
+        self.registered = Registered(self.store, updates.need_roster, updates.need_tables)  # owners of tables
+        self.last_served = LastServed(loop.time)  # when a worker was: background work gives way then
+        context = Context(
+            me, cluster, loop, clock, self.fast, executor, serving, notifier, self.held, updates, self.registered,
+            self.last_served,
         )  # fmt: skip
-        uses = Uses(serving, lambda: self.handshake.workers, clock)
-        cuts = Cuts(serving, executor, lambda: self.handshake.workers, self.checkpoints.wait, clock)
 
+        # Connections, and links to other replicas.
+        self._busy_poll = options.busy_poll or BusyPoll(loop)  # keeps the loop awake between requests
+        self.streams = streams(loop, options.gate, self.fast, self._busy_poll)  # accepts and dials
+        self.links = ReplicaLinks(context, self.streams.dial, self.connection)  # to the servers that share ranges
+        self.snapshots = SnapshotSender(context, self.links)  # fills joining replicas
+
+        # Requests of workers.
+        self.headroom = Headroom(me.name, memory)  # how many rows may be added, here and down the chains
+        self.memory = MemoryLimit(context, self.headroom, self.links)  # refuses rows where memory is short
+        self.delay = BoundedDelay(ranges, self.replica.clocks, clock)  # which pulls wait for slower workers
+        self.pulls = PullHandler(context, self.delay)  # answers them when they may be
+        self.pushes = PushHandler(context, self.memory)  # checks them, and has them logged
+        self.reductions = ReduceHandler(context, self.pulls)  # functions over all rows of a range
+        group = GroupLog(serving, self.held, notifier, self.replica, executor.rounds, executor.perform)
+        shards = ShardDispenser(group, executor.shards)
+        self._barrier = BarrierCoordinator(group, clock)  # closes synchronous rounds
+
+        # Requests of coordinators, and of operators by the admin service.
+        self.leaders = Leaders(context, self.links, self.snapshots, self.headroom)  # get reports
+        self.restoring = Restorer(context, self.memory, memory.share(BUFFER_BYTES))  # reads checkpoints
+        row_writer = options.row_writer or ThreadRowWriter(loop)
+        aside_bytes = memory.share(ASIDE_BYTES)
+        self.checkpoints = CheckpointWriter(context, row_writer, aside_bytes, log_budget_bytes)  # writes rows of a cut
+        cuts = CutHandler(context, lambda: self.handshake.workers, self.checkpoints.wait)
+        activity = WorkerActivity(context, lambda: self.handshake.workers)
+
+        # What each kind of peer may send, and who forgets a connection that has ended.
         handlers = {
             **self.pushes.handlers, **self.pulls.handlers, **self._barrier.handlers, **shards.handlers,
-            **cuts.handlers, **held.handlers, **reductions.handlers, **uses.handlers,
+            **cuts.handlers, **self.held.handlers, **self.reductions.handlers, **activity.handlers,
         }  # fmt: skip
-        forgotten = self.pulls.forget, self.pushes.forget, reductions.forget, uses.forget
-        self.worker = Role(handlers, *forgotten, rest=self.pulls.rest)
-        handlers = {**self.links.handlers, **self.memory.handlers, **held.handlers, **news.handlers}
-        self.peer = Role(handlers, self.links.lost)
-        self.handshake = Handshake(
-            cluster, serving, held, news, self.links, self.leaders, self.worker, self.peer, cuts.greet, allowed
+        forget = self.pulls.forget, self.pushes.forget, self.reductions.forget, activity.forget
+        self.worker = PeerKind(handlers, *forget, rest=self.pulls.rest)  # frames of workers
+        handlers = {**self.links.handlers, **self.memory.handlers, **self.held.handlers, **updates.handlers}
+        self.peer = PeerKind(handlers, self.links.lost)  # frames of other replicas
+        # Knows all connections, and gives each its kind of peer.
+        self.handshake = HelloHandler(
+            context, self.links, self.leaders, self.worker, self.peer, cuts.greet, options.connections
         )
-        self.subject = Subject(
-            me, serving, executor, self.fast, counts, herald, self.delay, self.snapshots, self.headroom,
-            self.handshake, cuts, uses, self.restoring, clock,
+        # Answers the admin service.
+        self.admin = ServerAdmin(
+            context, self.delay, self.snapshots, self.headroom, self.handshake, cuts, activity, self.restoring
+        )
+        self.stall_detector = StallDetector(clock, executor)  # notices that this process was stopped
+        self.fast.connect(
+            self.links.link, self.pulls.changed, self.last_served.mark, executor.note_shard,
+            self.stall_detector.look,
         )  # fmt: skip
-        self.standstill = Standstill(clock, executor)
-        self.fast.connect(self.links.link, self.pulls.changed, served, executor.note_shard, self.standstill.look)
 
     # --- connections ------------------------------------------------------------------------------------------------
 
     def connection(self) -> Connection:
         """A protocol object for a new connection, accepted or dialled."""
-        return Connection(self.handshake.newcomer, self.herald, self._loop, self._linger, self.fast)
+        return Connection(self.handshake.newcomer, self.notifier, self._loop, self._busy_poll, self.fast)
 
     def close(self) -> None:
         """Drops every connection, and gives up what is being written of a checkpoint, or read."""
@@ -148,7 +154,7 @@ class Server:
         if view.epoch <= serving.epoch or view.cluster != self.cluster or self._left_out:
             return
         listed = serving.adopt(view)
-        self.herald.adopt(view)
+        self.notifier.adopt(view)
         if not listed:
             log.warning("left out", epoch=view.epoch, reason=view.reason)
             self._left_out = True
@@ -162,7 +168,7 @@ class Server:
         self.leaders.adopt(view)
         log.info("adopted", epoch=view.epoch, headed=len(serving.headed), reason=view.reason)
         if serving.concerns_workers():
-            self.herald.tell_all(self.handshake.workers)
+            self.notifier.tell_all(self.handshake.workers)
         self._judge()
 
     def follow(self, roster: Roster) -> None:
@@ -192,7 +198,7 @@ class Server:
 
     def tick(self) -> None:
         """Called a few times a second: ends waits that took too long, beats."""
-        self.standstill.beat()
+        self.stall_detector.beat()
         self._judge()
         self.links.tick()
         self.registered.look_for_owners()

@@ -24,6 +24,7 @@ from elasticps.dashboard.past import questions
 from elasticps.metrics.client import ClientMetrics
 from elasticps.metrics.cluster import STATES, ClusterMetrics
 from elasticps.metrics.server import ServerMetrics
+from elasticps.server.options import ServerOptions
 from tests.client.views import view as a_view
 from tests.deploy.manifests import DEPLOY, ROOT, named
 
@@ -57,7 +58,7 @@ async def families() -> list[Any]:
     view = a_view([[0, 1], [1, 0]])
     server, cluster = ServerMetrics(), ClusterMetrics(cast(Store, None), "c0")
     session = cast(ServerSession, Session(view.servers[0]))
-    server.build(session, "c", view.ranges, asyncio.get_running_loop())
+    server.build(session, "c", view.ranges, asyncio.get_running_loop(), ServerOptions())
     cluster._put(Entry(VIEW, view.encode(), 1, 1))
     cluster._put(Entry(NEWEST_CHECKPOINT, newest(1, 1.0), 1, 1))
     return [family for c in (server, cluster, ClientMetrics(Client(view))) for family in c.collect()]

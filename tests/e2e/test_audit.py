@@ -128,7 +128,7 @@ def staged(test: Callable[[Stage], Awaitable[None]]) -> None:
             admins = {}
             for name in NAMES:
                 server = await group.start(name)
-                admin = admins[name] = await start_admin("127.0.0.1", 0, lambda server=server: server.subject)  # type: ignore[misc]
+                admin = admins[name] = await start_admin("127.0.0.1", 0, lambda server=server: server.admin)  # type: ignore[misc]
                 stack.push_async_callback(admin.stop, 0.0)
                 group.infos[name] = replace(group.infos[name], admin=admin.address)
             view = group.make_view(lambda r: NAMES)
@@ -290,14 +290,14 @@ def test_a_server_that_is_lost_meanwhile_is_part_of_the_answer() -> None:
         group = stage.group
         before = group.view
         assert before is not None
-        admin = group.servers["s0"].subject.mark
+        admin = group.servers["s0"].admin.mark
 
         async def lose_first(mark: int) -> bool:
             if group.view is before:
                 await stage.lose_s2()
             return await admin(mark)
 
-        group.servers["s0"].subject.mark = lose_first  # type: ignore[method-assign]
+        group.servers["s0"].admin.mark = lose_first  # type: ignore[method-assign]
         report = await stage.audit()
         assert not report.differences
         assert report.lost == {"s2": "s2 lost (silent for 0.8 s)"}

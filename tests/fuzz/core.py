@@ -27,6 +27,7 @@ from elasticps.model.spec import TableSpec
 from elasticps.server.core.registered import Entry
 from elasticps.server.fast import layout as at
 from elasticps.server.network.connection import Connection
+from elasticps.server.options import ServerOptions
 from elasticps.server.roles import replica_links
 from elasticps.server.roles.snapshots import SnapshotSender
 from elasticps.server.server import Server
@@ -132,9 +133,9 @@ class Core:
         self.random = random
         self.clock = Clock()
         self.server = Server(
-            ServerInfo(ME, 1, "127.0.0.1:1"), CLUSTER, RANGES, cast(Any, self.clock), clock=self.clock.time
+            ServerInfo(ME, 1, "127.0.0.1:1"), CLUSTER, RANGES, cast(Any, self.clock),
+            ServerOptions(clock=self.clock.time, busy_poll=cast(Any, Quiet())),
         )  # fmt: skip
-        self.server._linger = cast(Any, Quiet())
         self.server.fast.h[at.H_ENABLED] = compiled
         registered = {TABLE: Entry(APPS[HONEST], TABLE_OF_OWN)}
         self.server.know_tables(

@@ -224,7 +224,7 @@ class Voices:
             for flags, items, body in (self._rows(no_values=True) for _ in range(8))
         ]
         erases = [self._erase(random.choice((DELETE, DELETE, CLEAR, DROP))) for _ in range(8)]
-        core.server.subject.cuts.hold(HELD_CUT, 60.0)
+        core.server.admin.cuts.hold(HELD_CUT, 60.0)
         held = [
             Header(Kind.HELD, random.choice((0, LAST)), clock=random.randrange(50), worker=random.choice(HOSTILE),
                    table=random.choice((0, 1, HELD_CUT, 9))).pack()

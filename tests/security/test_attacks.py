@@ -20,6 +20,7 @@ from elasticps.security.channel import Channel
 from elasticps.security.credentials import Credentials
 from elasticps.security.gate import Gate
 from elasticps.security.identity import Identity
+from elasticps.server.options import ServerOptions
 from elasticps.server.server import Server
 from elasticps.wire.frames import HEADER_BYTES, Header, Kind, json_body, json_frame, unpack_header, view_frame
 from tests.security.conftest import Holder, issued
@@ -47,7 +48,7 @@ class Target:
         loop = asyncio.get_running_loop()
         self.info = ServerInfo("s0", 1, "127.0.0.1:1")
         self.gate = Gate(credentials)
-        self.server = Server(self.info, "train", RANGES, loop, gate=self.gate)
+        self.server = Server(self.info, "train", RANGES, loop, ServerOptions(gate=self.gate))
         self.server.follow(Roster(1, (WorkerInfo(5, "ads/w0", 1, "ads"), WorkerInfo(6, "shop/w0", 1, "shop")), "train"))
         self.server.adopt(self.view(1))
         self.port = 0

@@ -18,7 +18,8 @@ from elasticps.kernels.hashing import table_salt
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.headroom import NO_LIMIT, Memory
-from elasticps.server.server import LOG_BUDGET_BYTES, Server
+from elasticps.server.options import LOG_BUDGET_BYTES, ServerOptions
+from elasticps.server.server import Server
 from elasticps.wire.frames import (
     ALL_RANGES,
     HEADER_BYTES,
@@ -151,7 +152,7 @@ class Group:
         port = sock.getsockname()[1]
         self.infos[name] = ServerInfo(name, incarnation, f"127.0.0.1:{port}")
         server = self.servers[name] = Server(
-            self.infos[name], "c", RANGES, loop, log_budget_bytes=log_budget_bytes, memory=memory
+            self.infos[name], "c", RANGES, loop, ServerOptions(log_budget_bytes=log_budget_bytes, memory=memory)
         )
         server.follow(self.roster)
         self.listeners[name] = await server.streams.create_server(server.connection, sock=sock)

@@ -119,7 +119,7 @@ def test_a_table_that_nobody_knows_is_not_remembered_as_dropped(run: Run) -> Non
             server.know_tables({TABLE: Entry("default", SPEC)})
         worker = await group.connect("a")
         gone = dropping(worker, view, 50)
-        await until(lambda: head.registered.wanted and head.news.behind.is_set())
+        await until(lambda: head.registered.wanted and head.updates.view_or_roster.is_set())
         with patch.object(view_exchange, "HOLD_TIMEOUT_S", -1.0):
             head.tick()
             assert (await asyncio.wait_for(gone, 10))[0].kind == Kind.OK
@@ -153,7 +153,7 @@ def test_a_table_whose_owner_is_not_known_yet_is_dropped_by_nobody(run: Run) -> 
         head.store.unowned.add(TABLE)
         other = await group.connect("b", create=False)
         answer = dropping(other, view, TABLE)
-        await until(lambda: head.registered.wanted and head.news.behind.is_set())
+        await until(lambda: head.registered.wanted and head.updates.view_or_roster.is_set())
         with patch.object(view_exchange, "HOLD_TIMEOUT_S", -1.0):
             head.tick()
             header, body = await asyncio.wait_for(answer, 10)
@@ -184,7 +184,7 @@ def test_a_server_that_made_a_table_by_anothers_word_looks_whose_it_is(run: Run)
         tail.store.unowned.add(TABLE)
         tail.tick()
         assert wanted()
-        assert tail.news.behind.is_set()
+        assert tail.updates.view_or_roster.is_set()
         tail.know_tables({TABLE: Entry("default", SPEC)})
         assert {server.store.live[TABLE].app for server in group.servers.values()} == {"default"}
         tail.tick()
@@ -342,7 +342,7 @@ def test_a_server_looks_whose_a_table_is_until_the_store_has_said_it(run: Run) -
             tail.store.live[TABLE].app = ""  # as an earlier version's server leaves it
             tail.store.unowned.add(TABLE)
             tail.tick()
-            await until(lambda: store.refused and not tail.news.behind.is_set())
+            await until(lambda: store.refused and not tail.updates.view_or_roster.is_set())
             store.out = False
 
             def told() -> bool:

@@ -106,6 +106,9 @@ def test_only_workers_make_a_server_busy(run: Run, monkeypatch: pytest.MonkeyPat
     """What fills a joiner is no reason to fill it slowly."""
     monkeypatch.setattr("elasticps.server.roles.snapshots.BUSY_S", 3600.0)  # else it may be over before we look
 
+    def busy(server: Server) -> bool:
+        return server.last_served.within(3600.0)
+
     async def test(group: Group) -> None:
         for name in ("s0", "s1", "s2"):
             await group.start(name)
@@ -115,11 +118,11 @@ def test_only_workers_make_a_server_busy(run: Run, monkeypatch: pytest.MonkeyPat
         for clock in (1, 2, 3):
             await worker.push(view, "s0", clock, KEYS, 1.0)
         head, tail = group.servers["s0"], group.servers["s1"]
-        assert head.snapshots.busy
-        assert not tail.snapshots.busy
+        assert busy(head)
+        assert not busy(tail)
         group.adopt(group.make_view(lambda r: ["s0", "s1"], lambda r: "s2"))
         await until(lambda: len(tail.replica.levels()) == RANGES)
-        assert not tail.snapshots.busy
+        assert not busy(tail)
 
     run(test)
 
@@ -210,16 +213,16 @@ def test_marks_find_equal_digests_on_every_replica(run: Run) -> None:
         group.adopt(view)
         worker = await group.connect("s0")
         pushes = [worker.push(view, "s0", clock, KEYS, 1.0) for clock in range(1, 30)]
-        assert await group.servers["s0"].subject.mark(1)
+        assert await group.servers["s0"].admin.mark(1)
         await asyncio.gather(*pushes)
-        found = [server.subject.marked(1) for server in group.servers.values()]
+        found = [server.admin.marked(1) for server in group.servers.values()]
         assert all(len(f) == RANGES for f in found)
         assert found[0] == found[1] == found[2]
         group.servers["s1"].store.tables[TABLE].apply(
             np.array([1], np.int64), np.ones((1, DIM), np.float32), np.empty(0, np.float32)
         )
-        assert await group.servers["s0"].subject.mark(2)
-        found = [server.subject.marked(2) for server in group.servers.values()]
+        assert await group.servers["s0"].admin.mark(2)
+        found = [server.admin.marked(2) for server in group.servers.values()]
         assert found[0] == found[2] != found[1]
 
     run(test)
@@ -236,13 +239,13 @@ def test_a_flood_of_pushes_leaves_the_loop_its_turns(run: Run, monkeypatch: pyte
         loop, handled = asyncio.get_running_loop(), [0]
 
         def turn() -> None:
-            handled.append(server.counts.count("pushes"))
+            handled.append(server.executor.counts.count("pushes"))
             loop.call_soon(turn)
 
         turn()
         many = list(range(5000))
         await asyncio.gather(*[worker.push(view, "s0", clock, many, 1.0) for clock in range(1, 61)])
-        assert server.counts.count("pushes") == 60  # frames of 100 kB, all sent at once
+        assert server.executor.counts.count("pushes") == 60  # frames of 100 kB, all sent at once
         assert max(np.diff(handled)) <= 2
 
     run(test)

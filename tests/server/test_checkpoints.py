@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -76,8 +77,8 @@ class CheckpointStory(Story):
         super().__init__(seed, compiled)
         for name, server in self.wires.servers.items():
             self.shelves[name] = Shelf()
-            server.checkpoints._filing = self.shelves[name]
-            server.checkpoints._busy = lambda: True
+            server.checkpoints._row_writer = self.shelves[name]
+            server.checkpoints._last_served = cast(Any, SimpleNamespace(within=lambda seconds: True))
             server.checkpoints._aside_bytes = self.random.choice((1 << 20, 1 << 20, 4000))
         deliver = self.wires.deliver
 

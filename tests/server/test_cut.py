@@ -200,17 +200,17 @@ def test_every_replica_passes_a_cut_once_at_the_same_place_and_notes_the_same(ru
             for name, worker in workers.items():
                 pushed = worker.push(group.view, name, clock, range(100), 1.0)
                 if clock == 5 and name == "s0":
-                    taken = asyncio.ensure_future(group.servers["s0"].subject.cuts.take(1, 0, "file:///x"))
+                    taken = asyncio.ensure_future(group.servers["s0"].admin.cuts.take(1, 0, "file:///x"))
                 await pushed
         assert await taken
-        assert await group.servers["s1"].subject.cuts.take(1, 0, "file:///x")
-        assert await group.servers["s0"].subject.cuts.take(1, 0, "file:///x")  # again: nothing is left to cut
+        assert await group.servers["s1"].admin.cuts.take(1, 0, "file:///x")
+        assert await group.servers["s0"].admin.cuts.take(1, 0, "file:///x")  # again: nothing is left to cut
         for hook in hooks.values():
             assert sorted(hook.seen) == sorted(hooks["s0"].seen)
             assert sorted(r for r, _, _ in hook.seen) == list(range(RANGES))
         noted = [server.executor.cuts.noted for server in group.servers.values()]
         assert noted[0] == noted[1] == noted[2]
-        state = group.servers["s1"].subject.cuts.state(1)
+        state = group.servers["s1"].admin.cuts.state(1)
         assert {r for one in state.taken for r in one.ranges} == {r for r in range(RANGES) if not r % 2}
         assert [dict(one.clocks) for one in state.taken] == [{WORKER: 7 << 16}]
         assert state.newest == 1
@@ -225,13 +225,13 @@ def test_who_waits_for_what_is_written_hears_at_once_when_it_is(run: Run, tmp_pa
         worker = await group.connect("s0")
         await worker.push(group.view, "s0", 1, range(100), 1.0)
         server = group.servers["s0"]
-        assert await server.subject.cuts.written(1, 60.0) == (1, 0, None)
-        assert await server.subject.cuts.take(1, 0, tmp_path.as_uri())
-        filing, server.checkpoints._filing = server.checkpoints._filing, _Stuck()
-        assert (await server.subject.cuts.written(1, 0.01)).writing == (RANGES // 2 - 1, [], "")
-        for said in server.checkpoints._filing.put_by:
-            filing.put(*said)
-        answers = await asyncio.gather(*(server.subject.cuts.written(1, 60.0) for _ in range(2)))
+        assert await server.admin.cuts.written(1, 60.0) == (1, 0, None)
+        assert await server.admin.cuts.take(1, 0, tmp_path.as_uri())
+        writer, server.checkpoints._row_writer = server.checkpoints._row_writer, _Stuck()
+        assert (await server.admin.cuts.written(1, 0.01)).writing == (RANGES // 2 - 1, [], "")
+        for said in server.checkpoints._row_writer.put_by:
+            writer.put(*said)
+        answers = await asyncio.gather(*(server.admin.cuts.written(1, 60.0) for _ in range(2)))
         for incarnation, ranges, writing in answers:
             assert (incarnation, ranges) == (1, RANGES // 2)
             assert writing is not None
@@ -239,9 +239,9 @@ def test_who_waits_for_what_is_written_hears_at_once_when_it_is(run: Run, tmp_pa
             assert all((tmp_path / "000001" / file.path).stat().st_size == file.bytes for file in writing.files)
             assert sum(file.rows for file in writing.files) > 0
         assert not server.checkpoints._waiters
-        waits = asyncio.ensure_future(server.subject.cuts.written(1, 60.0))
+        waits = asyncio.ensure_future(server.admin.cuts.written(1, 60.0))
         assert await waits == answers[0]
-        filing.close()
+        writer.close()
 
     run(test)
 
@@ -266,7 +266,7 @@ def test_a_range_that_moves_takes_its_cut_along(run: Run) -> None:
         worker = await group.connect("s0")
         await worker.push(group.view, "s0", 1, range(100), 1.0)
         for name in ("s0", "s1"):
-            assert await group.servers[name].subject.cuts.take(4, 0, "")
+            assert await group.servers[name].admin.cuts.take(4, 0, "")
         await group.start("s3")
         group.adopt(group.make_view(lambda r: ["s0", "s1"], lambda r: "s3"))
         joiner = group.servers["s3"].store.cuts
@@ -275,10 +275,10 @@ def test_a_range_that_moves_takes_its_cut_along(run: Run) -> None:
         await until(lambda: len(tail.leaders._connections) == 0 and tail.replica.waiting.all())
         group.adopt(group.make_view(lambda r: ["s3", "s0"]))
         new = Hook(group.servers["s3"])
-        assert await group.servers["s3"].subject.cuts.take(4, 0, "")
+        assert await group.servers["s3"].admin.cuts.take(4, 0, "")
         assert new.seen == []
-        assert group.servers["s3"].subject.cuts.state(4).taken == []
-        assert await group.servers["s3"].subject.cuts.take(5, 4, "")
+        assert group.servers["s3"].admin.cuts.state(4).taken == []
+        assert await group.servers["s3"].admin.cuts.take(5, 4, "")
         assert sorted(r for r, _, _ in new.seen) == list(range(RANGES))
 
     run(test)
@@ -296,8 +296,8 @@ def test_a_cut_that_waited_with_pushes_notes_what_its_place_in_the_log_has(run: 
         workers = await group.connect("s0")
         await workers.push(view, "s0", 1, range(50), 1.0)
         head.replica._full.add(head.replica._slot(group.servers["s1"].member))
-        head.replica.congested = True
-        cut = asyncio.ensure_future(head.subject.cuts.take(1, 0, ""))
+        head.replica.crowded = True
+        cut = asyncio.ensure_future(head.admin.cuts.take(1, 0, ""))
         await until(lambda: head.replica.parked == 1)
         later = workers.push(view, "s0", 2, range(50), 1.0)
         await until(lambda: head.replica.parked == 2)
@@ -318,7 +318,7 @@ def test_workers_are_told_to_hold_also_behind_their_welcome_and_to_go_on(run: Ru
         (second,) = group.enrol(1)
         server = await group.start("s0")
         group.adopt(group.make_view(lambda r: ["s0"]))
-        cuts = server.subject.cuts
+        cuts = server.admin.cuts
         early = await group.connect("s0")
         assert cuts.hold(3, 50.0)
         assert cuts.hold(3, 50.0)  # again: nobody is told twice
@@ -353,9 +353,9 @@ def test_who_speaks_for_another_or_of_a_clock_that_cannot_be_loses_its_connectio
         server = await group.start("s0")
         group.adopt(group.make_view(lambda r: ["s0"]))
         worker = await group.connect("s0")
-        assert server.subject.cuts.hold(3, 5.0)
+        assert server.admin.cuts.hold(3, 5.0)
         worker.writer.write(said.header().pack())
         await until(lambda: worker.refused)
-        assert server.subject.cuts.held(3) == {}
+        assert server.admin.cuts.held(3) == {}
 
     run(test)

@@ -40,7 +40,7 @@ def test_frames_are_looked_at_once_and_their_keys_are_counted(run: Run) -> None:
         group.adopt(view)
         worker = await group.connect("a")
         server = group.servers["a"]
-        hot = Hot(server.subject._path, server.executor.store, view.ranges)
+        hot = Hot(server.fast, server.executor.store, view.ranges)
         await asyncio.wait_for(worker.push(view, "a", 1, [5, 6, 7], 1.0), 10)
         pushed = list(hot.sample())
         assert [(table, sorted(keys.tolist())) for table, keys in pushed] == [(TABLE, [5, 6, 7])]

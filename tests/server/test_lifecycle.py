@@ -18,7 +18,7 @@ from coordinator.sessions import register_server
 from elasticps.errors import ConfigError
 from elasticps.server.process import names
 from elasticps.server.process.draining import drain
-from elasticps.server.process.lifecycle import Identity, Surroundings, live, plain
+from elasticps.server.process.lifecycle import Identity, Surroundings, build_server, live
 from elasticps.server.process.names import wait_for_name
 from elasticps.server.server import Server
 from tests.coordinator.support import until_key
@@ -100,7 +100,7 @@ def test_a_life_that_is_left_out_ends_though_the_store_does_not_answer(monkeypat
     monkeypatch.setattr("elasticps.server.process.lifecycle._drained", never)
 
     def build(*around: Any) -> Server:
-        server = plain(*around)
+        server = build_server(*around)
         monkeypatch.setattr(server.restoring, "close", closed.set)
         return server
 

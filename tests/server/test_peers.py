@@ -272,7 +272,7 @@ def test_a_table_that_is_not_registered_is_waited_for_on_its_own_connection(run:
         early = await group.connect("a", create=False)
         other = await group.connect("a", create=False, worker=second)
         answer = create(early, TABLE, NOW, SPEC)
-        await until(lambda: server.registered.wanted_keys and server.news.lacking.is_set())
+        await until(lambda: server.registered.wanted_keys and server.updates.tables.is_set())
         header, _ = await asyncio.wait_for(other.ask(Header(Kind.GET_CLOCKS, epoch=NOW, worker=WORKER)), 10)
         assert header.kind == Kind.CLOCKS
         server.know_tables({TABLE: Entry("default", SPEC)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,8 @@ def test_what_failed_is_tried_again() -> None:
 
     async def story() -> None:
         nothing: Any = Nothing()
-        restorer = Restorer(asyncio.get_running_loop(), nothing, nothing, nothing, dict)
+        context: Any = SimpleNamespace(loop=asyncio.get_running_loop(), executor=nothing, serving=nothing)
+        restorer = Restorer(context, nothing)
         wanted = Wanted(url, 1, ((7, 7),), True)
         assert "has no checkpoint 1" in (await answered(restorer, wanted)).failed
         write(Storage(url), 1, {"default/t": (7, TABLE)}, {"default/t": Change({1: row(TABLE, 1)})})
@@ -141,12 +143,12 @@ def test_what_is_committed_is_not_read_again_when_ranges_move(
     first_done, moved = asyncio.Event(), asyncio.Event()
     log = restoring._logged
 
-    async def slowly(loop: Any, executor: Any, operations: Any) -> None:
+    async def slowly(executor: Any, operations: Any) -> None:
         logged.extend(int(r[0]) for kind, _, r in operations if kind == OperationKind.RESTORED)
         if len(logged) > 4:
             first_done.set()
             await moved.wait()
-        await log(loop, executor, operations)
+        await log(executor, operations)
 
     monkeypatch.setattr(restoring, "_logged", slowly)
 

@@ -30,7 +30,7 @@ def test_what_is_restored_after_the_store_was_made_anew_comes_back(run: Run, tmp
             assert await all_done(group, serial, wanted) == ""
             for server in group.servers.values():
                 assert await server.restoring.end(serial, ())
-        newest = max(server.subject.cluster_known()["newest"] for server in group.servers.values())
+        newest = max(server.admin.cluster_known()["newest"] for server in group.servers.values())
         knows = replace(witness("a"), newest=newest)
         await adopt(after, plan_adoption([knows, replace(knows, name="b", incarnation=1)], (), "x"))
         assert await new_number(after) > newest

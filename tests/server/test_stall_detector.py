@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elasticps.server.fast.path import FastPath
 from elasticps.server.roles.executor import Executor
-from elasticps.server.roles.stall_detector import DOUBT_S, STOPPED_S, Standstill
+from elasticps.server.roles.stall_detector import DOUBT_S, STOPPED_S, StallDetector
 from replication.chain import Chains, Member
 from tests.replication.views import form
 
@@ -17,7 +17,7 @@ def test_pushes_wait_after_a_standstill_until_there_was_time_to_read_a_view() ->
     executor = Executor(ME, RANGES, 1 << 20, FastPath(RANGES, 1 << 20))
     view: Chains = form([ME], RANGES, 1)
     executor.perform(executor.replica.adopt, view)
-    standstill = Standstill(lambda: now[0], executor)
+    standstill = StallDetector(lambda: now[0], executor)
 
     def doubtful() -> bool:
         return executor.replica.careful

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from elasticps.model.spec import TableSpec
 from elasticps.server.core.barrier_state import Rounds
 from elasticps.server.core.data_shards import Shards
 from elasticps.server.roles import snapshots
+from elasticps.server.roles.context import LastServed
 from elasticps.server.roles.snapshots import BACKLOG_BYTES, STALLED_S, SnapshotSender
 from elasticps.store import Store
 from elasticps.wire.frames import HEADER_BYTES, Kind, json_body
@@ -60,8 +61,11 @@ class Tail:
             perform=lambda event, r, serial, upto, last, content: self.delivered.append((serial, last)),
         )  # fmt: skip
         serving: Any = SimpleNamespace(ranges=P, joiner=lambda r: self.filling)
+        context: Any = SimpleNamespace(
+            loop=self.loop, executor=executor, serving=serving, last_served=LastServed(self.loop.time)
+        )
         links: Any = SimpleNamespace(backlog=lambda peer: self.backlog, full=lambda peer: False)
-        self.snapshots = SnapshotSender(cast(Any, self.loop), executor, serving, links)
+        self.snapshots = SnapshotSender(context, links)
 
     def start(self, peer: Member, serial: int) -> None:
         self.snapshots.start(SnapshotRange(peer, 0, 3, serial))

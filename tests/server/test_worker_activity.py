@@ -42,7 +42,7 @@ def test_each_worker_is_asked_by_one_server_as_long_as_somebody_looks(
     async def story(group: Group) -> None:
         workers = await two_servers(group)
         everybody = [worker for some in workers.values() for worker in some]
-        subjects = {name: group.servers[name].subject for name in "ab"}
+        subjects = {name: group.servers[name].admin for name in "ab"}
         assert sum(map(watched, everybody)) == 0  # nobody has looked yet
         for _ in range(5):  # however many look
             assert [subject.activity()["uses"] for subject in subjects.values()] == [[], []]
@@ -74,9 +74,9 @@ def test_whoever_is_gone_is_told_of_no_more_and_lies_are_refused(run: Run) -> No
         server = group.servers["a"]
         for worker in workers[:2]:
             say(worker, Activity(3, 2, 0, 0, 0, 0, 0))
-        await until(lambda: len(server.subject._uses._told) == 2)
+        await until(lambda: len(server.admin._activity._reported) == 2)
         await workers[0].close()
-        await until(lambda: [c.worker for c in server.subject._uses._told] == [workers[1].id])
+        await until(lambda: [c.worker for c in server.admin._activity._reported] == [workers[1].id])
         say(workers[2], Activity(3, 2, 0, 0, 0, 0, 0), as_worker=workers[3].id)
         await until(lambda: workers[2].refused)
         assert f"says what {workers[3].id} does" in workers[2].refused

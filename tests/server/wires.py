@@ -17,6 +17,7 @@ import numpy as np
 from coordinator.core.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.server.fast.layout import H_ENABLED
 from elasticps.server.network.connection import Connection
+from elasticps.server.options import ServerOptions
 from elasticps.server.server import Server
 from elasticps.wire.frames import LAST, Header, Kind, json_frame
 from elasticps.wire.send_queue import SendQueue
@@ -210,10 +211,10 @@ class Wires:
     def start(self, name: str, workers: Sequence[int], budget_bytes: int = 256 << 20) -> Server:
         self.infos[name] = ServerInfo(name, 1, f"127.0.0.1:{len(self.infos) + 1}")
         server = Server(
-            self.infos[name], "c", RANGES, cast(Any, self.clock), log_budget_bytes=budget_bytes, clock=self.clock.time
-        )
+            self.infos[name], "c", RANGES, cast(Any, self.clock),
+            ServerOptions(log_budget_bytes=budget_bytes, clock=self.clock.time, busy_poll=cast(Any, Quiet())),
+        )  # fmt: skip
         server.fast.h[H_ENABLED] = self.compiled
-        server._linger = cast(Any, Quiet())
         server.follow(Roster(1, tuple(WorkerInfo(w, f"w{w}", 1, "default") for w in workers), "c"))
         self.servers[name] = server
         return server
@@ -306,7 +307,8 @@ class Wires:
             ]
             found[name] = (
                 replica.seq.tolist(), replica.acked.tolist(), replica.joined.tolist(), clocks, tables, entries,
-                replica.log.nbytes, server.subject.told, {w: server.counts.count(w) for w in ("pushes", "rows_pushed")},
+                replica.log.nbytes, server.admin.told,
+                {w: server.executor.counts.count(w) for w in ("pushes", "rows_pushed")},
                 server.executor.applied, server.executor.rows_applied, np.flatnonzero(replica.waiting).tolist(),
             )  # fmt: skip
         return found

@@ -23,8 +23,8 @@ from elasticps.server.core.reads import Judge
 from elasticps.server.fast.young import YoungLog
 from elasticps.server.process import draining
 from elasticps.server.process import lifecycle as lives
-from elasticps.server.roles.handshake import Handshake
-from elasticps.server.roles.pulls import Pulls
+from elasticps.server.roles.handshake import HelloHandler
+from elasticps.server.roles.pulls import PullHandler
 from elasticps.wire.frames import Header
 from replication.chain import Chains, Member, Role
 from replication.core import Core
@@ -291,13 +291,13 @@ def read_at_heads_what_may_not_last(patch: pytest.MonkeyPatch) -> None:
 
 def let_a_stale_tail_answer_for_a_view_it_has_not_seen(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
-    pull = Pulls._pull
+    pull = PullHandler._pull
 
-    def mutant(self: Pulls, connection: Any, header: Header, body: Any) -> None:
+    def mutant(self: PullHandler, connection: Any, header: Header, body: Any) -> None:
         epoch = min(header.epoch, self._serving.epoch)
         pull(self, connection, header._replace(epoch=epoch, clock=0), body)
 
-    patch.setattr(Pulls, "_pull", mutant)
+    patch.setattr(PullHandler, "_pull", mutant)
 
 
 def count_a_frame_of_several_parts_as_its_first(patch: pytest.MonkeyPatch) -> None:
@@ -352,7 +352,7 @@ def _without_log(resync: Callable[..., None]) -> Callable[..., None]:
 def fence_nobody(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
     patch.setattr(Replica, "adopt_roster", lambda self, version, workers: [])
-    patch.setattr(Handshake, "follow", lambda self: None)  # which cuts off older incarnations
+    patch.setattr(HelloHandler, "follow", lambda self: None)  # which cuts off older incarnations
 
 
 def let_every_replica_report_the_joiner_level(patch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import replication.admission
 from elasticps.checkpoint.cuts import CutTaker, Verdict, judge
 from elasticps.client.core.hold import Hold
 from elasticps.server.core.cut import Holding
-from elasticps.server.roles.cuts import Cuts
+from elasticps.server.roles.cuts import CutHandler
 from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.store import Store
 from elasticps.store.cuts import PassedCuts as Passed
@@ -80,13 +80,13 @@ def forward_a_cut_out_of_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def tell_nobody_who_comes_later(patch: pytest.MonkeyPatch) -> None:
-    greet = Cuts.greet
+    greet = CutHandler.greet
 
     def mutant(self: Any, connection: Any) -> None:
         if connection.base >= 0:  # it has joined before
             greet(self, connection)
 
-    patch.setattr(Cuts, "greet", mutant)
+    patch.setattr(CutHandler, "greet", mutant)
 
 
 def log_where_workers_have_gone_on(patch: pytest.MonkeyPatch) -> None:

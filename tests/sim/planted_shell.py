@@ -22,9 +22,8 @@ from elasticps.server.fast.path import FastPath
 from elasticps.server.fast.young import YoungLog
 from elasticps.server.network import connection
 from elasticps.server.network.connection import Connection
-from elasticps.server.roles import pulls
-from elasticps.server.roles import subscriptions as news
-from elasticps.server.roles.pushes import Pushes
+from elasticps.server.roles import pulls, updates
+from elasticps.server.roles.pushes import PushHandler
 from elasticps.server.server import Server
 from elasticps.wire.frames import Buffer, Header, Kind, read_view
 from elasticps.wire.send_queue import SendQueue
@@ -180,21 +179,21 @@ def let_a_frame_between_replicas_be_no_larger_than_a_worker_s(patch: pytest.Monk
 def reply_before_the_log_holds_the_entry(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
 
-    def push(self: Pushes, connection: Connection, header: Header, body: Any) -> None:
+    def push(self: PushHandler, connection: Connection, header: Header, body: Any) -> None:
         before = self._counts["pushes"]
         handle(self, connection, header, body)
         if self._counts["pushes"] > before:
             connection.send(Header(Kind.OK, request=header.request, epoch=self._serving.epoch).pack())
 
-    handle = Pushes._push
-    patch.setattr(Pushes, "_push", push)
-    build = Pushes.__init__
+    handle = PushHandler._push
+    patch.setattr(PushHandler, "_push", push)
+    build = PushHandler.__init__
 
-    def init(self: Pushes, *arguments: Any) -> None:
+    def init(self: PushHandler, *arguments: Any) -> None:
         build(self, *arguments)
         self.handlers[Kind.PUSH] = self._push
 
-    patch.setattr(Pushes, "__init__", init)
+    patch.setattr(PushHandler, "__init__", init)
 
 
 def serve_pulls_of_any_epoch(patch: pytest.MonkeyPatch) -> None:
@@ -224,4 +223,4 @@ def let_a_view_that_comes_late_count_again(patch: pytest.MonkeyPatch) -> None:
 
     follow = Server.adopt
     patch.setattr(Server, "adopt", adopt)
-    patch.setattr(news, "read_view", lambda header, body, above: read_view(header, body, 0))
+    patch.setattr(updates, "read_view", lambda header, body, above: read_view(header, body, 0))

@@ -11,7 +11,7 @@ from chaos.sim.cluster import STORE_TIMEOUT_S, Cluster
 from chaos.sim.cuts import HOST, Afar
 from elasticps.checkpoint.cuts import CutTaker, GivenUp
 from elasticps.server.core.operations import RestoredState
-from elasticps.server.roles.tickets import FutureTicket
+from elasticps.server.roles.executor import FutureTicket
 from replication.effects import Push
 from replication.messages import OperationKind
 from tests.sim.conftest import wait_for

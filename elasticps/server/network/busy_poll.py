@@ -16,11 +16,11 @@ import time
 from elasticps.crowd import Crowd
 
 SHORT_S = 400e-6  # requests that follow each other within this are waited for
-LINGER_S = 120e-6
+POLL_S = 120e-6
 
 
-class Linger:
-    """`touched()` at each request; the loop then stays awake for LINGER_S if the last was less than SHORT_S ago."""
+class BusyPoll:
+    """`touched()` at each request; the loop then stays awake for POLL_S if the last was less than SHORT_S ago."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -32,7 +32,7 @@ class Linger:
     def touched(self) -> None:
         now = time.monotonic()
         if now - self._last_s < SHORT_S and not self._crowd.crowded(now):
-            self._until_s = now + LINGER_S
+            self._until_s = now + POLL_S
             if not self._awake:
                 self._awake = True
                 self._loop.call_soon(self._turn)

@@ -18,7 +18,7 @@ from elasticps.server.core.requests import Body, RequestError
 from elasticps.server.core.view_exchange import Herald
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.path import FastPath
-from elasticps.server.network.busy_poll import Linger
+from elasticps.server.network.busy_poll import BusyPoll
 from elasticps.wire.frames import (
     MAX_BODY_BYTES,
     MAX_CONTROL_BYTES,
@@ -51,7 +51,7 @@ Chunks = Iterator[list[Buffer]]
 Handler = Callable[["Connection", Header, Body], None]
 
 
-class Role:
+class PeerKind:
     """What one kind of peer may say, by kind of frame. `opened` is told of its connections, all of `closed` of their
     end; `rest` goes on with a pull of which so many rows have been sent; `wrong` says of another frame why it is
     refused."""
@@ -80,13 +80,13 @@ class Connection(asyncio.BufferedProtocol):
     """
 
     def __init__(
-        self, role: Role, herald: Herald, loop: asyncio.AbstractEventLoop, linger: Linger, path: FastPath
+        self, role: PeerKind, herald: Herald, loop: asyncio.AbstractEventLoop, busy_poll: BusyPoll, path: FastPath
     ) -> None:  # fmt: skip
         self.arrival = next(_arrivals)  # of two, the one that came later has more
         self._role = role
         self._herald = herald
         self._loop = loop
-        self._linger = linger
+        self._busy_poll = busy_poll
         self._path = path
         self.slot = -1  # in the path, while connected
         self._answers: deque[Chunks] = deque()
@@ -132,7 +132,7 @@ class Connection(asyncio.BufferedProtocol):
         self._heard_s = self._loop.time()
         self._path.before()
         self._receive(nbytes)
-        self._linger.touched()
+        self._busy_poll.touched()
         self._turn_bytes += nbytes
         if self._turn_bytes > self._path.turn_bytes:
             self.rest()
@@ -189,7 +189,7 @@ class Connection(asyncio.BufferedProtocol):
 
     # --- frames -------------------------------------------------------------------------------------------------
 
-    def welcome(self, role: Role) -> None:
+    def welcome(self, role: PeerKind) -> None:
         """The peer is who it says: full-size frames from now on."""
         self.known, self._role = True, role
         self._set(at.C_LIMIT, MAX_BODY_BYTES if self.member is None else MAX_LINK_BODY_BYTES)

@@ -22,7 +22,7 @@ from elasticps.server.network.socket_transport import SocketTransport, described
 
 if TYPE_CHECKING:
     from elasticps.security.channel import Expect
-    from elasticps.server.network.busy_poll import Linger
+    from elasticps.server.network.busy_poll import BusyPoll
     from elasticps.server.network.connection import Connection
 
 log = logging.getLogger(__name__)
@@ -36,10 +36,10 @@ _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class Pump:
     """All connections of one server. Everything runs in the thread of the event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, path: FastPath, linger: Linger) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, path: FastPath, busy_poll: BusyPoll) -> None:
         self.loop = loop
         self.path = path
-        self._linger = linger
+        self._busy_poll = busy_poll
         sockets.warm()
         self.epoll = select.epoll()
         path.use_epoll(self.epoll.fileno(), sockets.MESSAGE_BYTES, sockets.EVENT_BYTES * sockets.EVENTS)
@@ -78,7 +78,7 @@ class Pump:
             self._work()
         else:
             observer.watch(self.path, self._work)
-        self._linger.touched()
+        self._busy_poll.touched()
 
     def _work(self) -> None:
         path = self.path

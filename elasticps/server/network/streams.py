@@ -17,7 +17,7 @@ from elasticps.server.network.secure import SecureStreams
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
     from elasticps.server.fast.path import FastPath
-    from elasticps.server.network.busy_poll import Linger
+    from elasticps.server.network.busy_poll import BusyPoll
     from elasticps.server.network.connection import Connection
 
 
@@ -43,12 +43,12 @@ class Streams(Protocol):
         """After all connections."""
 
 
-def streams(loop: asyncio.AbstractEventLoop, gate: Gate, path: FastPath, linger: Linger) -> Streams:
+def streams(loop: asyncio.AbstractEventLoop, gate: Gate, path: FastPath, busy_poll: BusyPoll) -> Streams:
     """Those of a server. The loop itself makes them where it, or the system, has no descriptors that compiled code
     could wait for, and with TLS where compiled code finds no OpenSSL."""
     credentials, watching = gate.credentials, watches(loop)
     if credentials is None:
-        return Pump(loop, path, linger) if watching and hasattr(select, "epoll") else LoopStreams(loop)
+        return Pump(loop, path, busy_poll) if watching and hasattr(select, "epoll") else LoopStreams(loop)
     if watching and credentials.native_context() is not None:
         return SecureStreams(loop, gate, credentials)
     return TlsStreams(loop, gate, credentials)

@@ -73,7 +73,7 @@ async def drain(store: Store, server: Server, stop: asyncio.Future[str], timeout
     When the time is over it stays until servers that stay, and answer, have copies of all that is here; unless there
     was to be no time at all.
     """
-    log.info("draining", ranges_held=server.subject.status()["ranges_held"], timeout_s=timeout_s)
+    log.info("draining", ranges_held=server.admin.status()["ranges_held"], timeout_s=timeout_s)
     if not server.serving.listed:
         return "SIGTERM, before any view knew it"
     loop = asyncio.get_running_loop()
@@ -99,7 +99,7 @@ async def drain(store: Store, server: Server, stop: asyncio.Future[str], timeout
         await asyncio.wait((stop, server.removed), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
     if stop.done() or server.removed.done():
         return ""
-    held = server.subject.status()["ranges_held"]
+    held = server.admin.status()["ranges_held"]
     log.warning("ends with ranges still held: what has no other replica is lost", ranges_held=held)
     return "SIGTERM"
 

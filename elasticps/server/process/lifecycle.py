@@ -24,16 +24,13 @@ from elasticps import logs
 from elasticps.coordination import entries_of, read_tables, tables_among
 from elasticps.errors import SpecError
 from elasticps.model.spec import TableSpec
-from elasticps.security.gate import Gate
-from elasticps.server.core.headroom import NO_LIMIT, Memory
 from elasticps.server.core.registered import Entry
+from elasticps.server.options import DEFAULTS, ServerOptions
 from elasticps.server.process.draining import Stays, drain
 from elasticps.server.process.housekeeping import keep_doing
 from elasticps.server.roles.replica_links import BEAT_S
 from elasticps.server.server import Server
 from elasticps.system import fatal
-from elasticps.system.descriptors import NO_LIMIT as MANY
-from elasticps.system.descriptors import Connections
 
 log = fields.logger(__name__)
 
@@ -168,17 +165,15 @@ async def _drained(store: Store, session: ServerSession) -> bool:
     return False
 
 
-def plain(
+def build_server(
     session: ServerSession,
     cluster: str,
     ranges: int,
     loop: asyncio.AbstractEventLoop,
-    memory: Memory = NO_LIMIT,
-    gate: Gate | None = None,
-    allowed: Connections = MANY,
+    options: ServerOptions = DEFAULTS,
 ) -> Server:
     """A server that measures nothing."""
-    return Server(session.info, cluster, ranges, loop, memory=memory, gate=gate, allowed=allowed)
+    return Server(session.info, cluster, ranges, loop, options)
 
 
 def resolve(future: asyncio.Future[str], reason: str) -> None:
@@ -197,8 +192,8 @@ async def _refresh(store: Store, server: Server) -> None:
     """Reads the view and the roster when somebody speaks of newer ones, without waiting for the watch to bring them,
     and the whole registry when somebody speaks of a table by its id that is not known."""
     while True:
-        await server.news.behind.wait()
-        server.news.behind.clear()
+        await server.updates.view_or_roster.wait()
+        server.updates.view_or_roster.clear()
         try:
             view, roster = await store.get(VIEW), await store.get(ROSTER)
             if view is not None:
@@ -215,8 +210,8 @@ async def _refresh(store: Store, server: Server) -> None:
 async def _learn(store: Store, server: Server) -> None:
     """Reads tables that are to be made by their keys, as soon as somebody wants them."""
     while True:
-        await server.news.lacking.wait()
-        server.news.lacking.clear()
+        await server.updates.tables.wait()
+        server.updates.tables.clear()
         keys, server.registered.wanted_keys = server.registered.wanted_keys, set()
         found = list[TableEntry]()
         with suppress(StoreUnavailable):

@@ -32,8 +32,9 @@ from elasticps.security.identity import Role
 from elasticps.server.core.headroom import Memory
 from elasticps.server.fast import receive as fast_path
 from elasticps.server.fast import sockets
+from elasticps.server.options import ServerOptions
 from elasticps.server.process.addresses import found_under, hidden, is_loopback, joined, listen
-from elasticps.server.process.lifecycle import Build, Identity, Surroundings, live, plain, resolve
+from elasticps.server.process.lifecycle import Build, Identity, Surroundings, build_server, live, resolve
 from elasticps.server.process.names import stays, wait_for_name
 from elasticps.server.server import Server
 from elasticps.store import registry
@@ -123,14 +124,14 @@ async def serve(
         sock = listen(host, port)  # connections wait there until we are ready
         stack.callback(sock.close)
         lives: list[Server] = []
-        admin = await start_admin(host, admin_port, lambda: lives[-1].subject if lives else None, credentials)
+        admin = await start_admin(host, admin_port, lambda: lives[-1].admin if lives else None, credentials)
         stack.push_async_callback(admin.stop)
         address = joined(host_found, sock.getsockname()[1])
         admin_address = joined(host_found, int(admin.address.rpartition(":")[2]))
         memory = _memory(memory_limit)
-        gate = Gate(credentials, allowed.unknown)
+        options = ServerOptions(memory=memory, gate=Gate(credentials, allowed.unknown), connections=allowed)
         tell: Callable[[bool], object] = bool  # nobody
-        build: Build = partial(plain, memory=memory, gate=gate, allowed=allowed)
+        build: Build = partial(build_server, options=options)
         if metrics_port or measure:
             from elasticps.metrics.server import ServerMetrics  # who serves none need not wait for its import
 
@@ -138,7 +139,7 @@ async def serve(
             if metrics_port:
                 await metrics.start(host, metrics_port)
                 stack.push_async_callback(metrics.close)
-            build = partial(metrics.build, memory=memory, gate=gate, allowed=allowed)
+            build = partial(metrics.build, options=options)
             tell = metrics.set_serving
 
         async def show(server: Server | None) -> None:

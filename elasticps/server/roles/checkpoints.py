@@ -9,7 +9,7 @@ than files are written.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -20,8 +20,7 @@ from elasticps.checkpoint.retention import mark_of
 from elasticps.checkpoint.row_writer import RowWriter
 from elasticps.server.core.operations import CutMark
 from elasticps.server.core.scan import Finished, Lost, Scan
-from elasticps.server.core.serving import Serving
-from elasticps.server.roles.executor import Executor
+from elasticps.server.roles.context import Context
 from elasticps.store.retained import Allowance
 from replication.chain import Ranges
 
@@ -38,17 +37,15 @@ SILENT_S = 10.0  # whoever takes a checkpoint asks more often
 GO_ON = 7 / 8  # pushes go on when so much of the budget is used
 
 
-class Checkpoints:
-    """Writes at most one. busy: whether a worker was served just now."""
+class CheckpointWriter:
+    """Writes this server's part of a checkpoint; at most one at a time."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, executor: Executor, serving: Serving, filing: RowWriter,
-        budgets: tuple[int, int], busy: Callable[[], bool],
-    ) -> None:  # fmt: skip
-        """budgets: bytes to be kept aside, and of the log."""
-        self._loop, self._executor, self._serving, self._filing = loop, executor, serving, filing
-        self._busy = busy
-        self._aside_bytes, self._log_bytes = budgets
+    def __init__(self, context: Context, row_writer: RowWriter, aside_bytes: int, log_bytes: int) -> None:
+        """aside_bytes, log_bytes: what rows kept aside, and the log, may take."""
+        self._loop, self._executor, self._serving = context.loop, context.executor, context.serving
+        self._row_writer = row_writer
+        self._last_served = context.last_served
+        self._aside_bytes, self._log_bytes = aside_bytes, log_bytes
         self._scan: Scan | None = None
         self._steps: Iterator[Finished | None] | None = None
         self._files: list[FileEntry] = []
@@ -62,7 +59,7 @@ class Checkpoints:
         self._allowance = Allowance(self._aside_bytes, lambda: None, lambda: None)
         self.written_bytes = 0
         self._waited_s = 0.0
-        executor.cut_passed = self._passed
+        self._executor.cut_passed = self._passed
 
     # --- what others know -------------------------------------------------------------------------------------------
 
@@ -139,7 +136,7 @@ class Checkpoints:
     def _slice(self, scan: Scan) -> None:
         if self._scan is not scan or self._steps is None or self._exhausted:
             return
-        nbytes, busy = 0, self._busy()
+        nbytes, busy = 0, self._last_served.within(WORKING_S)
         for _ in range(PARTS_AT_ONCE):
             before = scan.nbytes
             try:
@@ -182,7 +179,7 @@ class Checkpoints:
             self._finish()
 
         self._waiting += 1
-        self._filing.put(scan.mark.url, folder_of(scan.mark.number), path, finished.table, finished.file, done)
+        self._row_writer.put(scan.mark.url, folder_of(scan.mark.number), path, finished.table, finished.file, done)
 
     def _finish(self) -> None:
         if self._exhausted and not self._waiting:
@@ -207,7 +204,7 @@ class Checkpoints:
     def close(self) -> None:
         """Gives up what is being written."""
         self._end("the server ends")
-        self._filing.close()
+        self._row_writer.close()
 
     # --- memory -----------------------------------------------------------------------------------------------------
 

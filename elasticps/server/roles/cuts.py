@@ -11,31 +11,29 @@ from elasticps.admin.interface import CutState, CutTaken, CutWritten, Writing
 from elasticps.server.core.cut import Holding, by_column
 from elasticps.server.core.operations import CutMark
 from elasticps.server.core.requests import Asker, Body
-from elasticps.server.core.serving import Serving
 from elasticps.server.network.connection import Connection, Handler
-from elasticps.server.roles.executor import Executor
-from elasticps.server.roles.tickets import FutureTicket
+from elasticps.server.roles.context import Context
 from elasticps.wire.frames import FrameError, Header, Kind
 from elasticps.wire.headers import HeldHeader, ReleaseHeader
-from replication.effects import Push, Status
+from replication.effects import Status
 from replication.messages import OperationKind
 from replication.progress import MAX_CLOCK
 
 AT_ONCE = 64  # ranges of one operation: their clocks are copied as it is applied
 
 
-class Cuts:
-    """workers: the connections that are theirs; writing: what this server has written of a cut, once that is over or
-    after so many seconds; None for nothing."""
+class CutHandler:
+    """Holds workers for a cut, logs it, and reports what was there. workers: their connections; writing: waits some
+    seconds for the checkpoint of a cut, and tells how far it is; None if this server writes none."""
 
     def __init__(
-        self, serving: Serving, executor: Executor, workers: Callable[[], Iterable[Connection]],
-        writing: Callable[[int, float], Awaitable[Writing | None]], clock: Callable[[], float],
+        self, context: Context, workers: Callable[[], Iterable[Connection]],
+        writing: Callable[[int, float], Awaitable[Writing | None]],
     ) -> None:  # fmt: skip
-        self._serving = serving
-        self._executor = executor
+        self._serving = context.serving
+        self._executor = context.executor
         self._workers = workers
-        self._clock = clock
+        self._clock = context.clock
         self._holding = Holding()
         self._writing = writing
         self.handlers: dict[int, Handler] = {Kind.HELD: self._held}
@@ -83,17 +81,13 @@ class Cuts:
         """Logs a cut in the ranges headed here that have not passed it, each once; False if their view changed, or it
         was too late: then ask again. Returns when all replicas have passed it."""
         me, passed, tickets = self._serving.me, self._executor.store.cuts.newest, []
-        loop = asyncio.get_running_loop()
         mark = CutMark(cut, since, me.name, me.incarnation, url)
         headed = self._serving.headed
         for at in range(0, len(headed), AT_ONCE):
             some = headed[at : at + AT_ONCE]
             ranges = some[passed[some] < cut]
             if len(ranges):
-                ticket = FutureTicket(loop)
-                tickets.append(ticket)
-                push = Push(ticket, -1, self._serving.epoch, 0, 0, True, ranges, mark, 64, kind=OperationKind.CUT)
-                self._executor.perform(self._executor.replica.push, push)
+                tickets.append(self._executor.log(OperationKind.CUT, ranges, mark, 64))
                 await asyncio.sleep(0)
         replies = [await ticket.future for ticket in tickets]
         done = all(reply.status is Status.COMMITTED and not len(reply.moved) for reply in replies)

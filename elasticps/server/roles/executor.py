@@ -6,6 +6,8 @@ here leaves a copy that may differ from the others, so it ends the process.
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
@@ -45,12 +47,50 @@ from replication.effects import (
     Erase,
     Hold,
     Install,
+    Push,
     Release,
     Reply,
 )
 from replication.messages import OperationKind, Seqs
 from replication.progress import PART_BITS
 from replication.replica import Replica
+
+COUNTED = {
+    "pushes": at.H_PUSHES, "pulls": at.H_PULLS, "rows_pushed": at.H_ROWS_PUSHED, "rows_pulled": at.H_ROWS_PULLED,
+}  # fmt: skip
+
+
+class RequestCounts(Counter[str]):
+    """Pushes, pulls, rows_pushed and rows_pulled that Python handled; `count` has those of the compiled path too."""
+
+    def __init__(self, path: FastPath) -> None:
+        super().__init__()
+        self._path = path
+
+    def count(self, what: str) -> int:
+        """How many there were."""
+        return self[what] + self._path.counter(COUNTED[what])
+
+
+class FutureTicket:
+    """Waits for an operation that this server logs by itself; `reply` is its outcome."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.future: asyncio.Future[Reply] = loop.create_future()
+
+    def reply(self, reply: Reply) -> None:
+        """The operation is committed, or was refused."""
+        if not self.future.done():
+            self.future.set_result(reply)
+
+    def clocks(self, reply: ClocksReply) -> None:
+        raise AssertionError("an operation was answered with clocks")
+
+    def hold(self) -> None:
+        """The operation waits for room in the log: there is no connection to stop reading."""
+
+    def release(self) -> None:
+        """The operation is admitted."""
 
 
 class Executor:
@@ -69,6 +109,7 @@ class Executor:
         path.follow_replica(self.replica, self.store)
         self._performing = False
         self.tell_tables: Callable[[Iterable[tuple[int, Table]]], None] = lambda new: None
+        self.counts = RequestCounts(path)
         self.marks = Marks()
         self.cuts = CutNotes()
         self.cut_passed: Callable[[Ranges, Seqs, CutMark, Mapping[int, int] | None], None] = lambda *_: None
@@ -122,6 +163,13 @@ class Executor:
         acked = np.where(self.replica.role == Role.OUT, -1, self.replica.acked)
         for table in self.store.bury(acked):
             self.rounds.drop(table, None, self.store.tables)
+
+    def log(self, kind: OperationKind, ranges: Ranges, payload: Any, nbytes: int) -> FutureTicket:
+        """Logs an operation of this server's own in ranges that it heads."""
+        ticket = FutureTicket(asyncio.get_running_loop())
+        push = Push(ticket, -1, self.replica.epoch, 0, 0, True, ranges, payload, nbytes, kind=kind)
+        self.perform(self.replica.push, push)
+        return ticket
 
     def limit_log(self, budget_bytes: int) -> None:
         """Lets the log take so many bytes before pushes wait; with 0 all wait."""

@@ -6,16 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from coordinator.core import fields
-from elasticps.security.identity import NotAuthorised
-from elasticps.security.identity import Role as PeerRole
+from elasticps.security.identity import NotAuthorised, Role
 from elasticps.server.core.requests import Body, RequestError
-from elasticps.server.core.serving import Serving
-from elasticps.server.core.view_exchange import HeldFrames
-from elasticps.server.network.connection import Connection, Handler, Role
+from elasticps.server.network.connection import Connection, Handler, PeerKind
+from elasticps.server.roles.context import Context
 from elasticps.server.roles.leaders import Leaders
 from elasticps.server.roles.replica_links import ReplicaLinks
-from elasticps.server.roles.subscriptions import News
-from elasticps.system.descriptors import NO_LIMIT as MANY
 from elasticps.system.descriptors import Connections
 from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame, whole
 from replication.chain import Member
@@ -28,18 +24,18 @@ MAX_UNKNOWN = 1024  # connections that have not said yet who they are: then the 
 _STARTED_AGAIN = "worker {!r} was started again; this is the older incarnation"
 
 
-class Handshake:
+class HelloHandler:
     """Gives each connection its role once its peer has said who it is; `worker` and `peer` are what such a peer may say
     and who else hears that it is gone. `greet` tells a worker what it has to know behind its WELCOME."""
 
     def __init__(
-        self, cluster: str, serving: Serving, held: HeldFrames, news: News, links: ReplicaLinks, leaders: Leaders,
-        worker: Role, peer: Role, greet: Callable[[Connection], None], allowed: Connections = MANY,
+        self, context: Context, links: ReplicaLinks, leaders: Leaders, worker: PeerKind, peer: PeerKind,
+        greet: Callable[[Connection], None], allowed: Connections,
     ) -> None:  # fmt: skip
-        self._me = serving.me
-        self._cluster = cluster
-        self._serving = serving
-        self._held = held
+        self._me = context.serving.me
+        self._cluster = context.cluster
+        self._serving = context.serving
+        self._held = context.held
         self._links = links
         self._leaders = leaders
         self._worker = worker
@@ -53,8 +49,10 @@ class Handshake:
         handlers: dict[int, Handler] = {
             Kind.HELLO: self._hello, Kind.WELCOME: self._welcomed, Kind.ERROR: self._rejected,
         }  # fmt: skip
-        self.newcomer = Role(handlers, self.forget, opened=self._opened, wrong="came before HELLO")
-        self._leader = Role({Kind.VIEW: news.by_leader, Kind.GET_VIEW: leaders.beat}, self.forget, leaders.remove)
+        self.newcomer = PeerKind(handlers, self.forget, opened=self._opened, wrong="came before HELLO")
+        self._leader = PeerKind(
+            {Kind.VIEW: context.updates.by_leader, Kind.GET_VIEW: leaders.beat}, self.forget, leaders.remove
+        )
         for role in (worker, peer):
             role.closed = (self.forget, *role.closed)
 
@@ -140,7 +138,7 @@ class Handshake:
         elif "peer" in document:
             self._hello_peer(connection, header, body, document)
         elif "leader" in document:
-            self._prove(connection, PeerRole.COORDINATOR, document["leader"])
+            self._prove(connection, Role.COORDINATOR, document["leader"])
             self._welcome(connection, header, self._leader)
             self._leaders.add(connection)
         else:
@@ -151,7 +149,7 @@ class Handshake:
         if not (isinstance(name, str) and isinstance(app, str)):
             raise FrameError("a worker's hello gives its id, its name and its app")
         # First, as a hello that waits for the roster has one of the places of workers.
-        self._prove(connection, PeerRole.WORKER, str(name).rpartition("/")[2], str(app))
+        self._prove(connection, Role.WORKER, str(name).rpartition("/")[2], str(app))
         self._unknown.pop(connection, None)
         self._as_workers[connection] = None
         most = min(MAX_WORKERS, self._allowed.workers)
@@ -193,7 +191,7 @@ class Handshake:
                 member = Member(name, incarnation)
             case _:
                 raise FrameError("a peer's hello gives its name and incarnation, and the number of its link")
-        self._prove(connection, PeerRole.SERVER, name)
+        self._prove(connection, Role.SERVER, name)
         if self._held.wait_for_view(connection, header, body):
             return
         view = self._serving.view
@@ -204,12 +202,12 @@ class Handshake:
         if not self._links.arrived(connection):
             connection.transport.abort()
 
-    def _prove(self, connection: Connection, role: PeerRole, name: object, app: str = "") -> None:
+    def _prove(self, connection: Connection, role: Role, name: object, app: str = "") -> None:
         """NotAuthorised unless the certificate of whoever connects says that they are who they say."""
         if connection.identity is not None:
             connection.identity.require(self._cluster, role, str(name), app)
 
-    def _welcome(self, connection: Connection, header: Header, role: Role) -> None:
+    def _welcome(self, connection: Connection, header: Header, role: PeerKind) -> None:
         self._unknown.pop(connection, None)
         connection.welcome(role)
         document = {"server": self._me.name, "incarnation": self._me.incarnation, "cluster": self._cluster}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from asyncio import AbstractEventLoop
-
 import numpy as np
 
 from coordinator.core import fields
@@ -11,10 +9,8 @@ from coordinator.core.view import View
 from elasticps.memory import fill_mark
 from elasticps.server.core.headroom import Headroom
 from elasticps.server.core.requests import Body
-from elasticps.server.core.serving import Serving
 from elasticps.server.network.connection import Connection
-from elasticps.server.roles.counts import Counts
-from elasticps.server.roles.executor import Executor
+from elasticps.server.roles.context import Context
 from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.server.roles.snapshots import SnapshotSender
 from elasticps.wire.frames import Header, Kind, json_frame, view_frame
@@ -36,24 +32,14 @@ class Leaders:
     that one which fell silent keeps. Who dies sooner has acknowledged nothing that the copy lacks.
     """
 
-    def __init__(
-        self,
-        loop: AbstractEventLoop,
-        serving: Serving,
-        executor: Executor,
-        links: ReplicaLinks,
-        snapshots: SnapshotSender,
-        headroom: Headroom,
-        counts: Counts,
-    ) -> None:
-        self._loop = loop
-        self._serving = serving
-        self._executor = executor
-        executor.handlers[CaughtUp] = self.caught_up
+    def __init__(self, context: Context, links: ReplicaLinks, snapshots: SnapshotSender, headroom: Headroom) -> None:
+        self._loop = loop = context.loop
+        self._serving = context.serving
+        self._executor = context.executor
+        self._executor.handlers[CaughtUp] = self.caught_up
         self._links = links
         self._snapshots = snapshots
         self._headroom = headroom
-        self._counts = counts
         self._connections: dict[Connection, None] = {}
         self._term = 0  # the newest that has spoken
         self._spoken: Connection | None = None  # where it has, as long as that lasts
@@ -112,7 +98,7 @@ class Leaders:
             "bytes": self._executor.store.nbytes,
             "memory": [self._headroom.used, self._headroom.mark, fill_mark(self._headroom.limit)],
             "leader": [self._term, self._spoken is not None, round(self._loop.time() - self._spoken_at, 3)],
-            "requests": self._counts.count("pushes") + self._counts.count("pulls"),
+            "requests": self._executor.counts.count("pushes") + self._executor.counts.count("pulls"),
         }
         return json_frame(Kind.REPORT, document, epoch=self._serving.epoch)
 

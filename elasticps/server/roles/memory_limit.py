@@ -9,10 +9,10 @@ from elasticps.server.core.headroom import Headroom, Memory, full
 from elasticps.server.core.requests import Body, RequestError
 from elasticps.server.core.validation import PushRows
 from elasticps.server.fast.layout import UNLIMITED
-from elasticps.server.fast.path import FastPath
 from elasticps.server.network.connection import Connection, Handler
+from elasticps.server.roles.context import Context
 from elasticps.server.roles.replica_links import ReplicaLinks
-from elasticps.store import Store, Table
+from elasticps.store import Table
 from elasticps.wire.frames import Block, Header, Kind, json_body, json_frame
 
 TIDIED_ROWS = 20_000  # in a look: some milliseconds
@@ -23,12 +23,12 @@ GIVE_BACK_LOOKS = 20  # where memory is short, one of so many also has the C lib
 class MemoryLimit:
     """What `headroom` knows, for pushes to take from, and for neighbours. What is left is in the compiled path."""
 
-    def __init__(self, headroom: Headroom, store: Store, path: FastPath, links: ReplicaLinks, server: str) -> None:
+    def __init__(self, context: Context, headroom: Headroom, links: ReplicaLinks) -> None:
         self._headroom = headroom
-        self._store = store
-        self._path = path
+        self._store = context.executor.store
+        self._path = context.path
         self._links = links
-        self._server = server
+        self._server = context.me.name
         self._short_looks = 0
         self.handlers: dict[int, Handler] = {Kind.ROOM: self._hear}
 

@@ -8,39 +8,31 @@ import numpy as np
 
 from elasticps.server.core.bounded_delay import BoundedDelay
 from elasticps.server.core.reads import Judge, Read, Wanted, answer, shown_when
-from elasticps.server.core.registered import Registered
 from elasticps.server.core.requests import Asker, Body, RequestError
-from elasticps.server.core.serving import Serving
 from elasticps.server.core.validation import unknown_table
-from elasticps.server.core.view_exchange import HeldFrames, Herald
 from elasticps.server.network.connection import Connection, Handler
-from elasticps.server.roles.counts import Counts
-from elasticps.store import Store, Table
+from elasticps.server.roles.context import Context
+from elasticps.store import Table
 from elasticps.wire.frames import FrameError, Header, Kind, read_tables
 from elasticps.wire.headers import JoinHeader, KeysHeader, ListKeysHeader, OkHeader, PullHeader
 from replication.progress import MAX_CLOCK
-from replication.replica import Replica
 
 MAX_LISTED = 1 << 18  # keys
 NO_KEYS = np.empty(0, np.int64)
 
 
-class Pulls:
-    """Their handlers. `served()` is told of each pull."""
+class PullHandler:
+    """Answers pulls and lists of keys, at once or when bounded delay lets them pass."""
 
-    def __init__(
-        self, serving: Serving, held: HeldFrames, herald: Herald, delay: BoundedDelay, store: Store,
-        registered: Registered, replica: Replica, counts: Counts, served: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self._serving = serving
-        self._held = held
-        self._herald = herald
+    def __init__(self, context: Context, delay: BoundedDelay) -> None:
+        self._serving = context.serving
+        self._held = context.held
+        self._notifier = context.notifier
         self._delay = delay
-        self._store = store
-        self._registered = registered
-        self._replica = replica
-        self._counts = counts
-        self._served = served
+        self._store, self._replica = context.executor.store, context.executor.replica
+        self._registered = context.registered
+        self._counts = context.executor.counts
+        self._last_served = context.last_served
         self._unshown: dict[Asker, None] = {}  # whose answers hold values that must not be shown yet
         self._said: dict[Connection, int | None] = {}  # the base above which each takes part, None: it pauses
         self.handlers: dict[int, Handler] = {
@@ -81,7 +73,7 @@ class Pulls:
         read = self._read(connection, asked, body)
         self._counts["pulls"] += 1
         self._counts["rows_pulled"] += read.rows
-        self._served()
+        self._last_served.mark()
         if (asked.bound is not None or asked.clock) and self._delay.behind(read):
             self._delay.park(read)
         else:
@@ -134,7 +126,7 @@ class Pulls:
     def _answer(self, read: Read, done: int = 0) -> None:
         if (dropped := read.dropped()) is not None:  # while it waited
             refusal = unknown_table(self._serving.me.name, dropped.table.table_id)
-            self._herald.refuse(read.connection, read.header.request, refusal)
+            self._notifier.refuse(read.connection, read.header.request, refusal)
             return
         answer(read, Judge(read, self._serving, self._replica, self._unshown), done)
 
@@ -158,7 +150,7 @@ class Pulls:
                 if error is None:
                     self._answer(read)
                 else:
-                    self._herald.refuse(read.connection, read.header.request, error)
+                    self._notifier.refuse(read.connection, read.header.request, error)
             except Exception as failure:
                 read.connection.fail(failure)
 

@@ -3,7 +3,7 @@ all that `replica_codec` asks of a FORWARD, too: what is logged and cannot be re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,15 +23,11 @@ from elasticps.server.core.operations import (
     NewTables,
     positions_of,
 )
-from elasticps.server.core.registered import Registered
 from elasticps.server.core.replica_codec import MAX_TABLE, new_tables
 from elasticps.server.core.requests import Body, RequestError, RequestTicket
-from elasticps.server.core.serving import Serving
 from elasticps.server.core.validation import PushRows, check_block, unknown_table
-from elasticps.server.core.view_exchange import HeldFrames, Herald
 from elasticps.server.network.connection import Connection, Handler
-from elasticps.server.roles.counts import Counts
-from elasticps.server.roles.executor import Executor
+from elasticps.server.roles.context import Context
 from elasticps.server.roles.memory_limit import MemoryLimit
 from elasticps.wire.frames import Block, FrameError, Header, Kind, json_body, read_push, whole
 from elasticps.wire.headers import EraseHeader, GetClocksHeader, InitHeader, OkHeader, PushHeader
@@ -45,23 +41,20 @@ MAX_DROPPED = 1 << 16  # tables that a server remembers: their ids must not come
 MAX_DROPPED_BYTES = 64 << 20
 
 
-class Pushes:
-    """Their handlers. `served()` is told of each push."""
+class PushHandler:
+    """Checks pushes, initial values, deletions and new tables, and has the replica log them."""
 
-    def __init__(
-        self, serving: Serving, held: HeldFrames, herald: Herald, executor: Executor, memory: MemoryLimit,
-        registered: Registered, counts: Counts, served: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self._serving = serving
-        self._held = held
-        self._herald = herald
-        self._executor = executor
+    def __init__(self, context: Context, memory: MemoryLimit) -> None:
+        self._serving = context.serving
+        self._held = context.held
+        self._notifier = context.notifier
+        self._executor = executor = context.executor
         self._store, self._replica = executor.store, executor.replica
         self._memory = memory
-        self._registered = registered
-        self._counts = counts
-        self._served = served
-        self._order = NO_RANGES, positions_of(NO_RANGES, serving.ranges)  # the newest answer of `_order_of`
+        self._registered = context.registered
+        self._counts = executor.counts
+        self._last_served = context.last_served
+        self._order = NO_RANGES, positions_of(NO_RANGES, self._serving.ranges)  # the newest answer of `_order_of`
         self._replica.look_again = self._look_again
         self.handlers: dict[int, Handler] = {
             Kind.PUSH: self._push,
@@ -229,7 +222,7 @@ class Pushes:
             rows.refuse_not_finite(self._store.live)
             self._memory.limit(rows, rounds.size(rows.blocks) if said.round else 0, rounds.nbytes)
         refusal, blocks = rows.refusal(said.committed or 0, self._serving.ranges), rows.blocks
-        self._herald.refused += refusal is not None
+        self._notifier.refused += refusal is not None
         mark = None
         if said.shard is not None and self._executor.shards.owns(connection.app, said.shard.set):
             connection.set_shards(said.shard.set)
@@ -244,7 +237,7 @@ class Pushes:
         )  # fmt: skip
         self._counts["pushes"] += 1
         self._counts["rows_pushed"] += sum([len(block.keys) for block in blocks])
-        self._served()
+        self._last_served.mark()
         # The base itself says nothing of ranges that are not pushed to yet.
         if said.committed is not None and said.committed > connection.base:
             self._executor.note_committed(connection.worker, said.committed)
@@ -268,7 +261,7 @@ class Pushes:
             return
         push.payload = content.only(rows.blocks)
         if push.kind == OperationKind.PUSH:
-            self._herald.refused += push.refusal is None
+            self._notifier.refused += push.refusal is None
             push.refusal = rows.refusal(0, self._serving.ranges, push.refusal)
 
     def forget(self, connection: Connection) -> None:

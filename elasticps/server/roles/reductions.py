@@ -3,7 +3,6 @@ loop, so that pushes and pulls go on in between. Connections take turns."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,14 +10,12 @@ from typing import NamedTuple
 from coordinator.core import fields
 from elasticps.errors import SpecError
 from elasticps.server.core.partial import Partial
-from elasticps.server.core.registered import Registered
 from elasticps.server.core.requests import Body, RequestError
-from elasticps.server.core.serving import Serving
 from elasticps.server.core.validation import unknown_table
-from elasticps.server.core.view_exchange import HeldFrames, Herald
 from elasticps.server.network.connection import Connection, Handler
-from elasticps.server.roles.pulls import Pulls
-from elasticps.store import Store, Table
+from elasticps.server.roles.context import Context
+from elasticps.server.roles.pulls import PullHandler
+from elasticps.store import Table
 from elasticps.store.reductions import reduction
 from elasticps.wire.frames import Buffer, FrameError, Header, Kind, json_frame
 from elasticps.wire.reducing import ReducedHeader, ReduceHeader, read_function
@@ -36,19 +33,16 @@ class _Job(NamedTuple):
     name: str
 
 
-class Reductions:
-    """What is asked, and what of it is being computed. waiting: how many ranges."""
+class ReduceHandler:
+    """Queues reductions of ranges, and computes one slice in each turn of the loop. waiting: how many ranges wait."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, serving: Serving, held: HeldFrames, herald: Herald, store: Store,
-        registered: Registered, pulls: Pulls,
-    ) -> None:  # fmt: skip
-        self._loop = loop
-        self._serving = serving
-        self._held = held
-        self._herald = herald
-        self._store = store
-        self._registered = registered
+    def __init__(self, context: Context, pulls: PullHandler) -> None:
+        self._loop = context.loop
+        self._serving = context.serving
+        self._held = context.held
+        self._notifier = context.notifier
+        self._store = context.executor.store
+        self._registered = context.registered
         self._pulls = pulls
         self._jobs: dict[Connection, deque[_Job]] = {}  # whose turn it is comes first
         self.waiting = 0
@@ -109,7 +103,7 @@ class Reductions:
             done = self._work(connection, job)
         except RequestError as error:
             done = True
-            self._herald.refuse(connection, job.asked.request, error)
+            self._notifier.refuse(connection, job.asked.request, error)
         except Exception as error:
             done = True
             connection.fail(error)

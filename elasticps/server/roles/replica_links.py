@@ -23,8 +23,7 @@ from elasticps.server.core.replica_codec import ReplicaCodec
 from elasticps.server.core.requests import Body
 from elasticps.server.core.view_exchange import HOLD_TIMEOUT_S
 from elasticps.server.network.connection import Connection, Handler
-from elasticps.server.roles.executor import Executor
-from elasticps.server.roles.subscriptions import News
+from elasticps.server.roles.context import Context
 from elasticps.store import Table
 from elasticps.system import fatal
 from elasticps.wire.frames import (
@@ -65,26 +64,17 @@ class ReplicaLinks:
     make_way: has what waits for room on the link to a peer go before the pushes that do; set by whoever fills it.
     """
 
-    def __init__(
-        self,
-        cluster: str,
-        ranges: int,
-        executor: Executor,
-        loop: asyncio.AbstractEventLoop,
-        dial: Dial,
-        make_connection: Callable[[], Connection],
-        news: News,
-    ) -> None:
-        self._executor = executor
+    def __init__(self, context: Context, dial: Dial, make_connection: Callable[[], Connection]) -> None:
+        self._executor = executor = context.executor
         self._replica = executor.replica
         self._me = executor.replica.me
-        self._cluster = cluster
-        self._codec = ReplicaCodec(executor.store.tables, ranges)
+        self._cluster = context.cluster
+        self._codec = ReplicaCodec(executor.store.tables, context.serving.ranges)
         executor.tell_tables = self._tell_tables
         executor.handlers[Send], executor.handlers[Distrust] = self.send, self.distrust
-        news.ask_peers = self.ask_for_view
+        context.updates.ask_peers = self.ask_for_view
         self.make_way: Callable[[Member], None] = lambda member: None
-        self._loop = loop
+        self._loop = loop = context.loop
         self._connect = dial
         self._make_connection = make_connection
         self._wanted: dict[Member, ServerInfo] = {}

@@ -4,7 +4,7 @@ a time. What has been begun may be begun again, by whoever heads a range then: i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,14 +22,13 @@ from elasticps.kernels import hashing
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.operations import Dropped, NewTable, NewTables, RestoredRows, RestoredState
 from elasticps.server.core.requests import RequestError
-from elasticps.server.core.serving import Serving
-from elasticps.server.roles.executor import Executor
+from elasticps.server.roles.context import Context
+from elasticps.server.roles.executor import Executor, FutureTicket
 from elasticps.server.roles.memory_limit import MemoryLimit
-from elasticps.server.roles.tickets import FutureTicket
 from elasticps.wire.frames import Block
 from elasticps.wire.pool import Pool
 from replication.chain import Ranges
-from replication.effects import Push, Status
+from replication.effects import Status
 from replication.messages import OperationKind
 from replication.progress import PART_BITS
 
@@ -41,7 +40,7 @@ READERS, NEAR_READERS = (
 )  # units that are read at once; of a folder, where more of them cost memory and hide no delay
 NEAR_BYTES = UNIT_BYTES // 2  # of one of a folder
 PORTION_BYTES = 32 << 20  # of each table: when a range moves what is read of one is read again
-KEPT_BYTES = READERS * 32 << 20  # memory that they use again; one of a folder takes half of its share
+BUFFER_BYTES = READERS * 32 << 20  # memory that they use again; one of a folder takes half of its share
 PIECE_BYTES = 512 << 10  # of an operation: half as many cost less, and applying one must not stop a server for long
 PIECES_AT_ONCE = 16  # that are logged in one turn of the loop, however small they are
 UNASKED_S = 30.0  # whoever restores has gone
@@ -55,17 +54,14 @@ class _Moved(Exception):
 class Restorer:
     """One server's part of it."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, executor: Executor, serving: Serving, memory: MemoryLimit,
-        told: Callable[[], dict[int, int]], kept_bytes: int = KEPT_BYTES,
-    ) -> None:  # fmt: skip
-        self._loop = loop
-        self._kept_bytes = kept_bytes
-        self._told = told  # by worker: the clock up to which it knows its steps to be committed
-        self._executor = executor
-        self._serving = serving
+    def __init__(self, context: Context, memory: MemoryLimit, buffer_bytes: int = BUFFER_BYTES) -> None:
+        self._context = context
+        self._loop = context.loop
+        self._executor = context.executor
+        self._serving = context.serving
         self._memory = memory
-        self._work: _Work | None = None
+        self._buffer_bytes = buffer_bytes
+        self._work: _RestoreTask | None = None
         self._serial = 0
 
     @property
@@ -77,7 +73,7 @@ class Restorer:
         """Which of these ids are, or were, tables' here; and how far workers have come in the ranges headed here."""
         store, replica = self._executor.store, self._executor.replica
         taken = tuple(id_ for id_ in tables if id_ in store.tables or id_ in store.dropped)
-        headed, told = self._serving.headed.tolist(), self._told()
+        headed, told = self._serving.headed.tolist(), self._context.path.told()
         columns = [dict(zip(*(each.tolist() for each in replica.clocks.column(r)), strict=True)) for r in headed]
         known = set(columns[0]).intersection(*columns[1:]) if columns else set()
         workers = tuple(sorted(known))
@@ -95,7 +91,7 @@ class Restorer:
         self._serial = serial
         if self._work is None or self._work.wanted != wanted:
             self.close()  # of another one, whose rows nobody waits for any more
-            self._work = _Work(self._loop, self._executor, self._serving, self._memory, wanted, self._kept_bytes)
+            self._work = _RestoreTask(self._context, self._memory, wanted, self._buffer_bytes)
         work = self._work
         work.asked_s, work.asked_epoch = self._loop.time(), self._serving.epoch
         work.done.update(from_bits(done, self._serving.ranges))
@@ -114,7 +110,7 @@ class Restorer:
             await work.end()
         headed = self._serving.headed
         try:
-            await _logged(self._loop, self._executor, [(OperationKind.DROP, Dropped(id_), headed) for id_ in dropped])
+            await _logged(self._executor, [(OperationKind.DROP, Dropped(id_), headed) for id_ in dropped])
         except _Moved:
             return False
         return True
@@ -125,21 +121,20 @@ class Restorer:
             self._work.stop()
 
 
-class _Work:
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, executor: Executor, serving: Serving, memory: MemoryLimit,
-        wanted: Wanted, kept_bytes: int,
-    ) -> None:  # fmt: skip
-        self._kept_bytes = kept_bytes
+class _RestoreTask:
+    """Reads one checkpoint, and logs the rows of the ranges headed here, until all have them or nobody asks."""
+
+    def __init__(self, context: Context, memory: MemoryLimit, wanted: Wanted, buffer_bytes: int) -> None:
+        self._buffer_bytes = buffer_bytes
         self.wanted = wanted
         self.done: set[int] = set()
         self.rows = 0
         self.failed = ""
-        self.asked_s = loop.time()
+        self.asked_s = context.loop.time()
         self.asked_epoch = 0  # of the view in which it was asked last
-        self._loop = loop
-        self._executor = executor
-        self._serving = serving
+        self._loop = loop = context.loop
+        self._executor = context.executor
+        self._serving = context.serving
         self._memory = memory
         self._since: dict[int, int] = {}  # of what is brought back now: since when it is to be
         self.over = False  # it has failed, or nobody had asked for too long
@@ -213,7 +208,7 @@ class _Work:
             await self._log(creates)
         here = np.zeros(self._serving.ranges, np.bool_)
         here[mine] = True
-        several, sizes, kept = READERS, Sizes(UNIT_BYTES, UNIT_BYTES, PORTION_BYTES), self._kept_bytes // READERS
+        several, sizes, kept = READERS, Sizes(UNIT_BYTES, UNIT_BYTES, PORTION_BYTES), self._buffer_bytes // READERS
         if contents.storage.near:
             several, sizes, kept = NEAR_READERS, Sizes(NEAR_BYTES, 2 * UNIT_BYTES, PORTION_BYTES), kept // 2
         found = portions(contents, mine, self._serving.ranges, self._read_from, sizes)
@@ -246,10 +241,10 @@ class _Work:
         return 0 if view is None else int(view.since[r])
 
     async def _read(
-        self, contents: Contents, jobs: Iterator[tuple[Portion, Job]], here: NDArray[np.bool_], kept_bytes: int
+        self, contents: Contents, jobs: Iterator[tuple[Portion, Job]], here: NDArray[np.bool_], buffer_bytes: int
     ) -> None:
         """One unit after the other, as long as there are any: read in a thread, logged by the loop."""
-        take = Pool(kept_bytes, kept_bytes // 2).take  # by one thread at a time
+        take = Pool(buffer_bytes, buffer_bytes // 2).take  # by one thread at a time
         for portion, (table, unit, scattered) in jobs:
             parts = _together(contents.read(unit, take)) if scattered else contents.read(unit, take)
             batches = (each for rows in parts for each in _batches(cut_up(rows, table, here, take)))
@@ -269,7 +264,7 @@ class _Work:
             self._apply(operations)
             return
         await self._asked({r for _, _, ranges in operations for r in ranges.tolist()})
-        await _logged(self._loop, self._executor, operations)
+        await _logged(self._executor, operations)
 
     async def _asked(self, ranges: set[int]) -> None:
         """Waits until it is asked again where chains have changed since it was: those ranges may have been elsewhere
@@ -294,20 +289,18 @@ class _Work:
 _Operation = tuple[OperationKind, Any, Ranges]
 
 
-async def _logged(loop: asyncio.AbstractEventLoop, executor: Executor, operations: Sequence[_Operation]) -> None:
+async def _logged(executor: Executor, operations: Sequence[_Operation]) -> None:
     """Logs operations, and waits until they are committed. Raises _Moved if one is not, and may be elsewhere."""
-    replica, tickets = executor.replica, []
+    tickets: list[FutureTicket] = []
     for kind, payload, ranges in operations:
-        ticket = FutureTicket(loop)
         nbytes = payload.nbytes if isinstance(payload, RestoredRows) else 256
-        executor.perform(replica.push, Push(ticket, -1, replica.epoch, 0, 0, True, ranges, payload, nbytes, kind=kind))
-        tickets.append(ticket)
+        tickets.append(executor.log(kind, ranges, payload, nbytes))
     executor.note_change()
     try:
         replies = await asyncio.gather(*(ticket.future for ticket in tickets))
     except asyncio.CancelledError:
         for ticket in tickets:  # what still waits for room in the log is not logged
-            executor.perform(replica.forget, ticket)
+            executor.perform(executor.replica.forget, ticket)
         raise
     if any(reply.status is not Status.COMMITTED or len(reply.moved) for reply in replies):
         raise _Moved

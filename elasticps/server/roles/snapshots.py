@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from elasticps.server.core.operations import ChunkContent, TableRows
-from elasticps.server.core.serving import Serving
 from elasticps.server.core.snapshot import pack, size_by_place, size_of
-from elasticps.server.roles.executor import Executor
+from elasticps.server.roles.context import Context
 from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.store import Table
 from elasticps.store.intervals import PLACES
@@ -67,21 +66,19 @@ class _Progress:
 class SnapshotSender:
     """Schedules chunks; each goes to the replica at the instant at which it was cut."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, executor: Executor, serving: Serving, links: ReplicaLinks
-    ) -> None:  # fmt: skip
-        self._loop = loop
-        self._executor = executor
+    def __init__(self, context: Context, links: ReplicaLinks) -> None:
+        self._loop = context.loop
+        self._executor = executor = context.executor
         self._store = executor.store
         self._tables = executor.store.tables
         self._rounds = executor.rounds
         self._shards = executor.shards
-        self._serving = serving
+        self._serving = context.serving
+        self._last_served = context.last_served
         self._links = links
         links.make_way = self.make_way
         executor.handlers |= {SnapshotRange: self.start, NextChunk: self.next}
-        self._width = PLACES // serving.ranges
-        self._served_s = -BUSY_S
+        self._width = PLACES // self._serving.ranges
         self._progress: dict[int, _Progress] = {}
         self._looked_s = 0.0
         self._cuts: dict[int, _Cut] = {}
@@ -91,19 +88,6 @@ class SnapshotSender:
         self._timer: asyncio.TimerHandle | None = None
         self._free_s = 0.0  # loop time at which the next piece may be cut
         self.sent_bytes = 0
-
-    @property
-    def busy(self) -> bool:
-        """Whether a worker was served just now."""
-        return self.served_within(BUSY_S)
-
-    def served_within(self, seconds: float) -> bool:
-        """Whether that is not longer ago than this."""
-        return self._loop.time() - self._served_s < seconds
-
-    def served(self) -> None:
-        """A worker's push or pull was handled: chunks take the smaller share for a moment."""
-        self._served_s = self._loop.time()
 
     def start(self, effect: SnapshotRange) -> None:
         """A snapshot of a range begins; an earlier one of the range is void."""
@@ -208,7 +192,7 @@ class SnapshotSender:
         for part in contents:  # of one instant: on the link nothing comes in between
             self._executor.perform(self._executor.replica.piece, r, cut.serial, upto, False, part)
         self._executor.perform(self._executor.replica.piece, r, cut.serial, upto, last, end)
-        if self.busy:
+        if self._last_served.within(BUSY_S):
             pause_s = max((time.thread_time() - began) / BUSY_SHARE, size / BUSY_BYTES_PER_S)
             self._free_s = now + min(pause_s, LONGEST_PAUSE_S)
 

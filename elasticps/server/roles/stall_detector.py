@@ -15,7 +15,7 @@ STOPPED_S = 0.5  # two beats left out; less than the silence for which a leader 
 DOUBT_S = 0.1
 
 
-class Standstill:
+class StallDetector:
     """`beat` is called a few times a second, `look` before bytes are handled. clock: not that of a loop, which stands
     still until the loop has its next turn."""
 

@@ -8,39 +8,37 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from elasticps.server.core.requests import Body
-from elasticps.server.core.serving import Serving
 from elasticps.server.network.connection import Connection, Handler
+from elasticps.server.roles.context import Context
 from elasticps.wire.frames import FrameError, Header, Kind
 from elasticps.wire.headers import Activity, UseHeader, WatchHeader
 
 EVERY_S = 4.0
 
 
-class Uses:
-    """workers: the connections that are theirs; clock: seconds, never going back."""
+class WorkerActivity:
+    """Asks workers what they do, and keeps the newest answer of each. workers: their connections."""
 
-    def __init__(
-        self, serving: Serving, workers: Callable[[], Iterable[Connection]], clock: Callable[[], float]
-    ) -> None:
-        self._serving = serving
+    def __init__(self, context: Context, workers: Callable[[], Iterable[Connection]]) -> None:
+        self._serving = context.serving
         self._workers = workers
-        self._clock = clock
-        self._asked_s = -EVERY_S
-        self._told: dict[Connection, Activity] = {}
+        self._clock = context.clock
+        self._last_request_s = -EVERY_S
+        self._reported: dict[Connection, Activity] = {}
         self.handlers: dict[int, Handler] = {Kind.USE: self._hear}
 
     def look(self) -> dict[int, Activity]:
         """What those workers have said that this server asks, by id. Has them asked, if it is time."""
         now = self._clock()
-        if now - self._asked_s >= EVERY_S:
-            self._asked_s = now
+        if now - self._last_request_s >= EVERY_S:
+            self._last_request_s = now
             frame = WatchHeader().header().pack()
             for connection in self._workers():
                 if self._asks(connection.worker):
                     connection.send(frame)
                 else:
-                    self._told.pop(connection, None)
-        return {connection.worker: use for connection, use in self._told.items()}
+                    self._reported.pop(connection, None)
+        return {connection.worker: use for connection, use in self._reported.items()}
 
     def _asks(self, worker: int) -> bool:
         view = self._serving.view
@@ -52,8 +50,8 @@ class Uses:
         worker = UseHeader.of(header).worker
         if worker != connection.worker:
             raise FrameError(f"worker {connection.worker} says what {worker} does")
-        self._told[connection] = Activity.of(body.tobytes())
+        self._reported[connection] = Activity.of(body.tobytes())
 
     def forget(self, connection: Connection) -> None:
         """It is gone."""
-        self._told.pop(connection, None)
+        self._reported.pop(connection, None)
