@@ -15,8 +15,7 @@ from elasticps.checkpoint.row_writer import Done
 from elasticps.checkpoint.rows import RowFile, decode
 from elasticps.server.core import scan
 from elasticps.server.core.operations import CutMark
-from elasticps.server.roles import checkpoints
-from elasticps.server.roles.snapshots import SnapshotSender
+from elasticps.server.roles import checkpoints, snapshots
 from elasticps.store import Table, cuts, index, retained
 from elasticps.store.intervals import PLACES
 from elasticps.store.native import H_CURSOR, H_STALE
@@ -57,7 +56,7 @@ class Shelf:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SnapshotSender, "busy", False)
+    monkeypatch.setattr(snapshots, "BUSY_S", -1.0)
     monkeypatch.setattr(retained, "_PART_ROWS", 4)
     monkeypatch.setattr(retained, "_FIRST_RECORDS", 2)
     monkeypatch.setattr(scan, "FILE_BYTES", 2000)

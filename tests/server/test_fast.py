@@ -17,8 +17,8 @@ from elasticps.model.spec import BFloat16, Filter, Float16, Int8, Normal, TableS
 from elasticps.server.core import reads
 from elasticps.server.fast.layout import H_FORWARDS, H_PUSHES
 from elasticps.server.fast.path import FastPath
+from elasticps.server.roles import snapshots
 from elasticps.server.roles.executor import Executor
-from elasticps.server.roles.snapshots import SnapshotSender
 from elasticps.store.codec import Codec
 from elasticps.store.intervals import PLACES
 from elasticps.store.retained import Allowance
@@ -60,7 +60,7 @@ SERVERS = ("s0", "s1", "s2", "s3")
 @pytest.fixture(autouse=True)
 def one_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     """How long a snapshot's chunk took is no reason to wait before the next."""
-    monkeypatch.setattr(SnapshotSender, "busy", False)
+    monkeypatch.setattr(snapshots, "BUSY_S", -1.0)
 
 
 class Story:
