@@ -296,7 +296,7 @@ def test_a_cut_that_waited_with_pushes_notes_what_its_place_in_the_log_has(run: 
         workers = await group.connect("s0")
         await workers.push(view, "s0", 1, range(50), 1.0)
         head.replica._full.add(head.replica._slot(group.servers["s1"].member))
-        head.replica.crowded = True
+        head.replica.congested = True
         cut = asyncio.ensure_future(head.admin.cuts.take(1, 0, ""))
         await until(lambda: head.replica.parked == 1)
         later = workers.push(view, "s0", 2, range(50), 1.0)
