@@ -67,6 +67,11 @@ class Client:
         return self._dispatcher.routes.view
 
     @property
+    def collective(self) -> bool:
+        """Whether several processes are this worker, as those of an `elasticps.torch.LocalGroup` are: no."""
+        return False
+
+    @property
     def clock(self) -> int:
         """Steps pushed, counted from the worker's base clock."""
         return self._dispatcher.session.clock

@@ -327,7 +327,7 @@ def _check_rows(source: Path, tensor: str, values: NDArray[Any]) -> None:
 
 def _named(source: Path) -> dict[str, Callable[[], NDArray[Any]]]:
     if source.suffix != ".safetensors":
-        from elasticps.torch.files import saved_tensors
+        from elasticps.torch.state import saved_tensors
 
         return saved_tensors(source)
     return {name: partial(part, 0, 1 << 62) for name, part in _safetensors(source).items()}

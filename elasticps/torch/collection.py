@@ -1,6 +1,6 @@
-"""Several tables as one layer: their ids in one batch of lists, one pull and one push for all of them.
+"""Layers over several tables: the ids of all tables come in one batch of lists, and one pull brings all rows.
 
-Lists of all features of a table look up one set of rows, so each key's gradients are one sum when they get here.
+All features of a table look up one set of rows, so autograd has added up the gradients of a key when they get here.
 Tables of the same dim and mode share one matrix of rows and one operation of torch's.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,17 +25,14 @@ from elasticps.errors import ConfigError, InputError
 from elasticps.model.caching import Cache
 from elasticps.model.spec import Filter, Init
 from elasticps.model.spec import Optimizer as ServerOptimizer
-from elasticps.torch.embedding import MAX_PREFETCHED, Rows, Want, shares
-from elasticps.torch.group.client import GroupClient
+from elasticps.torch.embedding import MAX_PREFETCHED, ExpectedRows, Pull, TableLayer, may_share_rows
 from elasticps.torch.host import moved, room, sent
 from elasticps.torch.jagged import JaggedTensor, KeyedTensor, Lists, lists_of
 from elasticps.torch.kernels.distinct import distinct_tables
 
 if TYPE_CHECKING:
-    from elasticps.client import Client
-    from elasticps.client.pull_tables import TablesPull
-    from elasticps.torch.group.several import GroupTablesRead
-    from elasticps.torch.step_rows import StepRead, StepRows
+    from elasticps.torch.step_rows import StepRows
+    from elasticps.torch.worker import Worker
 
 MODES = ("sum", "mean")
 
@@ -63,20 +60,20 @@ class TableConfig:
         return list(self.features) or [self.name]
 
 
-class Table(Rows):
-    """One table of a collection, which pulls its rows together with those of the others."""
+class CollectionTable(TableLayer):
+    """One table of a collection, which pulls the rows of all its tables together."""
 
 
 class _Tables(nn.ModuleDict):
-    """Tables by name, also those that are called as a method of it is."""
+    """Tables by name, which may also be the name of one of the dictionary's own methods."""
 
-    def __init__(self, tables: Mapping[str, Table]) -> None:
+    def __init__(self, tables: Mapping[str, CollectionTable]) -> None:
         super().__init__()
         self._modules.update(tables)
 
 
-class _Group(NamedTuple):
-    """Tables of one dim and mode, one after another, and their features in that order."""
+class _SameShape(NamedTuple):
+    """Tables of one dim and mode, which stand side by side in the layout, as do their features."""
 
     dim: int
     mode: str
@@ -85,7 +82,11 @@ class _Group(NamedTuple):
 
 
 class _Layout:
-    """In which order tables and features are looked up: by dim and mode, else as they were given."""
+    """The order in which tables and features are looked up: by dim and mode, else as they were given.
+
+    configs, features: of all tables, and names, in this order; table_of: int64, of each feature the index of its table;
+    groups: tables of the same dim and mode; shown: names of features in the order in which tables were given.
+    """
 
     def __init__(self, configs: Sequence[TableConfig]) -> None:
         kinds = list(dict.fromkeys((config.dim, config.mode) for config in configs))
@@ -93,17 +94,17 @@ class _Layout:
         self.features = [name for config in self.configs for name in config.feature_names]
         table_of = [i for i, config in enumerate(self.configs) for _ in config.feature_names]
         self.table_of = np.array(table_of, np.int64)
-        self.groups: list[_Group] = []
+        self.groups: list[_SameShape] = []
         for dim, mode in kinds:
             tables = [i for i, config in enumerate(self.configs) if (config.dim, config.mode) == (dim, mode)]
             features = [i for i, table in enumerate(table_of) if table in tables]
             span, named = slice(tables[0], tables[-1] + 1), slice(features[0], features[-1] + 1)
-            self.groups.append(_Group(dim, mode, span, named))
+            self.groups.append(_SameShape(dim, mode, span, named))
         self.shown = [name for config in configs for name in config.feature_names]
         self._known: tuple[list[str], NDArray[np.int64]] = [], np.empty(0, np.int64)
 
     def find(self, lists: Lists) -> NDArray[np.int64]:
-        """Where each feature stands among those of a batch. InputError if one is missing."""
+        """The index of each feature, int64, among those of a batch. InputError if one is missing."""
         known = self._known  # threads may share a layer
         if lists.keys != known[0]:
             if missing := [name for name in self.features if name not in lists.keys]:
@@ -114,50 +115,49 @@ class _Layout:
 
 
 @dataclass(eq=False)
-class _Lookup:
-    """Rows that a batch needs, on their way. positions: of the ids, in the order of the layout's features, which of
-    `keys` each is; edges: of each feature's ids among these."""
+class _BatchLookup:
+    """The rows of all tables that one batch of lists needs."""
 
     lists: Lists
-    found: NDArray[np.int64]  # where each feature stands in the batch
-    keys: NDArray[np.int64]
-    ends: NDArray[np.int64]  # of each table's keys
-    positions: NDArray[np.int64]
-    edges: list[int]
+    found: NDArray[np.int64]  # the index in the batch of each of the layout's features
+    keys: NDArray[np.int64]  # distinct in each table, table after table
+    ends: NDArray[np.int64]  # [tables + 1]: where each table's keys begin, and their number
+    positions: NDArray[np.int64]  # of the ids, feature after feature as in the layout: index into `keys`
+    edges: list[int]  # where each feature's ids begin among these, and their number
     floats: Tensor  # rows of all tables, one after another
-    wanted: dict[Any, NDArray[np.int64]]  # of each table its keys
-    places: dict[Any, NDArray[np.float32]]  # of its rows
-    pull: TablesPull[Any] | GroupTablesRead[Any] | StepRead | None = None
-    asked_at: tuple[int, int] | None = None  # of rows that were expected: clock and changes of the tables at that time
+    table_keys: dict[Any, NDArray[np.int64]]  # the keys of each table that is to be asked
+    table_rows: dict[Any, NDArray[np.float32]]  # where their rows go, views of `floats`
+    pull: Pull | None = None
+    moment: tuple[int, int] | None = None  # for expected rows: clock and changes of the tables when they were pulled
 
 
 @dataclass(eq=False)
-class _Use:
-    """Takes the gradient of a group's rows, of one forward pass. Lives as long as the autograd graph does."""
+class _CollectionPass:
+    """Takes the gradient of the rows of one forward pass, of tables of one dim and mode. Lives as long as the autograd
+    graph does. trained: each table that has rows, their keys, and where the rows are."""
 
-    owner: weakref.ref[Collection]
-    trained: list[tuple[Table, NDArray[np.int64], slice]]  # its keys, and where their rows are
-    uses: weakref.WeakSet[Any]  # of the group
+    collection: weakref.ref[Collection]
+    trained: list[tuple[CollectionTable, NDArray[np.int64], slice]]
+    passes: weakref.WeakSet[Any]  # which all these tables share
 
     def __call__(self, rows: Tensor) -> None:
+        """The hook of autograd, when the gradient of `rows` is complete."""
         gradient, rows.grad = rows.grad, None
-        owner = self.owner()
-        if owner is None or gradient is None:
+        collection = self.collection()
+        if collection is None or gradient is None:
             return
-        with owner.lock:
-            self.uses.discard(self)
+        with collection.lock:
+            self.passes.discard(self)
         for table, keys, mine in self.trained:
-            table.keep((keys, gradient[mine]))
-        for table, _, _ in self.trained:
-            table.on_gradient()
+            table.take(keys, gradient[mine])
 
 
 class Collection(nn.Module):
-    """What collections have in common: the tables, and the pull of all of them."""
+    """A layer over several tables, with one pull for all of them; its subclasses say what becomes of the rows."""
 
     def __init__(
         self,
-        ps: Client | GroupClient,
+        ps: Worker,
         tables: Sequence[TableConfig],
         *,
         optimizer: ServerOptimizer | None = None,
@@ -167,35 +167,35 @@ class Collection(nn.Module):
         super().__init__()
         _check(tables)
         self.ps = ps
-        self.on_ids: Callable[[Any], None] | None = None  # hears of what forward passes get
-        self.step_rows: StepRows[Any] | None = None  # what other devices' models have asked for
-        self._together = isinstance(ps, GroupClient)  # what one rank pulls, all do, if it is nothing
+        self.on_ids: Callable[[Any], None] | None = None  # called with what a forward pass gets
+        self.step_rows: StepRows[Any] | None = None  # shared by a group's devices: rows that one of them has pulled
         self._layout = layout = _Layout(tables)
         made = {}
         for config in tables:
             chosen = config.optimizer or optimizer
             if chosen is None:
                 raise ConfigError(f"table {config.name!r} has no optimizer, and the collection has none for all")
-            made[config.name] = Table(
+            made[config.name] = CollectionTable(
                 ps, config.name, config.dim, optimizer=chosen, init=config.init, dtype=config.dtype,
                 num_embeddings=config.num_embeddings, push=push if config.push is None else config.push,
                 pull=pull if config.pull is None else config.pull, cache=config.cache,
             )  # fmt: skip
         self._tables = [made[config.name] for config in layout.configs]
-        self._ahead: deque[_Lookup] = deque(maxlen=MAX_PREFETCHED)
-        self._expected: list[_Lookup] = []  # of the next batch, to be asked for when this one's step has ended
+        self._prefetched: deque[_BatchLookup] = deque(maxlen=MAX_PREFETCHED)
+        self._expected: list[_BatchLookup] = []  # of the next batch, to be pulled when this one's step ends
         self.lock = threading.Lock()  # backward passes on CUDA run in torch's own threads
         for group in layout.groups:
-            uses: weakref.WeakSet[Any] = weakref.WeakSet()
+            passes: weakref.WeakSet[Any] = weakref.WeakSet()
             for table in self._tables[group.tables]:
-                table.uses = uses
-        self._place(_Tables(made))
+                table.passes = passes
+        self._register(_Tables(made))
 
-    def _place(self, tables: nn.ModuleDict) -> None:
-        """Keeps the tables under the name that torchrec has for them."""
+    def _register(self, tables: nn.ModuleDict) -> None:
+        """Keeps the tables as a module, under the name that torchrec has for them."""
         raise NotImplementedError
 
     def _checked(self, given: Any) -> Lists:
+        """The lists of ids of a batch. InputError for unusable ones."""
         return lists_of(given)
 
     @property
@@ -204,66 +204,72 @@ class Collection(nn.Module):
         return list(self._layout.shown)
 
     @property
-    def tables(self) -> Sequence[Rows]:
+    def tables(self) -> Sequence[TableLayer]:
         """The tables, in the order in which they are looked up."""
         return self._tables
 
-    def keys_of(self, features: Any) -> list[tuple[Rows, NDArray[np.int64]]]:
-        """Of a batch, the tables that it needs and the keys of each, int64, distinct. Errors as for a forward pass."""
+    def keys_of(self, features: Any) -> list[tuple[TableLayer, NDArray[np.int64]]]:
+        """The tables that a batch needs, and the keys of each, int64, distinct. Errors as for a forward pass."""
         lookup = self._plan(self._checked(features))
-        return [(table, lookup.wanted[table.table]) for table in self._tables if table.table in lookup.wanted]
+        return [(table, lookup.table_keys[table.table]) for table in self._tables if table.table in lookup.table_keys]
 
     def prefetch(self, features: Any) -> None:
         """Asks for the rows of a batch now; the forward pass that gets the same lists takes them, as new as the servers
         had them at the time of this call."""
-        self._ahead.append(self._ask(self._copied(features)))
+        self._prefetched.append(self._ask(self._copied(features)))
 
     def _copied(self, features: Any) -> Lists:
         lists = self._checked(features)
         return lists._replace(ids=lists.ids.copy(), lengths=lists.lengths.copy())  # the caller may change them
 
     def expect(self, *features: Any) -> None:
-        """What the next forward passes will get, instead of what was said before. The Optimizer's next `step()` asks
-        for these rows in the messages in which its gradients leave and the dense weights are asked for. They are as new
-        as that step; passes that come after another step ask again. Errors as for a forward pass."""
+        """Announces the batches of the next forward passes, instead of those announced before. The Optimizer's next
+        `step()` asks for these rows in the messages in which its gradients leave and the dense weights are asked for.
+        They are as new as that step; passes that come after another step ask again. Errors as for a forward pass."""
         self._expected = [self._plan(self._copied(each)) for each in features]
 
-    def wants(self) -> list[Want]:
-        """What is expected, for a step that ends; nothing is, then."""
+    def take_expected(self) -> list[ExpectedRows]:
+        """Hands over the rows that are expected, to a step that ends; then none are."""
         expected, self._expected = self._expected, []
-        return [Want(each.wanted, each.places, partial(self._began, each)) for each in expected if each.wanted]
+        return [
+            ExpectedRows(each.table_keys, each.table_rows, partial(self._began, each))
+            for each in expected
+            if each.table_keys
+        ]
 
-    def _began(self, lookup: _Lookup, pull: TablesPull[Any]) -> None:
-        lookup.pull, lookup.asked_at = pull, self._now
-        self._ahead.append(lookup)
+    def _began(self, lookup: _BatchLookup, pull: Pull) -> None:
+        lookup.pull, lookup.moment = pull, self._moment
+        self._prefetched.append(lookup)
 
     @property
-    def _now(self) -> tuple[int, int]:
-        """What rows that were expected are as new as."""
+    def _moment(self) -> tuple[int, int]:
+        """The clock, and how often rows of the tables were changed past steps."""
         return self.ps.clock, sum(int(getattr(table.table, "changes", 0)) for table in self._tables)
 
-    def _claim(self, lists: Lists) -> _Lookup:
-        for lookup in list(self._ahead):
-            if lookup.asked_at is not None and lookup.asked_at != self._now:
+    def _claim(self, lists: Lists) -> _BatchLookup:
+        """The rows of a batch: those asked for before, if they are new enough, or a new pull."""
+        for lookup in list(self._prefetched):
+            if lookup.moment is not None and lookup.moment != self._moment:
                 with suppress(ValueError):
-                    self._ahead.remove(lookup)
+                    self._prefetched.remove(lookup)
             elif lookup.lists.same(lists):
                 with suppress(ValueError):  # else another thread has taken it
-                    self._ahead.remove(lookup)
+                    self._prefetched.remove(lookup)
                     lookup.lists = lists  # the caller's weights, and device
                     return lookup
-        return self._ask(lists, self.step_rows if shares(self, self._tables) else None)
+        step_rows = self.step_rows
+        return self._ask(lists, step_rows if step_rows is not None and may_share_rows(self, self._tables) else None)
 
-    def _ask(self, lists: Lists, step_rows: StepRows[Any] | None = None) -> _Lookup:
+    def _ask(self, lists: Lists, step_rows: StepRows[Any] | None = None) -> _BatchLookup:
         lookup = self._plan(lists)
         if step_rows is not None:
-            lookup.pull = step_rows.ask(self.ps.clock, lookup.wanted, lookup.places, self.ps.pull_async)
-        elif lookup.wanted:
-            lookup.pull = self.ps.pull_async(lookup.wanted, lookup.places)
+            lookup.pull = step_rows.ask(self.ps.clock, lookup.table_keys, lookup.table_rows, self.ps.pull_async)
+        elif lookup.table_keys:
+            lookup.pull = self.ps.pull_async(lookup.table_keys, lookup.table_rows)
         return lookup
 
-    def _plan(self, lists: Lists) -> _Lookup:
-        """What is to be asked for."""
+    def _plan(self, lists: Lists) -> _BatchLookup:
+        """Finds the keys of each table and allocates memory for their rows."""
         found = self._layout.find(lists)
         n = lists.samples
         segments = np.empty((len(found), 3), np.int64)
@@ -272,24 +278,28 @@ class Collection(nn.Module):
         segments[:, 1], segments[:, 2] = lists.ends[at], lists.ends[at + n]
         keys, positions, ends = distinct_tables(lists.ids, segments, len(self._tables))
         edges = [0, *np.cumsum(segments[:, 2] - segments[:, 1]).tolist()]
-        starts, floats = ends.tolist(), 0
-        wanted: dict[Any, NDArray[np.int64]] = {}
-        places: dict[Any, NDArray[np.float32]] = {}
-        total = sum((b - a) * t.dim for a, b, t in zip(starts, starts[1:], self._tables, strict=False))
-        floats_of_all = room(total, device=lists.values.device)
-        rows = floats_of_all.numpy()
+        starts = ends.tolist()
+        total = 0
+        for number, table in enumerate(self._tables):
+            total += (starts[number + 1] - starts[number]) * table.dim
+        memory = room(total, device=lists.values.device)
+        rows, end = memory.numpy(), 0
+        table_keys: dict[Any, NDArray[np.int64]] = {}
+        table_rows: dict[Any, NDArray[np.float32]] = {}
         for table, low, high in zip(self._tables, starts, starts[1:], strict=False):
-            mine, size = keys[low:high], (high - low) * table.dim
-            if size and table.num_embeddings is not None and not 0 <= mine.min() <= mine.max() < table.num_embeddings:
-                raise InputError(f"ids of table {table.table.name!r} must be from 0 to {table.num_embeddings - 1}")
-            if size or self._together:
-                wanted[table.table] = mine
-                places[table.table] = rows[floats : floats + size].reshape(high - low, table.dim)
-            floats += size
-        return _Lookup(lists, found, keys, ends, positions, edges, floats_of_all, wanted, places)
+            mine, begin = keys[low:high], end
+            end += (high - low) * table.dim
+            count = table.num_embeddings
+            if low < high and count is not None and not 0 <= mine.min() <= mine.max() < count:
+                raise InputError(f"ids of table {table.table.name!r} must be from 0 to {count - 1}")
+            if low < high or self.ps.collective:
+                table_keys[table.table] = mine
+                table_rows[table.table] = rows[begin:end].reshape(high - low, table.dim)
+        return _BatchLookup(lists, found, keys, ends, positions, edges, memory, table_keys, table_rows)
 
-    def _pulled(self, given: Any) -> tuple[_Lookup, list[tuple[Tensor, Tensor]]]:
-        """Of each group the rows of its tables, [keys, dim], ready for autograd, and positions of its ids in them."""
+    def _pulled(self, given: Any) -> tuple[_BatchLookup, list[tuple[Tensor, Tensor]]]:
+        """Pulls what a batch needs. For each group of the layout: the rows of its tables, float32 [keys, dim], ready
+        for autograd, and positions of the ids in them, int64; both on the device of the ids."""
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise ConfigError("a trace would keep the rows that it sees: compile the model")
         if self.on_ids is not None:
@@ -297,10 +307,8 @@ class Collection(nn.Module):
         lookup = self._claim(self._checked(given))
         if lookup.pull is not None:
             lookup.pull.result()
-        return lookup, list(self._groups(lookup))
-
-    def _groups(self, lookup: _Lookup) -> Iterator[tuple[Tensor, Tensor]]:
         device, floats, starts = lookup.lists.values.device, 0, lookup.ends.tolist()
+        pulled: list[tuple[Tensor, Tensor]] = []
         for dim, _, tables, features in self._layout.groups:
             first, stop = starts[tables.start], starts[tables.stop]
             size = (stop - first) * dim
@@ -310,17 +318,19 @@ class Collection(nn.Module):
             trained = [
                 (table, lookup.keys[low:high], slice(low - first, high - first))
                 for table, low, high in zip(self._tables[tables], starts[tables], ends, strict=True)
-                if table.training and table.trains.requires_grad
+                if table.training and table._parameters["trains"].requires_grad  # type: ignore[union-attr]
             ]
             if trained and torch.is_grad_enabled():  # also of lists that are empty: a backward pass goes through
-                use = _Use(weakref.ref(self), [each for each in trained if len(each[1])], trained[0][0].uses)
-                rows.requires_grad_().register_post_accumulate_grad_hook(use)
+                passes = trained[0][0].passes
+                forward = _CollectionPass(weakref.ref(self), [each for each in trained if len(each[1])], passes)
+                rows.requires_grad_().register_post_accumulate_grad_hook(forward)
                 with self.lock:
-                    use.uses.add(use)
+                    passes.add(forward)
             positions = lookup.positions[lookup.edges[features.start] : lookup.edges[features.stop]]
             if first:
                 positions -= first
-            yield rows, moved(torch.from_numpy(positions), device)
+            pulled.append((rows, moved(torch.from_numpy(positions), device)))
+        return lookup, pulled
 
     def extra_repr(self) -> str:
         return f"features={self.features}"
@@ -356,7 +366,7 @@ class EmbeddingBagCollection(Collection):
 
     def __init__(
         self,
-        ps: Client | GroupClient,
+        ps: Worker,
         tables: Sequence[TableConfig],
         *,
         optimizer: ServerOptimizer | None = None,
@@ -369,10 +379,10 @@ class EmbeddingBagCollection(Collection):
         super().__init__(ps, tables, optimizer=optimizer, push=push, pull=pull)
         self.weighted = weighted
 
-    def _place(self, tables: nn.ModuleDict) -> None:
+    def _register(self, tables: nn.ModuleDict) -> None:
         self.embedding_bags = tables
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model goes on behind it
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model goes on after it
     def forward(self, features: Any) -> KeyedTensor:
         """A `Jagged`, a KeyedJaggedTensor of torchrec or {feature: ids} -> a vector for each feature and sample, of all
         features as `features` has them; on the device of the ids, of a type as `Embedding`'s."""
@@ -403,16 +413,16 @@ class EmbeddingBagCollection(Collection):
         return lists
 
     @staticmethod
-    def _offsets(lookup: _Lookup, named: slice) -> NDArray[np.int64]:
-        """Where each list of a group's features begins, and the last one ends."""
+    def _offsets(lookup: _BatchLookup, named: slice) -> NDArray[np.int64]:
+        """Where each list of a group's features begins among its ids, int64, and where the last one ends."""
         n, found = lookup.lists.samples, lookup.found[named]
         offsets = np.zeros(len(found) * n + 1, np.int64)
         lengths = lookup.lists.lengths.reshape(-1, n)[found] if n else np.empty(0, np.int64)
         np.cumsum(lengths.reshape(-1), out=offsets[1:])
         return offsets
 
-    def _weights(self, lookup: _Lookup) -> Tensor | None:
-        """Of the ids, in the order of the layout's features."""
+    def _weights(self, lookup: _BatchLookup) -> Tensor | None:
+        """The weights of the ids, float32, in the order of the layout's features; None if they have none."""
         weights = lookup.lists.weights
         if weights is None:
             return None
@@ -425,10 +435,10 @@ class EmbeddingCollection(Collection):
     """Rows of several tables, with one pull and one push a step for all of them, as torchrec's layer of that name: as
     `EmbeddingBagCollection`, but a row for each id. `embeddings.<table>` is one table."""
 
-    def _place(self, tables: nn.ModuleDict) -> None:
+    def _register(self, tables: nn.ModuleDict) -> None:
         self.embeddings = tables
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model goes on behind it
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model goes on after it
     def forward(self, features: Any) -> dict[str, JaggedTensor]:
         """A `Jagged`, a KeyedJaggedTensor of torchrec or {feature: ids} -> of each feature a vector for each id, in the
         same lists."""

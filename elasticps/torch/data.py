@@ -26,8 +26,8 @@ from elasticps.errors import ConfigError, InputError
 from elasticps.model.sharding import checked_spec
 
 if TYPE_CHECKING:
-    from elasticps.client import Client, Shard
-    from elasticps.torch.group import GroupClient
+    from elasticps.client import Shard
+    from elasticps.torch.worker import Worker
 
 _ALONE = (
     "shards are handed out to the process that trains them: use a DataLoader with num_workers=0, not {count} (a shard "
@@ -47,7 +47,7 @@ class _Sharded:
 
     def __init__(
         self,
-        ps: Client | GroupClient,
+        ps: Worker,
         num_samples: int,
         shard_size: int,
         epochs: int,
@@ -87,7 +87,7 @@ class ShardedDataset(_Sharded, IterableDataset[Any]):
 
     def __init__(
         self,
-        ps: Client | GroupClient,
+        ps: Worker,
         num_samples: int,
         shard_size: int,
         epochs: int = 1,
@@ -121,7 +121,7 @@ class ShardSampler(_Sharded, Sampler[list[int]]):
 
     def __init__(
         self,
-        ps: Client | GroupClient,
+        ps: Worker,
         num_samples: int,
         shard_size: int,
         epochs: int = 1,

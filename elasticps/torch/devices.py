@@ -22,10 +22,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from elasticps.errors import ConfigError, InputError
-from elasticps.torch.expected import layers_of
-from elasticps.torch.group.client import GroupClient
-from elasticps.torch.parameters import plain, tables_in
+from elasticps.torch.parameters import plain, table_layers_of
 from elasticps.torch.step_rows import StepRows
+from elasticps.torch.weights import layers_of
 
 MOST_DEVICES = 64
 Batch = TypeVar("Batch")
@@ -59,7 +58,7 @@ class DeviceGroup(Generic[Model]):
                 for buffer, first in zip(model.buffers(), self.models[0].buffers(), strict=True):
                     buffer.copy_(first)
         layers = [layer for model in self.models for layer in layers_of(plain(model))]
-        self._of_ranks = any(isinstance(layer.ps, GroupClient) for layer in layers)
+        self._of_ranks = any(layer.ps.collective for layer in layers)
         if not self._of_ranks and len(self.models) > 1:
             rows = StepRows[Any]()
             for layer in layers:
@@ -184,4 +183,4 @@ def _check_alike(models: Sequence[nn.Module]) -> None:
 def _described(model: nn.Module) -> list[str]:
     named = [*model.named_parameters(), *model.named_buffers()]
     tensors = [f"{name!r}, {tensor.dtype} {list(tensor.shape)}" for name, tensor in named]
-    return tensors + [f"a layer over table {layer.table.name!r}" for layer in tables_in(model)]
+    return tensors + [f"a layer over table {layer.table.name!r}" for layer in table_layers_of(model)]

@@ -1,4 +1,4 @@
-"""Embedding layers over the servers' tables: any int64 is an id, and nobody declares how many there are."""
+"""Embedding layers over the servers' tables: any int64 is an id, and their number is not declared."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol, SupportsIndex
 
 import numpy as np
 import torch
@@ -23,38 +23,37 @@ from elasticps.errors import ConfigError, InputError
 from elasticps.model.caching import Cache
 from elasticps.model.spec import Filter, Init, Normal
 from elasticps.model.spec import Optimizer as ServerOptimizer
-from elasticps.torch.group.client import GroupClient
 from elasticps.torch.host import moved, room, sent
 from elasticps.torch.kernels.distinct import distinct
 
 if TYPE_CHECKING:
-    from elasticps.client import Client, SparseTable
-    from elasticps.client.pull_tables import TablesPull
-    from elasticps.client.pulls import ArrayRead
-    from elasticps.client.row_cache import CachedRead
+    from elasticps.client import SparseTable
     from elasticps.torch.group import GroupTable
-    from elasticps.torch.group.reads import GroupRead
-    from elasticps.torch.step_rows import StepRead, StepRows
+    from elasticps.torch.step_rows import StepRows
+    from elasticps.torch.worker import Worker
 
 INCOMPLETE = (
     "state_dict() has not the rows of tables, which are at the servers: elasticps.torch.full_state_dict(model) has "
     "them, and elasticps.torch.save(model, file) writes them to a file"
 )
-_Early = tuple["_Lookup", int, int]
-"""rows that were asked for, the clock and the changes of their table at that time"""
 MAX_PREFETCHED = 8  # batches of ids whose rows may be under way; older ones are dropped
-
-
 Gradient = tuple[NDArray[np.int64], Tensor]
-"""keys int64 [n], distinct; the gradient of their rows [n, dim]"""
+"""keys int64 [n], distinct; the gradient of their rows, float32 [n, dim]"""
 
 
-class Want(NamedTuple):
-    """Rows that a batch needs: keys of tables, and where their rows go. begun: hears of the pull that brings them."""
+class Pull(Protocol):
+    """Rows on their way."""
+
+    def result(self, timeout: float | None = None) -> Any: ...
+
+
+class ExpectedRows(NamedTuple):
+    """Rows that a batch will need: keys of tables, int64 [n] each, and where their rows go, float32 [n, dim]. begun: is
+    called with the pull that brings them."""
 
     keys: dict[Any, NDArray[np.int64]]
-    places: dict[Any, NDArray[np.float32]]
-    begun: Callable[[Any], None]
+    out: dict[Any, NDArray[np.float32]]
+    begun: Callable[[Pull], None]
 
 
 @dataclass(eq=False)
@@ -62,37 +61,49 @@ class _Lookup:
     """The rows that one batch of ids needs."""
 
     keys: NDArray[np.int64]  # distinct, without the padding id
-    positions: Tensor  # shape of ids: index into keys; len(keys) stands for the padding id
-    floats: Tensor  # [keys (+ 1 of zeros if padded), dim], once the rows are there
-    future: ArrayRead | CachedRead | GroupRead | TablesPull[Any] | StepRead | None  # None: no key, nothing to pull
+    positions: Tensor  # int64, shape of ids: index into keys; len(keys) stands for the padding id
+    floats: Tensor  # float32 [keys (+ 1 of zeros if padded), dim], filled when the pull is over
+    pull: Pull | None = None  # None: no key, nothing to pull
 
     @property
     def rows(self) -> NDArray[np.float32]:
-        """The same memory, of the keys."""
+        """The part of the same memory that belongs to the keys."""
         return self.floats.numpy()[: len(self.keys)]
 
     @property
     def padded(self) -> bool:
+        """Whether the batch has the padding id."""
         return len(self.floats) > len(self.keys)
 
 
+class _Early(NamedTuple):
+    """Rows that were pulled with the end of a step; clock, changes: of that moment, as of the table."""
+
+    lookup: _Lookup
+    clock: int
+    changes: int
+
+
 @dataclass(eq=False)
-class _Use:
+class ForwardPass:
     """Takes the gradient of the rows that one forward pass pulled. Lives as long as the autograd graph does."""
 
-    owner: weakref.ref[Rows]
+    layer: weakref.ref[TableLayer]
     keys: NDArray[np.int64]
 
     def __call__(self, rows: Tensor) -> None:
+        """The hook of autograd, when the gradient of `rows` is complete."""
         gradient, rows.grad = rows.grad, None
-        owner = self.owner()
-        if owner is not None and gradient is not None:
-            owner.take(self, gradient)
+        layer = self.layer()
+        if layer is not None and gradient is not None:
+            with layer._lock:
+                layer.passes.discard(self)
+            layer.take(self.keys, gradient[: len(self.keys)])  # not that of the padding id
 
 
 class _Elsewhere(Tensor):
-    """What the `.grad` of a layer's parameter shows while gradients of its rows wait: whoever reckons with gradients,
-    torch's `clip_grad_norm_` or an optimizer of torch's, would reckon without those."""
+    """The `.grad` of a layer's parameter while gradients of its rows wait elsewhere. It refuses to be computed with:
+    torch's `clip_grad_norm_`, or an optimizer of torch's, would leave out the rows."""
 
     dropped = False  # by zero_grad(set_to_none=False)
     _HARMLESS: ClassVar[frozenset[str]] = frozenset(
@@ -128,18 +139,18 @@ class _Elsewhere(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
-class Rows(nn.Module):
-    """A table seen through torch: forward passes pull the rows they need, backward passes leave gradients here."""
+class TableLayer(nn.Module):
+    """A layer over one table: forward passes pull the rows they need, backward passes leave their gradients here."""
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """Refuses the arguments of torch's layers: Python would only say that others are missing."""
-        if cls.__init__.__module__ == __name__:  # not a subclass of somebody's, with arguments of its own
+        if cls.__init__.__module__ == __name__:  # not a user's subclass, with arguments of its own
             refuse_arguments(cls.__name__, args, options)
         return super().__new__(cls)
 
     def __init__(
         self,
-        ps: Client | GroupClient,
+        ps: Worker,
         name: str,
         dim: int,
         *,
@@ -172,58 +183,62 @@ class Rows(nn.Module):
         self.table: SparseTable | GroupTable = ps.table(
             name, dim=dim, optimizer=optimizer, init=init, dtype=dtype, push=push, pull=pull, cache=cache
         )
+        # What the arguments said:
+        self.ps = ps
         self.optimizer = optimizer
         self.dim = dim
         self.padding_idx = padding_idx
         self.num_embeddings = num_embeddings
         self.max_norm = None
-        self._together = isinstance(ps, GroupClient)  # what one rank pulls, all do, if it is nothing
-        self._lock = threading.Lock()  # backward passes on CUDA run in torch's own threads
-        self._ahead: deque[tuple[Tensor, Tensor, _Lookup]] = deque(maxlen=MAX_PREFETCHED)  # ids, as they were
-        self.ps = ps
-        self.on_ids: Callable[[Tensor], None] | None = None  # hears of what forward passes get
-        self.step_rows: StepRows[Any] | None = None  # what other devices' models have asked for
-        self._expected: list[_Lookup] = []  # of the next batch, to be asked for when this one's step has ended
+        # Rows on their way:
+        self._prefetched: deque[tuple[Tensor, Tensor, _Lookup]] = deque(maxlen=MAX_PREFETCHED)  # ids, and a copy
+        self._expected: list[_Lookup] = []  # of the next batch, to be pulled when this one's step ends
         self._early: list[_Early] = []
-        self.uses: weakref.WeakSet[_Use] = weakref.WeakSet()
+        self.step_rows: StepRows[Any] | None = None  # shared by a group's devices: rows that one of them has pulled
+        # Gradients, which wait here until an Optimizer takes them:
+        self._lock = threading.Lock()  # backward passes on CUDA run in torch's own threads
         self._gradients: list[Gradient] = []
-        self.on_gradient: Callable[[], None] = nobody
+        self.passes: weakref.WeakSet[Any] = weakref.WeakSet()  # forward passes without their backward pass so far
+        # Those who watch this layer:
+        self.on_ids: Callable[[Tensor], None] | None = None  # called with what a forward pass gets
+        self.on_gradient: Callable[[], None] = no_optimizer
 
     def prefetch(self, ids: Tensor) -> None:
         """Asks for the rows of `ids` now; the forward pass that gets this very tensor, unchanged, takes them.
 
-        The rows are as new as the servers had them at the time of this call.
+        The rows are as new as the servers had them at the time of this call. InputError for unusable ids.
         """
-        self._ahead.append((ids, ids.detach().clone(), self._ask(ids)))
+        self._prefetched.append((ids, ids.detach().clone(), self._ask(ids)))
 
     def expect(self, *ids: Tensor) -> None:
-        """What the next forward passes will get, instead of what was said before. The Optimizer's next `step()` asks
-        for these rows in the messages in which its gradients leave and the dense weights are asked for. They are as new
-        as that step; passes that come after another step ask again. InputError for unusable ids."""
+        """Announces the ids of the next forward passes, instead of those announced before. The Optimizer's next
+        `step()` asks for these rows in the messages in which its gradients leave and the dense weights are asked for.
+        They are as new as that step; passes that come after another step ask again. InputError for unusable ids."""
         self._expected = [self._plan(each) for each in ids]
 
-    def wants(self) -> list[Want]:
-        """What is expected, for a step that ends; nothing is, then."""
+    def take_expected(self) -> list[ExpectedRows]:
+        """Hands over the rows that are expected, to a step that ends; then none are."""
         if not self._expected and not self._early:  # as most are
             return []
         expected, self._expected, self._early = self._expected, [], []
         return [
-            Want({self.table: some.keys}, {self.table: some.rows}, partial(self._began, some))
-            for some in expected
-            if len(some.keys) or self._together
+            ExpectedRows({self.table: each.keys}, {self.table: each.rows}, partial(self._began, each))
+            for each in expected
+            if len(each.keys) or self.ps.collective
         ]
 
-    def _began(self, lookup: _Lookup, pull: TablesPull[Any]) -> None:
-        lookup.future = pull
-        self._early.append((lookup, self.ps.clock, self._changes))
+    def _began(self, lookup: _Lookup, pull: Pull) -> None:
+        lookup.pull = pull
+        self._early.append(_Early(lookup, self.ps.clock, self._changes))
 
     @property
     def _changes(self) -> int:
+        """How often rows of the table were changed past steps."""
         return int(getattr(self.table, "changes", 0))
 
     @property
     def embedding_dim(self) -> int:
-        """As torch's layers call `dim`."""
+        """`dim`, under the name that torch's layers have for it."""
         return self.dim
 
     def __getattr__(self, name: str) -> Any:
@@ -262,12 +277,15 @@ class Rows(nn.Module):
 
     def extra_repr(self) -> str:
         known = {"num_embeddings": self.num_embeddings, "padding_idx": self.padding_idx}
-        said = "".join(f", {name}={value}" for name, value in known.items() if value is not None)
-        return f"{self.table.name!r}, dim={self.dim}{said}"
+        options = "".join(f", {name}={value}" for name, value in known.items() if value is not None)
+        return f"{self.table.name!r}, dim={self.dim}{options}"
 
     def keys_of(self, ids: Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64], bool]:
-        """(keys, positions, padded) of ids: keys int64, distinct, without the padding id; positions int64 [ids], which
-        of the keys each is, their number for the padding id; padded: there is one. InputError for unusable ids."""
+        """The distinct keys of a batch of ids: (keys, positions, padded).
+
+        keys: int64, without the padding id; positions: int64 [ids], the index of each id in keys, and len(keys) for the
+        padding id; padded: whether that occurs. InputError for unusable ids.
+        """
         _check_ids(self.table.name, ids)
         flat = ids.detach().reshape(-1).to("cpu", torch.int64).contiguous().numpy()
         keys, where, padded = distinct(flat, self.padding_idx)
@@ -276,37 +294,40 @@ class Rows(nn.Module):
         return keys, where, padded
 
     def _ask(self, ids: Tensor, step_rows: StepRows[Any] | None = None) -> _Lookup:
+        """Asks for rows, unless they came with the end of the last step."""
         lookup = self._plan(ids)
         for early in self._early:
-            found, clock, changes = early
-            if (clock, changes) == (self.ps.clock, self._changes) and np.array_equal(found.keys, lookup.keys):
+            same_moment = (early.clock, early.changes) == (self.ps.clock, self._changes)
+            if same_moment and np.array_equal(early.lookup.keys, lookup.keys):
                 self._early.remove(early)
-                if len(found.floats) == len(lookup.floats):
-                    lookup.floats, lookup.future = found.floats, found.future
+                if len(early.lookup.floats) == len(lookup.floats):
+                    lookup.floats, lookup.pull = early.lookup.floats, early.lookup.pull
                     return lookup
                 break
         keys, rows = lookup.keys, lookup.rows
         if step_rows is not None:
-            lookup.future = step_rows.ask(self.ps.clock, {self.table: keys}, {self.table: rows}, self.ps.pull_async)
-        elif len(keys) or self._together:
-            lookup.future = self.table.pull_async(keys, rows)
+            lookup.pull = step_rows.ask(self.ps.clock, {self.table: keys}, {self.table: rows}, self.ps.pull_async)
+        elif len(keys) or self.ps.collective:
+            lookup.pull = self.table.pull_async(keys, rows)
         return lookup
 
     def _plan(self, ids: Tensor) -> _Lookup:
-        """What is to be asked for."""
+        """Finds the keys of a batch and allocates memory for their rows."""
         keys, where, padded = self.keys_of(ids)
         floats = room(len(keys) + padded, self.dim, device=ids.device)
         if padded:
             floats[len(keys) :] = 0.0
-        return _Lookup(keys, moved(torch.from_numpy(where).view(ids.shape), ids.device), floats, None)
+        return _Lookup(keys, moved(torch.from_numpy(where).view(ids.shape), ids.device), floats)
 
     def _claim(self, ids: Tensor) -> _Lookup:
-        for ahead in self._ahead:
-            asked, copy, lookup = ahead
-            if asked is ids and torch.equal(copy, ids):  # else changed in place: torch's own count does not see it all
-                self._ahead.remove(ahead)
+        """The rows of a batch: those prefetched for it, or a new pull."""
+        for prefetched in self._prefetched:
+            given, copy, lookup = prefetched
+            if given is ids and torch.equal(copy, ids):  # else changed in place: torch's own count does not see it all
+                self._prefetched.remove(prefetched)
                 return lookup
-        return self._ask(ids, self.step_rows if shares(self, [self]) else None)
+        step_rows = self.step_rows
+        return self._ask(ids, step_rows if step_rows is not None and may_share_rows(self, [self]) else None)
 
     def _pull(self, ids: Tensor) -> tuple[Tensor, _Lookup]:
         """The rows of a batch on its device, float32 [keys (+ 1 of zeros if padded), dim], ready for autograd."""
@@ -317,44 +338,46 @@ class Rows(nn.Module):
         if self.on_ids is not None:
             self.on_ids(ids)
         lookup = self._claim(ids)
-        if lookup.future is not None:
-            lookup.future.result()
+        if lookup.pull is not None:
+            lookup.pull.result()
         rows = sent(lookup.floats, ids.device)
         trained = self.training and self.trains.requires_grad
         if trained and torch.is_grad_enabled():
             rows.requires_grad_()  # also of padding alone: a backward pass goes through
             if len(lookup.keys):
-                use = _Use(weakref.ref(self), lookup.keys)
-                rows.register_post_accumulate_grad_hook(use)
-                self.uses.add(use)
+                forward = ForwardPass(weakref.ref(self), lookup.keys)
+                rows.register_post_accumulate_grad_hook(forward)
+                self.passes.add(forward)
         return rows, lookup
 
-    def take(self, use: _Use, gradient: Tensor) -> None:
-        with self._lock:
-            self.uses.discard(use)
-        self.keep((use.keys, gradient[: len(use.keys)]))  # not that of the padding id
+    def take(self, keys: NDArray[np.int64], rows: Tensor) -> None:
+        """Takes a gradient of some rows from a backward pass, as `keep` does, and tells the Optimizer."""
+        self.keep(keys, rows)
         self.on_gradient()
 
-    def keep(self, gradient: Gradient) -> None:
-        """A gradient of some rows waits here from now on."""
+    def keep(self, keys: NDArray[np.int64], rows: Tensor) -> None:
+        """Has a gradient wait here: keys int64 [n], distinct; of their rows, float32 [n, dim]."""
         with self._lock:
-            trains = self.trains
+            trains = self._parameters["trains"]
+            assert trains is not None
             if (shown := trains.grad) is None or getattr(shown, "dropped", False):
                 self._gradients.clear()
                 trains.grad = torch.empty_like(trains.detach()).as_subclass(_Elsewhere)
-            self._gradients.append(gradient)
+            self._gradients.append((keys, rows))
 
     def take_all(self) -> list[Gradient]:
         """Hands over all gradients since the last call, one for every backward pass, unless the model's zero_grad() has
         dropped them."""
         with self._lock:
-            shown = self.trains.grad
+            trains = self._parameters["trains"]
+            assert trains is not None
+            shown = trains.grad
             taken = [] if shown is None or getattr(shown, "dropped", False) else list(self._gradients)
             self._gradients.clear()
         return taken
 
     def forget(self) -> None:
-        """A step has ended: no gradients wait."""
+        """Drops all gradients that wait: a step has ended."""
         trains = self._parameters["trains"]
         assert trains is not None
         with self._lock:
@@ -363,11 +386,11 @@ class Rows(nn.Module):
                 trains.grad = None
 
 
-def shares(layer: nn.Module, tables: Sequence[Rows]) -> bool:
-    """Whether a forward pass now may take rows that another one of its step asked for: it trains them, and they are not
-    kept anyway."""
-    kept = any(getattr(table.table, "cache", None) is not None for table in tables)
-    return layer.training and torch.is_grad_enabled() and not kept
+def may_share_rows(layer: nn.Module, tables: Sequence[TableLayer]) -> bool:
+    """Whether a forward pass now may take rows that another device's model has pulled in this step: it trains them, and
+    none of the tables has a cache of its own."""
+    cached = any(getattr(table.table, "cache", None) is not None for table in tables)
+    return layer.training and torch.is_grad_enabled() and not cached
 
 
 _NOT_OURS = {
@@ -396,7 +419,7 @@ def refuse_arguments(layer: str, args: Sequence[Any], options: Mapping[str, Any]
 
 
 def _check_ids(table: str, ids: Any) -> None:
-    """InputError for what is no tensor of ids."""
+    """InputError unless `ids` is a tensor of ids."""
     what = f"ids of table {table!r} must be int64 or int32"
     if not isinstance(ids, Tensor):
         raise InputError(
@@ -414,7 +437,8 @@ def _check_ids(table: str, ids: Any) -> None:
 
 
 def refuse_torchs(optimizer: object) -> None:
-    """ConfigError for an optimizer that runs in this process, and for a class."""
+    """ConfigError for an optimizer of torch's, which would run in this process, and for a class instead of an
+    object."""
     kind = getattr(optimizer, "func", optimizer)  # of a functools.partial
     kind = kind if isinstance(kind, type) else type(kind)
     if issubclass(kind, torch.optim.Optimizer):
@@ -425,11 +449,11 @@ def refuse_torchs(optimizer: object) -> None:
         raise ConfigError(f"the optimizer is a class: make it one, elasticps.{optimizer.__name__}(lr=…)")
 
 
-def nobody() -> None:
-    """Gradients of an embedding that no Optimizer trains wait in the embedding."""
+def no_optimizer() -> None:
+    """Does nothing: gradients of an embedding that no Optimizer trains wait in the embedding."""
 
 
-class Embedding(Rows):
+class Embedding(TableLayer):
     """`torch.nn.Embedding` over a table of the servers: ids are any int64, and a row exists when it is first trained.
 
     `optimizer` updates the rows at the servers, `init` gives the values of rows never trained (default: torch's normal
@@ -441,19 +465,19 @@ class Embedding(Rows):
     Train it with `elasticps.torch.Optimizer`. The output is on the device of the ids.
     """
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model goes on behind it
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model goes on after it
     def forward(self, ids: Tensor) -> Tensor:
         """ids int64 or int32 of any shape -> [..., dim]: float32, or what `half()` or the like made of the model."""
         rows, lookup = self._pull(ids)
         return functional.embedding(lookup.positions, rows).to(self.trains.dtype)
 
 
-class EmbeddingBag(Rows):
+class EmbeddingBag(TableLayer):
     """`torch.nn.EmbeddingBag` over a table of the servers; see `Embedding` for ids, initial values and training."""
 
     def __init__(
         self,
-        ps: Client | GroupClient,
+        ps: Worker,
         name: str,
         dim: int,
         mode: str = "mean",
@@ -478,7 +502,7 @@ class EmbeddingBag(Rows):
         self.mode = mode
         self.include_last_offset = include_last_offset
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model goes on behind it
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model goes on after it
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """ids [bags, n], or ids [n] with the offset of each bag's start -> [bags, dim], of a type as `Embedding`'s."""
         rows, lookup = self._pull(ids)

@@ -1,12 +1,12 @@
-"""Rows of the next batches, asked for while this one is trained.
+"""Prefetching: asks for rows of the next batches while this one is trained.
 
     for ids, labels in prefetch(loader, model, ahead=4):
         optimizer.zero_grad()
         loss(model(ids), labels).backward()
         optimizer.step()
 
-After Agarwal et al., "BagPipe: Accelerating Deep Recommendation Model Training" (SOSP 2023): what a batch will ask for
-stands in the data. Rows that come are kept in a `Cache` of the table, which applies what this worker pushes meanwhile;
+After Agarwal et al., "BagPipe: Accelerating Deep Recommendation Model Training" (SOSP 2023): the data says which rows
+a batch will need. Rows that come are held by a `Cache` of the table, which applies what this worker pushes meanwhile;
 keys that are there, or on their way, are not asked for again.
 
 In synchronous rounds a row is known only when the round is over, whoever has trained it. There the rows of the next
@@ -28,28 +28,27 @@ from elasticps.client import SparseTable
 from elasticps.errors import ConfigError
 from elasticps.model.caching import Cache
 from elasticps.model.spec import BSP
-from elasticps.torch.collection import Collection, Table
+from elasticps.torch.collection import Collection, CollectionTable
 from elasticps.torch.data import ShardedDataset, ShardSampler
 from elasticps.torch.devices import DeviceGroup, models_of
-from elasticps.torch.embedding import Rows
-from elasticps.torch.expected import layers_of
-from elasticps.torch.group.client import GroupClient
+from elasticps.torch.embedding import TableLayer
+from elasticps.torch.weights import layers_of
 
 CACHE_BYTES = 256 << 20  # of a table that has no cache of its own
-PLACE_BYTES = 120
-KEPT = 2  # steps that rows are kept there, by steps ahead: with 1, what is wanted often is asked for in each step
-MOST_AHEAD = 64
+ROW_OVERHEAD_BYTES = 120  # of a row in a cache, beside its floats
+STALENESS_STEPS = 2  # a row of such a cache may be so many steps old for each batch ahead: 1 would pull hot rows anew
+MAX_DEPTH = 64
 Batch = TypeVar("Batch")
-Layer = Rows | Collection
+Layer = TableLayer | Collection
 Ids = Mapping[Layer, Any] | Iterable[tuple[Layer, Any]]
 Path = tuple[Any, ...]
 
 
-class _Wanted(NamedTuple):
-    """Of one batch: what a layer gets of it, and the keys that its tables, or the collection's, need."""
+class _LayerInput(NamedTuple):
+    """What a layer gets of one batch, and the keys that its table, or the tables of the collection, need."""
 
     layer: Layer
-    keys: list[tuple[Rows, NDArray[np.int64]]]
+    keys: list[tuple[TableLayer, NDArray[np.int64]]]
     given: Any
 
 
@@ -81,8 +80,8 @@ class Ahead(Generic[Batch]):
         ids: Callable[[Batch], Ids] | None,
     ) -> None:  # fmt: skip
         given: object = ahead
-        if isinstance(given, bool) or not isinstance(given, int) or not 1 <= ahead <= MOST_AHEAD:
-            raise ConfigError(f"ahead must be a number of batches from 1 to {MOST_AHEAD}, got {ahead!r}")
+        if isinstance(given, bool) or not isinstance(given, int) or not 1 <= ahead <= MAX_DEPTH:
+            raise ConfigError(f"ahead must be a number of batches from 1 to {MAX_DEPTH}, got {ahead!r}")
         parts = (loader, getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None))
         if any(isinstance(part, ShardedDataset | ShardSampler) for part in parts):
             raise ConfigError(
@@ -92,11 +91,11 @@ class Ahead(Generic[Batch]):
         self._layers = [layer for each in models_of(model) for layer in layers_of(each)]
         if not self._layers:
             raise ConfigError("the model has no elasticps embedding whose rows could be asked for ahead")
-        if any(isinstance(layer.ps, GroupClient) for layer in self._layers):
+        if any(layer.ps.collective for layer in self._layers):
             raise ConfigError("ranks of a group ask for rows together, and look ahead at nothing: leave out prefetch")
         self._tables = [table for layer in self._layers for table in _tables(layer)]
         self._loader = loader
-        self._ahead = ahead
+        self._depth = ahead
         self._ids = ids
         self._paths: list[tuple[Layer, Path]] = []  # where what layers get stands in a batch
 
@@ -126,14 +125,14 @@ class Ahead(Generic[Batch]):
             got = self._watch()
             yield batch
             self._learn(batch, got)
-        coming: deque[tuple[Batch, list[_Wanted]]] = deque()
+        coming: deque[tuple[Batch, list[_LayerInput]]] = deque()
         while True:
-            while len(coming) <= self._ahead:
+            while len(coming) <= self._depth:
                 try:
                     batch = next(batches)
                 except StopIteration:
                     break
-                coming.append((batch, self._wanted(batch)))
+                coming.append((batch, self._inputs_of(batch)))
                 self._fetch(coming[-1][1], len(coming) - 1)
             if not coming:
                 return
@@ -143,79 +142,81 @@ class Ahead(Generic[Batch]):
                 self._fetch(coming[len(coming) // 2][1], len(coming) // 2 + 1)
             yield batch
 
-    def _expect(self, wanted: list[_Wanted]) -> None:
-        """Rows of tables that keep none are asked for as the step ends."""
+    def _expect(self, inputs: list[_LayerInput]) -> None:
+        """Has layers whose tables have no cache ask for the rows of the next batch as this step ends."""
         for layer in self._layers:
             layer.expect(*(
-                one.given for one in wanted
+                one.given for one in inputs
                 if one.layer is layer and not any(self._reach(table) for table in _tables(layer))
             ))  # fmt: skip
 
     def _open_caches(self) -> list[SparseTable]:
-        """Gives those tables a cache that have none; returns them."""
+        """Gives a cache to each table that has none and may show older rows; returns these tables."""
         made = []
         for layer in self._tables:
             table = layer.table
             if isinstance(table, SparseTable) and table.cache is None and (steps := self._allowed(layer)):
                 spec = table.spec
-                row = PLACE_BYTES + 4 * (spec.dim + spec.optimizer.slot_floats(spec.dim))
+                row = ROW_OVERHEAD_BYTES + 4 * (spec.dim + spec.optimizer.slot_floats(spec.dim))
                 table.keep(Cache(rows=max(1, CACHE_BYTES // row), staleness=steps))
                 made.append(table)
         return made
 
-    def _allowed(self, layer: Rows) -> int:
-        """Steps that a row may be old for being asked for ahead."""
-        assert not isinstance(layer.ps, GroupClient)
-        consistency = layer.ps.consistency
+    def _allowed(self, layer: TableLayer) -> int:
+        """How many steps old a row may be when it is used; 0 in synchronous rounds."""
+        client: Any = layer.ps  # no group's: __init__ refuses these
+        consistency = client.consistency
         if isinstance(consistency, BSP):
             return 0
-        steps = KEPT * self._ahead
+        steps = STALENESS_STEPS * self._depth
         return steps if consistency.bound is None else min(steps, consistency.bound)
 
-    def _reach(self, layer: Rows) -> int:
-        """Batches ahead for which rows are asked for; 0: only as a step ends."""
+    def _reach(self, layer: TableLayer) -> int:
+        """How many batches ahead rows of a table are asked for; 0: only as a step ends."""
         table = layer.table
         return (
-            0 if not isinstance(table, SparseTable) or table.cache is None else min(self._ahead, table.cache.staleness)
+            0 if not isinstance(table, SparseTable) or table.cache is None else min(self._depth, table.cache.staleness)
         )
 
-    def _fetch(self, wanted: list[_Wanted], ahead: int) -> None:
-        for one in wanted:
+    def _fetch(self, inputs: list[_LayerInput], distance: int) -> None:
+        """Has caches fetch the rows of a batch that is so many steps away."""
+        for one in inputs:
             for layer, keys in one.keys:
-                if 0 < ahead <= self._reach(layer):
+                if 0 < distance <= self._reach(layer):
                     assert isinstance(layer.table, SparseTable)
-                    layer.table.fetch(keys, ahead)
+                    layer.table.fetch(keys, distance)
 
     # -- which part of a batch is whose
 
-    def _wanted(self, batch: Batch) -> list[_Wanted]:
+    def _inputs_of(self, batch: Batch) -> list[_LayerInput]:
+        """What layers get of a batch. ConfigError if `ids` gives something else."""
         if self._ids is None:
             found = [(layer, _at(batch, path)) for layer, path in self._paths]
             pairs: Iterable[tuple[Layer, Any]] = [(layer, given) for layer, given in found if given is not None]
         else:
             given = self._ids(batch)
             pairs = given.items() if isinstance(given, Mapping) else given
-        wanted = []
+        inputs = []
         for layer, ids in pairs:
-            known = layer in self._layers or (isinstance(layer, Table) and layer in self._tables)
+            known = layer in self._layers or (isinstance(layer, CollectionTable) and layer in self._tables)
             if not known or not (isinstance(layer, Collection) or isinstance(ids, Tensor)):
                 raise ConfigError(
                     "ids gives, of a batch, {layer: what it gets} or pairs of them, for embeddings and collections of "
                     f"the model; got {type(layer).__name__}: {type(ids).__name__}"
                 )
             keys = layer.keys_of(ids) if isinstance(layer, Collection) else [(layer, layer.keys_of(ids)[0])]
-            wanted.append(_Wanted(layer, keys, ids))
-        return wanted
+            inputs.append(_LayerInput(layer, keys, ids))
+        return inputs
 
     def _watch(self) -> list[tuple[Layer, Any]]:
-        """What layers get from now on."""
+        """Records what layers get from now on."""
         got: list[tuple[Layer, Any]] = []
         for layer in self._layers:
             layer.on_ids = partial(_note, got, layer)
         return got
 
     def _learn(self, batch: Batch, got: list[tuple[Layer, Any]]) -> None:
-        """Finds in a batch what layers got of it."""
+        """Finds the places in a batch where what layers got stands. ConfigError for an input that is in none."""
         for layer in self._layers:
             layer.on_ids = None
         leaves = list(_leaves(batch, ()))
@@ -230,7 +231,7 @@ class Ahead(Generic[Batch]):
                 self._paths.append((layer, path))
 
 
-def _tables(layer: Layer) -> list[Rows]:
+def _tables(layer: Layer) -> list[TableLayer]:
     return list(layer.tables) if isinstance(layer, Collection) else [layer]
 
 
@@ -243,7 +244,7 @@ def _note(got: list[tuple[Layer, Any]], layer: Layer, given: Any) -> None:
 
 
 def _leaves(part: object, path: Path) -> Iterator[tuple[Path, Any]]:
-    """Tensors, and what else a batch has, in lists, tuples and mappings; these, too; and where they stand."""
+    """All parts of a batch with their paths: itself, and what stands in its lists, tuples and mappings."""
     yield path, part
     if isinstance(part, Mapping):
         for key, inner in part.items():
@@ -254,7 +255,7 @@ def _leaves(part: object, path: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def _at(batch: Any, path: Path) -> Any:
-    """None where the last step of a group has no batch for a device."""
+    """The part of a batch at a path; None where the last step of a group has no batch for a device."""
     for step in path:
         if isinstance(batch, list | tuple) and step >= len(batch):
             return None
@@ -263,7 +264,7 @@ def _at(batch: Any, path: Path) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether these are one thing, or look at the same numbers in the same way."""
+    """Whether two parts are one object, or views of the same numbers."""
     if one is other:
         return True
     if isinstance(one, Tensor) and isinstance(other, Tensor):

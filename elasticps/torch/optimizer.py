@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -13,42 +12,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, overload
 import torch
 from torch import Tensor, nn
 
-from elasticps.errors import ConfigError, InputError
+from elasticps.errors import ConfigError
 from elasticps.model.spec import Filter
 from elasticps.model.spec import Optimizer as ServerOptimizer
 from elasticps.torch.devices import DeviceGroup, models_of
-from elasticps.torch.embedding import nobody, refuse_torchs
-from elasticps.torch.expected import Pulled, Wanted, in_one, layers_of
-from elasticps.torch.group.client import GroupClient
-from elasticps.torch.host import Fetch
-from elasticps.torch.leaving import Leaving
-from elasticps.torch.parameters import (
-    NO_WRAPPER,
-    Dense,
-    Groups,
-    Sparse,
-    Summed,
-    dense_of,
-    described,
-    first_edited,
-    plain,
-    refuse_wrapped,
-    tables_of,
-    values_of,
-)
-from elasticps.torch.rates import Rates
-from elasticps.torch.sending import Sending
+from elasticps.torch.embedding import refuse_torchs
+from elasticps.torch.outgoing import Outgoing
+from elasticps.torch.parameters import NO_WRAPPER, Groups, Rates, dense_of, described, plain, tables_of
+from elasticps.torch.weights import Weights, layers_of
 
 if TYPE_CHECKING:
-    from elasticps.client import Client, Step
+    from elasticps.client import Step
     from elasticps.torch.group import GroupStep
-    from elasticps.torch.rates import Target
-
-_AGAIN = (
-    "{what} got a second gradient in one step, but its first has left for the servers. To add up the gradients of "
-    "several backward passes, run all but the last inside `with optimizer.accumulate():`, or build the Optimizer with "
-    "overlap=False (as for Lightning's accumulate_grad_batches). After an error, call optimizer.zero_grad() first"
-)
+    from elasticps.torch.parameters import Target
+    from elasticps.torch.worker import Worker
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -86,7 +63,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        ps: Client | GroupClient,
+        ps: Worker,
         model: nn.Module | DeviceGroup[Any],
         optimizer: ServerOptimizer | Callable[[str, nn.Parameter], ServerOptimizer] | None = None,
         *,
@@ -99,7 +76,7 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         refuse_torchs(optimizer)
         models = models_of(model)
-        self._ps, self._models, self._model = ps, models, models[0]
+        self._ps, self._model = ps, models[0]
         if any(isinstance(m, nn.parallel.DistributedDataParallel | nn.DataParallel) for m in self._model.modules()):
             raise ConfigError(NO_WRAPPER)
         # Of a group nothing leaves before all devices have their gradients: one's error would leave half a step.
@@ -107,30 +84,29 @@ class Optimizer(torch.optim.Optimizer):
         self._replace_others()
 
         groups: Groups = {}
-        taken = {dense.tensor.name: dense.parameter for other in self._others() for dense in other._dense}
-        self._dense: list[Dense] = dense_of(ps, models, optimizer, prefix, groups, push=push, pull=pull, taken=taken)
-        self._sparse = tables_of(models, groups)
-        self._layers = [layer for each in models for layer in layers_of(each)]
-        targets: list[tuple[Target, int]] = [  # and their groups' indices
-            *((dense.tensor, dense.group) for dense in self._dense),
-            *((sparse.table, sparse.group) for sparse in self._sparse),
-        ]
+        trained = {name: parameter for other in self._others() for name, parameter in other._trained.items()}
+        dense = dense_of(ps, models, optimizer, prefix, groups, push, pull, trained)
+        tables = tables_of(models, groups)
         if not groups:
             raise ConfigError("the model has no parameter and no elasticps embedding to train")
+        self._trained: dict[str, nn.Parameter] = {each.tensor.name: each.parameter for each in dense}
         # With "momentum" among them, schedulers that want to change it fail in step(), which says what to do.
         super().__init__(list(groups.values()), {"lr": 0.0, "momentum": None})
-        self._rates = Rates(targets, self.param_groups)
-        self._rates.take(self.param_groups)
         self._complete = True
+        this = weakref.ref(self)
 
-        self._lock = threading.RLock()
-        self._leaving = Leaving()
-        self._sending = Sending(ps, self._rates, bucket_bytes)
-        self._held = 0
-        self._departed = False  # whether gradients have ever left
-        self._arriving: list[tuple[Dense, Pulled]] = []
+        def groups_now() -> list[dict[str, Any]]:
+            optimizer = this()
+            assert optimizer is not None  # who asks was called by it
+            return optimizer.param_groups
+
+        targets: list[tuple[Target, int]] = [(each.tensor, each.group) for each in dense]
+        targets += [(each.table, each.group) for each in tables]
+        self._rates = Rates(targets, groups_now)
+        self._weights = Weights(ps, dense, [layer for each in models for layer in layers_of(each)])
+        self._outgoing = Outgoing(ps, models, dense, tables, self._rates, bucket_bytes)
         self.last_step: Step | GroupStep | None = None
-        self._hooks = [*self._watch_gradients(), *self._watch_forwards()]
+        self._unhook = [*(self._outgoing.watch() if self._overlap else ()), *self._watch_forwards(models)]
         Optimizer._live.add(self)
         if self._model in Optimizer.loaded:
             self.upload()
@@ -148,50 +124,26 @@ class Optimizer(torch.optim.Optimizer):
             raise ConfigError("several Optimizers on one client: build each of them with overlap=False")
 
     def _others(self) -> list[Optimizer]:
-        """Those of other models on this client."""
+        """The Optimizers of other models on this client."""
         if found := [o for o in Optimizer._live if o._ps is self._ps and o._model is not self._model]:
             found.clear()
             gc.collect()  # an unused one may wait in a reference cycle
         return [o for o in Optimizer._live if o._ps is self._ps and o._model is not self._model]
 
-    def _watch_gradients(self) -> Iterator[Any]:
+    def _watch_forwards(self, models: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
+        """Has weights of a pipelined step taken before they are needed; yields what ends that."""
         this = weakref.ref(self)  # the model must not keep its optimizer alive
-
-        def dense_hook(dense: Dense) -> Callable[[Tensor], None]:
-            def ready(_: Tensor) -> None:
-                if (optimizer := this()) is not None:
-                    optimizer._dense_ready(dense)
-
-            return ready
-
-        def sparse_hook(sparse: Sparse) -> Callable[[], None]:
-            def ready() -> None:
-                if (optimizer := this()) is not None:
-                    optimizer._sparse_ready(sparse)
-
-            return ready
-
-        if self._overlap:
-            for dense in self._dense:
-                if dense.parameter.requires_grad:
-                    yield dense.parameter.register_post_accumulate_grad_hook(dense_hook(dense))
-            for sparse in self._sparse:
-                for module in sparse.modules:
-                    module.on_gradient = sparse_hook(sparse)
-
-    def _watch_forwards(self) -> Iterator[Any]:
-        this = weakref.ref(self)
 
         def arrive(*_: object) -> None:
             if (optimizer := this()) is not None:
                 optimizer._arrive()
 
         if self._pipeline:
-            for model in self._models:
-                yield model.register_state_dict_pre_hook(arrive)
+            for model in models:
+                yield model.register_state_dict_pre_hook(arrive).remove
                 for module in model.modules():
                     if module is model or any(p.numel() for p in module.parameters(recurse=False)):
-                        yield module.register_forward_pre_hook(arrive)
+                        yield module.register_forward_pre_hook(arrive).remove
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only the constructor adds groups: it alone knows the parameters' names."""
@@ -212,11 +164,11 @@ class Optimizer(torch.optim.Optimizer):
             )
         self._rates.check_loaded(state_dict["param_groups"])
         super().load_state_dict(state_dict)
-        self._rates.fix(self.param_groups)
+        self._rates.complete()
 
     @classmethod
     def of(cls, model: nn.Module) -> list[Optimizer]:
-        """Those that train a model now."""
+        """The Optimizers that train a model now."""
         return [optimizer for optimizer in cls._live if optimizer._model is plain(model)]
 
     def __getstate__(self) -> NoReturn:
@@ -224,133 +176,44 @@ class Optimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Takes the hooks off the model. A newer Optimizer for the same client and model does this to the older."""
-        for hook in self._hooks:
-            hook.remove()
-        for sparse in self._sparse:
-            for module in sparse.modules:
-                module.on_gradient = nobody
-        self._forget()
-        self._arriving = []
+        for remove in self._unhook:
+            remove()
+        self._drop()
+        self._weights.forget()
         Optimizer._live.discard(self)
 
-    # -- gradients
-
-    def _dense_ready(self, dense: Dense) -> None:
-        with self._lock:
-            if dense.left is not None:
-                raise ConfigError(_AGAIN.format(what=f"parameter {dense.name!r}"))
-            if not self._held:
-                self._begin_dense([dense])
-                self._depart(wait=False)
-
-    def _sparse_ready(self, sparse: Sparse) -> None:
-        with self._lock:
-            if sparse.left:
-                raise ConfigError(_AGAIN.format(what=f"table {sparse.table.name!r}"))
-            # A forward pass of this batch whose backward pass is still to come may add to the same rows.
-            if not self._held and not any(module.uses for module in sparse.modules):
-                self._begin_sparse([sparse])
-                self._depart(wait=False)
-
-    def _begin_dense(self, some: Sequence[Dense]) -> None:
-        found = list[tuple[Dense, Tensor]]()
-        for dense in some:
-            if not dense.parameter.requires_grad:  # frozen since: an old gradient is left
-                continue
-            dense.gather()
-            gradient = dense.parameter.grad
-            if gradient is None:
-                continue
-            if gradient.layout != torch.strided:
-                raise InputError(
-                    f"the gradient of {dense.name!r} is sparse: use elasticps.torch.Embedding or sparse=False"
-                )
-            found.append((dense, gradient))
-        for dense, gradient in found:
-            dense.left = (gradient.data_ptr(), gradient._version)
-            self._leaving.add(dense.tensor, Fetch(gradient))
-
-    def _begin_sparse(self, some: Sequence[Sparse]) -> None:
-        for sparse in some:
-            if taken := sparse.take():
-                sparse.left = True
-                self._leaving.add(sparse.table, Summed(taken))
-
-    def _depart(self, wait: bool) -> None:
-        """Sends what has come from devices, and waits for the rest of it or not."""
-        if not self._departed:
-            refuse_wrapped(self._models)
-            self._departed = True
-        for target, value in self._leaving.here(wait):
-            self._sending.add(target, value, self.param_groups)
-
-    def _changed(self) -> str:
-        """What was changed after it had left, in words; empty if nothing was."""
-        for dense in self._dense:
-            if dense.left is not None:
-                now = dense.parameter.grad
-                if now is None or (now.data_ptr(), now._version) != dense.left:
-                    return f"the gradient of {dense.name!r}"
-        group = self._sending.changed_rate(self.param_groups)
-        return f"the learning rate of group {group!r}" if group else ""
-
-    def _check_edits(self) -> None:
-        if edited := first_edited(self._dense):
-            raise ConfigError(
-                f"parameter {edited!r} was changed in place since the servers' values were taken, which the servers "
-                "cannot know and the next values undo: after load_state_dict(), say, call upload(), which gives them "
-                "this model's values, or refresh(), which takes theirs"
-            )
-
-    def _forget(self) -> str:
-        """Ends a step that will not be completed: drops what has not left, and ticks if something has. Says what."""
-        with self._lock:
-            here = self._leaving, self._sending
-            names = [d.name for d in self._dense if d.left is not None and not any(d.tensor in some for some in here)]
-            names += [s.table.name for s in self._sparse if s.left and not any(s.table in some for some in here)]
-            self.last_step = self._sending.cut_short() or self.last_step
-            self._clear()
-            return ", ".join(names)
-
-    def _clear(self) -> None:
-        self._leaving.clear()
-        self._sending.clear()
-        for dense in self._dense:
-            dense.left = None
-        for sparse in self._sparse:
-            sparse.left = False
-            for module in sparse.modules:
-                module.forget()
+    def _drop(self) -> str:
+        """Drops a step that will not be completed; names the gradients of it that had left."""
+        left, step = self._outgoing.drop()
+        self.last_step = step or self.last_step
+        return left
 
     # -- what a training loop calls
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Backward passes inside only add up; what they leave goes with the next pass outside, or with `step()`."""
-        self._held += 1
+        self._outgoing.accumulating += 1
         try:
             yield
         finally:
-            self._held -= 1
+            self._outgoing.accumulating -= 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears all gradients, of rows too. Closes a step of which a part has left, with a RuntimeWarning."""
-        for dense in self._dense:
-            for copy in dense.copies[0 if set_to_none else 1 :]:
-                copy.parameter.grad = None
+        self._outgoing.zero_grad(set_to_none)
         if not set_to_none:
             super().zero_grad(set_to_none=False)
-        left = self._forget()
+        left = self._drop()
         if left:
             warnings.warn(
                 f"zero_grad() after a backward pass without step(): these have been trained already: {left}",
                 RuntimeWarning,
                 stacklevel=2,
             )
-            self._check_edits()
-            wanted = self._wanted()
-            self._arriving = wanted.now(self._ps)
-            self._asked(wanted)
+            self._weights.check_edits()
+            self._weights.refresh(self._weights.next_pull())
+            self._take_weights()
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -367,35 +230,30 @@ class Optimizer(torch.optim.Optimizer):
         # which leaves out rows, found_inf comes alone.
         scaled = [self.__dict__.pop(name, None) for name in ("grad_scale", "found_inf")]
         if scaled != [None, None]:
-            self._forget()
+            self._drop()
             raise ConfigError("gradients scaled by torch.amp.GradScaler: use bfloat16 autocast, which needs no scaler")
-        with self._lock:
-            changed = self._changed()
+        outgoing, weights = self._outgoing, self._weights
+        with outgoing.lock:
+            changed = outgoing.changed()
             if changed:
-                self._forget()
+                self._drop()
                 raise ConfigError(
                     f"{changed} changed between backward() and step(), after it had left for the servers; the step was "
                     "made with what had left. Build the Optimizer with overlap=False to change it there"
                 )
             try:
                 self._rates.check(self.param_groups)
-                self._depart(wait=True)  # what left during the backward pass, which a GPU may still compute
-                self._begin_dense([dense for dense in self._dense if dense.left is None])
-                self._begin_sparse([sparse for sparse in self._sparse if not sparse.left])
-                self._check_edits()  # waits for all that a GPU computes
+                outgoing.send_arrived(wait=True)  # from the backward pass, which a GPU may still compute
+                outgoing.fetch_rest()
+                weights.check_edits()  # waits for all that a GPU computes
             except ConfigError:
-                self._forget()
+                self._drop()
                 raise
-            self._depart(wait=True)
-            wanted = self._wanted()
-            if in_one(self._ps):
-                self.last_step, self._arriving = self._sending.exchange(wanted, self.param_groups)
-                self._clear()
-            else:
-                self.last_step = self._sending.end(self.param_groups)
-                self._clear()
-                self._arriving = wanted.now(self._ps)
-        self._asked(wanted)
+            outgoing.send_arrived(wait=True)
+            pull = weights.next_pull()
+            self.last_step, answer = outgoing.end(pull.keys, pull.out)
+            weights.asked(pull, answer)
+        self._take_weights()
         return loss
 
     @torch.no_grad()
@@ -404,16 +262,9 @@ class Optimizer(torch.optim.Optimizer):
         rows, each row once. Returns their norm as it was. ConfigError with `overlap`, as gradients have left then."""
         if self._overlap:
             raise ConfigError("gradients leave before they can be clipped: build the Optimizer with overlap=False")
-        if isinstance(self._ps, GroupClient):
+        if self._ps.collective:
             raise ConfigError("gradients of a group are added up when they leave, and no rank knows their norm before")
-        trained = [dense for dense in self._dense if dense.parameter.requires_grad]
-        for dense in trained:
-            dense.gather()
-        gradients = [dense.parameter.grad for dense in trained if dense.parameter.grad is not None]
-        for sparse in self._sparse:
-            if (taken := sparse.take_all()) is not None:
-                sparse.modules[0].keep(taken)
-                gradients.append(taken[1])
+        gradients = self._outgoing.gathered()
         norm = nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for gradient in gradients:
@@ -424,39 +275,26 @@ class Optimizer(torch.optim.Optimizer):
 
     def refresh(self) -> None:
         """Takes the servers' newest dense weights into the model now, also those that this worker does not train."""
-        self._take(Wanted(self._dense, ()).now(self._ps))
+        self._weights.refresh()
+        self._weights.take()
 
     def upload(self) -> None:
-        """Gives the servers this model's dense weights, which `load_state_dict` has changed, say. Slots begin anew.
+        """Gives the servers this model's dense weights, which `load_state_dict` has changed, say. Slots are new then.
 
         One worker does this, while nobody trains. Returns when it is committed.
         """
-        for dense in self._dense:
-            dense.tensor.load(values_of(dense.parameter))
+        self._weights.upload()
         self.refresh()
         Optimizer.loaded.discard(self._model)
 
-    def _wanted(self) -> Wanted:
-        trained = [dense for dense in self._dense if dense.parameter.requires_grad]
-        return Wanted(trained, [want for layer in self._layers for want in layer.wants()])
-
-    def _asked(self, wanted: Wanted) -> None:
-        """Dense weights have been asked for."""
-        wanted.rest(self._ps)
+    def _take_weights(self) -> None:
+        """Waits for the weights that a step has asked for, unless that is for the next forward pass to do."""
         if not self._pipeline:
-            self._take(self._arriving)
+            self._weights.take()
 
     def _arrive(self) -> None:
-        if self._arriving:
-            with self._lock:  # models on several devices come at once, and go on when all have theirs
-                if self._arriving:
-                    self._check_edits()
-                    self._take(self._arriving)
-
-    def _take(self, arriving: list[tuple[Dense, Pulled]]) -> None:
-        try:
-            with torch.no_grad():
-                for dense, pulled in arriving:
-                    dense.take(torch.from_numpy(pulled()))
-        finally:
-            self._arriving = []
+        if self._weights.coming:
+            with self._outgoing.lock:  # models on several devices come at once, and go on when all have theirs
+                if self._weights.coming:
+                    self._weights.check_edits()
+                    self._weights.take()

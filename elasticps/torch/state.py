@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import pickle  # noqa: TID251  # for its error
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -16,8 +17,7 @@ from torch import Tensor, nn
 
 from elasticps.errors import ConfigError, InputError
 from elasticps.system import temporary
-from elasticps.torch.embedding import INCOMPLETE, Rows
-from elasticps.torch.files import loaded
+from elasticps.torch.embedding import INCOMPLETE, TableLayer
 from elasticps.torch.optimizer import Optimizer
 from elasticps.torch.parameters import plain
 
@@ -103,7 +103,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """
     model = plain(model)
     rest = _unwrapped(model, state)
-    given: dict[str, tuple[Rows, Tensor, Tensor]] = {}
+    given: dict[str, tuple[TableLayer, Tensor, Tensor]] = {}
     for prefix, layer in _layers(model):
         keys, weight = rest.pop(f"{prefix}keys", None), rest.pop(f"{prefix}weight", None)
         if weight is None:
@@ -134,7 +134,7 @@ def _unwrapped(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tenso
     return {name.removeprefix(_WRAPPER) if wrapped else name: tensor for name, tensor in state.items()}
 
 
-def _check_count(name: str, layer: Rows, keys: Tensor, weight: Tensor, *, whole: bool) -> None:
+def _check_count(name: str, layer: TableLayer, keys: Tensor, weight: Tensor, *, whole: bool) -> None:
     """InputError for rows that a layer with `num_embeddings` has not. whole: the state has a row for each id."""
     count = layer.num_embeddings
     if count is None:
@@ -151,7 +151,7 @@ def _check_count(name: str, layer: Rows, keys: Tensor, weight: Tensor, *, whole:
         )
 
 
-def _load_rows(layer: Rows, keys: Tensor, weight: Tensor) -> None:
+def _load_rows(layer: TableLayer, keys: Tensor, weight: Tensor) -> None:
     layer.table.drop_feedback()  # of rows, too, that were never sent: afterwards there are those of the state, alone
     step = max(1, CHUNK_BYTES // (4 * layer.dim))
     for at in range(0, len(keys), step):
@@ -174,17 +174,17 @@ def _full(model: nn.Module, room: Room) -> dict[str, Tensor]:
     return state
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, Rows]]:
+def _layers(model: nn.Module) -> Iterator[tuple[str, TableLayer]]:
     for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, Rows):
+        if isinstance(module, TableLayer):
             yield f"{path}." if path else "", module
 
 
-def _keys(layer: Rows) -> NDArray[np.int64]:
+def _keys(layer: TableLayer) -> NDArray[np.int64]:
     return np.concatenate([np.empty(0, np.int64), *layer.table.keys()])
 
 
-def _rows(layer: Rows, room: Room) -> dict[str, Tensor]:
+def _rows(layer: TableLayer, room: Room) -> dict[str, Tensor]:
     if layer.num_embeddings is None:
         keys = np.sort(_keys(layer))
     else:
@@ -198,3 +198,39 @@ def _rows(layer: Rows, room: Room) -> dict[str, Tensor]:
     if layer.padding_idx is not None:
         weight[layer.padding_idx] = 0.0
     return {"weight": weight}
+
+
+# -- files of torch.save
+
+
+def saved_tensors(path: Path) -> dict[str, Callable[[], NDArray[Any]]]:
+    """The tensors of a file that `torch.save` wrote, a state_dict, each read when it is asked for. Nothing else that is
+    in it is run. ValueError for what has no names."""
+    state = loaded(path)
+    if not isinstance(state, Mapping):
+        raise ValueError(f"it has a {type(state).__name__}, not the state_dict of a model")
+    return {
+        name: _reader(value) for name, value in state.items() if isinstance(name, str) and isinstance(value, Tensor)
+    }
+
+
+def loaded(path: str | os.PathLike[str]) -> Any:
+    """What `torch.save` wrote, its tensors read as they are needed; files of torch before 1.6 at once. Nothing else
+    that is in it is run. ConfigError for what cannot be read, OSError."""
+    if not os.path.isfile(path):
+        why = "it is no file" if os.path.exists(path) else "it is not there"
+        raise ConfigError(f"{os.fspath(path)} cannot be read: {why}")
+    with open(path, "rb") as file:
+        zipped = file.read(4) == b"PK\x03\x04"
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError, IndexError, pickle.UnpicklingError) as error:
+        text = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
+        raise ConfigError(
+            f"{os.fspath(path)} cannot be read: it was cut off, has other things than tensors in it, or torch.save did "
+            f"not write it ({text})"
+        ) from error
+
+
+def _reader(tensor: Tensor) -> Callable[[], NDArray[Any]]:
+    return lambda: (tensor.detach().float() if tensor.is_floating_point() else tensor).numpy()

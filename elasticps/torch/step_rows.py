@@ -1,6 +1,6 @@
-"""Rows that models on several devices ask for in one step: the first asks the servers, others take them from it.
+"""Rows that models on several devices need in one step: the first to need a row asks the servers, others copy it.
 
-Which rows they are is pure; what waits for them, `pull` gives. Threads may share it.
+Only `pull`, which the caller gives, does I/O. Threads may share a `StepRows`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from elasticps.torch.kernels.distinct import distinct
 Keys = NDArray[np.int64]
 Floats = NDArray[np.float32]
 TableT = TypeVar("TableT")
-MOST_PULLS = 64  # of which rows are kept: they are dropped at the latest by the next step
+MAX_PULLS = 64  # of a table in one step, whose rows are held here; then all are dropped
 _NONE: Keys = np.empty(0, np.int64)
 
 
-class Pending(Protocol):
+class Pull(Protocol):
     """Rows on their way."""
 
     def result(self, timeout: float | None = None) -> object: ...
 
 
-class _Pull:
+class _SharedPull:
     """One pull, for which several threads may wait."""
 
-    def __init__(self, read: Pending) -> None:
-        self._read: Pending | None = read
+    def __init__(self, read: Pull) -> None:
+        self._read: Pull | None = read
         self._lock = threading.Lock()
 
     def wait(self) -> None:
@@ -44,16 +44,16 @@ class _Pull:
 
 @dataclass
 class _Block:
-    """Rows that one pull brings, float32 [n, dim]; keys numbered `start` … `start` + n - 1 of the table's."""
+    """Rows that one pull brings, float32 [n, dim]: of the table's keys number `start` … `start` + n - 1."""
 
     start: int
     rows: Floats
-    pull: _Pull
+    pull: _SharedPull
 
 
 @dataclass
 class _Known:
-    """Of one table what has been asked for since the clock and the changes `at`; keys distinct."""
+    """The keys of one table, distinct, that were asked for at one moment, `at`: clock, and changes of the table."""
 
     at: tuple[int, int]
     keys: Keys = field(default_factory=lambda: _NONE)
@@ -61,8 +61,8 @@ class _Known:
 
 
 @dataclass
-class _Part:
-    """Of one block the rows that are wanted: rows[take] go to out[put]."""
+class _Piece:
+    """The rows that one reader needs of a block: rows[take] go to out[put]."""
 
     block: _Block
     take: Keys
@@ -71,13 +71,13 @@ class _Part:
 
 
 class StepRead:
-    """Rows of which the servers were asked for those that nobody had asked for yet."""
+    """Rows that one model has asked for: some by a pull of its own, others by pulls of models before it."""
 
-    def __init__(self, pulls: list[_Pull], parts: list[_Part], failed: Callable[[], None]) -> None:
+    def __init__(self, pulls: list[_SharedPull], parts: list[_Piece], failed: Callable[[], None]) -> None:
         self._pulls, self._parts, self._failed = pulls, parts, failed
 
     def result(self, timeout: float | None = None) -> None:
-        """Waits until all of them are where they belong. Raises what a pull does, as often as it is called."""
+        """Waits until all rows are where they belong. Raises what a pull raises, each time it is called."""
         try:
             for pull in self._pulls:
                 pull.wait()
@@ -90,31 +90,32 @@ class StepRead:
 
 
 class StepRows(Generic[TableT]):
-    """What a group's models have asked for in the step that is trained now."""
+    """The rows that a group's models have asked for in the step that is trained now."""
 
     def __init__(self) -> None:
         self._known: dict[TableT, _Known] = {}
         self._lock = threading.Lock()
 
     def ask(
-        self, clock: int, wanted: Mapping[TableT, Keys], places: Mapping[TableT, Floats],
-        pull: Callable[[dict[TableT, Any], dict[TableT, Any]], Pending],
+        self, clock: int, keys_of: Mapping[TableT, Keys], out_of: Mapping[TableT, Floats],
+        pull: Callable[[dict[TableT, Any], dict[TableT, Any]], Pull],
     ) -> StepRead:  # fmt: skip
-        """Asks for rows: of each table keys int64 [n], distinct, and where their rows go, float32 [n, dim]. clock: of
-        the steps; rows that were asked for at another one are not used. pull: asks the servers for some of them."""
+        """Asks for rows of tables. keys_of: int64 [n] each, distinct; out_of: where their rows go, float32 [n, dim].
+        clock: rows that were asked for at another clock are not used. pull: asks the servers, and is called at most
+        once, for the rows that no model has asked for."""
         with self._lock:
             new: dict[TableT, Keys] = {}
             rooms: dict[TableT, Floats] = {}
-            parts: list[_Part] = []
+            parts: list[_Piece] = []
             fresh: list[tuple[TableT, Floats, Keys, Keys]] = []
-            for table, keys in wanted.items():
+            for table, keys in keys_of.items():
                 known = self._of(table, clock)
                 union, positions, _ = distinct(np.concatenate([known.keys, keys]), None)
-                where, missing, out = positions[len(known.keys) :], union[len(known.keys) :], places[table]
+                where, missing, out = positions[len(known.keys) :], union[len(known.keys) :], out_of[table]
                 for block in known.blocks:
                     put = np.flatnonzero((where >= block.start) & (where < block.start + len(block.rows)))
                     if len(put):
-                        parts.append(_Part(block, where[put] - block.start, out, put))
+                        parts.append(_Piece(block, where[put] - block.start, out, put))
                 if len(missing):
                     put = np.flatnonzero(where >= len(known.keys))
                     whole = len(missing) == len(keys)  # distinct ones keep their order
@@ -123,7 +124,7 @@ class StepRows(Generic[TableT]):
                     fresh.append((table, out, _NONE if whole else put, union))
             pulls = list({id(part.block.pull): part.block.pull for part in parts}.values())
             if new:
-                made = _Pull(pull(new, rooms))
+                made = _SharedPull(pull(new, rooms))
                 pulls.append(made)
                 for table, out, put, union in fresh:
                     known = self._known[table]
@@ -131,13 +132,13 @@ class StepRows(Generic[TableT]):
                     known.keys = union
                     known.blocks.append(block)
                     if len(put):
-                        parts.append(_Part(block, np.arange(len(put)), out, put))
+                        parts.append(_Piece(block, np.arange(len(put)), out, put))
             return StepRead(pulls, parts, self._forget)
 
     def _of(self, table: TableT, clock: int) -> _Known:
         at = clock, int(getattr(table, "changes", 0))
         known = self._known.get(table)
-        if known is None or known.at != at or len(known.blocks) >= MOST_PULLS:
+        if known is None or known.at != at or len(known.blocks) >= MAX_PULLS:
             known = self._known[table] = _Known(at)
         return known
 

@@ -190,6 +190,7 @@ class FakeClient:
     filters: dict[str, dict[str, Any]] = field(default_factory=dict)
     log: list[list[str] | int] = field(default_factory=list)
     clock: int = 0
+    collective: bool = False
     pulled: list[list[str]] = field(default_factory=list)  # names of the tables of each pull of several
 
     def table(

@@ -204,7 +204,7 @@ def test_forgotten_prefetches_are_bounded(ps: Any) -> None:
     batches = [torch.tensor([i]) for i in range(50)]
     for batch in batches:
         embedding.prefetch(batch)
-    assert len(embedding._ahead) <= 8
+    assert len(embedding._prefetched) <= 8
     assert torch.equal(embedding(batches[0]), rows(embedding.table, [0]))
 
 
@@ -248,9 +248,9 @@ def test_an_output_that_the_loss_does_not_use_delays_the_table_to_the_step(ps: A
 def test_the_graph_of_a_batch_can_be_freed_before_its_backward_pass(ps: Any) -> None:
     embedding = Embedding(ps, "users", 2, optimizer=SGD(lr=1.0))
     out = embedding(torch.tensor([5]))
-    assert len(embedding.uses) == 1
+    assert len(embedding.passes) == 1
     del out
-    assert len(embedding.uses) == 0
+    assert len(embedding.passes) == 0
 
 
 def test_training_agrees_with_torchs_embedding(ps: Any) -> None:

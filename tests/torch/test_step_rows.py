@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticps.torch.step_rows import MOST_PULLS, StepRows
+from elasticps.torch.step_rows import MAX_PULLS, StepRows
 
 TABLES = {"a": 1, "b": 3}
 
@@ -71,8 +71,8 @@ def test_rows_are_those_of_a_pull_of_their_own_and_asked_for_once(steps: list[An
 
 def test_no_more_pulls_are_remembered_than_a_step_has() -> None:
     rows, table = StepRows[Table](), Table("a")
-    for key in range(3 * MOST_PULLS):
+    for key in range(3 * MAX_PULLS):
         out = np.empty((1, 1), np.float32)
         rows.ask(0, {table: np.array([key])}, {table: out}, lambda k, o: Later(0, k, o)).result()
         assert out[0, 0] == 10 * key
-    assert len(rows._known[table].blocks) <= MOST_PULLS
+    assert len(rows._known[table].blocks) <= MAX_PULLS

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 import elasticps as eps
 from elasticps.errors import ConfigError
 from elasticps.torch import DeviceGroup, Embedding, EmbeddingBag, EmbeddingBagCollection, Optimizer, TableConfig, host
-from elasticps.torch.host import Fetch, fetched, room, sent
-from elasticps.torch.streams import Lane
+from elasticps.torch.host import Fetch, SideStreams, fetched, room, sent
 from tests.torch.fake_ps import FakeClient
 from tests.torch.group.ranks import clients, together
 from tests.torch.lazy_device import LazyDevice, LazyEvent
@@ -31,21 +30,21 @@ CPU = torch.device("cpu")
 def lazy(seed: int, *, late: bool = False) -> Iterator[LazyDevice]:
     """The CPU has side streams, which run when they like; each thread has its own. late: a test gives it what it
     computes, which is late too."""
-    known: dict[int, tuple[LazyDevice, Lane]] = {}
+    known: dict[int, tuple[LazyDevice, SideStreams]] = {}
 
-    def here() -> tuple[LazyDevice, Lane]:
+    def here() -> tuple[LazyDevice, SideStreams]:
         thread = threading.get_ident()
         if thread not in known:
             device = LazyDevice(seed)
             device.compute.is_torchs = not late
-            known[thread] = device, Lane(CPU, device)
+            known[thread] = device, SideStreams(CPU, device)
         return known[thread]
 
     def instead(name: str) -> Callable[..., Any]:
         return lambda tensor, *args, **options: getattr(here()[0], name)(tensor, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "lane_of", lambda _: here()[1])
+        patch.setattr(host, "side_streams_of", lambda _: here()[1])
         for name in ("copy_", "to", "record_stream"):
             patch.setattr(Tensor, name, instead(name))
         yield here()[0]
@@ -96,7 +95,7 @@ def test_what_is_copied_is_what_the_compute_stream_has_there(seed: int) -> None:
 
 def test_stubs_of_the_cpu_have_all_that_a_copy_down_needs() -> None:
     there, here = torch.arange(6.0).half().view(2, 3), torch.zeros(2, 3)
-    done = Lane(CPU, torch.cpu).fetch(there, here)
+    done = SideStreams(CPU, torch.cpu).fetch(there, here)
     done.synchronize()
     assert done.query()
     assert torch.equal(here, there.float())
@@ -198,7 +197,7 @@ def test_a_gradient_leaves_once_it_is_here_and_nobody_waits_for_it_before_step(
             compared.append(len(ps.parts))
             return ""
 
-        monkeypatch.setattr("elasticps.torch.optimizer.first_edited", first_edited)
+        monkeypatch.setattr("elasticps.torch.weights.first_edited", first_edited)
         optimizer.step()
         assert compared == [7]
         assert sum(map(len, ps.parts)) == 7

@@ -19,8 +19,7 @@ from elasticps.model.spec import Filter, Init, Optimizer, TableSpec, Zeros
 from elasticps.torch.group.layout import CHUNK
 from elasticps.torch.group.links import Links, Words
 from elasticps.torch.group.ranks import Ranks
-from elasticps.torch.group.reads import Floats, WeightsRead
-from elasticps.torch.group.several import GroupTablesRead, ask_tables
+from elasticps.torch.group.reads import AlonePull, Floats, GroupPull, WeightsRead, ask_rows
 from elasticps.torch.group.shards import GroupShards
 from elasticps.torch.group.step import LITTLE, Summing
 from elasticps.torch.group.tables import GroupTable, GroupTensor, Handle, pull_many
@@ -92,6 +91,11 @@ class GroupClient(Ranks):
         return f"<GroupClient at rank {self.rank} of {self.size}: {state}>"
 
     @property
+    def collective(self) -> bool:
+        """Whether several processes are this worker: yes."""
+        return True
+
+    @property
     def clock(self) -> int:
         """Steps pushed, counted from the worker's base clock."""
         self.settle()
@@ -121,8 +125,7 @@ class GroupClient(Ranks):
             return GroupTable(self, name, number, optimizer, dim, real)
 
         handle = self._opened(f"table {name!r} of {dim} floats", name, opened, made)
-        assert isinstance(handle, GroupTable)
-        return handle
+        return cast(GroupTable, handle)
 
     def tensor(
         self, name: str, *, init: object, optimizer: Optimizer, dtype: str = "float32", finite: bool = False,
@@ -140,8 +143,7 @@ class GroupClient(Ranks):
             return GroupTensor(self, name, number, optimizer, shape, real)
 
         handle = self._opened(f"tensor {name!r} of shape {shape}", name, opened, made)
-        assert isinstance(handle, GroupTensor)
-        return handle
+        return cast(GroupTensor, handle)
 
     def tensors(
         self, values: Mapping[str, object], *, optimizer: Optimizer | Callable[[str], Optimizer], **options: Any
@@ -214,6 +216,18 @@ class GroupClient(Ranks):
         step.ticked = self._heard[0]
         return step
 
+    def push_pull(
+        self, values: Mapping[Any, object], keys: Mapping[Any, object], out: Mapping[Any, Floats] | None = None, *,
+        step: None = None, lr: Rates = None,
+    ) -> tuple[GroupStep, GroupPull | AlonePull]:  # fmt: skip
+        """`push(values)`, then `pull_async(keys, out)`. A step of a group is never open."""
+        assert step is None
+        return self.push(values, lr=lr), self.pull_async(keys, out)
+
+    def step(self, *, lr: Rates = None) -> NoReturn:
+        """ConfigError: ranks push a step as a whole, when all of them have all of their gradients."""
+        raise ConfigError("ranks of a group push each step as a whole: call push({…}) once for all its gradients")
+
     def settle(self) -> None:
         """Elsewhere than at rank 0: hears what became of the newest push, and raises what rank 0 did."""
         if self._owed is not None:
@@ -222,34 +236,40 @@ class GroupClient(Ranks):
             step.ticked = self._heard[0]
 
     def pull_async(
-        self, keys: Mapping[GroupTable, object], out: Mapping[GroupTable, Floats] | None = None, *,
-        read: str = "tail", exact: bool = False,
-    ) -> GroupTablesRead[GroupTable] | TablesPull[Any]:  # fmt: skip
-        """Asks for rows of several tables, as `Client.pull_async`, and as every rank does for its own keys of the same
-        tables; each row is pulled once for all."""
-        client, mine = self.client, {table: checked_keys(table.name, some) for table, some in keys.items()}
+        self, keys: Mapping[Any, object], out: Mapping[Any, Floats] | None = None, *, read: str = "tail",
+        exact: bool = False,
+    ) -> GroupPull | AlonePull:  # fmt: skip
+        """Asks for rows of tables, {table: keys int64 [n], tensor: None}, as `Client.pull_async`. Every rank asks for
+        its own keys of the same tables, and for the same tensors; each row is pulled once for all."""
+        client = self.client
+        tensors = [handle for handle in keys if not handle.target.dim]
+        mine = {table: checked_keys(table.name, some) for table, some in keys.items() if table.target.dim}
         outs = {table: np.empty((len(some), table.dim), np.float32) for table, some in mine.items()}
         for table, rows in (out or {}).items():
             outs[table] = checked_out(f"table {table.name!r}", rows, outs[table].shape)
         if client is not None and self.is_alone:
-            places: Any = {table.real: rows for table, rows in outs.items()}
-            return client.pull_async({self._real(t): some for t, some in mine.items()}, places, read=read, exact=exact)
+            real_keys: Any = {handle.real: mine.get(handle) for handle in keys}
+            into: Any = {table.real: rows for table, rows in outs.items()}
+            return AlonePull(client.pull_async(real_keys, into, read=read, exact=exact), list(keys))
 
         def pull(tables: Sequence[GroupTable], unions: list[Words], rows: list[Floats]) -> TablesPull[Any]:
             assert client is not None
             real = [self._real(table) for table in tables]
-            asked, into = dict(zip(real, unions, strict=True)), dict(zip(real, rows, strict=True))
-            return client.pull_async(asked, into, read=read, exact=exact)
+            union_of, into = dict(zip(real, unions, strict=True)), dict(zip(real, rows, strict=True))
+            return client.pull_async(union_of, into, read=read, exact=exact)
 
-        operation = f"pull of {len(mine)} tables {read}{' exact' * exact}"
-        return ask_tables(self.links, self.slots, operation, mine, outs, None if client is None else pull)
+        weights = dict(zip(tensors, pull_many(self, tensors), strict=True)) if tensors else {}
+        ticket = None
+        if mine or not tensors:
+            operation = f"pull of {len(mine)} tables {read}{' exact' * exact}"
+            ticket = ask_rows(self.links, self.slots, operation, mine, outs, None if client is None else pull)
+        return GroupPull(self.links, ticket, outs, weights)
 
     def pull(
         self, keys: Mapping[GroupTable, object], *, read: str = "tail", exact: bool = False
     ) -> Mapping[Any, Floats]:
         """The same at once: of each table float32 [n, dim] in the order of its keys."""
-        found = self.pull_async(keys, read=read, exact=exact).result()
-        return dict(zip(keys, found.values(), strict=True))
+        return self.pull_async(keys, read=read, exact=exact).result()
 
     def pull_many(self, tensors: Sequence[GroupTensor]) -> Sequence[WeightsRead | ArrayRead | PartRead]:
         """Asks for several tensors, as `Client.pull_many` and as every rank does. What their `result()` gives is memory

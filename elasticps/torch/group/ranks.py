@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from elasticps.torch.group.links import NOTHING, Links, Words
-from elasticps.torch.group.reads import Slots
+from elasticps.torch.group.reads import PullSlots
 
 if TYPE_CHECKING:
     from elasticps.client import Client
@@ -20,7 +20,7 @@ class Ranks:
     def __init__(self, links: Links, client: Client | None) -> None:
         self.links = links
         self.client = client
-        self.slots = Slots(links)
+        self.slots = PullSlots(links)
         self.is_alone = False
 
     @property

@@ -1,11 +1,11 @@
-"""Rows and weights that rank 0 pulls for all: once, into memory from which each rank takes what it wants."""
+"""Rows and weights that rank 0 pulls for all ranks: once, into shared memory from which each rank copies its own."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,32 +15,34 @@ from elasticps.torch.group.memory import Held
 from elasticps.torch.kernels.distinct import distinct
 
 if TYPE_CHECKING:
-    pass
+    from elasticps.torch.group.tables import GroupTable, Handle
 
 Floats = NDArray[np.float32]
+Keys = NDArray[np.int64]
 _LINE = 64
 
 
-class Pending(Protocol):
-    """What rank 0 waits for."""
+class Arriving(Protocol):
+    """A read of the client, for which rank 0 waits."""
 
     def done(self) -> bool: ...
     def result(self, timeout: float | None = None) -> object: ...
 
 
-class Slots:
-    """Pieces of shared memory for what is pulled, numbered from 1. Each begins with a word for each rank, which is 0
-    when the rank needs it no longer; so only rank 0 decides, and nobody waits. What ranks keep is not used again."""
+class PullSlots:
+    """Pieces of shared memory for rows and weights that are pulled, numbered from 1. Each begins with a word for each
+    rank, which is 0 when the rank needs it no longer; so only rank 0 decides, and nobody waits. A slot is not used
+    again while a rank needs it."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
-        self._left: dict[int, Sequence[Pending]] = {}  # slots that nobody wants, but whose rows may still arrive
+        self._left: dict[int, Sequence[Arriving]] = {}  # slots that no rank needs, but whose rows may still arrive
         self._made = 0
         self._process = os.getpid()
         self.start = -(-8 * links.size // _LINE) * _LINE  # where there is room
 
     def take(self, nbytes: int) -> int:
-        """At rank 0: one with room for so many bytes from `start` on, in use by all ranks."""
+        """At rank 0: the number of a free slot with room for so many bytes from `start` on; all ranks use it now."""
         number = next((n for n in range(1, self._made + 1) if self._free(n)), 0)
         if not number:
             number = self._made = self._made + 1
@@ -50,20 +52,20 @@ class Slots:
         return number
 
     def leave(self, number: int) -> None:
-        """This rank needs it no longer."""
+        """Notes that this rank needs a slot no longer."""
         if os.getpid() == self._process:  # not a forked child that collects its parent's garbage
             self._flags(number)[self._links.rank] = 0
 
-    def drop(self, number: int, arriving: Sequence[Pending]) -> None:
-        """At rank 0: nobody was told of it, and nobody will be."""
+    def drop(self, number: int, arriving: Sequence[Arriving]) -> None:
+        """At rank 0: frees a slot that no other rank has heard of, once what arrives there has arrived."""
         if os.getpid() != self._process:
             return
         self._left[number] = arriving
         self._flags(number)[:] = 0
 
-    def asked(self, number: int, ask: Callable[[], Sequence[Pending]]) -> Sequence[Pending]:
-        """At rank 0: what `ask` gives, which arrives there. When it raises nobody is told of the slot, and other memory
-        takes its place: whatever of it was sent may still be answered."""
+    def fill(self, number: int, ask: Callable[[], Sequence[Arriving]]) -> Sequence[Arriving]:
+        """At rank 0: calls `ask`, whose reads arrive in a slot, and returns them. When it raises no rank hears of the
+        slot, and other memory takes its place: a part that was sent may still be answered."""
         try:
             return ask()
         except BaseException:
@@ -80,26 +82,26 @@ class Slots:
 
 
 class Ticket:
-    """One thing that all ranks have asked rank 0 for. slot: where it arrives; elsewhere than at rank 0, and until
-    rank 0 has heard of all ranks, 0."""
+    """An operation in which all ranks ask rank 0 for rows or weights. slot: where these arrive; 0 until rank 0 has
+    heard of all ranks, and at other ranks until `wait` has returned."""
 
-    def __init__(self, links: Links, slots: Slots) -> None:
+    def __init__(self, links: Links, slots: PullSlots) -> None:
         self._links, self._slots = links, slots
         self.slot = 0
         self._number = 0  # of the operation
-        self._arriving: Sequence[Pending] = ()
+        self._arriving: Sequence[Arriving] = ()
         self._words = NOTHING
         self._error: Exception | None = None
-        self._told = self._over = False
+        self._answered = self._over = False
 
-    def asked(self, number: int) -> Ticket:
-        """It is operation `number`."""
+    def of(self, number: int) -> Ticket:
+        """Sets the number of the operation; returns this ticket."""
         self._number = number
         return self
 
-    def begin(self, start: Callable[[], tuple[int, Sequence[Pending], Sequence[int]]]) -> None:
-        """At rank 0: `start` gives the slot, what arrives there, and what others are to know. What it raises, all ranks
-        raise when they wait."""
+    def begin(self, start: Callable[[], tuple[int, Sequence[Arriving], Sequence[int]]]) -> None:
+        """At rank 0: `start` returns the slot, the reads that arrive there, and words for the other ranks. An error
+        that it raises is raised by all ranks when they wait."""
         try:
             self.slot, self._arriving, words = start()
             self._words = np.array([self.slot, *words], np.int64)
@@ -107,12 +109,12 @@ class Ticket:
             self._error = error
 
     def done(self) -> bool:
-        """Whether `wait` would return at once; at rank 0, elsewhere nobody knows before."""
-        return self._told or (self._links.rank == 0 and bool(self.slot) and all(e.done() for e in self._arriving))
+        """Whether `wait` would return at once. Other ranks than rank 0 do not know before they have waited."""
+        return self._answered or (self._links.rank == 0 and bool(self.slot) and all(e.done() for e in self._arriving))
 
     def wait(self, timeout: float | None) -> Words:
-        """Until all of it has arrived; what rank 0 says of it: the slot, and more."""
-        if not self._told:
+        """Waits until everything has arrived. Rank 0's words, int64 [n]: the slot, and those that `start` returned."""
+        if not self._answered:
             self._links.catch_up()
             self._over = True
             with self._links.leading(self._number):
@@ -121,75 +123,145 @@ class Ticket:
                 for each in self._arriving:
                     each.result(timeout)
             self._words = self._links.answer(self._number, self._words)
-            self._told, self.slot = True, int(self._words[0])
+            self._answered, self.slot = True, int(self._words[0])
         return self._words
 
     def __del__(self) -> None:
-        if self._told:
+        if self._answered:
             self._slots.leave(self.slot)
         elif self._links.rank == 0 and self.slot:
             self._slots.drop(self.slot, self._arriving)
         elif self._links.rank and self._number and not self._over:
-            self._links.forget(self._number, self._unwanted)
+            self._links.forget(self._number, self._free_slot)
 
-    def _unwanted(self, words: Words) -> None:
+    def _free_slot(self, words: Words) -> None:
         self._slots.leave(int(words[0]))
 
 
-class GroupRead:
-    """Rows that this rank has asked for, as `SparseTable.pull_async` gives it."""
+class GroupPull:
+    """Rows and tensors that this rank has asked for together with all other ranks, as `Client.pull_async` gives them.
 
-    def __init__(self, links: Links, ticket: Ticket, dim: int, out: Floats) -> None:
-        self._links = links
-        self._ticket: Ticket | None = ticket
-        self._dim, self._out = dim, out
+    ticket: for the rows of all tables, which go to `outs`; weights: the tensors, each with what waits for it.
+    """
+
+    def __init__(
+        self, links: Links, ticket: Ticket | None, outs: Mapping[Any, Floats], weights: Mapping[Any, WeightsRead]
+    ) -> None:
+        self._links, self._ticket = links, ticket
+        self._outs, self._weights = dict(outs), weights
+        self._values: dict[Any, Floats] | None = None
 
     def done(self) -> bool:
         """Whether `result` would return at once, if rank 0 knows."""
-        return self._ticket is None or self._ticket.done()
+        arrived = self._ticket is None or self._ticket.done()
+        return self._values is not None or (arrived and all(read.done() for read in self._weights.values()))
+
+    def result(self, timeout: float | None = None) -> dict[Any, Floats]:
+        """Waits for all of it: of each table float32 [n, dim] in the order of its keys, each tensor float32 of its
+        shape, in memory that all ranks see."""
+        if self._values is None:
+            weights = {tensor: read.result(timeout) for tensor, read in self._weights.items()}
+            if self._ticket is not None:
+                self._take_rows(self._ticket.wait(timeout)[1:], self._ticket.slot)
+                self._ticket = None
+            self._values, self._weights = weights | self._outs, {}
+        return self._values
+
+    def _take_rows(self, words: Words, slot: int) -> None:
+        memory, size = self._links.memory(slot), 2 + 2 * self._links.size
+        for out, parts in zip(self._outs.values(), words.reshape(-1, size), strict=True):
+            count, start = int(parts[0]), int(parts[1])
+            at, mine = (int(word) for word in parts[2 + 2 * self._links.rank :][:2])
+            if mine:
+                rows = memory.floats(start, count * out.shape[1]).reshape(count, out.shape[1])
+                np.take(rows, memory.words(at, mine), axis=0, out=out, mode="clip")
+
+
+class GroupRead:
+    """The rows of one table out of a pull, as `SparseTable.pull_async` gives them."""
+
+    def __init__(self, pull: GroupPull, table: GroupTable) -> None:
+        self._pull, self._table = pull, table
+
+    def done(self) -> bool:
+        """Whether `result` would return at once, if rank 0 knows."""
+        return self._pull.done()
 
     def result(self, timeout: float | None = None) -> Floats:
         """Waits for the rows, float32 [n, dim] in the order of the keys."""
-        if self._ticket is not None:
-            words = self._ticket.wait(timeout)
-            memory = self._links.memory(self._ticket.slot)
-            count, start = int(words[1]), int(words[2])
-            at, mine = (int(word) for word in words[3 + 2 * self._links.rank :][:2])
-            rows = memory.floats(start, count * self._dim).reshape(count, self._dim)
-            if mine:
-                np.take(rows, memory.words(at, mine), axis=0, out=self._out, mode="clip")
-            self._ticket = None
-        return self._out
+        return self._pull.result(timeout)[self._table]
+
+
+class AlonePull:
+    """A pull that rank 0 makes by itself with its client; its values are those of the group's handles."""
+
+    def __init__(self, pull: Arriving, handles: Sequence[Handle]) -> None:
+        self._pull, self._handles = pull, handles
+
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+        return self._pull.done()
+
+    def result(self, timeout: float | None = None) -> dict[Any, Floats]:
+        """Waits for all of it, as `GroupPull.result` does."""
+        values: Any = self._pull.result(timeout)
+        return {handle: values[handle.real] for handle in self._handles}
 
 
 def ask_rows(
-    links: Links, slots: Slots, operation: str, keys: NDArray[np.int64], dim: int, out: Floats,
-    pull: Callable[[NDArray[np.int64], Floats], Pending] | None,
-) -> GroupRead:  # fmt: skip
-    """Asks for the rows of `keys`, int64 [n], into `out`; at rank 0 `pull` asks the servers for those of all ranks."""
+    links: Links, slots: PullSlots, operation: str, keys: Mapping[GroupTable, Keys], outs: Mapping[GroupTable, Floats],
+    pull: Callable[[Sequence[GroupTable], list[Keys], list[Floats]], Arriving] | None,
+) -> Ticket:  # fmt: skip
+    """Asks for rows of tables, the same at all ranks: `keys` int64 [n] of each; for a `GroupPull` into `outs`. At rank
+    0 `pull` asks the servers for the keys of all ranks, each once."""
+    tables, numbers = list(keys), [table.number for table in keys]
+    counts = [len(some) for some in keys.values()]
     ticket = Ticket(links, slots)
 
-    def start(said: list[Words]) -> tuple[int, Sequence[Pending], Sequence[int]]:
+    def start(requests: list[Words]) -> tuple[int, Sequence[Arriving], Sequence[int]]:
         assert pull is not None
-        union, where, _ = distinct(np.concatenate(said), None)
-        begin = slots.start
-        at = begin + -(-4 * dim * len(union) // _LINE) * _LINE
-        slot = slots.take(at - begin + 8 * len(where))
-        memory = links.memory(slot)
-        memory.words(at, len(where))[:] = where
-        words, rows = [len(union), begin], memory.floats(begin, dim * len(union)).reshape(-1, dim)
-        for each in said:
-            words += [at, len(each)]
-            at += 8 * len(each)
-        return slot, slots.asked(slot, lambda: [pull(union, rows)] if len(union) else []), words
+        found = [_united(lists) for lists in _by_table(requests, len(tables))]
+        end, starts = slots.start, []
+        for table, (union, _, _) in zip(tables, found, strict=True):
+            starts.append(end)
+            end += -(-4 * table.dim * len(union) // _LINE) * _LINE
+        first = end
+        slot = slots.take(end + sum(8 * len(where) for _, where, _ in found) - slots.start)
+        memory, words, rows = links.memory(slot), list[int](), list[Floats]()
+        for table, begin, (union, where, sizes) in zip(tables, starts, found, strict=True):
+            memory.words(first, len(where))[:] = where
+            words += [len(union), begin]
+            for size in sizes:
+                words += [first, size]
+                first += 8 * size
+            rows.append(memory.floats(begin, table.dim * len(union)).reshape(-1, table.dim))
+        unions = [union for union, _, _ in found]
+        is_empty = not any(map(len, unions))
+        return slot, slots.fill(slot, lambda: [] if is_empty else [pull(tables, unions, rows)]), words
 
-    number = links.ask_later(operation, keys.copy(), lambda said: ticket.begin(partial(start, said)))
-    return GroupRead(links, ticket.asked(number), dim, out)
+    def heard(requests: list[Words]) -> None:
+        links.agree([each[: len(tables)] for each in requests], "tables")
+        ticket.begin(partial(start, requests))
+
+    request = np.concatenate([np.array([*numbers, *counts], np.int64), *keys.values()])
+    return ticket.of(links.ask_later(operation, request, heard))
+
+
+def _by_table(requests: Sequence[Words], tables: int) -> list[list[Keys]]:
+    """The keys of each rank, table by table."""
+    parts = [np.split(each[2 * tables :], np.cumsum(each[tables : 2 * tables])[:-1]) for each in requests]
+    return [[each[table] for each in parts] for table in range(tables)]
+
+
+def _united(lists: Sequence[Keys]) -> tuple[Keys, Words, list[int]]:
+    """The keys of all ranks, each once; the index in these of each rank's keys, rank after rank; how many each has."""
+    union, where, _ = distinct(np.concatenate(lists), None)
+    return union, where, [len(each) for each in lists]
 
 
 class WeightsRead:
-    """A tensor that all ranks have asked for. What `result` gives is the memory that all of them see, the same for as
-    long as anybody looks at it: not to be changed."""
+    """A tensor that all ranks have asked for. `result` gives memory that all of them see: not to be changed. It stays
+    as it is while an array of this rank refers to it."""
 
     def __init__(self, links: Links, ticket: Ticket, at: int, shape: tuple[int, ...]) -> None:
         self._links, self._ticket = links, ticket
@@ -208,27 +280,29 @@ class WeightsRead:
 
 
 def ask_weights(
-    links: Links, slots: Slots, shapes: Sequence[tuple[int, ...]], numbers: Words,
-    pull: Callable[[list[Floats]], Sequence[Pending]] | None,
+    links: Links, slots: PullSlots, shapes: Sequence[tuple[int, ...]], numbers: Words,
+    pull: Callable[[list[Floats]], Sequence[Arriving]] | None,
 ) -> list[WeightsRead]:  # fmt: skip
     """Asks for tensors of these shapes and numbers; at rank 0 `pull` asks the servers for them, into given arrays."""
-    places, end = [], slots.start
+    starts, end = [], slots.start
     for shape in shapes:
-        places.append(end)
+        starts.append(end)
         end += -(-4 * int(np.prod(shape, dtype=np.int64)) // _LINE) * _LINE
     ticket = Ticket(links, slots)
 
-    def start() -> tuple[int, Sequence[Pending], Sequence[int]]:
+    def start() -> tuple[int, Sequence[Arriving], Sequence[int]]:
         assert pull is not None
         slot = slots.take(end - slots.start)
         memory = links.memory(slot)
         counts = (int(np.prod(shape, dtype=np.int64)) for shape in shapes)
-        floats = [memory.floats(at, count) for at, count in zip(places, counts, strict=True)]
+        floats = [memory.floats(at, count) for at, count in zip(starts, counts, strict=True)]
         outs = [each.reshape(shape) for each, shape in zip(floats, shapes, strict=True)]
-        return slot, slots.asked(slot, lambda: pull(outs)), []
+        return slot, slots.fill(slot, lambda: pull(outs)), []
 
     links.catch_up()
-    number = links.ask_later(f"pull of {len(shapes)} tensors", numbers, lambda said: links.agree(said, "tensors"))
+    number = links.ask_later(
+        f"pull of {len(shapes)} tensors", numbers, lambda requests: links.agree(requests, "tensors")
+    )
     if pull is not None:
         ticket.begin(start)
-    return [WeightsRead(links, ticket.asked(number), at, shape) for at, shape in zip(places, shapes, strict=True)]
+    return [WeightsRead(links, ticket.of(number), at, shape) for at, shape in zip(starts, shapes, strict=True)]

@@ -32,7 +32,7 @@ from elasticps.torch.group.layout import (
 )
 from elasticps.torch.group.links import Links
 from elasticps.torch.group.memory import Shared
-from elasticps.torch.group.tables import GroupTable, GroupTensor, Handle
+from elasticps.torch.group.tables import Handle
 from elasticps.torch.kernels.merge import added, merged, share
 
 GRADIENTS = 0  # the number of their memory
@@ -133,11 +133,12 @@ class Summing:
         return found | {number: (_NONE, np.empty((0, targets[number].dim), np.float32)) for number in nothing}
 
     def _added(self, targets: Sequence[Target], given: Sequence[Mapping[int, Any]]) -> Iterator[tuple[Handle, Any]]:
-        for number, handle in enumerate(self._handles):
+        for number, each_handle in enumerate(self._handles):
+            handle: Any = each_handle
             some = [each[number] for each in given if number in each]
             if not some:
                 continue
-            if isinstance(handle, GroupTensor):
+            if not targets[number].dim:
                 zeros = np.zeros(targets[number].floats if len(some) < len(given) else 0, np.float32)
                 total = np.empty(targets[number].floats, np.float32)
                 added([each.get(number, zeros) for each in given], total, self._mean)
@@ -240,13 +241,11 @@ class Summing:
 
     def _values(self, plan: Layout, said: Sequence[NDArray[np.int64]]) -> Iterator[tuple[Handle, Any]]:
         for number, start in zip(plan.tensors, plan.starts, strict=True):
-            tensor = self._handles[number]
-            assert isinstance(tensor, GroupTensor)
+            tensor: Any = self._handles[number]
             floats = self._links.memory(GRADIENTS).floats(plan.result + 4 * start, tensor.target.floats)
             yield tensor, floats.reshape(tensor.shape)
         for i, (number, places) in enumerate(plan.sums.items()):
-            table = self._handles[number]
-            assert isinstance(table, GroupTable)
+            table: Any = self._handles[number]
             if not places[0].n:
                 yield table, (np.empty(0, np.int64), np.empty((0, table.dim), np.float32))
                 continue

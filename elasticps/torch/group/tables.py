@@ -16,7 +16,7 @@ from elasticps.errors import ConfigError, InputError
 from elasticps.model.spec import Optimizer
 from elasticps.torch.group.layout import Target
 from elasticps.torch.group.ranks import Ranks
-from elasticps.torch.group.reads import GroupRead, Pending, WeightsRead, ask_rows, ask_weights
+from elasticps.torch.group.reads import Arriving, GroupPull, GroupRead, WeightsRead, ask_rows, ask_weights
 
 if TYPE_CHECKING:
     from elasticps.client import DenseTensor, SparseTable
@@ -120,13 +120,14 @@ class GroupTable(_Handle["SparseTable"]):
         if real is not None and self._ps.is_alone:
             return real.pull_async(mine, rows, read=read, exact=exact)
 
-        def pull(union: NDArray[np.int64], into: Floats) -> Pending:
+        def pull(_: object, unions: list[NDArray[np.int64]], into: list[Floats]) -> Arriving:
             assert real is not None
-            return real.pull_async(union, into, read=read, exact=exact)
+            return real.pull_async(unions[0], into[0], read=read, exact=exact)
 
-        operation = f"pull of {self.name!r} {read}{' exact' * exact}"
+        operation, outs = f"pull of {self.name!r} {read}{' exact' * exact}", {self: rows}
         links, slots = self._ps.links, self._ps.slots
-        return ask_rows(links, slots, operation, mine, self.dim, rows, None if real is None else pull)
+        ticket = ask_rows(links, slots, operation, {self: mine}, outs, None if real is None else pull)
+        return GroupRead(GroupPull(links, ticket, outs, {}), self)
 
     def pull(self, keys: object, out: Floats | None = None, *, read: str = "tail", exact: bool = False) -> Floats:
         """The same at once: float32 [n, dim] in the order of the keys."""
@@ -194,16 +195,16 @@ Handle = GroupTable | GroupTensor
 
 def pull_many(ps: Ranks, tensors: Sequence[GroupTensor]) -> Sequence[WeightsRead | ArrayRead | PartRead]:
     """Asks for several tensors, as every rank does; by rank 0 alone, like any client."""
-    client, wanted = ps.client, list(tensors)
-    real: list[Any] = [each.real for each in wanted]
+    client, many = ps.client, list(tensors)
+    real: list[Any] = [each.real for each in many]
     if client is not None and ps.is_alone:
         return client.pull_many(real)
 
-    def pull(outs: list[Any]) -> Sequence[Pending]:
+    def pull(outs: list[Any]) -> Sequence[Arriving]:
         assert client is not None
         return client.pull_many(real, outs)
 
-    numbers = np.array([each.number for each in wanted], np.int64)
-    shapes = [each.shape for each in wanted]
+    numbers = np.array([each.number for each in many], np.int64)
+    shapes = [each.shape for each in many]
     reads: list[WeightsRead] = ask_weights(ps.links, ps.slots, shapes, numbers, None if client is None else pull)
     return reads
