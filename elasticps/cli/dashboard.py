@@ -10,7 +10,7 @@ import uvloop
 from elasticps.cli.local import target
 from elasticps.cli.options import Name, Url, usable_host, usable_place
 from elasticps.cli.output import err, out, sigterm_interrupts
-from elasticps.dashboard.needs import PORT, check_installed
+from elasticps.dashboard import PORT, check_installed
 
 if TYPE_CHECKING:
     from elasticps.dashboard.serve import Dashboard

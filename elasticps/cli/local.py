@@ -15,7 +15,7 @@ from rich.table import Table
 from elasticps.cli.bars import restore_with_bar
 from elasticps.cli.options import Every, Name, Url, usable_place
 from elasticps.cli.output import ExitCode, err, out, print_json, sigterm_interrupts
-from elasticps.dashboard.needs import PORT, check_installed
+from elasticps.dashboard import PORT, check_installed
 from elasticps.errors import ConfigError, Error
 from elasticps.local import LocalCluster, certificates, etcd, state, supervisor
 

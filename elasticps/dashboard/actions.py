@@ -1,8 +1,9 @@
-"""What may be changed from the page, where that is allowed at all."""
+"""Changes to a cluster from the page: drains, and the number of servers of a local cluster."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,9 @@ from coordinator.core.errors import StoreUnavailable
 from coordinator.core.store import Store
 from coordinator.membership import cancel_drain, request_drain
 from elasticps.errors import ConfigError
+from elasticps.local import scaling, state
+from elasticps.local.operator_client import OperatorClient
+from elasticps.local.process import Process
 
 TIMEOUT_S = 5.0
 
@@ -18,8 +22,8 @@ Scaler = Callable[[int], str]
 
 
 class Actions:
-    """By whoever has the token; with the rights that the dashboard's own certificate has at the store. scaler: None
-    for a cluster whose processes are not this machine's."""
+    """Performs changes for requests that have the token, with the rights of the dashboard's own certificate. scaler:
+    None for a cluster whose processes are not this machine's."""
 
     def __init__(self, token: str, store: Callable[[], Store | None], scaler: Scaler | None = None) -> None:
         self.token = token
@@ -27,15 +31,15 @@ class Actions:
         self._scaler = scaler
         self._scaling: asyncio.Task[str] | None = None
 
-    async def perform(self, asked: Mapping[str, Any]) -> str:
-        """asked: {"act": "drain" or "cancel-drain", "server": name} or {"act": "scale", "servers": 4}. Says what was
+    async def perform(self, request: Mapping[str, Any]) -> str:
+        """request: {"act": "drain" or "cancel-drain", "server": name} or {"act": "scale", "servers": 4}. Says what was
         done. ValueError, KeyError or TypeError for what is none of these, or as the store raises."""
-        act = asked["act"]
+        act = request["act"]
         if act == "scale":
-            return await self._scale(asked["servers"])
+            return await self._scale(request["servers"])
         if act not in ("drain", "cancel-drain"):
             raise ValueError(f"no such act: {act!r}")
-        store, server = self._store(), str(asked["server"])
+        store, server = self._store(), str(request["server"])
         if store is None:
             raise StoreUnavailable("etcd was not reached yet")
         try:
@@ -59,3 +63,33 @@ class Actions:
             raise ConfigError("servers come or go already; wait until nothing moves")
         self._scaling = asyncio.create_task(asyncio.to_thread(self._scaler, servers), name="scale")
         return await asyncio.shield(self._scaling)  # it goes on, even if nobody waits for the answer
+
+
+def scaler_of(url: str) -> Scaler | None:
+    """Scales the local cluster at `url` as `elasticps scale` does; None if the cluster was started elsewhere."""
+    if state.started_here(url) is None:
+        return None
+
+    def scale(servers: int) -> str:
+        record = state.started_here(url)
+        if record is None:
+            raise ConfigError("the cluster has ended")
+        folder = state.folder_of(record.name)
+        with OperatorClient(record.url) as operator:
+            names = [server.name for server in record.servers]
+            change = scaling.change(names, operator.draining(), servers, operator.leaving())
+        outcome = scaling.scale(record.url, folder, change, _reaped(scaling.spawn_recorded(folder)))
+        return f"{', '.join(outcome.servers)} serve, after {outcome.seconds:.1f} s"
+
+    return scale
+
+
+def _reaped(spawn: scaling.Spawn) -> scaling.Spawn:
+    """Waits for the processes that `spawn` starts, which are children of this process: no zombie is left."""
+
+    def spawned(name: str, more: list[str]) -> Process:
+        process = spawn(name, more)
+        threading.Thread(target=process.popen.wait, name=f"waits for {name}", daemon=True).start()
+        return process
+
+    return spawned

@@ -24,9 +24,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.core.errors import CoordinationError
 from elasticps.dashboard.actions import Actions
+from elasticps.dashboard.core.model import Model
 from elasticps.dashboard.fanout import Fanout, Viewer, encode
 from elasticps.dashboard.hot import Looks
-from elasticps.dashboard.model import Model
 from elasticps.dashboard.preview import Previews
 from elasticps.errors import Error
 
@@ -138,7 +138,7 @@ async def _body(request: Request) -> bytes:
 
 
 class _Stream(Response):
-    """Events until the viewer goes: a snapshot, then news."""
+    """Events until the viewer goes: a snapshot, then updates."""
 
     def __init__(self, whole: Callable[[], dict[str, Any]], fanout: Fanout) -> None:
         self.background = None
@@ -162,15 +162,15 @@ class _Stream(Response):
 
     async def _tell(self, viewer: Viewer, send: Send) -> None:
         while True:
-            news = await viewer.wait(KEEP_ALIVE_S)
+            updates = await viewer.wait(KEEP_ALIVE_S)
             if viewer.dropped:
                 return
             if viewer.stale:
                 viewer.take()
-                viewer.stale = False  # before the snapshot is made: what comes later is news to it
+                viewer.stale = False  # before the snapshot is made: what comes later is updates to it
                 body = encode("snapshot", self._whole())
             else:
-                body = viewer.take() if news else b": still there\n\n"
+                body = viewer.take() if updates else b": still there\n\n"
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
 

@@ -11,7 +11,7 @@ from elasticps.checkpoint.storage import Storage
 SHOWN = 50
 
 
-class Catalog:
+class CheckpointListing:
     """Of one place. A checkpoint's files are counted once, as nothing of it changes after its manifest is there; what
     they say is for `elasticps checkpoint verify`, which reads all."""
 

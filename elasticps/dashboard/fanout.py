@@ -1,4 +1,4 @@
-"""News to all viewers. A viewer that reads too slowly loses what waits for it, and gets a fresh snapshot instead."""
+"""Update to all viewers. A viewer that reads too slowly loses what waits for it, and gets a fresh snapshot instead."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Viewer:
         self.stale = True
         self.dropped = False
         self._waiting: deque[bytes] = deque()
-        self._news = asyncio.Event()
-        self._news.set()
+        self._ready = asyncio.Event()
+        self._ready.set()
 
     def put(self, message: bytes) -> None:
         """One more message."""
@@ -33,19 +33,19 @@ class Viewer:
             self._waiting.append(message)
             if len(self._waiting) > WAITING_MAX:
                 self.renew()
-        self._news.set()
+        self._ready.set()
 
     def renew(self) -> None:
         """What it has counts no longer."""
         self._waiting.clear()
         self.stale = True
-        self._news.set()
+        self._ready.set()
 
     async def wait(self, timeout_s: float) -> bool:
         """Whether something is to be sent; False when `timeout_s` have passed without."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._news.wait()
+                await self._ready.wait()
         except TimeoutError:
             return False
         return True
@@ -54,7 +54,7 @@ class Viewer:
         """What waits, in one piece, if it is not stale."""
         found = b"".join(self._waiting)
         self._waiting.clear()
-        self._news.clear()
+        self._ready.clear()
         return found
 
 
@@ -71,9 +71,9 @@ class Fanout:
         oldest.dropped = True
         oldest.renew()
 
-    def publish(self, news: Iterable[tuple[str, Any]]) -> None:
+    def publish(self, updates: Iterable[tuple[str, Any]]) -> None:
         """To all; encoded once."""
-        for kind, content in news:
+        for kind, content in updates:
             message = encode(kind, content)
             for viewer in self.viewers:
                 viewer.put(message)

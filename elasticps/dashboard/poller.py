@@ -1,4 +1,4 @@
-"""What asks: it follows the store, asks each server every second, and feeds a model. One, whatever number looks on.
+"""The poller: follows the store, asks each server every second, and feeds a model. One serves any number of viewers.
 
 Connections to servers are kept. That one breaks is the first sign of a death, seen at no cost; after the view that
 follows, the servers concerned are asked as often as can be for two seconds, to tell when they went on.
@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import aclosing, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from coordinator import cancelled
 from coordinator.connect import open_store
 from coordinator.core import fields
 from coordinator.core.errors import CoordinationError
 from coordinator.core.keys import CONFIG
 from coordinator.core.store import Change, Delete, Put, Reset, Store
 from coordinator.core.url import parse
-from elasticps.admin import admin_pb2
+from elasticps.admin import admin_pb2, admin_pb2_grpc
+from elasticps.admin.client import generation_of, open_channel
+from elasticps.dashboard.core.model import Model
 from elasticps.dashboard.fanout import Fanout
-from elasticps.dashboard.model import Model
-from elasticps.dashboard.past import read_past
-from elasticps.dashboard.peer import Peer
+from elasticps.dashboard.prometheus import read_past
 from elasticps.errors import CheckpointError, ConfigError, Error
 from elasticps.security import credentials_of
+
+if TYPE_CHECKING:
+    from elasticps.security.credentials import Credentials
 
 log = fields.logger(__name__)
 
@@ -36,7 +41,7 @@ WORKERS_A_SECOND = 100  # with more of them servers are asked more rarely where 
 TABLES_S = 10.0
 CATALOG_S = 15.0
 RETRY_S = 0.5
-ASKED_AT_ONCE = 32
+REQUESTS_AT_ONCE = 32
 
 _FIELDS = tuple(field.name for field in admin_pb2.StatusResponse.DESCRIPTOR.fields)
 _ACTIVE = tuple(field.name for field in admin_pb2.ActivityResponse.DESCRIPTOR.fields)
@@ -45,8 +50,58 @@ _HOT_TABLE = ("name", "sampled", "keys", "counts")
 _TABLE = ("id", "rows_headed", "rows", "bytes")
 
 
-class Poller:
-    """Feeds `model`, and tells viewers its news. checkpoints, prometheus: URLs of them, "" if unknown."""
+class ServerConnection:
+    """A lasting connection to one incarnation of a server. waiting: a request has no answer yet; silent: the last
+    request got none."""
+
+    def __init__(
+        self,
+        name: str,
+        incarnation: int,
+        admin: str,
+        credentials: Credentials | None,
+        broken: Callable[[ServerConnection], None],
+    ) -> None:
+        self.name, self.incarnation, self.admin = name, incarnation, admin
+        self.waiting = False
+        self.silent = True
+        self._credentials = credentials
+        self._generation = generation_of(credentials)
+        self._channel = open_channel(admin, credentials)
+        self._stub = admin_pb2_grpc.AdminStub(self._channel)
+        self._watch = asyncio.create_task(self._watching(broken), name=f"connection to {name}")
+
+    @property
+    def outdated(self) -> bool:
+        """Whether newer certificates are there, so that it has to be made again."""
+        return generation_of(self._credentials) != self._generation
+
+    async def ask(self, method: str, request: Any, timeout_s: float) -> Any:
+        """The server's answer; grpc.aio.AioRpcError if it gives none, grpc.aio.UsageError if closed meanwhile."""
+        try:
+            return await getattr(self._stub, method)(request, timeout=timeout_s)
+        except asyncio.CancelledError:
+            if cancelled.ourselves():
+                raise
+            raise grpc.aio.UsageError(f"the connection to {self.admin} was closed") from None
+
+    async def _watching(self, broken: Callable[[ServerConnection], None]) -> None:
+        state = self._channel.get_state(try_to_connect=True)
+        while True:
+            await self._channel.wait_for_state_change(state)
+            before, state = state, self._channel.get_state(try_to_connect=True)
+            if before is grpc.ChannelConnectivity.READY and not self.silent:
+                broken(self)
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        self._watch.cancel()
+        await asyncio.gather(self._watch, return_exceptions=True)
+        await self._channel.close(None)
+
+
+class ClusterPoller:
+    """Feeds `model`, and publishes its updates to viewers. checkpoints, prometheus: URLs of them, "" if unknown."""
 
     def __init__(self, url: str, model: Model, fanout: Fanout, checkpoints: str = "", prometheus: str = "") -> None:
         self._url = url
@@ -55,13 +110,13 @@ class Poller:
         self._checkpoints = checkpoints
         self._prometheus = prometheus
         self._credentials = credentials_of(url)
-        self._peers: dict[tuple[str, int], Peer] = {}
-        self._limit = asyncio.Semaphore(ASKED_AT_ONCE)
+        self._peers: dict[tuple[str, int], ServerConnection] = {}
+        self._limit = asyncio.Semaphore(REQUESTS_AT_ONCE)
         self._hurry = asyncio.Event()
         self.store: Store | None = None
 
     async def run(self) -> None:
-        """Until cancelled; no outage ends it."""
+        """Polls until cancelled; no outage ends it."""
         works = [self._follow(), self._poll(), self._watch_closely(), self._look_at_tables()]
         if self._checkpoints:
             works.append(self._look_at_checkpoints(self._checkpoints))
@@ -78,7 +133,7 @@ class Poller:
                 await self.store.close()
 
     def _tell(self) -> None:
-        self._fanout.publish(self._model.take_news())
+        self._fanout.publish(self._model.take_updates())
 
     # --- the store --------------------------------------------------------------------------------------------------
 
@@ -102,7 +157,7 @@ class Poller:
             await asyncio.sleep(RETRY_S)
 
     async def _probe(self, store: Store) -> None:
-        """The watch outlives outages of the store, and says nothing of them."""
+        """Finds outages of the store, which its watch outlives in silence."""
         while True:
             try:
                 await store.get(CONFIG)
@@ -134,25 +189,27 @@ class Poller:
         while True:
             await self._keep_peers()
             every = 1 + self._model.workers // WORKERS_A_SECOND
-            asked = [self._ask(peer) for peer in self._peers.values()]
+            requests = [self._ask(peer) for peer in self._peers.values()]
             if ticks % every == 0:
-                asked += [self._ask_activity(peer) for peer in self._peers.values() if not peer.silent]
+                requests += [self._ask_activity(peer) for peer in self._peers.values() if not peer.silent]
             ticks += 1
-            await asyncio.wait({asyncio.create_task(work) for work in asked} or {loop.create_future()}, timeout=POLL_S)
+            await asyncio.wait(
+                {asyncio.create_task(work) for work in requests} or {loop.create_future()}, timeout=POLL_S
+            )
             self._model.tick(time.time())
             self._tell()
             due = max(due + POLL_S, loop.time() - POLL_S)
             await asyncio.sleep(max(0.0, due - loop.time()))
 
     async def _keep_peers(self) -> None:
-        """A connection to each incarnation of a server that there is."""
-        wanted = {(n, s.info.incarnation): s.info.admin for n, s in self._model.fleet.servers.items() if s.info.admin}
-        for key in [key for key, peer in self._peers.items() if key not in wanted or peer.outdated]:
+        """Holds a connection to each known incarnation of a server, and to no other."""
+        listed = {(n, s.info.incarnation): s.info.admin for n, s in self._model.fleet.servers.items() if s.info.admin}
+        for key in [key for key, peer in self._peers.items() if key not in listed or peer.outdated]:
             await self._peers.pop(key).close()
-        for key in wanted.keys() - self._peers.keys():
-            self._peers[key] = Peer(*key, wanted[key], self._credentials, self._broken)
+        for key in listed.keys() - self._peers.keys():
+            self._peers[key] = ServerConnection(*key, listed[key], self._credentials, self._broken)
 
-    def _broken(self, peer: Peer) -> None:
+    def _broken(self, peer: ServerConnection) -> None:
         self._model.silent(time.time(), peer.name, peer.incarnation, f"the connection to {peer.admin} broke")
         self._tell()
 
@@ -165,10 +222,10 @@ class Poller:
                 self._tell()
                 await asyncio.sleep(URGENT_S)
 
-    async def _ask(self, peer: Peer) -> None:
-        if peer.asked:  # still waiting: one question at a time
+    async def _ask(self, peer: ServerConnection) -> None:
+        if peer.waiting:  # still waiting: one question at a time
             return
-        peer.asked = True
+        peer.waiting = True
         try:
             async with self._limit:
                 answer = await peer.ask("Status", admin_pb2.StatusRequest(), TIMEOUT_S)
@@ -182,9 +239,9 @@ class Poller:
         except grpc.aio.UsageError:
             pass  # closed meanwhile
         finally:
-            peer.asked = False
+            peer.waiting = False
 
-    async def _ask_activity(self, peer: Peer) -> None:
+    async def _ask_activity(self, peer: ServerConnection) -> None:
         with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):  # `_ask` hears of it; an older server has none
             async with self._limit:
                 answer = await peer.ask("Activity", admin_pb2.ActivityRequest(), TIMEOUT_S)
@@ -199,7 +256,7 @@ class Poller:
             self._tell()
             await asyncio.sleep(TABLES_S if held else POLL_S)
 
-    async def _ask_tables(self, peer: Peer) -> list[dict[str, Any]] | None:
+    async def _ask_tables(self, peer: ServerConnection) -> list[dict[str, Any]] | None:
         try:
             async with self._limit:
                 answer = await peer.ask("Tables", admin_pb2.TablesRequest(), TIMEOUT_S)
@@ -213,7 +270,7 @@ class Poller:
         answers = await asyncio.gather(*(self._ask_hot(peer, seconds) for peer in peers))
         return {peer.name: answer for peer, answer in zip(peers, answers, strict=True)}
 
-    async def _ask_hot(self, peer: Peer, seconds: float) -> dict[str, Any] | None:
+    async def _ask_hot(self, peer: ServerConnection, seconds: float) -> dict[str, Any] | None:
         try:
             answer = await peer.ask("Hot", admin_pb2.HotRequest(seconds=seconds), seconds + TIMEOUT_S)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError):
@@ -232,9 +289,9 @@ class Poller:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     async def _look_at_checkpoints(self, url: str) -> None:
-        from elasticps.dashboard.checkpoints import Catalog  # brings in obstore
+        from elasticps.dashboard.checkpoints import CheckpointListing  # brings in obstore
 
-        catalog = Catalog(url)
+        catalog = CheckpointListing(url)
         while True:
             try:
                 self._model.catalog(await asyncio.to_thread(catalog.look))

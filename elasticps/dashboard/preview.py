@@ -10,8 +10,8 @@ from typing import Any
 from coordinator.core.dry_run import dry_run
 from coordinator.core.planner import Members
 from coordinator.core.view import ClusterConfig, ServerInfo, View
-from elasticps.dashboard import ring
-from elasticps.dashboard.model import Model
+from elasticps.dashboard.core import ring
+from elasticps.dashboard.core.model import Model
 from elasticps.errors import ConfigError, Error
 
 SERVERS_MAX = 1024
@@ -19,41 +19,41 @@ WORK_MAX = 2_000_000  # ranges × servers: what is planned in a few seconds
 
 
 class Previews:
-    """One at a time, in a thread, so that nobody's page stands still meanwhile."""
+    """Plans one preview at a time, in a thread, so that pages go on meanwhile."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self._lock = asyncio.Lock()
 
-    async def ask(self, asked: Mapping[str, str]) -> dict[str, Any]:
-        """asked: {"servers": "5"} or {"drain": "s1"}. ConfigError for anything else, Error if nothing is known yet."""
+    async def ask(self, request: Mapping[str, str]) -> dict[str, Any]:
+        """request: {"servers": "5"} or {"drain": "s1"}. ConfigError for anything else, Error before the first view."""
         async with self._lock:
-            view, config, members = self._model.view, self._model.config, self._model.members()
+            view, config = self._model.view, self._model.config
             if view is None or config is None:
                 raise Error("there is no view yet")
-            wanted = _changed(members, asked)
-            if view.ranges * len(wanted.servers) > WORK_MAX:
-                raise Error(f"{view.ranges} ranges on {len(wanted.servers)} servers are too many to plan here")
+            members = _changed(self._model.members(), request)
+            if view.ranges * len(members.servers) > WORK_MAX:
+                raise Error(f"{view.ranges} ranges on {len(members.servers)} servers are too many to plan here")
             nbytes = {n: s.status["bytes"] for n, s in self._model.fleet.servers.items() if s.status is not None}
-            return await asyncio.to_thread(preview, view, wanted, config, nbytes)
+            return await asyncio.to_thread(preview, view, members, config, nbytes)
 
 
-def _changed(members: Members, asked: Mapping[str, str]) -> Members:
-    """The servers as they would be."""
+def _changed(members: Members, request: Mapping[str, str]) -> Members:
+    """The members after the change."""
     from elasticps.local.scaling import by_number, change
 
-    if asked.keys() == {"drain"}:
-        leaving = {s.member for s in members.servers if s.name == asked["drain"]}
+    if request.keys() == {"drain"}:
+        leaving = {s.member for s in members.servers if s.name == request["drain"]}
         if not leaving:
-            raise ConfigError(f"there is no server {asked['drain'][:100]!r}")
+            raise ConfigError(f"there is no server {request['drain'][:100]!r}")
         return replace(members, draining=members.draining | leaving)
-    if asked.keys() != {"servers"} or not asked["servers"].isdecimal() or len(asked["servers"]) > 6:
+    if request.keys() != {"servers"} or not request["servers"].isdecimal() or len(request["servers"]) > 6:
         raise ConfigError("say how many servers, or which one to drain")
     names = sorted((s.name for s in members.servers), key=by_number)
-    wanted = change(names, {m.name for m in members.draining}, int(asked["servers"]))
-    new = tuple(ServerInfo(name, 1 << 40, "127.0.0.1:1") for name in wanted.start)
-    draining = {m for m in members.draining if m.name not in wanted.keep}
-    draining |= {s.member for s in members.servers if s.name in wanted.drain}
+    planned = change(names, {m.name for m in members.draining}, int(request["servers"]))
+    new = tuple(ServerInfo(name, 1 << 40, "127.0.0.1:1") for name in planned.start)
+    draining = {m for m in members.draining if m.name not in planned.keep}
+    draining |= {s.member for s in members.servers if s.name in planned.drain}
     return replace(members, servers=(*members.servers, *new), draining=frozenset(draining))
 
 

@@ -15,15 +15,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coordinator.core import fields
 from elasticps import background
-from elasticps.dashboard.actions import Actions
+from elasticps.dashboard.actions import Actions, scaler_of
 from elasticps.dashboard.app import VIEWERS_MAX, make_app
+from elasticps.dashboard.core.model import Model
 from elasticps.dashboard.fanout import Fanout
 from elasticps.dashboard.hot import Looks
-from elasticps.dashboard.model import Model
-from elasticps.dashboard.past import check_prometheus
-from elasticps.dashboard.poller import Poller, check_url
+from elasticps.dashboard.poller import ClusterPoller, check_url
 from elasticps.dashboard.preview import Previews
-from elasticps.dashboard.scaling import scaler_of
+from elasticps.dashboard.prometheus import check_prometheus
 from elasticps.errors import ConfigError
 from elasticps.security import credentials_of
 from elasticps.security.identity import Act
@@ -90,8 +89,8 @@ class Dashboard:
             asyncio.create_task(self._poller.run(), name="dashboard's poller"),
         ]
 
-    def _polled(self, url: str) -> Poller:
-        return Poller(url, self._model, self._fanout, self._checkpoints, self._prometheus)
+    def _polled(self, url: str) -> ClusterPoller:
+        return ClusterPoller(url, self._model, self._fanout, self._checkpoints, self._prometheus)
 
     async def wait(self) -> None:
         """Until it ends, which is an error; its cause is raised."""

@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from coordinator.core.errors import CoordinationError
 from elasticps.admin.audit import audit
-from elasticps.dashboard.needs import PORT
+from elasticps.dashboard import PORT
 from elasticps.dashboard.serve import begin_beside
 from elasticps.errors import ConfigError, Error
 from elasticps.local import LocalCluster

@@ -20,7 +20,7 @@ from elasticps.checkpoint.range_recovery import RangeRecovery
 from elasticps.checkpoint.restore import RestorePlan, keep_restoring
 from elasticps.checkpoint.schedule import Schedule
 from elasticps.coordination import read_servers
-from elasticps.dashboard.model import Model
+from elasticps.dashboard.core.model import Model
 from elasticps.metrics.cluster import ClusterMetrics
 from tests.coordinator.support import until, until_key
 

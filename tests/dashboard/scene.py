@@ -10,7 +10,7 @@ import numpy as np
 from coordinator.core.keys import CONFIG, ELECTION, FAILOVER, ROSTER, SERVERS, VIEW, Failover
 from coordinator.core.planner import Health, Members, plan
 from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
-from elasticps.dashboard.model import Model
+from elasticps.dashboard.core.model import Model
 from replication.chain import Member
 
 T0 = 1_763_840_000.0

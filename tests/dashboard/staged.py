@@ -37,7 +37,7 @@ class Stage:
 
     def tell(self) -> None:
         """Viewers get what is new."""
-        self._fanout.publish(self.scene.model.take_news())
+        self._fanout.publish(self.scene.model.take_updates())
 
     async def ask_hot(self, seconds: float) -> dict[str, dict[str, Any] | None]:
         """As a poller does."""

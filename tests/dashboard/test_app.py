@@ -14,10 +14,10 @@ from coordinator.core.keys import DRAINS, SERVERS
 from coordinator.memory import MemoryStore
 from elasticps.dashboard.actions import Actions
 from elasticps.dashboard.app import make_app
+from elasticps.dashboard.core.ring import draw
 from elasticps.dashboard.fanout import WAITING_MAX, Fanout, Viewer, encode
 from elasticps.dashboard.hot import FRESH_S, Answers, Ask, Looks
 from elasticps.dashboard.preview import Previews
-from elasticps.dashboard.ring import draw
 from elasticps.dashboard.serve import check_host, make_token
 from elasticps.errors import ConfigError
 from elasticps.security.authority import Authority

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from coordinator.core.keys import DRAINS, ELECTION, NEWEST_CHECKPOINT, ROSTER, SERVERS, VIEW
 from coordinator.core.view import Roster, WorkerInfo
-from elasticps.dashboard.history import History
-from elasticps.dashboard.samples import CLUSTER_COLUMNS, SERVER_COLUMNS, percentile
-from elasticps.dashboard.timeline import DETECTED, Timeline
+from elasticps.dashboard.core.history import History
+from elasticps.dashboard.core.samples import CLUSTER_COLUMNS, SERVER_COLUMNS, percentile
+from elasticps.dashboard.core.timeline import DETECTED, Timeline
 from tests.dashboard.scene import FOUND_S, Scene, activity, status, use
 
 
@@ -219,12 +219,12 @@ def test_what_a_reset_lacks_is_gone() -> None:
 
 def test_news_are_told_once_and_what_did_not_change_is_not_told() -> None:
     scene = Scene()
-    assert dict(scene.model.take_news())
-    assert scene.model.take_news() == []
+    assert dict(scene.model.take_updates())
+    assert scene.model.take_updates() == []
     scene.tick()
-    assert [kind for kind, _ in scene.model.take_news()] == ["sample"]
+    assert [kind for kind, _ in scene.model.take_updates()] == ["sample"]
     scene.kill("s0")
-    assert {"view", "servers", "state", "entry"} <= {kind for kind, _ in scene.model.take_news()}
+    assert {"view", "servers", "state", "entry"} <= {kind for kind, _ in scene.model.take_updates()}
 
 
 def test_nothing_grows_for_ever() -> None:
@@ -253,7 +253,7 @@ def test_nonsense_in_the_store_is_left_out(puts: list[tuple[str, bytes]]) -> Non
         scene.put(key, value)
         scene.model.delete(scene.now, key)
     json.dumps(scene.model.snapshot(scene.now), allow_nan=False)
-    json.dumps(scene.model.take_news(), allow_nan=False)
+    json.dumps(scene.model.take_updates(), allow_nan=False)
 
 
 @given(st.integers(1, 9), st.lists(st.floats(-1e6, 1e6) | st.none(), max_size=40))

@@ -15,12 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticps.dashboard import past as past_module
+from elasticps.dashboard import prometheus as past_module
+from elasticps.dashboard.core.history import History
+from elasticps.dashboard.core.past import PastSamples, add_answer, questions
+from elasticps.dashboard.core.samples import CLUSTER_COLUMNS, SERVER_COLUMNS
 from elasticps.dashboard.fanout import Fanout, Viewer
-from elasticps.dashboard.history import History
-from elasticps.dashboard.past import Past, check_prometheus, note, questions, read_past
-from elasticps.dashboard.poller import Poller
-from elasticps.dashboard.samples import CLUSTER_COLUMNS, SERVER_COLUMNS
+from elasticps.dashboard.poller import ClusterPoller
+from elasticps.dashboard.prometheus import check_prometheus, read_past
 from elasticps.errors import ConfigError, Error
 from tests.dashboard.scene import Scene
 
@@ -101,7 +102,9 @@ def test_the_last_hour_is_shown_and_what_is_newer_stays(prometheus: Prometheus) 
 
 def test_a_server_that_answers_later_gets_its_past_then(prometheus: Prometheus) -> None:
     scene = Scene(servers=2)
-    scene.model.remember(Past(servers={"s2": {scene.now - 20: {"rows": 5.0}}, "s9": {scene.now - 20: {"rows": 1.0}}}))
+    scene.model.remember(
+        PastSamples(servers={"s2": {scene.now - 20: {"rows": 5.0}}, "s9": {scene.now - 20: {"rows": 1.0}}})
+    )
     assert scene.model.server_history("s2") is None
     scene.register("s2")
     scene.tick(2)
@@ -150,17 +153,17 @@ def test_viewers_that_came_first_see_it_too(prometheus: Prometheus) -> None:
     viewer.stale = False
     viewer.take()
     fanout.viewers[viewer] = None
-    poller = Poller("etcd://127.0.0.1:1/c", scene.model, fanout, prometheus=prometheus.url)
+    poller = ClusterPoller("etcd://127.0.0.1:1/c", scene.model, fanout, prometheus=prometheus.url)
     asyncio.run(poller._look_back(prometheus.url))
     assert viewer.stale
     assert viewer.take() == b""
 
 
 def test_a_series_of_one_server_is_not_taken_for_the_sum() -> None:
-    past = Past()
-    note(past, "rows", True, matrix(("s0", {1.0: "2"}), ("s1", {1.0: "3"})))
-    note(past, "rows", False, matrix(("", {1.0: "5"})))
-    note(past, "lag", False, matrix())
+    past = PastSamples()
+    add_answer(past, "rows", True, matrix(("s0", {1.0: "2"}), ("s1", {1.0: "3"})))
+    add_answer(past, "rows", False, matrix(("", {1.0: "5"})))
+    add_answer(past, "lag", False, matrix())
     assert past.cluster == {1.0: {"rows": 5.0}}
     assert past.servers == {"s0": {1.0: {"rows": 2.0}}, "s1": {1.0: {"rows": 3.0}}}
 

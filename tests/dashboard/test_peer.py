@@ -9,12 +9,12 @@ import grpc
 import pytest
 
 from elasticps.admin import admin_pb2
-from elasticps.dashboard.peer import Peer
+from elasticps.dashboard.poller import ServerConnection
 
 
 async def _close_while_asked() -> None:
     with socket.create_server(("127.0.0.1", 0)) as frozen:  # the kernel takes connections, and nobody answers
-        peer = Peer("server-1", 1, "{}:{}".format(*frozen.getsockname()), None, lambda _: None)
+        peer = ServerConnection("server-1", 1, "{}:{}".format(*frozen.getsockname()), None, lambda _: None)
         asked = asyncio.create_task(peer.ask("Tables", admin_pb2.TablesRequest(), 60.0))
         given_up = asyncio.create_task(peer.ask("Status", admin_pb2.StatusRequest(), 60.0))
         await asyncio.sleep(0)  # both are under way

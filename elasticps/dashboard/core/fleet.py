@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 
 from coordinator.core.view import ServerInfo, View
-from elasticps.dashboard.ring import counts
+from elasticps.dashboard.core.ring import counts
 from replication.chain import Member
 
-LOST_KEPT_S = 600.0  # so long the page shows a server that is gone
+LOST_SHOWN_S = 600.0  # so long the page shows a server that is gone
 LOST_MAX = 256
 _NOTHING = {"heads": 0, "held": 0, "joining": 0}
 
 
 @dataclass
-class Server:
+class ServerState:
     """One name, in its newest incarnation. ranges: heads, held and joining in the view; peak: the most that were
     joining since none was; lost: why the view left it out while it had ranges, "" if it did not; since: of that;
     status: its last answer, and when it came; error: why it does not answer, "" if it does."""
@@ -35,7 +35,7 @@ class Server:
 
     @property
     def answers(self) -> bool:
-        """Whether it did when it was last asked."""
+        """Whether it answered the last request."""
         return self.status is not None and not self.error
 
     def state(self, draining: bool, registered: bool) -> str:
@@ -56,34 +56,35 @@ class Fleet:
     those that do not answer broke."""
 
     def __init__(self) -> None:
-        self.servers: dict[str, Server] = {}
+        self.servers: dict[str, ServerState] = {}
         self.registered: dict[str, ServerInfo] = {}
         self.drains: dict[str, int] = {}
         self.gone: dict[str, float] = {}
-        self._asked: dict[Member, None] = {}  # to drain, ever; the newest of them
+        self._drained: dict[Member, None] = {}  # to drain, ever; the newest of them
 
     def register(self, now: float, name: str, info: ServerInfo) -> None:
-        """It has a lease."""
+        """Takes a server's registration."""
         self.registered[name] = info
         known = self.servers.get(name)
         if known is None or known.info.incarnation < info.incarnation:
             self._renew(now, info)
 
-    def _renew(self, now: float, info: ServerInfo) -> Server:
-        """What was known of its name was another incarnation's. That it was lost is shown until it answers."""
+    def _renew(self, now: float, info: ServerInfo) -> ServerState:
+        """Starts a new incarnation of a name. That the old one was lost is shown until the new one answers."""
         before = self.servers.get(info.name)
-        server = self.servers[info.name] = Server(info, since=now)
+        server = self.servers[info.name] = ServerState(info, since=now)
         if before is not None and before.lost:
             server.lost, server.since = before.lost, before.since
         self.gone.pop(info.name, None)
         return server
 
     def adopt(self, now: float, before: View | None, view: View) -> tuple[list[str], list[str]]:
-        """Names of those that the view leaves out: unasked, while they had ranges, and as they were to."""
+        """Takes a view; returns the names of servers that are lost (they had ranges and no drain), and of those that left
+        as intended."""
         for name, incarnation in self.drains.items():
-            self._asked[Member(name, incarnation)] = None
-        for member in list(self._asked)[:-LOST_MAX]:
-            del self._asked[member]
+            self._drained[Member(name, incarnation)] = None
+        for member in list(self._drained)[:-LOST_MAX]:
+            del self._drained[member]
         found = counts(view)
         for info in view.servers:
             server = self.servers.get(info.name)
@@ -103,7 +104,7 @@ class Fleet:
         listed = {server.member for server in view.servers}
         full = {before.servers[i].member for i in np.unique(before.chains).tolist() if i >= 0}
         out = {server.member for server in before.servers} - listed
-        lost = sorted(m.name for m in out if m in full and m not in self._asked)
+        lost = sorted(m.name for m in out if m in full and m not in self._drained)
         return lost, sorted(m.name for m in out if m.name not in lost)
 
     def _leave(self, now: float, name: str, reason: str, *, again: bool) -> None:
@@ -126,7 +127,7 @@ class Fleet:
         return silent_s
 
     def is_silent(self, now: float, name: str, incarnation: int, error: str) -> bool:
-        """Whether that is news."""
+        """Notes that a server gives no answer; returns whether that is new."""
         server = self.servers.get(name)
         if server is None or server.info.incarnation != incarnation or server.error == error:
             return False
@@ -135,17 +136,17 @@ class Fleet:
         return True
 
     def forget(self, now: float) -> None:
-        """Those that have been gone for long, or as the page shows enough."""
+        """Drops servers that left long ago, or beyond LOST_MAX."""
         away = [n for n, s in self.servers.items() if not s.listed and n not in self.registered]
         away.sort(key=lambda name: self.servers[name].since)
         for i, name in enumerate(away):
             server = self.servers[name]
-            if not server.lost or now - server.since > LOST_KEPT_S or i < len(away) - LOST_MAX:
+            if not server.lost or now - server.since > LOST_SHOWN_S or i < len(away) - LOST_MAX:
                 del self.servers[name]
                 self.gone.pop(name, None)
 
     def document(self) -> list[dict[str, Any]]:
-        """As the page gets them."""
+        """The servers as the page gets them."""
         found = []
         for name, server in sorted(self.servers.items()):
             info = server.info

@@ -1,5 +1,4 @@
-"""The hour before the dashboard began, as Prometheus has it: what to ask, and samples out of its answers. Pure, but for
-`read_past`, which asks.
+"""The samples of the hour before the dashboard began, out of Prometheus' answers; and the questions to ask. Pure.
 
 Source of the questions' form: Prometheus' HTTP API, `/api/v1/query_range`, whose answers are matrices.
 """
@@ -7,21 +6,11 @@ Source of the questions' form: Prometheus' HTTP API, `/api/v1/query_range`, whos
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from elasticps.dashboard.samples import Sample
-from elasticps.errors import ConfigError, Error
-
-PAST_S = 3600
-STEP_S = 15
-TIMEOUT_S = 10.0
-MOST_BYTES = 8 << 20  # of one answer: 256 servers in an hour are 1.5 MB
+from elasticps.dashboard.core.samples import Sample
 
 _COUNTED = {
     "push_s": 'elasticps_server_operations_total{kind="push"}',
@@ -47,8 +36,8 @@ _SHARES = {"p50": 0.5, "p99": 0.99}
 
 
 @dataclass
-class Past:
-    """By time: a sample of everything together; and by server and time, of each."""
+class PastSamples:
+    """Samples from before the dashboard began. cluster: of all servers together, by time; servers: by name and time."""
 
     cluster: dict[float, Sample] = field(default_factory=dict)
     servers: dict[str, dict[float, Sample]] = field(default_factory=dict)
@@ -71,8 +60,9 @@ def questions(cluster: str) -> dict[tuple[str, bool], str]:
     return found
 
 
-def note(past: Past, column: str, each: bool, answer: Mapping[str, Any]) -> None:
-    """Adds the answer to one question. ValueError, KeyError or TypeError if it is none; NaN is nothing."""
+def add_answer(past: PastSamples, column: str, each: bool, answer: Mapping[str, Any]) -> None:
+    """Adds the answer to one question. ValueError, KeyError or TypeError for a malformed one; NaN and infinity are left
+    out."""
     if answer["status"] != "success" or answer["data"]["resultType"] != "matrix":
         raise ValueError("this is no matrix of values")
     for series in answer["data"]["result"]:
@@ -81,33 +71,3 @@ def note(past: Past, column: str, each: bool, answer: Mapping[str, Any]) -> None
             value = float(text)
             if abs(value) != float("inf") and value == value:
                 into.setdefault(float(time), {})[column] = value
-
-
-def read_past(prometheus: str, cluster: str, now: float) -> Past:
-    """Of a cluster, at `now` in Unix time, from Prometheus at that URL. Blocks. Raises Error if it does not tell."""
-    past = Past()
-    for (column, each), query in questions(cluster).items():
-        asked = {"query": query, "start": f"{now - PAST_S:.3f}", "end": f"{now:.3f}", "step": str(STEP_S)}
-        url = f"{prometheus.rstrip('/')}/api/v1/query_range"
-        try:
-            with urllib.request.urlopen(url, urllib.parse.urlencode(asked).encode(), timeout=TIMEOUT_S) as answer:
-                body = answer.read(MOST_BYTES + 1)
-            if len(body) > MOST_BYTES:
-                raise ValueError(f"more than {MOST_BYTES:,} bytes")
-            note(past, column, each, json.loads(body))
-        except urllib.error.HTTPError as error:
-            with error:
-                raise Error(f"Prometheus at {prometheus} refused a question: {error.code} {error.reason}") from None
-        except OSError as error:
-            raise Error(f"Prometheus at {prometheus} cannot be asked: {getattr(error, 'reason', error)}") from None
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise Error(f"what answers at {prometheus} is no Prometheus: {error}") from None
-    return past
-
-
-def check_prometheus(url: str) -> str:
-    """The URL, "" for none. ConfigError if Prometheus cannot be there."""
-    with suppress(ValueError):  # of brackets that do not close
-        if not url or (url.startswith(("http://", "https://")) and urllib.parse.urlsplit(url).hostname):
-            return url
-    raise ConfigError(f"{url!r} is no URL of Prometheus: write for example http://127.0.0.1:9090")

@@ -1,7 +1,7 @@
-"""A cluster as the page shows it: what the store and the servers say goes in, plain values for viewers come out. Pure.
+"""A cluster as the page shows it: events of store and servers go in, plain values for viewers come out. Pure.
 
-Every method that takes news takes the Unix time at which they came. What is kept is bounded: an hour of samples and
-entries, servers that are gone for a while.
+Every method that takes an event takes the Unix time at which it came. Memory is bounded: an hour of samples and
+entries, and servers that have left for some minutes.
 """
 
 from __future__ import annotations
@@ -26,49 +26,49 @@ from coordinator.core.keys import (
 from coordinator.core.planner import Members
 from coordinator.core.records import read
 from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View
-from elasticps.dashboard import ring
-from elasticps.dashboard.fleet import Fleet
-from elasticps.dashboard.history import History
-from elasticps.dashboard.past import Past
-from elasticps.dashboard.samples import CLUSTER_COLUMNS, SERVER_COLUMNS, Samples
-from elasticps.dashboard.tables import Tables
-from elasticps.dashboard.timeline import Entry, Recoveries, Timeline, names
+from elasticps.dashboard.core import ring
+from elasticps.dashboard.core.fleet import Fleet
+from elasticps.dashboard.core.history import History
+from elasticps.dashboard.core.past import PastSamples
+from elasticps.dashboard.core.samples import CLUSTER_COLUMNS, SERVER_COLUMNS, Samples
+from elasticps.dashboard.core.tables import TableStates
+from elasticps.dashboard.core.timeline import Recoveries, Timeline, TimelineEntry, names
 
-News = tuple[str, Any]
+Update = tuple[str, Any]
 """A kind of message and its content, as the page gets them."""
 
 URGENT_S = 2.0  # after a loss: so long servers are asked as often as can be, for when they went on
 
 
 class Model:
-    """One cluster. `take_news` gives what viewers that had the last `snapshot` or news do not know yet."""
+    """One cluster. `take_updates` gives what viewers that had the last `snapshot` or news do not know yet."""
 
     def __init__(self, name: str, now: float, samples: int = 3600) -> None:
-        self.name = name
-        self.view: View | None = None
-        self.config: ClusterConfig | None = None
-        self.fleet = Fleet()
-        self.tables = Tables()
-        self.timeline = Timeline()
-        self._recoveries = Recoveries(self.timeline)
-        self._samples = Samples(samples)
-        self._roster: Roster | None = None
-        self._leader = ""
-        self._checkpoint: dict[str, Any] | None = None
-        self._checkpoints: dict[str, Any] | None = None
-        self._store_error = "not asked yet"
-        self._store_since = now
-        self._outage: Entry | None = None
-        self._restore: Entry | None = None
+        self.name = name  # the cluster's
+        self.view: View | None = None  # the newest
+        self.config: ClusterConfig | None = None  # as it was created
+        self.fleet = Fleet()  # servers
+        self.tables = TableStates()  # in the store and at the servers
+        self.timeline = Timeline()  # entries for people
+        self._recoveries = Recoveries(self.timeline)  # losses under way
+        self._samples = Samples(samples)  # rates, second by second
+        self._roster: Roster | None = None  # workers
+        self._leader = ""  # the coordinator that leads; "" if none
+        self._checkpoint: dict[str, Any] | None = None  # the newest, by the store
+        self._checkpoints: dict[str, Any] | None = None  # found where they are stored
+        self._store_error = "not asked yet"  # "" while etcd answers
+        self._store_since = now  # when it began or ceased to answer
+        self._outage: TimelineEntry | None = None  # of etcd, while it lasts
+        self._restore: TimelineEntry | None = None  # from a checkpoint, while it lasts
         self._peak = 0  # of copies under way since nothing was last
-        self._changed: dict[str, None] = {}
-        self._told: dict[str, Any] = {}
-        self._drawn: tuple[View, dict[str, Any]] | None = None
+        self._changed: dict[str, None] = {}  # kinds of updates since the last `take_updates`
+        self._sent: dict[str, Any] = {}  # the last content of each kind
+        self._drawn: tuple[View, dict[str, Any]] | None = None  # the view that was drawn last
 
     # --- the store --------------------------------------------------------------------------------------------------
 
     def reset(self, now: float, entries: Iterable[tuple[str, bytes]]) -> None:
-        """All that the store has: what it lacks is gone."""
+        """Takes all entries of the store; keys that it lacks are gone."""
         there = dict(entries)
         self.fleet.registered = {n: s for n, s in self.fleet.registered.items() if SERVERS + n in there}
         self.fleet.drains = {n: i for n, i in self.fleet.drains.items() if DRAINS + n in there}
@@ -81,7 +81,7 @@ class Model:
         self._change("servers")
 
     def put(self, now: float, key: str, value: bytes) -> None:
-        """A key was written. What makes no sense is left out: others report it."""
+        """Takes a key that was written. Leaves out a value that cannot be read: others report it."""
         try:
             self._put(now, key, value)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
@@ -97,8 +97,8 @@ class Model:
         elif key == ELECTION:
             self._elect(now, read(key, value, name=str)["name"])
         elif key == NEWEST_CHECKPOINT:
-            said = read(key, value, cut=int, time=float)
-            self._newest_checkpoint(now, said["cut"], said["time"])
+            newest = read(key, value, cut=int, time=float)
+            self._newest_checkpoint(now, newest["cut"], newest["time"])
         elif key == FAILOVER:
             found = Failover.from_json(value)
             self._recoveries.detected(found.epoch, found.written - found.detected)
@@ -116,7 +116,7 @@ class Model:
             self._change("tables")
 
     def delete(self, now: float, key: str) -> None:
-        """A key is gone."""
+        """Takes a key that was deleted."""
         if key == ELECTION and self._leader:
             self.timeline.note(now, "election", "no coordinator leads", f"{self._leader} gave up, or its lease ended")
             self._leader = ""
@@ -133,7 +133,7 @@ class Model:
             self._change("tables")
 
     def store_answers(self, now: float) -> None:
-        """It did, just now."""
+        """Notes that the store answers."""
         if self._outage is not None:
             self.timeline.end(self._outage, now)
             self._outage = None
@@ -142,7 +142,7 @@ class Model:
             self._change("state")
 
     def store_fails(self, now: float, error: str) -> None:
-        """It gave no answer."""
+        """Notes that the store gives no answer."""
         if self._outage is None:
             self._outage = self.timeline.note(now, "outage", "etcd does not answer", error, lasts=True)
             self._store_since = now
@@ -218,15 +218,16 @@ class Model:
         self._change("servers")
 
     def _drain_over(self, now: float, name: str) -> None:
-        asked = self.fleet.drains.pop(name, None)
-        if asked is not None and name in self.fleet.registered and self.fleet.registered[name].incarnation == asked:
+        drained_at = self.fleet.drains.pop(name, None)
+        there = self.fleet.registered.get(name)
+        if there is not None and there.incarnation == drained_at:
             self.timeline.note(now, "drain", f"{name} is asked to drain no more")
         self._change("servers")
 
     # --- the servers ------------------------------------------------------------------------------------------------
 
     def status(self, now: float, name: str, incarnation: int, answer: Mapping[str, Any]) -> None:
-        """What a server says of itself (StatusResponse)."""
+        """Takes a server's status (StatusResponse)."""
         silent_s = self.fleet.answered(now, name, incarnation, answer)
         if silent_s is None:
             return
@@ -241,22 +242,22 @@ class Model:
             self._change("servers")
 
     def activity(self, now: float, name: str, answer: Mapping[str, Any]) -> None:
-        """What passes through a server (ActivityResponse)."""
+        """Takes a server's traffic (ActivityResponse)."""
         self._samples.activity(now, name, answer)
 
     def table_statuses(self, answers: Mapping[str, list[dict[str, Any]]]) -> None:
-        """What the servers that answer hold of each table."""
+        """Takes the tables' sizes at each server that answers."""
         self.tables.count(answers)
         self._change("tables")
 
     def catalog(self, found: dict[str, Any]) -> None:
-        """What lies where checkpoints are kept."""
+        """Takes the list of checkpoints in storage."""
         if found != self._checkpoints:
             self._checkpoints = found
             self._change("checkpoints")
 
-    def remember(self, past: Past) -> None:
-        """What was before this began; whoever looks on gets it with the next snapshot."""
+    def remember(self, past: PastSamples) -> None:
+        """Takes samples from before this began; viewers get them with the next snapshot."""
         self._samples.remember(past.cluster, past.servers)
 
     def urgent(self, now: float) -> set[str]:
@@ -265,7 +266,7 @@ class Model:
         return set().union(*(r.watched for r in recoveries if now - r.began < URGENT_S))
 
     def tick(self, now: float) -> None:
-        """A second has passed: notes a sample."""
+        """Takes a sample, once a second."""
         self.fleet.forget(now)
         if self.view is not None:
             self._recoveries.look(now, whole=not ring.under_way(self.view)[0])
@@ -276,7 +277,7 @@ class Model:
     # --- what viewers get -------------------------------------------------------------------------------------------
 
     def snapshot(self, now: float) -> dict[str, Any]:
-        """All there is, but for histories of single servers."""
+        """Everything but histories of single servers, for a new viewer."""
         kinds = ("state", "view", "servers", "workers", "tables", "checkpoints", "sample")
         return {
             "now": now,
@@ -286,32 +287,32 @@ class Model:
             **{kind: self._content(kind) for kind in kinds},
         }
 
-    def take_news(self) -> list[News]:
+    def take_updates(self) -> list[Update]:
         """What has changed since the last call, each kind once."""
-        found: list[News] = []
+        found: list[Update] = []
         for kind in self._changed:
             content = self._content(kind)
-            if kind in ("sample", "view") or self._told.get(kind) != content:
+            if kind in ("sample", "view") or self._sent.get(kind) != content:
                 found.append((kind, content))
             if kind not in ("sample", "view"):
-                self._told[kind] = content
+                self._sent[kind] = content
         self._changed.clear()
         return found + [("entry", entry) for entry in self.timeline.take()]
 
     @property
     def workers(self) -> int:
-        """How many there are."""
+        """The number of workers."""
         return 0 if self._roster is None else len(self._roster.workers)
 
     def server_history(self, name: str) -> History | None:
-        """Of one server; None if there is none of that name."""
+        """One server's history; None if there is no server of that name."""
         return self._samples.servers.get(name)
 
     def members(self) -> Members:
         """The registered servers, as the planner sees them."""
         servers = tuple(self.fleet.registered.values())
-        asked = frozenset(s.member for s in servers if self.fleet.drains.get(s.name) == s.incarnation)
-        return Members(self.name, servers, asked)
+        draining = frozenset(s.member for s in servers if self.fleet.drains.get(s.name) == s.incarnation)
+        return Members(self.name, servers, draining)
 
     def _change(self, *kinds: str) -> None:
         self._changed.update(dict.fromkeys(kinds))

@@ -16,7 +16,7 @@ import numpy as np
 
 from coordinator.core.view import View
 
-KEPT_S = 3600.0
+RETAINED_S = 3600.0
 ENTRIES_MAX = 2000
 NAMES_MAX = 5
 _SAME_S = 5.0  # views about the same work that follow each other so closely are one entry
@@ -26,7 +26,7 @@ DETECTED = "detected by the leader"
 
 
 @dataclass
-class Entry:
+class TimelineEntry:
     """until: when it was over, None while it lasts, `t` for what has no length; parts: (name, time) in order; count:
     how many like it are told in one."""
 
@@ -49,29 +49,31 @@ class Timeline:
     """Entries in the order in which they were noted. `changed` has those that viewers do not know, until taken."""
 
     def __init__(self) -> None:
-        self.entries: deque[Entry] = deque()
-        self.changed: dict[int, Entry] = {}
+        self.entries: deque[TimelineEntry] = deque()
+        self.changed: dict[int, TimelineEntry] = {}
         self._next = 1
 
-    def note(self, t: float, kind: str, title: str, reason: str = "", *, lasts: bool = False, epoch: int = 0) -> Entry:
+    def note(
+        self, t: float, kind: str, title: str, reason: str = "", *, lasts: bool = False, epoch: int = 0
+    ) -> TimelineEntry:
         """A new entry; one that `lasts` is ended by `end`."""
-        entry = Entry(self._next, t, kind, title, reason, None if lasts else t, epoch)
+        entry = TimelineEntry(self._next, t, kind, title, reason, None if lasts else t, epoch)
         self._next += 1
         self.entries.append(entry)
-        while len(self.entries) > ENTRIES_MAX or self.entries[0].t < t - KEPT_S:
+        while len(self.entries) > ENTRIES_MAX or self.entries[0].t < t - RETAINED_S:
             self.changed.pop(self.entries.popleft().id, None)
             if not self.entries:
                 break
         self.changed[entry.id] = entry
         return entry
 
-    def end(self, entry: Entry, t: float) -> None:
-        """It is over."""
+    def end(self, entry: TimelineEntry, t: float) -> None:
+        """Ends an entry that lasts."""
         entry.until = t
         self.changed[entry.id] = entry
 
-    def add_part(self, entry: Entry, name: str, t: float) -> None:
-        """One more step of it was reached."""
+    def add_part(self, entry: TimelineEntry, name: str, t: float) -> None:
+        """Adds a step to an entry."""
         entry.parts.append((name, t))
         self.changed[entry.id] = entry
 
@@ -86,18 +88,18 @@ class Timeline:
         self.end(last, t)
 
     def take(self) -> list[dict[str, Any]]:
-        """What is new since the last call."""
+        """The entries that are new or changed since the last call."""
         found = [entry.document() for entry in self.changed.values()]
         self.changed.clear()
         return found
 
 
 @dataclass
-class Recovery:
+class LossRecovery:
     """After a view without servers that had ranges. waiting: who has not adopted it; commits: new heads, and the pushes
     that each had counted when it was first seen under that view; None before that."""
 
-    entry: Entry
+    entry: TimelineEntry
     epoch: int
     began: float
     waiting: set[str]
@@ -110,11 +112,11 @@ class Recovery:
 
 
 class Recoveries:
-    """All that are under way."""
+    """The recoveries under way."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
-        self.under_way: list[Recovery] = []
+        self.under_way: list[LossRecovery] = []
 
     def begin(
         self,
@@ -124,7 +126,7 @@ class Recoveries:
         lost: Collection[str],
         gone: Mapping[str, float],
         here: Collection[str],
-    ) -> Entry:
+    ) -> TimelineEntry:
         """A view leaves `lost` out, unasked. gone: when connections broke; here: the servers that are to adopt it."""
         entry = self._timeline.note(t, "loss", f"{names(lost)} lost", after.reason, lasts=True, epoch=after.epoch)
         seen = [gone[name] for name in lost if name in gone]
@@ -135,14 +137,14 @@ class Recoveries:
         was = np.isin(before.heads, [before.index(name) for name in lost])
         heads = {after.servers[i].name for i in np.unique(after.heads[was]).tolist() if i >= 0} - set(lost)
         waiting = {server.name for server in after.servers} & set(here)
-        self.under_way.append(Recovery(entry, after.epoch, t, waiting, dict.fromkeys(heads)))
+        self.under_way.append(LossRecovery(entry, after.epoch, t, waiting, dict.fromkeys(heads)))
         for old in self.under_way[:-RECOVERIES_MAX]:
             self._timeline.end(old.entry, t)
         del self.under_way[:-RECOVERIES_MAX]
         return entry
 
     def status(self, t: float, name: str, epoch: int, pushes: int) -> None:
-        """What a server said of itself."""
+        """Takes a server's status."""
         for recovery in self.under_way:
             if epoch < recovery.epoch:
                 continue

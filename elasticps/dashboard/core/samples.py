@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from coordinator.core.view import WorkerInfo
-from elasticps.dashboard.fleet import Server
-from elasticps.dashboard.history import SERVERS_MAX, History
+from elasticps.dashboard.core.fleet import ServerState
+from elasticps.dashboard.core.history import SERVERS_MAX, History
 
 RATES = {
     "push_s": "pushes", "pull_s": "pulls", "rows_pushed_s": "rows_pushed", "rows_pulled_s": "rows_pulled",
@@ -24,9 +24,9 @@ CLUSTER_COLUMNS = (*SERVER_COLUMNS, "steps_s", "lag", "outstanding")
 Sample = dict[str, float | None]
 
 _STEPS_S = 10.0  # a worker's pace is its mean over so long
-_STALE_S = 15.0  # what a server said of workers counts for no longer
-_TOLD_S = 60.0  # and what a worker said of itself: one that does nothing says the same
-_UNKNOWN, _UNTOLD = (None,) * 3, (None,) * 4
+_STALE_S = 15.0  # clocks from a server count for so long
+_REPORT_STALE_S = 60.0  # and a worker's own report: an idle worker repeats the same
+_UNKNOWN, _UNREPORTED = (None,) * 3, (None,) * 4
 
 
 class Samples:
@@ -36,7 +36,7 @@ class Samples:
         self.cluster = History(CLUSTER_COLUMNS, samples)
         self.servers: dict[str, History] = {}
         self.workers = Workers()
-        self.uses = Uses()
+        self.reports = WorkerReports()
         self.newest: dict[str, Any] | None = None
         self._capacity = samples
         self._before: dict[str, tuple[float, Mapping[str, Any]]] = {}
@@ -55,10 +55,10 @@ class Samples:
         """What passes through a server."""
         self._active[name] = now, answer
         self.workers.note(now, name, zip(answer["workers"], answer["clocks"], strict=True))
-        self.uses.note(now, answer["uses"])
+        self.reports.note(now, answer["uses"])
 
-    def take(self, now: float, servers: Mapping[str, Server], workers: Sequence[WorkerInfo]) -> None:
-        """A sample of all servers that answer."""
+    def take(self, now: float, servers: Mapping[str, ServerState], workers: Sequence[WorkerInfo]) -> None:
+        """Takes a sample of all servers that answer."""
         rows = {name: self._of(name, server) for name, server in servers.items() if server.answers}
         whole: Sample = {}
         for column in (*RATES, *GAUGES, *TRAFFIC):
@@ -66,8 +66,8 @@ class Samples:
             whole[column] = sum(values) if values else None
         whole |= self._latencies(list(rows))
         clocks, whole["steps_s"], whole["lag"] = self.workers.look(now, workers)
-        uses = self.uses.look(now, {w.id for w in workers})
-        whole["outstanding"] = sum(use[0] or 0 for use in uses.values()) if uses else None
+        reports = self.reports.look(now, {w.id for w in workers})
+        whole["outstanding"] = sum(each[0] or 0 for each in reports.values()) if reports else None
         self.cluster.add(now, whole)
         for name, row in rows.items():
             if name in self.servers or len(self.servers) < SERVERS_MAX:
@@ -86,11 +86,12 @@ class Samples:
             "cluster": [_rounded(whole.get(column)) for column in CLUSTER_COLUMNS],
             "servers": {n: [_rounded(row.get(column)) for column in SERVER_COLUMNS] for n, row in rows.items()},
             "workers": {
-                i: [*(clocks.get(i) or _UNKNOWN), *(uses.get(i) or _UNTOLD)] for i in clocks.keys() | uses.keys()
+                i: [*(clocks.get(i) or _UNKNOWN), *(reports.get(i) or _UNREPORTED)]
+                for i in clocks.keys() | reports.keys()
             },
         }
 
-    def _of(self, name: str, server: Server) -> Sample:
+    def _of(self, name: str, server: ServerState) -> Sample:
         status = server.status or {}
         sample: Sample = {column: status[column] for column in GAUGES}
         at, before = self._before.get(name, (0.0, None))
@@ -140,59 +141,61 @@ def percentile(bounds: Sequence[float], counts: Sequence[int], share: float) -> 
     return bounds[-1]
 
 
-class Uses:
-    """What workers say of themselves, every few seconds: the last word of each, and the one before it."""
+class WorkerReports:
+    """The newest report of each worker about itself, sent every few seconds, and the one before it."""
 
     def __init__(self) -> None:
-        self._said: dict[int, tuple[float, Mapping[str, int], Mapping[str, int] | None]] = {}
+        self._newest: dict[int, tuple[float, Mapping[str, int], Mapping[str, int] | None]] = {}
 
-    def note(self, now: float, uses: Iterable[Mapping[str, int]]) -> None:
-        """What a server was told by the workers that it asks (WorkerUse). The same again is no news."""
-        for use in uses:
-            _, last, before = self._said.get(use["worker"], (0.0, use, None))
-            if use["sent"] > last["sent"]:  # else the same again, or an older one, of the server that asked it before
-                last, before = use, last
-            self._said[use["worker"]] = now, last, before
+    def note(self, now: float, reports: Iterable[Mapping[str, int]]) -> None:
+        """Takes the reports (WorkerUse) that a server has from its workers; repeated ones change nothing."""
+        for report in reports:
+            _, last, before = self._newest.get(report["worker"], (0.0, report, None))
+            if report["sent"] > last["sent"]:  # else a repeated report, or another server's older one
+                last, before = report, last
+            self._newest[report["worker"]] = now, last, before
 
     def look(self, now: float, workers: Collection[int]) -> dict[int, list[float | None]]:
         """By id: steps that are not committed, the part of rows that a cache had, bytes for a step, shards in hand."""
-        self._said = {i: said for i, said in self._said.items() if i in workers and now - said[0] < _TOLD_S}
+        self._newest = {
+            i: report for i, report in self._newest.items() if i in workers and now - report[0] < _REPORT_STALE_S
+        }
         found: dict[int, list[float | None]] = {}
-        for i, (_, last, before) in self._said.items():
+        for i, (_, last, before) in self._newest.items():
             rate = nbytes = None
             if before is not None:
-                steps, wanted = last["clock"] - before["clock"], last["wanted"] - before["wanted"]
+                steps, pulled = last["clock"] - before["clock"], last["wanted"] - before["wanted"]
                 moved = last["sent"] + last["received"] - before["sent"] - before["received"]
                 nbytes = _rounded(moved / steps) if steps > 0 else None
-                rate = _rounded(max(0, last["kept"] - before["kept"]) / wanted) if wanted > 0 else None
+                rate = _rounded(max(0, last["kept"] - before["kept"]) / pulled) if pulled > 0 else None
             found[i] = [last["clock"] - last["committed"], rate, nbytes, last["shards"]]
         return found
 
 
 class Workers:
-    """How far each worker has come: by its id, the range in which it is furthest behind."""
+    """The clock of each worker, by its id, in the range where it is lowest."""
 
     def __init__(self) -> None:
-        self._said: dict[str, tuple[float, dict[int, int]]] = {}  # by server
+        self._clocks: dict[str, tuple[float, dict[int, int]]] = {}  # by server
         self._past: dict[int, deque[tuple[float, int]]] = {}
 
     def keep(self, ids: Collection[int]) -> None:
-        """Those that there are."""
+        """Forgets all other workers."""
         self._past = {i: past for i, past in self._past.items() if i in ids}
 
     def note(self, now: float, server: str, clocks: Iterable[tuple[int, int]]) -> None:
-        """What a server knows of them, in the ranges that it heads."""
-        self._said[server] = now, dict(clocks)
+        """Takes the clocks of workers in the ranges that a server heads."""
+        self._clocks[server] = now, dict(clocks)
 
     def look(
         self, now: float, workers: Sequence[WorkerInfo]
     ) -> tuple[dict[int, list[float | None]], float | None, float | None]:
         """By id: clock, steps behind the first of its application, seconds for a step; all workers' steps a second; how
         far the last one is behind."""
-        self._said = {name: said for name, said in self._said.items() if now - said[0] < _STALE_S}
+        self._clocks = {name: clocks for name, clocks in self._clocks.items() if now - clocks[0] < _STALE_S}
         at: dict[int, int] = {}
-        for _, said in self._said.values():
-            for worker, clock in said.items():
+        for _, clocks in self._clocks.values():
+            for worker, clock in clocks.items():
                 at[worker] = min(clock, at.get(worker, clock))
         first: dict[str, int] = {}
         for w in workers:

@@ -11,8 +11,8 @@ from coordinator.core.records import read
 TABLES_MAX = 1000  # shown
 
 
-class Tables:
-    """By their keys in the store."""
+class TableStates:
+    """The tables by their keys in the store."""
 
     def __init__(self) -> None:
         self._known: dict[str, dict[str, Any]] = {}
@@ -20,7 +20,7 @@ class Tables:
         self._counts: dict[int, tuple[int, int, int]] = {}  # rows, bytes, servers
 
     def put(self, key: str, value: bytes) -> bool:
-        """Whether the key is about tables."""
+        """Takes a key that was written; returns whether it is about tables."""
         if key.startswith(TABLES):
             if (table := table_of(key, value)) is None:
                 self._known.pop(key, None)
@@ -35,18 +35,18 @@ class Tables:
         return True
 
     def delete(self, key: str) -> bool:
-        """Whether the key was about tables."""
+        """Takes a key that was deleted; returns whether it was about tables."""
         return self._known.pop(key, None) is not None or self._rates.pop(key, None) is not None
 
     def keep(self, keys: Collection[str]) -> None:
-        """All others are gone."""
+        """Forgets all tables but those of these keys."""
         for known in (self._known, self._rates):
             for key in list(known):
                 if key not in keys:
                     del known[key]
 
     def count(self, answers: Mapping[str, list[dict[str, Any]]]) -> None:
-        """What each server that answers holds (TableStatus)."""
+        """Takes the tables' sizes (TableStatus) at each server that answers."""
         self._counts = {}
         for answer in answers.values():
             for table in answer:
@@ -54,7 +54,7 @@ class Tables:
                 self._counts[table["id"]] = rows + table["rows_headed"], nbytes + table["bytes"], servers + 1
 
     def document(self) -> list[dict[str, Any]]:
-        """As the page gets them; rows are None where no server was asked yet."""
+        """The tables as the page gets them; rows are None before a server has answered."""
         rates = dict(self._rates.values())
         found = []
         for table in sorted(self._known.values(), key=lambda t: (t["app"], t["name"]))[:TABLES_MAX]:

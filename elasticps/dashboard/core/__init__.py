@@ -1,0 +1,1 @@
+"""The page's model, pure: events and times in, plain values out."""
