@@ -79,8 +79,8 @@ class Fleet:
         return server
 
     def adopt(self, now: float, before: View | None, view: View) -> tuple[list[str], list[str]]:
-        """Takes a view; returns the names of servers that are lost (they had ranges and no drain), and of those that left
-        as intended."""
+        """Takes a view; returns the names of servers that are lost (they had ranges and no drain), and of those that
+        left as intended."""
         for name, incarnation in self.drains.items():
             self._drained[Member(name, incarnation)] = None
         for member in list(self._drained)[:-LOST_MAX]:
