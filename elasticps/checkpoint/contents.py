@@ -102,12 +102,12 @@ class Contents:
         width = 12 + RowLayout.of(self.manifest.spec(table)).stride
         return rows, rows * width + 8 * np.add.reduce([layer.sizes[1] for layer in layers])
 
-    def units(self, table: int, wanted: Iterable[int] | None = None, most_bytes: int = UNIT_BYTES) -> Iterator[Unit]:
+    def units(self, table: int, chosen: Iterable[int] | None = None, most_bytes: int = UNIT_BYTES) -> Iterator[Unit]:
         """The ranges of a table that are wanted, ascending, all if none are named; several at once if they have no more
         bytes."""
         rows, nbytes = self.sizes(table)
         some: list[int] = []
-        for r in range(self.manifest.ranges) if wanted is None else wanted:
+        for r in range(self.manifest.ranges) if chosen is None else chosen:
             if some and nbytes[some].sum() + nbytes[r] > most_bytes:
                 yield Unit(table, tuple(some), int(rows[some].sum()), int(nbytes[some].sum()))
                 some = []

@@ -185,14 +185,14 @@ def _before(storage: Storage, cluster: str, full: bool, restored: set[int]) -> t
 async def _written(store: Store, cut: ConsistentCut, connect: Connect, tell: Tell) -> list[WrittenFile]:
     """Waits until servers have written their ranges; asking is what has them begin, and go on."""
     writers = [_Writer(cut, server, connect(server)) for server in cut.view.servers if server.member in cut.states]
-    told = 0
+    reported = 0
     while True:
         listed = {server.member for server in (await read_view(store, CheckpointError)).servers}
         unfinished = [writer for writer in writers if writer.done < writer.ranges]
         answered = await asyncio.gather(*(writer.ask(listed) for writer in unfinished))
         done = sum(writer.done for writer in writers)
-        tell(done - told)
-        told = done
+        tell(done - reported)
+        reported = done
         if all(writer.done == writer.ranges for writer in writers):
             return [file for writer in writers for file in writer.files]
         if not all(answered):
@@ -218,18 +218,18 @@ class _Writer:
             raise self._given_up("is gone")
         now = asyncio.get_running_loop().time()
         try:
-            said = await self._server.written(self._cut, _WAIT_S)
+            answer = await self._server.written(self._cut, _WAIT_S)
         except Error as error:
             if now - self._heard_s > _SILENT_S:
                 raise self._given_up(f"is silent: {error}") from error
             return False
         self._heard_s = now
-        if said.incarnation != self._info.incarnation or said.ranges != self.ranges:
+        if answer.incarnation != self._info.incarnation or answer.ranges != self.ranges:
             raise self._given_up("has lost ranges that it was to write")
-        if said.writing is None or said.writing.failed:
-            why = "it knows nothing of it" if said.writing is None else said.writing.failed
+        if answer.writing is None or answer.writing.failed:
+            why = "it knows nothing of it" if answer.writing is None else answer.writing.failed
             raise self._given_up(f"has given up: {why}")
-        self.done, self.files = said.writing.ranges_done, said.writing.files
+        self.done, self.files = answer.writing.ranges_done, answer.writing.files
         return True
 
     def _given_up(self, why: str) -> GivenUp:
@@ -306,6 +306,6 @@ async def _settings(store: Store) -> dict[str, dict[str, Any]]:
     found = {}
     for entry in [entry for prefix in (RATES, ON_LOSS) for entry in (await store.list(prefix)).entries]:
         with left_out():
-            said = read(entry.key, entry.value, table=int)
-            found[entry.key] = {key: value for key, value in said.items() if not isinstance(value, (dict, list))}
+            setting = read(entry.key, entry.value, table=int)
+            found[entry.key] = {key: value for key, value in setting.items() if not isinstance(value, (dict, list))}
     return found

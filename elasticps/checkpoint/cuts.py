@@ -80,8 +80,8 @@ class RoundsDiffer(Inconsistent):
 
 @dataclass(frozen=True)
 class ConsistentCut:
-    """A consistent cut. states: of the servers that have logged it, and write it; roster: after it; said: the clocks up
-    to which workers had written when they held; held_s: for how long they were held."""
+    """A consistent cut. states: of the servers that logged it and write it; roster: of workers, after the cut; written:
+    the clock up to which each worker had written when it held; held_s: for how long workers were held."""
 
     number: int
     since: int
@@ -90,7 +90,7 @@ class ConsistentCut:
     verdict: Verdict
     states: Mapping[Member, CutState]
     roster: Sequence[WorkerInfo]
-    said: Mapping[int, int]
+    written: Mapping[int, int]
     held_s: float
 
 
@@ -119,11 +119,11 @@ class CutTaker:
     async def attempt(self, url: str, since: int = 0, floor: int = 0, foreign: Collection[int] = ()) -> ConsistentCut:
         """One try. GivenUp; StoreUnavailable."""
         number = await self._number(url, floor, foreign)
-        began, told = self._now(), set[Member]()
+        began, notified = self._now(), set[Member]()
         try:
             until = began + _MARGIN * self._hold_s
-            said = await self._hold(number, until, told)
-            view = await self._log(number, since, url, until, told)
+            written = await self._hold(number, until, notified)
+            view = await self._log(number, since, url, until, notified)
         finally:
             await asyncio.gather(*(self._quietly(server.release(number)) for server in self._servers.values()))
         held_s = self._now() - began
@@ -133,11 +133,11 @@ class CutTaker:
         taken = [one for state in states.values() for one in state.taken]
         if why := uncovered(view.ranges, taken):
             raise GivenUp(f"cut {number} is lost in part: {why}")
-        verdict = judge(taken, {worker.id: worker.app for worker in roster}, said)
+        verdict = judge(taken, {worker.id: worker.app for worker in roster}, written)
         if verdict.why:
             error = RoundsDiffer if verdict.rounds_torn else Inconsistent
             raise error(f"cut {number} was not consistent: {verdict.why}")
-        return ConsistentCut(number, since, url, view, verdict, states, roster, said, held_s)
+        return ConsistentCut(number, since, url, view, verdict, states, roster, written, held_s)
 
     # --- the steps --------------------------------------------------------------------------------------------------
 
@@ -163,14 +163,14 @@ class CutTaker:
             if await self._store.compare_and_set(LAST, str(number).encode(), expect=expect) is not None:
                 return number
 
-    async def _hold(self, number: int, until: float, told: set[Member]) -> dict[int, int]:
+    async def _hold(self, number: int, until: float, notified: set[Member]) -> dict[int, int]:
         """Has all workers hold; the clocks up to which each has written."""
         pause_s, late = _POLL_S, "nobody was asked"
         while self._now() < until:
             servers = (await self._view()).servers
-            news = [server for server in servers if server.member not in told]
-            answers = await self._ask(news, lambda server: server.hold(number, self._hold_s))
-            told.update(answers)
+            others = [server for server in servers if server.member not in notified]
+            answers = await self._ask(others, lambda server: server.hold(number, self._hold_s))
+            notified.update(answers)
             if not all(answers.values()):
                 raise GivenUp(f"cut {number} is not the newest any more")
             # Read after all servers were told: whoever joins later is told before it can write anything.
@@ -178,7 +178,7 @@ class CutTaker:
             held: dict[int, int] = {}
             for clocks in (await self._ask(servers, lambda server: server.held(number))).values():
                 held |= {worker: max(clock, held.get(worker, 0)) for worker, clock in clocks.items()}
-            deaf = [server.name for server in servers if server.member not in told]
+            deaf = [server.name for server in servers if server.member not in notified]
             missing = [worker.name for worker in roster if worker.id not in held]
             if not deaf and not missing:
                 return held
@@ -187,7 +187,7 @@ class CutTaker:
             pause_s = min(2 * pause_s, _POLL_MOST_S)
         raise GivenUp(f"cut {number} was given up after {self._hold_s:g} s: {late}")
 
-    async def _log(self, number: int, since: int, url: str, until: float, told: set[Member]) -> View:
+    async def _log(self, number: int, since: int, url: str, until: float, notified: set[Member]) -> View:
         """Has all heads log the cut; the view under which they have."""
         while self._now() < until:
             view = await self._view()
@@ -198,7 +198,7 @@ class CutTaker:
             if done and after.epoch == view.epoch:
                 if self._now() >= until:
                     break
-                if any(server.member not in told for server in view.servers):
+                if any(server.member not in notified for server in view.servers):
                     raise GivenUp(f"cut {number}: a server came that had not told its workers to hold")
                 return view
             await asyncio.sleep(_POLL_S)
@@ -273,9 +273,9 @@ class Verdict:
     rounds_torn: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
 
-def judge(taken: Sequence[CutTaken], present: Mapping[int, str], said: Mapping[int, int]) -> Verdict:
+def judge(taken: Sequence[CutTaken], present: Mapping[int, str], written: Mapping[int, int]) -> Verdict:
     """The verdict on a cut through all ranges. present: the application of each worker that is in the roster after the
-    cut; said: the clock up to which a worker has said that all is committed."""
+    cut; written: the clock up to which a worker has said that all is committed."""
     clocks: dict[int, int] = {}
     left_out: dict[int, dict[int, int]] = {}
     waiting = {worker for one in taken for _, _, worker in one.kept}
@@ -288,8 +288,8 @@ def judge(taken: Sequence[CutTaken], present: Mapping[int, str], said: Mapping[i
             return Verdict(f"what ranges have of worker {worker} {state}")
         if not whole:
             left_out[worker] = {r: one.clocks.get(worker, 0) for one in taken for r in one.ranges}
-        elif said.get(worker, MAX_CLOCK) < least >> PART_BITS:  # less is there of one that has gone on above a base
-            return Verdict(f"worker {worker} holds at step {said[worker]}, and ranges have {least >> PART_BITS}")
+        elif written.get(worker, MAX_CLOCK) < least >> PART_BITS:  # less is there of one that has gone on above a base
+            return Verdict(f"worker {worker} holds at step {written[worker]}, and ranges have {least >> PART_BITS}")
         else:
             clocks[worker] = least >> PART_BITS
     rounds: dict[str, int] = {}
@@ -305,7 +305,7 @@ def judge(taken: Sequence[CutTaken], present: Mapping[int, str], said: Mapping[i
         else:
             torn[app] = by_range
     for worker in present:
-        clocks.setdefault(worker, said.get(worker, 0))
+        clocks.setdefault(worker, written.get(worker, 0))
     return Verdict("", clocks, left_out, rounds, torn)
 
 
@@ -322,6 +322,6 @@ def uncovered(ranges: int, taken: Sequence[CutTaken]) -> str:
 
 
 def _as_steps(found: set[int]) -> str:
-    told = [f"{progress >> PART_BITS}" + " and a part" * bool(progress & ((1 << PART_BITS) - 1)) for progress in
+    steps = [f"{progress >> PART_BITS}" + " and a part" * bool(progress & ((1 << PART_BITS) - 1)) for progress in
             sorted(found)[:_SHOWN]]  # fmt: skip
-    return "steps " + ", ".join(told)
+    return "steps " + ", ".join(steps)

@@ -39,7 +39,7 @@ class LossPolicy:
         self._store = store
         self._url = url
         self._credentials = credentials
-        self._said: str | None = None  # nothing yet: the one who led before may have
+        self._reported: str | None = None  # nothing yet: the one who led before may have
 
     async def run(self) -> None:
         """As long as this coordinator leads; never ends by itself."""
@@ -74,22 +74,22 @@ class LossPolicy:
             await self._held_up("")
             return
         policies = await policies_of(store)
-        if waiting := sorted(name for name, said in policies.items() if said["on_loss"] != RESTORE):
+        if waiting := sorted(name for name, policy in policies.items() if policy["on_loss"] != RESTORE):
             await self._held_up(f"table {waiting[0]} has on_loss={WAIT!r}" if len(waiting) < len(policies) else "")
             return
-        anew = await prepare(store, ranges.tolist(), self._url, None, (), self._credentials)
-        check_budget(anew, policies)
-        await self._begin(anew)
+        recovery = await prepare(store, ranges.tolist(), self._url, None, (), self._credentials)
+        check_budget(recovery, policies)
+        await self._begin(recovery)
 
-    async def _begin(self, anew: RangeRecovery) -> None:
-        if await self._store.compare_and_set(RANGE_RECOVERY, anew.to_json(), expect=0) is not None:
-            ranges = np.array(anew.ranges)
-            log.warning("ranges are to be brought back", ranges=spans(ranges), url=anew.url, cut=anew.cut)
+    async def _begin(self, recovery: RangeRecovery) -> None:
+        if await self._store.compare_and_set(RANGE_RECOVERY, recovery.to_json(), expect=0) is not None:
+            ranges = np.array(recovery.ranges)
+            log.warning("ranges are to be brought back", ranges=spans(ranges), url=recovery.url, cut=recovery.cut)
 
     async def _held_up(self, why: str) -> None:
-        if why == self._said:
+        if why == self._reported:
             return
-        self._said = why
+        self._reported = why
         if why:
             log.warning("ranges are not brought back", reason=why)
         try:
@@ -98,22 +98,22 @@ class LossPolicy:
             else:
                 await self._store.delete(HELD_UP)
         except CoordinationError as error:
-            self._said = ""
+            self._reported = ""
             log.info("cannot say why ranges are not brought back", error=error)
 
     # --- what has been decided ----------------------------------------------------------------------------------------
 
     async def _go_on(self, entry: Entry) -> None:
-        store, anew = self._store, RangeRecovery.from_json(entry.value)
+        store, recovery = self._store, RangeRecovery.from_json(entry.value)
         view = await read_view(store)
-        if anew.error:  # it is tried again
+        if recovery.error:  # it is tried again
             cleared = await store.compare_and_set(
-                RANGE_RECOVERY, with_error(anew, None).to_json(), expect=entry.revision
+                RANGE_RECOVERY, with_error(recovery, None).to_json(), expect=entry.revision
             )
             if cleared is None:
                 return
             entry = Entry(entry.key, entry.value, cleared, entry.create_revision)
-        ranges = np.array(anew.ranges)
+        ranges = np.array(recovery.ranges)
         coming = view.heads[ranges] < 0
         if not coming.any():
             loss = find_loss(view, await read_servers(store))
@@ -122,51 +122,52 @@ class LossPolicy:
             return
         try:
             async with driving(store) as (serial, _):
-                drive = RecoveryDriver(store, anew, serial, self._credentials)
+                drive = RecoveryDriver(store, recovery, serial, self._credentials)
                 view = await drive.run()
                 await drive.end()
         except Error as error:
-            await store.compare_and_set(RANGE_RECOVERY, with_error(anew, error).to_json(), expect=entry.revision)
+            await store.compare_and_set(RANGE_RECOVERY, with_error(recovery, error).to_json(), expect=entry.revision)
             raise
         began = ranges[view.recovery_epoch[ranges] > 0]
         epoch = int(view.recovery_epoch[began].max())
-        told = record(anew, began, epoch, drive.rows)
-        await store.put(loss_key(epoch), json.dumps(told).encode())
+        document = record(recovery, began, epoch, drive.rows)
+        await store.put(loss_key(epoch), json.dumps(document).encode())
         await store.delete(RANGE_RECOVERY)
         log.warning(
-            "ranges were brought back", ranges=spans(began), rows=drive.rows, url=anew.url, cut=anew.cut,
-            most_lost_steps=anew.steps,
-            workers=", ".join(f"{one.name} {one.have + 1}-{one.to}" for one in anew.workers if one.steps),
+            "ranges were brought back", ranges=spans(began), rows=drive.rows, url=recovery.url, cut=recovery.cut,
+            most_lost_steps=recovery.steps,
+            workers=", ".join(f"{one.name} {one.have + 1}-{one.to}" for one in recovery.workers if one.steps),
         )  # fmt: skip
 
 
 async def policies_of(store: Store) -> dict[str, dict[str, Any]]:
     """What becomes of each table that is registered, by "application/name"."""
-    said = {}
+    found = {}
     for entry in (await store.list(ON_LOSS)).entries:
         with left_out():
             document = read(entry.key, entry.value, table=int, on_loss=str)
             if document.get("max_lost_steps") is not None:
                 check(entry.key, document, max_lost_steps=int)
-            said[entry.key.removeprefix(ON_LOSS), document["table"]] = {"max_lost_steps": None} | document
+            found[entry.key.removeprefix(ON_LOSS), document["table"]] = {"max_lost_steps": None} | document
     unsaid = {"on_loss": WAIT, "max_lost_steps": None}
-    return {table.name: said.get((table.name, table.id), unsaid) for table in await read_tables(store)}
+    return {table.name: found.get((table.name, table.id), unsaid) for table in await read_tables(store)}
 
 
-def check_budget(anew: RangeRecovery, policies: dict[str, dict[str, Any]]) -> None:
+def check_budget(recovery: RangeRecovery, policies: dict[str, dict[str, Any]]) -> None:
     """OverBudget if more steps would be lost than some table allows, or nobody can say how many."""
-    budgets = {name: said["max_lost_steps"] for name, said in policies.items() if said["max_lost_steps"] is not None}
+    limits = {name: policy["max_lost_steps"] for name, policy in policies.items()}
+    budgets = {name: limit for name, limit in limits.items() if limit is not None}
     if not budgets:
         return
     name = min(budgets, key=lambda each: budgets[each])
-    unknown = [one.name for one in anew.workers if not one.to and one.have]
+    unknown = [one.name for one in recovery.workers if not one.to and one.have]
     if unknown:
         raise OverBudget(
             f"no range is left, so nobody knows how many steps of worker {unknown[0]} would be lost, and table {name} "
             f"allows {budgets[name]}: `elasticps restore --ranges` brings them back"
         )
-    if anew.steps > budgets[name]:
+    if recovery.steps > budgets[name]:
         raise OverBudget(
-            f"{anew.steps} steps would be lost, table {name} allows {budgets[name]}: `elasticps restore --ranges` "
+            f"{recovery.steps} steps would be lost, table {name} allows {budgets[name]}: `elasticps restore --ranges` "
             "brings the ranges back all the same"
         )

@@ -125,7 +125,7 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The document."""
-        said = {name: getattr(self, name) for name in (field.name for field in fields(self))} | {
+        document = {name: getattr(self, name) for name in (field.name for field in fields(self))} | {
             "version": VERSION,
             "tables": {
                 name: {"id": id_, "spec": json.loads(spec.to_json())} for name, (id_, spec) in self.tables.items()
@@ -133,23 +133,25 @@ class Manifest:
             "files": [asdict(file) for file in self.files],
             "workers": {name: asdict(worker) for name, worker in self.workers.items()},
         }
-        said = json.loads(json.dumps(said))  # as a reader has it: keys are texts
-        return json.dumps({"version": said.pop("version"), "blake2b": _sum(said), **said}, indent=1).encode()
+        document = json.loads(json.dumps(document))  # as a reader has it: keys are texts
+        return json.dumps(
+            {"version": document.pop("version"), "blake2b": _sum(document), **document}, indent=1
+        ).encode()
 
     @classmethod
     def decode(cls, data: bytes, where: str = "it") -> Manifest:
         """The inverse. `where` is how errors call it."""
         try:
-            said = json.loads(data)
-            if not isinstance(said, dict) or "version" not in said or "cut" not in said:
+            document = json.loads(data)
+            if not isinstance(document, dict) or "version" not in document or "cut" not in document:
                 raise CheckpointError(f"{where} is no manifest of a checkpoint")
-            if said.pop("version") not in READ:
+            if document.pop("version") not in READ:
                 raise CheckpointError(
                     f"{where} was written by a newer elasticps: this one reads versions up to {VERSION}"
                 )
-            if said.pop("blake2b") != _sum(said):
+            if document.pop("blake2b") != _sum(document):
                 raise CheckpointError(f"{where} was altered: its sum is another")
-            return _checked(said)
+            return _checked(document)
         except CheckpointError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, SpecError, RecursionError, OverflowError) as error:
@@ -184,49 +186,49 @@ def cut_of(folder: str) -> int | None:
     return int(folder) if folder_of(int(folder)) == folder else None
 
 
-def _sum(said: Mapping[str, Any]) -> str:
-    return checksum([json.dumps(said, sort_keys=True, separators=(",", ":")).encode()])
+def _sum(document: Mapping[str, Any]) -> str:
+    return checksum([json.dumps(document, sort_keys=True, separators=(",", ":")).encode()])
 
 
-def _checked(said: dict[str, Any]) -> Manifest:
+def _checked(document: dict[str, Any]) -> Manifest:
     """Beyond the sum: a document of our version that is not what we write is somebody's mistake, and says so here
     instead of somewhere in a restore."""
     numbers = {
-        name: _whole(said[name], most) for name, most in (("cut", MAX_CUT), ("since", MAX_CUT), ("ranges", 1 << 16))
+        name: _whole(document[name], most) for name, most in (("cut", MAX_CUT), ("since", MAX_CUT), ("ranges", 1 << 16))
     }
     ranges = numbers["ranges"]
     if not numbers["since"] < numbers["cut"] or ranges < 2 or ranges & (ranges - 1):
         raise ValueError(f"cut {numbers['cut']} since {numbers['since']} with {ranges} ranges")
     tables = {}
-    for name, one in said["tables"].items():
+    for name, one in document["tables"].items():
         spec = TableSpec.from_json(json.dumps(one["spec"]))
         check_table(name, spec)
         tables[name] = _whole(one["id"], MAX_ID), spec
     ids = {id_ for id_, _ in tables.values()}
-    files = tuple(FileEntry(**one | {"ranges": tuple(one["ranges"])}) for one in said["files"])
+    files = tuple(FileEntry(**one | {"ranges": tuple(one["ranges"])}) for one in document["files"])
     for file in files:
         if file.table not in ids or not all(0 <= r < ranges for r in file.ranges) or ".." in file.path.split("/"):
             raise ValueError(f"file {file.path}")
         _whole(file.bytes, 1 << 62), _whole(file.rows, 1 << 62)
         _whole(file.header, min(file.bytes, MOST_HEADER + 8))  # which is read at once
         _text(file.blake2b), [_whole(r, ranges - 1) for r in file.ranges]
-    workers = {name: WorkerEntry(**one).checked() for name, one in said["workers"].items()}
-    former = {_whole(int(id_), MAX_ID): _whole(clock, MAX_CLOCK) for id_, clock in said["former"].items()}
+    workers = {name: WorkerEntry(**one).checked() for name, one in document["workers"].items()}
+    former = {_whole(int(id_), MAX_ID): _whole(clock, MAX_CLOCK) for id_, clock in document["former"].items()}
     left_out = {
         _whole(int(id_), MAX_ID): tuple(_whole(each, MAX_PROGRESS) for each in progress)
-        for id_, progress in said["left_out"].items()
+        for id_, progress in document["left_out"].items()
     }
-    closed = {_text(app): _whole(clock, MAX_PROGRESS) for app, clock in said["closed"].items()}
-    settings = said.get("settings", {})  # which the first ones did not have
-    if not all(isinstance(each, dict) for each in (*said["groups"], *said["shards"], *settings.values())):
+    closed = {_text(app): _whole(clock, MAX_PROGRESS) for app, clock in document["closed"].items()}
+    settings = document.get("settings", {})  # which the first ones did not have
+    if not all(isinstance(each, dict) for each in (*document["groups"], *document["shards"], *settings.values())):
         raise ValueError("groups, shards and settings are objects")
-    if not math.isfinite(time := float(said["time"])):
+    if not math.isfinite(time := float(document["time"])):
         raise ValueError(f"its time is {time}")
     if any(len(progress) != ranges for progress in left_out.values()) or len(ids) != len(tables):
         raise ValueError("it contradicts itself")
     return Manifest(
-        _text(said["cluster"]), **numbers, time=time, tables=tables, files=files, workers=workers, former=former,
-        left_out=left_out, closed=closed, groups=tuple(said["groups"]), shards=tuple(said["shards"]),
+        _text(document["cluster"]), **numbers, time=time, tables=tables, files=files, workers=workers, former=former,
+        left_out=left_out, closed=closed, groups=tuple(document["groups"]), shards=tuple(document["shards"]),
         settings=dict(settings),
     )  # fmt: skip
 

@@ -94,13 +94,15 @@ class RangeRecovery:
     def from_json(cls, data: bytes) -> RangeRecovery:
         """The inverse; Damaged if it makes no sense."""
         try:
-            said = json.loads(data)
+            document = json.loads(data)
             return cls(
-                tuple(said["ranges"]), tuple((name, number) for name, number in said["given_up"]), said["url"],
-                said["cut"], said["time"],
-                {name: (old, new, spec) for name, (old, new, spec) in said["tables"].items()},
-                tuple((worker, clock) for worker, clock in said["floors"]),
-                tuple(Missing(**one) for one in said["workers"]), said["error"],
+                tuple(document["ranges"]),
+                tuple((name, number) for name, number in document["given_up"]),
+                document["url"],
+                document["cut"], document["time"],
+                {name: (old, new, spec) for name, (old, new, spec) in document["tables"].items()},
+                tuple((worker, clock) for worker, clock in document["floors"]),
+                tuple(Missing(**one) for one in document["workers"]), document["error"],
             )  # fmt: skip
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Damaged(
@@ -120,7 +122,7 @@ class _WorkerProgress:
 
     headed: int
     least: Mapping[int, int]
-    told: Mapping[int, int]
+    committed: Mapping[int, int]
 
 
 # --- what is to be done -----------------------------------------------------------------------------------------------
@@ -184,18 +186,18 @@ async def _tables(
 
 async def _look(heads: Collection[ServerInfo], credentials: Credentials | None) -> _WorkerProgress | None:
     """What these servers know of workers; None if there are synchronous rounds."""
-    asked = (ask_restore(server.admin, ASK_S, Request(act=Request.LOOK), credentials) for server in heads)
-    answers = [answer for answer in await asyncio.gather(*asked) if answer.headed]
+    calls = (ask_restore(server.admin, ASK_S, Request(act=Request.LOOK), credentials) for server in heads)
+    answers = [answer for answer in await asyncio.gather(*calls) if answer.headed]
     if any(answer.rounds for answer in answers):
         return None
-    told: dict[int, int] = {}
+    committed: dict[int, int] = {}
     least: dict[int, int] = {}
     for n, answer in enumerate(answers):
         clocks = dict(zip(answer.workers, answer.least, strict=True))
         least = clocks if n == 0 else {w: min(least[w], clocks[w]) for w in least.keys() & clocks.keys()}
         for worker, clock in zip(answer.workers, answer.told, strict=True):
-            told[worker] = max(told.get(worker, 0), clock)
-    return _WorkerProgress(sum(answer.headed for answer in answers), least, told)
+            committed[worker] = max(committed.get(worker, 0), clock)
+    return _WorkerProgress(sum(answer.headed for answer in answers), least, committed)
 
 
 async def _missing(
@@ -215,7 +217,7 @@ async def _missing(
     floors: dict[int, int] = {}
     for worker in sorted(found.least.keys() | roster.keys()):
         if worker < ERASER:
-            floors[worker] = found.told.get(worker, 0) if worker in roster else found.least[worker]
+            floors[worker] = found.committed.get(worker, 0) if worker in roster else found.least[worker]
             have.setdefault(worker, min(lowest, floors[worker]))
     known = {worker: clock or found.least.get(worker, 0) for worker, clock in floors.items()}
     workers = [
@@ -232,9 +234,9 @@ async def _missing(
 class RecoveryDriver:
     """Has servers bring back what the view gives them to. rows: that they have brought back so far."""
 
-    def __init__(self, store: Store, anew: RangeRecovery, serial: int, credentials: Credentials | None) -> None:
+    def __init__(self, store: Store, recovery: RangeRecovery, serial: int, credentials: Credentials | None) -> None:
         self._store = store
-        self._anew = anew
+        self._recovery = recovery
         self._serial = serial
         self._credentials = credentials
         self._rows: dict[str, int] = {}
@@ -247,21 +249,21 @@ class RecoveryDriver:
         """Returns the view in which all that began anew have replicas again. CheckpointError, ClusterUnreachable."""
         loop = asyncio.get_running_loop()
         heard_s = loop.time()
-        asked: dict[Member, ServerInfo] = {}
-        anew = self._anew
-        tables = [(old, new, spec) for old, new, spec in anew.tables.values()]
+        filling: dict[Member, ServerInfo] = {}
+        recovery = self._recovery
+        tables = [(old, new, spec) for old, new, spec in recovery.tables.values()]
         request = Request(
-            act=Request.GO, serial=self._serial, url=anew.url, cut=anew.cut, whole=True, anew=True,
+            act=Request.GO, serial=self._serial, url=recovery.url, cut=recovery.cut, whole=True, anew=True,
             old=[old for old, _, _ in tables], new=[new for _, new, _ in tables],
             specs=[spec for _, _, spec in tables],
-            workers=[worker for worker, _ in anew.floors], clocks=[clock for _, clock in anew.floors],
+            workers=[worker for worker, _ in recovery.floors], clocks=[clock for _, clock in recovery.floors],
         )  # fmt: skip
         while True:
             view = await read_view(self._store)
             over = not (view.heads < 0).any()
             joiners = sorted({*view.joining[view.heads < 0].tolist()} - {-1})
-            asked |= {view.servers[i].member: view.servers[i] for i in joiners}
-            for server in asked.values() if over else [view.servers[i] for i in joiners]:
+            filling |= {view.servers[i].member: view.servers[i] for i in joiners}
+            for server in filling.values() if over else [view.servers[i] for i in joiners]:
                 try:
                     answer = await ask_restore(server.admin, ASK_S, request, self._credentials)
                 except ClusterUnreachable as error:
@@ -286,19 +288,19 @@ class RecoveryDriver:
         )
 
 
-def record(anew: RangeRecovery, ranges: NDArray[np.int64], epoch: int, rows: int) -> dict[str, Any]:
+def record(recovery: RangeRecovery, ranges: NDArray[np.int64], epoch: int, rows: int) -> dict[str, Any]:
     """What is told of a loss, under `losses/<epoch>`."""
     return {
         "epoch": epoch,
         "time": time.time(),
-        "url": anew.url,
-        "cut": anew.cut,
-        "cut_time": anew.time,
+        "url": recovery.url,
+        "cut": recovery.cut,
+        "cut_time": recovery.time,
         "ranges": ranges.tolist(),
         "rows": rows,
-        "tables": sorted(anew.tables),
-        "lacking": sorted(name for name, (old, _, _) in anew.tables.items() if not old),
-        "workers": [asdict(one) for one in anew.workers],
+        "tables": sorted(recovery.tables),
+        "lacking": sorted(name for name, (old, _, _) in recovery.tables.items() if not old),
+        "workers": [asdict(one) for one in recovery.workers],
     }
 
 
@@ -337,14 +339,14 @@ async def bring_back(
 ) -> dict[str, Any]:  # fmt: skip
     """`restore_ranges` of the cluster whose store this is."""
     if (entry := await store.get(RANGE_RECOVERY)) is not None:
-        anew = RangeRecovery.from_json(entry.value)
-        tell(f"{len(anew.ranges)} ranges are being brought back already")
+        recovery = RangeRecovery.from_json(entry.value)
+        tell(f"{len(recovery.ranges)} ranges are being brought back already")
     else:
         chosen, given_up = await _chosen(store, ranges, accept_loss)
-        anew = await prepare(store, chosen, source, cut, given_up, credentials)
-        if await store.compare_and_set(RANGE_RECOVERY, anew.to_json(), expect=0) is None:
+        recovery = await prepare(store, chosen, source, cut, given_up, credentials)
+        if await store.compare_and_set(RANGE_RECOVERY, recovery.to_json(), expect=0) is None:
             raise ConfigError("somebody else has begun to bring ranges back just now")
-    return await _wait(store, anew, tell, timeout_s)
+    return await _wait(store, recovery, tell, timeout_s)
 
 
 async def _chosen(
@@ -374,19 +376,19 @@ async def _chosen(
     return sorted(chosen), {(m.name, m.incarnation) for m in loss.away} if accept_loss else set()
 
 
-async def _wait(store: Store, anew: RangeRecovery, tell: Tell, timeout_s: float) -> dict[str, Any]:
+async def _wait(store: Store, recovery: RangeRecovery, tell: Tell, timeout_s: float) -> dict[str, Any]:
     """Until the leader has done it; what is lost."""
     loop = asyncio.get_running_loop()
     moved_s, before = loop.time(), ""
     while True:
         view, entry = await read_view(store), await store.get(RANGE_RECOVERY)
         coming = int((view.heads < 0).sum())
-        epochs = view.recovery_epoch[list(anew.ranges)]
+        epochs = view.recovery_epoch[list(recovery.ranges)]
         if entry is None:
-            told = await store.get(loss_key(int(epochs.max())))
-            if told is None:
+            loss = await store.get(loss_key(int(epochs.max())))
+            if loss is None:
                 raise ClusterUnreachable("the ranges came back as they were, or somebody has ended this")
-            found: dict[str, Any] = json.loads(told.value)
+            found: dict[str, Any] = json.loads(loss.value)
             return found
         error = RangeRecovery.from_json(entry.value).error
         if error:
@@ -406,6 +408,6 @@ async def _wait(store: Store, anew: RangeRecovery, tell: Tell, timeout_s: float)
         await asyncio.sleep(_PAUSE_S)
 
 
-def with_error(anew: RangeRecovery, error: Error | None) -> RangeRecovery:
+def with_error(recovery: RangeRecovery, error: Error | None) -> RangeRecovery:
     """The same, and what holds it up."""
-    return replace(anew, error="" if error is None else str(error))
+    return replace(recovery, error="" if error is None else str(error))

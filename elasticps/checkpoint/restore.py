@@ -86,9 +86,9 @@ class RestorePlan:
     def from_json(cls, data: bytes) -> RestorePlan:
         """The inverse; Damaged if it makes no sense."""
         try:
-            said = json.loads(data)
-            tables = {name: (old, new) for name, (old, new) in said["tables"].items()}
-            return cls(said["url"], said["cut"], said["sum"], tables, said["whole"], said["rows"])
+            document = json.loads(data)
+            tables = {name: (old, new) for name, (old, new) in document["tables"].items()}
+            return cls(document["url"], document["cut"], document["sum"], tables, document["whole"], document["rows"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Damaged(
                 f"the key {RESTORING} (or {RESTORED}) in etcd holds {shown(data)}, which makes no sense ({error!r}): "
@@ -138,14 +138,14 @@ async def begin_with(store: Store, source: str) -> None:
 async def keep_restoring(store: Store, credentials: Credentials | None = None) -> None:
     """What a coordinator does: goes on with the restore that has begun, whoever has died meanwhile, until it is done.
     Workers that wait are told what holds it up."""
-    said = ""
+    reported = ""
     while (entry := await store.get(RESTORING)) is not None:
         try:
             plan = RestorePlan.from_json(entry.value)
         except Damaged as error:  # whoever may delete it does; this coordinator may lead meanwhile
-            if str(error) != said:
+            if str(error) != reported:
                 log.error("a restore cannot go on", reason=error)
-            said = str(error)
+            reported = str(error)
             await asyncio.sleep(_PAUSE_S)
             continue
         try:
@@ -180,8 +180,8 @@ async def restore(
     """
     storage = Storage(url)
     contents = await asyncio.to_thread(opened_at, storage, cut)
-    async with driving(store) as office:
-        driver = _Restore(store, contents, office, credentials, tell)
+    async with driving(store) as attempt:
+        driver = _Restore(store, contents, attempt, credentials, tell)
         return await driver.run(tables, patient)
 
 
@@ -207,7 +207,7 @@ class Attempt(NamedTuple):
 async def driving(store: Store) -> AsyncIterator[Attempt]:
     """As the only one."""
     lease = await store.grant(LEASE_S)
-    keeper = asyncio.create_task(_keep(store, lease))
+    renewal = asyncio.create_task(_renew(store, lease))
     try:
         while True:
             config = await store.get(CONFIG)
@@ -221,12 +221,12 @@ async def driving(store: Store) -> AsyncIterator[Attempt]:
             await store.delete(DRIVER, expect=revision)
         yield Attempt(number_of(config, revision), lease)
     finally:
-        keeper.cancel()
+        renewal.cancel()
         with suppress(StoreUnavailable):
             await store.revoke(lease)
 
 
-async def _keep(store: Store, lease: int) -> None:
+async def _renew(store: Store, lease: int) -> None:
     with suppress(LeaseLost):  # then somebody else goes on, and servers refuse us
         while True:
             await asyncio.sleep(LEASE_S / 4)
@@ -236,12 +236,12 @@ async def _keep(store: Store, lease: int) -> None:
 
 class _Restore:
     def __init__(
-        self, store: Store, contents: Contents, office: Attempt, credentials: Credentials | None, tell: Tell
+        self, store: Store, contents: Contents, attempt: Attempt, credentials: Credentials | None, tell: Tell
     ) -> None:
         self._store = store
         self._contents = contents
         self._manifest = contents.manifest
-        self._serial, self._lease = office
+        self._serial, self._lease = attempt
         self._credentials = credentials
         self._tell = tell
 
@@ -366,7 +366,7 @@ class _Restore:
         view = await self._view()
         done: set[int] = set()
         rows: dict[str, int] = {}
-        moved_s, before, said = loop.time(), (0, 0), -1.0
+        moved_s, before, reported = loop.time(), (0, 0), -1.0
         old, new = [old for old, _ in plan.tables.values()], [new for _, new in plan.tables.values()]
         while len(done) < view.ranges:
             view = await self._view()
@@ -386,9 +386,9 @@ class _Restore:
             there = min(sum(rows.values()), plan.rows)
             self._tell(there, plan.rows)
             part = (there + len(done)) / (plan.rows + view.ranges)
-            if plan.whole and part >= said + 0.01:
+            if plan.whole and part >= reported + 0.01:
                 await self._store.put(RESTORING, plan.to_json(part))
-                said = part
+                reported = part
             if (len(done), there) != before:
                 moved_s, before = loop.time(), (len(done), there)
             elif loop.time() - moved_s > STUCK_S:
@@ -465,9 +465,9 @@ class _Restore:
                 await self._undo(plan)
                 raise ConfigError(f"somebody has made a table {name!r} meanwhile: nothing was restored")
             for prefix in (RATES, ON_LOSS):
-                said = self._manifest.settings.get(prefix + name)
-                if said is not None and said["table"] == old:
-                    await self._store.put(prefix + name, json.dumps({**said, "table": new}).encode())
+                setting = self._manifest.settings.get(prefix + name)
+                if setting is not None and setting["table"] == old:
+                    await self._store.put(prefix + name, json.dumps({**setting, "table": new}).encode())
         if not plan.whole:
             return
         for entry in (await self._store.list(LAST_WORKER)).entries:

@@ -31,8 +31,8 @@ def chain_of(manifests: Mapping[int, Manifest], cut: int, where: str = "") -> li
     found: list[Manifest] = []
     while True:
         if (manifest := manifests.get(cut)) is None:
-            wanted = f"checkpoint {found[-1].cut} adds to {cut}, which" if found else f"checkpoint {cut}"
-            raise CheckpointError(f"{where}: {wanted} is not there")
+            missing = f"checkpoint {found[-1].cut} adds to {cut}, which" if found else f"checkpoint {cut}"
+            raise CheckpointError(f"{where}: {missing} is not there")
         if found and (manifest.cluster, manifest.ranges) != (found[0].cluster, found[0].ranges):
             raise CheckpointError(
                 f"{where}: checkpoint {found[-1].cut} of cluster {found[0].cluster} adds to {cut}, which is one of "
@@ -71,8 +71,8 @@ def deletion(manifests: Mapping[int, Manifest], cuts: Collection[int], where: st
 
 @dataclass(frozen=True)
 class Keep:
-    """What is kept: the newest `last` ones, and the newest one of each of the last `hourly` hours and `daily` days in
-    which there is one, by UTC."""
+    """Which checkpoints to keep: the newest `last` ones, and the newest one of each of the last `hourly` hours and
+    `daily` days in which there is one, by UTC."""
 
     last: int = 1
     hourly: int = 0
@@ -85,19 +85,19 @@ class Keep:
     def chosen(self, times: Mapping[int, float]) -> set[int]:
         """Of cuts with their times those that are kept for themselves."""
         newest_first = sorted(times, reverse=True)
-        kept = set(newest_first[: self.last])
+        retained = set(newest_first[: self.last])
         for count, width_s in ((self.hourly, HOUR_S), (self.daily, DAY_S)):
             newest_of: dict[int, int] = {}
             for cut in newest_first:
                 newest_of.setdefault(int(times[cut] // width_s), cut)
-            kept |= {newest_of[period] for period in sorted(newest_of, reverse=True)[:count]}
-        return kept
+            retained |= {newest_of[period] for period in sorted(newest_of, reverse=True)[:count]}
+        return retained
 
 
 def superfluous(manifests: Mapping[int, Manifest], keep: Keep) -> list[int]:
     """What may go: neither kept nor built on by what is."""
-    kept = keep.chosen({cut: manifest.time for cut, manifest in manifests.items()})
-    return sorted(manifests.keys() - builds_on(manifests, kept), reverse=True)
+    retained = keep.chosen({cut: manifest.time for cut, manifest in manifests.items()})
+    return sorted(manifests.keys() - builds_on(manifests, retained), reverse=True)
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

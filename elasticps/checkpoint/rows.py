@@ -133,7 +133,7 @@ class RowFile:
         self._columns = columns(spec)
         self._widths = (8, *(column.nbytes for column in self._columns), 4)
         self._parts: list[_RangePart] = []
-        self._places: list[Bytes] = []
+        self._buffers: list[Bytes] = []
         self.memory = np.empty(_FIRST_BYTES, np.uint8) if memory is None else memory
         self._settle(self.memory)
 
@@ -171,25 +171,25 @@ class RowFile:
         part.deleted.append(deleted)
         self.rows += n
         self.nbytes += n * sum(self._widths) + 8 * len(deleted)
-        to = [p[first * width : self.rows * width] for p, width in zip(self._places, self._widths, strict=True)]
+        to = [p[first * width : self.rows * width] for p, width in zip(self._buffers, self._widths, strict=True)]
         to[0].view(np.int64)[:] = keys
         return to
 
     def _settle(self, memory: Bytes) -> None:
         """Columns lie in this memory from now on."""
         self._capacity = max(0, len(memory) - 8 * len(self._widths)) // sum(self._widths)
-        places, at = [], 0
+        buffers, at = [], 0
         for i, width in enumerate(self._widths):
-            places.append(memory[at : at + self._capacity * width])
+            buffers.append(memory[at : at + self._capacity * width])
             if self.rows:
-                places[i][: self.rows * width] = self._places[i][: self.rows * width]
+                buffers[i][: self.rows * width] = self._buffers[i][: self.rows * width]
             at += self._capacity * width + -self._capacity * width % 8
-        self._places = places
+        self._buffers = buffers
 
     def encode(self, pause: Callable[[], None] = lambda: None) -> Encoded:
         """The file; valid until its memory is used again. pause: called after each range."""
         segments, deleted = self._segments()
-        of_rows = [place[: self.rows * width] for place, width in zip(self._places, self._widths, strict=True)]
+        of_rows = [place[: self.rows * width] for place, width in zip(self._buffers, self._widths, strict=True)]
         tensors = _tensors(self._columns, self.rows, len(deleted))
         views = [*of_rows, deleted.view(np.uint8)]
         summed = []
@@ -244,18 +244,18 @@ def _tensors(of_rows: Sequence[_Column], rows: int, deleted: int) -> list[_Tenso
 
 
 def _described(tensors: Sequence[_Tensor]) -> dict[str, Any]:
-    said, at = {}, 0
+    described, at = {}, 0
     for tensor in tensors:
         end = at + tensor.nbytes
-        said[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [at, end]}
+        described[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [at, end]}
         at = end
-    return said
+    return described
 
 
 def _header(tensors: Sequence[_Tensor], segments: Sequence[Segment]) -> bytes:
     ranges = json.dumps([[*segment[:5], int(segment.full), segment.sum] for segment in segments])
-    said = {"__metadata__": {"elasticps": VERSION, "ranges": ranges}} | _described(tensors)
-    text = json.dumps(said, separators=(",", ":")).encode()
+    document = {"__metadata__": {"elasticps": VERSION, "ranges": ranges}} | _described(tensors)
+    text = json.dumps(document, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that numbers of 8 bytes lie at multiples of 8
     return struct.pack("<Q", len(text)) + text
 
@@ -336,18 +336,18 @@ def _read_header(header: bytes, spec: TableSpec) -> tuple[list[_Column], list[Se
     size = struct.unpack_from("<Q", header)[0]
     if size + 8 != len(header) or size > MOST_HEADER:
         raise ValueError(f"a header of {size} bytes in {len(header)}")
-    said = json.loads(header[8:])
-    metadata = said.pop("__metadata__")
+    document = json.loads(header[8:])
+    metadata = document.pop("__metadata__")
     if metadata["elasticps"] != VERSION:
         raise ValueError(f"format {metadata['elasticps']!r}, and this version reads {VERSION}")
     segments = []
     for r, first, rows, first_deleted, deleted, full, sum_ in json.loads(metadata["ranges"]):
         segments.append(Segment(r, first, rows, first_deleted, deleted, bool(full), sum_))
-    (n,), (m,) = said["keys"]["shape"], said["deleted"]["shape"]
-    of_rows = [column for column in columns(spec) if column.name in said or column.name != COUNT]
+    (n,), (m,) = document["keys"]["shape"], document["deleted"]["shape"]
+    of_rows = [column for column in columns(spec) if column.name in document or column.name != COUNT]
     tensors = _tensors(of_rows, n, m)
-    if list(said.items()) != list(_described(tensors).items()):
-        raise ValueError(f"its tensors are {said}")
+    if list(document.items()) != list(_described(tensors).items()):
+        raise ValueError(f"its tensors are {document}")
     *starts, end = accumulate((tensor.nbytes for tensor in tensors), initial=len(header))
     rows = deleted = 0
     before = -1

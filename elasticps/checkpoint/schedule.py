@@ -41,15 +41,15 @@ Cleanup = Callable[[Manifest], Coroutine[Any, Any, None]]
 """What is done beside, when one was made."""
 
 
-class Schedule:
+class CheckpointSchedule:
     """every_s: between two checkpoints, 0: only when asked; take: None if this coordinator knows no place for them."""
 
-    def __init__(self, store: Store, take: Take | None, every_s: float, tidy: Cleanup | None = None) -> None:
+    def __init__(self, store: Store, take: Take | None, every_s: float, cleanup: Cleanup | None = None) -> None:
         self._store = store
         self._take = take
         self._every_s = every_s
-        self._tidy = tidy
-        self._tidying: asyncio.Task[None] | None = None
+        self._cleanup = cleanup
+        self._cleaning: asyncio.Task[None] | None = None
         self._answered: dict[str, float] = {}  # answers, and since when they are known
         self._newest = 0  # the last that this coordinator has taken
 
@@ -58,9 +58,9 @@ class Schedule:
         try:
             await self._run()
         finally:
-            if self._tidying is not None:
-                self._tidying.cancel()
-                await asyncio.gather(self._tidying, return_exceptions=True)
+            if self._cleaning is not None:
+                self._cleaning.cancel()
+                await asyncio.gather(self._cleaning, return_exceptions=True)
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -70,17 +70,17 @@ class Schedule:
                 await self._store.compare_and_set(NEWEST_CHECKPOINT, newest(0, time.time()), expect=0)
         while True:
             try:
-                wanted = await self._wanted()
+                requests = await self._requests()
             except CoordinationError as error:
                 log.info("cannot look for requests for checkpoints", error=error)
-                wanted = []
+                requests = []
             due = self._take is not None and self._every_s > 0 and loop.time() >= due_s
-            if wanted or due:
-                done = await self._serve(wanted)
+            if requests or due:
+                done = await self._serve(requests)
                 due_s = loop.time() + (self._every_s if done else min(_AGAIN_S, self._every_s))
             await asyncio.sleep(_LOOK_S)
 
-    async def _wanted(self) -> list[tuple[Entry, dict[str, Any]]]:
+    async def _requests(self) -> list[tuple[Entry, dict[str, Any]]]:
         """Requests without an answer; answers that are old go."""
         now, found = asyncio.get_running_loop().time(), []
         entries = (await self._store.list(CHECKPOINT_REQUESTS)).entries
@@ -88,40 +88,40 @@ class Schedule:
         self._answered = {key: since for key, since in self._answered.items() if key in there}  # others were taken
         for entry in entries:
             try:
-                said = read(entry.key, entry.value, full=bool)
+                request = read(entry.key, entry.value, full=bool)
             except ValueError:
-                said = {"error": "not a request"}
-            if "cut" not in said and "error" not in said:
-                found.append((entry, said))
+                request = {"error": "not a request"}
+            if "cut" not in request and "error" not in request:
+                found.append((entry, request))
             elif now - self._answered.setdefault(entry.key, now) > _ANSWER_LIFE_S:
                 await self._store.delete(entry.key, expect=entry.revision)
                 del self._answered[entry.key]
         return found
 
-    async def _serve(self, wanted: list[tuple[Entry, dict[str, Any]]]) -> bool:
+    async def _serve(self, requests: list[tuple[Entry, dict[str, Any]]]) -> bool:
         """Takes one for all who ask; whether it came about."""
         answer: dict[str, Any]
         try:
             if self._take is None:
                 raise CheckpointError("the coordinator has no --checkpoint-url, so it knows no place for checkpoints")
-            manifest = await self._take(any(said["full"] for _, said in wanted), not wanted)
+            manifest = await self._take(any(request["full"] for _, request in requests), not requests)
             answer = {"cut": manifest.cut}
             if manifest.cut == self._newest:
                 log.debug("no checkpoint is due: nothing has changed", cut=manifest.cut)
                 return True
             self._newest = manifest.cut
             log.info("checkpoint", cut=manifest.cut, since=manifest.since, rows=manifest.rows, nbytes=manifest.nbytes)
-            if self._tidy is not None and (self._tidying is None or self._tidying.done()):
-                self._tidying = asyncio.create_task(self._tidy(manifest))
+            if self._cleanup is not None and (self._cleaning is None or self._cleaning.done()):
+                self._cleaning = asyncio.create_task(self._cleanup(manifest))
         except (Error, CoordinationError) as error:
             log.warning("no checkpoint", error=error)
             answer = {"error": str(error)}
         except Exception as error:  # whoever leads goes on leading
             log.exception("no checkpoint")
             answer = {"error": repr(error)}
-        for entry, said in wanted:
+        for entry, request in requests:
             try:
-                value = json.dumps({"full": said["full"]} | answer).encode()  # of all else it may be too large
+                value = json.dumps({"full": request["full"]} | answer).encode()  # of all else it may be too large
                 await self._store.compare_and_set(entry.key, value, expect=entry.revision)
             except CoordinationError as error:
                 log.warning("cannot answer who asked for a checkpoint", error=error)
@@ -141,7 +141,7 @@ class Cleaner:
         self._url = url
         self._keep = keep
 
-    async def tidy(self, made: Manifest) -> None:
+    async def clean_up(self, made: Manifest) -> None:
         """What is to be done when a checkpoint was made. What fails is tried after the next one."""
         try:
             chain = await asyncio.to_thread(catalog.chain, Storage(self._url), made.cut)
@@ -162,10 +162,10 @@ class Cleaner:
         try:
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, process.pid, _NICE)
-            said = (await process.communicate())[0].decode(errors="replace").strip()
+            output = (await process.communicate())[0].decode(errors="replace").strip()
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
         tell = log.warning if process.returncode else log.info
-        tell("tidied checkpoints" if not process.returncode else "cannot tidy checkpoints", what=what, said=said)
+        tell("tidied checkpoints" if not process.returncode else "cannot tidy checkpoints", what=what, output=output)

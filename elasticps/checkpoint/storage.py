@@ -101,7 +101,7 @@ class Storage:
         else:
             # obstore drops the first folder of an az:// URL, and no folder of the other name for the same.
             known = f"abfs{self.url[len(parts.scheme) :]}" if parts.scheme in ("az", "azure") else self.url
-            with self._told("opened"):
+            with self._explained("opened"):
                 self._store = from_url(known, retry_config=_RETRIES, **options)
             prefix = getattr(self._store, "prefix", None)  # a server of plain HTTP has none
             if parts.scheme in _BUCKETS and (prefix or "") != unquote(parts.path).strip("/"):
@@ -128,7 +128,7 @@ class Storage:
 
     def _put(self, path: str, data: Data, *, overwrite: bool) -> None:
         parts = data if isinstance(data, tuple) else (memoryview(data),)
-        with self._told("written", path):
+        with self._explained("written", path):
             if self._folder is not None:
                 self._folder.write(path, parts, overwrite=overwrite)
             else:
@@ -137,7 +137,7 @@ class Storage:
 
     def get(self, path: str) -> bytes:
         """A whole file. Raises NotThere."""
-        with self._told("read", path):
+        with self._explained("read", path):
             if self._folder is None:
                 return bytes(obstore.get(self._objects, path).bytes())
             with self._folder.open(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
@@ -146,7 +146,7 @@ class Storage:
     def exists(self, path: str) -> bool:
         """Whether there is a file of that name."""
         try:
-            with self._told("looked for", path):
+            with self._explained("looked for", path):
                 if self._folder is None:
                     obstore.head(self._objects, path)
                 else:
@@ -163,14 +163,14 @@ class Storage:
     def get_ranges(self, path: str, parts: Sequence[tuple[int, int]], take: Take = new_memory) -> list[memoryview]:
         """Several of (start, length), at once; those close to each other with one request. take: where what lies in a
         folder is read to; what comes over a network has memory of its own."""
-        wanted = [part for part in parts if part[1]]
+        nonempty = [part for part in parts if part[1]]
         found: Iterator[memoryview] = iter(())
-        if wanted and self._folder is not None:
-            with self._told("read", path):
-                found = iter(_read(self._folder, path, wanted, take))
-        elif wanted:
-            with self._told("read", path):
-                starts, lengths = [start for start, _ in wanted], [length for _, length in wanted]
+        if nonempty and self._folder is not None:
+            with self._explained("read", path):
+                found = iter(_read(self._folder, path, nonempty, take))
+        elif nonempty:
+            with self._explained("read", path):
+                starts, lengths = [start for start, _ in nonempty], [length for _, length in nonempty]
                 read = obstore.get_ranges(self._objects, path, starts=starts, lengths=lengths)
                 found = map(memoryview, read)
         out = [next(found) if length else memoryview(b"") for _, length in parts]
@@ -180,7 +180,7 @@ class Storage:
 
     def listing(self, prefix: str = "") -> list[Stored]:
         """All files below a folder, which need not exist."""
-        with self._told("listed", prefix):
+        with self._explained("listed", prefix):
             if self._folder is not None:
                 return self._folder.listing(prefix)
             return sorted(
@@ -194,14 +194,14 @@ class Storage:
 
     def folders(self) -> list[str]:
         """The names of the folders at the top."""
-        with self._told("listed"):
+        with self._explained("listed"):
             if self._folder is not None:
                 return self._folder.folders()
             return sorted(obstore.list_with_delimiter(self._objects)["common_prefixes"])
 
     def delete(self, paths: Sequence[str]) -> None:
         """Deletes files, in this order; those that are not there count as deleted."""
-        with self._told("deleted from"):
+        with self._explained("deleted from"):
             if self._folder is None:
                 with suppress(FileNotFoundError):
                     obstore.delete(self._objects, paths)
@@ -221,7 +221,7 @@ class Storage:
         return self._store
 
     @contextmanager
-    def _told(self, done: str, path: str = "") -> Iterator[None]:
+    def _explained(self, done: str, path: str = "") -> Iterator[None]:
         """Errors say what could not be done where, and what to do."""
         where = f"{self.url}/{path}" if path else self.url
         try:

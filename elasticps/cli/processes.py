@@ -236,10 +236,10 @@ async def _coordinate(
             work.append(_restore(store, credentials))
         print_json({"ready": True, "name": name, "pid": os.getpid()})
         dial = dial_server(name, credentials)
-        duty = partial(_see_to_data, store, credentials, *checkpoints)
+        schedule = partial(_see_to_data, store, credentials, *checkpoints)
         failovers = Failovers(store)
         leading = run_coordinator(
-            store, name=name, stop=stop, dial=dial, on_ill=on_ill, while_leading=duty, on_failover=failovers.note
+            store, name=name, stop=stop, dial=dial, on_ill=on_ill, while_leading=schedule, on_failover=failovers.note
         )
         await first_of(leading, failovers.run(), *work)
 
@@ -277,14 +277,14 @@ async def _see_to_data(store: Store, credentials: Credentials | None, url: str, 
     """While this coordinator leads: checkpoints are made and tidied, and what is lost comes back from them."""
     from elasticps.checkpoint.create import by_grpc, checkpoint
     from elasticps.checkpoint.loss_policy import LossPolicy
-    from elasticps.checkpoint.schedule import Cleaner, Schedule
+    from elasticps.checkpoint.schedule import CheckpointSchedule, Cleaner
 
     async def take(full: bool, if_changed: bool) -> Manifest:
         async with by_grpc(credentials) as connect:
             return await checkpoint(store, url, connect, full=full, if_changed=if_changed)
 
-    duty = Schedule(store, take if url else None, every_s, Cleaner(url, keep).tidy)
-    await first_of(duty.run(), LossPolicy(store, url, credentials).run())
+    schedule = CheckpointSchedule(store, take if url else None, every_s, Cleaner(url, keep).clean_up)
+    await first_of(schedule.run(), LossPolicy(store, url, credentials).run())
 
 
 async def _create(store: Store, chosen: dict[str, Any], restore: str) -> None:

@@ -216,7 +216,7 @@ class Connections:
             link, waited_s = peer.link, now - peer.hello_at_s
             if link.socket is None or link.ready:
                 continue
-            if link.unsent and waited_s > CONNECT_TIMEOUT_S:
+            if link.has_backlog and waited_s > CONNECT_TIMEOUT_S:
                 self._cut(peer, f"no connection within {CONNECT_TIMEOUT_S:.0f} s")
             elif waited_s > HELLO_TIMEOUT_S:
                 self._cut(peer, f"it accepted but said nothing for {HELLO_TIMEOUT_S:.0f} s")

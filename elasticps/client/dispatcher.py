@@ -470,10 +470,10 @@ class Dispatcher:
             lost = len(ready) < len(connections.peers) or self.session.headless > 0
             if self.new_views.turn(self.runtime.monotonic(), self.routes.epoch, lost, oldest):
                 for peer in ready:
-                    if not peer.link.unsent:
+                    if not peer.link.has_backlog:
                         connections.send(peer.member, [GetViewHeader(self.routes.epoch).header().pack()])
             waiting = any(oldest) or bool(self._fan_outs or self.session.outstanding)
-            busy = lost or waiting or any(p.link.unsent for p in connections.peers.values())
+            busy = lost or waiting or any(p.link.has_backlog for p in connections.peers.values())
         for peer in due:
             connections.open(peer)
         return busy

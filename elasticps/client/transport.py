@@ -104,9 +104,9 @@ class Link:
             sock.close()
 
     @property
-    def unsent(self) -> bool:
+    def has_backlog(self) -> bool:
         """Whether buffers wait for room in the socket."""
-        return bool(self._unsent) or (self._tls is not None and self._tls.unsent)
+        return bool(self._unsent) or (self._tls is not None and self._tls.has_backlog)
 
     @property
     def sent(self) -> int:
@@ -314,7 +314,7 @@ class Driver:
             try:
                 if event & WRITABLE and link.flush():
                     self._poller.modify(fd, READABLE)
-                    if link.unsent:  # another thread has sent in between, and had its wish to write undone just now
+                    if link.has_backlog:  # another thread sent in between; its wish to write was undone just now
                         self._poller.modify(fd, READABLE | WRITABLE)
                 if event & ~WRITABLE:
                     link.receive()

@@ -76,17 +76,17 @@ def _columns(
                 f"tensor {spec.name!r} of shape {list(spec.shape)} has {4 * (spec.size + spec.blocks * floats):,} "
                 "bytes, which this machine's memory does not hold"
             ) from None
-        for keys, weight, kept in pieces:
+        for keys, weight, slot_columns in pieces:
             whole[keys] = weight
-            if kept:
-                beside[keys] = np.concatenate(list(kept.values()), axis=1)
+            if slot_columns:
+                beside[keys] = np.concatenate(list(slot_columns.values()), axis=1)
         values = cast(whole.ravel()[: spec.size].reshape(spec.shape), dtype, spec.name)
         yield {"weight": values, **(tensor_slots.of_blocks(spec, beside) if with_slots else {})}
     elif count is None:
         nothing = np.empty((0, RowLayout.of(spec).stride), np.uint8)
         empty = np.empty(0, np.int64), weights(spec, nothing), slots(spec, nothing) if with_slots else {}
-        for keys, weight, kept in chain([empty], pieces):  # so that a table without rows has its columns too
-            yield {"keys": keys, "weight": cast(weight, dtype, spec.name), **kept}
+        for keys, weight, slot_columns in chain([empty], pieces):  # so that a table without rows has its columns too
+            yield {"keys": keys, "weight": cast(weight, dtype, spec.name), **slot_columns}
     else:
         yield from _in_order(spec, count, pieces, with_slots, dtype, part)
 
@@ -109,9 +109,9 @@ def _in_order(
             for name, column in ordered.items():
                 new = initial_rows(spec.init, keys, spec.dim, spec.dtype) if name == "weight" else None
                 column[at : at + step] = spec.optimizer.slot_fill if new is None else cast(new, dtype, spec.name)
-        for keys, weight, kept in pieces:
+        for keys, weight, slot_columns in pieces:
             inside = (keys >= 0) & (keys < count)
-            for name, values in {"weight": cast(weight, dtype, spec.name), **kept}.items():
+            for name, values in {"weight": cast(weight, dtype, spec.name), **slot_columns}.items():
                 ordered[name][keys[inside]] = values[inside]
         for at in range(0, count, step):
             yield {name: np.array(column[at : at + step]) for name, column in ordered.items()}

@@ -127,8 +127,8 @@ def write_tables(
     if strangers := counts.keys() - {name for name, spec in specs.items() if spec.shape is None}:
         raise ConfigError(f"rows of {sorted(strangers)[0]!r} are given, which is no table that is exported")
     written: dict[str, int] = {}
-    said: dict[str, dict[str, object]] = {}
-    with _written_folder(to, kind, dtype, said) as part:
+    described: dict[str, dict[str, object]] = {}
+    with _written_folder(to, kind, dtype, described) as part:
         for name, spec in specs.items():
             with closing(columns_of(name, part)) as parts:  # after an error, too, what waits in files is removed
                 if spec.shape is None:
@@ -140,9 +140,9 @@ def write_tables(
                         if slot in whole:
                             _write_tensor(kind, part, path, whole[slot], lambda rows: None)
             keys = spec.shape is None and name not in counts
-            said[name] = {"spec": json.loads(spec.to_json()), "rows": written[name], "keys": keys}
+            described[name] = {"spec": json.loads(spec.to_json()), "rows": written[name], "keys": keys}
             if names[name] not in (name, f"{BAGS}{name}"):
-                said[name]["tensor"] = names[name]
+                described[name]["tensor"] = names[name]
     return written
 
 
@@ -168,7 +168,7 @@ def _write(out: Writer, parts: Iterable[Columns], tell: Tell) -> int:
 
 
 @contextmanager
-def _written_folder(to: Path, kind: str, dtype: str, said: Mapping[str, object]) -> Iterator[Path]:
+def _written_folder(to: Path, kind: str, dtype: str, described: Mapping[str, object]) -> Iterator[Path]:
     """A folder to write into, which becomes `to` in the end, with what is said of each table; or nothing does."""
     check_format(kind)  # of nothing, too: the manifest says it
     if dtype not in ("float32", "float16"):
@@ -182,7 +182,7 @@ def _written_folder(to: Path, kind: str, dtype: str, said: Mapping[str, object])
         part, folder = _begin(to, stack)
         with temporary.naming(to):
             yield part
-            manifest = {"version": VERSION, "format": kind, "dtype": dtype, "tables": said}
+            manifest = {"version": VERSION, "format": kind, "dtype": dtype, "tables": described}
             with temporary.create(part / MANIFEST) as file:
                 file.write(json.dumps(manifest, indent=1).encode())
         _publish(part, folder, to)

@@ -92,7 +92,7 @@ def _put(
 
 
 def _load_export(ps: Client, source: Path, tell: Tell, with_slots: bool) -> dict[str, int]:
-    kind, tables = _said(source)
+    kind, tables = _tables_of(source)
     loaded = {}
     others = {tensor for _, _, tensor in tables.values()}
     for name, (spec, count, tensor) in tables.items():
@@ -108,10 +108,10 @@ def _load_export(ps: Client, source: Path, tell: Tell, with_slots: bool) -> dict
             kept = {slot: columns[slot](0, 1 << 62) for slot in slots}
             for slot in filter(partial(per_weight, spec), slots):
                 kept[slot] = kept[slot].reshape(spec.shape)
-            handle: Any = ps.tensor(name, init=values, **_kept(spec))
+            handle: Any = ps.tensor(name, init=values, **_options_of(spec))
             loaded[name] = _put(handle, np.empty(0, np.int64), values, tell, kept)
             continue
-        handle = ps.table(name, dim=spec.dim, init=spec.init, **_kept(spec))
+        handle = ps.table(name, dim=spec.dim, init=spec.init, **_options_of(spec))
         if "weight" not in columns:
             raise ConfigError(f"{source} has no rows of table {name!r}: a file of it is missing")
         loaded[name] = 0
@@ -132,7 +132,7 @@ def _without(source: Path, slot: str, whose: str) -> ConfigError:
     )
 
 
-def _said(source: Path) -> tuple[str, dict[str, tuple[TableSpec, int, str]]]:
+def _tables_of(source: Path) -> tuple[str, dict[str, tuple[TableSpec, int, str]]]:
     """The format of an export, and of each table what it is, its rows, and how its files call it."""
     _check_file(source / MANIFEST)
     manifest = json.loads((source / MANIFEST).read_text())
@@ -156,7 +156,7 @@ def _said(source: Path) -> tuple[str, dict[str, tuple[TableSpec, int, str]]]:
         raise ConfigError(f"{source} cannot be read: its {MANIFEST} is none: {error}") from error
 
 
-def _kept(spec: TableSpec) -> dict[str, Any]:
+def _options_of(spec: TableSpec) -> dict[str, Any]:
     """What tables and tensors are opened with, beside their shape and initial values."""
     return {
         "optimizer": spec.optimizer, "dtype": spec.dtype, "finite": spec.finite, "push": spec.push, "pull": spec.pull

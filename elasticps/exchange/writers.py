@@ -80,7 +80,7 @@ class SafetensorsWriter:
     def __init__(self, directory: Path, table: str, prefix: str) -> None:
         self._path = directory / stem_of(table)
         self._prefix = prefix
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, _FilePart] = {}
 
     def write(self, columns: Columns) -> None:
         for name, array in columns.items():
@@ -99,7 +99,7 @@ class SafetensorsWriter:
     def give_up(self) -> None:
         _close(part.file for part in self._parts.values())
 
-    def _begin(self, name: str, array: NDArray[Any], before: _Part | None) -> _Part:
+    def _begin(self, name: str, array: NDArray[Any], before: _FilePart | None) -> _FilePart:
         number = 0 if before is None else before.number + 1
         stem = f"{self._path}.{name}" if self._prefix else str(self._path)
         part = f"-{number:05d}" if number else ""
@@ -108,14 +108,14 @@ class SafetensorsWriter:
         file = temporary.create(path)  # until it is finished
         file.write(b" " * _HEADER_BYTES)
         first = 0 if before is None else before.first + before.rows
-        return _Part(file, number, first, DTYPES[array.dtype.name], list(array.shape[1:]))
+        return _FilePart(file, number, first, DTYPES[array.dtype.name], list(array.shape[1:]))
 
-    def _finish(self, name: str, part: _Part, *, several: bool) -> None:
+    def _finish(self, name: str, part: _FilePart, *, several: bool) -> None:
         tensor = f"{self._prefix}.{name}" if self._prefix else name
         shape = [part.rows, *part.shape]
         with part.file as file:
-            said = {"dtype": part.dtype, "shape": shape, "data_offsets": [0, file.tell() - _HEADER_BYTES]}
-            header: dict[str, Any] = {tensor: said}
+            described = {"dtype": part.dtype, "shape": shape, "data_offsets": [0, file.tell() - _HEADER_BYTES]}
+            header: dict[str, Any] = {tensor: described}
             if several:
                 offsets = {tensor: {"saved_offsets": [part.first, *(0 for _ in part.shape)]}}
                 header["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", SHARDING: _json(offsets)}
@@ -129,7 +129,7 @@ def _json(document: object) -> str:
 
 
 @dataclass
-class _Part:
+class _FilePart:
     """A file that is being written: number of a column's, from row `first` on."""
 
     file: IO[bytes]
@@ -163,12 +163,12 @@ class NpzWriter:
                 file.close()
                 like = self._like[name]
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member, open(self._part(name), "rb") as part:
-                    said = {
+                    described = {
                         "descr": np.lib.format.dtype_to_descr(like.dtype),
                         "fortran_order": False,
                         "shape": (self._rows, *like.shape[1:]),
                     }
-                    np.lib.format.write_array_header_1_0(member, said)
+                    np.lib.format.write_array_header_1_0(member, described)
                     shutil.copyfileobj(part, member, 1 << 20)
                 self._part(name).unlink()
 

@@ -199,7 +199,7 @@ class _Announcer(event.Listener):
     """Says once that something is compiled: until then a first start seems to hang."""
 
     def __init__(self) -> None:
-        self._said = False
+        self._announced = False
 
     def on_start(self, event: Any) -> None:
         kernel = event.data["dispatcher"]
@@ -208,9 +208,9 @@ class _Announcer(event.Listener):
 
     def announce(self, path: Path, folder: Path) -> None:
         """Of a file with kernels, and the folder where these are kept."""
-        if self._said:
+        if self._announced:
             return
-        self._said = True
+        self._announced = True
         listed = _listed()
         if listed is None or (folder == _beside(path) and not _came_along(path)):
             log.warning(

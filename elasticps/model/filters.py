@@ -118,14 +118,14 @@ class CustomFilter(Precision):
         return self.row_words - (-self.bits * dim // 32)
 
 
-class Sparse(Filter):
+class SparseFilter(Filter):
     """Sends some floats of a gradient only; the others arrive as zeros."""
 
     for_pulls = False
 
 
 @dataclass(frozen=True)
-class Share(Sparse):
+class ShareFilter(SparseFilter):
     """As many floats of each row, or of each block of a tensor (at most 16,384 floats): `fraction` of them, at least
     one."""
 
@@ -144,7 +144,7 @@ class Share(Sparse):
 
 
 @dataclass(frozen=True)
-class TopK(Share):
+class TopK(ShareFilter):
     """The floats of the largest magnitude."""
 
     kind: ClassVar[str] = "top_k"
@@ -154,7 +154,7 @@ class TopK(Share):
 
 
 @dataclass(frozen=True)
-class RandomK(Share):
+class RandomK(ShareFilter):
     """Floats drawn from the row's bits and `seed`, one of each stretch of 1 / fraction. Without feedback what is sent
     is so many times larger, that the sum is right on average."""
 
@@ -170,7 +170,7 @@ class RandomK(Share):
 
 
 @dataclass(frozen=True)
-class Threshold(Sparse):
+class Threshold(SparseFilter):
     """Only floats of at least this magnitude. A row that has none is not sent at all, and not updated; in one that is
     sent the others take their bytes, unless a filter behind this one, such as TopK, leaves them out."""
 
@@ -190,7 +190,7 @@ class Threshold(Sparse):
 
 
 @dataclass(frozen=True)
-class KKT(Sparse):
+class KKT(SparseFilter):
     """Of models with L1 regularisation, most of whose weights are zero: a float of a gradient is left out if its weight
     was zero when this worker pulled it last and the float is no larger than `l1 - slack`, for it would leave the weight
     at zero (Li et al., OSDI 2014, section 5.1). A row of which nothing is left is not sent, and not updated. For FTRL,

@@ -61,12 +61,12 @@ def checked_spec(samples: object, size: object, epochs: object, seed: object) ->
     return spec
 
 
-def permuted(places: NDArray[np.int64], samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Which sample stands at each of `places`, int64 [n], in the shuffled order of an epoch."""
+def permuted(positions: NDArray[np.int64], samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Which sample stands at each of `positions`, int64 [n], in the shuffled order of an epoch."""
     bits = max(1, ((samples - 1).bit_length() + 1) // 2)
     half, mask = np.uint64(bits), np.uint64((1 << bits) - 1)
     keys = np.random.SeedSequence([seed, epoch]).generate_state(6, np.uint64).astype(np.uint64)
-    out = places.astype(np.uint64)
+    out = positions.astype(np.uint64)
     walking = np.arange(len(out))
     while len(walking):
         left, right = out[walking] >> half, out[walking] & mask

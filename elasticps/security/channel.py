@@ -148,5 +148,5 @@ def proved(tls: ssl.SSLObject) -> tuple[Identity, float]:
 
 def _why(error: ssl.SSLError) -> str:
     reason = error.reason or str(error)
-    told = getattr(error, "verify_message", "")
-    return f"TLS: {reason.lower().replace('_', ' ')}{f': {told}' if told else ''}"
+    detail = getattr(error, "verify_message", "")
+    return f"TLS: {reason.lower().replace('_', ' ')}{f': {detail}' if detail else ''}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from elasticps.security import records
-from elasticps.security.session import Session
+from elasticps.security.session import TlsSession
 from elasticps.security.sockets import Secured, Socket, server_called
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class CompiledStream(Secured):
 
     def __init__(self, sock: Socket, credentials: Credentials, server: str) -> None:
         records.warm()
-        self._session = Session(credentials, server_called(server, credentials), sock.fileno(), server=False)
+        self._session = TlsSession(credentials, server_called(server, credentials), sock.fileno(), server=False)
         super().__init__(sock, self._session)
         self._early: list[memoryview] | None = []  # until the handshake is done
 
@@ -35,8 +35,8 @@ class CompiledStream(Secured):
             self._socket.close()
 
     @property
-    def unsent(self) -> bool:
-        return self._session.unsent or self._late
+    def has_backlog(self) -> bool:
+        return self._session.has_backlog or self._late
 
     @property
     def buffered(self) -> bool:

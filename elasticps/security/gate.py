@@ -35,7 +35,7 @@ Over: TypeAlias = Callable[[Shaking, Exception | None], None]
 """Is told that a handshake is over, with None if it succeeded."""
 
 
-class Handshake:
+class TlsHandshake:
     """One that has begun: who waits for its end is told once, and in time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: Shaking, over: Over) -> None:
@@ -53,7 +53,7 @@ class Handshake:
         return True
 
 
-def told(future: asyncio.Future[None]) -> Over:
+def resolving(future: asyncio.Future[None]) -> Over:
     """Has a future, unless nobody waits for it any more, hear how a handshake ended."""
 
     def over(_: Shaking, error: Exception | None) -> None:
@@ -84,8 +84,8 @@ class Gate:
         self.credentials = credentials
         self._most = min(most, MAX_HANDSHAKES)
         self._shaking: dict[Shaking, None] = {}  # oldest first
-        self._told_s = 0.0
-        self._untold = 0
+        self._warned_s = 0.0
+        self._unreported = 0
 
     @property
     def shaking(self) -> int:
@@ -103,9 +103,9 @@ class Gate:
         self._shaking.pop(transport, None)
         if error is None:
             return
-        self._untold += 1
-        if time.monotonic() - self._told_s > 1.0:  # whoever knocks in vain is not to fill the disk
-            self._told_s, count, self._untold = time.monotonic(), self._untold, 0
+        self._unreported += 1
+        if time.monotonic() - self._warned_s > 1.0:  # whoever knocks in vain is not to fill the disk
+            self._warned_s, count, self._unreported = time.monotonic(), self._unreported, 0
             peer = transport.get_extra_info("peername")
             log.warning("refused peer=%s reason=%r refusals=%d", peer, str(error), count)
 

@@ -27,10 +27,10 @@ from elasticps.store.native import carray, copy, pointer
     S_STAGED_AT,  # RECORD_BYTES of memory, for what is encrypted together
     S_OUT_AT,  # OUT_BYTES of memory, where `put` has what is encrypted
     S_OUT,  # so much of it; -1 outside of `put`
-    S_KEPT_AT,  # what was encrypted and has not left: memory of the connection's own, 0 = none
-    S_KEPT_START,
-    S_KEPT_END,
-    S_KEPT_BYTES,
+    S_BACKLOG_AT,  # what was encrypted and has not left: memory of the connection's own, 0 = none
+    S_BACKLOG_START,
+    S_BACKLOG_END,
+    S_BACKLOG_BYTES,
     S_WHY,  # what ended the connection: see SSL_get_error, or FLOODED; WANT_READ and 0: nothing has
     S_ERROR,  # with ERROR_SSL OpenSSL's number, with ERROR_SYSCALL errno
     S_MORE,  # 1: `take` may have more although the socket has not
@@ -81,23 +81,23 @@ def _errno():
 @_compile
 def _keep(s, at, n):
     """Keeps bytes that wait for the socket; False if there are too many."""
-    end = s[S_KEPT_END] - s[S_KEPT_START]
+    end = s[S_BACKLOG_END] - s[S_BACKLOG_START]
     if end + n > FLOOD_BYTES:
         s[S_WHY] = FLOODED
         return False
-    if s[S_KEPT_START]:
-        _move(s[S_KEPT_AT], s[S_KEPT_AT] + s[S_KEPT_START], end)
-        s[S_KEPT_START] = 0
-        s[S_KEPT_END] = end
-    if end + n > s[S_KEPT_BYTES]:
-        size = max(end + n, min(2 * s[S_KEPT_BYTES], FLOOD_BYTES))
-        memory = _realloc(s[S_KEPT_AT], size, 0, np.int32(0))
+    if s[S_BACKLOG_START]:
+        _move(s[S_BACKLOG_AT], s[S_BACKLOG_AT] + s[S_BACKLOG_START], end)
+        s[S_BACKLOG_START] = 0
+        s[S_BACKLOG_END] = end
+    if end + n > s[S_BACKLOG_BYTES]:
+        size = max(end + n, min(2 * s[S_BACKLOG_BYTES], FLOOD_BYTES))
+        memory = _realloc(s[S_BACKLOG_AT], size, 0, np.int32(0))
         if memory == 0:
             return False
-        s[S_KEPT_AT] = memory
-        s[S_KEPT_BYTES] = size
-    copy(s[S_KEPT_AT] + end, at, n)
-    s[S_KEPT_END] = end + n
+        s[S_BACKLOG_AT] = memory
+        s[S_BACKLOG_BYTES] = size
+    copy(s[S_BACKLOG_AT] + end, at, n)
+    s[S_BACKLOG_END] = end + n
     return True
 
 
@@ -156,14 +156,14 @@ def _sent(s, at, n):
 @_compile
 def _flush(s):
     """Sends what is kept. 0: all of it; 1: the socket takes no more; -1: the connection is over."""
-    while s[S_KEPT_START] < s[S_KEPT_END]:
-        sent = _sent(s, s[S_KEPT_AT] + s[S_KEPT_START], s[S_KEPT_END] - s[S_KEPT_START])
+    while s[S_BACKLOG_START] < s[S_BACKLOG_END]:
+        sent = _sent(s, s[S_BACKLOG_AT] + s[S_BACKLOG_START], s[S_BACKLOG_END] - s[S_BACKLOG_START])
         if sent <= 0:
             return 1 if sent == 0 else -1
-        s[S_KEPT_START] += sent
-    if s[S_KEPT_AT]:
-        _free(s[S_KEPT_AT], 0, np.int32(0))
-        s[S_KEPT_AT] = s[S_KEPT_START] = s[S_KEPT_END] = s[S_KEPT_BYTES] = 0
+        s[S_BACKLOG_START] += sent
+    if s[S_BACKLOG_AT]:
+        _free(s[S_BACKLOG_AT], 0, np.int32(0))
+        s[S_BACKLOG_AT] = s[S_BACKLOG_START] = s[S_BACKLOG_END] = s[S_BACKLOG_BYTES] = 0
     return 0
 
 
@@ -208,7 +208,7 @@ def take(s, to):
             break  # the end of what was sent together; whoever waits for the socket hears if it has more
         if filled == len(to):
             s[S_MORE] = 1
-    if s[S_KEPT_START] < s[S_KEPT_END]:  # TLS itself has answered something
+    if s[S_BACKLOG_START] < s[S_BACKLOG_END]:  # TLS itself has answered something
         _flush(s)
     return filled
 

@@ -42,7 +42,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class Session(Proof):
+class TlsSession(Proof):
     """Receives from and sends to the socket `descriptor`, which stays the caller's: to be closed after this. Only where
     the credentials have a native context.
 
@@ -70,8 +70,10 @@ class Session(Proof):
         if tls:
             self._fields[records.S_SSL] = 0
             self._library.SSL_free(tls)  # type: ignore[union-attr]
-            openssl.free(self._fields[records.S_KEPT_AT])
-            self._fields[records.S_KEPT_AT] = self._fields[records.S_KEPT_START] = self._fields[records.S_KEPT_END] = 0
+            openssl.free(self._fields[records.S_BACKLOG_AT])
+            self._fields[records.S_BACKLOG_AT] = self._fields[records.S_BACKLOG_START] = self._fields[
+                records.S_BACKLOG_END
+            ] = 0
 
     def say_goodbye(self) -> None:
         """Tells the other end that nothing follows, if the socket takes it."""
@@ -100,19 +102,19 @@ class Session(Proof):
         done = lib.SSL_do_handshake(self._tls)
         errno = ctypes.get_errno()
         why = 0 if done == 1 else lib.SSL_get_error(self._tls, done)
-        told = ""
+        reason = ""
         if why == openssl.ERROR_SYSCALL:
-            told = os.strerror(errno).lower() if errno else "the peer closed the connection during the handshake"
+            reason = os.strerror(errno).lower() if errno else "the peer closed the connection during the handshake"
         elif why == openssl.ERROR_SSL:
-            told = self._reason(lib.ERR_peek_error())
+            reason = self._reason(lib.ERR_peek_error())
         elif why == openssl.ZERO_RETURN:
-            told = "the peer closed the connection during the handshake"
+            reason = "the peer closed the connection during the handshake"
         elif done != 1 and lib.BIO_number_read(self._reads) > MAX_HANDSHAKE_BYTES:
-            told = f"a handshake of more than {MAX_HANDSHAKE_BYTES} bytes"
+            reason = f"a handshake of more than {MAX_HANDSHAKE_BYTES} bytes"
         with suppress(ConnectionResetError):  # who has gone is told nothing; why it is over is told below
             self.flush()
-        if told:
-            raise ConnectionResetError(told)
+        if reason:
+            raise ConnectionResetError(reason)
         if done != 1:
             return False
         try:
@@ -144,14 +146,14 @@ class Session(Proof):
         return bool(self._fields[records.S_MORE])
 
     @property
-    def unsent(self) -> bool:
+    def has_backlog(self) -> bool:
         """Whether `flush` has something to send."""
-        return self.unsent_bytes > 0
+        return self.backlog_bytes > 0
 
     @property
-    def unsent_bytes(self) -> int:
+    def backlog_bytes(self) -> int:
         """So much of it."""
-        return self._fields[records.S_KEPT_END] - self._fields[records.S_KEPT_START]
+        return self._fields[records.S_BACKLOG_END] - self._fields[records.S_BACKLOG_START]
 
     def read_into(self, buffer: memoryview) -> int:
         """The number of bytes that were put at the front of `buffer`, which is not empty; 0: there are no more now."""

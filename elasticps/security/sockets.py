@@ -45,7 +45,7 @@ class Secured(ABC):
 
     @property
     @abstractmethod
-    def unsent(self) -> bool:
+    def has_backlog(self) -> bool:
         """Whether `flush` has something to send."""
 
     @property

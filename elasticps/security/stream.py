@@ -32,18 +32,18 @@ class TlsStream(Secured):
         self._channel = Channel(credentials, server_called(server, credentials), server=False)
         super().__init__(sock, self._channel)
         self._raw = memoryview(bytearray(_READ_BYTES))
-        self._unsent = memoryview(b"")  # encrypted already
+        self._backlog = memoryview(b"")  # encrypted already
         self._early: list[bytes] | None = []  # until the handshake is done
         self._more = False  # something may have been received that was not read
         self._channel.shake()
-        self._unsent = memoryview(self._channel.outgoing())
+        self._backlog = memoryview(self._channel.outgoing())
 
     def close(self) -> None:
         self._socket.close()
 
     @property
-    def unsent(self) -> bool:
-        return bool(self._unsent)
+    def has_backlog(self) -> bool:
+        return bool(self._backlog)
 
     @property
     def buffered(self) -> bool:
@@ -68,7 +68,7 @@ class TlsStream(Secured):
                 if taken == _WRITE_BYTES:
                     break
             self._channel.write(some if taken > _SMALL_BYTES or len(some) == 1 else (b"".join(some),))
-            self._unsent = memoryview(self._channel.outgoing())
+            self._backlog = memoryview(self._channel.outgoing())
             self._flush()
             return taken
 
@@ -98,7 +98,7 @@ class TlsStream(Secured):
         return done
 
     def _send(self) -> None:
-        self._unsent = memoryview(bytes(self._unsent) + self._channel.outgoing())
+        self._backlog = memoryview(bytes(self._backlog) + self._channel.outgoing())
         self._flush()
 
     def _read(self, buffer: memoryview) -> int:
@@ -110,9 +110,9 @@ class TlsStream(Secured):
         return filled
 
     def _flush(self) -> bool:
-        while self._unsent:
+        while self._backlog:
             try:
-                self._unsent = self._unsent[self._socket.sendmsg([self._unsent]) :]
+                self._backlog = self._backlog[self._socket.sendmsg([self._backlog]) :]
             except BlockingIOError:
                 return False
         return True

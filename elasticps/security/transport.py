@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from elasticps.security.channel import Buffer, Channel
-from elasticps.security.gate import Handshake, Over
+from elasticps.security.gate import Over, TlsHandshake
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
         self._over = over
         self._lower: asyncio.Transport
         self._loop = asyncio.get_running_loop()
-        self._handshake: Handshake | None = None  # until there is a connection
+        self._handshake: TlsHandshake | None = None  # until there is a connection
         self._refused = ""  # why it is not to begin
         self._open = False  # the handshake is done
         self._paused = False  # by the upper protocol
@@ -44,7 +44,7 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._lower = cast(asyncio.Transport, transport)
-        self._handshake = Handshake(self._loop, self, self._over)
+        self._handshake = TlsHandshake(self._loop, self, self._over)
         if self._refused:
             self.give_up(self._refused)
         else:

@@ -11,7 +11,7 @@ from elasticps.security.gate import Gate
 from elasticps.server.core.headroom import NO_LIMIT, Memory
 from elasticps.server.network.busy_poll import BusyPoll
 from elasticps.system.descriptors import NO_LIMIT as MANY
-from elasticps.system.descriptors import Connections
+from elasticps.system.descriptors import ConnectionLimits
 
 LOG_BUDGET_BYTES = 256 << 20
 
@@ -32,7 +32,7 @@ class ServerOptions:
     log_budget_bytes: int = LOG_BUDGET_BYTES
     memory: Memory = NO_LIMIT
     gate: Gate = field(default_factory=Gate)
-    connections: Connections = MANY
+    connections: ConnectionLimits = MANY
     clock: Callable[[], float] = time.monotonic
     busy_poll: BusyPoll | None = None
     row_writer: RowWriter | None = None

@@ -206,8 +206,8 @@ class Matrix(_View):
         if isinstance(self.handle, SparseTable):
             return self.handle.pull(keys, read=self._read)
         rows = self._keys(keys)
-        places = rows[:, None] * self.columns + np.arange(self.columns)
-        return self.handle.take(places.reshape(-1), read=self._read).reshape(len(rows), self.columns)
+        keys_of_rows = rows[:, None] * self.columns + np.arange(self.columns)
+        return self.handle.take(keys_of_rows.reshape(-1), read=self._read).reshape(len(rows), self.columns)
 
     def __getitem__(self, at: object) -> Any:
         """float32 [n, columns] for a slice or keys, [columns] for a whole number; a second index chooses columns."""
@@ -233,10 +233,10 @@ class Matrix(_View):
             raise InputError(f"{self.name!r} has {self.columns} columns, the other one {array.dtype} {array.shape}")
         if keys is None and self.size is None:
             raise InputError(f"table {self.name!r} has a row for every key: name those to multiply")
-        wanted = self._slice(slice(None)) if keys is None else self._keys(keys)
-        made = np.empty((len(wanted), *array.shape[1:]), np.float32)
-        for some in _chunks(len(wanted)):
-            made[some] = self.pull(wanted[some]) @ array.astype(np.float32, copy=False)
+        chosen = self._slice(slice(None)) if keys is None else self._keys(keys)
+        made = np.empty((len(chosen), *array.shape[1:]), np.float32)
+        for some in _chunks(len(chosen)):
+            made[some] = self.pull(chosen[some]) @ array.astype(np.float32, copy=False)
         return made
 
     def norm(self) -> float:

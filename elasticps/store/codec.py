@@ -165,9 +165,9 @@ class _Stage(NamedTuple):
         if isinstance(self.filter, Threshold):
             return np.where(np.abs(rows) < self.filter.value, np.float32(0), rows)
         if isinstance(self.filter, TopK):
-            places = largest(rows, k)
-            out.view(np.uint16)[:, 2 * self.at : 2 * self.at + k] = places
-            return np.take_along_axis(rows, places, axis=1)
+            positions = largest(rows, k)
+            out.view(np.uint16)[:, 2 * self.at : 2 * self.at + k] = positions
+            return np.take_along_axis(rows, positions, axis=1)
         if isinstance(self.filter, RandomK):
             chosen = np.empty((n, k), np.float32)
             draw_rows(self.filter.seed, _address(rows), n, self.dim, k, at, words, _address(chosen))

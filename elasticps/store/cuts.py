@@ -27,11 +27,11 @@ class PassedCuts:
     def passed(self, ranges: NDArray[np.int64], cut: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """A cut passes in those ranges that have not had it: which they are, and in which of them all stamps must begin
         anew, for there is no number for this one."""
-        behind = ranges[self.newest[ranges] < cut]
-        far = behind[cut - self.base[behind] > self.most]
-        self.newest[behind] = cut
+        passing = ranges[self.newest[ranges] < cut]
+        far = passing[cut - self.base[passing] > self.most]
+        self.newest[passing] = cut
         self.base[far] = cut - 1
-        return behind, far
+        return passing, far
 
     def stamp(self, r: int, cut: int) -> int:
         """Of rows of a range that change right after a cut, not above the newest."""

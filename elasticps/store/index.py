@@ -65,8 +65,8 @@ hash_key: Any = _hash_key  # numba integers, which are no np.int64 to a type che
 
 ENTRY = 16  # bytes
 GROWN_BYTES = 48  # that a row takes in a segment which grows: a share of the old one and of the new one
-INDEX_AHEAD = 16  # keys between an index prefetch and its use
-ROW_AHEAD = 10  # rows between a row prefetch and its use
+INDEX_PREFETCH = 16  # keys between an index prefetch and its use
+ROW_PREFETCH = 10  # rows between a row prefetch and its use
 PREFETCH_LINES = 4  # of a row; the hardware fetches what follows
 READ_LINES = 1  # of a row that is only read: more of them measured slower
 FIRST_CAPACITY = 4
@@ -127,16 +127,16 @@ def find(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64])
     salt, shift, newest = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT]), h[H_STAMP]
     descriptors = descriptors_of(h)
     n = keys.shape[0]
-    for i in range(min(n, INDEX_AHEAD)):
+    for i in range(min(n, INDEX_PREFETCH)):
         entry = _start(keys[i], salt, shift, descriptors)
         prefetch(entry)
         rows[i] = entry
     missing = differences = 0
     for i in range(n):
-        if i + INDEX_AHEAD < n:
-            ahead = _start(keys[i + INDEX_AHEAD], salt, shift, descriptors)
-            prefetch(ahead)
-            rows[i + INDEX_AHEAD] = ahead
+        if i + INDEX_PREFETCH < n:
+            following = _start(keys[i + INDEX_PREFETCH], salt, shift, descriptors)
+            prefetch(following)
+            rows[i + INDEX_PREFETCH] = following
         entry = rows[i]
         key = keys[i]
         row = load64(entry + 8)
@@ -401,8 +401,8 @@ def copy_out(rows: NDArray[np.int64], out: NDArray[np.uint64]) -> None:
     """Copies whole rows: out uint64 [n, stride / 8]. rows: addresses, or words."""
     words = out.shape[1]
     for i in range(rows.shape[0]):
-        if i + ROW_AHEAD < rows.shape[0]:
-            _prefetch_row(rows[i + ROW_AHEAD] & ADDRESS, min((words + 7) // 8, PREFETCH_LINES))
+        if i + ROW_PREFETCH < rows.shape[0]:
+            _prefetch_row(rows[i + ROW_PREFETCH] & ADDRESS, min((words + 7) // 8, PREFETCH_LINES))
         copy(out.ctypes.data + i * words * 8, rows[i] & ADDRESS, words * 8)
 
 
@@ -424,8 +424,8 @@ def digest(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64
     total = np.uint64(0)
     k, m, left, right = _GOLDEN, _PRIME, np.uint64(31), np.uint64(33)
     for i in range(keys.shape[0]):
-        if i + ROW_AHEAD < rows.shape[0]:
-            _prefetch_row(rows[i + ROW_AHEAD] & ADDRESS, min((words + 7) // 8, PREFETCH_LINES))
+        if i + ROW_PREFETCH < rows.shape[0]:
+            _prefetch_row(rows[i + ROW_PREFETCH] & ADDRESS, min((words + 7) // 8, PREFETCH_LINES))
         w = carray(pointer(rows[i] & ADDRESS), (words,), np.uint64)
         a = hash_key(keys[i], k + np.uint64(rows[i] >> STAMP_BIT))
         b, c, d = a + k, a ^ m, a - m
@@ -470,11 +470,11 @@ def gather_to(h: NDArray[np.int64], keys: NDArray[np.int64], target: int, rows: 
     find(h, keys, rows)
     n, dim, dtype = keys.shape[0], h[H_DIM], h[H_DTYPE]
     lines = READ_LINES
-    for i in range(min(n, ROW_AHEAD)):
+    for i in range(min(n, ROW_PREFETCH)):
         _prefetch_row(rows[i], lines)
     for i in range(n):
-        if i + ROW_AHEAD < n:
-            _prefetch_row(rows[i + ROW_AHEAD], lines)
+        if i + ROW_PREFETCH < n:
+            _prefetch_row(rows[i + ROW_PREFETCH], lines)
         w = carray(pointer(target + i * dim * 4), (dim,), np.float32)
         if rows[i] == 0:
             absent_weights(h, keys[i], w)

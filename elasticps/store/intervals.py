@@ -1,6 +1,6 @@
 """Kernels on the order and the hashes of keys: what replication asks of a batch, and pieces of a range.
 
-A key's place within the hash space is told with 62 bits (`PLACES` is their end), so that it fits a signed word.
+A key's place within the hash space is told with 62 bits (`HASH_END` is their end), so that it fits a signed word.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elasticps.store.native import H_SALT, H_SHIFT, kernel, load64
 
 hash_key: Any = _hash_key
 
-PLACES = 1 << 62
+HASH_END = 1 << 62
 _AT_ONCE = 512  # rows
 _S2 = np.uint64(2)
 
@@ -70,7 +70,7 @@ def ranges_of(h: NDArray[np.int64], keys: NDArray[np.int64], out: NDArray[np.int
 
 
 @kernel
-def places_of(h: NDArray[np.int64], keys: NDArray[np.int64], out: NDArray[np.int64]) -> None:
+def hashes_of(h: NDArray[np.int64], keys: NDArray[np.int64], out: NDArray[np.int64]) -> None:
     """Writes the place of every key."""
     salt = np.uint64(h[H_SALT])
     for i in range(keys.shape[0]):

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.model.spec import TableSpec
-from elasticps.store.index import PREFETCH_LINES, ROW_AHEAD
+from elasticps.store.index import PREFETCH_LINES, ROW_PREFETCH
 from elasticps.store.native import ADDRESS, H_SLOTS_AT, STAMP_BIT, copy, kernel, prefetch
 
 
@@ -33,9 +33,9 @@ def split(words: NDArray[np.int64], columns: NDArray[np.int64], base: int, stamp
     """Copies each column of the rows to where it goes, and writes the rows' stamps. words: of the rows; columns: of
     each its target's address, its first byte in a row, its bytes."""
     for i in range(words.shape[0]):
-        if i + ROW_AHEAD < words.shape[0]:
+        if i + ROW_PREFETCH < words.shape[0]:
             for line in range(PREFETCH_LINES):
-                prefetch((words[i + ROW_AHEAD] & ADDRESS) + 64 * line)
+                prefetch((words[i + ROW_PREFETCH] & ADDRESS) + 64 * line)
         row = words[i] & ADDRESS
         for c in range(0, columns.shape[0], 3):
             copy(columns[c] + i * columns[c + 2], row + columns[c + 1], columns[c + 2])

@@ -15,7 +15,7 @@ _LARGE = 1 << 21  # a huge page
 _FIRST_CHUNK, _LAST_CHUNK = 1 << 16, 1 << 25
 
 
-class Memory:
+class Allocator:
     """Allocator of 64-byte aligned blocks: best fit in shared chunks, neighbours joined when freed.
 
     It serves growth, not the hot path: calls cost microseconds, and what they return never moves.

@@ -55,13 +55,13 @@ _compile_inline: Any = njit(nogil=True, cache=True, error_model="numpy", inline=
     H_FINITE,  # 1: gradients are refused that are not all finite
     H_STAMP,  # newest stamp of any range, where it stands in an index entry
     H_STALE,  # of the keys that were looked up last: 0 if all have a row with that stamp, else how many they are
-    H_KEPT,  # address of int64 [parts]: newest record of a row kept aside for a checkpoint, 0 = none; 0: none are kept
-    H_KEPT_SHIFT,  # right shift that turns a hash into its part, an interval of a range
+    H_RETAINED,  # address of int64 [parts]: newest record of a row kept for a checkpoint, 0 = none; 0: none are kept
+    H_RETAINED_SHIFT,  # right shift that turns a hash into its part, an interval of a range
     H_CURSOR,  # the parts before it have been written
-    H_KEPT_FREE,  # first of the records given back, each holding the address of the next; 0 = none
-    H_KEPT_NEXT,  # unused part of the newest block of records
-    H_KEPT_END,
-    H_KEPT_ROOM,  # records that can be had
+    H_RETAINED_FREE,  # first of the records given back, each holding the address of the next; 0 = none
+    H_RETAINED_NEXT,  # unused part of the newest block of records
+    H_RETAINED_END,
+    H_RETAINED_ROOM,  # records that can be had
     HEADER_SIZE,
 ) = range(35)
 NEED_SLAB = -1

@@ -12,8 +12,11 @@ from numpy.typing import NDArray
 from elasticps.store import native as field
 from elasticps.store import stamps
 from elasticps.store.cuts import PassedCuts
-from elasticps.store.memory import Memory
+from elasticps.store.memory import Allocator
 
+_FIELDS = [
+    field.H_RETAINED, field.H_RETAINED_FREE, field.H_RETAINED_NEXT, field.H_RETAINED_END, field.H_RETAINED_ROOM,
+]  # fmt: skip
 _BLOCK = 1 << 20  # bytes
 _FIRST_RECORDS = 64
 _PART_BYTES = 128 << 10  # of rows, that a writer gets at once
@@ -35,12 +38,12 @@ class Allowance:
     @property
     def nbytes(self) -> int:
         """Memory taken."""
-        return sum(kept.nbytes for kept in self.tables)
+        return sum(retained.nbytes for retained in self.tables)
 
     @property
     def used_bytes(self) -> int:
         """Of rows that are kept now."""
-        return sum(kept.used_bytes for kept in self.tables)
+        return sum(retained.used_bytes for retained in self.tables)
 
     @property
     def left_bytes(self) -> int:
@@ -79,7 +82,7 @@ class RetainedRows:
 
     def __init__(
         self, header: NDArray[np.int64], descriptors: NDArray[np.int64], counts: NDArray[np.int64], cuts: PassedCuts,
-        memory: Memory, allowance: Allowance,
+        memory: Allocator, allowance: Allowance,
     ) -> None:  # fmt: skip
         self._header, self._descriptors, self._counts, self._cuts = header, descriptors, counts, cuts
         self._memory, self._allowance = memory, allowance
@@ -91,8 +94,8 @@ class RetainedRows:
         self._newest = np.zeros(len(counts) << bits, np.int64)
         self._record = stamps.RECORD + self._stride
         self._blocks: dict[int, int] = {}  # address -> bytes
-        header[field.H_KEPT] = self._newest.ctypes.data
-        header[field.H_KEPT_SHIFT] = header[field.H_SHIFT] - bits
+        header[field.H_RETAINED] = self._newest.ctypes.data
+        header[field.H_RETAINED_SHIFT] = header[field.H_SHIFT] - bits
         header[field.H_CURSOR] = 0
         allowance.tables.append(self)
 
@@ -104,7 +107,7 @@ class RetainedRows:
     @property
     def used_bytes(self) -> int:
         """Of rows that are kept now."""
-        return self.nbytes - int(self._header[field.H_KEPT_ROOM]) * self._record
+        return self.nbytes - int(self._header[field.H_RETAINED_ROOM]) * self._record
 
     def begin(self, ranges: NDArray[np.int64], since: int) -> None:
         """Keeps rows of some ranges from now on, those that were changed after cut `since` (0: all)."""
@@ -117,20 +120,21 @@ class RetainedRows:
     def make_room(self, records: int) -> None:
         """Sees that so many rows can be kept, unless that is too much for everybody: then none are any more."""
         h = self._header
-        if records <= h[field.H_KEPT_ROOM]:
+        if records <= h[field.H_RETAINED_ROOM]:
             return
         spare = min(max(self.nbytes, _FIRST_RECORDS * self._record), _BLOCK, self._allowance.left_bytes)
         n = max(records, spare // self._record)
         self._allowance.ask(n * self._record)
-        if not h[field.H_KEPT]:
+        if not h[field.H_RETAINED]:
             return
-        for left in range(int(h[field.H_KEPT_NEXT]), int(h[field.H_KEPT_END]), self._record):  # of the block before
-            ctypes.c_int64.from_address(left).value = int(h[field.H_KEPT_FREE])
-            h[field.H_KEPT_FREE] = left
+        # What is left of the block before is given back as records.
+        for left in range(int(h[field.H_RETAINED_NEXT]), int(h[field.H_RETAINED_END]), self._record):
+            ctypes.c_int64.from_address(left).value = int(h[field.H_RETAINED_FREE])
+            h[field.H_RETAINED_FREE] = left
         block = self._memory.allocate(n * self._record)
         self._blocks[block] = n * self._record
-        h[field.H_KEPT_NEXT], h[field.H_KEPT_END] = block, block + n * self._record
-        h[field.H_KEPT_ROOM] += n
+        h[field.H_RETAINED_NEXT], h[field.H_RETAINED_END] = block, block + n * self._record
+        h[field.H_RETAINED_ROOM] += n
 
     def list_range(self, r: int, since: int) -> Listed:
         """Range r's keys of rows that were changed after cut `since` (0: all)."""
@@ -141,7 +145,7 @@ class RetainedRows:
     def most(self, listed: Listed, part: int, end: int) -> int:
         """More rows than this there are not in the parts from `part` up to `end`."""
         first = listed.range * self.parts
-        return len(listed.keys_of(part, end)) + int(stamps.count_kept(self._header, first + part, first + end))
+        return len(listed.keys_of(part, end)) + int(stamps.count_retained(self._header, first + part, first + end))
 
     def take(self, listed: Listed, part: int, end: int, cut: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Keys of the parts from `part` up to `end`, and words of their rows as they were when cut `cut` passed: valid
@@ -163,7 +167,7 @@ class RetainedRows:
     def stop(self) -> None:
         """Keeps nothing any more, and gives the memory back."""
         h = self._header
-        h[[field.H_KEPT, field.H_KEPT_FREE, field.H_KEPT_NEXT, field.H_KEPT_END, field.H_KEPT_ROOM]] = 0
+        h[_FIELDS] = 0
         self._descriptors[:, field.D_SINCE] = field.NEVER
         for block in self._blocks:
             self._memory.free(block)

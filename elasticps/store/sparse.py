@@ -30,15 +30,15 @@ def _drawn(draw: np.uint64, j: int, left: int, dim: int) -> np.int64:
 
 
 @kernel
-def spread(code: int, said: int, left: int, dim: int, target: int) -> None:
-    """Puts the first `left` floats of the row of `dim` at `target` where they belong. said: a filter's words."""
+def spread(code: int, marks: int, left: int, dim: int, target: int) -> None:
+    """Puts the first `left` floats of the row of `dim` at `target` where they belong. marks: a filter's words."""
     if code == THRESHOLD:
         return
-    x, places = carray(pointer(target), (dim,), np.float32), carray(pointer(said), (left,), np.uint16)
-    draw = np.uint64(carray(pointer(said), (1,), np.uint32)[0])
+    x, positions = carray(pointer(target), (dim,), np.float32), carray(pointer(marks), (left,), np.uint16)
+    draw = np.uint64(carray(pointer(marks), (1,), np.uint32)[0])
     after = dim
     for j in range(left - 1, -1, -1):
-        place: Any = np.int64(places[j]) if code == TOP_K else _drawn(draw, j, left, dim)
+        place: Any = np.int64(positions[j]) if code == TOP_K else _drawn(draw, j, left, dim)
         place = min(max(place, j), after - 1)
         value = x[j]
         for i in range(place + 1, after):
@@ -50,14 +50,14 @@ def spread(code: int, said: int, left: int, dim: int, target: int) -> None:
 
 
 @kernel
-def spread_rows(code: int, said: int, words: int, n: int, left: int, dim: int, target: int) -> None:
+def spread_rows(code: int, marks: int, words: int, n: int, left: int, dim: int, target: int) -> None:
     """The same for n rows one after another, `words` words from one's to the next's."""
     for i in range(n):
-        spread(code, said + 4 * words * i, left, dim, target + 4 * dim * i)
+        spread(code, marks + 4 * words * i, left, dim, target + 4 * dim * i)
 
 
 @kernel
-def draw_rows(seed: int, source: int, n: int, dim: int, left: int, said: int, words: int, target: int) -> None:
+def draw_rows(seed: int, source: int, n: int, dim: int, left: int, marks: int, words: int, target: int) -> None:
     """Draws `left` floats of each row, from `seed` and the row's bits, and writes what says which. Of a row that is not
     finite it hands on that."""
     for i in range(n):
@@ -69,7 +69,7 @@ def draw_rows(seed: int, source: int, n: int, dim: int, left: int, said: int, wo
             mixed = (mixed ^ np.uint64(bits[j])) * _FACTOR
             finite = finite and abs(x[j]) < _INFINITY
         draw = mix64(mixed) >> _HALF
-        carray(pointer(said + 4 * words * i), (1,), np.uint32)[0] = np.uint32(draw)
+        carray(pointer(marks + 4 * words * i), (1,), np.uint32)[0] = np.uint32(draw)
         for j in range(left):
             chosen[j] = x[_drawn(draw, j, left, dim)] if finite else _NAN
 

@@ -23,11 +23,11 @@ from elasticps.store.native import (
     D_STAMP,
     DESCRIPTOR,
     H_CURSOR,
-    H_KEPT,
-    H_KEPT_FREE,
-    H_KEPT_NEXT,
-    H_KEPT_ROOM,
-    H_KEPT_SHIFT,
+    H_RETAINED,
+    H_RETAINED_FREE,
+    H_RETAINED_NEXT,
+    H_RETAINED_ROOM,
+    H_RETAINED_SHIFT,
     H_SALT,
     H_SHIFT,
     H_STALE,
@@ -72,14 +72,14 @@ def _entry_of(h: NDArray[np.int64], key: int, hashed: np.uint64, r: np.int64) ->
 
 @kernel
 def _keep(h: NDArray[np.int64], part: np.int64, key: int, word: int) -> None:
-    record = h[H_KEPT_FREE]
+    record = h[H_RETAINED_FREE]
     if record != 0:
-        h[H_KEPT_FREE] = load64(record)
+        h[H_RETAINED_FREE] = load64(record)
     else:
-        record = h[H_KEPT_NEXT]
-        h[H_KEPT_NEXT] += RECORD + h[H_STRIDE]
-    h[H_KEPT_ROOM] -= 1
-    newest = h[H_KEPT] + 8 * part
+        record = h[H_RETAINED_NEXT]
+        h[H_RETAINED_NEXT] += RECORD + h[H_STRIDE]
+    h[H_RETAINED_ROOM] -= 1
+    newest = h[H_RETAINED] + 8 * part
     store64(record, load64(newest))
     store64(record + 8, key)
     store64(record + 16, word >> STAMP_BIT)
@@ -104,8 +104,8 @@ def touch(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64]
         now = descriptors[DESCRIPTOR * r + D_STAMP]
         if stamp == now:
             continue
-        if h[H_KEPT] != 0 and stamp >= descriptors[DESCRIPTOR * r + D_SINCE]:
-            part = np.int64(hashed >> np.uint64(h[H_KEPT_SHIFT]))
+        if h[H_RETAINED] != 0 and stamp >= descriptors[DESCRIPTOR * r + D_SINCE]:
+            part = np.int64(hashed >> np.uint64(h[H_RETAINED_SHIFT]))
             if part >= h[H_CURSOR]:
                 _keep(h, part, keys[i], word)
         store64(entry + 8, word & ADDRESS | now << STAMP_BIT)
@@ -134,7 +134,7 @@ def clear_stamps(h: NDArray[np.int64], r: int) -> None:
 def list_parts(h: NDArray[np.int64], r: int, since: int, keys: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
     """Writes those of range r's keys whose rows have stamp `since` or a newer one, so that those of each part stand
     together, from starts[part] up to starts[part + 1]. starts: int64 [parts + 1], zeros at first."""
-    salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_KEPT_SHIFT])
+    salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_RETAINED_SHIFT])
     base, capacity = segment_of(h, r)
     parts = starts.shape[0] - 1
     first, entries = r * parts, capacity + min(capacity, 32)
@@ -180,11 +180,11 @@ def choose(
 
 
 @kernel
-def count_kept(h: NDArray[np.int64], part: int, end: int) -> int:
+def count_retained(h: NDArray[np.int64], part: int, end: int) -> int:
     """Rows of the parts from `part` up to `end` that are kept aside."""
     n = 0
     for each in range(part, end):
-        record = load64(h[H_KEPT] + 8 * each)
+        record = load64(h[H_RETAINED] + 8 * each)
         while record != 0:
             n += 1
             record = load64(record)
@@ -197,15 +197,15 @@ def pass_parts(h: NDArray[np.int64], part: int, end: int, keys: NDArray[np.int64
     what they are until the next row is kept: their memory serves that."""
     n = 0
     for each in range(part, end):
-        record = load64(h[H_KEPT] + 8 * each)
+        record = load64(h[H_RETAINED] + 8 * each)
         while record != 0:
             following = load64(record)
             keys[n] = load64(record + 8)
             words[n] = record + RECORD | load64(record + 16) << STAMP_BIT
             n += 1
-            store64(record, h[H_KEPT_FREE])
-            h[H_KEPT_FREE] = record
-            h[H_KEPT_ROOM] += 1
+            store64(record, h[H_RETAINED_FREE])
+            h[H_RETAINED_FREE] = record
+            h[H_RETAINED_ROOM] += 1
             record = following
-        store64(h[H_KEPT] + 8 * each, 0)
+        store64(h[H_RETAINED] + 8 * each, 0)
     h[H_CURSOR] = end

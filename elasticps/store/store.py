@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from elasticps.errors import SpecError
 from elasticps.model.spec import TableSpec
 from elasticps.store.cuts import PassedCuts
-from elasticps.store.memory import Memory
+from elasticps.store.memory import Allocator
 from elasticps.store.table import Table
 
 
@@ -33,13 +33,13 @@ class Store:
         self.tables: dict[int, Table] = {}
         self.live: dict[int, Table] = {}
         self.dropped: dict[int, NDArray[np.uint8]] = {}
-        self._places: dict[int, NDArray[np.int64]] = {}  # of logs, int64 [ranges], -1 where a table was not dropped
+        self._dropped_at: dict[int, NDArray[np.int64]] = {}  # of logs, int64 [ranges], -1 where a table was not dropped
         self.new: list[tuple[int, Table]] = []
         self.changed: set[int] = set()
         self.unowned: set[int] = set()
         self._apps: dict[int, str] = {}
         self.cuts = PassedCuts(ranges)
-        self._memory = Memory()
+        self._memory = Allocator()
 
     def create(self, spec: TableSpec, table_id: int, app: str = "") -> Table:
         """The table, made now or before. app: who owns it, if the caller knows; the owner of a table never changes.
@@ -75,7 +75,7 @@ class Store:
             self.live[number].app = apps[number]
             self._note(number, self.live[number])
 
-    def drop(self, table_id: int, ranges: NDArray[np.int64], places: NDArray[np.int64]) -> None:
+    def drop(self, table_id: int, ranges: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
         """Forgets a table's rows in some ranges, for good, at these places of their logs; whoever asks for the table is
         told that there is none."""
         if table_id not in self.dropped:
@@ -86,7 +86,7 @@ class Store:
         self.dropped[table_id] |= self._bits(ranges)
         table = self.tables.get(table_id)
         if table is not None:
-            self._places.setdefault(table_id, self._places_of(table_id))[ranges] = places
+            self._dropped_at.setdefault(table_id, self._positions_of(table_id))[ranges] = positions
             table.dropped = True
             table.keep(None)
             for r in ranges.tolist():
@@ -107,9 +107,9 @@ class Store:
         chosen[ranges] = True
         return np.packbits(chosen, bitorder="little")
 
-    def _places_of(self, table_id: int) -> NDArray[np.int64]:
+    def _positions_of(self, table_id: int) -> NDArray[np.int64]:
         """At which places a table was dropped; 0 where they are not known, as they are acknowledged long since."""
-        known = self._places.get(table_id)
+        known = self._dropped_at.get(table_id)
         if known is None:
             there = np.unpackbits(self.dropped[table_id], count=self.ranges, bitorder="little")
             return there.astype(np.int64) - 1
@@ -131,11 +131,11 @@ class Store:
         """A cut passes in some ranges: every replica does this at the same place of their logs."""
         newest, base = self.cuts.newest[ranges], self.cuts.base[ranges]
         begun = ranges[(newest < cut) & (newest > 0) & (newest == base)].tolist()
-        behind, anew = self.cuts.passed(ranges, cut)
+        passing, restamped = self.cuts.passed(ranges, cut)
         for table in self.tables.values():
             for r in begun:  # whatever checkpoint this adds to, the range may not have come from that one
                 table.deletions.forget(r, cut)
-            table.pass_cut(behind, anew)
+            table.pass_cut(passing, restamped)
 
     def begin_at(self, ranges: NDArray[np.int64], cut: int) -> None:
         """Some ranges hold what was restored from the checkpoint of a cut: go on from there, without stamps. Who has
@@ -166,11 +166,11 @@ class Store:
 
     def erase(self, ranges: NDArray[np.int64]) -> None:
         """Forgets everything about some ranges, which are here no more."""
-        kept = ~self._bits(ranges)
+        others = ~self._bits(ranges)
         for gone in self.dropped.values():
-            gone &= kept
-        for places in self._places.values():
-            places[ranges] = -1
+            gone &= others
+        for positions in self._dropped_at.values():
+            positions[ranges] = -1
         self._set_cuts(ranges, 0, 0)
         for table in self.tables.values():
             for r in ranges.tolist():
@@ -182,21 +182,21 @@ class Store:
         have that: their operations cannot come any more, nor go. Their ids. acked: up to which place, int64 [ranges],
         -1 for ranges that are not held."""
 
-        def gone(places: NDArray[np.int64]) -> bool:
-            return bool(((acked < 0) | (places >= 0) & (places <= acked)).all())
+        def gone(positions: NDArray[np.int64]) -> bool:
+            return bool(((acked < 0) | (positions >= 0) & (positions <= acked)).all())
 
-        found = [table for table in self.tables.keys() - self.live.keys() if gone(self._places_of(table))]
+        found = [table for table in self.tables.keys() - self.live.keys() if gone(self._positions_of(table))]
         for table in found:
             self.tables.pop(table).close()
-            self._places.pop(table, None)
+            self._dropped_at.pop(table, None)
         return found
 
-    def tidy(self, rows: int) -> None:
+    def reclaim(self, rows: int) -> None:
         """Has tables with many dropped rows give memory back: handles about so many rows."""
         for number in sorted(self._memory.with_holes):
             if rows <= 0:
                 break
-            rows = self.tables[number].tidy(rows)
+            rows = self.tables[number].reclaim(rows)
             if not self.tables[number].reusable_bytes:
                 self._memory.with_holes.discard(number)
 

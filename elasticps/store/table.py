@@ -17,15 +17,15 @@ from elasticps.store import native as field
 from elasticps.store.codec import Codec
 from elasticps.store.corrections import constants_of
 from elasticps.store.cuts import Deletions, PassedCuts
-from elasticps.store.memory import Memory
+from elasticps.store.memory import Allocator
 from elasticps.store.registry import load_kernels, update_kernel
 from elasticps.store.retained import Allowance, RetainedRows
 from elasticps.store.values import INIT_KINDS, init_values
 
 _LAST_SLAB = 1 << 26  # bytes
-_UNTIDY_BYTES, _UNTIDY_SHARE = 4 << 20, 8  # with so much of it dropped, and such a part, a table gives memory back
+_RECLAIM_BYTES, _RECLAIM_SHARE = 4 << 20, 8  # with so much of it dropped, and such a part, a table gives memory back
 _NO_VALUES = np.empty((0, 0), np.float32)
-_PLACES = [field.H_FREE, field.H_NEXT, field.H_END, field.H_LOW, field.H_HIGH, field.H_ASIDE, field.H_UNSWEPT]
+_SLAB_FIELDS = [field.H_FREE, field.H_NEXT, field.H_END, field.H_LOW, field.H_HIGH, field.H_ASIDE, field.H_UNSWEPT]
 _EMPTY_SEGMENT = np.zeros(2, np.int64)  # one empty entry, for ranges without rows
 
 
@@ -36,7 +36,12 @@ class Table:
     """
 
     def __init__(
-        self, spec: TableSpec, table_id: int, ranges: int, memory: Memory | None = None, cuts: PassedCuts | None = None
+        self,
+        spec: TableSpec,
+        table_id: int,
+        ranges: int,
+        memory: Allocator | None = None,
+        cuts: PassedCuts | None = None,
     ) -> None:
         """Raises SpecError for a custom optimizer that is not registered here."""
         load_kernels()
@@ -45,7 +50,7 @@ class Table:
         self.dropped = False  # in some range: workers know it no more
         self._update = update_kernel(spec.optimizer)
         self.push, self.pull = Codec(spec.push, spec.dim), Codec(spec.pull, spec.dim)
-        self._memory = Memory() if memory is None else memory
+        self._memory = Allocator() if memory is None else memory
         self._dim = spec.dim
         self._step_floats = spec.optimizer.step_floats
         slots_at = -(-spec.dim * (4 if spec.dtype == "float32" else 2) // 4) * 4
@@ -56,7 +61,7 @@ class Table:
         self._descriptors[:, field.D_SEGMENT] = _EMPTY_SEGMENT.ctypes.data
         self.deletions = Deletions(ranges)
         self._cuts = cuts or PassedCuts(ranges)
-        self.kept: RetainedRows | None = None
+        self.retained: RetainedRows | None = None
         self._counts = np.zeros(ranges, np.int64)
         self._constants = constants_of(spec.optimizer)
         self._init_values = init_values(spec.init, spec.dtype)
@@ -64,7 +69,7 @@ class Table:
         self._rows = np.empty(64, np.int64)  # addresses of a batch's rows
         self._slabs: dict[int, int] = {}  # address -> bytes
         self.row_bytes = self.stride + index.GROWN_BYTES  # what making one takes
-        self._tidied = 0  # ranges that have no row any more in the slab that is being emptied
+        self._emptied_ranges = 0  # ranges that have no row any more in the slab that is being emptied
         self._slab_bytes = 0
         self._segment_bytes = 0
 
@@ -131,7 +136,7 @@ class Table:
                 f"got {grads.shape} and {len(step_values)}"
             )
         rows = self._scratch_rows(n)
-        if self.kept is not None:
+        if self.retained is not None:
             index.find(self._header, keys, rows)
         elif not self._update(self._header, keys, grads, step_values, rows, False):
             return
@@ -224,10 +229,10 @@ class Table:
         intervals.ranges_of(self._header, keys, out)
         return out
 
-    def places_of(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    def hashes_of(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """The place of each of keys [n], see `intervals`: int64 [n]."""
         out = np.empty(len(keys), np.int64)
-        intervals.places_of(self._header, keys, out)
+        intervals.hashes_of(self._header, keys, out)
         return out
 
     def first_misplaced(self, keys: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
@@ -259,7 +264,7 @@ class Table:
     def list_keys(self, r: int, place: int, most: int) -> tuple[NDArray[np.int64], int]:
         """Keys of range r from a place on (see `intervals`), about `most` of them, and at most twice as many; and the
         place where the next ones begin, 0 if there are no more. Time is proportional to the range."""
-        width = intervals.PLACES // self.ranges
+        width = intervals.HASH_END // self.ranges
         low, end = max(place, r * width), (r + 1) * width
         rows = self.count_range(r)
         high = min(end, low + max(1, width * most // rows)) if rows else end
@@ -272,7 +277,7 @@ class Table:
 
     def dump_range(self, r: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
         """Copies of range r's keys int64 [n] and whole rows uint8 [n, stride]."""
-        return self.dump_interval(r, 0, intervals.PLACES)
+        return self.dump_interval(r, 0, intervals.HASH_END)
 
     def dump_interval(self, r: int, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
         """The same for the keys of range r whose places are in low..high-1."""
@@ -311,11 +316,11 @@ class Table:
         self.delete(self._list_interval(r, low, high)[0])
 
     def drop_range(self, r: int) -> None:
-        """Forgets range r. Its rows' memory serves the table's next rows, or goes back, see `tidy`."""
+        """Forgets range r. Its rows' memory serves the table's next rows, or goes back, see `reclaim`."""
         if not self.count_range(r):
             return
         keys, rows = self._list(r)
-        if self.kept is not None:
+        if self.retained is not None:
             self._find_to_change(keys, np.empty(len(keys), np.int64))
         index.free_rows(self._header, rows)
         self._memory.with_holes.add(self.table_id)
@@ -327,7 +332,7 @@ class Table:
     def digest_range(self, r: int, part: int = 0, parts: int = 1) -> int:
         """64-bit digest of range r's keys, weights and slots, bit for bit; the rows' order plays no part. Or of one of
         `parts` intervals of its hashes, which are about equal."""
-        width = intervals.PLACES // self.ranges
+        width = intervals.HASH_END // self.ranges
         low, high = (r * width + width * at // parts for at in (part, part + 1))
         return int(intervals.digest_interval(self._header, r, low, high))
 
@@ -357,16 +362,18 @@ class Table:
 
     def keep(self, allowance: Allowance | None) -> None:
         """From now on rows are kept aside before they change; None: no more."""
-        if self.kept is not None:
-            self.kept.stop()
-            self.kept = None
+        if self.retained is not None:
+            self.retained.stop()
+            self.retained = None
         if allowance is not None:
-            self.kept = RetainedRows(self._header, self._descriptors, self._counts, self._cuts, self._memory, allowance)
+            self.retained = RetainedRows(
+                self._header, self._descriptors, self._counts, self._cuts, self._memory, allowance
+            )
 
     def make_room(self, rows: int) -> None:
         """For so many rows to be kept aside."""
-        if self.kept is not None:
-            self.kept.make_room(rows)
+        if self.retained is not None:
+            self.retained.make_room(rows)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -452,23 +459,23 @@ class Table:
             self._memory.free(slab)
         self._slabs.clear()
         self._slab_bytes = 0
-        self._header[_PLACES] = 0
+        self._header[_SLAB_FIELDS] = 0
         self._memory.with_holes.discard(self.table_id)
 
-    def tidy(self, rows: int) -> int:
+    def reclaim(self, rows: int) -> int:
         """Gives memory of dropped rows back to the system, by moving others together, a slab at a time and about `rows`
         rows in a call. Returns how many are left for other tables."""
         h = self._header
         if not h[field.H_LOW] and not self._choose_slab():
             return rows
         rows -= int(index.sweep(h, rows))
-        while rows > 0 and self._tidied < self.ranges:
-            if not index.move_out(h, self._tidied):
+        while rows > 0 and self._emptied_ranges < self.ranges:
+            if not index.move_out(h, self._emptied_ranges):
                 index.keep_slab(h)
                 return rows
-            rows -= 1 + self.count_range(self._tidied)
-            self._tidied += 1
-        if not h[field.H_UNSWEPT] and self._tidied == self.ranges:
+            rows -= 1 + self.count_range(self._emptied_ranges)
+            self._emptied_ranges += 1
+        if not h[field.H_UNSWEPT] and self._emptied_ranges == self.ranges:
             slab = int(h[field.H_LOW])
             self._slab_bytes -= self._slabs.pop(slab)
             self._memory.free(slab)
@@ -478,7 +485,7 @@ class Table:
     def _choose_slab(self) -> bool:
         """Begins to empty the largest slab whose rows fit elsewhere, with room to spare, if there is much to be won."""
         h, free = self._header, self.reusable_bytes
-        if free < max(_UNTIDY_BYTES, self._slab_bytes // _UNTIDY_SHARE):
+        if free < max(_RECLAIM_BYTES, self._slab_bytes // _RECLAIM_SHARE):
             return False
         newest = int(h[field.H_END]) if h[field.H_NEXT] < h[field.H_END] else 0
         fitting = [(n, at) for at, n in self._slabs.items() if n + n // 4 <= free and at + n != newest]
@@ -486,7 +493,7 @@ class Table:
             return False
         nbytes, slab = max(fitting)
         h[field.H_LOW], h[field.H_HIGH] = slab, slab + nbytes
-        h[field.H_UNSWEPT], h[field.H_FREE], self._tidied = h[field.H_FREE], 0, 0
+        h[field.H_UNSWEPT], h[field.H_FREE], self._emptied_ranges = h[field.H_FREE], 0, 0
         return True
 
 

@@ -14,7 +14,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from elasticps.store.corrections import corrections, next_update
-from elasticps.store.index import ROW_AHEAD, find
+from elasticps.store.index import ROW_PREFETCH, find
 from elasticps.store.native import (
     FLOATS,
     H_CONSTANT_COUNT,
@@ -78,13 +78,13 @@ def run(
     lines = prefetched_lines(h[H_STRIDE])
     c = carray(pointer(h[H_CONSTANTS] + 4), (h[H_CONSTANT_COUNT],), np.float32)
     gradients = grads.ctypes.data
-    for i in range(min(n, ROW_AHEAD)):
+    for i in range(min(n, ROW_PREFETCH)):
         for line in range(lines):
             prefetch_write(rows[i] + line * 64)
     for i in range(n):
-        if i + ROW_AHEAD < n:
+        if i + ROW_PREFETCH < n:
             for line in range(lines):
-                prefetch_write(rows[i + ROW_AHEAD] + line * 64)
+                prefetch_write(rows[i + ROW_PREFETCH] + line * 64)
         at = rows[i]
         if dtype != 0:
             at = h[H_SCRATCH]

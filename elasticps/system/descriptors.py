@@ -21,7 +21,7 @@ UNKNOWN_SHARE = 8  # of what is left is for connections that have not said yet w
 LEAST = 16  # connections without which there is no point in a server
 
 
-class Connections(NamedTuple):
+class ConnectionLimits(NamedTuple):
     """How many a server may have of workers, and of those that have not said who they are, which have proved it before
     with TLS or are about to; files: the limit of open files that this comes from, 0 for none."""
 
@@ -30,7 +30,7 @@ class Connections(NamedTuple):
     files: int = 0
 
 
-NO_LIMIT = Connections(1 << 30, 1 << 30)
+NO_LIMIT = ConnectionLimits(1 << 30, 1 << 30)
 
 
 def raise_limit() -> int:
@@ -44,7 +44,7 @@ def raise_limit() -> int:
     return MOST_FILES if soft == resource.RLIM_INFINITY else soft
 
 
-def connections_for(files: int) -> Connections:
+def connections_for(files: int) -> ConnectionLimits:
     """What a limit of open files leaves to connections. ConfigError if that is next to nothing."""
     left = files - max(RESERVE, files // RESERVE_SHARE)
     if left < LEAST:
@@ -53,4 +53,4 @@ def connections_for(files: int) -> Connections:
             f"connections: allow {RESERVE + LEAST} or more"
         )
     unknown = left // UNKNOWN_SHARE
-    return Connections(left - 2 * unknown, unknown, files)
+    return ConnectionLimits(left - 2 * unknown, unknown, files)

@@ -1,8 +1,8 @@
 """Frames: what travels between workers and servers. Bytes in, values out; no sockets here.
 
-Every frame is a fixed 64-byte little-endian header and a body whose length the header gives; `docs/internals/protocol.md` has
-the tables, `tests/wire` the golden vectors. Lengths are multiples of 8, so that arrays inside a body are aligned whenever
-the body is.
+Every frame is a fixed 64-byte little-endian header and a body whose length the header gives. The tables are in
+`docs/internals/protocol.md`, golden vectors in `tests/wire`. Lengths are multiples of 8, so that arrays inside a body
+are aligned whenever the body is.
 """
 
 from __future__ import annotations

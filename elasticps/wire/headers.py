@@ -1,9 +1,9 @@
-"""What the header of each kind of frame says: one constructor and one reader per kind, every field with one meaning.
+"""The header of each kind of frame: one constructor and one reader per kind, every field with one meaning. Pure.
 
-The 64 bytes are the same for all kinds (`frames.Header`). Where a kind puts what stands here alone: nobody else needs
-to know that a PULL's bound travels as one more than it is, or that a BARRIER_JOIN has its worker's predecessor where
-a PULL has its table. `docs/internals/protocol.md` has the same as a table, `tests/wire/test_headers.py` golden vectors. What
-replicas send each other is in `replica_headers.py`. Pure.
+The 64 bytes are the same for all kinds (`frames.Header`). Only this file knows where a kind puts its fields: that a
+PULL's bound travels as one more than it is, or that a BARRIER_JOIN has its worker's predecessor where a PULL has its
+table. The table of all kinds is in `docs/internals/protocol.md`, golden vectors in `tests/wire/test_headers.py`.
+Headers between replicas are in `replica_headers.py`.
 """
 
 from __future__ import annotations
@@ -488,8 +488,8 @@ class Activity(NamedTuple):
     committed: int
     sent: int
     received: int
-    wanted: int
-    kept: int
+    cache_reads: int
+    cache_hits: int
     shards: int
 
     def body(self) -> bytes:
@@ -502,6 +502,6 @@ class Activity(NamedTuple):
         if len(body) != _BODY.size:
             raise FrameError(f"what a worker does is told in {_BODY.size} bytes, not in {len(body)}")
         found = cls(*_BODY.unpack(body)[:-1])
-        if min(found) < 0 or found.committed > found.clock or found.kept > found.wanted:
+        if min(found) < 0 or found.committed > found.clock or found.cache_hits > found.cache_reads:
             raise FrameError(f"a worker says that it has done {found}")
         return found

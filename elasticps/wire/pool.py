@@ -18,11 +18,11 @@ STEP_BYTES = 128 << 10
 
 
 class Pool:
-    """Arrays to receive into; `kept_bytes` bounds what is kept for later, not what is in use, and larger ones than
+    """Arrays to receive into; `retained_bytes` bounds what is kept for later, not what is in use, and larger ones than
     `largest_bytes` are not kept. Not thread-safe."""
 
-    def __init__(self, kept_bytes: int, largest_bytes: int = LARGEST_BYTES) -> None:
-        self._left = kept_bytes
+    def __init__(self, retained_bytes: int, largest_bytes: int = LARGEST_BYTES) -> None:
+        self._left = retained_bytes
         self._largest = largest_bytes
         self._arrays: list[Bytes] = []
 

@@ -69,13 +69,13 @@ class RefusedRows:
         """The rows in some ranges."""
         if len(ranges) == self.ranges:
             return self
-        wanted = np.zeros(self.ranges, np.bool_)
-        wanted[ranges] = True
+        chosen = np.zeros(self.ranges, np.bool_)
+        chosen[ranges] = True
         found, shift = {}, range_shift(self.ranges)
         for table, some in self.keys.items():
             home = np.empty(len(some), np.int32)
             key_ranges(some, table_salt(table), shift, home)
-            found[table] = some[wanted[home]]
+            found[table] = some[chosen[home]]
         return RefusedRows(found, self.ranges)
 
     def joined(self, other: Rows) -> RefusedRows:
@@ -96,7 +96,7 @@ def refused_rows(blocks: Iterable[Block], ranges: int) -> RefusedRows:
 
 
 def why(document: dict[str, Any]) -> str:
-    """An ERROR's document as text; less of it where it would be too long. In ASCII: `told` reads all that it gives,
+    """An ERROR's document as text; less of it where it would be too long. In ASCII: `error_of` reads all that it gives,
     whatever a peer's words in it are."""
     written = json.dumps(document)
     if len(written) > MAX_WHY:
@@ -104,7 +104,7 @@ def why(document: dict[str, Any]) -> str:
     return written
 
 
-def told(written: str) -> dict[str, Any]:
+def error_of(written: str) -> dict[str, Any]:
     """The document. `FrameError` if it is none."""
     try:
         document = json.loads(text(written, MAX_WHY))
@@ -126,9 +126,9 @@ def decode_refusal(body: Bytes, at: int, ranges: int) -> tuple[Refusal, int]:
     entries, end = _read_section(body, at, MAX_CONTROL_BYTES, 2, ranges)
     if len(entries) != 1:
         raise FrameError(f"a FORWARD has {len(entries)} refusals")
-    ((said, clock), rows) = entries[0]
-    told(said)
-    return Refusal(said, whole(clock, MAX_CLOCK - 1), rows), end
+    ((written, clock), rows) = entries[0]
+    error_of(written)
+    return Refusal(written, whole(clock, MAX_CLOCK - 1), rows), end
 
 
 def encode_steps(steps: Sequence[RefusedStep]) -> bytes:
@@ -141,7 +141,7 @@ def decode_steps(body: Bytes, at: int, ranges: int) -> tuple[list[RefusedStep], 
     entries, end = _read_section(body, at, MAX_LINK_BODY_BYTES, 3, ranges)
     steps = []
     for (worker, clock, written), rows in entries:
-        told(written)
+        error_of(written)
         steps.append(RefusedStep(whole(worker, MAX_WORKER, 1), whole(clock, MAX_CLOCK - 1, 1), written, rows))
     return steps, end
 
@@ -160,7 +160,7 @@ def decode_refused(body: Bytes, ranges: int) -> list[tuple[int, dict[str, Any], 
         raise FrameError(f"a frame with refused rows has {len(body) - end} bytes left over")
     nothing = RefusedRows({}, ranges)
     return [
-        (whole(clock, MAX_CLOCK - 1, 1), told(written), nothing if rows is None else rows)
+        (whole(clock, MAX_CLOCK - 1, 1), error_of(written), nothing if rows is None else rows)
         for (clock, written), rows in entries
     ]
 
@@ -193,11 +193,11 @@ def _read_section(
     if size & 7 or size > limit or end > len(body):
         raise FrameError(f"what was refused, {size} bytes at {at}, does not fit in a body of {len(body)} bytes")
     try:
-        said = json.loads(body[at + 8 : end].tobytes())
+        document = json.loads(body[at + 8 : end].tobytes())
     except (ValueError, RecursionError) as error:
         raise FrameError(f"what was refused is not JSON: {error}") from None
     entries = []
-    for one in _several(said):
+    for one in _several(document):
         *values, tables = _several(one, count + 1)
         rows = None
         if tables is not None:
@@ -212,7 +212,7 @@ def _read_section(
     return entries, end
 
 
-def _several(said: object, count: int = -1) -> list[Any]:
-    if not isinstance(said, list) or (count >= 0 and len(said) != count):
+def _several(document: object, count: int = -1) -> list[Any]:
+    if not isinstance(document, list) or (count >= 0 and len(document) != count):
         raise FrameError("what was refused is no list of what it should be")
-    return said
+    return document

@@ -23,7 +23,7 @@ from elasticps.checkpoint.cuts import GivenUp
 from elasticps.checkpoint.loss_policy import policies_of
 from elasticps.checkpoint.manifest import Manifest
 from elasticps.checkpoint.rows import RowFile
-from elasticps.checkpoint.schedule import Schedule
+from elasticps.checkpoint.schedule import CheckpointSchedule
 from elasticps.checkpoint.storage import Storage
 from elasticps.errors import CheckpointError, ClusterUnreachable, SpecError
 from elasticps.model.optimizers import Accumulate
@@ -381,27 +381,27 @@ def test_the_leader_makes_one_so_often_and_answers_those_who_ask(scene: Scene, m
             return -1 if entry is None else int(json.loads(entry.value)["cut"])
 
         assert await newest() == -1
-        duty = asyncio.create_task(Schedule(scene.store, take, 60.0).run())
+        duty = asyncio.create_task(CheckpointSchedule(scene.store, take, 60.0).run())
         for _ in range(10_000):  # from when on somebody waits for the first one
             if await newest() >= 0:
                 break
             await asyncio.sleep(0.001)
         assert await newest() == 0
         duty.cancel()
-        duty = asyncio.create_task(Schedule(scene.store, take, 0.01).run())
+        duty = asyncio.create_task(CheckpointSchedule(scene.store, take, 0.01).run())
         await until(lambda: len(made) >= 2)
         duty.cancel()
         await asyncio.gather(duty, return_exceptions=True)
         assert await newest() >= made[-1] > 0  # the next one may have been under way
         assert catalog.read(scene.storage, await newest()).cut == await newest()
-        duty = asyncio.create_task(Schedule(scene.store, take, 0.0).run())
+        duty = asyncio.create_task(CheckpointSchedule(scene.store, take, 0.0).run())
         await scene.store.put(CHECKPOINT_REQUESTS + "1", b"no request")
         await scene.store.put(CHECKPOINT_REQUESTS + "2", json.dumps({"full": True}).encode())
         said = await answer(CHECKPOINT_REQUESTS + "2")
         assert asked[-1] is True
         assert catalog.read(scene.storage, said["cut"]).since == 0
         duty.cancel()
-        duty = asyncio.create_task(Schedule(scene.store, None, 0.0).run())
+        duty = asyncio.create_task(CheckpointSchedule(scene.store, None, 0.0).run())
         await scene.store.put(CHECKPOINT_REQUESTS + "3", json.dumps({"full": False}).encode())
         assert "has no --checkpoint-url" in (await answer(CHECKPOINT_REQUESTS + "3"))["error"]
         duty.cancel()

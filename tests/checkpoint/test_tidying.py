@@ -10,7 +10,7 @@ import pytest
 from coordinator.memory import MemoryStore
 from elasticps.checkpoint import catalog, maintenance, schedule
 from elasticps.checkpoint.manifest import Manifest
-from elasticps.checkpoint.schedule import Cleaner, Schedule
+from elasticps.checkpoint.schedule import CheckpointSchedule, Cleaner
 from elasticps.checkpoint.storage import Storage
 from elasticps.model import spec
 from elasticps.model.spec import TableSpec
@@ -30,25 +30,25 @@ def test_a_chain_that_is_long_is_merged_and_what_is_not_kept_goes(
 ) -> None:
     monkeypatch.setattr(schedule, "MERGE_AFTER", 2)
     storage = Storage(str(tmp_path))
-    tidier = Cleaner(storage.url, "last=1")
+    cleaner = Cleaner(storage.url, "last=1")
 
     async def take(full: bool, if_changed: bool) -> Manifest:
         taken.append(1 + len(taken))
         await until(lambda: len(kept) == taken[-1] - 1, 200)
         return made(storage, taken[-1])
 
-    async def tidy(manifest: Manifest) -> None:
-        await tidier.tidy(manifest)
+    async def clean_up(manifest: Manifest) -> None:
+        await cleaner.clean_up(manifest)
         kept.append([(cut, one.since) for cut, one in catalog.look(storage).manifests.items()])
 
     taken: list[int] = []
     kept: list[list[tuple[int, int]]] = []
 
     async def main() -> None:
-        duty = asyncio.create_task(Schedule(MemoryStore(), take, 0.01, tidy).run())
+        schedule = asyncio.create_task(CheckpointSchedule(MemoryStore(), take, 0.01, clean_up).run())
         await until(lambda: len(kept) >= 3, 200)  # processes that let others go first
-        duty.cancel()
-        await asyncio.gather(duty, return_exceptions=True)
+        schedule.cancel()
+        await asyncio.gather(schedule, return_exceptions=True)
 
     asyncio.run(main())
     assert kept[:3] == [[(1, 0)], [(1, 0), (2, 1)], [(3, 0)]]

@@ -41,7 +41,7 @@ class Busy:
     def __init__(self) -> None:
         self.driver: Driver
         self.socket = self
-        self.unsent = False
+        self.has_backlog = False
         self.flushed = 0
 
     def fileno(self) -> int:
@@ -49,8 +49,8 @@ class Busy:
 
     def flush(self) -> bool:
         self.flushed += 1
-        self.unsent = self.flushed == 1
-        if self.unsent:  # all had left; now the other thread has its turn, and finds the socket full
+        self.has_backlog = self.flushed == 1
+        if self.has_backlog:  # all had left; now the other thread has its turn, and finds the socket full
             self.driver.want_write(cast(Link, self))
         return True
 
@@ -60,5 +60,5 @@ def test_what_another_thread_queues_while_the_last_bytes_leave_is_sent_too() -> 
     link.driver = Driver(machine, lambda link, error: None, lambda: False, lambda error: None)
     link.driver.add(cast(Link, link))
     assert link.driver.wait(lambda: link.flushed == 2, 30.0)
-    assert not link.unsent
+    assert not link.has_backlog
     assert machine.sockets.wanted == READABLE

@@ -18,7 +18,7 @@ from coordinator.memory import MemoryStore
 from coordinator.sessions import register_server
 from elasticps.checkpoint.range_recovery import RangeRecovery
 from elasticps.checkpoint.restore import RestorePlan, keep_restoring
-from elasticps.checkpoint.schedule import Schedule
+from elasticps.checkpoint.schedule import CheckpointSchedule
 from elasticps.coordination import read_servers
 from elasticps.dashboard.core.model import Model
 from elasticps.metrics.cluster import ClusterMetrics
@@ -52,7 +52,7 @@ async def test_a_coordinator_leads_on(value: bytes, first: bool) -> None:
     if first:
         for key in KEYS:
             await store.put(key, value)
-    schedule = Schedule(store, None, 0.0)
+    schedule = CheckpointSchedule(store, None, 0.0)
     leads = asyncio.create_task(run_coordinator(store, name="c", stop=stop, while_leading=schedule.run))
     try:
         if not first:

@@ -15,7 +15,7 @@ import pytest
 from elasticps.security import openssl, records
 from elasticps.security.channel import MAX_HANDSHAKE_BYTES
 from elasticps.security.identity import Identity
-from elasticps.security.session import BUFFERS, Session
+from elasticps.security.session import BUFFERS, TlsSession
 from tests.security.conftest import Holder
 
 RECORD, PIECE = records.RECORD_BYTES, records.PIECE_BYTES
@@ -35,8 +35,8 @@ class Ends:
         for sock in self.sockets:
             sock.setblocking(False)
         records.warm()
-        self.a = Session(holder("worker/ads/w0"), anybody, self.sockets[0].fileno(), server=False)
-        self.b = Session(holder("server/s0"), anybody, self.sockets[-1].fileno(), server=True)
+        self.a = TlsSession(holder("worker/ads/w0"), anybody, self.sockets[0].fileno(), server=False)
+        self.b = TlsSession(holder("server/s0"), anybody, self.sockets[-1].fileno(), server=True)
         self.direct = direct
         while not (self.a.shake() & self.b.shake()):
             self.carry()
@@ -77,7 +77,7 @@ def by_hand(holder: Holder) -> Iterator[Ends]:
     ends.close()
 
 
-def read(session: Session, room: int = 1 << 20) -> bytes:
+def read(session: TlsSession, room: int = 1 << 20) -> bytes:
     found, buffer = bytearray(), memoryview(bytearray(room))
     while n := session.read_into(buffer):
         found += buffer[:n]
@@ -86,7 +86,7 @@ def read(session: Session, room: int = 1 << 20) -> bytes:
     return bytes(found)
 
 
-def exchange(sender: Session, receiver: Session, buffers: Sequence[bytes], room: int) -> bytes:
+def exchange(sender: TlsSession, receiver: TlsSession, buffers: Sequence[bytes], room: int) -> bytes:
     """What arrives of buffers that are more than sockets hold."""
     queue, size = [memoryview(buffer) for buffer in buffers], sum(map(len, buffers))
     got = bytearray()
@@ -100,7 +100,7 @@ def exchange(sender: Session, receiver: Session, buffers: Sequence[bytes], room:
             n -= len(queue.pop(0))
         if queue:
             queue[0] = queue[0][n:]
-        assert sender.unsent_bytes <= records.OUT_BYTES
+        assert sender.backlog_bytes <= records.OUT_BYTES
         sender.flush()
         got += read(receiver, room)
     return bytes(got)
@@ -189,7 +189,7 @@ def test_what_is_closed_does_nothing(direct: Ends) -> None:
             work()
 
 
-def update_keys(session: Session) -> None:
+def update_keys(session: TlsSession) -> None:
     """Has TLS change its keys, and ask the other end to do so."""
     library: Any = openssl.LIBRARY
     change: Any = library["SSL_key_update"]
@@ -217,7 +217,7 @@ def test_who_asks_tls_for_answers_and_reads_none_is_cut_off(by_hand: Ends) -> No
             by_hand.sockets[2].sendall(by_hand.sent())
             asked += 1
             assert by_hand.b.read_into(buffer) == 0
-            assert by_hand.b.unsent_bytes <= records.FLOOD_BYTES
+            assert by_hand.b.backlog_bytes <= records.FLOOD_BYTES
 
     with pytest.raises(ConnectionResetError, match="does not read them"):
         ask()
@@ -231,7 +231,7 @@ def test_what_is_no_handshake_costs_little(holder: Holder, noise: bytes) -> None
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
-        session = Session(holder("server/s0"), anybody, ours.fileno(), server=True)
+        session = TlsSession(holder("server/s0"), anybody, ours.fileno(), server=True)
 
         def hear() -> None:
             for start in range(0, len(noise), 1000):
@@ -241,5 +241,5 @@ def test_what_is_no_handshake_costs_little(holder: Holder, noise: bytes) -> None
         with pytest.raises(ConnectionResetError):
             hear()
         assert session.peer is None
-        assert session.unsent_bytes < MAX_HANDSHAKE_BYTES
+        assert session.backlog_bytes < MAX_HANDSHAKE_BYTES
         session.close()

@@ -17,7 +17,7 @@ from elasticps.server.core import scan
 from elasticps.server.core.operations import CutMark
 from elasticps.server.roles import checkpoints, snapshots
 from elasticps.store import Table, cuts, index, retained
-from elasticps.store.intervals import PLACES
+from elasticps.store.intervals import HASH_END
 from elasticps.store.native import H_CURSOR, H_STALE
 from elasticps.store.retained import RetainedRows
 from replication.chain import Role
@@ -110,7 +110,7 @@ class CheckpointStory(Story):
             headed = np.array([r for r in range(RANGES) if self.chains[r][0] == name], np.int64)
             for number, table in server.store.live.items():
                 for r in headed.tolist():
-                    keys, found, _ = table.dump_stamped(r, 0, PLACES)
+                    keys, found, _ = table.dump_stamped(r, 0, HASH_END)
                     for key, row in zip(keys.tolist(), found, strict=True):
                         rows[number, key] = row.tobytes()
             mark = CutMark(self.cut_number, since, name, 1, "x://")
@@ -158,7 +158,7 @@ class CheckpointStory(Story):
             self.incremental += since > 0
         for server in self.wires.servers.values():
             assert server.checkpoints.aside_bytes == 0
-            assert all(table.kept is None for table in server.store.tables.values())
+            assert all(table.retained is None for table in server.store.tables.values())
 
     def read(self, cut: int, since: int, dropped: set[int]) -> Rows:
         rows: Rows = dict(self.published[since]) if since else {}
@@ -309,8 +309,8 @@ def no_deletions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _stamps(table: Table, r: int) -> tuple[int, list[tuple[int, int]]]:
-    keys, _, stamps = dump_stamped(table, r, 0, PLACES)
-    base = table.kept.base(r) if table.kept is not None and len(keys) else 0
+    keys, _, stamps = dump_stamped(table, r, 0, HASH_END)
+    base = table.retained.base(r) if table.retained is not None and len(keys) else 0
     return base, sorted(zip(keys.tolist(), stamps.tolist(), strict=True))
 
 

@@ -20,7 +20,7 @@ from elasticps.server.fast.path import FastPath
 from elasticps.server.roles import snapshots
 from elasticps.server.roles.executor import Executor
 from elasticps.store.codec import Codec
-from elasticps.store.intervals import PLACES
+from elasticps.store.intervals import HASH_END
 from elasticps.store.retained import Allowance
 from elasticps.store.stamps import rows_at, stamps_in
 from elasticps.wire import frames
@@ -233,10 +233,10 @@ class Story:
             held = np.flatnonzero(server.replica.role == Role.FULL).tolist()
             for number, table in server.store.live.items() if name in self.random.sample(SERVERS, 2) else ():
                 table.keep(Allowance(1 << 30, lambda: None, lambda: None))
-                assert table.kept is not None
-                table.kept.begin(np.array(held, np.int64), 0)
+                assert table.retained is not None
+                table.retained.begin(np.array(held, np.int64), 0)
                 for r in held:
-                    self.at_cut[name, number, r] = _as_dict(table.dump_stamped(r, 0, PLACES))
+                    self.at_cut[name, number, r] = _as_dict(table.dump_stamped(r, 0, HASH_END))
 
     def write(self, name: str) -> list[Any]:
         """What a checkpoint would get from a server: as it was at the cut, of ranges that are still there."""
@@ -244,11 +244,11 @@ class Story:
         for number, table in store.live.items():
             mine = [r for r in range(RANGES) if (name, number, r) in self.at_cut]
             for r in mine:
-                if table.kept is not None and table.kept.keeps(r):
-                    listed, parts = table.kept.list_range(r, 0), range(table.kept.parts)
+                if table.retained is not None and table.retained.keeps(r):
+                    listed, parts = table.retained.list_range(r, 0), range(table.retained.parts)
                     for part in parts:
-                        keys, words = table.kept.take(listed, part, part + 1, self.cut_number)
-                        stamps = stamps_in(words).astype(np.int64) + table.kept.base(r)
+                        keys, words = table.retained.take(listed, part, part + 1, self.cut_number)
+                        stamps = stamps_in(words).astype(np.int64) + table.retained.base(r)
                         taken = keys, rows_at(words, table.stride), stamps
                         found.append((number, r, [array.tolist() for array in taken]))
                     rows: dict[int, Any] = {}

@@ -13,7 +13,7 @@ from elasticps.memory import Reading
 from elasticps.server.core.headroom import Headroom, Memory
 from elasticps.server.process.housekeeping import keep_doing
 from elasticps.system import descriptors
-from elasticps.system.descriptors import Connections, connections_for, raise_limit
+from elasticps.system.descriptors import ConnectionLimits, connections_for, raise_limit
 from tests.coordinator.support import until
 
 
@@ -53,9 +53,13 @@ def test_a_mistake_of_ours_is_no_refusal() -> None:
 
 @pytest.mark.parametrize(
     ("files", "allowed"),
-    [(144, Connections(12, 2, 144)), (1024, Connections(672, 112, 1024)), (20_000, Connections(13126, 2187, 20_000))],
+    [
+        (144, ConnectionLimits(12, 2, 144)),
+        (1024, ConnectionLimits(672, 112, 1024)),
+        (20_000, ConnectionLimits(13126, 2187, 20_000)),
+    ],
 )
-def test_connections_leave_descriptors_in_reserve(files: int, allowed: Connections) -> None:
+def test_connections_leave_descriptors_in_reserve(files: int, allowed: ConnectionLimits) -> None:
     assert connections_for(files) == allowed
     assert allowed.workers + 2 * allowed.unknown + descriptors.RESERVE <= files
 

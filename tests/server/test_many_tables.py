@@ -79,29 +79,29 @@ def test_a_look_at_memory_is_at_tables_with_dropped_rows(monkeypatch: pytest.Mon
     keys = np.arange(1000)
     for number in range(1, MANY + 1):
         make(store, number).put(keys[:20], np.ones((20, 2), np.float32))
-    tidy: Callable[[Table, int], int] = Table.tidy
+    reclaim: Callable[[Table, int], int] = Table.reclaim
 
     def seen(table: Table, rows: int) -> int:
         looked.append(table.table_id)
-        return tidy(table, rows)
+        return reclaim(table, rows)
 
     monkeypatch.setattr(Table, "tidy", seen)
-    store.tidy(1000)
+    store.reclaim(1000)
     assert (looked, store.reusable_bytes) == ([], 0)
     store.tables[5].delete(keys[:3])
     store.tables[7].drop_range(int(store.tables[7].ranges_of(keys[:1])[0]))
     store.tables[9].delete(keys)  # all that it has: nothing is left of it
-    store.tidy(1000)
+    store.reclaim(1000)
     assert looked == [5, 7]
     dropped = sum(table.reusable_bytes for table in store.tables.values())
     assert store.reusable_bytes == dropped > 0
     for number in (5, 7):  # new rows take the place of those
         store.tables[number].put(keys[:20], np.ones((20, 2), np.float32))
     assert store.reusable_bytes == 0
-    store.tidy(1000)
+    store.reclaim(1000)
     looked.clear()
-    store.tidy(1000)
+    store.reclaim(1000)
     assert looked == []
     drop(store, 5)
     assert store.bury(np.ones(RANGES, np.int64)) == [5]
-    store.tidy(1000)
+    store.reclaim(1000)

@@ -28,7 +28,7 @@ from elasticps.server.core.operations import (
 from elasticps.server.core.replica_codec import ReplicaCodec
 from elasticps.store import Store
 from elasticps.wire.frames import HEADER_BYTES, Block, FrameError, Header, Kind, json_frame, unpack_header
-from elasticps.wire.refusals import MAX_WHY, RefusedRows, told, why
+from elasticps.wire.refusals import MAX_WHY, RefusedRows, error_of, why
 from replication.messages import Ack, ChunkAck, Forward, Message, Operation, OperationKind, Resync, SnapshotChunk
 from replication.refusals import Refusal, RefusedStep
 
@@ -254,7 +254,7 @@ def test_what_cannot_have_been_refused_is_refused(operation: Operation) -> None:
 def test_why_something_is_refused_is_never_too_long_to_be_replicated() -> None:
     written = why({"code": "memory", "message": '"' * 2000, "table": "\x00" * 2000})
     assert len(written) <= MAX_WHY
-    assert told(written)["code"] == "memory"
+    assert error_of(written)["code"] == "memory"
 
 
 @given(st.text(st.characters(exclude_categories=()), max_size=5000))
@@ -263,7 +263,7 @@ def test_what_is_refused_can_be_told_whatever_words_of_a_peer_are_in_it(words: s
     """Half a surrogate pair in a table's name ended the servers that it was pushed to: telling is a part of what must
     not fail."""
     document = {"code": "not-finite", "message": f"table {words!r}", "table": words}
-    found = told(why(document))
+    found = error_of(why(document))
     assert found["code"] == "not-finite"
     assert found == document or len(words) > 300
 

@@ -12,7 +12,7 @@ from elasticps.kernels.hashing import table_salt
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
 from elasticps.store import Table
-from elasticps.store.intervals import PLACES
+from elasticps.store.intervals import HASH_END
 
 P, TABLE = 8, 5
 MASK = (1 << 64) - 1
@@ -55,7 +55,7 @@ def test_order_is_checked_and_searched_by_position(keys: list[int], order: list[
         assert table.first_at(fine, positions, position) == expected
 
 
-@given(keys_of, st.lists(st.integers(0, PLACES), min_size=P, max_size=P))
+@given(keys_of, st.lists(st.integers(0, HASH_END), min_size=P, max_size=P))
 @settings(deadline=None)
 def test_keys_below_bounds_are_selected(keys: list[int], bounds: list[int]) -> None:
     array = np.array(keys, np.int64)
@@ -63,13 +63,13 @@ def test_keys_below_bounds_are_selected(keys: list[int], bounds: list[int]) -> N
     assert [int(k) for k in array[chosen]] == [k for k in keys if hashed(k) >> 2 < bounds[range_of(k)]]
 
 
-@given(keys_of, st.integers(0, P - 1), st.lists(st.integers(0, PLACES // P), max_size=5))
+@given(keys_of, st.integers(0, P - 1), st.lists(st.integers(0, HASH_END // P), max_size=5))
 @settings(deadline=None)
 def test_the_pieces_of_a_range_are_the_range(keys: list[int], r: int, cuts: list[int]) -> None:
     source, target = a_table(), a_table()
     array = np.array(keys, np.int64)
     source.apply(array, np.ones((len(keys), 2), np.float32), np.empty(0, np.float32))
-    width = PLACES // P
+    width = HASH_END // P
     places = sorted({r * width, *(r * width + cut for cut in cuts), (r + 1) * width})
     for low, high in itertools.pairwise(places):
         found, rows = source.dump_interval(r, low, high)

@@ -7,7 +7,7 @@ import ctypes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticps.store.memory import Memory
+from elasticps.store.memory import Allocator
 
 sizes = st.integers(1, 3000) | st.sampled_from([1 << 16, (1 << 21) - 64, 1 << 21, (1 << 21) + 1])
 
@@ -15,7 +15,7 @@ sizes = st.integers(1, 3000) | st.sampled_from([1 << 16, (1 << 21) - 64, 1 << 21
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), sizes, st.integers(0, 1 << 30)), max_size=120))
 def test_blocks_keep_to_themselves(steps: list[tuple[bool, int, int]]) -> None:
-    memory = Memory()
+    memory = Allocator()
     blocks: dict[int, tuple[int, int]] = {}  # address -> bytes, fill
 
     def check(address: int) -> None:
@@ -41,7 +41,7 @@ def test_blocks_keep_to_themselves(steps: list[tuple[bool, int, int]]) -> None:
 
 
 def test_freed_neighbours_join() -> None:
-    memory = Memory()
+    memory = Allocator()
     first = [memory.allocate(64) for _ in range(64)]
     held = memory.allocate(64)
     for address in first[1::2] + first[::2]:

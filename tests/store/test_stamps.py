@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from elasticps.model import spec
 from elasticps.store import Store, Table, cuts, retained, table
 from elasticps.store.cuts import Deletions, PassedCuts
-from elasticps.store.intervals import PLACES
+from elasticps.store.intervals import HASH_END
 from elasticps.store.native import MAX_STAMP
 from elasticps.store.retained import Allowance, Listed
 from elasticps.store.stamps import rows_at, stamps_in
@@ -114,10 +114,10 @@ class CutMachine(RuleBasedStateMachine):
         since = 0 if full else self.cuts[pick % (len(self.cuts) - 1)]
         budget = 40_000
         self.table.keep(Allowance(budget, self._is_full, self._is_burst))
-        assert self.table.kept is not None
-        self.table.kept.begin(ALL, since)
+        assert self.table.retained is not None
+        self.table.retained.begin(ALL, since)
         rows = {key: row for key, row in self.rows.items() if row.stamp >= since}
-        parts = [(r, p) for r in range(RANGES) for p in range(self.table.kept.parts)]
+        parts = [(r, p) for r in range(RANGES) for p in range(self.table.retained.parts)]
         self.scan = Scan(since, self.cut, dict(self.rows), rows, {}, parts)
         self.listed: dict[int, Listed] = {}
 
@@ -130,7 +130,7 @@ class CutMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scan and self.scan.parts)
     @rule(most=st.integers(1, 5))
     def go_on(self, most: int) -> None:
-        scan, writing = self.scan, self.table.kept
+        scan, writing = self.scan, self.table.retained
         assert scan is not None
         assert writing is not None
         for _ in range(min(most, len(scan.parts))):
@@ -178,7 +178,7 @@ class CutMachine(RuleBasedStateMachine):
     @rule(r=st.integers(0, RANGES - 1), parts=st.integers(1, 3))
     def move_range(self, r: int, parts: int) -> None:
         """A joiner gets the range in pieces and is the same then."""
-        width = PLACES // RANGES
+        width = HASH_END // RANGES
         other = Store(RANGES)
         there = other.create(self.described, 3)
         for part in range(parts):
@@ -194,8 +194,8 @@ class CutMachine(RuleBasedStateMachine):
         assert other.cut_words(r) == [0, 0]
 
     @rule(rows=st.integers(1, 300))
-    def tidy(self, rows: int) -> None:
-        self.table.tidy(rows)
+    def reclaim(self, rows: int) -> None:
+        self.table.reclaim(rows)
 
     @invariant()
     def stamps_are_as_they_should(self) -> None:
@@ -203,7 +203,7 @@ class CutMachine(RuleBasedStateMachine):
             return
         found: dict[int, Row] = {}
         for r in range(RANGES):
-            listed, rows, stamps = self.table.dump_stamped(r, 0, PLACES)
+            listed, rows, stamps = self.table.dump_stamped(r, 0, HASH_END)
             self._read(listed, rows, stamps.astype(np.int32) + np.int32(self.store.cuts.base[r]), found)
         assert found == self._known(self.rows)
 

@@ -268,7 +268,7 @@ def test_what_was_dropped_is_remembered_in_few_bytes() -> None:
     assert store.bury(every) == []
     assert store.bury(every + 1) == [5]
     assert sum(each.nbytes for each in store.dropped.values()) <= 2 * store.dropped_bytes < 20_000
-    assert not store._places
+    assert not store._dropped_at
     store.erase(np.array([9]))
     assert [store.dropped_in(r) for r in (8, 9, ranges - 1)] == [[5, 6], [], [5, 6]]
 
@@ -323,9 +323,9 @@ def test_several_threads_may_register_the_same_optimizer() -> None:
     assert callable(registry.update_kernel(optimizer))
 
 
-def tidied(made: Table, rows: int = 5_000, most: int = 400) -> None:
+def reclaimed(made: Table, rows: int = 5_000, most: int = 400) -> None:
     for _ in range(most):
-        made.tidy(rows)
+        made.reclaim(rows)
 
 
 def test_memory_of_dropped_rows_goes_back() -> None:
@@ -340,7 +340,7 @@ def test_memory_of_dropped_rows_goes_back() -> None:
     dropped = made.reusable_bytes
     assert dropped > 12 << 20
     digests = [made.digest_range(r) for r in (0, 1)]
-    tidied(made)
+    reclaimed(made)
     assert made.reusable_bytes < 4 << 20
     assert made.nbytes == before - (dropped - made.reusable_bytes)
     assert [made.digest_range(r) for r in (0, 1)] == digests
@@ -356,13 +356,13 @@ def test_rows_that_come_while_memory_goes_back_are_kept(steps: int) -> None:
         made.drop_range(r)
     left = keys[ranges_of(made, keys) < 3]
     values = read(made, left)
-    tidied(made, most=steps)
+    reclaimed(made, most=steps)
     more = np.arange(100_000, 135_000)
     for part in np.array_split(more, 7):
         fill(made, part)
-        tidied(made, rows=1_000, most=1)
+        reclaimed(made, rows=1_000, most=1)
     made.drop_range(0)
-    tidied(made)
+    reclaimed(made)
     left, found = left[ranges_of(made, left) > 0], values[ranges_of(made, left) > 0]
     np.testing.assert_array_equal(read(made, left), found)
     more = more[ranges_of(made, more) > 0]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from elasticps.model import spec
 from elasticps.store import Table, table
-from elasticps.store.intervals import PLACES
+from elasticps.store.intervals import HASH_END
 from tests.store.twin import TwinTable
 
 RANGES = 4
@@ -94,7 +94,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(r=st.integers(0, RANGES - 1), part=st.integers(0, 3))
     def drop_interval(self, r: int, part: int) -> None:
-        width = PLACES // RANGES
+        width = HASH_END // RANGES
         low, high = r * width + width * part // 4, r * width + width * (part + 1) // 4
         gone = self.table.dump_interval(r, low, high)[0].tolist()
         self.table.drop_interval(r, low, high)
@@ -121,10 +121,10 @@ class TableMachine(RuleBasedStateMachine):
         assert self.other.nbytes == 0
 
     @rule(rows=st.integers(1, 300))
-    def tidy(self, rows: int) -> None:
+    def reclaim(self, rows: int) -> None:
         before = [self.table.digest_range(r) for r in range(RANGES)]
         with patch.object(table, "_UNTIDY_BYTES", 1):
-            self.table.tidy(rows)
+            self.table.reclaim(rows)
         assert [self.table.digest_range(r) for r in range(RANGES)] == before
         assert 0 <= self.table.reusable_bytes <= self.table.nbytes
 

@@ -114,9 +114,10 @@ class CutCheck:
             progress = cut.verdict.clocks.get(column.worker, 0) << PART_BITS if out is None else out[r]
             if progress & ((1 << PART_BITS) - 1):
                 continue  # it died in the midst of a step
-            if out is None and any(progress >> PART_BITS < c <= cut.said.get(column.worker, 0) for c in column.clocks):
+            written = cut.written.get(column.worker, 0)
+            if out is None and any(progress >> PART_BITS < c <= written for c in column.clocks):
                 text = f"cut {cut.number} has {column.name} up to step {progress >> PART_BITS}"
-                raise Violation("who holds has written", f"{text}, it held at {cut.said[column.worker]}")
+                raise Violation("who holds has written", f"{text}, it held at {written}")
             wanted = column.upto(progress >> PART_BITS)[keys]
             if not np.array_equal(counts[column.index], wanted):
                 at = int(np.flatnonzero(counts[column.index] != wanted)[0])

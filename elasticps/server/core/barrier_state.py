@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.kernels.hashing import group_range
-from elasticps.store.intervals import PLACES
+from elasticps.store.intervals import HASH_END
 from elasticps.wire.frames import Block
 from replication.chain import Ranges
 
@@ -195,7 +195,7 @@ class Rounds:
 
     def drop(self, table: int, ranges: Ranges | None, tables: Mapping[int, Selecting]) -> None:
         """Forgets what is kept for a table in these ranges, or everywhere."""
-        bounds = np.full(self._ranges, 0 if ranges is None else PLACES, np.int64)
+        bounds = np.full(self._ranges, 0 if ranges is None else HASH_END, np.int64)
         if ranges is not None:
             bounds[ranges] = 0
         for key, shares in list(self._kept.items()):
@@ -276,7 +276,7 @@ def _decoded(blocks: list[Block], tables: Mapping[int, Selecting]) -> list[Block
 
 def _within(share: Share, ranges: NDArray[np.bool_], tables: Mapping[int, Selecting]) -> list[Block]:
     """A share's rows in those of `ranges`, bool [P], where it is live."""
-    bounds = np.where(share.live & ranges, PLACES, 0).astype(np.int64)
+    bounds = np.where(share.live & ranges, HASH_END, 0).astype(np.int64)
     return _between(share.blocks, np.zeros(len(bounds), np.int64), bounds, tables)
 
 

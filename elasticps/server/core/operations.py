@@ -20,7 +20,7 @@ from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds
 from elasticps.server.core.data_shards import MAX_SETS, Doing, RangeShards, ShardMark, ShardSet, Used
 from elasticps.store import Table
 from elasticps.store.cuts import NO_NOTES, Notes
-from elasticps.store.intervals import PLACES
+from elasticps.store.intervals import HASH_END
 from elasticps.wire.frames import Block, FrameError, text, whole, wholes
 from replication.chain import Ranges
 
@@ -62,7 +62,7 @@ class Content:
         if stop - start == n:
             return self._slices(start, stop, tables)
         bounds = np.zeros(len(self.positions), np.int64)
-        bounds[ranges] = PLACES
+        bounds[ranges] = HASH_END
         return self.below(bounds, tables)
 
     def _slices(self, start: int, stop: int, tables: Mapping[int, Table]) -> list[Block]:

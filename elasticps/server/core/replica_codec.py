@@ -36,7 +36,7 @@ from elasticps.server.core.operations import (
 )
 from elasticps.server.core.snapshot import block_buffers, decode_content, encode_content
 from elasticps.store import Table
-from elasticps.store.intervals import PLACES
+from elasticps.store.intervals import HASH_END
 from elasticps.wire.frames import (
     MAX_CONTROL_BYTES,
     MAX_CREATED,
@@ -279,8 +279,8 @@ class ReplicaCodec:
         if said.range >= self._ranges or at > len(body):
             raise FrameError(f"a SNAPSHOT_CHUNK of range {said.range} and {said.workers} workers has {len(body)} bytes")
         upto = int.from_bytes(body[:8].tobytes(), "little")
-        if upto > PLACES:
-            raise FrameError(f"a SNAPSHOT_CHUNK ends at place {upto}, the last is {PLACES}")
+        if upto > HASH_END:
+            raise FrameError(f"a SNAPSHOT_CHUNK ends at place {upto}, the last is {HASH_END}")
         numbers = body[8:at].view(np.int64)
         workers, progress = numbers[: said.workers], numbers[said.workers :]
         if said.workers and (workers.min() < 1 or workers.max() > MAX_WORKER or progress.min() < 0):

@@ -59,7 +59,7 @@ class Scan:
         """These pass the cut now: from here on their rows are kept aside before they change."""
         self.ranges = sorted({*self.ranges, *ranges.tolist()})
         for number, table in self._store.live.items():
-            if table.kept is None:
+            if table.retained is None:
                 table.keep(self._allowance)
                 self._begin(number, table, np.array(self.ranges, np.int64))
             else:
@@ -71,14 +71,14 @@ class Scan:
         parts = {r: notes.between(r, since, self.mark.number) for r in notes.ranges() & {*ranges.tolist()} if since}
         known = self._deleted.setdefault(number, _Deleted(set(), {}))
         self._deleted[number] = _Deleted(known.whole | {*whole.tolist()}, {**known.keys, **parts})
-        assert table.kept is not None
-        table.kept.begin(ranges, since)
-        table.kept.begin(whole, 0)
+        assert table.retained is not None
+        table.retained.begin(ranges, since)
+        table.retained.begin(whole, 0)
 
     def run(self) -> Iterator[Finished | None]:
         """Goes on by a part at a time, when all ranges have passed the cut. A table that is dropped is left out. Raises
         Lost. Two files use one memory, so the next one is not begun before the one before the last is given back."""
-        tables = [(number, table) for number, table in self._store.live.items() if table.kept is not None]
+        tables = [(number, table) for number, table in self._store.live.items() if table.retained is not None]
         self.total = sum(table.count_range(r) for _, table in tables for r in self.ranges)
         for number, table in tables:
             files, file = 0, None
@@ -119,9 +119,9 @@ class Scan:
         """None if the table was dropped."""
         if table.dropped:
             return None
-        if table.kept is None or not table.kept.keeps(r):
+        if table.retained is None or not table.retained.keeps(r):
             raise Lost(f"range {r} is not held any more as cut {self.mark.number} found it")
-        return table.kept
+        return table.retained
 
     def stop(self) -> None:
         """Keeps nothing aside any more."""

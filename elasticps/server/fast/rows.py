@@ -49,8 +49,8 @@ from elasticps.store.codec import decode_rows
 from elasticps.store.native import (
     H_DIM,
     H_FINITE,
-    H_KEPT,
-    H_KEPT_ROOM,
+    H_RETAINED,
+    H_RETAINED_ROOM,
     H_SALT,
     H_SHIFT,
     H_STALE,
@@ -121,7 +121,7 @@ def find_rows(h, first, blocks, room):
         needed += missing * (header[H_STRIDE] + INDEX_BYTES)
         store64(b + 8 * B_STALE, header[H_STALE])
         stale += header[H_STALE]  # of all blocks, for several may be of this table
-        if header[H_STALE] and header[H_KEPT] and stale > header[H_KEPT_ROOM]:
+        if header[H_STALE] and header[H_RETAINED] and stale > header[H_RETAINED_ROOM]:
             h[H_INFO], h[H_SIZE] = first + i, stale
             return KEEP
         b += 8 * BLOCK

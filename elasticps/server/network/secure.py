@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from elasticps.security import records
 from elasticps.security.channel import Expect
-from elasticps.security.gate import Gate, Handshake, Over, anybody, proof, told
-from elasticps.security.session import Session
+from elasticps.security.gate import Gate, Over, TlsHandshake, anybody, proof, resolving
+from elasticps.security.session import TlsSession
 from elasticps.server.network.pump import Listener, connected
 from elasticps.server.network.socket_transport import SocketTransport, described
 
@@ -54,16 +54,16 @@ class SecureStreams:
         except BaseException:
             sock.close()
             raise
-        dialled = SecureTransport(self.loop, connection, sock, session, told(proved))
+        dialled = SecureTransport(self.loop, connection, sock, session, resolving(proved))
         dialled.shake()
         await proof(proved, dialled)
 
     def close(self) -> None:
         """There is nothing to close but the connections."""
 
-    def _session(self, sock: socket.socket, expect: Expect, *, server: bool) -> Session:
+    def _session(self, sock: socket.socket, expect: Expect, *, server: bool) -> TlsSession:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return Session(self._credentials, expect, sock.fileno(), server=server)
+        return TlsSession(self._credentials, expect, sock.fileno(), server=server)
 
 
 class SecureTransport(SocketTransport["Connection"]):
@@ -71,13 +71,18 @@ class SecureTransport(SocketTransport["Connection"]):
     `over` is told in any case."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, connection: Connection, sock: socket.socket, session: Session, over: Over
+        self,
+        loop: asyncio.AbstractEventLoop,
+        connection: Connection,
+        sock: socket.socket,
+        session: TlsSession,
+        over: Over,
     ) -> None:
         super().__init__(loop, connection, described(sock))
         self._socket = sock
         self._session = session
         self._descriptor = sock.fileno()
-        self._handshake = Handshake(loop, self, over)
+        self._handshake = TlsHandshake(loop, self, over)
         self._open = False  # the handshake is done
         self._watched = (False, False)  # for reading, for writing
         self._busy = False  # what has come is being handed on
@@ -156,16 +161,16 @@ class SecureTransport(SocketTransport["Connection"]):
             connection.fail(error)
         finally:
             self._busy = False
-        if session.unsent:  # TLS itself has answered something
+        if session.has_backlog:  # TLS itself has answered something
             self._look_for()
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def _left(self) -> bool:
-        return bool(self._unsent) or self._session.unsent
+        return bool(self._unsent) or self._session.has_backlog
 
     def get_write_buffer_size(self) -> int:
-        return self._unsent.nbytes + self._session.unsent_bytes
+        return self._unsent.nbytes + self._session.backlog_bytes
 
     def _send(self) -> None:
         if self._unsent.send(self._session):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from elasticps.security.channel import Channel, Expect
-from elasticps.security.gate import Gate, anybody, proof, told
+from elasticps.security.gate import Gate, anybody, proof, resolving
 from elasticps.security.transport import TlsTransport
 from elasticps.server.network.pump import Pump
 from elasticps.server.network.secure import SecureStreams
@@ -101,7 +101,7 @@ class TlsStreams:
         """Connects `connection`; OSError if nobody answers, or another one than `expect` lets pass."""
         proved: asyncio.Future[None] = self._loop.create_future()
         channel = Channel(self._credentials, expect, server=False)
-        dialled = TlsTransport(connection, channel, told(proved))
+        dialled = TlsTransport(connection, channel, resolving(proved))
         await self._loop.create_connection(lambda: dialled, host, port)
         await proof(proved, dialled)
 

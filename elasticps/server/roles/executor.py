@@ -37,7 +37,7 @@ from elasticps.server.core.validation import wrong
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.path import FastPath
 from elasticps.store import Store, Table
-from elasticps.store.intervals import PLACES
+from elasticps.store.intervals import HASH_END
 from elasticps.system import fatal
 from replication.chain import Member, Ranges, Role
 from replication.effects import (
@@ -225,7 +225,7 @@ class Executor:
             blocks = content.part(effect.ranges, tables)
         else:
             bounds = np.zeros(self._ranges, np.int64)
-            bounds[effect.ranges] = PLACES
+            bounds[effect.ranges] = HASH_END
             for r, bound in effect.inside.items():
                 bounds[r] = bound
             blocks = content.below(bounds, tables)

@@ -12,7 +12,7 @@ from elasticps.server.network.connection import Connection, Handler, PeerKind
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.leaders import Leaders
 from elasticps.server.roles.replica_links import ReplicaLinks
-from elasticps.system.descriptors import Connections
+from elasticps.system.descriptors import ConnectionLimits
 from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame, whole
 from replication.chain import Member
 from replication.messages import MAX_WORKER
@@ -30,7 +30,7 @@ class HelloHandler:
 
     def __init__(
         self, context: Context, links: ReplicaLinks, leaders: Leaders, worker: PeerKind, peer: PeerKind,
-        greet: Callable[[Connection], None], allowed: Connections,
+        greet: Callable[[Connection], None], allowed: ConnectionLimits,
     ) -> None:  # fmt: skip
         self._me = context.serving.me
         self._cluster = context.cluster

@@ -35,7 +35,7 @@ class MemoryLimit:
     def look(self) -> None:
         """Called several times a second: sets how much room pushes may take, and tells neighbours. Memory of rows that
         were dropped goes back a little at a time: only their own table could use it."""
-        self._store.tidy(TIDIED_ROWS)
+        self._store.reclaim(TIDIED_ROWS)
         self._headroom.look(self._store.reusable_bytes)
         if self._headroom.short:
             self._short_looks += 1

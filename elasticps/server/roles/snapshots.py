@@ -13,7 +13,7 @@ from elasticps.server.core.snapshot import pack, size_by_place, size_of
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.store import Table
-from elasticps.store.intervals import PLACES
+from elasticps.store.intervals import HASH_END
 from replication.chain import Member
 from replication.effects import NextChunk, SnapshotRange
 
@@ -78,7 +78,7 @@ class SnapshotSender:
         self._links = links
         links.make_way = self.make_way
         executor.handlers |= {SnapshotRange: self.start, NextChunk: self.next}
-        self._width = PLACES // self._serving.ranges
+        self._width = HASH_END // self._serving.ranges
         self._progress: dict[int, _Progress] = {}
         self._looked_s = 0.0
         self._cuts: dict[int, _Cut] = {}
@@ -206,7 +206,7 @@ class SnapshotSender:
     def _table_rows(self, number: int, table: Table, r: int, low: int, upto: int) -> TableRows:
         notes = table.deletions.of(r)
         if len(notes):
-            places = table.places_of(np.ascontiguousarray(notes[:, 0]))
+            places = table.hashes_of(np.ascontiguousarray(notes[:, 0]))
             notes = notes[(low <= places) & (places < upto)]
         rows = table.dump_stamped(r, low, upto)
         return TableRows(number, table.spec.to_json(), *rows, notes, int(table.deletions.floor[r]))
