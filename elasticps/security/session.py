@@ -71,9 +71,8 @@ class TlsSession(Proof):
             self._fields[records.S_SSL] = 0
             self._library.SSL_free(tls)  # type: ignore[union-attr]
             openssl.free(self._fields[records.S_BACKLOG_AT])
-            self._fields[records.S_BACKLOG_AT] = self._fields[records.S_BACKLOG_START] = self._fields[
-                records.S_BACKLOG_END
-            ] = 0
+            for field in (records.S_BACKLOG_AT, records.S_BACKLOG_START, records.S_BACKLOG_END):
+                self._fields[field] = 0
 
     def say_goodbye(self) -> None:
         """Tells the other end that nothing follows, if the socket takes it."""
