@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 CODE := $(patsubst %/__init__.py,%,$(wildcard */__init__.py)) tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all soak stories lint docs format bench dist proto hashes clean distclean
+.PHONY: help setup demo test test-slow test-all soak stories lint docs format bench dist proto hashes clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,7 +46,10 @@ PARALLEL = -n $$(($$(getconf _NPROCESSORS_ONLN) < 3 ? 3 : 4)) --dist loadgroup -
 test: $(READY) ## Run the tests
 	$(BIN)/python -m pytest $(PARALLEL)
 
-test-all: $(READY) ## Run the tests, slow ones too
+test-slow: $(READY) ## Run the slow tests, but those that take minutes each
+	$(BIN)/python -m pytest $(PARALLEL) -m 'slow and not long'
+
+test-all: $(READY) ## Run all tests, slow ones too
 	$(BIN)/python -m pytest $(PARALLEL) -m 'slow or not slow'
 
 soak: $(READY) ## Random examples; fifty stories for each planted bug; ten million hostile frames; then stories, as `make stories`

@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -46,7 +47,12 @@ _FIRST = [
 """Files and folders that take long: begun last, they would leave all processes but one idle."""
 
 _APART = ("sim/test_stories.py", "sim/test_planted.py")
-"""Files whose tests share nothing, and take long: each goes to whoever is free."""
+"""Files whose tests share nothing, and take long: each goes to whichever process is free. So does each test of
+`e2e` that has a cluster of its own."""
+
+_SHARED_CLUSTERS = 2
+"""How many clusters tests of `e2e` share, each in one process of the run. Three at once, beside clusters of single
+tests, made servers of a machine with two cores silent for so long that they were left out."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,8 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long ones first, otherwise as they are. A file is a group, for one process; so are all tests of the cluster that
-    `e2e` shares: three such clusters at once made servers silent for so long that they were left out."""
+    """Begins long tests first, and groups tests that have to run in one process: those of a file, and those that share
+    one of the clusters of `e2e`."""
 
     root = Path(__file__).parent.as_posix() + "/"
     paths = {item: item.path.as_posix().removeprefix(root) for item in items}
@@ -68,11 +74,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=turn)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
+    shared = Counter(path for item, path in paths.items() if _shares_a_cluster(item, path))
+    clusters = _spread(shared)
     for item, path in paths.items():
-        if not path.startswith(_APART):
-            shared = path.startswith("e2e/") and "cluster" in getattr(item, "fixturenames", ())
-            # What xdist does for marks of groups; version 3.8 does it where pytest 9.2 no longer looks.
-            item._id = NodeId.parse(f"{item.nodeid}@{'e2e' if shared else path}")
+        if _shares_a_cluster(item, path):
+            group = f"e2e-{clusters[path]}"
+        elif path.startswith(_APART) or (path.startswith("e2e/") and not _shares_a_fixture(item)):
+            continue
+        else:
+            group = path
+        # What xdist does for marks of groups; version 3.8 does it where pytest 9.2 no longer looks.
+        item._id = NodeId.parse(f"{item.nodeid}@{group}")
+
+
+def _shares_a_cluster(item: pytest.Item, path: str) -> bool:
+    return path.startswith("e2e/") and "cluster" in getattr(item, "fixturenames", ())
+
+
+def _shares_a_fixture(item: pytest.Item) -> bool:
+    """Whether the test uses something that its file makes once."""
+    info = getattr(item, "_fixtureinfo", None)
+    return info is not None and any(found[-1].scope == "module" for found in info.name2fixturedefs.values())
+
+
+def _spread(tests: Counter[str]) -> dict[str, int]:
+    """A cluster for each file, so that each cluster has about as many tests."""
+    load = [0] * _SHARED_CLUSTERS
+    chosen = {}
+    for path, count in sorted(tests.items(), key=lambda file: (-file[1], file[0])):
+        chosen[path] = load.index(min(load))
+        load[chosen[path]] += count
+    return chosen
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -102,7 +134,7 @@ def logs_are_written_where_they_were() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def no_process_outlives_the_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Gives the run its own temporary and state folders, and fails it if a process or a temporary folder outlives it.
 
     Every process that descends from this one inherits a mark, so that one that has been cut loose is found as well.
@@ -141,7 +173,9 @@ def _descendants(mark: str) -> list[str]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def clusters_share_zygotes(nothing_is_left_behind: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def clusters_share_zygotes(
+    no_process_outlives_the_run: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     """All clusters that tests start in this process, with one environment and folder, fork from one zygote."""
     from elasticps.local import cluster
     from tests.zygotes import Shared, end

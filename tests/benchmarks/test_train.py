@@ -14,6 +14,7 @@ from benchmarks.train import Line, Way
 from elasticps.errors import Error
 
 
+@pytest.mark.slow
 def test_every_way_trains_and_is_counted() -> None:
     options = "--model dlrm --workers 2 --replicas 1 --servers 1 --batch 32 --seconds 0.1 --json"
     result = CliRunner().invoke(app, ["train", *options.split()])
@@ -45,6 +46,7 @@ def test_a_worker_that_fails_ends_all_of_them(capfd: pytest.CaptureFixture[str])
     assert "no batch of 10000000 samples" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_given_up(capfd: pytest.CaptureFixture[str]) -> None:
     job = {
         "model": "deepfm",

@@ -67,6 +67,7 @@ def run(tmp_path: Path, text: str) -> dict[str, object]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(320)
 def test_a_short_run_keeps_every_promise_and_tells_how(tmp_path: Path) -> None:
     found = run(tmp_path, SHORT)
@@ -100,6 +101,7 @@ def test_a_run_in_namespaces_keeps_every_promise(tmp_path: Path) -> None:
     assert run(tmp_path, CUT)["kept"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(320)
 def test_a_run_that_is_killed_leaves_no_process_behind(tmp_path: Path) -> None:
     plan = tmp_path / "short.yaml"

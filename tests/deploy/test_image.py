@@ -26,6 +26,7 @@ from tests.deploy.manifests import DEPLOY, ROOT, environment, expanded, workload
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.timeout(3600),
     pytest.mark.skipif(
         os.getuid() != 0 or not all(map(shutil.which, ("buildah", "debootstrap", "unshare"))),

@@ -50,6 +50,7 @@ def restored(url: str, place: str, cut: int) -> np.ndarray:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("run", range(RUNS))
 def test_each_of_many_checkpoints_is_exact(run: int, local_cluster: NewCluster, tmp_path: Path) -> None:

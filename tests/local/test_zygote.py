@@ -106,6 +106,7 @@ def test_its_descriptors_are_its_own(zygote: Zygote, folder: Path, eventually: E
         each.wait(60)
 
 
+@pytest.mark.slow  # starts a zygote of its own
 def test_without_a_zygote_they_start_as_ever(folder: Path) -> None:
     made = Zygote(folder / "other.log", os.environ)
     forked = run(made, folder, "g", "server", "--url", "etcd://127.0.0.1:1/nobody", "--name", "s2", "--wait", "600")
@@ -119,6 +120,7 @@ def test_without_a_zygote_they_start_as_ever(folder: Path) -> None:
     made.close()
 
 
+@pytest.mark.slow  # starts a zygote of its own
 def test_one_that_stands_still_is_done_without(
     folder: Path, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
@@ -135,6 +137,7 @@ def test_one_that_stands_still_is_done_without(
     assert not zygote.is_running()
 
 
+@pytest.mark.slow  # starts a zygote of its own
 def test_a_process_for_which_nobody_waited_is_not_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while the zygote still imports: what it was asked for would be started behind the cluster's end."""
     made = Zygote(folder / "asked.log", os.environ)
@@ -152,6 +155,7 @@ def test_a_process_for_which_nobody_waited_is_not_started(folder: Path, monkeypa
     assert made._popen.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow  # starts a zygote of its own
 def test_one_that_stands_still_as_its_cluster_ends_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local.zygote, "END_S", 0.3)
     made = Zygote(folder / "stands.log", os.environ)
@@ -184,6 +188,7 @@ def test_a_zygote_ends_with_its_cluster(monkeypatch: pytest.MonkeyPatch) -> None
     assert not zygote.is_running()
 
 
+@pytest.mark.slow  # starts a zygote of its own
 def test_a_zygote_that_stands_still_keeps_the_end_of_no_process_back(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
