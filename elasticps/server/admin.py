@@ -72,7 +72,7 @@ class ServerAdmin:
     @property
     def told(self) -> dict[int, int]:
         """Worker -> the clock up to which it has been told that all is committed."""
-        return self._path.told()
+        return self._path.acknowledged_clocks()
 
     async def mark(self, mark: int) -> bool:
         """Has every replica of the ranges headed here note their digests; False if the view changed meanwhile."""

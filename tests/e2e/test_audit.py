@@ -181,7 +181,7 @@ def test_a_changed_clock_is_found() -> None:
 
 def test_a_step_that_a_worker_knows_to_be_committed_must_be_there() -> None:
     async def test(stage: Stage) -> None:
-        stage.group.servers["s0"].fast.tell(WORKER, 6)
+        stage.group.servers["s0"].fast.note_acknowledged(WORKER, 6)
         report = await stage.audit()
         assert report.wrong
         assert not report.differences

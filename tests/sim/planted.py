@@ -112,7 +112,7 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     shell.use_memory_again_that_python_or_a_socket_refers_to: ("flaps", "free", 1),
     shell.receive_over_what_the_log_keeps: ("kills", "free", 0),
     shell.take_pushes_of_epochs_whose_heads_have_changed: ("moves", "free", 2),
-    shell.acknowledge_young_entries_while_python_has_older_ones: ("moves", "free", 0),
+    shell.acknowledge_recent_entries_while_python_has_older_ones: ("moves", "free", 0),
     shell.drop_the_rest_of_a_partial_write: ("flaps", "free", 2),
     shell.answer_whoever_has_the_number_of_a_connection_now: ("flaps", "free", 1),
     shell.leave_a_worker_unread_that_reads_again: ("readers", "free", 6),

@@ -20,7 +20,7 @@ from elasticps.client.core.session import Session, resume
 from elasticps.client.push_batch import PackedPart
 from elasticps.server.core.bounded_delay import BoundedDelay
 from elasticps.server.core.reads import Judge
-from elasticps.server.fast.young import YoungLog
+from elasticps.server.fast.recent_log import RecentLog
 from elasticps.server.process import draining
 from elasticps.server.process import lifecycle as lives
 from elasticps.server.roles.handshake import HelloHandler
@@ -318,12 +318,12 @@ def leave_out_parts_that_have_rows_for_a_head(patch: pytest.MonkeyPatch) -> None
 
 def keep_only_pushes_for_a_new_successor(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
-    lane = YoungLog.waiting_for
+    lane = RecentLog.waiting_for
 
-    def mutant(self: YoungLog, number: int) -> Iterator[Any]:
+    def mutant(self: RecentLog, number: int) -> Iterator[Any]:
         return (e for e in lane(self, number) if e.frame.operation.kind == OperationKind.PUSH)
 
-    patch.setattr(YoungLog, "waiting_for", mutant)
+    patch.setattr(RecentLog, "waiting_for", mutant)
 
 
 def keep_no_log_for_a_joiner_that_counts(patch: pytest.MonkeyPatch) -> None:

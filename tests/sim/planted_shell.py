@@ -19,7 +19,8 @@ from elasticps.server.core.serving import Serving
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.buffers import Chunks
 from elasticps.server.fast.path import FastPath
-from elasticps.server.fast.young import YoungLog
+from elasticps.server.fast.recent_log import RecentLog
+from elasticps.server.fast.shared import ReplicaMirror
 from elasticps.server.network import connection
 from elasticps.server.network.connection import Connection
 from elasticps.server.roles import pulls, updates
@@ -80,18 +81,18 @@ def look_at_an_answer_that_must_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_pushes_of_epochs_whose_heads_have_changed(patch: pytest.MonkeyPatch) -> None:
-    def follow(self: FastPath, orders: Any) -> None:
+    def follow(self: ReplicaMirror, orders: Any) -> None:
         old = getattr(self, "_every", {})
         self._every = {**old, **orders}  # type: ignore[attr-defined]
         listen(self, self._every)  # type: ignore[attr-defined]
 
-    listen = FastPath._follow_orders
-    patch.setattr(FastPath, "_follow_orders", follow)
+    listen = ReplicaMirror._follow_orders
+    patch.setattr(ReplicaMirror, "_follow_orders", follow)
     patch.setattr(Clocks, "clear", lambda self, ranges: None)  # of ranges that left: no push would follow on nothing
 
 
-def acknowledge_young_entries_while_python_has_older_ones(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(YoungLog, "old", lambda self: {})
+def acknowledge_recent_entries_while_python_has_older_ones(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RecentLog, "old", lambda self: {})
 
 
 # --- bytes and connections ------------------------------------------------------------------------------------------

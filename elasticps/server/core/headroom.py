@@ -20,7 +20,6 @@ import numpy as np
 from coordinator.core.view import View
 from elasticps.memory import Reading, fill_mark, rows_mark
 from elasticps.server.core.requests import RequestError
-from elasticps.server.fast.layout import UNLIMITED
 from elasticps.wire.frames import MAX_RANGES, FrameError, text, whole, wholes
 from replication.chain import Member, Role, place
 
@@ -58,6 +57,7 @@ class Room(NamedTuple):
     limit: int = 0
 
 
+UNLIMITED = 1 << 62  # bytes
 ENDLESS = Room(UNLIMITED)
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from elasticps.server.core.requests import Asker
 from elasticps.server.fast import layout as at
-from elasticps.server.fast.shared import Shared
+from elasticps.server.fast.shared import SharedArrays
 from elasticps.wire.frames import Buffer, Header
 from elasticps.wire.pool import UNUSED, Bytes
 
@@ -29,11 +29,11 @@ MOST = 1 << 16
 
 
 class Chunks:
-    """Chunks by number. refs: int64 [MOST], what the compiled log keeps of each; addresses: int64 [MOST].
-    kept_bytes: of chunks that nobody uses."""
+    """Chunks by number. refs: int64 [MOST], frames of the compiled log in each; addresses: int64 [MOST].
+    retained_bytes: the most that unused chunks may take together."""
 
-    def __init__(self, kept_bytes: int) -> None:
-        self._kept_bytes = kept_bytes
+    def __init__(self, retained_bytes: int) -> None:
+        self._retained_bytes = retained_bytes
         self.arrays: list[Bytes] = []
         self.refs = np.zeros(MOST, np.int64)
         self.addresses = np.zeros(MOST, np.int64)
@@ -51,7 +51,7 @@ class Chunks:
             elif nbytes <= size <= 4 * nbytes:
                 self._left_bytes -= size
                 return number
-            elif self._left_bytes > self._kept_bytes:
+            elif self._left_bytes > self._retained_bytes:
                 self._left_bytes -= size
                 self.arrays[number] = _NONE
                 self._free.append(number)
@@ -70,16 +70,16 @@ class Chunks:
         return number
 
     def give_up(self, number: int) -> None:
-        """Nothing is received into it any more; what refers to it may do so as long as it likes."""
+        """Ends receiving into a chunk. It is used again when nothing refers to it any more."""
         self._left.append(number)
         self._left_bytes += len(self.arrays[number])
 
     def unused(self, number: int) -> bool:
-        """Whether nobody refers to a chunk's bytes."""
+        """Whether nothing refers to a chunk's bytes."""
         return self.refs[number] == 0 and not self.pinned(number)
 
     def pinned(self, number: int) -> bool:
-        """Whether Python refers to them: a view, or a socket that still sends from them."""
+        """Whether Python refers to a chunk's bytes: a view, or a socket that still sends from them."""
         return sys.getrefcount(self.arrays[number]) > UNUSED
 
 
@@ -101,27 +101,28 @@ def int64_at(address: int, n: int) -> NDArray[np.int64]:
 
 
 class Receiver(Asker, Protocol):
-    """A connection, as far as its bytes are concerned. slot: where the path has it."""
+    """A connection as the compiled path's Python side sees it. slot: its number there."""
 
     slot: int
 
     def frame(self, header: Header, body: Bytes, answered: int) -> None:
-        """One frame that is not usual. `answered`: of a pull, the rows that have been sent."""
+        """Handles a frame that is not usual. `answered`: of a pull, the rows that have been sent."""
 
     def leave(self) -> None:
-        """What has come stays as it is until more is read."""
+        """Leaves the received bytes as they are until more is read."""
 
     def rest(self) -> None:
-        """Others have their turn."""
+        """Pauses so that other connections have their turn."""
 
 
 SENT_COPIED_BYTES = 64 << 10  # up to so many queued bytes are copied for the socket, which then needs no memory of ours
 
 
 class Outbox:
-    """slots: the connections by number; it changes as they come and go."""
+    """Sends what compiled code has queued and did not send itself. slots: the connections by number; it changes as they
+    come and go."""
 
-    def __init__(self, shared: Shared, chunks: Chunks, slots: Sequence[Asker | None]) -> None:
+    def __init__(self, shared: SharedArrays, chunks: Chunks, slots: Sequence[Asker | None]) -> None:
         self._shared = shared
         self._chunks = chunks
         self._slots = slots
@@ -129,7 +130,7 @@ class Outbox:
         self.take_arena(at.ARENA_BYTES)
 
     def take_arena(self, nbytes: int) -> None:
-        """Has compiled code write into new memory: the old is too small, or a socket still sends from it."""
+        """Gives compiled code a new arena: the old is too small, or a socket still sends from it."""
         if self._arena >= 0:
             self._chunks.give_up(self._arena)
         self._arena = self._chunks.take(max(nbytes, at.ARENA_BYTES))

@@ -1,7 +1,8 @@
-"""What goes down a chain and comes up again: the log's young entries, FORWARD and ACK.
+"""The compiled side of chain replication: logs operations, forwards them to successors, acknowledges to predecessors.
 
-The same steps as `replication.core` takes, in the same order and with the same bytes; `tests/server/test_fast.py`
-holds the two together. An entry here is younger than every entry that Python keeps for the same successor.
+Takes the same steps as `replication.core`, in the same order and with the same bytes; `tests/server/test_fast.py`
+compares the two. The entries here are the *recent* ones: younger than every entry that Python has logged for the same
+successor.
 """
 
 from __future__ import annotations
@@ -57,11 +58,13 @@ from elasticps.server.fast.layout import (
     H_FREE_FRAMES,
     H_INFO,
     H_INSIDE,
-    H_LANES,
     H_NOW,
     H_NUMBER,
+    H_PEERS,
     H_PUSHES,
     H_RANGES,
+    H_RECENT,
+    H_RECENT_BYTES,
     H_REFS,
     H_SAMPLE,
     H_SEQ,
@@ -70,12 +73,10 @@ from elasticps.server.fast.layout import (
     H_UP,
     H_WAITED,
     H_WAITED_COUNT,
-    H_YOUNG,
-    H_YOUNG_BYTES,
-    L_CONNECTION,
-    L_FIRST,
-    L_LAST,
-    LANE,
+    P_CONNECTION,
+    P_FIRST,
+    P_LAST,
+    PEER,
     SLOTS,
     SMALL_BYTES,
     T_COUNTED,
@@ -91,9 +92,9 @@ from elasticps.store.native import copy, kernel
 
 @kernel
 def successors(h, ranges, m):
-    """Writes the successors that ranges [m] have to do with, in ascending order, to H_SLOTS; how many, -1 for what
-    Python has to look at. H_INFO: how many runs of ranges with the same successor there are; H_INSIDE: 0 if some range
-    is being filled here, else -1."""
+    """Writes the successors of ranges [m] to H_SLOTS, each once, in ascending order; returns how many, or -1 if Python
+    has to handle the frame. Sets H_INFO to the number of runs of neighbouring ranges with the same successor, and
+    H_INSIDE to 0 if some range is being filled here, else to -1."""
     down, flags, found = words(h[H_DOWN], h[H_RANGES]), words(h[H_FLAGS], h[H_RANGES]), words(h[H_SLOTS], SLOTS)
     count = 0
     last = -1
@@ -129,7 +130,7 @@ def successors(h, ranges, m):
 
 @kernel
 def new_frame(h, connection, serial, request, ranges, m, nbytes, chunk, offset, worker, after, before):
-    """Takes a frame, which there is, and notes what it is about."""
+    """Allocates a frame record and fills it in; the caller has checked that one is free."""
     h[H_FREE_FRAME_COUNT] -= 1
     f = load64(h[H_FREE_FRAMES] + 8 * h[H_FREE_FRAME_COUNT])
     at = h[H_FRAMES] + 8 * FRAME * f
@@ -150,24 +151,24 @@ def new_frame(h, connection, serial, request, ranges, m, nbytes, chunk, offset, 
         store32(named + 4 * p, ranges[p])
     refs = h[H_REFS] + 8 * chunk
     store64(refs, load64(refs) + 1)
-    h[H_YOUNG_BYTES] += nbytes
+    h[H_RECENT_BYTES] += nbytes
     return f
 
 
 @kernel
 def free_frame(h, f):
-    """Gives a frame back, and its claim on the chunk that it lies in."""
+    """Frees a frame record, and its reference to the chunk that the frame lies in."""
     at = h[H_FRAMES] + 8 * FRAME * f
     refs = h[H_REFS] + 8 * load64(at + 8 * F_CHUNK)
     store64(refs, load64(refs) - 1)
-    h[H_YOUNG_BYTES] -= load64(at + 8 * F_BYTES)
+    h[H_RECENT_BYTES] -= load64(at + 8 * F_BYTES)
     store64(h[H_FREE_FRAMES] + 8 * h[H_FREE_FRAME_COUNT], f)
     h[H_FREE_FRAME_COUNT] += 1
 
 
 @kernel
 def finish(h, f):
-    """A frame waits for nothing more: answers whoever sent it."""
+    """Answers the sender of a frame that all successors have acknowledged, and frees its record."""
     at = h[H_FRAMES] + 8 * FRAME * f
     c = load64(at + 8 * F_CONNECTION)
     if c >= 0:
@@ -178,7 +179,7 @@ def finish(h, f):
 
 @kernel
 def waited(h, came):
-    """Notes how long a push waited, if somebody measures."""
+    """Records how long a push waited, if it is one of those measured."""
     if came and h[H_WAITED_COUNT] < WAITED:
         store64(h[H_WAITED] + 8 * h[H_WAITED_COUNT], h[H_NOW] - came)
         h[H_WAITED_COUNT] += 1
@@ -186,7 +187,7 @@ def waited(h, came):
 
 @kernel
 def log_entry(h, slot, f, ranges, m):
-    """The ranges of a frame that wait for a successor become the youngest entry of its lane."""
+    """Logs the ranges of a frame that wait for a successor's acknowledgement, as the newest entry of that successor."""
     down, flags, seq = words(h[H_DOWN], h[H_RANGES]), words(h[H_FLAGS], h[H_RANGES]), words(h[H_SEQ], h[H_RANGES])
     h[H_FREE_ENTRY_COUNT] -= 1
     e = load64(h[H_FREE_ENTRIES] + 8 * h[H_FREE_ENTRY_COUNT])
@@ -207,25 +208,25 @@ def log_entry(h, slot, f, ranges, m):
     store64(at + 8 * E_COUNT, k)
     store64(at + 8 * E_NEXT, -1)
     store64(at + 8 * E_NUMBER, h[H_NUMBER])
-    lane = h[H_LANES] + 8 * LANE * slot
-    last = load64(lane + 8 * L_LAST)
+    peer = h[H_PEERS] + 8 * PEER * slot
+    last = load64(peer + 8 * P_LAST)
     if last < 0:
-        store64(lane + 8 * L_FIRST, e)
+        store64(peer + 8 * P_FIRST, e)
     else:
         store64(h[H_ENTRIES] + 8 * (ENTRY * last + E_NEXT), e)
-    store64(lane + 8 * L_LAST, e)
+    store64(peer + 8 * P_LAST, e)
     left = h[H_FRAMES] + 8 * (FRAME * f + F_LEFT)
     store64(left, load64(left) + 1)
-    h[H_YOUNG] += 1
+    h[H_RECENT] += 1
 
 
 @kernel
 def release(h, slot):
-    """Drops the entries of a lane that `acked` covers, oldest first, and answers the frames thereby done."""
+    """Drops a successor's entries that `acked` covers, oldest first, and finishes frames that wait for no other."""
     acked = words(h[H_ACKED], h[H_RANGES])
-    lane = h[H_LANES] + 8 * LANE * slot
+    peer = h[H_PEERS] + 8 * PEER * slot
     while True:
-        e = load64(lane + 8 * L_FIRST)
+        e = load64(peer + 8 * P_FIRST)
         if e < 0:
             return
         at = h[H_ENTRIES] + 8 * ENTRY * e
@@ -234,12 +235,12 @@ def release(h, slot):
             if acked[load32(named + 4 * p)] < load64(seqs + 8 * p):
                 return
         following = load64(at + 8 * E_NEXT)
-        store64(lane + 8 * L_FIRST, following)
+        store64(peer + 8 * P_FIRST, following)
         if following < 0:
-            store64(lane + 8 * L_LAST, -1)
+            store64(peer + 8 * P_LAST, -1)
         store64(h[H_FREE_ENTRIES] + 8 * h[H_FREE_ENTRY_COUNT], e)
         h[H_FREE_ENTRY_COUNT] += 1
-        h[H_YOUNG] -= 1
+        h[H_RECENT] -= 1
         f = load64(at + 8 * E_FRAME)
         left = h[H_FRAMES] + 8 * (FRAME * f + F_LEFT)
         store64(left, load64(left) - 1)
@@ -249,7 +250,7 @@ def release(h, slot):
 
 @kernel
 def block_bytes(b, rows):
-    """What `rows` rows of a block take in a body."""
+    """Bytes that `rows` rows of a block take in a body."""
     values, dim = load64(b + 8 * B_VALUES), load64(b + 8 * B_DIM)
     return 24 + ((4 * values + 7) & ~7) + 8 * rows + ((4 * rows * dim + 7) & ~7)
 
@@ -258,7 +259,7 @@ def block_bytes(b, rows):
 def forward(h, slot, source, ranges, m, blocks, worker, after, bound, wait):
     """Sends a successor the part of the frame at hand, received on connection `source`, that lies in its ranges."""
     down, flags, seq = words(h[H_DOWN], h[H_RANGES]), words(h[H_FLAGS], h[H_RANGES]), words(h[H_SEQ], h[H_RANGES])
-    to = load64(h[H_LANES] + 8 * (LANE * slot + L_CONNECTION))
+    to = load64(h[H_PEERS] + 8 * (PEER * slot + P_CONNECTION))
     if to < 0:
         return
     k = 0
@@ -303,7 +304,8 @@ def forward(h, slot, source, ranges, m, blocks, worker, after, bound, wait):
 
 @kernel
 def forward_block(h, to, slot, source, ranges, m, b, starts, whole):
-    """One block's part: its header, the keys of all runs of neighbouring ranges, then their gradients."""
+    """Sends a successor its part of one block: the header, then the keys of its ranges, then their gradients. `whole`:
+    all ranges of the frame are the successor's."""
     down, flags = words(h[H_DOWN], h[H_RANGES]), words(h[H_FLAGS], h[H_RANGES])
     n = load64(b + 8 * B_ROWS)
     if not whole:
@@ -345,7 +347,7 @@ def forward_block(h, to, slot, source, ranges, m, b, starts, whole):
 
 @kernel
 def send_slice(h, to, source, begin, n):
-    """Bytes of the received frame: copied behind what is queued if they are few, else as they were received."""
+    """Queues bytes of the received frame: copied into the arena if they are few, else as a reference to the chunk."""
     if n <= SMALL_BYTES:
         offset = allot(h, n)
         copy(h[H_ARENA] + offset, begin, n)
@@ -357,15 +359,15 @@ def send_slice(h, to, source, begin, n):
 
 @kernel
 def down_the_chain(h, source, ranges, m, blocks, worker, after, bound, wait, f, slots):
-    """Forwards the frame at hand, logs it, and commits the ranges in which nobody has to acknowledge it."""
+    """Forwards the frame at hand, logs it, and commits the ranges where no acknowledgement is needed."""
     found = words(h[H_SLOTS], SLOTS)
     for i in range(slots):
         forward(h, found[i], source, ranges, m, blocks, worker, after, bound, wait)
     for i in range(slots):
         log_entry(h, found[i], f, ranges, m)
     if slots and load64(h[H_FRAMES] + 8 * (FRAME * f + F_LEFT)) == 0:
-        # The log keeps nothing of what a joiner is sent while it is filled: its bytes are not received over before
-        # whoever sends them has looked whether a socket still needs them.
+        # The log holds no reference to what a joiner is sent while it is filled. The chunk is pinned instead, until
+        # the sender has looked whether a socket still needs the bytes.
         store64(h[H_CONNECTIONS] + 8 * (CONNECTION * source + C_PINNED), 1)
     flags, seq, acked = words(h[H_FLAGS], h[H_RANGES]), words(h[H_SEQ], h[H_RANGES]), words(h[H_ACKED], h[H_RANGES])
     for p in range(m):
@@ -374,26 +376,26 @@ def down_the_chain(h, source, ranges, m, blocks, worker, after, bound, wait, f, 
 
 
 @kernel
-def vouch(h, ranges, m, of):
-    """Tells the predecessors how far ranges [m] are committed. `of`: 0 all of them, 1 those that wait for nobody, 2
-    those whose joiner counts, 3 those without a joiner."""
+def acknowledge(h, ranges, m, of):
+    """Acknowledges to the predecessors how far ranges [m] are committed. `of` selects ranges: 0 all, 1 those that wait
+    for no successor, 2 those whose joiner's acknowledgements count, 3 those without a joiner."""
     up, flags = words(h[H_UP], h[H_RANGES]), words(h[H_FLAGS], h[H_RANGES])
     last = -1
     while True:  # the predecessors, in ascending order
         to = -1
         for p in range(m):
             r = ranges[p]
-            if up[r] > last and (to < 0 or up[r] < to) and vouched(flags[r], of):
+            if up[r] > last and (to < 0 or up[r] < to) and is_selected(flags[r], of):
                 to = up[r]
         if to < 0:
             return
         last = to
-        acknowledge(h, to, ranges, m, of)
+        send_ack(h, to, ranges, m, of)
 
 
 @kernel
-def vouched(flags, of):
-    """Whether a range with these flags is meant."""
+def is_selected(flags, of):
+    """Whether `of` selects a range with these flags; see `acknowledge`."""
     if of == 1:
         return flags & (T_WAITS | T_QUIET) == 0
     if of == 2:
@@ -404,15 +406,15 @@ def vouched(flags, of):
 
 
 @kernel
-def acknowledge(h, slot, ranges, m, of):
-    """One ACK to one predecessor."""
-    to = load64(h[H_LANES] + 8 * (LANE * slot + L_CONNECTION))
+def send_ack(h, slot, ranges, m, of):
+    """Sends one ACK, for the selected ranges of one predecessor."""
+    to = load64(h[H_PEERS] + 8 * (PEER * slot + P_CONNECTION))
     if to < 0:
         return
     up, flags, acked = words(h[H_UP], h[H_RANGES]), words(h[H_FLAGS], h[H_RANGES]), words(h[H_ACKED], h[H_RANGES])
     k = 0
     for p in range(m):
-        k += up[ranges[p]] == slot and vouched(flags[ranges[p]], of)
+        k += up[ranges[p]] == slot and is_selected(flags[ranges[p]], of)
     names = (4 * k + 7) & ~7
     offset = allot(h, HEADER + names + 8 * k)
     at = h[H_ARENA] + offset
@@ -421,7 +423,7 @@ def acknowledge(h, slot, ranges, m, of):
     q = 0
     for p in range(m):
         r = ranges[p]
-        if up[r] == slot and vouched(flags[r], of):
+        if up[r] == slot and is_selected(flags[r], of):
             store32(at + HEADER + 4 * q, r)
             store64(at + HEADER + names + 8 * q, acked[r])
             q += 1

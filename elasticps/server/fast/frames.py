@@ -1,4 +1,4 @@
-"""Frames in raw memory: headers written, blocks read, bytes queued for a connection."""
+"""Writes headers, reads blocks and queues bytes, all in raw memory."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ OK, ROWS, FORWARD, ACK = int(Kind.OK), int(Kind.ROWS), int(Kind.FORWARD), int(Ki
 
 @kernel
 def put_header(at, kind, flags, body, request, epoch, clock, worker, parts, table, items, bound, wait):
-    """Writes a header; `parts` is first | part << 16. Every field is less wide than its place."""
+    """Writes a header; `parts` is first | part << 16. Every field fits its place."""
     store64(at, MAGIC_AND_VERSION | kind << 40 | flags << 48)
     store64(at + 8, body)
     store64(at + 16, request)
@@ -72,7 +72,7 @@ def put_header(at, kind, flags, body, request, epoch, clock, worker, parts, tabl
 
 @kernel
 def queue(h, c, chunk, offset, n):
-    """`n` bytes of a chunk (-1: of the arena) leave on connection `c`, behind all that was queued before."""
+    """Queues `n` bytes of a chunk (-1: of the arena) for connection `c`, behind all that was queued before."""
     count = h[H_SEGMENT_COUNT]
     if count:
         last = h[H_SEGMENTS] + 8 * SEGMENT * (count - 1)
@@ -89,7 +89,7 @@ def queue(h, c, chunk, offset, n):
 
 @kernel
 def allot(h, n):
-    """Offset of the next `n` bytes of the arena; whoever calls has seen that they are there."""
+    """Allocates `n` bytes of the arena and returns their offset; the caller has checked that they are free."""
     offset = h[H_ARENA_USED]
     h[H_ARENA_USED] = offset + n
     return offset
@@ -97,7 +97,7 @@ def allot(h, n):
 
 @kernel
 def answer_ok(h, c, serial, request):
-    """OK to a request, if the connection that it came on is still there."""
+    """Answers OK to a request, if its connection is still open."""
     if load64(h[H_CONNECTIONS] + 8 * (c * CONNECTION + C_SERIAL)) != serial:
         return
     offset = allot(h, HEADER)
@@ -107,7 +107,7 @@ def answer_ok(h, c, serial, request):
 
 @kernel
 def find_table(h, number, app):
-    """Address of a table's entry, 0 if there is none, or if it belongs to another application than this; 0 has all."""
+    """Address of a table's entry; 0 if there is none, or if another application owns it. app: 0 may use all tables."""
     for t in range(h[H_TABLE_COUNT]):
         at = h[H_TABLES] + 8 * TABLE * t
         if load64(at + 8 * TABLE_ID) == number:
@@ -118,8 +118,8 @@ def find_table(h, number, app):
 
 @kernel
 def read_blocks(h, count, at, end, app):
-    """Notes the blocks between two addresses; BROKEN if they do not fill it, SLOW if a table does not take one, or
-    is not for this application (0: a server, for all)."""
+    """Reads the blocks between two addresses into H_BLOCKS. BROKEN if they do not fill the space exactly, SLOW if a
+    block does not fit its table. app: as in `find_table`."""
     if count > BLOCKS:
         return SLOW
     b = h[H_BLOCKS]
@@ -156,8 +156,8 @@ def read_blocks(h, count, at, end, app):
 
 @kernel
 def place_blocks(h, count, positions, low, m, ranges):
-    """Writes where the rows of each position begin, in H_STARTS. False if a key lies in none of the positions
-    low..low+m-1, or before its predecessor's. `ranges` is P."""
+    """Writes to H_STARTS where the rows of each position begin. False if a key lies outside positions low..low+m-1, or
+    out of order. ranges: P."""
     b = h[H_BLOCKS]
     for i in range(count):
         header, n, keys = load64(b + 8 * B_HEADER), load64(b + 8 * B_ROWS), load64(b + 8 * B_KEYS_AT)

@@ -1,27 +1,27 @@
-"""The memory that the compiled path and Python share: int64 fields of one server, of connections, frames and entries.
+"""Layout of the memory that compiled code and Python share: int64 fields of a server, its connections, frames, entries.
 
-Everything that decides about the usual frame lies in arrays that Python owns (`path.FastPath`, `replication.Replica`,
-`replication.progress.Clocks`): the compiled code finds them by their addresses in the header `h`, so both read and
-write the same memory. Rows of `int64 [n, K]` are addressed as `address + 8 * (row * K + field)`.
+All state that usual frames need lies in arrays that Python owns (`path.FastPath`, `replication.Replica`,
+`replication.progress.Clocks`). Compiled code finds them by their addresses in the header `h`, so both read and write
+the same memory. Rows of `int64 [n, K]` are addressed as `address + 8 * (row * K + field)`.
 """
 
 from __future__ import annotations
 
-# What a call of `receive.consume` ends with.
+# Why a call of `receive.consume` returns.
 DONE = 0  # every whole frame was handled; the rest of one may follow
-SLOW = 1  # the frame at the front is not usual: Python handles it, nothing was changed
+SLOW = 1  # the frame at the front is not usual: Python has to handle it; nothing has changed
 BROKEN = 2  # the bytes at the front are no frame
-ROWS_MISSING = 3  # H_INFO: the block whose rows need memory; then again
+ROWS_MISSING = 3  # H_INFO: the block whose rows need memory; call again then
 FLUSH = 4  # what is queued has to leave before this connection goes on
-PAUSED = 5  # the peer reads nothing: neither do we
+PAUSED = 5  # the peer does not read our answers, so its frames wait
 ROOM = 6  # the connection's chunk cannot hold the frame that has begun: H_INFO bytes are needed
 TURN = 8  # H_TURN bytes were handled: others have their turn
-KEEP = 12  # H_SIZE rows of the table of block H_INFO may have to be kept aside: there must be room
+KEEP = 12  # a checkpoint may need copies of H_SIZE rows of the table of block H_INFO: make room for them
 LISTS = 13  # a connection needs memory for lists of keys
 PACKED_BODY = 15  # the frame at the front has to be unpacked
-UNREADABLE = 14  # what stands for keys in the frame at the front
-WIDER = 16  # as ROOM, for a frame that is larger than it came
-LEFT = 17  # the same, and nothing more is read of the connection: it stays as it came
+UNREADABLE = 14  # the frame at the front has keys that cannot be read
+WIDER = 16  # as ROOM, for a frame that grows while it is expanded
+LEFT = 17  # the frame at the front would have to be expanded, but the connection is full: it stays as it came
 
 GROW = 7  # the arena, the segments or the scratch rows are too small: H_INFO says which, H_SIZE how much
 
@@ -41,8 +41,8 @@ GROW_ARENA, GROW_ROWS, GROW_SEGMENTS = 0, 1, 2
     H_GUARDED,  # acknowledgements of some range wait for its joiner
     H_BUDGET,  # bytes of the log at which pushes wait
     H_PYTHON_BYTES,  # of the log's entries that Python keeps
-    H_YOUNG_BYTES,  # of those kept here
-    H_YOUNG,  # how many entries are kept here
+    H_RECENT_BYTES,  # of the recent entries, which compiled code holds
+    H_RECENT,  # how many recent entries there are
     H_NUMBER,  # of the newest entry
     H_ORDERS,  # int64 [ORDERS, 4]: epoch, ranges headed, their address, the address of their positions [P]
     H_ORDER_COUNT,
@@ -54,11 +54,11 @@ GROW_ARENA, GROW_ROWS, GROW_SEGMENTS = 0, 1, 2
     H_DOWN,  # of the successor, or of the joiner
     H_FLAGS,  # T_… of a range
     H_BOUNDS,  # of a range that is being filled here: the place (hash >> 2) below which its keys are there
-    H_LANES,  # int64 [slots, LANE]: see L_…
+    H_PEERS,  # int64 [slots, PEER], the neighbours in chains: see P_…
     H_CLOCKS,  # int64 [workers, P]
     H_WORKERS,  # int64 [workers]: whose row it is, 0 for nobody's
     H_WORKER_COUNT,
-    H_TOLD,  # int64 [workers]: the clock up to which a worker knows its steps to be committed
+    H_ACKNOWLEDGED,  # int64 [workers]: the clock up to which a worker knows its steps to be committed
     H_REFUSED,  # int64 [workers]: the newest step of a worker of which rows were refused, 0 for none
     H_TABLES,  # int64 [n, TABLE]: see TABLE_…
     H_TABLE_COUNT,
@@ -72,7 +72,7 @@ GROW_ARENA, GROW_ROWS, GROW_SEGMENTS = 0, 1, 2
     H_ENTRY_SEQS,  # int64 [entries, P]
     H_FREE_ENTRIES,
     H_FREE_ENTRY_COUNT,
-    H_REFS,  # int64 [chunks]: frames kept here whose bytes lie in a chunk
+    H_REFS,  # int64 [chunks]: frames of recent entries whose bytes lie in a chunk
     H_ARENA,  # where answers and the small parts of messages are written
     H_ARENA_USED,
     H_ARENA_SIZE,
@@ -120,14 +120,13 @@ GROW_ARENA, GROW_ROWS, GROW_SEGMENTS = 0, 1, 2
     H_SLOT_OF,  # int64 [descriptors]: the connection of each
     H_MESSAGE,  # a msghdr and its vector
     H_CHUNK_ADDRESSES,  # int64 [chunks]
-    H_AT,  # the connection that Python has to look at
+    H_AT,  # the connection for which Python has to do something
     H_DECODED,  # float32 [DECODED]: some rows as they are before a table's filters, or after
     H_FIELDS,
 ) = range(89)
 
-UNLIMITED = 1 << 62  # H_ROOM where there is no limit
 ORDER = 4
-LANE, L_CONNECTION, L_FIRST, L_LAST, L_PYTHON = 4, 0, 1, 2, 3  # L_PYTHON: entries that Python keeps for this slot
+PEER, P_CONNECTION, P_FIRST, P_LAST, P_PYTHON = 4, 0, 1, 2, 3  # P_PYTHON: entries that Python holds for this peer
 (
     TABLE_ID,
     TABLE_HEADER,

@@ -1,11 +1,15 @@
-"""PUSH at a head, FORWARD at a follower, ACK from a successor: checked as a whole, then done; nothing fails between."""
+"""Handles PUSH at a head, FORWARD at a follower and ACK from a successor.
+
+Each handler checks the whole frame first, and returns SLOW, or another reason to stop, while nothing has changed. From
+the first change on nothing can fail.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from elasticps.model.sharding import GROUP_BITS
-from elasticps.server.fast.chain import down_the_chain, finish, new_frame, release, successors, vouch
+from elasticps.server.fast.chain import acknowledge, down_the_chain, finish, new_frame, release, successors
 from elasticps.server.fast.frames import HEADER, place_blocks, read_blocks
 from elasticps.server.fast.layout import (
     B_VALUES,
@@ -30,6 +34,7 @@ from elasticps.server.fast.layout import (
     GROW_ARENA,
     GROW_SEGMENTS,
     H_ACKED,
+    H_ACKNOWLEDGED,
     H_ARENA_SIZE,
     H_ARENA_USED,
     H_BLOCKS,
@@ -48,17 +53,19 @@ from elasticps.server.fast.layout import (
     H_INFO,
     H_INSIDE,
     H_JOINED,
-    H_LANES,
     H_NOTE_COUNT,
     H_NOTES,
     H_ORDER_COUNT,
     H_ORDERS,
+    H_PEERS,
     H_POSITIONS,
     H_PUSHES,
     H_PYTHON_BYTES,
     H_RANGES,
     H_RECEIVED_FORWARD,
     H_RECEIVED_PUSH,
+    H_RECENT,
+    H_RECENT_BYTES,
     H_REFUSED,
     H_ROOM,
     H_ROWS_APPLIED,
@@ -69,24 +76,20 @@ from elasticps.server.fast.layout import (
     H_SEQ,
     H_SINCE,
     H_SIZE,
-    H_TOLD,
     H_UP,
     H_WORKER_COUNT,
     H_WORKERS,
-    H_YOUNG,
-    H_YOUNG_BYTES,
-    L_FIRST,
-    L_PYTHON,
-    LANE,
     NOTE,
     NOTES,
     ORDER,
+    P_FIRST,
+    P_PYTHON,
+    PEER,
     SLOW,
     SMALL_BYTES,
     T_COUNTED,
     T_FED,
     T_REPORTED,
-    UNLIMITED,
 )
 from elasticps.server.fast.memory import load16, load32, load64, store64, words
 from elasticps.server.fast.rows import apply, find_rows, finite, keep_inside
@@ -96,11 +99,12 @@ from replication.progress import MAX_CLOCK, MAX_PARTS, PART_BITS
 
 GROUP_MASK = (1 << GROUP_BITS) - 1
 MARGIN = 64
+NO_BOUND = 1 << 62  # bytes of new rows: a follower makes what its head has decided
 
 
 @kernel
 def worker_row(h, worker):
-    """Which row of the clocks is a worker's, -1 if none is."""
+    """The row of the clocks that belongs to a worker, -1 if there is none."""
     workers = words(h[H_WORKERS], h[H_WORKER_COUNT])
     for i in range(h[H_WORKER_COUNT]):
         if workers[i] == worker:
@@ -110,7 +114,7 @@ def worker_row(h, worker):
 
 @kernel
 def room(h, nbytes, segments):
-    """DONE if so many bytes and segments can be queued; else what Python has to do about it."""
+    """DONE if so many bytes and segments can be queued; else the reason to stop: FLUSH or GROW."""
     if h[H_ARENA_USED] + nbytes > h[H_ARENA_SIZE]:
         if h[H_ARENA_USED]:
             return FLUSH
@@ -126,7 +130,8 @@ def room(h, nbytes, segments):
 
 @kernel
 def room_for_operation(h, m, blocks, slots, body):
-    """The same for an operation on m ranges with so many successors; H_INFO holds the number of runs."""
+    """As `room`, for an operation on m ranges with `slots` successors. Reads the number of runs from H_INFO; SLOW if
+    there are too few free records of frames or entries."""
     if h[H_FREE_FRAME_COUNT] < 1 or h[H_FREE_ENTRY_COUNT] < slots + 1:
         return SLOW
     runs = h[H_INFO]
@@ -144,7 +149,7 @@ def room_for_operation(h, m, blocks, slots, body):
 
 @kernel
 def note(h, shard, number, worker, clock):
-    """Leaves to Python which shard a push trains."""
+    """Records for Python which shard a push trains."""
     at = h[H_NOTES] + 8 * NOTE * h[H_NOTE_COUNT]
     store64(at, number)
     store64(at + 8, shard)
@@ -155,20 +160,20 @@ def note(h, shard, number, worker, clock):
 
 @kernel
 def push(h, c, at):
-    """A worker's part of a step."""
+    """Handles a worker's part of a step: applies it, forwards it, and answers once it is committed."""
     conn = words(h[H_CONNECTIONS] + 8 * CONNECTION * c, CONNECTION)
     flags, body, request, epoch = load16(at + 6), load64(at + 8), load64(at + 16), load64(at + 24)
     clock, worker, first, part = load64(at + 32), load32(at + 40), load16(at + 44), load16(at + 46)
-    told, blocks, bound, wait = load32(at + 48), load32(at + 52), load32(at + 56), load32(at + 60)
+    lag, blocks, bound, wait = load32(at + 48), load32(at + 52), load32(at + 56), load32(at + 60)
     if h[H_CAREFUL] or flags & ~(LAST | ALL_RANGES) or epoch < 0 or epoch > h[H_EPOCH]:
         return SLOW
     if worker != conn[C_WORKER] or conn[C_BASE] < 0 or conn[C_ROSTERED] == 0 or (bound and wait != conn[C_SET]):
         return SLOW
     if clock <= 0 or clock >= MAX_CLOCK or first > part or part >= MAX_PARTS - 1 or h[H_NOTE_COUNT] == NOTES:
         return SLOW
-    if told > clock:
+    if lag > clock:
         return SLOW
-    if h[H_YOUNG_BYTES] + h[H_PYTHON_BYTES] >= h[H_BUDGET]:
+    if h[H_RECENT_BYTES] + h[H_PYTHON_BYTES] >= h[H_BUDGET]:
         return SLOW
     order = 0
     for i in range(h[H_ORDER_COUNT]):
@@ -226,14 +231,14 @@ def push(h, c, at):
     reason = find_rows(h, 0, blocks, h[H_ROOM])
     if reason:
         return reason
-    # So far nothing was changed that others can see, and from here on nothing can fail.
+    # Up to here nothing changed that others can see; from here on nothing can fail.
     after = clock << PART_BITS if flags & LAST else ((clock - 1) << PART_BITS) | (part + 1)
     seq = words(h[H_SEQ], h[H_RANGES])
     for p in range(m):
         row[ranges[p]] = after
         seq[ranges[p]] += 1
-    if told and clock - told > conn[C_BASE]:
-        store64(h[H_TOLD] + 8 * row_at, clock - told)
+    if lag and clock - lag > conn[C_BASE]:
+        store64(h[H_ACKNOWLEDGED] + 8 * row_at, clock - lag)
     chunk, offset = conn[C_CHUNK], at - conn[C_ADDRESS]
     f = new_frame(h, c, conn[C_SERIAL], request, ranges, m, body, chunk, offset, worker, after, expected)
     down_the_chain(h, c, ranges, m, blocks, worker, after, bound, wait, f, slots)
@@ -244,7 +249,7 @@ def push(h, c, at):
     h[H_ROWS_PUSHED] += h[H_ROWS_APPLIED] - rows
     if bound and 0 <= positions[wait & GROUP_MASK & (h[H_RANGES] - 1)] - low < m:
         note(h, bound - 1, wait, worker, after >> PART_BITS)
-    vouch(h, ranges, m, 1)
+    acknowledge(h, ranges, m, 1)
     if load64(h[H_FRAMES] + 8 * (FRAME * f + F_LEFT)) == 0:
         finish(h, f)
     return DONE
@@ -252,7 +257,7 @@ def push(h, c, at):
 
 @kernel
 def forward(h, c, at):
-    """A predecessor's operation, if it is a push; it goes on down the chain."""
+    """Handles a push that a predecessor forwards: applies it and forwards it down the chain."""
     body, epoch, after, worker = load64(at + 8), load64(at + 24), load64(at + 32), load32(at + 40)
     m, blocks, bound, wait = load32(at + 48), load32(at + 52), load32(at + 56), load32(at + 60)
     conn = words(h[H_CONNECTIONS] + 8 * CONNECTION * c, CONNECTION)
@@ -292,7 +297,7 @@ def forward(h, c, at):
         positions[ranges[p]] = -1
     if reason:
         return SLOW if reason == BROKEN else reason
-    # Nothing was changed so far, and from here on nothing can fail.
+    # Up to here nothing changed; from here on nothing can fail.
     inside = h[H_INSIDE]
     slots = successors(h, ranges, m)
     for p in range(m):
@@ -309,7 +314,7 @@ def forward(h, c, at):
         apply(h, BLOCKS, inside)
     if bound and group >= 0:
         note(h, bound - 1, wait, worker, after >> PART_BITS)
-    vouch(h, ranges, m, 1)
+    acknowledge(h, ranges, m, 1)
     if load64(h[H_FRAMES] + 8 * (FRAME * f + F_LEFT)) == 0:
         finish(h, f)
     return DONE
@@ -317,7 +322,7 @@ def forward(h, c, at):
 
 @kernel
 def checked_forward(h, begin, end, blocks, positions, ranges, m, body):
-    """DONE if the blocks of a FORWARD are as they must be and there is room for all that follows from them."""
+    """DONE if the blocks of a FORWARD are valid, and there is room for all that follows from them."""
     reason = read_blocks(h, blocks, begin, end, 0)
     if reason:
         return reason
@@ -330,10 +335,10 @@ def checked_forward(h, begin, end, blocks, positions, ranges, m, body):
     if reason:
         return reason
     if h[H_INSIDE] < 0:
-        return find_rows(h, 0, blocks, UNLIMITED)  # its head has decided
+        return find_rows(h, 0, blocks, NO_BOUND)  # its head has decided
     used = h[H_ARENA_USED]
     keep_inside(h, blocks)
-    reason = find_rows(h, BLOCKS, h[H_INSIDE], UNLIMITED)
+    reason = find_rows(h, BLOCKS, h[H_INSIDE], NO_BOUND)
     if reason:
         h[H_ARENA_USED] = used
     return reason
@@ -341,15 +346,15 @@ def checked_forward(h, begin, end, blocks, positions, ranges, m, body):
 
 @kernel
 def acknowledgement(h, c, at):
-    """A successor, or a joiner, has everything up to the positions that it names."""
+    """Handles an ACK: a successor, or a joiner, has everything up to the sequence numbers that it names."""
     body, epoch, m = load64(at + 8), load64(at + 24), load32(at + 48)
     slot = load64(h[H_CONNECTIONS] + 8 * (CONNECTION * c + C_PEER))
     if h[H_CAREFUL] or epoch < 0 or epoch > h[H_EPOCH] or m == 0 or m > h[H_RANGES]:
         return SLOW
     names = (4 * m + 7) & ~7
-    if names + 8 * m != body or slot < 0 or load64(h[H_LANES] + 8 * (LANE * slot + L_PYTHON)):
+    if names + 8 * m != body or slot < 0 or load64(h[H_PEERS] + 8 * (PEER * slot + P_PYTHON)):
         return SLOW
-    reason = room(h, 2 * m * (HEADER + 24) + HEADER * (h[H_YOUNG] + 1) + MARGIN, 2 * m + h[H_YOUNG] + 2)
+    reason = room(h, 2 * m * (HEADER + 24) + HEADER * (h[H_RECENT] + 1) + MARGIN, 2 * m + h[H_RECENT] + 2)
     if reason:
         return reason
     named, numbers = at + HEADER, at + HEADER + names
@@ -376,10 +381,10 @@ def acknowledgement(h, c, at):
         if flags[r] & T_FED == 0 or flags[r] & T_COUNTED:
             acked[r] = max(acked[r], number)
     if counted:
-        vouch(h, ranges, m, 2)
+        acknowledge(h, ranges, m, 2)
     if others:
-        vouch(h, ranges, m, 3)
-    if (counted or others) and load64(h[H_LANES] + 8 * (LANE * slot + L_FIRST)) >= 0:
+        acknowledge(h, ranges, m, 3)
+    if (counted or others) and load64(h[H_PEERS] + 8 * (PEER * slot + P_FIRST)) >= 0:
         release(h, slot)
     h[H_CHANGED] += 1
     return DONE

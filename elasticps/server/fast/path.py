@@ -6,19 +6,19 @@ store, the roster and the connections.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.server.core import reads
-from elasticps.server.core.operations import positions_of
+from elasticps.server.core.headroom import UNLIMITED
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.buffers import Chunks, Outbox, Receiver, int64_at, size_for
 from elasticps.server.fast.receive import consume, warm
-from elasticps.server.fast.shared import Shared, TableRows, Told
-from elasticps.server.fast.young import YoungEntries, YoungLog
+from elasticps.server.fast.recent_log import RecentEntries, RecentLog
+from elasticps.server.fast.shared import CompiledTables, ReplicaMirror, SharedArrays
 from elasticps.store import Store
 from elasticps.system import fatal
 from elasticps.wire.frames import HEADER_BYTES, FrameError, unpack_header
@@ -27,7 +27,7 @@ from elasticps.wire.pool import Bytes
 from replication.chain import Member, Ranges
 from replication.replica import Replica
 
-KEPT_SHARE = 4  # of what the log may have: received chunks that are kept for the next bytes
+RETAINED_SHARE = 4  # of what the log may have: received chunks that are kept for the next bytes
 TURN_BYTES = 1 << 20  # of one connection, then others have their turn: about a millisecond
 FIRST_CONNECTIONS = 64
 SEGMENTS = 12288
@@ -36,65 +36,89 @@ BIG = np.iinfo(np.int64).max
 
 
 class Observer(Protocol):
-    """Who measures the compiled path."""
+    """Measures the compiled path."""
 
     def watch(self, path: FastPath, handle: Callable[[], None]) -> None:
         """Calls `handle`, which handles frames that `path` counts, and looks how long that takes."""
 
 
 class FastPath:
-    """The arrays of one server, and the calls into the compiled code."""
+    """The arrays of one server, and the calls into the compiled code.
+
+    `follow_replica` and `connect` set what the constructor only declares, before the first peer or worker connects.
+    """
 
     def __init__(self, ranges: int, budget_bytes: int) -> None:
         warm()
-        self._link_of: Callable[[Member], Receiver | None]
         self._on_change: Callable[[], None]
+        """Called when something was applied or acknowledged."""
         self._on_served: Callable[[], None]
+        """Called when a worker was served."""
         self._on_shard: Callable[[int, int, int, int], None]
+        """Called for each push that trains a shard: set, shard, worker, clock."""
         self.before: Callable[[], None]
-        self._ranges = ranges
-        self._shared = shared = Shared()
-        self.h, self._fields = shared.h, shared.fields
-        self.chunks = Chunks(budget_bytes // KEPT_SHARE)
-        self._slots: list[Receiver | None] = []
-        self._lists: dict[int, NDArray[np.int64]] = {}  # of keys, by connection
-        self._changed = self._served = 0
-        self.turn_bytes = TURN_BYTES
+        """Called before bytes are handled."""
         self.observer: Observer | None = None
-        self._version = self._generation = self._refusals = -1
-        self._orders: dict[int, tuple[Ranges, NDArray[np.int64]]] = {}
-        self.log = YoungLog()
+        """Measures the time that frames take, if somebody asked for that."""
         self.replica: Replica
+        """The replica whose arrays compiled code shares."""
         self.store: Store
+        """The store whose tables compiled code reads and updates."""
+        self.log = RecentLog()
+        """The replica's log, with the recent entries that compiled code holds."""
+        self.turn_bytes = TURN_BYTES
+        """Bytes of one connection that are handled before others have their turn."""
+        self._shared = shared = SharedArrays()
+        """Every array that the header points to."""
+        self.h = shared.h
+        """The header, int64 [H_FIELDS]: what every kernel gets."""
+        self._fields = shared.fields
+        """The same memory; single fields are read and written faster so."""
+        self.chunks = Chunks(budget_bytes // RETAINED_SHARE)
+        """Memory that is received into and sent from."""
+        self._slots: list[Receiver | None] = []
+        """The connections by slot; None for a free one."""
+        self._lists: dict[int, NDArray[np.int64]] = {}
+        """By slot, the key lists that a worker has had kept."""
+        self._changed = 0
+        """H_CHANGED when `_on_change` was called last."""
+        self._served = 0
+        """Pushes and pulls when `_on_served` was called last."""
         f = self._fields
         f[at.H_RANGES], f[at.H_BUDGET], f[at.H_ENABLED], f[at.H_TURN] = ranges, budget_bytes, 1, TURN_BYTES
-        f[at.H_CHUNK], f[at.H_ROOM] = reads.CHUNK_BYTES, at.UNLIMITED
+        f[at.H_CHUNK], f[at.H_ROOM] = reads.CHUNK_BYTES, UNLIMITED
         f[at.H_TAIL_SINCE] = f[at.H_FULL_SINCE] = BIG
         f[at.H_REFS] = self.chunks.refs.ctypes.data
         f[at.H_CHUNK_ADDRESSES] = self.chunks.addresses.ctypes.data
-        shared.make(at.H_ORDERS, (at.ORDERS, at.ORDER))
-        shared.make(at.H_FLAGS, ranges)
-        shared.make(at.H_BOUNDS, ranges)
-        self._lanes = shared.make(at.H_LANES, (FIRST_CONNECTIONS, at.LANE))
-        self._lanes[:] = -1
-        self._lanes[:, at.L_PYTHON] = 0
-        self._told = Told(shared)
-        self.tables = TableRows(shared)
+        self._mirror = ReplicaMirror(shared, ranges)
+        """What compiled code reads of the replica: view, clocks, refusals."""
+        self.tables = CompiledTables(shared)
+        """What compiled code reads of the store's tables."""
         self.connections = shared.make(at.H_CONNECTIONS, (FIRST_CONNECTIONS, at.CONNECTION))
+        """A row per slot: see C_… in `layout`."""
+        self._slot_of: NDArray[np.int64]
+        """The slot of each descriptor that the epoll watches."""
         self._segments = shared.make(at.H_SEGMENTS, (SEGMENTS, at.SEGMENT))
+        """Queued bytes, in the order in which they leave."""
         f[at.H_SEGMENT_SIZE] = SEGMENTS
         self._notes = shared.make(at.H_NOTES, (at.NOTES, at.NOTE))
+        """Shards that pushes train, until `_on_shard` has been called for them."""
         self._blocks = shared.make(at.H_BLOCKS, (2 * at.BLOCKS, at.BLOCK))
-        shared.make(at.H_STARTS, (at.BLOCKS, ranges + 1))
+        """The blocks of the frame at hand: see B_… in `layout`."""
         self._rows = shared.make(at.H_ROWS, ROWS)
+        """Addresses of the rows of the frame at hand."""
         f[at.H_ROWS_SIZE] = ROWS
+        self._waited = shared.make(at.H_WAITED, at.WAITED)
+        """How long pushes waited, in nanoseconds, since `waited` was called last."""
+        shared.make(at.H_STARTS, (at.BLOCKS, ranges + 1))
         shared.make(at.H_SCRATCH, ranges)
         shared.make(at.H_POSITIONS, ranges)[:] = -1
         shared.make(at.H_SLOTS, at.SLOTS)
-        self._waited = shared.make(at.H_WAITED, at.WAITED)
         shared.make(at.H_DECODED, at.DECODED, np.float32)
-        self.young = YoungEntries(shared, self.chunks, self._slots, ranges)
+        self.recent = RecentEntries(shared, self.chunks, self._slots, ranges)
+        """The log's recent entries, which compiled code holds."""
         self._outbox = Outbox(shared, self.chunks, self._slots)
+        """Sends what compiled code has queued and did not send itself."""
 
     def connect(
         self,
@@ -104,16 +128,15 @@ class FastPath:
         note_shard: Callable[[int, int, int, int], None],
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        """Before anything else happens: who has the link to a peer; who is told that something was applied or
-        acknowledged, that a worker was served, and of pushes that train shards (set, shard, worker, clock); and what is
-        called before bytes are handled."""
+        """Sets the callbacks: see the attributes. link_of: the connection to a peer."""
         self.before = before
-        self._link_of, self._on_change, self._on_served, self._on_shard = link_of, changed, served, note_shard
+        self._mirror.link_of = link_of
+        self._on_change, self._on_served, self._on_shard = changed, served, note_shard
 
     def follow_replica(self, replica: Replica, store: Store) -> None:
         """Shares the replica's state from now on."""
         self.replica, self.store = replica, store
-        self.log.young = self.young
+        self.log.recent = self.recent
         for field, array in ((at.H_SEQ, replica.seq), (at.H_ACKED, replica.acked), (at.H_JOINED, replica.joined)):
             self._shared.share(field, array)
         self.sync()
@@ -123,75 +146,14 @@ class FastPath:
     def sync(self) -> None:
         """After every event of the replica: what the compiled code reads is as the replica has it."""
         f, replica = self._fields, self.replica
-        if replica.version != self._version or replica.epoch != f[at.H_EPOCH]:
-            self._follow_view()
-        if replica.clocks.generation != self._generation:
-            self._follow_clocks()
-        if replica.refusals.version != self._refusals:
-            self._follow_refusals()
+        self._mirror.follow(replica)
         if self.store.changed:
             self.tables.follow(self.store)
         f[at.H_CAREFUL] = replica.careful
         f[at.H_PYTHON_BYTES] = self.log.old_bytes
-        self._lanes[:, at.L_PYTHON] = 0
-        for lane, count in self.log.old().items():
-            self._lanes[lane, at.L_PYTHON] = count
+        self._mirror.note_python_entries(self.log.old())
         if f[at.H_SEGMENT_COUNT]:
             self._outbox.flush()
-
-    def _follow_view(self) -> None:
-        replica, f = self.replica, self._fields
-        shared = replica.shared()
-        self._version = replica.version
-        f[at.H_EPOCH] = replica.epoch
-        f[at.H_GUARDED] = replica.guarded
-        for field, array in ((at.H_UP, shared.up), (at.H_DOWN, shared.down), (at.H_SINCE, shared.since)):
-            self._shared.share(field, np.ascontiguousarray(array, np.int64))
-        flags = self._shared[at.H_FLAGS]
-        flags[:] = shared.waits * at.T_WAITS | shared.synced * at.T_SYNCED | shared.quiet * at.T_QUIET
-        flags |= shared.fed * at.T_FED | shared.counted * at.T_COUNTED
-        flags[shared.reported] |= at.T_REPORTED
-        bounds = self._shared[at.H_BOUNDS]
-        bounds[:] = 0
-        bounds[list(shared.bounds)] = list(shared.bounds.values())
-        if len(shared.members) > len(self._lanes):
-            more = np.full((2 * len(shared.members), at.LANE), -1, np.int64)
-            more[: len(self._lanes)] = self._lanes
-            more[len(self._lanes) :, at.L_PYTHON] = 0
-            self._lanes = self._shared.share(at.H_LANES, more)
-        self.connections[:, at.C_PEER] = -1
-        for slot, member in enumerate(shared.members):
-            link = self._link_of(member) if shared.linked[slot] else None
-            self._lanes[slot, at.L_CONNECTION] = -1 if link is None else link.slot
-            if link is not None:
-                self.connections[link.slot, at.C_PEER] = slot
-        self._follow_orders(shared.orders)
-
-    def _follow_orders(self, orders: Mapping[int, Ranges]) -> None:
-        newest = dict(sorted(orders.items())[-at.ORDERS :])
-        known, self._orders = self._orders, {}
-        for i, (epoch, ranges) in enumerate(newest.items()):
-            if epoch not in known or known[epoch][0] is not ranges:
-                known[epoch] = ranges, positions_of(ranges, self._ranges)
-            self._orders[epoch] = known[epoch]
-            addresses = ranges.ctypes.data, known[epoch][1].ctypes.data
-            self._shared[at.H_ORDERS][i] = epoch, len(ranges), *addresses
-        self._fields[at.H_ORDER_COUNT] = len(newest)
-
-    def _follow_clocks(self) -> None:
-        clocks, workers = self.replica.clocks, self.replica.clocks.workers
-        self._generation = clocks.generation
-        self._shared.share(at.H_CLOCKS, clocks.matrix)
-        self._shared.share(at.H_WORKERS, workers)
-        self._fields[at.H_WORKER_COUNT] = clocks.used
-        self._told.follow(workers)
-        self._follow_refusals()
-
-    def _follow_refusals(self) -> None:
-        refusals, workers = self.replica.refusals, self.replica.clocks.workers
-        self._refusals, newest = refusals.version, refusals.newest
-        refused = np.array([newest.get(worker, 0) for worker in workers.tolist()], np.int64)
-        self._shared.share(at.H_REFUSED, refused)
 
     def number_of(self, app: str) -> int:
         """The number by which compiled code knows an application, from 1 on."""
@@ -205,13 +167,13 @@ class FastPath:
         f[at.H_TAILED_COUNT], f[at.H_HELD_COUNT] = len(tailed), len(held)
         f[at.H_TAIL_SINCE], f[at.H_FULL_SINCE] = tail_since, full_since
 
-    def told(self) -> dict[int, int]:
+    def acknowledged_clocks(self) -> dict[int, int]:
         """By worker, the clock up to which it has said that it knows its steps to be committed."""
-        return self._told.of_all(self.replica.clocks.workers)
+        return self._mirror.acknowledged.of_all(self.replica.clocks.workers)
 
-    def tell(self, worker: int, clock: int) -> None:
+    def note_acknowledged(self, worker: int, clock: int) -> None:
         """Notes the same for a worker whose frame Python handled."""
-        self._told.note(self.replica.clocks.workers, worker, clock)
+        self._mirror.acknowledged.note(self.replica.clocks.workers, worker, clock)
 
     def stamp(self, nanoseconds: int, sample: int) -> None:
         """The time from now on, for pushes of which one in `sample` is measured."""

@@ -1,4 +1,4 @@
-"""PULL: answered in chunks, each gathered when there is room for it, as the rows are at that moment."""
+"""Handles PULL: answers in chunks, each gathered when there is room for it, from the rows as they are then."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def reached(h, worker, base, address, count):
 
 @kernel
 def unshown(h, blocks):
-    """Whether a key's range has operations that its joiner, the next tail, may lack."""
+    """Whether some key lies in a range with operations that its joiner, the next tail, may lack."""
     flags, seq, acked = words(h[H_FLAGS], h[H_RANGES]), words(h[H_SEQ], h[H_RANGES]), words(h[H_ACKED], h[H_RANGES])
     b = h[H_BLOCKS]
     for _ in range(blocks):
@@ -98,8 +98,8 @@ def unshown(h, blocks):
 
 
 @kernel
-def note_wanted(h, b, number, app, coded, n, keys):
-    """Notes n keys of a table at an address; SLOW if it is not one that compiled code reads for this application."""
+def note_keys(h, b, number, app, coded, n, keys):
+    """Records n keys of a table at an address; SLOW if compiled code cannot read this table for this application."""
     entry = find_table(h, number, app)
     if entry == 0:
         return SLOW
@@ -119,7 +119,7 @@ def note_wanted(h, b, number, app, coded, n, keys):
 
 @kernel
 def note_tables(h, count, at, end, app, coded):
-    """Notes the blocks of a pull of several tables; SLOW if there is anything else between the addresses."""
+    """Records the blocks of a pull of several tables; SLOW if they do not fill the space between the addresses."""
     if count > BLOCKS:
         return SLOW
     b = h[H_BLOCKS]
@@ -127,12 +127,7 @@ def note_tables(h, count, at, end, app, coded):
         if at + 24 > end:
             return SLOW
         n, keys = load32(at + 4), at + 24
-        if (
-            load32(at + 8)
-            or load16(at + 12)
-            or keys + 8 * n > end
-            or note_wanted(h, b, load32(at), app, coded, n, keys)
-        ):
+        if load32(at + 8) or load16(at + 12) or keys + 8 * n > end or note_keys(h, b, load32(at), app, coded, n, keys):
             return SLOW
         b += 8 * BLOCK
         at = keys + 8 * n
@@ -141,7 +136,7 @@ def note_tables(h, count, at, end, app, coded):
 
 @kernel
 def next_rows(h, block, done, left):
-    """How many rows of a block, behind `done` of them, a frame takes that has `left` bytes free; one if it is empty."""
+    """How many rows of a block, after the first `done`, fit in `left` bytes of a frame; at least 1 if it is empty."""
     b = h[H_BLOCKS] + 8 * BLOCK * block
     fits = max(left, 0) // (4 * load64(b + 8 * B_DIM))
     if left == h[H_CHUNK]:
@@ -151,7 +146,7 @@ def next_rows(h, block, done, left):
 
 @kernel
 def measure(h, blocks, done):
-    """Rows, and bytes of them, of the answer's next frame, of which `done` rows have left."""
+    """Rows, and their bytes, of the next frame of an answer of which `done` rows have been sent."""
     rows = size = 0
     b = h[H_BLOCKS]
     for i in range(blocks):
@@ -170,7 +165,7 @@ def measure(h, blocks, done):
 
 @kernel
 def show(h, table, code, keys, n, target, width):
-    """Writes n rows, as a table's filters make them, `width` words each."""
+    """Writes n rows of a table, encoded by its filters, `width` words each."""
     dim = table[H_DIM]
     if code == 0:
         gather_to(table, words(keys, n), target, words(h[H_ROWS], n))
@@ -184,7 +179,7 @@ def show(h, table, code, keys, n, target, width):
 
 @kernel
 def show_rows(h, blocks, done, k, target):
-    """Writes the `k` rows of the noted blocks that come behind `done` others."""
+    """Writes `k` rows of the recorded blocks, after the first `done`."""
     b = h[H_BLOCKS]
     for _ in range(blocks):
         n, width = load64(b + 8 * B_ROWS), load64(b + 8 * B_DIM)
@@ -201,7 +196,7 @@ def show_rows(h, blocks, done, k, target):
 
 @kernel
 def pull(h, c, at):
-    """A worker's pull, or what is left of it."""
+    """Handles a worker's pull, or the rest of one that has been answered in part."""
     flags, body, request, epoch, clock = (
         load16(at + 6),
         load64(at + 8),
@@ -230,7 +225,7 @@ def pull(h, c, at):
         n = 0
         for i in range(blocks):
             n += load64(h[H_BLOCKS] + 8 * (BLOCK * i + B_ROWS))
-    elif 8 * n != body or note_wanted(h, h[H_BLOCKS], number, conn[C_APP], coded, n, at + HEADER):
+    elif 8 * n != body or note_keys(h, h[H_BLOCKS], number, conn[C_APP], coded, n, at + HEADER):
         return SLOW
     if h[H_GUARDED] and flags & ANY == 0 and unshown(h, blocks):
         return SLOW

@@ -1,4 +1,4 @@
-"""One call per received buffer: every whole frame in it that is usual."""
+"""Entry point of the compiled path: one call per received buffer handles every whole frame that is usual."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ MAGIC_BITS = (1 << 40) - 1
 
 @kernel
 def handle(h, c, at, role):
-    """One whole frame."""
+    """Handles one whole frame; the reason to stop, or DONE."""
     kind = load8(at + 5)
     if role == ROLE_WORKER:
         if kind == PUSH:
@@ -70,7 +70,7 @@ def handle(h, c, at, role):
 
 @kernel
 def make_room(h, conn, needed):
-    """Sees that the frame that begins at C_START, `needed` bytes long, can be received behind what is there."""
+    """Makes room in the chunk for a frame of `needed` bytes that begins at C_START; ROOM if it cannot."""
     unused = load64(h[H_REFS] + 8 * conn[C_CHUNK]) == 0 and conn[C_PINNED] == 0
     left = conn[C_END] - conn[C_START]
     if left == 0 and unused:
@@ -90,7 +90,7 @@ def make_room(h, conn, needed):
 # The interpreter's lock is kept: a call is short, and to get the lock back from a busy thread takes milliseconds.
 @njit(cache=True, error_model="numpy", signature=(WORDS, INT, INT))
 def consume(h, c, received):
-    """Handles the frames of connection `c`, of which `received` bytes more lie in its chunk; why it stopped."""
+    """Handles the frames of connection `c` after `received` more bytes came into its chunk; returns why it stopped."""
     conn = words(h[H_CONNECTIONS] + 8 * CONNECTION * c, CONNECTION)
     conn[C_END] += received
     needed = READ_ROOM_BYTES

@@ -1,4 +1,4 @@
-"""The rows that an operation changes: found, made where they are missing, updated."""
+"""Finds the rows that an operation changes, makes those that are missing, and updates them."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ INITIALISE, INDEX_BYTES = index.INITIALISE, index.GROWN_BYTES
 
 @kernel
 def keep_inside(h, blocks):
-    """Copies, of ranges that are being filled here, only the rows whose keys are there already: the blocks behind those
-    of the frame. How many there are is H_INSIDE."""
+    """Copies the rows to apply to blocks behind those of the frame: of a range that is being filled here, only rows
+    whose keys have arrived already. Sets H_INSIDE to the number of these blocks."""
     flags, bounds = words(h[H_FLAGS], h[H_RANGES]), words(h[H_BOUNDS], h[H_RANGES])
-    b, kept = h[H_BLOCKS], 0
+    b, inside = h[H_BLOCKS], 0
     for _ in range(blocks):
         table, n, row = load64(b + 8 * B_HEADER), load64(b + 8 * B_ROWS), 4 * load64(b + 8 * B_DIM)
         salt, shift = np.uint64(load64(table + 8 * H_SALT)), np.uint64(load64(table + 8 * H_SHIFT))
@@ -87,20 +87,20 @@ def keep_inside(h, blocks):
             copy(grads + row * k, load64(b + 8 * B_GRADS_AT) + row * i, row)
             k += 1
         if k:
-            to = h[H_BLOCKS] + 8 * BLOCK * (BLOCKS + kept)
+            to = h[H_BLOCKS] + 8 * BLOCK * (BLOCKS + inside)
             copy(to, b, 8 * BLOCK)
             store64(to + 8 * B_ROWS, k)
             store64(to + 8 * B_KEYS_AT, keys)
             store64(to + 8 * B_GRADS_AT, grads)
-            kept += 1
+            inside += 1
         b += 8 * BLOCK
-    h[H_INSIDE] = kept
+    h[H_INSIDE] = inside
 
 
 @kernel
 def find_rows(h, first, blocks, room):
-    """Addresses of all rows of the blocks from `first` on; those that are not there are made, unless that takes more
-    bytes than `room`: SLOW then, and none is made. ROWS_MISSING when that needs memory, KEEP when copies of rows do."""
+    """Writes the addresses of all rows of the blocks from `first` on to H_ROWS, and makes missing rows. SLOW, with none
+    made, if these take more bytes than `room`; ROWS_MISSING if they need memory, KEEP if copies of rows do."""
     total = 0
     begin = h[H_BLOCKS] + 8 * BLOCK * first
     b = begin
@@ -148,7 +148,7 @@ def find_rows(h, first, blocks, room):
 
 @kernel
 def finite(h, blocks):
-    """Whether the gradients of all blocks are, for tables that ask for that."""
+    """Whether all gradients are finite, in blocks of tables that ask for that."""
     b = h[H_BLOCKS]
     for _ in range(blocks):
         if load64(load64(b + 8 * B_HEADER) + 8 * H_FINITE):
@@ -163,7 +163,7 @@ def finite(h, blocks):
 
 @kernel
 def rows_at_once(b):
-    """How many rows of a block are taken at once: all, unless they have to be decoded."""
+    """How many rows of a block are handled at once: all, unless they have to be decoded."""
     if load64(b + 8 * B_CODE) == 0:
         return max(load64(b + 8 * B_ROWS), 1)
     return DECODED // load64(load64(b + 8 * B_HEADER) + 8 * H_DIM)
@@ -171,7 +171,7 @@ def rows_at_once(b):
 
 @kernel
 def gradients(h, b, first, count):
-    """Address of some rows' gradients, float32 [count, dim], no more than `rows_at_once`; until the next call."""
+    """Address of the gradients of at most `rows_at_once` rows, float32 [count, dim]; valid until the next call."""
     code, width = load64(b + 8 * B_CODE), load64(b + 8 * B_DIM)
     at = load64(b + 8 * B_GRADS_AT) + 4 * width * first
     if code == 0:

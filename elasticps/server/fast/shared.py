@@ -1,21 +1,32 @@
 """Arrays that compiled code and Python share, each found by the field of the header that holds its address.
 
-`SharedArrays` owns them; `TableRows` mirrors the store's tables there, and `Told` what workers have acknowledged.
+`SharedArrays` owns them. `CompiledTables` mirrors the store's tables there, `ReplicaMirror` the replica's view, clocks
+and refusals, and `AcknowledgedClocks` the clocks that workers have acknowledged.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.server.core.operations import positions_of
 from elasticps.server.fast import layout as at
 from elasticps.store import Store, Table
 from elasticps.store.updates import KINDS
+from replication.chain import Member, Ranges
+from replication.replica import Replica
 
 
-class Shared:
+class Linked(Protocol):
+    """A connection that has a slot."""
+
+    slot: int
+
+
+class SharedArrays:
     """h: the header, int64 [H_FIELDS]. fields: the same memory; one field is read and written faster so."""
 
     def __init__(self) -> None:
@@ -38,16 +49,17 @@ class Shared:
 
 
 FIRST_TABLES = 64
+FIRST_PEERS = 64
 
 
-class TableRows:
-    """A row for each live table of a store, in no order that means anything. written: rows written so far."""
+class CompiledTables:
+    """A row for each live table of a store, in any order. written: rows written so far."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: SharedArrays) -> None:
         self.written = 0
         self._shared = shared
         self._rows = shared.make(at.H_TABLES, (FIRST_TABLES, at.TABLE))
-        self._places: dict[int, int] = {}  # of rows, by the tables' ids
+        self._row_of: dict[int, int] = {}  # of rows, by the tables' ids
         self._apps: dict[str, int] = {}
 
     def number_of(self, app: str) -> int:
@@ -63,23 +75,23 @@ class TableRows:
                 self._remove(number)
             else:
                 self._write(number, table)
-        self._shared.fields[at.H_TABLE_COUNT] = len(self._places)
+        self._shared.fields[at.H_TABLE_COUNT] = len(self._row_of)
 
     def _write(self, number: int, table: Table) -> None:
-        place = self._places.setdefault(number, len(self._places))
-        if place == len(self._rows):
+        row = self._row_of.setdefault(number, len(self._row_of))
+        if row == len(self._rows):
             self._rows = self._shared.share(at.H_TABLES, np.concatenate([self._rows, np.zeros_like(self._rows)]))
-        self._rows[place] = self._row(number, table)
+        self._rows[row] = self._row(number, table)
         self.written += 1
 
     def _remove(self, number: int) -> None:
-        """The last row takes the place of one that goes."""
-        place = self._places.pop(number, None)
-        last = len(self._places)
-        if place is None or place == last:
+        """Fills the row of a dropped table with the last one."""
+        row = self._row_of.pop(number, None)
+        last = len(self._row_of)
+        if row is None or row == last:
             return
-        self._rows[place] = self._rows[last]
-        self._places[int(self._rows[place, at.TABLE_ID])] = place
+        self._rows[row] = self._rows[last]
+        self._row_of[int(self._rows[row, at.TABLE_ID])] = row
 
     def _row(self, number: int, table: Table) -> NDArray[np.int64]:
         kind = table.spec.optimizer.kind
@@ -96,37 +108,129 @@ class TableRows:
 Workers = NDArray[np.int64]
 
 
-class Told:
-    """By the rows of clocks. `workers` is whose these are, int64 [rows]: 0 or less is nobody."""
+class AcknowledgedClocks:
+    """By row of the clocks, the clock up to which its worker knows its steps to be committed, as the worker has said.
 
-    def __init__(self, shared: Shared) -> None:
+    workers, in all methods: whose the rows are, int64 [rows]; 0 or less is nobody's.
+    """
+
+    def __init__(self, shared: SharedArrays) -> None:
         self._shared = shared
-        self._told = shared.make(at.H_TOLD, 16)
-        self._owners = np.zeros(0, np.int64)  # of the rows of clocks, when they were looked at last
-        self._left: dict[int, int] = {}  # what workers without a row had been told
+        self._clocks = shared.make(at.H_ACKNOWLEDGED, 16)
+        self._owners = np.zeros(0, np.int64)  # of the rows, when they were looked at last
+        self._rowless: dict[int, int] = {}  # clocks of workers that have no row
 
     def follow(self, workers: Workers) -> None:
-        """Rows may belong to others now: each worker's clock goes with it."""
-        before, told = self._owners, self._told
+        """Moves each worker's clock along when rows have changed hands."""
+        before, clocks = self._owners, self._clocks
         known = min(len(before), len(workers))
-        other = np.ones(max(len(before), len(workers)), np.bool_)  # rows that belong to somebody else now
+        other = np.ones(max(len(before), len(workers)), np.bool_)  # rows that have another owner now
         other[:known] = before[:known] != workers[:known]
-        for i in np.flatnonzero(other[: len(before)] & (told[: len(before)] > 0)).tolist():
-            self._left[int(before[i])] = int(told[i])
-        if len(told) != len(workers):
-            self._told = self._shared.share(at.H_TOLD, np.zeros(len(workers), np.int64))
-            self._told[:known] = told[:known]
+        for i in np.flatnonzero(other[: len(before)] & (clocks[: len(before)] > 0)).tolist():
+            self._rowless[int(before[i])] = int(clocks[i])
+        if len(clocks) != len(workers):
+            self._clocks = self._shared.share(at.H_ACKNOWLEDGED, np.zeros(len(workers), np.int64))
+            self._clocks[:known] = clocks[:known]
         fresh = np.flatnonzero(other[: len(workers)])
-        self._told[fresh] = 0
+        self._clocks[fresh] = 0
         for i in fresh[workers[fresh] > 0].tolist():
-            self._told[i] = self._left.pop(int(workers[i]), 0)
+            self._clocks[i] = self._rowless.pop(int(workers[i]), 0)
         self._owners = workers.copy()
 
     def of_all(self, workers: Workers) -> dict[int, int]:
-        """By worker, those with a row and those without."""
-        here = {int(workers[i]): int(self._told[i]) for i in np.flatnonzero(self._told[: len(workers)])}
-        return self._left | here
+        """The clocks by worker, of workers with a row and of those without."""
+        here = {int(workers[i]): int(self._clocks[i]) for i in np.flatnonzero(self._clocks[: len(workers)])}
+        return self._rowless | here
 
     def note(self, workers: Workers, worker: int, clock: int) -> None:
-        """Python heard it."""
-        self._told[: len(workers)][workers == worker] = clock
+        """Notes a clock from a frame that Python handled."""
+        self._clocks[: len(workers)][workers == worker] = clock
+
+
+class ReplicaMirror:
+    """Keeps what compiled code reads of a replica in step with it: its view, its clocks, and what it refused.
+
+    link_of: the connection to a peer; set before there are any.
+    """
+
+    def __init__(self, shared: SharedArrays, ranges: int) -> None:
+        self._shared = shared
+        self._ranges = ranges
+        self.link_of: Callable[[Member], Linked | None]
+        self._version = self._generation = self._refusals = -1  # of view, clocks and refusals, as mirrored
+        self._orders: dict[int, tuple[Ranges, NDArray[np.int64]]] = {}  # by epoch: ranges headed, their positions
+        shared.make(at.H_ORDERS, (at.ORDERS, at.ORDER))
+        shared.make(at.H_FLAGS, ranges)
+        shared.make(at.H_BOUNDS, ranges)
+        self._peers = shared.make(at.H_PEERS, (FIRST_PEERS, at.PEER))
+        self._peers[:] = -1
+        self._peers[:, at.P_PYTHON] = 0
+        self.acknowledged = AcknowledgedClocks(shared)
+
+    def follow(self, replica: Replica) -> None:
+        """Mirrors what has changed."""
+        if replica.version != self._version or replica.epoch != self._shared.fields[at.H_EPOCH]:
+            self._follow_view(replica)
+        if replica.clocks.generation != self._generation:
+            self._follow_clocks(replica)
+        if replica.refusals.version != self._refusals:
+            self._follow_refusals(replica)
+
+    def note_python_entries(self, counts: Mapping[int, int]) -> None:
+        """By peer, how many entries of the log Python holds for it."""
+        self._peers[:, at.P_PYTHON] = 0
+        for slot, count in counts.items():
+            self._peers[slot, at.P_PYTHON] = count
+
+    def _follow_view(self, replica: Replica) -> None:
+        f, shared = self._shared.fields, replica.shared()
+        self._version = replica.version
+        f[at.H_EPOCH] = replica.epoch
+        f[at.H_GUARDED] = replica.guarded
+        for field, array in ((at.H_UP, shared.up), (at.H_DOWN, shared.down), (at.H_SINCE, shared.since)):
+            self._shared.share(field, np.ascontiguousarray(array, np.int64))
+        flags = self._shared[at.H_FLAGS]
+        flags[:] = shared.waits * at.T_WAITS | shared.synced * at.T_SYNCED | shared.quiet * at.T_QUIET
+        flags |= shared.fed * at.T_FED | shared.counted * at.T_COUNTED
+        flags[shared.reported] |= at.T_REPORTED
+        bounds = self._shared[at.H_BOUNDS]
+        bounds[:] = 0
+        bounds[list(shared.bounds)] = list(shared.bounds.values())
+        if len(shared.members) > len(self._peers):
+            more = np.full((2 * len(shared.members), at.PEER), -1, np.int64)
+            more[: len(self._peers)] = self._peers
+            more[len(self._peers) :, at.P_PYTHON] = 0
+            self._peers = self._shared.share(at.H_PEERS, more)
+        connections = self._shared[at.H_CONNECTIONS]
+        connections[:, at.C_PEER] = -1
+        for slot, member in enumerate(shared.members):
+            link = self.link_of(member) if shared.linked[slot] else None
+            self._peers[slot, at.P_CONNECTION] = -1 if link is None else link.slot
+            if link is not None:
+                connections[link.slot, at.C_PEER] = slot
+        self._follow_orders(shared.orders)
+
+    def _follow_orders(self, orders: Mapping[int, Ranges]) -> None:
+        newest = dict(sorted(orders.items())[-at.ORDERS :])
+        known, self._orders = self._orders, {}
+        for i, (epoch, ranges) in enumerate(newest.items()):
+            if epoch not in known or known[epoch][0] is not ranges:
+                known[epoch] = ranges, positions_of(ranges, self._ranges)
+            self._orders[epoch] = known[epoch]
+            addresses = ranges.ctypes.data, known[epoch][1].ctypes.data
+            self._shared[at.H_ORDERS][i] = epoch, len(ranges), *addresses
+        self._shared.fields[at.H_ORDER_COUNT] = len(newest)
+
+    def _follow_clocks(self, replica: Replica) -> None:
+        clocks = replica.clocks
+        self._generation = clocks.generation
+        self._shared.share(at.H_CLOCKS, clocks.matrix)
+        self._shared.share(at.H_WORKERS, clocks.workers)
+        self._shared.fields[at.H_WORKER_COUNT] = clocks.used
+        self.acknowledged.follow(clocks.workers)
+        self._follow_refusals(replica)
+
+    def _follow_refusals(self, replica: Replica) -> None:
+        self._refusals, newest = replica.refusals.version, replica.refusals.newest
+        refused = np.array([newest.get(worker, 0) for worker in replica.clocks.workers.tolist()], np.int64)
+        self._shared.share(at.H_REFUSED, refused)

@@ -1,7 +1,7 @@
-"""Keys that a worker has shortened, written out where they lie: what comes after knows whole frames only.
+"""Expands shortened keys in place, so that all later code sees whole frames only.
 
-The word that stands before them says how (`elasticps.wire.packing`). Lists that are named by their place lie in memory
-of the connection, which the worker alone divides: it ends with the connection, and no name outlives it.
+The word in front of the keys says how they were shortened (`elasticps.wire.packing`). Key lists that later frames refer
+to lie in memory of the connection, at places that the worker chooses; they end with the connection.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from elasticps.wire.frames import ALL_RANGES, MAX_DIM, SHORT, TABLES, Kind
 from elasticps.wire.packing import DELTA, KEEP, KNOWN, LIST_KEYS
 
 PULL = int(Kind.PULL)
-B_AT, B_SAID, B_KEYS_BYTES, B_STOP, B_N = range(5)  # of a block, in the memory of `read_blocks`
+B_AT, B_WORD, B_KEYS_BYTES, B_STOP, B_N = range(5)  # of a block, in the memory of `read_blocks`
 
 
 @kernel
-def keys_bytes(said, n):
-    """What n keys take on the wire; -1 if that cannot be."""
-    how, place, coded = said & 0xFF, said >> 8 & 0xFFFFFF, said >> 32 & 0xFFFFFFFF
+def keys_bytes(word, n):
+    """Bytes that n keys take on the wire; -1 if the word is invalid."""
+    how, place, coded = word & 0xFF, word >> 8 & 0xFFFFFF, word >> 32 & 0xFFFFFFFF
     if how & (KEEP | KNOWN) and place + n > LIST_KEYS:
         return -1
     if how == KNOWN:
@@ -50,11 +50,11 @@ def keys_bytes(said, n):
 
 
 @kernel
-def write_keys(lists, said, source, n, target):
-    """Writes n keys to `target`, at or below which they stand at `source`; False if they cannot be read."""
-    how, coded = said & 0xFF, said >> 32 & 0xFFFFFFFF
+def write_keys(lists, word, source, n, target):
+    """Expands n keys from `source` to `target`, which is not above it; False if they are invalid."""
+    how, coded = word & 0xFF, word >> 32 & 0xFFFFFFFF
     if how == KNOWN:
-        move(target, lists + 8 * (said >> 8 & 0xFFFFFF), 8 * n)
+        move(target, lists + 8 * (word >> 8 & 0xFFFFFF), 8 * n)
         return True
     if how & DELTA == 0:
         move(target, source, 8 * n)
@@ -82,15 +82,15 @@ def write_keys(lists, said, source, n, target):
 
 
 @kernel
-def keep_keys(lists, said, keys, n):
-    """Notes them, if the worker says so."""
-    if said & KEEP:
-        move(lists + 8 * (said >> 8 & 0xFFFFFF), keys, 8 * n)
+def keep_keys(lists, word, keys, n):
+    """Stores the keys in the connection's lists, if the worker asks for it."""
+    if word & KEEP:
+        move(lists + 8 * (word >> 8 & 0xFFFFFF), keys, 8 * n)
 
 
 @kernel
 def write_out(h, conn, at):
-    """Writes out the keys of the frame at the front, which is whole."""
+    """Expands the keys of the frame at the front, which is whole."""
     body = load64(at + 8)
     if conn[C_LISTS] == 0:
         return LISTS
@@ -105,7 +105,7 @@ def write_out(h, conn, at):
 
 @kernel
 def grow(h, conn, at, body, more):
-    """Sees that there is room for a frame's body to grow."""
+    """DONE if a frame's body can grow by `more` bytes; else the reason to stop."""
     if body + more > conn[C_LIMIT]:
         return UNREADABLE
     if conn[C_END] + more > conn[C_BYTES]:
@@ -116,7 +116,7 @@ def grow(h, conn, at, body, more):
 
 @kernel
 def move_rest(conn, at, more):
-    """Moves what comes behind address `at`."""
+    """Moves all received bytes from address `at` on by `more`."""
     move(at + more, at, conn[C_ADDRESS] + conn[C_END] - at)
     conn[C_END] += more
 
@@ -126,8 +126,8 @@ def write_out_pull(h, conn, at, body):
     n, keys, end = load32(at + 52), at + HEADER, at + HEADER + body
     if body < 8:
         return UNREADABLE
-    said = load64(keys)
-    size = keys_bytes(said, n)
+    word = load64(keys)
+    size = keys_bytes(word, n)
     if size < 0 or 8 + size != body:
         return UNREADABLE
     more = 8 * n - body
@@ -136,18 +136,18 @@ def write_out_pull(h, conn, at, body):
         return reason
     if more > 0:
         move_rest(conn, end, more)
-    if not write_keys(conn[C_LISTS], said, keys + 8, n, keys):
+    if not write_keys(conn[C_LISTS], word, keys + 8, n, keys):
         return UNREADABLE
     if more < 0:
         move_rest(conn, end, more)
-    keep_keys(conn[C_LISTS], said, keys, n)
+    keep_keys(conn[C_LISTS], word, keys, n)
     store64(at + 8, 8 * n)
     return DONE
 
 
 @kernel
 def write_out_blocks(h, conn, at, body):
-    """Of a push, or a pull of several tables. Each block moves as far as those before it have grown, the last one
+    """Expands a push, or a pull of several tables. Each block moves as far as those before it have grown, the last one
     first."""
     blocks, p, end = load32(at + 52), at + HEADER, at + HEADER + body
     if blocks > BLOCKS:
@@ -161,16 +161,16 @@ def write_out_blocks(h, conn, at, body):
     for _ in range(blocks):
         if p + 24 > end:
             return UNREADABLE
-        n, dim, said = load32(p + 4), load32(p + 8), load64(p + 16)
+        n, dim, word = load32(p + 4), load32(p + 8), load64(p + 16)
         keys = p + 24 + ((4 * load16(p + 12) + 7) & ~7)
-        size = keys_bytes(said, n) if said else 8 * n
+        size = keys_bytes(word, n) if word else 8 * n
         if size < 0 or dim > MAX_DIM:
             return UNREADABLE
         stop = (keys + size + 4 * n * dim + 7) & ~7
         if stop > end:
             return UNREADABLE
         store64(b + 8 * B_AT, p)
-        store64(b + 8 * B_SAID, said)
+        store64(b + 8 * B_WORD, word)
         store64(b + 8 * B_KEYS_BYTES, size)
         store64(b + 8 * B_STOP, stop)
         more += 8 * n - size
@@ -185,20 +185,20 @@ def write_out_blocks(h, conn, at, body):
     left = more
     for _ in range(blocks):
         b -= 8 * BLOCK
-        p, said, size, stop = load64(b), load64(b + 8 * B_SAID), load64(b + 8 * B_KEYS_BYTES), load64(b + 8 * B_STOP)
+        p, word, size, stop = load64(b), load64(b + 8 * B_WORD), load64(b + 8 * B_KEYS_BYTES), load64(b + 8 * B_STOP)
         n, keys = load32(p + 4), p + 24 + ((4 * load16(p + 12) + 7) & ~7)
         move(keys + size + left, keys + size, stop - keys - size)
         left -= 8 * n - size
-        if said == 0:
+        if word == 0:
             move(keys + left, keys, 8 * n)
-        elif not write_keys(conn[C_LISTS], said, keys, n, keys + left):
+        elif not write_keys(conn[C_LISTS], word, keys, n, keys + left):
             return UNREADABLE
         move(p + left, p, keys - p)
         store64(p + left + 16, 0)
         store64(b + 8 * B_AT, p + left)
     for _ in range(blocks):
-        p, said = load64(b), load64(b + 8 * B_SAID)
-        keep_keys(conn[C_LISTS], said, p + 24 + ((4 * load16(p + 12) + 7) & ~7), load32(p + 4))
+        p, word = load64(b), load64(b + 8 * B_WORD)
+        keep_keys(conn[C_LISTS], word, p + 24 + ((4 * load16(p + 12) + 7) & ~7), load32(p + 4))
         b += 8 * BLOCK
     store64(at + 8, body + more)
     return DONE

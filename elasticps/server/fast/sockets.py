@@ -130,7 +130,7 @@ def send_segments(h):
     count = h[H_SEGMENT_COUNT]
     message = h[H_MESSAGE]
     vector = message + 56
-    kept = 0
+    remaining = 0
     first = 0
     while first < count:
         segment = words(h[H_SEGMENTS] + 8 * SEGMENT * first, SEGMENT)
@@ -155,15 +155,15 @@ def send_segments(h):
             _take(h, first, count, n, sent)
             if segment[0] < 0 or sent > 0:
                 continue  # more may go to the same one; of a part that was sent the rest is looked at again
-        if kept != first:
-            to = words(h[H_SEGMENTS] + 8 * SEGMENT * kept, SEGMENT)
+        if remaining != first:
+            to = words(h[H_SEGMENTS] + 8 * SEGMENT * remaining, SEGMENT)
             for j in range(SEGMENT):
                 to[j] = segment[j]
             segment[0] = -1
-        kept += 1
+        remaining += 1
         first += 1
-    h[H_SEGMENT_COUNT] = kept
-    if kept == 0:
+    h[H_SEGMENT_COUNT] = remaining
+    if remaining == 0:
         h[H_ARENA_USED] = 0
 
 

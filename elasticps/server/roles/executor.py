@@ -182,7 +182,7 @@ class Executor:
 
     def note_committed(self, worker: int, clock: int) -> None:
         """A worker has said that it knows its steps up to `clock` to be committed."""
-        self._path.tell(worker, clock)
+        self._path.note_acknowledged(worker, clock)
 
     def note_shard(self, number: int, shard: int, worker: int, clock: int) -> None:
         """A push that trains a shard was applied by the compiled path."""

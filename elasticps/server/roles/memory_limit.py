@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from elasticps.memory import give_back
-from elasticps.server.core.headroom import Headroom, Memory, full
+from elasticps.server.core.headroom import UNLIMITED, Headroom, Memory, full
 from elasticps.server.core.requests import Body, RequestError
 from elasticps.server.core.validation import PushRows
-from elasticps.server.fast.layout import UNLIMITED
 from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.replica_links import ReplicaLinks

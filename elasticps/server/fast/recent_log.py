@@ -1,7 +1,7 @@
-"""The youngest entries of a replica's log, which the compiled path keeps.
+"""The recent entries of a replica's log, which compiled code holds.
 
-In each lane they are younger than those that Python keeps: before Python adds an entry, or looks at them, it takes all
-of them over.
+For each successor they are younger than the entries that Python holds: before Python adds an entry, or looks at the
+log, it takes all recent ones over.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elasticps.server.core.requests import Asker, RequestTicket
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.buffers import Chunks
 from elasticps.server.fast.receive import release
-from elasticps.server.fast.shared import Shared
+from elasticps.server.fast.shared import SharedArrays
 from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, Kind, read_blocks, read_push, unpack_header
 from elasticps.wire.pool import Bytes
 from replication.chain import Ranges
@@ -28,10 +28,10 @@ MOST_ENTRIES = 8192
 ENTRY_WORDS = 1 << 21  # entries times ranges
 
 
-class YoungEntries:
-    """slots: the connections by number; it changes as they come and go."""
+class RecentEntries:
+    """The arrays of the recent entries. slots: the connections by number; it changes as they come and go."""
 
-    def __init__(self, shared: Shared, chunks: Chunks, slots: Sequence[Asker | None], ranges: int) -> None:
+    def __init__(self, shared: SharedArrays, chunks: Chunks, slots: Sequence[Asker | None], ranges: int) -> None:
         self._shared = shared
         self._chunks = chunks
         self._slots = slots
@@ -50,40 +50,41 @@ class YoungEntries:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the frames that the compiled code keeps."""
-        return self._shared.fields[at.H_YOUNG_BYTES]
+        """Bytes of the frames of recent entries."""
+        return self._shared.fields[at.H_RECENT_BYTES]
 
     @property
     def count(self) -> int:
-        """How many entries it keeps."""
-        return self._shared.fields[at.H_YOUNG]
+        """How many recent entries there are."""
+        return self._shared.fields[at.H_RECENT]
 
-    def release(self, lane: int) -> bool:
-        """Drops what is acknowledged of a lane, and answers; not if others wait whose turn it may be."""
+    def release(self, slot: int) -> bool:
+        """Drops acknowledged entries of a successor, and answers. False, with nothing done, if frames wait for
+        admission whose turn may come first."""
         if self._shared.fields[at.H_CAREFUL]:
             return False
-        release(self._shared.h, lane)
+        release(self._shared.h, slot)
         return True
 
     def take(self) -> Iterator[tuple[int, Frame, Ranges, Seqs, int]]:
         """Hands all entries over, oldest first."""
         found: list[tuple[int, int, int]] = []
-        for lane in np.flatnonzero(self._shared[at.H_LANES][:, at.L_FIRST] >= 0).tolist():
-            e = int(self._shared[at.H_LANES][lane, at.L_FIRST])
+        for slot in np.flatnonzero(self._shared[at.H_PEERS][:, at.P_FIRST] >= 0).tolist():
+            e = int(self._shared[at.H_PEERS][slot, at.P_FIRST])
             while e >= 0:
-                found.append((int(self._entries[e, at.E_NUMBER]), lane, e))
+                found.append((int(self._entries[e, at.E_NUMBER]), slot, e))
                 e = int(self._entries[e, at.E_NEXT])
-            self._shared[at.H_LANES][lane, [at.L_FIRST, at.L_LAST]] = -1
+            self._shared[at.H_PEERS][slot, [at.P_FIRST, at.P_LAST]] = -1
         frames: dict[int, Frame] = {}
         taken = []
-        for _, lane, e in sorted(found):
+        for _, slot, e in sorted(found):
             number, n = int(self._entries[e, at.E_FRAME]), int(self._entries[e, at.E_COUNT])
             frame = frames.get(number)
             if frame is None:
                 frame = frames[number] = self._frame(number)
             ranges = self._entry_ranges[e, :n].astype(np.int64)
             before = int(self._frames[number, at.F_BEFORE])
-            taken.append((lane, frame, ranges, self._entry_seqs[e, :n].copy(), before))
+            taken.append((slot, frame, ranges, self._entry_seqs[e, :n].copy(), before))
         self._give_back([e for _, _, e in found], list(frames))
         return iter(taken)
 
@@ -96,7 +97,7 @@ class YoungEntries:
             free[f[size] : f[size] + len(numbers)] = numbers
             f[size] += len(numbers)
         np.subtract.at(self._chunks.refs, self._frames[frames, at.F_CHUNK], 1)
-        f[at.H_YOUNG] = f[at.H_YOUNG_BYTES] = 0
+        f[at.H_RECENT] = f[at.H_RECENT_BYTES] = 0
         # Python refers to what the log had: whoever needs room looks whether it still does.
         self._shared[at.H_CONNECTIONS][:, at.C_PINNED] = 1
 
@@ -122,15 +123,15 @@ class YoungEntries:
 
 
 class _Gone:
-    """Who asked is no longer there."""
+    """The ticket of a request whose connection is closed."""
 
     def reply(self, reply: object) -> None:
-        """Nobody hears it."""
+        """Answers nothing."""
 
     clocks: Callable[[_Gone, object], None] = reply
 
     def hold(self) -> None:
-        """Nothing is read."""
+        """Pauses nothing."""
 
     release = hold
 
@@ -138,46 +139,46 @@ class _Gone:
 _GONE = _Gone()
 
 
-class YoungLog(Log):
-    """A log that counts in the entries which the compiled path keeps. `young` is set by whoever has them."""
+class RecentLog(Log):
+    """A log that includes the recent entries, which compiled code holds; `FastPath` sets `recent`."""
 
-    __slots__ = ("young",)
+    __slots__ = ("recent",)
 
     def __init__(self) -> None:
         super().__init__()
-        self.young: YoungEntries | None = None
+        self.recent: RecentEntries | None = None
 
     @property
     def nbytes(self) -> int:
-        return self._nbytes + (0 if self.young is None else self.young.nbytes)
+        return self._nbytes + (0 if self.recent is None else self.recent.nbytes)
 
     @property
     def old_bytes(self) -> int:
-        """Of the entries that Python keeps."""
+        """Bytes of the entries that Python holds."""
         return self._nbytes
 
     def old(self) -> dict[int, int]:
-        """By lane, how many entries Python keeps."""
-        return {lane: len(entries) for lane, entries in self._queues.items() if entries}
+        """By successor, how many entries Python holds."""
+        return {successor: len(entries) for successor, entries in self._queues.items() if entries}
 
     def __len__(self) -> int:
-        return super().__len__() + (0 if self.young is None else self.young.count)
+        return super().__len__() + (0 if self.recent is None else self.recent.count)
 
     def _take_over(self) -> None:
-        if self.young is not None and self.young.count:
-            for lane, frame, ranges, seqs, before in self.young.take():
-                super().add(lane, frame, ranges, seqs, before)
+        if self.recent is not None and self.recent.count:
+            for successor, frame, ranges, seqs, before in self.recent.take():
+                super().add(successor, frame, ranges, seqs, before)
 
-    def add(self, lane: int, frame: Frame, ranges: Ranges, seqs: Seqs, before: int | Progress) -> None:
+    def add(self, successor: int, frame: Frame, ranges: Ranges, seqs: Seqs, before: int | Progress) -> None:
         self._take_over()
-        super().add(lane, frame, ranges, seqs, before)
+        super().add(successor, frame, ranges, seqs, before)
 
-    def release(self, lane: int, acked: Seqs) -> list[Frame]:
-        done = super().release(lane, acked)
-        young = self.young
-        if young is not None and young.count and not self._queues.get(lane) and not young.release(lane):
+    def release(self, successor: int, acked: Seqs) -> list[Frame]:
+        done = super().release(successor, acked)
+        recent = self.recent
+        if recent is not None and recent.count and not self._queues.get(successor) and not recent.release(successor):
             self._take_over()
-            done += super().release(lane, acked)
+            done += super().release(successor, acked)
         return done
 
     def waiting_for(self, successor: int) -> Iterator[Entry]:
