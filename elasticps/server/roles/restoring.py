@@ -73,7 +73,7 @@ class Restorer:
         """Which of these ids are, or were, tables' here; and how far workers have come in the ranges headed here."""
         store, replica = self._executor.store, self._executor.replica
         taken = tuple(id_ for id_ in tables if id_ in store.tables or id_ in store.dropped)
-        headed, told = self._serving.headed.tolist(), self._context.path.told()
+        headed, told = self._serving.headed.tolist(), self._context.path.acknowledged_clocks()
         columns = [dict(zip(*(each.tolist() for each in replica.clocks.column(r)), strict=True)) for r in headed]
         known = set(columns[0]).intersection(*columns[1:]) if columns else set()
         workers = tuple(sorted(known))
