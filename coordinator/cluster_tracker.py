@@ -1,13 +1,15 @@
-"""What a leader knows of its cluster: the store's keys, parsed as they come."""
+"""A coordinator's picture of its cluster: the store's state as of the last change, corrected where the store has lost
+or damaged a key that the cluster cannot do without."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import replace
 from enum import Enum
-from typing import NamedTuple, TypeVar
 
 from coordinator.core import fields
+from coordinator.core.cluster_state import SINGLE, ClusterState
 from coordinator.core.errors import Fenced
 from coordinator.core.keys import (
     CONFIG,
@@ -18,31 +20,20 @@ from coordinator.core.keys import (
     RESTORE_FILLS,
     ROSTER,
     SERVERS,
-    SIGNED_OFF,
     TABLES,
     VIEW,
     WORKERS,
-    drained,
-    last_worker,
-    leaves,
-    range_recovery_of,
     record_key,
-    server_of,
     shown,
-    worker_of,
 )
 from coordinator.core.last_good import LastGood
-from coordinator.core.names import worker_name
 from coordinator.core.store import Change, Delete, Entry, Guard, Listing, Put, Reset, Store
-from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
-from replication.chain import Member
+from coordinator.core.view import ClusterConfig, Roster, View
 
 log = fields.logger(__name__)
 
 REMEMBERED = 4096  # names of workers that have left: who comes back under one of them goes on where it was
 AT_ONCE = 64  # names forgotten in one go
-
-_Info = TypeVar("_Info", ServerInfo, WorkerInfo)
 
 
 class Impact(Enum):
@@ -53,62 +44,39 @@ class Impact(Enum):
     DEATH = 2
 
 
-class _Drain(NamedTuple):
-    """A request to drain: of whom, the revision of the request, and whether the server's process is about to end."""
-
-    member: Member
-    revision: int
-    leaves: bool
-
-
 class ClusterTracker:
     """The cluster as of the last change seen.
 
-    damage     what is wrong with the store's config, view or roster, by key: it is gone, makes no sense, or is older
-               than one before. `config`, `view` and `roster` are the last good values then, or None where none is known
-    certain    the view was lost under our eyes, so that the last good one is the newest that was ever written
-    revision   the newest one that was seen
-    term       of the leader, 0 for none
-    revisions  of the config, the view and the roster, to write against; servers and workers by their keys
-    drains     the requests to drain, by their keys
-    signed_off  the names of workers that have said they leave
-    recoverable     the ranges that are to begin anew; given_up: members that a person says cannot come back
-    restores    servers bring rows back from a checkpoint
-    records     of the workers that took part last under their names: id and revision, by their keys
+    state    what the store says
+    config, view, roster  as the store says, or the last good values where it has lost them; None where none is known
+    damage   what is wrong with the store's config, view or roster, by key: it is gone, makes no sense, or is older than
+             one before
+    certain  the view was lost under our eyes, so that the last good one is the newest that was ever written
     """
 
     def __init__(self, cluster: str, listing: Listing, last_good: LastGood | None = None) -> None:
         self.cluster = cluster
         self.last_good = LastGood() if last_good is None else last_good
+        self._seen = 0
         self._reset(listing)
 
     def _reset(self, listing: Listing) -> None:
-        self._seen = self.revision = listing.revision
+        self._seen = listing.revision
+        self.state = ClusterState.parse(self.cluster, listing)
+        for key, why in self.state.nonsense.items():
+            if key not in SINGLE:
+                log.warning("an entry is ignored", key=key, why=why)
         self._follows = False
         self.config: ClusterConfig | None = None
         self.view: View | None = None
         self.roster: Roster | None = None
-        self.revisions = {CONFIG: 0, VIEW: 0, ROSTER: 0}
-        self._entries: dict[str, Entry] = {}
         self.damage: dict[str, str] = {}
         self.certain = False
-        self.servers: dict[str, ServerInfo] = {}
-        self.workers: dict[str, WorkerInfo] = {}
-        self.signed_off: set[str] = set()
-        self.records: dict[str, tuple[int, int]] = {}
-        self.drains: dict[str, _Drain] = {}
-        self.recoverable: frozenset[int] = frozenset()
-        self.given_up: frozenset[Member] = frozenset()
-        self.restores = False
-        self.term = 0
-        self.last_good.list_tables(entry for entry in listing.entries if entry.key.startswith(TABLES))
-        there = {entry.key for entry in listing.entries}
-        if CONFIG not in there:  # before the others, whose identity it tells
-            self._lose(CONFIG)
-        for entry in listing.entries:
-            self._put(entry)
-        for key in (VIEW, ROSTER):
-            if key not in there:
+        self.last_good.list_tables(self.state.tables.values())
+        for key in SINGLE:  # the config first: it tells the identity of the others
+            if self.state.revisions[key]:
+                self._take(key)
+            else:
                 self._lose(key)
         self._follows = True
 
@@ -121,46 +89,46 @@ class ClusterTracker:
                     on_change(impact)
 
     def check_leadership(self, guard: Guard) -> None:
-        """Fenced if the office is no longer ours."""
-        if self.term != guard.create_revision:
-            raise Fenced("somebody else has the office" if self.term else "the office is vacant")
+        """Raises Fenced if we lead no longer."""
+        if self.state.term != guard.create_revision:
+            raise Fenced("somebody else has the office" if self.state.term else "the office is vacant")
 
     @property
     def identity(self) -> str | None:
-        """What the cluster's views say of it, None without a config."""
+        """The identity that the cluster's views bear; None without a config."""
         return None if self.config is None else self.config.identity(self.cluster)
 
     @property
     def number(self) -> int:
-        """Above all numbers that were given out in this cluster, and all versions of its rosters: each took a write."""
+        """A number above all that this cluster gave out, and above its rosters' versions: each took a write."""
         base = 0 if self.config is None else self.config.base
-        return base + max(0, self.revision - self.last_good.created) + 1
-
-    @property
-    def draining(self) -> frozenset[Member]:
-        """The incarnations that were asked to drain."""
-        return frozenset(drain.member for drain in self.drains.values())
-
-    @property
-    def leaving(self) -> frozenset[Member]:
-        """Those of them whose processes are about to end."""
-        return frozenset(drain.member for drain in self.drains.values() if drain.leaves)
+        return base + max(0, self.state.revision - self.last_good.created) + 1
 
     def drains_done(self) -> list[tuple[str, int]]:
         """Keys and revisions of requests about incarnations that are gone: replaced, or neither registered nor
         listed."""
         done = []
-        for key, (member, revision, _) in self.drains.items():
-            server = self.servers.get(SERVERS + member.name)
+        for name, (member, revision, _) in self.state.drains.items():
+            server = self.state.servers.get(member.name)
             listed = self.view is not None and self.view.as_chains.index(member) >= 0
             if (server is None and not listed) or (server is not None and server.incarnation > member.incarnation):
-                done.append((key, revision))
+                done.append((DRAINS + name, revision))
         return done
 
+    def forgotten(self) -> list[tuple[str, int]]:
+        """Keys and revisions of records to drop: of the workers not listed the newest `REMEMBERED` stay."""
+        records = self.state.records
+        if len(records) <= REMEMBERED:
+            return []
+        listed = {record_key(worker.name) for worker in (self.roster.workers if self.roster else ())}
+        listed |= {record_key(worker.name) for worker in self.state.workers.values()}
+        away = sorted((record, key) for key, record in records.items() if key not in listed)
+        return [(key, revision) for (_, revision), key in away[: min(AT_ONCE, len(away) - REMEMBERED)]]
+
     def written(self, key: str, value: ClusterConfig | View | Roster, revision: int) -> None:
-        """We have written the config, the view or the roster ourselves."""
-        made = self.revisions[key] == 0
-        self.revisions[key], self.revision = revision, max(revision, self.revision)
+        """Takes over the config, view or roster that we have written ourselves."""
+        made = self.state.revisions[key] == 0
+        self.state = self.state.written(key, value, revision)
         self.damage.pop(key, None)
         if isinstance(value, ClusterConfig):
             self.config = self.last_good.config = value
@@ -169,71 +137,90 @@ class ClusterTracker:
             self.view = self.last_good.view = value
         else:
             self.roster = self.last_good.roster = value
+            signed_off = self.state.signed_off & {worker.name for worker in value.workers}
+            self.state = replace(self.state, signed_off=signed_off)
 
     def _apply(self, change: Change) -> Impact:
         if isinstance(change, Reset):
             self._reset(change.listing)
             return Impact.CHANGE
-        self.revision = max(change.revision, self.revision)
+        key = change.entry.key if isinstance(change, Put) else change.key
+        if key in SINGLE and change.revision <= self.state.revisions[key]:
+            return Impact.NOTHING  # our own write, known since it was answered, or a loss that we have repaired since
+        before, self.state = self.state, self.state.apply(change)
         if isinstance(change, Put):
             return self._put(change.entry)
-        return self._delete(change)
+        return self._delete(change, before)
 
     def _put(self, entry: Entry) -> Impact:
-        key = entry.key
-        if key in self.revisions:
-            if entry.revision <= self.revisions[key]:
-                return Impact.NOTHING  # our own write, known since it was answered
-            self.revisions[key] = entry.revision
-            self._entries[key] = entry
-            self._take(entry)
-        elif key == ELECTION:
-            self.term = entry.create_revision
-        elif key.startswith(SERVERS):
-            _register(self.servers, key, lambda: server_of(key, entry.value))
-            return Impact.DEATH if self._replaces(key) else Impact.CHANGE
-        elif key.startswith(WORKERS):
-            self._put_worker(entry)
-        elif key.startswith(DRAINS):
-            self._put_drain(entry)
-        elif key.startswith(LAST_WORKER):
-            return self._put_record(entry)
-        elif key == RANGE_RECOVERY:
-            self._put_recovery(entry)
-        elif key == RESTORE_FILLS:
-            self.restores = True
-        else:
-            if key.startswith(TABLES):
-                self.last_good.put_table(entry)
-            return Impact.NOTHING
-        return Impact.CHANGE
+        key, state = entry.key, self.state
+        if key in SINGLE:
+            self._take(key)
+        elif key in state.nonsense:
+            log.warning("an entry is ignored", key=key, why=state.nonsense[key])
+        if key.startswith(TABLES):
+            self.last_good.put_table(entry)
+        if key.startswith(SERVERS) and self._replaces(key.removeprefix(SERVERS)):
+            return Impact.DEATH
+        if key.startswith(LAST_WORKER):
+            return Impact.CHANGE if len(state.records) > REMEMBERED else Impact.NOTHING
+        planned = (*SINGLE, ELECTION, RANGE_RECOVERY, RESTORE_FILLS)
+        return Impact.CHANGE if key in planned or key.startswith((SERVERS, WORKERS, DRAINS)) else Impact.NOTHING
 
-    def _take(self, entry: Entry) -> None:
-        """Reads the config, the view or the roster. The last good value stays where this one cannot be right."""
-        key, good = entry.key, self.last_good
+    def _delete(self, change: Delete, before: ClusterState) -> Impact:
+        key = change.key
+        if key in SINGLE:
+            self._lose(key)
+            return Impact.CHANGE
+        if key.startswith(TABLES):
+            return Impact.CHANGE if self.last_good.delete_table(key) else Impact.NOTHING
+        if key.startswith(SERVERS):
+            return Impact.DEATH if key.removeprefix(SERVERS) in before.servers else Impact.NOTHING
+        if key.startswith(LAST_WORKER):
+            return Impact.CHANGE if len(self.state.records) > REMEMBERED else Impact.NOTHING
+        gone = key.removeprefix(DRAINS) in before.drains if key.startswith(DRAINS) else key in before.workers
+        return Impact.CHANGE if gone or key in (ELECTION, RESTORE_FILLS) else Impact.NOTHING
+
+    def _replaces(self, name: str) -> bool:
+        """Whether the view lists another incarnation of this server."""
+        server = self.state.servers.get(name)
+        index = -1 if server is None or self.view is None else self.view.index(server.name)
+        return self.view is not None and index >= 0 and self.view.servers[index] != server
+
+    # -- config, view and roster: what the store says, or the last good value -----------------------------------------
+
+    def _take(self, key: str) -> None:
+        """Takes over the store's config, view or roster, unless it cannot be right."""
+        state, good = self.state, self.last_good
         try:
-            if key == VIEW:
-                good.take_view(view := View.decode(entry.value), self.identity)
-                self.view = view
-            elif key == ROSTER:
-                good.take_roster(roster := Roster.decode(entry.value), self.identity)
-                self.roster = roster
-            else:
-                other = good.take_config(config := ClusterConfig.from_json(entry.value), entry.create_revision)
-                self.config = config
+            if key in state.nonsense:
+                self._damaged(key, state.nonsense[key])
+                return
+            if key == VIEW and state.view is not None:
+                good.take_view(state.view, self.identity)
+                self.view = state.view
+            elif key == ROSTER and state.roster is not None:
+                good.take_roster(state.roster, self.identity)
+                self.roster = state.roster
+            elif state.config is not None:
+                other = good.take_config(state.config, state.config_created)
+                self.config = state.config
                 if other:  # what was foreign may be ours now, and the other way round
                     self.view, self.roster = None, None
-                    for held in [held for name, held in self._entries.items() if name != CONFIG]:
-                        self._take(held)
+                    for each in (VIEW, ROSTER):
+                        if state.revisions[each]:
+                            self._take(each)
         except ValueError as error:
-            self._damaged(key, f"holds {shown(entry.value)}: {error}")
+            self._damaged(key, f"holds {shown(self._encoded(key))}: {error}")
         else:
             self.damage.pop(key, None)
 
+    def _encoded(self, key: str) -> bytes:
+        value = {CONFIG: self.state.config, VIEW: self.state.view, ROSTER: self.state.roster}[key]
+        return b"" if value is None else value.to_json() if isinstance(value, ClusterConfig) else value.encode()
+
     def _lose(self, key: str) -> None:
         """The key of the config, the view or the roster is not there. Only what the cluster has had is lost."""
-        self.revisions[key] = 0
-        self._entries.pop(key, None)
         self._fall_back(key)
         if {CONFIG: self.config, VIEW: self.view, ROSTER: self.roster}[key] is None:
             self.damage.pop(key, None)
@@ -256,86 +243,3 @@ class ClusterTracker:
             log.error("the store has lost a key of the cluster", key=key, why=f"{key} {why}")
         self.damage[key] = why
         self._fall_back(key)
-
-    def _put_worker(self, entry: Entry) -> None:
-        name = worker_name(entry.key.removeprefix(WORKERS))
-        if entry.value == SIGNED_OFF:
-            self.workers.pop(entry.key, None)
-            self.signed_off.add(name)
-        else:
-            _register(self.workers, entry.key, lambda: worker_of(entry.key, entry.value))
-            self.signed_off.discard(name)
-
-    def _put_record(self, entry: Entry) -> Impact:
-        try:
-            self.records[entry.key] = last_worker(entry.value), entry.revision
-        except ValueError:
-            log.exception("an entry is ignored", key=entry.key)
-        return Impact.CHANGE if len(self.records) > REMEMBERED else Impact.NOTHING
-
-    def forgotten(self) -> list[tuple[str, int]]:
-        """Keys and revisions of records to drop: of those that are not listed the newest `REMEMBERED` stay."""
-        if len(self.records) <= REMEMBERED:
-            return []
-        listed = {record_key(worker.name) for worker in (self.roster.workers if self.roster else ())}
-        listed |= {record_key(worker.name) for worker in self.workers.values()}
-        away = sorted((record, key) for key, record in self.records.items() if key not in listed)
-        return [(key, revision) for (_, revision), key in away[: min(AT_ONCE, len(away) - REMEMBERED)]]
-
-    def _put_drain(self, entry: Entry) -> None:
-        try:
-            member = drained(entry.key, entry.value)
-        except ValueError:
-            log.exception("an entry is ignored", key=entry.key)
-            self.drains.pop(entry.key, None)
-        else:
-            self.drains[entry.key] = _Drain(member, entry.revision, leaves(entry.value))
-
-    def _put_recovery(self, entry: Entry) -> None:
-        self.recoverable, self.given_up = frozenset(), frozenset()
-        try:
-            self.recoverable, self.given_up = range_recovery_of(entry.value)
-        except ValueError:
-            log.exception("an entry is ignored", key=entry.key)
-
-    def _replaces(self, key: str) -> bool:
-        """Whether the view lists another incarnation of the server under this key."""
-        server = self.servers.get(key)
-        index = -1 if server is None or self.view is None else self.view.index(server.name)
-        return self.view is not None and index >= 0 and self.view.servers[index] != server
-
-    def _delete(self, change: Delete) -> Impact:
-        if change.key == ELECTION:
-            self.term = 0
-            return Impact.CHANGE
-        if change.key in self.revisions:
-            if change.revision <= self.revisions[change.key]:
-                return Impact.NOTHING  # we have put it back since
-            self._lose(change.key)
-            return Impact.CHANGE
-        if change.key.startswith(TABLES):
-            return Impact.CHANGE if self.last_good.delete_table(change.key) else Impact.NOTHING
-        if change.key == RESTORE_FILLS:
-            self.restores = False
-            return Impact.CHANGE
-        if change.key == RANGE_RECOVERY:
-            self.recoverable, self.given_up = frozenset(), frozenset()
-            return Impact.NOTHING
-        if self.servers.pop(change.key, None) is not None:
-            return Impact.DEATH
-        if self.records.pop(change.key, None) is not None:
-            return Impact.CHANGE if len(self.records) > REMEMBERED else Impact.NOTHING
-        if self.drains.pop(change.key, None) is not None:
-            return Impact.CHANGE
-        return Impact.NOTHING if self.workers.pop(change.key, None) is None else Impact.CHANGE
-
-
-def _register(members: dict[str, _Info], key: str, parse: Callable[[], _Info]) -> None:
-    """One member whose entry makes no sense must not keep the leader from serving the others."""
-    try:
-        info = parse()
-    except ValueError:
-        log.exception("an entry is ignored", key=key)
-        members.pop(key, None)
-    else:
-        members[key] = info

@@ -261,12 +261,12 @@ class _Term:
     async def _mend(self, tracker: ClusterTracker) -> bool:
         """Puts a config back that the store has lost, and tables that nobody has dropped. False if a race was lost."""
         good = self._last_good
-        if not tracker.servers:
+        if not tracker.state.servers:
             return True
         if CONFIG in tracker.damage and tracker.config is not None:
             why, config = tracker.damage[CONFIG], tracker.config
-            if not tracker.revisions[CONFIG]:  # numbers count from the creation of its key: go on above all
-                config = dataclasses.replace(config, base=max(tracker.number, tracker.revision) + UNHEARD)
+            if not tracker.state.revisions[CONFIG]:  # numbers count from the creation of its key: go on above all
+                config = dataclasses.replace(config, base=max(tracker.number, tracker.state.revision) + UNHEARD)
             if not await self._put(tracker, CONFIG, config):
                 return False
             log.warning("put back", key=CONFIG, why=f"{CONFIG} {why}")
@@ -305,17 +305,16 @@ class _Term:
             return True
         done = await self._put(tracker, ROSTER, decision.roster)
         if done:
-            tracker.signed_off &= {worker.name for worker in decision.roster.workers}
             log.info("roster", version=decision.roster.version, reason=decision.reason)
         return done
 
     def _decide_roster(self, tracker: ClusterTracker, identity: str) -> RosterPlan | None:
         """One that was lost, or is the first though workers have taken part, gets a version above all that were."""
-        damage = tracker.damage.get(ROSTER) if tracker.servers else None
+        damage = tracker.damage.get(ROSTER) if tracker.state.servers else None
         decision = plan_roster(tracker.roster, self._present(tracker), identity)
         if damage is not None and decision is None and tracker.roster is not None:
             decision = RosterPlan(tracker.roster, "as it was")
-        if decision is None or not (damage is not None or (tracker.roster is None and tracker.records)):
+        if decision is None or not (damage is not None or (tracker.roster is None and tracker.state.records)):
             return decision
         version = max(decision.roster.version, tracker.number)
         reason = decision.reason if damage is None else f"{ROSTER} {damage}: put back; {decision.reason}"
@@ -324,10 +323,12 @@ class _Term:
     def _present(self, tracker: ClusterTracker) -> list[WorkerInfo]:
         """The workers to list; looks again when those who are missing can no longer come back."""
         loop = asyncio.get_running_loop()
-        present = self._lease_grace.present(tracker.roster, tracker.workers.values(), tracker.signed_off, loop.time())
+        present = self._lease_grace.present(
+            tracker.roster, tracker.state.workers.values(), tracker.state.signed_off, loop.time()
+        )
         if self._roster_timer is not None:
             self._roster_timer.cancel()
-        if len(present) > len(tracker.workers):
+        if len(present) > len(tracker.state.workers):
             self._roster_timer = loop.call_later(self._lease_grace.left_s(loop.time()), self._alarm.ring, False)
         return present
 
@@ -335,7 +336,7 @@ class _Term:
         self, tracker: ClusterTracker, key: str, value: ClusterConfig | View | Roster, timeout_s: float = 0.0
     ) -> bool:
         data = value.to_json() if isinstance(value, ClusterConfig) else value.encode()
-        expect = tracker.revisions[key]
+        expect = tracker.state.revisions[key]
         revision = await self._store.compare_and_set(key, data, expect=expect, guard=self._guard, timeout_s=timeout_s)
         if revision is not None:
             tracker.written(key, value, revision)
@@ -352,15 +353,15 @@ class _Term:
         if VIEW in tracker.damage or is_outdated(tracker.view, health.epochs):
             return self._decide_lost(tracker, health)
         try:
-            servers = tuple(tracker.servers.values())
+            servers = tuple(tracker.state.servers.values())
             members = Members(
                 tracker.identity,
                 servers,
-                tracker.draining,
-                tracker.recoverable,
-                tracker.given_up,
-                tracker.restores,
-                tracker.leaving,
+                tracker.state.draining,
+                tracker.state.recovery.ranges,
+                tracker.state.recovery.given_up,
+                tracker.state.restores,
+                tracker.state.leaving,
             )
             return plan(tracker.view, members, tracker.config, self._paced(tracker, health), self._limits(tracker))
         except UnsafePlan:  # the view that stands may serve badly, this one would lose data
@@ -373,7 +374,7 @@ class _Term:
             "is gone" if tracker.view is None else f"is of epoch {tracker.view.epoch}, and servers follow a newer one"
         )
         why = f"{VIEW} {tracker.damage.get(VIEW, damage)}"
-        if not tracker.servers:
+        if not tracker.state.servers:
             return Plan(None, f"{why}, and no server is registered: {REMEDY}")
         certain = VIEW in tracker.damage and tracker.certain
         views = {} if self._lines is None else self._lines.views()
@@ -409,7 +410,7 @@ class _Term:
     def _health(self, tracker: ClusterTracker) -> Health:
         if self._lines is not None:
             return self._lines.health()
-        registered = {server.member for server in tracker.servers.values()}
+        registered = {server.member for server in tracker.state.servers.values()}
         listed = () if tracker.view is None else tracker.view.servers
         return Health(gone={s.member: "its lease ended" for s in listed if s.member not in registered})
 

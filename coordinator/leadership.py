@@ -51,7 +51,7 @@ async def _vacancy(store: Store, lines: ServerLinks | None, last_good: LastGood)
     def changed(_: object = None) -> None:
         if lines is not None:
             lines.look_at(tracker)
-        if not tracker.term:
+        if not tracker.state.term:
             vacant.set()
 
     changed()
@@ -64,7 +64,7 @@ async def _depose(store: Store, tracker: ClusterTracker, lines: ServerLinks) -> 
     """Ends the term of a leader that the servers have lost."""
     while True:
         term = lines.lost_term()
-        if term and term == tracker.term and await store.delete(ELECTION, expect=term):
+        if term and term == tracker.state.term and await store.delete(ELECTION, expect=term):
             log.warning("deposes the leader: half of the servers or more have lost it, none has it", term=term)
             return
         await asyncio.sleep(TICK_S / 2)

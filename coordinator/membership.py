@@ -18,7 +18,6 @@ from coordinator.core.errors import StoreUnavailable, UnknownServer, Unreadable
 from coordinator.core.keys import (
     CONFIG,
     DRAINS,
-    HELD_UP,
     KNOWN,
     LAST_WORKER,
     LEAVES,
@@ -266,14 +265,3 @@ async def losses_of(store: Store) -> list[dict[str, Any]]:
             merge_losses({entry.key: entry.value})
             found[entry.key] = entry.value
     return merge_losses(found)
-
-
-async def held_up(store: Store) -> str:
-    """Why lost ranges do not come back, "" if that is not known."""
-    entry = await store.get(HELD_UP)
-    if entry is None:
-        return ""
-    try:
-        return str(read(HELD_UP, entry.value, reason=str)["reason"])
-    except ValueError as error:
-        return str(error)

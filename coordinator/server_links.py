@@ -114,7 +114,7 @@ class ServerLinks:
         """Follows what the store knows of servers and views."""
         if tracker.identity is not None:
             listed = () if tracker.view is None else tracker.view.servers
-            self.follow(tracker.identity, listed, tracker.servers.values())
+            self.follow(tracker.identity, listed, tracker.state.servers.values())
             if tracker.view is not None:
                 self.announce(tracker.view)
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from coordinator.connect import open_store
+from coordinator.core.cluster_state import ClusterState
 from coordinator.core.keys import CONFIG, SERVERS, TABLES, VIEW, TableEntry, server_of, table_of, view_of
 from coordinator.core.records import left_out, read
 from coordinator.core.store import Entry, Store
@@ -33,6 +34,11 @@ async def opened(url: str, timeout_s: float) -> AsyncIterator[Store]:
         yield store
     finally:
         await store.close()
+
+
+async def read_state(store: Store) -> ClusterState:
+    """All that the store holds of its cluster, parsed, as of one revision."""
+    return ClusterState.parse(store.cluster, await store.list(""))
 
 
 async def read_view(store: Store, error: type[Error] = ClusterUnreachable) -> View:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -15,15 +15,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from coordinator.core.cluster_state import ClusterState
 from coordinator.core.data_loss import DataLoss, describe_loss, find_loss, spans
-from coordinator.core.errors import Unreadable
 from coordinator.core.handover import find_handover
-from coordinator.core.keys import CONFIG, ROSTER, VIEW, roster_of, view_of
+from coordinator.core.keys import CONFIG, merge_losses
 from coordinator.core.reasons import names
-from coordinator.core.store import Entry, Store
+from coordinator.core.store import Store
 from coordinator.core.url import parse
-from coordinator.core.view import Roster, ServerInfo, View
-from coordinator.membership import held_up, losses_of, read_drains
+from coordinator.core.view import ServerInfo, View
 from coordinator.trouble import find_lost_view, find_trouble
 from elasticps import background
 from elasticps.admin import fetch_status
@@ -32,7 +31,7 @@ from elasticps.cli.local import target
 from elasticps.cli.options import Json, Name, Url
 from elasticps.cli.output import ExitCode, out, print_json, size
 from elasticps.cli.reading import read_store
-from elasticps.coordination import NO_CLUSTER, NOT_YET, read_servers
+from elasticps.coordination import NO_CLUSTER, NOT_YET, read_state
 from elasticps.errors import ClusterUnreachable, ServerError
 from elasticps.local.scaling import by_number
 from elasticps.security import credentials_of
@@ -106,16 +105,17 @@ async def look(url: str, timeout_s: float, before: dict[str, Any] | None = None)
     that does not is listed with the state "no answer". Requests are counted since `before`, an earlier look."""
     credentials = credentials_of(url)
 
-    async def read(store: Store) -> tuple[Any, Any, Any, Any]:
-        return await _read(store), await losses_of(store), await held_up(store), await find_trouble(store)
+    async def read(store: Store) -> tuple[ClusterState, list[str]]:
+        return await read_state(store), await find_trouble(store)
 
-    (view, roster, registered, drains, config), losses, why, trouble = await read_store(url, timeout_s, read)
+    state, trouble = await read_store(url, timeout_s, read)
+    view, roster, registered, drains = state.view, state.roster, state.registered, state.draining
     limit = asyncio.Semaphore(_ASKED_AT_ONCE)
     known = {server.name: server for server in (*(view.servers if view else ()), *registered)}
     servers = await asyncio.gather(
         *(_ask(known[name], view, limit, timeout_s, credentials) for name in sorted(known, key=by_number))
     )
-    staying = {server.member for server in registered} - drains.keys()
+    staying = {server.member for server in registered} - drains
     for server in servers:
         member = Member(server["id"], server["incarnation"])
         server["draining"] = member in drains
@@ -132,14 +132,16 @@ async def look(url: str, timeout_s: float, before: dict[str, Any] | None = None)
         "healthy": view is not None and not trouble and not loss and not any(server["error"] for server in servers),
         "trouble": trouble,
         "epoch": view.epoch if view else 0,
-        "reason": view.reason if view else (NOT_YET if config else NO_CLUSTER).format(cluster),
+        "reason": view.reason if view else (NOT_YET if state.revisions[CONFIG] else NO_CLUSTER).format(cluster),
         "ranges": view.ranges if view else 0,
         "replicas": view.replicas if view else 0,
         **_short(view, loss, [server["id"] for server in servers if server["error"]]),
         "ranges_lost": [] if loss is None else loss.lost.tolist(),
         "ranges_waiting": [] if loss is None else loss.waiting.tolist(),
-        "loss": [] if loss is None else [*loss.lines, *([f"they are not brought back: {why}"] if why else [])],
-        "losses": losses,
+        "loss": []
+        if loss is None
+        else [*loss.lines, *([f"they are not brought back: {state.held_up}"] if state.held_up else [])],
+        "losses": merge_losses(state.losses),
         "ranges_joining": int((view.joining >= 0).sum()) if view else 0,
         "ranges_moving": int(((view.joining >= 0) & (view.chains >= 0).all(axis=1)).sum()) if view else 0,
         "balance": balance(servers, [] if before is None else before["servers"]),
@@ -149,26 +151,6 @@ async def look(url: str, timeout_s: float, before: dict[str, Any] | None = None)
             for worker in (roster.workers if roster else ())
         ],
     }
-
-
-async def _read(store: Store) -> tuple[View | None, Roster | None, tuple[ServerInfo, ...], dict[Member, bool], bool]:
-    view, roster, servers, drains, config = await asyncio.gather(
-        store.get(VIEW), store.get(ROSTER), read_servers(store), read_drains(store), store.get(CONFIG)
-    )
-    return (
-        _good(view, view_of),
-        _good(roster, roster_of),
-        servers,
-        drains,
-        config is not None,
-    )
-
-
-def _good(entry: Entry | None, read: Callable[[Entry], _Value]) -> _Value | None:
-    """What is under a key; None, too, if it makes no sense, which `find_trouble` tells."""
-    with suppress(Unreadable):
-        return None if entry is None else read(entry)
-    return None
 
 
 def balance(servers: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]] = ()) -> dict[str, float | None]:

@@ -17,23 +17,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from coordinator.core import fields
+from coordinator.core.cluster_state import ClusterState
 from coordinator.core.errors import CoordinationError, StoreUnavailable
 from coordinator.core.keys import (
-    DRAINS,
-    ELECTION,
-    KNOWN,
-    LOSSES,
-    NEWEST_CHECKPOINT,
-    ROSTER,
-    SERVERS,
-    VIEW,
-    drained,
     merge_losses,
-    server_of,
 )
-from coordinator.core.records import read
-from coordinator.core.store import Change, Entry, Put, Reset, Store
-from coordinator.core.view import Roster, ServerInfo, View
+from coordinator.core.store import Change, Reset, Store
+from coordinator.core.view import View
 from coordinator.leadership import first_of
 from coordinator.trouble import check_writes
 from elasticps.metrics.exposition import Scrape
@@ -43,7 +33,6 @@ log = fields.logger(__name__)
 
 PROBE_S = 5.0
 RETRY_S = 0.5
-_SINGLE = {VIEW, ROSTER, NEWEST_CHECKPOINT}  # what stays as it is known while it is read again
 STATES = ("serving", "spare", "draining", "silent")
 
 
@@ -53,13 +42,7 @@ class ClusterMetrics(Collector):
     def __init__(self, store: Store, name: str) -> None:
         self._store = store
         self._name = name
-        self._view: View | None = None
-        self._roster: Roster | None = None
-        self._leader = ""
-        self._checkpoint: tuple[int, float] | None = None  # the newest: its number, and when it was made
-        self._losses: dict[str, bytes] = {}  # what is told of them, by key
-        self._servers: dict[str, ServerInfo] = {}
-        self._drains: dict[str, int] = {}
+        self._state = ClusterState(store.cluster)
         self._counts = Counter[str]()
         self._store_up = True
         self._ill = False
@@ -109,66 +92,20 @@ class ClusterMetrics(Collector):
             await asyncio.sleep(PROBE_S)
 
     def _note(self, change: Change) -> None:
-        if isinstance(change, Reset):
-            self._servers, self._drains, self._leader, self._losses = {}, {}, "", {}
-            for key in _SINGLE - {entry.key for entry in change.listing.entries}:
-                self._delete(key)
-            for entry in change.listing.entries:
-                self._put(entry)
-        elif isinstance(change, Put):
-            self._put(change.entry)
-        else:
-            self._delete(change.key)
-
-    def _put(self, entry: Entry) -> None:
-        key = entry.key
-        try:
-            if key == VIEW:
-                self._adopt(View.decode(entry.value))
-            elif key == ROSTER:
-                self._roster = Roster.decode(entry.value)
-            elif key == ELECTION:
-                self._leader = read(key, entry.value, name=str)["name"]
-            elif key == NEWEST_CHECKPOINT:
-                said = read(key, entry.value, cut=int, time=float)
-                self._checkpoint = said["cut"], said["time"]
-            elif key.startswith((LOSSES, KNOWN)):
-                merge_losses(self._losses | {key: entry.value})
-                self._losses[key] = entry.value
-            elif key.startswith(SERVERS):
-                self._servers[key.removeprefix(SERVERS)] = server_of(key, entry.value)
-            elif key.startswith(DRAINS):
-                member = drained(key, entry.value)
-                self._drains[member.name] = member.incarnation
-        except (ValueError, KeyError, TypeError):
-            log.warning("an entry makes no sense and is left out of the metrics", key=key)
-
-    def _delete(self, key: str) -> None:
-        if key == ELECTION:
-            self._leader = ""
-        elif key == VIEW:
-            self._view = None
-        elif key == ROSTER:
-            self._roster = None
-        elif key == NEWEST_CHECKPOINT:
-            self._checkpoint = None
-        self._losses.pop(key, None)
-        self._servers.pop(key.removeprefix(SERVERS), None)
-        self._drains.pop(key.removeprefix(DRAINS), None)
-
-    def _adopt(self, view: View) -> None:
-        before, self._view = self._view, view
-        if before is None or view.epoch <= before.epoch:
-            return
-        self._counts["views"] += 1
-        self._counts["failovers"] += sum(self._drains.get(m.name) != m.incarnation for m in lost(before, view))
-        self._counts["moves"] += moved(before, view)
+        before, self._state = self._state, self._state.apply(change)
+        for key, why in self._state.nonsense.items():
+            if before.nonsense.get(key) != why:
+                log.warning("an entry makes no sense and is left out of the metrics", key=key, why=why)
+        if (view := self._state.view) is not None and before.view is not None and view.epoch > before.view.epoch:
+            self._counts["views"] += 1
+            self._counts["failovers"] += len(lost(before.view, view) - self._state.draining)
+            self._counts["moves"] += moved(before.view, view)
 
     # --- what is shown ----------------------------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
         """The families; those of the view once there is one."""
-        leads = self._leader == self._name
+        leads = self._state.leader == self._name
         yield GaugeMetricFamily("elasticps_coordinator_leader", "1 on the one that leads.", value=leads)
         yield GaugeMetricFamily(
             "elasticps_coordinator_ill",
@@ -188,10 +125,10 @@ class ClusterMetrics(Collector):
             self._counts["failovers"],
         )  # fmt: skip
         yield _counter("elasticps_cluster_moves", "Replicas filled and made full members.", self._counts["moves"])
-        workers = () if self._roster is None else self._roster.workers
+        workers = () if self._state.roster is None else self._state.roster.workers
         yield GaugeMetricFamily("elasticps_cluster_workers", "Workers in the roster.", value=len(workers))
-        if self._checkpoint is not None:
-            cut, made = self._checkpoint
+        if self._state.checkpoint is not None:
+            cut, made = self._state.checkpoint
             yield GaugeMetricFamily("elasticps_cluster_checkpoint", "The newest one's number, 0: none yet.", value=cut)
             yield GaugeMetricFamily(
                 "elasticps_cluster_checkpoint_time_seconds",
@@ -200,17 +137,17 @@ class ClusterMetrics(Collector):
             )
         yield from self._of_losses()
         yield from self._of_servers()
-        if self._view is not None:
-            yield from _of_view(self._view)
-            registered = {server.member for server in self._servers.values()}
+        if self._state.view is not None:
+            yield from _of_view(self._state.view)
+            registered = {server.member for server in self._state.registered}
             yield GaugeMetricFamily(
                 "elasticps_cluster_waiting_ranges",
                 "Ranges whose every replica has lost its lease: the last one stays in the view, and they wait for it.",
-                value=waiting(self._view, registered),
+                value=waiting(self._state.view, registered),
             )
 
     def _of_losses(self) -> Iterator[Metric]:
-        losses = merge_losses(self._losses)
+        losses = merge_losses(self._state.losses)
         yield _counter(
             "elasticps_cluster_ranges_begun_anew",
             "Ranges of which nobody was left, and that came back from a checkpoint.",
@@ -234,12 +171,12 @@ class ClusterMetrics(Collector):
         yield family
 
     def _states(self) -> Iterator[str]:
-        registered = {server.member for server in self._servers.values()}
-        holding = set() if self._view is None else holders(self._view)
+        registered = {server.member for server in self._state.registered}
+        holding = set() if self._state.view is None else holders(self._state.view)
         for member in registered | holding:
             if member not in registered:
                 yield "silent"
-            elif self._drains.get(member.name) == member.incarnation:
+            elif member in self._state.draining:
                 yield "draining"
             else:
                 yield "serving" if member in holding else "spare"

@@ -15,8 +15,9 @@ import pytest
 import yaml
 
 from coordinator.core.keys import NEWEST_CHECKPOINT, VIEW
-from coordinator.core.store import Entry, Store
+from coordinator.core.store import Entry, Put
 from coordinator.core.view import ServerInfo, View, WorkerInfo
+from coordinator.memory import MemoryStore
 from coordinator.sessions import ServerSession
 from elasticps.checkpoint.create import newest
 from elasticps.client.cache_use import CacheUse
@@ -56,11 +57,11 @@ class Client:
 
 async def families() -> list[Any]:
     view = a_view([[0, 1], [1, 0]])
-    server, cluster = ServerMetrics(), ClusterMetrics(cast(Store, None), "c0")
+    server, cluster = ServerMetrics(), ClusterMetrics(MemoryStore(), "c0")
     session = cast(ServerSession, Session(view.servers[0]))
     server.build(session, "c", view.ranges, asyncio.get_running_loop(), ServerOptions())
-    cluster._put(Entry(VIEW, view.encode(), 1, 1))
-    cluster._put(Entry(NEWEST_CHECKPOINT, newest(1, 1.0), 1, 1))
+    cluster._note(Put(Entry(VIEW, view.encode(), 1, 1)))
+    cluster._note(Put(Entry(NEWEST_CHECKPOINT, newest(1, 1.0), 1, 1)))
     return [family for c in (server, cluster, ClientMetrics(Client(view))) for family in c.collect()]
 
 

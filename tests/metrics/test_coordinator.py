@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.adoption import reset
 from coordinator.core.errors import WritesRefused
-from coordinator.core.keys import NEWEST_CHECKPOINT, ROSTER, VIEW, known_key, loss_key
+from coordinator.core.keys import LOSSES, NEWEST_CHECKPOINT, ROSTER, VIEW, known_key, loss_key
 from coordinator.core.store import Entry, Listing, Put, Reset
 from coordinator.core.view import ClusterConfig, Roster, WorkerInfo
 from coordinator.membership import create_cluster
@@ -61,7 +61,8 @@ def test_what_was_lost_can_be_watched() -> None:
         return values["elasticps_cluster_ranges_begun_anew_total"], values["elasticps_cluster_lost_steps"]
 
     def tell(key: str, document: dict[str, Any]) -> None:
-        metrics._note(Put(Entry(key, json.dumps(document).encode(), 3, 3)))
+        rest = {"cut": 1, "url": "u", "rows": 0, "lacking": []} if key.startswith(LOSSES) else {}
+        metrics._note(Put(Entry(key, json.dumps(rest | document).encode(), 3, 3)))
 
     assert found() == (0, 0)
     tell(loss_key(7), {"epoch": 7, "ranges": [1, 4], "workers": [{"id": 5, "name": "w", "have": 12, "to": 0}]})
