@@ -47,7 +47,7 @@ def test_every_key_is_parsed() -> None:
     assert state.config == ClusterConfig(16, 2, id="x")
     assert (state.view, state.revisions) == (None, {CONFIG: 7, VIEW: 0, ROSTER: 7})
     assert [server.name for server in state.registered] == ["a"]
-    assert (list(state.workers.values()), state.signed_off) == ([WORKER], {"v"})
+    assert (list(state.workers.values()), state.signed_off) == ([WORKER], frozenset({"v"}))
     assert list(state.records.values()) == [Record(5, 7)]
     assert state.drains == {"a": Drain(Member("a", 1), 7, leaves=True)}
     assert state.draining == state.leaving == {Member("a", 1)}
