@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client.pulls import SparseRead
+from elasticps.client.pull import Pull
 from elasticps.client.runtime import Lock
 from elasticps.errors import Error
 
@@ -43,9 +43,9 @@ class Batch:
     others: tuple[int, ...]
     digests: NDArray[np.uint64] | None = None  # of what is compared, as it was
     wanted: Where = field(default_factory=lambda: NOTHING)
-    rows: SparseRead | None = None
-    slots: SparseRead | None = None
-    check: SparseRead | None = None
+    rows: Pull | None = None
+    slots: Pull | None = None
+    check: Pull | None = None
     due: bool = True  # nobody has been asked yet
     left: bool = False  # what it asks for is on its way
     over: bool = False
@@ -58,7 +58,7 @@ class Batch:
         return self.left and all(read.done() for read in self.reads)
 
     @property
-    def reads(self) -> list[SparseRead]:
+    def reads(self) -> list[Pull]:
         """What is on its way."""
         return [read for read in (self.rows, self.slots, self.check) if read is not None]
 
@@ -69,6 +69,6 @@ class Slots:
 
     number: int
     where: Where
-    read: SparseRead
+    read: Pull
     asked: bool = False
     begun: bool = False

@@ -18,9 +18,9 @@ from elasticps.client.data_shards import Shards
 from elasticps.client.inputs import refuse_pickling
 from elasticps.client.losses import Loss
 from elasticps.client.parts import Parts
-from elasticps.client.pull_behind import PullBehind
-from elasticps.client.pull_tables import PartRead, TablesPull
-from elasticps.client.pulls import ArrayRead
+from elasticps.client.pull import Pull
+from elasticps.client.pull_tables import TablesPull
+from elasticps.client.reads import PullWithStep
 from elasticps.client.registry import Registry
 from elasticps.client.steps import OpenStep, Rates, Step, Values
 from elasticps.client.tables import DenseTensor, H, SparseTable, TableInfo, checked_handles
@@ -173,9 +173,9 @@ class Client:
         """Asks for all of that now, for those of `out` into that; `result()` of what is returned waits for them and
         gives what `pull` does."""
         handles = checked_handles(self._tables.opened, keys, "pull")
-        places: Mapping[H, Rows] = {} if out is None else out
-        reads = [handle.begin(keys[handle], places.get(handle), read, exact) for handle in handles]
-        return self._parts.reads.start_tables(handles, reads)
+        outs: Mapping[H, Rows] = {} if out is None else out
+        pulls = [handle.begin(keys[handle], outs.get(handle), read, exact) for handle in handles]
+        return self._parts.reads.start_tables(handles, pulls)
 
     def push_pull(
         self, values: Values, keys: Mapping[H, object], out: Mapping[H, Rows] | None = None, *,
@@ -188,19 +188,20 @@ class Client:
         step: an open one, of which `values` are the last part; its own `lr` counts then.
         """
         handles = checked_handles(self._tables.opened, keys, "pull")
-        pull = PullBehind(self._parts.reads, handles, keys, {} if out is None else out, read, exact)
+        outs: Mapping[H, Rows] = {} if out is None else out
+        pulls = [handle.begin_later(keys[handle], outs.get(handle), read, exact) for handle in handles]
+        pull = PullWithStep(self._parts.reads, handles, pulls)
         if step is None:
             step = OpenStep(self._steps, lr)
         return step.end(values, copy=copy, then=pull.then), pull.begun()
 
     def pull_many(
         self, tensors: Iterable[DenseTensor], outs: Iterable[NDArray[np.float32]] | None = None
-    ) -> list[ArrayRead | PartRead]:
-        """Asks for several tensors now, each server once; the `result()` of each read, in their order, waits for it.
+    ) -> list[Pull]:
+        """Asks for several tensors now, each server once; the `result()` of each pull, in their order, waits for it.
         Into `outs`, as many arrays, if given."""
         pairs = ((tensor, None) for tensor in tensors) if outs is None else zip(tensors, outs, strict=True)
-        reads = [tensor.prepare(out, "tail") for tensor, out in pairs]
-        return self._parts.reads.start_tensors(reads)
+        return self._parts.reads.start_tensors([tensor.prepare(out, "tail") for tensor, out in pairs])
 
     def step(self, *, lr: Rates = None) -> OpenStep:
         """Begins a step that is sent in parts."""

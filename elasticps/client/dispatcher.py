@@ -23,8 +23,9 @@ from elasticps.client.forks import at_fork
 from elasticps.client.holding import Holding
 from elasticps.client.new_views import NewViews, ReadStore
 from elasticps.client.presence import Presence
+from elasticps.client.pull import Pull
 from elasticps.client.pull_batch import ANSWERS, FAN_OUT, OWNERS, PULL, PUSH, take_answers
-from elasticps.client.pulls import Pulls, Read
+from elasticps.client.pulls import Pulls
 from elasticps.client.pushes import Pushes
 from elasticps.client.runtime import Runtime
 from elasticps.client.transport import Driver, Link
@@ -274,22 +275,22 @@ class Dispatcher:
         """Asks whatever a script wants to know, and returns what came of it."""
         return carry_out(script, self.ask_all)
 
-    def start_reads(self, reads: Sequence[Read], bound: int | None, wait_ms: int) -> None:
-        """Asks for the parts of reads; `bound` and `wait_ms` as in the PULL header."""
+    def start_pulls(self, pulls: Sequence[Pull], bound: int | None, wait_ms: int) -> None:
+        """Sends pulls; `bound` and `wait_ms` as in the PULL header."""
         with self.lock:
             self.check()
             try:
-                self.pulls.start(reads, bound, wait_ms)
+                self.pulls.start(pulls, bound, wait_ms)
             except BaseException:
                 self.hurt()
                 raise
         self._driver.nudge()
 
-    def forget_read(self, read: Read, error: Error) -> None:
-        """Gives up what is still unanswered of a read."""
+    def forget_pull(self, pull: Pull, error: Error) -> None:
+        """Gives up what is still unanswered of a pull."""
         with self.lock:
             try:
-                self.pulls.forget(read, error)
+                self.pulls.forget(pull, error)
             except BaseException:
                 self.hurt()
                 raise
@@ -493,6 +494,6 @@ class Dispatcher:
     def explain(self) -> str:
         """Who is being waited for, for people."""
         with self.lock:
-            asked = self.pulls.asked | self._fan_outs.asked
+            waited_for = self.pulls.owing | self._fan_outs.owing
             peers, now = self.connections.peers, self.runtime.monotonic()
-            return absence.explain(self.routes, peers, now, self.session.owing(), asked, self.session.headless)
+            return absence.explain(self.routes, peers, now, self.session.owing(), waited_for, self.session.headless)

@@ -118,7 +118,7 @@ class Tables:
 
     def known(self) -> dict[str, TableInfo]:
         """All of the application, by name."""
-        ask = self._reads.behind_own_steps()
+        ask = self._reads.after_own_steps()
         found = self._registry.tables(self._app, self._timeout_s)
         rates = {name: self._registry.rate_of(name, one.id) for name, one in found.items()}
         return {

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client.core.routing import Readers, Routes
+from elasticps.client.pull import Arriving, Finish, Positions, Pull, PullLayout, PullPart, Query, Target
 from elasticps.client.pull_batch import (
     T_FIELDS,
     T_FIRST,
@@ -22,29 +23,21 @@ from elasticps.client.pull_batch import (
     cut_tables,
     place_several,
 )
-from elasticps.client.pulls import (
-    PULL_FRAME_KEYS,
-    ArrayRead,
-    Finish,
-    Positions,
-    Read,
-    ReadPart,
-    RowsToCome,
-    Target,
-)
+from elasticps.client.pulls import PULL_FRAME_KEYS
 from elasticps.client.push_batch import address
 from elasticps.client.short_keys import MOST_BLOCKS, ShortKeys
 from elasticps.errors import Error
 from elasticps.kernels import njit
 from elasticps.kernels.hashing import hash_key
-from elasticps.wire.frames import ANY, BLOCK_BYTES, CODED, HEADER_BYTES, TABLES, Buffer, table_block
+from elasticps.wire.frames import BLOCK_BYTES, HEADER_BYTES, TABLES, Buffer, table_block
 from elasticps.wire.headers import PullHeader
 
 T = TypeVar("T")  # whatever tables are known by
 
-SMALL_READ_BYTES = 64 << 10  # tensors above that are asked for by themselves
+SMALL_PULL_BYTES = 64 << 10  # tensors above that are asked for by themselves
 _NOTHING = np.empty(0, np.float32)
 _ALL = np.empty(0, np.int64)
+_NO_SALT = np.uint64(0)
 
 
 @njit(nogil=True, cache=True)
@@ -58,58 +51,48 @@ def _readers_of(keys, tables, shift, reader_of, positions):  # type: ignore[no-u
     return readers
 
 
-class TablesRead(Read):
-    """Rows of several tables, or blocks of tensors, of each as one of `reads` has it prepared; nobody is asked for
-    these themselves."""
+class SeveralTables(PullLayout):
+    """Rows of several tables, or blocks of tensors: of each those that one of `members` asks for. The members
+    themselves are not sent."""
 
-    def __init__(self, finish: Finish, reads: Sequence[ArrayRead]) -> None:
-        first = reads[0]
-        name, coded = ", ".join([read.name for read in reads]), any(read.coded for read in reads)
-        keys = np.concatenate([read.keys for read in reads])
-        super().__init__(finish, 0, np.uint64(0), 0, name, keys, _NOTHING, first.any_replica, coded=coded)
-        self.reads = reads
+    def __init__(self, members: Sequence[Pull]) -> None:
+        self.members = members
         tables: list[int | np.int64] = []
         at = 0
-        for read in reads:
-            flat = read.flat
-            tables += (at, read.dim, address(flat), read.salt.view(np.int64), read.table_id, len(flat))
-            at += len(read.keys)
+        for pull in members:
+            flat, query = pull.flat, pull.query
+            tables += (at, query.dim, address(flat), query.salt.view(np.int64), query.table_id, len(flat))
+            at += len(pull.keys)
         self._tables = np.array([*tables, at, 0, 0, 0, 0, 0], np.int64).reshape(-1, T_FIELDS)
-        self.short = next((read.short for read in reads if read.short is not None), None)
 
-    def result(self, timeout: float | None = None) -> list[NDArray[np.float32]]:
-        """Waits for all rows, and gives those of each read; `Timeout` after `timeout` seconds (default: the
-        client's)."""
-        self.wait(timeout)
-        return [read.arrived() for read in self.reads]
-
-    def frame_bytes(self, keys: int, servers: int) -> int:
-        return 8 * keys + (HEADER_BYTES + BLOCK_BYTES * len(self.reads)) * (servers + 1)
+    def frame_bytes(self, pull: Pull, keys: int, servers: int) -> int:
+        return 8 * keys + (HEADER_BYTES + BLOCK_BYTES * len(self.members)) * (servers + 1)
 
     def cut(
-        self, keys: NDArray[np.int64], routes: Routes, readers: Readers, order: NDArray[np.int64],
+        self, pull: Pull, keys: NDArray[np.int64], routes: Routes, readers: Readers, order: NDArray[np.int64],
         cuts: NDArray[np.int64], memory: NDArray[np.uint8], slots: NDArray[np.int64], small: int, request: int,
         worker: int,
     ) -> int:  # fmt: skip
-        flags = TABLES | self.any_replica * ANY | self.coded * CODED
         count: int = cut_tables(
             keys, self._tables, routes.shift, readers.of, readers.only, order, cuts, memory, slots, small, request,
-            flags, routes.epoch, self.clock, worker, 0 if self.bound is None else self.bound + 1, self.wait_ms,
+            TABLES | pull.query.flags, routes.epoch, pull.clock, worker, 0 if pull.bound is None else pull.bound + 1,
+            pull.wait_ms,
         )  # fmt: skip
         return count
 
-    def shortened(self, keys_of: ShortKeys, frame: memoryview) -> Sequence[Buffer]:
-        return keys_of.pull_tables(frame, {read.table_id: read.short for read in self.reads if read.short is not None})
+    def shortened(self, pull: Pull, keys_of: ShortKeys, frame: memoryview) -> Sequence[Buffer]:
+        return keys_of.pull_tables(frame, {m.query.table_id: m.short for m in self.members if m.short is not None})
 
-    def frame(self, part: ReadPart, epoch: int, worker: int) -> list[Buffer]:
-        keys, buffers, blocks = part.keys, list[Buffer](), 0
+    def frame(self, part: PullPart, epoch: int, worker: int) -> list[Buffer]:
+        pull, keys, buffers, blocks = part.pull, part.keys, list[Buffer](), 0
         for number, (low, high) in enumerate(itertools.pairwise(self._edges(part.positions))):
             if low < high:
-                buffers += [table_block(self.reads[number].table_id, high - low), keys[low:high].data.cast("B")]
+                table = self.members[number].query.table_id
+                buffers += [table_block(table, high - low), keys[low:high].data.cast("B")]
                 blocks += 1
         header = PullHeader(
-            part.request, epoch, self.clock, worker, 0, 0, self.bound, self.wait_ms, self.any_replica,
-            coded=self.coded, blocks=blocks,
+            part.request, epoch, pull.clock, worker, 0, 0, pull.bound, pull.wait_ms, pull.query.any_replica,
+            coded=pull.query.coded, blocks=blocks,
         )  # fmt: skip
         return [header.header(sum(map(len, buffers))).pack(), *buffers]
 
@@ -119,48 +102,58 @@ class TablesRead(Read):
         edges: list[int] = (firsts if positions is None else np.searchsorted(positions, firsts)).tolist()
         return edges
 
-    def floats(self, positions: Positions, offset: int, count: int) -> int:
+    def floats(self, pull: Pull, positions: Positions, offset: int, count: int) -> int:
         found = place_several(0, _ALL if positions is None else positions, self._tables, offset, count)
         return int(found) // 4
 
-    def plan(self, part: ReadPart, routes: Routes, readers: Readers) -> list[tuple[int, NDArray[np.int64]]]:
-        positions = np.arange(len(self.keys)) if part.positions is None else part.positions
-        of = _readers_of(self.keys, self._tables, routes.shift, readers.of, positions)
+    def plan(self, pull: Pull, part: PullPart, routes: Routes, readers: Readers) -> list[tuple[int, NDArray[np.int64]]]:
+        positions = np.arange(len(pull.keys)) if part.positions is None else part.positions
+        of = _readers_of(pull.keys, self._tables, routes.shift, readers.of, positions)
         return [(server, np.flatnonzero(of == server)) for server in np.unique(of).tolist()]
 
-    def target(self, positions: Positions, run: bool) -> Target:
-        return _Whole(self) if positions is None else self.private(positions)
+    def target(self, pull: Pull, positions: Positions, run: bool) -> Target:
+        return _Whole(self.members) if positions is None else self.private(pull, positions)
 
-    def private(self, positions: NDArray[np.int64]) -> Target:
+    def private(self, pull: Pull, positions: NDArray[np.int64]) -> Target:
         words = np.repeat(self._tables[:-1, T_WORDS], np.diff(self._edges(positions)))
         ends = np.concatenate([[0], np.cumsum(words)])
         rows = np.empty(int(ends[-1]), np.float32)
-        self._pieces.append((rows, positions))
+        pull.separate(rows, positions)
         return _Private(rows, ends)
 
-    def place(self, rows: NDArray[np.float32], positions: NDArray[np.int64]) -> None:
+    def place(self, pull: Pull, rows: NDArray[np.float32], positions: NDArray[np.int64]) -> None:
         place_several(address(rows), positions, self._tables, 0, len(positions))
 
 
+def joined(finish: Finish, members: Sequence[Pull]) -> Pull:
+    """One pull that asks for the rows of several, which are not sent themselves."""
+    coded, keys = any(pull.query.coded for pull in members), np.concatenate([pull.keys for pull in members])
+    name = ", ".join([pull.query.name for pull in members])
+    query = Query(0, _NO_SALT, 0, name, members[0].query.any_replica, coded=coded)
+    whole = Pull(finish, query, keys, _NOTHING, SeveralTables(members))
+    whole.short = next((pull.short for pull in members if pull.short is not None), None)
+    return whole
+
+
 class TablesPull(Generic[T]):
-    """A pull of several tables and tensors in flight: `reads`, one for each of `tables`; those of tables that keep no
-    rows are asked for by way of `groups`."""
+    """A pull of several tables and tensors in flight: `pulls`, one for each of `tables`; those of tables without a
+    cache are sent as `groups`. failed: why nobody could be asked."""
 
     def __init__(
-        self, tables: Sequence[T], reads: Sequence[ArrayRead | RowsToCome], groups: Sequence[Read],
-        give_up: Callable[[Sequence[Read]], None], failed: Error | None = None,
+        self, tables: Sequence[T], pulls: Sequence[Arriving], groups: Sequence[Pull],
+        give_up: Callable[[Sequence[Pull]], None], failed: Error | None = None,
     ) -> None:  # fmt: skip
         self._give_up = give_up  # what is still on its way: its memory is the caller's again
-        self._failed = failed  # nobody could be asked
+        self._failed = failed
         self._tables = tables
-        self._reads = reads
+        self._pulls = pulls
         self._groups = groups
         self._rows: dict[T, NDArray[np.float32]] | None = None  # when they have come: each layer asks for its own
 
     def done(self) -> bool:
         """Whether `result` would return, or raise, at once."""
-        kept = [read.done() for read in self._reads if not isinstance(read, ArrayRead)]
-        return all(read.done() for read in self._groups) and all(kept)
+        cached = [pull.done() for pull in self._pulls if not isinstance(pull, Pull)]
+        return all(pull.done() for pull in self._groups) and all(cached)
 
     def result(self, timeout: float | None = None) -> dict[T, NDArray[np.float32]]:
         """Waits for the rows, float32 [n, dim] of each table, in the order of its keys, and float32 of the shape of
@@ -172,8 +165,8 @@ class TablesPull(Generic[T]):
                 for group in self._groups:
                     group.wait(timeout)
                 self._rows = {
-                    table: read.arrived() if isinstance(read, ArrayRead) else read.result(timeout)
-                    for table, read in zip(self._tables, self._reads, strict=True)
+                    table: pull.arrived() if isinstance(pull, Pull) else pull.result(timeout)
+                    for table, pull in zip(self._tables, self._pulls, strict=True)
                 }
             except Error:
                 self._give_up(self._groups)
@@ -181,52 +174,37 @@ class TablesPull(Generic[T]):
         return self._rows
 
 
-class PartRead:
-    """One read of several that were asked for together."""
-
-    def __init__(self, read: ArrayRead, group: Read) -> None:
-        self._read = read
-        self._group = group
-
-    def done(self) -> bool:
-        """Whether `result` would return, or raise, at once."""
-        return self._group.done()
-
-    def result(self, timeout: float | None = None) -> NDArray[np.float32]:
-        """Waits for it; `Timeout` after `timeout` seconds (default: the client's)."""
-        self._group.wait(timeout)
-        return self._read.arrived()
+def in_groups(finish: Finish, pulls: Sequence[Arriving]) -> list[Pull]:
+    """The pulls to send for all of these that are not sent yet: tables and small tensors together."""
+    plain = [pull for pull in pulls if isinstance(pull, Pull)]
+    large = [pull for pull in plain if pull.of_tensor and pull.flat.nbytes > SMALL_PULL_BYTES]
+    return [*together(finish, [pull for pull in plain if pull not in large] if large else plain), *large]
 
 
-def in_groups(finish: Finish, reads: Sequence[ArrayRead | RowsToCome]) -> list[Read]:
-    """What asks for those of these reads that somebody is to be asked for: tables and small tensors together."""
-    asked = [read for read in reads if isinstance(read, ArrayRead)]
-    large = [read for read in asked if read.of_tensor and read.flat.nbytes > SMALL_READ_BYTES]
-    return [*together(finish, [read for read in asked if read not in large] if large else asked), *large]
-
-
-def small_together(finish: Finish, reads: Sequence[ArrayRead]) -> tuple[list[Read], list[ArrayRead | PartRead]]:
-    """What asks for these reads, small ones together; and what stands for each of them."""
-    small = [read for read in reads if read.flat.nbytes <= SMALL_READ_BYTES]
+def small_together(finish: Finish, pulls: Sequence[Pull]) -> list[Pull]:
+    """The pulls to send for these, small ones together; each of them knows the one that brings its rows."""
+    small = [pull for pull in pulls if pull.flat.nbytes <= SMALL_PULL_BYTES]
     groups = together(finish, small)
-    group_of = {id(read): group for group in groups for read in (group.reads if isinstance(group, TablesRead) else ())}
-    asked: list[Read] = [*groups, *(read for read in reads if read.flat.nbytes > SMALL_READ_BYTES)]
-    return asked, [PartRead(read, group_of[id(read)]) if id(read) in group_of else read for read in reads]
+    for group in groups:
+        if isinstance(group.layout, SeveralTables):
+            for pull in group.layout.members:
+                pull.group = group
+    return [*groups, *(pull for pull in pulls if pull.flat.nbytes > SMALL_PULL_BYTES)]
 
 
-def together(finish: Finish, reads: Sequence[ArrayRead]) -> list[TablesRead | ArrayRead]:
-    """What asks for these reads in as few frames as it takes: of more than MOST_BLOCKS tables, or PULL_FRAME_KEYS keys,
-    several."""
-    groups: list[TablesRead | ArrayRead] = []
-    group: list[ArrayRead] = []
+def together(finish: Finish, pulls: Sequence[Pull]) -> list[Pull]:
+    """The pulls that bring the rows of these in as few frames as it takes: of more than MOST_BLOCKS tables, or
+    PULL_FRAME_KEYS keys, several."""
+    groups: list[Pull] = []
+    group: list[Pull] = []
     keys = 0
-    for read in [*reads, None]:
-        n = 0 if read is None else len(read.keys)
-        if group and (read is None or len(group) == MOST_BLOCKS or keys + n > PULL_FRAME_KEYS):
-            groups.append(TablesRead(finish, group) if len(group) > 1 else group[0])
+    for pull in [*pulls, None]:
+        n = 0 if pull is None else len(pull.keys)
+        if group and (pull is None or len(group) == MOST_BLOCKS or keys + n > PULL_FRAME_KEYS):
+            groups.append(joined(finish, group) if len(group) > 1 else group[0])
             group, keys = [], 0
-        if read is not None:
-            group.append(read)
+        if pull is not None:
+            group.append(pull)
             keys += n
     return groups
 
@@ -234,16 +212,16 @@ def together(finish: Finish, reads: Sequence[ArrayRead]) -> list[TablesRead | Ar
 class _Whole:
     """All rows, of one server: where they belong."""
 
-    def __init__(self, read: TablesRead) -> None:
-        self._read = read
+    def __init__(self, members: Sequence[Pull]) -> None:
+        self._members = members
 
     def views(self, offset: int, count: int) -> list[memoryview]:
         views, first = [], 0
-        for read in self._read.reads:
-            low, high = max(offset - first, 0), min(offset + count - first, len(read.keys))
+        for pull in self._members:
+            low, high = max(offset - first, 0), min(offset + count - first, len(pull.keys))
             if low < high:
-                views += read.target(None, True).views(low, high - low)
-            first += len(read.keys)
+                views += pull.layout.target(pull, None, True).views(low, high - low)
+            first += len(pull.keys)
         return views
 
 

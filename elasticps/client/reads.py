@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,20 +12,19 @@ from numpy.typing import NDArray
 from elasticps.client.core.fan_out import Ask, Questions
 from elasticps.client.core.routing import Routes
 from elasticps.client.dispatcher import Dispatcher
-from elasticps.client.pull_tables import PartRead, TablesPull, in_groups, small_together
-from elasticps.client.pulls import ArrayRead, Read, RowsToCome
+from elasticps.client.pull import Arriving, Pull
+from elasticps.client.pull_tables import TablesPull, in_groups, small_together
 from elasticps.client.runtime import Lock
 from elasticps.client.short_keys import Short
-from elasticps.errors import Timeout
+from elasticps.errors import Error, Timeout
 
 T = TypeVar("T")
-AnyRead = TypeVar("AnyRead", bound=Read)
-BOUND_GRACE_S = 1.0
+BOUND_EXTRA_S = 1.0
 
 
 class Reads:
-    """Starts reads and waits for them; asks for all else that comes behind this worker's own steps. `prepare()` sees to
-    whatever a read has to wait for, and gives the clock that it reads at; bound: of the delay, None for none; settle:
+    """Starts pulls and waits for them; asks for all else that comes behind this worker's own steps. `prepare()` sees to
+    whatever a pull has to wait for, and gives the clock that it pulls at; bound: of the delay, None for none; settle:
     as `Steps.settle_own_steps`."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Reads:
         return self._dispatcher.session.clock
 
     def clock(self) -> int:
-        """That at which a read that begins now would read. Raises what has ended the client, if anything has."""
+        """The clock that a pull which begins now reads at. Raises what has ended the client, if anything has."""
         self._dispatcher.check()
         return self._prepare()
 
@@ -71,68 +71,65 @@ class Reads:
         """A new one, which a thread must not take twice."""
         return self._dispatcher.runtime.lock()
 
-    def start(self, read: AnyRead, kept: int = 0) -> AnyRead:
-        """Asks for what is to be read. kept: of the delay, how many steps of it are for those that rows are kept."""
-        read.clock = self._prepare()
-        bound = None if self._bound is None else self._bound - kept
-        self._dispatcher.start_reads((read,), bound, self._wait_ms)
-        return read
+    def start(self, pull: Pull, cache_age: int = 0) -> Pull:
+        """Sends a pull. cache_age: steps of the delay that are left to a cache, which may show the rows for so long."""
+        pull.clock = self._prepare()
+        bound = None if self._bound is None else self._bound - cache_age
+        self._dispatcher.start_pulls((pull,), bound, self._wait_ms)
+        return pull
 
-    def start_all(self, reads: Sequence[Read]) -> None:
-        """Asks for what is to be read by any of them, each server once."""
+    def start_all(self, pulls: Sequence[Pull]) -> None:
+        """Sends pulls, to each server in one message."""
         clock = self._prepare()
-        for read in reads:
-            read.clock = clock
-        self._dispatcher.start_reads(reads, self._bound, self._wait_ms)
+        for pull in pulls:
+            pull.clock = clock
+        self._dispatcher.start_pulls(pulls, self._bound, self._wait_ms)
 
-    def start_behind(self, reads: Sequence[Read]) -> None:
+    def start_with_step(self, pulls: Sequence[Pull]) -> None:
         """The same right behind a part of a step, which the caller has sent under the lock; not in rounds, that would
         have to be waited for."""
         session = self._dispatcher.session
-        for read in reads:
-            read.clock = session.clock - session.open
-        self._dispatcher.start_reads(reads, self._bound, self._wait_ms)
+        for pull in pulls:
+            pull.clock = session.clock - session.open
+        self._dispatcher.start_pulls(pulls, self._bound, self._wait_ms)
 
-    def pulled(self, read: ArrayRead) -> NDArray[np.float32]:
-        """Asks for what is to be read, and what came; if that ends with an exception, be it between two lines of ours,
+    def pulled(self, pull: Pull) -> NDArray[np.float32]:
+        """Sends a pull, and returns what came; if that ends with an exception, be it between two lines of ours,
         its memory is the caller's alone from now on."""
         try:
-            return self.start(read).result()
+            return self.start(pull).result()
         except BaseException:
-            self._dispatcher.forget_read(read, Timeout("nobody waits for it"))
+            self._dispatcher.forget_pull(pull, Timeout("nobody waits for it"))
             raise
 
-    def start_tensors(self, reads: Sequence[ArrayRead]) -> list[ArrayRead | PartRead]:
+    def start_tensors(self, pulls: Sequence[Pull]) -> list[Pull]:
         """Asks for several arrays, each server once for all that are small."""
-        groups, parts = small_together(self.finish, reads)
-        self.start_all(groups)
-        return parts
+        self.start_all(small_together(self.finish, pulls))
+        return list(pulls)
 
-    def start_tables(self, tables: Sequence[T], reads: Sequence[ArrayRead | RowsToCome]) -> TablesPull[T]:
+    def start_tables(self, tables: Sequence[T], pulls: Sequence[Arriving]) -> TablesPull[T]:
         """Asks for rows of several tables, and tensors, each server once."""
-        groups = in_groups(self.finish, reads)
+        groups = in_groups(self.finish, pulls)
         self.start_all(groups)
-        return TablesPull(tables, reads, groups, self.give_up)
+        return TablesPull(tables, pulls, groups, self.give_up)
 
-    def pulled_tables(
-        self, tables: Sequence[T], reads: Sequence[ArrayRead | RowsToCome]
-    ) -> dict[T, NDArray[np.float32]]:
+    def pulled_tables(self, tables: Sequence[T], pulls: Sequence[Arriving]) -> dict[T, NDArray[np.float32]]:
         """The same, and what came; as `pulled`."""
-        groups = in_groups(self.finish, reads)
+        groups = in_groups(self.finish, pulls)
         try:
             self.start_all(groups)
-            return TablesPull(tables, reads, groups, self.give_up).result()
+            return TablesPull(tables, pulls, groups, self.give_up).result()
         except BaseException:
             self.give_up(groups)
             raise
 
-    def give_up(self, reads: Sequence[Read]) -> None:
+    def give_up(self, pulls: Sequence[Pull]) -> None:
         """Nobody waits any more for what has not come of these."""
-        for read in reads:
-            if not read.done():
-                self._dispatcher.forget_read(read, Timeout("nobody waits for it"))
+        for pull in pulls:
+            if not pull.done():
+                self._dispatcher.forget_pull(pull, Timeout("nobody waits for it"))
 
-    def behind_own_steps(self) -> Ask:
+    def after_own_steps(self) -> Ask:
         """Waits until this worker's own steps so far are committed and their rounds closed, but for one that is still
         open; what it returns asks servers behind these."""
         self._settle("")
@@ -165,19 +162,49 @@ class Reads:
         """The newest."""
         return self._dispatcher.routes
 
-    def finish(self, read: Read, timeout: float | None) -> None:
+    def finish(self, pull: Pull, timeout: float | None) -> None:
         """Waits until all of it has arrived; gives it up if that takes too long."""
         try:
-            self.wait(read, timeout)
+            self.wait(pull, timeout)
         except Timeout as error:
-            self._dispatcher.forget_read(read, error)
+            self._dispatcher.forget_pull(pull, error)
             raise
-        if read.error is not None:
-            raise read.error
+        if pull.error is not None:
+            raise pull.error
 
-    def wait(self, read: Read, timeout: float | None) -> None:
+    def wait(self, pull: Pull, timeout: float | None) -> None:
         """Waits until all of it has arrived, or it has ended with an error; `Timeout` if that takes too long."""
         timeout = self._timeout_s if timeout is None else timeout
         if self._bound is not None:  # the servers, who know whom it waits for, give up first
-            timeout += BOUND_GRACE_S
-        self._dispatcher.wait(read.done, timeout, f"a pull of {read.name!r}")
+            timeout += BOUND_EXTRA_S
+        self._dispatcher.wait(pull.done, timeout, f"a pull of {pull.name!r}")
+
+
+class PullWithStep(Generic[T]):
+    """A pull that leaves in one message with a step, and shows what that has made of the rows. All of it was checked
+    before anything is sent. Whoever sends the step's last part calls `then` right after it, under the same lock, and
+    `begun` when it has left. In rounds, which close in between, `then` is None.
+
+    pulls: for each of `handles` one that nobody was asked for yet; or, of a table with a cache, which takes the step in
+    first, what begins it.
+    """
+
+    def __init__(self, reads: Reads, handles: Sequence[T], pulls: Sequence[Pull | Callable[[], Arriving]]) -> None:
+        self._reads = reads
+        self._handles = handles
+        self._pulls = pulls
+        self._groups = in_groups(reads.finish, [pull for pull in pulls if isinstance(pull, Pull)])
+        self.then = None if reads.in_rounds else partial(reads.start_with_step, self._groups)
+
+    def begun(self) -> TablesPull[T]:
+        """The pull, now that the step has left: what is raised here its `result` raises, for whoever calls again would
+        push again."""
+        give_up = self._reads.give_up
+        try:
+            if self.then is None:
+                self._reads.start_all(self._groups)
+            started = [pull if isinstance(pull, Pull) else pull() for pull in self._pulls]
+        except Error as error:
+            give_up(self._groups)
+            return TablesPull(self._handles, [], [], give_up, error)
+        return TablesPull(self._handles, started, self._groups, give_up)

@@ -53,7 +53,7 @@ class Reduced(ABC):
         name, found = _checked(how, constants)
         if name == COUNT:
             return self._count()
-        return _reduce(self._reads.behind_own_steps(), self.id, self._reads.routes.view.ranges, name, found)
+        return _reduce(self._reads.after_own_steps(), self.id, self._reads.routes.view.ranges, name, found)
 
     @abstractmethod
     def _count(self) -> int:

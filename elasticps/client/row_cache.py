@@ -22,7 +22,7 @@ from elasticps.client.batches import NOTHING, Batch, Flags, Keys, Rows, Slots, W
 from elasticps.client.cache_use import CacheUse, Counts
 from elasticps.client.core.places import Places, State
 from elasticps.client.filtering import summed
-from elasticps.client.pulls import RowsToCome, SparseRead
+from elasticps.client.pull import Pull, Query
 from elasticps.client.push_batch import Source
 from elasticps.client.reads import Reads
 from elasticps.errors import Error, SpecError
@@ -41,7 +41,7 @@ class RowCache:
     """Of one table. prepare(keys, any_replica): a read of rows that nobody was asked for yet."""
 
     def __init__(
-        self, options: Cache, spec: TableSpec, table_id: int, reads: Reads, prepare: Callable[[Keys, bool], SparseRead]
+        self, options: Cache, spec: TableSpec, table_id: int, reads: Reads, prepare: Callable[[Keys, bool], Pull]
     ) -> None:
         self.options = options
         self._reads = reads
@@ -81,7 +81,7 @@ class RowCache:
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
-    def start(self, keys: Keys, out: Rows, any_replica: bool) -> CachedRead:
+    def start(self, keys: Keys, out: Rows, any_replica: bool) -> CachedPull:
         """Asks for what of keys [n] is not here; `result()` of what is returned fills out float32 [n, dim]."""
         clock = self._reads.clock()
         self.settle(ask=True)
@@ -94,7 +94,7 @@ class RowCache:
                 values = np.empty((len(keys), self._dim), np.float32)
             batch = self._looked(keys, where, values, any_replica, clock)
         self._ask(batch)
-        return CachedRead(self, batch, clock, out, inverse)
+        return CachedPull(self, batch, clock, out, inverse)
 
     def fetch(self, keys: Keys, ahead: int) -> None:
         """Asks for what of keys [n] will not be here, or too old, when this worker has made `ahead` more steps. Nobody
@@ -179,10 +179,9 @@ class RowCache:
             self._reads.start(read, self.options.staleness)
         batch.left = True
 
-    def _read(self, keys: Keys, out: Rows, any_replica: bool, **of: bool) -> SparseRead:
-        return SparseRead(
-            self._reads.finish, self._id, self._salt, out.shape[1], self._name, keys, out, any_replica, **of
-        )
+    def _read(self, keys: Keys, out: Rows, any_replica: bool, **of: bool) -> Pull:
+        query = Query(self._id, self._salt, out.shape[1], self._name, any_replica, **of)
+        return Pull(self._reads.finish, query, keys, out)
 
     # --- answers --------------------------------------------------------------------------------------------------
 
@@ -205,7 +204,7 @@ class RowCache:
         with suppress(Error):
             self._follow(batch, timeout, self._reads.wait)
 
-    def _follow(self, batch: Batch, timeout: float | None, wait: Callable[[SparseRead, float | None], None]) -> None:
+    def _follow(self, batch: Batch, timeout: float | None, wait: Callable[[Pull, float | None], None]) -> None:
         while not batch.over:
             for read in batch.reads:
                 wait(read, timeout)
@@ -237,7 +236,7 @@ class RowCache:
             return
         rows, check = batch.rows, batch.check
         if rows is not None:
-            self._counts.nbytes += 4 * rows.dim * len(rows.keys)
+            self._counts.nbytes += 4 * rows.query.dim * len(rows.keys)
             slots = np.empty((0, self._slot_floats), np.float32) if batch.slots is None else batch.slots.result(0)
             self._counts.nbytes += slots.nbytes
             self._take(batch, rows.result(0), slots, rows.clock)
@@ -431,11 +430,11 @@ class RowCache:
                 raise
 
 
-class CachedRead(RowsToCome):
+class CachedPull:
     """A pull of rows that may be here. `result` gives the array asked for: float32 [n, dim], rows in the order of the
-    keys. saw: is told of them, too."""
+    keys. on_rows: hears of them, too."""
 
-    saw: Callable[[Rows], None] | None = None
+    on_rows: Callable[[Rows], None] | None = None
 
     def __init__(self, cache: RowCache, batch: Batch, clock: int, out: Rows, inverse: Where | None) -> None:
         self._cache = cache
@@ -470,8 +469,8 @@ class CachedRead(RowsToCome):
             assert batch.values is not None
             self._out[:] = batch.values[self._inverse]
         self._over = True
-        if self.saw is not None:
-            self.saw(self._out)
+        if self.on_rows is not None:
+            self.on_rows(self._out)
         return self._out
 
 

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client.filtering import Kept, KeptBlocks
-from elasticps.client.pulls import ArrayRead, CodedRead, DenseRead, SparseRead
 from elasticps.client.runtime import Lock
 from elasticps.model.filters import KKT
 from elasticps.model.spec import TableSpec
@@ -115,27 +114,3 @@ class Screen:
         blocks = np.zeros(self._blocks, np.float32)
         blocks.reshape(-1)[: values.size] = values.reshape(-1)
         self.saw(np.arange(len(blocks)), blocks, asked)
-
-
-class _Noted(ArrayRead):
-    """A read whose rows are noted when they have come."""
-
-    saw: Callable[[Floats], None] | None = None  # of parts of a tensor nobody is told
-
-    def arrived(self) -> Floats:
-        rows = super().arrived()
-        if self.saw is not None:
-            self.saw(rows)
-        return rows
-
-
-class NotedRead(_Noted, SparseRead):
-    """Of rows."""
-
-
-class NotedCodedRead(_Noted, CodedRead):
-    """Of rows or blocks that come through filters."""
-
-
-class NotedDenseRead(_Noted, DenseRead):
-    """Of a tensor."""

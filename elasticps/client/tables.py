@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +18,10 @@ from elasticps.client.core.routing import PushPlan, Routes, plan_push
 from elasticps.client.filling import NO_STEP_VALUES
 from elasticps.client.filtering import Sent
 from elasticps.client.inputs import checked_floats, checked_gradients, checked_keys, checked_out, checked_read
-from elasticps.client.pulls import ArrayRead, DenseRead, SparseRead
+from elasticps.client.pull import BLOCKS, Pull
 from elasticps.client.push_batch import Source
 from elasticps.client.reads import Reads
-from elasticps.client.row_cache import CachedRead, RowCache
-from elasticps.client.screening import NotedCodedRead, NotedDenseRead, NotedRead
+from elasticps.client.row_cache import CachedPull, RowCache
 from elasticps.client.short_keys import Saved, Short
 from elasticps.client.target import Changes, Target
 from elasticps.client.writes import LentRows, Write, check_size
@@ -116,52 +115,55 @@ class SparseTable(Target):
         shape = (len(array), self.dim)
         return array, np.empty(shape, np.float32) if out is None else checked_out(f"table {self.name!r}", out, shape)
 
-    def begin_kept(self, keys: NDArray[np.int64], rows: NDArray[np.float32], read: str) -> CachedRead:
+    def begin_cached(self, keys: NDArray[np.int64], rows: NDArray[np.float32], read: str) -> CachedPull:
         """A read by way of the `Cache`, of what `checked` gave; nobody changes the keys meanwhile."""
         assert self._cache is not None
-        asked = self._cache.start(keys, rows, read == "any")
+        pull = self._cache.start(keys, rows, read == "any")
         if self._screen is not None:
-            asked.saw = self._screen.noting(keys)
-        return asked
+            pull.on_rows = self._screen.noting(keys)
+        return pull
 
-    def _rows(self, keys: NDArray[np.int64], any_replica: bool) -> SparseRead:
+    def _rows(self, keys: NDArray[np.int64], any_replica: bool) -> Pull:
         return self.prepare(keys, None, "any" if any_replica else "tail")
 
     def pull_async(
         self, keys: object, out: NDArray[np.float32] | None = None, *, read: str = "tail", exact: bool = False
-    ) -> SparseRead | CachedRead:
+    ) -> Pull | CachedPull:
         """Asks for rows now; `result()` of what is returned waits for them."""
         begun = self.begin(keys, out, read, exact)
-        return self._reads.start(begun) if isinstance(begun, SparseRead) else begun
+        return self._reads.start(begun) if isinstance(begun, Pull) else begun
 
-    def begin(
+    def begin(self, keys: object, out: NDArray[np.float32] | None, read: str, exact: bool) -> Pull | CachedPull:
+        """A pull that is not sent yet; of a table with a `Cache` one that has begun."""
+        later = self.begin_later(keys, out, read, exact)
+        return later if isinstance(later, Pull) else later()
+
+    def begin_later(
         self, keys: object, out: NDArray[np.float32] | None, read: str, exact: bool
-    ) -> SparseRead | CachedRead:  # fmt: skip
-        """A read that nobody has been asked for yet; of a table with a `Cache` one that has begun."""
-        if self._cache is not None and not exact:
-            array, rows = self.checked(keys, out, read)
-            return self.begin_kept(array.copy(), rows, read)
-        return self.prepare(keys, out, read, exact)
+    ) -> Pull | Callable[[], CachedPull]:
+        """The same, but with a `Cache`: checked, and what begins it when it is called."""
+        if self._cache is None or exact:
+            return self.prepare(keys, out, read, exact)
+        array, rows = self.checked(keys, out, read)
+        return partial(self.begin_cached, array.copy(), rows, read)
 
     def prepare(
         self, keys: object, out: NDArray[np.float32] | None = None, read: str = "tail", exact: bool = False
-    ) -> SparseRead:
-        """A read that nobody has been asked for yet."""
+    ) -> Pull:
+        """A pull that is not sent yet."""
         array, rows = self.checked(keys, out, read)
         private = array if isinstance(keys, list | tuple) else array.copy()  # asked for again when servers change
         if self._short_pull is not None and not exact:
             ordered, where = self._in_order(private)
-            return self._noted(private, self._coded(ordered, rows, read == "any", where, self._short_pull))
-        if self._pull.code and not exact:
-            return self._noted(private, self._coded(private, rows, read == "any"))
-        kind = SparseRead if self._screen is None else NotedRead
-        finish, name = self._reads.finish, self.name
-        return self._noted(private, kind(finish, self.id, self.salt, self.dim, name, private, rows, read == "any"))
-
-    def _noted(self, keys: NDArray[np.int64], read: SparseRead) -> SparseRead:
-        if self._screen is not None and isinstance(read, NotedRead | NotedCodedRead):
-            read.saw = self._screen.noting(keys)
-        return read
+            pull = self._coded(ordered, rows, read == "any", where, self._short_pull)
+        elif self._pull.code and not exact:
+            pull = self._coded(private, rows, read == "any")
+        else:
+            query = self._query if read == "tail" else self._query._replace(any_replica=True)
+            pull = Pull(self._reads.finish, query, private, rows)
+        if self._screen is not None:
+            pull.on_rows = self._screen.noting(private)
+        return pull
 
     def _in_order(self, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Each key once, in the order in which a push of them has them; and where each is found there."""
@@ -176,7 +178,7 @@ class SparseTable(Target):
         return self._count()
 
     def _count(self) -> int:
-        return listing.count(self._reads.behind_own_steps(), self.id, self._reads.routes.view.ranges)
+        return listing.count(self._reads.after_own_steps(), self.id, self._reads.routes.view.ranges)
 
     def __bool__(self) -> bool:
         """A table is one, however many rows it has."""
@@ -191,7 +193,7 @@ class SparseTable(Target):
         asked: object = chunk
         if isinstance(asked, bool) or not isinstance(asked, int) or not 1 <= chunk <= MAX_CHUNK:
             raise InputError(f"table {self.name!r}: chunk must be a number from 1 to {MAX_CHUNK:,}, got {chunk!r}")
-        return listing.parts(self._reads.behind_own_steps(), self.id, self._reads.routes.view.ranges, chunk)
+        return listing.parts(self._reads.after_own_steps(), self.id, self._reads.routes.view.ranges, chunk)
 
     def items(self, chunk: int = CHUNK) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         """The same with the rows, float32 [n, dim], as they are when they are pulled."""
@@ -221,13 +223,7 @@ class SparseTable(Target):
         """What the optimizer keeps of rows: by name, float32 [n, floats of a row], in the order of the keys. A key
         never pushed has those of a new row. Errors as for `pull`."""
         shapes = self.optimizer.slot_shapes(self.dim)
-        array, floats = checked_keys(self.name, keys), sum(shapes.values())
-        rows = np.empty((len(array), floats), np.float32)
-        if floats:
-            asked = SparseRead(
-                self._reads.finish, self.id, self.salt, floats, self.name, array.copy(), rows, False, slots=True
-            )
-            self._reads.pulled(asked)
+        rows = self._state(checked_keys(self.name, keys).copy(), sum(shapes.values()))
         ends = np.cumsum(list(shapes.values()))
         return dict(zip(shapes, np.split(rows, ends[:-1], axis=1), strict=True)) if shapes else {}
 
@@ -312,55 +308,52 @@ class DenseTensor(Target):
         errors as for `SparseTable.pull`."""
         return self._reads.pulled(self.prepare(out, read, exact))
 
-    def pull_async(
-        self, out: NDArray[np.float32] | None = None, *, read: str = "tail", exact: bool = False
-    ) -> ArrayRead:
+    def pull_async(self, out: NDArray[np.float32] | None = None, *, read: str = "tail", exact: bool = False) -> Pull:
         """Asks for the tensor now; `result()` of what is returned waits for it."""
         return self._reads.start(self.prepare(out, read, exact))
 
-    def begin(self, keys: object, out: NDArray[np.float32] | None, read: str, exact: bool) -> ArrayRead:
-        """A read that nobody has been asked for yet, as one of a table; `keys` is None, for the whole tensor."""
+    def begin(self, keys: object, out: NDArray[np.float32] | None, read: str, exact: bool) -> Pull:
+        """A pull that is not sent yet, as one of a table; `keys` is None, for the whole tensor."""
         if keys is not None:
             raise InputError(
                 f"tensor {self.name!r} is pulled as a whole: give None, not keys; `take` gives some floats"
             )
         return self.prepare(out, read, exact)
 
+    begin_later = begin
+
     def take(self, where: object, *, read: str = "tail", exact: bool = False) -> NDArray[np.float32]:
         """The floats at places `where`, int64 [n], of the flat tensor: float32 [n]. Only blocks that have one are sent,
         of at most 16,384 floats each. `read`, `exact` and errors as for `SparseTable.pull`."""
         checked_read(self.name, read)
-        places = checked_keys(self.name, where)
-        if len(places) and not 0 <= places.min() <= places.max() < self._size:
-            raise InputError(f"tensor {self.name!r} has {self._size} floats, none at {places.min()} or {places.max()}")
+        at = checked_keys(self.name, where)
+        if len(at) and not 0 <= at.min() <= at.max() < self._size:
+            raise InputError(f"tensor {self.name!r} has {self._size} floats, none at {at.min()} or {at.max()}")
         dim, any_replica = self.spec.dim, read == "any"
-        blocks, which = np.unique(places // dim, return_inverse=True)
+        blocks, which = np.unique(at // dim, return_inverse=True)
         rows = np.empty((len(blocks), dim), np.float32)
-        asked = SparseRead(self._reads.finish, self.id, self.salt, dim, self.name, blocks, rows, any_replica)
+        pull = Pull(self._reads.finish, self._query._replace(any_replica=any_replica), blocks, rows)
         if self._pull.code and not exact:
-            asked = self._coded(blocks, rows, any_replica)
-        self._reads.pulled(asked)
-        return rows[which, places % dim]
+            pull = self._coded(blocks, rows, any_replica)
+        self._reads.pulled(pull)
+        return rows[which, at % dim]
 
-    def prepare(self, out: NDArray[np.float32] | None, read: str, exact: bool = False) -> ArrayRead:
-        """A read that nobody has been asked for yet."""
+    def prepare(self, out: NDArray[np.float32] | None, read: str, exact: bool = False) -> Pull:
+        """A pull that is not sent yet."""
         checked_read(self.name, read)
         if out is None:
             out = np.empty(self.shape, np.float32)
         else:
             checked_out(f"tensor {self.name!r}", out, self.shape)
         if self._pull.code and not exact:
-            coded = self._noted(self._coded(self._blocks, out, read == "any"))
-            coded.of_tensor = True
-            return coded
-        dim, any_replica, name = self.spec.dim, read == "any", self.name
-        kind = DenseRead if self._screen is None else NotedDenseRead
-        return self._noted(kind(self._reads.finish, self.id, self.salt, dim, name, self._blocks, out, any_replica))
-
-    def _noted(self, read: ArrayRead) -> ArrayRead:
-        if self._screen is not None and isinstance(read, NotedDenseRead | NotedCodedRead):
-            read.saw = self._screen.noting_tensor()
-        return read
+            pull = self._coded(self._blocks, out, read == "any")
+        else:
+            query = self._query._replace(any_replica=read == "any")
+            pull = Pull(self._reads.finish, query, self._blocks, out, BLOCKS)
+        pull.of_tensor = True
+        if self._screen is not None:
+            pull.on_rows = self._screen.noting_tensor()
+        return pull
 
     def _count(self) -> int:
         return self._size
@@ -370,12 +363,7 @@ class DenseTensor(Target):
         each weight. What it keeps for each block (Adam's `step`) is float32 [k], or [blocks, k] where blocks differ, as
         `step` may while others train. Errors as for `pull`."""
         floats = self.optimizer.slot_floats(self.spec.dim)
-        rows = np.empty((len(self._blocks), floats), np.float32)
-        if floats:
-            finish, blocks = self._reads.finish, self._blocks
-            asked = SparseRead(finish, self.id, self.salt, floats, self.name, blocks, rows, False, slots=True)
-            self._reads.pulled(asked)
-        return tensor_slots.of_blocks(self.spec, rows)
+        return tensor_slots.of_blocks(self.spec, self._state(self._blocks, floats))
 
     def load(self, values: object, *, slots: Mapping[str, object] | None = None) -> None:
         """Gives the tensor values, float32 of its shape, past the optimizer; as `SparseTable.load`, with slots as

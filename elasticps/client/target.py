@@ -15,11 +15,11 @@ from elasticps.client.core.routing import Routes
 from elasticps.client.filling import fill
 from elasticps.client.filtering import Feedback, PushFilter, Sent
 from elasticps.client.inputs import refuse_pickling
-from elasticps.client.pulls import CodedRead
+from elasticps.client.pull import Pull, Query, coded_pull
 from elasticps.client.rates import SetRate, same_rate, with_rate
 from elasticps.client.reads import Reads
 from elasticps.client.reducing import Reduced
-from elasticps.client.screening import NotedCodedRead, Screened, screen_of
+from elasticps.client.screening import Screened, screen_of
 from elasticps.client.short_keys import Saved, Short
 from elasticps.client.writes import Write
 from elasticps.errors import InputError
@@ -58,6 +58,7 @@ class Target(Reduced):
         self.name = spec.name
         self.dim = spec.dim
         self.salt = table_salt(table_id)
+        self._query = Query(table_id, self.salt, self.dim, self.name)
         self._signed_salt = int(self.salt.view(np.int64))
         self._own = own.optimizer  # the caller's: a schedule is no part of the registered spec
         self.optimizer = self._own  # with the rate that was set, if one was
@@ -174,10 +175,17 @@ class Target(Reduced):
     def _coded(
         self, keys: NDArray[np.int64], out: NDArray[np.float32], any_replica: bool,
         where: NDArray[np.int64] | None = None, short: Short | None = None,
-    ) -> CodedRead:  # fmt: skip
-        kind = CodedRead if self._screen is None else NotedCodedRead
-        finish, name = self._reads.finish, self.name
-        return kind(finish, self.id, self.salt, self._pull, name, keys, out, any_replica, where, short)
+    ) -> Pull:  # fmt: skip
+        query = self._query._replace(any_replica=any_replica)
+        return coded_pull(self._reads.finish, query, self._pull, keys, out, where, short)
+
+    def _state(self, keys: NDArray[np.int64], floats: int) -> NDArray[np.float32]:
+        """The optimizer's state of rows, float32 [n, floats]."""
+        rows = np.empty((len(keys), floats), np.float32)
+        if floats:
+            query = self._query._replace(dim=floats, slots=True)
+            self._reads.pulled(Pull(self._reads.finish, query, keys, rows))
+        return rows
 
     def __repr__(self) -> str:
         shape = f"dim={self.dim}" if self.spec.shape is None else f"shape={self.spec.shape}"

@@ -10,9 +10,10 @@ from coordinator.core.view import ServerInfo, View
 from elasticps.client.core.places import Places
 from elasticps.client.core.routing import Routes, place_rows, plan_pull, plan_push
 from elasticps.client.filtering import Kept
+from elasticps.client.pull import Pull, PullPart, Query
 from elasticps.client.pull_batch import ANSWERS, take_answers
-from elasticps.client.pull_tables import TablesRead
-from elasticps.client.pulls import Pulls, ReadPart, SparseRead
+from elasticps.client.pull_tables import joined
+from elasticps.client.pulls import Pulls
 from elasticps.client.push_batch import Packer, Source
 from elasticps.kernels import compiled_once
 from elasticps.kernels.hashing import table_salt
@@ -40,10 +41,11 @@ def warm() -> None:
         plan = plan_push(keys, salt, routes)
 
         pulls = Pulls(routes, 1, lambda member, buffers: None, lambda member, request: None)
-        reads = [SparseRead(lambda read, timeout: None, 1, salt, _DIM, "t", keys, rows, False) for _ in range(3)]
-        pulls.start([several := TablesRead(reads[0]._finish, reads[1:]), reads[0]], None, 0)
-        several.floats(None, 0, len(keys))
-        several.plan(ReadPart(several, None, keys, len(keys), None), routes, routes.tails)
+        finish, query = lambda pull, timeout: None, Query(1, salt, _DIM, "t")
+        one, *others = [Pull(finish, query, keys, rows) for _ in range(3)]
+        pulls.start([several := joined(finish, others), one], None, 0)
+        several.layout.floats(several, None, 0, len(keys))
+        several.layout.plan(several, PullPart(several, None, keys, len(keys), None), routes, routes.tails)
         pulls.adopt(routes)
         take_answers(np.zeros(STAGING_BYTES, np.uint8), 0, 0, pulls.landing.slots, np.empty(ANSWERS, np.int64))
         plan_pull(keys, salt, routes, routes.tails)

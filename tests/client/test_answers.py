@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from coordinator.core.view import WorkerInfo
 from elasticps.client.dispatcher import Dispatcher
+from elasticps.client.pull import BLOCKS, Pull, Query, coded_pull
 from elasticps.client.pull_batch import OWNERS, PULL, PUSH, SLOTS, SMALL_BYTES
-from elasticps.client.pull_tables import TablesRead
-from elasticps.client.pulls import ArrayRead, CodedRead, DenseRead, Read, SparseRead
+from elasticps.client.pull_tables import SeveralTables, joined
 from elasticps.client.push_batch import Packer
 from elasticps.client.pushes import StepState
 from elasticps.client.runtime import Runtime
@@ -40,7 +40,7 @@ class Twin:
             Runtime(), "c", worker, view(chains, servers=SERVERS[:servers]), WINDOW, lambda on_view: None
         )
         self.states: list[StepState] = []
-        self.reads: list[SparseRead | DenseRead | TablesRead] = []
+        self.reads: list[Pull] = []
         self.broken: list[str] = []
         self._packer = Packer(Pool(0))
         self._streams = []
@@ -61,32 +61,32 @@ class Twin:
 
     def read(self, keys: NDArray[np.int64], dim: int) -> None:
         out = np.zeros((len(keys), dim), np.float32)
-        self._start(SparseRead(self._done, 1, table_salt(1), dim, "t", keys, out, False))
+        self._start(Pull(self._done, Query(1, table_salt(1), dim, "t"), keys, out))
 
     def read_dense(self, size: int, dim: int) -> None:
         blocks = np.arange(-(-size // dim))
-        self._start(DenseRead(self._done, 2, table_salt(2), dim, "d", blocks, np.zeros(size, np.float32), False))
+        self._start(Pull(self._done, Query(2, table_salt(2), dim, "d"), blocks, np.zeros(size, np.float32), BLOCKS))
 
     def read_tables(self, keys: list[NDArray[np.int64]], dims: list[int], coded: bool) -> None:
-        reads: list[ArrayRead] = []
+        reads: list[Pull] = []
         for number, (some, dim) in enumerate(zip(keys, dims, strict=True), 3):
             out, codec = np.zeros((len(some), dim), np.float32), Codec([BFloat16()], dim)
             if coded and number % 2:
-                salt, name = table_salt(number), str(number)
-                reads.append(CodedRead(self._done, number, salt, codec, name, some, out, False))
+                query = Query(number, table_salt(number), dim, str(number))
+                reads.append(coded_pull(self._done, query, codec, some, out))
                 reads[-1].value[:] = 0.0
             else:
-                reads.append(SparseRead(self._done, number, table_salt(number), dim, str(number), some, out, False))
+                reads.append(Pull(self._done, Query(number, table_salt(number), dim, str(number)), some, out))
         size = dim * len(keys[0]) + 1  # a tensor's last block is short
         blocks, values = np.arange(-(-size // dim)), np.zeros(size, np.float32)
-        reads.append(DenseRead(self._done, 2, table_salt(2), dim, "d", blocks, values, False))
-        self._start(TablesRead(self._done, reads))
+        reads.append(Pull(self._done, Query(2, table_salt(2), dim, "d"), blocks, values, BLOCKS))
+        self._start(joined(self._done, reads))
 
-    def _start(self, read: SparseRead | DenseRead | TablesRead) -> None:
+    def _start(self, read: Pull) -> None:
         self.reads.append(read)
-        self.dispatcher.start_reads([read], None, 0)
+        self.dispatcher.start_pulls([read], None, 0)
 
-    def _done(self, read: Read, timeout: float | None) -> None:
+    def _done(self, read: Pull, timeout: float | None) -> None:
         assert read.done()
 
     def receive(self, server: int, data: bytes, pieces: list[int]) -> None:
@@ -110,10 +110,10 @@ class Twin:
         ]  # fmt: skip
 
 
-def shown(read: SparseRead | DenseRead | TablesRead) -> list[NDArray[np.float32]]:
+def shown(read: Pull) -> list[NDArray[np.float32]]:
     """What has come, or is where it belongs already."""
-    if isinstance(read, TablesRead):
-        return read.result() if read.done() else [one.value for one in read.reads]
+    if isinstance(read.layout, SeveralTables):
+        return [one.arrived() if read.done() else one.value for one in read.layout.members]
     return [read.result() if read.done() else read.value]
 
 
@@ -128,7 +128,7 @@ def answers_of(rng: np.random.Generator, twin: Twin) -> list[bytes]:
         answer, at = list[bytes](), 0
         while at < part.count:
             n = int(rng.integers(1, part.count - at + 1))
-            floats = part.read.floats(part.positions, at, n)
+            floats = part.pull.layout.floats(part.pull, part.positions, at, n)
             data = rng.integers(0, 256, 4 * floats, np.uint8).tobytes() + bytes(4 * (floats % 2))
             wrong = 1 << 20 if rng.random() < 0.01 else 0
             last = LAST if at + n == part.count else 0
@@ -190,7 +190,7 @@ def test_a_read_that_is_given_up_is_not_written_to(rows: int) -> None:
     try:
         twin.read(np.arange(rows), 64)
         (request,) = twin.dispatcher.pulls._parts
-        twin.dispatcher.forget_read(twin.reads[0], FrameError("nobody waits"))  # type: ignore[arg-type]
+        twin.dispatcher.forget_pull(twin.reads[0], FrameError("nobody waits"))  # type: ignore[arg-type]
         body = b"\xff" * (256 * rows)
         twin.receive(0, Header(Kind.ROWS, LAST, len(body), request, 1, items=rows).pack() + body, [1 << 30])
         assert not twin.reads[0].value.any()

@@ -55,7 +55,7 @@ def test_an_answer_whose_place_was_just_asked_for_lands_nowhere_once_it_is_given
     def given_up_then(header: Header) -> Sequence[memoryview] | None:
         targets = sink(header)
         if targets is not None and not done.is_set():
-            other = threading.Thread(target=dispatcher.forget_read, args=(read, eps.Timeout("too long")))
+            other = threading.Thread(target=dispatcher.forget_pull, args=(read, eps.Timeout("too long")))
             other.start()
             other.join()
             out[:] = -2

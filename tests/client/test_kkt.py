@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 import elasticps as eps
 from elasticps.client import screening
 from elasticps.client.filtering import PushFilter
-from elasticps.client.screening import NotedRead, Screen, Screened, screen_of
+from elasticps.client.pull import Pull, Query
+from elasticps.client.screening import Screen, Screened, screen_of
 from elasticps.errors import SpecError
 from elasticps.kernels.hashing import table_salt
 from elasticps.model.filters import Filter
@@ -233,8 +234,9 @@ def test_rows_that_were_asked_for_before_a_push_do_not_show_what_it_has_made_of_
     is asked for once more, behind the push."""
     push, screen = pair(spec_of(eps.KKT(feedback=False), dim=1))
     keys = np.arange(2)
-    read = NotedRead(lambda read, timeout: None, 1, table_salt(1), 1, "t", keys, np.zeros((2, 1), np.float32), False)
-    read.saw = screen.noting(keys)
+    query = Query(1, table_salt(1), 1, "t")
+    read = Pull(lambda read, timeout: None, query, keys, np.zeros((2, 1), np.float32))
+    read.on_rows = screen.noting(keys)
     if again:
         read.result()
     found, _ = push.encode(keys, np.full((2, 1), 5, np.float32))

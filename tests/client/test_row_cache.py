@@ -11,9 +11,9 @@ import pytest
 
 import elasticps as eps
 from elasticps.client.batches import Batch, Keys, Rows
-from elasticps.client.pulls import Read, ReadPart, SparseRead
+from elasticps.client.pull import Pull, PullPart, Query
 from elasticps.client.reads import Reads
-from elasticps.client.row_cache import CachedRead, RowCache
+from elasticps.client.row_cache import CachedPull, RowCache
 from elasticps.errors import ClusterUnreachable, Timeout
 from elasticps.kernels.hashing import table_salt
 from elasticps.model.caching import Cache
@@ -29,13 +29,13 @@ def rows_of(keys: Keys) -> Rows:
 
 
 class Servers:
-    """What a cache asks, and gets at once. unsent: so many questions cannot be sent; late: so many are answered by
+    """What a cache asks, and gets at once. failing: so many questions cannot be sent; late: so many are answered by
     nothing, and waits for them end with `Timeout`."""
 
     begun = 1
 
     def __init__(self) -> None:
-        self.late = self.unsent = 0
+        self.late = self.failing = 0
 
     def lock(self) -> threading.Lock:
         return threading.Lock()
@@ -43,23 +43,23 @@ class Servers:
     def clock(self) -> int:
         return 1
 
-    def start(self, read: SparseRead, kept: int = 0) -> SparseRead:
-        if self.unsent:
-            self.unsent -= 1
+    def start(self, read: Pull, cache_age: int = 0) -> Pull:
+        if self.failing:
+            self.failing -= 1
             raise ClusterUnreachable("nobody is there")
         read.clock = 1
         if self.late:
             self.late -= 1
-            read.parts = cast(dict[int, ReadPart], {1: None})
+            read.parts = cast(dict[int, PullPart], {1: None})
         else:
-            read.value[:] = 0.5 if read.slots else rows_of(read.keys)
+            read.value[:] = 0.5 if read.query.slots else rows_of(read.keys)
         return read
 
-    def wait(self, read: Read, timeout: float | None) -> None:
+    def wait(self, read: Pull, timeout: float | None) -> None:
         if not read.done():
             raise Timeout("it took too long")
 
-    def finish(self, read: Read, timeout: float | None) -> None:
+    def finish(self, read: Pull, timeout: float | None) -> None:
         self.wait(read, timeout)
 
 
@@ -70,9 +70,9 @@ class Cached(RowCache):
         self.between: list[Callable[[], object]] = []
         spec, salt = TableSpec("t", DIM, optimizer or eps.SGD(0.1)), table_salt(1)
 
-        def prepare(keys: Keys, any_replica: bool) -> SparseRead:
+        def prepare(keys: Keys, any_replica: bool) -> Pull:
             out = np.empty((len(keys), DIM), np.float32)
-            return SparseRead(servers.finish, 1, salt, DIM, "t", keys, out, any_replica)
+            return Pull(servers.finish, Query(1, salt, DIM, "t", any_replica), keys, out)
 
         super().__init__(Cache(rows=64, staleness=2), spec, 1, cast(Reads, servers), prepare)
 
@@ -81,7 +81,7 @@ class Cached(RowCache):
             self.between.pop()()
         super()._ask(batch)
 
-    def pull(self, keys: Keys = KEYS) -> CachedRead:
+    def pull(self, keys: Keys = KEYS) -> CachedPull:
         """Asks; what is not filled shows as NaN."""
         return self.start(keys, np.full((len(keys), DIM), np.nan, np.float32), False)
 
@@ -108,7 +108,7 @@ def test_the_same_when_the_question_of_the_other_thread_cannot_be_sent(servers: 
     theirs: list[Rows] = []
 
     def other() -> None:
-        servers.unsent = 1
+        servers.failing = 1
         theirs.append(cache.pull().result())
 
     cache.between.append(other)
@@ -139,7 +139,7 @@ class Between(Servers):
 
     after: Callable[[], object] | None = None
 
-    def finish(self, read: Read, timeout: float | None) -> None:
+    def finish(self, read: Pull, timeout: float | None) -> None:
         try:
             self.wait(read, timeout)
         except Timeout as error:
@@ -190,7 +190,7 @@ def test_slots_that_were_not_asked_for_are_forgotten(servers: Servers) -> None:
         batch.rows.parts = {}
     cache.settle(ask=False)
     assert len(cache._slots) == 2
-    servers.unsent = 1
+    servers.failing = 1
     with pytest.raises(ClusterUnreachable):
         cache.settle(ask=True)
     cache.settle(ask=True)

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from elasticps.client.pulls import Read
+from elasticps.client.pull import Pull
 from elasticps.client.reads import Reads
 
 
 def ask_as_if_nothing_had_been_pushed(patch: pytest.MonkeyPatch) -> None:
     """The push goes to heads, the pull to tails."""
 
-    def start(self: Reads, reads: Sequence[Read]) -> None:
-        for read in reads:
-            read.clock = 0
-        self._dispatcher.start_reads(reads, self._bound, self._wait_ms)
+    def start(self: Reads, pulls: Sequence[Pull]) -> None:
+        for pull in pulls:
+            pull.clock = 0
+        self._dispatcher.start_pulls(pulls, self._bound, self._wait_ms)
 
-    patch.setattr(Reads, "start_behind", start)
+    patch.setattr(Reads, "start_with_step", start)

@@ -129,7 +129,7 @@ class FanOuts:
         return any(fan_out.writes and not fan_out.done() for fan_out in self._fan_outs)
 
     @property
-    def asked(self) -> set[Member]:
+    def owing(self) -> set[Member]:
         """The servers that owe answers for which somebody waits."""
         waited_for = (fan_out for fan_out in self._fan_outs if not fan_out.left)
         return {call.member for fan_out in waited_for for call in fan_out.pending.values()}

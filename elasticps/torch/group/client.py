@@ -26,8 +26,8 @@ from elasticps.torch.group.tables import GroupTable, GroupTensor, Handle, pull_m
 
 if TYPE_CHECKING:
     from elasticps.client import Client, Step
-    from elasticps.client.pull_tables import PartRead, TablesPull
-    from elasticps.client.pulls import ArrayRead
+    from elasticps.client.pull import Pull
+    from elasticps.client.pull_tables import TablesPull
 
 Filters = Sequence[Filter]
 Rates = float | Mapping[Handle, float] | None
@@ -271,7 +271,7 @@ class GroupClient(Ranks):
         """The same at once: of each table float32 [n, dim] in the order of its keys."""
         return self.pull_async(keys, read=read, exact=exact).result()
 
-    def pull_many(self, tensors: Sequence[GroupTensor]) -> Sequence[WeightsRead | ArrayRead | PartRead]:
+    def pull_many(self, tensors: Sequence[GroupTensor]) -> Sequence[WeightsRead | Pull]:
         """Asks for several tensors, as `Client.pull_many` and as every rank does. What their `result()` gives is memory
         that all ranks see, and stays as it is: copy what is to be changed."""
         return pull_many(self, tensors)

@@ -20,10 +20,9 @@ from elasticps.torch.group.reads import Arriving, GroupPull, GroupRead, WeightsR
 
 if TYPE_CHECKING:
     from elasticps.client import DenseTensor, SparseTable
-    from elasticps.client.pull_tables import PartRead
-    from elasticps.client.pulls import ArrayRead
+    from elasticps.client.pull import Pull
     from elasticps.client.rates import SetRate
-    from elasticps.client.row_cache import CachedRead
+    from elasticps.client.row_cache import CachedPull
 
 Floats = NDArray[np.float32]
 Real = TypeVar("Real", "SparseTable", "DenseTensor")
@@ -111,7 +110,7 @@ class GroupTable(_Handle["SparseTable"]):
 
     def pull_async(
         self, keys: object, out: Floats | None = None, *, read: str = "tail", exact: bool = False
-    ) -> GroupRead | ArrayRead | CachedRead:
+    ) -> GroupRead | Pull | CachedPull:
         """Asks for rows of `keys`, int64 [n], as every rank does for its own; each key is pulled once for all."""
         real, mine = self.real, checked_keys(self.name, keys)
         rows = np.empty((len(mine), self.dim), np.float32)
@@ -176,7 +175,7 @@ class GroupTensor(_Handle["DenseTensor"]):
         self.shape = shape
         self.target = Target(math.prod(shape), 0)
 
-    def pull_async(self) -> WeightsRead | ArrayRead | PartRead:
+    def pull_async(self) -> WeightsRead | Pull:
         """Asks for the tensor, as every rank does. What `result()` gives is memory that all ranks see: copy what is to
         be changed."""
         return pull_many(self._ps, [self])[0]
@@ -193,7 +192,7 @@ class GroupTensor(_Handle["DenseTensor"]):
 Handle = GroupTable | GroupTensor
 
 
-def pull_many(ps: Ranks, tensors: Sequence[GroupTensor]) -> Sequence[WeightsRead | ArrayRead | PartRead]:
+def pull_many(ps: Ranks, tensors: Sequence[GroupTensor]) -> Sequence[WeightsRead | Pull]:
     """Asks for several tensors, as every rank does; by rank 0 alone, like any client."""
     client, many = ps.client, list(tensors)
     real: list[Any] = [each.real for each in many]
