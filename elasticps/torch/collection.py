@@ -25,14 +25,14 @@ from elasticps.errors import ConfigError, InputError
 from elasticps.model.caching import Cache
 from elasticps.model.spec import Filter, Init
 from elasticps.model.spec import Optimizer as ServerOptimizer
-from elasticps.torch.embedding import MAX_PREFETCHED, ExpectedRows, Pull, TableLayer, may_share_rows
+from elasticps.torch.embedding import MAX_PREFETCHED, ExpectedRows, TableLayer, may_share_rows
 from elasticps.torch.host import moved, room, sent
 from elasticps.torch.jagged import JaggedTensor, KeyedTensor, Lists, lists_of
 from elasticps.torch.kernels.distinct import distinct_tables
 
 if TYPE_CHECKING:
     from elasticps.torch.step_rows import StepRows
-    from elasticps.torch.worker import Worker
+    from elasticps.torch.worker import Pull, Worker
 
 MODES = ("sum", "mean")
 
@@ -193,6 +193,11 @@ class Collection(nn.Module):
     def _register(self, tables: nn.ModuleDict) -> None:
         """Keeps the tables as a module, under the name that torchrec has for them."""
         raise NotImplementedError
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The type of results: float32, or what `half()` or the like made of the model."""
+        return self._tables[0]._parameters["trains"].dtype  # type: ignore[union-attr]
 
     def _checked(self, given: Any) -> Lists:
         """The lists of ids of a batch. InputError for unusable ones."""
@@ -399,11 +404,11 @@ class EmbeddingBagCollection(Collection):
             each = pooled.view(named.stop - named.start, n, dim)
             if len(groups) == 1:
                 values = each.transpose(0, 1).reshape(n, len(each) * dim)
-                return KeyedTensor(self.features, [dim] * len(each), values.to(self._tables[0].trains.dtype))
+                return KeyedTensor(self.features, [dim] * len(each), values.to(self._dtype))
             bags |= dict(zip(self._layout.features[named], each, strict=True))
         shown = [bags[name] for name in self._layout.shown]
         dims = [vectors.shape[1] for vectors in shown]
-        return KeyedTensor(self.features, dims, torch.cat(shown, dim=1).to(self._tables[0].trains.dtype))
+        return KeyedTensor(self.features, dims, torch.cat(shown, dim=1).to(self._dtype))
 
     def _checked(self, given: Any) -> Lists:
         lists = super()._checked(given)
@@ -445,7 +450,7 @@ class EmbeddingCollection(Collection):
         lookup, groups = self._pulled(features)
         n, shown = lookup.lists.samples, dict[str, JaggedTensor]()
         for (rows, positions), group in zip(groups, self._layout.groups, strict=True):
-            vectors = functional.embedding(positions, rows).to(self._tables[0].trains.dtype)
+            vectors = functional.embedding(positions, rows).to(self._dtype)
             named, edges = group.features, lookup.edges[group.features.start : group.features.stop + 1]
             sizes = np.diff(edges).tolist()
             for i, part in zip(range(named.start, named.stop), vectors.split(sizes), strict=True):

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, SupportsIndex
 
 import numpy as np
 import torch
@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-import elasticps.model.spec
 from elasticps.errors import ConfigError, InputError
 from elasticps.model.caching import Cache
 from elasticps.model.spec import Filter, Init, Normal
 from elasticps.model.spec import Optimizer as ServerOptimizer
+from elasticps.torch.arguments import check_ids, refuse_arguments, refuse_torchs
 from elasticps.torch.host import moved, room, sent
 from elasticps.torch.kernels.distinct import distinct
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from elasticps.client import SparseTable
     from elasticps.torch.group import GroupTable
     from elasticps.torch.step_rows import StepRows
-    from elasticps.torch.worker import Worker
+    from elasticps.torch.worker import Pull, Worker
 
 INCOMPLETE = (
     "state_dict() has not the rows of tables, which are at the servers: elasticps.torch.full_state_dict(model) has "
@@ -39,12 +39,6 @@ INCOMPLETE = (
 MAX_PREFETCHED = 8  # batches of ids whose rows may be under way; older ones are dropped
 Gradient = tuple[NDArray[np.int64], Tensor]
 """keys int64 [n], distinct; the gradient of their rows, float32 [n, dim]"""
-
-
-class Pull(Protocol):
-    """Rows on their way."""
-
-    def result(self, timeout: float | None = None) -> Any: ...
 
 
 class ExpectedRows(NamedTuple):
@@ -180,28 +174,25 @@ class TableLayer(nn.Module):
         self.trains = nn.Parameter(torch.empty(0))
         if init is None:  # torch's own default; the name as seed, because equal seeds start with equal rows
             init = Normal(std=1.0, seed=zlib.crc32(name.encode()))
+        # The handle of the table at the servers.
         self.table: SparseTable | GroupTable = ps.table(
             name, dim=dim, optimizer=optimizer, init=init, dtype=dtype, push=push, pull=pull, cache=cache
         )
-        # What the arguments said:
-        self.ps = ps
-        self.optimizer = optimizer
-        self.dim = dim
-        self.padding_idx = padding_idx
-        self.num_embeddings = num_embeddings
-        self.max_norm = None
-        # Rows on their way:
+        self.ps = ps  # as whose steps this layer is trained
+        self.optimizer = optimizer  # of the servers, for the rows
+        self.dim = dim  # floats of a row
+        self.padding_idx = padding_idx  # the id whose row is zeros; None for none
+        self.num_embeddings = num_embeddings  # ids are below it; None for any int64
+        self.max_norm = None  # as torch's layers have it
         self._prefetched: deque[tuple[Tensor, Tensor, _Lookup]] = deque(maxlen=MAX_PREFETCHED)  # ids, and a copy
         self._expected: list[_Lookup] = []  # of the next batch, to be pulled when this one's step ends
-        self._early: list[_Early] = []
+        self._early: list[_Early] = []  # rows that came with the end of the last step
         self.step_rows: StepRows[Any] | None = None  # shared by a group's devices: rows that one of them has pulled
-        # Gradients, which wait here until an Optimizer takes them:
-        self._lock = threading.Lock()  # backward passes on CUDA run in torch's own threads
-        self._gradients: list[Gradient] = []
+        self._lock = threading.Lock()  # of gradients and passes: on CUDA, backward passes run in torch's own threads
+        self.gradients: list[Gradient] = []  # they wait here until an Optimizer takes them
         self.passes: weakref.WeakSet[Any] = weakref.WeakSet()  # forward passes without their backward pass so far
-        # Those who watch this layer:
-        self.on_ids: Callable[[Tensor], None] | None = None  # called with what a forward pass gets
-        self.on_gradient: Callable[[], None] = no_optimizer
+        self.on_ids: Callable[[Tensor], None] | None = None  # called with the ids of each forward pass
+        self.on_gradient: Callable[[], None] = no_optimizer  # called when a gradient has come
 
     def prefetch(self, ids: Tensor) -> None:
         """Asks for the rows of `ids` now; the forward pass that gets this very tensor, unchanged, takes them.
@@ -286,7 +277,7 @@ class TableLayer(nn.Module):
         keys: int64, without the padding id; positions: int64 [ids], the index of each id in keys, and len(keys) for the
         padding id; padded: whether that occurs. InputError for unusable ids.
         """
-        _check_ids(self.table.name, ids)
+        check_ids(self.table.name, ids)
         flat = ids.detach().reshape(-1).to("cpu", torch.int64).contiguous().numpy()
         keys, where, padded = distinct(flat, self.padding_idx)
         if self.num_embeddings is not None and len(keys) and not 0 <= keys.min() <= keys.max() < self.num_embeddings:
@@ -361,9 +352,9 @@ class TableLayer(nn.Module):
             trains = self._parameters["trains"]
             assert trains is not None
             if (shown := trains.grad) is None or getattr(shown, "dropped", False):
-                self._gradients.clear()
+                self.gradients.clear()
                 trains.grad = torch.empty_like(trains.detach()).as_subclass(_Elsewhere)
-            self._gradients.append((keys, rows))
+            self.gradients.append((keys, rows))
 
     def take_all(self) -> list[Gradient]:
         """Hands over all gradients since the last call, one for every backward pass, unless the model's zero_grad() has
@@ -372,8 +363,8 @@ class TableLayer(nn.Module):
             trains = self._parameters["trains"]
             assert trains is not None
             shown = trains.grad
-            taken = [] if shown is None or getattr(shown, "dropped", False) else list(self._gradients)
-            self._gradients.clear()
+            taken = [] if shown is None or getattr(shown, "dropped", False) else list(self.gradients)
+            self.gradients.clear()
         return taken
 
     def forget(self) -> None:
@@ -381,7 +372,7 @@ class TableLayer(nn.Module):
         trains = self._parameters["trains"]
         assert trains is not None
         with self._lock:
-            self._gradients.clear()
+            self.gradients.clear()
             if trains.grad is not None:
                 trains.grad = None
 
@@ -391,62 +382,6 @@ def may_share_rows(layer: nn.Module, tables: Sequence[TableLayer]) -> bool:
     none of the tables has a cache of its own."""
     cached = any(getattr(table.table, "cache", None) is not None for table in tables)
     return layer.training and torch.is_grad_enabled() and not cached
-
-
-_NOT_OURS = {
-    "sparse": "leave it out: gradients of rows are always sparse",
-    "scale_grad_by_freq": "divide the loss of a sample by its ids' frequency, or choose an optimizer such as "
-    "elasticps.Adagrad, that slows down for frequent rows",
-    "device": "leave it out: rows are at the servers, and what a pass gives is on the device of its ids",
-    "norm_type": "leave it out, as max_norm: use weight decay",
-    "_weight": "load the rows: layer.table.load(keys, rows)",
-    "_freeze": "call layer.requires_grad_(False)",
-    "embedding_dim": "write dim=",
-}
-
-
-def refuse_arguments(layer: str, args: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """ConfigError for arguments that torch's layer takes, in torch's order or under torch's names."""
-    if args and isinstance(args[0], int):
-        dim = f" {args[1]}," if len(args) > 1 and isinstance(args[1], int) else " dim,"
-        raise ConfigError(
-            f"{layer} takes a client and a table's name first, and not a number: write {layer}(ps, 'name',{dim} "
-            f"num_embeddings={args[0]}, optimizer=elasticps.Adagrad(lr=0.1)); num_embeddings may be left out"
-        )
-    for name, instead in _NOT_OURS.items():
-        if name in options:
-            raise ConfigError(f"{layer} has no {name}=: {instead}")
-
-
-def _check_ids(table: str, ids: Any) -> None:
-    """InputError unless `ids` is a tensor of ids."""
-    what = f"ids of table {table!r} must be int64 or int32"
-    if not isinstance(ids, Tensor):
-        raise InputError(
-            f"{what}, got {type(ids).__name__}: write torch.tensor(ids); lists of different lengths are for an "
-            "EmbeddingBag with offsets, or a collection with elasticps.torch.Jagged"
-        )
-    if ids.is_nested:
-        raise InputError(
-            f"{what}, got a nested one: an EmbeddingBag takes ids.values() and ids.offsets(), a collection "
-            "elasticps.torch.Jagged"
-        )
-    if ids.dtype not in (torch.int64, torch.int32):
-        hint = ": write ids.long(), before they are rounded" if ids.is_floating_point() else ": write ids.long()"
-        raise InputError(f"{what}, got {ids.dtype}{hint}")
-
-
-def refuse_torchs(optimizer: object) -> None:
-    """ConfigError for an optimizer of torch's, which would run in this process, and for a class instead of an
-    object."""
-    kind = getattr(optimizer, "func", optimizer)  # of a functools.partial
-    kind = kind if isinstance(kind, type) else type(kind)
-    if issubclass(kind, torch.optim.Optimizer):
-        ours = getattr(elasticps.model.spec, kind.__name__, None)
-        instead = f"elasticps.{kind.__name__}(lr=…)" if ours else "one of elasticps' own, such as elasticps.Adam(lr=…)"
-        raise ConfigError(f"the servers run the optimizer, which cannot be torch's {kind.__name__}: take {instead}")
-    if isinstance(optimizer, type) and issubclass(optimizer, ServerOptimizer):
-        raise ConfigError(f"the optimizer is a class: make it one, elasticps.{optimizer.__name__}(lr=…)")
 
 
 def no_optimizer() -> None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from elasticps.errors import ConfigError
 from elasticps.model.spec import Filter
 from elasticps.model.spec import Optimizer as ServerOptimizer
+from elasticps.torch.arguments import refuse_torchs
 from elasticps.torch.devices import DeviceGroup, models_of
-from elasticps.torch.embedding import refuse_torchs
 from elasticps.torch.outgoing import Outgoing
 from elasticps.torch.parameters import NO_WRAPPER, Groups, Rates, dense_of, described, plain, tables_of
 from elasticps.torch.weights import Weights, layers_of
@@ -252,7 +252,7 @@ class Optimizer(torch.optim.Optimizer):
             outgoing.send_arrived(wait=True)
             pull = weights.next_pull()
             self.last_step, answer = outgoing.end(pull.keys, pull.out)
-            weights.asked(pull, answer)
+            weights.sent(pull, answer)
         self._take_weights()
         return loss
 

@@ -45,13 +45,17 @@ class _Leaving(NamedTuple):
 
     def value(self) -> Any:
         """Waits for it: float32 of the tensor's shape, or (keys [n], rows [n, dim])."""
-        return self.fetches[0].result() if self.keys is None else _summed(self.keys, self.fetches)
+        return _array(self.fetches[0]) if self.keys is None else _summed(self.keys, self.fetches)
+
+
+def _array(fetch: Fetch) -> NDArray[np.float32]:
+    return fetch.array if fetch.array is not None else fetch.result()
 
 
 def _summed(keys: list[NDArray[np.int64]], fetches: list[Fetch]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """One gradient of a table, each row once: added up in the order given, by the CPU; a GPU would do it in any
     order."""
-    given = [(some, rows.result()) for some, rows in zip(keys, fetches, strict=True)]
+    given = [(some, _array(rows)) for some, rows in zip(keys, fetches, strict=True)]
     if len(given) == 1:
         return given[0]
     total = sum(map(len, keys))
@@ -223,9 +227,10 @@ class Outgoing:
         for dense in self._dense:
             dense.left = None
         for table in self._tables:
-            table.left = False
             for layer in table.layers:
-                layer.forget()
+                if table.left or layer.gradients:
+                    layer.forget()
+            table.left = False
 
     # -- gradients that stay here
 

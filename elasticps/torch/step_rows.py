@@ -8,24 +8,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.torch.kernels.distinct import distinct
 
+if TYPE_CHECKING:
+    from elasticps.torch.worker import Pull
+
 Keys = NDArray[np.int64]
 Floats = NDArray[np.float32]
 TableT = TypeVar("TableT")
 MAX_PULLS = 64  # of a table in one step, whose rows are held here; then all are dropped
 _NONE: Keys = np.empty(0, np.int64)
-
-
-class Pull(Protocol):
-    """Rows on their way."""
-
-    def result(self, timeout: float | None = None) -> object: ...
 
 
 class _SharedPull:

@@ -180,7 +180,7 @@ class Weights:
                 pull.out.update(rows.out)
         return pull
 
-    def asked(self, pull: NextPull, answer: Any) -> None:
+    def sent(self, pull: NextPull, answer: Any) -> None:
         """A planned pull has left, and `answer` waits for it: tells the layers, and asks for the rest of the rows."""
         self._coming = pull.dense, answer
         for rows in pull.joined:
@@ -192,7 +192,7 @@ class Weights:
         """Asks for a planned pull now, of its own; by default for all parameters, also those that are frozen."""
         if pull is None:
             pull = NextPull(list(self._dense), {each.tensor: None for each in self._dense}, {}, [], [])
-        self.asked(pull, self._ps.pull_async(pull.keys, pull.out))
+        self.sent(pull, self._ps.pull_async(pull.keys, pull.out))
 
     def take(self) -> None:
         """Waits for values that are on their way, and gives them to the parameters. Raises what a pull raises."""

@@ -9,6 +9,13 @@ from elasticps.model.caching import Cache
 from elasticps.model.spec import Filter, Init, Optimizer
 
 
+class Pull(Protocol):
+    """Rows and tensors on their way."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Waits until they are where they belong. Raises what the pull raises."""
+
+
 class Worker(Protocol):
     """What layers, Optimizers and samplers call. Arguments, results and errors are those of `elasticps.Client`."""
 
@@ -33,7 +40,7 @@ class Worker(Protocol):
     ) -> Mapping[str, Any]:  # fmt: skip
         """Opens dense tensors by name."""
 
-    def pull_async(self, keys: Mapping[Any, Any], out: Mapping[Any, Any] | None = None) -> Any:
+    def pull_async(self, keys: Mapping[Any, Any], out: Mapping[Any, Any] | None = None) -> Pull:
         """Asks for rows of tables, and tensors, {table: keys int64 [n], tensor: None}."""
 
     def push(self, values: Mapping[Any, Any], *, lr: Any = None) -> Any:
@@ -42,7 +49,7 @@ class Worker(Protocol):
     def push_pull(
         self, values: Mapping[Any, Any], keys: Mapping[Any, Any], out: Mapping[Any, Any] | None = None, *,
         step: Any = None, lr: Any = None,
-    ) -> tuple[Any, Any]:  # fmt: skip
+    ) -> tuple[Any, Pull]:  # fmt: skip
         """Sends a step, or the last part of an open one, and asks for what it makes of rows and tensors."""
 
     def step(self, *, lr: Any = None) -> Any:

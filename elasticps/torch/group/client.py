@@ -38,7 +38,7 @@ class GroupStep:
 
     def __init__(self, ps: GroupClient, step: Step | None) -> None:
         self._ps, self._step = ps, step
-        self.ticked = 0  # the clock, once this rank has heard of it
+        self.ticked = 0  # the clock, once this rank knows it; else 0
 
     @property
     def clock(self) -> int:
@@ -59,11 +59,11 @@ class GroupStep:
             self._step.result(timeout)
             return self._ps.clocks()
 
-        self._ps.hear(self._ps.asked("result of a step", result))
+        self._ps.hear(self._ps.at_rank_0("result of a step", result))
 
 
 class GroupClient(Ranks):
-    """What the ranks of a group have in the place of a client; made by `LocalGroup.connect`.
+    """The client of one rank of a group; made by `LocalGroup.connect`.
 
     Every rank makes the same calls in the same order, each with its own keys and gradients: `push` sums what all of
     them have and is one step, pulls ask for each row once. What differs is an error, `GroupLost`, at all ranks.
@@ -75,8 +75,8 @@ class GroupClient(Ranks):
         self, links: Links, client: Client | None, mean: bool, chunk: int = CHUNK, little: int = LITTLE
     ) -> None:
         super().__init__(links, client)
-        self._heard = 0, 0  # the clock, and up to which clock all is committed
-        self._owed: tuple[int, GroupStep] | None = None  # a push of which rank 0 has yet to tell
+        self._clocks = 0, 0  # the clock, and the clock up to which all is committed
+        self._owed: tuple[int, GroupStep] | None = None  # a push whose result rank 0 has not sent
         self._handles: list[Handle] = []
         self._summing = Summing(links, self._handles, mean, chunk, little)
         self._named: dict[str, Handle] = {}
@@ -99,12 +99,12 @@ class GroupClient(Ranks):
     def clock(self) -> int:
         """Steps pushed, counted from the worker's base clock."""
         self.settle()
-        return self._heard[0]
+        return self._clocks[0]
 
     @property
     def committed(self) -> int:
-        """The clock up to which every step is committed, as this rank has heard last."""
-        return self._heard[1]
+        """The clock up to which every step is committed, as far as this rank knows."""
+        return self._clocks[1]
 
     # -- tables
 
@@ -177,11 +177,11 @@ class GroupClient(Ranks):
         reals: list[Any] = [None] * len(names)
         known = [self._named.get(name) for name in names]
 
-        def at_rank_0(client: Client) -> list[int]:
+        def open_here(client: Client) -> list[int]:
             reals[:] = opened(client)
             return [before is None or before.real is not real for before, real in zip(known, reals, strict=True)]
 
-        is_new = self.asked(what, at_rank_0).tolist()
+        is_new = self.at_rank_0(what, open_here).tolist()
         handles = list[Handle]()
         for name, before, new, real in zip(names, known, is_new, reals, strict=True):
             handle = before
@@ -194,9 +194,10 @@ class GroupClient(Ranks):
     # -- steps and pulls
 
     def push(self, values: Mapping[Any, object], *, lr: Rates = None) -> GroupStep:
-        """One step of all ranks: sums what they give, {table: (keys, grads), tensor: grad} as for `Client.push`, in
-        the order of the ranks, and pushes the sums. A rank may leave out what it has no gradient of. `lr` counts at
-        rank 0. InputError before anybody hears of it; what rank 0's push raises, others raise with their next step."""
+        """One step of all ranks: sums their gradients, {table: (keys, grads), tensor: grad} as for `Client.push`,
+        in the order of the ranks, and pushes the sums. A rank may leave out tables and tensors of which it has no
+        gradient. `lr` counts at rank 0. InputError before other ranks are involved; an error of rank 0's push is raised
+        by the others with their next step."""
         self._refuse_alone("push")
         for handle in values:
             if self._named.get(getattr(handle, "name", "")) is not handle:
@@ -213,7 +214,7 @@ class GroupClient(Ranks):
             real: dict[Any, Any] = {handle.real: summed for handle, summed in sums.items()}
             step = GroupStep(self, self.client.push(real, lr=rates))
             self._heard_push(self.links.answer(number, np.append(self.clocks(), self._summing.room)))
-        step.ticked = self._heard[0]
+        step.ticked = self._clocks[0]
         return step
 
     def push_pull(
@@ -229,11 +230,11 @@ class GroupClient(Ranks):
         raise ConfigError("ranks of a group push each step as a whole: call push({…}) once for all its gradients")
 
     def settle(self) -> None:
-        """Elsewhere than at rank 0: hears what became of the newest push, and raises what rank 0 did."""
+        """At other ranks than rank 0: waits for the result of the newest push, and raises the error of rank 0."""
         if self._owed is not None:
             (number, step), self._owed = self._owed, None
             self._heard_push(self.links.answer(number))
-            step.ticked = self._heard[0]
+            step.ticked = self._clocks[0]
 
     def pull_async(
         self, keys: Mapping[Any, object], out: Mapping[Any, Floats] | None = None, *, read: str = "tail",
@@ -312,8 +313,8 @@ class GroupClient(Ranks):
             at = client.resume()
             return [at.clock, at.trained, at.begun, at.steps, at.predecessor]
 
-        clock, trained, begun, steps, predecessor = self.asked("resume", resumed).tolist()
-        self._heard = clock, clock
+        clock, trained, begun, steps, predecessor = self.at_rank_0("resume", resumed).tolist()
+        self._clocks = clock, clock
         return Resume(clock, trained, begun, steps, bool(predecessor))
 
     def flush(self, timeout: float | None = None) -> None:
@@ -323,10 +324,10 @@ class GroupClient(Ranks):
             client.flush(timeout)
             return self.clocks()
 
-        self.hear(self.asked("flush", flushed))
+        self.hear(self.at_rank_0("flush", flushed))
 
     def clocks(self) -> Words:
-        """At rank 0: what the others hear of the client's clock."""
+        """At rank 0: the client's clock and committed clock, int64 [2], for the other ranks."""
         assert self.client is not None
         return np.array([self.client.clock, self.client.committed], np.int64)
 
@@ -335,9 +336,9 @@ class GroupClient(Ranks):
         self._summing.room = int(words[2])
 
     def hear(self, words: Words) -> None:
-        """What `clocks` gave."""
+        """Takes the clocks that rank 0's `clocks` returned."""
         clock, committed = words.tolist()
-        self._heard = clock, committed
+        self._clocks = clock, committed
 
     @contextmanager
     def alone(self) -> Iterator[Client]:

@@ -1,7 +1,7 @@
-"""Where the gradients of one step lie in the memory that ranks share. Pure: every rank comes to the same.
+"""Where the gradients of one step lie in the memory that ranks share. Pure: every rank computes the same layout.
 
-Each rank has a region of its own, `room` bytes of it, so that it can put there what it has before it knows what others
-have. Behind the regions are the sums. Dense gradients are one row of floats, tensor after tensor, which passes by in
+Each rank has a region of its own, of `room` bytes, so that it can write its gradients before it knows those of others.
+Behind the regions are the sums. Dense gradients are one row of floats, tensor after tensor, which passes by in
 chunks: each rank copies its own chunk into one of two slots, and each sums a share of the chunk into the result. So
 memory is one model, not one for each rank. Rows lie there as they are, and the sums of each rank's share of the keys.
 """
@@ -20,8 +20,8 @@ _LINE = 64  # bytes; what two ranks write does not meet in one cache line
 ABSENT = -1
 
 
-class Target(NamedTuple):
-    """What can be pushed. floats: of a tensor; dim: of a table's row. The other is 0."""
+class GradientSize(NamedTuple):
+    """The size of a gradient. floats: of a tensor; dim: of a table's row. The other is 0."""
 
     floats: int
     dim: int
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 
 class Region(NamedTuple):
-    """What one rank gives: its rows of each table, by number of the target; two slots for floats; where it ends."""
+    """The memory of one rank: its rows of each table, by number; two slots for floats; the byte at which it ends."""
 
     tables: dict[int, Place]
     slots: tuple[int, int]
@@ -66,7 +66,7 @@ class Layout:
     nbytes: int
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """First float, and the one behind the last, of each."""
+        """The first float of each chunk, and the float after its last."""
         for start in range(0, self.floats, max(1, self.chunk)):
             yield start, min(start + self.chunk, self.floats)
 
@@ -83,14 +83,14 @@ class _Room:
         return Place(self.bytes(8 * n), self.bytes(4 * n * dim), n, dim)
 
 
-def tensors_of(targets: Sequence[Target], has: NDArray[np.int64]) -> tuple[int, ...]:
+def tensors_of(targets: Sequence[GradientSize], has: NDArray[np.int64]) -> tuple[int, ...]:
     """The numbers of the tensors of which a rank has a gradient."""
     return tuple(number for number, target in enumerate(targets) if target.floats and has[number] != ABSENT)
 
 
-def region(targets: Sequence[Target], has: NDArray[np.int64], floats: int, start: int) -> Region:
-    """That of one rank, from byte `start` on. has: for each target, how many keys it has of a table, and anything but
-    ABSENT for a tensor of which it has a gradient. floats: that pass at once."""
+def region(targets: Sequence[GradientSize], has: NDArray[np.int64], floats: int, start: int) -> Region:
+    """The region of one rank, from byte `start` on. has: for each target, how many keys it has of a table, and anything
+    but ABSENT for a tensor of which it has a gradient. floats: that pass at once."""
     room = _Room(start)
     tables = {
         number: room.rows(int(has[number]), target.dim)
@@ -100,9 +100,9 @@ def region(targets: Sequence[Target], has: NDArray[np.int64], floats: int, start
     return Region(tables, (room.bytes(4 * floats), room.bytes(4 * floats)), room.end)
 
 
-def layout(targets: Sequence[Target], given: Sequence[NDArray[np.int64]], chunk: int, room: int) -> Layout:
-    """given: what each rank has, as for `region`. A rank that needs more than `room` bytes begins where others end: see
-    `room_for`."""
+def layout(targets: Sequence[GradientSize], given: Sequence[NDArray[np.int64]], chunk: int, room: int) -> Layout:
+    """The memory of one step. given: what each rank has, as for `region`. A rank that needs more than `room` bytes
+    begins where others end: see `room_for`."""
     tensors = tuple(sorted({number for has in given for number in tensors_of(targets, has)}))
     sizes = [targets[number].floats for number in tensors]
     floats = sum(sizes)
@@ -119,7 +119,7 @@ def layout(targets: Sequence[Target], given: Sequence[NDArray[np.int64]], chunk:
     return Layout(tensors, starts, floats, chunk, regions, result, sums, rest.end)
 
 
-def room_for(targets: Sequence[Target], given: Sequence[NDArray[np.int64]], chunk: int) -> int:
+def room_for(targets: Sequence[GradientSize], given: Sequence[NDArray[np.int64]], chunk: int) -> int:
     """Bytes of a region that are enough for all ranks, and half of that more for the next step."""
     plan = layout(targets, given, chunk, 0)
     most = max(each.end for each in plan.regions)

@@ -17,7 +17,7 @@ from elasticps.torch.group.layout import Place
 SPARE = 4096  # bytes, at least
 
 
-class Shared:
+class SharedMemory:
     """A piece of it. descriptor: its own; whoever makes one closes it, which leaves the memory as it is."""
 
     def __init__(self, descriptor: int) -> None:
@@ -43,7 +43,7 @@ class Held:
 
     def __init__(self, array: NDArray[np.float32], keeps: object) -> None:
         self.__array_interface__: dict[str, Any] = array.__array_interface__
-        self._kept = array, keeps
+        self._alive = array, keeps
 
     def view(self) -> NDArray[np.float32]:
         """The array."""

@@ -1,4 +1,4 @@
-"""What the ranks of a group do as one: rank 0 does it with the client, and all hear what came of it."""
+"""Operations that rank 0 does with the client for all ranks of a group, which get its result or its error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class Ranks:
-    """`client` is the real one, at rank 0, and None elsewhere; is_alone: rank 0 does something by itself."""
+    """The ranks of a group, as one of them. client: the real one, at rank 0, and None elsewhere; is_alone: whether rank
+    0 does something by itself, inside `GroupClient.alone`."""
 
     def __init__(self, links: Links, client: Client | None) -> None:
         self.links = links
@@ -34,19 +35,19 @@ class Ranks:
         return self.links.size
 
     def settle(self) -> None:
-        """Hears what rank 0 has still to tell of earlier."""
+        """Waits for the answers that rank 0 still owes for earlier operations."""
 
     def together(self, operation: str, does: Callable[[], None]) -> None:
-        """Rank 0 does something for all, who wait for it, and raise what it raises."""
+        """Has rank 0 do something for all ranks; they wait for it, and raise what it raises."""
 
         def done(_: Client) -> Words:
             does()
             return NOTHING
 
-        self.asked(operation, done)
+        self.at_rank_0(operation, done)
 
-    def asked(self, operation: str, does: Callable[[Client], Any]) -> Words:
-        """The same, and what it gives, int64 [n], at all ranks."""
+    def at_rank_0(self, operation: str, does: Callable[[Client], Any]) -> Words:
+        """Has rank 0 do something for all ranks; returns its result, int64 [n], at all of them."""
         if self.client is not None and self.is_alone:
             return np.array(does(self.client), np.int64)
         self.settle()

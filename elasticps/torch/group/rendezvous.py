@@ -1,5 +1,5 @@
-"""How the ranks of one machine find each other: their process group tells where, sockets without a name in any folder
-join them."""
+"""How the ranks of one machine find each other: by an all-gather of their process group, and sockets that have no name
+in any folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MEETING_S = 60.0
 
 
 def machine_id() -> bytes:
-    """16 bytes that are those of no other machine, or network of containers: their sockets do not reach each other."""
+    """An id of this machine and network of containers, 16 bytes: sockets reach no process with another id."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     network = os.stat("/proc/self/ns/net").st_ino
     return hashlib.blake2b(boot + str(network).encode(), digest_size=_ID).digest()
@@ -42,7 +42,8 @@ def machines(ids: Sequence[bytes]) -> list[list[int]]:
 
 
 def meet(process_group: Any, timeout_s: float) -> tuple[Links, int]:
-    """Joins this rank with those of its machine; the second: which machine of the process group this is."""
+    """Joins this rank with the others of its machine. Returns their links, and the number of the machine among those of
+    the process group. ConfigError without a process group, GroupLost if ranks cannot reach each other."""
     if not (distributed.is_available() and distributed.is_initialized()):
         raise ConfigError(
             "a LocalGroup needs torch's process group: call torch.distributed.init_process_group('gloo') first, in a "
@@ -56,23 +57,23 @@ def meet(process_group: Any, timeout_s: float) -> tuple[Links, int]:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(_address(token))
         listener.listen(128)
-        said = _gathered(machine_id() + token, process_group)
-        together = machines([each[:_ID] for each in said])
+        greetings = _gathered(machine_id() + token, process_group)
+        together = machines([each[:_ID] for each in greetings])
         number = next(n for n, ranks in enumerate(together) if own in ranks)
         ranks = together[number]
-        token, rank, size = said[ranks[0]][_ID:], ranks.index(own), len(ranks)
+        token, rank, size = greetings[ranks[0]][_ID:], ranks.index(own), len(ranks)
         deadline_s = time.monotonic() + min(MEETING_S, timeout_s)
         sockets = _accepted(listener, token, size, deadline_s) if rank == 0 else {0: _called(token, rank)}
         return Links(rank, size, sockets, timeout_s), number
 
 
 def _address(token: bytes) -> bytes:
-    """In Linux's abstract namespace: nothing lies in a folder, and nothing stays."""
+    """A socket's address in Linux's abstract namespace: no file in a folder, and nothing to remove."""
     return b"\0elasticps-" + token.hex().encode()
 
 
 def _gathered(mine: bytes, process_group: Any) -> list[bytes]:
-    """What each rank says; all as many bytes."""
+    """The bytes of each rank of the process group; all ranks give the same number of bytes."""
     backend = str(distributed.get_backend(process_group))
     device = torch.device("cpu" if "gloo" in backend or "mpi" in backend else "cuda")
     own = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
@@ -93,7 +94,7 @@ def _called(token: bytes, rank: int) -> socket.socket:
 
 
 def _accepted(listener: socket.socket, token: bytes, size: int, deadline_s: float) -> dict[int, socket.socket]:
-    """The other ranks, once each of them has called."""
+    """Waits until all other ranks have called; their sockets, by rank."""
     found: dict[int, socket.socket] = {}
     try:
         while len(found) < size - 1:
@@ -115,7 +116,7 @@ def _accepted(listener: socket.socket, token: bytes, size: int, deadline_s: floa
 
 
 def _caller(peer: socket.socket, token: bytes) -> int | None:
-    """Which rank calls; None for whoever is none: another user, or somebody without the token."""
+    """The rank that calls; None for another user's process, and for one that does not know the token."""
     _, user, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     if user != os.getuid():  # not after it has kept us waiting
         return None
@@ -126,5 +127,5 @@ def _caller(peer: socket.socket, token: bytes) -> int | None:
         return None
     if len(hello) != _HELLO.size:
         return None
-    said, rank = _HELLO.unpack(hello)
-    return int(rank) if secrets.compare_digest(said, token) else None
+    their_token, rank = _HELLO.unpack(hello)
+    return int(rank) if secrets.compare_digest(their_token, token) else None

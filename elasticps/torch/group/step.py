@@ -1,12 +1,13 @@
-"""One step of all ranks: their gradients become one, which rank 0 pushes.
+"""One step of all ranks: sums their gradients, which rank 0 pushes.
 
-A rank puts what it has where it has room (`layout.py`), then all say what they have; if there was not room enough, they
-get more and put it there again. Dense gradients pass in chunks: while the ranks sum one, each its share of it, the next
-one is copied. Rows are summed by key, each rank a part of the keys. All sums go by rank, so that they are, bit for bit,
-those of one process that adds up the gradients in this order.
+A rank writes its gradients into its own region of shared memory (`layout.py`); then all ranks exchange how large theirs
+are. If a region is too small, all get larger ones and write again. Dense gradients pass in chunks: while the ranks sum
+one chunk, each its share of it, the next one is copied. Rows are summed by key, each rank a part of the keys. All sums
+go by rank, so that they are, bit for bit, those of one process that adds up the gradients in this order.
 
-What is little rank 0 sums alone, as soon as it has heard all ranks: no other one has to wait for that. Whoever has more
-than its room then says it instead, and hears with the push's answer how much room there is from now on.
+Small steps rank 0 sums alone, as soon as it has the requests of all ranks: no other rank has to wait. A rank whose
+gradients do not fit its region then sends them in its request, and learns the new size of regions with the answer to
+the push.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from numpy.typing import NDArray
 from elasticps.torch.group.layout import (
     ABSENT,
     CHUNK,
+    GradientSize,
     Layout,
     Region,
-    Target,
     copy_range,
     fits,
     layout,
@@ -31,7 +32,7 @@ from elasticps.torch.group.layout import (
     tensors_of,
 )
 from elasticps.torch.group.links import Links
-from elasticps.torch.group.memory import Shared
+from elasticps.torch.group.memory import SharedMemory
 from elasticps.torch.group.tables import Handle
 from elasticps.torch.kernels.merge import added, merged, share
 
@@ -44,7 +45,7 @@ _NONE: Has = np.empty(0, np.int64)
 
 
 class Sums(NamedTuple):
-    """At rank 0: what is to be pushed. Arrays of tensors, float32 of their shape, lie in shared memory until the next
+    """The sums that rank 0 pushes. Arrays of tensors, float32 of their shape, lie in shared memory until the next
     step."""
 
     number: int  # of the operation that waits for the push
@@ -52,7 +53,8 @@ class Sums(NamedTuple):
 
 
 class Summing:
-    """The steps of the ranks of `links`. handles: all that are open, by number; mean: divide sums by the ranks."""
+    """Sums gradients, step by step. handles: all open tables and tensors, by number; mean: divide sums by the number of
+    ranks; little: rank 0 sums alone while a rank's region has at most so many bytes."""
 
     def __init__(
         self, links: Links, handles: Sequence[Handle], mean: bool, chunk: int = CHUNK, little: int = LITTLE
@@ -62,7 +64,8 @@ class Summing:
         self._next = 0  # the same from when all ranks hear of a push, which may fail
 
     def sums(self, values: Mapping[Handle, object]) -> Sums:
-        """Adds up what the ranks have; InputError before anybody hears of it. Elsewhere than at rank 0 nothing."""
+        """Sums the gradients of all ranks; returns the sums at rank 0, elsewhere none. InputError for unusable
+        gradients, before other ranks are involved."""
         mine = {handle.number: handle.checked(value) for handle, value in values.items()}
         if 0 < self._room <= self._little:
             return self._sums_alone(mine)
@@ -73,22 +76,23 @@ class Summing:
             self._add_all(plan, memory, mine)
             for i, number in enumerate(plan.sums):
                 counts[i] = self._merge(plan, memory, number)
-        number, said = self._links.ask("push of the sums", counts)
+        number, requests = self._links.ask("push of the sums", counts)
         if self._links.rank:
             return Sums(number, {})
         with self._links.leading(number):
-            return Sums(number, dict(self._values(plan, said)))
+            return Sums(number, dict(self._values(plan, requests)))
 
     @property
     def room(self) -> int:
-        """What all ranks have to hear from rank 0 with the answer of a push, and set."""
+        """The size of regions from the next step on. Rank 0 sends it with the answer to a push, and all ranks set
+        it."""
         return self._next
 
     @room.setter
     def room(self, room: int) -> None:
         self._room = self._next = room
 
-    # -- what is little
+    # -- small steps
 
     def _sums_alone(self, mine: Mapping[int, Any]) -> Sums:
         targets, links = [handle.target for handle in self._handles], self._links
@@ -97,8 +101,8 @@ class Summing:
         fits_room = own.end <= (links.rank + 1) * self._room
         if fits_room:
             self._give(own, tensors, mine, floats)
-        said = [len(has), fits_room], has, _NONE if fits_room else _packed(mine)
-        number, heard = links.ask("step", np.concatenate(said))
+        requests = [len(has), fits_room], has, _NONE if fits_room else _packed(mine)
+        number, heard = links.ask("step", np.concatenate(requests))
         if links.rank:
             return Sums(number, {})
         with links.leading(number):
@@ -111,14 +115,14 @@ class Summing:
                 links.share(GRADIENTS, layout(targets, sizes, self._chunk, self._next).nbytes)
             return Sums(number, values)
 
-    def _region(self, targets: Sequence[Target], has: Has, rank: int) -> tuple[Region, Sequence[int], int]:
-        """Where a rank puts what it has, its tensors, and their floats."""
+    def _region(self, targets: Sequence[GradientSize], has: Has, rank: int) -> tuple[Region, Sequence[int], int]:
+        """The region of a rank, the numbers of the tensors that it has gradients of, and how many floats these have."""
         tensors = tensors_of(targets, has)
         floats = sum(targets[number].floats for number in tensors)
         return region(targets, has, floats, rank * self._room), tensors, floats
 
-    def _taken(self, targets: Sequence[Target], rank: int, heard: Has) -> dict[int, Any]:
-        """What a rank has given, by number: keys and rows of tables, flat floats of tensors."""
+    def _taken(self, targets: Sequence[GradientSize], rank: int, heard: Has) -> dict[int, Any]:
+        """The gradients of a rank, by number: keys and rows of tables, flat floats of tensors."""
         has = heard[2 : 2 + len(targets)]
         if not heard[1]:
             return _unpacked(targets, has, heard[2 + len(targets) :])
@@ -132,7 +136,9 @@ class Summing:
         nothing = [number for number, target in enumerate(targets) if target.dim and has[number] == 0]
         return found | {number: (_NONE, np.empty((0, targets[number].dim), np.float32)) for number in nothing}
 
-    def _added(self, targets: Sequence[Target], given: Sequence[Mapping[int, Any]]) -> Iterator[tuple[Handle, Any]]:
+    def _added(
+        self, targets: Sequence[GradientSize], given: Sequence[Mapping[int, Any]]
+    ) -> Iterator[tuple[Handle, Any]]:
         for number, each_handle in enumerate(self._handles):
             handle: Any = each_handle
             some = [each[number] for each in given if number in each]
@@ -154,22 +160,22 @@ class Summing:
     # -- giving
 
     def _has(self, mine: Mapping[int, Any]) -> Has:
-        """How many keys of each table, 0 for a tensor, ABSENT for what is not there."""
+        """This rank's gradients by number, int64: the keys of a table, 0 for a tensor, ABSENT for none."""
         has = np.full(len(self._handles), ABSENT, np.int64)
         for number, value in mine.items():
             has[number] = len(value[0]) if isinstance(value, tuple) else 0
         return has
 
     def _given(self, mine: Mapping[int, Any]) -> Layout:
-        """Where everything lies; each rank's rows and first chunk are there."""
+        """Has all ranks write their rows and first chunks; the layout in which these lie."""
         targets = [handle.target for handle in self._handles]
         has = self._has(mine)
         early = self._give_early(targets, has, mine)
-        said = self._links.exchange("step", np.append(has, early))
-        given = [each[:-1] for each in said]
+        requests = self._links.exchange("step", np.append(has, early))
+        given = [each[:-1] for each in requests]
         plan = layout(targets, given, self._chunk, self._room)
         same = all(tensors_of(targets, each) == plan.tensors for each in given)
-        if all(each[-1] for each in said) and same and fits(plan, self._room, self._nbytes):
+        if all(each[-1] for each in requests) and same and fits(plan, self._room, self._nbytes):
             return plan
         self.room = room_for(targets, given, self._chunk)
         plan = layout(targets, given, self._chunk, self._room)
@@ -183,8 +189,8 @@ class Summing:
             self._wait()
         return plan
 
-    def _give_early(self, targets: Sequence[Target], has: Has, mine: Mapping[int, Any]) -> bool:
-        """Whether there is room for what this rank has, and it is there."""
+    def _give_early(self, targets: Sequence[GradientSize], has: Has, mine: Mapping[int, Any]) -> bool:
+        """Writes this rank's gradients early if they fit; returns whether it did."""
         tensors = tensors_of(targets, has)
         chunk = min(self._chunk, sum(targets[number].floats for number in tensors))
         start = self._links.rank * self._room
@@ -210,13 +216,13 @@ class Summing:
         return self._links.shared(GRADIENTS)
 
     def _wait(self) -> None:
-        """Until every rank is here."""
+        """Waits until every rank has come here."""
         number, _ = self._links.ask("sum")
         self._links.answer(number)
 
     # -- adding up
 
-    def _add_all(self, plan: Layout, memory: Shared, mine: Mapping[int, Any]) -> None:
+    def _add_all(self, plan: Layout, memory: SharedMemory, mine: Mapping[int, Any]) -> None:
         rank, size = self._links.rank, self._links.size
         for turn, (start, stop) in enumerate(plan.chunks()):
             slot = turn % 2
@@ -229,8 +235,8 @@ class Summing:
                 given = [memory.floats(each.slots[slot] + 4 * low, high - low) for each in plan.regions]
                 added(given, memory.floats(plan.result + 4 * (start + low), high - low), self._mean)
 
-    def _merge(self, plan: Layout, memory: Shared, number: int) -> int:
-        """This rank's part of a table's keys; how many they are."""
+    def _merge(self, plan: Layout, memory: SharedMemory, number: int) -> int:
+        """Sums this rank's part of a table's keys; how many they are."""
         rank, size = self._links.rank, self._links.size
         given = [memory.rows(each.tables[number]) for each in plan.regions if number in each.tables]
         keys, rows = memory.rows(plan.sums[number][rank])
@@ -239,23 +245,23 @@ class Summing:
             rows[:count] /= np.float32(size)
         return count
 
-    def _values(self, plan: Layout, said: Sequence[NDArray[np.int64]]) -> Iterator[tuple[Handle, Any]]:
+    def _values(self, plan: Layout, requests: Sequence[NDArray[np.int64]]) -> Iterator[tuple[Handle, Any]]:
         for number, start in zip(plan.tensors, plan.starts, strict=True):
             tensor: Any = self._handles[number]
             floats = self._links.memory(GRADIENTS).floats(plan.result + 4 * start, tensor.target.floats)
             yield tensor, floats.reshape(tensor.shape)
-        for i, (number, places) in enumerate(plan.sums.items()):
+        for i, (number, shares) in enumerate(plan.sums.items()):
             table: Any = self._handles[number]
-            if not places[0].n:
+            if not shares[0].n:
                 yield table, (np.empty(0, np.int64), np.empty((0, table.dim), np.float32))
                 continue
             memory = self._links.memory(GRADIENTS)
-            parts = [memory.rows(place, int(each[i])) for place, each in zip(places, said, strict=True)]
+            parts = [memory.rows(place, int(each[i])) for place, each in zip(shares, requests, strict=True)]
             yield table, (np.concatenate([keys for keys, _ in parts]), np.concatenate([rows for _, rows in parts]))
 
 
 def _packed(mine: Mapping[int, Any]) -> Has:
-    """What a rank has, int64 [n]: by number, of a table its keys and then its rows, floats in pairs."""
+    """A rank's gradients as int64 [n]: by number, of a table its keys and then its rows; floats in pairs."""
     parts = list[Has]()
     for _, value in sorted(mine.items()):
         keys, floats = value if isinstance(value, tuple) else (_NONE, value)
@@ -265,8 +271,8 @@ def _packed(mine: Mapping[int, Any]) -> Has:
     return np.concatenate([_NONE, *parts])
 
 
-def _unpacked(targets: Sequence[Target], has: Has, words: Has) -> dict[int, Any]:
-    """What `_packed` was given."""
+def _unpacked(targets: Sequence[GradientSize], has: Has, words: Has) -> dict[int, Any]:
+    """The gradients that `_packed` was given."""
     found: dict[int, Any] = {}
     for number, (target, count) in enumerate(zip(targets, has.tolist(), strict=True)):
         if count == ABSENT:

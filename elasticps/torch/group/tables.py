@@ -14,7 +14,7 @@ from elasticps.client.inputs import checked_floats, checked_keys, checked_out, r
 from elasticps.client.short_keys import Saved
 from elasticps.errors import ConfigError, InputError
 from elasticps.model.spec import Optimizer
-from elasticps.torch.group.layout import Target
+from elasticps.torch.group.layout import GradientSize
 from elasticps.torch.group.ranks import Ranks
 from elasticps.torch.group.reads import Arriving, GroupPull, GroupRead, WeightsRead, ask_rows, ask_weights
 
@@ -101,7 +101,7 @@ class GroupTable(_Handle["SparseTable"]):
     ) -> None:
         super().__init__(ps, name, number, optimizer, real)
         self.dim = dim
-        self.target = Target(0, dim)
+        self.target = GradientSize(0, dim)
 
     @property
     def key_bytes(self) -> Saved:
@@ -173,7 +173,7 @@ class GroupTensor(_Handle["DenseTensor"]):
     ) -> None:  # fmt: skip
         super().__init__(ps, name, number, optimizer, real)
         self.shape = shape
-        self.target = Target(math.prod(shape), 0)
+        self.target = GradientSize(math.prod(shape), 0)
 
     def pull_async(self) -> WeightsRead | Pull:
         """Asks for the tensor, as every rank does. What `result()` gives is memory that all ranks see: copy what is to

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from elasticps.torch.group.layout import (
     ABSENT,
+    GradientSize,
     Layout,
-    Target,
     copy_range,
     fits,
     layout,
@@ -82,14 +82,13 @@ def test_shares_are_all_of_it_and_as_equal_as_can_be(total: int, parts: int) -> 
     assert max(sizes) - min(sizes) <= 1
 
 
-TARGETS = st.lists(
-    st.builds(Target, st.integers(1, 40), st.just(0)) | st.builds(Target, st.just(0), st.integers(1, 5)), max_size=6
-)
+TENSOR, TABLE = (st.integers(1, 40), st.just(0)), (st.just(0), st.integers(1, 5))
+TARGETS = st.lists(st.builds(GradientSize, *TENSOR) | st.builds(GradientSize, *TABLE), max_size=6)
 
 
 @given(TARGETS, st.integers(1, 4), st.integers(1, 50), st.data())
 def test_nothing_lies_where_something_else_does(
-    targets: list[Target], size: int, chunk: int, data: st.DataObject
+    targets: list[GradientSize], size: int, chunk: int, data: st.DataObject
 ) -> None:
     counts = st.lists(st.integers(ABSENT, 6), min_size=len(targets), max_size=len(targets))
     given_ = [np.array(data.draw(counts), np.int64) for _ in range(size)]
@@ -115,7 +114,7 @@ def test_nothing_lies_where_something_else_does(
 
 
 def test_what_does_not_fit_is_known() -> None:
-    targets, few, many = [Target(0, 4)], np.array([2]), np.array([900])
+    targets, few, many = [GradientSize(0, 4)], np.array([2]), np.array([900])
     room = room_for(targets, [few, few], 8)
     nbytes = layout(targets, [few, few], 8, room).nbytes
     assert not fits(layout(targets, [few, many], 8, room), room, 1 << 20)
@@ -126,15 +125,15 @@ def test_what_does_not_fit_is_known() -> None:
 def spans(plan: Layout) -> list[tuple[int, int]]:
     found = [(at, at + 4 * plan.chunk) for each in plan.regions for at in each.slots]
     found.append((plan.result, plan.result + 4 * plan.floats))
-    places = [place for each in plan.regions for place in each.tables.values()]
-    for place in (*places, *(place for sums in plan.sums.values() for place in sums)):
+    spans = [place for each in plan.regions for place in each.tables.values()]
+    for place in (*spans, *(place for sums in plan.sums.values() for place in sums)):
         found += [(place.keys, place.keys + 8 * place.n), (place.rows, place.rows + 4 * place.n * place.dim)]
     return [(start, end) for start, end in found if end > start]
 
 
 @given(st.lists(st.integers(1, 20), max_size=5), st.integers(1, 30), st.data())
 def test_chunks_are_the_tensors_one_after_another(sizes: list[int], chunk: int, data: st.DataObject) -> None:
-    plan = layout([Target(size, 0) for size in sizes], [np.zeros(len(sizes), np.int64)], chunk, 0)
+    plan = layout([GradientSize(size, 0) for size in sizes], [np.zeros(len(sizes), np.int64)], chunk, 0)
     values = [
         np.random.default_rng(size).normal(size=size).astype(np.float32) if data.draw(st.booleans()) else None
         for size in sizes
