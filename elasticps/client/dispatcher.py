@@ -30,6 +30,7 @@ from elasticps.client.pushes import Pushes
 from elasticps.client.runtime import Runtime
 from elasticps.client.transport import Driver, Link
 from elasticps.errors import Closed, ClusterUnreachable, Error, Timeout, VersionMismatch
+from elasticps.wire.activity import Activity, UseHeader
 from elasticps.wire.frames import (
     LAST,
     REFUSED,
@@ -43,7 +44,7 @@ from elasticps.wire.frames import (
     read_partly,
     read_view,
 )
-from elasticps.wire.headers import Activity, GetViewHeader, UseHeader
+from elasticps.wire.headers import GetViewHeader
 from elasticps.wire.refusals import RefusedRows
 from replication.chain import Member
 from replication.effects import Status

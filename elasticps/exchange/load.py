@@ -105,11 +105,11 @@ def _load_export(ps: Client, source: Path, tell: Tell, with_slots: bool) -> dict
                 if slot in slots and (slot not in columns or called in others):
                     raise _without(source, slot, f"tensor {name!r}")
             values = columns["weight"](0, count).astype(np.float32).reshape(spec.shape)
-            kept = {slot: columns[slot](0, 1 << 62) for slot in slots}
+            states = {slot: columns[slot](0, 1 << 62) for slot in slots}
             for slot in filter(partial(per_weight, spec), slots):
-                kept[slot] = kept[slot].reshape(spec.shape)
+                states[slot] = states[slot].reshape(spec.shape)
             handle: Any = ps.tensor(name, init=values, **_options_of(spec))
-            loaded[name] = _put(handle, np.empty(0, np.int64), values, tell, kept)
+            loaded[name] = _put(handle, np.empty(0, np.int64), values, tell, states)
             continue
         handle = ps.table(name, dim=spec.dim, init=spec.init, **_options_of(spec))
         if "weight" not in columns:
@@ -140,8 +140,8 @@ def _tables_of(source: Path) -> tuple[str, dict[str, tuple[TableSpec, int, str]]
         if manifest.get("version") != VERSION:
             raise ConfigError(f"{source} was written by another version of elasticps: {manifest.get('version')!r}")
         tables = {
-            name: (TableSpec.from_json(json.dumps(said["spec"])), int(said["rows"]), str(said.get("tensor", "")))
-            for name, said in manifest["tables"].items()
+            name: (TableSpec.from_json(json.dumps(one["spec"])), int(one["rows"]), str(one.get("tensor", "")))
+            for name, one in manifest["tables"].items()
         }
         for name, (spec, _, _) in tables.items():
             if name != spec.name:  # whose rules keep a file's path within the folder
@@ -238,8 +238,8 @@ def _first_rows(path: Path) -> dict[str, int]:
     """At which row of a tensor a file begins that has a part of it, by tensor."""
     header, _ = _header(path)
     try:
-        said = json.loads(header.get("__metadata__", {}).get(SHARDING, "{}"))
-        return {name: int(one["saved_offsets"][0]) for name, one in said.items() if one["saved_offsets"]}
+        offsets = json.loads(header.get("__metadata__", {}).get(SHARDING, "{}"))
+        return {name: int(one["saved_offsets"][0]) for name, one in offsets.items() if one["saved_offsets"]}
     except (AttributeError, TypeError, OverflowError) as error:
         raise ValueError(f"{path.name} says wrongly which rows it has: {error}") from error
 
@@ -300,12 +300,12 @@ def _arrays(path: Path) -> dict[str, Slice]:
 
 
 def _slice(arrays: Any, name: str) -> Slice:
-    kept: list[NDArray[Any]] = []
+    loaded: list[NDArray[Any]] = []
 
     def cut(a: int, b: int) -> NDArray[Any]:
-        if not kept:
-            kept.append(arrays[name])
-        return kept[0][a:b] if kept[0].ndim else kept[0]
+        if not loaded:
+            loaded.append(arrays[name])
+        return loaded[0][a:b] if loaded[0].ndim else loaded[0]
 
     return cut
 

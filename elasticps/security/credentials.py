@@ -43,7 +43,7 @@ class _Loaded:
     until_s: float  # Unix time at which the certificate ends
     server: ssl.SSLContext
     client: ssl.SSLContext
-    native: openssl.Context | None  # None where only Python's `ssl` can be had
+    native: openssl.TlsContext | None  # None where only Python's `ssl` can be had
     pems: Pems
 
 
@@ -106,7 +106,7 @@ class Credentials:
         self.refresh()
         return self._loaded.client
 
-    def native_context(self) -> openssl.Context | None:
+    def native_context(self) -> openssl.TlsContext | None:
         """For either; None where only Python's `ssl` can be had."""
         self.refresh()
         return self._loaded.native
@@ -141,7 +141,7 @@ def _load(files: TlsFiles, cluster: str) -> _Loaded:
     try:
         certificate = x509.load_pem_x509_certificate(pems.cert)
         server, client = _context(files, ssl.PROTOCOL_TLS_SERVER), _context(files, ssl.PROTOCOL_TLS_CLIENT)
-        native = None if openssl.LIBRARY is None else openssl.Context(files)
+        native = None if openssl.LIBRARY is None else openssl.TlsContext(files)
     except (ValueError, OSError) as error:  # ssl.SSLError is an OSError
         raise ConfigError(f"the certificate {files.cert}, its key or its authority cannot be used: {error}") from None
     # What gRPC would negotiate an older TLS with, and slow to sign with.

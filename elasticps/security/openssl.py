@@ -101,7 +101,7 @@ def address_of(name: str) -> int:
     return ctypes.cast(getattr(LIBRARY, name), c_void_p).value or 0
 
 
-class Context:
+class TlsContext:
     """What all connections of one side begin with: TLS 1.3 only, both certificates required. ConfigError if the files
     cannot be used. Only with a library."""
 

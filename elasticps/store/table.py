@@ -36,52 +36,45 @@ class Table:
     """
 
     def __init__(
-        self,
-        spec: TableSpec,
-        table_id: int,
-        ranges: int,
-        memory: Allocator | None = None,
+        self, spec: TableSpec, table_id: int, ranges: int, memory: Allocator | None = None,
         cuts: PassedCuts | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Raises SpecError for a custom optimizer that is not registered here."""
         load_kernels()
-        self.spec, self.table_id, self.ranges = spec, table_id, ranges
+        row = layout.RowLayout.of(spec)
+        self.spec, self.table_id, self.ranges = spec, table_id, ranges  # as given
         self.app = ""  # to which it belongs, if that is known
         self.dropped = False  # in some range: workers know it no more
-        self._update = update_kernel(spec.optimizer)
-        self.push, self.pull = Codec(spec.push, spec.dim), Codec(spec.pull, spec.dim)
-        self._memory = Allocator() if memory is None else memory
-        self._dim = spec.dim
-        self._step_floats = spec.optimizer.step_floats
-        slots_at = -(-spec.dim * (4 if spec.dtype == "float32" else 2) // 4) * 4
-        self.slot_floats = slot_floats = spec.optimizer.slot_floats(spec.dim)
-        self.stride = -(-(slots_at + slot_floats * 4) // 8) * 8
-
-        self._descriptors = np.zeros((ranges, field.DESCRIPTOR), np.int64)
-        self._descriptors[:, field.D_SEGMENT] = _EMPTY_SEGMENT.ctypes.data
-        self.deletions = Deletions(ranges)
-        self._cuts = cuts or PassedCuts(ranges)
-        self.retained: RetainedRows | None = None
-        self._counts = np.zeros(ranges, np.int64)
-        self._constants = constants_of(spec.optimizer)
-        self._init_values = init_values(spec.init, spec.dtype)
-        self._scratch = np.empty(spec.dim, np.float32)
-        self._rows = np.empty(64, np.int64)  # addresses of a batch's rows
+        self.push, self.pull = Codec(spec.push, spec.dim), Codec(spec.pull, spec.dim)  # filters of either way
+        self.slot_floats = spec.optimizer.slot_floats(spec.dim)  # of a row
+        self.stride = row.stride  # bytes of a row
+        self.row_bytes = row.stride + index.GROWN_BYTES  # what making a row takes, its share of the index included
+        self.deletions = Deletions(ranges)  # keys of deleted rows, for increments
+        self.retained: RetainedRows | None = None  # rows as a cut had them, while it is being written
+        self._cuts = cuts or PassedCuts(ranges)  # of the store: what stamps count from
+        self._update = update_kernel(spec.optimizer)  # the compiled step
+        self._dim, self._step_floats = spec.dim, spec.optimizer.step_floats  # of a row; that come with a step
+        self._memory = Allocator() if memory is None else memory  # of the store: for slabs and index segments
         self._slabs: dict[int, int] = {}  # address -> bytes
-        self.row_bytes = self.stride + index.GROWN_BYTES  # what making one takes
+        self._slab_bytes = self._segment_bytes = 0  # taken by slabs, and by index segments
         self._emptied_ranges = 0  # ranges that have no row any more in the slab that is being emptied
-        self._slab_bytes = 0
-        self._segment_bytes = 0
-
-        h = self._header = np.zeros(field.HEADER_SIZE, np.int64)
+        # Arrays that kernels reach through the header, by address: they must live as long as the table.
+        self._descriptors = np.zeros((ranges, field.DESCRIPTOR), np.int64)  # of ranges: segment, stamps
+        self._descriptors[:, field.D_SEGMENT] = _EMPTY_SEGMENT.ctypes.data
+        self._counts = np.zeros(ranges, np.int64)  # rows of each range
+        self._constants = constants_of(spec.optimizer)  # of the optimizer
+        self._init_values = init_values(spec.init, spec.dtype)  # of the initialiser
+        self._scratch = np.empty(spec.dim, np.float32)  # a row of 2-byte weights while it is updated
+        self._rows = np.empty(64, np.int64)  # addresses of a batch's rows
+        h = self._header = np.zeros(field.HEADER_SIZE, np.int64)  # the state that kernels see: `native.H_…`
         h[field.H_DESCRIPTORS] = self._descriptors.ctypes.data
         h[field.H_COUNTS] = self._counts.ctypes.data
         h[field.H_SALT] = hashing.table_salt(table_id).astype(np.int64)
         h[field.H_SHIFT] = hashing.range_shift(ranges)
         h[field.H_DIM] = spec.dim
         h[field.H_STRIDE] = self.stride
-        h[field.H_SLOTS_AT] = slots_at
-        h[field.H_SLOT_FLOATS] = slot_floats
+        h[field.H_SLOTS_AT] = row.slots_at
+        h[field.H_SLOT_FLOATS] = self.slot_floats
         h[field.H_DTYPE] = DTYPES.index(spec.dtype)
         h[field.H_INIT] = INIT_KINDS.index("constant" if isinstance(spec.init, Zeros | Constant) else spec.init.kind)
         h[field.H_SEED] = hashing.table_salt(spec.init.seed).astype(np.int64)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from elasticps.client.parts import Parts
+from elasticps.wire.activity import UseHeader, WatchHeader
 from elasticps.wire.frames import Kind
-from elasticps.wire.headers import UseHeader, WatchHeader
 from tests.client.test_failover import KEYS, ONES, Cluster, cluster
 from tests.client.test_hold import eventually
 

@@ -14,6 +14,7 @@ from elasticps.client.core.routing import Routes, plan_push
 from elasticps.client.short_keys import Short, ShortKeys
 from elasticps.kernels.hashing import table_salt
 from elasticps.model.spec import TableSpec
+from elasticps.wire.activity import Activity, UseHeader
 from elasticps.wire.frames import (
     ALL_RANGES,
     ANY,
@@ -38,7 +39,6 @@ from elasticps.wire.frames import (
     unpack_header,
     view_frame,
 )
-from elasticps.wire.headers import Activity, UseHeader
 from elasticps.wire.packing import pack
 from elasticps.wire.reducing import ReduceHeader, function_body
 from replication.messages import ERASER, OperationKind

@@ -8,8 +8,8 @@ import pytest
 
 from coordinator.core.view import Roster, WorkerInfo
 from elasticps.server.roles import worker_activity as uses
+from elasticps.wire.activity import Activity, UseHeader
 from elasticps.wire.frames import Kind
-from elasticps.wire.headers import Activity, UseHeader
 from tests.server.conftest import Group, Run, Worker, until
 
 IDS = (5, 6, 7, 8)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticps.wire import headers, reducing, replica_headers
+from elasticps.wire import activity, headers, reducing, replica_headers
+from elasticps.wire.activity import UseHeader, WatchHeader
 from elasticps.wire.frames import MAGIC, VERSION, FrameError, Header, Kind, unpack_header
 from elasticps.wire.headers import (
     BarrierArriveHeader,
@@ -31,8 +32,6 @@ from elasticps.wire.headers import (
     ReleaseHeader,
     RowsHeader,
     ShardRef,
-    UseHeader,
-    WatchHeader,
 )
 from elasticps.wire.reducing import ReducedHeader, ReduceHeader, function_body, read_function
 from elasticps.wire.replica_headers import ChunkAckHeader, ForwardHeader, RangesHeader, SnapshotChunkHeader
@@ -157,7 +156,7 @@ def test_a_pull_whose_keys_are_not_its_body_is_refused() -> None:
 
 
 def test_every_class_of_headers_is_tested_here() -> None:
-    kinds = {**vars(headers), **vars(replica_headers), **vars(reducing)}
+    kinds = {**vars(headers), **vars(replica_headers), **vars(reducing), **vars(activity)}
     known = {name for name in kinds if name.endswith("Header") and name != "Header"}
     assert known == {type(one).__name__ for one, _, _ in GOLDEN}
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticps.wire.activity import Activity, UseHeader, WatchHeader
 from elasticps.wire.frames import HEADER_BYTES, FrameError, Kind, unpack_header
-from elasticps.wire.headers import Activity, UseHeader, WatchHeader
 
 counts = st.integers(0, (1 << 63) - 1)
 pairs = st.tuples(counts, counts).map(lambda pair: (max(pair), min(pair)))

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from elasticps.server.core.requests import Body
 from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.context import Context
+from elasticps.wire.activity import Activity, UseHeader, WatchHeader
 from elasticps.wire.frames import FrameError, Header, Kind
-from elasticps.wire.headers import Activity, UseHeader, WatchHeader
 
 EVERY_S = 4.0
 
