@@ -43,12 +43,12 @@ LIST = "\nfrom elasticps.kernels import list_compiled\nlist_compiled()\n"
 
 
 def run(tree: Path, before: str = "", after: str = "") -> tuple[dict[str, object], str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA")}
+    others = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA")}
     settings = {"PYTHONPATH": str(tree), "XDG_CACHE_HOME": str(tree.parent / "cache")}
     done = subprocess.run(
         [sys.executable, "-c", before + RUN + after],
         cwd=tree.parent,
-        env=kept | settings,
+        env=others | settings,
         capture_output=True,
         text=True,
     )
@@ -76,28 +76,28 @@ def read_only(tree: Path) -> str:
 
 
 def test_a_kernel_is_compiled_again_when_what_it_inlines_has_changed(tree: Path) -> None:
-    first, said = run(tree)
+    first, output = run(tree)
     assert first["hit"] == 0
-    assert said.count("compiling kernels for this machine") == 1
-    again, said = run(tree)
+    assert output.count("compiling kernels for this machine") == 1
+    again, output = run(tree)
     assert again == {**first, "hit": 1}
-    assert said == ""
+    assert output == ""
     inlined = tree / "elasticps" / "hashing.py"
     text = inlined.read_text(encoding="utf-8")
     assert "np.uint64(27)" in text
     inlined.write_text(text.replace("np.uint64(27)", "np.uint64(25)"), encoding="utf-8")
-    changed, said = run(tree)
+    changed, output = run(tree)
     assert changed["hit"] == 0
     assert changed["out"] != first["out"], "a stale kernel ran"
-    assert "compiling kernels" in said
+    assert "compiling kernels" in output
 
 
-def test_kernels_are_kept_elsewhere_when_the_code_cannot_be_written(tree: Path) -> None:
+def test_kernels_are_cached_elsewhere_when_the_code_cannot_be_written(tree: Path) -> None:
     first, _ = run(tree, read_only(tree))
     assert str(first["at"]).startswith(str(tree.parent / "cache" / "elasticps"))
-    again, said = run(tree, read_only(tree))
+    again, output = run(tree, read_only(tree))
     assert again == {**first, "hit": 1}
-    assert said == ""
+    assert output == ""
 
 
 def cut_times(tree: Path) -> None:
@@ -110,17 +110,17 @@ def cut_times(tree: Path) -> None:
 def test_kernels_that_came_along_are_used_where_nothing_can_be_written(tree: Path) -> None:
     run(tree, after=LIST)
     cut_times(tree)
-    found, said = run(tree, read_only(tree))
+    found, output = run(tree, read_only(tree))
     assert found["hit"] == 1
     assert found["at"] == str(tree / "elasticps" / "store" / "__pycache__")
-    assert said == ""
+    assert output == ""
 
 
 @pytest.mark.parametrize("cause", ["a file", "the processor", "the list"])
 def test_a_process_says_why_it_compiles_though_kernels_came_along(tree: Path, cause: str) -> None:
     first, _ = run(tree, after=LIST)
     before = read_only(tree)
-    wanted = {
+    expected = {
         "a file": "elasticps/store/intervals.py, or what it imports, has changed since",
         "the processor": "they are for CPU ",
         "the list": "none is of elasticps/store/intervals.py",
@@ -135,20 +135,20 @@ def test_a_process_says_why_it_compiles_though_kernels_came_along(tree: Path, ca
         content = json.loads(listed.read_text(encoding="utf-8"))
         del content["stamps"]["elasticps/store/intervals.py"]
         listed.write_text(json.dumps(content), encoding="utf-8")
-    found, said = run(tree, before)
+    found, output = run(tree, before)
     assert (found["out"], found["hit"]) == (first["out"], 0)
-    assert said.count("compiling kernels for this machine, though some came along in ") == 1
-    assert wanted[cause] in said
+    assert output.count("compiling kernels for this machine, though some came along in ") == 1
+    assert expected[cause] in output
 
 
-def test_a_kernel_that_cannot_be_kept_is_used_all_the_same(tree: Path) -> None:
+def test_a_kernel_that_cannot_be_cached_is_used_all_the_same(tree: Path) -> None:
     """As one that did not come along, where nothing can be written, or on a full disk."""
     first, _ = run(tree, after=LIST)
     for file in (tree / "elasticps" / "store" / "__pycache__").glob("intervals.ranges_of-*"):
         file.unlink()
-    found, said = run(tree, read_only(tree))
+    found, output = run(tree, read_only(tree))
     assert (found["out"], found["hit"]) == (first["out"], 0)
-    assert "not all that are needed here are among them" in said
+    assert "not all that are needed here are among them" in output
 
 
 def test_what_a_kernel_may_have_compiled_in_is_found_by_its_imports() -> None:
@@ -231,7 +231,7 @@ def test_a_kernel_from_the_cache_finds_the_machine_code_that_it_calls(tmp_path: 
     assert again["made"] == {"double": 0, "plus": 0}
 
 
-def test_a_kernel_that_calls_machine_code_takes_it_when_that_was_compiled_anew(tmp_path: Path) -> None:
+def test_a_kernel_that_calls_machine_code_takes_it_when_that_was_compiled_again(tmp_path: Path) -> None:
     (tmp_path / "calls.py").write_text(MODULE, encoding="utf-8")
     cache = tmp_path / "cache"
     command = [sys.executable, "-c", CALLS, str(tmp_path)]

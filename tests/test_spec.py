@@ -85,7 +85,7 @@ def test_json_keeps_a_dense_spec(shape: tuple[int, ...]) -> None:
         (lambda: TableSpec.from_json("{}"), "must be an object of"),
     ],
 )
-def test_what_is_wrong_is_said(make: Callable[[], object], words: str) -> None:
+def test_an_error_names_what_is_wrong(make: Callable[[], object], words: str) -> None:
     with pytest.raises(SpecError, match=".*".join(words.split("*"))):
         make()
 
@@ -131,7 +131,7 @@ def test_any_json_is_a_spec_or_an_error(value: object) -> None:
             TableSpec.from_json(text)
 
 
-def test_a_difference_is_told_in_words() -> None:
+def test_a_difference_is_put_in_words() -> None:
     one, two = TableSpec("a", 32, spec.SGD(0.1)), TableSpec("a", 64, spec.SGD(0.2, momentum=0.9))
     words = one.difference(two)
     assert "dim is 32, not 64" in words

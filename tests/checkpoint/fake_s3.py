@@ -82,8 +82,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(404, "NoSuchKey")
             return
         data, headers, status = self.s3.objects[self.key], {"ETag": '"1"', "Last-Modified": _MOMENT}, 200
-        if asked := self.headers.get("range"):
-            start, end = (int(number) for number in asked.removeprefix("bytes=").split("-"))
+        if span := self.headers.get("range"):
+            start, end = (int(number) for number in span.removeprefix("bytes=").split("-"))
             if start >= len(data):
                 self._fail(416, "InvalidRange")
                 return

@@ -47,7 +47,7 @@ def test_whatever_is_altered_is_refused(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "reason"),
     [
         (b"", "no manifest of a checkpoint, or was cut off"),
         (MANIFEST.encode()[:-10], "no manifest of a checkpoint, or was cut off"),
@@ -57,8 +57,8 @@ def test_whatever_is_altered_is_refused(data: st.DataObject) -> None:
         (MANIFEST.encode().replace(b'"cut": 5', b'"cut": 6'), "was altered"),
     ],
 )
-def test_what_is_none_is_refused_in_words(changed: bytes, said: str) -> None:
-    with pytest.raises(CheckpointError, match=f"s3://b/000005/manifest.json .*{said}"):
+def test_a_document_that_is_no_manifest_is_refused_with_the_reason(changed: bytes, reason: str) -> None:
+    with pytest.raises(CheckpointError, match=f"s3://b/000005/manifest.json .*{reason}"):
         Manifest.decode(changed, "s3://b/000005/manifest.json")
 
 
@@ -112,13 +112,13 @@ def test_what_contradicts_itself_is_refused(wrong: dict[str, Any]) -> None:
 def test_what_nobody_writes_is_refused_where_it_is_read(path: tuple[Any, ...], wrong: object) -> None:
     """Though its sum is right: not in the middle of a restore."""
     fields = dataclasses.replace(MANIFEST, files=(dataclasses.replace(FILES[0], bytes=1 << 41),))
-    said = json.loads(fields.encode())
-    at = said
+    document = json.loads(fields.encode())
+    at = document
     for step in path[:-1]:
         at = at[step]
     at[path[-1]] = wrong
-    version, _ = said.pop("version"), said.pop("blake2b")
-    data = json.dumps({"version": version, "blake2b": manifests._sum(said), **said}).encode()
+    version, _ = document.pop("version"), document.pop("blake2b")
+    data = json.dumps({"version": version, "blake2b": manifests._sum(document), **document}).encode()
     with pytest.raises(CheckpointError):
         Manifest.decode(data)
 
@@ -141,19 +141,19 @@ def history(steps: list[tuple[int, int]]) -> dict[int, Manifest]:
 
 
 @given(HISTORY, st.builds(Keep, st.integers(1, 3), st.integers(0, 4), st.integers(0, 3)))
-def test_what_is_kept_is_whole_and_what_is_asked_for(steps: list[tuple[int, int]], keep: Keep) -> None:
+def test_thinning_out_leaves_whole_chains_and_what_was_requested(steps: list[tuple[int, int]], keep: Keep) -> None:
     manifests = history(steps)
     going = superfluous(manifests, keep)
     left = {cut: manifest for cut, manifest in manifests.items() if cut not in going}
     for cut in left:
         assert chain_of(left, cut) == chain_of(manifests, cut)
     newest = sorted(manifests)[-keep.last :]
-    wanted = set(newest)
+    expected = set(newest)
     for count, width in ((keep.hourly, 3600), (keep.daily, 86400)):
         periods = sorted({int(m.time // width) for m in manifests.values()})[-count:] if count else []
-        wanted |= {max(c for c, m in manifests.items() if int(m.time // width) == period) for period in periods}
-    assert wanted <= left.keys()
-    assert left.keys() == builds_on(manifests, wanted)
+        expected |= {max(c for c, m in manifests.items() if int(m.time // width) == period) for period in periods}
+    assert expected <= left.keys()
+    assert left.keys() == builds_on(manifests, expected)
     assert superfluous(left, keep) == []
     assert deletion(manifests, going) == sorted(going, reverse=True)
 
@@ -211,7 +211,7 @@ def test_a_catalog_of_everything(tmp_path: Any) -> None:
         catalog.read(storage, 7)
 
 
-def test_thinning_out_deletes_what_is_not_kept() -> None:
+def test_thinning_out_deletes_the_other_checkpoints() -> None:
     storage = Storage(f"memory://{uuid.uuid4()}")
     tables = {"default/t": (3, TableSpec("t", 4, spec.Adam(0.1)))}
     for cut, since in ((1, 0), (2, 1), (3, 0), (4, 3)):

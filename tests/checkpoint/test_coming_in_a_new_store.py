@@ -33,10 +33,10 @@ def test_they_come_back_although_nobody_remembers_that_they_were_to(
         cluster="test@one",
     )  # fmt: skip
 
-    async def asked(*_: object) -> RestoreResponse:
+    async def answer(*_: object) -> RestoreResponse:
         return RestoreResponse(headed=1)
 
-    monkeypatch.setattr(range_recovery, "ask_restore", asked)
+    monkeypatch.setattr(range_recovery, "ask_restore", answer)
     a = ServerInfo("a", 1, "h:1", "h:2")
     view = View(
         "test@one", 9, 2, 1, (a,), np.array([[0], [-1]], np.int32), np.array([-1, 0], np.int32),

@@ -28,9 +28,9 @@ TABLES = {"default/old": (7, OLD), "default/new": (9, NEW)}
 RANGES = 4
 
 
-def everything(found: Contents, table: int, wanted: Any = None) -> dict[int, bytes]:
+def everything(found: Contents, table: int, ranges: Any = None) -> dict[int, bytes]:
     there: dict[int, bytes] = {}
-    for unit in found.units(table, wanted):
+    for unit in found.units(table, ranges):
         for piece in found.read(unit):
             assert set(ranges_of(table, piece.keys.tolist(), RANGES)) <= {piece.range}
             for key, data in zip(piece.keys.tolist(), piece.rows, strict=True):
@@ -134,7 +134,7 @@ def test_a_gap_is_refused(storage: Storage) -> None:
     assert [manifest.cut for manifest in catalog.chain(storage, 1)] == [1]
 
 
-def test_what_is_wrong_is_found_and_said(storage: Storage) -> None:
+def test_damage_is_found_and_named(storage: Storage) -> None:
     manifest = catalog.read(storage, 2)
     assert maintenance.verify(storage, manifest) == []
     first, second = (f"000002/{file.path}" for file in manifest.files)

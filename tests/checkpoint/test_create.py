@@ -1,4 +1,4 @@
-"""Checkpoints are made of what servers say that they have written, or given up; the servers are fakes."""
+"""Checkpoints are made of what servers report that they have written, or given up; the servers are fakes."""
 
 from __future__ import annotations
 
@@ -6,138 +6,33 @@ import asyncio
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from coordinator.core.keys import CHECKPOINT_REQUESTS, NEWEST_CHECKPOINT
-from coordinator.core.view import Roster, ServerInfo, View, WorkerInfo
-from coordinator.memory import MemoryStore
-from elasticps.admin.interface import CutState, CutTaken, CutWritten, Writing, WrittenFile
-from elasticps.checkpoint import catalog, create, cuts, row_writer
-from elasticps.checkpoint.create import checkpoint
+from coordinator.core.keys import NEWEST_CHECKPOINT
+from coordinator.core.view import View
+from elasticps.admin.interface import CutWritten
+from elasticps.checkpoint import catalog, create, cuts
 from elasticps.checkpoint.cuts import GivenUp
 from elasticps.checkpoint.loss_policy import policies_of
 from elasticps.checkpoint.manifest import Manifest
-from elasticps.checkpoint.rows import RowFile
-from elasticps.checkpoint.schedule import CheckpointSchedule
 from elasticps.checkpoint.storage import Storage
-from elasticps.errors import CheckpointError, ClusterUnreachable, SpecError
+from elasticps.errors import CheckpointError, SpecError
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
-from elasticps.store.layout import RowLayout
 from elasticps.wire.headers import MAX_CUT
 from replication.messages import ERASER
-from tests.server.conftest import until
-
-P = 4
-SERVERS = [ServerInfo(name, 1, f"{name}:1", f"{name}:2") for name in ("s0", "s1")]
-GONE, ONE, NEW = 3, 5, 6
-
-
-class Fake:
-    """A server that heads every other range. polls: how often it is asked until all is written."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.ranges = tuple(range(index, P, 2))
-        self.clocks: dict[int, int] = {ONE: 7 << 16, ONE | ERASER: 2 << 16, GONE: (4 + index) << 16}
-        self.failed = ""
-        self.silent = self.lost = False
-        self.polls = self.rows = 3
-        self.taken: list[tuple[int, int]] = []
-        self.files: list[WrittenFile] = []
-        self.happened: list[str] = []
-
-    async def hold(self, cut: int, hold_s: float) -> bool:
-        self.happened.append("hold")
-        return True
-
-    async def held(self, cut: int) -> Mapping[int, int]:
-        return {ONE: 7} if self.index else {NEW: 0}
-
-    async def release(self, cut: int) -> None:
-        self.happened.append("release")
-
-    async def take(self, cut: int, since: int, url: str) -> bool:
-        self.happened.append("take")
-        self.files = [self.write(url, cut, self.rows, "t", 4), self.write(url, cut, 0, "late", 8)]
-        self.polls = 3
-        self.taken.append((cut, since))
-        return True
-
-    def write(self, url: str, cut: int, rows: int, table: str, number: int) -> WrittenFile:
-        """A file with so many rows in the first of its ranges."""
-        spec = TableSpec(table, 2, Accumulate())
-        file, stride = RowFile(spec), RowLayout.of(spec).stride
-        for r in self.ranges:
-            n = rows * (r == self.ranges[0])
-            keys, words, stamps = np.arange(n), np.zeros((n, stride), np.uint8), np.zeros(n, np.int32)
-            file.add(r, keys, words, stamps, full=True)
-        path = f"{table}-{number}/s{self.index}-1.000.safetensors"
-        entry = row_writer.write(Storage(url), f"{cut:06d}", path, number, file)
-        return WrittenFile(path, entry.bytes, entry.header, entry.rows, entry.blake2b, number, entry.ranges)
-
-    async def state(self, cut: int) -> CutState:
-        if self.silent and self.taken:
-            raise ClusterUnreachable("it does not answer")
-        if cut not in [number for number, _ in self.taken]:
-            return CutState(1, 1, self.taken[-1][0] if self.taken else 0, (), {})
-        home = {"groups": [{"app": "a"}], "shards": []}
-        return CutState(1, 1, cut, [CutTaken(self.ranges, self.clocks, {})], {self.index: home})
-
-    async def written(self, cut: int, wait_s: float) -> CutWritten:
-        if self.silent:
-            raise ClusterUnreachable("it does not answer")
-        self.polls -= self.polls > 0
-        files = self.files[: 1 + self.index]  # the second was made as the cut passed: some ranges had it, and no rows
-        writing = Writing(0 if self.polls else 2, () if self.polls else files, self.failed)
-        return CutWritten(1, 1 if self.lost and self.polls < 2 else 2, writing)
-
-
-class Scene:
-    def __init__(self) -> None:
-        self.store = MemoryStore()
-        self.servers = {info.name: Fake(i) for i, info in enumerate(SERVERS)}
-        self.storage = Storage("memory://create")
-
-    async def begin(self) -> None:
-        chains = np.array([[r % 2, 1 - r % 2] for r in range(P)], np.int32)
-        nobody, since = np.full(P, -1, np.int32), np.ones(P, np.int64)
-        view = View("c@1", 1, P, 2, tuple(SERVERS), chains, nobody, since, "")
-        roster = Roster(1, (WorkerInfo(ONE, "w", 1, "default"), WorkerInfo(NEW, "a/n", 1, "a")), "c@1")
-        await self.store.put("view", view.encode())
-        await self.store.put("roster", roster.encode())
-        for name, said in (("t", {"id": 4}), ("u", {"id": 9, "dropping": True}), ("late", {"id": 8})):
-            spec = TableSpec(name, 2, Accumulate()).to_json()
-            table = {"spec": spec, "creator": 1, "ready": True} | said
-            await self.store.put(f"tables/default/{name}", json.dumps(table).encode())
-        for name, id_ in (("w", ONE), ("gone", GONE), ("late", 99)):
-            past = {"id": id_, "base": 1, "trained": 2, "steps": 3}
-            await self.store.put(f"last-worker/default/{name}", json.dumps(past).encode())
-
-    async def take(self, **options: Any) -> Manifest:
-        return await checkpoint(self.store, self.storage.url, lambda info: self.servers[info.name], **options)
-
-
-@pytest.fixture
-def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
-    monkeypatch.setattr("elasticps.checkpoint.storage._memory", {})
-    monkeypatch.setattr(create, "_PAUSE_S", 0.001)
-    monkeypatch.setattr(create, "_SILENT_S", 0.05)
-    monkeypatch.setattr(cuts, "_POLL_S", 0.001)
-    return Scene()
+from tests.checkpoint.fake_servers import GONE, NEW, ONE, Fake, P, Scene
 
 
 def test_what_servers_have_written_is_published_with_the_clocks_of_the_cut(scene: Scene) -> None:
     async def main() -> None:
         await scene.begin()
-        told: list[int] = []
-        manifest = await scene.take(tell=told.append)
-        assert sum(told) == P
+        reported: list[int] = []
+        manifest = await scene.take(tell=reported.append)
+        assert sum(reported) == P
         assert (manifest.cut, manifest.since, manifest.cluster, manifest.ranges) == (1, 0, "c@1", P)
         assert list(manifest.tables) == ["default/t"]
         assert sorted(file.ranges for file in manifest.files) == [(0, 2), (1, 3)]
@@ -176,7 +71,7 @@ def test_what_workers_may_have_written_stops_no_checkpoint(scene: Scene, value: 
         manifest = await scene.take()
         assert sorted(manifest.workers) == ["gone", "w"]
         assert list(manifest.tables) == ["default/t"]
-        assert all(said == {"table": 3} for said in manifest.settings.values())  # a restore looks that up
+        assert all(setting == {"table": 3} for setting in manifest.settings.values())  # a restore looks that up
         assert catalog.read(scene.storage, 1) == manifest
         assert await policies_of(scene.store) == {
             f"default/{name}": {"on_loss": "wait", "max_lost_steps": None} for name in ("late", "t")
@@ -211,7 +106,7 @@ def test_a_table_that_a_worker_registers_beside_another_one_s_stops_no_checkpoin
     asyncio.run(main())
 
 
-def test_a_table_s_entry_that_has_become_nonsense_is_left_out_or_told(scene: Scene) -> None:
+def test_a_table_s_entry_that_has_become_nonsense_is_left_out_or_reported(scene: Scene) -> None:
     async def main() -> None:
         await scene.begin()
         table = {"id": 4, "spec": TableSpec("other", 2, Accumulate()).to_json(), "creator": 1}
@@ -233,7 +128,7 @@ def test_a_table_s_entry_that_has_become_nonsense_is_left_out_or_told(scene: Sce
     asyncio.run(main())
 
 
-def test_the_next_one_adds_to_it_unless_all_is_asked_for(scene: Scene) -> None:
+def test_the_next_checkpoint_is_an_increment_unless_a_full_one_is_requested(scene: Scene) -> None:
     async def main() -> None:
         await scene.begin()
         await scene.take()
@@ -313,7 +208,7 @@ def test_what_was_deleted_or_replaced_meanwhile_is_not_published(scene: Scene, m
     asyncio.run(main())
 
 
-def test_what_cannot_be_tidied_away_is_no_reason_to_fail(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_cleanup_is_no_reason_to_fail(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any, **more: Any) -> list[int]:
         raise CheckpointError("may not delete")
 
@@ -348,96 +243,6 @@ def test_somebody_else_s_checkpoint_of_that_number_stays(scene: Scene, monkeypat
     asyncio.run(main())
 
 
-def test_the_leader_makes_one_so_often_and_answers_those_who_ask(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elasticps.checkpoint.schedule._LOOK_S", 0.001)
-
-    async def main() -> None:
-        await scene.begin()
-        asked: list[bool] = []
-        made: list[int] = []
-
-        async def take(full: bool, if_changed: bool) -> Manifest:
-            asked.append(full)
-            manifest = await scene.take(full=full, if_changed=if_changed)
-            made.append(manifest.cut)
-            return manifest
-
-        async def answer(key: str) -> dict[str, Any]:
-            found: dict[str, Any] = {}
-
-            async def look() -> None:
-                entry = await scene.store.get(key)
-                found.update(json.loads(entry.value) if entry is not None else {})
-
-            for _ in range(10_000):
-                await look()
-                if len(found) > 1:
-                    break
-                await asyncio.sleep(0.001)
-            return found
-
-        async def newest() -> int:
-            entry = await scene.store.get(NEWEST_CHECKPOINT)
-            return -1 if entry is None else int(json.loads(entry.value)["cut"])
-
-        assert await newest() == -1
-        duty = asyncio.create_task(CheckpointSchedule(scene.store, take, 60.0).run())
-        for _ in range(10_000):  # from when on somebody waits for the first one
-            if await newest() >= 0:
-                break
-            await asyncio.sleep(0.001)
-        assert await newest() == 0
-        duty.cancel()
-        duty = asyncio.create_task(CheckpointSchedule(scene.store, take, 0.01).run())
-        await until(lambda: len(made) >= 2)
-        duty.cancel()
-        await asyncio.gather(duty, return_exceptions=True)
-        assert await newest() >= made[-1] > 0  # the next one may have been under way
-        assert catalog.read(scene.storage, await newest()).cut == await newest()
-        duty = asyncio.create_task(CheckpointSchedule(scene.store, take, 0.0).run())
-        await scene.store.put(CHECKPOINT_REQUESTS + "1", b"no request")
-        await scene.store.put(CHECKPOINT_REQUESTS + "2", json.dumps({"full": True}).encode())
-        said = await answer(CHECKPOINT_REQUESTS + "2")
-        assert asked[-1] is True
-        assert catalog.read(scene.storage, said["cut"]).since == 0
-        duty.cancel()
-        duty = asyncio.create_task(CheckpointSchedule(scene.store, None, 0.0).run())
-        await scene.store.put(CHECKPOINT_REQUESTS + "3", json.dumps({"full": False}).encode())
-        assert "has no --checkpoint-url" in (await answer(CHECKPOINT_REQUESTS + "3"))["error"]
-        duty.cancel()
-
-    asyncio.run(main())
-
-
-def test_where_nothing_has_changed_no_increment_is_made(scene: Scene) -> None:
-    """An idle cluster filled its folder with increments of no rows."""
-
-    async def main() -> None:
-        await scene.begin()
-        first = await scene.take(if_changed=True)
-        for server in scene.servers.values():
-            server.rows = 0
-        told = await scene.store.get(NEWEST_CHECKPOINT)
-        assert await scene.take(if_changed=True) == first
-        assert [*catalog.look(scene.storage).manifests] == [first.cut]
-        again = await scene.store.get(NEWEST_CHECKPOINT)
-        assert told is not None
-        assert again is not None
-        assert json.loads(again.value)["time"] > json.loads(told.value)["time"], "it is as good as a new one"
-        for server in scene.servers.values():  # a deletion has no rows
-            server.clocks[ONE | ERASER] += 1 << 16
-        second = await scene.take(if_changed=True)
-        assert (second.since, second.rows) == (first.cut, 0)
-        assert second.cut > first.cut
-        third = await scene.take()  # somebody has asked for it
-        assert third.cut > second.cut
-        for server in scene.servers.values():
-            server.rows = 1
-        assert (await scene.take(if_changed=True)).since == third.cut
-
-    asyncio.run(main())
-
-
 def test_a_table_that_is_being_restored_is_in_no_checkpoint_in_part(scene: Scene) -> None:
     """It is registered before the last file is there; and had rows before the cut, which no increment would have."""
 
@@ -448,12 +253,12 @@ def test_a_table_that_is_being_restored_is_in_no_checkpoint_in_part(scene: Scene
         for server in scene.servers.values():
 
             async def written(cut: int, wait_s: float, of: Fake = server) -> CutWritten:
-                said = await Fake.written(of, cut, wait_s)
+                state = await Fake.written(of, cut, wait_s)
                 await scene.store.put("tables/default/back", json.dumps(table).encode())
-                if said.writing is None or not said.writing.files:
-                    return said
+                if state.writing is None or not state.writing.files:
+                    return state
                 file = of.write(scene.storage.url, cut, 3, "back", 12)
-                return said._replace(writing=said.writing._replace(files=[*said.writing.files, file]))
+                return state._replace(writing=state.writing._replace(files=[*state.writing.files, file]))
 
             server.written = written  # type: ignore[method-assign]
         first = await scene.take()
@@ -515,7 +320,7 @@ def test_a_number_that_something_else_has_is_left_out(
 
 
 @pytest.mark.parametrize("where", ["folder", "server", "etcd"])
-def test_the_end_of_the_numbers_is_said_before_anything_is_written(scene: Scene, where: str) -> None:
+def test_the_end_of_the_numbers_is_reported_before_anything_is_written(scene: Scene, where: str) -> None:
     async def main() -> None:
         await scene.begin()
         if where == "folder":
@@ -524,8 +329,10 @@ def test_the_end_of_the_numbers_is_said_before_anything_is_written(scene: Scene,
             scene.servers["s1"].taken.append((MAX_CUT, 0))
         else:
             await scene.store.put(cuts.LAST, b"%d" % MAX_CUT)
-        said = {"folder": "memory://create", "server": "server s1", "etcd": "the key 'checkpoints/last' in etcd"}[where]
-        with pytest.raises(CheckpointError, match=f"no number is left for a checkpoint: {said} has {MAX_CUT}"):
+        place = {"folder": "memory://create", "server": "server s1", "etcd": "the key 'checkpoints/last' in etcd"}[
+            where
+        ]
+        with pytest.raises(CheckpointError, match=f"no number is left for a checkpoint: {place} has {MAX_CUT}"):
             await scene.take()
         assert [server.happened for server in scene.servers.values()] == [[], []]
 
@@ -542,7 +349,9 @@ def test_a_last_number_that_is_none_ends_no_checkpoint(scene: Scene, value: byte
     asyncio.run(main())
 
 
-def test_what_cannot_be_read_back_is_not_said_to_be_there(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_cannot_be_read_back_is_not_reported_as_made(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publish = catalog.publish
 
     def alter(storage: Storage, manifest: Manifest) -> bool:

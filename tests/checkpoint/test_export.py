@@ -55,10 +55,10 @@ def place() -> str:
 
 def test_all_of_an_application_goes_out(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporting, "CHUNK_BYTES", 100)
-    told: list[int] = []
-    written = export_checkpoint(place, tmp_path / "out", with_slots=True, rows={"half": 9}, tell=told.append)
+    reported: list[int] = []
+    written = export_checkpoint(place, tmp_path / "out", with_slots=True, rows={"half": 9}, tell=reported.append)
     assert written == {"open": 39, "half": 9, "mlp.weight": 3}
-    assert sum(told) == 51
+    assert sum(reported) == 51
     files = {path.name: load_file(path) for path in (tmp_path / "out").glob("*.safetensors")}
     keys = files["open.keys.safetensors"]["embedding_bags.open.keys"]
     assert sorted(keys.tolist()) == sorted(ROWS.keys() - {-20})
@@ -70,14 +70,14 @@ def test_all_of_an_application_goes_out(place: str, tmp_path: Path, monkeypatch:
         assert slots.tobytes() == whole[:, at : at + floats].tobytes()
         at += floats
     half = files["half.weight.safetensors"]["embedding_bags.half.weight"]
-    wanted = initial_rows(HALF.init, np.arange(9), 4, "bfloat16")
-    wanted[[0, 3]] = np.outer([0, 3], np.arange(4))
-    assert half.tobytes() == wanted.tobytes()
+    expected = initial_rows(HALF.init, np.arange(9), 4, "bfloat16")
+    expected[[0, 3]] = np.outer([0, 3], np.arange(4))
+    assert half.tobytes() == expected.tobytes()
     dense = files["mlp.weight.safetensors"]["mlp.weight"]
     assert dense.tobytes() == np.frombuffer(BLOCK, np.float32)[:15].tobytes()
     assert not list((tmp_path / "out").glob("tmp*"))
-    said = json.loads((tmp_path / "out" / "elasticps.json").read_text())
-    assert said["tables"]["half"]["keys"] is False
+    manifest = json.loads((tmp_path / "out" / "elasticps.json").read_text())
+    assert manifest["tables"]["half"]["keys"] is False
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -88,14 +88,14 @@ def test_large_columns_are_parts_that_torch_puts_together(
     monkeypatch.setattr(exporting, "CHUNK_BYTES", 200)
     export_checkpoint(place, tmp_path / "out", tables=["half"], rows={"half": 40})
     assert len(list((tmp_path / "out").glob("half.weight*.safetensors"))) > 2
-    wanted = initial_rows(HALF.init, np.arange(40), 4, "bfloat16")
-    wanted[[0, 3]] = np.outer([0, 3], np.arange(4))
+    expected = initial_rows(HALF.init, np.arange(40), 4, "bfloat16")
+    expected[[0, 3]] = np.outer([0, 3], np.arange(4))
     state = {"embedding_bags.half.weight": torch.zeros(40, 4)}
     torch_load(state, storage_reader=HuggingFaceStorageReader(str(tmp_path / "out")))
-    assert state["embedding_bags.half.weight"].numpy().tobytes() == wanted.tobytes()
+    assert state["embedding_bags.half.weight"].numpy().tobytes() == expected.tobytes()
     column = load._columns(tmp_path / "out", "safetensors", "half", HALF, "embedding_bags.half")["weight"]
     for a, b in ((0, 40), (0, 1), (7, 29), (39, 40), (11, 12)):
-        assert column(a, b).tobytes() == wanted[a:b].tobytes()
+        assert column(a, b).tobytes() == expected[a:b].tobytes()
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -146,7 +146,7 @@ def test_what_cannot_be_leaves_nothing(place: str, tmp_path: Path) -> None:
 
 def test_a_table_is_written_as_it_is_read(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for some of its rows is enough."""
-    read, ahead = 0, list[int]()
+    read, early = 0, list[int]()
 
     def weights(spec: TableSpec, rows: np.ndarray) -> np.ndarray:
         nonlocal read
@@ -156,10 +156,10 @@ def test_a_table_is_written_as_it_is_read(place: str, tmp_path: Path, monkeypatc
     def tell(rows: int) -> None:
         nonlocal read
         read -= rows
-        ahead.append(read)
+        early.append(read)
 
     real = exporting.weights
     monkeypatch.setattr(exporting, "weights", weights)
     export_checkpoint(place, tmp_path / "out", tables=["open"], tell=tell)
-    assert len(ahead) > 4
-    assert not any(ahead)
+    assert len(early) > 4
+    assert not any(early)

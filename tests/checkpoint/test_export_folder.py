@@ -77,9 +77,9 @@ def test_the_folder_of_a_dead_export_stays_and_is_named(
 ) -> None:
     def tell(rows: int) -> None:
         (left,) = tmp_path.glob(".*")
-        kept = tmp_path / f"{left.name[: -len('.part') - 1]}{'0' if left.name[-6] != '0' else '1'}.part"
-        kept.mkdir()
-        (kept / "t.weight.safetensors").write_text("left by an export that died")
+        foreign = tmp_path / f"{left.name[: -len('.part') - 1]}{'0' if left.name[-6] != '0' else '1'}.part"
+        foreign.mkdir()
+        (foreign / "t.weight.safetensors").write_text("left by an export that died")
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

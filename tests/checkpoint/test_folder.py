@@ -38,7 +38,7 @@ def storage(tmp_path: Path) -> Storage:
     return storage
 
 
-def test_what_lies_behind_a_link_is_neither_listed_nor_deleted(storage: Storage, home: Path, tmp_path: Path) -> None:
+def test_files_below_a_link_are_neither_listed_nor_deleted(storage: Storage, home: Path, tmp_path: Path) -> None:
     (tmp_path / "place" / "000002").symlink_to(home)
     (tmp_path / "place" / "000001" / "more").symlink_to(home)
     (tmp_path / "place" / "000003").mkdir()

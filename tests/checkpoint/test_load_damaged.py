@@ -40,7 +40,7 @@ class Loaded:
 
     app = "default"
 
-    def table(self, name: str, **said: Any) -> Any:
+    def table(self, name: str, **options: Any) -> Any:
         return self
 
     def tables(self) -> dict[str, Any]:
@@ -79,8 +79,8 @@ def test_an_export_reads_no_file_beside_its_folder(tmp_path: Path, name: str, ki
     folder = tmp_path / "out"
     (folder / "open.d").mkdir(parents=True)
     np.savez(tmp_path / "other.npz", keys=np.arange(2), weight=np.ones((2, 3), np.float32))
-    said = {"spec": json.loads(OPEN.to_json()), "rows": 2}
-    (folder / MANIFEST).write_text(json.dumps({"version": VERSION, "format": kind, "tables": {name: said}}))
+    described = {"spec": json.loads(OPEN.to_json()), "rows": 2}
+    (folder / MANIFEST).write_text(json.dumps({"version": VERSION, "format": kind, "tables": {name: described}}))
     with pytest.raises(ConfigError, match=r"its elasticps\.json (has table 'open' as '\.\./other'|says 'd/)"):
         loading.load(cast(Client, Loaded()), folder)
 

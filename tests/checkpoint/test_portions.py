@@ -65,7 +65,7 @@ def test_each_portion_has_all_of_its_ranges_and_all_is_read_once(
                 assert all(len(unit.ranges) == 1 or unit.bytes <= sizes.unit for unit in units)
 
 
-def test_portions_are_as_large_as_was_asked_for(found: dict[int, Contents]) -> None:
+def test_portions_have_the_size_that_was_requested(found: dict[int, Contents]) -> None:
     contents, every = found[32], np.arange(32)
     nbytes = contents.sizes(7)[1]
     cut = portions(contents, every, 32, [(7, 7)], Sizes(500, 500, 2000))

@@ -77,7 +77,7 @@ def test_large_files_go_in_parts_and_come_in_parts(either: FakeS3 | MotoS3) -> N
 
 
 @pytest.mark.parametrize("status", [500, 503])
-def test_errors_that_pass_are_not_told(either: FakeS3 | MotoS3, status: int) -> None:
+def test_errors_that_pass_are_not_reported(either: FakeS3 | MotoS3, status: int) -> None:
     left = {"PUT": 2, "GET": 2}
 
     def trouble(method: str, path: str, headers: dict[str, str]) -> tuple[int, str] | None:
@@ -92,7 +92,7 @@ def test_errors_that_pass_are_not_told(either: FakeS3 | MotoS3, status: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "said"),
+    ("status", "code", "reason"),
     [
         (403, "AccessDenied", "look at the credentials"),
         (400, "ExpiredToken", "ExpiredToken.*look at the credentials"),
@@ -100,7 +100,7 @@ def test_errors_that_pass_are_not_told(either: FakeS3 | MotoS3, status: int) -> 
         (500, "InternalError", "Internal"),
     ],
 )
-def test_errors_that_stay_are_told_in_one_line(s3: FakeS3, status: int, code: str, said: str) -> None:
+def test_errors_that_stay_are_reported_in_one_line(s3: FakeS3, status: int, code: str, reason: str) -> None:
     there = Storage("s3://models/run")
     there.put("000001/there", b"1")
     s3.trouble = lambda method, path, headers: (status, code)
@@ -114,7 +114,7 @@ def test_errors_that_stay_are_told_in_one_line(s3: FakeS3, status: int, code: st
         lambda: there.delete(["000001/there"]),
         lambda: catalog.chain(there),
     ):
-        with pytest.raises(CheckpointError, match=said) as caught:
+        with pytest.raises(CheckpointError, match=reason) as caught:
             call()
         assert "s3://models/run" in str(caught.value)
         assert "\n" not in str(caught.value)
@@ -123,7 +123,7 @@ def test_errors_that_stay_are_told_in_one_line(s3: FakeS3, status: int, code: st
     assert there.files() == [("000001/there", 1)]
 
 
-def test_credentials_that_expire_are_asked_for_again(
+def test_credentials_that_expire_are_fetched_again(
     either: FakeS3 | MotoS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As a container's platform gives them: each for a moment."""
@@ -134,8 +134,8 @@ def test_credentials_that_expire_are_asked_for_again(
             assert self.headers["authorization"] == "let me in"
             given.append(f"KEY{len(given)}")
             moment = (datetime.now(UTC) + timedelta(seconds=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
-            said = {"AccessKeyId": given[-1], "SecretAccessKey": "s", "Token": "t", "Expiration": moment}
-            data = json.dumps(said).encode()
+            document = {"AccessKeyId": given[-1], "SecretAccessKey": "s", "Token": "t", "Expiration": moment}
+            data = json.dumps(document).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
@@ -156,8 +156,8 @@ def test_credentials_that_expire_are_asked_for_again(
         used: list[str] = []
 
         def newest_only(method: str, path: str, headers: dict[str, str]) -> tuple[int, str] | None:
-            said = {name.lower(): value for name, value in headers.items()}["authorization"]
-            used.append(said.partition("Credential=")[2].partition("/")[0])
+            header = {name.lower(): value for name, value in headers.items()}["authorization"]
+            used.append(header.partition("Credential=")[2].partition("/")[0])
             return None if used[-1] == given[-1] else (400, "ExpiredToken")
 
         either.trouble = newest_only
@@ -180,7 +180,7 @@ def test_credentials_that_expire_are_asked_for_again(
         issuer.server_close()
 
 
-def test_a_bucket_that_is_not_there_is_said(either: FakeS3 | MotoS3) -> None:
+def test_a_missing_bucket_is_reported(either: FakeS3 | MotoS3) -> None:
     there = Storage("s3://modles/run")
     for call in (lambda: there.put("x", b"1"), lambda: there.put_new("x", b"1"), there.files, there.folders):
         with pytest.raises(CheckpointError, match="no such bucket"):

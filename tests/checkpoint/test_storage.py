@@ -52,7 +52,7 @@ def test_of_several_one_is_first(storage: Storage) -> None:
     assert [path for path, _ in storage.files()] == ["x/manifest"]
 
 
-def test_what_is_not_there_is_said(storage: Storage) -> None:
+def test_a_missing_file_is_reported(storage: Storage) -> None:
     with pytest.raises(NotThere, match="000001/x cannot be read: it is not there"):
         storage.get("000001/x")
     storage.put("000001/x", b"123")
@@ -73,7 +73,7 @@ def test_looking_makes_no_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "nothing").exists()
 
 
-def test_unusable_places_are_refused_in_words(tmp_path: Path) -> None:
+def test_an_unusable_url_is_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be"):
         Storage(str(tmp_path / "file" / "below")).put("x", b"")
@@ -130,13 +130,13 @@ def test_names_with_marks_of_urls_are_folders_of_their_own(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "url", ["s3://b/run%231", "s3://b/p/q", "s3://b", "gs://b/p/q", "az://c/p", "az://c/p/q", "az://c", "abfs://c/p"]
 )
-def test_a_bucket_s_prefix_is_all_that_stands_behind_its_name(url: str) -> None:
+def test_a_bucket_s_prefix_is_all_that_follows_its_name(url: str) -> None:
     options = {"account_name": "x"} if url.startswith("a") else {}
     store = Storage(url, **options)._objects
     assert (getattr(store, "prefix", None) or "") == url.partition("://")[2].partition("/")[2].replace("%23", "#")
 
 
-def test_a_full_disk_is_said_and_leaves_no_half_file(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_half_file(tmp_path: Path) -> None:
     program = """
 import resource, sys
 from elasticps.cli.app import app

@@ -25,8 +25,8 @@ from tests.security.conftest import Holder, issued
 
 
 @asynccontextmanager
-async def serving(subject: Subject, credentials: Credentials) -> AsyncIterator[str]:
-    server = await start_admin("127.0.0.1", 0, lambda: subject, credentials)
+async def serving(target: Subject, credentials: Credentials) -> AsyncIterator[str]:
+    server = await start_admin("127.0.0.1", 0, lambda: target, credentials)
     try:
         await server.set_serving(True)
         yield server.address
@@ -42,16 +42,16 @@ def test_only_who_takes_checkpoints_has_one_written(holder: Holder, who: str, ma
     """To ask how far it is begins it: too early, and the ranges that have not passed the cut make it fail."""
 
     async def test() -> None:
-        subject = Subject()
-        async with serving(subject, holder("server/s0")) as address, open_channel(address, holder(who)) as channel:
-            asked = admin_pb2_grpc.AdminStub(channel).CutWritten(admin_pb2.CutWrittenRequest(cut=2), timeout=60)
+        server = Subject()
+        async with serving(server, holder("server/s0")) as address, open_channel(address, holder(who)) as channel:
+            answer = admin_pb2_grpc.AdminStub(channel).CutWritten(admin_pb2.CutWrittenRequest(cut=2), timeout=60)
             if may:
-                assert (await asked).writes
+                assert (await answer).writes
             else:
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await asked
+                    await answer
                 assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
-            assert subject.cuts.happened == ([("written", 2, 0.0)] if may else [])
+            assert server.cuts.happened == ([("written", 2, 0.0)] if may else [])
 
     asyncio.run(test())
 
@@ -97,9 +97,9 @@ def test_a_connection_is_worth_nothing_when_its_certificate_has_ended(
     """Else a key that was stolen would be good for as long as whoever has it stays connected."""
 
     async def test() -> None:
-        subject = Subject()
+        server = Subject()
         operator = Credentials(issued(authority, "operator/me", days=1), "train")
-        async with serving(subject, holder("server/s0")) as address, open_channel(address, operator) as channel:
+        async with serving(server, holder("server/s0")) as address, open_channel(address, operator) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)
             assert (await stub.Mark(admin_pb2.MarkRequest(mark=5), timeout=60)).complete
             monkeypatch.setattr("elasticps.admin.service.time", SimpleNamespace(time=lambda: operator.until_s))
@@ -107,12 +107,12 @@ def test_a_connection_is_worth_nothing_when_its_certificate_has_ended(
                 await stub.Mark(admin_pb2.MarkRequest(mark=6), timeout=60)
             assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
             assert "certificate has ended" in (caught.value.details() or "")
-            assert sorted(subject._marks) == [5]
+            assert sorted(server._marks) == [5]
 
     asyncio.run(test())
 
 
-def test_a_kept_connection_is_opened_again_when_the_certificate_was_replaced(
+def test_an_open_connection_is_opened_again_when_the_certificate_was_replaced(
     authority: Authority, holder: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a checkpoint that takes long, or a dashboard: the old certificate ends some time later."""
@@ -122,8 +122,8 @@ def test_a_kept_connection_is_opened_again_when_the_certificate_was_replaced(
 
     async def test() -> None:
         nonlocal now
-        subject = Subject()
-        async with serving(subject, holder("server/s0")) as address:
+        server = Subject()
+        async with serving(server, holder("server/s0")) as address:
             cuts = CutClient(address, 60, operator)
             await cuts.state(2)
             issued(authority, "operator/me", days=9)

@@ -351,10 +351,10 @@ def test_half_a_record_holds_up_nobody(holder: Holder) -> None:
                     await loop.sock_sendall(sock, channel.outgoing())
                     channel.received(await asyncio.wait_for(loop.sock_recv(sock, 65536), 60))
                 channel.write([json_frame(Kind.HELLO, WORKER)])
-                said = channel.outgoing()
-                await loop.sock_sendall(sock, said[:-40])
+                flight = channel.outgoing()
+                await loop.sock_sendall(sock, flight[:-40])
                 assert (await ask(s0.port, holder("coordinator/c0"), LEADER))[0].kind == Kind.WELCOME
-                for byte in said[-40:]:
+                for byte in flight[-40:]:
                     await loop.sock_sendall(sock, bytes([byte]))
                 buffer, n = memoryview(bytearray(4096)), 0
                 while not n:

@@ -127,11 +127,11 @@ def test_a_connection_is_stale_when_certificates_are_renewed_or_about_to_end(
     mine = Credentials(issued(authority, "worker/ads/w0"), "train", clock=lambda: now)
     a, b = pair(mine, holder("server/s0"))
     carry(a, b)
-    told = [a.stale]
+    stale = [a.stale]
     issued(authority, "worker/ads/w0", days=5)
     now += 2 * LOOK_S
-    told.append(a.stale)
-    assert told == [False, True]
+    stale.append(a.stale)
+    assert stale == [False, True]
     a, b = pair(mine, holder("server/s0"))
     carry(a, b)
     assert not a.stale

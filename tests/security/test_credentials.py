@@ -189,7 +189,7 @@ def test_grpc_is_given_certificates_only_when_they_were_replaced(
     assert newer() is None
 
 
-def test_the_command_makes_an_authority_once_and_certificates_as_often_as_asked(tmp_path: Path) -> None:
+def test_the_command_makes_an_authority_once_and_certificates_at_every_call(tmp_path: Path) -> None:
     folder = str(tmp_path / "ca")
     who = ["train/server/s0", "train/worker/ads/*", "spiffe://elasticps/train/operator/me"]
     etcds = ["--etcd", "10.0.0.1", "--etcd", "etcd-0", "--etcd-root"]
@@ -214,7 +214,7 @@ def test_the_command_makes_an_authority_once_and_certificates_as_often_as_asked(
 
 
 @pytest.mark.parametrize(
-    ("there", "wanted", "file"),
+    ("there", "requested", "file"),
     [
         (["prod/server/s0"], ["train/worker/a/b", "train/server/s0"], "server-s0.crt"),
         (["train/worker/a-b/c"], ["train/worker/a/b-c"], "worker-a-b-c.crt"),
@@ -223,14 +223,14 @@ def test_the_command_makes_an_authority_once_and_certificates_as_often_as_asked(
     ],
 )
 def test_the_command_replaces_no_other_identitys_files(
-    tmp_path: Path, there: list[str], wanted: list[str], file: str
+    tmp_path: Path, there: list[str], requested: list[str], file: str
 ) -> None:
     for who in there:
         assert CliRunner().invoke(app, ["certificates", str(tmp_path), who]).exit_code == 0
     before = {path: path.read_bytes() for path in tmp_path.glob("*-*")}
-    refused = CliRunner().invoke(app, ["certificates", str(tmp_path), *wanted])
+    refused = CliRunner().invoke(app, ["certificates", str(tmp_path), *requested])
     assert refused.exit_code == 2
-    for text in (str(tmp_path / file), f"spiffe://elasticps/{[*there, *wanted][0]}", wanted[-1], "move"):
+    for text in (str(tmp_path / file), f"spiffe://elasticps/{[*there, *requested][0]}", requested[-1], "move"):
         assert text in refused.output
     assert {path: path.read_bytes() for path in tmp_path.glob("*-*")} == before
 

@@ -208,20 +208,20 @@ def test_keys_change_while_both_send(direct: Ends) -> None:
 
 def test_who_asks_tls_for_answers_and_reads_none_is_cut_off(by_hand: Ends) -> None:
     by_hand.sockets[3].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-    buffer, asked = memoryview(bytearray(100)), 0
+    buffer, rounds = memoryview(bytearray(100)), 0
 
     def ask() -> None:
-        nonlocal asked
+        nonlocal rounds
         while True:
             update_keys(by_hand.a)
             by_hand.sockets[2].sendall(by_hand.sent())
-            asked += 1
+            rounds += 1
             assert by_hand.b.read_into(buffer) == 0
             assert by_hand.b.backlog_bytes <= records.FLOOD_BYTES
 
     with pytest.raises(ConnectionResetError, match="does not read them"):
         ask()
-    assert asked > 1000
+    assert rounds > 1000
 
 
 @pytest.mark.parametrize(

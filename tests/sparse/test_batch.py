@@ -48,9 +48,9 @@ def test_it_is_the_same_matrix_in_any_format(seed: int, n: int, columns: int, fo
     for shape in ((), (3,)):
         weights = random.normal(size=(columns, *shape)).astype(np.float32)
         errors = random.normal(size=(n, *shape)).astype(np.float32)
-        said, gradient = batch.dot(weights[batch.keys]), batch.gradient(errors)
-        assert said.dtype == gradient.dtype == np.float32
-        np.testing.assert_allclose(said, dense @ weights, rtol=1e-5, atol=1e-5)
+        product, gradient = batch.dot(weights[batch.keys]), batch.gradient(errors)
+        assert product.dtype == gradient.dtype == np.float32
+        np.testing.assert_allclose(product, dense @ weights, rtol=1e-5, atol=1e-5)
         whole = np.zeros((columns, *shape), np.float32)
         whole[batch.keys] = gradient
         np.testing.assert_allclose(whole, dense.T @ errors, rtol=1e-5, atol=1e-5)

@@ -51,10 +51,10 @@ def test_the_pages_filter_sends_a_bit_of_each_float() -> None:
     rows = np.random.default_rng(1).normal(size=(6, 70)).astype(np.float32)
     for codec, left in ((Codec([signs], 70), 70), (Codec([spec.TopK(0.5), signs], 70), 35)):
         found = codec.decode(codec.encode(rows))
-        kept = np.where(found != 0, rows, np.float32(0))
+        sent = np.where(found != 0, rows, np.float32(0))
         assert ((found != 0).sum(axis=1) == left).all()
-        assert (np.sign(found) == np.sign(kept)).all()
-        assert np.allclose(np.abs(found).max(axis=1), np.abs(kept).sum(axis=1) / (found != 0).sum(axis=1))
+        assert (np.sign(found) == np.sign(sent)).all()
+        assert np.allclose(np.abs(found).max(axis=1), np.abs(sent).sum(axis=1) / (found != 0).sum(axis=1))
     assert Codec([signs], 64).words == 3
 
 

@@ -70,8 +70,8 @@ def test_the_pieces_of_a_range_are_the_range(keys: list[int], r: int, cuts: list
     array = np.array(keys, np.int64)
     source.apply(array, np.ones((len(keys), 2), np.float32), np.empty(0, np.float32))
     width = HASH_END // P
-    places = sorted({r * width, *(r * width + cut for cut in cuts), (r + 1) * width})
-    for low, high in itertools.pairwise(places):
+    bounds = sorted({r * width, *(r * width + cut for cut in cuts), (r + 1) * width})
+    for low, high in itertools.pairwise(bounds):
         found, rows = source.dump_interval(r, low, high)
         assert all(low <= hashed(int(k)) >> 2 < high for k in found)
         target.load_range(r, found, rows)

@@ -173,7 +173,7 @@ def test_users_register_their_own(dtype: str) -> None:
     np.testing.assert_array_equal(out, np.sign(grads) * np.float32(-0.375))
 
 
-def test_a_custom_optimizer_that_is_missing_or_different_is_told() -> None:
+def test_a_custom_optimizer_that_is_missing_or_different_is_reported() -> None:
     store = Store(2)
     with pytest.raises(SpecError, match=r"no optimizer is registered as 'nobody'.*start every server with the plugin"):
         store.create(TableSpec("t", 4, spec.Custom("nobody")), 0)
@@ -185,7 +185,7 @@ def test_a_custom_optimizer_that_is_missing_or_different_is_told() -> None:
         register_optimizer("sign-momentum", sign_momentum, slots=2)
 
 
-def test_an_optimizer_that_does_not_compile_is_told() -> None:
+def test_an_optimizer_that_does_not_compile_is_reported() -> None:
     def wrong(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
         w.no_such_method()  # type: ignore[attr-defined]
 

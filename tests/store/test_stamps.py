@@ -141,10 +141,10 @@ class CutMachine(RuleBasedStateMachine):
             stamps = stamps_in(words).astype(np.int32) + np.int32(writing.base(r))
             self._read(found, rows_at(words, self.table.stride), stamps, scan.found)
         if not scan.parts:
-            got, wanted = self._known(scan.found), self._known(scan.rows)
-            assert wanted.items() <= got.items() <= self._known(scan.every).items()
+            got, expected = self._known(scan.found), self._known(scan.rows)
+            assert expected.items() <= got.items() <= self._known(scan.every).items()
             # Where stamps began anew, what was changed before is in it, too.
-            assert self.store.cuts.base.any() or got == wanted
+            assert self.store.cuts.base.any() or got == expected
             self.table.keep(None)
             self.scan = None
 

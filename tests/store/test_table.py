@@ -161,7 +161,7 @@ def unmixed(hashed: int, table_id: int) -> int:
     return z - (1 << 64) if z >> 63 else z
 
 
-def test_keys_that_all_probe_from_one_place_are_kept() -> None:
+def test_keys_that_all_probe_from_one_entry_are_found() -> None:
     made = table(ranges=2)
     for place in (0, 0x12345678, 0xFFFFFFFF):
         keys = np.array([unmixed(1 << 63 | place << 31 | low, made.table_id) for low in range(300)])
@@ -233,7 +233,7 @@ def test_a_store_knows_its_tables() -> None:
         store.create(TableSpec("a", 8, spec.SGD(0.1)), 5)
 
 
-def test_a_dropped_table_is_kept_until_all_replicas_of_what_is_held_have_dropped_it() -> None:
+def test_a_dropped_table_stays_until_all_replicas_of_what_is_held_have_dropped_it() -> None:
     store, acked = Store(4), np.array([10, 10, -1, 10])
     keys = np.arange(200)
     made = store.create(TableSpec("a", 4, spec.SGD(0.1)), 5)
@@ -348,7 +348,7 @@ def test_memory_of_dropped_rows_goes_back() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 8, 13])
-def test_rows_that_come_while_memory_goes_back_are_kept(steps: int) -> None:
+def test_rows_that_come_while_memory_goes_back_stay(steps: int) -> None:
     """They may take the places that others were to be moved to."""
     made, keys = table(dim=64), np.arange(40_000)
     fill(made, keys)

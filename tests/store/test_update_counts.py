@@ -140,9 +140,9 @@ def test_any_count_is_corrected_as_its_powers_say(count: float) -> None:
     beta1, beta2, rate = 0.5, 0.99999, 0.01
     optimizer = spec.Adam(rate, betas=(beta1, beta2))
     table = a_table(optimizer)
-    moments = np.full((len(KEYS), 2 * DIM), 0.25, np.float32)
+    averages = np.full((len(KEYS), 2 * DIM), 0.25, np.float32)
     begin = np.zeros((len(KEYS), DIM), np.float32)
-    table.put(KEYS, np.concatenate([begin, np.full((len(KEYS), 1), count, np.float32), moments], axis=1))
+    table.put(KEYS, np.concatenate([begin, np.full((len(KEYS), 1), count, np.float32), averages], axis=1))
     table.apply(KEYS, np.zeros_like(begin), optimizer.step_values(1))
     t = min(count + 1, 1 << 24)
     first, second = 0.25 * beta1 / (1 - beta1**t), 0.25 * beta2 / (1 - beta2**t)

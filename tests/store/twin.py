@@ -42,13 +42,13 @@ def _adagrad(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> tuple[Flo
 
 
 def _row_adagrad(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> tuple[Floats, Floats]:
-    lanes = np.zeros(8, np.float32)
+    sums = np.zeros(8, np.float32)
     whole = len(g) // 8 * 8
     for j in range(whole):
-        lanes[j % 8] += g[j] * g[j]
+        sums[j % 8] += g[j] * g[j]
     for j in range(whole, len(g)):
-        lanes[0] += g[j] * g[j]
-    a = lanes
+        sums[0] += g[j] * g[j]
+    a = sums
     s = s + (((a[0] + a[1]) + (a[2] + a[3])) + ((a[4] + a[5]) + (a[6] + a[7]))) / f32(len(g))
     return w - (v[0] / (np.sqrt(s) + c[0])) * g, s
 

@@ -44,18 +44,18 @@ sizes = st.lists(
 def test_frames_survive_any_cutting(lengths: list[int], cuts: list[int], diverted: bool) -> None:
     frames = [frame(size, number) for number, size in enumerate(lengths)]
     got: list[bytes] = []
-    wanted: dict[int, list[NDArray[np.uint8]]] = {}
+    targets: dict[int, list[NDArray[np.uint8]]] = {}
 
     def sink(header: Header) -> list[memoryview] | None:
         if header.request % 2:
             return None
         third = header.body // 3
         pieces = [np.empty(n, np.uint8) for n in (third, 0, header.body - third)]
-        wanted[header.request] = pieces
+        targets[header.request] = pieces
         return [p.data for p in pieces]
 
     def on_frame(header: Header, body: NDArray[np.uint8]) -> None:
-        pieces = wanted.get(header.request, [body])
+        pieces = targets.get(header.request, [body])
         got.append(header.pack() + b"".join(p.tobytes() for p in pieces))
 
     assembler = Assembler(on_frame, LIMIT, sink if diverted else None)

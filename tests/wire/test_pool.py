@@ -29,7 +29,7 @@ def test_a_slice_of_another_type_keeps_it_in_use() -> None:
     assert pool.take(1 << 20).ctypes.data == address
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_memory_for_later_is_bounded() -> None:
     pool = Pool(1 << 20)
     taken = [pool.take(400_000) for _ in range(10)]
     assert all(len(t) == 400_000 for t in taken)

@@ -34,6 +34,6 @@ def test_the_headers_are_the_smallest_there_are() -> None:
     [b"", bytes(56), bytes(72), Activity(-1, 0, 0, 0, 0, 0, 0).body(), Activity(1, 2, 0, 0, 0, 0, 0).body(),
      Activity(1, 1, 0, 0, 3, 4, 0).body()],
 )  # fmt: skip
-def test_what_nobody_can_have_done_is_refused(body: bytes) -> None:
+def test_counts_that_contradict_each_other_are_refused(body: bytes) -> None:
     with pytest.raises(FrameError, match="worker"):
         Activity.of(body)

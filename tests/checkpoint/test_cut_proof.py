@@ -16,14 +16,14 @@ P = 4
 WHOLE = CutTaken(tuple(range(P)), {1: 3 << 16, 2: 5 << 16}, {"a": 3})
 
 
-def consistent(taken: list[CutTaken], present: Mapping[int, str], said: Mapping[int, int]) -> bool:
+def consistent(taken: list[CutTaken], present: Mapping[int, str], written: Mapping[int, int]) -> bool:
     """The same, dumb."""
     by_range = {r: one for one in taken for r in one.ranges}
     for worker, app in present.items():
         steps = {by_range[r].clocks.get(worker, 0) for r in range(P)}
         if len(steps) > 1 or any(step % 65536 for step in steps):
             return False
-        if worker in said and min(steps) > said[worker] << 16:
+        if worker in written and min(steps) > written[worker] << 16:
             return False
         if any(worker == waiting for one in taken for _, _, waiting in one.kept):
             return False
@@ -49,14 +49,14 @@ a_column = st.tuples(
 )
 def test_a_cut_is_consistent_if_all_ranges_have_the_same_steps(
     columns: list[tuple[dict[int, int], dict[str, int], list[tuple[str, int, int]]]], where: list[int],
-    present: dict[int, str], said: dict[int, int],
+    present: dict[int, str], written: dict[int, int],
 ) -> None:  # fmt: skip
     where = [column % len(columns) for column in where]
     taken = [CutTaken(tuple(r for r in range(P) if where[r] == i), *columns[i]) for i in sorted(set(where))]
-    said = {worker: clock for worker, clock in said.items() if worker in present}
+    written = {worker: clock for worker, clock in written.items() if worker in present}
     assert uncovered(P, taken) == ""
-    verdict = judge(taken, present, said)
-    assert (not verdict.why) == consistent(taken, present, said), verdict
+    verdict = judge(taken, present, written)
+    assert (not verdict.why) == consistent(taken, present, written), verdict
     if not verdict.why:
         by_range = {r: one for one in taken for r in one.ranges}
         for worker, clock in verdict.clocks.items():
@@ -90,13 +90,13 @@ def test_a_cut_goes_through_every_range_once(taken: list[CutTaken], says: str) -
         ({"closed": {"a": 2}}, "the rounds of 'a' that are closed differ: [2, 3]"),
     ],
 )
-def test_what_is_wrong_is_said(other: dict[str, object], says: str) -> None:
+def test_an_error_names_what_is_wrong(other: dict[str, object], says: str) -> None:
     taken = [WHOLE._replace(ranges=(0, 1)), WHOLE._replace(ranges=(2, 3), **other)]  # type: ignore[arg-type]
     verdict = judge(taken, {1: "a", 2: "a"}, {})
     assert verdict.why == says
 
 
-def test_a_worker_that_wrote_on_after_it_said_that_it_holds_is_found() -> None:
+def test_a_worker_that_wrote_on_while_it_held_is_found() -> None:
     assert judge([WHOLE], {1: "a"}, {1: 2}).why == "worker 1 holds at step 2, and ranges have 3"
     assert judge([WHOLE], {1: "a", 9: "a"}, {1: 3, 9: 7}).clocks == {1: 3, 2: 5, 9: 7}
 

@@ -33,42 +33,42 @@ class Socket:
     takes=st.lists(st.integers(0, 20), max_size=20),
 )
 def test_everything_leaves_once_and_in_order(rounds: list[list[bytes]], takes: list[int]) -> None:
-    unsent, socket, given_bytes = SendQueue(), Socket(takes), b""
+    queue, socket, given_bytes = SendQueue(), Socket(takes), b""
     for buffers in rounds:
-        unsent.add(buffers)
+        queue.add(buffers)
         given_bytes += b"".join(buffers)
-        left = not unsent.send(socket)
-        assert left is bool(unsent)
+        left = not queue.send(socket)
+        assert left is bool(queue)
         assert given_bytes.startswith(socket.arrived)
-        assert len(socket.arrived) + unsent.nbytes == len(given_bytes)
-    while not unsent.send(socket):
+        assert len(socket.arrived) + queue.nbytes == len(given_bytes)
+    while not queue.send(socket):
         pass
     assert socket.arrived == given_bytes
-    assert unsent.nbytes == 0
+    assert queue.nbytes == 0
 
 
 def test_a_socket_that_took_a_part_is_not_tried_again_at_once() -> None:
-    unsent, socket = SendQueue(), Socket([3])
-    unsent.add((b"abc", b"def"))
-    assert not unsent.send(socket)
-    assert (socket.calls, unsent.nbytes) == (1, 3)
+    queue, socket = SendQueue(), Socket([3])
+    queue.add((b"abc", b"def"))
+    assert not queue.send(socket)
+    assert (socket.calls, queue.nbytes) == (1, 3)
 
 
 def test_more_buffers_than_a_call_takes_leave_in_several() -> None:
-    unsent, socket = SendQueue(), Socket([])
-    unsent.add([b"x"] * (2 * BUFFERS_PER_CALL + 1))
-    assert unsent.send(socket)
+    queue, socket = SendQueue(), Socket([])
+    queue.add([b"x"] * (2 * BUFFERS_PER_CALL + 1))
+    assert queue.send(socket)
     assert socket.calls == 3
 
 
-def test_a_broken_connection_is_said() -> None:
+def test_a_broken_connection_is_an_error() -> None:
     class Broken:
         def sendmsg(self, buffers: Sequence[memoryview], /) -> int:
             raise BrokenPipeError
 
-    unsent = SendQueue()
-    unsent.add((b"a",))
+    queue = SendQueue()
+    queue.add((b"a",))
     with pytest.raises(BrokenPipeError):
-        unsent.send(Broken())
-    unsent.clear()
-    assert not unsent
+        queue.send(Broken())
+    queue.clear()
+    assert not queue

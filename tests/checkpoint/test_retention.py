@@ -38,16 +38,16 @@ def test_what_goes_is_named_by_nobody_and_still_or_ours(
     named = {cut: names for cut, names in named.items() if NAME in folders.get(cut, {})}
     going = left_over(folders, named, before, own=OWN, below=below)
     for cut, files in folders.items():
-        wanted = set()
+        expected = set()
         for path in files:
             if path == NAME or (cut in named and (named[cut] is None or path in (named[cut] or ()))):
                 continue
             beside = [other for other in files if other != NAME and (cut not in named or other not in named[cut])]  # type: ignore[operator]
             if all(files[other] < before for other in beside):
-                wanted.add(path)
+                expected.add(path)
             if cut not in named and cut < below and path.startswith("t/own."):
-                wanted.add(path)
-        assert set(going.get(cut, ())) == wanted
+                expected.add(path)
+        assert set(going.get(cut, ())) == expected
     assert [] not in going.values()
 
 
@@ -155,7 +155,7 @@ def test_a_merge_of_what_is_deleted_meanwhile_leaves_nothing() -> None:
     assert [path for path, _ in storage.files()] == begin_again
 
 
-def test_of_two_merges_at_once_one_is_told(tmp_path: Path) -> None:
+def test_of_two_merges_at_once_one_fails_with_the_reason(tmp_path: Path) -> None:
     storage = Storage(str(tmp_path))
     chain = begin(storage)
     done: list[Manifest] = []

@@ -25,33 +25,31 @@ def made(storage: Storage, cut: int) -> Manifest:
     return write(storage, cut, {"default/t": (7, TABLE)}, {"default/t": change}, since=cut - 1, time=float(cut))
 
 
-def test_a_chain_that_is_long_is_merged_and_what_is_not_kept_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_chain_is_merged_and_old_checkpoints_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule, "MERGE_AFTER", 2)
     storage = Storage(str(tmp_path))
     cleaner = Cleaner(storage.url, "last=1")
 
     async def take(full: bool, if_changed: bool) -> Manifest:
         taken.append(1 + len(taken))
-        await until(lambda: len(kept) == taken[-1] - 1, 200)
+        await until(lambda: len(listings) == taken[-1] - 1, 200)
         return made(storage, taken[-1])
 
     async def clean_up(manifest: Manifest) -> None:
         await cleaner.clean_up(manifest)
-        kept.append([(cut, one.since) for cut, one in catalog.look(storage).manifests.items()])
+        listings.append([(cut, one.since) for cut, one in catalog.look(storage).manifests.items()])
 
     taken: list[int] = []
-    kept: list[list[tuple[int, int]]] = []
+    listings: list[list[tuple[int, int]]] = []
 
     async def main() -> None:
         schedule = asyncio.create_task(CheckpointSchedule(MemoryStore(), take, 0.01, clean_up).run())
-        await until(lambda: len(kept) >= 3, 200)  # processes that let others go first
+        await until(lambda: len(listings) >= 3, 200)  # processes that let others go first
         schedule.cancel()
         await asyncio.gather(schedule, return_exceptions=True)
 
     asyncio.run(main())
-    assert kept[:3] == [[(1, 0)], [(1, 0), (2, 1)], [(3, 0)]]
+    assert listings[:3] == [[(1, 0)], [(1, 0), (2, 1)], [(3, 0)]]
     merged = catalog.read(storage, 3)
     assert maintenance.verify(storage, merged) == []
     assert merged.rows == 3
