@@ -54,7 +54,7 @@ def dial_server(leader: str, credentials: Credentials | None = None) -> Dial:
         context = None if credentials is None else credentials.client_context()
         reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=context)
         try:
-            vouched = _Vouched() if credentials is None else _vouched(writer, credentials, server.name)
+            validity = _Validity() if credentials is None else _check_peer(writer, credentials, server.name)
             hello = {"cluster": cluster, "leader": leader, "to": [server.name, server.incarnation]}
             writer.write(json_frame(Kind.HELLO, hello))
             async with asyncio.timeout(HELLO_TIMEOUT_S):
@@ -63,7 +63,7 @@ def dial_server(leader: str, credentials: Credentials | None = None) -> Dial:
                 document = json_body(body)
                 error = PermissionError if document.get("code") in _ANOTHER else ConnectionResetError
                 raise error(str(document.get("message")))
-            yield _Line(reader, writer, vouched)
+            yield _Line(reader, writer, validity)
         except (TimeoutError, asyncio.IncompleteReadError, FrameError) as error:
             raise ConnectionResetError(str(error) or type(error).__name__) from None
         finally:
@@ -73,7 +73,7 @@ def dial_server(leader: str, credentials: Credentials | None = None) -> Dial:
 
 
 @dataclass(frozen=True)
-class _Vouched:
+class _Validity:
     """How long the certificates of a line are good for: until some moment, or until ours is replaced."""
 
     credentials: Credentials | None = None
@@ -88,21 +88,21 @@ class _Vouched:
         return self.credentials.generation != self.generation or time.time() > self.renew_s
 
 
-def _vouched(writer: asyncio.StreamWriter, credentials: Credentials, name: str) -> _Vouched:
+def _check_peer(writer: asyncio.StreamWriter, credentials: Credentials, name: str) -> _Validity:
     """PermissionError if it is not the server of that name that answers."""
     try:
         peer, until_s = proved(writer.get_extra_info("ssl_object"))
         peer.require(credentials.cluster, Role.SERVER, name)
     except NotAuthorised as error:
         raise PermissionError(str(error)) from None
-    return _Vouched(credentials, credentials.generation, renew_at(min(until_s, credentials.until_s)))
+    return _Validity(credentials, credentials.generation, renew_at(min(until_s, credentials.until_s)))
 
 
 class _Line:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, vouched: _Vouched) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, validity: _Validity) -> None:
         self._reader = reader
         self._writer = writer
-        self._vouched = vouched
+        self._validity = validity
 
     async def reports(self) -> AsyncIterator[Report | View]:
         while True:
@@ -110,7 +110,7 @@ class _Line:
                 header, body = await _read(self._reader)
                 if header.kind == Kind.REPORT:
                     yield _report(header, json_body(body))
-                    if self._vouched.stale:
+                    if self._validity.stale:
                         raise ConnectionResetError("certificates are renewed")
                 elif header.kind == Kind.VIEW and (view := read_view(header, np.frombuffer(body, np.uint8), 0)):
                     yield view

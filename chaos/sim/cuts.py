@@ -14,7 +14,7 @@ from chaos.sim.violation import Violation
 from coordinator.core.errors import StoreUnavailable
 from coordinator.core.view import ServerInfo
 from elasticps.admin.admin_pb2 import RestoreRequest, RestoreResponse
-from elasticps.admin.interface import CutState, CutWritten, Subject
+from elasticps.admin.interface import AdminInterface, CutState, CutWritten
 from elasticps.admin.service import Admin
 from elasticps.checkpoint.cuts import CutTaker, GivenUp, Inconsistent, RoundsDiffer
 from elasticps.errors import ClusterUnreachable
@@ -46,7 +46,7 @@ class Afar:
         return await self._call(lambda server: _now(server.cuts.held(cut)))
 
     async def release(self, cut: int) -> None:
-        async def release(server: Subject) -> None:
+        async def release(server: AdminInterface) -> None:
             server.cuts.release(cut)
 
         await self._call(release)
@@ -59,7 +59,7 @@ class Afar:
     async def state(self, cut: int) -> CutState:
         """Has it written, too: not everybody asks for that here."""
 
-        async def state(server: Subject) -> CutState:
+        async def state(server: AdminInterface) -> CutState:
             await server.cuts.written(cut, 0.0)
             return server.cuts.state(cut)
 
@@ -72,7 +72,7 @@ class Afar:
         """Its part of bringing back what was lost."""
         return await self._call(lambda server: Admin(lambda: server, None).Restore(request, None))  # type: ignore[arg-type]
 
-    async def _call(self, call: Callable[[Subject], Coroutine[Any, Any, T]]) -> T:
+    async def _call(self, call: Callable[[AdminInterface], Coroutine[Any, Any, T]]) -> T:
         clock, here = self._cluster.clock, asyncio.get_running_loop()
         answer: asyncio.Future[T] = here.create_future()
         found = self._cluster.servers.get(self._info.name)

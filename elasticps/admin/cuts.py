@@ -1,4 +1,4 @@
-"""Takes part in cuts by gRPC: the calls of `CutSubject`, at a server that is somewhere else."""
+"""Calls the `CutInterface` of a remote server by gRPC, and encodes its messages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 
 class CutClient:
-    """The server whose admin service is at `address`, on one connection until it is closed: workers wait meanwhile.
-    Each call raises ClusterUnreachable when that does not answer within `timeout_s`, ServerError if it refuses."""
+    """Calls the server whose admin service is at `address`, on one connection until `close`: workers wait meanwhile,
+    and dialling costs time. Each call raises ClusterUnreachable when that does not answer within `timeout_s`,
+    ServerError if it refuses."""
 
     def __init__(self, address: str, timeout_s: float, credentials: Credentials | None = None) -> None:
         self._address = address
@@ -33,28 +34,28 @@ class CutClient:
             await self._channel.close(None)
 
     async def hold(self, cut: int, hold_s: float) -> bool:
-        """Has all its workers hold; False if that is over, or a newer cut is being taken."""
+        """Makes all its workers hold; False if that time is over, or a newer cut is being taken."""
         return bool((await self._ask("Hold", admin_pb2.HoldRequest(cut=cut, hold_ms=int(hold_s * 1000)))).held)
 
     async def held(self, cut: int) -> Mapping[int, int]:
-        """The workers that do, and the clocks up to which they have written."""
+        """The workers that hold, with the clocks up to which their steps are committed."""
         answer = await self._ask("Held", admin_pb2.HeldRequest(cut=cut))
         return dict(zip(answer.workers, answer.clocks, strict=True))
 
     async def release(self, cut: int) -> None:
-        """Has them go on."""
+        """Lets workers go on."""
         await self._ask("Release", admin_pb2.ReleaseRequest(cut=cut))
 
     async def take(self, cut: int, since: int, url: str) -> bool:
-        """Logs the cut in the ranges that it heads; False: ask again."""
+        """Logs the cut in the ranges that the server heads; False: ask again."""
         return bool((await self._ask("Cut", admin_pb2.CutRequest(cut=cut, since=since, url=url))).complete)
 
     async def state(self, cut: int) -> CutState:
-        """What there was at it."""
+        """Reports the state at the cut."""
         return read_state(await self._ask("CutState", admin_pb2.CutStateRequest(cut=cut)))
 
     async def written(self, cut: int, wait_s: float) -> CutWritten:
-        """Has it written, if that has not begun; how far it is, once that is over or after `wait_s`."""
+        """Starts to write the cut if that has not begun; reports how far it is, when it is done or after `wait_s`."""
         request = admin_pb2.CutWrittenRequest(cut=cut, wait_ms=int(1000 * wait_s))
         return read_written(await self._ask("CutWritten", request))
 
@@ -71,11 +72,13 @@ class CutClient:
 
 
 def write_state(state: CutState) -> admin_pb2.CutStateResponse:
-    """As it travels."""
+    """Encodes a state as its message."""
     taken = [
         admin_pb2.CutTaken(
             ranges=one.ranges, workers=one.clocks.keys(), progress=one.clocks.values(), closed=one.closed,
-            kept=[admin_pb2.KeptShare(app=app, round=clock, worker=worker) for app, clock, worker in one.kept],
+            kept=[
+                admin_pb2.KeptShare(app=app, round=clock, worker=worker) for app, clock, worker in one.waiting_shares
+            ],
         )
         for one in state.taken
     ]  # fmt: skip
@@ -90,7 +93,7 @@ def read_state(answer: admin_pb2.CutStateResponse) -> CutState:
     taken = [
         CutTaken(
             tuple(one.ranges), dict(zip(one.workers, one.progress, strict=True)), dict(one.closed),
-            tuple((kept.app, kept.round, kept.worker) for kept in one.kept),
+            tuple((share.app, share.round, share.worker) for share in one.kept),
         )
         for one in answer.taken
     ]  # fmt: skip
@@ -99,7 +102,7 @@ def read_state(answer: admin_pb2.CutStateResponse) -> CutState:
 
 
 def write_written(written: CutWritten) -> admin_pb2.CutWrittenResponse:
-    """As it travels."""
+    """Encodes as its message how far a cut is written."""
     writing = written.writing or Writing(0, ())
     return admin_pb2.CutWrittenResponse(
         incarnation=written.incarnation, ranges=written.ranges, writes=written.writing is not None,

@@ -1,4 +1,4 @@
-"""What the admin service speaks of."""
+"""What the admin service asks of a server: protocols, and the values that they exchange."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_URL = 4096
 
 
 class MarkedRange(NamedTuple):
-    """A range at a mark: its sequence number, the digest of its rows, and how far every worker had come in it."""
+    """A range at a mark: its sequence number, the digest of its rows, and the progress of every worker in it."""
 
     seq: int
     digest: bytes
@@ -20,8 +20,8 @@ class MarkedRange(NamedTuple):
 
 
 class WrittenFile(NamedTuple):
-    """A file of a checkpoint that is there as a whole: rows of a table, in some ranges. header: bytes of its head, as
-    safetensors has it; blake2b: in hexadecimal."""
+    """A complete file of a checkpoint, with rows of one table in some ranges. header: bytes of its head, as safetensors
+    has it; blake2b: in hexadecimal."""
 
     path: str
     bytes: int
@@ -33,7 +33,7 @@ class WrittenFile(NamedTuple):
 
 
 class Writing(NamedTuple):
-    """How far a server has written its ranges of a cut. failed: why it has given up, "" if it has not."""
+    """How far a server has written its ranges of a cut. failed: why it gave up, or ""."""
 
     ranges_done: int
     files: Sequence[WrittenFile]
@@ -41,18 +41,19 @@ class Writing(NamedTuple):
 
 
 class CutTaken(NamedTuple):
-    """What there was at a cut, the same in all these ranges. clocks: progress by worker, as in `replication.progress`;
-    closed: each application's last round; kept: (application, round, worker) of shares that waited for theirs."""
+    """The state at a cut of ranges in which it is equal. clocks: progress by worker, as in `replication.progress`;
+    closed: the last closed round of each application; waiting_shares: (application, round, worker) of shares whose
+    round was still open."""
 
     ranges: tuple[int, ...]
     clocks: Mapping[int, int]
     closed: Mapping[str, int]
-    kept: Sequence[tuple[str, int, int]] = ()
+    waiting_shares: Sequence[tuple[str, int, int]] = ()
 
 
 class CutState(NamedTuple):
-    """A cut as one server has it, in the ranges that it has logged it in and writes. newest: the highest number that it
-    knows of any cut; homes: rounds and shards of the applications that these are the group ranges of, by range."""
+    """A cut as one server has it, in the ranges in which it logged the cut and which it writes. newest: the highest
+    number of any cut that the server knows; homes: by group range, rounds and shards of its application."""
 
     incarnation: int
     epoch: int
@@ -62,54 +63,59 @@ class CutState(NamedTuple):
 
 
 class CutWritten(NamedTuple):
-    """How far a server is with its part of a cut. ranges: that it has logged it in, and still has; writing: None if it
-    knows nothing of it."""
+    """How far a server has written its part of a cut. ranges: in how many ranges it logged the cut, of those it still
+    has; writing: None if it knows nothing of the cut."""
 
     incarnation: int
     ranges: int
     writing: Writing | None
 
 
-class CutSubject(Protocol):
-    """What takes part in cuts."""
+class CutInterface(Protocol):
+    """A server's part in consistent cuts."""
 
     def hold(self, cut: int, hold_s: float) -> bool:
-        """Has all workers hold; False if that is over, or a newer cut is being taken."""
+        """Makes all workers hold; False if that time is over, or a newer cut is being taken."""
 
     def held(self, cut: int) -> Mapping[int, int]:
-        """The workers that do, and the clocks up to which they have written."""
+        """The workers that hold, with the clocks up to which their steps are committed."""
 
     def release(self, cut: int) -> None:
-        """Has them go on."""
+        """Lets workers go on."""
 
     async def take(self, cut: int, since: int, url: str) -> bool:
         """Logs the cut in the ranges headed here; False: ask again."""
 
     def state(self, cut: int) -> CutState:
-        """What there was at it."""
+        """Reports the state at the cut."""
 
     async def written(self, cut: int, wait_s: float) -> CutWritten:
-        """Has it written, if that has not begun; how far it is, once that is over or after `wait_s`."""
+        """Starts to write the cut if that has not begun; reports how far it is, when it is done or after `wait_s`."""
 
 
-class Wanted(NamedTuple):
-    """What is to be brought back from a checkpoint. tables: (id in the checkpoint, id here); whole: clocks, rounds and
-    shards too. anew: only ranges that begin anew; specs: then those of all tables, of which the checkpoint may lack
-    some, with id 0; floors: by worker, the clocks up to which steps count as done there at least."""
+class RestoreSpec(NamedTuple):
+    """What is to be restored from a checkpoint.
+
+    tables: (id in the checkpoint, id here). whole: clocks, rounds and shards, too. recovery: only ranges that have
+    lost all replicas. specs: then those of all tables; one that the checkpoint lacks has id 0 there. floors: by worker,
+    the clock up to which its steps count as done there at least."""
 
     url: str
     cut: int
     tables: tuple[tuple[int, int], ...]
     whole: bool
-    anew: bool = False
+    recovery: bool = False
     specs: tuple[str, ...] = ()
     floors: tuple[tuple[int, int], ...] = ()
 
 
-class Restored(NamedTuple):
-    """How far it is: ranges that are done, committed; rows since the beginning. taken: ids that cannot be had; failed:
-    why it ended, "" if it has not. headed: so many ranges are headed here; workers: those known in all of them; least:
-    beside, the least clock in them; told: beside, up to where they know all to be committed; rounds: there are some."""
+class RestoreProgress(NamedTuple):
+    """How far a restore is on one server.
+
+    ranges: those restored and committed. rows: restored since it began. taken: ids of tables that are in use. failed:
+    why it ended, or "". headed: how many ranges are headed here. workers: those known in all of these; least: for
+    each, the least clock in them; acknowledged: for each, the clock up to which it knows its steps to be committed.
+    rounds: whether there are synchronous rounds."""
 
     ranges: tuple[int, ...]
     rows: int
@@ -118,38 +124,40 @@ class Restored(NamedTuple):
     headed: int = 0
     workers: tuple[int, ...] = ()
     least: tuple[int, ...] = ()
-    told: tuple[int, ...] = ()
+    acknowledged: tuple[int, ...] = ()
     rounds: bool = False
 
 
-class RestoreSubject(Protocol):
-    """What brings checkpoints back."""
+class RestoreInterface(Protocol):
+    """A server's part in restoring a checkpoint."""
 
-    def look(self, tables: Iterable[int]) -> Restored:
-        """Which of these ids are, or were, tables' here."""
+    def look(self, tables: Iterable[int]) -> RestoreProgress:
+        """Reports which of these table ids are in use, and how far workers are here."""
 
-    def go_on(self, serial: int, wanted: Wanted, done: bytes = b"") -> Restored:
-        """Begins, or goes on, and says how far it is. serial: of the try; those below what was heard, or that have
-        ended, are refused. done: ranges that others have brought back, as bits, the lowest first."""
+    def go_on(self, serial: int, spec: RestoreSpec, done: bytes = b"") -> RestoreProgress:
+        """Starts a restore or continues it, and reports how far it is. serial: number of the attempt; lower ones than
+        heard, and those that have ended, are refused. done: ranges that others have restored, as bits, lowest first."""
 
     async def end(self, serial: int, dropped: Iterable[int]) -> bool:
-        """Nothing of it comes from now on; tables are dropped. False: the view has changed, ask again."""
+        """Ends a restore: nothing of it is applied later, and these tables are dropped. False: the view has changed,
+        ask again."""
 
 
-class Subject(Protocol):
-    """What these services speak of: a server."""
+class AdminInterface(Protocol):
+    """A server, as the admin service sees it."""
 
     @property
-    def cuts(self) -> CutSubject: ...
-
+    def cuts(self) -> CutInterface: ...
+    @property
+    def restoring(self) -> RestoreInterface: ...
     @property
     def epoch(self) -> int: ...
     @property
-    def restoring(self) -> RestoreSubject: ...
-    @property
     def me(self) -> ServerInfo: ...
     @property
-    def told(self) -> Mapping[int, int]: ...
+    def acknowledged(self) -> Mapping[int, int]:
+        """By worker, the clock up to which it has been told that its steps are committed."""
+
     def cluster_known(self) -> Mapping[str, Any]:
         """The fields of ClusterResponse in admin.proto."""
 
@@ -163,10 +171,10 @@ class Subject(Protocol):
         """The fields of TableStatus in admin.proto, for each table."""
 
     async def hot(self, seconds: float) -> Mapping[str, Any]:
-        """The fields of HotResponse in admin.proto, sampled for so long."""
+        """The fields of HotResponse in admin.proto, sampled for `seconds`."""
 
     async def mark(self, mark: int) -> bool:
-        """Has every replica of the ranges headed here note their digests; False if the view changed meanwhile."""
+        """Makes every replica of the ranges headed here note their digests; False if the view changed meanwhile."""
 
     def marked(self, mark: int) -> Mapping[int, MarkedRange]:
-        """What this replica found at a mark, by range."""
+        """What this replica noted at a mark, by range."""

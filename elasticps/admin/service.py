@@ -14,7 +14,7 @@ from grpc_health.v1.health import aio as health  # type: ignore[attr-defined]  #
 
 from elasticps.admin import admin_pb2, admin_pb2_grpc
 from elasticps.admin.cuts import write_state, write_written
-from elasticps.admin.interface import MAX_URL, Subject, Wanted
+from elasticps.admin.interface import MAX_URL, AdminInterface, RestoreProgress, RestoreSpec
 from elasticps.errors import ConfigError
 from elasticps.security.identity import Act, NotAuthorised, identity_among
 from elasticps.wire.headers import MAX_CUT
@@ -43,64 +43,63 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class Admin(admin_pb2_grpc.AdminServicer):
     """The names of the methods are the protocol's."""
 
-    def __init__(self, subject: Callable[[], Subject | None], credentials: Credentials | None) -> None:
-        self._find = subject
+    def __init__(self, target: Callable[[], AdminInterface | None], credentials: Credentials | None) -> None:
+        self._find = target
         self._credentials = credentials
 
-    async def _subject(self, context: Context, act: Act) -> Subject:
+    async def _target(self, context: Context, act: Act) -> AdminInterface:
         if self._credentials is not None and (why := _objection(context, act, self._credentials.cluster)):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
-        subject = self._find()
-        if subject is None:
+        target = self._find()
+        if target is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server has not registered yet")
-        assert subject is not None
-        return subject
+        assert target is not None
+        return target
 
     async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.StatusResponse:  # noqa: N802
-        return admin_pb2.StatusResponse(**(await self._subject(context, Act.LOOK)).status())
+        return admin_pb2.StatusResponse(**(await self._target(context, Act.LOOK)).status())
 
     async def Activity(  # noqa: N802
         self, request: admin_pb2.ActivityRequest, context: Context
     ) -> admin_pb2.ActivityResponse:
-        return admin_pb2.ActivityResponse(**(await self._subject(context, Act.LOOK)).activity())
+        return admin_pb2.ActivityResponse(**(await self._target(context, Act.LOOK)).activity())
 
     async def Tables(self, request: admin_pb2.TablesRequest, context: Context) -> admin_pb2.TablesResponse:  # noqa: N802
-        tables = (await self._subject(context, Act.LOOK)).tables()
+        tables = (await self._target(context, Act.LOOK)).tables()
         return admin_pb2.TablesResponse(tables=[admin_pb2.TableStatus(**table) for table in tables])
 
     async def Cluster(  # noqa: N802
         self, request: admin_pb2.ClusterRequest, context: Context
     ) -> admin_pb2.ClusterResponse:
-        return admin_pb2.ClusterResponse(**(await self._subject(context, Act.LOOK)).cluster_known())
+        return admin_pb2.ClusterResponse(**(await self._target(context, Act.LOOK)).cluster_known())
 
     async def Hot(self, request: admin_pb2.HotRequest, context: Context) -> admin_pb2.HotResponse:  # noqa: N802
-        found = dict(await (await self._subject(context, Act.LOOK)).hot(request.seconds))
+        found = dict(await (await self._target(context, Act.LOOK)).hot(request.seconds))
         tables = [admin_pb2.HotTable(**table) for table in found.pop("tables")]
         return admin_pb2.HotResponse(**found, tables=tables)
 
     async def Mark(self, request: admin_pb2.MarkRequest, context: Context) -> admin_pb2.MarkResponse:  # noqa: N802
-        subject = await self._subject(context, Act.CHANGE)
-        complete = await subject.mark(request.mark)
-        return admin_pb2.MarkResponse(complete=complete, epoch=subject.epoch)
+        target = await self._target(context, Act.CHANGE)
+        complete = await target.mark(request.mark)
+        return admin_pb2.MarkResponse(complete=complete, epoch=target.epoch)
 
     async def Restore(  # noqa: N802
         self, request: admin_pb2.RestoreRequest, context: Context
     ) -> admin_pb2.RestoreResponse:
-        restoring = (await self._subject(context, Act.CUT)).restoring
+        restoring = (await self._target(context, Act.CUT)).restoring
         if request.act == admin_pb2.RestoreRequest.END:
             return admin_pb2.RestoreResponse(complete=await restoring.end(request.serial, request.new))
         if request.act == admin_pb2.RestoreRequest.LOOK:
-            return admin_pb2.RestoreResponse(**restoring.look(request.new)._asdict())
+            return admin_pb2.RestoreResponse(**_fields(restoring.look(request.new)))
         tables = tuple(zip(request.old, request.new, strict=True))
         floors = tuple(zip(request.workers, request.clocks, strict=True))
-        wanted = Wanted(
+        spec = RestoreSpec(
             request.url, request.cut, tables, request.whole, request.anew, tuple(request.specs), floors
         )  # fmt: skip
-        found = restoring.go_on(request.serial, wanted, request.done)
-        return admin_pb2.RestoreResponse(**found._asdict())
+        return admin_pb2.RestoreResponse(**_fields(restoring.go_on(request.serial, spec, request.done)))
 
     async def Marked(self, request: admin_pb2.MarkedRequest, context: Context) -> admin_pb2.MarkedResponse:  # noqa: N802
-        subject = await self._subject(context, Act.LOOK)
+        target = await self._target(context, Act.LOOK)
         ranges = [
             admin_pb2.MarkedRange(
                 range=r,
@@ -109,26 +108,24 @@ class Admin(admin_pb2_grpc.AdminServicer):
                 workers=found.workers,
                 clocks=[progress >> PART_BITS for progress in found.progress],
             )
-            for r, found in subject.marked(request.mark).items()
+            for r, found in target.marked(request.mark).items()
         ]
-        told = [admin_pb2.ToldClock(worker=worker, clock=clock) for worker, clock in subject.told.items()]
-        return admin_pb2.MarkedResponse(
-            ranges=ranges, told=told, epoch=subject.epoch, incarnation=subject.me.incarnation
-        )
+        told = [admin_pb2.ToldClock(worker=worker, clock=clock) for worker, clock in target.acknowledged.items()]
+        return admin_pb2.MarkedResponse(ranges=ranges, told=told, epoch=target.epoch, incarnation=target.me.incarnation)
 
     async def Hold(self, request: admin_pb2.HoldRequest, context: Context) -> admin_pb2.HoldResponse:  # noqa: N802
-        cuts = (await self._subject(context, Act.CUT)).cuts
+        cuts = (await self._target(context, Act.CUT)).cuts
         if not 0 < request.cut <= MAX_CUT:
             text = f"a cut's number is from 1 to {MAX_CUT}, got {request.cut}"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
         return admin_pb2.HoldResponse(held=cuts.hold(request.cut, request.hold_ms / 1000))
 
     async def Held(self, request: admin_pb2.HeldRequest, context: Context) -> admin_pb2.HeldResponse:  # noqa: N802
-        held = (await self._subject(context, Act.LOOK)).cuts.held(request.cut)
+        held = (await self._target(context, Act.LOOK)).cuts.held(request.cut)
         return admin_pb2.HeldResponse(workers=held.keys(), clocks=held.values())
 
     async def Cut(self, request: admin_pb2.CutRequest, context: Context) -> admin_pb2.CutResponse:  # noqa: N802
-        cuts = (await self._subject(context, Act.CUT)).cuts
+        cuts = (await self._target(context, Act.CUT)).cuts
         if request.since >= request.cut or request.cut > MAX_CUT or len(request.url) > MAX_URL:
             text = f"there is no cut {request.cut} since {request.since} for a URL of {len(request.url)} letters"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
@@ -137,18 +134,18 @@ class Admin(admin_pb2_grpc.AdminServicer):
     async def Release(  # noqa: N802
         self, request: admin_pb2.ReleaseRequest, context: Context
     ) -> admin_pb2.ReleaseResponse:
-        (await self._subject(context, Act.CUT)).cuts.release(request.cut)
+        (await self._target(context, Act.CUT)).cuts.release(request.cut)
         return admin_pb2.ReleaseResponse()
 
     async def CutState(  # noqa: N802
         self, request: admin_pb2.CutStateRequest, context: Context
     ) -> admin_pb2.CutStateResponse:
-        return write_state((await self._subject(context, Act.LOOK)).cuts.state(request.cut))
+        return write_state((await self._target(context, Act.LOOK)).cuts.state(request.cut))
 
     async def CutWritten(  # noqa: N802
         self, request: admin_pb2.CutWrittenRequest, context: Context
     ) -> admin_pb2.CutWrittenResponse:
-        cuts = (await self._subject(context, Act.CUT)).cuts  # to ask how far it is has it written
+        cuts = (await self._target(context, Act.CUT)).cuts  # to ask how far it is has it written
         return write_written(await cuts.written(request.cut, min(request.wait_ms / 1000, _MOST_WAIT_S)))
 
 
@@ -170,6 +167,13 @@ class _Health(health.HealthServicer):  # type: ignore[misc]  # it has no types
     async def _admit(self, context: Context) -> None:
         if self._credentials is not None and (why := _objection(context, Act.LOOK, self._credentials.cluster)):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
+
+
+def _fields(progress: RestoreProgress) -> dict[str, Any]:
+    """The fields of RestoreResponse in admin.proto."""
+    fields = progress._asdict()
+    fields["told"] = fields.pop("acknowledged")
+    return fields
 
 
 def _objection(context: Context, act: Act, cluster: str) -> str:
@@ -197,15 +201,15 @@ def _ends(pem: bytes) -> float:
 
 def _secured(credentials: Credentials) -> grpc.ServerCredentials:
     """Asked for at each handshake, so that certificates which were replaced are used at once."""
-    told: Pems | None = None
+    latest: Pems | None = None
 
     def newer() -> grpc.ServerCertificateConfiguration | None:
         # None unless they were: with each one that it is given gRPC frees what other handshakes may be using.
-        nonlocal told
+        nonlocal latest
         pems = credentials.pems()
-        if pems == told:
+        if pems == latest:
             return None
-        told = pems
+        latest = pems
         return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca)
 
     ask = cast("Callable[[], grpc.ServerCertificateConfiguration]", newer)  # grpc-stubs do not know of None
@@ -226,16 +230,16 @@ class AdminServer:
         for service in ("", SERVICE):
             await self._health.set(service, status)
 
-    async def stop(self, grace_s: float = 0.5) -> None:
-        """Tells watchers of the health service, waits `grace_s` for calls in progress, closes the port."""
+    async def stop(self, finish_s: float = 0.5) -> None:
+        """Tells watchers of the health service, waits `finish_s` for calls in progress, closes the port."""
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(grace_s)
+        await self._server.stop(finish_s)
 
 
 async def start_admin(
-    host: str, port: int, subject: Callable[[], Subject | None], credentials: Credentials | None = None
+    host: str, port: int, target: Callable[[], AdminInterface | None], credentials: Credentials | None = None
 ) -> AdminServer:
-    """Serves on `host` (port 0: any free one), with TLS if there are credentials. `subject` is called on this event
+    """Serves on `host` (port 0: any free one), with TLS if there are credentials. `target` is called on this event
     loop for every request; while it gives None, calls are refused as unavailable. Healthy only after
     `set_serving(True)`.
 
@@ -244,7 +248,7 @@ async def start_admin(
     server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS_AT_ONCE)
     health_servicer = _Health(credentials)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    admin_pb2_grpc.add_AdminServicer_to_server(Admin(subject, credentials), server)
+    admin_pb2_grpc.add_AdminServicer_to_server(Admin(target, credentials), server)
     name = f"[{host}]" if ":" in host else host
     try:
         if credentials is None:

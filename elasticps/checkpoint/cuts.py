@@ -278,7 +278,7 @@ def judge(taken: Sequence[CutTaken], present: Mapping[int, str], written: Mappin
     cut; written: the clock up to which a worker has said that all is committed."""
     clocks: dict[int, int] = {}
     left_out: dict[int, dict[int, int]] = {}
-    waiting = {worker for one in taken for _, _, worker in one.kept}
+    waiting = {worker for one in taken for _, _, worker in one.waiting_shares}
     for worker in sorted({worker for one in taken for worker in one.clocks} | waiting):
         found = {one.clocks.get(worker, 0) for one in taken}
         least = min(found)

@@ -70,7 +70,7 @@ class ServerAdmin:
         return self._serving.epoch
 
     @property
-    def told(self) -> dict[int, int]:
+    def acknowledged(self) -> dict[int, int]:
         """Worker -> the clock up to which it has been told that all is committed."""
         return self._path.acknowledged_clocks()
 

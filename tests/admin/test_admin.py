@@ -75,12 +75,12 @@ class Cuts:
         return CutWritten(3, 2, Writing(1, [WrittenFile("a", 9, 8, 1, "ab", 4, (0,))]) if cut == 2 else None)
 
 
-class Subject:
+class FakeServer:
     """What a server tells of itself."""
 
     epoch = 7
     me = ServerInfo("s0", 3, "127.0.0.1:4000", "127.0.0.1:4001")
-    told: ClassVar = {4: 120}
+    acknowledged: ClassVar = {4: 120}
     restoring: ClassVar[Any] = None
 
     def __init__(self, **changes: Any) -> None:
@@ -115,14 +115,14 @@ class Subject:
 
 
 async def started(**changes: Any) -> AdminServer:
-    subject = Subject(**changes)
-    return await start_admin("127.0.0.1", 0, lambda: subject)
+    server_side = FakeServer(**changes)
+    return await start_admin("127.0.0.1", 0, lambda: server_side)
 
 
 def test_a_cut_is_taken_from_afar() -> None:
     async def main() -> None:
-        subject = Subject()
-        server = await start_admin("127.0.0.1", 0, lambda: subject)
+        server_side = FakeServer()
+        server = await start_admin("127.0.0.1", 0, lambda: server_side)
         try:
             there = CutClient(server.address, 5.0)
             assert await there.hold(2, 1.5)
@@ -140,11 +140,11 @@ def test_a_cut_is_taken_from_afar() -> None:
             with pytest.raises(ClusterUnreachable, match="of 5000 letters"):
                 await there.take(3, 1, "x" * 5000)
             await there.release(2)
-            assert await there.state(2) == subject.cuts.state(2)
+            assert await there.state(2) == server_side.cuts.state(2)
             assert (await there.written(2, 0.25)).writing == (1, [WrittenFile("a", 9, 8, 1, "ab", 4, (0,))], "")
             assert await there.written(3, 60.0) == (3, 2, None)
             await there.close()
-            assert subject.cuts.happened == [
+            assert server_side.cuts.happened == [
                 ("hold", 2, 1.5), ("hold", 1, 1.5), ("take", 2, 1, "file:///x"), ("take", 3, 1, "file:///x"),
                 ("release", 2), ("written", 2, 0.25), ("written", 3, 5.0),
             ]  # fmt: skip
@@ -192,7 +192,7 @@ def test_a_mark_is_taken_and_what_was_found_is_told_with_whole_steps() -> None:
         (found,) = answer.ranges
         assert (found.range, found.seq, found.digest) == (5, 90, b"d" * 16)
         assert dict(zip(found.workers, found.clocks, strict=True)) == {4: 121, 6: 1}
-        assert [(told.worker, told.clock) for told in answer.told] == [(4, 120)]
+        assert [(each.worker, each.clock) for each in answer.told] == [(4, 120)]
         assert (answer.epoch, answer.incarnation) == (7, 3)
 
     background.run(main())
@@ -252,7 +252,7 @@ def test_a_taken_port_is_a_clear_error() -> None:
             taken.listen()
             port = taken.getsockname()[1]
             with pytest.raises(ConfigError, match=f"admin port 127.0.0.1:{port}"):
-                await start_admin("127.0.0.1", port, Subject)
+                await start_admin("127.0.0.1", port, FakeServer)
 
     background.run(main())
 
@@ -272,7 +272,7 @@ def test_a_proxy_for_the_outside_is_not_asked(monkeypatch: pytest.MonkeyPatch) -
 
 def test_activity_is_what_the_server_says_of_its_traffic() -> None:
     async def look() -> admin_pb2.ActivityResponse:
-        admin = await start_admin("127.0.0.1", 0, Subject)
+        admin = await start_admin("127.0.0.1", 0, FakeServer)
         async with open_channel(admin.address, None) as channel:
             answer: admin_pb2.ActivityResponse = await admin_pb2_grpc.AdminStub(channel).Activity(
                 admin_pb2.ActivityRequest(), timeout=20

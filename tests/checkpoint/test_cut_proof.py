@@ -25,7 +25,7 @@ def consistent(taken: list[CutTaken], present: Mapping[int, str], written: Mappi
             return False
         if worker in written and min(steps) > written[worker] << 16:
             return False
-        if any(worker == waiting for one in taken for _, _, waiting in one.kept):
+        if any(worker == waiting for one in taken for _, _, waiting in one.waiting_shares):
             return False
         if len({by_range[r].closed.get(app, 0) for r in range(P)}) > 1:
             return False
@@ -64,7 +64,7 @@ def test_a_cut_is_consistent_if_all_ranges_have_the_same_steps(
         for worker, ranges in verdict.left_out.items():
             assert worker not in present or worker > ERASER
             assert ranges == {r: by_range[r].clocks.get(worker, 0) for r in range(P)}
-        seen = {w for one in taken for w in one.clocks} | {w for one in taken for _, _, w in one.kept}
+        seen = {w for one in taken for w in one.clocks} | {w for one in taken for _, _, w in one.waiting_shares}
         assert seen | set(present) == set(verdict.clocks) | set(verdict.left_out)
 
 

@@ -242,7 +242,7 @@ class Core:
             "pulls parked": len(server.delay),
             "pulls unshown": server.pulls._unshown,
             "ranges to be reduced": server.reductions.waiting,
-            "cuts": server.snapshots._cuts,
+            "cuts": server.snapshots._snapshots,
             "chunks in use": int(np.count_nonzero(fast.chunks.refs)),
             "lists of keys": [slot for slot in fast._lists if slot != self.honest.wire.connection.slot],
             "slots": [c for c in fast._slots if c is not None][1:],

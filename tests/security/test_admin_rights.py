@@ -20,12 +20,12 @@ from elasticps.errors import ServerError
 from elasticps.security.authority import Authority
 from elasticps.security.credentials import LOOK_S, Credentials
 from elasticps.security.identity import Identity
-from tests.admin.test_admin import Subject
+from tests.admin.test_admin import FakeServer
 from tests.security.conftest import Holder, issued
 
 
 @asynccontextmanager
-async def serving(target: Subject, credentials: Credentials) -> AsyncIterator[str]:
+async def serving(target: FakeServer, credentials: Credentials) -> AsyncIterator[str]:
     server = await start_admin("127.0.0.1", 0, lambda: target, credentials)
     try:
         await server.set_serving(True)
@@ -42,7 +42,7 @@ def test_only_who_takes_checkpoints_has_one_written(holder: Holder, who: str, ma
     """To ask how far it is begins it: too early, and the ranges that have not passed the cut make it fail."""
 
     async def test() -> None:
-        server = Subject()
+        server = FakeServer()
         async with serving(server, holder("server/s0")) as address, open_channel(address, holder(who)) as channel:
             answer = admin_pb2_grpc.AdminStub(channel).CutWritten(admin_pb2.CutWrittenRequest(cut=2), timeout=60)
             if may:
@@ -61,7 +61,7 @@ def test_who_connects_and_says_nothing_is_not_waited_for_long(holder: Holder) ->
 
     async def test() -> None:
         loop = asyncio.get_running_loop()
-        async with serving(Subject(), holder("server/s0")) as address:
+        async with serving(FakeServer(), holder("server/s0")) as address:
             with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as silent:
                 silent.setblocking(False)
                 assert await asyncio.wait_for(loop.sock_recv(silent, 1), 30) == b""
@@ -78,7 +78,7 @@ def test_who_is_of_another_cluster_hears_nothing_of_its_health(
     neighbour = Credentials(authority.issue(Identity.parse("spiffe://elasticps/prod/worker/ads/w0")), "prod")
 
     async def test() -> None:
-        async with serving(Subject(), holder("server/s0")) as address:
+        async with serving(FakeServer(), holder("server/s0")) as address:
             assert await fetch_health(address, 60, credentials=holder("worker/ads/w0")) == "SERVING"
             with pytest.raises(ServerError, match="this is cluster 'train', and you are spiffe://elasticps/prod/"):
                 await fetch_health(address, 60, credentials=neighbour)
@@ -97,7 +97,7 @@ def test_a_connection_is_worth_nothing_when_its_certificate_has_ended(
     """Else a key that was stolen would be good for as long as whoever has it stays connected."""
 
     async def test() -> None:
-        server = Subject()
+        server = FakeServer()
         operator = Credentials(issued(authority, "operator/me", days=1), "train")
         async with serving(server, holder("server/s0")) as address, open_channel(address, operator) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)
@@ -122,7 +122,7 @@ def test_an_open_connection_is_opened_again_when_the_certificate_was_replaced(
 
     async def test() -> None:
         nonlocal now
-        server = Subject()
+        server = FakeServer()
         async with serving(server, holder("server/s0")) as address:
             cuts = CutClient(address, 60, operator)
             await cuts.state(2)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elasticps.admin.interface import Restored, Wanted
+from elasticps.admin.interface import RestoreProgress, RestoreSpec
 from elasticps.checkpoint.contents import RangeRows, to_bits
 from elasticps.checkpoint.manifest import Manifest, WorkerEntry
 from elasticps.checkpoint.storage import Storage
@@ -45,11 +45,11 @@ class Nothing:
         pass
 
 
-async def answered(restorer: Restorer, wanted: Wanted) -> Restored:
+async def answered(restorer: Restorer, spec: RestoreSpec) -> RestoreProgress:
     """What it says when it has tried."""
     async with asyncio.timeout(60):
         while True:
-            answer = restorer.go_on(5, wanted)
+            answer = restorer.go_on(5, spec)
             if answer.failed or restorer._work is None:
                 return answer
             await asyncio.sleep(0.01)
@@ -62,14 +62,14 @@ def test_what_failed_is_tried_again() -> None:
         nothing: Any = Nothing()
         context: Any = SimpleNamespace(loop=asyncio.get_running_loop(), executor=nothing, serving=nothing)
         restorer = Restorer(context, nothing)
-        wanted = Wanted(url, 1, ((7, 7),), True)
-        assert "has no checkpoint 1" in (await answered(restorer, wanted)).failed
+        spec = RestoreSpec(url, 1, ((7, 7),), True)
+        assert "has no checkpoint 1" in (await answered(restorer, spec)).failed
         write(Storage(url), 1, {"default/t": (7, TABLE)}, {"default/t": Change({1: row(TABLE, 1)})})
-        assert restorer.go_on(5, wanted).failed == ""
-        assert "somebody else" in restorer.go_on(4, wanted).failed
-        assert restorer.go_on(6, wanted).failed == ""
+        assert restorer.go_on(5, spec).failed == ""
+        assert "somebody else" in restorer.go_on(4, spec).failed
+        assert restorer.go_on(6, spec).failed == ""
         assert await restorer.end(6, ())
-        assert "it has ended" in restorer.go_on(6, wanted).failed
+        assert "it has ended" in restorer.go_on(6, spec).failed
 
     asyncio.run(story())
 
@@ -156,18 +156,18 @@ def test_what_is_committed_is_not_read_again_when_ranges_move(
         for name in ("s0", "s1"):
             await group.start(name)
         group.adopt(group.make_view(lambda r: ["s0", "s1"]))
-        wanted = Wanted(tmp_path.as_uri(), 1, ((7, 7),), True)
+        spec = RestoreSpec(tmp_path.as_uri(), 1, ((7, 7),), True)
         s0, s1 = (group.servers[name].restoring for name in ("s0", "s1"))
-        s0.go_on(1, wanted)
+        s0.go_on(1, spec)
         await asyncio.wait_for(first_done.wait(), 60)
-        done = set(s0.go_on(1, wanted).ranges)
+        done = set(s0.go_on(1, spec).ranges)
         assert 0 < len(done) < RANGES
         group.adopt(group.make_view(lambda r: ["s1", "s0"] if r > 7 else ["s0", "s1"]))
         moved.set()
         async with asyncio.timeout(60):
             while len(done) < RANGES:
                 for restorer in (s0, s1):
-                    answer = restorer.go_on(1, wanted, to_bits(done, RANGES))
+                    answer = restorer.go_on(1, spec, to_bits(done, RANGES))
                     assert not answer.failed
                     done |= set(answer.ranges)
                 await asyncio.sleep(0.01)

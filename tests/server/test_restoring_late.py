@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elasticps.admin.interface import Wanted
+from elasticps.admin.interface import RestoreSpec
 from elasticps.checkpoint.contents import to_bits
 from elasticps.checkpoint.storage import Storage
 from elasticps.model import spec
@@ -28,17 +28,17 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-def place(path: Path) -> Wanted:
+def place(path: Path) -> RestoreSpec:
     write(Storage(str(path)), 1, {"default/t": (7, TABLE)}, {"default/t": Change(ROWS)}, ranges=RANGES)
-    return Wanted(path.as_uri(), 1, ((7, 7),), True)
+    return RestoreSpec(path.as_uri(), 1, ((7, 7),), True)
 
 
-async def all_done(group: Group, serial: int, wanted: Wanted) -> str:
+async def all_done(group: Group, serial: int, spec: RestoreSpec) -> str:
     done: set[int] = set()
     async with asyncio.timeout(60):
         while len(done) < RANGES:
             for server in group.servers.values():
-                answer = server.restoring.go_on(serial, wanted, to_bits(done, RANGES))
+                answer = server.restoring.go_on(serial, spec, to_bits(done, RANGES))
                 if answer.failed:
                     return answer.failed
                 done |= set(answer.ranges)
@@ -46,24 +46,24 @@ async def all_done(group: Group, serial: int, wanted: Wanted) -> str:
     return ""
 
 
-async def two_with_all(group: Group, wanted: Wanted) -> None:
+async def two_with_all(group: Group, spec: RestoreSpec) -> None:
     """s0 and s1, each at the head of every other range, have brought everything back."""
     for name in ("s0", "s1"):
         await group.start(name)
     group.adopt(group.make_view(lambda r: ["s0", "s1"] if r % 2 else ["s1", "s0"]))
-    assert await all_done(group, 1, wanted) == ""
+    assert await all_done(group, 1, spec) == ""
 
 
 def test_what_was_undone_and_is_begun_again_ends_no_server(run: Run, tmp_path: Path, ended: list[str]) -> None:
     """Whoever undid it was killed before `restoring` went: the next one goes on with tables that were dropped."""
-    wanted = place(tmp_path)
+    spec = place(tmp_path)
 
     async def test(group: Group) -> None:
-        await two_with_all(group, wanted)
+        await two_with_all(group, spec)
         for server in group.servers.values():
             assert await server.restoring.end(1, [7])
         await until(lambda: not any(server.store.tables for server in group.servers.values()))
-        said = await all_done(group, 2, wanted)
+        said = await all_done(group, 2, spec)
         assert ended == []
         assert "dropped" in said
 
@@ -72,10 +72,10 @@ def test_what_was_undone_and_is_begun_again_ends_no_server(run: Run, tmp_path: P
 
 def test_an_aborted_one_and_a_failover(run: Run, tmp_path: Path, ended: list[str]) -> None:
     """s1 headed ranges as it was asked, and then only followed; s0 has ended it and dropped the table; s0 dies."""
-    wanted = place(tmp_path)
+    spec = place(tmp_path)
 
     async def test(group: Group) -> None:
-        await two_with_all(group, wanted)
+        await two_with_all(group, spec)
         group.adopt(group.make_view(lambda r: ["s0", "s1"]))  # say, s1 was away for a moment
         await asyncio.sleep(0.1)
         assert await group.servers["s0"].restoring.end(1, [7])
@@ -94,17 +94,17 @@ def test_an_aborted_one_and_a_failover(run: Run, tmp_path: Path, ended: list[str
 def test_who_was_away_as_it_ended_brings_nothing_back(run: Run, tmp_path: Path, ended: list[str]) -> None:
     """s2 headed some ranges, was frozen and left out; the others have done all, and workers have trained since. It
     comes back, and heads them."""
-    wanted = place(tmp_path)
+    spec = place(tmp_path)
 
     async def test(group: Group) -> None:
         for name in ("s0", "s2"):
             await group.start(name)
         s0, s2 = (group.servers[name] for name in ("s0", "s2"))
         group.adopt(group.make_view(lambda r: ["s2", "s0"] if r < 4 else ["s0", "s2"]))
-        assert not s2.restoring.go_on(1, wanted).failed
+        assert not s2.restoring.go_on(1, spec).failed
         group.adopt(group.make_view(lambda r: ["s0"]))  # s2 is left out, as its lease has ended
         del group.servers["s2"]
-        assert await all_done(group, 1, wanted) == ""
+        assert await all_done(group, 1, spec) == ""
         assert await s0.restoring.end(1, ())
         s0.store.tables[7].put(np.array([7]), np.full((1, 3), 5.0, np.float32))  # workers train
         group.servers["s2"] = s2
@@ -124,13 +124,13 @@ def test_who_was_away_as_it_ended_brings_nothing_back(run: Run, tmp_path: Path, 
 
 def test_an_end_that_comes_late_ends_nothing_of_who_has_gone_on(run: Run, tmp_path: Path, ended: list[str]) -> None:
     """Said by a driver that has died, to a server that was frozen."""
-    wanted = place(tmp_path)
+    spec = place(tmp_path)
 
     async def test(group: Group) -> None:
         await group.start("s0")
         group.adopt(group.make_view(lambda r: ["s0"]))
         restorer = group.servers["s0"].restoring
-        assert await all_done(group, 4, wanted) == ""
+        assert await all_done(group, 4, spec) == ""
         assert await restorer.end(2, [7])
         assert group.servers["s0"].store.tables[7].rows == 400
         assert await restorer.end(4, [7])

@@ -307,7 +307,7 @@ class Wires:
             ]
             found[name] = (
                 replica.seq.tolist(), replica.acked.tolist(), replica.joined.tolist(), clocks, tables, entries,
-                replica.log.nbytes, server.admin.told,
+                replica.log.nbytes, server.admin.acknowledged,
                 {w: server.executor.counts.count(w) for w in ("pushes", "rows_pushed")},
                 server.executor.applied, server.executor.rows_applied, np.flatnonzero(replica.waiting).tolist(),
             )  # fmt: skip

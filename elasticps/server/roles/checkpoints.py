@@ -1,10 +1,9 @@
-"""A server's part in writing a checkpoint: begins when a cut has passed, a slice of the loop's time at a time.
+"""Writes a server's part of a checkpoint after a cut has passed, in slices of the loop's time.
 
-Rows of a cut are kept aside from the moment when it passes (`elasticps.store.retained`). They are written when whoever
-takes the cut asks how far that is, for only then have all ranges passed it; who does not ask for a while has gone, and
-what is kept is given back. Memory is bounded: at a budget pushes wait, as for room in the log, and no more is scanned
-than files are written.
-"""
+Rows of a cut are retained from the moment when it passes (`elasticps.store.retained`). Writing starts when the driver
+of the checkpoint asks how far it is, for only then have all ranges passed the cut. If the driver does not ask for
+SILENT_S, the checkpoint is given up and the memory freed. Memory is bounded: at a budget pushes wait, as for room in
+the log, and scanning waits for files to be written."""
 
 from __future__ import annotations
 
@@ -27,13 +26,13 @@ from replication.chain import Ranges
 log = fields.logger(__name__)
 
 ASIDE_BYTES = 256 << 20
-FILES_AT_ONCE = 2  # that are full, and not written yet
-PARTS_AT_ONCE = 16  # ranges have few rows, as a rule
+FILES_AT_ONCE = 2  # full, and not written yet
+PARTS_AT_ONCE = 16  # parts of one slice: most ranges have few rows
 SLICE_BYTES = 512 << 10
 BUSY_SLICE_BYTES = 256 << 10  # while workers are served: they wait for a slice, and each one wakes the server
-WORKING_S = 0.05  # workers are served, if one was so recently: one that computes for longer needs no consideration
+WORKING_S = 0.05  # a worker served so recently waits for its next answer; one that computes for longer does not
 BUSY_BYTES_PER_S = 24e6  # while workers are served: with four times as much, servers were taken for dead on two cores
-SILENT_S = 10.0  # whoever takes a checkpoint asks more often
+SILENT_S = 10.0  # the driver of a checkpoint asks more often
 GO_ON = 7 / 8  # pushes go on when so much of the budget is used
 
 
@@ -41,44 +40,44 @@ class CheckpointWriter:
     """Writes this server's part of a checkpoint; at most one at a time."""
 
     def __init__(self, context: Context, row_writer: RowWriter, aside_bytes: int, log_bytes: int) -> None:
-        """aside_bytes, log_bytes: what rows kept aside, and the log, may take."""
-        self._loop, self._executor, self._serving = context.loop, context.executor, context.serving
-        self._row_writer = row_writer
-        self._last_served = context.last_served
-        self._aside_bytes, self._log_bytes = aside_bytes, log_bytes
-        self._scan: Scan | None = None
-        self._steps: Iterator[Finished | None] | None = None
-        self._files: list[FileEntry] = []
+        """aside_bytes, log_bytes: what retained rows, and the log, may take."""
+        self._loop, self._executor, self._serving = context.loop, context.executor, context.serving  # shared parts
+        self._row_writer = row_writer  # writes files in a thread
+        self._last_served = context.last_served  # slices are smaller while workers are served
+        self._aside_bytes, self._log_bytes = aside_bytes, log_bytes  # budgets of memory
+        self._scan: Scan | None = None  # of the present checkpoint; None if none is being written
+        self._steps: Iterator[Finished | None] | None = None  # of the scan, once writing has begun
+        self._files: list[FileEntry] = []  # written completely
         self._waiting = 0  # files that are full, and not written yet
-        self._exhausted = False  # all is in files
-        self._written: Writing | None = None  # how that of `_cut` ended
-        self._cut = 0
-        self._waiters: list[asyncio.Future[None]] = []  # for the end of what is being written
-        self._asked_s = 0.0
+        self._exhausted = False  # the scan has given all rows to files
+        self._written: Writing | None = None  # how the checkpoint of `_cut` ended
+        self._cut = 0  # number of the newest cut that passed
+        self._waiters: list[asyncio.Future[None]] = []  # for the end of the checkpoint
+        self._last_request_s = 0.0  # when the driver asked last
         self._full_s: float | None = None  # since when pushes wait
-        self._allowance = Allowance(self._aside_bytes, lambda: None, lambda: None)
-        self.written_bytes = 0
-        self._waited_s = 0.0
+        self._allowance = Allowance(self._aside_bytes, lambda: None, lambda: None)  # counts retained rows
+        self.written_bytes = 0  # of files, for metrics
+        self._waited_s = 0.0  # how long pushes had to wait, but for the present wait
         self._executor.cut_passed = self._passed
 
-    # --- what others know -------------------------------------------------------------------------------------------
+    # --- progress --------------------------------------------------------------------------------------------------
 
     @property
     def aside_bytes(self) -> int:
-        """Memory that rows kept aside take."""
+        """Memory of retained rows."""
         return self._allowance.nbytes
 
     @property
     def waited_s(self) -> float:
-        """For how long pushes have waited because too many were."""
+        """How long pushes have waited because too many rows were retained."""
         return self._waited_s + (0.0 if self._full_s is None else self._loop.time() - self._full_s)
 
     def writing(self, cut: int) -> Writing | None:
-        """How far this server has written its ranges of a cut; None if it has none. Who asks has seen that all ranges
-        have passed the cut: writing begins."""
+        """How far this server has written its ranges of a cut; None if it knows nothing of the cut. Writing starts with
+        the first call: the caller has seen all ranges pass the cut."""
         if cut != self._cut or not cut:
             return None
-        self._asked_s = self._loop.time()
+        self._last_request_s = self._loop.time()
         if self._written is not None:
             return self._written
         if self._scan is None:
@@ -88,10 +87,10 @@ class CheckpointWriter:
             self._steps = self._scan.run()
             self._loop.call_soon(self._slice, self._scan)
         done = len(self._scan.ranges) * self._scan.scanned // (1 + self._scan.total)
-        return Writing(min(done, len(self._scan.ranges) - 1), [_told(file) for file in self._files])
+        return Writing(min(done, len(self._scan.ranges) - 1), [_written_file(file) for file in self._files])
 
     async def wait(self, cut: int, wait_s: float) -> Writing | None:
-        """The same, once that is over or after `wait_s`."""
+        """As `writing`, when the checkpoint is done or after `wait_s`."""
         writing = self.writing(cut)
         if wait_s > 0 and writing is not None and self._scan is not None:
             over: asyncio.Future[None] = self._loop.create_future()
@@ -115,7 +114,7 @@ class CheckpointWriter:
             self._cut, self._written, self._files, self._waiting, self._exhausted = mark.number, None, [], 0, False
             self._allowance = Allowance(self._aside_bytes, self._full, self._burst)
             self._scan, self._steps = Scan(self._executor.store, mark, self._allowance), None
-            self._asked_s = self._loop.time()
+            self._last_request_s = self._loop.time()
             self._loop.call_later(SILENT_S, self._watch, self._scan)
         if self._scan is not None and self._scan.mark == mark:
             if self._steps is not None:
@@ -125,7 +124,7 @@ class CheckpointWriter:
 
     def _watch(self, scan: Scan) -> None:
         if self._scan is scan:
-            left_s = self._asked_s + SILENT_S - self._loop.time()
+            left_s = self._last_request_s + SILENT_S - self._loop.time()
             if left_s > 0:
                 self._loop.call_later(left_s, self._watch, scan)
             else:
@@ -196,7 +195,9 @@ class CheckpointWriter:
             log.info(
                 "wrote a checkpoint", cut=self._cut, files=len(self._files), bytes=sum(f.bytes for f in self._files)
             )
-        self._written = Writing(0 if failed else len(scan.ranges), [_told(file) for file in self._files], failed)
+        self._written = Writing(
+            0 if failed else len(scan.ranges), [_written_file(file) for file in self._files], failed
+        )
         for waiter in self._waiters:
             _wake(waiter)
         self._let_go_on()
@@ -212,13 +213,13 @@ class CheckpointWriter:
         self._end(f"rows kept aside take more than {2 * self._aside_bytes:,} bytes")
 
     def _full(self) -> None:
-        """Nothing may be done here but to ask for it: a push is being applied."""
+        """Retained rows take their budget. A push is being applied: pushes are stopped in the next turn of the loop."""
         if self._full_s is None:
             self._full_s = self._loop.time()
             self._loop.call_soon(self._hold_back)
 
     def _hold_back(self) -> None:
-        """Pushes wait, where this is the head: who is not can hold nobody back."""
+        """Lets pushes wait, if this server heads all ranges of the scan: only a head can make pushes wait."""
         if self._scan is None:
             self._let_go_on()
             return
@@ -240,5 +241,5 @@ def _wake(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-def _told(file: FileEntry) -> WrittenFile:
+def _written_file(file: FileEntry) -> WrittenFile:
     return WrittenFile(file.path, file.bytes, file.header, file.rows, file.blake2b, file.table, file.ranges)

@@ -1,4 +1,4 @@
-"""A server's part in taking a consistent cut: has its workers hold, logs the cut, tells what there was at it."""
+"""A server's part in a consistent cut: makes its workers hold, logs the cut, reports the state at it."""
 
 from __future__ import annotations
 
@@ -41,24 +41,25 @@ class CutHandler:
     # --- workers ----------------------------------------------------------------------------------------------------
 
     def greet(self, connection: Asker) -> None:
-        """A worker has been welcomed: its first word is whether it is to hold."""
-        told = self._holding.tells(connection.app, self._clock())
-        if told is not None:
-            connection.send(told.header().pack())
+        """Tells a worker that was welcomed whether to hold."""
+        hold = self._holding.tells(connection.app, self._clock())
+        if hold is not None:
+            connection.send(hold.header().pack())
 
     def _held(self, connection: Connection, header: Header, body: Body) -> None:
-        said = HeldHeader.of(header)
-        if said.worker != connection.worker or said.clock >= MAX_CLOCK:
-            raise FrameError(f"worker {connection.worker} says that {said.worker} holds at clock {said.clock}")
-        if self._holding.hear(connection.app, said, self._clock()):
+        held = HeldHeader.of(header)
+        if held.worker != connection.worker or held.clock >= MAX_CLOCK:
+            raise FrameError(f"worker {connection.worker} says that {held.worker} holds at clock {held.clock}")
+        if self._holding.hear(connection.app, held, self._clock()):
             for other in self._workers():
                 if other.app == connection.app:
                     self.greet(other)
 
-    # --- who takes a cut --------------------------------------------------------------------------------------------
+    # --- the coordinator of a cut -----------------------------------------------------------------------------------
 
     def hold(self, cut: int, hold_s: float) -> bool:
-        """Has all workers hold, those too that come later; False if this cut's time is over, or a newer one is."""
+        """Makes all workers hold, also those that connect later; False if that time is over, or a newer cut is
+        taken."""
         new = cut > self._holding.cut
         held = self._holding.begin(cut, hold_s, self._clock())
         if held and new:
@@ -67,19 +68,19 @@ class CutHandler:
         return held
 
     def held(self, cut: int) -> dict[int, int]:
-        """The workers that hold, each with the clock up to which all that it has written is committed."""
+        """The workers that hold, with the clocks up to which their steps are committed."""
         return self._holding.held(cut, self._clock())
 
     def release(self, cut: int) -> None:
-        """Has them go on."""
+        """Lets workers go on."""
         if self._holding.release(cut):
             frame = ReleaseHeader(cut).header().pack()
             for connection in self._workers():
                 connection.send(frame)
 
     async def take(self, cut: int, since: int, url: str) -> bool:
-        """Logs a cut in the ranges headed here that have not passed it, each once; False if their view changed, or it
-        was too late: then ask again. Returns when all replicas have passed it."""
+        """Logs a cut once in each range headed here that has not passed it; returns when all replicas have. False if
+        the view changed meanwhile: ask again."""
         me, passed, tickets = self._serving.me, self._executor.store.cuts.newest, []
         mark = CutMark(cut, since, me.name, me.incarnation, url)
         headed = self._serving.headed
@@ -94,7 +95,7 @@ class CutHandler:
         return done and not np.count_nonzero(passed[self._serving.headed] < cut)
 
     def state(self, cut: int) -> CutState:
-        """What there was at a cut in the ranges that this server has logged it in."""
+        """The state at a cut, of the ranges in which this server has logged it."""
         me, notes = self._serving.me, self._executor.cuts
         mine = list(notes.by(cut, me.name, me.incarnation))
         taken = [CutTaken(tuple(ranges), column.clocks(), dict(column.closed), column.kept)
@@ -105,6 +106,6 @@ class CutHandler:
         return CutState(me.incarnation, self._serving.epoch, newest, taken, homes)
 
     async def written(self, cut: int, wait_s: float) -> CutWritten:
-        """How far this server has written them, once that is over or after `wait_s`."""
+        """Starts to write the cut if that has not begun; reports how far it is, when it is done or after `wait_s`."""
         writing, me = await self._writing(cut, wait_s), self._serving.me
         return CutWritten(me.incarnation, sum(1 for _ in self._executor.cuts.by(cut, me.name, me.incarnation)), writing)

@@ -1,4 +1,4 @@
-"""What coordinators hear: reports, on which their failure detectors live; and what they hear of the one that leads."""
+"""Reports to coordinators: what their failure detectors and planners need, and which coordinator leads."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from replication.effects import CaughtUp
 
 log = fields.logger(__name__)
 
-LEVELS_S = 0.02  # ranges that are level within this time are told together: each report makes the leader plan
-FORGOTTEN_S = 10.0  # the term of a leader that is silent for so long counts no more: no office outlasts that
-ALONE_S = 0.1  # who is left of a range beside a copy that is kept lives for so long before it may acknowledge alone
+LEVELS_S = 0.02  # ranges that become level within this time go in one report: each makes the leader plan
+FORGOTTEN_S = 10.0  # a leader silent for so long has lost its lease: its term counts no more
+ALONE_S = 0.1  # the last replica of a range, beside a retained copy, lives so long before it acknowledges alone
 
 
 class Leaders:
-    """Their connections.
+    """Connections of coordinators.
 
-    alone: the newest epoch since which this server has been the single replica of a range for ALONE_S, beside a copy
-    that one which fell silent keeps. Who dies sooner has acknowledged nothing that the copy lacks.
+    alone: the newest epoch since which this server has been the single replica of a range for ALONE_S, while a silent
+    server retains a copy. A server that dies sooner has acknowledged nothing that the copy lacks.
     """
 
     def __init__(self, context: Context, links: ReplicaLinks, snapshots: SnapshotSender, headroom: Headroom) -> None:
@@ -41,14 +41,14 @@ class Leaders:
         self._snapshots = snapshots
         self._headroom = headroom
         self._connections: dict[Connection, None] = {}
-        self._term = 0  # the newest that has spoken
-        self._spoken: Connection | None = None  # where it has, as long as that lasts
-        self._spoken_at = loop.time()  # and when last, or when that ended
-        self._to_tell = False  # a level joiner, soon
+        self._term = 0  # the newest that was heard
+        self._spoken: Connection | None = None  # the connection it was heard on, while that lasts
+        self._spoken_at = loop.time()  # when it was heard last, or when that connection ended
+        self._report_due = False  # a report is due soon
         self.alone = 0
 
     def adopt(self, view: View) -> None:
-        """Follows a view."""
+        """Follows a view: starts the wait of ALONE_S for ranges of which this is the last replica."""
         left = np.isin(view.copy_state, COMPLETE) & (view.tails == view.as_chains.index(self._serving.me))
         since = int(view.since[left].max(initial=0))
         if since > self.alone:
@@ -60,12 +60,12 @@ class Leaders:
             self.tell()
 
     def add(self, connection: Connection) -> None:
-        """A coordinator is there."""
+        """A coordinator has connected."""
         self._connections[connection] = None
         connection.send(self.report())
 
     def remove(self, connection: Connection) -> None:
-        """It is gone. If it led, the others are told at once."""
+        """A connection has ended. If that coordinator led, the others get a report at once."""
         self._connections.pop(connection, None)
         if connection is self._spoken:
             self._spoken, self._spoken_at = None, self._loop.time()
@@ -77,8 +77,8 @@ class Leaders:
         return bool(self._connections)
 
     def beat(self, connection: Connection, header: Header, body: Body) -> None:
-        """GET_VIEW of a coordinator: it leads. Terms of a store that was made anew begin low again. Without a term it
-        asks for the view that is followed here, as the store has lost it."""
+        """GET_VIEW with a term is the beat of the coordinator that leads. After the store was rebuilt terms begin low
+        again. Without a term a coordinator asks for the view that is followed here, as the store has lost it."""
         term, now = GetViewHeader.of(header).term, self._loop.time()
         if not term:
             if self._serving.view is not None:
@@ -88,7 +88,7 @@ class Leaders:
             self._term, self._spoken, self._spoken_at = term, connection, now
 
     def report(self) -> bytes:
-        """The REPORT frame: what a leader wants to know, as it is now."""
+        """The REPORT frame, with the present state."""
         document = {
             "levels": [[level.range, level.fill, *level.joiner] for level in self._executor.replica.levels()],
             "suspects": [[*member, round(seconds, 3)] for member, seconds in self._links.suspects().items()],
@@ -103,16 +103,16 @@ class Leaders:
         return json_frame(Kind.REPORT, document, epoch=self._serving.epoch)
 
     def tell(self) -> None:
-        """Sends a report to every one."""
-        self._to_tell = False
+        """Sends a report to every coordinator."""
+        self._report_due = False
         if self._connections:
             frame = self.report()
             for connection in self._connections:
                 connection.send(frame)
 
     def caught_up(self, effect: CaughtUp) -> None:
-        """A joiner has all: leaders are told soon."""
+        """A joiner has all rows: coordinators get a report within LEVELS_S."""
         log.debug("caught up", range=effect.range, fill=effect.fill, joiner=effect.joiner)
-        if not self._to_tell:
-            self._to_tell = True
+        if not self._report_due:
+            self._report_due = True
             self._loop.call_later(LEVELS_S, self.tell)

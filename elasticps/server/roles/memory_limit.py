@@ -1,4 +1,4 @@
-"""Keeps pushes from adding rows where memory runs out: here, or at the servers down the chains."""
+"""Refuses rows that pushes add where memory runs out: here, or at the servers down the chains."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.store import Table
 from elasticps.wire.frames import Block, Header, Kind, json_body, json_frame
 
-TIDIED_ROWS = 20_000  # in a look: some milliseconds
-SHARES_BYTES = 256 << 20  # of shares of open rounds, as far as the limit lets it, need no room: rounds go on without
-GIVE_BACK_LOOKS = 20  # where memory is short, one of so many also has the C library return what it keeps
+RECLAIMED_ROWS = 20_000  # rows freed in one look: some milliseconds
+SHARES_BYTES = 256 << 20  # shares of open rounds up to this, or less under a small limit, need no room
+GIVE_BACK_LOOKS = 20  # where memory is short, every so many looks the C library returns what it has freed
 
 
 class MemoryLimit:
-    """What `headroom` knows, for pushes to take from, and for neighbours. What is left is in the compiled path."""
+    """Takes room for rows that pushes add, and tells neighbours how much is left. The compiled path has the room that
+    is left in `path.room`."""
 
     def __init__(self, context: Context, headroom: Headroom, links: ReplicaLinks) -> None:
         self._headroom = headroom
@@ -32,9 +33,9 @@ class MemoryLimit:
         self.handlers: dict[int, Handler] = {Kind.ROOM: self._hear}
 
     def look(self) -> None:
-        """Called several times a second: sets how much room pushes may take, and tells neighbours. Memory of rows that
-        were dropped goes back a little at a time: only their own table could use it."""
-        self._store.reclaim(TIDIED_ROWS)
+        """Called several times a second: measures memory, sets how much room pushes may take, and tells neighbours.
+        Memory of dropped rows is freed a little at a time; until then only their own table can use it."""
+        self._store.reclaim(RECLAIMED_ROWS)
         self._headroom.look(self._store.reusable_bytes)
         if self._headroom.short:
             self._short_looks += 1
@@ -52,15 +53,15 @@ class MemoryLimit:
         if rows.error is not None:
             raise rows.error
 
-    def limit(self, push: PushRows, share: int = 0, kept: int = 0) -> None:
-        """Takes room for the rows that a push adds, or refuses all of these; rows that are there need none. share:
-        bytes that it takes as a share of a round, beside `kept` of those that there are; more than some need room too,
-        and without room all of the share is refused."""
+    def limit(self, push: PushRows, share: int = 0, open_bytes: int = 0) -> None:
+        """Takes room for the rows that a push adds, or refuses those rows; existing rows need none. share: bytes of the
+        push as a share of a round; open_bytes: of all shares of open rounds. Above a limit shares need room, too, and
+        without it the whole share is refused."""
         room, needed = self._path.room, 0
         if room > UNLIMITED // 2:
             return
         tables = self._store.tables
-        if share and share + kept > Memory(self._headroom.limit).share(SHARES_BYTES):
+        if share and share + open_bytes > Memory(self._headroom.limit).share(SHARES_BYTES):
             needed = share
             if needed > room:
                 push.refuse_all(self._full(tables[push.blocks[0].table], 0, share))

@@ -1,4 +1,4 @@
-"""What a worker reads, and when it may: pulls, and what it says of its part in bounded delay."""
+"""Answers what workers read: pulls, lists of keys, and whether a worker takes part in bounded delay."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ class PullHandler:
         self._registered = context.registered
         self._counts = context.executor.counts
         self._last_served = context.last_served
-        self._unshown: dict[Asker, None] = {}  # whose answers hold values that must not be shown yet
-        self._said: dict[Connection, int | None] = {}  # the base above which each takes part, None: it pauses
+        self._unshown: dict[Asker, None] = {}  # connections with answers that must not be shown yet
+        self._participation: dict[Connection, int | None] = {}  # the clock above which each takes part; None: it pauses
         self.handlers: dict[int, Handler] = {
             Kind.PULL: self._pull, Kind.JOIN: self._join, Kind.LIST_KEYS: self._list_keys,
         }  # fmt: skip
 
     def _join(self, connection: Connection, header: Header, body: Body) -> None:
-        said = JoinHeader.of(header)
-        if said.base is not None and said.base >= MAX_CLOCK:
-            raise FrameError(f"a base clock of {said.base} is over the limit of {MAX_CLOCK}")
-        if said.base is not None:
-            connection.base = self._said[connection] = said.base
-            minimum = self._delay.join(connection.worker, said.base, connection.app)
+        request = JoinHeader.of(header)
+        if request.base is not None and request.base >= MAX_CLOCK:
+            raise FrameError(f"a base clock of {request.base} is over the limit of {MAX_CLOCK}")
+        if request.base is not None:
+            connection.base = self._participation[connection] = request.base
+            minimum = self._delay.join(connection.worker, request.base, connection.app)
         else:
-            if said.pause:
-                self._said[connection] = None
+            if request.pause:
+                self._participation[connection] = None
                 self._delay.pause(connection.worker)
                 self.judge()
             minimum = self._delay.minimum(connection.app)
         connection.send(OkHeader(header.request, self._serving.epoch, minimum).header().pack())
 
     def came_back(self, connections: Iterable[Connection]) -> None:
-        """The roster has these workers again, as their leases had run out. Each has said on its connection whether it
-        takes part, and does not say so again as long as that lasts."""
+        """Restores the participation of workers whose leases had run out and that are in the roster again. A worker
+        says once per connection whether it takes part."""
         for connection in connections:
-            base = self._said.get(connection, -1)
+            base = self._participation.get(connection, -1)
             if base is None:
                 self._delay.pause(connection.worker)
             elif base >= 0:
@@ -67,38 +67,39 @@ class PullHandler:
     def _pull(self, connection: Connection, header: Header, body: Body) -> None:
         if self._held.wait_for_view(connection, header, body):
             return
-        asked = PullHeader.of(header)
-        if not self._serving.serves(asked.epoch, asked.anywhere):
-            raise self._stale(asked.epoch)
-        read = self._read(connection, asked, body)
+        request = PullHeader.of(header)
+        if not self._serving.serves(request.epoch, request.anywhere):
+            raise self._stale(request.epoch)
+        read = self._read(connection, request, body)
         self._counts["pulls"] += 1
         self._counts["rows_pulled"] += read.rows
         self._last_served.mark()
-        if (asked.bound is not None or asked.clock) and self._delay.behind(read):
+        if (request.bound is not None or request.clock) and self._delay.behind(read):
             self._delay.park(read)
         else:
             self._answer(read)
 
     def _list_keys(self, connection: Connection, header: Header, body: Body) -> None:
-        """Values are another matter: whoever wants them pulls them, and is shown what may be shown."""
+        """LIST_KEYS: the keys may be newer than what a pull may show; values are pulled afterwards."""
         if self._held.wait_for_view(connection, header, body):
             return
-        asked = ListKeysHeader.of(header)
-        if asked.range >= self._serving.ranges:
-            raise FrameError(f"there is no range {asked.range}, there are {self._serving.ranges}")
-        if not self._serving.serves(asked.epoch, anywhere=False) or not (self._serving.tailed == asked.range).any():
-            raise self._stale(asked.epoch)
-        table = self._table(connection, asked.table)
+        request = ListKeysHeader.of(header)
+        if request.range >= self._serving.ranges:
+            raise FrameError(f"there is no range {request.range}, there are {self._serving.ranges}")
+        if not self._serving.serves(request.epoch, anywhere=False) or not (self._serving.tailed == request.range).any():
+            raise self._stale(request.epoch)
+        table = self._table(connection, request.table)
         keys, place = NO_KEYS, 0
-        if asked.keys:
-            keys, place = table.list_keys(asked.range, asked.place, min(asked.keys, MAX_LISTED))
+        if request.keys:
+            keys, place = table.list_keys(request.range, request.place, min(request.keys, MAX_LISTED))
         answer = KeysHeader(
-            header.request, self._serving.epoch, asked.range, place, len(keys), table.count_range(asked.range)
+            header.request, self._serving.epoch, request.range, place, len(keys), table.count_range(request.range)
         )
         connection.send_all([answer.header().pack(), keys.data.cast("B")] if len(keys) else [answer.header().pack()])
 
     def shown_when(self, asker: Asker, r: int) -> Callable[[], bool]:
-        """Tells when what is read now of range r, at its tail, may be shown; whoever asked is told to ask again."""
+        """Returns a function that tells when what is read now of range r, at its tail, may be shown. Until then `asker`
+        is asked again at each change."""
         return shown_when(self._replica, np.array([r]), asker, self._unshown)
 
     def _stale(self, epoch: int) -> RequestError:
@@ -107,14 +108,15 @@ class PullHandler:
         return RequestError("stale-view", text, epoch=ours)
 
     def rest(self, connection: Connection, header: Header, body: Body, done: int) -> None:
-        """Goes on with an answer of which `done` rows have left: its ranges may have, too, or must not be shown yet."""
+        """Continues an answer of which `done` rows have been sent by compiled code. Its ranges may have left meanwhile,
+        or hold rows that must not be shown yet."""
         self._answer(self._read(connection, PullHeader.of(header), body), done)
 
-    def _read(self, connection: Connection, asked: PullHeader, body: Body) -> Read:
-        if asked.blocks is None:
-            return Read(connection, asked, [Wanted(self._table(connection, asked.table), body.view(np.int64))])
-        named = read_tables(asked.blocks, body)
-        return Read(connection, asked, [Wanted(self._table(connection, table), keys) for table, keys in named])
+    def _read(self, connection: Connection, request: PullHeader, body: Body) -> Read:
+        if request.blocks is None:
+            return Read(connection, request, [Wanted(self._table(connection, request.table), body.view(np.int64))])
+        named = read_tables(request.blocks, body)
+        return Read(connection, request, [Wanted(self._table(connection, table), keys) for table, keys in named])
 
     def _table(self, connection: Connection, number: int) -> Table:
         self._registered.permit(number, connection.app)
@@ -131,12 +133,12 @@ class PullHandler:
         answer(read, Judge(read, self._serving, self._replica, self._unshown), done)
 
     def changed(self) -> None:
-        """Something was applied or acknowledged: pulls that wait may go on."""
+        """An operation was applied or acknowledged: pulls that wait may go on."""
         if self._delay or self._unshown:
             self.judge()
 
     def judge(self) -> None:
-        """Answers the pulls that need not wait any more, and those that waited too long."""
+        """Answers pulls that need not wait any longer, and refuses those that waited too long."""
         if self._unshown:
             connections = list(self._unshown)
             self._unshown.clear()
@@ -155,6 +157,6 @@ class PullHandler:
                 read.connection.fail(failure)
 
     def forget(self, connection: Connection) -> None:
-        """Nobody waits for its answers any more."""
+        """A connection has ended: its pulls are dropped."""
         self._delay.forget(connection)
-        self._said.pop(connection, None)
+        self._participation.pop(connection, None)

@@ -1,5 +1,8 @@
-"""What a worker changes: its steps, and tables. Each request is checked here, at the edge, before anything changes: by
-all that `replica_codec` asks of a FORWARD, too: what is logged and cannot be read there ends the links to others."""
+"""Checks and logs what workers change: steps, rows and tables.
+
+Each request is checked here, before anything changes, also for what `replica_codec` demands of a FORWARD: a logged
+operation that another replica cannot read would end the link to it.
+"""
 
 from __future__ import annotations
 
@@ -70,15 +73,15 @@ class PushHandler:
         if self._held.wait_for_view(connection, header, body):
             return
         try:
-            asked = new_tables(json_body(body.data)).tables
-            specs = [TableSpec.from_json(new.spec) for new in asked]
-            lacking = self._lacking(connection, asked, specs)
+            tables = new_tables(json_body(body.data)).tables
+            specs = [TableSpec.from_json(new.spec) for new in tables]
+            lacking = self._lacking(connection, tables, specs)
             if lacking and self._held.wait(connection, header, body):
                 return
             if lacking:
                 raise self._not_registered(lacking[0])
             made = []
-            for new, spec in zip(asked, specs, strict=True):
+            for new, spec in zip(tables, specs, strict=True):
                 if new.table not in self._store.tables:
                     self._store.create(spec, new.table, connection.app)
                 made.append(new._replace(app=self._store.create(spec, new.table).app))
@@ -87,11 +90,11 @@ class PushHandler:
         size = sum([len(new.spec) for new in made])
         self._control(connection, header, OperationKind.CREATE, NewTables(tuple(made)), size)
 
-    def _lacking(self, connection: Connection, asked: Sequence[NewTable], specs: Sequence[TableSpec]) -> list[int]:
-        """Tables to wait for until the registry has them; all others may be made. RequestError, SpecError where one may
-        not, before any is made."""
+    def _lacking(self, connection: Connection, tables: Sequence[NewTable], specs: Sequence[TableSpec]) -> list[int]:
+        """Ids of tables that have to wait until the registry has them. RequestError or SpecError if a table may not be
+        created; none has been created then."""
         lacking = []
-        for new, spec in zip(asked, specs, strict=True):
+        for new, spec in zip(tables, specs, strict=True):
             if new.table in self._store.dropped:
                 raise unknown_table(self._serving.me.name, new.table)
             self._registered.permit(new.table, connection.app)
@@ -108,7 +111,7 @@ class PushHandler:
         self, connection: Connection, header: Header, kind: OperationKind, payload: Any, nbytes: int,
         ranges: Ranges | None = None,
     ) -> None:  # fmt: skip
-        """Logs an operation of the ranges themselves; answered when it is committed."""
+        """Logs an operation that belongs to no step of a worker; the request is answered when it is committed."""
         ticket = RequestTicket(connection, header.request)
         push = Push(ticket, -1, header.epoch, 0, 0, True, ranges, payload, nbytes, kind=kind)
         self._executor.perform(self._replica.push, push)
@@ -116,10 +119,10 @@ class PushHandler:
     def _init(self, connection: Connection, header: Header, body: Body) -> None:
         if self._held.wait_for_view(connection, header, body):
             return
-        said = InitHeader.of(header)
-        kind = OperationKind.LOAD if said.replace else OperationKind.INIT
-        named, blocks = read_push(said.all_ranges, said.blocks, body)
-        ranges, positions = self._order_of(said.epoch) if named is None else self._named(named)
+        request = InitHeader.of(header)
+        kind = OperationKind.LOAD if request.replace else OperationKind.INIT
+        named, blocks = read_push(request.all_ranges, request.blocks, body)
+        ranges, positions = self._order_of(request.epoch) if named is None else self._named(named)
         if len(ranges):  # else its epoch is refused below
             self._check(connection, blocks, positions, kind)
             self._memory.take(blocks)
@@ -128,40 +131,40 @@ class PushHandler:
     def _erase(self, connection: Connection, header: Header, body: Body) -> None:
         if self._held.wait_for_view(connection, header, body):
             return
-        said, me = EraseHeader.of(header), self._serving.me.name
-        self._registered.permit(said.table, connection.app)
-        if said.kind == OperationKind.DROP:
-            whole(said.table, MAX_TABLE, 1)
-            self._drop(connection, header, body, said.table)
+        request, me = EraseHeader.of(header), self._serving.me.name
+        self._registered.permit(request.table, connection.app)
+        if request.kind == OperationKind.DROP:
+            whole(request.table, MAX_TABLE, 1)
+            self._drop(connection, header, body, request.table)
             return
-        if said.kind not in (OperationKind.DELETE, OperationKind.CLEAR) or not 0 < said.number < MAX_CLOCK:
-            raise FrameError(f"deletion {said.number} of kind {said.kind} cannot be")
+        if request.kind not in (OperationKind.DELETE, OperationKind.CLEAR) or not 0 < request.number < MAX_CLOCK:
+            raise FrameError(f"deletion {request.number} of kind {request.kind} cannot be")
         if connection.worker not in self._serving.workers:
             raise RequestError("unlisted", f"worker {connection.worker_name!r} is not in the roster now")
         ranges: Ranges | None = None
         payload: Cleared | Content
-        if said.kind == OperationKind.CLEAR:
-            if said.table not in self._store.live:
-                raise unknown_table(me, said.table)
-            payload = Cleared(said.table)
+        if request.kind == OperationKind.CLEAR:
+            if request.table not in self._store.live:
+                raise unknown_table(me, request.table)
+            payload = Cleared(request.table)
         else:
-            named, blocks = read_push(said.all_ranges, said.blocks, body)
-            ranges, positions = self._order_of(said.epoch) if named is None else self._named(named)
+            named, blocks = read_push(request.all_ranges, request.blocks, body)
+            ranges, positions = self._order_of(request.epoch) if named is None else self._named(named)
             if len(ranges):  # else its epoch is refused below
-                self._check(connection, blocks, positions, said.kind)
+                self._check(connection, blocks, positions, request.kind)
             payload = Content(blocks, ranges, positions)
-        # Whatever was numbered lower and has not come by now is given up: its asker has.
+        # A lower number that has not arrived by now never will: its worker has given it up.
         push = Push(
-            RequestTicket(connection, header.request), connection.worker | ERASER, header.epoch, said.number, 0, True,
-            ranges, payload, len(body) + 64, said.number - 1, kind=said.kind,
+            RequestTicket(connection, header.request), connection.worker | ERASER, header.epoch, request.number, 0,
+            True, ranges, payload, len(body) + 64, request.number - 1, kind=request.kind,
         )  # fmt: skip
         self._executor.perform(self._replica.push, push)
         self._executor.note_change()
 
     def _drop(self, connection: Connection, header: Header, body: Body, table: int) -> None:
-        """One that is registered, or was: whoever drops a table has the registry forget it when all heads have
-        answered. So one that is neither, and not here, was dropped by somebody who was faster, while we had none of its
-        ranges; nothing of it is logged, or whoever guesses ids would use them up."""
+        """Drops a table. A client removes it from the registry after all heads have answered. So a table that is
+        neither registered nor here was dropped by another client while this server had none of its ranges: the answer
+        is OK, and nothing is logged, or clients that guess ids would use them up."""
         store = self._store
         if table not in store.dropped:
             if not self._registered.owned(table):
@@ -191,63 +194,63 @@ class PushHandler:
     def _get_clocks(self, connection: Connection, header: Header, body: Body) -> None:
         if self._held.wait_for_view(connection, header, body):
             return
-        said = GetClocksHeader.of(header)
-        ask = Ask(RequestTicket(connection, said.request), said.worker, said.epoch)
+        request = GetClocksHeader.of(header)
+        ask = Ask(RequestTicket(connection, request.request), request.worker, request.epoch)
         self._executor.perform(self._replica.ask, ask)
 
     def _push(self, connection: Connection, header: Header, body: Body) -> None:
-        said = PushHeader.of(header)
+        request = PushHeader.of(header)
         if connection.base < 0:
             raise RequestError("not-joined", f"worker {connection.worker_name!r} pushed before it joined")
-        if not 0 < said.clock < MAX_CLOCK or not said.first <= said.part < MAX_PARTS:
-            raise FrameError(f"a push of step {said.clock}, parts {said.first}..{said.part}, cannot be")
-        if said.committed is not None and said.committed < 0:
-            raise FrameError(f"a push of step {said.clock} knows what is committed as step {said.committed}")
+        if not 0 < request.clock < MAX_CLOCK or not request.first <= request.part < MAX_PARTS:
+            raise FrameError(f"a push of step {request.clock}, parts {request.first}..{request.part}, cannot be")
+        if request.committed is not None and request.committed < 0:
+            raise FrameError(f"a push of step {request.clock} knows what is committed as step {request.committed}")
         if self._held.wait_for_view(connection, header, body):
             return
-        named, blocks = read_push(said.all_ranges, said.blocks, body)
+        named, blocks = read_push(request.all_ranges, request.blocks, body)
         if named is None:
-            ranges, positions = self._order_of(said.epoch)
+            ranges, positions = self._order_of(request.epoch)
         else:
             ranges, positions = self._named(named)
         rows, rounds = PushRows(blocks), self._executor.rounds
         try:
             rows.refuse_unknown(self._store.live, self._serving.me.name)
             self._check(connection, rows.blocks, positions, OperationKind.PUSH)
-            if said.round and rounds.crowded(connection.app, said.clock, connection.worker, ranges):
-                raise _ahead(said.clock, connection.app)
+            if request.round and rounds.crowded(connection.app, request.clock, connection.worker, ranges):
+                raise _too_many_rounds(request.clock, connection.app)
         except RequestError as error:
             rows.refuse_all(error)
         else:
             rows.refuse_not_finite(self._store.live)
-            self._memory.limit(rows, rounds.size(rows.blocks) if said.round else 0, rounds.nbytes)
-        refusal, blocks = rows.refusal(said.committed or 0, self._serving.ranges), rows.blocks
+            self._memory.limit(rows, rounds.size(rows.blocks) if request.round else 0, rounds.nbytes)
+        refusal, blocks = rows.refusal(request.committed or 0, self._serving.ranges), rows.blocks
         self._notifier.refused += refusal is not None
         mark = None
-        if said.shard is not None and self._executor.shards.owns(connection.app, said.shard.set):
-            connection.set_shards(said.shard.set)
-            mark = ShardMark(*said.shard)
+        if request.shard is not None and self._executor.shards.owns(connection.app, request.shard.set):
+            connection.set_shards(request.shard.set)
+            mark = ShardMark(*request.shard)
         content = Content(blocks, ranges, positions, mark)
-        if said.round:
-            content = Contribution(connection.app, said.clock, blocks, ranges, positions, mark)
+        if request.round:
+            content = Contribution(connection.app, request.clock, blocks, ranges, positions, mark)
         push = Push(
-            RequestTicket(connection, said.request), connection.worker, said.epoch, said.clock, said.part, said.last,
-            None if named is None else ranges, content, len(body), connection.base,
-            repeat=said.repeat, first=said.first, refusal=refusal,
+            RequestTicket(connection, request.request), connection.worker, request.epoch, request.clock, request.part,
+            request.last, None if named is None else ranges, content, len(body), connection.base,
+            repeat=request.repeat, first=request.first, refusal=refusal,
         )  # fmt: skip
         self._counts["pushes"] += 1
         self._counts["rows_pushed"] += sum([len(block.keys) for block in blocks])
         self._last_served.mark()
-        # The base itself says nothing of ranges that are not pushed to yet.
-        if said.committed is not None and said.committed > connection.base:
-            self._executor.note_committed(connection.worker, said.committed)
+        # At its base clock a worker may know nothing of ranges that it has not pushed to.
+        if request.committed is not None and request.committed > connection.base:
+            self._executor.note_committed(connection.worker, request.committed)
         self._executor.perform(self._replica.push, push)
         self._executor.note_change()
 
     def _look_again(self, push: Push) -> None:
-        """It has waited, and a table that it changes may have been dropped meanwhile: behind that nothing of the table
-        may be logged, for as soon as all replicas have it nobody knows the table any more. Or others have waited with
-        it, of too many rounds."""
+        """Checks an operation again that has waited for admission. A table may have been dropped meanwhile: nothing of
+        it may be logged after that, for replicas forget the table as soon as all of them have the drop. And shares of
+        too many rounds may have been admitted before."""
         content = push.payload
         if not isinstance(content, Content):
             return
@@ -256,7 +259,7 @@ class PushHandler:
         if isinstance(content, Contribution) and self._executor.rounds.crowded(
             content.app, content.clock, push.worker, content.ranges
         ):
-            rows.refuse_all(_ahead(content.clock, content.app))
+            rows.refuse_all(_too_many_rounds(content.clock, content.app))
         if rows.error is None:
             return
         push.payload = content.only(rows.blocks)
@@ -265,12 +268,13 @@ class PushHandler:
             push.refusal = rows.refusal(0, self._serving.ranges, push.refusal)
 
     def forget(self, connection: Connection) -> None:
-        """Nobody waits for its answers any more."""
+        """A connection has ended: what it asked is not answered."""
         for ticket in list(connection.tickets):
             self._executor.perform(self._replica.forget, ticket)
 
     def _order_of(self, epoch: int) -> tuple[Ranges, NDArray[np.int64]]:
-        """What a push of that epoch calls all ranges headed here, and where each stands; nothing if it is stale."""
+        """The ranges headed here, as a push of that epoch numbers them, and the position of each; none if it is
+        stale."""
         ranges = self._replica.headed(epoch)
         if ranges is None:
             ranges = NO_RANGES
@@ -288,6 +292,6 @@ class PushHandler:
         return ranges, positions
 
 
-def _ahead(clock: int, app: str) -> RequestError:
+def _too_many_rounds(clock: int, app: str) -> RequestError:
     text = f"a share of round {clock} of {app!r}, while this worker's of {MOST_OPEN} others are kept until those close"
     return RequestError("ahead", text)

@@ -1,5 +1,5 @@
-"""Functions over all rows of a range, for workers that ask: computed a slice at a time, one slice in a turn of the
-loop, so that pushes and pulls go on in between. Connections take turns."""
+"""Computes functions over all rows of a range for workers: one slice in a turn of the loop, so that pushes and pulls go
+on in between. Connections take turns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_WAITING = 4096  # of all connections
 
 
 class _Job(NamedTuple):
-    asked: ReduceHeader
+    request: ReduceHeader
     table: Table
     partial: Partial
     slices: Iterator[None]
@@ -44,48 +44,48 @@ class ReduceHandler:
         self._store = context.executor.store
         self._registered = context.registered
         self._pulls = pulls
-        self._jobs: dict[Connection, deque[_Job]] = {}  # whose turn it is comes first
+        self._jobs: dict[Connection, deque[_Job]] = {}  # by connection; the first one has its turn next
         self.waiting = 0
         self._running = False
         self.handlers: dict[int, Handler] = {Kind.REDUCE: self._reduce}
 
     def forget(self, connection: Connection) -> None:
-        """Nobody waits for its answers any more."""
+        """A connection has ended: its reductions are dropped."""
         self.waiting -= len(self._jobs.pop(connection, ()))
 
     def _reduce(self, connection: Connection, header: Header, body: Body) -> None:
         if self._held.wait_for_view(connection, header, body):
             return
-        asked = ReduceHeader.of(header)
-        if asked.range >= self._serving.ranges:
-            raise FrameError(f"there is no range {asked.range}, there are {self._serving.ranges}")
+        request = ReduceHeader.of(header)
+        if request.range >= self._serving.ranges:
+            raise FrameError(f"there is no range {request.range}, there are {self._serving.ranges}")
         name, constants = read_function(body.data)
-        self._check(asked)
-        self._registered.permit(asked.table, connection.app)
-        table = self._store.live.get(asked.table)
+        self._check(request)
+        self._registered.permit(request.table, connection.app)
+        table = self._store.live.get(request.table)
         if table is None:
-            raise unknown_table(self._serving.me.name, asked.table)
+            raise unknown_table(self._serving.me.name, request.table)
         try:
             how = reduction(name, constants)
         except SpecError as error:
             raise RequestError("spec", f"server {self._serving.me.name}: {error}") from None
         if self.waiting >= MAX_WAITING:
             raise RequestError("busy", f"{MAX_WAITING} ranges wait already to be reduced here")
-        partial = Partial(table, asked.range, how, constants)
-        self._jobs.setdefault(connection, deque()).append(_Job(asked, table, partial, partial.slices(), name))
+        partial = Partial(table, request.range, how, constants)
+        self._jobs.setdefault(connection, deque()).append(_Job(request, table, partial, partial.slices(), name))
         self.waiting += 1
         self._go_on()
 
-    def _check(self, asked: ReduceHeader) -> None:
+    def _check(self, request: ReduceHeader) -> None:
         """The range is read here, and has been since the epoch of whoever asks."""
-        if not self._serves(asked):
+        if not self._serves(request):
             me, epoch = self._serving.me.name, self._serving.epoch
-            text = f"server {me} is at epoch {epoch}, the request at {asked.epoch}"
+            text = f"server {me} is at epoch {epoch}, the request at {request.epoch}"
             raise RequestError("stale-view", text, epoch=epoch)
 
-    def _serves(self, asked: ReduceHeader) -> bool:
+    def _serves(self, request: ReduceHeader) -> bool:
         serving = self._serving
-        return serving.serves(asked.epoch, anywhere=False) and bool((serving.tailed == asked.range).any())
+        return serving.serves(request.epoch, anywhere=False) and bool((serving.tailed == request.range).any())
 
     def _go_on(self) -> None:
         if self._jobs and not self._running:
@@ -93,7 +93,7 @@ class ReduceHandler:
             self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
-        """One slice of the oldest range of the connection whose turn it is."""
+        """Computes one slice, of the oldest request of the connection whose turn it is."""
         self._running = False
         if not self._jobs:
             return
@@ -103,7 +103,7 @@ class ReduceHandler:
             done = self._work(connection, job)
         except RequestError as error:
             done = True
-            self._notifier.refuse(connection, job.asked.request, error)
+            self._notifier.refuse(connection, job.request.request, error)
         except Exception as error:
             done = True
             connection.fail(error)
@@ -116,10 +116,10 @@ class ReduceHandler:
         self._go_on()
 
     def _work(self, connection: Connection, job: _Job) -> bool:
-        """False: there is more to do."""
-        self._check(job.asked)
+        """Computes one slice; True once the answer is on its way."""
+        self._check(job.request)
         if job.table.dropped:
-            raise unknown_table(self._serving.me.name, job.asked.table)
+            raise unknown_table(self._serving.me.name, job.request.table)
         try:
             if next(job.slices, self) is not self:
                 return False
@@ -130,15 +130,15 @@ class ReduceHandler:
         return True
 
     def _answer(self, connection: Connection, job: _Job) -> Iterator[list[Buffer]]:
-        """As of a pull: nothing is shown that the next tail may lack."""
-        asked, partial = job.asked, job.partial
-        may_show = self._pulls.shown_when(connection, asked.range)
-        while not may_show() and self._serves(asked):
+        """Sends the answer when it may be shown: as in a pull, only what the next tail has, too."""
+        request, partial = job.request, job.partial
+        may_show = self._pulls.shown_when(connection, request.range)
+        while not may_show() and self._serves(request):
             yield []
-        if not self._serves(asked):
+        if not self._serves(request):
             document = {"code": "stale-view", "message": "the range left this server before it could be shown"}
-            yield [json_frame(Kind.ERROR, document, request=asked.request, epoch=self._serving.epoch)]
+            yield [json_frame(Kind.ERROR, document, request=request.request, epoch=self._serving.epoch)]
             return
         floats = 0 if partial.state is None else len(partial.state)
-        header = ReducedHeader(asked.request, asked.epoch, asked.range, partial.rows, floats).header().pack()
+        header = ReducedHeader(request.request, request.epoch, request.range, partial.rows, floats).header().pack()
         yield [header] if partial.state is None else [header, partial.state.data.cast("B")]

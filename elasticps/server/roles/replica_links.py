@@ -1,7 +1,7 @@
-"""Links to the other replicas: one to each that shares a range with us in the view: who does not stand beside us may
-do so in the next one. Dialled by the member whose name sorts first.
+"""Links to other replicas: one to each server that shares a range with us in the view, also where it is not beside us
+in a chain, for the next view may put it there. The member whose name sorts first dials.
 
-The dialler numbers its links, and the higher number is the link that counts: what comes on any other is not heard.
+The dialler numbers its links. Only the link with the highest number counts; messages on any other are ignored.
 """
 
 from __future__ import annotations
@@ -49,64 +49,66 @@ RETRY_FIRST_S = 0.005
 RETRY_MOST_S = 0.2
 CONNECT_TIMEOUT_S = 1.0
 BEAT_S = 0.25
-MOST_REFUSED = 8  # links to one neighbour in one view
+MOST_REFUSED = 8  # links to one neighbour in one view that end over a message
 SILENCE_S = 1.5  # a link on which nothing came for so long is dropped: the peer beats too
-MOST_BYTES = 320 << 20  # that wait here for a view, or on a link: more than a correct peer's log can hold
-MESSAGE_BYTES = 1024  # that one which waits takes at least
+MOST_BYTES = 320 << 20  # waiting for a view, or on a link: more than a correct peer's log can hold
+MESSAGE_BYTES = 1024  # the least that a waiting message counts
 
 Dial: TypeAlias = Callable[[Connection, str, int, Expect], Awaitable[None]]
-"""Connects to a host and port, where whom `Expect` lets pass has to be; OSError if that fails."""
+"""Connects to a host and port, and proves with `Expect` who is there; OSError if that fails."""
 
 
 class ReplicaLinks:
-    """Keeps the links that the view wants, and knows since when one is missing. What comes on them is the replica's.
+    """Keeps a link to each neighbour of the view, gives its messages to the replica, and notes which links are missing.
 
-    make_way: has what waits for room on the link to a peer go before the pushes that do; set by whoever fills it.
+    make_way: lets snapshots that wait for room on the link to a peer go before waiting pushes; set by the sender of
+    snapshots.
     """
 
     def __init__(self, context: Context, dial: Dial, make_connection: Callable[[], Connection]) -> None:
-        self._executor = executor = context.executor
-        self._replica = executor.replica
-        self._me = executor.replica.me
-        self._cluster = context.cluster
-        self._codec = ReplicaCodec(executor.store.tables, context.serving.ranges)
+        self._executor = executor = context.executor  # gets the messages
+        self._replica = executor.replica  # says whose messages wait
+        self._me = executor.replica.me  # for HELLO, and for who dials
+        self._cluster = context.cluster  # for HELLO, and certificates
+        self._codec = ReplicaCodec(executor.store.tables, context.serving.ranges)  # messages as frames
         executor.tell_tables = self._tell_tables
         executor.handlers[Send], executor.handlers[Distrust] = self.send, self.distrust
         context.updates.ask_peers = self.ask_for_view
-        self.make_way: Callable[[Member], None] = lambda member: None
-        self._loop = loop = context.loop
-        self._connect = dial
-        self._make_connection = make_connection
-        self._wanted: dict[Member, ServerInfo] = {}
-        self._links: dict[Member, Connection] = {}
-        self._missing: dict[Member, float] = {}  # wanted and not there, since when
-        self._ahead: dict[Member, tuple[float, int]] = {}  # whose messages wait for a view: since when, how many bytes
-        self._dials: dict[Member, asyncio.Task[None]] = {}
-        self._refused: Counter[Member] = Counter()  # links of this view that ended over what the peer said
-        self._number = 0
-        self._epoch = 0
-        self._ticked_s = self._woke_s = loop.time()
+        self.make_way: Callable[[Member], None] = lambda member: None  # see above
+        self._loop = loop = context.loop  # for time and dials
+        self._connect = dial  # gives a connection its transport
+        self._make_connection = make_connection  # for a link that is dialled
+        self._neighbours: dict[Member, ServerInfo] = {}  # who gets a link
+        self._links: dict[Member, Connection] = {}  # the current link to each
+        self._missing: dict[Member, float] = {}  # neighbours without a link, since when
+        self._early: dict[Member, tuple[float, int]] = {}  # messages wait for a view: since when, bytes
+        self._dials: dict[Member, asyncio.Task[None]] = {}  # in progress
+        self._refused: Counter[Member] = Counter()  # links of this view that ended over a message
+        self._number = 0  # of the newest link that was dialled
+        self._epoch = 0  # of the view that is followed
+        self._ticked_s = self._woke_s = loop.time()  # last tick; end of the last time that this process was stopped
+        # What a peer may send on a link.
         self.handlers: dict[int, Handler] = dict.fromkeys(
             (Kind.FORWARD, Kind.ACK, Kind.RESYNC, Kind.SNAPSHOT_CHUNK, Kind.CHUNK_ACK), self.receive
         )
         self.handlers[Kind.ERROR] = self._refused_there
 
     def adopt(self, view: View) -> None:
-        """Follows a view: who has ranges that are here gets a link, former ones lose theirs."""
+        """Follows a view: dials the servers that share ranges with us, and drops links to all others."""
         self._epoch = view.epoch
         self._refused.clear()
         members, everyone = view.as_chains.members, np.column_stack((view.chains, view.joining))
         me = view.as_chains.index(self._me)
         indices = np.unique(everyone[(everyone == me).any(axis=1)]).tolist()
-        self._wanted = {members[i]: view.servers[i] for i in indices if i not in (me, -1)}
+        self._neighbours = {members[i]: view.servers[i] for i in indices if i not in (me, -1)}
         now = self._loop.time()
-        for member in [m for m in self._links if m not in self._wanted]:
+        for member in [m for m in self._links if m not in self._neighbours]:
             self._drop(member)
-        for member in [m for m in self._missing if m not in self._wanted]:
+        for member in [m for m in self._missing if m not in self._neighbours]:
             del self._missing[member]
-        for member in [m for m in self._dials if m not in self._wanted]:
+        for member in [m for m in self._dials if m not in self._neighbours]:
             self._dials.pop(member).cancel()
-        for member in self._wanted:
+        for member in self._neighbours:
             if member not in self._links:
                 self._missing.setdefault(member, now)
                 self._dial(member, 0.0)
@@ -115,7 +117,7 @@ class ReplicaLinks:
         """Drops every link."""
         for task in self._dials.values():
             task.cancel()
-        links, self._links, self._wanted = self._links, {}, {}
+        links, self._links, self._neighbours = self._links, {}, {}
         for connection in links.values():
             connection.transport.abort()
 
@@ -151,20 +153,20 @@ class ReplicaLinks:
             self._executor.perform(self._replica.receive, member, message)
             self._executor.note_change()
             if self._replica.holds(member):
-                since, nbytes = self._ahead.get(member, (self._loop.time(), 0))
-                self._ahead[member] = since, nbytes + len(body) + MESSAGE_BYTES
+                since, nbytes = self._early.get(member, (self._loop.time(), 0))
+                self._early[member] = since, nbytes + len(body) + MESSAGE_BYTES
                 if nbytes > MOST_BYTES:
                     self._end(member, "too much waits for a view that it speaks of")
 
     def _refused_there(self, connection: Connection, header: Header, body: Body) -> None:
-        """The peer ends the link over something that came from here. It counts as if we had: both are as suspicious."""
+        """The peer ends the link over a message from here. It counts as if we had ended it: either may be wrong."""
         connection.refused = True
         message = json_body(body.data).get("message")
         log.warning("a peer refuses what was sent to it", peer=connection.member, reason=f"{message!s:.1000}")
         connection.transport.abort()
 
     def distrust(self, effect: Distrust) -> None:
-        """A peer has said what no correct one can: its link ends; until there is another, it is missing."""
+        """Ends the link to a peer that has sent what no correct one can; until there is another link, it is missing."""
         link = self._links.get(effect.peer)
         log.error("a peer is wrong", peer=effect.peer, reason=effect.why)
         if link is not None:
@@ -194,15 +196,15 @@ class ReplicaLinks:
         for member, connection in list(self._links.items()):
             heard_s = max(connection.heard_s, self._woke_s)
             if not self._replica.holds(member):
-                self._ahead.pop(member, None)
-            ahead_since, _ = self._ahead.get(member, (now, 0))
+                self._early.pop(member, None)
+            early_since, _ = self._early.get(member, (now, 0))
             if now - heard_s > SILENCE_S:
                 self._end(member, f"silent for {now - heard_s:.1f} s")
                 self._missing[member] = heard_s
-            elif now - ahead_since > HOLD_TIMEOUT_S:
+            elif now - early_since > HOLD_TIMEOUT_S:
                 self._end(member, f"no view came that it speaks of, for {HOLD_TIMEOUT_S:g} s")
             elif connection.stale and self._me < member:
-                log.info("link dialled anew: certificates are renewed", peer=member)
+                log.info("link dialled again: certificates are renewed", peer=member)
                 self._drop(member)
                 self._missing[member] = now
                 self._dial(member, 0.0)
@@ -211,8 +213,8 @@ class ReplicaLinks:
     # --- links come and go ------------------------------------------------------------------------------------------
 
     def arrived(self, connection: Connection) -> bool:
-        """A link to `connection.member` is there, numbered; False if a later one has taken its place already, or if
-        there are to be no more."""
+        """Takes a numbered link to `connection.member`; False if a later one is there already, or if the peer was given
+        up in this view."""
         member = connection.member
         assert member is not None
         if self._given_up(member):
@@ -235,7 +237,7 @@ class ReplicaLinks:
         del self._links[member]
         self._down(member)
         self._refused[member] += connection.refused
-        if member in self._wanted:
+        if member in self._neighbours:
             self._missing[member] = self._loop.time()
             if self._given_up(member):
                 log.error(
@@ -244,8 +246,8 @@ class ReplicaLinks:
             self._dial(member, RETRY_FIRST_S)
 
     def _given_up(self, member: Member) -> bool:
-        """Whether links to a peer have ended so often over what it said that it counts as one that cannot be reached.
-        Then the next view does without one of the two."""
+        """Whether links to a peer have ended so often over a message that it counts as unreachable. The next view will
+        do without one of the two."""
         return self._refused[member] >= MOST_REFUSED
 
     def _up(self, member: Member, connection: Connection) -> None:
@@ -274,7 +276,7 @@ class ReplicaLinks:
                 connection.send_all(frame)
 
     def _creates(self, tables: Iterable[tuple[int, Table]]) -> list[list[Buffer]]:
-        """Frames that make tables known, and tick no range."""
+        """Frames that create tables at a peer, outside of any range's log."""
         new = [NewTable(number, table.spec.to_json(), table.app) for number, table in tables]
         operations = [
             Operation(OperationKind.CREATE, -1, 0, NewTables(tuple(some)), 0)
@@ -285,11 +287,11 @@ class ReplicaLinks:
 
     def _down(self, member: Member) -> None:
         log.info("peer down", peer=member)
-        self._ahead.pop(member, None)
+        self._early.pop(member, None)
         self._executor.perform(self._replica.peer_down, member)
 
     def _end(self, member: Member, why: str) -> None:
-        """Drops a link, to be dialled anew."""
+        """Drops a link, and dials it again."""
         log.warning("link dropped", peer=member, reason=why)
         self._drop(member)
         self._missing[member] = self._loop.time()
@@ -309,7 +311,7 @@ class ReplicaLinks:
 
     async def _keep_dialling(self, member: Member, delay_s: float) -> None:
         retry_s = RETRY_FIRST_S
-        while member in self._wanted and member not in self._links and not self._given_up(member):
+        while member in self._neighbours and member not in self._links and not self._given_up(member):
             await asyncio.sleep(delay_s)
             delay_s = retry_s
             retry_s = min(2 * retry_s, RETRY_MOST_S)
@@ -317,7 +319,7 @@ class ReplicaLinks:
 
     async def _dial_once(self, member: Member) -> None:
         """One attempt: connects, says hello, and waits until the link is up or over."""
-        host, _, port = self._wanted[member].address.rpartition(":")
+        host, _, port = self._neighbours[member].address.rpartition(":")
         connection = self._make_connection()
         self._number += 1
         connection.number = self._number

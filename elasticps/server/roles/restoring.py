@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.core import fields
-from elasticps.admin.interface import Restored, Wanted
+from elasticps.admin.interface import RestoreProgress, RestoreSpec
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import UNIT_BYTES, Contents, Job, Portion, RangeRows, Sizes, from_bits, portions
 from elasticps.checkpoint.manifest import Manifest
@@ -69,35 +69,35 @@ class Restorer:
         """The newest that was heard; those of a store that takes this cluster over have to be above it."""
         return self._serial
 
-    def look(self, tables: Iterable[int]) -> Restored:
+    def look(self, tables: Iterable[int]) -> RestoreProgress:
         """Which of these ids are, or were, tables' here; and how far workers have come in the ranges headed here."""
         store, replica = self._executor.store, self._executor.replica
         taken = tuple(id_ for id_ in tables if id_ in store.tables or id_ in store.dropped)
-        headed, told = self._serving.headed.tolist(), self._context.path.acknowledged_clocks()
+        headed, acknowledged = self._serving.headed.tolist(), self._context.path.acknowledged_clocks()
         columns = [dict(zip(*(each.tolist() for each in replica.clocks.column(r)), strict=True)) for r in headed]
         known = set(columns[0]).intersection(*columns[1:]) if columns else set()
         workers = tuple(sorted(known))
         least = tuple(min(column[worker] for column in columns) >> PART_BITS for worker in workers)
         rounds = self._executor.rounds
         some = any(rounds.closed_in(r) or rounds.groups_of(r) for r in headed)
-        said = tuple(told.get(worker, 0) for worker in workers)
-        return Restored((), 0, taken, "", len(headed), workers, least, said, some)
+        known_to = tuple(acknowledged.get(worker, 0) for worker in workers)
+        return RestoreProgress((), 0, taken, "", len(headed), workers, least, known_to, some)
 
-    def go_on(self, serial: int, wanted: Wanted, done: bytes = b"") -> Restored:
+    def go_on(self, serial: int, spec: RestoreSpec, done: bytes = b"") -> RestoreProgress:
         """Begins, or goes on, and says how far it is. Ends by itself when nobody has asked for UNASKED_S. done: ranges
         that others have brought back, as bits: what is committed stays so, whoever heads them then."""
         if serial < self._serial:
-            return Restored((), 0, (), "somebody else restores, or it has ended")
+            return RestoreProgress((), 0, (), "somebody else restores, or it has ended")
         self._serial = serial
-        if self._work is None or self._work.wanted != wanted:
+        if self._work is None or self._work.spec != spec:
             self.close()  # of another one, whose rows nobody waits for any more
-            self._work = _RestoreTask(self._context, self._memory, wanted, self._buffer_bytes)
+            self._work = _RestoreTask(self._context, self._memory, spec, self._buffer_bytes)
         work = self._work
-        work.asked_s, work.asked_epoch = self._loop.time(), self._serving.epoch
+        work.requested_s, work.requested_epoch = self._loop.time(), self._serving.epoch
         work.done.update(from_bits(done, self._serving.ranges))
         if work.over:  # told once: who asks again wants it tried again
             self._work = None
-        return Restored(tuple(sorted(work.done)), work.rows, (), work.failed)
+        return RestoreProgress(tuple(sorted(work.done)), work.rows, (), work.failed)
 
     async def end(self, serial: int, dropped: Iterable[int]) -> bool:
         """Ends it, so that nothing of it comes later, and forgets these tables; False: the view has changed, ask
@@ -124,14 +124,14 @@ class Restorer:
 class _RestoreTask:
     """Reads one checkpoint, and logs the rows of the ranges headed here, until all have them or nobody asks."""
 
-    def __init__(self, context: Context, memory: MemoryLimit, wanted: Wanted, buffer_bytes: int) -> None:
+    def __init__(self, context: Context, memory: MemoryLimit, spec: RestoreSpec, buffer_bytes: int) -> None:
         self._buffer_bytes = buffer_bytes
-        self.wanted = wanted
+        self.spec = spec
         self.done: set[int] = set()
         self.rows = 0
         self.failed = ""
-        self.asked_s = context.loop.time()
-        self.asked_epoch = 0  # of the view in which it was asked last
+        self.requested_s = context.loop.time()
+        self.requested_epoch = 0  # of the view in which it was asked last
         self._loop = loop = context.loop
         self._executor = context.executor
         self._serving = context.serving
@@ -155,12 +155,12 @@ class _RestoreTask:
     async def _run(self) -> None:
         try:
             contents = await self._loop.run_in_executor(self._pool, self._open)
-            while self._loop.time() - self.asked_s < UNASKED_S:
-                if self.wanted.anew:
+            while self._loop.time() - self.requested_s < UNASKED_S:
+                if self.spec.recovery:
                     mine = self._executor.replica.brings_back()
                 else:
                     left = np.setdiff1d(self._serving.headed, np.array(sorted(self.done), np.int64))
-                    mine = left[[self._since_of(r) <= self.asked_epoch for r in left.tolist()]]
+                    mine = left[[self._since_of(r) <= self.requested_epoch for r in left.tolist()]]
                 if len(mine):
                     try:
                         await self._bring_back(contents, mine)
@@ -169,17 +169,17 @@ class _RestoreTask:
                 await asyncio.sleep(_LOOK_S)
         except (Error, RequestError) as error:
             self.failed = str(error)
-            log.warning("cannot restore", url=self.wanted.url, error=error)
+            log.warning("cannot restore", url=self.spec.url, error=error)
         except Exception as error:
             self.failed = repr(error)
-            log.exception("cannot restore", url=self.wanted.url)
+            log.exception("cannot restore", url=self.spec.url)
         finally:
             self.over = True
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _open(self) -> Contents:
-        storage = Storage(self.wanted.url)
-        contents = Contents(storage, catalog.chain(storage, self.wanted.cut))
+        storage = Storage(self.spec.url)
+        contents = Contents(storage, catalog.chain(storage, self.spec.cut))
         for old, _ in self._read_from:
             contents.layers(old)
         return contents
@@ -187,36 +187,44 @@ class _RestoreTask:
     @property
     def _read_from(self) -> list[tuple[int, int]]:
         """Tables that the checkpoint has: their ids there and here."""
-        return [(old, new) for old, new in self.wanted.tables if old]
+        return [(old, new) for old, new in self.spec.tables if old]
 
     async def _bring_back(self, contents: Contents, mine: Ranges) -> None:
         """All rows of these ranges, then that they have all."""
         manifest = contents.manifest
         specs = {new: manifest.spec(old) for old, new in self._read_from}
-        for (_, new), text in zip(self.wanted.tables, self.wanted.specs, strict=False):
+        for (_, new), text in zip(self.spec.tables, self.spec.specs, strict=False):
             specs[new] = TableSpec.from_json(text)
         dropped = self._executor.store.dropped
-        if not self.wanted.anew and (gone := [new for new in specs if new in dropped]):
+        if not self.spec.recovery and (gone := [new for new in specs if new in dropped]):
             raise CheckpointError(f"table {specs[gone[0]].name!r} was dropped meanwhile")
         self._since = {r: self._since_of(r) for r in mine.tolist()}
         for new, spec in specs.items():
             self._executor.store.create(spec, new)
-        if not self.wanted.anew:
+        if not self.spec.recovery:
             creates = [
                 (OperationKind.CREATE, NewTables((NewTable(new, spec.to_json()),)), mine) for new, spec in specs.items()
             ]
             await self._log(creates)
         here = np.zeros(self._serving.ranges, np.bool_)
         here[mine] = True
-        several, sizes, kept = READERS, Sizes(UNIT_BYTES, UNIT_BYTES, PORTION_BYTES), self._buffer_bytes // READERS
+        several, sizes, buffer_bytes = (
+            READERS,
+            Sizes(UNIT_BYTES, UNIT_BYTES, PORTION_BYTES),
+            self._buffer_bytes // READERS,
+        )
         if contents.storage.near:
-            several, sizes, kept = NEAR_READERS, Sizes(NEAR_BYTES, 2 * UNIT_BYTES, PORTION_BYTES), kept // 2
+            several, sizes, buffer_bytes = (
+                NEAR_READERS,
+                Sizes(NEAR_BYTES, 2 * UNIT_BYTES, PORTION_BYTES),
+                buffer_bytes // 2,
+            )
         found = portions(contents, mine, self._serving.ranges, self._read_from, sizes)
         for portion in found:
             if not portion.left:
                 await self._complete(contents.manifest, portion.ranges)
         jobs = ((portion, job) for portion in found for job in portion.jobs)
-        readers = [self._loop.create_task(self._read(contents, jobs, here, kept)) for _ in range(several)]
+        readers = [self._loop.create_task(self._read(contents, jobs, here, buffer_bytes)) for _ in range(several)]
         try:
             await asyncio.gather(*readers)
         except BaseException:
@@ -227,11 +235,11 @@ class _RestoreTask:
 
     async def _complete(self, manifest: Manifest, ranges: Ranges) -> None:
         """All rows of these ranges are committed."""
-        if self.wanted.whole:
-            floors = dict(self.wanted.floors)
+        if self.spec.whole:
+            floors = dict(self.spec.floors)
             states = ((r, state_of(manifest, r, self._serving.ranges, floors)) for r in ranges.tolist())
             await self._log([(OperationKind.RESTORED, state, np.array([r])) for r, state in states])
-        if self.wanted.anew:
+        if self.spec.recovery:
             for r in ranges.tolist():
                 self._executor.perform(self._executor.replica.brought_back, r)
         self.done.update(ranges.tolist())
@@ -260,17 +268,17 @@ class _RestoreTask:
             if isinstance(payload, RestoredRows):
                 nothing = np.empty((0, 0), np.float32), np.empty(0, np.float32)
                 self._memory.take([Block(payload.table, payload.keys, *nothing)])
-        if self.wanted.anew:
+        if self.spec.recovery:
             self._apply(operations)
             return
-        await self._asked({r for _, _, ranges in operations for r in ranges.tolist()})
+        await self._still_requested({r for _, _, ranges in operations for r in ranges.tolist()})
         await _logged(self._executor, operations)
 
-    async def _asked(self, ranges: set[int]) -> None:
+    async def _still_requested(self, ranges: set[int]) -> None:
         """Waits until it is asked again where chains have changed since it was: those ranges may have been elsewhere
         meanwhile, brought back there, and trained on."""
-        while any(self._since_of(r) > self.asked_epoch for r in ranges):
-            if self._loop.time() - self.asked_s >= UNASKED_S:
+        while any(self._since_of(r) > self.requested_epoch for r in ranges):
+            if self._loop.time() - self.requested_s >= UNASKED_S:
                 raise _Moved
             await asyncio.sleep(_LOOK_S)
         if not self.done.isdisjoint(ranges):

@@ -1,4 +1,4 @@
-"""Cuts the ranges that this server, as their tail, sends to joining replicas: piece by piece, not too fast."""
+"""Sends ranges to joining replicas, as their tail: in pieces, and slower while workers are served."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from elasticps.store.intervals import HASH_END
 from replication.chain import Member
 from replication.effects import NextChunk, SnapshotRange
 
-PIECE_BYTES = 256 << 10  # cutting one stops the server for a fraction of a millisecond
-MOST_BYTES = 4 * PIECE_BYTES  # what is kept for synchronous rounds makes some intervals larger: those are cut anew
+PIECE_BYTES = 256 << 10  # making one stops the server for a fraction of a millisecond
+MOST_BYTES = 4 * PIECE_BYTES  # shares of open rounds make some intervals larger: those are cut smaller
 BUSY_S = 0.5  # a server that served a worker so recently gives snapshots the smaller share
 BUSY_SHARE = 1 / 40  # of this thread's time goes into cutting and sending while workers are served. A piece costs its
 # receiver, and the steps that also go to the joiner, several times as much.
 BUSY_BYTES_PER_S = 100e6  # and at most: faster than that it is the network that is shared
-LONGEST_PAUSE_S = 0.5  # after the state of a group range, which is of one instant however long it takes
-USUAL_BYTES_PER_S = 20e6  # what this comes to with several servers on two cores; for forecasts
-BACKLOG_BYTES = 256 << 10  # on a link: what workers push goes behind it, and may have to be acknowledged from there
+LONGEST_PAUSE_S = 0.5  # the state of a group range is sent at one instant, however long that takes
+USUAL_BYTES_PER_S = 20e6  # measured with several servers on two cores; for dry runs of `scale`
+BACKLOG_BYTES = 256 << 10  # on a link: pushes queue after it, and wait for acknowledgements from there
 RETRY_S = 0.002
 NO_KEYS, NO_ROWS, NO_STAMPS = np.empty(0, np.int64), np.empty((0, 0), np.uint8), np.empty(0, np.uint16)
-STALLED_S = 10.0  # a joiner that has got no further for so long is given up
+STALLED_S = 10.0  # a joiner without progress for so long is given up
 
 
 @dataclass
-class _Cut:
-    """A snapshot in progress, by the order in which they began: the next piece begins at place `low`, the range ends at
-    `end`."""
+class _Snapshot:
+    """A snapshot in progress. number: in the order in which they began; low, end: hash positions of the next piece and
+    of the end of the range; step: hash positions in a piece."""
 
     number: int
     peer: Member
@@ -45,15 +45,15 @@ class _Cut:
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Whose piece is next: one range after another, for each step also goes to the joiners of those that have
-        begun; but last pieces after all others, so that ranges are level at about the same time, and one view serves
-        for all."""
+        """Order of pieces, the least first. One range after another: each step of a worker also goes to the joiners of
+        ranges that have begun. But last pieces come after all others, so that ranges become level at about the same
+        time, and one view serves for all."""
         return self.low + self.step >= self.end, self.number
 
 
 class _Progress:
-    """How far a joiner has come with a range. `best`: the place up to which it has ever had all; waits_s: loop time
-    since when it is the joiner that the next one waits for, None if it is us."""
+    """How far a joiner has come with a range. best: the hash position up to which it has ever had all rows; waits_s:
+    loop time since which the next piece waits for the joiner, None while it waits for us."""
 
     __slots__ = ("best", "filling", "waits_s")
 
@@ -64,55 +64,55 @@ class _Progress:
 
 
 class SnapshotSender:
-    """Schedules chunks; each goes to the replica at the instant at which it was cut."""
+    """Schedules pieces of snapshots; each enters the replica's log order at the instant at which it was made."""
 
     def __init__(self, context: Context, links: ReplicaLinks) -> None:
-        self._loop = context.loop
-        self._executor = executor = context.executor
-        self._store = executor.store
-        self._tables = executor.store.tables
-        self._rounds = executor.rounds
-        self._shards = executor.shards
-        self._serving = context.serving
-        self._last_served = context.last_served
-        self._links = links
+        self._loop = context.loop  # for time and timers
+        self._executor = executor = context.executor  # gets the pieces
+        self._store = executor.store  # what a piece has: cuts and dropped tables,
+        self._tables = executor.store.tables  # rows,
+        self._rounds = executor.rounds  # open rounds,
+        self._shards = executor.shards  # and data shards
+        self._serving = context.serving  # knows who joins
+        self._last_served = context.last_served  # pieces wait longer while workers are served
+        self._links = links  # tell how much waits for a joiner
         links.make_way = self.make_way
         executor.handlers |= {SnapshotRange: self.start, NextChunk: self.next}
-        self._width = HASH_END // self._serving.ranges
-        self._progress: dict[int, _Progress] = {}
-        self._looked_s = 0.0
-        self._cuts: dict[int, _Cut] = {}
-        self._begun = 0
+        self._width = HASH_END // self._serving.ranges  # hash positions of a range
+        self._progress: dict[int, _Progress] = {}  # by range
+        self._looked_s = 0.0  # when `stalled` looked last
+        self._snapshots: dict[int, _Snapshot] = {}  # in progress, by range
+        self._begun = 0  # how many snapshots have begun
         self._ready: set[int] = set()  # ranges whose next piece may be cut
         self._late: set[int] = set()  # ranges that wait for room on a full link
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None  # for the next piece
         self._free_s = 0.0  # loop time at which the next piece may be cut
-        self.sent_bytes = 0
+        self.sent_bytes = 0  # of all pieces
 
     def start(self, effect: SnapshotRange) -> None:
-        """A snapshot of a range begins; an earlier one of the range is void."""
+        """Begins a snapshot of a range; an earlier one of the range is void."""
         peer, r = effect.peer, effect.range
         size = sum(table.count_range(r) * (table.stride + 8) for table in self._tables.values())
         step = -(-self._width // max(1, -(-size // PIECE_BYTES)))
         self._begun += 1
-        self._cuts[r] = _Cut(self._begun, peer, effect.serial, r * self._width, (r + 1) * self._width, step)
+        self._snapshots[r] = _Snapshot(self._begun, peer, effect.serial, r * self._width, (r + 1) * self._width, step)
         filling = self._serving.joiner(r)
         if filling is not None and (r not in self._progress or self._progress[r].filling != filling):
             self._progress[r] = _Progress(filling)
         self._get_ready(r)
 
     def next(self, effect: NextChunk) -> None:
-        """The chunk before is in place."""
+        """The joiner has installed the piece before: the next one may go."""
         r, progress = effect.range, self._progress.get(effect.range)
-        cut = self._cuts.get(r)
-        if cut is None or cut.serial != effect.serial:
+        snapshot = self._snapshots.get(r)
+        if snapshot is None or snapshot.serial != effect.serial:
             return
-        if progress is not None and cut.low > progress.best:
-            progress.best, progress.waits_s = cut.low, None
+        if progress is not None and snapshot.low > progress.best:
+            progress.best, progress.waits_s = snapshot.low, None
         self._get_ready(r)
 
     def make_way(self, peer: Member) -> None:
-        """The link to a peer has room again, before any push takes it: else pushes would, each time."""
+        """Uses the room that a link to a peer has again before any push does: else pushes would take it each time."""
         late, self._late = self._late, set()
         for r in sorted(late):
             if self._loop.time() >= self._free_s and self._may_go(r):
@@ -122,8 +122,8 @@ class SnapshotSender:
                 self._get_ready(r)
 
     def stalled(self) -> set[Member]:
-        """Joiners that have got no further with some range for STALLED_S. A link that comes and goes, because the
-        joiner cannot read what it gets, is no progress; nor does it count that we were stopped."""
+        """Joiners without progress in some range for STALLED_S. A link that comes and goes, because the joiner cannot
+        read what it gets, is no progress; time in which this process was stopped does not count."""
         now, before = self._loop.time(), self._looked_s
         self._looked_s = now
         found = set()
@@ -146,10 +146,10 @@ class SnapshotSender:
             self._timer = self._loop.call_at(max(self._free_s, self._loop.time() + in_s), self._turn)
 
     def _turn(self) -> None:
-        """Cuts the piece whose turn it is."""
+        """Sends the piece whose turn it is."""
         self._timer, retry_s = None, 0.0
         if self._loop.time() >= self._free_s:
-            r = next(filter(self._may_go, sorted(self._ready, key=lambda r: self._cuts[r].rank)), None)
+            r = next(filter(self._may_go, sorted(self._ready, key=lambda r: self._snapshots[r].rank)), None)
             if r is None:
                 retry_s = RETRY_S
             else:
@@ -158,8 +158,8 @@ class SnapshotSender:
         self._wake(retry_s)
 
     def _may_go(self, r: int) -> bool:
-        """Whether the link to its joiner takes the next piece of a range; it is late if that will tell when it does."""
-        peer, progress = self._cuts[r].peer, self._progress.get(r)
+        """Whether the link to its joiner takes the next piece of a range. If the link is full, `make_way` sends it."""
+        peer, progress = self._snapshots[r].peer, self._progress.get(r)
         if progress is not None and progress.waits_s is None:
             progress.waits_s = self._loop.time()
         if self._links.full(peer):
@@ -169,39 +169,39 @@ class SnapshotSender:
         return self._links.backlog(peer) <= BACKLOG_BYTES
 
     def _piece(self, r: int) -> None:
-        cut, now, began = self._cuts[r], self._loop.time(), time.thread_time()
-        first = cut.low == r * self._width
+        snapshot, now, began = self._snapshots[r], self._loop.time(), time.thread_time()
+        first = snapshot.low == r * self._width
         while True:
-            upto = min(cut.low + cut.step, cut.end)
-            content = self._content(r, cut.low, upto)
+            upto = min(snapshot.low + snapshot.step, snapshot.end)
+            content = self._content(r, snapshot.low, upto)
             rows = size_by_place(content)
-            if rows <= MOST_BYTES or upto == cut.low + 1:
+            if rows <= MOST_BYTES or upto == snapshot.low + 1:
                 break
-            cut.step = max(1, (upto - cut.low) * PIECE_BYTES // rows)
-        cut.low = upto
-        last = upto == cut.end
+            snapshot.step = max(1, (upto - snapshot.low) * PIECE_BYTES // rows)
+        snapshot.low = upto
+        last = upto == snapshot.end
         if last:
-            del self._cuts[r]
+            del self._snapshots[r]
         elif rows < PIECE_BYTES // 4:
-            cut.step *= 2
+            snapshot.step *= 2
         if first:
             content = self._with_state(content, r)
         size = size_of(content)
         self.sent_bytes += size
         *contents, end = pack(content, MOST_BYTES)
         for part in contents:  # of one instant: on the link nothing comes in between
-            self._executor.perform(self._executor.replica.piece, r, cut.serial, upto, False, part)
-        self._executor.perform(self._executor.replica.piece, r, cut.serial, upto, last, end)
+            self._executor.perform(self._executor.replica.piece, r, snapshot.serial, upto, False, part)
+        self._executor.perform(self._executor.replica.piece, r, snapshot.serial, upto, last, end)
         if self._last_served.within(BUSY_S):
             pause_s = max((time.thread_time() - began) / BUSY_SHARE, size / BUSY_BYTES_PER_S)
             self._free_s = now + min(pause_s, LONGEST_PAUSE_S)
 
     def _content(self, r: int, low: int, upto: int) -> ChunkContent:
-        """An interval of range r."""
+        """An interval of hash positions of range r."""
         tables = (self._table_rows(number, table, r, low, upto) for number, table in self._tables.items())
         rows = [one for one in tables if len(one.keys) or len(one.notes) or one.floor]
-        kept, cuts = self._rounds.dump(r, low, upto, self._tables), self._store.cuts
-        return ChunkContent(rows, kept._replace(groups={}), {}, int(cuts.newest[r]), int(cuts.base[r]))
+        rounds, cuts = self._rounds.dump(r, low, upto, self._tables), self._store.cuts
+        return ChunkContent(rows, rounds._replace(groups={}), {}, int(cuts.newest[r]), int(cuts.base[r]))
 
     def _table_rows(self, number: int, table: Table, r: int, low: int, upto: int) -> TableRows:
         notes = table.deletions.of(r)
@@ -212,7 +212,7 @@ class SnapshotSender:
         return TableRows(number, table.spec.to_json(), *rows, notes, int(table.deletions.floor[r]))
 
     def _with_state(self, content: ChunkContent, r: int) -> ChunkContent:
-        """The first interval of range r, with what belongs to the range as a whole, and every table."""
+        """Adds to the first interval of range r the state of the whole range, and every table."""
         there, dropped = {one.table: one for one in content.tables}, self._store.dropped_in(r)
         rows = [
             there.get(number) or self._table_rows(number, table, r, 0, 0)
