@@ -85,8 +85,8 @@ async def entries_of(store: Store, keys: Sequence[str], prefix: str) -> Iterable
     many, all together."""
     if len(keys) <= AT_ONCE:
         return filter(None, await asyncio.gather(*(store.get(key) for key in keys)))
-    wanted = frozenset(keys)
-    return [entry for entry in (await store.list(prefix)).entries if entry.key in wanted]
+    chosen = frozenset(keys)
+    return [entry for entry in (await store.list(prefix)).entries if entry.key in chosen]
 
 
 def _check_name(key: str, table: TableEntry) -> None:

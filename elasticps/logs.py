@@ -92,15 +92,15 @@ class _Formatter(structlog.stdlib.ProcessorFormatter):
     def _arrange(self, _: WrappedLogger, method: str, event: EventDict) -> EventDict:
         record: logging.LogRecord = event["_record"]
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        said = getattr(record, fields.FIELDS, None)
-        if said is None:
-            said = {"event": event["event"]} | {k: v for k, v in vars(record).items() if k not in _STANDARD}
+        values = getattr(record, fields.FIELDS, None)
+        if values is None:
+            values = {"event": event["event"]} | {k: v for k, v in vars(record).items() if k not in _STANDARD}
         arranged = {
             "ts": when.replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             **{key: value() if callable(value) else value for key, value in self.context.items()},
             "logger": record.name,
-            **said,
+            **values,
         }
         if event.get("exc_info"):
             arranged["error"] = self.formatException(event["exc_info"])

@@ -97,8 +97,8 @@ def version() -> None:
     out.print(f"elasticps {__version__} with Python {platform.python_version()}")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(value: bool) -> None:
+    if value:
         version()
         raise typer.Exit
 

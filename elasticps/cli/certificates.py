@@ -41,7 +41,7 @@ def certificates(
     yourself. To renew a certificate, make it again and replace its files: processes read them again while they run.
     """
     try:
-        wanted = [
+        requested = [
             Identity.parse(f"spiffe://elasticps/{text.removeprefix('spiffe://elasticps/')}")
             for text in identities or ()
         ]
@@ -53,8 +53,8 @@ def certificates(
     new = not (folder / "ca.key").exists()
     try:
         authority = Authority.create(folder) if new else Authority(folder)
-        authority.check(wanted)
-        made = {str(identity): authority.issue(identity, days=days) for identity in wanted}
+        authority.check(requested)
+        made = {str(identity): authority.issue(identity, days=days) for identity in requested}
         if etcd:
             made["etcd"] = authority.issue_etcd(etcd, days=days)
         if etcd_root:
@@ -68,7 +68,7 @@ def certificates(
         return
     if new:
         err.print(f"a new authority: {authority.ca}", markup=False, soft_wrap=True)
-    apps = sorted({one.app for one in wanted if one.role is Role.WORKER} - {DEFAULT_APP, ANY})
+    apps = sorted({one.app for one in requested if one.role is Role.WORKER} - {DEFAULT_APP, ANY})
     for app in apps:
         err.print(f"etcd has to know application {app}: `elasticps cluster protect --app {app}`", markup=False)
     for name, files in made.items():

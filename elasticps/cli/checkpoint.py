@@ -9,7 +9,7 @@ import typer
 from rich.progress import DownloadColumn, MofNCompleteColumn, TextColumn
 from rich.table import Table
 
-from coordinator.core.data_loss import describe_loss as told_lines
+from coordinator.core.data_loss import describe_loss
 from coordinator.core.view import RANGES_MAX
 from elasticps.cli.bars import bar, restore_with_bar
 from elasticps.cli.local import target
@@ -190,7 +190,7 @@ def delete(
     if cuts:
         catalog.delete(storage, cuts, gone.append)
     if keep:
-        gone += catalog.thin_out(storage, kept(keep))
+        gone += catalog.thin_out(storage, parse_keep(keep))
     if left_overs:
         gone += catalog.clean(storage, still_s=still)
     out.print(f"deleted: {', '.join(map(str, gone)) or 'nothing'}", markup=False)
@@ -270,11 +270,11 @@ def _restore_ranges(
         err.print(text, markup=False, soft_wrap=True)
 
     chosen = None if ranges == "all-lost" else _numbers(ranges)
-    told = restore_ranges(cluster, place, chosen, cut=cut, accept_loss=accept_loss, tell=tell, timeout_s=timeout_s)
+    report = restore_ranges(cluster, place, chosen, cut=cut, accept_loss=accept_loss, tell=tell, timeout_s=timeout_s)
     if as_json:
-        print_json(told)
+        print_json(report)
         return
-    for line in told_lines(told):
+    for line in describe_loss(report):
         out.print(line, markup=False, soft_wrap=True)
 
 
@@ -290,7 +290,7 @@ def _numbers(text: str) -> set[int]:
     return found
 
 
-def kept(text: str) -> Keep:
+def parse_keep(text: str) -> Keep:
     """What `--keep` says."""
     from elasticps.checkpoint.retention import Keep
 

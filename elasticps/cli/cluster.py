@@ -51,13 +51,13 @@ def adopt_command(
 async def _adopt(url: str, first: str, without: tuple[str, ...], app: str, timeout_s: float) -> tuple[str, ...]:
     credentials = credentials_of(url)
     witnesses = [await _ask(first, timeout_s, credentials)]
-    asked = {_who(witnesses[0])}
+    contacted = {_who(witnesses[0])}
     while True:  # whoever answers may know of others
         view = max((witness.view for witness in witnesses), key=lambda view: view.epoch)
-        others = [s for s in view.servers if s.name not in without and (s.name, s.incarnation) not in asked]
+        others = [s for s in view.servers if s.name not in without and (s.name, s.incarnation) not in contacted]
         if not others:
             break
-        asked |= {(server.name, server.incarnation) for server in others}
+        contacted |= {(server.name, server.incarnation) for server in others}
         asking = (_ask(server.admin, timeout_s, credentials) for server in others)
         answers = await asyncio.gather(*asking, return_exceptions=True)
         witnesses += (answer for answer in answers if isinstance(answer, Witness))
@@ -95,8 +95,8 @@ def reset_command(
     timeout: Timeout = 5.0,
 ) -> None:
     """Begin a dead cluster anew under its own name. What its servers held is given up for good."""
-    told = background.run(_reset(target(url, name), yes, timeout))
-    for line in told:
+    lines = background.run(_reset(target(url, name), yes, timeout))
+    for line in lines:
         out.print(line, markup=False)
     if not yes:
         out.print("nothing was done: say --yes to do it")
@@ -107,12 +107,12 @@ async def _reset(url: str, yes: bool, timeout_s: float) -> list[str]:
     try:
         dead = await look_at_dead(store)
         verb = "given up" if yes else "would be given up"
-        told = [f"{verb}: {len(dead.tables)} tables ({', '.join(dead.tables) or 'none'})"]
-        told.append(f"{verb}: {dead.ranges} ranges, last held by {', '.join(dead.servers) or 'nobody'}")
+        lines = [f"{verb}: {len(dead.tables)} tables ({', '.join(dead.tables) or 'none'})"]
+        lines.append(f"{verb}: {dead.ranges} ranges, last held by {', '.join(dead.servers) or 'nobody'}")
         if yes:
             config = await reset(store, secrets.token_hex(6))
-            told.append(f"cluster {config.identity(store.cluster)} begins: start servers, and workers, again")
-        return told
+            lines.append(f"cluster {config.identity(store.cluster)} begins: start servers, and workers, again")
+        return lines
     finally:
         await store.close()
 

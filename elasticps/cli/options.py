@@ -27,7 +27,7 @@ _WHICH = ("url", "name", "every")
 _DIRECTNESS = ("DEFAULT_MAP", "ENVIRONMENT", "COMMANDLINE")
 
 
-def _said_most_directly(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
+def _most_direct(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
     def directness(name: str) -> int:
         source = ctx.get_parameter_source(name)
         return _DIRECTNESS.index(source.name) if source is not None and source.name in _DIRECTNESS else -1
@@ -89,19 +89,17 @@ def names(text: str) -> list[str]:
 
 Url = Annotated[
     str | None,
-    typer.Option(
-        envvar=URL_VARIABLE, callback=_said_most_directly, help="A cluster anywhere, as etcd://host:port/name."
-    ),
+    typer.Option(envvar=URL_VARIABLE, callback=_most_direct, help="A cluster anywhere, as etcd://host:port/name."),
 ]
 Name = Annotated[
     str | None,
     typer.Option(
-        callback=_said_most_directly,
+        callback=_most_direct,
         autocompletion=_names,
         help="A local cluster; may be left out if there is one.",
     ),
 ]
-Every = Annotated[bool, typer.Option("--all", callback=_said_most_directly, help="All local clusters of this user.")]
+Every = Annotated[bool, typer.Option("--all", callback=_most_direct, help="All local clusters of this user.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 RequiredUrl = Annotated[
     str,

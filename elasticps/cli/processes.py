@@ -26,7 +26,7 @@ from coordinator.leader import run_coordinator
 from coordinator.leadership import first_of
 from coordinator.membership import create_cluster
 from elasticps import logs
-from elasticps.cli.checkpoint import kept
+from elasticps.cli.checkpoint import parse_keep
 from elasticps.cli.options import RequiredUrl, seconds, usable_host, usable_place
 from elasticps.cli.output import print_json
 from elasticps.errors import ConfigError
@@ -191,7 +191,7 @@ def coordinator(
         option = "--checkpoint-every" if checkpoint_every else "--checkpoint-keep"
         raise ConfigError(f"{option} needs --checkpoint-url: where they go")
     if checkpoint_keep:
-        kept(checkpoint_keep)
+        parse_keep(checkpoint_keep)
     checkpoints = checkpoint_url, seconds(checkpoint_every) if checkpoint_every else 0.0, checkpoint_keep
     uvloop.run(_coordinate(url, name, given, timeout, (host, metrics_port), restore, checkpoints))
 

@@ -23,7 +23,7 @@ from elasticps.cli.output import err, out, print_json, size
 from elasticps.errors import ConfigError
 from elasticps.local import scaling, state
 from elasticps.local.operator_client import OperatorClient, holds
-from elasticps.local.operator_client import Progress as News
+from elasticps.local.operator_client import Progress as ChangeProgress
 
 
 def drain(
@@ -46,10 +46,10 @@ def drain(
                 print_json({"server": server, "cancelled": taken_back})
             return
         began = time.monotonic()
-        asked = operator.request_drain(server)
-        ranges = holds(operator.view, asked) or 0
+        draining = operator.request_drain(server)
+        ranges = holds(operator.view, draining) or 0
         with _interruptible(server), _bar(f"draining {server}", ranges) as tell:
-            view = operator.wait_drained(asked, timeout, tell)
+            view = operator.wait_drained(draining, timeout, tell)
     seconds = round(time.monotonic() - began, 3)
     if as_json:
         print_json({"server": server, "ranges": ranges, "epoch": view.epoch, "seconds": seconds})
@@ -81,23 +81,23 @@ def scale(
         statuses = operator.statuses()
         stored = {server: status["bytes"] for server, status in statuses.items()}
         try:
-            forecast = scaling.predict(operator, change, zone=zone, weight=weight, nbytes=stored)
+            planned = scaling.predict(operator, change, zone=zone, weight=weight, nbytes=stored)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         ranges = operator.view.ranges
         memory = scaling.memory(statuses.values(), operator.view, servers)
-    figures = _figures(forecast, len(stored)) | {"memory": None if memory is None else asdict(memory)}
+    figures = _figures(planned, len(stored)) | {"memory": None if memory is None else asdict(memory)}
     if dry_run and as_json:
         print_json({"dry_run": True, "servers": servers, **asdict(change), **figures})
         return
     if not as_json or dry_run:
-        (out if dry_run else err).print(_render(change, forecast, figures, ranges))
+        (out if dry_run else err).print(_render(change, planned, figures, ranges))
     if dry_run or record is None:
         return
     if change.drain and not yes and sys.stdin.isatty():
         typer.confirm(f"drain {', '.join(change.drain)}?", abort=True, err=True)
     folder = state.folder_of(record.name)
-    with _interruptible(), _bar(f"{servers} servers", forecast.copies) as tell:
+    with _interruptible(), _bar(f"{servers} servers", planned.copies) as tell:
         outcome = scaling.scale(
             record.url, folder, change, scaling.spawn_recorded(folder), zone=zone, weight=weight, timeout_s=timeout,
             tell=tell,
@@ -109,44 +109,44 @@ def scale(
         out.print(f"{', '.join(outcome.servers)} serve under view {outcome.epoch}, after {outcome.seconds:.1f} s")
 
 
-def _figures(forecast: DryRun, sources: int) -> dict[str, Any]:
+def _figures(planned: DryRun, sources: int) -> dict[str, Any]:
     from elasticps.server.roles.snapshots import (
         USUAL_BYTES_PER_S,  # brings in the kernels: only this command waits for that
     )
 
     rate = USUAL_BYTES_PER_S * max(1, sources)
-    moves = sorted(forecast.moves.items(), key=lambda move: [scaling.by_number(one) for one in move[0]])
+    moves = sorted(planned.moves.items(), key=lambda move: [scaling.by_number(one) for one in move[0]])
     return {
-        "copies": forecast.copies,
-        "bytes": forecast.nbytes,
-        "seconds": round(forecast.nbytes / rate, 1),
-        "kinds": {kind: asdict(work) for kind, work in forecast.kinds.items() if work.copies},
+        "copies": planned.copies,
+        "bytes": planned.nbytes,
+        "seconds": round(planned.nbytes / rate, 1),
+        "kinds": {kind: asdict(work) for kind, work in planned.kinds.items() if work.copies},
         "moves": [{"from": origin, "to": to, "copies": count} for (origin, to), count in moves],
-        "waiting": forecast.waiting,
+        "waiting": planned.waiting,
     }
 
 
-def _render(change: scaling.Change, forecast: DryRun, figures: dict[str, Any], ranges: int) -> Group:
+def _render(change: scaling.Change, planned: DryRun, figures: dict[str, Any], ranges: int) -> Group:
     parts = [
         f"{verb} {', '.join(some)}"
         for verb, some in (("start", change.start), ("drain", change.drain), ("keep", change.keep))
         if some
     ]
     fullness = _fullness(figures["memory"], len(change.start) + len(change.keep) + len(change.stay))
-    if not parts and not forecast.copies:
+    if not parts and not planned.copies:
         return Group(Text("nothing is to be done"), *fullness)
     text = f"{'; '.join(parts) or 'no server comes or goes'}: "
-    text += f"{forecast.copies} copies of {ranges} ranges, about {size(forecast.nbytes)}"
+    text += f"{planned.copies} copies of {ranges} ranges, about {size(planned.nbytes)}"
     text += f" in {max(0.1, figures['seconds']):,.1f} s, if workers are served meanwhile"
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("from", "to", "ranges", "about"):
         table.add_column(column, justify="left" if column in ("from", "to") else "right")
     for move in figures["moves"]:
-        share = forecast.nbytes * move["copies"] / max(1, forecast.copies)
+        share = planned.nbytes * move["copies"] / max(1, planned.copies)
         table.add_row(move["from"], move["to"], str(move["copies"]), size(share))
     lines: list[Text | Table] = [Text(text)]
     lines += [table] if figures["moves"] else []
-    lines += [Text(f"waiting: {forecast.waiting}", "yellow")] if forecast.waiting else []
+    lines += [Text(f"waiting: {planned.waiting}", "yellow")] if planned.waiting else []
     return Group(*lines, *fullness)
 
 
@@ -165,7 +165,7 @@ def _fullness(memory: dict[str, int] | None, servers: int) -> list[Text]:
 
 
 @contextmanager
-def _bar(title: str, total: int) -> Iterator[Callable[[News], None]]:
+def _bar(title: str, total: int) -> Iterator[Callable[[ChangeProgress], None]]:
     """A bar of copies done, and what is waited for beneath it."""
     columns = (
         TextColumn("[bold]{task.description}"), BarColumn(bar_width=28), TextColumn("{task.fields[left]} ranges left"),
@@ -174,9 +174,9 @@ def _bar(title: str, total: int) -> Iterator[Callable[[News], None]]:
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task(title, total=max(1, total), left=total, waiting="")
 
-        def tell(news: News) -> None:
-            done = max(0, total - news.left)
-            progress.update(task, completed=done, left=news.left, waiting=standing_of(news.reason))
+        def tell(state: ChangeProgress) -> None:
+            done = max(0, total - state.left)
+            progress.update(task, completed=done, left=state.left, waiting=standing_of(state.reason))
 
         yield tell
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _Value = TypeVar("_Value")
 
-_ASKED_AT_ONCE = 64
+_REQUESTS_AT_ONCE = 64
 _LOSSES_SHOWN = 3  # the newest
 WARN_SHARE = 0.8  # of what a server may use for new rows: from here on `status` says so
 
@@ -110,7 +110,7 @@ async def look(url: str, timeout_s: float, before: dict[str, Any] | None = None)
 
     state, trouble = await read_store(url, timeout_s, read)
     view, roster, registered, drains = state.view, state.roster, state.registered, state.draining
-    limit = asyncio.Semaphore(_ASKED_AT_ONCE)
+    limit = asyncio.Semaphore(_REQUESTS_AT_ONCE)
     known = {server.name: server for server in (*(view.servers if view else ()), *registered)}
     servers = await asyncio.gather(
         *(_ask(known[name], view, limit, timeout_s, credentials) for name in sorted(known, key=by_number))
@@ -230,13 +230,13 @@ def _short(view: View | None, loss: DataLoss | None, silent: Collection[str]) ->
     if view is None or loss is None:
         return {"ranges_short": 0, "ranges_repairing": 0, "ranges_filling": 0, "silent": []}
     away = np.array([*(server.name in silent for server in view.servers), True])  # index -1, nobody, finds the last
-    told_already = np.zeros(view.ranges, bool)
-    told_already[np.concatenate([loss.lost, loss.waiting, loss.coming])] = True
-    unheard = away[view.chains].all(axis=1) & ~told_already
+    explained = np.zeros(view.ranges, bool)
+    explained[np.concatenate([loss.lost, loss.waiting, loss.coming])] = True
+    unheard = away[view.chains].all(axis=1) & ~explained
     ranges, short = np.flatnonzero(unheard), (view.chains < 0).any(axis=1)
     who = [view.servers[i].name for i in np.unique(view.chains[ranges]).tolist() if i >= 0]
     text = f"{len(ranges)} ranges ({spans(ranges)}) are only at {names(who)}: no answer"
-    repairing = short & ~told_already & ~unheard
+    repairing = short & ~explained & ~unheard
     return {
         "ranges_short": int(short.sum()),
         "ranges_repairing": int(repairing.sum()),

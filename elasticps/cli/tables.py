@@ -43,10 +43,10 @@ def tables(
     """Show a cluster's tables, as `tables list` does; or clear or drop one."""
     if ctx.invoked_subcommand is None:
         _list(url, name, as_json, timeout)
-    for said in ("url", "name"):
-        source = ctx.get_parameter_source(said)
+    for option in ("url", "name"):
+        source = ctx.get_parameter_source(option)
         if source is not None and source.name == "COMMANDLINE":
-            raise typer.BadParameter(f"say --{said} behind {ctx.invoked_subcommand}")
+            raise typer.BadParameter(f"say --{option} behind {ctx.invoked_subcommand}")
 
 
 @app.command("list")
@@ -155,8 +155,8 @@ async def _look(
     timeout_s: float,
     credentials: Credentials | None,
 ) -> dict[str, Any]:
-    asked = (fetch_tables(server.admin, timeout_s, credentials) for server in servers)
-    answers = await asyncio.gather(*asked, return_exceptions=True)
+    requests = (fetch_tables(server.admin, timeout_s, credentials) for server in servers)
+    answers = await asyncio.gather(*requests, return_exceptions=True)
     tables = {number: {**spec, "rows": 0, "bytes": 0, "servers": {}} for number, spec in known.items()}
     silent = {}
     for server, answer in zip(servers, answers, strict=True):
@@ -190,5 +190,5 @@ def _render(found: dict[str, Any]) -> Group:
 def _optimizer(table: dict[str, Any]) -> str:
     values, set_for_all = table["optimizer"], table["lr_set"]
     rate = values.get("lr") if set_for_all is None else set_for_all
-    said = f"{values['kind']} lr={rate:g}" if rate is not None else str(values["kind"])
-    return said if set_for_all is None else f"{said}, set for all"
+    text = f"{values['kind']} lr={rate:g}" if rate is not None else str(values["kind"])
+    return text if set_for_all is None else f"{text}, set for all"

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from elasticps import background
-from elasticps.crowd import Crowd
+from elasticps.system.cpu_contention import CpuContention
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class Poller:
         self._any = select.poll()
         self._any.register(self._epoll.fileno(), select.POLLIN)
         self._short = False  # the last wait was
-        self._crowd = Crowd()
+        self._contention = CpuContention()
 
     def register(self, fd: int, events: int) -> None:
         """Begins to watch; `READABLE` and `WRITABLE` in `events`."""
@@ -99,7 +99,7 @@ class Poller:
         was about that short, this one begins by asking again and again; not where others need the core for their work.
         """
         started_s = time.monotonic()
-        if self._short and timeout_s and not self._crowd.crowded(started_s):
+        if self._short and timeout_s and not self._contention.contended(started_s):
             while time.monotonic() - started_s < SPIN_S:
                 if events := self._epoll.poll(0, EVENTS_PER_POLL):
                     return events

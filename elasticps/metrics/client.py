@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from elasticps.client.cache_use import CacheUse
 
 
-class Subject(Protocol):
+class MeasuredClient(Protocol):
     """What is read of a client."""
 
     app: str
@@ -35,7 +35,7 @@ class Subject(Protocol):
 class ClientMetrics(Collector):
     """Clocks and epoch of a client, read when scraped. Register it in a registry of your own, or use `serve_client`."""
 
-    def __init__(self, ps: Subject) -> None:
+    def __init__(self, ps: MeasuredClient) -> None:
         self._ps = ps
 
     def collect(self) -> Iterator[Metric]:
@@ -56,9 +56,9 @@ class ClientMetrics(Collector):
         yield from _of_caches(ps.caches())
 
 
-def _of_caches(uses: Mapping[str, CacheUse]) -> Iterator[Metric]:
+def _of_caches(caches: Mapping[str, CacheUse]) -> Iterator[Metric]:
     rows = GaugeMetricFamily("elasticps_worker_cache_rows", "Rows of a table that are kept.", labels=["table"])
-    wanted = CounterMetricFamily(
+    pulls = CounterMetricFamily(
         "elasticps_worker_cache_pulls",
         "Rows that pulls wanted: hit, shown without asking; unchanged, as a server said; pulled.",
         labels=["table", "outcome"],
@@ -71,18 +71,18 @@ def _of_caches(uses: Mapping[str, CacheUse]) -> Iterator[Metric]:
         "elasticps_worker_cache_bytes", "Received of rows, slots and digests; whole: without a cache.",
         labels=["table", "kind"],
     )  # fmt: skip
-    for table, use in uses.items():
+    for table, use in caches.items():
         rows.add_metric([table], use.rows)
         oldest.add_metric([table], use.oldest)
         pulled = use.asked - use.hits - use.unchanged
         for outcome, count in (("hit", use.hits), ("unchanged", use.unchanged), ("pulled", pulled)):
-            wanted.add_metric([table, outcome], count)
+            pulls.add_metric([table, outcome], count)
         for kind, count in (("received", use.nbytes), ("whole", use.whole_bytes)):
             received.add_metric([table, kind], count)
-    yield from (rows, wanted, oldest, received)
+    yield from (rows, pulls, oldest, received)
 
 
-def serve_client(ps: Subject, port: int, host: str = "127.0.0.1") -> Callable[[], None]:
+def serve_client(ps: MeasuredClient, port: int, host: str = "127.0.0.1") -> Callable[[], None]:
     """Serves the metrics of a client, as `eps.connect` returns it, on http://host:port/metrics from a thread.
 
     Returns a function that ends it. Raises OSError when the port cannot be had.

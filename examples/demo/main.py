@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,18 +20,17 @@ from rich.markup import escape
 from coordinator.core.errors import CoordinationError
 from elasticps.admin.audit import audit
 from elasticps.dashboard import PORT
-from elasticps.dashboard.serve import begin_beside
+from elasticps.dashboard.serve import Dashboard, begin_beside
 from elasticps.errors import ConfigError, Error
 from elasticps.local import LocalCluster
 from elasticps.local.failover_log import failover
 from elasticps.local.operator_client import OperatorClient, held
 from examples.demo import data
 from examples.demo.evaluations import Evaluations
-from examples.demo.loss import Checkpoints, kill_everything
-from examples.demo.processes import Children, Event
+from examples.demo.faults import DemoCheckpoints, choose_victim, kill_everything
+from examples.demo.processes import ChildEvent, Children
 from examples.demo.report import AGREE, AuditAnswer, Evaluation, Kill, Moment, Report, Run, longest_pause
 from examples.demo.screen import Screen
-from examples.demo.victim import choose
 
 if TYPE_CHECKING:
     from coordinator.core.view import View
@@ -68,8 +68,9 @@ def run(
             raise ConfigError(f"the demo needs at least one worker and one epoch, not {workers} and {epochs}")
         ratings = data.load(data.find())
         out.mkdir(parents=True, exist_ok=True)
-        with _sigterm_interrupts(), _logs_kept(out / "demo.log"):
-            report = _Demo(console, ratings, servers, replicas, workers, epochs, out, seed, kill, elastic, lose).run()
+        with _sigterm_interrupts(), _logs_to(out / "demo.log"):
+            options = DemoOptions(servers, replicas, workers, epochs, out, seed, kill, elastic, lose)
+            report = _Demo(console, ratings, options).run()
     except ConfigError as error:
         console.print(f"[red]error:[/] {escape(str(error))}", highlight=False)
         return 2
@@ -112,7 +113,7 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 
 @contextmanager
-def _logs_kept(path: Path) -> Iterator[None]:
+def _logs_to(path: Path) -> Iterator[None]:
     """Writes warnings of this process to a file: they are about processes that the demo kills itself, and would stand
     between the lines of its story."""
     handler = logging.FileHandler(path, mode="w", encoding="utf-8", delay=True)
@@ -128,27 +129,49 @@ def _logs_kept(path: Path) -> Iterator[None]:
         handler.close()
 
 
+@dataclass(frozen=True)
+class DemoOptions:
+    """What `run` takes; see there."""
+
+    servers: int
+    replicas: int
+    workers: int
+    epochs: int
+    out: Path
+    seed: int
+    kill: bool
+    elastic: bool
+    lose: bool
+
+
 class _Demo:
-    def __init__(
-        self, console: Console, ratings: data.Ratings, servers: int, replicas: int, workers: int, epochs: int,
-        out: Path, seed: int, kill: bool, elastic: bool, lose: bool,
-    ) -> None:  # fmt: skip
-        self._console = console
-        self._training, self._test = data.split(ratings, seed)
-        self._servers, self._replicas, self._epochs, self._out, self._seed = servers, replicas, epochs, out, seed
-        self._kill = Kill() if kill and min(servers, replicas) > 1 else None
-        self._elastic = elastic
-        self._checkpoints = Checkpoints(out / "checkpoints") if lose else None
+    """One run of the demo."""
+
+    def __init__(self, console: Console, ratings: data.Ratings, options: DemoOptions) -> None:
+        self._console = console  # where progress is shown
+        self._training, self._test = data.split(ratings, options.seed)  # ratings
+        self._servers = options.servers  # how many serve now, without those that come and go
+        self._replicas = options.replicas  # copies of each range
+        self._epochs = options.epochs  # passes over the ratings
+        self._out = options.out  # folder of logs, checkpoints and the report
+        self._seed = options.seed  # of initial values and of the order of ratings
+        self._kill = Kill() if options.kill and min(options.servers, options.replicas) > 1 else None  # the one server
+        self._elastic = options.elastic  # servers and a worker come and go
+        self._checkpoints = DemoCheckpoints(options.out / "checkpoints") if options.lose else None  # None: no loss
         self._due: deque[tuple[float, str]] = deque()  # what is still to be done at which share of the samples
         self._change: threading.Thread | None = None  # of the number of servers, or a checkpoint
         self._quiet_from = 0.0  # time of day
-        self._news: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()  # text and kind, from other threads
+        self._messages: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()  # text and kind, from other threads
         self._ranges: list[tuple[float, dict[str, int]]] = []  # time of day
         self._view: View | None = None  # the newest
-        self._audit = AuditAnswer()
-        self._workers = [f"w{i}" for i in range(workers)]
-        self._evaluations = Evaluations(self._workers)
+        self._audit = AuditAnswer()  # of the replicas, at the end
+        self._workers = [f"w{i}" for i in range(options.workers)]  # names
+        self._evaluations = Evaluations(self._workers)  # requested and not answered
         self._timeline: list[tuple[float, str, str]] = []  # times of day
+        self._page_stack = ExitStack()  # closes what follows the cluster
+        self._cluster: LocalCluster  # made by `_through_servers`, and again after the loss of everything
+        self._page: Dashboard  # the dashboard's page
+        self._operator: OperatorClient  # follows the view
 
     def run(self) -> Report:
         self._console.rule("[bold]elasticps demo", align="left")
@@ -308,25 +331,25 @@ class _Demo:
             self._recovery(result, began)  # the story of the cluster's log, which goes
             self._lose(children, jobs, screen, result, began)
         else:
-            wanted = self._servers + (MORE if what == "grow" else 0)
-            self._tell(f"scale to {wanted} servers", "change", screen)
-            self._begin(lambda: self._scale(wanted))
+            servers = self._servers + (MORE if what == "grow" else 0)
+            self._tell(f"scale to {servers} servers", "change", screen)
+            self._begin(lambda: self._scale(servers))
 
     def _begin(self, change: Callable[[], str]) -> None:
         """Does it beside training, and tells how it went."""
 
         def run() -> None:
             try:
-                self._news.put((change(), "change"))
+                self._messages.put((change(), "change"))
             except (Error, CoordinationError) as error:
-                self._news.put((f"failed: {error}", "change"))
+                self._messages.put((f"failed: {error}", "change"))
             self._quiet_from = time.time() + QUIET_S
 
         self._change = threading.Thread(target=run, name="change", daemon=True)
         self._change.start()
 
-    def _scale(self, wanted: int) -> str:
-        outcome = self._cluster.scale(wanted, timeout_s=SCALE_TIMEOUT_S)
+    def _scale(self, servers: int) -> str:
+        outcome = self._cluster.scale(servers, timeout_s=SCALE_TIMEOUT_S)
         return f"{len(outcome.servers)} servers, nothing moves"
 
     def _save(self) -> str:
@@ -365,13 +388,13 @@ class _Demo:
             screen.say(f"[{'red' if kind == 'membership' else 'cyan'}]{escape(text)}[/]")
 
     def _hear(self, screen: Screen | None) -> None:
-        while not self._news.empty():
-            self._tell(*self._news.get(), screen)
+        while not self._messages.empty():
+            self._tell(*self._messages.get(), screen)
 
     def _kill_one(self, kill: Kill, screen: Screen, began: float) -> None:
         cluster, victim = self._cluster, self._victim()
         if victim is None:
-            self._news.put(("no server is killed: a range would have no replica left", "change"))
+            self._messages.put(("no server is killed: a range would have no replica left", "change"))
             return
         kill.server, kill.ranges = victim
         kill.member = f"{kill.server}#{cluster.server(kill.server).incarnation}"
@@ -387,7 +410,7 @@ class _Demo:
         except (Error, CoordinationError):  # nobody knows who stays
             return None
         staying = {(s.name, s.incarnation) for s in self._cluster.servers if s.running and s.name not in drains}
-        return None if self._view is None else choose(self._view, staying)
+        return None if self._view is None else choose_victim(self._view, staying)
 
     def _recovery(self, result: Run, began: float) -> None:
         """Batches that ended before the view without the server stood may owe nothing to it: the first later counts."""
@@ -426,7 +449,7 @@ class _Demo:
             children.say("evaluator", "evaluate")
 
     @staticmethod
-    def _progress(screen: Screen, result: Run, event: Event, began: float) -> None:
+    def _progress(screen: Screen, result: Run, event: ChildEvent, began: float) -> None:
         result.loss[event.source].append((event.t - began, event.values["loss"]))
         result.ends.setdefault(event.source, []).extend(t - began for t in event.values["ends"])
         screen.update(event.source, event.values["samples"], event.values["epoch"], event.values["loss"])

@@ -62,21 +62,21 @@ def draw(report: Report, path: Path) -> None:
 
 def _events(speed: Axes, bands: Axes, report: Report) -> None:
     """A line for each thing that happened while training, and what it was, in rows above the throughput."""
-    moments = [m for m in report.timeline if m.kind != "phase" and 0 <= m.t <= report.servers.seconds]
-    speed.set_ylim(0, speed.get_ylim()[1] * (1.65 if moments else 1.05))
+    events = [m for m in report.timeline if m.kind != "phase" and 0 <= m.t <= report.servers.seconds]
+    speed.set_ylim(0, speed.get_ylim()[1] * (1.65 if events else 1.05))
     free = [-1.0] * _LABEL_ROWS  # from when on there is room in each row
     span = report.servers.seconds or 1.0
-    for moment in moments:
-        colour = _RED if moment.kind == "membership" else _INK
+    for event in events:
+        colour = _RED if event.kind == "membership" else _INK
         for axes in (speed, bands):
-            axes.axvline(moment.t, color=colour, linewidth=1, linestyle=(0, (4, 3)))
-        wide = len(moment.event) * _LETTER * span
-        late = moment.t + wide > span
-        begins = moment.t - wide if late else moment.t
+            axes.axvline(event.t, color=colour, linewidth=1, linestyle=(0, (4, 3)))
+        wide = len(event.event) * _LETTER * span
+        late = event.t + wide > span
+        begins = event.t - wide if late else event.t
         row = next((i for i, until in enumerate(free) if until <= begins), int(np.argmin(free)))
         free[row] = begins + wide
         speed.annotate(
-            moment.event, (moment.t, 1), xycoords=("data", "axes fraction"), fontsize=8.5, color=colour, va="top",
+            event.event, (event.t, 1), xycoords=("data", "axes fraction"), fontsize=8.5, color=colour, va="top",
             xytext=(-4 if late else 4, -3 - 14 * row), textcoords="offset points", ha="right" if late else "left",
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.8},
         )  # fmt: skip
@@ -114,9 +114,9 @@ def _losses(axes: Axes, report: Report) -> None:
 
 
 def _aucs(axes: Axes, report: Report, end: float) -> None:
-    crowded = abs(report.servers.seconds - report.reference.seconds) < 0.1 * end
-    _auc_line(axes, report.servers, _SERVERS, "through the servers", below=crowded and report.difference < 0)
-    _auc_line(axes, report.reference, _REFERENCE, "one torch process", below=crowded and report.difference >= 0)
+    close = abs(report.servers.seconds - report.reference.seconds) < 0.1 * end
+    _auc_line(axes, report.servers, _SERVERS, "through the servers", below=close and report.difference < 0)
+    _auc_line(axes, report.reference, _REFERENCE, "one torch process", below=close and report.difference >= 0)
     axes.legend(frameon=False, fontsize=10, labelcolor=_INK, loc="lower right")
     low, high = axes.get_ylim()
     axes.set_ylim(low, high + 0.12 * (high - low))  # room for the figures over the lines' ends

@@ -1,9 +1,14 @@
-"""The main process's end: children started, heard and ended."""
+"""The demo's processes: the main process starts children, and each child answers over a pipe.
+
+A child writes JSON lines to standard output and reads words from standard input. It ends when its standard input does:
+it never outlives the main process, however that one ended.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -21,8 +26,8 @@ KILL_AFTER_S = 3.0
 
 
 @dataclass(frozen=True)
-class Event:
-    """What child `source` told: `kind` is "exit" when it ended, with its exit code in `values`."""
+class ChildEvent:
+    """An event of child `source`. `kind` is "exit" when it ended, with its exit code in `values`."""
 
     source: str
     kind: str
@@ -42,7 +47,7 @@ class Children:
         self._running: dict[str, subprocess.Popen[str]] = {}
         self._killed: set[int] = set()  # ids of processes whose end is no news
         self._readers: list[threading.Thread] = []
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[ChildEvent] = queue.SimpleQueue()
 
     def __enter__(self) -> Children:
         return self
@@ -76,10 +81,10 @@ class Children:
                 if not line.endswith("\n"):
                     break  # it was killed in the middle of a line
                 values = json.loads(line)
-                self._events.put(Event(name, values.pop("event"), values.pop("t"), values))
+                self._events.put(ChildEvent(name, values.pop("event"), values.pop("t"), values))
         code = process.wait()
         if process.pid not in self._killed:
-            self._events.put(Event(name, "exit", time.time(), {"code": code}))
+            self._events.put(ChildEvent(name, "exit", time.time(), {"code": code}))
 
     def kill(self, name: str) -> None:
         """kill -9; returns when the child is gone and everything that it told is in the queue. One that has ended by
@@ -102,7 +107,7 @@ class Children:
             stdin.write(word + "\n")
             stdin.flush()
 
-    def next_event(self, timeout_s: float) -> Event | None:
+    def next_event(self, timeout_s: float) -> ChildEvent | None:
         """The next event, None if there is none in time. Raises ChildFailed for a child that ended with an error."""
         try:
             event = self._events.get(timeout=timeout_s)
@@ -140,3 +145,26 @@ class Children:
                 process.wait()
         for reader in self._readers:
             reader.join()
+
+
+class Pipe:
+    """The child's end: sends events to the main process, and receives its words."""
+
+    def __init__(self) -> None:
+        self._words: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._out = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1, encoding="utf-8")
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print does not break the protocol
+        threading.Thread(target=self._read, name="stdin", daemon=True).start()
+
+    def _read(self) -> None:
+        for line in sys.stdin:
+            self._words.put(line.strip())
+        os._exit(0)
+
+    def tell(self, event: str, **values: object) -> None:
+        """Sends an event with the time of day."""
+        self._out.write(json.dumps({"event": event, "t": time.time(), **values}) + "\n")
+
+    def next_word(self) -> str:
+        """Waits for the main process's next word."""
+        return self._words.get()

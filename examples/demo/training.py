@@ -36,9 +36,9 @@ class RemoteDeepFM(DeepFM):
         self._next: tuple[Tensor, Tensor, Jagged] | None = None
 
     def rows(self, features: Tensor, genres: Tensor) -> Tensor:
-        said = self._next
-        same = said is not None and said[0] is features and said[1] is genres
-        lists = said[2] if said is not None and same else _lists(features, genres)
+        announced = self._next
+        same = announced is not None and announced[0] is features and announced[1] is genres
+        lists = announced[2] if announced is not None and same else _lists(features, genres)
         rows: Tensor = self.tables(lists).values()
         return rows.view(len(features), len(FIELDS) + 1, ROW)
 

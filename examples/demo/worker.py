@@ -17,8 +17,8 @@ import torch
 import elasticps as eps
 from elasticps.torch import Optimizer
 from examples.demo import data
-from examples.demo.child import Pipe
 from examples.demo.model import evaluate
+from examples.demo.processes import Pipe
 from examples.demo.training import Plan, local, remote, train
 
 

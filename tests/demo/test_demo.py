@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from examples.demo.loss import Checkpoints
+from examples.demo.faults import DemoCheckpoints
 from examples.demo.main import INTERRUPTED, run
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ def test_checkpoints_that_are_not_the_demos_stay(tmp_path: Path) -> None:
 
 def test_checkpoints_of_an_earlier_demo_go(tmp_path: Path) -> None:
     for _ in range(2):
-        Checkpoints(tmp_path / "checkpoints")
+        DemoCheckpoints(tmp_path / "checkpoints")
         assert not (tmp_path / "checkpoints" / "000001").exists()
         (tmp_path / "checkpoints" / "000001").mkdir()
 

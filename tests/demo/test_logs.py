@@ -9,9 +9,9 @@ from pathlib import Path
 _LOGS = """
 import logging, sys
 from pathlib import Path
-from examples.demo.main import _logs_kept
+from examples.demo.main import _logs_to
 
-with _logs_kept(Path(sys.argv[1])):
+with _logs_to(Path(sys.argv[1])):
     logging.getLogger("coordinator.etcd").warning("a watch is broken")
 logging.getLogger("coordinator.etcd").warning("said later")
 """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.demo.processes import ChildFailed, Children, Event
+from examples.demo.processes import ChildEvent, ChildFailed, Children
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Children:
     return Children(tmp_path)
 
 
-def wait(children: Children, kind: str) -> Event:
+def wait(children: Children, kind: str) -> ChildEvent:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         event = children.next_event(timeout_s=0.5)
@@ -30,7 +30,7 @@ def wait(children: Children, kind: str) -> Event:
     raise AssertionError(f"no {kind!r} came")
 
 
-PIPE = "from examples.demo.child import Pipe; pipe = Pipe()\n"
+PIPE = "from examples.demo.processes import Pipe; pipe = Pipe()\n"
 
 
 def test_children_tell_and_hear(children: Children) -> None:
@@ -86,7 +86,7 @@ def test_leaving_ends_children_that_would_go_on(children: Children) -> None:
 
 
 def test_leaving_kills_children_that_do_not_listen(children: Children, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("examples.demo.processes.GRACE_S", 0.2)
+    monkeypatch.setattr("examples.demo.processes.KILL_AFTER_S", 0.2)
     with children:
         children.start("a", {"code": 'print(\'{"event": "up", "t": 0}\', flush=True); import time; time.sleep(60)'})
         wait(children, "up")

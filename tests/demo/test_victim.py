@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from examples.demo.victim import choose
+from examples.demo.faults import choose_victim
 from tests.chaos.scenes import view_of
 
 VIEW = view_of([["s0", "s1"], ["s1", "s2"], ["s1", "s0"], ["s2", "s0"]])
@@ -23,15 +23,15 @@ WHOLE_OF_TWO = view_of([["s1", "s2"], ["s2", "s1"]])
 def test_the_head_of_most_ranges_unless_a_range_would_be_lost(
     running: set[str], victim: tuple[str, int] | None
 ) -> None:
-    assert choose(VIEW, {(name, 1) for name in running}) == victim
+    assert choose_victim(VIEW, {(name, 1) for name in running}) == victim
 
 
 def test_ranges_that_wait_for_a_second_replica_are_waited_for() -> None:
     """The demo killed the only server that had them: who had killed another one by hand saw both workers end."""
-    assert choose(view_of([["s1", "s2"], ["s2"]]), {("s1", 1), ("s2", 1)}) == ("s1", 1)
-    assert choose(view_of([["s1"], ["s2"]]), {("s1", 1), ("s2", 1)}) is None
-    assert choose(WHOLE_OF_TWO, {("s1", 1), ("s2", 1)}) == ("s1", 1)
+    assert choose_victim(view_of([["s1", "s2"], ["s2"]]), {("s1", 1), ("s2", 1)}) == ("s1", 1)
+    assert choose_victim(view_of([["s1"], ["s2"]]), {("s1", 1), ("s2", 1)}) is None
+    assert choose_victim(WHOLE_OF_TWO, {("s1", 1), ("s2", 1)}) == ("s1", 1)
 
 
 def test_a_server_that_has_registered_again_is_another_one() -> None:
-    assert choose(WHOLE_OF_TWO, {("s1", 2), ("s2", 1)}) is None
+    assert choose_victim(WHOLE_OF_TWO, {("s1", 2), ("s2", 1)}) is None

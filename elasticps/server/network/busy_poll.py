@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from elasticps.crowd import Crowd
+from elasticps.system.cpu_contention import CpuContention
 
 SHORT_S = 400e-6  # requests that follow each other within this are waited for
 POLL_S = 120e-6
@@ -27,11 +27,11 @@ class BusyPoll:
         self._last_s = 0.0
         self._until_s = 0.0
         self._awake = False
-        self._crowd = Crowd()
+        self._contention = CpuContention()
 
     def touched(self) -> None:
         now = time.monotonic()
-        if now - self._last_s < SHORT_S and not self._crowd.crowded(now):
+        if now - self._last_s < SHORT_S and not self._contention.contended(now):
             self._until_s = now + POLL_S
             if not self._awake:
                 self._awake = True

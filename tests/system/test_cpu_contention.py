@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticps.crowd import LOOK_S, Crowd
+from elasticps.system.cpu_contention import LOOK_S, CpuContention
 
 
 class Kernel:
@@ -18,7 +18,9 @@ class Kernel:
         self.file = folder / "counts"
         self.none = folder / "missing"
         self.pass_(0.0, 0.0)
-        self.crowd = Crowd(str(self.file if pressure else self.none), str(self.none if pressure else self.file))
+        self.contention = CpuContention(
+            str(self.file if pressure else self.none), str(self.none if pressure else self.file)
+        )
 
     def pass_(self, seconds: float, waiting: float) -> None:
         self.now += seconds
@@ -27,33 +29,33 @@ class Kernel:
         text = f"some avg10=0.00 avg60=0.00 avg300=0.00 total={us}\nfull avg10=0.00 total=0\n"
         self.file.write_text(text if self._pressure else f"123 {us * 1000} 7\n")
 
-    def crowded(self, looks: int, waiting: float) -> bool:
+    def contended(self, looks: int, waiting: float) -> bool:
         found = False
         for _ in range(looks):
             self.pass_(1.5 * LOOK_S, waiting)
-            found = self.crowd.crowded(self.now)
+            found = self.contention.contended(self.now)
         return found
 
 
 @pytest.mark.parametrize("pressure", [True, False])
-def test_a_crowd_is_seen_and_its_end_too(tmp_path: Path, pressure: bool) -> None:
+def test_contention_is_seen_and_its_end_too(tmp_path: Path, pressure: bool) -> None:
     kernel = Kernel(tmp_path, pressure=pressure)
-    assert not kernel.crowded(20, 0.1)
-    assert kernel.crowded(20, 0.9)
-    assert not kernel.crowded(20, 0.1)
+    assert not kernel.contended(20, 0.1)
+    assert kernel.contended(20, 0.9)
+    assert not kernel.contended(20, 0.1)
 
 
-def test_one_look_is_no_crowd_but_a_long_wait_is(tmp_path: Path) -> None:
+def test_one_look_is_no_contention_but_a_long_wait_is(tmp_path: Path) -> None:
     kernel = Kernel(tmp_path, pressure=True)
-    assert not kernel.crowded(20, 0.0)
-    assert not kernel.crowded(1, 1.0)
+    assert not kernel.contended(20, 0.0)
+    assert not kernel.contended(1, 1.0)
     kernel.pass_(1.0, 1.0)
-    assert kernel.crowd.crowded(kernel.now)
+    assert kernel.contention.contended(kernel.now)
 
 
 def test_where_the_kernel_counts_nothing_nobody_waits(tmp_path: Path) -> None:
-    crowd = Crowd(str(tmp_path / "a"), str(tmp_path / "b"))
-    assert not crowd.crowded(1.0)
+    contention = CpuContention(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert not contention.contended(1.0)
     (tmp_path / "a").write_text("nothing of this kind")
-    crowd = Crowd(str(tmp_path / "a"), str(tmp_path / "b"))
-    assert not crowd.crowded(1.0)
+    contention = CpuContention(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert not contention.contended(1.0)
