@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from elasticps.checkpoint.row_writer import RowWriter
 from elasticps.security.gate import Gate
-from elasticps.server.core.headroom import NO_LIMIT, Memory
+from elasticps.server.core.headroom import NO_LIMIT, ServerMemory
 from elasticps.server.network.busy_poll import BusyPoll
 from elasticps.system.descriptors import NO_LIMIT as MANY
 from elasticps.system.descriptors import ConnectionLimits
@@ -30,7 +30,7 @@ class ServerOptions:
     """
 
     log_budget_bytes: int = LOG_BUDGET_BYTES
-    memory: Memory = NO_LIMIT
+    memory: ServerMemory = NO_LIMIT
     gate: Gate = field(default_factory=Gate)
     connections: ConnectionLimits = MANY
     clock: Callable[[], float] = time.monotonic

@@ -19,9 +19,9 @@ from elasticps.server.core.bounded_delay import BoundedDelay
 from elasticps.server.core.data_shards import ShardDispenser
 from elasticps.server.core.group_log import GroupLog
 from elasticps.server.core.headroom import Headroom
-from elasticps.server.core.registered import Entry, Registered
+from elasticps.server.core.registered_tables import RegisteredTable, RegisteredTables
 from elasticps.server.core.serving import Serving
-from elasticps.server.core.view_exchange import HeldFrames, Herald
+from elasticps.server.core.view_exchange import HeldFrames, ViewNotifier
 from elasticps.server.fast.path import FastPath
 from elasticps.server.network.busy_poll import BusyPoll
 from elasticps.server.network.connection import Connection, PeerKind
@@ -72,10 +72,10 @@ class Server:
         self.store, self.replica = executor.store, executor.replica  # the rows; the chain protocol
         self.replica.refusals.most_bytes = memory.share(MOST_BYTES)
         self.serving = serving = Serving(self.member, ranges, self.replica)  # the view and roster that are followed
-        self.notifier = notifier = Herald(loop.call_soon)  # sends views and refusals
+        self.notifier = notifier = ViewNotifier(loop.call_soon)  # sends views and refusals
         self.updates = updates = UpdateRequests(loop, executor, serving, self.adopt)  # asks for newer views
         self.held = HeldFrames(serving, notifier, clock, updates.need_view, updates.need_roster)  # wait for them
-        self.registered = Registered(self.store, updates.need_roster, updates.need_tables)  # owners of tables
+        self.registered = RegisteredTables(self.store, updates.need_roster, updates.need_tables)  # owners of tables
         self.last_served = LastServed(loop.time)  # when a worker was: background work gives way then
         context = Context(
             me, cluster, loop, clock, self.fast, executor, serving, notifier, self.held, updates, self.registered,
@@ -184,13 +184,13 @@ class Server:
         self.executor.perform(self.replica.adopt_roster, roster.version, frozenset(workers))
         self._judge()
 
-    def know_tables(self, entries: Mapping[int, Entry]) -> None:
+    def know_tables(self, entries: Mapping[int, RegisteredTable]) -> None:
         """These tables are registered, by id."""
         self.registered.follow(entries)
         self.fast.sync()
         self._judge()
 
-    def learn_tables(self, entries: Mapping[int, Entry]) -> None:
+    def learn_tables(self, entries: Mapping[int, RegisteredTable]) -> None:
         """These tables are registered, too."""
         self.registered.learn(entries)
         self.fast.sync()

@@ -26,7 +26,7 @@ from elasticps.coordination import read_view
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
 from elasticps.server.core import audit as audits
-from elasticps.server.core.audit import MARKS_KEPT, PART_BYTES, Marks, slices
+from elasticps.server.core.audit import MARKS_RETAINED, PART_BYTES, Marks, slices
 from elasticps.server.core.operations import AuditMark
 from elasticps.store import Table
 from tests.e2e.oracle import Trainers, audited
@@ -240,7 +240,7 @@ def test_parts_are_put_together_and_a_range_that_came_late_has_none() -> None:
     for part in (0, 2, 1):  # what differs in any part shows
         other.note(AuditMark(1, (0, 2, 1).index(part), 3), 0, ends[part]._replace(seq=(0, 2, 1).index(part)))
     assert other.of(1)[0].digest != marks.of(1)[0].digest
-    for later in range(2, 2 + MARKS_KEPT):
+    for later in range(2, 2 + MARKS_RETAINED):
         marks.note(AuditMark(later), 0, ends[0])
     assert not marks.of(1)
     assert not marks._parts

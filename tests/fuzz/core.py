@@ -24,7 +24,7 @@ from coordinator.core.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.client.short_keys import Short, ShortKeys
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
-from elasticps.server.core.registered import Entry
+from elasticps.server.core.registered_tables import RegisteredTable
 from elasticps.server.fast import layout as at
 from elasticps.server.network.connection import Connection
 from elasticps.server.options import ServerOptions
@@ -136,9 +136,10 @@ class Core:
             ServerOptions(clock=self.clock.time, busy_poll=cast(Any, Quiet())),
         )  # fmt: skip
         self.server.fast.h[at.H_ENABLED] = compiled
-        registered = {TABLE: Entry(APPS[HONEST], TABLE_OF_OWN)}
+        registered = {TABLE: RegisteredTable(APPS[HONEST], TABLE_OF_OWN)}
         self.server.know_tables(
-            registered | {number: Entry(("default", "app0")[number % 2], spec) for number, spec in tables.items()}
+            registered
+            | {number: RegisteredTable(("default", "app0")[number % 2], spec) for number, spec in tables.items()}
         )
         workers = (HONEST, *HOSTILE)
         self.server.follow(Roster(1, tuple(WorkerInfo(w, f"w{w}", 1, APPS[w]) for w in workers), CLUSTER))

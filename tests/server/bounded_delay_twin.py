@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.core.view import WorkerInfo
-from elasticps.server.core.bounded_delay import GRACE_S
-from elasticps.server.core.reads import DEFAULT_WAIT_S, MAX_PARKED, Read
+from elasticps.server.core.bounded_delay import CONNECT_WAIT_S
+from elasticps.server.core.reads import DEFAULT_WAIT_S, MAX_PARKED, PullRequest
 from elasticps.server.core.requests import Asker, RequestError
 from replication.progress import PART_BITS, Clocks
 
@@ -24,7 +24,7 @@ class BoundedDelayTwin:
         self.held: Ranges = np.empty(0, np.intp)
         self._clocks = clocks
         self._clock = clock
-        self._parked: list[Read] = []
+        self._parked: list[PullRequest] = []
         self._workers: Mapping[int, WorkerInfo] = {}
         self._bases: dict[int, int] = {}  # of the active workers: those that have joined and are in the roster
         self._paused: set[int] = set()  # those that said they take no part now
@@ -37,7 +37,7 @@ class BoundedDelayTwin:
     def serve(self, tailed: Ranges, held: Ranges) -> None:
         """A view says what is read here."""
         if len(np.setdiff1d(held, self.held)) or len(np.setdiff1d(tailed, self.tailed)):
-            until_s = self._clock() + GRACE_S
+            until_s = self._clock() + CONNECT_WAIT_S
             self._awaited = {w: until_s for w in self._workers if w not in self._bases and w not in self._paused}
         self.tailed, self.held = tailed, held
 
@@ -79,7 +79,7 @@ class BoundedDelayTwin:
             self._least[app] = 0
         return max([*clocks, self._least.get(app, 0)])
 
-    def behind(self, read: Read) -> list[str]:
+    def behind(self, read: PullRequest) -> list[str]:
         """The workers that a pull has to wait for: its own pushes (read your writes), then the bounded delay's."""
         header, own = read.header, read.connection.worker
         ranges = self.held if header.anywhere else self.tailed
@@ -111,7 +111,7 @@ class BoundedDelayTwin:
     def _started(self, worker: int, ranges: Ranges) -> bool:
         return self._clocks.known(worker) and bool(self._clocks.row(worker)[ranges].any())
 
-    def park(self, read: Read) -> None:
+    def park(self, read: PullRequest) -> None:
         """Keeps a pull until `judge` lets it go. Raises `RequestError` when too many wait."""
         if len(self._parked) >= MAX_PARKED:
             raise RequestError("busy", f"this server already has {MAX_PARKED} pulls waiting; try again later")
@@ -123,13 +123,13 @@ class BoundedDelayTwin:
         if self._parked:
             self._parked = [read for read in self._parked if read.connection is not connection]
 
-    def judge(self, tail_since: int, full_since: int) -> list[tuple[Read, RequestError | None]]:
+    def judge(self, tail_since: int, full_since: int) -> list[tuple[PullRequest, RequestError | None]]:
         """The pulls that need not wait any more, with the reason why if they cannot be answered."""
         if not self._parked:
             return []
         parked, self._parked = self._parked, []
         now = self._clock()
-        done: list[tuple[Read, RequestError | None]] = []
+        done: list[tuple[PullRequest, RequestError | None]] = []
         for read in parked:
             if read.header.epoch < (full_since if read.header.anywhere else tail_since):
                 done.append((read, RequestError("stale-view", "the ranges that may be read here have changed")))
@@ -142,6 +142,6 @@ class BoundedDelayTwin:
         return done
 
 
-def _too_long(read: Read, behind: list[str]) -> RequestError:
-    text = f"a pull of table {read.tables} at clock {read.header.clock} waited too long for worker "
+def _too_long(read: PullRequest, behind: list[str]) -> RequestError:
+    text = f"a pull of table {read.table_names} at clock {read.header.clock} waited too long for worker "
     return RequestError("behind", text + ", ".join(sorted(behind)), behind=sorted(behind))

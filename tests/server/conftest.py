@@ -17,7 +17,7 @@ from elasticps.client.core.routing import Routes, plan_push
 from elasticps.kernels.hashing import table_salt
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
-from elasticps.server.core.headroom import NO_LIMIT, Memory
+from elasticps.server.core.headroom import NO_LIMIT, ServerMemory
 from elasticps.server.options import LOG_BUDGET_BYTES, ServerOptions
 from elasticps.server.server import Server
 from elasticps.wire.frames import (
@@ -145,7 +145,7 @@ class Group:
         return ids
 
     async def start(
-        self, name: str, incarnation: int = 1, log_budget_bytes: int = LOG_BUDGET_BYTES, memory: Memory = NO_LIMIT
+        self, name: str, incarnation: int = 1, log_budget_bytes: int = LOG_BUDGET_BYTES, memory: ServerMemory = NO_LIMIT
     ) -> Server:
         loop = asyncio.get_running_loop()
         sock = socket.create_server(("127.0.0.1", 0))

@@ -15,7 +15,7 @@ from coordinator.core.view import Roster, View, WorkerInfo
 from coordinator.memory import MemoryStore
 from elasticps.model.spec import SGD, Accumulate, TableSpec
 from elasticps.server.core import view_exchange
-from elasticps.server.core.registered import Entry
+from elasticps.server.core.registered_tables import RegisteredTable
 from elasticps.server.fast import layout as at
 from elasticps.server.process import lifecycle as lives
 from elasticps.wire.frames import ALL_RANGES, LAST, Header, Kind, json_body
@@ -37,7 +37,7 @@ def test_a_worker_of_another_application_reaches_no_table(run: Run, compiled: bo
         server.fast.h[at.H_ENABLED] = compiled
         view = group.make_view(lambda r: ["a"])
         group.adopt(view)
-        server.know_tables({TABLE: Entry("default", SPEC)})
+        server.know_tables({TABLE: RegisteredTable("default", SPEC)})
         ours = await group.connect("a")
         theirs = await group.connect("a", create=False, worker=STRANGER, worker_name="x", app="other")
         assert (await asyncio.wait_for(ours.push(view, "a", 1, list(KEYS), 1.0), 10))[0].kind == Kind.OK
@@ -84,7 +84,9 @@ def test_nobody_drops_a_table_of_others_before_it_is_made(run: Run) -> None:
         group.roster = Roster(1, workers, "c")
         for name in ("a", "b"):
             await group.start(name)
-            group.servers[name].know_tables({TABLE: Entry("default", SPEC), TABLE + 1: Entry("default", None)})
+            group.servers[name].know_tables(
+                {TABLE: RegisteredTable("default", SPEC), TABLE + 1: RegisteredTable("default", None)}
+            )
         view = group.make_view(lambda r: ["a", "b"])
         group.adopt(view)
         theirs = await group.connect("a", create=False, worker=STRANGER, worker_name="x", app="other")
@@ -116,17 +118,17 @@ def test_a_table_that_nobody_knows_is_not_remembered_as_dropped(run: Run) -> Non
         group.adopt(view)
         head = group.servers["a"]
         for server in group.servers.values():
-            server.know_tables({TABLE: Entry("default", SPEC)})
+            server.know_tables({TABLE: RegisteredTable("default", SPEC)})
         worker = await group.connect("a")
         gone = dropping(worker, view, 50)
-        await until(lambda: head.registered.wanted and head.updates.view_or_roster.is_set())
+        await until(lambda: head.registered.read_due and head.updates.view_or_roster.is_set())
         with patch.object(view_exchange, "HOLD_TIMEOUT_S", -1.0):
             head.tick()
             assert (await asyncio.wait_for(gone, 10))[0].kind == Kind.OK
         head.know_tables({})
         later = dropping(worker, view, 51)
-        await until(lambda: head.registered.wanted)
-        head.know_tables({51: Entry("other", None)})  # it was too new to be known
+        await until(lambda: head.registered.read_due)
+        head.know_tables({51: RegisteredTable("other", None)})  # it was too new to be known
         header, body = await asyncio.wait_for(later, 10)
         assert (header.kind, json_body(body)["code"]) == (Kind.ERROR, "foreign")
         assert not any(server.store.dropped for server in group.servers.values())
@@ -146,14 +148,14 @@ def test_a_table_whose_owner_is_not_known_yet_is_dropped_by_nobody(run: Run) -> 
         await until(lambda: all(not server.links.suspects() for server in group.servers.values()))
         head = group.servers["b"]
         head.know_tables({})
-        group.servers["a"].know_tables({TABLE: Entry("default", SPEC)})
+        group.servers["a"].know_tables({TABLE: RegisteredTable("default", SPEC)})
         await group.connect("a")
         await until(lambda: TABLE in head.store.live)
         head.store.live[TABLE].app = ""  # as an earlier version's server, or a checkpoint, leaves it
         head.store.unowned.add(TABLE)
         other = await group.connect("b", create=False)
         answer = dropping(other, view, TABLE)
-        await until(lambda: head.registered.wanted and head.updates.view_or_roster.is_set())
+        await until(lambda: head.registered.read_due and head.updates.view_or_roster.is_set())
         with patch.object(view_exchange, "HOLD_TIMEOUT_S", -1.0):
             head.tick()
             header, body = await asyncio.wait_for(answer, 10)
@@ -171,10 +173,10 @@ def test_a_server_that_made_a_table_by_anothers_word_looks_whose_it_is(run: Run)
         tail = group.servers["b"]
 
         def wanted() -> bool:
-            return bool(tail.registered.wanted)
+            return bool(tail.registered.read_due)
 
         tail.know_tables({})
-        group.servers["a"].know_tables({TABLE: Entry("default", SPEC)})
+        group.servers["a"].know_tables({TABLE: RegisteredTable("default", SPEC)})
         await group.connect("a")
         await until(lambda: TABLE in tail.store.live)
         assert tail.store.live[TABLE].app == "default"  # the other server says whose it is
@@ -185,7 +187,7 @@ def test_a_server_that_made_a_table_by_anothers_word_looks_whose_it_is(run: Run)
         tail.tick()
         assert wanted()
         assert tail.updates.view_or_roster.is_set()
-        tail.know_tables({TABLE: Entry("default", SPEC)})
+        tail.know_tables({TABLE: RegisteredTable("default", SPEC)})
         assert {server.store.live[TABLE].app for server in group.servers.values()} == {"default"}
         tail.tick()
         assert not wanted()
@@ -248,48 +250,48 @@ def test_what_a_worker_has_put_in_the_place_of_a_table_ends_no_server(said: byte
     """A server reads the registry as it starts, and when somebody speaks of a table that it does not know: all servers
     would end, again and again."""
 
-    async def known() -> dict[int, Entry]:
+    async def known() -> dict[int, RegisteredTable]:
         store = MemoryStore("c")
         await store.put(f"{TABLES}default/bad", said)
         await store.put(f"{TABLES}default/t", json.dumps({"id": TABLE, "spec": SPEC.to_json()}).encode())
         return await lives._tables(store)
 
-    assert asyncio.run(known())[TABLE] == Entry("default", SPEC)
+    assert asyncio.run(known())[TABLE] == RegisteredTable("default", SPEC)
 
 
 def test_a_table_is_registered_under_its_own_name_or_not_at_all() -> None:
     """Else what is refused of a table, or read of it in a checkpoint, would be told by the name of another."""
 
-    async def read() -> dict[int, Entry]:
+    async def read() -> dict[int, RegisteredTable]:
         store = MemoryStore()
         plug_in = SPEC.to_json().replace('"t"', '"p"').replace("accumulate", "unheard-of")
         for number, (name, spec) in enumerate([("t", SPEC.to_json()), ("u", SPEC.to_json()), ("p", plug_in)], 1):
             await store.put(table_key("ads", name), json.dumps({"id": number, "spec": spec}).encode())
         return await lives._tables(store)
 
-    assert asyncio.run(read()) == {1: Entry("ads", SPEC), 3: Entry("ads", None)}
+    assert asyncio.run(read()) == {1: RegisteredTable("ads", SPEC), 3: RegisteredTable("ads", None)}
 
 
 def test_a_server_knows_whose_a_table_is_that_is_about_to_go() -> None:
     """Else it would have its owner wait who drops it."""
 
-    async def known() -> dict[int, Entry]:
+    async def known() -> dict[int, RegisteredTable]:
         store = MemoryStore("c")
         said = {"id": TABLE, "spec": SPEC.to_json(), "dropping": True}
         await store.put(table_key("default", "t"), json.dumps(said).encode())
         return await lives._tables(store)
 
-    assert asyncio.run(known()) == {TABLE: Entry("default", SPEC)}
+    assert asyncio.run(known()) == {TABLE: RegisteredTable("default", SPEC)}
 
 
 def test_a_table_stays_with_whose_it_was_whatever_others_register() -> None:
-    async def read() -> dict[int, Entry]:
+    async def read() -> dict[int, RegisteredTable]:
         store = MemoryStore()
         for app in ("default", "ads"):
             await store.put(table_key(app, SPEC.name), json.dumps({"id": 3, "spec": SPEC.to_json()}).encode())
         return await lives._tables(store)
 
-    assert asyncio.run(read()) == {3: Entry("default", SPEC)}
+    assert asyncio.run(read()) == {3: RegisteredTable("default", SPEC)}
 
 
 def test_a_server_keeps_the_owner_of_a_table_whatever_etcd_says_later(run: Run) -> None:
@@ -304,12 +306,12 @@ def test_a_server_keeps_the_owner_of_a_table_whatever_etcd_says_later(run: Run) 
         group.adopt(view)
         head, tail = group.servers["a"], group.servers["b"]
         tail.know_tables({})
-        head.know_tables({TABLE: Entry("default", SPEC)})
+        head.know_tables({TABLE: RegisteredTable("default", SPEC)})
         ours = await group.connect("a")
         assert (await asyncio.wait_for(ours.push(view, "a", 1, list(KEYS), 1.0), 10))[0].kind == Kind.OK
         theirs = await group.connect("a", create=False, worker=STRANGER, worker_name="x", app="other")
         for server in (head, tail):
-            for said in ({TABLE: Entry("other", SPEC)}, {}, {TABLE: Entry("other", SPEC)}):
+            for said in ({TABLE: RegisteredTable("other", SPEC)}, {}, {TABLE: RegisteredTable("other", SPEC)}):
                 server.know_tables(said)
                 assert server.store.live[TABLE].app == "default"
         pulling = Header(Kind.PULL, epoch=view.epoch, table=TABLE, items=len(KEYS), worker=STRANGER)
@@ -333,7 +335,7 @@ def test_a_server_looks_whose_a_table_is_until_the_store_has_said_it(run: Run) -
         tail, store = group.servers["b"], FaultyStore(MemoryStore())
         tail.know_tables({})
         await store.put(table_key("default", "t"), json.dumps({"id": TABLE, "spec": SPEC.to_json()}).encode())
-        group.servers["a"].know_tables({TABLE: Entry("default", SPEC)})
+        group.servers["a"].know_tables({TABLE: RegisteredTable("default", SPEC)})
         store.out = True
         reads = asyncio.create_task(lives._refresh(store, tail))
         try:

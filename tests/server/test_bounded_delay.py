@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from coordinator.core.view import WorkerInfo
-from elasticps.server.core.bounded_delay import GRACE_S, BoundedDelay
-from elasticps.server.core.reads import Read, Wanted
+from elasticps.server.core.bounded_delay import CONNECT_WAIT_S, BoundedDelay
+from elasticps.server.core.reads import PullRequest, TableKeys
 from elasticps.wire.headers import PullHeader
 from replication.progress import Clocks
 
@@ -41,11 +41,11 @@ class Scene:
         """A pull of the asker waits for so long at most."""
         self.delay.park(self._pull(clock, 0, wait_s))
 
-    def _pull(self, clock: int, bound: int, wait_s: float) -> Read:
+    def _pull(self, clock: int, bound: int, wait_s: float) -> PullRequest:
         asker: Any = SimpleNamespace(worker=1, worker_name="asker", app="a", base=0)
         header = PullHeader(0, 0, clock, 1, 0, 0, bound, int(wait_s * 1e3))
         table: Any = SimpleNamespace(spec=SimpleNamespace(name="t"))
-        return Read(asker, header, [Wanted(table, np.empty(0, np.int64))])
+        return PullRequest(asker, header, [TableKeys(table, np.empty(0, np.int64))])
 
 
 def a_scene() -> Scene:
@@ -53,7 +53,7 @@ def a_scene() -> Scene:
     scene.delay.serve(ALL, ALL)
     scene.join(1, 0)
     scene.at(1, 9)
-    scene.now = 2 * GRACE_S  # nobody is awaited any more
+    scene.now = 2 * CONNECT_WAIT_S  # nobody is awaited any more
     return scene
 
 
@@ -145,7 +145,7 @@ def test_one_that_never_speaks_is_not_awaited_for_ever() -> None:
     scene.join(1, 0)
     scene.at(1, 9)
     assert scene.behind(9) == ["other"]
-    scene.now = GRACE_S
+    scene.now = CONNECT_WAIT_S
     assert scene.behind(9) == []
 
 
@@ -160,8 +160,8 @@ def test_a_pull_that_waited_too_long_names_everybody_that_it_waits_for_and_nobod
     scene.delay.serve(ALL, ALL)  # the silent one is awaited for a moment, no longer
     for worker, base in ((2, 0), (4, 8), (6, 9)):
         scene.join(worker, base)
-    scene.park(9, GRACE_S + 1)
-    scene.now = GRACE_S + 1
+    scene.park(9, CONNECT_WAIT_S + 1)
+    scene.now = CONNECT_WAIT_S + 1
     ((_, refusal),) = scene.delay.judge(0, 0)
     assert refusal is not None
     assert refusal.document["behind"] == ["other", "slow"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from coordinator.core.view import WorkerInfo
 from elasticps.server.core.bounded_delay import BoundedDelay
-from elasticps.server.core.reads import Read, Wanted
+from elasticps.server.core.reads import PullRequest, TableKeys
 from elasticps.wire.headers import PullHeader
 from replication.progress import Clocks
 from tests.server.bounded_delay_twin import BoundedDelayTwin
@@ -99,7 +99,7 @@ class Both:
         header = PullHeader(self.pulls, max(self.epochs), clock, worker, 0, 0, within, 1500, anywhere)
         asker: Any = self.askers[worker]
         table: Any = Table()
-        read = Read(asker, header, [Wanted(table, np.empty(0, np.int64))])
+        read = PullRequest(asker, header, [TableKeys(table, np.empty(0, np.int64))])
         expected = self.slow.behind(read)
         found = self.fast.behind(read)
         assert set(found) <= set(expected)

@@ -18,8 +18,8 @@ from elasticps.model.optimizers import Accumulate
 from elasticps.model.sharding import ShardSpec
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.barrier_state import Rounds
-from elasticps.server.core.cut import MOST_S, CutNotes, Holding, by_column
-from elasticps.server.core.data_shards import Shards
+from elasticps.server.core.cut import MOST_S, CutHold, CutNotes, by_column
+from elasticps.server.core.data_shards import ShardSets
 from elasticps.server.core.operations import CutMark
 from elasticps.server.server import Server
 from elasticps.store import Table
@@ -72,7 +72,7 @@ told = st.one_of(
 def test_who_holds_is_who_said_so_last_and_has_come_far_enough(
     story: list[tuple[tuple[str, tuple[int, ...]], float]],
 ) -> None:
-    holding, twin, now = Holding(), HoldingTwin(), 0.0
+    holding, twin, now = CutHold(), HoldingTwin(), 0.0
     for (what, numbers), pause_s in story:
         now += pause_s
         if what == "begin":
@@ -94,7 +94,7 @@ def test_who_holds_is_who_said_so_last_and_has_come_far_enough(
 
 
 def test_whoever_has_a_round_open_is_waited_for_by_the_others_of_its_application_alone() -> None:
-    holding = Holding()
+    holding = CutHold()
     assert holding.begin(1, 5.0, 0.0)
     assert not holding.hear("a", HeldHeader(1, 5, 8), 1.0)
     assert not holding.hear("b", HeldHeader(1, 7, 3), 1.0)
@@ -112,7 +112,7 @@ def test_whoever_has_a_round_open_is_waited_for_by_the_others_of_its_application
 
 
 def test_only_the_newest_cut_is_kept_and_a_late_one_changes_nothing() -> None:
-    cuts, notes, rounds, shards = PassedCuts(P), CutNotes(), Rounds(P), Shards(P)
+    cuts, notes, rounds, shards = PassedCuts(P), CutNotes(), Rounds(P), ShardSets(P)
     column = np.array([WORKER]), np.array([3 << 16])
 
     def apply(number: int, ranges: list[int], writer: str) -> list[int]:
@@ -136,7 +136,7 @@ def test_only_the_newest_cut_is_kept_and_a_late_one_changes_nothing() -> None:
 
 
 def test_rounds_and_shards_are_noted_where_they_are() -> None:
-    notes, rounds, shards = CutNotes(), Rounds(2), Shards(2)
+    notes, rounds, shards = CutNotes(), Rounds(2), ShardSets(2)
     home = group_range("a", 2)
     rounds.enter("a", 1, [WORKER, 6])
     rounds.decide("a", 1, [WORKER, 6])
@@ -146,18 +146,18 @@ def test_rounds_and_shards_are_noted_where_they_are() -> None:
     block = Block(1, np.array([key]), np.ones((1, 2), np.float32), np.empty(0, np.float32))
     rounds.close("a", 1, [WORKER, 6], np.array([0, 1]), tables)
     rounds.keep("a", 2, 6, np.array([0, 1]), [block])
-    assert rounds.kept_in(1 - home, tables) == []  # what it has no rows of it does not keep
+    assert rounds.retained_in(1 - home, tables) == []  # what it has no rows of it does not keep
     found = shards._open("a", "train", ShardSpec(100, 10, 1, None))
     assert found is not None
     found.hand_out(WORKER, 1)
     notes.note(CutMark(1, 0, "s0", 1, ""), home, 3, (np.array([WORKER]), np.array([1 << 16])), rounds, shards, tables)
     ((_, noted),) = notes.by(1, "s0", 1)
     assert noted.column.clocks() == {WORKER: 1 << 16}
-    assert (noted.column.closed, noted.column.kept) == ((("a", 1),), (("a", 2, 6),))
+    assert (noted.column.closed, noted.column.retained) == ((("a", 1),), (("a", 2, 6),))
     assert noted.home is not None
     assert noted.home["groups"][0]["decided"] == 1
     assert noted.home["shards"][0]["doing"] == [[WORKER, 0, 0, 0, 0]]
-    taken = CutTaken((home,), noted.column.clocks(), dict(noted.column.closed), noted.column.kept)
+    taken = CutTaken((home,), noted.column.clocks(), dict(noted.column.closed), noted.column.retained)
     file = WrittenFile("000001/t/s0-1.000.safetensors", 10, 8, 2, "ab", 3, (0, 1))
     state = CutState(1, 2, 3, [taken], {home: noted.home})
     assert read_state(write_state(state)) == state

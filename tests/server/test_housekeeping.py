@@ -10,7 +10,7 @@ import pytest
 
 from elasticps.errors import ConfigError
 from elasticps.memory import Reading
-from elasticps.server.core.headroom import Headroom, Memory
+from elasticps.server.core.headroom import Headroom, ServerMemory
 from elasticps.server.process.housekeeping import keep_doing
 from elasticps.system import descriptors
 from elasticps.system.descriptors import ConnectionLimits, connections_for, raise_limit
@@ -82,7 +82,7 @@ def test_a_process_takes_as_many_files_as_it_may_have() -> None:
 
 def test_what_counts_for_a_limit_of_the_process_is_used() -> None:
     """Addresses that hold nothing count for `ulimit -v`, so what is in memory says little of what is left."""
-    headroom = Headroom("a", Memory(1000, lambda: Reading(100, 10_000, left=300)))
+    headroom = Headroom("a", ServerMemory(1000, lambda: Reading(100, 10_000, left=300)))
     headroom.look(0)
     assert headroom.used == 700
     assert headroom.least.nbytes == headroom.mark - 700

@@ -11,7 +11,7 @@ from elasticps.client.core.routing import Routes, plan_push
 from elasticps.kernels.hashing import table_salt
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
-from elasticps.server.core.operations import Content, Contribution, positions_of
+from elasticps.server.core.operations import Contribution, RowBlocks, positions_of
 from elasticps.server.core.replica_codec import ReplicaCodec
 from elasticps.wire.frames import (
     ALL_RANGES,
@@ -106,7 +106,7 @@ def test_no_forward_of_a_push_is_over_the_limit_of_links() -> None:
     ranges = np.arange(MAX_RANGES, dtype=np.int64)
     positions = positions_of(ranges, MAX_RANGES)
     blocks = [Block(TABLE, np.empty(0, np.int64), np.empty((0, 3), np.float32), NO_VALUES)]
-    contents = [Content(blocks, ranges, positions), Contribution("a" * 63, (1 << 46) - 1, blocks, ranges, positions)]
+    contents = [RowBlocks(blocks, ranges, positions), Contribution("a" * 63, (1 << 46) - 1, blocks, ranges, positions)]
     rows = {(1 << 32) - 1 - number: np.zeros(1, np.int64) for number in range(MAX_BLOCKS)}
     refusal = Refusal("x" * MAX_WHY, (1 << 46) - 1, RefusedRows(rows, MAX_RANGES))
     for content, refused in ((content, refused) for content in contents for refused in (None, refusal)):

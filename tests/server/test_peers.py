@@ -16,14 +16,14 @@ from elasticps.server.core import view_exchange
 from elasticps.server.core.barrier_state import RangeRounds
 from elasticps.server.core.operations import (
     ChunkContent,
-    Content,
     Contribution,
-    NewTable,
-    NewTables,
+    CreatedTable,
+    CreatedTables,
+    RowBlocks,
     TableRows,
     positions_of,
 )
-from elasticps.server.core.registered import Entry
+from elasticps.server.core.registered_tables import RegisteredTable
 from elasticps.server.roles import replica_links
 from elasticps.server.server import Server
 from elasticps.wire.frames import Block, Header, Kind, json_body
@@ -55,7 +55,7 @@ def forwarded(kind: OperationKind, payload: object, server: Server) -> Forward:
 
 
 def pushed(one: Block, kind: OperationKind = OperationKind.PUSH) -> Callable[[Server], Forward]:
-    return lambda server: forwarded(kind, Content([one], EVERY, positions_of(EVERY, RANGES)), server)
+    return lambda server: forwarded(kind, RowBlocks([one], EVERY, positions_of(EVERY, RANGES)), server)
 
 
 def shared(one: Block) -> Callable[[Server], Forward]:
@@ -89,7 +89,7 @@ UNKNOWN_OPTIMIZER = SPEC.to_json().replace('"kind":"accumulate"', '"kind":"custo
         pushed(block(table=99), OperationKind.INIT),
         pushed(block(dim=DIM + 1, keys=(1,)), OperationKind.INIT),
         shared(block(table=99)),
-        lambda server: forwarded(OperationKind.CREATE, NewTables((NewTable(TABLE, OTHER_SPEC),)), server),
+        lambda server: forwarded(OperationKind.CREATE, CreatedTables((CreatedTable(TABLE, OTHER_SPEC),)), server),
     ],
     ids=["unknown table", "another dim", "step values", "no order", "unknown table, init", "another dim, init",
          "unknown table in a round", "another spec"],
@@ -183,7 +183,9 @@ def test_nothing_is_heard_that_comes_behind_what_cannot_be(run: Run) -> None:
         a, b = group.servers["a"], group.servers["b"]
         before = b.replica.seq.copy()
         alone = np.zeros(1, np.int64)
-        operation = Operation(OperationKind.PUSH, WORKER, 9 << 16, Content([], alone, positions_of(alone, RANGES)), 64)
+        operation = Operation(
+            OperationKind.PUSH, WORKER, 9 << 16, RowBlocks([], alone, positions_of(alone, RANGES)), 64
+        )
         behind = Forward(NOW, alone, b.replica.seq[alone] + 1, operation)
         await say_what_cannot_be(a, b, pushed(block(table=99))(b), behind)
         assert b.replica.seq.tolist() == before.tolist()
@@ -252,7 +254,7 @@ def test_one_table_with_two_specs_at_two_heads_is_the_registered_one_everywhere(
         group.adopt(group.make_view(lambda r: ["a", "b"] if r % 2 else ["b", "a"]))
         await until(lambda: all(not server.links.suspects() for server in group.servers.values()))
         for server in group.servers.values():
-            server.know_tables({TABLE: Entry("default", SPEC)})
+            server.know_tables({TABLE: RegisteredTable("default", SPEC)})
         right, wrong = await group.connect("a", create=False), await group.connect("b", create=False)
         answers = create(right, TABLE, NOW, SPEC), create(wrong, TABLE, NOW, TableSpec("t", DIM + 1, Accumulate()))
         (header, _), (_, refusal) = await asyncio.wait_for(asyncio.gather(*answers), 10)
@@ -272,15 +274,15 @@ def test_a_table_that_is_not_registered_is_waited_for_on_its_own_connection(run:
         early = await group.connect("a", create=False)
         other = await group.connect("a", create=False, worker=second)
         answer = create(early, TABLE, NOW, SPEC)
-        await until(lambda: server.registered.wanted_keys and server.updates.tables.is_set())
+        await until(lambda: server.registered.due_keys and server.updates.tables.is_set())
         header, _ = await asyncio.wait_for(other.ask(Header(Kind.GET_CLOCKS, epoch=NOW, worker=WORKER)), 10)
         assert header.kind == Kind.CLOCKS
-        server.know_tables({TABLE: Entry("default", SPEC)})
+        server.know_tables({TABLE: RegisteredTable("default", SPEC)})
         header, _ = await asyncio.wait_for(answer, 10)
         assert header.kind == Kind.OK
-        server.registered.wanted_keys.clear()
+        server.registered.due_keys.clear()
         never = create(early, 50, NOW)
-        await until(lambda: server.registered.wanted_keys)
+        await until(lambda: server.registered.due_keys)
         with patch.object(view_exchange, "HOLD_TIMEOUT_S", -1.0):
             server.tick()
         _, refusal = await asyncio.wait_for(never, 10)

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.core.view import Roster, WorkerInfo
 from elasticps.server.core import partial
-from elasticps.server.core.registered import Entry
+from elasticps.server.core.registered_tables import RegisteredTable
 from elasticps.server.roles import reductions
 from elasticps.store import register_reduction
 from elasticps.wire.frames import Header, Kind, json_body
@@ -175,7 +175,7 @@ def test_what_cannot_be_reduced_is_refused(run: Run, monkeypatch: pytest.MonkeyP
         server = await group.start("a")
         view = group.make_view(lambda r: ["a"])
         group.adopt(view)
-        server.know_tables({TABLE: Entry("default", SPEC)})
+        server.know_tables({TABLE: RegisteredTable("default", SPEC)})
         worker = await group.connect("a")
         await asyncio.wait_for(worker.push(view, "a", 1, KEYS.tolist(), 2.0), 10)
         theirs = await group.connect("a", create=False, worker=stranger, worker_name="x", app="other")

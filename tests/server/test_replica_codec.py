@@ -15,13 +15,13 @@ from elasticps.server.core.data_shards import Claim, Doing, RangeShards, ShardMa
 from elasticps.server.core.operations import (
     AuditMark,
     ChunkContent,
-    Content,
     Contribution,
+    CreatedTable,
+    CreatedTables,
     CutMark,
-    NewTable,
-    NewTables,
     RestoredRows,
     RestoredState,
+    RowBlocks,
     TableRows,
     positions_of,
 )
@@ -55,8 +55,8 @@ def same(a: object, b: object) -> bool:
         assert isinstance(b, Operation)
         mine, other = (a.kind, a.worker, a.after, a.refusal), (b.kind, b.worker, b.after, b.refusal)
         return mine == other and same(a.payload, b.payload)
-    if isinstance(a, Content):
-        assert isinstance(b, Content)
+    if isinstance(a, RowBlocks):
+        assert isinstance(b, RowBlocks)
         return same(a.blocks, b.blocks) and same(a.ranges, b.ranges) and a.mark == b.mark
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
@@ -83,7 +83,7 @@ def a_push(store: Store, ranges: np.ndarray, count: int = 200) -> Operation:
         keys = numbers(*at)
         grads = np.outer(keys, np.ones(table.spec.dim)).astype(np.float32)
         blocks.append(Block(number, keys, grads, np.empty(0, np.float32)))
-    return Operation(OperationKind.PUSH, 5, 7 << 16, Content(blocks, ranges, positions), 1000)
+    return Operation(OperationKind.PUSH, 5, 7 << 16, RowBlocks(blocks, ranges, positions), 1000)
 
 
 SOME = numbers(3, 5, 4, 9)
@@ -107,7 +107,7 @@ ONE = numbers(1)
 ROWS = RefusedRows({1: np.arange(90), (1 << 32) - 1: np.arange(-50, 0)}, P).part(ONE)
 WHY = why({"code": "memory", "message": "no room", "server": "s\N{SNOWMAN}", "bytes": 5})
 A_REFUSED_PUSH = Operation(
-    OperationKind.PUSH, 5, 7 << 16, Content([], ONE, positions_of(ONE, P)), 10, Refusal(WHY, 3, ROWS)
+    OperationKind.PUSH, 5, 7 << 16, RowBlocks([], ONE, positions_of(ONE, P)), 10, Refusal(WHY, 3, ROWS)
 )  # fmt: skip
 A_REFUSED_SHARE = Operation(
     OperationKind.PUSH, 5, 7 << 16, Contribution("ads", 7, [], ONE, positions_of(ONE, P)), 10, Refusal(WHY)
@@ -123,9 +123,14 @@ A_BLOCK = Block(1, numbers(4, 9), np.ones((2, 3), np.float32), np.empty(0, np.fl
         ChunkAck(4, 3, 2, 7, True, 55),
         Forward(
             4, numbers(1), numbers(9),
-            Operation(OperationKind.CREATE, -1, 0, NewTables((NewTable(3, SPEC), NewTable(4, SPEC, "ads"))), 10),
+            Operation(
+                OperationKind.CREATE, -1, 0, CreatedTables((CreatedTable(3, SPEC), CreatedTable(4, SPEC, "ads"))), 10
+            ),
         ),
-        Forward(4, numbers(1), numbers(9), Operation(OperationKind.CREATE, -1, 0, NewTables((NewTable(3, SPEC),)), 10)),
+        Forward(
+            4, numbers(1), numbers(9),
+            Operation(OperationKind.CREATE, -1, 0, CreatedTables((CreatedTable(3, SPEC),)), 10),
+        ),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.AUDIT, -1, 0, AuditMark(1 << 61), 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.CUT, -1, 0, THE_CUT, 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.RESTORE, -1, 0, SOME_ROWS, 10)),
@@ -171,7 +176,7 @@ def test_any_part_of_a_push_arrives_with_the_keys_of_its_ranges(data: st.DataObj
     heard = through_the_wire(said, store)
     assert isinstance(heard, Forward)
     content = heard.operation.payload
-    assert isinstance(content, Content)
+    assert isinstance(content, RowBlocks)
     kept = Contribution("ads", 7, content.blocks, part, positions_of(part, P), ShardMark(1 << 16 | 2, 0))
     again = through_the_wire(Forward(4, part, said.seqs, Operation(OperationKind.PUSH, 5, 7 << 16, kept, 10)), store)
     assert isinstance(again, Forward)
@@ -180,7 +185,7 @@ def test_any_part_of_a_push_arrives_with_the_keys_of_its_ranges(data: st.DataObj
     assert again.operation.payload.mark == kept.mark
     assert same(again.operation.payload.blocks, content.blocks)
     expected = a_push(store, part).payload
-    assert isinstance(expected, Content)
+    assert isinstance(expected, RowBlocks)
     assert same([b for b in content.blocks if len(b.keys)], [b for b in expected.blocks if len(b.keys)])
 
 
@@ -240,10 +245,10 @@ def test_a_take_of_shards_that_cannot_be_is_refused(spec: tuple[object, ...]) ->
     "operation",
     [
         Operation(OperationKind.AUDIT, -1, 0, AuditMark(1), 10, Refusal(WHY)),
-        Operation(OperationKind.PUSH, 5, 7 << 16, Content([], ONE, positions_of(ONE, P)), 10, Refusal("no JSON")),
-        Operation(OperationKind.PUSH, 5, 7 << 16, Content([], ONE, positions_of(ONE, P)), 10, Refusal('{"code": 5}')),
-        Operation(OperationKind.PUSH, 5, 7 << 16, Content([], ONE, positions_of(ONE, P)), 10, Refusal(WHY, -1)),
-        Operation(OperationKind.PUSH, 5, 7 << 16, Content([], ONE, positions_of(ONE, P)), 10, Refusal(WHY, 1 << 70)),
+        Operation(OperationKind.PUSH, 5, 7 << 16, RowBlocks([], ONE, positions_of(ONE, P)), 10, Refusal("no JSON")),
+        Operation(OperationKind.PUSH, 5, 7 << 16, RowBlocks([], ONE, positions_of(ONE, P)), 10, Refusal('{"code": 5}')),
+        Operation(OperationKind.PUSH, 5, 7 << 16, RowBlocks([], ONE, positions_of(ONE, P)), 10, Refusal(WHY, -1)),
+        Operation(OperationKind.PUSH, 5, 7 << 16, RowBlocks([], ONE, positions_of(ONE, P)), 10, Refusal(WHY, 1 << 70)),
     ],
 )
 def test_what_cannot_have_been_refused_is_refused(operation: Operation) -> None:
@@ -274,7 +279,10 @@ def test_the_longest_spec_fits_between_replicas() -> None:
     spec = TableSpec("a", 1, Custom("n" + '"' * ((MAX_JSON - least) // 2)))
     assert MAX_JSON - 1 <= len(spec.to_json()) <= MAX_JSON
     message = Forward(
-        4, ONE, numbers(9), Operation(OperationKind.CREATE, -1, 0, NewTables((NewTable(3, spec.to_json()),)), 10)
+        4,
+        ONE,
+        numbers(9),
+        Operation(OperationKind.CREATE, -1, 0, CreatedTables((CreatedTable(3, spec.to_json()),)), 10),
     )
     assert same(through_the_wire(message, a_store()), message)
 

@@ -13,7 +13,7 @@ from coordinator.core.view import View
 from elasticps.memory import Reading, fill_mark, rows_mark
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
-from elasticps.server.core.headroom import Memory
+from elasticps.server.core.headroom import ServerMemory
 from elasticps.server.core.requests import RequestError, RequestTicket
 from elasticps.server.fast.layout import H_ENABLED
 from elasticps.server.roles import memory_limit
@@ -53,7 +53,7 @@ async def chain(group: Group, names: str) -> dict[str, Gauge]:
     """Servers under one view in which every chain is `names`, each with its own gauge."""
     gauges = {name: Gauge() for name in names}
     for name, gauge in gauges.items():
-        await group.start(name, memory=Memory(LIMIT, gauge.read))
+        await group.start(name, memory=ServerMemory(LIMIT, gauge.read))
     group.adopt(group.make_view(lambda r: list(names)))
     await until(lambda: all(not server.links.suspects() for server in group.servers.values()))
     return gauges
@@ -71,7 +71,7 @@ async def begin(group: Group, names: str, compiled: bool = True) -> tuple[dict[s
 
 def test_buffers_fit_above_the_upper_mark() -> None:
     """The log, as much of it again that TLS has made for a successor which does not read, and what is kept aside."""
-    assert fill_mark(LIMIT) + 3 * Memory(LIMIT).share(LIMIT) <= LIMIT
+    assert fill_mark(LIMIT) + 3 * ServerMemory(LIMIT).share(LIMIT) <= LIMIT
 
 
 def look(group: Group) -> None:
@@ -251,7 +251,7 @@ def test_heads_share_a_room(run: Run) -> None:
     async def story(group: Group) -> None:
         gauges = {name: Gauge() for name in "abc"}
         for name, gauge in gauges.items():
-            await group.start(name, memory=Memory(LIMIT, gauge.read))
+            await group.start(name, memory=ServerMemory(LIMIT, gauge.read))
         group.adopt(group.make_view(lambda r: (["a", "c"], ["b", "c"], ["c"], ["c"])[r % 4]))
         await until(lambda: all(not server.links.suspects() for server in group.servers.values()))
         gauges["c"].used = rows_mark(LIMIT, 3, 3) - 4000
@@ -413,7 +413,7 @@ def test_nobody_is_many_rounds_ahead(run: Run) -> None:
         said = [await code(share(worker, view, clock)) for clock in range(1, 6)]
         assert said == ["ok", "ok", "ahead", "ahead", "ahead"]
         for server in group.servers.values():
-            kept = [each for r in range(RANGES) for each in server.executor.rounds.kept_in(r, server.store.tables)]
+            kept = [each for r in range(RANGES) for each in server.executor.rounds.retained_in(r, server.store.tables)]
             assert {clock for _, clock, _ in kept} == {1, 2}
         assert await code(close_round(worker, view, 1)) == "ok"
         assert await code(share(worker, view, 6)) == "ok"

@@ -66,7 +66,7 @@ def test_a_share_is_taken_whatever_is_not_closed_yet_where_ranges_are_filled(
                 real[header.kind](conn, header, body)
 
         def has_share(clock: int, r: int) -> Callable[[Header], object]:
-            return lambda _: any(s.live[r] for s in c.executor.rounds._kept.get(("default", clock), ()))
+            return lambda _: any(s.live[r] for s in c.executor.rounds._retained.get(("default", clock), ()))
 
         group.adopt(group.make_view(lambda r: [head(r)], lambda r: "c" if r in (0, 6) else ""))
         view = group.view
@@ -94,7 +94,7 @@ def test_a_share_is_taken_whatever_is_not_closed_yet_where_ranges_are_filled(
         assert await shares(2) == ["OK"] * 3
         await hears("b", has_share(2, 6))
         assert await closes(2) == ["OK"] * 3
-        assert {clock for _, clock in c.executor.rounds._kept} == {1, 2}
+        assert {clock for _, clock in c.executor.rounds._retained} == {1, 2}
         assert await shares(3) == ["OK"] * 3
 
     run(story)

@@ -16,7 +16,7 @@ from elasticps.model.optimizers import Accumulate
 from elasticps.model.sharding import ShardSpec
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds, Rounds
-from elasticps.server.core.data_shards import Claim, Doing, Shards, ShardSet, Used
+from elasticps.server.core.data_shards import Claim, Doing, ShardSet, ShardSets, Used
 from elasticps.server.core.operations import ChunkContent, TableRows
 from elasticps.server.core.replica_codec import ReplicaCodec
 from elasticps.server.core.snapshot import decode_content, encode_content, pack, size_of
@@ -110,7 +110,7 @@ def through_the_wire(content: ChunkContent) -> ChunkContent:
 def plain(content: ChunkContent) -> tuple[Any, ...]:
     """The same as values that can be compared; also the order of dicts counts, replicas go through them."""
     rows = [(t.table, t.spec, _rows(t), t.notes.tolist(), t.floor) for t in content.tables]
-    shares = [(a, c, w, [_plain(b) for b in blocks]) for a, c, w, blocks in content.rounds.kept]
+    shares = [(a, c, w, [_plain(b) for b in blocks]) for a, c, w, blocks in content.rounds.retained]
     of_groups = {
         app: (list(h.members.items()), h.decided, h.workers, list(h.last.items()), h.roster)
         for app, h in content.rounds.groups.items()
@@ -144,7 +144,7 @@ def test_cut_into_several_it_gives_the_same(content: ChunkContent, most_bytes: i
     assert all(part.rounds.more for part in parts[1:])
     largest = 600 + 80  # a table with a spec, or the longest name with an entry of each kind
     assert all(len(b"".join(map(bytes, encode_content(part)))) <= 2 * most_bytes + largest for part in parts)
-    at_once, in_parts = (Rounds(P), Shards(P)), (Rounds(P), Shards(P))
+    at_once, in_parts = (Rounds(P), ShardSets(P)), (Rounds(P), ShardSets(P))
     for (of_rounds, of_shards), pieces in ((at_once, [content]), (in_parts, parts)):
         for piece in pieces:
             piece = through_the_wire(piece)  # so that none is changed by who loads it
@@ -174,7 +174,7 @@ def _rows(table: TableRows) -> list[tuple[int, list[int], int]]:
 def _shares(found: Rounds) -> dict[Any, list[Any]]:
     """Every row that is kept, by round, worker, table and step values, in order."""
     rows: dict[Any, list[Any]] = {}
-    for key, shares in found._kept.items():
+    for key, shares in found._retained.items():
         for share in shares:
             for block in share.blocks:
                 of = (*key, share.worker, block.table, *block.step_values.tolist())
@@ -234,7 +234,7 @@ def test_a_home_range_full_of_state_reaches_its_joiner_while_workers_go_on(run: 
     run(test)
 
 
-def fill_up(of_rounds: Rounds, of_shards: Shards, store: Store) -> None:
+def fill_up(of_rounds: Rounds, of_shards: ShardSets, store: Store) -> None:
     spec = ShardSpec(100_000_000, 64, 1, None)
     for worker in range(1, 14_001):
         of_shards.take(Claim("default", "train", spec, 1_000_000 + worker, 0, 4, (), (), ()))
@@ -249,7 +249,7 @@ def fill_up(of_rounds: Rounds, of_shards: Shards, store: Store) -> None:
 
 def kept_in(of_rounds: Rounds, store: Store, r: int) -> set[tuple[int, int, float]]:
     width = (1 << 62) // RANGES
-    kept = of_rounds.dump(r, r * width, (r + 1) * width, store.tables).kept
+    kept = of_rounds.dump(r, r * width, (r + 1) * width, store.tables).retained
     return {
         (worker, key, float(row[0]))
         for _, _, worker, blocks in kept

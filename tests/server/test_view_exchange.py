@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from coordinator.core.view import ServerInfo, View
-from elasticps.server.core.view_exchange import MAX_WAITING_BYTES, TOLD_IN_A_TURN, HeldFrames, Herald
+from elasticps.server.core.view_exchange import MAX_WAITING_BYTES, NOTIFIED_PER_TURN, HeldFrames, ViewNotifier
 from elasticps.wire.frames import HEADER_BYTES, Header, Kind, bytes_frame, json_frame, unpack_header
 from tests.server.conftest import Group, Run, until
 
@@ -21,7 +21,7 @@ VIEW = View("c", 1, 2, 1, SERVERS, np.zeros((2, 1)).astype(int), np.array([-1, -
 
 class Listener:
     def __init__(self, waiting_bytes: int = 0) -> None:
-        self.told_epoch = 0
+        self.notified_epoch = 0
         self.waiting_bytes = waiting_bytes
         self.frames: list[bytes] = []
 
@@ -51,13 +51,13 @@ def told(listeners: list[Any]) -> int:
 
 
 def test_everybody_gets_the_same_frame_some_in_each_turn() -> None:
-    loop, listeners = Loop(), [listener() for _ in range(3 * TOLD_IN_A_TURN)]
-    herald = Herald(loop.soon)
-    herald.adopt(VIEW)
-    herald.tell_all(listeners)
-    herald.tell(listeners[-1])  # it asks before its turn has come
+    loop, listeners = Loop(), [listener() for _ in range(3 * NOTIFIED_PER_TURN)]
+    notifier = ViewNotifier(loop.soon)
+    notifier.adopt(VIEW)
+    notifier.tell_all(listeners)
+    notifier.tell(listeners[-1])  # it asks before its turn has come
     for turn in (1, 2, 3):
-        assert told(listeners[:-1]) == turn * TOLD_IN_A_TURN - (turn == 3)
+        assert told(listeners[:-1]) == turn * NOTIFIED_PER_TURN - (turn == 3)
         loop.turn()
     assert not loop.next
     assert {id(frame) for one in listeners for frame in one.frames} == {id(listeners[0].frames[0])}
@@ -65,25 +65,25 @@ def test_everybody_gets_the_same_frame_some_in_each_turn() -> None:
 
 
 def test_a_view_that_comes_in_between_is_told_to_those_who_have_not_heard_and_the_newcomers() -> None:
-    loop, listeners = Loop(), [listener() for _ in range(2 * TOLD_IN_A_TURN)]
-    herald = Herald(loop.soon)
-    herald.adopt(VIEW)
-    herald.tell_all(listeners)
-    herald.adopt(replace(VIEW, epoch=2))
-    herald.tell_all(listeners[:1])
+    loop, listeners = Loop(), [listener() for _ in range(2 * NOTIFIED_PER_TURN)]
+    notifier = ViewNotifier(loop.soon)
+    notifier.adopt(VIEW)
+    notifier.tell_all(listeners)
+    notifier.adopt(replace(VIEW, epoch=2))
+    notifier.tell_all(listeners[:1])
     loop.turn()
     loop.turn()
     assert not loop.next
     epochs = [[unpack_header(frame).epoch for frame in one.frames] for one in listeners]
-    assert epochs == [[1, 2]] + [[1]] * (TOLD_IN_A_TURN - 1) + [[2]] * TOLD_IN_A_TURN
+    assert epochs == [[1, 2]] + [[1]] * (NOTIFIED_PER_TURN - 1) + [[2]] * NOTIFIED_PER_TURN
 
 
 def test_who_reads_nothing_is_told_when_it_asks() -> None:
-    herald, idle = Herald(Loop().soon), listener(MAX_WAITING_BYTES)
-    herald.adopt(VIEW)
-    herald.tell_all([idle])
+    notifier, idle = ViewNotifier(Loop().soon), listener(MAX_WAITING_BYTES)
+    notifier.adopt(VIEW)
+    notifier.tell_all([idle])
     assert not idle.frames
-    herald.tell(idle)
+    notifier.tell(idle)
     assert len(idle.frames) == 1
 
 
@@ -147,9 +147,9 @@ def test_a_server_that_gets_ranges_tells_its_workers_once(run: Run) -> None:
 
 
 def test_who_asks_again_and_again_and_reads_nothing_is_told_no_more() -> None:
-    herald, serving = Herald(Loop().soon), SimpleNamespace(epoch=VIEW.epoch)
-    herald.adopt(VIEW)
-    held = HeldFrames(cast(Any, serving), herald, lambda: 0.0, lambda: None, lambda: None)
+    notifier, serving = ViewNotifier(Loop().soon), SimpleNamespace(epoch=VIEW.epoch)
+    notifier.adopt(VIEW)
+    held = HeldFrames(cast(Any, serving), notifier, lambda: 0.0, lambda: None, lambda: None)
     asking, full = listener(MAX_WAITING_BYTES - 1), listener(MAX_WAITING_BYTES)
     for asker in (asking, asking, full):
         held.handlers[Kind.GET_VIEW](asker, Header(Kind.GET_VIEW), np.empty(0, np.uint8))

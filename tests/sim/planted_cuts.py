@@ -12,7 +12,7 @@ import elasticps.checkpoint.cuts as checkpoint_cuts
 import replication.admission
 from elasticps.checkpoint.cuts import CutTaker, Verdict, judge
 from elasticps.client.core.hold import Hold
-from elasticps.server.core.cut import Holding
+from elasticps.server.core.cut import CutHold
 from elasticps.server.roles.cuts import CutHandler
 from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.store import Store
@@ -125,15 +125,15 @@ def take_a_worker_that_was_left_out_for_whole(patch: pytest.MonkeyPatch) -> None
 
 
 def take_an_open_round_for_a_closed_one(patch: pytest.MonkeyPatch) -> None:
-    hear = Holding.hear
-    patch.setattr(Holding, "hear", lambda self, app, said, now: hear(self, app, said._replace(open=False), now))
+    hear = CutHold.hear
+    patch.setattr(CutHold, "hear", lambda self, app, said, now: hear(self, app, said._replace(open=False), now))
 
 
 def tell_nobody_that_a_round_has_begun(patch: pytest.MonkeyPatch) -> None:
-    hear = Holding.hear
+    hear = CutHold.hear
 
-    def mutant(self: Holding, *given: Any) -> bool:
+    def mutant(self: CutHold, *given: Any) -> bool:
         hear(self, *given)
         return False
 
-    patch.setattr(Holding, "hear", mutant)
+    patch.setattr(CutHold, "hear", mutant)

@@ -16,8 +16,8 @@ from elasticps.client.core import barrier, fan_out
 from elasticps.client.core.data_shards import ShardClaims, Told
 from elasticps.client.core.fan_out import FanOut
 from elasticps.server.core.barrier import BarrierCoordinator
-from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds, Rounds, Share
-from elasticps.server.core.data_shards import UNUSED, Claim, ShardDispenser, Shards, ShardSet, Used
+from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds, Rounds, RoundShare
+from elasticps.server.core.data_shards import UNUSED, Claim, ShardDispenser, ShardSet, ShardSets, Used
 from elasticps.server.core.group_log import GroupLog
 from elasticps.server.roles.executor import Executor
 from replication.messages import OperationKind
@@ -77,7 +77,7 @@ def apply_a_share_at_once(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(self: Rounds, app: str, clock: int, worker: int, ranges: Any, blocks: Any) -> None:
         keep(self, app, clock, worker, ranges, blocks)
-        for share in self._kept.get((app, clock), []):
+        for share in self._retained.get((app, clock), []):
             share.live[:] = share.live & (self.closed(app) + 1 == clock) & (worker % 2 == 0)
 
     patch.setattr(Rounds, "keep", mutant)
@@ -87,10 +87,10 @@ def close_a_round_twice(patch: pytest.MonkeyPatch) -> None:
     close = Rounds.close
 
     def mutant(self: Rounds, app: str, clock: int, workers: Any, ranges: Any, tables: Any) -> Any:
-        kept = copy.deepcopy(self._kept)
+        kept = copy.deepcopy(self._retained)
         before = self.closed(app).copy()
         blocks = close(self, app, clock, workers, ranges, tables)
-        self._kept = kept
+        self._retained = kept
         if (before[ranges] == clock).all():
             self.closed(app)[ranges] = clock - 1
             blocks = close(self, app, clock, workers, ranges, tables)
@@ -113,13 +113,13 @@ def average_in_the_order_of_arrival(patch: pytest.MonkeyPatch) -> None:
     close = Rounds.close
 
     def mutant(self: Rounds, app: str, clock: int, workers: Any, ranges: Any, tables: Any) -> Any:
-        shares = [s for s in self._kept.get((app, clock), []) if s.worker in workers]
+        shares = [s for s in self._retained.get((app, clock), []) if s.worker in workers]
         names = list(dict.fromkeys(s.worker for s in shares))
-        self._kept[app, clock] = [Share(names.index(s.worker), s.live, s.blocks) for s in shares]
+        self._retained[app, clock] = [RoundShare(names.index(s.worker), s.live, s.blocks) for s in shares]
         blocks = close(self, app, clock, range(len(workers)), ranges, tables)
-        left = self._kept.pop((app, clock), [])
+        left = self._retained.pop((app, clock), [])
         if left:
-            self._kept[app, clock] = [Share(names[s.worker], s.live, s.blocks) for s in left]
+            self._retained[app, clock] = [RoundShare(names[s.worker], s.live, s.blocks) for s in left]
         return blocks
 
     patch.setattr(Rounds, "close", mutant)
@@ -136,7 +136,7 @@ def average_all_that_is_kept(patch: pytest.MonkeyPatch) -> None:
     close = Rounds.close
 
     def mutant(self: Rounds, app: str, clock: int, workers: Any, ranges: Any, tables: Any) -> Any:
-        everybody = sorted({*workers, *(s.worker for s in self._kept.get((app, clock), ()))})
+        everybody = sorted({*workers, *(s.worker for s in self._retained.get((app, clock), ()))})
         return close(self, app, clock, everybody, ranges, tables)
 
     patch.setattr(Rounds, "close", mutant)
@@ -146,8 +146,8 @@ def drop_the_first_part_of_a_share(patch: pytest.MonkeyPatch) -> None:
     keep = Rounds.keep
 
     def mutant(self: Rounds, app: str, clock: int, worker: int, ranges: Any, blocks: Any) -> None:
-        self._kept[app, clock] = [
-            s for s in self._kept.get((app, clock), []) if s.worker != worker or not s.live[ranges].any()
+        self._retained[app, clock] = [
+            s for s in self._retained.get((app, clock), []) if s.worker != worker or not s.live[ranges].any()
         ]
         keep(self, app, clock, worker, ranges, blocks)
 
@@ -160,7 +160,7 @@ def fill_a_joiner_without_the_rounds(patch: pytest.MonkeyPatch) -> None:
 
 def fill_a_joiner_without_what_is_kept(patch: pytest.MonkeyPatch) -> None:
     load = Rounds.load
-    patch.setattr(Rounds, "load", lambda self, r, piece: load(self, r, piece._replace(kept=[])))
+    patch.setattr(Rounds, "load", lambda self, r, piece: load(self, r, piece._replace(retained=[])))
 
 
 def fill_a_joiner_of_the_home_range_without_its_state(patch: pytest.MonkeyPatch) -> None:
@@ -236,23 +236,23 @@ def lose_the_shards_of_workers_that_died(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_for_lost_who_only_waits(patch: pytest.MonkeyPatch) -> None:
-    take = Shards.take
+    take = ShardSets.take
 
-    def mutant(self: Shards, step: Claim) -> None:
+    def mutant(self: ShardSets, step: Claim) -> None:
         found = self.find(step.app, step.name)
         if found is not None and found.upcoming == found.spec.total and not found.returned:
             step = step._replace(lost=tuple(sorted(set(found.doing) - {step.worker})))
         take(self, step)
 
-    patch.setattr(Shards, "take", mutant)
+    patch.setattr(ShardSets, "take", mutant)
 
 
 def fill_a_joiner_without_the_shards(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Shards, "load", lambda self, piece, more: None)
+    patch.setattr(ShardSets, "load", lambda self, piece, more: None)
 
 
 def forget_which_step_used_a_shard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Shards, "note", lambda self, mark, worker, clock: None)
+    patch.setattr(ShardSets, "note", lambda self, mark, worker, clock: None)
 
 
 def note_only_at_the_head_which_step_used_a_shard(patch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from replication.progress import PART_BITS
 ALL = np.arange(KEYS)
 
 
-class Content(NamedTuple):
+class RowBlocks(NamedTuple):
     """A range as a cut passed it at one replica: place in the log, what was noted, rows of all keys in it by table."""
 
     seq: int
@@ -41,7 +41,7 @@ class CutCheck:
         self._sums = sums
         self._rounds = rounds
         self._tables = tables
-        self._passed: dict[tuple[int, int, Member], Content] = {}  # by cut, range, and who logged it
+        self._passed: dict[tuple[int, int, Member], RowBlocks] = {}  # by cut, range, and who logged it
         self._at: set[tuple[int, int, Member]] = set()  # by cut, range and replica, as long as it keeps its copy
 
     def follow(self, server: Server, broken: Callable[[Violation], None]) -> None:
@@ -77,7 +77,7 @@ class CutCheck:
             values = np.empty((len(keys), table.spec.dim), np.float32)
             table.gather(keys, values)
             rows[id_] = keys, values
-        found = Content(seq, server.executor.cuts.noted.get(r), rows)
+        found = RowBlocks(seq, server.executor.cuts.noted.get(r), rows)
         key = mark.number, r, Member(mark.writer, mark.incarnation)
         first = self._passed.setdefault(key, found)
         # Of a cut that comes here when a newer one has passed other ranges nothing is noted.

@@ -19,7 +19,7 @@ from elasticps.server.core.operations import AuditMark
 from elasticps.store import Table
 from replication.chain import Ranges
 
-MARKS_KEPT = 4
+MARKS_RETAINED = 4
 PART_BYTES = 1 << 20  # of rows: half a millisecond, and as long again for each 90,000 rows that the range has in all
 
 
@@ -31,10 +31,10 @@ class Marks:
         self._parts: dict[tuple[int, int], list[bytes]] = {}  # of ranges of which some parts have passed
 
     def note(self, mark: AuditMark, r: int, found: MarkedRange) -> None:
-        """Keeps what was found at one part; the oldest mark is forgotten when there are more than MARKS_KEPT. Of a
+        """Keeps what was found at one part; the oldest mark is forgotten when there are more than MARKS_RETAINED. Of a
         range that was not here for all parts nothing is kept."""
         passed = self._marks.setdefault(mark.id, {})
-        while len(self._marks) > MARKS_KEPT:
+        while len(self._marks) > MARKS_RETAINED:
             self._forget(self._marks.popitem(last=False)[0])
         parts = self._parts.pop((mark.id, r), [])
         if len(parts) != mark.part:

@@ -133,7 +133,7 @@ class BarrierCoordinator:
         the time that this is committed the next round may be decided, which is not what was asked for."""
         state = self._rounds.groups.get(app, BarrierGroup())
         if clock < state.decided or worker not in state.workers:
-            self._group.herald.refuse(ticket.connection, ticket.request, _left_out(clock, app))
+            self._group.notifier.refuse(ticket.connection, ticket.request, _left_out(clock, app))
             return
         workers, request = state.workers, ticket.request
         group = np.array([group_range(app, self._serving.ranges)], np.int64)
@@ -160,7 +160,7 @@ class BarrierCoordinator:
         self._group.log(_Several(group, tickets), OperationKind.BARRIER_DECISION, step, group)
         for worker in [w for w, one in waiting.items() if one.clock <= clock]:  # it was away: what it waits for is over
             one = waiting.pop(worker)
-            self._group.herald.refuse(one.ticket.connection, one.ticket.request, _left_out(one.clock, app))
+            self._group.notifier.refuse(one.ticket.connection, one.ticket.request, _left_out(one.clock, app))
 
     def judge(self) -> None:
         """The roster or the view has changed, or time has passed."""
@@ -191,7 +191,7 @@ class BarrierCoordinator:
             if now >= one.deadline_s:
                 del waiting[worker]
                 text = f"round {one.clock} of {app!r} waited too long for worker {', '.join(names)}"
-                self._group.herald.refuse(
+                self._group.notifier.refuse(
                     one.ticket.connection, one.ticket.request, RequestError("behind", text, behind=names)
                 )
 

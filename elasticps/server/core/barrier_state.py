@@ -1,13 +1,13 @@
 """Synchronous rounds (BSP): the average of all workers' gradients, one optimizer step, the same everywhere.
 
-What a worker pushes is logged and acknowledged like any push, but kept aside. When it is committed in every range the
-worker says so to the head of its application's *group range*. That head decides, in the group range's log, that round n
-is made of the workers S, once all of them have said so. The workers pass the decision on to the heads of all ranges,
-which log that the round closes: there every replica averages what it has kept of the workers in S, in the order of
-their ids, and makes one optimizer step. So all ranges agree on who is in a round, whoever dies in between: what a
-worker left behind that is not in S is dropped everywhere.
+A worker's share of a round is logged and acknowledged like any push, but retained instead of applied. Once it is
+committed in every range, the worker arrives at the head of its application's *group range*. When all have arrived, that
+head decides, in the group range's log, that round n is made of the workers S. The workers pass the decision on to the
+heads of all ranges, which log that the round closes: there every replica averages the retained shares of the workers in
+S, in the order of their ids, and makes one optimizer step. So all ranges agree on who is in a round, whatever fails in
+between: the shares of a worker that is not in S are dropped everywhere.
 
-All of this changes by logged operations only, and moves with its ranges. Pure.
+All of this changes by logged operations only, and moves with its ranges.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Selecting(Protocol):
         """Indices of the keys whose place is below their range's bound; bounds: int64 [ranges]."""
 
 
-class Share(NamedTuple):
+class RoundShare(NamedTuple):
     """What a worker pushed for a round: its rows in the ranges that are `live`, bool [P]."""
 
     worker: int
@@ -93,24 +93,24 @@ class RoundStep(NamedTuple):
 
 
 class RangeRounds(NamedTuple):
-    """What a piece of a range carries of rounds: closed rounds and groups by application, and kept shares by
+    """What a piece of a range carries of rounds: closed rounds and groups by application, and retained shares by
     (application, round, worker). more: it goes on where the piece before ended, also in the midst of a group."""
 
     closed: dict[str, int]
     groups: dict[str, BarrierGroup]
-    kept: list[tuple[str, int, int, list[Block]]]
+    retained: list[tuple[str, int, int, list[Block]]]
     more: bool = False
 
 
 class Rounds:
-    """The state of all ranges held here. nbytes: what is kept takes."""
+    """The state of all ranges held here. nbytes: what is retained takes."""
 
     def __init__(self, ranges: int) -> None:
         self.groups: dict[str, BarrierGroup] = {}
         self.nbytes = 0
         self._ranges = ranges
         self._closed: dict[str, NDArray[np.int64]] = {}
-        self._kept: dict[tuple[str, int], list[Share]] = {}
+        self._retained: dict[tuple[str, int], list[RoundShare]] = {}
 
     # --- operations -------------------------------------------------------------------------------------------------
 
@@ -133,10 +133,10 @@ class Rounds:
             self._ranges + sum(b.keys.nbytes + b.grads.nbytes + b.step_values.nbytes for b in blocks) if blocks else 0
         )
 
-    def crowded(self, app: str, clock: int, worker: int, ranges: Ranges) -> bool:
+    def has_too_many_open(self, app: str, clock: int, worker: int, ranges: Ranges) -> bool:
         """Whether a worker has shares in so many other rounds that are open in these ranges, which are headed here,
         that no honest one has. In one that is being filled there may be more: nobody waits for it to close them."""
-        others = [shares for (of, number), shares in self._kept.items() if of == app and number != clock]
+        others = [shares for (of, number), shares in self._retained.items() if of == app and number != clock]
         if len(others) < MOST_OPEN:
             return False
         mine = (any(s.worker == worker and s.live[ranges].any() for s in shares) for shares in others)
@@ -175,10 +175,10 @@ class Rounds:
         closing[ranges] = closed[ranges] < clock
         closed[ranges] = np.maximum(closed[ranges], clock)
         chosen = sorted(workers)
-        shares = [s for s in self._kept.get((app, clock), ()) if s.worker in chosen]
+        shares = [s for s in self._retained.get((app, clock), ()) if s.worker in chosen]
         shares.sort(key=lambda share: share.worker)  # stable: a worker's parts stay in order
         average = _average([_decoded(_within(s, closing, tables), tables) for s in shares], len(chosen))
-        self._drop(closing, [key for key in self._kept if key[0] == app and key[1] <= clock])
+        self._drop(closing, [key for key in self._retained if key[0] == app and key[1] <= clock])
         return average
 
     # --- ranges -----------------------------------------------------------------------------------------------------
@@ -191,33 +191,33 @@ class Rounds:
             closed[ranges] = 0
         for app in [a for a in self.groups if gone[group_range(a, self._ranges)]]:
             del self.groups[app]
-        self._drop(gone, list(self._kept))
+        self._drop(gone, list(self._retained))
 
     def drop(self, table: int, ranges: Ranges | None, tables: Mapping[int, Selecting]) -> None:
-        """Forgets what is kept for a table in these ranges, or everywhere."""
+        """Forgets what is retained for a table in these ranges, or everywhere."""
         bounds = np.full(self._ranges, 0 if ranges is None else HASH_END, np.int64)
         if ranges is not None:
             bounds[ranges] = 0
-        for key, shares in list(self._kept.items()):
+        for key, shares in list(self._retained.items()):
             left = [share._replace(blocks=list(_outside(share.blocks, table, bounds, tables))) for share in shares]
             self.nbytes -= sum(self.size(share.blocks) for share in shares)
-            self._kept[key] = [share for share in left if share.blocks]
-            self.nbytes += sum(self.size(share.blocks) for share in self._kept[key])
-            if not self._kept[key]:
-                del self._kept[key]
+            self._retained[key] = [share for share in left if share.blocks]
+            self.nbytes += sum(self.size(share.blocks) for share in self._retained[key])
+            if not self._retained[key]:
+                del self._retained[key]
 
     def dump(self, r: int, low: int, high: int, tables: Mapping[int, Selecting]) -> RangeRounds:
         """What belongs to the keys of range r with places in low..high-1."""
         inside, below = (np.zeros(self._ranges, np.int64) for _ in range(2))
         inside[r], below[r] = high, low
-        kept = [
+        retained = [
             (app, clock, share.worker, blocks)
-            for (app, clock), shares in self._kept.items()
+            for (app, clock), shares in self._retained.items()
             for share in shares
             if share.live[r] and (blocks := _between(share.blocks, below, inside, tables))
         ]
         closed = {app: int(rounds[r]) for app, rounds in self._closed.items() if rounds[r]}
-        return RangeRounds(closed, self.groups_of(r), kept)
+        return RangeRounds(closed, self.groups_of(r), retained)
 
     def groups_of(self, r: int) -> dict[str, BarrierGroup]:
         """The groups that belong to range r, by application; not copies."""
@@ -234,7 +234,7 @@ class Rounds:
                 self.groups.setdefault(app, group)
         only = np.zeros(self._ranges, np.bool_)
         only[r] = True
-        for app, clock, worker, blocks in piece.kept:
+        for app, clock, worker, blocks in piece.retained:
             if blocks and self.closed(app)[r] < clock:
                 self._keep((app, clock), worker, only.copy(), blocks)
 
@@ -246,35 +246,35 @@ class Rounds:
         """The last closed round of each application that has closed one in range r, by application."""
         return [(app, int(rounds[r])) for app, rounds in sorted(self._closed.items()) if rounds[r]]
 
-    def kept_in(self, r: int, tables: Mapping[int, Selecting]) -> list[tuple[str, int, int]]:
-        """(application, round, worker) of which rows are kept in range r."""
+    def retained_in(self, r: int, tables: Mapping[int, Selecting]) -> list[tuple[str, int, int]]:
+        """(application, round, worker) of which rows are retained in range r."""
         only = np.zeros(self._ranges, np.bool_)
         only[r] = True
-        every = ((*key, share) for key, shares in self._kept.items() for share in shares)
+        every = ((*key, share) for key, shares in self._retained.items() for share in shares)
         return sorted({(app, clock, share.worker) for app, clock, share in every if _within(share, only, tables)})
 
     def _keep(self, key: tuple[str, int], worker: int, live: NDArray[np.bool_], blocks: list[Block]) -> None:
         own = [Block(b.table, b.keys.copy(), b.grads.copy(), b.step_values.copy()) for b in blocks]
-        self._kept.setdefault(key, []).append(Share(worker, live, own))
+        self._retained.setdefault(key, []).append(RoundShare(worker, live, own))
         self.nbytes += self.size(own)
 
     def _drop(self, gone: NDArray[np.bool_], keys: list[tuple[str, int]]) -> None:
         for key in keys:
-            for share in self._kept[key]:
+            for share in self._retained[key]:
                 share.live[gone] = False
-            left = [share for share in self._kept[key] if share.live.any()]
-            self.nbytes -= sum(self.size(share.blocks) for share in self._kept[key] if not share.live.any())
+            left = [share for share in self._retained[key] if share.live.any()]
+            self.nbytes -= sum(self.size(share.blocks) for share in self._retained[key] if not share.live.any())
             if left:
-                self._kept[key] = left
+                self._retained[key] = left
             else:
-                del self._kept[key]
+                del self._retained[key]
 
 
 def _decoded(blocks: list[Block], tables: Mapping[int, Selecting]) -> list[Block]:
     return [block._replace(grads=tables[block.table].push.decode(block.grads)) for block in blocks]
 
 
-def _within(share: Share, ranges: NDArray[np.bool_], tables: Mapping[int, Selecting]) -> list[Block]:
+def _within(share: RoundShare, ranges: NDArray[np.bool_], tables: Mapping[int, Selecting]) -> list[Block]:
     """A share's rows in those of `ranges`, bool [P], where it is live."""
     bounds = np.where(share.live & ranges, HASH_END, 0).astype(np.int64)
     return _between(share.blocks, np.zeros(len(bounds), np.int64), bounds, tables)

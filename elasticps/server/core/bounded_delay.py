@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.core.view import WorkerInfo
-from elasticps.server.core.reads import DEFAULT_WAIT_S, MAX_PARKED, Read
+from elasticps.server.core.reads import DEFAULT_WAIT_S, MAX_PARKED, PullRequest
 from elasticps.server.core.requests import Asker, RequestError
 from replication.progress import PART_BITS, Clocks
 
@@ -93,10 +93,10 @@ class Slowest:
 
 
 Numbers = list[tuple[int, int]]  # a heap of (clock waited for, number of the pull)
-GRACE_S = 1.0  # workers connect to a server that gets ranges within milliseconds of the view that says so
+CONNECT_WAIT_S = 1.0  # workers connect to a server that gets ranges within milliseconds of the view that says so
 
 
-class Company:
+class Cohort:
     """An application's workers that may hold pulls back, in the ranges that are read. heard: those that have joined
     here, or that nobody awaits and whose steps are seen here; awaited: those of `BoundedDelay._awaited` whose steps are
     seen; unseen: those that have said nothing here, and of which nothing is seen."""
@@ -124,7 +124,7 @@ class BoundedDelay:
     it starts above, or JOIN with PAUSE). But a server may get ranges, and pulls of others, a moment before a worker has
     connected to it. So a worker of the roster that has said nothing here yet counts as well: with its progress, which
     came with the ranges; without any it may have joined elsewhere and not pushed, so it counts as clock 0, but only if
-    it was in the roster when the ranges came, and for GRACE_S: one that never speaks must not hold others back.
+    it was in the roster when the ranges came, and for CONNECT_WAIT_S: one that never speaks must not hold others back.
 
     What it costs does not grow with the workers. In the ranges that are read progress only grows, so of each
     application only the slowest worker is looked at; and a pull that waits is looked at when that one has come to where
@@ -141,9 +141,9 @@ class BoundedDelay:
         self._least: dict[str, int] = {}  # what an application's others had all reached when one joined, at most
         self._paused: set[int] = set()  # those that said they take no part now
         self._awaited: set[int] = set()  # those that have said nothing yet, and
-        self._awaited_until_s = 0.0  # until when it may be news
-        self._companies: dict[tuple[str, bool], Company] = {}  # by application and whether `held` is read
-        self._parked: dict[int, Read] = {}  # by number, as they came
+        self._awaited_until_s = 0.0  # until when it may be silent
+        self._cohorts: dict[tuple[str, bool], Cohort] = {}  # by application and whether `held` is read
+        self._parked: dict[int, PullRequest] = {}  # by number, as they came
         self._count = 0
         self._of_asker: dict[int, set[int]] = {}  # the numbers of a connection's pulls, by its id()
         self._own: dict[tuple[int, bool], tuple[Reached, Numbers]] = {}  # wait for their worker's own steps
@@ -157,10 +157,10 @@ class BoundedDelay:
     def serve(self, tailed: Ranges, held: Ranges) -> None:
         """A view says what is read here."""
         if len(np.setdiff1d(held, self.held)) or len(np.setdiff1d(tailed, self.tailed)):
-            self._awaited_until_s = self._clock() + GRACE_S
+            self._awaited_until_s = self._clock() + CONNECT_WAIT_S
             self._awaited = {w for w in self._workers if w not in self._bases and w not in self._paused}
         if not np.array_equal(tailed, self.tailed) or not np.array_equal(held, self.held):
-            self._companies.clear()
+            self._cohorts.clear()
             self._judged_by = None
         self.tailed, self.held = tailed, held
 
@@ -172,11 +172,11 @@ class BoundedDelay:
         self._bases = {worker: base for worker, base in self._bases.items() if worker in workers}
         self._paused &= workers.keys()
         for worker in before.keys() - workers.keys():
-            for company in self._companies_of(before[worker].app):
-                company.remove(worker)
+            for cohort in self._cohorts_of(before[worker].app):
+                cohort.remove(worker)
         for worker in workers.keys() - before.keys():
-            for company in self._companies_of(workers[worker].app):
-                company.unseen.add(worker)
+            for cohort in self._cohorts_of(workers[worker].app):
+                cohort.unseen.add(worker)
 
     def pause(self, worker: int) -> None:
         """A worker holds nobody back until it joins again."""
@@ -184,8 +184,8 @@ class BoundedDelay:
         self._awaited.discard(worker)
         if worker in self._workers:
             self._paused.add(worker)
-            for company in self._companies_of(self._workers[worker].app):
-                company.remove(worker)
+            for cohort in self._cohorts_of(self._workers[worker].app):
+                cohort.remove(worker)
 
     def join(self, worker: int, base: int, app: str) -> int:
         """A worker is active from now on; its clock counts as at least `base`. Returns the lowest clock of the others.
@@ -200,8 +200,8 @@ class BoundedDelay:
             if not known:
                 self._least[app] = others
             self._bases[worker] = base
-            for company in self._companies_of(app):
-                company.heard.add(worker, base)
+            for cohort in self._cohorts_of(app):
+                cohort.heard.add(worker, base)
         return others
 
     def _got_past(self, worker: int, base: int) -> bool:
@@ -212,37 +212,37 @@ class BoundedDelay:
         """The lowest clock of an application's active workers, 0 if there is none: that of what any read shows here.
         One that joins below what the others have reached lowers it for reads that come now, and not for whoever joins
         next: reads of before may be shown for a while (`eps.Cache`)."""
-        firsts = [self._company(app, anywhere).heard.first() for anywhere in (False, True)]
+        firsts = [self._cohort(app, anywhere).heard.first() for anywhere in (False, True)]
         clocks = [first[0] for first in firsts if first is not None]
         if not clocks:
             self._least.pop(app, None)
         return max(*clocks, self._least.get(app, 0)) if clocks else 0
 
-    def _companies_of(self, app: str) -> list[Company]:
-        return [company for key in ((app, False), (app, True)) if (company := self._companies.get(key)) is not None]
+    def _cohorts_of(self, app: str) -> list[Cohort]:
+        return [cohort for key in ((app, False), (app, True)) if (cohort := self._cohorts.get(key)) is not None]
 
-    def _company(self, app: str, anywhere: bool) -> Company:
+    def _cohort(self, app: str, anywhere: bool) -> Cohort:
         """An application's workers as they are now. anywhere: what is held is read, not what is tailed."""
-        company = self._companies.get((app, anywhere))
+        cohort = self._cohorts.get((app, anywhere))
         ranges = self.held if anywhere else self.tailed
-        if company is None:
-            company = self._companies[app, anywhere] = Company(self._clocks, ranges)
+        if cohort is None:
+            cohort = self._cohorts[app, anywhere] = Cohort(self._clocks, ranges)
             for worker, info in self._workers.items():
                 if info.app == app and worker in self._bases:
-                    company.heard.add(worker, self._bases[worker])
+                    cohort.heard.add(worker, self._bases[worker])
                 elif info.app == app and worker not in self._paused:
-                    company.unseen.add(worker)
-        for worker in [w for w in company.unseen if self._started(w, ranges)]:
-            company.unseen.remove(worker)
-            (company.awaited if worker in self._awaited else company.heard).add(worker, 0)
-        return company
+                    cohort.unseen.add(worker)
+        for worker in [w for w in cohort.unseen if self._started(w, ranges)]:
+            cohort.unseen.remove(worker)
+            (cohort.awaited if worker in self._awaited else cohort.heard).add(worker, 0)
+        return cohort
 
     def _started(self, worker: int, ranges: Ranges) -> bool:
         return self._clocks.known(worker) and bool(self._clocks.read(worker)[ranges].any())
 
     # --- whom a pull waits for --------------------------------------------------------------------------------------
 
-    def behind(self, read: Read) -> list[str]:
+    def behind(self, read: PullRequest) -> list[str]:
         """A worker that a pull has to wait for: its own, until it can read its writes, else one that the bounded delay
         waits for. Nobody: it can be answered."""
         header, connection = read.header, read.connection
@@ -255,34 +255,34 @@ class BoundedDelay:
 
     def _before(self, app: str, anywhere: bool, floor: int) -> int | None:
         """One of the workers that hold back a pull that wants all to have reached `floor`."""
-        company = self._company(app, anywhere)
-        first = company.heard.before(floor) or company.awaited.before(floor)
+        cohort = self._cohort(app, anywhere)
+        first = cohort.heard.before(floor) or cohort.awaited.before(floor)
         if first is not None:
             return first[1]
-        if floor > 0 and company.unseen and self._clock() < self._awaited_until_s:
-            return next(iter(company.unseen & self._awaited), None)
+        if floor > 0 and cohort.unseen and self._clock() < self._awaited_until_s:
+            return next(iter(cohort.unseen & self._awaited), None)
         return None
 
     def _late(self, app: str, anywhere: bool, floor: int) -> list[str]:
         """All of them, sorted by name."""
-        company, ranges = self._company(app, anywhere), self.held if anywhere else self.tailed
-        news = company.unseen & self._awaited if floor > 0 and self._clock() < self._awaited_until_s else ()
+        cohort, ranges = self._cohort(app, anywhere), self.held if anywhere else self.tailed
+        silent = cohort.unseen & self._awaited if floor > 0 and self._clock() < self._awaited_until_s else ()
         return sorted(
             info.name
             for worker, info in self._workers.items()
             if info.app == app and worker not in self._paused
-            and (worker in news if worker in company.unseen
+            and (worker in silent if worker in cohort.unseen
                  else Reached(self._clocks, ranges, worker, self._bases.get(worker, 0)).now() < floor)
         )  # fmt: skip
 
     # --- pulls that wait --------------------------------------------------------------------------------------------
 
-    def park(self, read: Read) -> None:
+    def park(self, read: PullRequest) -> None:
         """Keeps a pull until `judge` lets it go. Raises `RequestError` when too many wait."""
         if len(self._parked) >= MAX_PARKED:
             raise RequestError("busy", f"this server already has {MAX_PARKED} pulls waiting; try again later")
         wait_s = read.header.wait_ms / 1e3 or DEFAULT_WAIT_S
-        read = read.kept()._replace(deadline_s=self._clock() + wait_s)
+        read = read.detached()._replace(deadline_s=self._clock() + wait_s)
         self._count += 1
         self._parked[self._count] = read
         self._of_asker.setdefault(id(read.connection), set()).add(self._count)
@@ -292,7 +292,7 @@ class BoundedDelay:
         if not self._wait(self._count, read):
             self._judged_by = None  # time has passed
 
-    def _wait(self, number: int, read: Read) -> bool:
+    def _wait(self, number: int, read: PullRequest) -> bool:
         """Notes what a pull waits for first; False if it need not wait."""
         header, connection = read.header, read.connection
         anywhere = header.anywhere
@@ -316,7 +316,7 @@ class BoundedDelay:
         for number in self._of_asker.pop(id(connection), ()):
             del self._parked[number]
 
-    def judge(self, tail_since: int, full_since: int) -> list[tuple[Read, RequestError | None]]:
+    def judge(self, tail_since: int, full_since: int) -> list[tuple[PullRequest, RequestError | None]]:
         """The pulls that need not wait any more, as they came, with the reason why if they cannot be answered.
 
         tail_since, full_since: the epochs in which the ranges that are tailed, or held, last changed.
@@ -333,7 +333,7 @@ class BoundedDelay:
         self._judge_deadlines(done)
         return [(self._leave(number), done[number]) for number in sorted(done)]
 
-    def _leave(self, number: int) -> Read:
+    def _leave(self, number: int) -> PullRequest:
         read = self._parked.pop(number)
         numbers = self._of_asker[id(read.connection)]
         numbers.remove(number)
@@ -398,11 +398,11 @@ class BoundedDelay:
             done[number] = _too_long(read, late[connection.app, anywhere, floor])
 
 
-def _floor(read: Read) -> int:
+def _floor(read: PullRequest) -> int:
     """The clock that the slowest worker must have reached."""
     return read.header.clock - (read.header.bound or 0)
 
 
-def _too_long(read: Read, behind: list[str]) -> RequestError:
-    text = f"a pull of table {read.tables} at clock {read.header.clock} waited too long for worker "
+def _too_long(read: PullRequest, behind: list[str]) -> RequestError:
+    text = f"a pull of table {read.table_names} at clock {read.header.clock} waited too long for worker "
     return RequestError("behind", text + ", ".join(behind), behind=behind)

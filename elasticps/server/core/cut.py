@@ -1,4 +1,4 @@
-"""A checkpoint's consistent cut: `Holding` decides which workers pause for it, `CutNotes` what each range held then.
+"""A checkpoint's consistent cut: `CutHold` decides which workers pause for it, `CutNotes` what each range held then.
 
 A worker that is asked to hold begins no step and writes nothing else. It reports HELD when all that it has written is
 committed, and its newest round is closed. Workers that train in rounds cannot stop at any step: once one of them has
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.server.core.barrier_state import Rounds
-from elasticps.server.core.data_shards import Shards
+from elasticps.server.core.data_shards import ShardSets
 from elasticps.server.core.operations import CutMark
 from elasticps.store import Table
 from elasticps.wire.headers import HeldHeader, HoldHeader
@@ -32,10 +32,10 @@ MOST_S = 60.0  # nobody is held for longer
 
 class _Worker(NamedTuple):
     app: str
-    said: HeldHeader
+    held: HeldHeader
 
 
-class Holding:
+class CutHold:
     """One cut at a time: the newest that somebody asked for. A lower number is refused, and so is one that has been
     released, or whose time was over: its workers may have gone on."""
 
@@ -46,7 +46,7 @@ class Holding:
         self._rounds: dict[str, int] = {}  # by application: the newest round that somebody has pushed to
 
     def begin(self, cut: int, hold_s: float, now: float) -> bool:
-        """Holds for a cut, or goes on to, as long as was said first; whether it does."""
+        """Holds for a cut, or goes on holding until the time of the first call; returns whether it does."""
         if cut > self.cut and 0 < hold_s <= MOST_S:
             self.cut, self._until_s = cut, now + hold_s
             self._workers.clear()
@@ -58,14 +58,14 @@ class Holding:
         left_ms = int((self._until_s - now) * 1000)
         return HoldHeader(self.cut, left_ms, self._rounds.get(app, 0)) if left_ms > 0 else None
 
-    def hear(self, app: str, said: HeldHeader, now: float) -> bool:
+    def hear(self, app: str, held: HeldHeader, now: float) -> bool:
         """A worker holds, or is about to; whether the others of its application have to be told to come as far."""
-        if said.cut != self.cut or now >= self._until_s:
+        if held.cut != self.cut or now >= self._until_s:
             return False
-        self._workers[said.worker] = _Worker(app, said)
-        if not said.open or said.clock <= self._rounds.get(app, 0):
+        self._workers[held.worker] = _Worker(app, held)
+        if not held.open or held.clock <= self._rounds.get(app, 0):
             return False
-        self._rounds[app] = said.clock
+        self._rounds[app] = held.clock
         return True
 
     def held(self, cut: int, now: float) -> dict[int, int]:
@@ -74,9 +74,9 @@ class Holding:
         if cut != self.cut or now >= self._until_s:
             return {}
         return {
-            id: said.clock
-            for id, (app, said) in self._workers.items()
-            if not said.open and (said.apart or said.clock >= self._rounds.get(app, 0))
+            id: held.clock
+            for id, (app, held) in self._workers.items()
+            if not held.open and (held.apart or held.clock >= self._rounds.get(app, 0))
         }
 
     def release(self, cut: int) -> bool:
@@ -89,12 +89,13 @@ class Holding:
 
 class Column(NamedTuple):
     """What must be the same in all ranges of a consistent cut. workers, progress: int64 as bytes, sorted by worker;
-    closed: each application's last closed round; kept: (application, round, worker) of shares that wait for theirs."""
+    closed: each application's last closed round; retained: (application, round, worker) of shares
+    whose round is open."""
 
     workers: bytes
     progress: bytes
     closed: tuple[tuple[str, int], ...]
-    kept: tuple[tuple[str, int, int], ...]
+    retained: tuple[tuple[str, int, int], ...]
 
     def clocks(self) -> dict[int, int]:
         """Progress by worker."""
@@ -122,7 +123,7 @@ class CutNotes:
 
     def note(
         self, mark: CutMark, r: int, seq: int, clocks: tuple[NDArray[np.int64], Progress], rounds: Rounds,
-        shards: Shards, tables: Mapping[int, Table],
+        shards: ShardSets, tables: Mapping[int, Table],
     ) -> None:  # fmt: skip
         """Keeps what there is in a range as the CUT is applied."""
         if mark.number < self.newest:
@@ -132,8 +133,8 @@ class CutNotes:
             self.noted.clear()
             self._columns.clear()
         workers, progress = clocks
-        closed, kept = tuple(rounds.closed_in(r)), tuple(rounds.kept_in(r, tables))
-        column = Column(workers.tobytes(), progress.tobytes(), closed, kept)
+        closed, retained = tuple(rounds.closed_in(r)), tuple(rounds.retained_in(r, tables))
+        column = Column(workers.tobytes(), progress.tobytes(), closed, retained)
         column = self._columns.setdefault(column, column)
         self.noted[r] = Noted(mark, seq, column, _home(r, rounds, shards))
 
@@ -157,7 +158,7 @@ def by_column(noted: Iterable[tuple[int, Noted]]) -> dict[Column, list[int]]:
     return found
 
 
-def _home(r: int, rounds: Rounds, shards: Shards) -> dict[str, Any] | None:
+def _home(r: int, rounds: Rounds, shards: ShardSets) -> dict[str, Any] | None:
     groups = [
         {"app": app, "decided": group.decided, "workers": list(group.workers), "roster": group.roster,
          "members": [list(each) for each in sorted(group.members.items())],

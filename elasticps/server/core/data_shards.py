@@ -100,7 +100,7 @@ class ShardSet:
             self.done += 1
 
     def finish(self, worker: int, shards: Iterable[int]) -> None:
-        """Shards that a worker holds turned out to be trained by who held them before."""
+        """Counts shards that a worker holds as done: an earlier holder turned out to have trained them."""
         mine = self.doing.get(worker, {})
         for shard in shards:
             if shard in mine and not mine[shard].clock:
@@ -162,7 +162,7 @@ RangeShards = dict[str, dict[str, ShardSet]]
 """What a piece of a range carries: sets by application and name."""
 
 
-class Shards:
+class ShardSets:
     """The sets of all applications whose group ranges are held here."""
 
     def __init__(self, ranges: int) -> None:
@@ -255,42 +255,42 @@ MAX_NAME = 200
 class ShardDispenser:
     """Its handler."""
 
-    def __init__(self, log: GroupLog, shards: Shards) -> None:
+    def __init__(self, log: GroupLog, shards: ShardSets) -> None:
         self._group = log
         self._serving, self._rounds, self._shards = log.serving, log.rounds, shards
         self.handlers: dict[int, Callable[[Asker, Header, Body], None]] = {Kind.CLAIM_SHARDS: self._claim}
 
     def _claim(self, connection: Asker, header: Header, body: Body) -> None:
-        asked = _read(connection, header, body)
+        claim = _read(connection, header, body)
         group = self._group.group_range(connection, header, body)
         if group is None:
             return
-        found = self._shards.find(asked.app, asked.name)
+        found = self._shards.find(claim.app, claim.name)
         if found is not None:
-            _check(asked, found)
-            if self._group.knows_the_lost(asked.app):
-                asked = asked._replace(lost=tuple(sorted(w for w in found.doing if w not in self._serving.workers)))
-            if found.idle(asked):  # workers that wait ask often: that need not go down the log
-                document = self._document(found, asked)
+            _check(claim, found)
+            if self._group.knows_the_lost(claim.app):
+                claim = claim._replace(lost=tuple(sorted(w for w in found.doing if w not in self._serving.workers)))
+            if found.idle(claim):  # workers that wait ask often: that need not go down the log
+                document = self._document(found, claim)
                 connection.send(json_frame(Kind.SHARDS, document, request=header.request, epoch=self._serving.epoch))
                 return
 
         def answer() -> bytes:
-            found = self._shards.find(asked.app, asked.name)
+            found = self._shards.find(claim.app, claim.name)
             if found is None:
-                raise RequestError("busy", f"there are too many sets of shards already for {asked.name!r} to be made")
-            _check(asked, found)  # another one with that name may have been on its way
-            document = self._document(found, asked)
+                raise RequestError("busy", f"there are too many sets of shards already for {claim.name!r} to be made")
+            _check(claim, found)  # another one with that name may have been on its way
+            document = self._document(found, claim)
             return json_frame(Kind.SHARDS, document, request=header.request, epoch=self._serving.epoch)
 
         version = self._serving.roster_version
-        if self._rounds.groups.get(asked.app, BarrierGroup()).roster < version:  # by which whoever asks is known
-            self._group.log(Nobody(), OperationKind.BARRIER_JOIN, RoundStep(asked.app, version, ()), group)
-        self._group.log(self._group.once(connection, header.request, answer), OperationKind.CLAIM_SHARDS, asked, group)
+        if self._rounds.groups.get(claim.app, BarrierGroup()).roster < version:  # by which whoever asks is known
+            self._group.log(Nobody(), OperationKind.BARRIER_JOIN, RoundStep(claim.app, version, ()), group)
+        self._group.log(self._group.once(connection, header.request, answer), OperationKind.CLAIM_SHARDS, claim, group)
 
-    def _document(self, found: ShardSet, asked: Claim) -> dict[str, object]:
-        rounds = self._rounds.groups.get(asked.app, BarrierGroup())
-        held = [[shard, *used, rounds.last.get(used.worker, 0)] for shard, used in found.held(asked.worker)]
+    def _document(self, found: ShardSet, claim: Claim) -> dict[str, object]:
+        rounds = self._rounds.groups.get(claim.app, BarrierGroup())
+        held = [[shard, *used, rounds.last.get(used.worker, 0)] for shard, used in found.held(claim.worker)]
         decided = [rounds.decided, list(rounds.workers)]
         return {"set": found.id, "held": held, "done": found.done, "total": found.spec.total, "decided": decided}
 
@@ -312,10 +312,10 @@ def _read(connection: Asker, header: Header, body: Body) -> Claim:
     return Claim(connection.app, name, spec, connection.worker, committed, want, (), done, back)
 
 
-def _check(asked: Claim, found: ShardSet) -> None:
-    if found.spec != asked.spec:
-        theirs, ours = found.spec._asdict(), asked.spec._asdict()
+def _check(claim: Claim, found: ShardSet) -> None:
+    if found.spec != claim.spec:
+        theirs, ours = found.spec._asdict(), claim.spec._asdict()
         differ = ", ".join(f"{key} {ours[key]} instead of {theirs[key]}" for key in theirs if ours[key] != theirs[key])
         raise RequestError(
-            "spec", f"shards {asked.name!r} exist with another cut: {differ}. Use the same, or another name"
+            "spec", f"shards {claim.name!r} exist with another cut: {differ}. Use the same, or another name"
         )

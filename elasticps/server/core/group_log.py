@@ -13,7 +13,7 @@ from elasticps.kernels.hashing import group_range
 from elasticps.server.core.barrier_state import Rounds
 from elasticps.server.core.requests import Asker, Body, RequestError, RequestTicket
 from elasticps.server.core.serving import Serving
-from elasticps.server.core.view_exchange import HeldFrames, Herald
+from elasticps.server.core.view_exchange import HeldFrames, ViewNotifier
 from elasticps.wire.frames import Header
 from replication.chain import Ranges
 from replication.effects import Push, Reply, Status
@@ -25,11 +25,11 @@ class Once(RequestTicket):
     """Answers in its own way when the operation is committed, with what there was when it was applied: what was logged
     behind it may yet be lost, and whoever is told of it would act on it."""
 
-    __slots__ = ("_answer", "_herald", "_made", "_open", "_told")
+    __slots__ = ("_answer", "_made", "_notifier", "_open", "_told")
 
-    def __init__(self, herald: Herald, connection: Asker, request: int, answer: Callable[[], bytes]) -> None:
+    def __init__(self, notifier: ViewNotifier, connection: Asker, request: int, answer: Callable[[], bytes]) -> None:
         super().__init__(connection, request)
-        self._herald = herald
+        self._notifier = notifier
         self._answer = answer
         self._made: bytes | RequestError | None = None
         self._open = True  # nothing is settled yet: neither answered, nor does it wait for admission
@@ -63,7 +63,7 @@ class Once(RequestTicket):
             return
         made = self._made or self._make()
         if isinstance(made, RequestError):
-            self._herald.refuse(self.connection, self.request, made)
+            self._notifier.refuse(self.connection, self.request, made)
         else:
             self.connection.send(made)
 
@@ -93,14 +93,14 @@ class GroupLog:
         self,
         serving: Serving,
         held: HeldFrames,
-        herald: Herald,
+        notifier: ViewNotifier,
         replica: Replica,
         rounds: Rounds,
         perform: Callable[..., None],
     ) -> None:
         self.serving = serving
         self.held = held
-        self.herald = herald
+        self.notifier = notifier
         self.replica = replica
         self.rounds = rounds
         self.perform = perform
@@ -128,11 +128,11 @@ class GroupLog:
     def stale(self, connection: Asker, request: int) -> None:
         """Another server heads the asker's group range."""
         text = "the application's group range has another head"
-        self.herald.refuse(connection, request, RequestError("stale-view", text, epoch=self.serving.epoch))
+        self.notifier.refuse(connection, request, RequestError("stale-view", text, epoch=self.serving.epoch))
 
     def once(self, connection: Asker, request: int, answer: Callable[[], bytes]) -> Once:
         """Who asked, to be answered with `answer()`."""
-        return Once(self.herald, connection, request, answer)
+        return Once(self.notifier, connection, request, answer)
 
     def log(self, ticket: object, kind: OperationKind, payload: Any, ranges: Ranges) -> None:
         """Logs an operation of a group range."""

@@ -31,7 +31,7 @@ NEARLY = 0.9  # of the lower mark
 SPARE_SHARE = 0.05  # of the limit: so much is left to others in the same group, or on the same machine
 
 
-class Memory(NamedTuple):
+class ServerMemory(NamedTuple):
     """What a server may use: `limit` bytes, 0 for all it can get; how much it uses is read with `read`."""
 
     limit: int = 0
@@ -42,7 +42,7 @@ class Memory(NamedTuple):
         return min(nbytes, self.limit // BUFFER_SHARE) if self.limit else nbytes
 
 
-NO_LIMIT = Memory()
+NO_LIMIT = ServerMemory()
 
 
 class Room(NamedTuple):
@@ -64,7 +64,7 @@ ENDLESS = Room(UNLIMITED)
 class Headroom:
     """Of one server. limit: 0 for none; used: its own bytes as of the last look, less what dropped rows have left."""
 
-    def __init__(self, server: str, memory: Memory) -> None:
+    def __init__(self, server: str, memory: ServerMemory) -> None:
         self.limit = memory.limit
         self.used = 0
         self.mark = rows_mark(self.limit, 1, 1)

@@ -25,7 +25,7 @@ from elasticps.wire.frames import Block, FrameError, text, whole, wholes
 from replication.chain import Ranges
 
 
-class Content:
+class RowBlocks:
     """Blocks of a PUSH, INIT, LOAD or DELETE: rows of tables, their keys in the order of `ranges`.
 
     positions: int64 [P], where a range stands in `ranges`, -1 for those that are not in it. mark: the shard that the
@@ -47,7 +47,7 @@ class Content:
         """Bytes of keys and values."""
         return sum(block.keys.nbytes + block.grads.nbytes for block in self.blocks)
 
-    def only(self, blocks: list[Block]) -> Content:
+    def only(self, blocks: list[Block]) -> RowBlocks:
         """The same with some of its rows."""
         made = copy(self)
         made.blocks = blocks
@@ -84,7 +84,7 @@ class Content:
         return blocks
 
 
-class Contribution(Content):
+class Contribution(RowBlocks):
     """What a worker pushes for a synchronous round of its application: kept until the round is closed."""
 
     __slots__ = ("app", "clock")
@@ -98,7 +98,7 @@ class Contribution(Content):
         self.clock = clock
 
 
-class NewTable(NamedTuple):
+class CreatedTable(NamedTuple):
     """A table of a CREATE: its id, its spec as JSON, and the application that owns it; "" if no server knows that."""
 
     table: int
@@ -106,10 +106,10 @@ class NewTable(NamedTuple):
     app: str = ""
 
 
-class NewTables(NamedTuple):
+class CreatedTables(NamedTuple):
     """A CREATE: tables that are made together."""
 
-    tables: tuple[NewTable, ...]
+    tables: tuple[CreatedTable, ...]
 
 
 class Cleared(NamedTuple):
@@ -208,15 +208,15 @@ class RestoredState(NamedTuple):
     shards: Sequence[Mapping[str, Any]]
 
     @classmethod
-    def of(cls, said: Mapping[str, Any]) -> RestoredState:
+    def of(cls, document: Mapping[str, Any]) -> RestoredState:
         """From JSON. FrameError for what it cannot be."""
-        workers, progress = wholes(said.get("workers"), _MAX_WORKER, 1), wholes(said.get("progress"), _MAX)
+        workers, progress = wholes(document.get("workers"), _MAX_WORKER, 1), wholes(document.get("progress"), _MAX)
         if len(workers) != len(progress) or any(b <= a for a, b in pairwise(workers)):
             raise FrameError("a RESTORED has clocks of nobody")
-        closed, groups, shards = (said.get(name) for name in ("closed", "groups", "shards"))
+        closed, groups, shards = (document.get(name) for name in ("closed", "groups", "shards"))
         if not isinstance(closed, dict) or not isinstance(groups, list) or not isinstance(shards, list):
             raise FrameError("a RESTORED has no rounds or shards")
-        found = cls(whole(said.get("cut"), _MAX), workers, progress, closed, groups, shards)
+        found = cls(whole(document.get("cut"), _MAX), workers, progress, closed, groups, shards)
         found.rounds()
         found.sets(2)
         return found

@@ -22,7 +22,7 @@ DEFAULT_WAIT_S = 30.0
 _NOWHERE = np.empty(0, np.int64)
 
 
-class Wanted(NamedTuple):
+class TableKeys(NamedTuple):
     """Keys int64 [n] of a table."""
 
     table: Table
@@ -37,31 +37,31 @@ class Wanted(NamedTuple):
         return self.table.pull.words if header.coded else self.table.spec.dim
 
 
-class Read(NamedTuple):
+class PullRequest(NamedTuple):
     """One pull, asked for on a connection: of one table, or of several."""
 
     connection: Asker
     header: PullHeader
-    wanted: Sequence[Wanted]
+    parts: Sequence[TableKeys]
     deadline_s: float = 0.0  # on the server's monotonic clock; meaningful once parked
 
     @property
     def rows(self) -> int:
         """Of the whole answer."""
-        return sum([len(each.keys) for each in self.wanted])
+        return sum([len(each.keys) for each in self.parts])
 
     @property
-    def tables(self) -> str:
-        """For people."""
-        return ", ".join([repr(each.table.spec.name) for each in self.wanted])
+    def table_names(self) -> str:
+        """The names of its tables, for error texts."""
+        return ", ".join([repr(each.table.spec.name) for each in self.parts])
 
-    def dropped(self) -> Wanted | None:
+    def dropped(self) -> TableKeys | None:
         """What is there no more."""
-        return next((each for each in self.wanted if each.table.dropped), None)
+        return next((each for each in self.parts if each.table.dropped), None)
 
-    def kept(self) -> Read:
+    def detached(self) -> PullRequest:
         """The same, when the frame that the keys are a view of is gone."""
-        return self._replace(wanted=[each._replace(keys=each.keys.copy()) for each in self.wanted])
+        return self._replace(parts=[each._replace(keys=each.keys.copy()) for each in self.parts])
 
 
 def _at_once() -> bool:
@@ -72,7 +72,7 @@ class Judge:
     """Of one answer, while it is being made. A tail whose joiner is level does not show what the joiner may lack: it
     may be the next tail. unshown: connections with answers that wait for that, to be looked at again."""
 
-    def __init__(self, read: Read, serving: Serving, replica: Replica, unshown: dict[Asker, None]) -> None:
+    def __init__(self, read: PullRequest, serving: Serving, replica: Replica, unshown: dict[Asker, None]) -> None:
         self._read = read
         self._serving = serving
         self._replica = replica
@@ -87,7 +87,7 @@ class Judge:
         """Whether values may have to wait before they are shown."""
         return self._replica.guarded and not self._read.header.anywhere
 
-    def shown_when(self, part: Sequence[Wanted]) -> Callable[[], bool]:
+    def shown_when(self, part: Sequence[TableKeys]) -> Callable[[], bool]:
         """Tells when values of these rows gathered at this instant may be shown."""
         if not self.guarded():
             return _at_once
@@ -113,24 +113,24 @@ def shown_when(
     return shown
 
 
-def answer(read: Read, judge: Judge, done: int = 0) -> None:
+def answer(read: PullRequest, judge: Judge, done: int = 0) -> None:
     """Gathers and sends the rows as they are now, from row `done` on.
 
     A large answer is gathered bit by bit; it ends as stale when its ranges are no longer served here.
     """
-    floats = sum([len(each.keys) * each.floats(read.header) for each in read.wanted])
+    floats = sum([len(each.keys) * each.floats(read.header) for each in read.parts])
     if not done and floats * 4 <= CHUNK_BYTES and not judge.guarded():
         out = np.empty(floats, np.float32)
-        read.connection.send_all(_chunk(read, read.wanted, out, 0, last=True))
+        read.connection.send_all(_chunk(read, read.parts, out, 0, last=True))
     else:  # it is made later, chunk by chunk, and the frame that the keys are a view of is gone by then
-        read.connection.stream(_chunks(read.kept(), judge, done))
+        read.connection.stream(_chunks(read.detached(), judge, done))
 
 
-def pieces(read: Read, done: int) -> Iterator[list[Wanted]]:
+def pieces(read: PullRequest, done: int) -> Iterator[list[TableKeys]]:
     """What each chunk of an answer has, from row `done` on: as many rows as fit, one at least."""
-    piece, left = list[Wanted](), CHUNK_BYTES
-    for table, keys in read.wanted:
-        at, row_bytes = min(done, len(keys)), max(4, 4 * Wanted(table, keys).floats(read.header))
+    piece, left = list[TableKeys](), CHUNK_BYTES
+    for table, keys in read.parts:
+        at, row_bytes = min(done, len(keys)), max(4, 4 * TableKeys(table, keys).floats(read.header))
         done -= at
         while at < len(keys):
             count = min(max(left, 0) // row_bytes, len(keys) - at)
@@ -139,12 +139,12 @@ def pieces(read: Read, done: int) -> Iterator[list[Wanted]]:
                 piece, left = [], CHUNK_BYTES
                 continue
             count = max(count, 1)
-            piece.append(Wanted(table, keys[at : at + count]))
+            piece.append(TableKeys(table, keys[at : at + count]))
             at, left = at + count, left - count * row_bytes
     yield piece  # of an answer without rows, too
 
 
-def _chunks(read: Read, judge: Judge, done: int) -> Iterator[list[Buffer]]:
+def _chunks(read: PullRequest, judge: Judge, done: int) -> Iterator[list[Buffer]]:
     """The answer in pieces of CHUNK_BYTES: while the peer receives one, the next is gathered. Nothing (an empty list)
     as long as a piece must not be shown.
 
@@ -169,7 +169,9 @@ def _chunks(read: Read, judge: Judge, done: int) -> Iterator[list[Buffer]]:
             out = np.empty(max(floats), np.float32)
 
 
-def _chunk(read: Read, part: Sequence[Wanted], out: NDArray[np.float32], offset: int, *, last: bool) -> list[Buffer]:
+def _chunk(
+    read: PullRequest, part: Sequence[TableKeys], out: NDArray[np.float32], offset: int, *, last: bool
+) -> list[Buffer]:
     at = rows = 0
     for each in part:
         floats, count = each.floats(read.header), len(each.keys)
@@ -185,8 +187,8 @@ def _chunk(read: Read, part: Sequence[Wanted], out: NDArray[np.float32], offset:
     return parts
 
 
-def _gather(header: PullHeader, wanted: Wanted, out: NDArray[np.float32]) -> None:
-    table, keys = wanted
+def _gather(header: PullHeader, parts: TableKeys, out: NDArray[np.float32]) -> None:
+    table, keys = parts
     if header.slots:
         table.read_slots(keys, out)
     elif header.coded:

@@ -24,14 +24,14 @@ from elasticps.server.core.operations import (
     AuditMark,
     ChunkContent,
     Cleared,
-    Content,
     Contribution,
+    CreatedTable,
+    CreatedTables,
     CutMark,
     Dropped,
-    NewTable,
-    NewTables,
     RestoredRows,
     RestoredState,
+    RowBlocks,
     positions_of,
 )
 from elasticps.server.core.snapshot import block_buffers, decode_content, encode_content
@@ -80,7 +80,7 @@ _ROUND_STEPS = (
     OperationKind.BARRIER_DECISION,
     OperationKind.BARRIER_CLOSE,
 )
-_KEPT = 16  # arrays of ranges that are remembered, each way
+_REMEMBERED = 16  # arrays of ranges that are remembered, each way
 
 Bytes = NDArray[np.uint8]
 
@@ -91,7 +91,7 @@ class ReplicaCodec:
     def __init__(self, tables: Mapping[int, Table], ranges: int) -> None:
         self._tables = tables
         self._ranges = ranges
-        self._written: deque[tuple[Ranges, bytes]] = deque(maxlen=_KEPT)
+        self._written: deque[tuple[Ranges, bytes]] = deque(maxlen=_REMEMBERED)
         self._read: OrderedDict[bytes, tuple[Ranges, NDArray[np.int64]]] = OrderedDict()
         self._encoders: dict[type, Callable[[Any], list[Buffer]]] = {
             Forward: self._encode_forward,
@@ -135,14 +135,14 @@ class ReplicaCodec:
         mark = None
         if operation.refusal is not None:
             parts.append(encode_refusal(operation.refusal, message.ranges))
-        if isinstance(payload, Content):
+        if isinstance(payload, RowBlocks):
             mark = payload.mark
             if isinstance(payload, Contribution):
                 parts.append(_section({"app": payload.app, "clock": payload.clock}))
             blocks = payload.part(message.ranges, self._tables)
             for block in blocks:
                 parts += block_buffers(block)
-        elif isinstance(payload, NewTables):
+        elif isinstance(payload, CreatedTables):
             documents = [_document_of(table) for table in payload.tables]
             parts.append(_json(documents[0] if len(documents) == 1 else {"tables": documents}))
         elif isinstance(payload, Cleared | Dropped):
@@ -201,7 +201,7 @@ class ReplicaCodec:
         known = self._read.get(written)
         if known is None:
             known = self._read[written] = self._checked(written, header.kind)
-            if len(self._read) > _KEPT:
+            if len(self._read) > _REMEMBERED:
                 self._read.popitem(last=False)
         numbers = body[at:end].view(np.int64)
         return *known, [numbers[m * i : m * (i + 1)] for i in range(count)], end
@@ -218,51 +218,51 @@ class ReplicaCodec:
     def _decode_forward(self, header: Header, body: Bytes) -> Forward:
         ranges, positions, (seqs,), at = self._ranges_and(1, header, body)
         payload: Any
-        said = ForwardHeader.of(header)
-        mark = None if said.shard is None else ShardMark(*said.shard)
+        fields = ForwardHeader.of(header)
+        mark = None if fields.shard is None else ShardMark(*fields.shard)
         refusal = None
-        if said.refused:
-            if said.kind != OperationKind.PUSH or not said.worker or not said.after:
+        if fields.refused:
+            if fields.kind != OperationKind.PUSH or not fields.worker or not fields.after:
                 raise FrameError("a FORWARD has something refused of what is no push")
             refusal, at = decode_refusal(body, at, self._ranges)
-        if said.kind == OperationKind.PUSH and said.round:
+        if fields.kind == OperationKind.PUSH and fields.round:
             document, at = _read_section(body, at)
-            blocks = read_blocks(said.blocks, body, at)
+            blocks = read_blocks(fields.blocks, body, at)
             clock = whole(document.get("clock"), MAX_CLOCK - 1, 1)
             payload = Contribution(text(document.get("app"), MAX_NAME), clock, blocks, ranges, positions, mark)
-        elif said.kind in _ROWS:
-            payload = Content(read_blocks(said.blocks, body, at), ranges, positions, mark)
-        elif said.kind == OperationKind.CREATE:
+        elif fields.kind in _ROWS:
+            payload = RowBlocks(read_blocks(fields.blocks, body, at), ranges, positions, mark)
+        elif fields.kind == OperationKind.CREATE:
             try:
                 payload = new_tables(_document(body, at))
             except SpecError as error:
                 raise FrameError(f"a FORWARD's CREATE has a spec that is none here: {error}") from None
-        elif said.kind in (OperationKind.CLEAR, OperationKind.DROP):
+        elif fields.kind in (OperationKind.CLEAR, OperationKind.DROP):
             number = whole(_document(body, at).get("id"), MAX_TABLE, 1)
-            payload = Cleared(number) if said.kind == OperationKind.CLEAR else Dropped(number)
-        elif said.kind == OperationKind.RESTORE:
+            payload = Cleared(number) if fields.kind == OperationKind.CLEAR else Dropped(number)
+        elif fields.kind == OperationKind.RESTORE:
             payload = _restored_rows(ranges, body, at)
-        elif said.kind == OperationKind.RESTORED:
+        elif fields.kind == OperationKind.RESTORED:
             if len(ranges) != 1:
                 raise FrameError(f"a RESTORED is of one range, not of {len(ranges)}")
             payload = RestoredState.of(_document(body, at))
-        elif said.kind == OperationKind.AUDIT:
+        elif fields.kind == OperationKind.AUDIT:
             document = _document(body, at)
             parts = whole(document.get("parts"), 1 << 32, 1)
             payload = AuditMark(whole(document.get("id"), (1 << 64) - 1), whole(document.get("part"), parts - 1), parts)
-        elif said.kind == OperationKind.CUT:
+        elif fields.kind == OperationKind.CUT:
             payload = cut_mark(_document(body, at))
-        elif said.kind in _ROUND_STEPS:
+        elif fields.kind in _ROUND_STEPS:
             document = _document(body, at)
             clock, workers = whole(document.get("id"), _MAX_POSITION), wholes(document.get("workers"), MAX_WORKER, 1)
-            if said.kind == OperationKind.BARRIER_LEAVE and len(workers) != 1:
+            if fields.kind == OperationKind.BARRIER_LEAVE and len(workers) != 1:
                 raise FrameError("a FORWARD's BARRIER_LEAVE names one worker")
             payload = RoundStep(text(document.get("app"), MAX_NAME), clock, workers)
-        elif said.kind == OperationKind.CLAIM_SHARDS:
+        elif fields.kind == OperationKind.CLAIM_SHARDS:
             payload = _take(_document(body, at).get("take"))
         else:
-            raise FrameError(f"a FORWARD carries an operation of unknown kind {said.kind}")
-        operation = Operation(said.kind, said.worker or -1, said.after, payload, len(body), refusal)
+            raise FrameError(f"a FORWARD carries an operation of unknown kind {fields.kind}")
+        operation = Operation(fields.kind, fields.worker or -1, fields.after, payload, len(body), refusal)
         return Forward(header.epoch, ranges, seqs, operation)
 
     def _decode_ack(self, header: Header, body: Bytes) -> Ack:
@@ -274,29 +274,31 @@ class ReplicaCodec:
         return Resync(header.epoch, ranges, seqs, acked)
 
     def _decode_piece(self, header: Header, body: Bytes) -> SnapshotChunk:
-        said = SnapshotChunkHeader.of(header)
-        at = 8 + 16 * said.workers
-        if said.range >= self._ranges or at > len(body):
-            raise FrameError(f"a SNAPSHOT_CHUNK of range {said.range} and {said.workers} workers has {len(body)} bytes")
+        fields = SnapshotChunkHeader.of(header)
+        at = 8 + 16 * fields.workers
+        if fields.range >= self._ranges or at > len(body):
+            raise FrameError(
+                f"a SNAPSHOT_CHUNK of range {fields.range} and {fields.workers} workers has {len(body)} bytes"
+            )
         upto = int.from_bytes(body[:8].tobytes(), "little")
         if upto > HASH_END:
             raise FrameError(f"a SNAPSHOT_CHUNK ends at place {upto}, the last is {HASH_END}")
         numbers = body[8:at].view(np.int64)
-        workers, progress = numbers[: said.workers], numbers[said.workers :]
-        if said.workers and (workers.min() < 1 or workers.max() > MAX_WORKER or progress.min() < 0):
+        workers, progress = numbers[: fields.workers], numbers[fields.workers :]
+        if fields.workers and (workers.min() < 1 or workers.max() > MAX_WORKER or progress.min() < 0):
             raise FrameError("a SNAPSHOT_CHUNK has clocks of nobody, or below 0")
-        refused, at = decode_steps(body, at, self._ranges) if said.refused else ([], at)
-        content = decode_content(said.tables, body, at)._replace(cut=said.cut)
+        refused, at = decode_steps(body, at, self._ranges) if fields.refused else ([], at)
+        content = decode_content(fields.tables, body, at)._replace(cut=fields.cut)
         return SnapshotChunk(
-            said.epoch, said.range, said.fill, said.number, upto, said.last, said.seq, workers, progress, content,
-            refused,
+            fields.epoch, fields.range, fields.fill, fields.number, upto, fields.last, fields.seq, workers, progress,
+            content, refused,
         )  # fmt: skip
 
     def _decode_installed(self, header: Header, body: Bytes) -> ChunkAck:
-        said = ChunkAckHeader.of(header)
-        if said.range >= self._ranges:
-            raise FrameError(f"a CHUNK_ACK names range {said.range}, outside 0..{self._ranges - 1}")
-        return ChunkAck(*said)
+        fields = ChunkAckHeader.of(header)
+        if fields.range >= self._ranges:
+            raise FrameError(f"a CHUNK_ACK names range {fields.range}, outside 0..{self._ranges - 1}")
+        return ChunkAck(*fields)
 
 
 def _length(parts: list[Buffer]) -> int:
@@ -346,7 +348,7 @@ def _take(document: Any) -> Claim:
     )  # fmt: skip
 
 
-def new_tables(document: dict[str, Any]) -> NewTables:
+def new_tables(document: dict[str, Any]) -> CreatedTables:
     """What a CREATE says, of one table or of several. `SpecError` for a spec that is none, or that this server's
     plug-ins do not know."""
     several = document.get("tables", [document])
@@ -355,19 +357,19 @@ def new_tables(document: dict[str, Any]) -> NewTables:
     tables = tuple([_new_table(one) for one in several])
     if len({table.table for table in tables}) < len(tables):
         raise FrameError("a CREATE names a table twice")
-    return NewTables(tables)
+    return CreatedTables(tables)
 
 
-def _document_of(table: NewTable) -> dict[str, Any]:
+def _document_of(table: CreatedTable) -> dict[str, Any]:
     return {"id": table.table, "spec": table.spec} | ({"app": table.app} if table.app else {})
 
 
-def _new_table(document: object) -> NewTable:
+def _new_table(document: object) -> CreatedTable:
     if not isinstance(document, dict):
         raise FrameError("a CREATE's table is a JSON object")
     spec = TableSpec.from_json(text(document.get("spec"), MAX_CONTROL_BYTES))
     app = text(document.get("app", ""), MAX_NAME)
-    return NewTable(whole(document.get("id"), MAX_TABLE, 1), spec.to_json(), app)
+    return CreatedTable(whole(document.get("id"), MAX_TABLE, 1), spec.to_json(), app)
 
 
 def cut_mark(document: dict[str, Any]) -> CutMark:

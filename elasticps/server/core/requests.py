@@ -17,14 +17,17 @@ Body = NDArray[np.uint8]
 
 
 class Asker(Protocol):
-    """base: the clock that this worker starts above, -1 until it has joined; told_epoch: of the newest view sent here;
-    holding: frames wait here for a view or a roster."""
+    """The connection of a request, as far as decisions about the request go.
+
+    base: the clock that this worker starts above, -1 until it has joined; notified_epoch: of the newest view sent here;
+    holding: whether frames wait here for a view or a roster.
+    """
 
     worker: int
     worker_name: str
     app: str
     base: int
-    told_epoch: int
+    notified_epoch: int
     holding: bool
 
     def send(self, frame: Buffer) -> None:

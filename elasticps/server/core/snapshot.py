@@ -21,7 +21,7 @@ from elasticps.store.cuts import NO_NOTES
 from elasticps.wire.frames import Block, Buffer, FrameError, block_head, grads_padding, padded, read_blocks
 
 _TABLE = struct.Struct("<IIQQqQ")  # id, bytes of the spec, rows, stride, first cut with all deletions, how many
-_STATE = struct.Struct("<IIIIIIq")  # names, closed rounds, kept shares, groups, sets, whether the piece before goes
+_STATE = struct.Struct("<IIIIIIq")  # names, closed rounds, retained shares, groups, sets, whether the piece before goes
 # on, what stamps count from
 _MAX_STRIDE = 1 << 26
 _MAX_ROWS = 1 << 40
@@ -44,7 +44,7 @@ def encode_content(content: ChunkContent) -> list[Buffer]:
         if len(notes):
             parts.append(notes.tobytes())
     parts.append(_encode_state(content))
-    for _, _, _, blocks in content.rounds.kept:
+    for _, _, _, blocks in content.rounds.retained:
         for block in blocks:
             parts += block_buffers(block)
     return parts
@@ -71,13 +71,13 @@ def _encode_state(content: ChunkContent) -> bytes:
         return names.setdefault(name, len(names))
 
     closed = [(number(app), clock) for app, clock in rounds.closed.items()]
-    kept = [(number(app), clock, worker, len(blocks)) for app, clock, worker, blocks in rounds.kept]
+    retained = [(number(app), clock, worker, len(blocks)) for app, clock, worker, blocks in rounds.retained]
     groups = [_encode_group(number(app), group) for app, group in rounds.groups.items()]
     sets = [_encode_set(number(app), number(name), one) for app, of in shards.items() for name, one in of.items()]
     texts = [name.encode() for name in names]
-    head = _STATE.pack(len(names), len(closed), len(kept), len(groups), len(sets), rounds.more, content.base)
+    head = _STATE.pack(len(names), len(closed), len(retained), len(groups), len(sets), rounds.more, content.base)
     written = padded(b"".join(len(text).to_bytes(2, "little") + text for text in texts))
-    return b"".join((head, written, _int64(flat(closed)), _int64(flat(kept)), *groups, *sets))
+    return b"".join((head, written, _int64(flat(closed)), _int64(flat(retained)), *groups, *sets))
 
 
 def _encode_group(app: int, group: BarrierGroup) -> bytes:
@@ -155,11 +155,11 @@ class _Reader:
 
 
 def _decode_state(reader: _Reader) -> tuple[RangeRounds, RangeShards, int]:
-    names, closed, kept, groups, sets, more, base = _STATE.unpack(reader.take(_STATE.size).tobytes())
+    names, closed, retained, groups, sets, more, base = _STATE.unpack(reader.take(_STATE.size).tobytes())
     name = dict(enumerate(reader.texts(names)))
     try:
         rounds = RangeRounds({name[app]: clock for app, clock in reader.rows(closed, 2)}, {}, [], bool(more))
-        owners = reader.rows(kept, 4)
+        owners = reader.rows(retained, 4)
         for _ in range(groups):
             app, group = _decode_group(reader)
             rounds.groups[name[app]] = group
@@ -170,7 +170,7 @@ def _decode_state(reader: _Reader) -> tuple[RangeRounds, RangeShards, int]:
         if min((row[3] for row in owners), default=0) < 0:
             raise FrameError("a share of fewer than no blocks")
         blocks = iter(read_blocks(sum(row[3] for row in owners), reader.body, reader.at, limit=len(reader.body)))
-        rounds.kept.extend((name[app], clock, worker, list(islice(blocks, n))) for app, clock, worker, n in owners)
+        rounds.retained.extend((name[app], clock, worker, list(islice(blocks, n))) for app, clock, worker, n in owners)
     except KeyError as error:
         raise FrameError(f"there is no name {error} among {names}") from None
     return rounds, shards, base
@@ -226,8 +226,8 @@ def size_of(content: ChunkContent) -> int:
 
 def size_by_place(content: ChunkContent) -> int:
     """So many of them are of single rows: a shorter interval has fewer."""
-    kept = sum(_block_bytes(block) for *_, blocks in content.rounds.kept for block in blocks)
-    return kept + sum(map(_rows_bytes, content.tables))
+    retained = sum(_block_bytes(block) for *_, blocks in content.rounds.retained for block in blocks)
+    return retained + sum(map(_rows_bytes, content.tables))
 
 
 def pack(content: ChunkContent, most_bytes: int) -> list[ChunkContent]:
@@ -238,9 +238,9 @@ def pack(content: ChunkContent, most_bytes: int) -> list[ChunkContent]:
     packer = _Packer(content, most_bytes)
     for table in content.tables:
         packer.add_table(table)
-    for app, clock, worker, blocks in content.rounds.kept:
+    for app, clock, worker, blocks in content.rounds.retained:
         for block in blocks:
-            packer.add_kept(app, clock, worker, block)
+            packer.add_retained(app, clock, worker, block)
     entries = max(1, most_bytes // (2 * _ENTRY_BYTES))  # a group or set may give as many of each of two kinds
     for app, group in content.rounds.groups.items():
         for part in group.parts(entries):
@@ -280,11 +280,11 @@ class _Packer:
                 part = part._replace(notes=NO_NOTES)
             self.room(_table_bytes(part)).tables.append(part)
 
-    def add_kept(self, app: str, clock: int, worker: int, block: Block) -> None:
+    def add_retained(self, app: str, clock: int, worker: int, block: Block) -> None:
         rows = max(1, self._most // (8 + 4 * block.grads.shape[1]))
         for at in range(0, len(block.keys), rows):
             part = block._replace(keys=block.keys[at : at + rows], grads=block.grads[at : at + rows])
-            self.room(_block_bytes(part)).rounds.kept.append((app, clock, worker, [part]))
+            self.room(_block_bytes(part)).rounds.retained.append((app, clock, worker, [part]))
 
 
 def _table_bytes(table: TableRows) -> int:

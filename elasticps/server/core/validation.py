@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from elasticps.errors import InputError, SpecError
 from elasticps.model.spec import TableSpec
-from elasticps.server.core.operations import ChunkContent, Cleared, Content, NewTables, RestoredRows
+from elasticps.server.core.operations import ChunkContent, Cleared, CreatedTables, RestoredRows, RowBlocks
 from elasticps.server.core.requests import RequestError
 from elasticps.store import Store, Table
 from elasticps.store.native import MAX_STAMP
@@ -80,10 +80,10 @@ def wrong(store: Store, server: str, message: Message) -> str:
 
 def _check_operation(store: Store, server: str, message: Forward) -> None:
     payload = message.operation.payload
-    if isinstance(payload, NewTables):
+    if isinstance(payload, CreatedTables):
         for new in payload.tables:
             store.create(TableSpec.from_json(new.spec), new.table, new.app)
-    elif isinstance(payload, Content):
+    elif isinstance(payload, RowBlocks):
         for block in payload.blocks:
             _check_gradients(store, block, payload.positions, server, message.operation.kind)
     elif isinstance(payload, RestoredRows):
@@ -128,7 +128,7 @@ def _check_chunk(store: Store, server: str, r: int, content: ChunkContent) -> No
             raise InputError(
                 f"a piece of range {r} notes deletions from table {table.spec.name!r} after no cut that was"
             )
-    for _, _, _, blocks in content.rounds.kept:
+    for _, _, _, blocks in content.rounds.retained:
         for block in blocks:
             _check_gradients(store, block, positions, server, OperationKind.PUSH)
 
@@ -146,15 +146,15 @@ class PushRows:
 
     def refuse(self, error: RequestError, chosen: Sequence[Mask]) -> None:
         """Refuses the chosen rows of each block, bool [n]."""
-        kept = []
+        retained = []
         for block, mask in zip(self.blocks, chosen, strict=True):
             count = np.count_nonzero(mask)
             if count:
                 self.refused.append(_some(block, mask))
                 self.error = self.error or error
             if count < len(mask):
-                kept.append(_some(block, ~mask) if count else block)
-        self.blocks = kept
+                retained.append(_some(block, ~mask) if count else block)
+        self.blocks = retained
 
     def refuse_all(self, error: RequestError) -> None:
         """Refuses all rows that are left."""

@@ -10,11 +10,11 @@ from elasticps.server.core.serving import Serving
 from elasticps.wire.frames import Header, Kind, json_frame, view_frame
 from elasticps.wire.headers import GetViewHeader
 
-TOLD_IN_A_TURN = 64  # then frames of others have theirs
+NOTIFIED_PER_TURN = 64  # then frames of others have theirs
 MAX_WAITING_BYTES = 4 << 20  # who leaves so much unread is told when it asks, or is refused as stale
 
 
-class Herald:
+class ViewNotifier:
     """Has the frame of the newest view. `soon(f)` calls f in the loop's next turn. refused: how many requests were."""
 
     def __init__(self, soon: Callable[[Callable[[], None]], object]) -> None:
@@ -31,9 +31,9 @@ class Herald:
     def tell(self, asker: Asker) -> None:
         """Tells it now, if it does not know yet."""
         view = self._view
-        if view is not None and asker.told_epoch < view.epoch:
+        if view is not None and asker.notified_epoch < view.epoch:
             self._frame = self._frame or view_frame(view)
-            asker.told_epoch = view.epoch
+            asker.notified_epoch = view.epoch
             asker.send(self._frame)
 
     def refuse(self, asker: Asker, request: int, error: RequestError) -> None:
@@ -52,7 +52,7 @@ class Herald:
             self._turn()
 
     def _turn(self) -> None:
-        now, self._left = self._left[:TOLD_IN_A_TURN], self._left[TOLD_IN_A_TURN:]
+        now, self._left = self._left[:NOTIFIED_PER_TURN], self._left[NOTIFIED_PER_TURN:]
         for asker in now:
             if asker.waiting_bytes < MAX_WAITING_BYTES:
                 self.tell(asker)
@@ -69,13 +69,13 @@ class HeldFrames:
     def __init__(
         self,
         serving: Serving,
-        herald: Herald,
+        notifier: ViewNotifier,
         clock: Callable[[], float],
         need_view: Callable[[], None],
         need_roster: Callable[[], None],
     ) -> None:
         self._serving = serving
-        self._herald = herald
+        self._notifier = notifier
         self._clock = clock
         self.need_view = need_view
         self.need_roster = need_roster
@@ -106,8 +106,8 @@ class HeldFrames:
         """GET_VIEW: the peer wants a view newer than its own, or has one that we want."""
         has = GetViewHeader.of(header).epoch
         if has < self._serving.epoch and connection.waiting_bytes < MAX_WAITING_BYTES:
-            connection.told_epoch = min(connection.told_epoch, has)
-            self._herald.tell(connection)
+            connection.notified_epoch = min(connection.notified_epoch, has)
+            self._notifier.tell(connection)
         elif has > self._serving.epoch:
             self.need_view()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from elasticps.server.core.operations import Content, positions_of
+from elasticps.server.core.operations import RowBlocks, positions_of
 from elasticps.server.core.replica_codec import shard_mark
 from elasticps.server.core.requests import Asker, RequestTicket
 from elasticps.server.fast import layout as at
@@ -112,7 +112,7 @@ class RecentEntries:
             _, blocks = read_push(bool(header.flags & ALL_RANGES), header.items, body)
         else:
             blocks = read_blocks(header.items, body, ((4 * header.table + 7) & ~7) + 8 * header.table)
-        content = Content(blocks, ranges, positions_of(ranges, self._ranges), shard_mark(header))
+        content = RowBlocks(blocks, ranges, positions_of(ranges, self._ranges), shard_mark(header))
         operation = Operation(OperationKind.PUSH, row[at.F_WORKER], row[at.F_AFTER], content, row[at.F_BYTES])
         token = None
         if row[at.F_CONNECTION] >= 0:

@@ -15,7 +15,7 @@ from coordinator.sparing import Sparing
 from elasticps.security.channel import Proof
 from elasticps.security.identity import Identity, NotAuthorised
 from elasticps.server.core.requests import Body, RequestError
-from elasticps.server.core.view_exchange import Herald
+from elasticps.server.core.view_exchange import ViewNotifier
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.path import FastPath
 from elasticps.server.network.busy_poll import BusyPoll
@@ -80,11 +80,16 @@ class Connection(asyncio.BufferedProtocol):
     """
 
     def __init__(
-        self, role: PeerKind, herald: Herald, loop: asyncio.AbstractEventLoop, busy_poll: BusyPoll, path: FastPath
-    ) -> None:  # fmt: skip
+        self,
+        role: PeerKind,
+        notifier: ViewNotifier,
+        loop: asyncio.AbstractEventLoop,
+        busy_poll: BusyPoll,
+        path: FastPath,
+    ) -> None:
         self.arrival = next(_arrivals)  # of two, the one that came later has more
         self._role = role
-        self._herald = herald
+        self._notifier = notifier
         self._loop = loop
         self._busy_poll = busy_poll
         self._path = path
@@ -106,7 +111,7 @@ class Connection(asyncio.BufferedProtocol):
         self.member: Member | None = None  # a replica
         self.number = 0  # of a link between replicas, counted by the one that dials
         self.leader = False
-        self.told_epoch = 0  # the newest view sent to this peer
+        self.notified_epoch = 0  # the newest view sent to this peer
         self._heard_s = loop.time()
         self._turn_bytes = 0  # handled since the loop last had its turn
         self._resting = False
@@ -269,7 +274,7 @@ class Connection(asyncio.BufferedProtocol):
             else:
                 handler(self, header, body)
         except RequestError as error:
-            self._herald.refuse(self, header.request, error)
+            self._notifier.refuse(self, header.request, error)
 
     def leave(self) -> None:
         """What has come stays as it is until more is read."""
@@ -388,7 +393,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def tell_view(self) -> None:
         """Sends the newest view unless the peer has it from here."""
-        self._herald.tell(self)
+        self._notifier.tell(self)
 
     # --- answers ------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from elasticps import logs
 from elasticps.coordination import entries_of, read_tables, tables_among
 from elasticps.errors import SpecError
 from elasticps.model.spec import TableSpec
-from elasticps.server.core.registered import Entry
+from elasticps.server.core.registered_tables import RegisteredTable
 from elasticps.server.options import DEFAULTS, ServerOptions
 from elasticps.server.process.draining import Stays, drain
 from elasticps.server.process.housekeeping import keep_doing
@@ -200,7 +200,7 @@ async def _refresh(store: Store, server: Server) -> None:
                 server.adopt(view_of(view))
             if roster is not None:
                 server.follow(roster_of(roster))
-            if server.registered.wanted:
+            if server.registered.read_due:
                 server.know_tables(await _tables(store))
         except StoreUnavailable:  # or what it has makes no sense, of which the follower speaks
             pass
@@ -212,7 +212,7 @@ async def _learn(store: Store, server: Server) -> None:
     while True:
         await server.updates.tables.wait()
         server.updates.tables.clear()
-        keys, server.registered.wanted_keys = server.registered.wanted_keys, set()
+        keys, server.registered.due_keys = server.registered.due_keys, set()
         found = list[TableEntry]()
         with suppress(StoreUnavailable):
             found = tables_among(await entries_of(store, sorted(keys), TABLES), dropping=True)
@@ -221,17 +221,17 @@ async def _learn(store: Store, server: Server) -> None:
             await asyncio.sleep(PAUSE_S)
 
 
-async def _tables(store: Store) -> dict[int, Entry]:
+async def _tables(store: Store) -> dict[int, RegisteredTable]:
     """What is registered, also what is about to go: whose that is decides who may drop it. What cannot be read is left
     out."""
     return _known(await read_tables(store, dropping=True))
 
 
-def _known(tables: Iterable[TableEntry]) -> dict[int, Entry]:
+def _known(tables: Iterable[TableEntry]) -> dict[int, RegisteredTable]:
     found = {}
     for table in tables:
         spec = None
         with suppress(SpecError):  # a plug-in that is not here
             spec = TableSpec.from_json(table.spec)
-        found[table.id] = Entry(table.name.rpartition("/")[0], spec)
+        found[table.id] = RegisteredTable(table.name.rpartition("/")[0], spec)
     return found

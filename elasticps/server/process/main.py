@@ -29,7 +29,7 @@ from elasticps.memory import ENDLESS, Reading, find_limit, make_reader, rows_mar
 from elasticps.security import credentials_of
 from elasticps.security.gate import Gate
 from elasticps.security.identity import Role
-from elasticps.server.core.headroom import Memory
+from elasticps.server.core.headroom import ServerMemory
 from elasticps.server.fast import receive as fast_path
 from elasticps.server.fast import sockets
 from elasticps.server.options import ServerOptions
@@ -182,9 +182,9 @@ def _warm_elsewhere() -> None:
             return
 
 
-def _memory(limit: int) -> Memory:
+def _memory(limit: int) -> ServerMemory:
     """ConfigError for a limit that is used up before there is any row."""
-    memory = Memory(limit or find_limit(), make_reader())
+    memory = ServerMemory(limit or find_limit(), make_reader())
     now = Reading(0, 0) if memory.read is None else memory.read()
     used = max(now.used, memory.limit - now.left)
     if (limit or now.left != ENDLESS) and used >= rows_mark(memory.limit, 1, 1):

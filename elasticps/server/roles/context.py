@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from coordinator.core.view import ServerInfo
-from elasticps.server.core.registered import Registered
+from elasticps.server.core.registered_tables import RegisteredTables
 from elasticps.server.core.serving import Serving
-from elasticps.server.core.view_exchange import HeldFrames, Herald
+from elasticps.server.core.view_exchange import HeldFrames, ViewNotifier
 from elasticps.server.fast.path import FastPath
 from elasticps.server.roles.executor import Executor
 from elasticps.server.roles.updates import UpdateRequests
@@ -55,8 +55,8 @@ class Context:
     path: FastPath
     executor: Executor
     serving: Serving
-    notifier: Herald
+    notifier: ViewNotifier
     held: HeldFrames
     updates: UpdateRequests
-    registered: Registered
+    registered: RegisteredTables
     last_served: LastServed

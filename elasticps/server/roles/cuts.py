@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 import numpy as np
 
 from elasticps.admin.interface import CutState, CutTaken, CutWritten, Writing
-from elasticps.server.core.cut import Holding, by_column
+from elasticps.server.core.cut import CutHold, by_column
 from elasticps.server.core.operations import CutMark
 from elasticps.server.core.requests import Asker, Body
 from elasticps.server.network.connection import Connection, Handler
@@ -34,7 +34,7 @@ class CutHandler:
         self._executor = context.executor
         self._workers = workers
         self._clock = context.clock
-        self._holding = Holding()
+        self._holding = CutHold()
         self._writing = writing
         self.handlers: dict[int, Handler] = {Kind.HELD: self._held}
 
@@ -98,7 +98,7 @@ class CutHandler:
         """The state at a cut, of the ranges in which this server has logged it."""
         me, notes = self._serving.me, self._executor.cuts
         mine = list(notes.by(cut, me.name, me.incarnation))
-        taken = [CutTaken(tuple(ranges), column.clocks(), dict(column.closed), column.kept)
+        taken = [CutTaken(tuple(ranges), column.clocks(), dict(column.closed), column.retained)
                  for column, ranges in by_column(mine).items()]  # fmt: skip
         homes = {r: noted.home for r, noted in mine if noted.home is not None}
         passed = int(self._executor.store.cuts.newest.max())  # a range may have come with it, or from a checkpoint

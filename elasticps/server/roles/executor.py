@@ -20,18 +20,18 @@ from elasticps.model.spec import TableSpec
 from elasticps.server.core.audit import Marks, digest
 from elasticps.server.core.barrier_state import Rounds, RoundStep
 from elasticps.server.core.cut import CutNotes
-from elasticps.server.core.data_shards import Claim, ShardMark, Shards, group_of
+from elasticps.server.core.data_shards import Claim, ShardMark, ShardSets, group_of
 from elasticps.server.core.operations import (
     AuditMark,
     ChunkContent,
     Cleared,
-    Content,
     Contribution,
+    CreatedTables,
     CutMark,
     Dropped,
-    NewTables,
     RestoredRows,
     RestoredState,
+    RowBlocks,
 )
 from elasticps.server.core.validation import wrong
 from elasticps.server.fast import layout as at
@@ -114,7 +114,7 @@ class Executor:
         self.cuts = CutNotes()
         self.cut_passed: Callable[[Ranges, Seqs, CutMark, Mapping[int, int] | None], None] = lambda *_: None
         self.rounds = Rounds(ranges)
-        self.shards = Shards(ranges)
+        self.shards = ShardSets(ranges)
         self._applied = self._rows_applied = 0  # by Python
         self._ranges = ranges
         self.handlers: dict[type, Callable[[Any], None]] = {
@@ -192,9 +192,9 @@ class Executor:
 
     def _apply(self, effect: Apply) -> None:
         payload = effect.operation.payload
-        if isinstance(payload, Content):
+        if isinstance(payload, RowBlocks):
             self._apply_rows(effect, payload)
-        elif isinstance(payload, NewTables):
+        elif isinstance(payload, CreatedTables):
             for new in payload.tables:
                 self.store.create(TableSpec.from_json(new.spec), new.table, new.app)
         elif isinstance(payload, Cleared):
@@ -217,7 +217,7 @@ class Executor:
             self.shards.take(payload)
         self._applied += 1
 
-    def _apply_rows(self, effect: Apply, content: Content) -> None:
+    def _apply_rows(self, effect: Apply, content: RowBlocks) -> None:
         tables, operation = self.store.tables, effect.operation
         if content.mark is not None and np.count_nonzero(effect.ranges == group_of(content.mark)):
             self.shards.note(content.mark, operation.worker, operation.after >> PART_BITS)

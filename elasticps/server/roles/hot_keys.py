@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.server.core.heavy import Sketch
+from elasticps.server.core.frequent_keys import Sketch
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.frames import MAGIC_AND_VERSION
 from elasticps.server.fast.path import FastPath

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from elasticps.memory import give_back
-from elasticps.server.core.headroom import UNLIMITED, Headroom, Memory, full
+from elasticps.server.core.headroom import UNLIMITED, Headroom, ServerMemory, full
 from elasticps.server.core.requests import Body, RequestError
 from elasticps.server.core.validation import PushRows
 from elasticps.server.network.connection import Connection, Handler
@@ -61,7 +61,7 @@ class MemoryLimit:
         if room > UNLIMITED // 2:
             return
         tables = self._store.tables
-        if share and share + open_bytes > Memory(self._headroom.limit).share(SHARES_BYTES):
+        if share and share + open_bytes > ServerMemory(self._headroom.limit).share(SHARES_BYTES):
             needed = share
             if needed > room:
                 push.refuse_all(self._full(tables[push.blocks[0].table], 0, share))

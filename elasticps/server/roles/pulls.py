@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from elasticps.server.core.bounded_delay import BoundedDelay
-from elasticps.server.core.reads import Judge, Read, Wanted, answer, shown_when
+from elasticps.server.core.reads import Judge, PullRequest, TableKeys, answer, shown_when
 from elasticps.server.core.requests import Asker, Body, RequestError
 from elasticps.server.core.validation import unknown_table
 from elasticps.server.network.connection import Connection, Handler
@@ -112,11 +112,15 @@ class PullHandler:
         or hold rows that must not be shown yet."""
         self._answer(self._read(connection, PullHeader.of(header), body), done)
 
-    def _read(self, connection: Connection, request: PullHeader, body: Body) -> Read:
+    def _read(self, connection: Connection, request: PullHeader, body: Body) -> PullRequest:
         if request.blocks is None:
-            return Read(connection, request, [Wanted(self._table(connection, request.table), body.view(np.int64))])
+            return PullRequest(
+                connection, request, [TableKeys(self._table(connection, request.table), body.view(np.int64))]
+            )
         named = read_tables(request.blocks, body)
-        return Read(connection, request, [Wanted(self._table(connection, table), keys) for table, keys in named])
+        return PullRequest(
+            connection, request, [TableKeys(self._table(connection, table), keys) for table, keys in named]
+        )
 
     def _table(self, connection: Connection, number: int) -> Table:
         self._registered.permit(number, connection.app)
@@ -125,7 +129,7 @@ class PullHandler:
             raise unknown_table(self._serving.me.name, number)
         return table
 
-    def _answer(self, read: Read, done: int = 0) -> None:
+    def _answer(self, read: PullRequest, done: int = 0) -> None:
         if (dropped := read.dropped()) is not None:  # while it waited
             refusal = unknown_table(self._serving.me.name, dropped.table.table_id)
             self._notifier.refuse(read.connection, read.header.request, refusal)

@@ -19,11 +19,11 @@ from elasticps.server.core.barrier_state import MOST_OPEN
 from elasticps.server.core.data_shards import ShardMark
 from elasticps.server.core.operations import (
     Cleared,
-    Content,
     Contribution,
+    CreatedTable,
+    CreatedTables,
     Dropped,
-    NewTable,
-    NewTables,
+    RowBlocks,
     positions_of,
 )
 from elasticps.server.core.replica_codec import MAX_TABLE, new_tables
@@ -88,9 +88,9 @@ class PushHandler:
         except SpecError as error:
             raise RequestError("spec", str(error)) from None
         size = sum([len(new.spec) for new in made])
-        self._control(connection, header, OperationKind.CREATE, NewTables(tuple(made)), size)
+        self._control(connection, header, OperationKind.CREATE, CreatedTables(tuple(made)), size)
 
-    def _lacking(self, connection: Connection, tables: Sequence[NewTable], specs: Sequence[TableSpec]) -> list[int]:
+    def _lacking(self, connection: Connection, tables: Sequence[CreatedTable], specs: Sequence[TableSpec]) -> list[int]:
         """Ids of tables that have to wait until the registry has them. RequestError or SpecError if a table may not be
         created; none has been created then."""
         lacking = []
@@ -126,7 +126,7 @@ class PushHandler:
         if len(ranges):  # else its epoch is refused below
             self._check(connection, blocks, positions, kind)
             self._memory.take(blocks)
-        self._control(connection, header, kind, Content(blocks, ranges, positions), len(body), ranges)
+        self._control(connection, header, kind, RowBlocks(blocks, ranges, positions), len(body), ranges)
 
     def _erase(self, connection: Connection, header: Header, body: Body) -> None:
         if self._held.wait_for_view(connection, header, body):
@@ -142,7 +142,7 @@ class PushHandler:
         if connection.worker not in self._serving.workers:
             raise RequestError("unlisted", f"worker {connection.worker_name!r} is not in the roster now")
         ranges: Ranges | None = None
-        payload: Cleared | Content
+        payload: Cleared | RowBlocks
         if request.kind == OperationKind.CLEAR:
             if request.table not in self._store.live:
                 raise unknown_table(me, request.table)
@@ -152,7 +152,7 @@ class PushHandler:
             ranges, positions = self._order_of(request.epoch) if named is None else self._named(named)
             if len(ranges):  # else its epoch is refused below
                 self._check(connection, blocks, positions, request.kind)
-            payload = Content(blocks, ranges, positions)
+            payload = RowBlocks(blocks, ranges, positions)
         # A lower number that has not arrived by now never will: its worker has given it up.
         push = Push(
             RequestTicket(connection, header.request), connection.worker | ERASER, header.epoch, request.number, 0,
@@ -217,7 +217,7 @@ class PushHandler:
         try:
             rows.refuse_unknown(self._store.live, self._serving.me.name)
             self._check(connection, rows.blocks, positions, OperationKind.PUSH)
-            if request.round and rounds.crowded(connection.app, request.clock, connection.worker, ranges):
+            if request.round and rounds.has_too_many_open(connection.app, request.clock, connection.worker, ranges):
                 raise _too_many_rounds(request.clock, connection.app)
         except RequestError as error:
             rows.refuse_all(error)
@@ -230,7 +230,7 @@ class PushHandler:
         if request.shard is not None and self._executor.shards.owns(connection.app, request.shard.set):
             connection.set_shards(request.shard.set)
             mark = ShardMark(*request.shard)
-        content = Content(blocks, ranges, positions, mark)
+        content = RowBlocks(blocks, ranges, positions, mark)
         if request.round:
             content = Contribution(connection.app, request.clock, blocks, ranges, positions, mark)
         push = Push(
@@ -252,11 +252,11 @@ class PushHandler:
         it may be logged after that, for replicas forget the table as soon as all of them have the drop. And shares of
         too many rounds may have been admitted before."""
         content = push.payload
-        if not isinstance(content, Content):
+        if not isinstance(content, RowBlocks):
             return
         rows = PushRows(content.blocks)
         rows.refuse_unknown(self._store.live, self._serving.me.name)
-        if isinstance(content, Contribution) and self._executor.rounds.crowded(
+        if isinstance(content, Contribution) and self._executor.rounds.has_too_many_open(
             content.app, content.clock, push.worker, content.ranges
         ):
             rows.refuse_all(_too_many_rounds(content.clock, content.app))

@@ -18,7 +18,7 @@ from coordinator.core import fields
 from coordinator.core.view import ServerInfo, View
 from elasticps.security.channel import Expect
 from elasticps.security.identity import Identity, Role
-from elasticps.server.core.operations import NewTable, NewTables
+from elasticps.server.core.operations import CreatedTable, CreatedTables
 from elasticps.server.core.replica_codec import ReplicaCodec
 from elasticps.server.core.requests import Body
 from elasticps.server.core.view_exchange import HOLD_TIMEOUT_S
@@ -277,9 +277,9 @@ class ReplicaLinks:
 
     def _creates(self, tables: Iterable[tuple[int, Table]]) -> list[list[Buffer]]:
         """Frames that create tables at a peer, outside of any range's log."""
-        new = [NewTable(number, table.spec.to_json(), table.app) for number, table in tables]
+        new = [CreatedTable(number, table.spec.to_json(), table.app) for number, table in tables]
         operations = [
-            Operation(OperationKind.CREATE, -1, 0, NewTables(tuple(some)), 0)
+            Operation(OperationKind.CREATE, -1, 0, CreatedTables(tuple(some)), 0)
             for some in portions(new, MAX_CREATED, CREATED_BYTES, lambda table: len(table.spec))
         ]
         epoch = self._replica.epoch

@@ -20,7 +20,7 @@ from elasticps.checkpoint.storage import Storage, Take, new_memory
 from elasticps.errors import CheckpointError, Error
 from elasticps.kernels import hashing
 from elasticps.model.spec import TableSpec
-from elasticps.server.core.operations import Dropped, NewTable, NewTables, RestoredRows, RestoredState
+from elasticps.server.core.operations import CreatedTable, CreatedTables, Dropped, RestoredRows, RestoredState
 from elasticps.server.core.requests import RequestError
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.executor import Executor, FutureTicket
@@ -203,7 +203,8 @@ class _RestoreTask:
             self._executor.store.create(spec, new)
         if not self.spec.recovery:
             creates = [
-                (OperationKind.CREATE, NewTables((NewTable(new, spec.to_json()),)), mine) for new, spec in specs.items()
+                (OperationKind.CREATE, CreatedTables((CreatedTable(new, spec.to_json()),)), mine)
+                for new, spec in specs.items()
             ]
             await self._log(creates)
         here = np.zeros(self._serving.ranges, np.bool_)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Heavy(NamedTuple):
+class FrequentKey(NamedTuple):
     """A key, and how often it came: at least and at most."""
 
     key: int
@@ -45,8 +45,8 @@ class Sketch:
             found, counts = found[counts > 0], counts[counts > 0]
         self._keys, self._counts = found, counts
 
-    def top(self, most: int) -> list[Heavy]:
+    def top(self, most: int) -> list[FrequentKey]:
         """The keys that came most often, the first of them first."""
         order = np.lexsort((self._keys, -self._counts))[:most]
         pairs = zip(self._keys[order].tolist(), self._counts[order].tolist(), strict=True)
-        return [Heavy(key, count, count + self.lost) for key, count in pairs]
+        return [FrequentKey(key, count, count + self.lost) for key, count in pairs]

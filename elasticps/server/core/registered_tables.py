@@ -19,37 +19,37 @@ log = fields.logger(__name__)
 MOST_LOOKS = 127  # between two reads for a table that may belong to nobody
 
 
-class Entry(NamedTuple):
+class RegisteredTable(NamedTuple):
     """A table as the registry has it. spec: None where it cannot be read here, as of a plug-in that is missing."""
 
     app: str
     spec: TableSpec | None
 
 
-class Registered:
+class RegisteredTables:
     """What is registered, as far as this server has read it. need: somebody speaks of a table by its id that is not
-    known here, read all; wanted: somebody has, since all were read. need_keys: the same of single tables, whose keys
-    are `wanted_keys`. A server that was never told what is registered takes tables as they come, and a table that is
+    known here, read all; read_due: somebody has, since all were read. need_keys: the same of single tables, whose keys
+    are `due_keys`. A server that was never told what is registered takes tables as they come, and a table that is
     not, or not any more, belongs to anybody."""
 
     def __init__(self, store: Store, need: Callable[[], None], need_keys: Callable[[], None]) -> None:
-        self.wanted = False
-        self.wanted_keys: set[str] = set()
+        self.read_due = False
+        self.due_keys: set[str] = set()
         self._store = store
         self._need, self._need_keys = need, need_keys
-        self._entries: dict[int, Entry] | None = None
+        self._entries: dict[int, RegisteredTable] | None = None
         self._unknown: frozenset[int] = frozenset()  # tables here whose application is not known
-        self._doubted: set[int] = set()  # tables of which the log has said that others are registered as their owners
+        self._doubted: set[int] = set()  # tables of which the log has entry that others are registered as their owners
         self._pause = self._left = 0  # looks until it is asked for again, and how many of them are left
 
-    def follow(self, entries: Mapping[int, Entry]) -> None:
+    def follow(self, entries: Mapping[int, RegisteredTable]) -> None:
         """Takes the tables that are registered now, by id. The owner of a table never changes: where the registry says
         otherwise, somebody has written there what is not true, and the owner who is known here stays."""
         self._entries = {number: self._with_owner(number, entry) for number, entry in entries.items()}
-        self.wanted = False
+        self.read_due = False
         self._store.belong({number: entry.app for number, entry in self._entries.items()})
 
-    def _with_owner(self, number: int, entry: Entry) -> Entry:
+    def _with_owner(self, number: int, entry: RegisteredTable) -> RegisteredTable:
         here = self._store.tables.get(number)
         before = None if self._entries is None else self._entries.get(number)
         owner = (here.app if here is not None else "") or (before.app if before is not None else "")
@@ -58,9 +58,9 @@ class Registered:
         if number not in self._doubted:
             self._doubted.add(number)
             log.warning("a table keeps its owner", table=number, owner=owner, registered=entry.app)
-        return before if before is not None and before.app == owner else Entry(owner, None)
+        return before if before is not None and before.app == owner else RegisteredTable(owner, None)
 
-    def learn(self, entries: Mapping[int, Entry]) -> None:
+    def learn(self, entries: Mapping[int, RegisteredTable]) -> None:
         """Takes some of the tables that are registered, which were read by their keys."""
         found = {number: self._with_owner(number, entry) for number, entry in entries.items()}
         self._entries = {} if self._entries is None else self._entries
@@ -71,7 +71,7 @@ class Registered:
         """Whether a table is to be waited for. It is read by its key then."""
         missing = self._entries is not None and (number not in self._entries or self._entries[number].spec is None)
         if missing:
-            self.wanted_keys.add(key)
+            self.due_keys.add(key)
             self._need_keys()
         return missing
 
@@ -90,7 +90,7 @@ class Registered:
             self._left -= 1
 
     def _read_again(self) -> None:
-        self.wanted = True
+        self.read_due = True
         self._need()
 
     def check(self, number: int, spec: TableSpec, app: str) -> None:
@@ -106,9 +106,9 @@ class Registered:
     def permit(self, number: int, app: str) -> None:
         """Raises RequestError if the table belongs to another application: as it is registered, though it may not be
         made here yet, or as it was when it was made."""
-        said = None if self._entries is None else self._entries.get(number)
+        entry = None if self._entries is None else self._entries.get(number)
         here = self._store.live.get(number)
-        known = said if here is None or said is not None else here
+        known = entry if here is None or entry is not None else here
         if known is not None and known.app not in ("", app):
             raise not_theirs(known.spec, number, app)
 

@@ -1,4 +1,4 @@
-"""Heavy keys: the sketch against a counter, and what is sampled of a server's frames."""
+"""FrequentKey keys: the sketch against a counter, and what is sampled of a server's frames."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticps.server.core.heavy import Sketch
+from elasticps.server.core.frequent_keys import Sketch
 from elasticps.server.roles.hot_keys import Hot
 from elasticps.wire.frames import Kind
 from elasticps.wire.headers import PullHeader
@@ -17,7 +17,7 @@ from tests.server.conftest import TABLE, Group, Run
 
 
 @given(st.lists(st.lists(st.integers(-3, 12), max_size=30), max_size=12), st.integers(1, 6))
-def test_no_key_that_is_heavy_is_missing(batches: list[list[int]], capacity: int) -> None:
+def test_no_frequent_key_is_missing(batches: list[list[int]], capacity: int) -> None:
     sketch, counter = Sketch(capacity), Counter[int]()
     for batch in batches:
         sketch.add(np.array(batch, np.int64))
