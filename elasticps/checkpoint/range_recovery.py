@@ -18,6 +18,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from coordinator.core.data_loss import find_loss, spans
 from coordinator.core.errors import Damaged
 from coordinator.core.keys import NEWEST_CHECKPOINT, RANGE_RECOVERY, ROSTER, loss_key, roster_of, shown
@@ -94,19 +96,10 @@ class RangeRecovery:
     def from_json(cls, data: bytes) -> RangeRecovery:
         """The inverse; Damaged if it makes no sense."""
         try:
-            document = json.loads(data)
-            return cls(
-                tuple(document["ranges"]),
-                tuple((name, number) for name, number in document["given_up"]),
-                document["url"],
-                document["cut"], document["time"],
-                {name: (old, new, spec) for name, (old, new, spec) in document["tables"].items()},
-                tuple((worker, clock) for worker, clock in document["floors"]),
-                tuple(Missing(**one) for one in document["workers"]), document["error"],
-            )  # fmt: skip
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            return msgspec.json.decode(data, type=cls)
+        except (ValueError, RecursionError, msgspec.MsgspecError) as error:
             raise Damaged(
-                f"the key {RANGE_RECOVERY} in etcd holds {shown(data)}, which makes no sense ({error!r}): delete it, "
+                f"the key {RANGE_RECOVERY} in etcd holds {shown(data)}, which makes no sense ({error}): delete it, "
                 "and ask for the ranges again"
             ) from None
 

@@ -17,6 +17,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from coordinator.core import fields
 from coordinator.core.errors import CoordinationError, Damaged, LeaseLost, StoreUnavailable
 from coordinator.core.keys import (
@@ -86,12 +88,10 @@ class RestorePlan:
     def from_json(cls, data: bytes) -> RestorePlan:
         """The inverse; Damaged if it makes no sense."""
         try:
-            document = json.loads(data)
-            tables = {name: (old, new) for name, (old, new) in document["tables"].items()}
-            return cls(document["url"], document["cut"], document["sum"], tables, document["whole"], document["rows"])
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            return msgspec.json.decode(data, type=cls)
+        except (ValueError, RecursionError, msgspec.MsgspecError) as error:
             raise Damaged(
-                f"the key {RESTORING} (or {RESTORED}) in etcd holds {shown(data)}, which makes no sense ({error!r}): "
+                f"the key {RESTORING} (or {RESTORED}) in etcd holds {shown(data)}, which makes no sense ({error}): "
                 "delete it; a restore that was under way is begun again with `elasticps restore URL`"
             ) from None
 
