@@ -82,7 +82,7 @@ def test_a_kernel_is_compiled_again_when_what_it_inlines_has_changed(tree: Path)
     again, output = run(tree)
     assert again == {**first, "hit": 1}
     assert output == ""
-    inlined = tree / "elasticps" / "hashing.py"
+    inlined = tree / "elasticps" / "kernels" / "hashing.py"
     text = inlined.read_text(encoding="utf-8")
     assert "np.uint64(27)" in text
     inlined.write_text(text.replace("np.uint64(27)", "np.uint64(25)"), encoding="utf-8")
@@ -160,7 +160,7 @@ def test_what_a_kernel_may_have_compiled_in_is_found_by_its_imports() -> None:
         "store/index.py",
         "store/values.py",
         "store/native.py",
-        "hashing.py",
+        "kernels/hashing.py",
         "model/spec.py",
     } <= names
     assert not {name for name in names if name.startswith(("cli/", "local/", "demo/", "torch/"))}

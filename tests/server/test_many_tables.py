@@ -85,7 +85,7 @@ def test_a_look_at_memory_is_at_tables_with_dropped_rows(monkeypatch: pytest.Mon
         looked.append(table.table_id)
         return reclaim(table, rows)
 
-    monkeypatch.setattr(Table, "tidy", seen)
+    monkeypatch.setattr(Table, "reclaim", seen)
     store.reclaim(1000)
     assert (looked, store.reusable_bytes) == ([], 0)
     store.tables[5].delete(keys[:3])

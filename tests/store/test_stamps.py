@@ -214,7 +214,7 @@ TestCuts.settings = settings(max_examples=80, stateful_step_count=30, deadline=N
 
 def test_small_blocks_untidy_tables_and_few_notes(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """The same with limits so small that they are met all the time."""
-    monkeypatch.setattr(table, "_UNTIDY_BYTES", 1)
+    monkeypatch.setattr(table, "_RECLAIM_BYTES", 1)
     monkeypatch.setattr(retained, "_PART_ROWS", 4)
     monkeypatch.setattr(retained, "_FIRST_RECORDS", 1)
     monkeypatch.setattr(retained, "_BLOCK", 200)
