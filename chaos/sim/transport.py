@@ -40,7 +40,7 @@ class Transport(SocketTransport[asyncio.BaseProtocol]):
 
     def _ready(self) -> None:
         self._asked = False
-        if self._unsent and self._socket.writable:
+        if self._queue and self._socket.writable:
             self.send_queued()
         for _ in range(READS_PER_TURN):
             if not (self.is_reading() and self._socket.readable):
@@ -87,14 +87,14 @@ class Transport(SocketTransport[asyncio.BaseProtocol]):
     def _look_for(self) -> None:
         pass  # the socket tells of itself
 
-    def _leave(self, behind: bool) -> None:
-        if self._unsent.nbytes > self._high and not self._writing_paused:
+    def _leave(self, queued: bool) -> None:
+        if self._queue.nbytes > self._high and not self._writing_paused:
             self.send_queued()  # so much must not wait for the end of the turn
         else:
             self._loop.flush_later(self)
 
     def _send(self) -> None:
-        self._unsent.send(self._socket)
+        self._queue.send(self._socket)
 
     def _close(self) -> None:
         self._socket.close()

@@ -17,7 +17,7 @@ from elasticps.model.spec import SGD, Accumulate, TableSpec
 from elasticps.server.core import view_exchange
 from elasticps.server.core.registered_tables import RegisteredTable
 from elasticps.server.fast import layout as at
-from elasticps.server.process import lifecycle as lives
+from elasticps.server.process import lifecycle
 from elasticps.wire.frames import ALL_RANGES, LAST, Header, Kind, json_body
 from replication.messages import OperationKind
 from tests.coordinator.support import FaultyStore
@@ -216,7 +216,7 @@ def test_a_server_reads_single_tables_that_are_made_and_not_the_whole_registry(r
         for number, spec in specs.items():
             said = json.dumps({"id": number, "spec": spec.to_json()}).encode()
             await store.put(table_key("default", spec.name), said)
-        reads = asyncio.create_task(lives._learn(store, head))
+        reads = asyncio.create_task(lifecycle._learn(store, head))
         try:
             ours = await group.connect("a", create=False)
             header, _ = await asyncio.wait_for(create(ours, 50, view.epoch, specs[50]), 10)
@@ -254,7 +254,7 @@ def test_what_a_worker_has_put_in_the_place_of_a_table_ends_no_server(said: byte
         store = MemoryStore("c")
         await store.put(f"{TABLES}default/bad", said)
         await store.put(f"{TABLES}default/t", json.dumps({"id": TABLE, "spec": SPEC.to_json()}).encode())
-        return await lives._tables(store)
+        return await lifecycle._tables(store)
 
     assert asyncio.run(known())[TABLE] == RegisteredTable("default", SPEC)
 
@@ -267,7 +267,7 @@ def test_a_table_is_registered_under_its_own_name_or_not_at_all() -> None:
         plug_in = SPEC.to_json().replace('"t"', '"p"').replace("accumulate", "unheard-of")
         for number, (name, spec) in enumerate([("t", SPEC.to_json()), ("u", SPEC.to_json()), ("p", plug_in)], 1):
             await store.put(table_key("ads", name), json.dumps({"id": number, "spec": spec}).encode())
-        return await lives._tables(store)
+        return await lifecycle._tables(store)
 
     assert asyncio.run(read()) == {1: RegisteredTable("ads", SPEC), 3: RegisteredTable("ads", None)}
 
@@ -279,7 +279,7 @@ def test_a_server_knows_whose_a_table_is_that_is_about_to_go() -> None:
         store = MemoryStore("c")
         said = {"id": TABLE, "spec": SPEC.to_json(), "dropping": True}
         await store.put(table_key("default", "t"), json.dumps(said).encode())
-        return await lives._tables(store)
+        return await lifecycle._tables(store)
 
     assert asyncio.run(known()) == {TABLE: RegisteredTable("default", SPEC)}
 
@@ -289,7 +289,7 @@ def test_a_table_stays_with_whose_it_was_whatever_others_register() -> None:
         store = MemoryStore()
         for app in ("default", "ads"):
             await store.put(table_key(app, SPEC.name), json.dumps({"id": 3, "spec": SPEC.to_json()}).encode())
-        return await lives._tables(store)
+        return await lifecycle._tables(store)
 
     assert asyncio.run(read()) == {3: RegisteredTable("default", SPEC)}
 
@@ -337,7 +337,7 @@ def test_a_server_looks_whose_a_table_is_until_the_store_has_said_it(run: Run) -
         await store.put(table_key("default", "t"), json.dumps({"id": TABLE, "spec": SPEC.to_json()}).encode())
         group.servers["a"].know_tables({TABLE: RegisteredTable("default", SPEC)})
         store.out = True
-        reads = asyncio.create_task(lives._refresh(store, tail))
+        reads = asyncio.create_task(lifecycle._refresh(store, tail))
         try:
             await group.connect("a")
             await until(lambda: TABLE in tail.store.live)

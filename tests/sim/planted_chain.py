@@ -21,8 +21,7 @@ from elasticps.client.push_batch import PackedPart
 from elasticps.server.core.bounded_delay import BoundedDelay
 from elasticps.server.core.reads import Judge
 from elasticps.server.fast.recent_log import RecentLog
-from elasticps.server.process import draining
-from elasticps.server.process import lifecycle as lives
+from elasticps.server.process import draining, lifecycle
 from elasticps.server.roles.handshake import HelloHandler
 from elasticps.server.roles.pulls import PullHandler
 from elasticps.wire.frames import Header
@@ -394,7 +393,7 @@ def end_on_the_request_to_drain(patch: pytest.MonkeyPatch) -> None:
         await request_drain(store, server.me.name)
         return "SIGTERM"
 
-    patch.setattr(lives, "drain", drain)
+    patch.setattr(lifecycle, "drain", drain)
 
 
 def count_copies_at_servers_that_drain(patch: pytest.MonkeyPatch) -> None:

@@ -52,9 +52,9 @@ Handler = Callable[["Connection", Header, Body], None]
 
 
 class PeerKind:
-    """What one kind of peer may say, by kind of frame. `opened` is told of its connections, all of `closed` of their
-    end; `rest` goes on with a pull of which so many rows have been sent; `wrong` says of another frame why it is
-    refused."""
+    """What one kind of peer may send: a handler for each kind of frame. `opened` is called for each of its connections,
+    all of `closed` when one ends. `rest` continues a pull of which some rows have been sent. `wrong` is the reason with
+    which any other frame is refused."""
 
     def __init__(
         self,
@@ -80,42 +80,37 @@ class Connection(asyncio.BufferedProtocol):
     """
 
     def __init__(
-        self,
-        role: PeerKind,
-        notifier: ViewNotifier,
-        loop: asyncio.AbstractEventLoop,
-        busy_poll: BusyPoll,
+        self, role: PeerKind, notifier: ViewNotifier, loop: asyncio.AbstractEventLoop, busy_poll: BusyPoll,
         path: FastPath,
-    ) -> None:
-        self.arrival = next(_arrivals)  # of two, the one that came later has more
-        self._role = role
-        self._notifier = notifier
-        self._loop = loop
-        self._busy_poll = busy_poll
-        self._path = path
-        self.slot = -1  # in the path, while connected
-        self._answers: deque[Chunks] = deque()
+    ) -> None:  # fmt: skip
+        self.arrival = next(_arrivals)  # connections are numbered as they come
+        self._role = role  # what the peer may send
+        self._notifier = notifier  # refuses requests
+        self._loop = loop  # for timers
+        self._busy_poll = busy_poll  # hears of each request
+        self._path = path  # handles usual frames
+        self.slot = -1  # number in the path while connected, else -1
+        self._answers: deque[Chunks] = deque()  # that wait for room, or until they may be shown
         self._paused = False  # by the transport: its write buffer is full
-        self._tell_full: Callable[[bool], None] | None = None
-        self._held: deque[tuple[Header, Body]] = deque()
-        self.holding = False  # frames wait for a view or roster
-        self._timer: asyncio.TimerHandle | None = None  # for who does not read
-        self._hello: asyncio.TimerHandle | None = None  # for who does not say who it is
-        self.transport: asyncio.Transport
-        self._channel: Proof | None = None
-        self.peer = "?"
-        self.known = False  # the peer has said who it is
-        self.refused = False  # it said what nobody can
-        self.worker = 0  # its id, 0 for anybody but a worker
-        self.worker_name = self.app = ""
-        self.member: Member | None = None  # a replica
+        self._on_full: Callable[[bool], None] | None = None  # called when a link is full, and when it has room
+        self._held: deque[tuple[Header, Body]] = deque()  # frames that wait
+        self.holding = False  # whether frames wait for a view or a roster
+        self._timer: asyncio.TimerHandle | None = None  # cuts off a peer that does not read
+        self._hello: asyncio.TimerHandle | None = None  # cuts off a peer that sends no HELLO
+        self.transport: asyncio.Transport  # set when connected
+        self._channel: Proof | None = None  # TLS, and what it has proved
+        self.peer = "?"  # its address, for the log
+        self.known = False  # HELLO or WELCOME was accepted
+        self.refused = False  # it sent what no correct peer does
+        self.worker = 0  # id of a worker; 0 for any other peer
+        self.worker_name = self.app = ""  # of a worker
+        self.member: Member | None = None  # of a replica
         self.number = 0  # of a link between replicas, counted by the one that dials
-        self.leader = False
         self.notified_epoch = 0  # the newest view sent to this peer
-        self._heard_s = loop.time()
+        self._heard_s = loop.time()  # when something was received outside of compiled code
         self._turn_bytes = 0  # handled since the loop last had its turn
-        self._resting = False
-        self._left = False  # something that has come is looked at when more is read
+        self._resting = False  # not read from until the loop's next turn
+        self._left = False  # received bytes are handled when reading goes on
         self.tickets: set[object] = set()  # pushes from here that wait to be admitted
 
     # --- asyncio ------------------------------------------------------------------------------------------------
@@ -149,7 +144,7 @@ class Connection(asyncio.BufferedProtocol):
             self.refuse(error)
 
     def unusual(self, reason: int) -> None:
-        """Compiled code has received something that Python has to look at."""
+        """Handles what compiled code has received and leaves to Python."""
         try:
             self._path.go_on(self, reason)
         except FrameError as error:
@@ -171,7 +166,7 @@ class Connection(asyncio.BufferedProtocol):
         self.slot = -1
 
     def pause_writing(self) -> None:
-        """The peer does not read. A worker is not read from either; other replicas always are, or they could wait for
+        """The peer does not read. A worker is not read from then; other replicas always are, or both could wait for
         each other."""
         self._paused = True
         self._cancel_timer()
@@ -179,8 +174,8 @@ class Connection(asyncio.BufferedProtocol):
         if self.worker:
             self._set(at.C_PAUSED, 1)
             self.transport.pause_reading()
-        elif self._tell_full is not None:
-            self._tell_full(True)
+        elif self._on_full is not None:
+            self._on_full(True)
 
     def resume_writing(self) -> None:
         self._paused = False
@@ -189,13 +184,13 @@ class Connection(asyncio.BufferedProtocol):
         if self.worker and not self._paused:
             self._set(at.C_PAUSED, 0)
             self._go_on_reading()
-        elif self._tell_full is not None:
-            self._tell_full(False)
+        elif self._on_full is not None:
+            self._on_full(False)
 
     # --- frames -------------------------------------------------------------------------------------------------
 
     def welcome(self, role: PeerKind) -> None:
-        """The peer is who it says: full-size frames from now on."""
+        """Accepts the peer's HELLO or WELCOME: it may send full-size frames from now on."""
         self.known, self._role = True, role
         self._set(at.C_LIMIT, MAX_BODY_BYTES if self.member is None else MAX_LINK_BODY_BYTES)
         self._cancel_hello()
@@ -204,17 +199,18 @@ class Connection(asyncio.BufferedProtocol):
         self._path.connections[self.slot, field] = value
 
     def is_worker(self, worker: int, name: str, app: str) -> None:
-        """Who the peer is."""
+        """Notes that the peer is this worker."""
         self.worker, self.worker_name, self.app = worker, name, app
         self._set(at.C_ROLE, at.ROLE_WORKER)
         self._set(at.C_WORKER, worker)
         self._set(at.C_APP, self._path.number_of(app))
         self._set(at.C_ROSTERED, 1)
 
-    def is_peer(self, tell_full: Callable[[bool], None]) -> None:
-        """The peer is a replica. tell_full: told when more waits for it than its socket takes, and when no longer."""
+    def is_peer(self, on_full: Callable[[bool], None]) -> None:
+        """Notes that the peer is a replica. on_full: called with True when more waits than its socket takes, with False
+        when no longer."""
         self._set(at.C_ROLE, at.ROLE_PEER)
-        self._tell_full = tell_full
+        self._on_full = on_full
         self.transport.set_write_buffer_limits(high=LINK_HIGH_BYTES)
 
     @property
@@ -232,29 +228,29 @@ class Connection(asyncio.BufferedProtocol):
         self._set(at.C_BASE, clock)
 
     def set_rostered(self, rostered: bool) -> None:
-        """Whether the roster has this worker."""
+        """Notes whether the roster has this worker."""
         self._set(at.C_ROSTERED, rostered)
 
     def set_shards(self, number: int) -> None:
-        """A set of shards that belongs to this worker's application."""
+        """Notes a set of data shards of this worker's application: compiled code handles its pushes."""
         self._set(at.C_SET, number)
 
     def wait_for(self, ticket: object) -> None:
-        """Reads nothing more until this push, and every other that waits, has been admitted."""
+        """Stops reading until this push, and every other that waits, has been admitted."""
         self.tickets.add(ticket)
         self._choose_path()
         self.transport.pause_reading()
 
     def admitted(self, ticket: object) -> None:
-        """It has been."""
+        """A push has been admitted: reading goes on unless others wait."""
         self.tickets.discard(ticket)
         self._choose_path()
         self._read_on()
 
     def frame(self, header: Header, body: Body, answered: int) -> None:
-        """One frame that is not usual. `answered`: of a pull, the rows that have been sent."""
+        """Handles a frame that compiled code leaves to Python. answered: rows of a pull that have been sent."""
         if self.refused:
-            return  # it came in one piece with what was wrong
+            return  # it came together with the frame that was refused
         if self.holding:
             if len(self._held) >= MAX_HELD_FRAMES:
                 raise FrameError(f"more than {MAX_HELD_FRAMES} frames arrived while one was held")
@@ -263,7 +259,7 @@ class Connection(asyncio.BufferedProtocol):
             self._handle(header, body, answered)
 
     def _handle(self, header: Header, body: Body, answered: int = 0) -> None:
-        """Whatever is wrong with a request is told to its sender and changes nothing here."""
+        """Calls the handler. A request that is refused has changed nothing."""
         role = self._role
         handler = role.handlers.get(header.kind)
         if handler is None:
@@ -277,11 +273,11 @@ class Connection(asyncio.BufferedProtocol):
             self._notifier.refuse(self, header.request, error)
 
     def leave(self) -> None:
-        """What has come stays as it is until more is read."""
+        """Leaves received bytes until reading goes on."""
         self._left = True
 
     def rest(self) -> None:
-        """Others have their turn: libuv reads a socket up to 32 times in a row, and timers wait."""
+        """Stops reading until the loop's next turn: libuv reads a socket up to 32 times in a row while timers wait."""
         if not self._resting and self.known and not self.transport.is_closing():
             self._resting = True
             self.transport.pause_reading()
@@ -292,7 +288,7 @@ class Connection(asyncio.BufferedProtocol):
         self._go_on_reading()
 
     def _go_on_reading(self) -> None:
-        """Handles what was received and left, then reads on."""
+        """Handles received bytes that were left, then reads on."""
         if self.slot < 0 or self.transport.is_closing():
             return
         self._left = False
@@ -300,7 +296,7 @@ class Connection(asyncio.BufferedProtocol):
         self._read_on()
 
     def hold(self, header: Header, body: Body) -> None:
-        """Keeps this frame, and all that follow, until `release`: the server lacks what it needs to judge it."""
+        """Holds this frame and all that follow until `release`: the server lacks a view or a roster to handle it."""
         self.holding = True
         self._choose_path()
         self._held.appendleft((header, body.copy()))
@@ -322,8 +318,8 @@ class Connection(asyncio.BufferedProtocol):
         self._go_on_reading()
 
     def fail(self, error: Exception) -> None:
-        """An exception that is none of the peer's doing: as where bytes come in this connection ends, so that its peer
-        asks again, and nobody whose turn it is beside it."""
+        """Reports an exception that the peer has not caused, and ends this connection, so that the peer asks again.
+        Callers that handle several connections go on with the others."""
         self._loop.call_exception_handler({"message": f"a connection failed, to {self.peer}", "exception": error})
         self.transport.abort()
 
@@ -336,23 +332,23 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def identity(self) -> Identity | None:
-        """Who the peer has proved to be; None where nobody is asked for a proof."""
+        """The identity that the peer has proved; None without TLS."""
         return None if self._channel is None else self._channel.peer
 
     @property
     def stale(self) -> bool:
-        """Whether it is time to connect anew: certificates were renewed, or are about to end."""
+        """Whether it is time to connect again: certificates were renewed, or are about to end."""
         return self._channel is not None and self._channel.stale
 
     def notice_expiry(self) -> None:
-        """Drops a connection that a certificate vouches for no longer."""
+        """Drops a connection whose certificate has ended."""
         if self._channel is not None and time.time() >= self._channel.until_s and not self.transport.is_closing():
             log.warning("cut off: a certificate has ended", peer=self.peer, identity=self.identity)
             self.transport.abort()
 
     def notice_end(self) -> None:
-        """Drops a connection that is not read from and whose peer has gone: nobody else would notice. One that closes
-        is not, until what is queued has left: that may be never, too."""
+        """Drops a connection that is not read from and whose peer has gone: no read would notice. A closing connection
+        is not read from until its queue is empty, which may be never."""
         if self.transport.is_reading():
             return
         if self._peer_has_gone():
@@ -362,7 +358,7 @@ class Connection(asyncio.BufferedProtocol):
             self._timer = self._loop.call_later(STALLED_TIMEOUT_S, self._stalled)
 
     def _log_some(self, tell: Callable[..., object], event: str, **details: object) -> None:
-        """Logs what any peer can bring about, as often as it likes: with a limit, and a count of what is left out."""
+        """Logs an event that any peer can cause as often as it likes: with a limit, and a count of what is left out."""
         if (left_out := _SPARING.due(event)) is not None:
             more = {"left_out": left_out} if left_out else {}
             tell(event, peer=self.peer, worker=self.worker_name, **details, **more)
@@ -375,7 +371,7 @@ class Connection(asyncio.BufferedProtocol):
             return False
 
     def refuse(self, error: FrameError | NotAuthorised) -> None:
-        """Tells the peer why and closes: a stream that is wrong once cannot be trusted again."""
+        """Tells the peer why it is refused, and closes: a stream that was wrong once cannot be trusted."""
         self.refused = True
         if self.slot >= 0:
             self._set(at.C_ROLE, at.ROLE_OTHER)
@@ -387,12 +383,12 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.close()
 
     def give_up(self) -> None:
-        """Ends, without a look at what has come: its peer uses another one."""
+        """Ends the connection without handling what has been received: its peer uses a newer one."""
         self._held.clear()
         self.transport.abort()
 
     def tell_view(self) -> None:
-        """Sends the newest view unless the peer has it from here."""
+        """Sends the newest view unless it was sent on this connection before."""
         self._notifier.tell(self)
 
     # --- answers ------------------------------------------------------------------------------------------------
@@ -415,12 +411,12 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.pause_reading()
 
     def go_on(self) -> None:
-        """Asks the answers that had to wait whether they still have to."""
+        """Sends answers that had to wait and may go now."""
         self._pump()
 
     @property
     def waiting_bytes(self) -> int:
-        """What has been sent and has not left yet."""
+        """Bytes that were sent and are still in the transport's queue."""
         return self.transport.get_write_buffer_size()
 
     @property
@@ -442,8 +438,8 @@ class Connection(asyncio.BufferedProtocol):
             self._read_on()
 
     def _choose_path(self) -> None:
-        """Compiled code would not know that a frame is held, and would overtake an answer that waits. While nothing
-        more is read, no frame is made larger than it came: what waits takes as much memory as was received."""
+        """Tells compiled code to leave frames to Python while one is held or an answer waits, which it would overtake.
+        While reading has stopped, it unpacks no frame, so that waiting frames take no more memory than was received."""
         if self.slot >= 0:
             self._set(at.C_SLOW, self.holding or bool(self._answers))
             self._set(at.C_FULL, self.holding or bool(self.tickets) or self._full)

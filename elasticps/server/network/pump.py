@@ -1,7 +1,7 @@
-"""The I/O around a server's core: sockets that compiled code receives from and sends to (`fast/sockets.py`).
+"""Connections in the clear whose sockets compiled code reads and writes (`fast/sockets.py`).
 
-A third of what an event loop's own streams cost per message (`streams.py`). Only what is not usual happens here in
-Python: connections that come and go, pauses, bytes that a socket did not take at once.
+A third of what an event loop's own streams cost per message (`streams.py`). Python handles only what is
+not usual: connections that come and go, pauses, bytes that a socket did not take at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Pump:
-    """All connections of one server. Everything runs in the thread of the event loop."""
+    """Waits for the sockets of all connections of one server by epoll. Everything runs in the event loop's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, path: FastPath, busy_poll: BusyPoll) -> None:
         self.loop = loop
@@ -46,7 +46,7 @@ class Pump:
         loop.add_reader(self.epoll.fileno(), self._ready)
 
     def close(self) -> None:
-        """After all its connections."""
+        """Stops; its connections have ended."""
         self.loop.remove_reader(self.epoll.fileno())
         self.epoll.close()
 
@@ -57,7 +57,7 @@ class Pump:
         return Listener(self, make, sock)
 
     async def dial(self, connection: Connection, host: str, port: int, expect: Expect) -> None:
-        """Connects `connection`; OSError if nobody answers. In the clear, whoever does is whom we expect."""
+        """Connects `connection`; OSError if nobody answers. In the clear, `expect` cannot be checked."""
         sock = await connected(self.loop, host, port)
         try:
             self.adopt(connection, sock)
@@ -70,7 +70,7 @@ class Pump:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         Transport(self, connection, sock)
 
-    # --- what sockets have ----------------------------------------------------------------------------------------
+    # --- sockets are ready ----------------------------------------------------------------------------------------
 
     def _ready(self) -> None:
         observer = self.path.observer
@@ -127,7 +127,7 @@ async def connected(loop: asyncio.AbstractEventLoop, host: str, port: int) -> so
 
 
 class Adopts(Protocol):
-    """Who takes connections that came."""
+    """Takes accepted connections."""
 
     loop: asyncio.AbstractEventLoop
 
@@ -180,7 +180,7 @@ class Listener:
 
 
 class Transport(SocketTransport["Connection"]):
-    """One connection's socket, as much as Python has to do with it."""
+    """The transport of one connection: Python's part in its socket."""
 
     def __init__(self, pump: Pump, connection: Connection, sock: socket.socket) -> None:
         super().__init__(pump.loop, connection, described(sock))
@@ -194,18 +194,18 @@ class Transport(SocketTransport["Connection"]):
 
     def _look_for(self) -> None:
         mask = select.EPOLLIN if self.is_reading() else 0
-        if self._unsent:
+        if self._queue:
             mask |= select.EPOLLOUT
         if mask != self._mask and not self._ended:
             self._mask = mask
             self._pump.epoll.modify(self._socket, mask)
 
     def _waits(self) -> bool:
-        return bool(self._unsent) or self._pump.path.queued(self._connection.slot)
+        return bool(self._queue) or self._pump.path.queued(self._connection.slot)
 
     def _send(self) -> None:
-        self._unsent.send(self._socket)
-        self._pump.path.set_queued(self._connection.slot, bool(self._unsent))
+        self._queue.send(self._socket)
+        self._pump.path.set_queued(self._connection.slot, bool(self._queue))
 
     def ended(self, number: int) -> None:
         """The peer has closed the connection (0), or it is broken (errno)."""

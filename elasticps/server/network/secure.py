@@ -167,13 +167,13 @@ class SecureTransport(SocketTransport["Connection"]):
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def _left(self) -> bool:
-        return bool(self._unsent) or self._session.has_backlog
+        return bool(self._queue) or self._session.has_backlog
 
     def get_write_buffer_size(self) -> int:
-        return self._unsent.nbytes + self._session.backlog_bytes
+        return self._queue.nbytes + self._session.backlog_bytes
 
     def _send(self) -> None:
-        if self._unsent.send(self._session):
+        if self._queue.send(self._session):
             self._session.flush()
 
     # --- the end ----------------------------------------------------------------------------------------------------

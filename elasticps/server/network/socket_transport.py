@@ -1,6 +1,5 @@
-"""A connection's socket as asyncio has it, a transport, for sockets that no event loop reads and writes: what waits to
-be sent, pauses, the end. Who receives, and when and how bytes are sent, is for those that derive from it to say: a
-server's in the clear and with TLS, and the simulator's."""
+"""The base of a server's transports for sockets that no event loop reads and writes: the queue of what is to be sent,
+pauses, and the end. Subclasses receive and send: in the clear, with TLS, and in the simulator."""
 
 from __future__ import annotations
 
@@ -19,16 +18,16 @@ HIGH_BYTES = 64 << 10
 
 
 class SocketTransport(asyncio.Transport, Generic[P]):
-    """Between a socket and a protocol, `connection`. Buffers are sent from where they lie.
+    """Connects a socket with a protocol, `connection`. Buffers are sent without a copy.
 
-    extra: what `get_extra_info` tells.
+    extra: what `get_extra_info` returns.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, connection: P, extra: Mapping[str, Any]) -> None:
         super().__init__(extra)
         self._loop = loop
         self._connection = connection
-        self._unsent = SendQueue()
+        self._queue = SendQueue()
         self._high, self._low = HIGH_BYTES, HIGH_BYTES // 4
         self._reading = True
         self._writing_paused = False
@@ -36,19 +35,19 @@ class SocketTransport(asyncio.Transport, Generic[P]):
 
     @abstractmethod
     def _look_for(self) -> None:
-        """Has whoever waits for the socket wait for what this connection waits for."""
+        """Waits for the socket to be readable or writable, as this connection needs it."""
 
     def _left(self) -> bool:
-        """Whether something has not left yet."""
-        return bool(self._unsent)
+        """Whether something is queued."""
+        return bool(self._queue)
 
     def _waits(self) -> bool:
-        """Whether what is written now has to wait for what was written before."""
+        """Whether what is written now has to wait behind what was written before."""
         return self._left()
 
-    def _leave(self, behind: bool) -> None:
-        """What was written goes: at once, or behind what waits."""
-        if behind:
+    def _leave(self, queued: bool) -> None:
+        """Sends what was written: at once, or when the socket is writable if something is queued before it."""
+        if queued:
             self._look_for()
         else:
             self.send_queued()
@@ -59,7 +58,7 @@ class SocketTransport(asyncio.Transport, Generic[P]):
 
     @abstractmethod
     def _close(self) -> None:
-        """Nobody waits for the socket any more; it is closed."""
+        """Stops waiting for the socket, and closes it."""
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -81,7 +80,7 @@ class SocketTransport(asyncio.Transport, Generic[P]):
         self._low = self._high // 4 if low is None else low
 
     def get_write_buffer_size(self) -> int:
-        return self._unsent.nbytes
+        return self._queue.nbytes
 
     def write(self, data: Buffer) -> None:
         self.writelines((data,))
@@ -89,9 +88,9 @@ class SocketTransport(asyncio.Transport, Generic[P]):
     def writelines(self, list_of_data: Iterable[Any]) -> None:
         if self._closing:
             return
-        behind = self._waits()
-        self._unsent.add(list_of_data)
-        self._leave(behind)
+        queued = self._waits()
+        self._queue.add(list_of_data)
+        self._leave(queued)
         self._pause_if_full()
 
     def send_queued(self) -> None:
@@ -104,14 +103,14 @@ class SocketTransport(asyncio.Transport, Generic[P]):
         if self._ended:
             return
         self._look_for()
-        if self._writing_paused and self._unsent.nbytes <= self._low:
+        if self._writing_paused and self._queue.nbytes <= self._low:
             self._writing_paused = False
             self._connection.resume_writing()
         if self._closing and not self._left():
             self.end(None)
 
     def _pause_if_full(self) -> None:
-        if self._unsent.nbytes > self._high and not self._writing_paused and not self._ended:
+        if self._queue.nbytes > self._high and not self._writing_paused and not self._ended:
             self._writing_paused = True
             self._connection.pause_writing()
 
@@ -124,7 +123,7 @@ class SocketTransport(asyncio.Transport, Generic[P]):
         return self._closing
 
     def close(self) -> None:
-        """Ends when what is queued has left."""
+        """Ends when the queue is empty."""
         if not self._closing:
             self._closing = True
             if self._left():
@@ -136,12 +135,12 @@ class SocketTransport(asyncio.Transport, Generic[P]):
         self.end(None)
 
     def end(self, error: Exception | None) -> None:
-        """Ends at once; what is queued is dropped."""
+        """Ends at once; the queue is dropped."""
         self._closing = True
         if self._ended:
             return
         self._ended = True
-        self._unsent.clear()
+        self._queue.clear()
         self._close()
         self._tell_lost(error)
 
@@ -150,7 +149,7 @@ class SocketTransport(asyncio.Transport, Generic[P]):
 
 
 def described(sock: socket.socket) -> dict[str, Any]:
-    """What a transport over it tells."""
+    """What a transport over this socket returns from `get_extra_info`."""
     try:
         peer = sock.getpeername()
     except OSError:  # it has gone already

@@ -33,7 +33,7 @@ from replication.chain import Member
 log = fields.logger(__name__)
 
 LOOK_S = 0.5
-TELL_S = 5.0  # so often the log says what a server that drains waits for
+LOG_EVERY_S = 5.0  # so often the log says what a server that drains waits for
 GONE_S = 30.0
 
 Stays = Callable[[ServerInfo], Awaitable[bool]]
@@ -77,16 +77,16 @@ async def drain(store: Store, server: Server, stop: asyncio.Future[str], timeout
     if not server.serving.listed:
         return "SIGTERM, before any view knew it"
     loop = asyncio.get_running_loop()
-    teller = _Teller(loop.time() + timeout_s)
-    life = _Life(server, stays)
+    drain_log = _DrainLog(loop.time() + timeout_s)
+    signs = _SignsOfLife(server, stays)
     while timeout_s > 0 and not (stop.done() or server.removed.done()):
-        over = loop.time() >= teller.until
-        looking = asyncio.create_task(_look(store, server, life, over))
+        over = loop.time() >= drain_log.until
+        looking = asyncio.create_task(_look(store, server, signs, over))
         await asyncio.wait((looking, stop, server.removed), return_when=asyncio.FIRST_COMPLETED)
         if not looking.done():
             looking.cancel()
             break
-        found, left = looking.result(), teller.until - loop.time()
+        found, left = looking.result(), drain_log.until - loop.time()
         if found.ends:
             log.warning("ends at once: no server stays that could take what it holds")
             break
@@ -94,7 +94,7 @@ async def drain(store: Store, server: Server, stop: asyncio.Future[str], timeout
             break
         if left <= 0 and not over:
             continue
-        teller.tell(found, loop.time())
+        drain_log.tell(found, loop.time())
         wait_s = LOOK_S if left <= 0 else min(left, LOOK_S)
         await asyncio.wait((stop, server.removed), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
     if stop.done() or server.removed.done():
@@ -104,14 +104,14 @@ async def drain(store: Store, server: Server, stop: asyncio.Future[str], timeout
     return "SIGTERM"
 
 
-async def _look(store: Store, server: Server, life: _Life, over: bool) -> _Found:
+async def _look(store: Store, server: Server, signs: _SignsOfLife, over: bool) -> _Found:
     """Makes sure that the request to drain is there, then reads which servers stay. over: the time is over, and what
     is safe is confirmed by the servers that have it."""
     found = await _ask(store, server)
     if over and found.safe:
         # Once more: a server that has answered may be another incarnation, which the store knows then.
-        found = await _ask(store, server, await life.silent(found))
-    return replace(found, ends=await life.ended()) if found.unknown else life.seen(found)
+        found = await _ask(store, server, await signs.silent(found))
+    return replace(found, ends=await signs.ended()) if found.unknown else signs.seen(found)
 
 
 async def _ask(store: Store, server: Server, silent: frozenset[Member] = frozenset()) -> _Found:
@@ -138,7 +138,7 @@ def _member(entry: Entry) -> Member:
         return Member(entry.key.removeprefix(SERVERS), 0)
 
 
-class _Life:
+class _SignsOfLife:
     """When there was a sign of life of anybody else, as far as a server that drains can see."""
 
     def __init__(self, server: Server, stays: Stays) -> None:
@@ -156,9 +156,9 @@ class _Life:
         """Asks the servers whose copies are counted on; returns those that do not say that they stay."""
         assert found.view is not None
         assert found.handover is not None
-        asked = [each for each in found.view.servers if each.member in found.handover.holders]
-        answers = await asyncio.gather(*map(self._stays, asked))
-        return frozenset(each.member for each, stays in zip(asked, answers, strict=True) if not stays)
+        holders = [each for each in found.view.servers if each.member in found.handover.holders]
+        answers = await asyncio.gather(*map(self._stays, holders))
+        return frozenset(each.member for each, stays in zip(holders, answers, strict=True) if not stays)
 
     async def ended(self) -> bool:
         """Without the store: looks for other signs; whether there was none for GONE_S."""
@@ -169,12 +169,12 @@ class _Life:
         return self._loop.time() - self._seen_at >= GONE_S
 
 
-class _Teller:
+class _DrainLog:
     """Logs what a server that drains waits for, every now and then. until: loop time at which its time is over."""
 
     def __init__(self, until: float) -> None:
         self.until = until
-        self._told_at = float("-inf")
+        self._logged_at = float("-inf")
         self._over = False
 
     def tell(self, found: _Found, now: float) -> None:
@@ -186,10 +186,10 @@ class _Teller:
                 waits_for=str(found),
                 view=found.reason,
             )
-        elif now - self._told_at < TELL_S:
+        elif now - self._logged_at < LOG_EVERY_S:
             return
         elif found.unknown:
             log.warning("cannot hand over, trying on", reason=found.unknown)
         else:
             log.info("hands over", waits_for=str(found), left_s=round(self.until - now, 1), view=found.reason)
-        self._told_at, self._over = now, over
+        self._logged_at, self._over = now, over

@@ -1,7 +1,8 @@
-"""One `Server` after another in one process: registered, listening, following views, until it is asked to end.
+"""Runs one incarnation of a server after another in a process: registers it, listens, follows views, until it is to
+end.
 
-A server that a view has left out gives its copy up and begins another life under a new incarnation, on the same port.
-Knows no signals and opens no socket, so that the simulator runs exactly this.
+A server that a view has left out gives up its copy and starts again as a new incarnation on the same port. This module
+knows no signals and opens no socket, so that the simulator runs exactly this.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from elasticps.model.spec import TableSpec
 from elasticps.server.core.registered_tables import RegisteredTable
 from elasticps.server.options import DEFAULTS, ServerOptions
 from elasticps.server.process.draining import Stays, drain
-from elasticps.server.process.housekeeping import keep_doing
 from elasticps.server.roles.replica_links import BEAT_S
 from elasticps.server.server import Server
 from elasticps.system import fatal
@@ -37,12 +37,13 @@ log = fields.logger(__name__)
 PAUSE_S = 0.02  # between reads of the store that others cause
 REPORT_S = 0.1
 REGISTER_AGAIN_S = 0.2
+LOG_AGAIN_S = 10.0  # between two lines about the same trouble
 
 Build = Callable[[ServerSession, str, int, asyncio.AbstractEventLoop], Server]
 
 
 @dataclass(frozen=True)
-class Identity:
+class Registration:
     """What a server registers of itself; addresses are "host:port"."""
 
     name: str
@@ -54,8 +55,8 @@ class Identity:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where a server lives. `sock` listens all the time; `show` hears which life serves now, None between two; `stays`
-    asks another server whether it serves and does not leave."""
+    """What all incarnations of a server in one process share. `sock` listens all the time; `show` is called with the
+    server that serves now, None between two; `stays` asks another server whether it serves and does not leave."""
 
     store: Store
     config: ClusterConfig
@@ -65,20 +66,20 @@ class Surroundings:
     stays: Stays
 
 
-async def live(
+async def serve_until(
     around: Surroundings,
-    me: Identity,
+    me: Registration,
     stop: asyncio.Future[str],
     leave: asyncio.Future[str],
     *,
     wait_s: float,
     drain_timeout_s: float,
 ) -> None:
-    """Serves until `stop` is done, or until all has moved elsewhere once `leave` is, or `drain_timeout_s` have passed
-    and a server that stays has a copy of all that is here.
+    """Serves until `stop` is done. Once `leave` is done: until all ranges have moved elsewhere, or until
+    `drain_timeout_s` have passed and servers that stay have copies of all that is here.
 
-    Waits `wait_s` for the store before its first life, and as long as it takes before each other. Raises
-    coordinator's `StoreUnavailable` when that was not enough, `Fenced` when the name is lost.
+    Waits `wait_s` for the store before the first incarnation, and without limit before later ones. Raises
+    coordinator's `StoreUnavailable` when `wait_s` was not enough, `Fenced` when the name is lost.
     """
     loop = asyncio.get_running_loop()
     served = False
@@ -88,7 +89,7 @@ async def live(
         try:
             if incarnation and (newest := await newest_incarnation(around.store, me.name)) > incarnation:
                 resolve(stop, f"{me.name} now belongs to incarnation {newest}; this was {incarnation}")
-                return  # to register again would take the name back, and so on for ever
+                return  # to register again would take the name back, and the two would go on for ever
             session = await register_server(
                 around.store,
                 name=me.name,
@@ -101,7 +102,7 @@ async def live(
             )
             incarnation = session.info.incarnation
             try:
-                async with _life(around, session) as server:
+                async with _incarnation(around, session) as server:
                     served = True
                     await around.show(server)
                     await asyncio.wait((stop, leave, server.removed), return_when=asyncio.FIRST_COMPLETED)
@@ -112,12 +113,12 @@ async def live(
                         and (why := await drain(around.store, server, stop, drain_timeout_s, around.stays))
                     ):
                         resolve(stop, why)
-                # Only now: as long as the store does not answer, a leader may give what is left out ranges again.
+                # Only now: while the store does not answer, a leader may still give this incarnation ranges again.
                 if not stop.done() and await _drained(around.store, session):
                     resolve(stop, "drained")
             finally:
                 await session.close()
-            if leave.done():  # as another one it would be given ranges, and go with them
+            if leave.done():  # a new incarnation would be given ranges, and end with them
                 resolve(stop, "SIGTERM; the view has left it out before it was drained")
         except StoreUnavailable as error:  # only before it serves: from then on it does without the store
             if not served and loop.time() > registered_by:
@@ -129,8 +130,8 @@ async def live(
 
 
 @asynccontextmanager
-async def _life(around: Surroundings, session: ServerSession) -> AsyncIterator[Server]:
-    """One incarnation: a server that listens and follows views and rosters."""
+async def _incarnation(around: Surroundings, session: ServerSession) -> AsyncIterator[Server]:
+    """Runs one incarnation: a server that listens and follows views and rosters."""
     loop, store = asyncio.get_running_loop(), around.store
     async with AsyncExitStack() as stack:
         server = around.build(session, session.cluster, around.config.ranges, loop)
@@ -159,7 +160,7 @@ async def _life(around: Surroundings, session: ServerSession) -> AsyncIterator[S
 
 
 async def _drained(store: Store, session: ServerSession) -> bool:
-    """Whether this incarnation has been asked to go, by whomever: then it does not come back as another one."""
+    """Whether this incarnation has been asked to drain, by its operator or itself: then no other follows it."""
     with suppress(StoreUnavailable):
         return (await list_drains(store)).get(session.info.name) == session.info.incarnation
     return False
@@ -177,7 +178,7 @@ def build_server(
 
 
 def resolve(future: asyncio.Future[str], reason: str) -> None:
-    """Gives the reason, unless there is one already."""
+    """Resolves a future with a reason, unless it is done."""
     if not future.done():
         future.set_result(reason)
 
@@ -189,8 +190,8 @@ def _look_at_memory(server: Server) -> None:
 
 
 async def _refresh(store: Store, server: Server) -> None:
-    """Reads the view and the roster when somebody speaks of newer ones, without waiting for the watch to bring them,
-    and the whole registry when somebody speaks of a table by its id that is not known."""
+    """Reads view and roster when a peer or worker names newer ones, without waiting for the watch, and the whole
+    registry when one names a table by an id that is not known here."""
     while True:
         await server.updates.view_or_roster.wait()
         server.updates.view_or_roster.clear()
@@ -202,13 +203,13 @@ async def _refresh(store: Store, server: Server) -> None:
                 server.follow(roster_of(roster))
             if server.registered.read_due:
                 server.know_tables(await _tables(store))
-        except StoreUnavailable:  # or what it has makes no sense, of which the follower speaks
+        except StoreUnavailable:  # or its content is not valid, which the follower logs
             pass
         await asyncio.sleep(PAUSE_S)
 
 
 async def _learn(store: Store, server: Server) -> None:
-    """Reads tables that are to be made by their keys, as soon as somebody wants them."""
+    """Reads registered tables by their keys, as soon as a worker creates them."""
     while True:
         await server.updates.tables.wait()
         server.updates.tables.clear()
@@ -217,13 +218,13 @@ async def _learn(store: Store, server: Server) -> None:
         with suppress(StoreUnavailable):
             found = tables_among(await entries_of(store, sorted(keys), TABLES), dropping=True)
             server.learn_tables(_known(found))
-        if len(found) < len(keys):  # whoever asks for what is not there does not make us ask all the time
+        if len(found) < len(keys):  # workers that ask for missing tables do not make us read all the time
             await asyncio.sleep(PAUSE_S)
 
 
 async def _tables(store: Store) -> dict[int, RegisteredTable]:
-    """What is registered, also what is about to go: whose that is decides who may drop it. What cannot be read is left
-    out."""
+    """All registered tables, by id, also those being dropped: their owner may drop them again. Unreadable entries are
+    left out."""
     return _known(await read_tables(store, dropping=True))
 
 
@@ -235,3 +236,23 @@ def _known(tables: Iterable[TableEntry]) -> dict[int, RegisteredTable]:
             spec = TableSpec.from_json(table.spec)
         found[table.id] = RegisteredTable(table.name.rpartition("/")[0], spec)
     return found
+
+
+async def keep_doing(what: str, every_s: float, work: Callable[[], None]) -> None:
+    """Calls `work` every `every_s`. A refusal by the system, such as of a file descriptor or memory, is logged and
+    tried again: it passes, while a server that ended for it might take the last copy of a range along."""
+    loop = asyncio.get_running_loop()
+    logged_at, failures = float("-inf"), 0
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            work()
+        except (OSError, MemoryError) as error:
+            failures += 1
+            if loop.time() - logged_at >= LOG_AGAIN_S:
+                log.error("the system refuses something, tried again", what=what, error=error, failures=failures)
+                logged_at = loop.time()
+        else:
+            if failures:
+                log.info("the system refuses nothing more", what=what, failures=failures)
+            logged_at, failures = float("-inf"), 0

@@ -1,4 +1,4 @@
-"""A server process: signals, the port, the admin service and the metrics around `live`."""
+"""A server process: signals, ports, the admin service and metrics around `lifecycle.serve_until`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from elasticps.server.fast import receive as fast_path
 from elasticps.server.fast import sockets
 from elasticps.server.options import ServerOptions
 from elasticps.server.process.addresses import found_under, hidden, is_loopback, joined, listen
-from elasticps.server.process.lifecycle import Build, Identity, Surroundings, build_server, live, resolve
+from elasticps.server.process.lifecycle import Build, Registration, Surroundings, build_server, resolve, serve_until
 from elasticps.server.process.names import stays, wait_for_name
 from elasticps.server.server import Server
 from elasticps.store import registry
@@ -116,15 +116,15 @@ async def serve(
     async with AsyncExitStack() as stack:
         finding = asyncio.create_task(_find_cluster(url, wait_s, stack))
         await asyncio.wait((finding, stop, leave), return_when=asyncio.FIRST_COMPLETED)
-        if not finding.done():  # asked to end before there was anything to end
+        if not finding.done():  # asked to end before the cluster was found
             finding.cancel()
             await asyncio.gather(finding, return_exceptions=True)
             return
         store, config = finding.result()
         sock = listen(host, port)  # connections wait there until we are ready
         stack.callback(sock.close)
-        lives: list[Server] = []
-        admin = await start_admin(host, admin_port, lambda: lives[-1].admin if lives else None, credentials)
+        serving: list[Server] = []  # the present incarnation
+        admin = await start_admin(host, admin_port, lambda: serving[-1].admin if serving else None, credentials)
         stack.push_async_callback(admin.stop)
         address = joined(host_found, sock.getsockname()[1])
         admin_address = joined(host_found, int(admin.address.rpartition(":")[2]))
@@ -133,7 +133,7 @@ async def serve(
         tell: Callable[[bool], object] = bool  # nobody
         build: Build = partial(build_server, options=options)
         if metrics_port or measure:
-            from elasticps.metrics.server import ServerMetrics  # who serves none need not wait for its import
+            from elasticps.metrics.server import ServerMetrics  # a server without metrics need not wait for its import
 
             metrics = ServerMetrics()
             if metrics_port:
@@ -147,15 +147,15 @@ async def serve(
             if server is None:
                 await admin.set_serving(False)
                 return
-            lives[:] = [server]
+            serving[:] = [server]
             await admin.set_serving(True)
             _say_ready(server.me)
 
         if not take_over:
             await wait_for_name(store, name, address, max(wait_s, STORE_TIMEOUT_S), credentials)
         around = Surroundings(store, config, sock, build, show, partial(stays, credentials=credentials))
-        me = Identity(name, address, admin_address, zone, weight)
-        await live(around, me, stop, leave, wait_s=max(wait_s, STORE_TIMEOUT_S), drain_timeout_s=drain_timeout_s)
+        me = Registration(name, address, admin_address, zone, weight)
+        await serve_until(around, me, stop, leave, wait_s=max(wait_s, STORE_TIMEOUT_S), drain_timeout_s=drain_timeout_s)
         log.info("stopping", reason=stop.result())
 
 
@@ -172,8 +172,8 @@ def is_warm() -> bool:
 
 
 def _warm_elsewhere() -> None:
-    """Has a process that ends compile what the cache lacks: a compiler keeps some 400 MB, which would count as this
-    server's for as long as it runs, and leave no room for rows under a small limit. What it fails at, `warm` tells."""
+    """Compiles what the cache lacks in a process that ends: a compiler holds some 400 MB, which would count as this
+    server's for as long as it runs, and leave no room for rows under a small limit. `warm` reports what fails."""
     for module in (registry, fast_path, sockets):
         if not compiled(str(module.__file__)):
             announce(str(module.__file__))
@@ -183,7 +183,7 @@ def _warm_elsewhere() -> None:
 
 
 def _memory(limit: int) -> ServerMemory:
-    """ConfigError for a limit that is used up before there is any row."""
+    """How memory is limited and measured. ConfigError for a limit that is used up before there is any row."""
     memory = ServerMemory(limit or find_limit(), make_reader())
     now = Reading(0, 0) if memory.read is None else memory.read()
     used = max(now.used, memory.limit - now.left)

@@ -35,7 +35,7 @@ async def wait_for_name(
     """
     loop = asyncio.get_running_loop()
     until = loop.time() + _LEASE_S
-    told = False
+    logged = False
     while (entry := await insist(lambda: store.get(SERVERS + name), timeout_s)) is not None:
         try:
             other = server_of(entry.key, entry.value)
@@ -54,9 +54,9 @@ async def wait_for_name(
                 f"a server called {name!r} is alive at {other.address} (incarnation {other.incarnation}): take another "
                 "--name, or end that one first, or give --take-over to put this one in its place"
             )
-        if not told:
+        if not logged:
             log.warning("waiting until the lease of whoever had this name has ended", address=other.address)
-            told = True
+            logged = True
         await asyncio.sleep(_LOOK_S)
 
 

@@ -252,12 +252,12 @@ class ReplicaLinks:
 
     def _up(self, member: Member, connection: Connection) -> None:
         log.info("peer up", peer=member)
-        connection.is_peer(partial(self._tell_full, member, connection))
+        connection.is_peer(partial(self._link_full, member, connection))
         self._executor.perform(self._replica.peer_up, member)
         for frame in self._creates(self._executor.store.tables.items()):
             connection.send_all(frame)
 
-    def _tell_full(self, member: Member, connection: Connection, full: bool) -> None:
+    def _link_full(self, member: Member, connection: Connection, full: bool) -> None:
         if self._links.get(member) is not connection:
             return
         if full:

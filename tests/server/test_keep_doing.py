@@ -11,7 +11,7 @@ import pytest
 from elasticps.errors import ConfigError
 from elasticps.memory import Reading
 from elasticps.server.core.headroom import Headroom, ServerMemory
-from elasticps.server.process.housekeeping import keep_doing
+from elasticps.server.process.lifecycle import keep_doing
 from elasticps.system import descriptors
 from elasticps.system.descriptors import ConnectionLimits, connections_for, raise_limit
 from tests.coordinator.support import until
