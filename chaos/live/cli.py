@@ -134,7 +134,7 @@ def _run(plan: Plan, seed: int, duration: float | None, output: Path | None, com
         print_json(report)
     else:
         _tell(report, folder)
-    raise typer.Exit(ExitCode.OK if outcome.kept else ExitCode.FAILED)
+    raise typer.Exit(ExitCode.OK if outcome.passed else ExitCode.FAILED)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos.live.network import Network
+from chaos.live.network import ProcessNetwork
 from coordinator.core.url import TlsFiles
 from elasticps.local.etcd import ask, etcd_binary, free_ports, healthy, tls_options
 
@@ -28,7 +28,7 @@ class Member:
 class Etcd:
     """Its members. tls: their certificate, None for none; to be set before the first command."""
 
-    def __init__(self, count: int, network: Network, folder: Path) -> None:
+    def __init__(self, count: int, network: ProcessNetwork, folder: Path) -> None:
         self.members = [_place(f"e{i}", network) for i in range(count)]
         self.tls: TlsFiles | None = None
         self._folder = folder
@@ -40,8 +40,8 @@ class Etcd:
 
     def url(self, cluster: str, *, public: bool) -> str:
         """The cluster's URL; `public` is how the processes of the network reach it."""
-        places = (each.public if public else f"{each.host}:{each.client}" for each in self.members)
-        return f"etcd://{','.join(places)}/{cluster}"
+        endpoints = (each.public if public else f"{each.host}:{each.client}" for each in self.members)
+        return f"etcd://{','.join(endpoints)}/{cluster}"
 
     def command(self, member: Member) -> list[str]:
         scheme = "http" if self.tls is None else "https"
@@ -87,7 +87,7 @@ class Etcd:
         return self._folder / f"{name}.etcd"
 
 
-def _place(name: str, network: Network) -> Member:
+def _place(name: str, network: ProcessNetwork) -> Member:
     host = network.join(name)
     client, peer = free_ports(2)
     return Member(name, host, client, peer, network.publish(name, host, client))

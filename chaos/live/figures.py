@@ -38,12 +38,12 @@ class Stall:
     at: float
 
 
-def recovery(lives: Iterable[Life], at: float) -> dict[str, float]:
+def recovery(incarnations: Iterable[Life], at: float) -> dict[str, float]:
     """For each worker that was at work, seconds from `at` until a step was committed that it began at `at` or later.
     Every step goes to every range, so that is when all ranges served again. A worker whose life ended before it got so
     far is left out."""
     found: dict[str, float] = {}
-    for life in lives:
+    for life in incarnations:
         begun = life.records[life.records["kind"] == BEGUN]
         later = begun["step"][begun["time"] >= at]
         if not later.size or begun["time"][0] >= at:
@@ -54,27 +54,27 @@ def recovery(lives: Iterable[Life], at: float) -> dict[str, float]:
     return found
 
 
-def progressed(lives: Iterable[Life], at: float) -> bool:
+def progressed(incarnations: Iterable[Life], at: float) -> bool:
     """Whether anything was committed that had begun after `at`."""
     return any(
         np.isin(
             life.records["step"][(life.records["kind"] == BEGUN) & (life.records["time"] >= at)],
             life.records["step"][life.records["kind"] == COMMITTED],
         ).any()
-        for life in lives
+        for life in incarnations
     )
 
 
-def idle(lives: Iterable[Life]) -> list[Life]:
+def idle(incarnations: Iterable[Life]) -> list[Life]:
     """Those that have left nothing, not even the beginning of a step."""
-    return [life for life in lives if not life.records.size]
+    return [life for life in incarnations if not life.records.size]
 
 
-def longest_stall(lives: Iterable[Life], excused: Mapping[str, Sequence[tuple[float, float]]]) -> Stall:
+def longest_stall(incarnations: Iterable[Life], excused: Mapping[str, Sequence[tuple[float, float]]]) -> Stall:
     """Over all lives; `excused`: per worker, times in which the worker itself was paused, cut off or not there, which
     do not count. What comes before a life's first step, such as imports, is no stall; all that it waits for then is."""
     worst = Stall(0.0, "", 0.0)
-    for life in lives:
+    for life in incarnations:
         times = _signs(life)
         gaps = np.diff(times)
         for index in np.argsort(gaps)[::-1].tolist():
@@ -104,22 +104,22 @@ def _free(start: float, end: float, excused: Sequence[tuple[float, float]]) -> t
     return max([*parts, (end - start, start)])
 
 
-def counts(lives: Iterable[Life]) -> dict[str, int]:
+def counts(incarnations: Iterable[Life]) -> dict[str, int]:
     """Operations by what became of them."""
     kinds = {"steps_begun": BEGUN, "steps_committed": COMMITTED, "steps_failed": FAILED, "pulls": READ,
              "pulls_failed": READ_FAILED, "pulls_stale": STALE}  # fmt: skip
     totals = dict.fromkeys(kinds, 0)
-    for life in lives:
+    for life in incarnations:
         for name, kind in kinds.items():
             totals[name] += int((life.records["kind"] == kind).sum())
     return totals
 
 
-def throughput(lives: Iterable[Life], seconds: float, bucket_s: float) -> NDArray[np.float64]:
+def throughput(incarnations: Iterable[Life], seconds: float, bucket_s: float) -> NDArray[np.float64]:
     """Commits per second in each bucket of the run."""
     edges = np.arange(0.0, seconds + bucket_s, bucket_s)
     total = np.zeros(len(edges) - 1)
-    for life in lives:
+    for life in incarnations:
         total += np.histogram(life.records["time"][life.records["kind"] == COMMITTED], edges)[0]
     return total / bucket_s
 

@@ -32,11 +32,11 @@ from elasticps.security.identity import Identity, Role
 from elasticps.wire.frames import HEADER_BYTES, MAGIC, Header, Kind, json_frame, unpack_header
 
 AT_ONCE = 4  # things that it does
-CROWD = 300  # connections at once: more than may be in a handshake
-LINGER_S = 1.0
+FLOOD = 300  # connections at once: more than may be in a handshake
+PAUSE_S = 1.0
 UNREAD_S = 4.0
 UNREAD = 400  # questions, each for
-ASKED = 2000  # rows of
+PULLED_ROWS = 2000  # rows of
 DIM = 128
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 _ABSURD: tuple[object, ...] = (-1, 1 << 31, 1 << 64, 1 << 70, 1e308, None, True, "", "\ud800", "x" * 5000, [], [[]], {})
@@ -62,7 +62,7 @@ class Hostile:
         self._cluster = self._ps.view.cluster
         self._hello = {"cluster": self._cluster, "worker": worker.id, "name": worker.name, "app": worker.app}
         self._turns: list[Callable[[], Coroutine[None, None, None]]] = [
-            self._noise, self._unknown_frames, self._half_a_frame, self._crowd, self._malformed, self._malformed,
+            self._noise, self._unknown_frames, self._half_a_frame, self._flood, self._malformed, self._malformed,
             self._unread,
         ]  # fmt: skip
         self._strangers: Credentials | None = None
@@ -79,7 +79,7 @@ class Hostile:
         async def go_on() -> None:
             while time.monotonic() < end:
                 with suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
-                    await asyncio.wait_for(self._random.choice(self._turns)(), end - time.monotonic() + LINGER_S)
+                    await asyncio.wait_for(self._random.choice(self._turns)(), end - time.monotonic() + PAUSE_S)
 
         await asyncio.gather(*(go_on() for _ in range(AT_ONCE)))
         await asyncio.to_thread(self._ps.close)
@@ -97,9 +97,9 @@ class Hostile:
     async def _half_a_frame(self) -> None:
         await self._say(await self._dial(), Header(Kind.HELLO, body=1 << 19).pack() + b"{" * 1000)
 
-    async def _crowd(self) -> None:
-        streams = await asyncio.gather(*(self._dial() for _ in range(CROWD)), return_exceptions=True)
-        await asyncio.sleep(LINGER_S)
+    async def _flood(self) -> None:
+        streams = await asyncio.gather(*(self._dial() for _ in range(FLOOD)), return_exceptions=True)
+        await asyncio.sleep(PAUSE_S)
         for each in streams:
             if not isinstance(each, BaseException):
                 each[1].transport.abort()
@@ -123,9 +123,9 @@ class Hostile:
 
     async def _unread(self) -> None:
         _, writer = await self._enter()
-        keys = b"".join(key.to_bytes(8, "little") for key in range(ASKED))
-        asked = Header(Kind.PULL, body=len(keys), epoch=self._ps.view.epoch, table=self._table.id, items=ASKED)
-        writer.write(b"".join(asked._replace(request=request).pack() + keys for request in range(UNREAD)))
+        keys = b"".join(key.to_bytes(8, "little") for key in range(PULLED_ROWS))
+        header = Header(Kind.PULL, body=len(keys), epoch=self._ps.view.epoch, table=self._table.id, items=PULLED_ROWS)
+        writer.write(b"".join(header._replace(request=request).pack() + keys for request in range(UNREAD)))
         await asyncio.sleep(UNREAD_S)
         writer.transport.abort()
 
@@ -174,7 +174,7 @@ class Hostile:
         reader, writer = stream
         writer.write(data)
         with suppress(TimeoutError):
-            await asyncio.wait_for(reader.read(), LINGER_S)
+            await asyncio.wait_for(reader.read(), PAUSE_S)
         writer.transport.abort()
 
 

@@ -87,7 +87,7 @@ class OfficialApi:
             except config.ConfigException as error:
                 raise ConfigError(f"no Kubernetes cluster is configured here: {error}") from None
         settings = client.Configuration.get_default_copy()
-        settings.retries = False  # `_asked` asks again, in the time that is left; urllib3 would wait four times as long
+        settings.retries = False  # `_call` asks again, in the time that is left; urllib3 would wait four times as long
         here = client.ApiClient(settings)
         self._namespace = namespace
         self._core, self._apps = client.CoreV1Api(here), client.AppsV1Api(here)
@@ -99,7 +99,7 @@ class OfficialApi:
 
     def pods(self, labels: str) -> list[Any]:
         call = self._core.list_namespaced_pod
-        return list(self._asked(f"list pods of {labels}", call, self._namespace, label_selector=labels).items)
+        return list(self._call(f"list pods of {labels}", call, self._namespace, label_selector=labels).items)
 
     def delete_pod(self, name: str, uid: str, grace_s: int | None) -> None:
         """That one, and none that has come in its place; nothing if it is gone."""
@@ -107,30 +107,30 @@ class OfficialApi:
         if grace_s is not None:
             options["gracePeriodSeconds"] = grace_s
         call = self._core.delete_namespaced_pod
-        self._asked(f"delete pod {name}", call, name, self._namespace, body=options, fine=_GONE)
+        self._call(f"delete pod {name}", call, name, self._namespace, body=options, fine=_GONE)
 
     def execute(self, name: str, command: list[str]) -> str:
-        return str(self._asked(f"execute in pod {name}", self._executed, name, command))
+        return str(self._call(f"execute in pod {name}", self._executed, name, command))
 
     def cordoned(self, node: str) -> bool:
-        return bool(self._asked(f"read node {node}", self._core.read_node, node).spec.unschedulable)
+        return bool(self._call(f"read node {node}", self._core.read_node, node).spec.unschedulable)
 
     def cordon(self, node: str, on: bool) -> None:
-        self._asked(f"change node {node}", self._core.patch_node, node, {"spec": {"unschedulable": on}})
+        self._call(f"change node {node}", self._core.patch_node, node, {"spec": {"unschedulable": on}})
 
     def replicas(self, stateful_set: str) -> int:
         call = self._apps.read_namespaced_stateful_set_scale
-        return int(self._asked(f"read the scale of {stateful_set}", call, stateful_set, self._namespace).spec.replicas)
+        return int(self._call(f"read the scale of {stateful_set}", call, stateful_set, self._namespace).spec.replicas)
 
     def scale(self, stateful_set: str, replicas: int) -> None:
         body, call = {"spec": {"replicas": replicas}}, self._apps.patch_namespaced_stateful_set_scale
-        self._asked(f"scale {stateful_set} to {replicas}", call, stateful_set, self._namespace, body)
+        self._call(f"scale {stateful_set} to {replicas}", call, stateful_set, self._namespace, body)
 
     def _executed(self, name: str, command: list[str], _request_timeout: tuple[float, float]) -> str:
         """What the command wrote, or why it failed if it wrote nothing. In a thread: nothing that the client takes
         bounds how long a stream may take to open. What came before a stream that did not end in time is not told, since
         it would look like all of it."""
-        told, failed = list[str](), list[Exception]()
+        reported, failed = list[str](), list[Exception]()
 
         def run() -> None:
             try:
@@ -142,7 +142,7 @@ class OfficialApi:
                 if not opened.is_open():
                     end = json.loads(opened.read_channel(_END) or "{}")  # a pod without a shell says so only there
                     why = f"{end.get('status')}: {end.get('message')}" if end.get("status") == "Failure" else ""
-                    told.append(opened.read_all() or why)
+                    reported.append(opened.read_all() or why)
                 opened.sock.shutdown()  # the socket, which the client leaves open
             except self._answers as error:  # raised again where it was asked
                 failed.append(error)
@@ -154,11 +154,11 @@ class OfficialApi:
         thread.join(sum(_request_timeout))
         if failed:
             raise failed[0]
-        if not told:
+        if not reported:
             raise TimeoutError(f"no end within {sum(_request_timeout):g} s")
-        return told[0]
+        return reported[0]
 
-    def _asked(
+    def _call(
         self, what: str, call: Callable[..., Any], *arguments: Any, fine: Container[int] = (), **options: Any
     ) -> Any:
         """what: in words, for messages; fine: statuses of a refusal that says that all is as it was to be."""
@@ -306,11 +306,11 @@ class KubernetesStage(Processes):
     def _restarted(self) -> list[tuple[str, str]]:
         if time.monotonic() - self._looked < LOOK_S:
             return []
-        self._looked, told = time.monotonic(), list[tuple[str, str]]()
+        self._looked, reported = time.monotonic(), list[tuple[str, str]]()
         with suppress(Error):  # the next look sees what this one has missed
             for role in _ROLES:
-                told += [(pod.metadata.name, _words(role, pod)) for pod in self._pods(role) if self._came_back(pod)]
-        return told
+                reported += [(pod.metadata.name, _words(role, pod)) for pod in self._pods(role) if self._came_back(pod)]
+        return reported
 
     def _came_back(self, pod: Any) -> bool:
         """Whether Kubernetes has started it again since this was asked before, though it had been ready, and was not

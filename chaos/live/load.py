@@ -42,7 +42,7 @@ TIMEOUT_S = 60.0
 APP = "chaos"
 
 BEGUN, COMMITTED, FAILED, READ, READ_FAILED, STALE = range(1, 7)
-LIVES_MADE = 64  # of each worker, whose rows `make_rows` makes
+INCARNATIONS_MADE = 64  # of each worker, whose rows `make_rows` makes
 _NEWEST = 256  # records that are read to see how far a worker is
 RECORD = np.dtype([("kind", "<u4"), ("step", "<u4"), ("time", "<f8")])
 
@@ -189,7 +189,7 @@ class Ledger:
 
 
 @dataclass(frozen=True)
-class Content:
+class ServerContent:
     """What the servers hold: own float64 [lives, ranges, DIM], rows float64 [keys, DIM], dense float64 [SHAPE]; and in
     which range each row of the shared table, and the tensor, lies."""
 
@@ -200,13 +200,13 @@ class Content:
     dense_range: int
 
 
-def read_content(ps: eps.Client, ledgers: Sequence[Ledger], table: eps.SparseTable) -> Content:
+def read_content(ps: eps.Client, ledgers: Sequence[Ledger], table: eps.SparseTable) -> ServerContent:
     """Pulls everything that the load has changed, of one of its tables."""
     _, tensor = open_tables(ps)
     job = ledgers[0].job
     keys = np.arange(job.keys, dtype=np.int64)
     own = np.stack([own_keys(each.job.worker, each.job.life, job.ranges, table.salt) for each in ledgers])
-    return Content(
+    return ServerContent(
         table.pull(own.ravel(), exact=True).astype(np.float64).reshape(*own.shape, DIM),
         table.pull(keys, exact=True).astype(np.float64),
         tensor.pull().astype(np.float64),
@@ -215,7 +215,7 @@ def read_content(ps: eps.Client, ledgers: Sequence[Ledger], table: eps.SparseTab
     )
 
 
-def check_content(content: Content, ledgers: Sequence[Ledger]) -> list[str]:
+def check_content(content: ServerContent, ledgers: Sequence[Ledger]) -> list[str]:
     """What is wrong with the content, a sentence each; empty if it is the exact sum of the acknowledged pushes and, of
     the unacknowledged ones, of the first few of each life in each range."""
     wrong = []
@@ -245,7 +245,7 @@ def check_content(content: Content, ledgers: Sequence[Ledger]) -> list[str]:
 
 
 def _expected(
-    content: Content, ledgers: Sequence[Ledger], applied: NDArray[np.float64]
+    content: ServerContent, ledgers: Sequence[Ledger], applied: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The shared rows and the tensor after the steps that each range has applied."""
     rows, dense = np.zeros_like(content.rows), np.zeros_like(content.dense)
@@ -262,7 +262,7 @@ def _expected(
 # ------------------------------------------------------------------------------------------------------------- worker
 
 
-class Worker:
+class LoadWorker:
     """One life: pushes until it is asked to end, and checks now and then that it reads what it wrote."""
 
     def __init__(self, job: Job) -> None:
@@ -338,7 +338,7 @@ def command_of(job: Job) -> list[str]:
     return [sys.executable, "-m", "chaos.live.load", json.dumps(asdict(job))]
 
 
-def open_heavy(ps: eps.Client) -> eps.SparseTable:
+def open_filled(ps: eps.Client) -> eps.SparseTable:
     """The table that `fill` fills; of the same application, into which `cluster adopt` takes all tables."""
     return ps.table("heavy", dim=16, optimizer=eps.Accumulate())
 
@@ -351,7 +351,7 @@ def _pieces(rows: int) -> list[NDArray[np.int64]]:
 def fill(url: str, rows: int) -> None:
     """Stores rows that nobody touches again, so that filling a replica takes a moment."""
     with eps.connect(url, worker="filler", app=APP, timeout=TIMEOUT_S) as ps:
-        table = open_heavy(ps)
+        table = open_filled(ps)
         for keys in _pieces(rows):
             ps.push({table: (keys, np.ones((len(keys), 16), np.float32))})
         ps.flush()
@@ -362,10 +362,10 @@ def make_rows(url: str, workers: int, keys: int, ranges: int) -> None:
     with eps.connect(url, worker="filler", app=APP, timeout=TIMEOUT_S) as ps:
         table, _ = open_tables(ps)
         filtered, rounded = open_filtered(ps)
-        lives = [(worker, life) for worker in range(workers) for life in range(1, LIVES_MADE + 1)]
+        incarnations = [(worker, life) for worker in range(workers) for life in range(1, INCARNATIONS_MADE + 1)]
         shared = np.arange(keys, dtype=np.int64)
         for each in (table, filtered):
-            own = [own_keys(worker, life, ranges, each.salt) for worker, life in lives]
+            own = [own_keys(worker, life, ranges, each.salt) for worker, life in incarnations]
             every = np.concatenate([shared, *own])
             ps.push({each: (every, np.zeros((len(every), DIM), np.float32))})
         ps.push({rounded: (shared, np.zeros((len(shared), DIM), np.float32))})
@@ -391,7 +391,7 @@ def _check_tables(url: str, ledgers: Sequence[Ledger]) -> list[str]:
 
 def _check_filled(url: str, filling: int) -> list[str]:
     with eps.connect(url, worker="reader", app=APP, timeout=TIMEOUT_S) as ps:
-        table = open_heavy(ps)
+        table = open_filled(ps)
         pieces = _pieces(filling)
         wrong = [text for keys in pieces if keys.size for text in check_filling(table.pull(keys), int(keys[0]))]
         return [f"table {table.name!r}: {text}" for text in wrong]
@@ -428,7 +428,7 @@ def main(arguments: Mapping[int, str] | Sequence[str] = sys.argv) -> None:
     ended: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: ended.append(number))
-    worker = Worker(job)
+    worker = LoadWorker(job)
     say_ready()
     while not ended:
         worker.step()

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from chaos.live.network import Network, Shape
+from chaos.live.network import ProcessNetwork, Shape
 from chaos.live.plan import VERBS, Action
-from chaos.live.targets import Scene, choose, group, whole
+from chaos.live.targets import Situation, choose, group, whole
 
 PATIENCE_S = 30.0  # how long a fault waits for a moment in which it may be done
 DRAINS = ("terminate", "restart", "shrink")
@@ -24,7 +24,7 @@ class Stage(Protocol):
     """What a nemesis needs of the place; by names of processes."""
 
     @property
-    def network(self) -> Network: ...
+    def network(self) -> ProcessNetwork: ...
     def names(self, role: str, *, paused: bool = True) -> list[str]: ...
     def running(self, name: str) -> bool: ...
     def ready(self, name: str) -> bool: ...
@@ -46,7 +46,7 @@ class Stage(Protocol):
 
 
 @dataclass
-class Fault:
+class FaultRecord:
     """One action and what became of it. Times are seconds since the start of the load; -1: not yet, or never.
 
     state   waiting, running, over, or skipped
@@ -96,18 +96,18 @@ class Nemesis:
         self,
         stage: Stage,
         actions: Sequence[Action],
-        look: Callable[[], Scene],
+        look: Callable[[], Situation],
         clock: Callable[[], float] | None = None,
         least: int = 0,
     ) -> None:
-        self.faults = [Fault(action) for action in actions]
+        self.faults = [FaultRecord(action) for action in actions]
         self._stage = stage
         self._look = look
         self._clock = clock
         self._least = least
         self._dead: set[tuple[str, int]] = set()  # incarnations that were killed, or are on their way out
         self._left: set[str] = set()  # who was taken away for good, perhaps while another fault was to bring them back
-        self._shapes: dict[str, list[Fault]] = {}
+        self._shapes: dict[str, list[FaultRecord]] = {}
         self._stopped = False
 
     @property
@@ -139,7 +139,7 @@ class Nemesis:
 
     # ----------------------------------------------------------------------------------------------------------- begin
 
-    def _try(self, fault: Fault, now: float, waiting: Sequence[Fault]) -> list[str]:
+    def _try(self, fault: FaultRecord, now: float, waiting: Sequence[FaultRecord]) -> list[str]:
         action, scene = fault.action, self._scene()
         why = self._in_the_way(fault, scene, waiting)
         if not why and action.target:
@@ -162,7 +162,7 @@ class Nemesis:
             fault.began = self._clock()
         return [str(fault)]
 
-    def _in_the_way(self, fault: Fault, scene: Scene, waiting: Sequence[Fault]) -> str:
+    def _in_the_way(self, fault: FaultRecord, scene: Situation, waiting: Sequence[FaultRecord]) -> str:
         """Why a fault does not begin where it, or another one, is to be alone; "" if it may."""
         if fault.action.do in BESIDE:
             return ""
@@ -176,7 +176,7 @@ class Nemesis:
         missing = "there is no view yet" if view is None else whole(view, scene.running.get("server", ()))
         return f"{_ALONE} {missing}" if missing else ""
 
-    def _too_few(self, action: Action, scene: Scene) -> str:
+    def _too_few(self, action: Action, scene: Situation) -> str:
         """A drain ends only where the others can hold all replicas."""
         view = scene.view
         if action.do not in DRAINS or view is None:
@@ -187,7 +187,7 @@ class Nemesis:
         needed = max(view.replicas, self._least if action.do == "shrink" else 0)
         return f"a drain needs {needed} other servers, there are {left}" if left < needed else ""
 
-    def _begin(self, fault: Fault, scene: Scene, now: float) -> None:
+    def _begin(self, fault: FaultRecord, scene: Situation, now: float) -> None:
         action, stage, name = fault.action, self._stage, fault.target
         fault.until = now + action.value("for")
         if action.do in ENDING:
@@ -228,7 +228,7 @@ class Nemesis:
 
     # ------------------------------------------------------------------------------------------------------- go on, end
 
-    def _continue(self, fault: Fault, now: float) -> list[str]:
+    def _continue(self, fault: FaultRecord, now: float) -> list[str]:
         action, stage = fault.action, self._stage
         if action.do == "etcd-new":
             return self._renew(fault, now)
@@ -264,7 +264,7 @@ class Nemesis:
             return self._in_vain(fault, idle, now)
         return self._over(fault, now)
 
-    def _in_vain(self, fault: Fault, idle: Sequence[str], now: float) -> list[str]:
+    def _in_vain(self, fault: FaultRecord, idle: Sequence[str], now: float) -> list[str]:
         """The end of processes beside the cluster of which some have done nothing; where all have, nothing was done."""
         for name in idle:
             self._stage.kill(name)  # nor are they to be started again
@@ -275,7 +275,7 @@ class Nemesis:
         fault.state, fault.began = "skipped", -1.0
         return [f"skipped {fault}: {fault.note}"]
 
-    def _come_back(self, fault: Fault, now: float) -> list[str]:
+    def _come_back(self, fault: FaultRecord, now: float) -> list[str]:
         """A process that was killed or asked to end: dead, started again if the plan says so, ready."""
         action, stage, name = fault.action, self._stage, fault.target
         if name in self._left and not stage.running(name):
@@ -294,7 +294,7 @@ class Nemesis:
             return self._over(fault, now)
         return []
 
-    def _renew(self, fault: Fault, now: float) -> list[str]:
+    def _renew(self, fault: FaultRecord, now: float) -> list[str]:
         """An etcd that was killed: empty, started, left alone for a while, told to adopt the cluster."""
         stage, names = self._stage, fault.names
         if fault.stage == "ending" and not any(stage.running(name) for name in names):
@@ -309,18 +309,18 @@ class Nemesis:
             return self._over(fault, now)
         return []
 
-    def _over(self, fault: Fault, now: float) -> list[str]:
+    def _over(self, fault: FaultRecord, now: float) -> list[str]:
         fault.state, fault.ended, fault.stage = "over", now, ""
         return [f"over: {fault}"] if now - fault.began > 0.05 else []
 
     # --------------------------------------------------------------------------------------------------------- plumbing
 
-    def _scene(self) -> Scene:
+    def _scene(self) -> Situation:
         scene = self._look()
         down = self._dead | {fault.member for fault in self.faults if fault.state == "running" and fault.member}
         return replace(scene, down=scene.down | down)
 
-    def _count_out(self, fault: Fault, scene: Scene) -> None:
+    def _count_out(self, fault: FaultRecord, scene: Situation) -> None:
         """Nobody counts on this incarnation while the fault goes on, nor later if it has ended."""
         if fault.role == "server" and scene.view is not None and (index := scene.view.index(fault.target)) >= 0:
             fault.member = fault.target, scene.view.servers[index].incarnation
@@ -340,5 +340,5 @@ class Nemesis:
         )
 
 
-def _alone(fault: Fault) -> bool:
+def _alone(fault: FaultRecord) -> bool:
     return VERBS[fault.action.do].alone

@@ -20,7 +20,7 @@ class Shape:
     mbit: float = 0.0
 
 
-class Network(Protocol):
+class ProcessNetwork(Protocol):
     """How processes reach each other, and how that is disturbed."""
 
     def join(self, name: str) -> str:

@@ -198,7 +198,7 @@ def expand(plan: Plan, seed: int, duration: float | None = None) -> tuple[Action
     for index, fault in enumerate(plan.faults):
         chance = random.Random(f"{seed}/{index}")
         end = min(last, fault.until if fault.until is not None else last)
-        for at in _moments(fault, end, chance):
+        for at in _times(fault, end, chance):
             draw = chance.random()
             values = {name: _draw(span, chance) for name, span in fault.fields.items()}
             if at <= end:
@@ -212,7 +212,7 @@ def expand(plan: Plan, seed: int, duration: float | None = None) -> tuple[Action
     )
 
 
-def _moments(fault: FaultPlan, end: float, chance: random.Random) -> Iterable[float]:
+def _times(fault: FaultPlan, end: float, chance: random.Random) -> Iterable[float]:
     if fault.at is not None:
         yield _draw(fault.at, chance)
     elif fault.times is not None:

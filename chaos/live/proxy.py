@@ -129,7 +129,7 @@ class Fabric:
         return max(at, last)
 
 
-class _Lane:
+class _Direction:
     """One direction of a connection."""
 
     def __init__(
@@ -141,7 +141,7 @@ class _Lane:
         self._sink = sink
         self._queue: deque[tuple[float, bytes]] = deque()
         self._bytes = 0
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._room = asyncio.Event()
 
     async def run(self) -> bool:
@@ -163,19 +163,19 @@ class _Lane:
             last = self._fabric.due(loop.time(), last, len(data), *self._names)
             self._queue.append((last, data))
             self._bytes += len(data)
-            self._news.set()
+            self._changed.set()
             if self._bytes > QUEUE_BYTES:
                 self._room.clear()
                 await self._room.wait()
         self._queue.append((last, b""))
-        self._news.set()
+        self._changed.set()
 
     async def _write(self) -> bool:
         loop = asyncio.get_running_loop()
         while True:
             while not self._queue:
-                self._news.clear()
-                await self._news.wait()
+                self._changed.clear()
+                await self._changed.wait()
             due, data = self._queue.popleft()
             if (wait := due - loop.time()) > 0:
                 await asyncio.sleep(wait)
@@ -233,18 +233,18 @@ class _Node:
             await self._look()
             writer.transport.abort()
             return
-        lanes = [
-            asyncio.create_task(_Lane(self._fabric, dialler, self._name, reader, inner_writer).run()),
-            asyncio.create_task(_Lane(self._fabric, self._name, dialler, inner_reader, writer).run()),
+        directions = [
+            asyncio.create_task(_Direction(self._fabric, dialler, self._name, reader, inner_writer).run()),
+            asyncio.create_task(_Direction(self._fabric, self._name, dialler, inner_reader, writer).run()),
         ]
         try:
-            await asyncio.wait(lanes, return_when=asyncio.FIRST_COMPLETED)
-            if lanes[1].done():
+            await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
+            if directions[1].done():
                 await self._look()
         finally:
-            for lane in lanes:
-                lane.cancel()
-            await asyncio.gather(*lanes, return_exceptions=True)
+            for direction in directions:
+                direction.cancel()
+            await asyncio.gather(*directions, return_exceptions=True)
             for side in (inner_writer, writer):
                 with suppress(OSError):
                     side.close()
@@ -255,16 +255,16 @@ def owner_of(port: int, to: int, pids: dict[int, str]) -> str:
     for line in Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]:
         fields = line.split()
         if fields[1].endswith(f":{port:04X}") and fields[2].endswith(f":{to:04X}"):
-            wanted = f"socket:[{fields[9]}]"
-            return next((name for pid, name in reversed(pids.items()) if _holds(pid, wanted)), "")
+            expected = f"socket:[{fields[9]}]"
+            return next((name for pid, name in reversed(pids.items()) if _holds(pid, expected)), "")
     return ""
 
 
-def _holds(pid: int, wanted: str) -> bool:
+def _holds(pid: int, expected: str) -> bool:
     with suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with suppress(OSError):
-                if os.readlink(entry.path) == wanted:
+                if os.readlink(entry.path) == expected:
                     return True
     return False
 

@@ -29,11 +29,11 @@ def as_dict(outcome: Outcome) -> dict[str, Any]:
         "seed": outcome.seed,
         "seconds": outcome.seconds,
         "command": outcome.command,
-        "kept": outcome.kept,
+        "kept": outcome.passed,
         "tried": outcome.tried,
         "broken": outcome.broken,
         "notes": outcome.notes,
-        "operations": figures.counts(outcome.lives),
+        "operations": figures.counts(outcome.incarnations),
         "longest_stall": {
             "ms": round(outcome.stall.seconds * 1e3, 1), "worker": outcome.stall.worker,
             "at": round(outcome.stall.at, 3),
@@ -76,7 +76,7 @@ def write(outcome: Outcome, folder: Path) -> dict[str, Any]:
 
 
 def _throughput(outcome: Outcome) -> Any:
-    return figures.throughput(outcome.lives, max(outcome.seconds, BUCKET_S), BUCKET_S)
+    return figures.throughput(outcome.incarnations, max(outcome.seconds, BUCKET_S), BUCKET_S)
 
 
 def _picture(outcome: Outcome, ended: str) -> bytes:
@@ -128,7 +128,7 @@ def page(report: Mapping[str, Any], picture: bytes) -> str:
     """The report as one HTML page."""
     parts = [
         f"<h1>{_text(report['plan'])}, seed {report['seed']}: "
-        f"<span class={'good' if report['kept'] else 'bad'}>{verdict(report)}</span></h1>",
+        f"<span class={'good' if report['passed'] else 'bad'}>{verdict(report)}</span></h1>",
         f"<p>{_text(report['about'])}</p>",
         f"<p>Again: <code>{_text(report['command'])}</code></p>",
     ]

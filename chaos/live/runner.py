@@ -16,14 +16,15 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from chaos.live import figures, load, onlooker
-from chaos.live.nemesis import Fault, Nemesis
+from chaos.live import figures, load
+from chaos.live import observer as observer
+from chaos.live.nemesis import FaultRecord, Nemesis
 from chaos.live.netns import Namespaces
-from chaos.live.network import Loopback, Network
+from chaos.live.network import Loopback, ProcessNetwork
 from chaos.live.plan import Action, Plan, PlanError, expand
 from chaos.live.proxy import Proxy
 from chaos.live.stage import LocalStage, Processes
-from chaos.live.targets import Scene, whole
+from chaos.live.targets import Situation, whole
 from chaos.live.verdict import audit_words, epochs_back, excused, given_up, unwatched
 from chaos.live.watch import LOOK_S, START_S, Seen, Watch
 from coordinator.core.errors import CoordinationError
@@ -35,7 +36,7 @@ TICK_S = 0.01
 OVERTIME_S = 120.0  # for faults that have begun, or were put off, when the time is over
 AUDIT_S = 60.0
 WORKERS_END_S = load.TIMEOUT_S + 10.0
-LINES_KEPT = 12
+LINES_SHOWN = 12
 
 T = TypeVar("T")
 
@@ -49,8 +50,8 @@ class Outcome:
     seed: int
     seconds: float
     command: str
-    faults: list[Fault] = field(default_factory=list)
-    lives: list[figures.Life] = field(default_factory=list)
+    faults: list[FaultRecord] = field(default_factory=list)
+    incarnations: list[figures.Life] = field(default_factory=list)
     views: list[Seen] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -65,15 +66,15 @@ class Outcome:
         return not self.plan.faults or any(fault.began >= 0 for fault in self.faults)
 
     @property
-    def kept(self) -> bool:
+    def passed(self) -> bool:
         """Whether every promise was, though something was tried."""
         return self.tried and not self.broken
 
-    def recovery_ms(self, fault: Fault) -> dict[str, float]:
+    def recovery_ms(self, fault: FaultRecord) -> dict[str, float]:
         """Per worker, from the fault to the next step that went through."""
         if fault.began < 0:
             return {}
-        return {name: round(s * 1e3, 1) for name, s in figures.recovery(self.lives, fault.began).items()}
+        return {name: round(s * 1e3, 1) for name, s in figures.recovery(self.incarnations, fault.began).items()}
 
 
 class Load:
@@ -82,7 +83,7 @@ class Load:
     def __init__(self, plan: Plan, seed: int, stage: Processes) -> None:
         self.jobs: list[load.Job] = []
         self._started: list[float] = []  # when each of them was, and
-        self._asked: dict[str, float] = {}  # when those who ran at the end were asked to end: time.time()
+        self._stop_requested: dict[str, float] = {}  # when those who ran at the end were asked to end: time.time()
         self._plan = plan
         self._seed = seed
         self._stage = stage
@@ -95,8 +96,8 @@ class Load:
             self._stage.add_worker(name, partial(self._command, number), says_ready=says_ready)
         if not self._plan.load.command:
             words = [self._stage.url, str(self._stage.folder), str(self._plan.cluster.ranges)]
-            self.names.append(onlooker.NAME)
-            self._stage.add_worker(onlooker.NAME, lambda: [sys.executable, "-m", "chaos.live.onlooker", *words])
+            self.names.append(observer.NAME)
+            self._stage.add_worker(observer.NAME, lambda: [sys.executable, "-m", "chaos.live.observer", *words])
         self._stage.wait_ready(self.names)
 
     def _command(self, number: int) -> list[str]:
@@ -118,7 +119,7 @@ class Load:
         """Asks the workers to end when all is acknowledged, and waits; what went wrong with that."""
         running = [name for name in self.names if self._stage.running(name)]
         for name in running:
-            self._asked[name] = time.time()
+            self._stop_requested[name] = time.time()
             self._stage.terminate(name)
         deadline = time.monotonic() + WORKERS_END_S
         while any(self._stage.running(name) for name in running) and time.monotonic() < deadline:
@@ -130,20 +131,20 @@ class Load:
             wrong += [f"worker {name} ended with exit code {code}" for name, code in codes.items() if code]
         return wrong
 
-    def lives(self, began: float) -> list[figures.Life]:
+    def incarnations(self, began: float) -> list[figures.Life]:
         """What the files tell, in seconds since the load began."""
         found = [
             figures.Life(job.name, job.life, _records(Path(job.ledger), began), self._ended(number) - began)
             for number, job in enumerate(self.jobs)
         ]
-        return [*found, figures.Life(onlooker.NAME, 1, _records(onlooker.ledger_of(self._stage.folder), began))]
+        return [*found, figures.Life(observer.NAME, 1, _records(observer.ledger_of(self._stage.folder), began))]
 
     def _ended(self, number: int) -> float:
         """When that life, of all, was over at the latest; NaN where nobody knows."""
         worker = self.jobs[number].worker
         later = (at for at, job in zip(self._started, self.jobs, strict=True) if job.worker == worker)
         after = next(itertools.islice(later, self.jobs[number].life, None), None)
-        return self._asked.get(self.jobs[number].name, math.nan) if after is None else after
+        return self._stop_requested.get(self.jobs[number].name, math.nan) if after is None else after
 
     def committed(self) -> int:
         """Steps so far."""
@@ -179,7 +180,7 @@ class Run:
         self._progress = progress
         self._show = show
         self._shown = self._weighed = 0.0
-        self._heavy: set[str] = set()  # those who used too much
+        self._over_limit: set[str] = set()  # those who used too much
         self._heat: NDArray[np.float64] = np.empty(0)
 
     @property
@@ -261,7 +262,7 @@ class Run:
         self._progress("waiting for the last answers")
         self._note_deaths(stage.ended())
         outcome.broken += self.load.finish()
-        outcome.lives = self.load.lives(self.began)
+        outcome.incarnations = self.load.incarnations(self.began)
         assert self.watch is not None
         outcome.views = list(self.watch.seen)
         self._check_ledgers()
@@ -273,7 +274,7 @@ class Run:
 
     def _check_ledgers(self) -> None:
         outcome = self.outcome
-        totals = figures.counts(outcome.lives)
+        totals = figures.counts(outcome.incarnations)
         for key, what in (
             ("steps_failed", "pushes failed"), ("pulls_failed", "pulls failed"), ("pulls_stale", "pulls were stale"),
         ):  # fmt: skip
@@ -281,13 +282,14 @@ class Run:
                 outcome.broken.append(f"{totals[key]} {what}; the workers' logs say which")
         outcome.broken += epochs_back(outcome.views, outcome.faults)
         if not self._plan.load.command:
-            outcome.broken += unwatched(outcome.lives, outcome.faults)
+            outcome.broken += unwatched(outcome.incarnations, outcome.faults)
         if (limit := self._plan.cluster.memory) and not any(outcome.memory.values()):
             outcome.broken.append(f"nothing was seen of what servers used, of {limit} each")
         outcome.notes += [
-            f"{life.worker}, life {life.number} ended before its first step" for life in figures.idle(outcome.lives)
+            f"{life.worker}, life {life.number} ended before its first step"
+            for life in figures.idle(outcome.incarnations)
         ]
-        outcome.stall = figures.longest_stall(outcome.lives, excused(outcome.faults))
+        outcome.stall = figures.longest_stall(outcome.incarnations, excused(outcome.faults))
         allowed, stall = self._plan.promises.stall_s, outcome.stall
         if allowed is not None and stall.seconds > allowed:
             outcome.broken.append(
@@ -295,7 +297,7 @@ class Run:
             )
         if not self._plan.load.command:
             for fault in outcome.faults:
-                if fault.began >= 0 and not figures.progressed(outcome.lives, fault.began):
+                if fault.began >= 0 and not figures.progressed(outcome.incarnations, fault.began):
                     outcome.broken.append(f"no worker committed anything that it began after: {fault}")
 
     def _check_content(self, stage: Any) -> None:
@@ -329,12 +331,12 @@ class Run:
             self._look_after(stage)
         return time.monotonic() - began, what
 
-    def _scene(self, stage: Any) -> Scene:
+    def _scene(self, stage: Any) -> Situation:
         assert self.watch is not None
         roles = ("server", "coordinator", "worker", "etcd")
         running = {role: stage.names(role, paused=False) for role in roles}
         down = frozenset((member.name, member.incarnation) for member in self.watch.draining)  # they may end
-        return Scene(self.watch.view, running, down, self.watch.leader, self._heat)
+        return Situation(self.watch.view, running, down, self.watch.leader, self._heat)
 
     def _look_after(self, stage: Any) -> None:
         self._note_deaths(stage.poll())
@@ -361,8 +363,8 @@ class Run:
         self._weighed = now
         for name in stage.names("server"):
             used = self.outcome.memory[name] = max(stage.memory_used(name), self.outcome.memory.get(name, 0))
-            if used > parse_size(limit) and name not in self._heavy:
-                self._heavy.add(name)
+            if used > parse_size(limit) and name not in self._over_limit:
+                self._over_limit.add(name)
                 line = f"{name} used {used >> 20} MiB at {self.now:.1f} s, its limit is {limit}"
                 self.outcome.broken.append(line)
                 self._tell([f"BROKEN: {line}"])
@@ -377,7 +379,7 @@ def open_stage(plan: Plan, actions: tuple[Action, ...], progress: Callable[[str]
         from chaos.live.kubernetes import KubernetesStage
 
         return KubernetesStage(plan.cluster)
-    network: Network = Loopback()
+    network: ProcessNetwork = Loopback()
     if plan.cluster.kind == "netns":
         if any(action.do in ("delay", "loss") for action in actions) and not Namespaces.can_shape():
             raise PlanError(

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from chaos.live.runner import LINES_KEPT, Run, Show
+from chaos.live.runner import LINES_SHOWN, Run, Show
 
 _RATE_OVER_S = 2.0
 _REFRESH_S = 0.5
@@ -30,12 +30,12 @@ def screen(console: Console) -> Iterator[Show]:
 class _Lines:
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._told = 0
+        self._reported = 0
 
     def __call__(self, run: Run) -> None:
-        for at, line in run.lines[self._told :]:
+        for at, line in run.lines[self._reported :]:
             self._console.print(f"{at:8.2f} s  {line}", markup=False, soft_wrap=True)
-        self._told = len(run.lines)
+        self._reported = len(run.lines)
 
 
 class _Picture:
@@ -69,7 +69,7 @@ def _render(run: Run, rate: float) -> Group:
     faults = run.nemesis.faults if run.nemesis is not None else []
     begun = [fault for fault in faults if fault.began >= 0]
     coming = [fault for fault in faults if fault.state == "waiting"]
-    for fault in begun[-LINES_KEPT:]:
+    for fault in begun[-LINES_SHOWN:]:
         style = "bold red" if fault.state == "running" else ""
         table.add_row(f"{fault.began:.1f}", Text(str(fault)), fault.stage or fault.state, style=style)
     for fault in coming[:3]:

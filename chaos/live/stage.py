@@ -24,7 +24,7 @@ import psutil
 from chaos.live.etcd import Etcd
 from chaos.live.load import APP
 from chaos.live.nemesis import PEERS
-from chaos.live.network import Network
+from chaos.live.network import ProcessNetwork
 from chaos.live.plan import ClusterPlan
 from elasticps.errors import Error
 from elasticps.local import certificates
@@ -33,6 +33,7 @@ from elasticps.local.process import Process, stop_all
 from elasticps.local.supervisor import Supervisor
 from elasticps.security.identity import ANY, Role
 
+PROGRAMS = {"hoard": "chaos.live.memory_filler", "hostile": "chaos.live.hostile"}  # by what plans call them
 CLUSTER = "chaos"
 MARK = "ELASTICPS_CHAOS_RUN"  # in the environment of all processes of a run: its folder
 KILL_AFTER_S = 5.0
@@ -49,7 +50,7 @@ class _Job:
     command: Callable[[], list[str]]
     environment: Mapping[str, str]
     process: Process | None = None
-    wanted: bool = False  # it is to run: if it ends, nobody asked for that
+    should_run: bool = False  # it is to run: if it ends, nobody asked for that
     paused: bool = False
     since: float = 0.0
     worked: bool = False  # a process of this name, before this one, has said that it was ready
@@ -61,7 +62,7 @@ class Processes:
     for this process, which is no part of a network that is disturbed, own_url as an operator, reader_url as a worker.
     """
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: ProcessNetwork) -> None:
         self.network = network
         self.url = self.own_url = self.reader_url = ""
         self.folder = Path(tempfile.mkdtemp(prefix="elasticps-chaos-"))
@@ -130,7 +131,7 @@ class Processes:
         gone = [job for job in self._jobs.values() if job.process is not None and not _runs(job)]
         ended, now = self.ended(), time.monotonic()  # who has ended since then may be done: that is seen next time
         for job in gone:
-            if job.wanted and now - job.since > RETRY_S:
+            if job.should_run and now - job.since > RETRY_S:
                 self.start(job.name)
         return ended
 
@@ -139,14 +140,14 @@ class Processes:
         never ready, because etcd was away for instance, there is not a word."""
         ended = list[tuple[str, str]]()
         for job in self._jobs.values():
-            if not job.wanted or _runs(job) or job.process is None:
+            if not job.should_run or _runs(job) or job.process is None:
                 continue
             if job.role not in ("server", "coordinator", "etcd") and job.process.popen.returncode == 0:
-                job.wanted = False  # it is done, such as a training command
+                job.should_run = False  # it is done, such as a training command
                 continue
             if (job.healthy is not None or job.process.newest_ready()) and not job.process.end_reported:
                 job.process.end_reported = True
-                job.wanted = job.role not in PEERS  # what they knew, and had done, has gone with them
+                job.should_run = job.role not in PEERS  # what they knew, and had done, has gone with them
                 words = job.process.last_words().splitlines()
                 last = f": {words[-1]}" if len(words) > 1 else ""
                 ended.append((job.name, f"{job.role} {job.name} {job.process.how_it_ended()}{last}"))
@@ -154,7 +155,7 @@ class Processes:
 
     def late(self, names: Iterable[str]) -> list[str]:
         """Which of these are to run, and are not ready yet."""
-        return [name for name in names if self._jobs[name].wanted and not self.ready(name)]
+        return [name for name in names if self._jobs[name].should_run and not self.ready(name)]
 
     def start(self, name: str) -> None:
         """Starts a process that does not run; returns at once."""
@@ -162,35 +163,37 @@ class Processes:
         job.worked = self.worked(name)
         environment = {**job.environment, MARK: str(self.folder)}
         job.process = Process.start(name, job.role, job.command(), self.folder, environment)
-        job.wanted, job.paused, job.since = True, False, time.monotonic()
+        job.should_run, job.paused, job.since = True, False, time.monotonic()
         self.network.started(name, job.process.pid)
         self._supervisor.watch(job.process.pid, job.process.moment)
 
     def kill(self, name: str) -> None:
         """SIGKILL; returns at once."""
-        self._signal(name, signal.SIGKILL, wanted=False)
+        self._signal(name, signal.SIGKILL, should_run=False)
 
     def terminate(self, name: str) -> None:
         """SIGTERM; returns at once."""
-        self._signal(name, signal.SIGTERM, wanted=False)
+        self._signal(name, signal.SIGTERM, should_run=False)
 
     def pause(self, name: str) -> None:
         job = self._jobs[name]
         job.paused = True
-        self._signal(name, signal.SIGSTOP, wanted=job.wanted)  # it may just have been killed
+        self._signal(name, signal.SIGSTOP, should_run=job.should_run)  # it may just have been killed
 
     def resume(self, name: str) -> None:
         job = self._jobs[name]
         job.paused = False
-        self._signal(name, signal.SIGCONT, wanted=job.wanted)
+        self._signal(name, signal.SIGCONT, should_run=job.should_run)
 
     def beside(self, do: str, count: int, seconds: float) -> list[str]:
-        """Starts processes that are no part of the cluster: hogs do nothing but compute, until they are killed; others
-        (`chaos.live.hostile`, `chaos.live.hoard`) end after so many seconds, once they are ready. Their names."""
+        """Starts processes that are no part of the cluster: hogs do nothing but compute, until they are killed; those
+        of PROGRAMS end after so many seconds. Returns their names."""
         names = [f"{do}{len(self._jobs) + i}" for i in range(count)]
         for name in names:
-            words = [f"chaos.live.{do}", self.url, name, str(seconds)]
-            command = ["-I", "-S", "-c", "while True: pass"] if do == "hog" else ["-m", *words]
+            if do == "hog":
+                command = ["-I", "-S", "-c", "while True: pass"]
+            else:
+                command = ["-m", PROGRAMS[do], self.url, name, str(seconds)]
             self._add(name, do, partial(list, [sys.executable, *command]), dict(os.environ))
             self.start(name)
         return names
@@ -230,11 +233,11 @@ class Processes:
             job.healthy = lambda: True
         self.start(name)
 
-    def _signal(self, name: str, number: signal.Signals, *, wanted: bool) -> None:
+    def _signal(self, name: str, number: signal.Signals, *, should_run: bool) -> None:
         job = self._jobs[name]
-        job.wanted = wanted
+        job.should_run = should_run
         if job.process is not None:
-            if not wanted:
+            if not should_run:
                 job.process.end_reported = True
             with suppress(ProcessLookupError):
                 job.process.popen.send_signal(number)
@@ -247,7 +250,7 @@ class Processes:
 class LocalStage(Processes):
     """A cluster of processes on this machine."""
 
-    def __init__(self, plan: ClusterPlan, network: Network, progress: Callable[[str], None]) -> None:
+    def __init__(self, plan: ClusterPlan, network: ProcessNetwork, progress: Callable[[str], None]) -> None:
         super().__init__(network)
         self.plan = plan
         self._progress = progress

@@ -17,7 +17,7 @@ from coordinator.core.view import View
 
 
 @dataclass(frozen=True)
-class Scene:
+class Situation:
     """What is there when a fault's time has come.
 
     view     the newest one known; None before the first
@@ -46,7 +46,7 @@ class Choice:
     why: str = ""
 
 
-def choose(action: Action, scene: Scene) -> Choice:
+def choose(action: Action, scene: Situation) -> Choice:
     """The target of an action as things are now. Without a name it may be tried again later."""
     verb = VERBS[action.do]
     candidates = _candidates(action.target, scene, verb.roles)
@@ -62,19 +62,19 @@ def choose(action: Action, scene: Scene) -> Choice:
     return Choice(why=why)
 
 
-def unsafe(name: str, scene: Scene) -> str:
+def unsafe(name: str, scene: Situation) -> str:
     """Why this server must not be lost now; "" if it may."""
     view = scene.view
     if view is None:
         return "there is no view yet"
     gone = [i for i, server in enumerate(view.servers) if (server.name, server.incarnation) in scene.down]
-    lives = ~np.isin(view.chains, [*gone, -1])
-    if (without := int((~lives.any(axis=1)).sum())) > 0:
+    alive = ~np.isin(view.chains, [*gone, -1])
+    if (without := int((~alive.any(axis=1)).sum())) > 0:
         return f"{without} ranges have no full replica that lives: one that was left out may have all that there is"
     me = view.index(name)
     if me < 0:
         return f"{name} is in no view yet" if name in scene.running.get("server", ()) else ""
-    if (alone := int((~(lives & (view.chains != me)).any(axis=1)).sum())) > 0:
+    if (alone := int((~(alive & (view.chains != me)).any(axis=1)).sum())) > 0:
         return f"{name} has the only full replica of {alone} ranges"
     return ""
 
@@ -91,7 +91,7 @@ def heads_most(view: View, heat: NDArray[np.float64], column: str) -> str:
     return view.servers[int(np.bincount(owners).argmax())].name
 
 
-def _candidates(word: str, scene: Scene, roles: tuple[str, ...]) -> list[str]:
+def _candidates(word: str, scene: Situation, roles: tuple[str, ...]) -> list[str]:
     """Everyone that a plan's word can mean now, in a fixed order."""
     view, servers = scene.view, set(scene.running.get("server", ()))
     if word == "random":
@@ -119,7 +119,7 @@ def _in_view(word: str, view: View, heat: NDArray[np.float64]) -> list[str]:
     return [view.servers[index].name] if index >= 0 else []
 
 
-def group(word: str, target: str, scene: Scene) -> list[str]:
+def group(word: str, target: str, scene: Situation) -> list[str]:
     """Whom a plan's `to` means, without the target itself."""
     roles = {"others": "server", "etcd": "etcd"} | {f"{role}s": role for role in ("server", "coordinator", "worker")}
     if word == "everyone":
@@ -137,9 +137,9 @@ def whole(view: View, servers: Collection[str]) -> str:
     listed = {server.name for server in view.servers}
     if absent := sorted(set(servers) - listed):
         return f"{', '.join(absent)} not in the view"
-    wanted = min(view.replicas, len(servers))
-    if (short := int(((view.chains >= 0).sum(axis=1) < wanted).sum())) > 0:
-        return f"{short} ranges have fewer than {wanted} replicas"
+    needed = min(view.replicas, len(servers))
+    if (short := int(((view.chains >= 0).sum(axis=1) < needed).sum())) > 0:
+        return f"{short} ranges have fewer than {needed} replicas"
     if (joining := int((view.joining >= 0).sum())) > 0:
         return f"{joining} ranges are being filled"
     owners = {view.servers[i].name for i in np.unique(view.chains).tolist() if i >= 0}

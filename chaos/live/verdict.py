@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from chaos.live import onlooker
+from chaos.live import observer as observer
 from chaos.live.figures import Life
 from chaos.live.load import READ
-from chaos.live.nemesis import Fault
+from chaos.live.nemesis import FaultRecord
 from chaos.live.watch import Seen
 from elasticps.admin.audit import AuditReport
 
@@ -16,7 +16,7 @@ ADMIT_S = 15.0  # after it is back, until it is told
 FORGOTTEN = ("the cluster no longer knows worker", "the cluster has forgotten it")  # what it ends with then
 
 
-def excused(faults: list[Fault]) -> dict[str, list[tuple[float, float]]]:
+def excused(faults: list[FaultRecord]) -> dict[str, list[tuple[float, float]]]:
     """When workers could not go on because of what was done to themselves."""
     times: dict[str, list[tuple[float, float]]] = {}
     for fault in faults:
@@ -25,7 +25,7 @@ def excused(faults: list[Fault]) -> dict[str, list[tuple[float, float]]]:
     return times
 
 
-def given_up(name: str, faults: Iterable[Fault], now: float, text: str) -> str:
+def given_up(name: str, faults: Iterable[FaultRecord], now: float, text: str) -> str:
     """Why a worker may have ended by itself now, as `text` tells: others take it for dead when they do not hear of it,
     and it is told so when it is back. "" if there is no such reason, or it has ended of another one."""
     if not any(words in text for words in FORGOTTEN):
@@ -39,7 +39,7 @@ def given_up(name: str, faults: Iterable[Fault], now: float, text: str) -> str:
     return ""
 
 
-def epochs_back(views: Iterable[Seen], faults: Iterable[Fault]) -> list[str]:
+def epochs_back(views: Iterable[Seen], faults: Iterable[FaultRecord]) -> list[str]:
     """Where a view was not newer than the one before. An etcd that was made anew may lack the last one: nobody acted on
     that, since servers tell the new etcd what they know."""
     renewed = [(fault.began, fault.ended) for fault in faults if fault.action.do == "etcd-new" and fault.began >= 0]
@@ -74,9 +74,9 @@ def audit_words(report: AuditReport) -> list[str]:
     return words
 
 
-def unwatched(lives: Iterable[Life], faults: Iterable[Fault]) -> list[str]:
-    """Whether there was an onlooker, but it has seen nothing, and nothing was done to it."""
-    if any(fault.target == onlooker.NAME for fault in faults):
+def unwatched(incarnations: Iterable[Life], faults: Iterable[FaultRecord]) -> list[str]:
+    """Whether there was an observer, but it has seen nothing, and nothing was done to it."""
+    if any(fault.target == observer.NAME for fault in faults):
         return []
-    blind = [life for life in lives if life.worker == onlooker.NAME and not (life.records["kind"] == READ).any()]
-    return ["the onlooker has read nothing, so nobody has seen what others read"] if blind else []
+    blind = [life for life in incarnations if life.worker == observer.NAME and not (life.records["kind"] == READ).any()]
+    return ["the observer has read nothing, so nobody has seen what others read"] if blind else []

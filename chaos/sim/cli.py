@@ -25,7 +25,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from chaos.sim.told import BROKEN_KEPT, Record, RecordError, Told
+from chaos.sim.totals import BROKEN_LISTED, Record, RecordError, Totals
 
 if TYPE_CHECKING:
     from chaos.sim.run import Result
@@ -35,8 +35,8 @@ RUNS_PER_LINE = 50
 STOPPED = 130  # the exit code of what Ctrl-C ends, also here
 _NO_END = 1 << 30
 MOST_CPU_S = 300.0  # of a story, which takes one or two: virtual time stands still if something goes round and round
-FRAMES_TOLD = 8
-AHEAD = 4  # seeds given out for each process: one long story does not have the others wait
+FRAMES_SHOWN = 8
+QUEUED_SEEDS = 4  # seeds given out for each process: one long story does not have the others wait
 
 
 def sim(
@@ -81,75 +81,77 @@ def sim(
     flags = {"cuts": cuts, "short": short, "caches": caches, "together": together, "drops": drops, "proven": proven}
     kind = _kind(flavour, training, **flags)
     jobs = min(jobs or _cores(), runs or _NO_END)
-    kept = None if record is None else Record(record, _code(), asdict(kind))
+    record_file = None if record is None else Record(record, _code(), asdict(kind))
     try:
-        told = _begin(kept, seed)
-        stopped = _play_all(told, kept, kind, runs, jobs, trace=trace, as_json=as_json)
+        totals = _begin(record_file, seed)
+        stopped = _play_all(totals, record_file, kind, runs, jobs, trace=trace, as_json=as_json)
     except RecordError as error:
         raise typer.BadParameter(str(error), param_hint="--record") from None
-    _tell(told, jobs, as_json, timed=runs != 1)
-    raise typer.Exit(1 if told.failed else STOPPED if stopped else 0)
+    _tell(totals, jobs, as_json, timed=runs != 1)
+    raise typer.Exit(1 if totals.failed else STOPPED if stopped else 0)
 
 
-def _begin(record: Record | None, seed: int | None) -> Told:
+def _begin(record: Record | None, seed: int | None) -> Totals:
     """Where a record has come to, or nothing yet."""
-    told = None if record is None else record.read()
-    if record is None or told is None:
+    totals = None if record is None else record.read()
+    if record is None or totals is None:
         if record is not None and record.path.exists():
             typer.echo(f"{record.path} is of other code than this: it begins anew", err=True)
-        return Told(seed or 0)
-    if seed not in (None, told.first):
-        said = f"{record.path} goes on behind seed {told.last}: leave --seed out, or name another file"
-        raise typer.BadParameter(said, param_hint="--seed")
-    return told
+        return Totals(seed or 0)
+    if seed not in (None, totals.first):
+        message = f"{record.path} goes on behind seed {totals.last}: leave --seed out, or name another file"
+        raise typer.BadParameter(message, param_hint="--seed")
+    return totals
 
 
 def _play_all(
-    told: Told, record: Record | None, kind: Kind, runs: int, jobs: int, *, trace: bool, as_json: bool
+    totals: Totals, record: Record | None, kind: Kind, runs: int, jobs: int, *, trace: bool, as_json: bool
 ) -> bool:
     """Plays what is wanted beyond what has been told. Whether it was stopped before that."""
     if record is not None:
-        record.write(told, jobs)  # where that cannot be done, better now than after hours
-    begin = told.last + 1 if told.runs else told.first
-    seeds = range(begin, told.first + runs) if runs else itertools.count(begin)
+        record.write(totals, jobs)  # where that cannot be done, better now than after hours
+    begin = totals.last + 1 if totals.runs else totals.first
+    seeds = range(begin, totals.first + runs) if runs else itertools.count(begin)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a soak in the background ends by it
     try:
         for result, cpu_s in _results(seeds, kind, trace, jobs, as_json):
-            told.add(result, cpu_s)
-            if record is not None and told.runs % RUNS_PER_LINE == 0:
-                record.write(told, jobs)
+            totals.add(result, cpu_s)
+            if record is not None and totals.runs % RUNS_PER_LINE == 0:
+                record.write(totals, jobs)
             if trace:
                 typer.echo("\n".join(result.trace))
             if runs != 1 and not as_json:
-                _tell_meanwhile(told, result, jobs, every=0 if runs else RUNS_PER_LINE)
+                _tell_meanwhile(totals, result, jobs, every=0 if runs else RUNS_PER_LINE)
     except KeyboardInterrupt:  # Ctrl-C: how a soak ends
         return runs > 0
     except BrokenProcessPool as error:
-        after = f"after seed {told.last}" if told.runs else f"from seed {begin} on"
-        typer.echo(f"a process that played stories is gone, in one of the {AHEAD * jobs} {after}: {error}", err=True)
+        after = f"after seed {totals.last}" if totals.runs else f"from seed {begin} on"
+        typer.echo(
+            f"a process that played stories is gone, in one of the {QUEUED_SEEDS * jobs} {after}: {error}", err=True
+        )
         return True
     finally:
         signal.signal(signal.SIGTERM, before)
         if record is not None:
-            record.write(told, jobs)
+            record.write(totals, jobs)
     return False
 
 
-def _tell_meanwhile(told: Told, result: Result, jobs: int, every: int) -> None:
-    if not result.ok and told.failed <= BROKEN_KEPT:
+def _tell_meanwhile(totals: Totals, result: Result, jobs: int, every: int) -> None:
+    if not result.ok and totals.failed <= BROKEN_LISTED:
         typer.echo(str(result))
-    if every and told.runs % every == 0:
-        typer.echo(f"up to seed {result.seed}: {told}; {told.speed(jobs)}")
+    if every and totals.runs % every == 0:
+        typer.echo(f"up to seed {result.seed}: {totals}; {totals.speed(jobs)}")
 
 
-def _tell(told: Told, jobs: int, as_json: bool, timed: bool) -> None:
+def _tell(totals: Totals, jobs: int, as_json: bool, timed: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(told.as_json(jobs)))
+        typer.echo(json.dumps(totals.as_json(jobs)))
         return
-    typer.echo(str(told))
+    typer.echo(str(totals))
     if timed:
-        typer.echo(told.speed(jobs))
-    for broken in told.broken:
+        typer.echo(totals.speed(jobs))
+    for broken in totals.broken:
         typer.echo(broken["told"])
 
 
@@ -163,7 +165,7 @@ def _kind(flavour: str, training: str, **flags: bool) -> Kind:
     import chaos.sim.story
 
     for name, given, known in (
-        ("flavour", flavour, chaos.sim.story.FLAVOURS + chaos.sim.story.ASKED_FOR),
+        ("flavour", flavour, chaos.sim.story.FLAVOURS + chaos.sim.story.ON_REQUEST),
         ("training", training, chaos.sim.story.TRAININGS),
     ):
         if given and given not in known:
@@ -175,17 +177,17 @@ def _results(seeds: Iterable[int], kind: Kind, trace: bool, jobs: int, as_json: 
     """What came of each, in their order, and the CPU seconds that it took."""
     play = partial(_play, kind=kind, trace=trace)
     quiet = as_json or not isinstance(seeds, range) or len(seeds) < 2
-    told = track(seeds, "simulating", console=Console(stderr=True), disable=quiet, transient=True)
+    totals = track(seeds, "simulating", console=Console(stderr=True), disable=quiet, transient=True)
     if jobs == 1:
-        yield from map(play, told)
+        yield from map(play, totals)
         return
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_leave_interrupts)
     under_way: deque[Future[tuple[Result, float]]] = deque()
     try:
-        for seed in told:
+        for seed in totals:
             under_way.append(pool.submit(play, seed))
-            if len(under_way) >= AHEAD * jobs:
+            if len(under_way) >= QUEUED_SEEDS * jobs:
                 yield under_way.popleft().result()
         while under_way:
             yield under_way.popleft().result()
@@ -211,9 +213,9 @@ def _patience() -> Iterator[None]:
     """Whatever takes longer than MOST_CPU_S breaks the promise that all come to rest."""
 
     def give_up(_: int, frame: FrameType | None) -> None:
-        from chaos.sim.violation import Violation
+        from chaos.sim.checks.violation import Violation
 
-        where = "".join(traceback.format_stack(frame)[-FRAMES_TOLD:])
+        where = "".join(traceback.format_stack(frame)[-FRAMES_SHOWN:])
         raise Violation("progress", f"no end within {MOST_CPU_S:g} s of CPU:\n{where}")
 
     before = signal.signal(signal.SIGPROF, give_up)

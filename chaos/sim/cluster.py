@@ -17,12 +17,12 @@ from greenlet import getcurrent
 from chaos.sim.checks.answers import Answers
 from chaos.sim.checks.lasting import Lasting
 from chaos.sim.checks.views import Views
+from chaos.sim.checks.violation import Violation
 from chaos.sim.clock import Clock, Process
 from chaos.sim.loop import Loop
 from chaos.sim.network import Listener, Network, Socket, Weather
 from chaos.sim.store import StoreProcess
 from chaos.sim.threads import Thread, Threads
-from chaos.sim.violation import Violation
 from coordinator.core.keys import DRAINS, ROSTER, VIEW, drained
 from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View
 from coordinator.leader import run_coordinator
@@ -47,7 +47,7 @@ STORE_HOST = "store"
 STORE_TIMEOUT_S = 2.0
 DRAIN_TIMEOUT_S = 60.0
 LOG_BUDGET_BYTES = 256 << 20
-OFFICE_S = 1.5
+LEADER_LEASE_S = 1.5
 END_S = 60.0  # of virtual time, in which what is cancelled ends
 WORKER_TIMEOUT_S = 300.0  # longer than any story: whoever waits in vain is found by the story's own bound
 
@@ -68,14 +68,14 @@ class Gone(BaseException):
 
 @dataclass
 class ServerProcess:
-    """A server's process; `now`: the life that serves, None between two. `asked` to leave, `left` when it has."""
+    """A server's process; `now`: the life that serves, None between two. `draining` to leave, `left` when it has."""
 
     process: Process
     loop: Loop
     stop: asyncio.Future[str]
     leave: asyncio.Future[str]
     now: Server | None = None
-    asked: bool = False
+    draining: bool = False
     left: bool = False
 
 
@@ -159,8 +159,8 @@ class Cluster:
         if isinstance(error, Violation):
             self.broken(error)
         elif not isinstance(error, Gone) and not self.over:
-            told = "" if error is None else "".join(traceback.format_exception(error))
-            self.broken(Violation("no exception is lost", f"{process}: {message}\n{told}"))
+            text = "" if error is None else "".join(traceback.format_exception(error))
+            self.broken(Violation("no exception is lost", f"{process}: {message}\n{text}"))
 
     def exited(self, code: int) -> None:
         """What `os._exit` does here: the running process is gone."""
@@ -194,13 +194,13 @@ class Cluster:
 
     async def _serve(self, found: ServerProcess, listener: Listener, name: str) -> None:
         async def show(server: Server | None) -> None:
-            if server is None and found.asked and found.now is not None and not found.now.removed.done():
+            if server is None and found.draining and found.now is not None and not found.now.removed.done():
                 return  # it is not ready for more, but has what it has until that has moved
             found.now = server
             if server is not None:
                 self.on_server(server)
-                if found.asked:
-                    self.views.on_asked(name, self.clock.now)  # it could not say so before
+                if found.draining:
+                    self.views.can_drain(name, self.clock.now)  # it could not say so before
 
         store = self.store.client(name, STORE_TIMEOUT_S)
         serves = partial(self._serves, name)
@@ -212,8 +212,8 @@ class Cluster:
         except Exception as error:
             self._failed(found.process, error, "a server ended")
         self.clock.note(f"{found.process} ends: {found.stop.result() if found.stop.done() else ''}")
-        found.left = found.asked
-        if found.asked and found.now is not None and not self.over:
+        found.left = found.draining
+        if found.draining and found.now is not None and not self.over:
             self._check_drained(found.now.serving.me)
         found.process.kill()
 
@@ -222,7 +222,7 @@ class Cluster:
         found, reaches = self.servers.get(server.name), self.network.reaches
         if found is None or not (reaches(asks, server.name) and reaches(server.name, asks)):
             return False
-        return found.process.alive and not found.process.stalled and not found.asked
+        return found.process.alive and not found.process.stalled and not found.draining
 
     def _turn(self, found: ServerProcess) -> float | None:
         again = found.loop.turn()
@@ -255,7 +255,7 @@ class Cluster:
 
     def _stays(self, name: str) -> bool:
         """Whether a server's copies may be counted on: it does not end by itself at any moment."""
-        return not (self._hurried and self.servers[name].asked)
+        return not (self._hurried and self.servers[name].draining)
 
     def _outstays(self, member: Member, other: str) -> bool:
         """Whether another server keeps its copies although `member`, which drained, ends with its own.
@@ -264,18 +264,18 @@ class Cluster:
         second to write sees the first one's request in every look, and keeps what only these two have. The moment of a
         SIGTERM does not count: nobody else can know of it before the request is in the store.
         """
-        if not self.servers[other].asked:
+        if not self.servers[other].draining:
             return True
         drains = self.store.run(self.store.data.list(DRAINS)).entries
-        asked_at = {drained(entry.key, entry.value): entry.revision for entry in drains}
+        drain_revisions = {drained(entry.key, entry.value): entry.revision for entry in drains}
         life = self.servers[other].now
         never = math.inf  # no request yet
-        return life is not None and asked_at.get(life.serving.me, never) > asked_at.get(member, never)
+        return life is not None and drain_revisions.get(life.serving.me, never) > drain_revisions.get(member, never)
 
     def drain(self, name: str) -> None:
         """As SIGTERM: a server is asked to move what it has to others, and to end."""
         found = self.servers[name]
-        found.asked = True
+        found.draining = True
         self.views.on_drain(name, self.clock.now)
         if not found.leave.done():
             found.leave.set_result("SIGTERM")
@@ -297,7 +297,7 @@ class Cluster:
         events._set_running_loop(before)
 
         async def lead() -> None:
-            await run_coordinator(store, name=name, ttl_s=OFFICE_S, stop=stop, dial=dial_server(name))
+            await run_coordinator(store, name=name, ttl_s=LEADER_LEASE_S, stop=stop, dial=dial_server(name))
 
         loop.create_task(self._lead(process, lead))
 
@@ -369,10 +369,10 @@ class Cluster:
             return False
         well = [self._well(s.name, s.incarnation, view.epoch) for s in view.servers]
         staying = sum(not s.left for s in self.servers.values())
-        wanted = min(self.config.replicas, staying)
+        needed = min(self.config.replicas, staying)
         for chain in view.chains.tolist():
             members = [i for i in chain if i >= 0]
-            if len(members) < wanted or not all(well[i] for i in members):
+            if len(members) < needed or not all(well[i] for i in members):
                 return False
             if not any(view.servers[i].name != without and self._stays(view.servers[i].name) for i in members):
                 return False
@@ -385,7 +385,7 @@ class Cluster:
         view, stays = self.view, stays or self._stays
         assert view is not None
         servers = [self.life(s.name, s.incarnation) for s in view.servers]
-        lives = [
+        living = [
             server is not None and s.name != without and stays(s.name)
             for s, server in zip(view.servers, servers, strict=True)
         ]
@@ -394,7 +394,7 @@ class Cluster:
         copies = np.where(
             late[:, None], np.pad(view.chains, ((0, 0), (0, 1)), constant_values=-1), view.as_chains.copies
         )
-        copied = np.array([*lives, False])[copies].any(axis=1)
+        copied = np.array([*living, False])[copies].any(axis=1)
         return set(np.flatnonzero(~copied).tolist())
 
     def _well(self, name: str, incarnation: int, epoch: int) -> bool:
@@ -413,7 +413,7 @@ class Cluster:
         if np.count_nonzero(view.joining >= 0):
             return f"ranges are being filled: {view.joining.tolist()}"
         for name, found in self.servers.items():
-            if found.asked and not found.left:
+            if found.draining and not found.left:
                 return f"{name} has not drained"
             if not found.left and (found.now is None or found.now.serving.epoch < view.epoch):
                 return f"{name} does not serve under epoch {view.epoch}"

@@ -9,8 +9,8 @@ from random import Random
 from typing import Any, TypeVar
 
 from chaos.sim.checks.cuts import CutCheck
+from chaos.sim.checks.violation import Violation
 from chaos.sim.cluster import STORE_TIMEOUT_S, Cluster
-from chaos.sim.violation import Violation
 from coordinator.core.errors import StoreUnavailable
 from coordinator.core.view import ServerInfo
 from elasticps.admin.admin_pb2 import RestoreRequest, RestoreResponse
@@ -86,9 +86,9 @@ class Afar:
 
         def done(task: asyncio.Task[T]) -> None:
             if not task.cancelled() and self._cluster.network.reaches(self._info.name, HOST):
-                clock.after(self._travel_s, _soon, here, told, task)
+                clock.after(self._travel_s, _soon, here, answered, task)
 
-        def told(task: asyncio.Task[T]) -> None:
+        def answered(task: asyncio.Task[T]) -> None:
             if not answer.done():
                 answer.set_result(task.result())
 

@@ -10,7 +10,8 @@ import numpy as np
 from chaos.sim.clock import Process
 from chaos.sim.cluster import PORT, STORE_HOST
 from chaos.sim.injector import Injector, pick
-from chaos.sim.moments import (
+from chaos.sim.story import Fault
+from chaos.sim.triggered_faults import (
     level_joiner_cut_off,
     level_joiner_takes_over,
     other_dies,
@@ -18,11 +19,10 @@ from chaos.sim.moments import (
     server_cut_off,
     server_limps,
 )
-from chaos.sim.story import Fault
 from coordinator.core.view import View
 from elasticps.wire.frames import view_frame
 
-CROWD = 60  # more than a server whose limits are small allows
+FLOOD = 60  # more than a server whose limits are small allows
 MOST_JOIN = 2
 LIE = 1 << 40  # epochs above the one that is
 
@@ -62,7 +62,7 @@ def server_joins(injector: Injector, fault: Fault) -> None:
 
 
 def server_drains(injector: Injector, fault: Fault) -> None:
-    staying = [n for n, s in injector.cluster.servers.items() if not s.asked]
+    staying = [n for n, s in injector.cluster.servers.items() if not s.draining]
     if len(staying) > injector.cluster.config.replicas:
         name = pick(staying, fault)
         injector.note(f"{name} is asked to drain")
@@ -86,23 +86,23 @@ def server_lies(injector: Injector, fault: Fault) -> None:
         injector.note(f"{name} lies")
         chains, nobody = np.full_like(view.chains, -1), np.full_like(view.joining, -1)
         chains[:, 0] = mine
-        said = View(
+        forged = View(
             view.cluster, view.epoch + LIE, view.ranges, view.replicas, view.servers, chains, nobody, view.since, ""
         )
-        frame = view_frame(said)
+        frame = view_frame(forged)
         for connection in server.handshake.workers:
             connection.send(frame)
 
     injector.server(fault, lie)
 
 
-def crowd(injector: Injector, fault: Fault) -> None:
+def flood(injector: Injector, fault: Fault) -> None:
     """More connect to a server than it allows, and say nothing."""
 
     def come(name: str) -> None:
         strangers = Process(injector.cluster.clock, "crowd", "crowd")
         injector.note(f"a crowd connects to {name} for {fault.for_s:.3f} s")
-        for _ in range(CROWD):
+        for _ in range(FLOOD):
             injector.cluster.network.connect(strangers, name, PORT)
 
         def leave() -> None:
@@ -251,7 +251,7 @@ KINDS: dict[str, Callable[[Injector, Fault], None]] = {
     "leader without store": leader_without_store,
     "tear": tear,
     "worker reads nothing": worker_reads_nothing,
-    "crowd": crowd,
+    "crowd": flood,
     "leader dies": leader_dies,
     "leader stalls": leader_stalls,
     "servers apart": servers_apart,

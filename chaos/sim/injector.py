@@ -106,8 +106,8 @@ class Injector:
             return
         cluster = self.cluster
         alone = cluster.config.replicas == 1  # nobody dies there
-        spared = [n for n, s in cluster.servers.items() if not (s.left or s.asked) and n not in self._suffer]
-        spared = [n for n in spared if self.lives(n) and cluster.whole(without="" if alone else n)]
+        spared = [n for n, s in cluster.servers.items() if not (s.left or s.draining) and n not in self._suffer]
+        spared = [n for n in spared if self.is_alive(n) and cluster.whole(without="" if alone else n)]
         if not spared or self._suffer:
             cluster.clock.after(LOOK_S, self.server, fault, use, tries - LOOK_S)
             return
@@ -127,7 +127,7 @@ class Injector:
         """Others may be hit again."""
         self._suffer.pop(name, None)
 
-    def lives(self, name: str) -> bool:
+    def is_alive(self, name: str) -> bool:
         """Whether a server's process runs."""
         process = self.cluster.servers[name].process
         return process.alive and not process.stalled
@@ -150,7 +150,7 @@ class Injector:
 
     def die_if_spared(self, name: str, power: bool = False) -> None:
         """A server that suffers dies, unless a range's last replica would die with it."""
-        if not self.lives(name) or self.cluster.uncopied(without=name):
+        if not self.is_alive(name) or self.cluster.uncopied(without=name):
             self.recovered(name)
         else:
             self.die(name, power)

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from chaos.sim.checks.rounds import Rounds
 from chaos.sim.checks.shards import Hand, Handed, key_of
-from chaos.sim.checks.sums import COLUMNS, KEYS, Asked, Column, Keys, Rows, Sums, check_same, units
+from chaos.sim.checks.sums import COLUMNS, KEYS, Column, Keys, Pulled, Rows, Sums, check_same, units
+from chaos.sim.checks.violation import Violation
 from chaos.sim.cluster import Cluster
-from chaos.sim.knobs import TIGHT_ROWS
+from chaos.sim.small_limits import TIGHT_ROWS
 from chaos.sim.story import App, Story
 from chaos.sim.threads import Threads
-from chaos.sim.violation import Violation
 from elasticps.client.client import Client
 from elasticps.client.steps import Step
 from elasticps.client.tables import SparseTable
@@ -40,7 +40,7 @@ SLOW_START_S = (1.2, 2.0)
 SHARDS_BEFORE_A_PAUSE = 3
 PAUSE_S = 0.02
 SHORT_PUSH, SHORT_PULL = (KeysOnce(), KeyDeltas(), Zstd()), (KeysOnce(), KeyDeltas())
-MOST_KEPT, SELDOM = 4, 0.2
+MOST_CACHED, SELDOM = 4, 0.2
 STEPS_OF_OTHERS = 10  # some of them followed by a pull
 OFTEN = 0.5
 STILL = np.arange(11, dtype=np.float32)  # a tensor that nobody pushes to
@@ -122,7 +122,7 @@ class Free(Worker):
         self.sums = sums
         self.tight = tight
         self.column: Column | None = None
-        self.kept: int | None = None  # by how many steps rows that it keeps may be old, if it keeps any
+        self.max_age: int | None = None  # by how many steps rows that it keeps may be old, if it keeps any
         self.together: Together | None = None
         if sums.bound is not None:
             self.consistency = SSP(staleness=sums.bound)
@@ -172,11 +172,13 @@ class Free(Worker):
             self.threads.join(reader, WAIT_S)
 
     def _cache(self) -> Cache | None:
-        self.kept = None
+        self.max_age = None
         if not self.training.story.caches or self.random.random() < SELDOM:
             return None
-        self.kept = self.random.randint(0, min(MOST_KEPT, MOST_KEPT if self.sums.bound is None else self.sums.bound))
-        return Cache(rows=self.random.choice((5, 40, KEYS)), staleness=self.kept)
+        self.max_age = self.random.randint(
+            0, min(MOST_CACHED, MOST_CACHED if self.sums.bound is None else self.sums.bound)
+        )
+        return Cache(rows=self.random.choice((5, 40, KEYS)), staleness=self.max_age)
 
     def _reader(self, ps: Client, table: SparseTable, fixed: SparseTable, column: Column) -> Callable[[], None]:
         """Pulls beside the thread that trains."""
@@ -248,16 +250,16 @@ class Free(Worker):
     def landed(self, column: Column, clock: int, expected: int) -> None:
         assert clock == expected, f"a step that was to be {expected} is {clock}"
         column.pushed = clock
-        if self.kept is not None:
+        if self.max_age is not None:
             self.sums.mark(column, self.now)
         self.steps += 1
 
     def pull(self, ps: Client, table: SparseTable, column: Column) -> None:
         keys, tail = self.some_keys(), self.random.random() < 0.7
-        if self.kept is not None and self.random.random() < SELDOM:
+        if self.max_age is not None and self.random.random() < SELDOM:
             table.fetch(self.some_keys(), self.random.randint(1, 2))
-        asked = self.sums.ask(column, keys, self.now, tail=tail, kept=self.kept)
-        self.check(asked, table, table.pull(keys, read="tail" if tail else "any"))
+        pulled = self.sums.ask(column, keys, self.now, tail=tail, max_age=self.max_age)
+        self.check(pulled, table, table.pull(keys, read="tail" if tail else "any"))
         self.pulls += 1
 
     def pull_many(self, ps: Client, table: SparseTable, fixed: SparseTable, column: Column) -> None:
@@ -265,11 +267,11 @@ class Free(Worker):
         if self.together is not None and self.random.random() < OFTEN:
             self.together.pull(column)
             return
-        asked, reads = [], []
+        pulled, reads = [], []
         for _ in range(self.random.randint(2, MOST_AT_ONCE)):
             if self.random.random() < 0.3:
                 keys = self.some_keys()
-                asked.append(self.sums.ask(column, keys, self.now, tail=True, kept=self.kept))
+                pulled.append(self.sums.ask(column, keys, self.now, tail=True, max_age=self.max_age))
                 reads.append((keys, table.pull_async(keys)))
             else:
                 count = self.random.randint(1, 800 if self.app.large and not self.tight else 100)
@@ -280,17 +282,17 @@ class Free(Worker):
         for keys, read in reads:
             rows = read.result()
             if rows.shape[1] == COLUMNS:
-                self.check(asked.pop(0), table, rows)
+                self.check(pulled.pop(0), table, rows)
             else:
                 check_same(self.name, keys, rows, initial_rows(INIT, keys, FIXED_DIM))
             self.pulls += 1
 
-    def check(self, asked: Asked, table: SparseTable, rows: Rows) -> None:
-        if asked.company:
-            self.sums.check_bound(asked, self.cluster.counted)
-        self.sums.check(asked, rows)
-        if asked.tail and self.kept is None:  # own pushes are shown before they are committed
-            self.cluster.lasting.shown(table.id, asked.keys, rows)
+    def check(self, pulled: Pulled, table: SparseTable, rows: Rows) -> None:
+        if pulled.company:
+            self.sums.check_bound(pulled, self.cluster.counted)
+        self.sums.check(pulled, rows)
+        if pulled.tail and self.max_age is None:  # own pushes are shown before they are committed
+            self.cluster.lasting.shown(table.id, pulled.keys, rows)
 
     def fenced(self) -> None:
         if self.column is not None:
@@ -307,49 +309,49 @@ class Together:
     def push(self, column: Column, keys: Keys, at: int) -> Step:
         """Pushes, and pulls behind it, or behind the last part of it."""
         worker, ps = self.worker, self.ps
-        grads, wanted = worker.sums.grads(column, keys), self._wanted()
-        asked = worker.sums.ask(column, wanted[self.table], worker.now, tail=True, kept=worker.kept)
+        grads, keys_of = worker.sums.grads(column, keys), self._some_keys()
+        pulled = worker.sums.ask(column, keys_of[self.table], worker.now, tail=True, max_age=worker.max_age)
         if len(keys) > 1 and worker.random.random() < SELDOM:
             opened = ps.step()
             column.begin(at, keys[:1])
             opened.push({self.table: (keys[:1], grads[:1])})
             column.begin(at, keys[1:])  # killed before, it leaves the first part alone
-            step, pull = ps.push_pull({self.table: (keys[1:], grads[1:])}, wanted, step=opened)
+            step, pull = ps.push_pull({self.table: (keys[1:], grads[1:])}, keys_of, step=opened)
         else:
             column.begin(at, keys)
-            step, pull = ps.push_pull({self.table: (keys, grads)}, wanted)
+            step, pull = ps.push_pull({self.table: (keys, grads)}, keys_of)
         keys[:], grads[:] = 0, -1  # they are the caller's again
         worker.landed(column, step.clock, at)
-        asked.least[column.index] = np.maximum(asked.least[column.index], column.upto(at))
+        pulled.least[column.index] = np.maximum(pulled.least[column.index], column.upto(at))
         if worker.random.random() < SELDOM:
             worker.think()
-        self._check(asked, wanted, pull.result())
+        self._check(pulled, keys_of, pull.result())
         return step
 
     def pull(self, column: Column) -> None:
         """Pulls, or asks for the sum of all rows."""
         worker, every = self.worker, np.arange(KEYS)
-        if worker.kept is None and worker.random.random() < SELDOM:
-            asked = worker.sums.ask(column, every, worker.now, tail=True)
+        if worker.max_age is None and worker.random.random() < SELDOM:
+            pulled = worker.sums.ask(column, every, worker.now, tail=True)
             found, amounts = self.table.reduce("sum"), units(every)
-            least = int((asked.least @ amounts).sum())
+            least = int((pulled.least @ amounts).sum())
             most = int(sum(each.counts[-1] @ amounts for each in worker.sums.columns))
             if not least <= found <= most:
                 text = f"{worker.threads.process} is told a sum of {found}, for {least} to {most}"
                 raise Violation("sums of all rows", text)
             return
-        wanted = self._wanted()
-        asked = worker.sums.ask(column, wanted[self.table], worker.now, tail=True, kept=worker.kept)
-        self._check(asked, wanted, self.ps.pull(wanted))
+        keys_of = self._some_keys()
+        pulled = worker.sums.ask(column, keys_of[self.table], worker.now, tail=True, max_age=worker.max_age)
+        self._check(pulled, keys_of, self.ps.pull(keys_of))
 
-    def _wanted(self) -> dict[Any, Any]:
+    def _some_keys(self) -> dict[Any, Any]:
         random = self.worker.random
         fixed = np.array(random.sample(range(FIXED_KEYS), random.randint(0, 60)), np.int64)
         return {self.table: self.worker.some_keys(), self.fixed: fixed, self.tensor: None}
 
-    def _check(self, asked: Asked, wanted: dict[Any, Any], found: dict[Any, Rows]) -> None:
-        self.worker.check(asked, self.table, found[self.table])
-        keys = wanted[self.fixed]
+    def _check(self, pulled: Pulled, keys_of: dict[Any, Any], found: dict[Any, Rows]) -> None:
+        self.worker.check(pulled, self.table, found[self.table])
+        keys = keys_of[self.fixed]
         check_same(self.worker.name, keys, found[self.fixed], initial_rows(INIT, keys, FIXED_DIM))
         check_same(self.worker.name, np.arange(len(STILL)), found[self.tensor][:, None], STILL[:, None])
         self.worker.pulls += 1

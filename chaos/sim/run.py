@@ -15,21 +15,21 @@ from unittest.mock import patch
 
 import numpy as np
 
+from chaos.sim.checkpointer import ask_restore
 from chaos.sim.checks.cuts import CutCheck
 from chaos.sim.checks.rounds import Rounds
 from chaos.sim.checks.shards import Handed
 from chaos.sim.checks.sums import KEYS, Sums
+from chaos.sim.checks.violation import Violation
 from chaos.sim.cluster import Cluster
 from chaos.sim.cuts import Cutter
 from chaos.sim.faults import inject
 from chaos.sim.injector import RESTART_S, Injector
-from chaos.sim.keeper import ask_restore
-from chaos.sim.knobs import turned
 from chaos.sim.programs import Free, Sharded, Synchronous, Worker, sums_table
+from chaos.sim.small_limits import turned
 from chaos.sim.story import ANY, FLAGS, App, Kind, Story, tell
 from chaos.sim.tables import Fickle, Known
 from chaos.sim.threads import Threads
-from chaos.sim.violation import Violation
 from coordinator.core.view import ClusterConfig
 from elasticps import store as table_store
 from elasticps.admin.admin_pb2 import RestoreRequest, RestoreResponse
@@ -218,8 +218,8 @@ class Scene:
                     if app.name in self.sums:
                         table = sums_table(ps, "sums", self.story.short)
                         rows = table.pull(np.arange(KEYS))
-                        lives = (server.now for server in self.cluster.servers.values())
-                        server = next(s for s in lives if s is not None and table.id in s.store.tables)
+                        running = (server.now for server in self.cluster.servers.values())
+                        server = next(s for s in running if s is not None and table.id in s.store.tables)
                         ranges = server.store.tables[table.id].ranges_of(np.arange(KEYS))
                         self.sums[app.name].check_end(rows, ranges)
                     elif app.name in self.handed:
@@ -258,7 +258,7 @@ class Scene:
 def run(seed: int, kind: Kind = ANY, trace: bool = False) -> Result:
     """Plays the story of a seed to its end."""
     story = tell(seed, kind)
-    with virtual() as machine, turned(story.small, story.tight, story.short), _tidy():
+    with virtual() as machine, turned(story.small, story.tight, story.short), _collected_afterwards():
         return _play(story, trace, machine)
 
 
@@ -266,7 +266,7 @@ def _play(story: Story, trace: bool, machine: Machine) -> Result:
     scene = Scene(story)
     machine(scene.cluster)
     try:
-        with _told(scene.cluster) if trace else nullcontext():
+        with _traced(scene.cluster) if trace else nullcontext():
             result = _result(scene, *_promises(scene))
         left = scene.cluster.end()
         assert not (left and result.ok), left  # what broke a promise may leave things in the middle
@@ -363,7 +363,7 @@ def virtual() -> Iterator[Machine]:
 
 
 @contextmanager
-def _tidy() -> Iterator[None]:
+def _collected_afterwards() -> Iterator[None]:
     """What a story leaves is collected after it, not in the middle, where it would end things at odd moments."""
     enabled = gc.isenabled()
     gc.disable()
@@ -378,7 +378,7 @@ def _tidy() -> Iterator[None]:
 
 
 @contextmanager
-def _told(cluster: Cluster) -> Iterator[None]:
+def _traced(cluster: Cluster) -> Iterator[None]:
     """Has everything that happens told in the cluster's trace."""
     cluster.clock.trace = []
     root, level, handler = logging.getLogger(), logging.getLogger().level, Trace(cluster)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from chaos.sim.knobs import MOST_RANGES
 from chaos.sim.network import Weather
+from chaos.sim.small_limits import MOST_RANGES
 from coordinator.membership import LEASE_S
 
 FLAVOURS = (
@@ -14,7 +14,7 @@ FLAVOURS = (
     "limps", "tangles", "terms", "ghosts", "flaps", "alone", "drains", "tight", "suspicions", "levels",
     "outcasts", "heirs", "exodus", "takers", "hurried",
 )  # fmt: skip
-ASKED_FOR = ("frozen",)  # told only when asked for: workers that stand still for longer than their leases
+ON_REQUEST = ("frozen",)  # told only when asked for: workers that stand still for longer than their leases
 TRAININGS = ("free", "bounded", "rounds", "shards", "shards in rounds")
 CALM = (
     "calm",

@@ -10,17 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chaos.sim.checks.sums import KEYS
+from chaos.sim.checks.violation import Violation
 from chaos.sim.cluster import Cluster
 from chaos.sim.programs import Training, Worker
 from chaos.sim.story import App
-from chaos.sim.violation import Violation
 from elasticps.client.client import Client
 from elasticps.client.tables import SparseTable
 from elasticps.errors import ServerError, UnknownTable
 from elasticps.model.optimizers import Accumulate
 
 NAMES = ("one", "other")
-MOST_USES = 4  # of a table, before it is looked at what becomes of it
+MOST_STEPS = 4  # of a table, before it is looked at what becomes of it
 DROPPED, CLEARED, DELETED = 0.5, 0.1, 0.1
 ONE = np.float32(1)
 
@@ -46,7 +46,7 @@ class Fickle(Worker):
         while self.training.on:
             with _gone_is_fine():
                 table = ps.table(self.random.choice(NAMES), dim=1, optimizer=Accumulate())
-                for _ in range(self.random.randint(1, MOST_USES)):
+                for _ in range(self.random.randint(1, MOST_STEPS)):
                     self._use(ps, table)
                     self.think()
                 if self.random.random() < DROPPED:

@@ -310,26 +310,26 @@ class VirtualPoller(Poller):
 
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
-        self._wanted: dict[int, int] = {}
+        self._interest: dict[int, int] = {}
         self._waiting: list[Thread] = []
 
     def register(self, fd: int, events: int) -> None:
-        if fd in self._wanted:
+        if fd in self._interest:
             raise FileExistsError(17, "File exists")
         self._find(fd)
-        self._wanted[fd] = events
+        self._interest[fd] = events
         self.poke()
 
     def modify(self, fd: int, events: int) -> None:
         self._find(fd)
-        if fd not in self._wanted:
+        if fd not in self._interest:
             raise FileNotFoundError(2, "No such file or directory")
-        self._wanted[fd] = events
+        self._interest[fd] = events
         self.poke()
 
     def unregister(self, fd: int) -> None:
         self._find(fd)
-        if self._wanted.pop(fd, None) is None:
+        if self._interest.pop(fd, None) is None:
             raise FileNotFoundError(2, "No such file or directory")
 
     def _find(self, fd: int) -> Socket:
@@ -355,14 +355,14 @@ class VirtualPoller(Poller):
 
     def _events(self) -> list[tuple[int, int]]:
         found = []
-        for fd, wanted in list(self._wanted.items()):
+        for fd, interest in list(self._interest.items()):
             sock = self._threads.sockets[fd]
             if sock.closed:  # the system forgets what is closed
-                del self._wanted[fd], self._threads.sockets[fd]
+                del self._interest[fd], self._threads.sockets[fd]
                 continue
             state = (READABLE if sock.readable else 0) | (WRITABLE if sock.writable else 0)
-            if state & wanted or sock.broken_off:
-                found.append((fd, state & wanted or READABLE))
+            if state & interest or sock.broken_off:
+                found.append((fd, state & interest or READABLE))
         return found[:EVENTS_PER_POLL]
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ class Transport(SocketTransport[asyncio.BaseProtocol]):
         peer = (sock.peer.process.host, sock.number) if sock.peer is not None else None
         super().__init__(loop, protocol, {"peername": peer})
         self._socket = sock
-        self._asked = False  # a callback for `_ready` is on its way
+        self._scheduled = False  # a callback for `_ready` is on its way
         self._wakes = asyncio.Handle(self._ready, (), loop)  # one for all times: it is never cancelled
         sock.notify = self._notified
         protocol.connection_made(self)
@@ -34,12 +34,12 @@ class Transport(SocketTransport[asyncio.BaseProtocol]):
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def _notified(self) -> None:
-        if not self._asked and not self._ended:
-            self._asked = True
+        if not self._scheduled and not self._ended:
+            self._scheduled = True
             self._loop.run_soon(self._wakes)
 
     def _ready(self) -> None:
-        self._asked = False
+        self._scheduled = False
         if self._queue and self._socket.writable:
             self.send_queued()
         for _ in range(READS_PER_TURN):

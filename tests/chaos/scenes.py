@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from chaos.live.plan import Action
-from chaos.live.targets import Scene
+from chaos.live.targets import Situation
 from coordinator.core.view import ServerInfo, View
 
 
@@ -24,10 +24,10 @@ def view_of(chains: Sequence[Sequence[str]], joining: Sequence[str] = (), epoch:
     return View("c", epoch, len(chains), replicas, servers, table, np.array(fillings, np.int32), since, "test")
 
 
-def scene_of(view: View | None, *down: str, **running: Sequence[str]) -> Scene:
+def scene_of(view: View | None, *down: str, **running: Sequence[str]) -> Situation:
     """A scene in which all servers of the view run."""
     servers = [server.name for server in view.servers] if view is not None else []
-    return Scene(view, {"server": servers, **running}, frozenset((name, 1) for name in down))
+    return Situation(view, {"server": servers, **running}, frozenset((name, 1) for name in down))
 
 
 def action_of(do: str, target: str = "", draw: float = 0.0, at: float = 1.0, **values: float) -> Action:

@@ -18,7 +18,7 @@ from chaos.live import kubernetes
 from chaos.live.kubernetes import KubernetesStage, OfficialApi
 from chaos.live.nemesis import Nemesis
 from chaos.live.plan import ClusterPlan
-from chaos.live.targets import Scene
+from chaos.live.targets import Situation
 from elasticps.errors import ConfigError, Error
 from tests.chaos.scenes import action_of, view_of
 
@@ -242,7 +242,7 @@ def test_without_servers_there_is_nothing_to_torment(stage: KubernetesStage, api
 def test_a_plan_runs_on_pods_as_on_processes(stage: KubernetesStage, api: RecordingApi) -> None:
     names = stage.names("server")
     view = view_of([[names[0], names[1]], [names[1], names[2]], [names[2], names[0]], [names[0], names[2]]])
-    scene = Scene(view, {role: stage.names(role) for role in ("server", "coordinator", "etcd")}, leader="?")
+    scene = Situation(view, {role: stage.names(role) for role in ("server", "coordinator", "etcd")}, leader="?")
     nemesis = Nemesis(stage, [action_of("kill", "head-of:hottest", back=0)], lambda: scene)
     nemesis.step(1.0)
     nemesis.step(1.1)

@@ -16,11 +16,11 @@ from chaos.live.load import (
     RECORD,
     SHAPE,
     STALE,
-    Content,
     Job,
     Ledger,
     LedgerFile,
-    Worker,
+    LoadWorker,
+    ServerContent,
     check_content,
     check_filling,
     newest,
@@ -29,7 +29,7 @@ from chaos.live.load import (
     ranges_of,
     read_ledger,
 )  # fmt: skip
-from chaos.live.onlooker import judge
+from chaos.live.observer import judge
 from elasticps.kernels.hashing import table_salt
 
 RANGES = 8
@@ -46,7 +46,7 @@ def job(worker: int, life: int = 1) -> Job:
 LEDGERS = [Ledger(job(0), begun=9, acknowledged=7), Ledger(job(0, 2), begun=3, acknowledged=3), Ledger(job(1), 5, 5)]
 
 
-def content_after(applied: list[list[int]]) -> Content:
+def content_after(applied: list[list[int]]) -> ServerContent:
     """What servers hold after each range has applied so many steps of each life."""
     rows, dense = np.zeros((KEYS, DIM)), np.zeros(SHAPE)
     for ledger, counts in zip(LEDGERS, applied, strict=True):
@@ -56,7 +56,7 @@ def content_after(applied: list[list[int]]) -> Content:
             rows[added.keys[there]] += added.rows[there]
             dense += added.dense * (counts[DENSE_RANGE] >= step)
     own = np.repeat(np.array(applied, np.float64)[:, :, None], DIM, axis=2)
-    return Content(own, rows, dense, WHERE, DENSE_RANGE)
+    return ServerContent(own, rows, dense, WHERE, DENSE_RANGE)
 
 
 def counts(first: int = 7) -> list[list[int]]:
@@ -135,7 +135,7 @@ class Answer:
 def test_a_worker_sees_that_it_does_not_read_what_it_wrote(
     tmp_path: Path, shown: tuple[int, ...], kind: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    worker = object.__new__(Worker)
+    worker = object.__new__(LoadWorker)
     worker.job, worker._begun, worker._ledger = job(0), 5, LedgerFile(tmp_path / "w0.1.ledger")
     worker._read(Answer(*shown))  # type: ignore[arg-type]
     assert read_ledger(tmp_path / "w0.1.ledger")["kind"].tolist() == [kind]
@@ -186,7 +186,7 @@ def test_a_ledger_that_was_cut_short_is_read_up_to_there(tmp_path: Path) -> None
         ([np.nan, np.nan, np.nan, np.nan], 5, "half a push"),
     ],
 )
-def test_an_onlooker_sees_what_no_order_of_events_explains(row: list[int], before: int, words: str) -> None:
+def test_an_observer_sees_what_no_order_of_events_explains(row: list[int], before: int, words: str) -> None:
     rows = np.array([[6] * DIM, row], np.float32)
     text = judge(rows, np.array([5, before], np.float32), 5, 7)
     assert text.endswith(words)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from chaos.live.nemesis import PATIENCE_S, Nemesis
 from chaos.live.network import Loopback, Shape
 from chaos.live.plan import Action
-from chaos.live.targets import Scene
+from chaos.live.targets import Situation
 from tests.chaos.scenes import action_of, scene_of, view_of
 
 VIEW = view_of([["s0", "s1"], ["s1", "s2"], ["s2", "s0"], ["s0", "s2"]])
@@ -107,7 +107,7 @@ class FakeStage:
         return "adopt0"
 
 
-def nemesis_of(*actions: Action, scene: Scene | None = None) -> tuple[Nemesis, FakeStage]:
+def nemesis_of(*actions: Action, scene: Situation | None = None) -> tuple[Nemesis, FakeStage]:
     stage = FakeStage()
     there = scene_of(VIEW, **ROLES) if scene is None else scene
     return Nemesis(stage, actions, lambda: there), stage

@@ -16,7 +16,7 @@ from chaos.live import cli, figures, report, runner
 from chaos.live.cli import find_plan
 from chaos.live.figures import Life
 from chaos.live.load import BEGUN, COMMITTED, FAILED, RECORD
-from chaos.live.nemesis import Fault
+from chaos.live.nemesis import FaultRecord
 from chaos.live.runner import Outcome, command_line
 from chaos.live.verdict import excused
 from chaos.live.watch import Seen
@@ -40,32 +40,35 @@ STUCK = [
 
 
 def test_recovery_is_the_first_commit_of_what_began_later() -> None:
-    lives = [life("w0", *STEADY), life("w1", *STUCK)]
-    found = figures.recovery(lives, 1.0)
+    incarnations = [life("w0", *STEADY), life("w1", *STUCK)]
+    found = figures.recovery(incarnations, 1.0)
     assert found == pytest.approx({"w0": 0.02, "w1": 3.2})
 
 
 def test_a_worker_that_began_later_or_ended_before_tells_nothing() -> None:
-    lives = [life("w0", (BEGUN, 1, 0.5), (BEGUN, 2, 1.5)), life("w0", (BEGUN, 1, 3.0), (COMMITTED, 1, 3.1), number=2)]
-    assert figures.recovery(lives, 1.0) == {}
-    assert figures.progressed(lives, 1.0)
-    assert not figures.progressed(lives, 3.05)
+    incarnations = [
+        life("w0", (BEGUN, 1, 0.5), (BEGUN, 2, 1.5)),
+        life("w0", (BEGUN, 1, 3.0), (COMMITTED, 1, 3.1), number=2),
+    ]
+    assert figures.recovery(incarnations, 1.0) == {}
+    assert figures.progressed(incarnations, 1.0)
+    assert not figures.progressed(incarnations, 3.05)
 
 
 def stall_of(
-    lives: list[Life], excused: dict[str, list[tuple[float, float]]] | None = None
+    incarnations: list[Life], excused: dict[str, list[tuple[float, float]]] | None = None
 ) -> tuple[float, str, float]:
     """How long, whose, and since when."""
-    stall = figures.longest_stall(lives, excused or {})
+    stall = figures.longest_stall(incarnations, excused or {})
     return round(stall.seconds, 6), stall.worker, round(stall.at, 6)
 
 
 def test_the_longest_stall_leaves_out_what_was_done_to_the_worker_itself_and_no_more() -> None:
-    lives = [life("w0", *STEADY), life("w1", *STUCK)]
-    assert stall_of(lives) == (3.8, "w1", 0.2)
+    incarnations = [life("w0", *STEADY), life("w1", *STUCK)]
+    assert stall_of(incarnations) == (3.8, "w1", 0.2)
     paused = {"w1": [(2.5, 2.8), (1.0, 2.0)]}
-    assert stall_of(lives, paused) == (1.2, "w1", 2.8)
-    assert figures.longest_stall(lives, {"w1": [(0.1, 5.0)]}).seconds == pytest.approx(0.1)
+    assert stall_of(incarnations, paused) == (1.2, "w1", 2.8)
+    assert figures.longest_stall(incarnations, {"w1": [(0.1, 5.0)]}).seconds == pytest.approx(0.1)
     assert figures.longest_stall([], {}).seconds == 0.0
 
 
@@ -85,19 +88,19 @@ def test_a_life_that_ends_while_it_waits_has_stalled_until_then() -> None:
 
 
 def test_operations_are_counted_and_spread_over_time() -> None:
-    lives = [life("w0", *STEADY), life("w1", (BEGUN, 1, 0.1), (FAILED, 1, 0.2))]
-    counts = figures.counts(lives)
+    incarnations = [life("w0", *STEADY), life("w1", (BEGUN, 1, 0.1), (FAILED, 1, 0.2))]
+    counts = figures.counts(incarnations)
     assert (counts["steps_begun"], counts["steps_committed"], counts["steps_failed"]) == (100, 99, 1)
-    assert figures.throughput(lives, 10.0, 1.0).tolist() == [9.0] + [10.0] * 9
+    assert figures.throughput(incarnations, 10.0, 1.0).tolist() == [9.0] + [10.0] * 9
 
 
 def outcome_of(*broken: str) -> Outcome:
-    fault = Fault(action_of("kill", "head-of:hottest"), "over", "s1", "server", 1.0, 3.0)
-    cut = Fault(action_of("pause", "worker", for_=4), "over", "w1", "worker", 5.0, 9.0)
-    skipped = Fault(action_of("kill", "s9"), "skipped", note="<never>")
+    fault = FaultRecord(action_of("kill", "head-of:hottest"), "over", "s1", "server", 1.0, 3.0)
+    cut = FaultRecord(action_of("pause", "worker", for_=4), "over", "w1", "worker", 5.0, 9.0)
+    skipped = FaultRecord(action_of("kill", "s9"), "skipped", note="<never>")
     plan = find_plan("kill-each-role")
     outcome = Outcome(plan, 3, 10.0, command_line("kill-each-role", 3, 10.0, False), [fault, cut, skipped])
-    outcome.lives = [life("w0", *STEADY), life("w1", *STUCK)]
+    outcome.incarnations = [life("w0", *STEADY), life("w1", *STUCK)]
     outcome.views = [Seen(1.1, 7, 16, 0, "s1 is <gone>"), Seen(2.0, 8, 0, 0, "repaired")]
     outcome.broken = list(broken)
     return outcome
@@ -135,7 +138,7 @@ def test_what_is_done_to_a_worker_excuses_its_stalls() -> None:
 
 def untried() -> Outcome:
     outcome = outcome_of()
-    outcome.faults = [Fault(each.action, "skipped", note="s9: there is none now") for each in outcome.faults]
+    outcome.faults = [FaultRecord(each.action, "skipped", note="s9: there is none now") for each in outcome.faults]
     return outcome
 
 
@@ -155,7 +158,7 @@ def test_a_run_that_was_over_before_its_first_fault_tried_nothing() -> None:
     outcome.faults = []
     assert report.verdict(report.as_dict(outcome)) == "nothing was tried: no fault came due"
     outcome.plan = replace(outcome.plan, faults=())  # nor was anything to be
-    assert outcome.kept
+    assert outcome.passed
     assert report.verdict(report.as_dict(outcome)) == "every promise was kept"
 
 

@@ -17,7 +17,7 @@ from chaos.live import load as load_module
 from chaos.live import runner
 from chaos.live.figures import Life
 from chaos.live.load import BEGUN, COMMITTED, FAILED, READ, READ_FAILED, RECORD, STALE
-from chaos.live.nemesis import Fault, Nemesis
+from chaos.live.nemesis import FaultRecord, Nemesis
 from chaos.live.plan import Promises, parse
 from chaos.live.runner import Load, Run
 from chaos.live.watch import Seen
@@ -27,7 +27,7 @@ from tests.chaos.scenes import action_of, scene_of, view_of
 
 PLAN = parse("{about: nothing, duration: 1, faults: []}", "plan", "plan.yaml")
 VIEW = view_of([["s0", "s1"], ["s1", "s0"]])
-LOOKED = Life("onlooker", 1, np.array([(READ, 0, 1.0)], RECORD))
+LOOKED = Life("observer", 1, np.array([(READ, 0, 1.0)], RECORD))
 CLEAN = AuditReport("c", 1, 2, 2, 4, 0, 0, (), (), {}, {}, 0.1)
 
 
@@ -75,7 +75,7 @@ class FakeLoad:
     def finish(self) -> list[str]:
         return []
 
-    def lives(self, began: float) -> list[Any]:
+    def incarnations(self, began: float) -> list[Any]:
         return [LOOKED]
 
 
@@ -150,8 +150,8 @@ def test_a_worker_that_does_not_come_back_has_been_lost(
 
 
 def test_lives_without_a_step_are_told(run: Run, stage: FakeStage, monkeypatch: pytest.MonkeyPatch) -> None:
-    lives = [Life("w0", n, np.array([(BEGUN, 1, 1.0)][: n % 2], RECORD)) for n in (1, 2, 3, 4)]
-    monkeypatch.setattr(run.load, "lives", lambda began: [*lives, LOOKED])
+    incarnations = [Life("w0", n, np.array([(BEGUN, 1, 1.0)][: n % 2], RECORD)) for n in (1, 2, 3, 4)]
+    monkeypatch.setattr(run.load, "lives", lambda began: [*incarnations, LOOKED])
     run._judge(stage)
     assert run.outcome.broken == []
     assert run.outcome.notes == ["w0, life 2 ended before its first step", "w0, life 4 ended before its first step"]
@@ -168,7 +168,7 @@ def test_a_fault_that_does_not_end_is_told(run: Run, stage: FakeStage, monkeypat
     monkeypatch.setattr(runner, "START_S", 0.05)
     run._plan = replace(PLAN, promises=Promises(settle_s=0.05))
     assert run.nemesis is not None
-    run.nemesis.faults = [Fault(action_of("grow"), "running", "s9", began=1.0, names=["s9"])]
+    run.nemesis.faults = [FaultRecord(action_of("grow"), "running", "s9", began=1.0, names=["s9"])]
     monkeypatch.setattr(stage, "ready", lambda name: False, raising=False)
     run._judge(stage)
     assert run.outcome.broken == ["did not end: grow s9"]
@@ -177,23 +177,23 @@ def test_a_fault_that_does_not_end_is_told(run: Run, stage: FakeStage, monkeypat
 @pytest.mark.parametrize(
     ("kind", "words"), [(FAILED, "pushes failed"), (READ_FAILED, "pulls failed"), (STALE, "pulls were stale")]
 )
-def test_what_workers_and_the_onlooker_noted_is_told(
+def test_what_workers_and_the_observer_noted_is_told(
     run: Run, stage: FakeStage, monkeypatch: pytest.MonkeyPatch, kind: int, words: str
 ) -> None:
-    lives = [Life("w0", 1, np.array([(BEGUN, 1, 1.0), (kind, 1, 2.0)], RECORD)), LOOKED]
-    monkeypatch.setattr(run.load, "lives", lambda began: lives)
+    incarnations = [Life("w0", 1, np.array([(BEGUN, 1, 1.0), (kind, 1, 2.0)], RECORD)), LOOKED]
+    monkeypatch.setattr(run.load, "lives", lambda began: incarnations)
     run._judge(stage)
     assert run.outcome.broken == [f"1 {words}; the workers' logs say which"]
 
 
-def test_an_onlooker_that_has_read_nothing_is_told(run: Run, stage: FakeStage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run.load, "lives", lambda began: [Life("onlooker", 1, np.array([], RECORD))])
+def test_an_observer_that_has_read_nothing_is_told(run: Run, stage: FakeStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run.load, "lives", lambda began: [Life("observer", 1, np.array([], RECORD))])
     run._judge(stage)
-    assert run.outcome.broken == ["the onlooker has read nothing, so nobody has seen what others read"]
+    assert run.outcome.broken == ["the observer has read nothing, so nobody has seen what others read"]
     run.outcome.broken.clear()
-    run.outcome.faults = [Fault(action_of("kill", "worker"), "over", "onlooker", "worker", 0.0, 0.0)]
+    run.outcome.faults = [FaultRecord(action_of("kill", "worker"), "over", "observer", "worker", 0.0, 0.0)]
     run._check_ledgers()
-    assert "the onlooker has read nothing, so nobody has seen what others read" not in run.outcome.broken
+    assert "the observer has read nothing, so nobody has seen what others read" not in run.outcome.broken
 
 
 def test_a_standstill_that_is_not_allowed_and_a_fault_after_which_nothing_went_on_are_told(
@@ -203,7 +203,7 @@ def test_a_standstill_that_is_not_allowed_and_a_fault_after_which_nothing_went_o
     records = np.array([(BEGUN, 1, 1.0), (COMMITTED, 1, 3.5), (BEGUN, 2, 3.6), (COMMITTED, 2, 3.7)], RECORD)
     monkeypatch.setattr(run.load, "lives", lambda began: [Life("w0", 1, records), LOOKED])
     kill = action_of("kill", "s0")
-    run.outcome.faults = [Fault(kill, "over", "s0", "server", at, at) for at in (2.0, 3.65)]
+    run.outcome.faults = [FaultRecord(kill, "over", "s0", "server", at, at) for at in (2.0, 3.65)]
     run._judge(stage)
     assert run.outcome.broken == [
         "w0 had no commit for 2.50 s, at 1.0 s; 1 s is allowed",
@@ -287,11 +287,11 @@ def test_a_life_ends_as_the_next_one_of_its_worker_is_started_or_as_all_are_aske
     for happens in (load.start, lambda: stage.commands["w0"](), load.finish):
         happens()
         moments.append(time.time())
-    w0, w1, again, onlooker = load.lives(0.0)
+    w0, w1, again, observer = load.incarnations(0.0)
     assert [(life.worker, life.number) for life in (w0, w1, again)] == [("w0", 1), ("w1", 1), ("w0", 2)]
     assert moments[1] <= w0.ended <= moments[2] <= again.ended <= moments[3]
     assert moments[2] <= w1.ended <= moments[3]
-    assert onlooker.worker == "onlooker"
+    assert observer.worker == "observer"
 
 
 def test_who_does_not_run_at_the_end_has_ended_nobody_knows_when(tmp_path: Path) -> None:
@@ -300,4 +300,4 @@ def test_who_does_not_run_at_the_end_has_ended_nobody_knows_when(tmp_path: Path)
     load.start()
     stage.gone.add("w1")
     load.finish()
-    assert math.isnan(load.lives(0.0)[1].ended)
+    assert math.isnan(load.incarnations(0.0)[1].ended)

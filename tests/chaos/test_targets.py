@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chaos.live.targets import Scene, choose, group, unsafe, whole
+from chaos.live.targets import Situation, choose, group, unsafe, whole
 from tests.chaos.scenes import action_of, scene_of, view_of
 
 FOUR = view_of([["s0", "s1"], ["s1", "s2"], ["s0", "s3"], ["s3", "s2"]])
@@ -64,7 +64,7 @@ def test_nobody_is_lost_while_a_range_has_no_replica_that_lives() -> None:
 
 
 def test_a_newer_incarnation_is_not_the_one_that_is_down() -> None:
-    scene = Scene(FOUR, {"server": ["s0", "s1", "s2", "s3"]}, frozenset({("s2", 7)}))
+    scene = Situation(FOUR, {"server": ["s0", "s1", "s2", "s3"]}, frozenset({("s2", 7)}))
     assert not unsafe("s1", scene)
 
 

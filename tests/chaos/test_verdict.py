@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from chaos.live.nemesis import Fault
+from chaos.live.nemesis import FaultRecord
 from chaos.live.verdict import FORGOTTEN, audit_words, epochs_back, given_up
 from chaos.live.watch import Seen
 from coordinator import sessions
@@ -31,12 +31,12 @@ def test_epochs_never_go_back() -> None:
 
 
 def test_an_etcd_made_anew_may_have_missed_the_last_view() -> None:
-    renewed = Fault(action_of("etcd-new", for_=1), "over", began=1.5, ended=2.5)
+    renewed = FaultRecord(action_of("etcd-new", for_=1), "over", began=1.5, ended=2.5)
     assert epochs_back(seen(3, 7, 6, 7), [renewed]) == []
     assert len(epochs_back(seen(3, 7, 6, 7, 5), [renewed])) == 1
 
 
-PAUSED = [Fault(action_of("pause", "worker", for_=4), "over", "w1", "worker", 5.0, 9.0)]
+PAUSED = [FaultRecord(action_of("pause", "worker", for_=4), "over", "w1", "worker", 5.0, 9.0)]
 FENCED = (
     "worker w1 ended with exit code 1: elasticps.errors.Closed: the cluster no longer knows worker 'w1'; it left, or"
 )
@@ -50,7 +50,7 @@ def test_a_worker_may_end_when_it_was_away_for_longer_than_others_wait() -> None
 
 
 def test_one_that_is_away_still_may_end_however_long_it_has_been() -> None:
-    cut = [Fault(action_of("cut", "worker", for_=60), "running", "w1", "worker", 5.0)]
+    cut = [FaultRecord(action_of("cut", "worker", for_=60), "running", "w1", "worker", 5.0)]
     assert given_up("w1", cut, 40.0, FENCED)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from chaos.sim.checkpointer import Checkpointer
 from chaos.sim.cluster import Cluster
-from chaos.sim.keeper import Keeper
 from chaos.sim.threads import Threads
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import ASP
@@ -33,7 +33,7 @@ def coming(cluster: Cluster) -> bool:
 def while_ranges_come(cluster: Cluster, change: Callable[[Any, Any], Any], look: Callable[[Any, Any], Any]) -> Any:
     """What `look` shows when all is back, after a worker has made a change while ranges of s0 had no head."""
     told, found, on = list[str](), list[Any](), [True]
-    keeper = Keeper(cluster, lambda: on[0])
+    keeper = Checkpointer(cluster, lambda: on[0])
 
     def program(threads: Threads) -> None:
         with cluster.connect(threads, "w0", ASP(), 4, "app") as ps:

@@ -18,7 +18,7 @@ import chaos.sim.run
 from chaos.sim.cluster import Cluster
 from chaos.sim.run import Result
 from chaos.sim.story import Kind
-from chaos.sim.told import BROKEN_KEPT, duration
+from chaos.sim.totals import BROKEN_LISTED, duration
 from tests.sim.odd import BEGUN, stay, vanish
 
 app = typer.Typer()
@@ -122,7 +122,7 @@ def test_all_that_broke_a_promise_are_counted_and_the_first_are_told(monkeypatch
     told = json.loads(result.stdout)
     assert result.exit_code == 1
     assert (told["runs"], told["failed"], told["first"], told["last"], told["jobs"]) == (30, 30, 0, 29, 1)
-    assert [each["seed"] for each in told["broken"]] == list(range(BROKEN_KEPT))
+    assert [each["seed"] for each in told["broken"]] == list(range(BROKEN_LISTED))
 
 
 def test_a_process_that_is_gone_is_told_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

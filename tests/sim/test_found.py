@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from chaos.sim.cluster import Cluster
-from chaos.sim.knobs import turned
+from chaos.sim.small_limits import turned
 from chaos.sim.threads import Threads
 from elasticps.client.registry import Registry
 from elasticps.model.optimizers import Accumulate

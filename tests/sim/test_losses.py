@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from chaos.sim.checkpointer import Checkpointer
 from chaos.sim.cluster import Cluster
-from chaos.sim.keeper import Keeper
 from chaos.sim.network import Weather
 from chaos.sim.run import virtual
 from chaos.sim.threads import Threads
@@ -69,7 +69,7 @@ class Scene:
         self.seed, self.cluster, self._policy = seed, cluster, (on_loss, budget)
         self.on = True
         self.random = Random(f"losses {seed}")
-        self.keeper = Keeper(cluster, lambda: self.on)
+        self.keeper = Checkpointer(cluster, lambda: self.on)
         self.pushers = [Pusher(self, column) for column in range(WORKERS)]
         self.ranges = np.empty(KEYS, np.int32)
         for leader in ("c0", "c1"):

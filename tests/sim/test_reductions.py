@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chaos.sim.checks.sums import KEYS, Asked, Column, units
+from chaos.sim.checks.sums import KEYS, Column, Pulled, units
+from chaos.sim.checks.violation import Violation
 from chaos.sim.programs import Free
 from chaos.sim.run import run
 from chaos.sim.story import Kind
-from chaos.sim.violation import Violation
 from elasticps.client.client import Client
 from elasticps.client.tables import SparseTable
 from elasticps.server.core import partial
@@ -29,7 +29,7 @@ def test_no_sum_lacks_what_was_shown(flavour: str, seed: int, monkeypatch: pytes
         plain(self, ps, table, column)
         if self.random.random() > OFTEN:
             return
-        before: Asked = self.sums.ask(column, np.arange(KEYS), self.now, tail=True)
+        before: Pulled = self.sums.ask(column, np.arange(KEYS), self.now, tail=True)
         found = table.reduce("sum")
         least = int((before.least @ amounts).sum())
         most = int(sum(each.counts[-1] @ amounts for each in self.sums.columns))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Hashable
 
-from chaos.sim.network import Socket
-from chaos.sim.violation import Violation
+from chaos.sim.checks.violation import Violation
 from elasticps.wire.frames import HEADER_BYTES, LAST, MAGIC, Kind
 
 _START = struct.Struct("<IxBHQQ")  # magic, kind, flags, bytes of the body, request
@@ -26,11 +26,11 @@ class Answers:
     """Follows all that servers and those who are connected to them send."""
 
     def __init__(self) -> None:
-        self._streams: dict[Socket, _Stream] = {}  # by who sends
-        self._asked: dict[Socket, set[int]] = {}  # by who has asked: requests without an answer
-        self._partly: dict[Socket, set[int]] = {}  # refused, maybe only a part: one more answer may follow
+        self._streams: dict[Hashable, _Stream] = {}  # by who sends
+        self._requests: dict[Hashable, set[int]] = {}  # by who has asked: requests without an answer
+        self._partly: dict[Hashable, set[int]] = {}  # refused, maybe only a part: one more answer may follow
 
-    def sent(self, source: Socket, target: Socket, data: bytes) -> None:
+    def sent(self, source: Hashable, target: Hashable, data: bytes) -> None:
         """Bytes leave."""
         stream = self._streams.get(source)
         if stream is None:
@@ -52,22 +52,22 @@ class Answers:
                     stream.skip = self._frame(source, target, stream.head, 0)
                     stream.head.clear()
 
-    def _frame(self, source: Socket, target: Socket, data: bytes | bytearray, at: int) -> int:
+    def _frame(self, source: Hashable, target: Hashable, data: bytes | bytearray, at: int) -> int:
         """A frame begins there; the length of what follows its header."""
         magic, kind, flags, body, request = _START.unpack_from(data, at)
         if magic != MAGIC:
             raise Violation("frames", f"{source} sends {target} what is no frame")
         if request and (kind < _FIRST_OF_REPLICAS or _FIRST_LATER <= kind < _FIRST_ANSWER):
-            self._asked.setdefault(source, set()).add(request)
+            self._requests.setdefault(source, set()).add(request)
         elif request and kind >= _FIRST_ANSWER:
-            asked, partly = self._asked.get(target, set()), self._partly.setdefault(target, set())
+            open_requests, partly = self._requests.get(target, set()), self._partly.setdefault(target, set())
             if request in partly and kind != Kind.ERROR:
                 partly.discard(request)
-            elif request not in asked:
+            elif request not in open_requests:
                 text = f"{source} answers {target} request {request} ({Kind(kind).name}), which it has not asked there"
                 raise Violation("answers", text)
             elif kind == Kind.ERROR:
                 partly.add(request)
             if kind != Kind.ROWS or flags & LAST:
-                asked.discard(request)
+                open_requests.discard(request)
         return int(body)

@@ -10,7 +10,7 @@ import numpy as np
 
 from chaos.sim.checks.rounds import Rounds
 from chaos.sim.checks.sums import COLUMNS, KEYS, Rows, Sums, units
-from chaos.sim.violation import Violation
+from chaos.sim.checks.violation import Violation
 from elasticps.checkpoint.cuts import ConsistentCut
 from elasticps.server.core.cut import Noted
 from elasticps.server.core.operations import CutMark
@@ -21,7 +21,7 @@ from replication.progress import PART_BITS
 ALL = np.arange(KEYS)
 
 
-class RowBlocks(NamedTuple):
+class CutContent(NamedTuple):
     """A range as a cut passed it at one replica: place in the log, what was noted, rows of all keys in it by table."""
 
     seq: int
@@ -41,7 +41,7 @@ class CutCheck:
         self._sums = sums
         self._rounds = rounds
         self._tables = tables
-        self._passed: dict[tuple[int, int, Member], RowBlocks] = {}  # by cut, range, and who logged it
+        self._passed: dict[tuple[int, int, Member], CutContent] = {}  # by cut, range, and who logged it
         self._at: set[tuple[int, int, Member]] = set()  # by cut, range and replica, as long as it keeps its copy
 
     def follow(self, server: Server, broken: Callable[[Violation], None]) -> None:
@@ -77,7 +77,7 @@ class CutCheck:
             values = np.empty((len(keys), table.spec.dim), np.float32)
             table.gather(keys, values)
             rows[id_] = keys, values
-        found = RowBlocks(seq, server.executor.cuts.noted.get(r), rows)
+        found = CutContent(seq, server.executor.cuts.noted.get(r), rows)
         key = mark.number, r, Member(mark.writer, mark.incarnation)
         first = self._passed.setdefault(key, found)
         # Of a cut that comes here when a newer one has passed other ranges nothing is noted.
@@ -118,12 +118,12 @@ class CutCheck:
             if out is None and any(progress >> PART_BITS < c <= written for c in column.clocks):
                 text = f"cut {cut.number} has {column.name} up to step {progress >> PART_BITS}"
                 raise Violation("who holds has written", f"{text}, it held at {written}")
-            wanted = column.upto(progress >> PART_BITS)[keys]
-            if not np.array_equal(counts[column.index], wanted):
-                at = int(np.flatnonzero(counts[column.index] != wanted)[0])
+            expected = column.upto(progress >> PART_BITS)[keys]
+            if not np.array_equal(counts[column.index], expected):
+                at = int(np.flatnonzero(counts[column.index] != expected)[0])
                 raise Violation(
                     "a cut's content",
                     f"{sums.app}: cut {cut.number} has {counts[column.index][at]} pushes of {column.name} (column "
                     f"{column.index}) to key {keys[at]} in range {r}, its steps up to {progress >> PART_BITS} have "
-                    f"{wanted[at]}",
+                    f"{expected[at]}",
                 )

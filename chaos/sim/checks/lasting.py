@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from chaos.sim.checks.sums import Keys, Rows
-from chaos.sim.violation import Violation
+from chaos.sim.checks.violation import Violation
 from coordinator.core.view import View
 from elasticps.server.server import Server
 from replication.chain import Member, Role

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chaos.sim.checks.sums import COLUMNS, KEYS, Keys, Rows, units
-from chaos.sim.violation import Violation
+from chaos.sim.checks.violation import Violation
 
 SHARE = 12  # exact means of up to four workers
 SHARE_UNITS = 128  # the sum of a column stays exact: SHARE * unit * rounds < 2 ** 24

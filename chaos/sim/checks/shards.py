@@ -11,7 +11,7 @@ from collections.abc import Collection
 import numpy as np
 
 from chaos.sim.checks.sums import COLUMNS, KEYS, Keys, Rows
-from chaos.sim.violation import Violation
+from chaos.sim.checks.violation import Violation
 
 TRAINED = 12  # what a step adds; under rounds the mean of up to four workers
 

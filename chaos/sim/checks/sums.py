@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from chaos.sim.violation import Violation
+from chaos.sim.checks.violation import Violation
 
 Keys = NDArray[np.int64]
 Rows = NDArray[np.float32]
@@ -40,7 +40,9 @@ class Column:
     clocks: list[int] = field(default_factory=lambda: [-(1 << 62)])
     counts: list[Counts] = field(default_factory=lambda: [np.zeros(KEYS, np.int64)])
     marks: list[tuple[int, Counts]] = field(default_factory=list)  # by step: what others had to be shown with then
-    told: list[tuple[float, int]] = field(default_factory=lambda: [(-1e9, 0)])  # when it knew which clock committed
+    acknowledged: list[tuple[float, int]] = field(
+        default_factory=lambda: [(-1e9, 0)]
+    )  # when it knew which clock committed
     every: Counts = field(default_factory=lambda: np.zeros(KEYS, np.int64))  # that it has begun, counted or not
     pushed: int = 0
     worker: int = -1
@@ -64,8 +66,8 @@ class Column:
 
     def commit(self, now: float, clock: int) -> None:
         """It knows that its steps up to `clock` are committed."""
-        if clock > self.told[-1][1]:
-            self.told.append((now, clock))
+        if clock > self.acknowledged[-1][1]:
+            self.acknowledged.append((now, clock))
 
     def forget(self, clock: int) -> None:
         """No server has, or will have, seen anything of later steps."""
@@ -91,21 +93,21 @@ class Column:
 
     def committed(self, before_s: float) -> Counts:
         """Pushes that it knew to be committed before a moment."""
-        clock = next(clock for when, clock in reversed(self.told) if when <= before_s)
+        clock = next(clock for when, clock in reversed(self.acknowledged) if when <= before_s)
         return self.upto(clock)
 
 
 @dataclass
-class Asked:
+class Pulled:
     """A pull under way, at its worker's step `clock`: what it must show at least, [columns, keys of the table].
-    company: those whom it may have to wait for, and what it must show of each unless that one ends. kept: it may show
-    steps of its own worker that are not committed."""
+    company: those whom it may have to wait for, and what it must show of each unless that one ends. max_age: it may
+    show steps of its own worker that are not committed."""
 
     column: Column
     keys: Keys
     least: Counts
     tail: bool
-    kept: bool
+    max_age: bool
     clock: int = 0
     company: tuple[tuple[Column, Counts], ...] = ()
 
@@ -141,7 +143,7 @@ class Sums:
         before = self._predecessor[column.name]
         if before is None:
             return
-        known = before.step_upto(before.told[-1][1])
+        known = before.step_upto(before.acknowledged[-1][1])
         if known > trained:
             text = f"{column.name} is to train again what follows step {trained}; {known} was committed"
             raise Violation("resume", f"{self.app}: {text}")
@@ -161,12 +163,12 @@ class Sums:
             least[other.index] = other.committed(now - SLACK_S)
         column.marks = [*column.marks[-MARKS:], (column.pushed, least)]
 
-    def ask(self, column: Column, keys: Keys, now: float, *, tail: bool, kept: int | None = None) -> Asked:
-        """A pull is about to begin. kept: of a worker that keeps rows, by how many of its steps they may be old."""
+    def ask(self, column: Column, keys: Keys, now: float, *, tail: bool, max_age: int | None = None) -> Pulled:
+        """A pull is about to begin. max_age: of a worker that keeps rows, by how many of its steps they may be old."""
         clock = column.pushed
         least = np.zeros((COLUMNS, KEYS), np.int64)
-        if kept is not None and kept > 0:
-            old = [counts for at, counts in column.marks if at <= clock - kept]
+        if max_age is not None and max_age > 0:
+            old = [counts for at, counts in column.marks if at <= clock - max_age]
             least = old[-1].copy() if tail and old else least
         elif tail:
             least = np.maximum(least, self._seen[column.index])
@@ -174,26 +176,26 @@ class Sums:
                 least[other.index] = np.maximum(least[other.index], other.committed(now - SLACK_S))
         least[column.index] = np.maximum(least[column.index], column.upto(clock))
         if self.bound is None:
-            return Asked(column, keys, least, tail, kept is not None)
+            return Pulled(column, keys, least, tail, max_age is not None)
         slack_s = 0.0 if self.calm else SLACK_S  # who has joined has told all servers that there were then
         heard = (c for c in self.columns if not c.ended and c.joined_s < now - slack_s)
         company = tuple((other, other.upto(clock - self.bound)) for other in heard)
-        return Asked(column, keys, least, tail, kept is not None, clock, company)
+        return Pulled(column, keys, least, tail, max_age is not None, clock, company)
 
-    def check_bound(self, asked: Asked, counted: Collection[int]) -> None:
+    def check_bound(self, pulled: Pulled, counted: Collection[int]) -> None:
         """The pull has come back: nobody was further behind than is allowed. counted: the ids of the workers that the
         cluster knows now. A server that somebody has not reached yet may know nothing of one that has not pushed."""
-        for other, _ in asked.company:
-            late = self.bound is not None and other.begun < asked.clock - self.bound
+        for other, _ in pulled.company:
+            late = self.bound is not None and other.begun < pulled.clock - self.bound
             known = (self.calm or len(other.clocks) > 1) and other is not self.pausing
             if late and known and other.worker in counted and other.joined_s < float("inf") and not other.ended:
-                text = f"{asked.column.name} reads at step {asked.clock}, {other.name} has begun {other.begun}"
+                text = f"{pulled.column.name} reads at step {pulled.clock}, {other.name} has begun {other.begun}"
                 raise Violation("bounded delay", f"{self.app}: {text}; bound: {self.bound}")
 
-    def check(self, asked: Asked, rows: Rows) -> None:
+    def check(self, pulled: Pulled, rows: Rows) -> None:
         """The pull has come back."""
-        keys = asked.keys
-        where = f"{self.app}: {asked.column.name} (column {asked.column.index})"
+        keys = pulled.keys
+        where = f"{self.app}: {pulled.column.name} (column {pulled.column.index})"
         if rows.shape != (len(keys), COLUMNS):
             raise Violation("pulls", f"{where} got rows of shape {rows.shape} for {len(keys)} keys")
         counts = rows.astype(np.int64).T // units(keys)
@@ -203,24 +205,24 @@ class Sums:
         most = np.zeros((COLUMNS, KEYS), np.int64)
         for column in self.columns:
             most[column.index] = column.counts[-1]
-        if asked.kept:  # a ghost's own rows may have steps that no server will ever see
-            most[asked.column.index] = asked.column.every
-        for other, upto in asked.company:
+        if pulled.max_age:  # a ghost's own rows may have steps that no server will ever see
+            most[pulled.column.index] = pulled.column.every
+        for other, upto in pulled.company:
             if not other.ended:
-                asked.least[other.index] = np.maximum(asked.least[other.index], upto)
-        least = asked.least[:, keys]
+                pulled.least[other.index] = np.maximum(pulled.least[other.index], upto)
+        least = pulled.least[:, keys]
         for wrong, what in ((counts < least, "at least"), (counts > most[:, keys], "at most")):
             if wrong.any():
                 column, at = np.argwhere(wrong)[0].tolist()
                 limit = (least if what == "at least" else most[:, keys])[column, at]
                 name = self.columns[column].name if column < len(self.columns) else "nobody"
                 text = f"{where} pulled key {keys[at]} with {counts[column, at]} pushes of {name} (column {column}), "
-                raise Violation("pulls", f"{text}{what} {limit} must be there; tail: {asked.tail}")
-        if asked.tail:
-            seen = self._seen[asked.column.index]
+                raise Violation("pulls", f"{text}{what} {limit} must be there; tail: {pulled.tail}")
+        if pulled.tail:
+            seen = self._seen[pulled.column.index]
             seen[:, keys] = np.maximum(seen[:, keys], counts)
-            if asked.kept:
-                counts[asked.column.index] = 0
+            if pulled.max_age:
+                counts[pulled.column.index] = 0
             self._shown[:, keys] = np.maximum(self._shown[:, keys], counts)
 
     def check_end(self, rows: Rows, ranges: NDArray[np.int64]) -> None:
@@ -228,11 +230,11 @@ class Sums:
         keys = np.arange(KEYS)
         whole = Column(COLUMNS - 1, "the auditor")
         self._seen[whole.index] = self._shown  # what a tail has shown stays
-        asked = Asked(whole, keys, self._shown.copy(), False, False)
+        pulled = Pulled(whole, keys, self._shown.copy(), False, False)
         for column in self.columns:
             least = column.committed(float("inf")) if column.ended else column.counts[-1]
-            asked.least[column.index] = np.maximum(asked.least[column.index], least)
-        self.check(asked, rows)
+            pulled.least[column.index] = np.maximum(pulled.least[column.index], least)
+        self.check(pulled, rows)
         counts = rows.astype(np.int64).T // units(keys)
         for column in self.columns:
             for r in np.unique(ranges).tolist():

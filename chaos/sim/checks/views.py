@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from chaos.sim.violation import Violation
+from chaos.sim.checks.violation import Violation
 from coordinator.core.view import View
 from replication.chain import Chains, Member, Ranges, unsafe_transition
 
@@ -24,7 +24,7 @@ class Views:
         self._calm = calm
         self._copies_of_a_server = replicas * ranges
         self._newest: View | None = None
-        self._asked: dict[str, float] = {}  # when a server was asked to go
+        self._draining: dict[str, float] = {}  # when a server was asked to go
         self._copies = 0
         self._changes = 0
         self._ideal = 0.0
@@ -36,16 +36,16 @@ class Views:
 
     def on_drain(self, name: str, now: float) -> None:
         """A server is asked to go: all that it has, or is getting, goes to others."""
-        self.on_asked(name, now)
+        self.can_drain(name, now)
         view = self._newest
         index = -1 if view is None else next((i for i, s in enumerate(view.servers) if s.name == name), -1)
         if view is not None and index >= 0:
             self._changes += 1
             self._ideal += 1 + int((view.chains == index).sum()) + int((view.joining == index).sum())
 
-    def on_asked(self, name: str, now: float) -> None:
+    def can_drain(self, name: str, now: float) -> None:
         """A server that is asked to go can say so from now on."""
-        self._asked[name] = now
+        self._draining[name] = now
 
     def on_write(self, view: View, now: float) -> None:
         """A view was written."""
@@ -67,15 +67,15 @@ class Views:
                 raise Violation("last full replica", f"range {r} is left to the dead in epoch {new.epoch}: {members}")
             if joiner is not None and joiner != old.joiner_of(r) and not new.copy_state[r]:
                 self._copies += 1
-                if self._calm and now > self._asked.get(joiner.name, now) + LATE_S and not self._all_go(view):
+                if self._calm and now > self._draining.get(joiner.name, now) + LATE_S and not self._all_go(view):
                     raise Violation("drain", f"range {r} is given to {joiner}, which drains, in epoch {new.epoch}")
         if self._calm:
-            gone = [s.member for s in before.servers if new.index(s.member) < 0 and s.name not in self._asked]
+            gone = [s.member for s in before.servers if new.index(s.member) < 0 and s.name not in self._draining]
             if gone:
                 raise Violation("views", f"{gone[0]} is left out of epoch {new.epoch}, and nobody asked for it")
 
     def _all_go(self, view: View) -> bool:
-        return all(server.name in self._asked for server in view.servers)
+        return all(server.name in self._draining for server in view.servers)
 
     def check_end(self) -> None:
         """All has come to rest."""

@@ -16,7 +16,7 @@ from elasticps.system import temporary
 if TYPE_CHECKING:
     from chaos.sim.run import Result
 
-BROKEN_KEPT = 20
+BROKEN_LISTED = 20
 COUNTED = ("events", "views", "steps", "pulls", "rounds", "shards", "cuts")
 MINUTE_S = 60
 
@@ -26,7 +26,7 @@ class RecordError(Exception):
 
 
 @dataclass
-class Told:
+class Totals:
     """What has been played: sums over all stories, the first ones that broke a promise, and what it took."""
 
     first: int
@@ -48,7 +48,7 @@ class Told:
             self.counts[what] += getattr(result, what)
         if not result.ok:
             self.failed += 1
-            if len(self.broken) < BROKEN_KEPT:
+            if len(self.broken) < BROKEN_LISTED:
                 self.broken.append(asdict(result) | {"trace": None, "told": str(result)})
 
     @property
@@ -83,13 +83,13 @@ class Record:
     code: str  # of `chaos.sim.code`
     kind: dict[str, Any]
 
-    def read(self) -> Told | None:
+    def read(self) -> Totals | None:
         """What earlier sittings came to; None if there were none, or they played other code.
 
         Raises RecordError if it cannot be read, is no record, or is of another kind of story."""
         try:
             found = json.loads(self.path.read_text())
-            told = Told(
+            totals = Totals(
                 found["first"], found["last"], found["runs"], found["failed"], found["cpu_s"], found["took_s"],
                 {what: found[what] for what in COUNTED}, found["broken"],
             )  # fmt: skip
@@ -104,13 +104,13 @@ class Record:
             return None
         if kind != self.kind:
             raise RecordError(f"{self.path} is of other stories ({kind}): name another file")
-        return told
+        return totals
 
-    def write(self, told: Told, jobs: int) -> None:
+    def write(self, totals: Totals, jobs: int) -> None:
         """In place of what was there, once there is a story. Raises RecordError where that cannot be done."""
-        said = {"code": self.code, "kind": self.kind, **told.as_json(jobs)}
-        with self._beside(json.dumps(said, indent=1) + "\n") as written:
-            if told.runs:
+        text = {"code": self.code, "kind": self.kind, **totals.as_json(jobs)}
+        with self._beside(json.dumps(text, indent=1) + "\n") as written:
+            if totals.runs:
                 os.replace(written, self.path)
 
     @contextmanager

@@ -4,7 +4,7 @@ read, new ones are tried again and again, since there is room again when servers
 It knows what each row holds: a push that was acknowledged added 1 to all its rows, one that was refused added 1 to all
 rows of some servers and nothing at others, which is looked at at once. Anything else ends it with what is wrong.
 
-Run as `python -m chaos.live.hoard URL NAME SECONDS`.
+Run as `python -m chaos.live.memory_filler URL NAME SECONDS`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BATCH = 4000
 PAUSE_S = 0.02
 
 
-class Hoard:
+class MemoryFiller:
     """rows: batches of keys that were pushed at least once, and how often each of their rows was added to."""
 
     def __init__(self, url: str, name: str) -> None:
@@ -88,14 +88,14 @@ def _keys(batch: int) -> NDArray[np.int64]:
 
 def main(arguments: Sequence[str] = sys.argv) -> None:
     """Hoards for some seconds."""
-    hoard = Hoard(arguments[1], arguments[2])
+    filler = MemoryFiller(arguments[1], arguments[2])
     say_ready()
     end = time.monotonic() + float(arguments[3])
     while time.monotonic() < end:
-        hoard.step()
+        filler.step()
         time.sleep(PAUSE_S)
-    hoard.close()
-    sys.stderr.write(f"{arguments[2]}: refused {hoard.refused} times\n")
+    filler.close()
+    sys.stderr.write(f"{arguments[2]}: refused {filler.refused} times\n")
 
 
 if __name__ == "__main__":

@@ -48,9 +48,9 @@ SHORT: dict[str, int] = {
 @contextmanager
 def turned(small: bool, tight: bool, short: bool) -> Iterator[None]:
     """Makes them small."""
-    wanted = (SMALL if small else {}) | (TIGHT if tight else {}) | (SHORT if short else {})
+    limits = (SMALL if small else {}) | (TIGHT if tight else {}) | (SHORT if short else {})
     with ExitStack() as stack:
-        for path, value in wanted.items():
+        for path, value in limits.items():
             module, _, name = path.rpartition(".")
             stack.enter_context(patch.object(importlib.import_module(module), name, value))
         yield

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from chaos.sim.checks.views import left_alone
+from chaos.sim.checks.violation import Violation
 from chaos.sim.injector import LOOK_S, PATIENCE_S, RESTART_S, Injector, peer_host, pick
 from chaos.sim.story import Fault
-from chaos.sim.violation import Violation
 from coordinator.core.view import View
 from replication.chain import Member
 from replication.effects import CaughtUp
@@ -152,7 +152,7 @@ def level_joiner_takes_over(injector: Injector, fault: Fault) -> None:
     cluster = injector.cluster
 
     def level(tail: Member, level: CaughtUp) -> bool:
-        if injector.nobody_suffers() and injector.lives(tail.name):
+        if injector.nobody_suffers() and injector.is_alive(tail.name):
             injector.suffers(tail.name)
             injector.store_away(LOOK_S + SUSPECTED_S)
             injector.after(LOOK_S, silent, tail.name, level)  # the leader has heard of it
@@ -160,7 +160,7 @@ def level_joiner_takes_over(injector: Injector, fault: Fault) -> None:
 
     def silent(name: str, level: CaughtUp) -> None:
         injector.recovered(name)
-        if not injector.lives(name) or any(server.process.stalled for server in cluster.servers.values()):
+        if not injector.is_alive(name) or any(server.process.stalled for server in cluster.servers.values()):
             return  # with another one that is silent, both copies may be
         process, joiner = cluster.servers[name].process, level.joiner.name
         injector.note(f"{name} stalls until another has its place")
@@ -182,7 +182,7 @@ def level_joiner_takes_over(injector: Injector, fault: Fault) -> None:
         injector.watch_views(taken)
 
     def die(joiner: str) -> None:
-        if fault.pick >= 0.2 and injector.lives(joiner) and not cluster.uncopied(without=joiner):
+        if fault.pick >= 0.2 and injector.is_alive(joiner) and not cluster.uncopied(without=joiner):
             injector.die(joiner)
 
     injector.watch_joiners(level)

@@ -23,7 +23,7 @@ FULL = 0.3
 PERSON = "person"
 
 
-class Keeper:
+class Checkpointer:
     """Makes checkpoints as long as `on()`; made: those that came about."""
 
     def __init__(self, cluster: Cluster, on: Callable[[], bool]) -> None:
@@ -55,12 +55,12 @@ class Keeper:
             self.made[made.cut] = made
         await recovery
 
-    def have_brought_back(self, told: Callable[[dict[str, Any]], None]) -> None:
+    def have_brought_back(self, report: Callable[[dict[str, Any]], None]) -> None:
         """A person gives up all that is lost, and has it brought back; what is lost is told."""
         store = self._cluster.store.client(PERSON, STORE_TIMEOUT_S)
 
         async def work() -> None:
-            told(await bring_back(store, "", None, accept_loss=True))
+            report(await bring_back(store, "", None, accept_loss=True))
 
         self._cluster.start_task(PERSON, work)
 

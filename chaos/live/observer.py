@@ -3,7 +3,7 @@
 What every range shows of a life's steps is at least what was acknowledged before the pull began, at most what was begun
 when it ended, and never less than what was shown before.
 
-Run as `python -m chaos.live.onlooker URL FOLDER RANGES`; its own ledger, onlooker.ledger in that folder, tells how its
+Run as `python -m chaos.live.observer URL FOLDER RANGES`; its own ledger, observer.ledger in that folder, tells how its
 pulls ended.
 """
 
@@ -35,11 +35,11 @@ from chaos.live.load import (
     say_ready,
 )
 
-NAME = "onlooker"
+NAME = "observer"
 PAUSE_S = 0.2
 
 
-class Onlooker:
+class Observer:
     """Looks once at each call of `look`."""
 
     def __init__(self, url: str, folder: Path, ranges: int) -> None:
@@ -111,13 +111,13 @@ def main(arguments: Sequence[str] = sys.argv) -> None:
     ended: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: ended.append(number))
-    onlooker = Onlooker(arguments[1], Path(arguments[2]), int(arguments[3]))
+    observer = Observer(arguments[1], Path(arguments[2]), int(arguments[3]))
     say_ready()
     while not ended:
-        onlooker.look()
+        observer.look()
         time.sleep(PAUSE_S)
-    onlooker.look()
-    onlooker.close()
+    observer.look()
+    observer.close()
 
 
 if __name__ == "__main__":
