@@ -128,7 +128,7 @@ def page(report: Mapping[str, Any], picture: bytes) -> str:
     """The report as one HTML page."""
     parts = [
         f"<h1>{_text(report['plan'])}, seed {report['seed']}: "
-        f"<span class={'good' if report['passed'] else 'bad'}>{verdict(report)}</span></h1>",
+        f"<span class={'good' if report['kept'] else 'bad'}>{verdict(report)}</span></h1>",
         f"<p>{_text(report['about'])}</p>",
         f"<p>Again: <code>{_text(report['command'])}</code></p>",
     ]

@@ -316,8 +316,8 @@ def test_who_is_on_its_way_out_does_not_count_when_it_is_back_empty_in_between()
     actions = [action_of("shrink", "s1"), action_of("shrink", "s2", at=2.0)]
     nemesis = Nemesis(stage, actions, lambda: scene, least=3)
     nemesis.step(1.0)
-    lives = tuple(replace(s, incarnation=s.incarnation + (s.name == "s1")) for s in RING.servers)
-    scene = scene_of(replace(RING, servers=lives), **ROLES)
+    started_again = tuple(replace(s, incarnation=s.incarnation + (s.name == "s1")) for s in RING.servers)
+    scene = scene_of(replace(RING, servers=started_again), **ROLES)
     nemesis.step(2.0)
     assert stage.story == ["terminate s1"]
     assert nemesis.faults[1].note == "a drain needs 3 other servers, there are 2"

@@ -151,7 +151,7 @@ def test_a_worker_that_does_not_come_back_has_been_lost(
 
 def test_lives_without_a_step_are_told(run: Run, stage: FakeStage, monkeypatch: pytest.MonkeyPatch) -> None:
     incarnations = [Life("w0", n, np.array([(BEGUN, 1, 1.0)][: n % 2], RECORD)) for n in (1, 2, 3, 4)]
-    monkeypatch.setattr(run.load, "lives", lambda began: [*incarnations, LOOKED])
+    monkeypatch.setattr(run.load, "incarnations", lambda began: [*incarnations, LOOKED])
     run._judge(stage)
     assert run.outcome.broken == []
     assert run.outcome.notes == ["w0, life 2 ended before its first step", "w0, life 4 ended before its first step"]
@@ -181,13 +181,13 @@ def test_what_workers_and_the_observer_noted_is_told(
     run: Run, stage: FakeStage, monkeypatch: pytest.MonkeyPatch, kind: int, words: str
 ) -> None:
     incarnations = [Life("w0", 1, np.array([(BEGUN, 1, 1.0), (kind, 1, 2.0)], RECORD)), LOOKED]
-    monkeypatch.setattr(run.load, "lives", lambda began: incarnations)
+    monkeypatch.setattr(run.load, "incarnations", lambda began: incarnations)
     run._judge(stage)
     assert run.outcome.broken == [f"1 {words}; the workers' logs say which"]
 
 
 def test_an_observer_that_has_read_nothing_is_told(run: Run, stage: FakeStage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run.load, "lives", lambda began: [Life("observer", 1, np.array([], RECORD))])
+    monkeypatch.setattr(run.load, "incarnations", lambda began: [Life("observer", 1, np.array([], RECORD))])
     run._judge(stage)
     assert run.outcome.broken == ["the observer has read nothing, so nobody has seen what others read"]
     run.outcome.broken.clear()
@@ -201,7 +201,7 @@ def test_a_standstill_that_is_not_allowed_and_a_fault_after_which_nothing_went_o
 ) -> None:
     run._plan = replace(PLAN, promises=Promises(stall_s=1.0))
     records = np.array([(BEGUN, 1, 1.0), (COMMITTED, 1, 3.5), (BEGUN, 2, 3.6), (COMMITTED, 2, 3.7)], RECORD)
-    monkeypatch.setattr(run.load, "lives", lambda began: [Life("w0", 1, records), LOOKED])
+    monkeypatch.setattr(run.load, "incarnations", lambda began: [Life("w0", 1, records), LOOKED])
     kill = action_of("kill", "s0")
     run.outcome.faults = [FaultRecord(kill, "over", "s0", "server", at, at) for at in (2.0, 3.65)]
     run._judge(stage)

@@ -1,0 +1,177 @@
+"""Limits that keep the code easy to read: the field's names, small files and classes, no folders in a circle.
+
+Exceptions stand here with their reasons. `tests/structure_todo.json` lists what does not meet the limits yet; it may
+only shrink, and `python -m tests.test_structure` writes it again.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TODO = ROOT / "tests/structure_todo.json"
+
+_GIVEN_UP = """
+told anew lane lanes young vouch vouches vouched treatment treatments world worlds wording forecast
+keeper keepers herald hearsay kept shelf standstill linger crowd crowded heavy lives news office grace
+places duty tidying tidy leftovers upkeep said asked wanted behind ahead unsent proven presence screening
+subject subjects uses moments knobs knob hoard onlooker
+"""
+GIVEN_UP = set(_GIVEN_UP.split())
+"""Words that say little, of which code made names once. docs/reference/glossary.md has those that it uses instead."""
+
+FIELD_TERMS = {
+    ("elasticps/model/optimizers.py", "moments"): "Adam's first and second moments",
+    ("elasticps/security/authority.py", "subject"): "of an X.509 certificate",
+}
+FORMATS = {
+    ("chaos/sim/story.py", "proven"): "stored by `elasticps sim --record`, and the option `--proven`",
+    ("chaos/sim/run.py", "proven"): "the same",
+    ("chaos/sim/cli.py", "proven"): "the same",
+    ("chaos/sim/cluster.py", "proven"): "the same",
+}
+MOST_LINES = 500
+MOST_ATTRIBUTES = 15
+MOST_PARAMETERS = 8
+
+
+def _words(name: str) -> list[str]:
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    """Identifiers of a node. Names of tests are sentences, in which every word may stand."""
+    if isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.Attribute):
+        yield node.attr
+    elif isinstance(node, ast.arg):
+        yield node.arg
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if not node.name.startswith("test_"):
+            yield node.name
+    elif isinstance(node, ast.keyword) and node.arg:
+        yield node.arg
+    elif isinstance(node, ast.alias):
+        yield from (node.name.rpartition(".")[2], node.asname or "")
+
+
+def _attributes(node: ast.ClassDef, lines: list[str]) -> tuple[int, list[str]]:
+    """How many attributes a class has, and which of them have neither a comment nor a place in its docstring."""
+    found: dict[str, int] = {}
+    for each in node.body:
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+            found[each.target.id] = each.lineno
+    for inner in ast.walk(node):
+        ours = isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Name) and inner.value.id == "self"
+        if ours and isinstance(inner.ctx, ast.Store):  # type: ignore[attr-defined]
+            found.setdefault(inner.attr, inner.lineno)  # type: ignore[attr-defined]
+    text = ast.get_docstring(node) or ""
+
+    def described(name: str, line: int) -> bool:
+        below = lines[line] if line < len(lines) else ""
+        above = lines[line - 2].strip()
+        return "#" in lines[line - 1] or '"""' in below or above.startswith("#") or f"`{name}`" in text
+
+    return len(found), [name for name, line in found.items() if not described(name, line)]
+
+
+def _parameters(method: ast.FunctionDef) -> int:
+    return len(method.args.args) + len(method.args.kwonlyargs) - 1
+
+
+def found() -> dict[str, list[str]]:
+    """What does not meet the limits, by file."""
+    listed = subprocess.check_output(["git", "ls-files", "*.py"], cwd=ROOT, text=True).split()
+    files = [name for name in listed if "_pb2" not in name and (ROOT / name).exists()]
+    modules = {_module(name): name for name in files if not name.startswith("tests/")}
+    problems: dict[str, set[str]] = defaultdict(set)
+    classes: dict[tuple[str, str], list[str]] = defaultdict(list)
+    imports: dict[str, set[str]] = defaultdict(set)
+    for name in files:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        tree, lines = ast.parse(text), text.split("\n")
+        if len(lines) - 1 > MOST_LINES:
+            problems[name].add("lines")
+        used = Counter(each for node in ast.walk(tree) for each in _names(node))
+        used[Path(name).stem if not Path(name).stem.startswith("test_") else ""] += 1
+        for identifier in used:
+            for word in GIVEN_UP.intersection(_words(identifier)):
+                if (name, word) not in FIELD_TERMS | FORMATS:
+                    problems[name].add(identifier)
+        if name.startswith("tests/"):
+            continue
+        module = _module(name)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                classes[module.split(".")[0], node.name].append(name)
+                count, bare = _attributes(node, lines)
+                if count > MOST_ATTRIBUTES and bare:
+                    problems[name].add(f"class {node.name}: attributes")
+                for each in node.body:
+                    if (
+                        isinstance(each, ast.FunctionDef)
+                        and each.name == "__init__"
+                        and _parameters(each) > MOST_PARAMETERS
+                    ):
+                        problems[name].add(f"class {node.name}: parameters")
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    whole = f"{node.module}.{alias.name}"
+                    target = whole if whole in modules else node.module
+                    if target in modules and _folder(target, modules) != _folder(module, modules):
+                        imports[_folder(module, modules)].add(_folder(target, modules))
+    for (_, class_name), where in classes.items():
+        for name in where if len(where) > 1 else []:
+            problems[name].add(f"class {class_name}: name used twice")
+    for folder, targets in imports.items():
+        for target in targets:
+            if folder < target and folder in imports.get(target, ()):
+                problems["folders"].add(f"{folder} and {target} import each other")
+    return {name: sorted(problems[name]) for name in sorted(problems)}
+
+
+def _module(name: str) -> str:
+    return name[:-3].replace("/", ".").removesuffix(".__init__")
+
+
+def _folder(module: str, modules: dict[str, str]) -> str:
+    return module if modules[module].endswith("__init__.py") else module.rpartition(".")[0]
+
+
+@pytest.fixture(scope="module")
+def problems() -> dict[str, list[str]]:
+    return found()
+
+
+def test_nothing_new_breaks_the_limits(problems: dict[str, list[str]]) -> None:
+    todo = json.loads(TODO.read_text(encoding="utf-8"))
+    new = {name: sorted(set(each) - set(todo.get(name, []))) for name, each in problems.items()}
+    assert not {name: each for name, each in new.items() if each}
+
+
+def test_what_is_mended_is_taken_off_the_list(problems: dict[str, list[str]]) -> None:
+    todo = json.loads(TODO.read_text(encoding="utf-8"))
+    mended = {name: sorted(set(each) - set(problems.get(name, []))) for name, each in todo.items()}
+    assert not {name: each for name, each in mended.items() if each}, "python -m tests.test_structure"
+
+
+def test_paths_that_the_internals_name_exist() -> None:
+    roots = ["", "elasticps/", "coordinator/", "replication/"]
+    lost = []
+    for page in [*sorted((ROOT / "docs/internals").glob("*.md")), ROOT / "CONTRIBUTING.md"]:
+        paths = set(re.findall(r"`((?:[\w]+/)+[\w]+\.py)\b", page.read_text(encoding="utf-8")))
+        lost += [f"{page.name}: {path}" for path in paths if not any((ROOT / root / path).exists() for root in roots)]
+    assert not lost
+
+
+if __name__ == "__main__":
+    TODO.write_text(json.dumps(found(), indent=1) + "\n", encoding="utf-8")
