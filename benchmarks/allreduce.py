@@ -10,12 +10,12 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.core.cost import Machine, here_s, links_s
 from benchmarks.limits import memcpy_gb_per_s, socket_pair
-from benchmarks.team import Team
+from benchmarks.workers import Team
 from elasticps.local import LocalCluster
 
 SIZES_MB, PROCESSES, SERVERS = (1.0, 16.0), (2, 4), (1, 2, 3)
@@ -25,7 +25,7 @@ _PAIR_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Line:
+class AllReduceLine:
     """One way: "ring", "servers" or "group", with so many processes and servers (0: none), for `mb` of gradients.
 
     taken_ms      until every process has the sum, or the new weights: the median of the steps, of the slowest process
@@ -43,16 +43,12 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AllReduceRun:
     """A run: the lines, the machine, and in words what is better from when on."""
 
-    lines: list[Line]
+    lines: list[AllReduceLine]
     machine: Machine
     conclusion: str
-
-    def to_dict(self) -> dict[str, object]:
-        """For programs."""
-        return asdict(self)
 
 
 def run(
@@ -62,10 +58,10 @@ def run(
     servers: Sequence[int] = SERVERS,
     steps: int = STEPS,
     progress: Callable[[str], None] = lambda text: None,
-) -> Outcome:
+) -> AllReduceRun:
     """Measures each size with each number of processes, by all-reduce and with each number of servers."""
     progress("measuring memory and loopback")
-    here, lines, most = measured(), list[Line](), max(processes)
+    here, lines, most = measured(), list[AllReduceLine](), max(processes)
     with tempfile.TemporaryDirectory(prefix="elasticps-allreduce-") as folder, ExitStack() as stack:
         common = {"most": most, "processes": sorted(set(processes)), "meeting": str(Path(folder) / "meeting")}
         team = Team("benchmarks.allreduce_worker", [{**common, "rank": rank} for rank in range(most)])
@@ -89,11 +85,11 @@ def run(
                         rings.setdefault((size, n), taken)
                         predicted = here_s(way, size * 1e6, n, here)
                         lines.append(
-                            Line(size, n, way, count, round(taken * 1e3, 2), round(predicted * 1e3, 2),
+                            AllReduceLine(size, n, way, count, round(taken * 1e3, 2), round(predicted * 1e3, 2),
                                  round(taken / rings[size, n], 3))
                         )  # fmt: skip
     lines.sort(key=lambda line: (line.mb, line.processes, line.way != "ring", line.way, line.servers))
-    return Outcome(lines, here, concluded(lines, max(sizes_mb), most))
+    return AllReduceRun(lines, here, concluded(lines, max(sizes_mb), most))
 
 
 def measured() -> Machine:
@@ -105,30 +101,30 @@ def measured() -> Machine:
     return Machine(memcpy_gb_per_s() * 1e9, 2 * _PAIR_BYTES / seconds, turn_s, cores)
 
 
-def concluded(lines: Iterable[Line], mb: float, each: int) -> str:
+def concluded(lines: Iterable[AllReduceLine], mb: float, each: int) -> str:
     """What is better from when on: here, as measured, and over links, by the cost model."""
     best: dict[tuple[int, float], dict[str, float]] = {}
     for line in lines:
         ways = best.setdefault((line.processes, line.mb), {})
         ways[line.way] = min(line.taken_ms, ways.get(line.way, line.taken_ms))
-    told = []
+    sentences = []
     for count in sorted({count for count, _ in best}):
         sizes = {size: best[count, size] for n, size in sorted(best) if n == count}
         parts = [f"{_since(sizes, 'ring', ('servers', 'group'))} a ring is fastest"]
         parts.append(f"{_since(sizes, 'group', ('servers',))} a group is faster than separate workers")
-        told.append(f"{count} processes here: {', '.join(parts)}.")
+        sentences.append(f"{count} processes here: {', '.join(parts)}.")
     link = LINK_MBIT * 1e6 / 8
     ring, group, apart = (
         links_s(way, mb * 1e6, MACHINES, each, MACHINES, link) for way in ("ring", "group", "servers")
     )
     few = links_s("group", mb * 1e6, MACHINES, each, 1, link)
-    told.append(
+    sentences.append(
         f"By the model, {MACHINES} machines of {each} processes, each on a link of {LINK_MBIT:,} Mbit/s, {mb:g} MB: "
         f"a ring {ring:.2f} s, groups {group:.2f} s with as many servers as machines ({few:.2f} s with one), separate "
         f"workers {apart:.2f} s: groups come near a ring once there is a server for each machine, separate workers "
         "do not."
     )
-    return " ".join(told)
+    return " ".join(sentences)
 
 
 def _since(sizes: dict[float, dict[str, float]], way: str, others: Sequence[str]) -> str:

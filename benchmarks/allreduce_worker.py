@@ -24,14 +24,14 @@ import torch
 from torch import distributed
 
 import elasticps as eps
-from benchmarks.trainer import answer_all, answers
+from benchmarks.workers import answer_all, answers
 from elasticps.torch import LocalGroup
 
 TIMEOUT_S = 120.0
 LR = 1e-3
 
 
-class Process:
+class AllReduceProcess:
     """One of them."""
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -101,7 +101,7 @@ def main() -> None:
     """Runs the process that the command line describes."""
     torch.set_num_threads(1)
     with answers() as out:
-        process = Process(json.loads(sys.argv[1]))
+        process = AllReduceProcess(json.loads(sys.argv[1]))
         answer_all(out, process.answer)
         distributed.destroy_process_group()
 

@@ -30,7 +30,7 @@ _ROSTER_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ViewCosts:
     """Sizes in bytes, times in ms, each as {"p50", "max"} over ROUNDS.
 
     adopt               a worker decodes a view and makes its routes
@@ -54,7 +54,7 @@ class Outcome:
         return {"ranges": RANGES, "servers": SERVERS, "workers": WORKERS, "replicas": REPLICAS, **asdict(self)}
 
 
-def run(*, rounds: int = ROUNDS) -> Outcome:
+def run(*, rounds: int = ROUNDS) -> ViewCosts:
     """Measures with 1,024 ranges, 100 servers and 1,000 workers. Error if a worker's coming writes a view."""
     config = ClusterConfig(RANGES, REPLICAS)
     servers = tuple(
@@ -81,7 +81,7 @@ def run(*, rounds: int = ROUNDS) -> Outcome:
     views, rosters = background.run(_workers_come_and_go())
     if views:
         raise Error(f"{views} views were written because workers came and went: none should be")
-    return Outcome(
+    return ViewCosts(
         len(encoded), len(roster.encode()), _timed(view.encode, rounds), _timed(lambda: _adopt(encoded), rounds), plans,
         _timed(lambda: plan_roster(roster, more), rounds), views, rosters,
     )  # fmt: skip
@@ -135,13 +135,13 @@ async def _workers_come_and_go() -> tuple[int, int]:
             await member.close()
 
 
-async def _decoded(store: MemoryStore, key: str, wanted: Callable[[Any], bool] = lambda found: True) -> Any:
+async def _decoded(store: MemoryStore, key: str, accepted: Callable[[Any], bool] = lambda found: True) -> Any:
     deadline = time.monotonic() + _ROSTER_TIMEOUT_S
     while time.monotonic() < deadline:
         entry = await store.get(key)
         if entry is not None:
             found = View.decode(entry.value) if key == VIEW else Roster.decode(entry.value)
-            if wanted(found):
+            if accepted(found):
                 return found
         await asyncio.sleep(0.01)
     raise Timeout(f"the leader wrote no such {key} within {_ROSTER_TIMEOUT_S:g} s")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from benchmarks.limits import memcpy_gb_per_s, socket_pair
-from benchmarks.measure import Bench, Result
+from benchmarks.measure import Bench, SpeedLine
 from elasticps.client import Client, connect
 from elasticps.local import LocalCluster
 from elasticps.model.spec import SGD
@@ -22,7 +22,7 @@ def run(
     replicas: int = 1,
     seconds: float = 4.0,
     progress: Callable[[str], None] = lambda text: None,
-) -> Iterator[Result]:
+) -> Iterator[SpeedLine]:
     """Yields a result for pull (into the caller's array), push, and push-lent (`copy=False`) by size of the tensor."""
     progress("starting a cluster")
     with (
@@ -36,7 +36,7 @@ def run(
             yield from _size(bench, ps, size)
 
 
-def _size(bench: Bench, ps: Client, size_mb: int) -> Iterator[Result]:
+def _size(bench: Bench, ps: Client, size_mb: int) -> Iterator[SpeedLine]:
     values = np.full(size_mb * 250_000, 0.5, np.float32)
     tensor = ps.tensor(f"dense-{size_mb}", init=values, optimizer=SGD(lr=0.01))
     out = np.empty_like(values)

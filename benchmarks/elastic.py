@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.failover import Worker
-from benchmarks.pusher import COUNTED, DIM, HEAVY
+from benchmarks.pusher import COUNTED, DIM, STORED
 from benchmarks.sparse import fill
+from benchmarks.workers import Worker
 from coordinator.core.view import View
 from elasticps import background
 from elasticps.admin import fetch_status
@@ -60,36 +60,27 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """A run. Latencies in ms, as {"p50", "p99", "max"}, of pulls and pushes together where nothing else is said.
+class ElasticRun:
+    """One run. Latencies in ms, as {"p50", "p99", "max"}."""
 
-    before, during     operations that ended when nothing moved, and when something did
-    heads              pushes under way when a view took heads off living servers
-    operations_per_s   with 3 servers, and with 5, while nothing moves: where cores are few, more servers are slower
-    throughput         operations per second during moves, as a part of those with 3 servers
-    of_steady          the same for each change, as a part of those just before it
-    idle               the change to more servers without workers
-    failed, wrong      operations that failed; keys whose value is not the exact number of acknowledged updates
-    """
-
-    rows: int
-    batch: int
-    rate: float
-    load: float
-    failed: int
-    wrong: int
-    clean: bool
-    updates: int
-    before: dict[str, float]
-    during: dict[str, float]
-    pulls: dict[str, float]
-    pushes: dict[str, float]
-    heads: dict[str, float]
-    operations_per_s: tuple[float, ...]
-    throughput: float
-    of_steady: tuple[float, ...]
-    phases: tuple[Phase, ...]
-    idle: Phase
+    rows: int  # stored first
+    batch: int  # rows in each pull and push
+    rate: float  # pulls and pushes per second of each worker; 0: without pause
+    load: float  # of the machine, before
+    failed: int  # operations that failed
+    wrong: int  # keys whose value is not the exact number of acknowledged updates
+    clean: bool  # whether the audit found every replica equal and every promise kept
+    updates: int  # of rows, acknowledged
+    before: dict[str, float]  # pulls and pushes that ended when nothing moved
+    during: dict[str, float]  # pulls and pushes that ended when something moved
+    pulls: dict[str, float]  # during moves
+    pushes: dict[str, float]  # during moves
+    heads: dict[str, float]  # pushes under way when a view took heads off living servers
+    operations_per_s: tuple[float, ...]  # with 3 servers, and with 5, while nothing moves: on few cores more are slower
+    throughput: float  # operations per second during moves, as a part of those with 3 servers
+    of_steady: tuple[float, ...]  # the same for each change, as a part of those just before it
+    phases: tuple[Phase, ...]  # both changes
+    idle: Phase  # the change to more servers, without workers
 
     def as_dict(self) -> dict[str, Any]:
         """For programs."""
@@ -170,7 +161,7 @@ class _Observer:
 
 def run(
     *, rows: int = 1_000_000, batch: int = BATCH, rate: float = 0.0, progress: Callable[[str], None] = lambda text: None
-) -> Outcome:
+) -> ElasticRun:
     """Stores `rows` x 64 float32 with Adagrad, works on `batch` of them at a time with two processes while the cluster
     grows and shrinks, checks every value and replica, and lets the cluster grow again without work.
 
@@ -182,7 +173,7 @@ def run(
         with connect(cluster.url, worker="filler", timeout=120.0) as ps:
             ps.table("counted", dim=DIM, optimizer=Accumulate())
             progress(f"filling {rows:,} rows of 64 floats")
-            fill(ps, ps.table(HEAVY, dim=64, optimizer=Adagrad(lr=0.01)), rows)
+            fill(ps, ps.table(STORED, dim=64, optimizer=Adagrad(lr=0.01)), rows)
         observer = _Observer(stack.enter_context(OperatorClient(cluster.operator_url)))
         stack.callback(observer.close)
         workers = []
@@ -219,7 +210,7 @@ def run(
     moving = [_rate(both, spans) for spans in moves]
     spans = [span for some in moves for span in some]
     heads = _within(pushes, [(t - _HEAD_S, t + _HEAD_S) for t in head_moves])
-    return Outcome(
+    return ElasticRun(
         rows, batch, rate, round(load, 2), sum(len(a["failed"]) for a in answers), wrong, clean, int(counts.sum()),
         _figures(_within(both, calm[0])), _figures(_within(both, spans)), _figures(_within(pulls, spans)),
         _figures(_within(pushes, spans)), _figures(heads), tuple(round(rate, 1) for rate in rates),

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from benchmarks.pusher import COUNTED, DIM, HEAVY
+from benchmarks.pusher import COUNTED, DIM, STORED
 from benchmarks.sparse import fill
+from benchmarks.workers import Worker
 from coordinator.core.view import View
 from elasticps import background
 from elasticps.admin import fetch_status
 from elasticps.admin.audit import audit
 from elasticps.client import connect
 from elasticps.coordination import opened, read_view
-from elasticps.errors import Error, Timeout
+from elasticps.errors import Timeout
 from elasticps.local import LocalCluster
 from elasticps.local.failover_log import Failover, adoption, failover
 from elasticps.model.spec import Accumulate, Adagrad
@@ -56,7 +54,7 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FailoverRun:
     """All kills of a run.
 
     rows     stored before
@@ -96,56 +94,6 @@ class Outcome:
         }
 
 
-class Worker:
-    """A process of a benchmark, `python -m MODULE ARGUMENTS`, that answers each line with a line of JSON."""
-
-    def __init__(self, module: str, *arguments: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def ask(self, request: str) -> dict[str, Any]:
-        """Sends a request; its answer. Error if the worker has ended."""
-        assert self._process.stdin is not None
-        with suppress(OSError):  # it has ended
-            self._process.stdin.write(request + "\n")
-            self._process.stdin.flush()
-        answer: dict[str, Any] = self.answer()
-        return answer
-
-    def answer(self) -> Any:
-        """The next line that it writes."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise Error(f"a worker of the benchmark ended with exit code {self._process.wait()}; its error is above")
-        return json.loads(line)
-
-    def first_after(self, t: float) -> float | None:
-        """When it first got a commit later than that."""
-        first: float | None = self.ask(f"after {t}")["first"]
-        return first
-
-    def has_done(self, steps: int) -> bool:
-        """Whether so many were committed."""
-        return bool(self.ask(f"after {time.time()}")["steps"] >= steps)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-
 def run(
     *,
     kills: int = 20,
@@ -153,7 +101,7 @@ def run(
     rows: int = 0,
     tls: bool = False,
     progress: Callable[[str], None] = lambda text: None,
-) -> Outcome:
+) -> FailoverRun:
     """Kills, or with `stop` freezes, the server that heads most ranges, `kills` times, with a repair between them.
 
     `rows` x 64 float32 with Adagrad are stored first. Two worker processes push all the time; at the end every replica
@@ -165,7 +113,7 @@ def run(
             ps.table("counted", dim=DIM, optimizer=Accumulate())
             if rows:
                 progress(f"filling {rows:,} rows of 64 floats")
-                fill(ps, ps.table(HEAVY, dim=64, optimizer=Adagrad(lr=0.01)), rows)
+                fill(ps, ps.table(STORED, dim=64, optimizer=Adagrad(lr=0.01)), rows)
         with _workers(cluster.url, rows) as workers:
             _steady(workers)
             done = []
@@ -179,7 +127,7 @@ def run(
             wrong = int((found != counts[:, None]).any(axis=1).sum())
             report = audit(cluster.operator_url, AUDIT_TIMEOUT_S)
     name = signal.SIGSTOP.name if stop else signal.SIGKILL.name
-    return Outcome(name, rows, tuple(done), int(counts.sum()), wrong, report.clean)
+    return FailoverRun(name, rows, tuple(done), int(counts.sum()), wrong, report.clean)
 
 
 @contextmanager
@@ -213,7 +161,7 @@ def _round(cluster: LocalCluster, workers: Sequence[Worker], stop: bool) -> Kill
         RECOVERY_TIMEOUT_S, "the leader wrote no view without the dead server",
     )  # fmt: skip
     commits = [
-        _until(partial(worker.first_after, end.written), RECOVERY_TIMEOUT_S, "no push was committed")
+        _until(partial(_first_after, worker, end.written), RECOVERY_TIMEOUT_S, "no push was committed")
         for worker in workers
     ]
     others = [server.name for server in view.servers if server.name != victim.name]
@@ -237,6 +185,16 @@ def _round(cluster: LocalCluster, workers: Sequence[Worker], stop: bool) -> Kill
     )  # fmt: skip
 
 
+def _first_after(worker: Worker, t: float) -> float | None:
+    """When a worker first got a commit later than `t`."""
+    first: float | None = worker.ask(f"after {t}")["first"]
+    return first
+
+
+def _has_committed(worker: Worker, steps: int) -> bool:
+    return bool(worker.ask(f"after {time.time()}")["steps"] >= steps)
+
+
 def _adoption(cluster: LocalCluster, name: str, epoch: int) -> float | None:
     return adoption(cluster.log(name), epoch)
 
@@ -252,7 +210,7 @@ def _whole(cluster: LocalCluster) -> View | None:
 def _steady(workers: Sequence[Worker]) -> None:
     for worker in workers:
         goal = worker.ask(f"after {time.time()}")["steps"] + STEADY_STEPS
-        _until(partial(worker.has_done, goal), RECOVERY_TIMEOUT_S, "no push was committed")
+        _until(partial(_has_committed, worker, goal), RECOVERY_TIMEOUT_S, "no push was committed")
 
 
 def _view(cluster: LocalCluster) -> View:

@@ -10,12 +10,11 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.failover import Worker
 from benchmarks.limits import cpu_seconds
-from benchmarks.team import Team
+from benchmarks.workers import Team, Worker
 from elasticps.local import LocalCluster
 
 MODELS, WAYS = ("dense", "dlrm"), ("separate", "group")
@@ -23,7 +22,7 @@ WARM_STEPS, ROUNDS, LEAST_STEPS = 5, 3, 4
 
 
 @dataclass(frozen=True)
-class Line:
+class GroupLine:
     """One model and way of training it, with so many processes.
 
     up_per_step, down_per_step   bytes that left the machine, and came to it, for a batch of each process
@@ -46,13 +45,9 @@ class Line:
     worker_cpu_us_per_sample: float
     server_cpu_us_per_sample: float
 
-    def to_dict(self) -> dict[str, object]:
-        """For programs."""
-        return asdict(self)
-
 
 @dataclass
-class _Tally:
+class _GroupTally:
     up: float = 0.0
     down: float = 0.0
     speeds: list[float] = field(default_factory=list)
@@ -70,7 +65,7 @@ def run(
     servers: int = 2,
     seconds: float = 6.0,
     progress: Callable[[str], None] = lambda text: None,
-) -> Iterator[Line]:
+) -> Iterator[GroupLine]:
     """Yields two lines for each model. Trains each way for about `seconds`; rows of DLRM have `dim` floats."""
     with tempfile.TemporaryDirectory(prefix="elasticps-groups-") as folder, ExitStack() as stack:
         progress(f"starting {servers} servers and {processes} processes")
@@ -95,8 +90,8 @@ def run(
 def _trained(
     team: Team, relay: Worker, servers: Sequence[int], model: str, way: str, processes: int, mbit: int, batch: int,
     seconds: float,
-) -> _Tally:  # fmt: skip
-    tally, steps = _Tally(), WARM_STEPS
+) -> _GroupTally:  # fmt: skip
+    tally, steps = _GroupTally(), WARM_STEPS
     relay.ask("limit 0")
     team.ask(f"build {model} {way}", processes)
     team.ask(f"train {WARM_STEPS}", processes)
@@ -121,11 +116,11 @@ def _took(team: Team, steps: int, processes: int) -> float:
     return float(max(answer["ended"] for answer in answers) - min(answer["began"] for answer in answers))
 
 
-def _lines(model: str, tallies: dict[str, _Tally], processes: int, mbit: int) -> Iterator[Line]:
+def _lines(model: str, tallies: dict[str, _GroupTally], processes: int, mbit: int) -> Iterator[GroupLine]:
     apart = tallies["separate"]
     for way, tally in tallies.items():
         speed, theirs = statistics.median(tally.speeds), statistics.median(apart.speeds)
-        yield Line(
+        yield GroupLine(
             model, way, processes, mbit, round(tally.up), round(tally.down),
             round((tally.up + tally.down) / (apart.up + apart.down), 3), round(speed, 1), round(speed / theirs, 3),
             *(round(used / tally.samples * 1e6, 2) for used in (tally.worker_s, tally.server_s)),

@@ -25,7 +25,8 @@ import elasticps as eps
 from benchmarks.core.criteo import Source
 from benchmarks.dlrm import DLRM
 from benchmarks.traffic_worker import TIMEOUT_S, ThroughPorts
-from benchmarks.trainer import DENSE_LR, ROWS_LR, ROWS_STD, answer_all, answers
+from benchmarks.trainer import DENSE_LR, ROWS_LR, ROWS_STD
+from benchmarks.workers import answer_all, answers
 from elasticps.client.client import Client
 from elasticps.client.registry import Registry
 from elasticps.client.warm import warm
@@ -84,9 +85,9 @@ class Rank:
         distributed.barrier()
         began = time.monotonic()
         for number in range(steps):
-            *inputs, wanted = self._batches[number % len(self._batches)]
+            *inputs, labels = self._batches[number % len(self._batches)]
             self._optimizer.zero_grad()
-            loss = functional.binary_cross_entropy_with_logits(self._model(*inputs), wanted)
+            loss = functional.binary_cross_entropy_with_logits(self._model(*inputs), labels)
             if self._batches is self._clicks and number + 1 < steps:  # rows come while gradients go
                 self._rows.prefetch(self._batches[(number + 1) % len(self._batches)][1])
             loss.backward()

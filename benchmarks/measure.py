@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,7 +16,7 @@ HEADER = 64
 
 
 @dataclass(frozen=True)
-class Result:
+class SpeedLine:
     """One line of a benchmark. `gb_per_s` counts request and answer; `loopback_gb_per_s` is the plain socket pair with
     the same bytes, `loopback_ratio` the first by the second.
 
@@ -39,9 +39,6 @@ class Result:
     memcpy_gb_per_s: float
     server_cpu_us_per_row: float | None = None
     of_first: float | None = None
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class Bench:
         request: int,
         response: int,
         per_run: int = 1,
-    ) -> Result:
+    ) -> SpeedLine:
         """Runs `run`, which does `per_run` operations of `batch` rows each, for about `self.seconds`.
 
         `request` and `response` are the body bytes of one operation; a header is added to each.
@@ -93,7 +90,7 @@ class Bench:
         p50, p99 = (float(np.percentile(ours, q)) for q in (50, 99))
         loopback = sum(sizes) / float(np.median(plain)) / 1e9
         speed = sum(sizes) / p50 / 1e9
-        return Result(
+        return SpeedLine(
             op, batch, dim, self.servers, self.replicas, self.workers, batch / p50, speed, p50 * 1e6, p99 * 1e6,
             loopback, speed / loopback, self.memcpy_gb_per_s, cpu_us,
         )  # fmt: skip

@@ -19,19 +19,19 @@ import time
 import numpy as np
 
 import elasticps as eps
-from benchmarks.asked import Asked
-from benchmarks.pusher import COUNTED, DIM, HEAVY
+from benchmarks.pusher import COUNTED, DIM, STORED
 from benchmarks.sparse import keys_of
+from benchmarks.workers import BusyWorker
 
 
-class Mover(Asked):
+class Mover(BusyWorker):
     """Pulls and pushes, and tells how long each took."""
 
     def __init__(self, url: str, name: str, seed: int, rows: int, batch: int, rate: float) -> None:
         super().__init__()
         self._ps = eps.connect(url, worker=name, timeout=120.0)
         self._counted = self._ps.table("counted", dim=DIM, optimizer=eps.Accumulate())
-        self._heavy = self._ps.table(HEAVY, dim=64, optimizer=eps.Adagrad(lr=0.01))
+        self._stored = self._ps.table(STORED, dim=64, optimizer=eps.Adagrad(lr=0.01))
         self._keys = keys_of(rows)
         self._batch = batch
         self._pause = 1 / rate if rate else 0.0
@@ -54,9 +54,9 @@ class Mover(Asked):
                 counted = self._random.choice(COUNTED, counted_batch, replace=False)
                 try:
                     began = time.time()
-                    self._heavy.pull(rows)
+                    self._stored.pull(rows)
                     pulled = time.time()
-                    ps.push({self._counted: (counted, ones), self._heavy: (rows, grads)}).result()
+                    ps.push({self._counted: (counted, ones), self._stored: (rows, grads)}).result()
                     pushed = time.time()
                 except eps.Error as error:
                     self._failed.append(str(error))

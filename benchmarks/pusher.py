@@ -1,4 +1,4 @@
-"""One worker of `elasticps bench failover`: `python -m benchmarks.pusher URL NAME SEED HEAVY_ROWS`.
+"""One worker of `elasticps bench failover`: `python -m benchmarks.pusher URL NAME SEED STORED_ROWS`.
 
 Pushes without pause, each step waited for, and each ticking every range: so a step is committed only when all ranges
 are served. A line on standard input asks for something, a line of JSON on standard output answers:
@@ -16,28 +16,28 @@ from collections import deque
 import numpy as np
 
 import elasticps as eps
-from benchmarks.asked import Asked
 from benchmarks.sparse import keys_of
+from benchmarks.workers import BusyWorker
 
 COUNTED = 4096  # keys of the table whose values are counts of pushes
 DIM = 8
 BATCH = 64
-KEPT = 1 << 16  # commits remembered
-HEAVY = "heavy"
+REMEMBERED = 1 << 16  # commits remembered
+STORED = "heavy"
 
 
-class Pusher(Asked):
+class Pusher(BusyWorker):
     """Pushes, and tells when what was committed."""
 
-    def __init__(self, url: str, name: str, seed: int, heavy_rows: int) -> None:
+    def __init__(self, url: str, name: str, seed: int, stored_rows: int) -> None:
         super().__init__()
         self._ps = eps.connect(url, worker=name, timeout=120.0)
         self._table = self._ps.table("counted", dim=DIM, optimizer=eps.Accumulate())
-        self._heavy = self._ps.table(HEAVY, dim=64, optimizer=eps.Adagrad(lr=0.01)) if heavy_rows else None
-        self._heavy_keys = keys_of(heavy_rows)
+        self._stored = self._ps.table(STORED, dim=64, optimizer=eps.Adagrad(lr=0.01)) if stored_rows else None
+        self._stored_keys = keys_of(stored_rows)
         self._random = np.random.default_rng(seed)
         self._counts = np.zeros(COUNTED, np.int64)
-        self._commits: deque[float] = deque(maxlen=KEPT)
+        self._commits: deque[float] = deque(maxlen=REMEMBERED)
         self._steps = 0
 
     def run(self) -> None:
@@ -47,8 +47,8 @@ class Pusher(Asked):
             while not self.ended.is_set():
                 keys = self._random.choice(COUNTED, BATCH, replace=False)
                 step: dict[eps.SparseTable | eps.DenseTensor, object] = {self._table: (keys, ones)}
-                if self._heavy is not None:
-                    step[self._heavy] = (self._random.choice(self._heavy_keys, BATCH), grads)
+                if self._stored is not None:
+                    step[self._stored] = (self._random.choice(self._stored_keys, BATCH), grads)
                 ps.push(step).result()
                 self._commits.append(time.time())
                 self._counts[keys] += 1
@@ -63,8 +63,8 @@ class Pusher(Asked):
 
 def main() -> None:
     """Runs the worker that the command line describes."""
-    url, name, seed, heavy_rows = sys.argv[1:]
-    Pusher(url, name, int(seed), int(heavy_rows)).serve()
+    url, name, seed, stored_rows = sys.argv[1:]
+    Pusher(url, name, int(seed), int(stored_rows)).serve()
 
 
 if __name__ == "__main__":

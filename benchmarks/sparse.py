@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.limits import cpu_seconds, memcpy_gb_per_s, socket_pair
-from benchmarks.measure import Bench, Result
+from benchmarks.measure import Bench, SpeedLine
 from elasticps.client import Client, SparseTable, connect
 from elasticps.local import LocalCluster
 from elasticps.model.spec import Adagrad
@@ -33,7 +33,7 @@ def run(
     tls: bool = False,
     seconds: float = 4.0,
     progress: Callable[[str], None] = lambda text: None,
-) -> Iterator[Result]:
+) -> Iterator[SpeedLine]:
     """Yields a result for pull, push (each waited for) and push-window (up to `window` outstanding) by batch size.
 
     Starts a local cluster for each number of replicas, fills a table of `rows` random int64 keys x `dim` float32 with
@@ -41,7 +41,7 @@ def run(
     """
     with socket_pair() as pair, ExitStack() as stack:
         memcpy = memcpy_gb_per_s()
-        subjects = []
+        clusters = []
         for count in replicas:
             progress(f"starting a cluster with {count} replica{'s' if count > 1 else ''}")
             cluster = stack.enter_context(LocalCluster(servers=servers, replicas=count, tls=tls))
@@ -50,10 +50,10 @@ def run(
             progress(f"filling {rows:,} rows of {dim} floats")
             keys = fill(ps, table, rows)
             cpu = partial(cpu_seconds, [server.pid for server in cluster.servers])
-            subjects.append((Bench(pair, servers, count, 1, memcpy, seconds, cpu), ps, table, keys))
+            clusters.append((Bench(pair, servers, count, 1, memcpy, seconds, cpu), ps, table, keys))
         for batch in batches:
             progress(f"batch {batch}")
-            for lines in zip(*(_batch(*subject, batch, window) for subject in subjects), strict=True):
+            for lines in zip(*(_batch(*cluster, batch, window) for cluster in clusters), strict=True):
                 yield lines[0]
                 for line in lines[1:]:
                     yield replace(line, of_first=line.rows_per_s / lines[0].rows_per_s)
@@ -78,7 +78,7 @@ def keys_of(rows: int) -> NDArray[np.int64]:
 
 def _batch(
     bench: Bench, ps: Client, table: SparseTable, keys: NDArray[np.int64], batch: int, window: int
-) -> Iterator[Result]:
+) -> Iterator[SpeedLine]:
     rng = np.random.default_rng(batch)
     chosen = itertools.cycle([keys[rng.integers(0, len(keys), batch)] for _ in range(VARIANTS)])
     grads = rng.standard_normal((batch, table.dim)).astype(np.float32)
@@ -91,9 +91,11 @@ def _batch(
     def push() -> None:
         ps.push({table: (next(chosen), grads)}).result()
 
-    asked, rows, dim = 8 * batch, 4 * batch * table.dim, table.dim
-    yield bench.measure("pull", lambda: table.pull(next(chosen)), batch=batch, dim=dim, request=asked, response=rows)
-    yield bench.measure("push", push, batch=batch, dim=dim, request=asked + rows, response=0)
+    key_bytes, rows, dim = 8 * batch, 4 * batch * table.dim, table.dim
     yield bench.measure(
-        "push-window", push_window, batch=batch, dim=dim, request=asked + rows, response=0, per_run=4 * window
+        "pull", lambda: table.pull(next(chosen)), batch=batch, dim=dim, request=key_bytes, response=rows
+    )
+    yield bench.measure("push", push, batch=batch, dim=dim, request=key_bytes + rows, response=0)
+    yield bench.measure(
+        "push-window", push_window, batch=batch, dim=dim, request=key_bytes + rows, response=0, per_run=4 * window
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ POOL, WARM_STEPS, ROUNDS = 32, 30, 5
 
 
 @dataclass(frozen=True)
-class Result:
+class TablesComparison:
     """CPU time of the worker's process, all threads, and time, for each step; medians of the rounds.
 
     of_separate  the collection's CPU time by that of the layers
@@ -40,12 +40,8 @@ class Result:
     collection_ms: float
     of_separate: float
 
-    def to_dict(self) -> dict[str, object]:
-        """For programs."""
-        return asdict(self)
 
-
-class Separate(nn.Module):
+class ManyLayers(nn.Module):
     """A layer for each table."""
 
     def __init__(self, ps: eps.Client, tables: int, dim: int) -> None:
@@ -58,7 +54,7 @@ class Separate(nn.Module):
         return torch.cat([bag(ids[:, i : i + 1]) for i, bag in enumerate(self.bags)], dim=1)
 
 
-class Collected(nn.Module):
+class OneLayer(nn.Module):
     """One for all of them."""
 
     def __init__(self, ps: eps.Client, tables: int, dim: int) -> None:
@@ -107,7 +103,7 @@ class _Side:
 def run(
     *, tables: int = 26, batch: int = 256, dim: int = 16, servers: int = 3, seconds: float = 10.0,
     progress: Callable[[str], None] = lambda text: None,
-) -> Result:  # fmt: skip
+) -> TablesComparison:  # fmt: skip
     """Trains both for about `seconds` together."""
     random, threads = np.random.default_rng(SEED), torch.get_num_threads()
     drawn = [random.zipf(EXPONENT, (batch, tables)) % IDS for _ in range(POOL)]
@@ -117,7 +113,7 @@ def run(
     with LocalCluster(servers=servers) as cluster:
         torch.set_num_threads(1)
         try:
-            for make in (Separate, Collected):
+            for make in (ManyLayers, OneLayer):
                 progress(f"warming up: {make.__name__.lower()}")
                 sides.append(_Side(cluster.url, make, tables, dim))
                 sides[-1].train(batches, WARM_STEPS)
@@ -134,7 +130,7 @@ def run(
                 side.close()
     separate, collected = sides
     before, after = (round(statistics.median(side.cpu_ms), 3) for side in sides)
-    return Result(
+    return TablesComparison(
         tables, batch, dim, servers, before, after, round(statistics.median(separate.ms), 3),
         round(statistics.median(collected.ms), 3), round(after / before, 3),
     )  # fmt: skip

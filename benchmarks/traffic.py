@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.failover import Worker
+from benchmarks.workers import started
 from elasticps.local import LocalCluster
 
 FILTERS = {
@@ -29,7 +29,7 @@ LEAST_STEPS = 4
 
 
 @dataclass(frozen=True)
-class Line:
+class TrafficLine:
     """What one kind of filter came to, over all seeds.
 
     model                        "dlrm" or "digits"
@@ -56,10 +56,6 @@ class Line:
     lost: float
     samples_per_s: dict[int, float]
 
-    def to_dict(self) -> dict[str, object]:
-        """For programs."""
-        return asdict(self)
-
 
 @dataclass
 class _Run:
@@ -81,7 +77,7 @@ def run(
     batch: int = 256,
     servers: int = 2,
     progress: Callable[[str], None] = lambda text: None,
-) -> Iterator[Line]:
+) -> Iterator[TrafficLine]:
     """Yields a line for each of `filters` (none given: for all) of each model, first that without any. Each trains
     `steps` steps with each seed, then some more over each link."""
     with LocalCluster(servers=servers, replicas=1) as cluster:
@@ -97,13 +93,13 @@ def run(
                 yield _line(model, name, runs, none)
 
 
-def _line(model: str, name: str, runs: Sequence[_Run], none: Sequence[_Run]) -> Line:
+def _line(model: str, name: str, runs: Sequence[_Run], none: Sequence[_Run]) -> TrafficLine:
     up, down = (statistics.mean(getattr(each, way) for each in runs) for way in ("up", "down"))
     whole, whole_up = (statistics.mean(each.up + all_of_it * each.down for each in none) for all_of_it in (1, 0))
     lost = statistics.mean(before.score - each.score for before, each in zip(none, runs, strict=True))
     keys, rows = (_part([getattr(each, what) for each in runs]) for what in ("keys", "rows"))
     speeds = {mbit: statistics.median(each.speeds[mbit] for each in runs) for mbit in runs[0].speeds}
-    return Line(
+    return TrafficLine(
         model, name, round(up), round(down), round((up + down) / whole, 4), round(up / whole_up, 4),
         keys, rows, max(each.oldest for each in runs), [round(each.score, 5) for each in runs], round(lost, 5),
         {mbit: round(speed, 1) for mbit, speed in speeds.items()},
@@ -126,10 +122,10 @@ def _trained(
     model, name, seed, batch = (job[each] for each in ("model", "filters", "seed", "batch"))
     addresses = [server.address for server in cluster.servers]
     with ExitStack() as stack:
-        relay = stack.enter_context(process("benchmarks.relay", *addresses))
+        relay = stack.enter_context(started("benchmarks.relay", *addresses))
         ports = dict(zip(addresses, relay.answer(), strict=True))
         reached = {"url": cluster.url, "ports": ports, "app": f"{model}-{name.replace('+', '-')}-{seed}"}
-        worker = stack.enter_context(process("benchmarks.traffic_worker", json.dumps(job | reached)))
+        worker = stack.enter_context(started("benchmarks.traffic_worker", json.dumps(job | reached)))
         progress(f"{model}, {name}: seed {seed}")
         worker.ask(f"train {LEAST_STEPS}")  # tables are made, connections open
         before = relay.ask("count")
@@ -143,12 +139,3 @@ def _trained(
             some = max(LEAST_STEPS, min(steps, int(each * 1e6 / 8 / (up + down))))  # a second or two
             speeds[each] = batch * some / worker.ask(f"train {some}")["seconds"]
         return _Run(up, down, scored["score"], speeds, *(scored[each] for each in ("keys", "rows", "oldest")))
-
-
-@contextmanager
-def process(module: str, *arguments: str) -> Iterator[Any]:
-    worker = Worker(module, *arguments)
-    try:
-        yield worker
-    finally:
-        worker.close()

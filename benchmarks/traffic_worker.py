@@ -26,7 +26,8 @@ import elasticps as eps
 from benchmarks import digits
 from benchmarks.core.criteo import Source
 from benchmarks.dlrm import DIM, DLRM
-from benchmarks.trainer import DENSE_LR, ROWS_LR, ROWS_STD, answer_all, answers
+from benchmarks.trainer import DENSE_LR, ROWS_LR, ROWS_STD
+from benchmarks.workers import answer_all, answers
 from elasticps.client.cache_use import NOT_USED, CacheUse
 from elasticps.client.client import Client
 from elasticps.client.registry import Registry
@@ -93,13 +94,13 @@ class LocalRows:
         self._optimizer.zero_grad()
 
 
-class Clicks:
+class ClickTraining:
     """DLRM on clicks that are made up. rows: "pulled", "ahead" or "local"."""
 
-    def __init__(self, ps: Client, seed: int, batch: int, name: str, rows: str, ahead: int) -> None:
+    def __init__(self, ps: Client, seed: int, batch: int, name: str, rows: str, look_ahead: int) -> None:
         (push, pull), cache = FILTERS[name], CACHE if name.startswith("cache") else None
         self._source, self._batch, self._next = Source(seed), batch, 0
-        self._ahead = ahead if rows == "ahead" else 0
+        self._look_ahead = look_ahead if rows == "ahead" else 0
         self._local = LocalRows(self._source.values) if rows == "local" else None
         if self._local is None:
             init = eps.Normal(std=ROWS_STD, seed=seed)
@@ -121,7 +122,7 @@ class Clicks:
 
     def in_order(self, batches: list[Inputs]) -> Iterable[Inputs]:
         """As they are trained."""
-        return prefetch(batches, self.model, self._ahead) if self._ahead else batches
+        return prefetch(batches, self.model, self._look_ahead) if self._look_ahead else batches
 
     def step(self) -> None:
         """Ends one."""
@@ -150,12 +151,12 @@ class Clicks:
         return torch.from_numpy(made.numbers), torch.from_numpy(made.categories), torch.from_numpy(made.clicked)
 
 
-class Images:
+class ImageTraining:
     """Handwritten digits, whose weights are all dense."""
 
     keys, cached = Saved(0, 0), NOT_USED
 
-    def __init__(self, ps: Client, seed: int, batch: int, name: str, rows: str, ahead: int) -> None:
+    def __init__(self, ps: Client, seed: int, batch: int, name: str, rows: str, look_ahead: int) -> None:
         push, pull = FILTERS[name]
         self.model = digits.network()
         self.optimizer = Optimizer(ps, self.model, eps.SGD(lr=digits.LR), push=push, pull=pull)
@@ -181,7 +182,7 @@ class Images:
         return float((found == self._digits.answers).float().mean())
 
 
-MODELS: dict[str, type[Clicks | Images]] = {"dlrm": Clicks, "digits": Images}
+MODELS: dict[str, type[ClickTraining | ImageTraining]] = {"dlrm": ClickTraining, "digits": ImageTraining}
 
 
 class Training:
@@ -193,8 +194,8 @@ class Training:
         registry = Registry.open(job["url"], TIMEOUT_S, runtime)
         self.ps = Client(registry, job["app"], eps.ASP(), 4, TIMEOUT_S, job["app"])
         torch.manual_seed(seed)
-        rows, ahead = job.get("rows", "pulled"), int(job.get("ahead", 0))
-        self._trained = MODELS[job["model"]](self.ps, seed, int(job["batch"]), job["filters"], rows, ahead)
+        rows, look_ahead = job.get("rows", "pulled"), int(job.get("ahead", 0))
+        self._trained = MODELS[job["model"]](self.ps, seed, int(job["batch"]), job["filters"], rows, look_ahead)
 
     def train(self, steps: int) -> dict[str, object]:
         """Trains, and tells how long that took."""

@@ -10,12 +10,12 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.limits import cpu_seconds
-from benchmarks.team import ANSWER_S, Team
+from benchmarks.workers import ANSWER_S, Team
 from elasticps.local import LocalCluster
 
 MODELS = ("deepfm", "dlrm")
@@ -41,7 +41,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Line:
+class TrainingLine:
     """What one way of training reached. CPU times are of all threads, in user mode and in the kernel, from /proc.
 
     samples_per_s             of all workers together: the median of the rounds
@@ -66,10 +66,6 @@ class Line:
     server_cpu_ms_per_step: Mapping[str, float]
     steps: int
 
-    def to_dict(self) -> dict[str, object]:
-        """For programs."""
-        return asdict(self)
-
 
 @dataclass
 class _Tally:
@@ -92,7 +88,7 @@ def run(
     seconds: float = 6.0,
     all_reduce: bool = True,
     progress: Callable[[str], None] = lambda text: None,
-) -> Iterator[Line]:
+) -> Iterator[TrainingLine]:
     """Yields a line for each model and way of training: one torch process first, then `all_reduce` with each number of
     workers above one, then the servers with each number of replicas and workers. Trains each for about `seconds`."""
     ways = [Way("alone")]
@@ -114,7 +110,7 @@ def _model(
     batch: int,
     seconds: float,
     progress: Callable[[str], None],
-) -> Iterator[Line]:
+) -> Iterator[TrainingLine]:
     most = max(way.workers for way in ways)
     groups = sorted({way.workers for way in ways if way.kind == "all-reduce"})
     urls = {str(copies): cluster.url for copies, cluster in clusters.items()}
@@ -129,11 +125,11 @@ def _model(
         stack.callback(team.close)
         tallies = {}
         for way in ways:
-            progress(f"{model}: warming up, {_told(way)}")
+            progress(f"{model}: warming up, {_describe(way)}")
             tallies[way] = _Tally(_warm(team, way, seconds))
         for number in range(ROUNDS):
             for way, tally in tallies.items():
-                progress(f"{model}: round {number + 1} of {ROUNDS}, {_told(way)}")
+                progress(f"{model}: round {number + 1} of {ROUNDS}, {_describe(way)}")
                 _measure(team, way, tally, clusters.get(way.replicas), batch, seconds)
         alone = _line(model, batch, ways[0], tallies[ways[0]], len(next(iter(clusters.values())).servers), None)
         yield alone
@@ -141,7 +137,7 @@ def _model(
             yield _line(model, batch, way, tallies[way], alone.servers, alone)
 
 
-def _told(way: Way) -> str:
+def _describe(way: Way) -> str:
     text = f"{way.kind}, {way.workers} worker{'s' if way.workers > 1 else ''}"
     return text if not way.replicas else f"{text}, {way.replicas} replica{'s' if way.replicas > 1 else ''}"
 
@@ -180,11 +176,11 @@ def _took(answers: Sequence[Mapping[str, Any]]) -> float:
     return max(ended) - min(began)
 
 
-def _line(model: str, batch: int, way: Way, tally: _Tally, servers: int, alone: Line | None) -> Line:
+def _line(model: str, batch: int, way: Way, tally: _Tally, servers: int, alone: TrainingLine | None) -> TrainingLine:
     speed = statistics.median(tally.speeds)
     worker_us = tally.worker_s / tally.samples * 1e6
     server_us = {name: round(used / tally.samples * 1e6, 3) for name, used in tally.server_s.items()}
-    return Line(
+    return TrainingLine(
         model, batch, way.kind, way.workers, way.replicas, servers,
         samples_per_s=round(speed, 1),
         of_alone=1.0 if alone is None else round(speed / alone.samples_per_s, 3),

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 import elasticps as eps
 from benchmarks.core.criteo import CATEGORIES, Source
 from benchmarks.dlrm import DIM, DLRM
+from benchmarks.workers import answer_all, answers
 from elasticps.torch import EmbeddingBagCollection, Jagged, Optimizer, TableConfig
 from examples.demo import data
 from examples.demo.model import tensors
@@ -56,7 +57,7 @@ class Trainable:
     finish: Callable[[], None] = lambda: None
 
 
-class DeepFM:
+class DeepFMTraining:
     """The demo's model and its ratings."""
 
     def __init__(self, batch: int, rank: int, workers: int) -> None:
@@ -76,7 +77,7 @@ class DeepFM:
         return Trainable(made.model, made.optimizers, lambda inputs: made.expect(inputs[0], inputs[1]), ps.flush)
 
 
-class Collected(nn.Module):
+class CategoryRows(nn.Module):
     """A table for each category of a click, in one layer: as `DLRM` takes them."""
 
     names = tuple(f"category{i}" for i in range(CATEGORIES))
@@ -96,7 +97,7 @@ class Collected(nn.Module):
         self.tables.expect(Jagged.columns(self.names, ids))
 
 
-class Clicks:
+class DLRMTraining:
     """DLRM and clicks that are made up."""
 
     def __init__(self, batch: int, rank: int, workers: int) -> None:
@@ -119,7 +120,7 @@ class Clicks:
     def remote(self, ps: eps.Client) -> Trainable:
         """Every weight at the servers."""
         torch.manual_seed(SEED)
-        rows = Collected(ps, eps.Normal(std=ROWS_STD, seed=SEED))
+        rows = CategoryRows(ps, eps.Normal(std=ROWS_STD, seed=SEED))
         model = DLRM(rows)
         optimizer = Optimizer(ps, model, optimizer=eps.Adam(lr=DENSE_LR), prefix="dlrm", pipeline=True)
         return Trainable(model, [optimizer], lambda inputs: rows.expect(inputs[1]), ps.flush)
@@ -131,11 +132,11 @@ class Trainer:
     def __init__(self, job: dict[str, Any], stack: ExitStack) -> None:
         self._job, self._stack = job, stack
         self._rank, most = int(job["rank"]), int(job["workers"])
-        subjects: dict[str, type[DeepFM | Clicks]] = {"deepfm": DeepFM, "dlrm": Clicks}
-        self._subject = subjects[job["model"]](job["batch"], self._rank, most)
-        if not self._subject.batches:
+        models: dict[str, type[DeepFMTraining | DLRMTraining]] = {"deepfm": DeepFMTraining, "dlrm": DLRMTraining}
+        self._model = models[job["model"]](job["batch"], self._rank, most)
+        if not self._model.batches:
             raise eps.ConfigError(f"{most} workers have no batch of {job['batch']} samples each")
-        self._batches = cycle(self._subject.batches)
+        self._batches = cycle(self._model.batches)
         self._next = next(self._batches)
         self._groups: dict[int, Any] = {}
         if job["groups"]:
@@ -157,9 +158,9 @@ class Trainer:
         if kind == "servers":
             url = self._job["urls"][count]
             ps = self._stack.enter_context(eps.connect(url, worker=f"trainer{self._rank}", timeout=120.0))
-            self._ready[way] = self._subject.remote(ps)
+            self._ready[way] = self._model.remote(ps)
         else:
-            self._ready[way] = made = self._subject.local()
+            self._ready[way] = made = self._model.local()
             if kind == "all-reduce":
                 made.model = DistributedDataParallel(made.model, process_group=self._groups[int(count)])
         self._ready[way].model.train()
@@ -191,20 +192,6 @@ class Trainer:
             return self.build(rest)
         steps, _, way = rest.partition(" ")
         return self.train(way, int(steps))
-
-
-def answers() -> TextIO:
-    """Standard output, for answers alone: what libraries print from now on goes nowhere."""
-    out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
-    return out
-
-
-def answer_all(out: TextIO, answer: Callable[[str], object]) -> None:
-    """Answers each line of standard input with one of JSON, until it ends."""
-    for line in sys.stdin:
-        print(json.dumps(answer(line)), file=out, flush=True)
 
 
 def main() -> None:

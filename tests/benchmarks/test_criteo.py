@@ -77,7 +77,7 @@ def test_the_labels_can_be_learned_and_not_too_well() -> None:
 
 
 def test_dlrm_learns_them() -> None:
-    subject = trainer.Clicks(batch=512, rank=0, workers=1)
+    subject = trainer.DLRMTraining(batch=512, rank=0, workers=1)
     what = subject.local()
     test = Source(trainer.SEED).batch(10_000, 10_000)
     inputs = torch.from_numpy(test.numbers), torch.from_numpy(test.categories)

@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import groups
-from benchmarks.allreduce import Line, concluded
+from benchmarks.allreduce import AllReduceLine, concluded
 from benchmarks.cli import app
 from benchmarks.core.cost import Machine, here_s, links_s, work
-from benchmarks.groups import _lines, _Tally
+from benchmarks.groups import _GroupTally, _lines
 
 HERE = Machine(memory_per_s=1e10, loopback_per_s=1e9, turn_s=1e-5, cores=2)
 
@@ -39,11 +39,11 @@ def test_over_links_the_fullest_one_counts() -> None:
 def test_it_says_from_when_on_what_is_better() -> None:
     taken = {"ring": (5.0, 20.0, 90.0), "servers": (2.0, 50.0, 400.0), "group": (3.0, 40.0, 80.0)}
     lines = [
-        Line(mb, 2, way, 1, ms, 1.0, 1.0)
+        AllReduceLine(mb, 2, way, 1, ms, 1.0, 1.0)
         for way, times in taken.items()
         for mb, ms in zip((1.0, 16.0, 64.0), times, strict=True)
     ]
-    lines.append(Line(1.0, 4, "group", 1, 9.0, 1.0, 1.0))
+    lines.append(AllReduceLine(1.0, 4, "group", 1, 9.0, 1.0, 1.0))
     said = concluded(lines, 64.0, 4)
     assert "2 processes here: at 16 MB only a ring is fastest, from 16 MB on a group is faster than" in said
     assert "4 processes here: never a ring is fastest, never a group is faster than separate workers." in said
@@ -52,8 +52,8 @@ def test_it_says_from_when_on_what_is_better() -> None:
 
 def test_a_group_stands_beside_separate_workers() -> None:
     tallies = {
-        "separate": _Tally(100.0, 300.0, [10.0, 30.0, 20.0], 10, 0.01, 0.02),
-        "group": _Tally(40.0, 60.0, [50.0, 30.0, 90.0], 20, 0.01, 0.01),
+        "separate": _GroupTally(100.0, 300.0, [10.0, 30.0, 20.0], 10, 0.01, 0.02),
+        "group": _GroupTally(40.0, 60.0, [50.0, 30.0, 90.0], 20, 0.01, 0.01),
     }
     apart, group = _lines("dense", tallies, 4, 1000)
     assert (apart.of_separate, apart.samples_per_s, apart.faster) == (1.0, 20.0, 1.0)

@@ -8,14 +8,14 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.cli import app
-from benchmarks.tables import Result
+from benchmarks.tables import TablesComparison
 
 
 def test_both_sides_train_and_are_counted() -> None:
     options = "--tables 3 --batch 16 --dim 4 --servers 1 --seconds 0.1 --json"
     result = CliRunner().invoke(app, ["tables", *options.split()])
     assert result.exit_code == 0, result.output
-    found = Result(**json.loads(result.stdout))
+    found = TablesComparison(**json.loads(result.stdout))
     assert (found.tables, found.batch, found.dim, found.servers) == (3, 16, 4, 1)
     assert min(found.separate_cpu_ms, found.collection_cpu_ms, found.separate_ms, found.collection_ms) > 0
     assert found.of_separate == pytest.approx(found.collection_cpu_ms / found.separate_cpu_ms, abs=0.001)

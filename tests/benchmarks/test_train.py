@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from benchmarks import train
 from benchmarks.cli import app
-from benchmarks.team import Team
-from benchmarks.train import Line, Way
+from benchmarks.train import TrainingLine, Way
+from benchmarks.workers import Team
 from elasticps.errors import Error
 
 
@@ -19,7 +19,7 @@ def test_every_way_trains_and_is_counted() -> None:
     options = "--model dlrm --workers 2 --replicas 1 --servers 1 --batch 32 --seconds 0.1 --json"
     result = CliRunner().invoke(app, ["train", *options.split()])
     assert result.exit_code == 0, result.output
-    lines = [Line(**line) for line in json.loads(result.stdout)]
+    lines = [TrainingLine(**line) for line in json.loads(result.stdout)]
     assert [(line.way, line.workers, line.replicas) for line in lines] == [
         ("alone", 1, 0),
         ("all-reduce", 2, 0),
