@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from coordinator.core.view import ServerInfo
 from elasticps.client.runtime import READABLE, WRITABLE, Runtime, Stream
-from elasticps.security.sockets import Secured
-from elasticps.security.stream import secured
+from elasticps.security.stream import Secured, secured
 from elasticps.wire.assembler import Assembler
 from elasticps.wire.frames import MAX_BODY_BYTES, Buffer, FrameError, Header, Kind
 from elasticps.wire.send_queue import SendQueue

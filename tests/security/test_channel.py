@@ -14,8 +14,7 @@ from elasticps.security.authority import Authority
 from elasticps.security.channel import MAX_HANDSHAKE_BYTES, RENEW_MIN_S, Channel
 from elasticps.security.credentials import LOOK_S, Credentials
 from elasticps.security.identity import Identity, Role
-from elasticps.security.sockets import Secured
-from elasticps.security.stream import TlsStream, secured
+from elasticps.security.stream import Secured, TlsStream, secured
 from tests.security.conftest import Holder, issued
 
 
