@@ -1,4 +1,4 @@
-"""Checks of layers' arguments: whoever writes them as torch's layers have them is told what to write instead."""
+"""Checks of layers' arguments. Errors for arguments of torch's layers say what to write instead."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from elasticps.torch.kernels.distinct import distinct_tables
 
 if TYPE_CHECKING:
     from elasticps.torch.step_rows import StepRows
-    from elasticps.torch.worker import Pull, Worker
+    from elasticps.torch.worker import PendingPull, Worker
 
 MODES = ("sum", "mean")
 
@@ -127,7 +127,7 @@ class _BatchLookup:
     floats: Tensor  # rows of all tables, one after another
     table_keys: dict[Any, NDArray[np.int64]]  # the keys of each table that is to be asked
     table_rows: dict[Any, NDArray[np.float32]]  # where their rows go, views of `floats`
-    pull: Pull | None = None
+    pull: PendingPull | None = None
     moment: tuple[int, int] | None = None  # for expected rows: clock and changes of the tables when they were pulled
 
 
@@ -242,7 +242,7 @@ class Collection(nn.Module):
             if each.table_keys
         ]
 
-    def _began(self, lookup: _BatchLookup, pull: Pull) -> None:
+    def _began(self, lookup: _BatchLookup, pull: PendingPull) -> None:
         lookup.pull, lookup.moment = pull, self._moment
         self._prefetched.append(lookup)
 

@@ -43,7 +43,7 @@ class Items(Protocol):
 
 
 class _Sharded:
-    """How to cut; each iteration goes on with what is left."""
+    """How data is cut into shards; each iteration goes on with the shards that are left."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class _Sharded:
         self._ps = ps
 
     def shards(self) -> Iterator[Shard]:
-        """The shards of this worker; what is not trained goes back when the iteration ends, also in its middle."""
+        """The shards of this worker. A shard that was not trained is given back when the iteration ends, also early."""
         spec = self.spec
         shards = self._ps.shards(spec.samples, spec.size, spec.epochs, name=self.name, shuffle_seed=spec.seed)
         try:

@@ -36,7 +36,7 @@ _running = threading.local()
 class DeviceGroup(Generic[Model]):
     """A model on each of some devices, which one process trains as one worker; made for an `Optimizer`.
 
-    build: makes the model, anew for each device. devices: as torch has them; one may come several times. All models
+    build: makes a new model for each device. devices: as torch has them; one may come several times. All models
     begin as the first, and have the servers' dense weights after each step. ConfigError for models that differ in
     parameters, buffers or tables, InputError for devices that there are not.
 
@@ -76,7 +76,7 @@ class DeviceGroup(Generic[Model]):
         raise ConfigError("a DeviceGroup cannot be copied or pickled: save its models[0], build it again")
 
     def run(self, does: Callable[[Model, torch.device, Batch], Result], batches: Iterable[Batch]) -> list[Result]:
-        """What `does(model, device, batch)` gives for each device, each in a thread of its own, all at once.
+        """Runs `does(model, device, batch)` for all devices at once, each in a thread of its own; returns the results.
 
         batches: one for each device, or fewer; the last devices have nothing to do then. Threads have the caller's grad
         mode, autocast and CUDA streams, and a device always the same one. If one raises, this raises the first device's
@@ -111,7 +111,7 @@ class DeviceGroup(Generic[Model]):
 
 
 class _Context:
-    """What torch knows of the calling thread that is to hold in another one."""
+    """The state of torch in the calling thread, for another one: grad mode, autocast, CUDA streams."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._grad = torch.is_grad_enabled()
@@ -170,7 +170,7 @@ def _check_alike(models: Sequence[nn.Module]) -> None:
             if is_lazy(parameter):
                 raise ConfigError(f"parameter {name!r} has no shape yet: have build run one batch through the model")
             if id(parameter) in known:
-                raise ConfigError(f"build gave models that share {name!r}: it is to make all of a model anew")
+                raise ConfigError(f"build gave models that share {name!r}: it is to make a new model for each device")
         known |= set(map(id, model.parameters()))
     first = _described(models[0])
     for number, model in enumerate(models[1:], start=1):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from elasticps.client import SparseTable
     from elasticps.torch.group import GroupTable
     from elasticps.torch.step_rows import StepRows
-    from elasticps.torch.worker import Pull, Worker
+    from elasticps.torch.worker import PendingPull, Worker
 
 INCOMPLETE = (
     "state_dict() has not the rows of tables, which are at the servers: elasticps.torch.full_state_dict(model) has "
@@ -47,7 +47,7 @@ class ExpectedRows(NamedTuple):
 
     keys: dict[Any, NDArray[np.int64]]
     out: dict[Any, NDArray[np.float32]]
-    begun: Callable[[Pull], None]
+    begun: Callable[[PendingPull], None]
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class _Lookup:
     keys: NDArray[np.int64]  # distinct, without the padding id
     positions: Tensor  # int64, shape of ids: index into keys; len(keys) stands for the padding id
     floats: Tensor  # float32 [keys (+ 1 of zeros if padded), dim], filled when the pull is over
-    pull: Pull | None = None  # None: no key, nothing to pull
+    pull: PendingPull | None = None  # None: no key, nothing to pull
 
     @property
     def rows(self) -> NDArray[np.float32]:
@@ -218,7 +218,7 @@ class TableLayer(nn.Module):
             if len(each.keys) or self.ps.collective
         ]
 
-    def _began(self, lookup: _Lookup, pull: Pull) -> None:
+    def _began(self, lookup: _Lookup, pull: PendingPull) -> None:
         lookup.pull = pull
         self._early.append(_Early(lookup, self.ps.clock, self._changes))
 

@@ -3,8 +3,8 @@
 Written against what torch's modules of devices have in common: `torch.cuda`, the stubs of `torch.cpu`, and the tests'
 own, whose copies are made as late as the waits allow. Three rules make it right:
 
-- a copy down waits for what the current stream computes until it begins, and its event is waited for before anybody
-  reads what came. Until then the caller holds the source: the compute stream would use its memory again;
+- a copy down waits for what the current stream computes until it begins, and its event is waited for before the
+  copy is read. Until then the caller holds the source: the compute stream would use its memory again;
 - what a copy up brings lies in memory of the side stream, so that it begins without a wait; the current stream waits
   for it, and the memory is marked as used there, or its next owner would write it too early;
 - pinned memory is not used again before the copies that read or write it are made: torch sees to that, of any stream.
@@ -92,7 +92,7 @@ def moved(values: Tensor, device: torch.device) -> Tensor:
 
 
 def staged(values: Tensor, devices: Sequence[torch.device]) -> Tensor:
-    """Copies a tensor of the CPU to pinned memory if there is a GPU among the devices, so that nobody waits while it
+    """Copies a tensor of the CPU to pinned memory if there is a GPU among the devices, so that no thread waits while it
     reads them; else returns the tensor itself."""
     gpu = next((device for device in devices if device.type == "cuda"), None)
     return values if gpu is None else room(*values.shape, device=gpu, dtype=values.dtype).copy_(values)
@@ -105,7 +105,7 @@ class Fetch:
     __slots__ = ("_event", "_here", "_there", "array")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.array: NDArray[np.float32] | None = None  # the values, contiguous, once somebody knows of their arrival
+        self.array: NDArray[np.float32] | None = None  # the values, contiguous, once their arrival is known
         here = tensor.detach()
         if (streams := side_streams_of(here.device)) is not None:
             self._there = here

@@ -1,6 +1,6 @@
-"""Batches of lists of ids, one list for each feature and sample, and what collections make of them.
+"""Input and output of collections: batches of lists of ids, one list for each feature and sample, and vectors.
 
-Methods are named as torchrec's classes have them, so either can be handed on.
+Methods are named as in torchrec's classes, so that code takes objects of either.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Jagged:
 
     @classmethod
     def of(cls, features: Mapping[str, Given]) -> Jagged:
-        """Of each feature either ids [samples], one for each sample, or [samples, k], or (values, lengths)."""
+        """Makes a batch of {feature: ids}: ids [samples], one for each sample, or [samples, k], or (values, lengths).
+        InputError if features have different numbers of samples."""
         values, lengths = [], []
         for name, given in features.items():
             if isinstance(given, tuple):
@@ -57,7 +58,8 @@ class Jagged:
 
     @classmethod
     def columns(cls, keys: Sequence[str], ids: Tensor) -> Jagged:
-        """One id of each feature for each sample: ids [samples, features]."""
+        """Makes a batch with one id of each feature for each sample: ids [samples, features]. InputError for another
+        shape."""
         if ids.ndim != 2 or ids.shape[1] != len(keys):
             raise InputError(f"ids of {len(keys)} features must be [samples, {len(keys)}], got {list(ids.shape)}")
         return cls(keys, ids.t().reshape(-1), torch.ones(ids.numel(), dtype=torch.int64))
@@ -67,21 +69,21 @@ class Jagged:
         return self._keys
 
     def values(self) -> Tensor:
-        """All ids."""
+        """All ids, int64 or int32 [n], feature after feature."""
         return self._values
 
     def lengths(self) -> Tensor:
-        """Of the lists."""
+        """How many ids each list has, [features x samples]."""
         return self._lengths
 
     def weights_or_none(self) -> Tensor | None:
-        """Of the ids, if they have any."""
+        """The weight of each id, float32 [n]; None if ids have none."""
         return self._weights
 
 
 class Lists(NamedTuple):
-    """Checked input. ids: int64 [n] here, whatever the device of `values` is; ends: int64 [features x samples + 1],
-    where each list ends, and 0 before them."""
+    """A checked batch. ids: int64 [n] on the CPU, whatever the device of `values` is; lengths: int64 [features x
+    samples]; ends: int64 [features x samples + 1], where each list ends, and 0 before them."""
 
     keys: list[str]
     values: Tensor
@@ -92,7 +94,7 @@ class Lists(NamedTuple):
     weights: Tensor | None
 
     def same(self, other: Lists) -> bool:
-        """Whether these are the same lists, of the same features; weights apart."""
+        """Whether another batch has the same features and lists; weights are not compared."""
         return (
             self.keys == other.keys
             and self.ids.tobytes() == other.ids.tobytes()  # a quarter of what np.array_equal takes
@@ -101,8 +103,8 @@ class Lists(NamedTuple):
 
 
 def lists_of(given: Any) -> Lists:
-    """What stands in a `Jagged`, a KeyedJaggedTensor of torchrec, or what `Jagged.of` takes. InputError if it is none
-    of these, or lengths do not fit."""
+    """Checks a batch: a `Jagged`, a KeyedJaggedTensor of torchrec, or a mapping that `Jagged.of` takes. InputError if
+    it is none of these, or lengths do not fit."""
     if isinstance(given, Mapping):
         given = Jagged.of(given)
     try:
@@ -149,11 +151,11 @@ class KeyedTensor:
         return self._values
 
     def length_per_key(self) -> list[int]:
-        """Floats of each feature."""
+        """How many floats each feature has."""
         return self._dims
 
     def to_dict(self) -> dict[str, Tensor]:
-        """Of each feature [samples, dim]."""
+        """The vectors of each feature, [samples, dim]."""
         return dict(zip(self._keys, self._values.split(self._dims, dim=1), strict=True))
 
     def __getitem__(self, key: str) -> Tensor:
@@ -171,13 +173,13 @@ class JaggedTensor:
         self._lengths = lengths
 
     def values(self) -> Tensor:
-        """All vectors, list by list."""
+        """All vectors, [n, dim], list by list."""
         return self._values
 
     def lengths(self) -> Tensor:
-        """Of the lists, int64, on the CPU."""
+        """How many vectors each list has, int64 [samples], on the CPU."""
         return self._lengths
 
     def to_dense(self) -> list[Tensor]:
-        """The lists."""
+        """One tensor for each list, [length, dim]."""
         return list(self._values.split(self._lengths.tolist()))

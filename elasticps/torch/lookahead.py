@@ -9,7 +9,7 @@ After Agarwal et al., "BagPipe: Accelerating Deep Recommendation Model Training"
 a batch will need. Rows that come are held by a `Cache` of the table, which applies what this worker pushes meanwhile;
 keys that are there, or on their way, are not asked for again.
 
-In synchronous rounds a row is known only when the round is over, whoever has trained it. There the rows of the next
+In synchronous rounds a row is known only when the round is over, as any worker may train it. There the rows of the next
 batch are asked for as soon as it is, together with the dense weights: bit for bit what would be asked for later.
 """
 
@@ -36,7 +36,7 @@ from elasticps.torch.weights import layers_of
 
 CACHE_BYTES = 256 << 20  # of a table that has no cache of its own
 ROW_OVERHEAD_BYTES = 120  # of a row in a cache, beside its floats
-STALENESS_STEPS = 2  # a row of such a cache may be so many steps old for each batch ahead: 1 would pull hot rows anew
+STALENESS_STEPS = 2  # how old rows of such a cache may be, per batch ahead; with 1, each step pulls hot rows again
 MAX_DEPTH = 64
 Batch = TypeVar("Batch")
 Layer = TableLayer | Collection
@@ -73,15 +73,16 @@ def prefetch(
 
 
 class Ahead(Generic[Batch]):
-    """Made by `prefetch`; each iteration goes through the loader once."""
+    """The batches of a loader, with rows of the next ones on their way; made by `prefetch`. Each iteration goes through
+    the loader once."""
 
     def __init__(
-        self, loader: Iterable[Batch], model: nn.Module | DeviceGroup[Any], ahead: int,
+        self, loader: Iterable[Batch], model: nn.Module | DeviceGroup[Any], depth: int,
         ids: Callable[[Batch], Ids] | None,
     ) -> None:  # fmt: skip
-        given: object = ahead
-        if isinstance(given, bool) or not isinstance(given, int) or not 1 <= ahead <= MAX_DEPTH:
-            raise ConfigError(f"ahead must be a number of batches from 1 to {MAX_DEPTH}, got {ahead!r}")
+        given: object = depth
+        if isinstance(given, bool) or not isinstance(given, int) or not 1 <= depth <= MAX_DEPTH:
+            raise ConfigError(f"ahead must be a number of batches from 1 to {MAX_DEPTH}, got {depth!r}")
         parts = (loader, getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None))
         if any(isinstance(part, ShardedDataset | ShardSampler) for part in parts):
             raise ConfigError(
@@ -95,12 +96,12 @@ class Ahead(Generic[Batch]):
             raise ConfigError("ranks of a group ask for rows together, and look ahead at nothing: leave out prefetch")
         self._tables = [table for layer in self._layers for table in _tables(layer)]
         self._loader = loader
-        self._depth = ahead
+        self._depth = depth  # batches
         self._ids = ids
         self._paths: list[tuple[Layer, Path]] = []  # where what layers get stands in a batch
 
     def __len__(self) -> int:
-        """Batches, if the loader knows."""
+        """The number of batches. TypeError if the loader does not know it."""
         if not isinstance(self._loader, Sized):
             raise TypeError(f"{type(self._loader).__name__} has no len()")
         return len(self._loader)

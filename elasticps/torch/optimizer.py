@@ -274,14 +274,14 @@ class Optimizer(torch.optim.Optimizer):
     # -- the servers' weights
 
     def refresh(self) -> None:
-        """Takes the servers' newest dense weights into the model now, also those that this worker does not train."""
+        """Takes the servers' newest dense weights into the model now, also of frozen parameters."""
         self._weights.refresh()
         self._weights.take()
 
     def upload(self) -> None:
         """Gives the servers this model's dense weights, which `load_state_dict` has changed, say. Slots are new then.
 
-        One worker does this, while nobody trains. Returns when it is committed.
+        One worker does this, while none trains. Returns when it is committed.
         """
         self._weights.upload()
         self.refresh()

@@ -1,4 +1,4 @@
-"""Gradients of the step at hand on their way to the servers: from their devices to this host, into frames, and out.
+"""Gradients of a step on their way to the servers: from their devices to this host, into frames, and out.
 
 A gradient begins to leave its device when the backward pass has it. Gradients arrive here in the order in which they
 left, are gathered in a frame, and a full frame is pushed while the backward pass still runs. With the first frame the
@@ -65,9 +65,9 @@ def _summed(keys: list[NDArray[np.int64]], fetches: list[Fetch]) -> tuple[NDArra
 
 
 class Outgoing:
-    """The gradients of one step after another. Methods are called under `lock`, except those that say they take it.
+    """The gradients of one step after another. Callers hold `lock`, unless a method says that it takes it.
 
-    lock: taken by whoever reads or changes the step; backward passes of several devices run in threads of torch's.
+    lock: guards the step, as backward passes of several devices run in threads of torch's.
     accumulating: how many `accumulate()` blocks are open; nothing leaves inside of them.
     """
 

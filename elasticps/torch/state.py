@@ -1,4 +1,4 @@
-"""A whole model in one dictionary, or file: what `state_dict()` has, and the rows of its tables, at the servers."""
+"""A whole model as a dictionary or file: the dense weights, as in `state_dict()`, and the rows of tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from elasticps.torch.parameters import plain
 CHUNK_BYTES = 16 << 20  # of rows that are asked for, or loaded, at once
 _WRAPPER = "module."  # before every name in the state of a DistributedDataParallel
 Room = Callable[[int, int], Tensor]
-"""Where n rows of so many float32 can be put."""
+"""allocates memory for n rows of dim float32: (n, dim) -> [n, dim]"""
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -60,7 +60,7 @@ def save(model: nn.Module, file: str | os.PathLike[str]) -> None:
 
 
 def _save(state: dict[str, Tensor], file: IO[bytes]) -> None:
-    """`torch.save`, whose errors of the disk are an OSError: torch ends its archive all the same, and reports that."""
+    """`torch.save`, but a failing disk raises its OSError: torch would end its archive first, and report that error."""
     errors: list[OSError] = []
     write = file.write
 
@@ -94,11 +94,11 @@ def load(model: nn.Module, file: str | os.PathLike[str]) -> None:
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Gives the tables of a model, at the servers, the rows of `full_state_dict`, and the model its weights. Servers
-    take those now if the model has an `Optimizer`, else when it gets one. Optimizers' slots begin anew.
+    take those now if the model has an `Optimizer`, else when it gets one. Optimizers' slots are new then.
 
     Afterwards a table has these rows and no others. A layer without keys in the state has rows 0 … n - 1, as torch's
     layers do. A "module." before all names, as DistributedDataParallel puts it there, is left out. One worker does
-    this, while nobody trains. Raises ConfigError if a table is not in it, `InputError` if rows do not fit, such as more
+    this, while none trains. Raises ConfigError if a table is not in it, `InputError` if rows do not fit, such as more
     or fewer than the layer's `num_embeddings`, and what `nn.Module.load_state_dict` raises for the rest.
     """
     model = plain(model)
@@ -204,8 +204,8 @@ def _rows(layer: TableLayer, room: Room) -> dict[str, Tensor]:
 
 
 def saved_tensors(path: Path) -> dict[str, Callable[[], NDArray[Any]]]:
-    """The tensors of a file that `torch.save` wrote, a state_dict, each read when it is asked for. Nothing else that is
-    in it is run. ValueError for what has no names."""
+    """The tensors of a state_dict in a file that `torch.save` wrote, each read when its function is called. No code in
+    it is run. ValueError for a file without names, ConfigError for an unreadable one."""
     state = loaded(path)
     if not isinstance(state, Mapping):
         raise ValueError(f"it has a {type(state).__name__}, not the state_dict of a model")
@@ -215,8 +215,8 @@ def saved_tensors(path: Path) -> dict[str, Callable[[], NDArray[Any]]]:
 
 
 def loaded(path: str | os.PathLike[str]) -> Any:
-    """What `torch.save` wrote, its tensors read as they are needed; files of torch before 1.6 at once. Nothing else
-    that is in it is run. ConfigError for what cannot be read, OSError."""
+    """The content of a file that `torch.save` wrote. Tensors are read when they are needed; in files of torch before
+    1.6 at once. No code in it is run. ConfigError for an unreadable file, OSError."""
     if not os.path.isfile(path):
         why = "it is no file" if os.path.exists(path) else "it is not there"
         raise ConfigError(f"{os.fspath(path)} cannot be read: {why}")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from elasticps.torch.kernels.distinct import distinct
 
 if TYPE_CHECKING:
-    from elasticps.torch.worker import Pull
+    from elasticps.torch.worker import PendingPull
 
 Keys = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -28,8 +28,8 @@ _NONE: Keys = np.empty(0, np.int64)
 class _SharedPull:
     """One pull, for which several threads may wait."""
 
-    def __init__(self, read: Pull) -> None:
-        self._read: Pull | None = read
+    def __init__(self, read: PendingPull) -> None:
+        self._read: PendingPull | None = read
         self._lock = threading.Lock()
 
     def wait(self) -> None:
@@ -95,7 +95,7 @@ class StepRows(Generic[TableT]):
 
     def ask(
         self, clock: int, keys_of: Mapping[TableT, Keys], out_of: Mapping[TableT, Floats],
-        pull: Callable[[dict[TableT, Any], dict[TableT, Any]], Pull],
+        pull: Callable[[dict[TableT, Any], dict[TableT, Any]], PendingPull],
     ) -> StepRead:  # fmt: skip
         """Asks for rows of tables. keys_of: int64 [n] each, distinct; out_of: where their rows go, float32 [n, dim].
         clock: rows that were asked for at another clock are not used. pull: asks the servers, and is called at most

@@ -59,7 +59,7 @@ class Copy:
         return not torch.equal(here, there)
 
     def edited_there(self) -> Tensor | None:
-        """The same as a bool of a GPU, which nobody waits for; None for a parameter of the CPU."""
+        """The answer of `edited` as a bool of a GPU, without a wait for it; None for a parameter of the CPU."""
         if self._taken is None or self.parameter.is_cpu:
             return None
         here, there = self._bits(self._taken)
@@ -153,8 +153,8 @@ class NextPull(NamedTuple):
 
 
 class Weights:
-    """Keeps the models' dense weights those of the servers. dense: all dense parameters; layers: those that may expect
-    rows for the next batch."""
+    """Keeps the models' dense weights those of the servers. dense: all dense parameters; layers: the ones that may
+    expect rows for the next batch."""
 
     def __init__(self, ps: Worker, dense: Sequence[DenseParameter], layers: Sequence[TableLayer | Collection]) -> None:
         self._ps, self._dense, self._layers = ps, dense, layers

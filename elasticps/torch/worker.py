@@ -9,7 +9,7 @@ from elasticps.model.caching import Cache
 from elasticps.model.spec import Filter, Init, Optimizer
 
 
-class Pull(Protocol):
+class PendingPull(Protocol):
     """Rows and tensors on their way."""
 
     def result(self, timeout: float | None = None) -> Any:
@@ -40,7 +40,7 @@ class Worker(Protocol):
     ) -> Mapping[str, Any]:  # fmt: skip
         """Opens dense tensors by name."""
 
-    def pull_async(self, keys: Mapping[Any, Any], out: Mapping[Any, Any] | None = None) -> Pull:
+    def pull_async(self, keys: Mapping[Any, Any], out: Mapping[Any, Any] | None = None) -> PendingPull:
         """Asks for rows of tables, and tensors, {table: keys int64 [n], tensor: None}."""
 
     def push(self, values: Mapping[Any, Any], *, lr: Any = None) -> Any:
@@ -49,7 +49,7 @@ class Worker(Protocol):
     def push_pull(
         self, values: Mapping[Any, Any], keys: Mapping[Any, Any], out: Mapping[Any, Any] | None = None, *,
         step: Any = None, lr: Any = None,
-    ) -> tuple[Any, Pull]:  # fmt: skip
+    ) -> tuple[Any, PendingPull]:  # fmt: skip
         """Sends a step, or the last part of an open one, and asks for what it makes of rows and tensors."""
 
     def step(self, *, lr: Any = None) -> Any:

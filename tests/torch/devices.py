@@ -58,8 +58,8 @@ def batches(step: int, devices: int) -> list[Batch]:
 
 
 def backward(model: nn.Module, device: torch.device, given: Batch) -> Tensor:
-    ids, wanted = given
-    loss = nn.functional.mse_loss(model(ids.to(device)), wanted.to(device))
+    ids, labels = given
+    loss = nn.functional.mse_loss(model(ids.to(device)), labels.to(device))
     loss.backward()
     return loss.detach().cpu()
 

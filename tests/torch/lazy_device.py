@@ -82,7 +82,9 @@ class LazyDevice:
         self.random, self.streams = Random(seed), list[LazyStream]()
         self.compute = self.current = LazyStream(self.streams)
         self.copies = 0
-        self._lives: dict[int, tuple[LazyStream, list[LazyStream]]] = {}  # by address: whose it is, who else uses it
+        self._memory_of: dict[
+            int, tuple[LazyStream, list[LazyStream]]
+        ] = {}  # by address: whose it is, who else uses it
         self._blocks: list[Any] = []
 
     # -- as torch.cuda has it
@@ -123,7 +125,7 @@ class LazyDevice:
         return made
 
     def record_stream(self, tensor: Tensor, stream: LazyStream) -> None:
-        self._lives[tensor.data_ptr()][1].append(stream)
+        self._memory_of[tensor.data_ptr()][1].append(stream)
 
     # -- memory
 
@@ -139,12 +141,12 @@ class LazyDevice:
             self._blocks.append(block)
         owned = np.frombuffer(block, kind).reshape(shape)
         address = block.ctypes.data
-        self._lives[address] = stream, []
+        self._memory_of[address] = stream, []
         weakref.finalize(owned, self._give_back, address, block)
         return torch.from_numpy(owned)
 
     def _give_back(self, address: int, block: Any) -> None:
-        stream, users = self._lives[address]
+        stream, users = self._memory_of[address]
         events = [self.Event() for _ in users]
         for event, user in zip(events, users, strict=True):
             event.record(user)
@@ -153,14 +155,14 @@ class LazyDevice:
     def _copy(self, to: Tensor, source: Tensor) -> None:
         """Holds neither: the caller has to, but for memory of torch's own, which torch keeps."""
         self.copies += 1
-        kept = [each for each in (to, source) if each.data_ptr() not in self._lives]
+        held = [each for each in (to, source) if each.data_ptr() not in self._memory_of]
         into, out_of = self.seen(to), self.seen(source)
-        if to.data_ptr() not in self._lives:
+        if to.data_ptr() not in self._memory_of:
             into[...] = GARBAGE
 
         def copy() -> None:
             into[...] = out_of
-            kept.clear()
+            held.clear()
 
         self.current.todo.append(copy)
 

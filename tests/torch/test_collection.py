@@ -148,9 +148,9 @@ def test_distinct_ids_of_several_tables(features: list[list[int]], random: Any) 
     tables = 3
     owners = sorted(random.randrange(tables) for _ in features)
     ends = np.cumsum([0, *map(len, features)])
-    places = random.sample(range(len(features)), len(features))  # where in the batch each of them stands
-    flat = np.array([each for at in np.argsort(places) for each in features[at]], np.int64)
-    starts = np.concatenate([[0], np.cumsum([len(features[at]) for at in np.argsort(places)])])[places]
+    spots = random.sample(range(len(features)), len(features))  # where in the batch each of them stands
+    flat = np.array([each for at in np.argsort(spots) for each in features[at]], np.int64)
+    starts = np.concatenate([[0], np.cumsum([len(features[at]) for at in np.argsort(spots)])])[spots]
     segments = np.array(
         [(t, a, a + len(f)) for t, a, f in zip(owners, starts, features, strict=True)], np.int64
     ).reshape(-1, 3)
@@ -201,7 +201,7 @@ NONE = torch.empty(0, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
-    ("batch", "said"),
+    ("batch", "error"),
     [
         (torch.tensor([1]), "takes a Jagged"),
         ({"a": torch.tensor([1])}, "has no feature 'b'"),
@@ -220,16 +220,16 @@ NONE = torch.empty(0, dtype=torch.int64)
         (Foreign(Jagged(["a", "b"], torch.tensor([1, 1]), torch.tensor([1, 1])), True), "a stride for each key"),
     ],
 )
-def test_a_wrong_batch_is_refused_before_anything_is_pulled(batch: Any, said: str) -> None:
+def test_a_wrong_batch_is_refused_before_anything_is_pulled(batch: Any, error: str) -> None:
     configs = [TableConfig("a", 2), TableConfig("b", 2, num_embeddings=10)]
     scene = Scene(EmbeddingBagCollection, configs)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=error):
         scene.layer(batch)
     assert not scene.ps.pulled
 
 
 @pytest.mark.parametrize(
-    ("configs", "options", "said"),
+    ("configs", "options", "error"),
     [
         ([], {}, "at least one table"),
         ([TableConfig("a", 2), TableConfig("a", 3)], {}, "different names"),
@@ -241,8 +241,8 @@ def test_a_wrong_batch_is_refused_before_anything_is_pulled(batch: Any, said: st
         ([TableConfig("a", 2)], {"optimizer": torch.optim.SGD}, "cannot be torch's"),
     ],
 )
-def test_a_wrong_collection_is_refused(configs: Any, options: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_wrong_collection_is_refused(configs: Any, options: Any, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
         EmbeddingBagCollection(FakeClient(), configs, **{"optimizer": SGD, **options})  # type: ignore[arg-type]
 
 
@@ -300,7 +300,7 @@ def test_frozen_tables_and_evaluation_train_nothing(ps: Any) -> None:
         assert not model(a_batch()).requires_grad
 
 
-def test_rows_that_were_asked_for_early_are_those_of_that_moment(ps: Any) -> None:
+def test_prefetched_rows_are_those_of_that_moment(ps: Any) -> None:
     layer = Model(ps).rows
     ids = torch.tensor([[1, 2, 3, 4], [1, 1, 5, 6]])
     names = ["x", "y", "b", "c"]
@@ -309,17 +309,17 @@ def test_rows_that_were_asked_for_early_are_those_of_that_moment(ps: Any) -> Non
     layer.prefetch(dict(zip(names, ids.t(), strict=True)))
     for name in "abc":
         ps.tables[name].load(np.arange(8), np.zeros((8, ps.tables[name].dim), np.float32))
-    asked = len(ps.pulled)
+    pulls_before = len(ps.pulled)
     other = layer(Jagged.columns(names, ids + 1)).values().detach()
-    assert len(ps.pulled) == asked + 1
+    assert len(ps.pulled) == pulls_before + 1
     for _ in range(2):
         assert torch.equal(layer(Jagged.columns(names, ids)).values().detach(), before)
-    assert len(ps.pulled) == asked + 1
+    assert len(ps.pulled) == pulls_before + 1
     assert not layer(Jagged.columns(names, ids)).values().any()
     assert not other.any()
 
 
-def test_a_batch_that_is_changed_after_it_was_announced_is_asked_for_again(ps: Any) -> None:
+def test_a_batch_that_is_changed_after_prefetch_is_pulled_again(ps: Any) -> None:
     layer = Model(ps).rows
     names, ids = ["x", "y", "b", "c"], torch.tensor([[1, 2, 3, 4]])
     batch = Jagged.columns(names, ids.clone())
@@ -368,7 +368,7 @@ def test_clipping_counts_each_row_once(ps: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch hides it otherwise
-def test_a_compiled_model_goes_on_behind_it(ps: Any) -> None:
+def test_a_compiled_model_goes_on_after_a_collection(ps: Any) -> None:
     model = Model(ps)
     compiled: Any = torch.compile(model, backend="eager")
     torch.testing.assert_close(compiled(a_batch()), model(a_batch()))

@@ -79,7 +79,7 @@ def test_processes_of_a_loader_are_refused(ps: eps.Client) -> None:
             next(iter(loader))
 
 
-def test_what_is_asked_for_ahead_is_refused(ps: eps.Client) -> None:
+def test_a_shard_taken_before_the_last_was_trained_is_refused(ps: eps.Client) -> None:
     shards = iter(ShardSampler(ps, SAMPLES, 4))
     next(shards)
     with pytest.raises(eps.InputError, match="shard 0 of epoch 0 was not trained before the next one was asked for"):

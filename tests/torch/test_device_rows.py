@@ -15,7 +15,7 @@ from tests.torch.devices import STEPS, Net, alone, backward, batches, same
 from tests.torch.fake_ps import FakeClient
 
 
-def test_each_row_is_asked_for_once_in_a_step() -> None:
+def test_each_row_is_pulled_once_in_a_step() -> None:
     ps: Any = FakeClient()
     keys: list[list[list[int]]] = [[[5, 7], [7], [9, 5, 11]], [[1], [], [1]], [[5], [5], [5]]]
     group = DeviceGroup(lambda: Embedding(ps, "rows", 3, optimizer=eps.SGD(lr=1.0)), ["cpu"] * 3)
@@ -39,7 +39,7 @@ def test_each_row_is_asked_for_once_in_a_step() -> None:
     assert ps.tables["rows"].pulls == [[5], [5]]
 
 
-def test_rows_that_did_not_come_are_asked_for_again() -> None:
+def test_rows_that_did_not_come_are_pulled_again() -> None:
     ps: Any = FakeClient()
     group = DeviceGroup(lambda: Embedding(ps, "rows", 3, optimizer=eps.SGD(lr=1.0)), ["cpu"] * 2)
     optimizer = Optimizer(ps, group)
@@ -81,7 +81,7 @@ def test_rows_that_are_expected_come_with_the_step() -> None:
     same(ps, alone(3))
 
 
-def test_rows_of_the_next_lists_of_batches_are_asked_for_ahead() -> None:
+def test_rows_of_the_next_lists_of_batches_are_prefetched() -> None:
     """In step 1 a device has no batch."""
 
     class Plain(nn.Module):
@@ -97,14 +97,14 @@ def test_rows_of_the_next_lists_of_batches_are_asked_for_ahead() -> None:
     ps.consistency = eps.BSP()
     group = DeviceGroup(lambda: Plain(ps), ["cpu"] * 3)
     optimizer = Optimizer(ps, group)
-    asked = []
+    pulls = []
     for given in prefetch([batches(step, 3) for step in range(STEPS)], group):
-        asked.append(len(ps.tables["words"].pulls))
+        pulls.append(len(ps.tables["words"].pulls))
         optimizer.zero_grad()
         group.run(backward, given)
-        asked[-1] = len(ps.tables["words"].pulls) - asked[-1]
+        pulls[-1] = len(ps.tables["words"].pulls) - pulls[-1]
         optimizer.step()
-    assert asked[2:] == [0] * (STEPS - 2), "a forward pass asks for nothing"
+    assert pulls[2:] == [0] * (STEPS - 2), "a forward pass asks for nothing"
     expected: Any = FakeClient()
     model = Plain(expected)
     single = Optimizer(expected, model, overlap=False)

@@ -56,8 +56,8 @@ def batches(step: int) -> list[Batch]:
 
 
 def backward(model: nn.Module, _: Any, given: Batch) -> None:
-    ids, wanted = given
-    ((model(ids) - wanted) ** 2).sum().backward()
+    ids, labels = given
+    ((model(ids) - labels) ** 2).sum().backward()
 
 
 def train(cluster: eps.LocalCluster, app: str, consistency: Any, devices: int, kill: str = "") -> dict[str, Tensor]:
@@ -110,8 +110,8 @@ def test_the_example_learns(
         runpy.run_path("examples/device_group.py", run_name="__main__")
     finally:
         torch.set_num_threads(threads)
-    said = [line.split(": losses ") for line in capsys.readouterr().out.splitlines()]
-    assert [name for name, _ in said] == ["step 50", "step 100"]
-    first, last = ([float(loss) for loss in losses.split(", ")] for _, losses in said)
+    lines = [line.split(": losses ") for line in capsys.readouterr().out.splitlines()]
+    assert [name for name, _ in lines] == ["step 50", "step 100"]
+    first, last = ([float(loss) for loss in losses.split(", ")] for _, losses in lines)
     assert len(first) == len(last) == 2
     assert max(last) < min(first)

@@ -177,7 +177,7 @@ def test_what_torchs_users_look_for(ps: Any) -> None:
         embedding.load_state_dict({"keys": torch.tensor([1]), "weight": torch.zeros(1, 2)})
 
 
-def test_ids_changed_behind_torchs_back_are_other_ids(ps: Any) -> None:
+def test_ids_changed_without_torchs_notice_are_other_ids(ps: Any) -> None:
     embedding = Embedding(ps, "users", 2, optimizer=SGD(lr=1.0))
     array = np.array([4, 1])
     ids = torch.from_numpy(array)
@@ -300,13 +300,13 @@ def test_gradients_of_an_embedding_without_optimizer_wait(ps: Any) -> None:
     assert rows(embedding.table, [5]).tolist() == [[-1, -1]]
 
 
-def test_an_incomplete_state_is_said_once(ps: Any) -> None:
+def test_an_incomplete_state_is_warned_of_once(ps: Any) -> None:
     model = nn.ModuleList([Embedding(ps, name, 1, optimizer=SGD(lr=1.0)) for name in ("users", "items")])
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("default")
         model.state_dict()
         model.state_dict()
-    assert len(said) == 1
+    assert len(shown) == 1
 
 
 @pytest.mark.parametrize("layer", [Embedding, EmbeddingBag])

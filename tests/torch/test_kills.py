@@ -81,9 +81,9 @@ def train(cluster: eps.LocalCluster, app: str, kill: str = "") -> dict[str, Any]
         beside = threading.Thread(target=look)
         beside.start()
         try:
-            for number, (inputs, wanted) in enumerate(data):
+            for number, (inputs, labels) in enumerate(data):
                 optimizer.zero_grad()
-                nn.functional.mse_loss(model(*inputs), wanted).backward()
+                nn.functional.mse_loss(model(*inputs), labels).backward()
                 if number + 1 < STEPS:
                     model.expect(*data[number + 1][0])
                 if kill and number == KILLED_AT:

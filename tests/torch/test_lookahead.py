@@ -97,29 +97,29 @@ def both(batch: dict[str, Any], model: Model) -> Any:
     return {model.users: batch["ids"][0], model.words: batch["ids"][1]}
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_rows_of_the_next_batch_are_asked_for_once_as_a_step_ends(ps: Any, told: bool) -> None:
+@pytest.mark.parametrize("explicit", [False, True])
+def test_rows_of_the_next_batch_are_pulled_once_as_a_step_ends(ps: Any, explicit: bool) -> None:
     """As under BSP: in between nothing changes that a pull would show."""
     torch.manual_seed(3)
     data, model = batches(), Model(ps)
-    ids = (lambda batch: both(batch, model)) if told else None
-    asked: list[tuple[int, int]] = []
-    train(ps, watched(prefetch(data, model, ahead=2, ids=ids), ps, asked), model)
+    ids = (lambda batch: both(batch, model)) if explicit else None
+    counts: list[tuple[int, int]] = []
+    train(ps, watched(prefetch(data, model, ahead=2, ids=ids), ps, counts), model)
     table = ps.tables["users"]
     expected = [list(dict.fromkeys(batch["ids"][0].tolist())) for batch in data]
     assert table.pulls == expected
-    early = 1 if told else 2  # before that nobody knew
-    assert [count for _, count in asked] == [*range(early), *(at + 1 for at in range(early, BATCHES))]
+    early = 1 if explicit else 2  # before that nobody knew
+    assert [count for _, count in counts] == [*range(early), *(at + 1 for at in range(early, BATCHES))]
 
 
-def watched(loader: Any, ps: Any, asked: list[tuple[int, int]]) -> Iterator[Any]:
+def watched(loader: Any, ps: Any, counts: list[tuple[int, int]]) -> Iterator[Any]:
     """Notes how many pulls of users there were as each batch comes."""
     for at, batch in enumerate(loader):
-        asked.append((at, len(ps.tables["users"].pulls)))
+        counts.append((at, len(ps.tables["users"].pulls)))
         yield batch
 
 
-def test_rows_that_somebody_has_changed_are_asked_for_again(ps: Any) -> None:
+def test_rows_that_were_changed_are_pulled_again(ps: Any) -> None:
     torch.manual_seed(3)
     data, model = batches(), Model(ps)
     optimizer = Optimizer(ps, model, eps.SGD(lr=0.1))
@@ -132,12 +132,12 @@ def test_rows_that_somebody_has_changed_are_asked_for_again(ps: Any) -> None:
         optimizer.step()
 
 
-def test_what_cannot_be_looked_at_ahead_is_refused(ps: Any) -> None:
+def test_loaders_that_cannot_be_prefetched_are_refused(ps: Any) -> None:
     model = Model(ps)
     wrong: list[Any] = [0, 65, True, 1.5]
-    for ahead in wrong:
+    for depth in wrong:
         with pytest.raises(ConfigError, match="ahead"):
-            prefetch([], model, ahead=ahead)
+            prefetch([], model, ahead=depth)
     with pytest.raises(ConfigError, match="no elasticps embedding"):
         prefetch([], nn.Linear(1, 1))
     bags = EmbeddingBagCollection(ps, [TableConfig("t", 4)], optimizer=eps.SGD(lr=0.1))
@@ -190,9 +190,10 @@ def rows(ps: eps.Client, name: str) -> Tensor:
 
 
 def rounds(
-    connect: Connect, app: str, ahead: int, kind: type[Model | Collected] = Model, told: bool = False
+    connect: Connect, app: str, depth: int, kind: type[Model | Collected] = Model, explicit: bool = False
 ) -> list[dict[str, Tensor]]:
-    """Two workers, each with its own batches; ahead: 0 for a plain loop; told: lists of ids are made of each batch."""
+    """Two workers, each with its own batches; depth: 0 for a plain loop; explicit: lists are made of each
+    batch."""
     found: dict[int, dict[str, Tensor]] = {}
     failed: list[BaseException] = []
     clients = [connect(app, f"w{i}", consistency=eps.BSP()) for i in range(2)]
@@ -206,10 +207,10 @@ def rounds(
             clients[i].resume()
             ready.wait(100)
             data: Any = batches(seed=i)
-            if kind is Collected and not told:
+            if kind is Collected and not explicit:
                 data = in_lists(data)
-            ids: Any = (lambda batch: {models[i].bags: listed(*batch["ids"])}) if told else None
-            found[i] = train(clients[i], prefetch(data, models[i], ahead, ids=ids) if ahead else data, models[i])
+            ids: Any = (lambda batch: {models[i].bags: listed(*batch["ids"])}) if explicit else None
+            found[i] = train(clients[i], prefetch(data, models[i], depth, ids=ids) if depth else data, models[i])
             found[i] |= {name: rows(clients[i], name) for name in ("users", "words")}
             clients[i].close()
         except BaseException as error:
@@ -226,24 +227,24 @@ def rounds(
 
 
 def test_rounds_come_out_the_same_to_the_bit(connect: Connect) -> None:
-    plain, ahead = rounds(connect, "plain", 0), rounds(connect, "ahead", 3)
-    for one, other in zip(plain, ahead, strict=True):
+    plain, depth = rounds(connect, "plain", 0), rounds(connect, "ahead", 3)
+    for one, other in zip(plain, depth, strict=True):
         assert one.keys() == other.keys()
         for name, value in one.items():
             assert value.numpy().tobytes() == other[name].numpy().tobytes(), name
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_so_do_those_of_collections(connect: Connect, told: bool) -> None:
-    plain = rounds(connect, f"plain-bags-{told}", 0, Collected, told)
-    ahead = rounds(connect, f"bags-ahead-{told}", 3, Collected, told)
-    for one, other in zip(plain, ahead, strict=True):
+@pytest.mark.parametrize("explicit", [False, True])
+def test_so_do_those_of_collections(connect: Connect, explicit: bool) -> None:
+    plain = rounds(connect, f"plain-bags-{explicit}", 0, Collected, explicit)
+    depth = rounds(connect, f"bags-ahead-{explicit}", 3, Collected, explicit)
+    for one, other in zip(plain, depth, strict=True):
         assert one.keys() == other.keys()
         for name, value in one.items():
             assert value.numpy().tobytes() == other[name].numpy().tobytes(), name
 
 
-def test_one_message_to_a_server_has_the_end_of_a_step_and_what_is_pulled_behind_it(
+def test_one_message_to_a_server_has_the_end_of_a_step_and_the_pull_after_it(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     messages: list[list[Kind]] = []

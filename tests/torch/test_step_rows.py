@@ -34,17 +34,17 @@ asks = st.tuples(st.booleans(), st.sampled_from(["", "a", "b"]), st.dictionaries
 
 
 @given(st.lists(asks, max_size=20), st.randoms())
-def test_rows_are_those_of_a_pull_of_their_own_and_asked_for_once(steps: list[Any], random: Any) -> None:
+def test_rows_are_those_of_a_pull_of_their_own_and_pulled_once(steps: list[Any], random: Any) -> None:
     rows, tables, clock = StepRows[Table](), {name: Table(name) for name in TABLES}, 0
-    asked: set[tuple[str, int, int, int]] = set()
+    requested: set[tuple[str, int, int, int]] = set()
     waiting: list[tuple[Any, dict[Table, Any], dict[Table, Any], int]] = []
 
-    def pull(wanted: dict[Table, Any], outs: dict[Table, Any]) -> Later:
-        for table, some in wanted.items():
+    def pull(needed: dict[Table, Any], outs: dict[Table, Any]) -> Later:
+        for table, some in needed.items():
             mine = {(table.name, clock, table.changes, key) for key in some.tolist()}
-            assert not mine & asked
-            asked.update(mine)
-        return Later(clock, wanted, outs)
+            assert not mine & requested
+            requested.update(mine)
+        return Later(clock, needed, outs)
 
     for ticks, changed, wants in steps:
         clock += ticks
@@ -53,13 +53,13 @@ def test_rows_are_those_of_a_pull_of_their_own_and_asked_for_once(steps: list[An
                 read.result()
         if changed:
             tables[changed].changes += 1
-        wanted = {tables[name]: np.array(some, np.int64) for name, some in wants.items()}
-        outs = {table: np.full((len(some), TABLES[table.name]), np.nan, np.float32) for table, some in wanted.items()}
+        needed = {tables[name]: np.array(some, np.int64) for name, some in wants.items()}
+        outs = {table: np.full((len(some), TABLES[table.name]), np.nan, np.float32) for table, some in needed.items()}
         shown = {
             table: (10 * some + clock)[:, None] + table.changes / 8 + np.zeros(TABLES[table.name])
-            for table, some in wanted.items()
+            for table, some in needed.items()
         }
-        waiting.append((rows.ask(clock, wanted, outs, pull), outs, shown, clock))
+        waiting.append((rows.ask(clock, needed, outs, pull), outs, shown, clock))
         if random.random() < 0.3:
             waiting[random.randrange(len(waiting))][0].result()
     random.shuffle(waiting)

@@ -268,7 +268,7 @@ def test_rows_and_weights_are_exact_though_the_device_is_late(ps: Any, device: s
     optimizer = Optimizer(ps, nn.ModuleList([layer, linear]), eps.SGD(lr=1.0), **options)
     for step in range(20):
         if step % 2 == 0:  # what the first of two steps gives the rows, the second takes: numbers stay small
-            ids, wanted = generator.permutation(9)[:6], generator.integers(-1, 2, (6, 32))
+            ids, target = generator.permutation(9)[:6], generator.integers(-1, 2, (6, 32))
             pushed = generator.integers(-9, 10, (6, 64))
         optimizer.zero_grad()
         rows = layer(torch.from_numpy(ids).to(device))
@@ -276,10 +276,10 @@ def test_rows_and_weights_are_exact_though_the_device_is_late(ps: Any, device: s
         assert np.array_equal(late.detach().cpu().numpy(), rows_there[ids])
         out = nn.functional.linear(late.detach(), wait(linear.weight))
         sign = 1 - 2 * (step % 2)
-        loss = (out * torch.from_numpy(sign * wanted).to(device)).sum()
+        loss = (out * torch.from_numpy(sign * target).to(device)).sum()
         (loss + (late * torch.from_numpy(sign * pushed).to(device)).sum()).backward()
         optimizer.step()
-        weights_there -= sign * wanted.T @ rows_there[ids]
+        weights_there -= sign * target.T @ rows_there[ids]
         rows_there[ids] -= sign * pushed
     optimizer.refresh()
     assert np.abs(weights_there).max() > 100

@@ -1,4 +1,4 @@
-"""Ranks on one machine that are one worker: they add up their gradients here, and one push leaves the machine.
+"""Processes on one machine that are one worker: they sum their gradients here, and one push leaves the machine.
 
 distributed.init_process_group("gloo")            # in a script that torchrun starts
 group = LocalGroup()
@@ -51,7 +51,7 @@ class LocalGroup:
         return self.with_client(partial(connect, url, worker=worker, **options))
 
     def with_client(self, make: Callable[[], Client]) -> GroupClient:
-        """The same with the client that `make` gives, at rank 0."""
+        """Joins a cluster with a client that rank 0 makes: `make` is called there. Every rank calls this. Once."""
         if self._used:
             raise ConfigError("a LocalGroup connects once: make another one for another client")
         self._used = True

@@ -48,7 +48,7 @@ class Region(NamedTuple):
 class Layout:
     """The memory of one step, `nbytes` in all.
 
-    tensors  numbers of the targets of which at least one rank has a gradient
+    tensors  numbers of the tensors that have a gradient at one rank at least
     starts   of each of them, its first float; floats: of all
     chunk    floats that pass at once
     regions  by rank
@@ -84,7 +84,7 @@ class _Room:
 
 
 def tensors_of(targets: Sequence[GradientSize], has: NDArray[np.int64]) -> tuple[int, ...]:
-    """The numbers of the tensors of which a rank has a gradient."""
+    """The numbers of the tensors that have a gradient at a rank."""
     return tuple(number for number, target in enumerate(targets) if target.floats and has[number] != ABSENT)
 
 

@@ -357,7 +357,7 @@ def encode_error(error: BaseException) -> bytes:
     documents, keys = list[dict[str, object]](), list[bytes]()
     for each in every:
         refused = each.refused if isinstance(each, Refused) else {}
-        more: list[object] = list(each.__reduce__()[1][1:])  # what its constructor takes behind the text
+        more: list[object] = list(each.__reduce__()[1][1:])  # the constructor's arguments after the text
         try:
             json.dumps(more)
         except TypeError:  # it carries what only this process knows

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a group share: without a name, so that nothing is left of it whoever dies.
+"""Memory that the ranks of a group share. It has no name, so that nothing is left when processes die.
 
 Rank 0 makes it and hands its descriptor to the others through their sockets.
 """
@@ -18,7 +18,8 @@ SPARE = 4096  # bytes, at least
 
 
 class SharedMemory:
-    """A piece of it. descriptor: its own; whoever makes one closes it, which leaves the memory as it is."""
+    """A piece of shared memory. descriptor: of its file, which the caller closes; the memory stays until then and
+    after."""
 
     def __init__(self, descriptor: int) -> None:
         self.nbytes = os.fstat(descriptor).st_size
@@ -39,7 +40,7 @@ class SharedMemory:
 
 
 class Held:
-    """An array for whose memory something is kept, as long as anybody looks at it."""
+    """An array that keeps an object alive, which owns its memory, as long as the array or a view of it lives."""
 
     def __init__(self, array: NDArray[np.float32], keeps: object) -> None:
         self.__array_interface__: dict[str, Any] = array.__array_interface__

@@ -22,7 +22,7 @@ Keys = NDArray[np.int64]
 _LINE = 64
 
 
-class Arriving(Protocol):
+class ClientRead(Protocol):
     """A read of the client, for which rank 0 waits."""
 
     def done(self) -> bool: ...
@@ -36,7 +36,7 @@ class PullSlots:
 
     def __init__(self, links: Links) -> None:
         self._links = links
-        self._left: dict[int, Sequence[Arriving]] = {}  # slots that no rank needs, but whose rows may still arrive
+        self._left: dict[int, Sequence[ClientRead]] = {}  # slots that no rank needs, but whose rows may still arrive
         self._made = 0
         self._process = os.getpid()
         self.start = -(-8 * links.size // _LINE) * _LINE  # where there is room
@@ -56,14 +56,14 @@ class PullSlots:
         if os.getpid() == self._process:  # not a forked child that collects its parent's garbage
             self._flags(number)[self._links.rank] = 0
 
-    def drop(self, number: int, arriving: Sequence[Arriving]) -> None:
+    def drop(self, number: int, arriving: Sequence[ClientRead]) -> None:
         """At rank 0: frees a slot that no other rank has heard of, once what arrives there has arrived."""
         if os.getpid() != self._process:
             return
         self._left[number] = arriving
         self._flags(number)[:] = 0
 
-    def fill(self, number: int, ask: Callable[[], Sequence[Arriving]]) -> Sequence[Arriving]:
+    def fill(self, number: int, ask: Callable[[], Sequence[ClientRead]]) -> Sequence[ClientRead]:
         """At rank 0: calls `ask`, whose reads arrive in a slot, and returns them. When it raises no rank hears of the
         slot, and other memory takes its place: a part that was sent may still be answered."""
         try:
@@ -89,7 +89,7 @@ class Ticket:
         self._links, self._slots = links, slots
         self.slot = 0
         self._number = 0  # of the operation
-        self._arriving: Sequence[Arriving] = ()
+        self._arriving: Sequence[ClientRead] = ()
         self._words = NOTHING
         self._error: Exception | None = None
         self._answered = self._over = False
@@ -99,7 +99,7 @@ class Ticket:
         self._number = number
         return self
 
-    def begin(self, start: Callable[[], tuple[int, Sequence[Arriving], Sequence[int]]]) -> None:
+    def begin(self, start: Callable[[], tuple[int, Sequence[ClientRead], Sequence[int]]]) -> None:
         """At rank 0: `start` returns the slot, the reads that arrive there, and words for the other ranks. An error
         that it raises is raised by all ranks when they wait."""
         try:
@@ -113,7 +113,8 @@ class Ticket:
         return self._answered or (self._links.rank == 0 and bool(self.slot) and all(e.done() for e in self._arriving))
 
     def wait(self, timeout: float | None) -> Words:
-        """Waits until everything has arrived. Rank 0's words, int64 [n]: the slot, and those that `start` returned."""
+        """Waits until everything has arrived. Rank 0's words, int64 [n]: the slot, and the words that `start`
+        returned."""
         if not self._answered:
             self._links.catch_up()
             self._over = True
@@ -195,7 +196,7 @@ class GroupRead:
 class AlonePull:
     """A pull that rank 0 makes by itself with its client; its values are those of the group's handles."""
 
-    def __init__(self, pull: Arriving, handles: Sequence[Handle]) -> None:
+    def __init__(self, pull: ClientRead, handles: Sequence[Handle]) -> None:
         self._pull, self._handles = pull, handles
 
     def done(self) -> bool:
@@ -210,7 +211,7 @@ class AlonePull:
 
 def ask_rows(
     links: Links, slots: PullSlots, operation: str, keys: Mapping[GroupTable, Keys], outs: Mapping[GroupTable, Floats],
-    pull: Callable[[Sequence[GroupTable], list[Keys], list[Floats]], Arriving] | None,
+    pull: Callable[[Sequence[GroupTable], list[Keys], list[Floats]], ClientRead] | None,
 ) -> Ticket:  # fmt: skip
     """Asks for rows of tables, the same at all ranks: `keys` int64 [n] of each; for a `GroupPull` into `outs`. At rank
     0 `pull` asks the servers for the keys of all ranks, each once."""
@@ -218,7 +219,7 @@ def ask_rows(
     counts = [len(some) for some in keys.values()]
     ticket = Ticket(links, slots)
 
-    def start(requests: list[Words]) -> tuple[int, Sequence[Arriving], Sequence[int]]:
+    def start(requests: list[Words]) -> tuple[int, Sequence[ClientRead], Sequence[int]]:
         assert pull is not None
         found = [_united(lists) for lists in _by_table(requests, len(tables))]
         end, starts = slots.start, []
@@ -281,7 +282,7 @@ class WeightsRead:
 
 def ask_weights(
     links: Links, slots: PullSlots, shapes: Sequence[tuple[int, ...]], numbers: Words,
-    pull: Callable[[list[Floats]], Sequence[Arriving]] | None,
+    pull: Callable[[list[Floats]], Sequence[ClientRead]] | None,
 ) -> list[WeightsRead]:  # fmt: skip
     """Asks for tensors of these shapes and numbers; at rank 0 `pull` asks the servers for them, into given arrays."""
     starts, end = [], slots.start
@@ -290,7 +291,7 @@ def ask_weights(
         end += -(-4 * int(np.prod(shape, dtype=np.int64)) // _LINE) * _LINE
     ticket = Ticket(links, slots)
 
-    def start() -> tuple[int, Sequence[Arriving], Sequence[int]]:
+    def start() -> tuple[int, Sequence[ClientRead], Sequence[int]]:
         assert pull is not None
         slot = slots.take(end - slots.start)
         memory = links.memory(slot)

@@ -1,4 +1,4 @@
-"""Shards of data for a group: rank 0 gets them, each rank trains its part."""
+"""Shards of data for a group: rank 0 gets a shard, and each rank trains its part of it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class GroupShards:
 
     def __init__(self, links: Links, shards: Shards | None, pushes: Callable[[], int]) -> None:
         self._links, self._shards = links, shards
-        self._pushes = pushes  # how many there were so far
-        self._before: int | None = None  # a shard was handed out
+        self._pushes = pushes  # the number of pushes so far
+        self._before: int | None = None  # the number of pushes when a shard was handed out; None before the first
 
     @property
     def passed_over(self) -> bool:

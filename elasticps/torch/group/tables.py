@@ -1,4 +1,4 @@
-"""Tables and tensors as the ranks of a group hold them: each rank's calls are one with those of all the others."""
+"""Handles of tables and tensors in a group: a call of one is an operation of all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elasticps.errors import ConfigError, InputError
 from elasticps.model.spec import Optimizer
 from elasticps.torch.group.layout import GradientSize
 from elasticps.torch.group.ranks import Ranks
-from elasticps.torch.group.reads import Arriving, GroupPull, GroupRead, WeightsRead, ask_rows, ask_weights
+from elasticps.torch.group.reads import ClientRead, GroupPull, GroupRead, WeightsRead, ask_rows, ask_weights
 
 if TYPE_CHECKING:
     from elasticps.client import DenseTensor, SparseTable
@@ -29,7 +29,8 @@ Real = TypeVar("Real", "SparseTable", "DenseTensor")
 
 
 class _Handle(Generic[Real]):
-    """number: among those of the group, in the order in which they were opened. real: the client's, at rank 0."""
+    """A table or tensor of a group. number: counts the group's handles, in the order in which they were opened; real:
+    the client's handle, at rank 0."""
 
     real: Real | None
 
@@ -39,7 +40,7 @@ class _Handle(Generic[Real]):
         self.real = real
         self._ps = ps
         self._optimizer = optimizer
-        self.changes = 0  # how often all ranks have changed rows past their steps
+        self.changes = 0  # how often rows were changed past steps
 
     @property
     def optimizer(self) -> Optimizer:
@@ -48,7 +49,7 @@ class _Handle(Generic[Real]):
 
     @property
     def rate_set(self) -> SetRate | None:
-        """What `set_lr` gave all workers; only rank 0, whose rates count, hears of it."""
+        """The rate that `set_lr` gave all workers; None at other ranks than rank 0, whose rates count."""
         return None if self.real is None else self.real.rate_set
 
     @property
@@ -119,7 +120,7 @@ class GroupTable(_Handle["SparseTable"]):
         if real is not None and self._ps.is_alone:
             return real.pull_async(mine, rows, read=read, exact=exact)
 
-        def pull(_: object, unions: list[NDArray[np.int64]], into: list[Floats]) -> Arriving:
+        def pull(_: object, unions: list[NDArray[np.int64]], into: list[Floats]) -> ClientRead:
             assert real is not None
             return real.pull_async(unions[0], into[0], read=read, exact=exact)
 
@@ -129,11 +130,11 @@ class GroupTable(_Handle["SparseTable"]):
         return GroupRead(GroupPull(links, ticket, outs, {}), self)
 
     def pull(self, keys: object, out: Floats | None = None, *, read: str = "tail", exact: bool = False) -> Floats:
-        """The same at once: float32 [n, dim] in the order of the keys."""
+        """The rows of `keys`, float32 [n, dim] in their order."""
         return self.pull_async(keys, out, read=read, exact=exact).result()
 
     def checked(self, value: object) -> tuple[NDArray[np.int64], Floats]:
-        """A gradient: keys int64 [n] and float32 [n, dim]. InputError for anything else."""
+        """Checks a gradient: (keys int64 [n], float32 [n, dim]). InputError for anything else."""
         if not isinstance(value, tuple) or len(value) != 2:
             raise InputError(f"table {self.name!r}: push a pair (keys, grads), got {type(value).__name__}")
         keys = checked_keys(self.name, value[0])
@@ -176,16 +177,16 @@ class GroupTensor(_Handle["DenseTensor"]):
         self.target = GradientSize(math.prod(shape), 0)
 
     def pull_async(self) -> WeightsRead | Pull:
-        """Asks for the tensor, as every rank does. What `result()` gives is memory that all ranks see: copy what is to
-        be changed."""
+        """Asks for the tensor, as every rank does. `result()` gives memory that all ranks see: copy it to change
+        it."""
         return pull_many(self._ps, [self])[0]
 
     def pull(self) -> Floats:
-        """The same at once, in memory of its own."""
+        """The tensor, float32 of its shape, in memory of its own."""
         return self.pull_async().result().copy()
 
     def checked(self, value: object) -> Floats:
-        """A gradient, flat. InputError for anything but float32 of the tensor's shape."""
+        """Checks a gradient, and returns it flat. InputError for anything but float32 of the tensor's shape."""
         return checked_floats(f"tensor {self.name!r}", value, self.shape).reshape(-1)
 
 
@@ -199,7 +200,7 @@ def pull_many(ps: Ranks, tensors: Sequence[GroupTensor]) -> Sequence[WeightsRead
     if client is not None and ps.is_alone:
         return client.pull_many(real)
 
-    def pull(outs: list[Any]) -> Sequence[Arriving]:
+    def pull(outs: list[Any]) -> Sequence[ClientRead]:
         assert client is not None
         return client.pull_many(real, outs)
 

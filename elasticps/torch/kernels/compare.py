@@ -1,5 +1,5 @@
-"""Whether arrays of the same size differ: many pairs in one compiled call, where each call of numpy's costs more than
-to compare what a parameter has."""
+"""Compares many pairs of arrays in one compiled call: a call of numpy's for each would take longer than the comparison
+of a parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The distinct ids of a batch, and which of them each id is: one pass, where `torch.unique` sorts."""
+"""The distinct ids of a batch, and the index of each id among them: one pass, where `torch.unique` sorts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ _PADDING = np.int64(-1)
 
 
 def distinct(ids: NDArray[np.int64], padding: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64], bool]:
-    """(keys, positions, padded) of ids int64 [n]: keys int64 in the order of their first appearance, without `padding`;
-    positions int64 [n], ids[i] == keys[positions[i]], and len(keys) for padding; padded: there is some."""
+    """Finds the distinct ones among ids int64 [n]; returns (keys, positions, padded).
+
+    keys: int64, in the order of their first appearance, without `padding`; positions: int64 [n], ids[i] ==
+    keys[positions[i]], and len(keys) for padding; padded: whether padding occurs.
+    """
     keys, positions = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
     slots = np.full(1 << (2 * len(ids)).bit_length(), _FREE, np.int32)  # at most half of them are taken
     found, padded = _find(ids, 0 if padding is None else padding, padding is not None, keys, positions, slots)
@@ -54,12 +57,11 @@ def _fill(ids: Any, padding: int, pads: bool, keys: Any, positions: Any, slots: 
 def distinct_tables(
     ids: NDArray[np.int64], segments: NDArray[np.int64], tables: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """The same for several tables: (keys, positions, ends) of ids int64 [n]. segments int64 [m, 3]: the table that
-    ids[start:stop] belong to, start and stop, by table.
+    """Finds the distinct ids of each of several tables; returns (keys, positions, ends).
 
-    keys: int64, each once in each table, those of one table after another; ends int64 [tables + 1]: where a table's
-    keys begin, and how many there are; positions int64: of the ids of all segments, segment by segment, which of `keys`
-    each is.
+    ids: int64 [n]; segments: int64 [m, 3], ordered by table: a table, and the start and stop of ids that belong to it.
+    keys: int64, distinct in each table, table after table; ends: int64 [tables + 1], where each table's keys begin, and
+    their number; positions: int64, for the ids of all segments, one after another, the index in `keys`.
     """
     sizes = segments[:, 2] - segments[:, 1]
     keys, positions = np.empty(total := int(sizes.sum()), np.int64), np.empty(total, np.int64)

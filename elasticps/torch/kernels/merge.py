@@ -1,6 +1,6 @@
-"""Gradients of several ranks made one: rows by key, always added up in the order of the ranks. Pure.
+"""Sums the gradients of several ranks: rows by key, always added up in the order of the ranks.
 
-`part` of `parts` sums only the keys that are its own, so that ranks share the work: each key has one part.
+Ranks share the work: each key belongs to one part of several, and a call sums the keys of its part.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ PIECE = 1 << 15  # floats that are added at once: what was written is still in t
 
 
 def merged(ranks: Sequence[tuple[Keys, Floats]], part: int, parts: int, keys: Keys, rows: Floats) -> int:
-    """Sums gradients by key. ranks: of each its keys int64 [n], which may repeat, and rows float32 [n, dim]. Writes to
-    `keys` int64 [m] and `rows` float32 [m, dim], which have room for all that are given; how many keys there are."""
+    """Sums gradients by key; returns the number of keys.
+
+    ranks: the keys of each, int64 [n], which may repeat, and rows, float32 [n, dim]. The sums are written to `keys`,
+    int64 [m], and `rows`, float32 [m, dim], where m is at least the number of all rows given.
+    """
     total = sum(len(mine) for mine, _ in ranks)
     slots = np.full(1 << (2 * total).bit_length(), _FREE, np.int32)  # at most half of them are taken
     found = 0
@@ -62,7 +65,8 @@ _add: Any = njit(_SIGNATURE, nogil=True, cache=True)(_sum)
 
 
 def added(ranks: Sequence[Floats], out: Floats, mean: bool) -> None:
-    """((rank 0 + rank 1) + rank 2) + … into `out`, all float32 [n]; divided by their number if it is to be the mean."""
+    """Writes ((rank 0 + rank 1) + rank 2) + … to `out`, all float32 [n]; with `mean`, divided by the number of
+    ranks."""
     for start in range(0, len(out), PIECE):
         some = slice(start, start + PIECE)
         target = out[some]
@@ -74,5 +78,5 @@ def added(ranks: Sequence[Floats], out: Floats, mean: bool) -> None:
 
 
 def share(total: int, part: int, parts: int) -> tuple[int, int]:
-    """Where part number `part` of `parts`, as equal as can be, of `total` begins and ends."""
+    """The start and end of part number `part` when `total` is cut into `parts` that are as equal as can be."""
     return total * part // parts, total * (part + 1) // parts

@@ -33,7 +33,7 @@ def failing(does: Callable[[GroupClient], object], error: type[Exception], match
         together(run, group)
 
 
-def test_ranks_that_do_different_things_are_told_which() -> None:
+def test_ranks_that_do_different_things_learn_which() -> None:
     def differ(ps: GroupClient) -> None:
         table = ps.table("rows" if ps.rank < 2 else "others", dim=2, optimizer=eps.SGD(lr=1.0))
         table.pull([1])
@@ -72,13 +72,13 @@ def test_a_rank_that_ends_ends_the_group(dead: int) -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     with linked(3, timeout_s=0.05) as links:
-        asked = threading.Event()  # rank 2 has, before rank 0 begins to wait
+        requested = threading.Event()  # rank 2 has, before rank 0 begins to wait
 
         def take_part(each: Links) -> None:
             if each.rank == 0:
-                assert asked.wait(60)
+                assert requested.wait(60)
             number, _ = each.ask("sum")
-            asked.set()
+            requested.set()
             each.answer(number)
 
         def ask(each: Links) -> None:
@@ -198,8 +198,8 @@ def test_a_push_that_fails_leaves_all_ranks_with_as_much_room() -> None:
     ps: Any = Failing()
     with clients(ps, 3) as group:
         together(train, group)
-    wanted = {10 * rank + i: -3 * (10.0 * rank + 1) for rank in range(3) for i in range(5)}
-    assert {key: row[0] for key, row in ps.targets["t"].weights.items()} == wanted
+    expected = {10 * rank + i: -3 * (10.0 * rank + 1) for rank in range(3) for i in range(5)}
+    assert {key: row[0] for key, row in ps.targets["t"].weights.items()} == expected
 
 
 def test_pulls_that_rank_0_cannot_begin_take_no_memory_with_them() -> None:

@@ -68,8 +68,8 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    ids, wanted = batch(step, rank)
-    return nn.functional.mse_loss(model(ids), wanted)
+    ids, needed = batch(step, rank)
+    return nn.functional.mse_loss(model(ids), needed)
 
 
 def alone(ranks: int) -> FakeClient:
@@ -227,12 +227,12 @@ def test_rows_of_several_tables_are_pulled_with_one_question() -> None:
             name: ps.table(name, dim=dim, optimizer=eps.SGD(lr=1.0), init=eps.Normal(std=1.0, seed=2))
             for dim, name in enumerate(keys, start=2)
         }
-        wanted = {tables[name]: np.array(lists[ps.rank], np.int64) for name, lists in keys.items()}
+        needed = {tables[name]: np.array(lists[ps.rank], np.int64) for name, lists in keys.items()}
         with pytest.raises(eps.InputError):
             ps.pull_async({tables["a"]: [0.5]})
-        ahead: Any = ps.pull_async(wanted)
-        found: Any = ps.pull(wanted)
-        for table, rows in ahead.result().items():
+        early: Any = ps.pull_async(needed)
+        found: Any = ps.pull(needed)
+        for table, rows in early.result().items():
             np.testing.assert_array_equal(rows, found[table])
         return {table.name: rows for table, rows in found.items()}
 
@@ -263,7 +263,7 @@ def test_rows_that_are_expected_are_those_of_a_later_load() -> None:
         assert together(work, ranks) == [[7.0] * 5] * 2
 
 
-def test_what_is_asked_for_ahead_may_be_taken_in_any_order_or_not_at_all() -> None:
+def test_early_pulls_may_be_taken_in_any_order_or_not_at_all() -> None:
     shared = FakeClient()
 
     def look(ps: GroupClient) -> None:
@@ -272,8 +272,8 @@ def test_what_is_asked_for_ahead_may_be_taken_in_any_order_or_not_at_all() -> No
             reads = [table.pull_async(np.arange(n + ps.rank) + 10 * turn) for n in range(1, 5)]
             for n in (4, 2, 1):
                 rows = reads[n - 1].result()
-                wanted = [shared.tables["rows"].row(key) for key in range(10 * turn, 10 * turn + n + ps.rank)]
-                np.testing.assert_array_equal(rows, np.array(wanted))
+                needed = [shared.tables["rows"].row(key) for key in range(10 * turn, 10 * turn + n + ps.rank)]
+                np.testing.assert_array_equal(rows, np.array(needed))
             del reads
         assert ps.slots._made <= 9, "memory is used again"
 

@@ -83,5 +83,5 @@ def test_torchrun_starts_a_group_again_and_it_goes_on_exactly_once(local_cluster
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = [[2.0 * STEPS] * 2] * 4
-    expected = [f"rank {rank} {said}" for rank in range(2) for said in ("from 0", "from 5", f"has {rows}")]
+    expected = [f"rank {rank} {part}" for rank in range(2) for part in ("from 0", "from 5", f"has {rows}")]
     assert sorted(done.stdout.splitlines()) == sorted(expected)

@@ -28,8 +28,8 @@ def model_of(ps: Any) -> nn.Sequential:
 
 def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    ids, wanted = torch.randint(0, 60, (8, 3), generator=generator), torch.randn(8, 1, generator=generator)
-    return nn.functional.mse_loss(model(ids), wanted)
+    ids, labels = torch.randint(0, 60, (8, 3), generator=generator), torch.randn(8, 1, generator=generator)
+    return nn.functional.mse_loss(model(ids), labels)
 
 
 def alone(url: str) -> dict[str, torch.Tensor]:
