@@ -1,6 +1,6 @@
-"""A leader's lines to the servers: data-plane connections on which servers report, and views go out.
+"""A leader's connections to the servers, on which servers report and views are sent.
 
-On the data plane, because what is watched then is the very loop and port that workers depend on.
+They use the data port, so that the leader watches the very loop and port that workers depend on.
 """
 
 from __future__ import annotations
@@ -40,13 +40,16 @@ if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
 
 HELLO_TIMEOUT_S = 2.0
-_ANOTHER = ("cluster", "incarnation")  # codes of who answers in its place; any other refusal tells of no death
+_ANOTHER = (
+    "cluster",
+    "incarnation",
+)  # codes of another server at this address; no other refusal means death
 _MOST = (1 << 63) - 1  # of whatever is counted
 MAX_WAITING_BYTES = 4 << 20  # views that a server which reads nothing is not sent any more
 
 
 def dial_server(leader: str, credentials: Credentials | None = None) -> Dial:
-    """How the leader of that name connects to servers; with TLS if it has credentials."""
+    """Returns how the leader of that name connects to servers; with TLS if it has credentials."""
 
     @asynccontextmanager
     async def dial(server: ServerInfo, cluster: str) -> AsyncIterator[ServerLink]:
@@ -74,7 +77,7 @@ def dial_server(leader: str, credentials: Credentials | None = None) -> Dial:
 
 @dataclass(frozen=True)
 class _Validity:
-    """How long the certificates of a line are good for: until some moment, or until ours is replaced."""
+    """How long the certificates of a connection are valid: until a time, or until ours is replaced."""
 
     credentials: Credentials | None = None
     generation: int = 0
@@ -89,7 +92,7 @@ class _Validity:
 
 
 def _check_peer(writer: asyncio.StreamWriter, credentials: Credentials, name: str) -> _Validity:
-    """PermissionError if it is not the server of that name that answers."""
+    """Checks the certificate of the server. PermissionError if it is not the server of that name."""
     try:
         peer, until_s = proved(writer.get_extra_info("ssl_object"))
         peer.require(credentials.cluster, Role.SERVER, name)
@@ -140,7 +143,7 @@ async def _read(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
 
 
 def _report(header: Header, document: dict[str, Any]) -> Report:
-    """What a server says, if a planner can reckon with all of it: one that talks nonsense is not to end who listens."""
+    """Decodes and checks a report. FrameError for one that a planner could not use: it must not end the leader."""
     try:
         levels = tuple(
             CaughtUp(whole(r, _MOST), whole(fill, _MOST), _member(*member)) for r, fill, *member in document["levels"]

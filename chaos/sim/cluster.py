@@ -37,7 +37,7 @@ from elasticps.model.spec import Consistency
 from elasticps.monitor import dial_server
 from elasticps.server.network.busy_poll import BusyPoll
 from elasticps.server.options import ServerOptions
-from elasticps.server.process.lifecycle import Registration, Surroundings, serve_until
+from elasticps.server.process.lifecycle import ServerRegistration, Surroundings, serve_until
 from elasticps.server.server import Server
 from replication.chain import COMPLETE, Member
 
@@ -205,7 +205,7 @@ class Cluster:
         store = self.store.client(name, STORE_TIMEOUT_S)
         serves = partial(self._serves, name)
         around = Surroundings(store, self.config, listener, _build, show, serves)  # type: ignore[arg-type]
-        registration = Registration(name, f"{name}:{PORT}", f"{name}:{PORT + 1}" if self._admin else "")
+        registration = ServerRegistration(name, f"{name}:{PORT}", f"{name}:{PORT + 1}" if self._admin else "")
         try:
             await serve_until(around, registration, found.stop, found.leave, wait_s=1e9,
                        drain_timeout_s=self.drain_timeout_s)  # fmt: skip

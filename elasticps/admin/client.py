@@ -1,4 +1,4 @@
-"""Asks one server about itself, with TLS where there are credentials."""
+"""Calls the admin service of one server, with TLS where there are credentials."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def fetch_hot(
 
 
 class Known(NamedTuple):
-    """What a server knows of its cluster; None where it has had none."""
+    """What a server knows of its cluster; None where it knows no view or roster."""
 
     name: str
     incarnation: int
@@ -86,7 +86,7 @@ class Known(NamedTuple):
 
 
 async def fetch_cluster(address: str, timeout_s: float, credentials: Credentials | None = None) -> Known:
-    """ClusterResponse (admin.proto) of the server at `address`. Raises ClusterUnreachable like the others."""
+    """ClusterResponse (admin.proto) of the server at `address`. Raises ClusterUnreachable as `fetch_status` does."""
     async with open_channel(address, credentials) as channel:
         try:
             answer = await admin_pb2_grpc.AdminStub(channel).Cluster(admin_pb2.ClusterRequest(), timeout=timeout_s)
@@ -98,7 +98,7 @@ async def fetch_cluster(address: str, timeout_s: float, credentials: Credentials
 
 
 async def take_mark(address: str, mark: int, timeout_s: float, credentials: Credentials | None = None) -> bool:
-    """Has the server at `address` send mark `mark` down the logs of its ranges; False if its view changed meanwhile.
+    """Makes the server at `address` send mark `mark` down the logs of its ranges; False if its view changed meanwhile.
 
     Returns when every replica has passed it. Raises ClusterUnreachable when that takes longer than `timeout_s`.
     """
@@ -113,7 +113,7 @@ async def take_mark(address: str, mark: int, timeout_s: float, credentials: Cred
 async def fetch_marked(
     address: str, mark: int, timeout_s: float, credentials: Credentials | None = None
 ) -> admin_pb2.MarkedResponse:
-    """What the server at `address` found at a mark. Raises ClusterUnreachable like the others."""
+    """What the server at `address` noted at a mark. Raises ClusterUnreachable as `fetch_status` does."""
     async with open_channel(address, credentials) as channel:
         request = admin_pb2.MarkedRequest(mark=mark)
         try:
@@ -128,7 +128,7 @@ async def fetch_marked(
 async def ask_restore(
     address: str, timeout_s: float, request: admin_pb2.RestoreRequest, credentials: Credentials | None = None
 ) -> admin_pb2.RestoreResponse:
-    """Has the server at `address` do its part of a restore. Raises ClusterUnreachable like the others."""
+    """Asks the server at `address` for its part of a restore. Raises ClusterUnreachable as `fetch_status` does."""
     async with open_channel(address, credentials) as channel:
         try:
             answer: admin_pb2.RestoreResponse = await admin_pb2_grpc.AdminStub(channel).Restore(
@@ -155,7 +155,8 @@ async def fetch_health(
 
 
 def open_channel(address: str, credentials: Credentials | None) -> grpc.aio.Channel:
-    """To the admin service at an address. ConfigError in a process that was forked from one that uses gRPC."""
+    """Opens a channel to the admin service at an address. ConfigError in a process that was forked from one that uses
+    gRPC."""
     try:
         use_grpc()
     except ForkedProcess as error:
@@ -169,8 +170,8 @@ def open_channel(address: str, credentials: Credentials | None) -> grpc.aio.Chan
 
 
 def generation_of(credentials: Credentials | None) -> int:
-    """Of the certificates that there are now. A channel that is kept is to be opened again when it was opened with
-    those of another one: servers refuse what was proved by a certificate that has ended."""
+    """The generation of the present certificates. A channel that was opened with another generation has to be opened
+    again: servers refuse calls on connections whose certificate has ended."""
     if credentials is None:
         return 0
     credentials.refresh()
@@ -178,7 +179,7 @@ def generation_of(credentials: Credentials | None) -> int:
 
 
 def failure(address: str, timeout_s: float, error: grpc.aio.AioRpcError) -> Error:
-    """What a call that has failed is raised as."""
+    """The error that a failed call raises."""
     if error.code() is grpc.StatusCode.PERMISSION_DENIED:
         return ServerError(f"the server at {address} refused: {error.details()}")
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:

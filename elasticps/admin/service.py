@@ -1,4 +1,4 @@
-"""Serves the admin and health services of one server process."""
+"""The admin and health services of one server process, by gRPC."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
 
 
 class _Health(health.HealthServicer):  # type: ignore[misc]  # it has no types
-    """The standard service, for whoever may look."""
+    """The standard health service, for callers that may look."""
 
     def __init__(self, credentials: Credentials | None) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def _fields(progress: RestoreProgress) -> dict[str, Any]:
 
 
 def _objection(context: Context, act: Act, cluster: str) -> str:
-    """Why whoever calls may not do that; "" if they may."""
+    """Why the caller may not do that, or ""."""
     proof = context.auth_context()
     if proof.get("ssl_tls_version") != [b"TLSv1.3"]:
         return "TLS 1.3 is required"
@@ -185,7 +185,7 @@ def _objection(context: Context, act: Act, cluster: str) -> str:
         caller = identity_among([uri.decode("latin-1") for uri in proof.get("peer_uri", ())])
     except NotAuthorised as error:
         return str(error)
-    # gRPC looks at a certificate when a connection begins, and then for as long as that lasts no more.
+    # gRPC checks a certificate when a connection begins, and never again.
     if any(_ends(pem) <= time.time() for pem in proof.get("x509_pem_cert", ())):
         return "your certificate has ended"
     if caller.cluster != cluster:
@@ -195,16 +195,16 @@ def _objection(context: Context, act: Act, cluster: str) -> str:
 
 @lru_cache(maxsize=256)
 def _ends(pem: bytes) -> float:
-    """When a certificate does, in Unix time."""
+    """When a certificate ends, in Unix time."""
     return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
 
 
 def _secured(credentials: Credentials) -> grpc.ServerCredentials:
-    """Asked for at each handshake, so that certificates which were replaced are used at once."""
+    """TLS for the service. gRPC asks for certificates at each handshake, so that new ones are used at once."""
     latest: Pems | None = None
 
     def newer() -> grpc.ServerCertificateConfiguration | None:
-        # None unless they were: with each one that it is given gRPC frees what other handshakes may be using.
+        # None unless they are new: for each configuration gRPC frees what other handshakes may be using.
         nonlocal latest
         pems = credentials.pems()
         if pems == latest:
@@ -225,7 +225,7 @@ class AdminServer:
         self.address = address
 
     async def set_serving(self, serving: bool) -> None:
-        """What the health service answers from now on, for the process as a whole and for this service."""
+        """Sets what the health service answers, for the process as a whole and for this service."""
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", SERVICE):
             await self._health.set(service, status)

@@ -1,4 +1,4 @@
-"""What a server tells of itself: its status, and digests of its ranges at one place of their logs."""
+"""Answers the admin service: status, activity, hot keys, and digests of ranges at one place of their logs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elasticps.server.roles.context import Context
 from elasticps.server.roles.cuts import CutHandler
 from elasticps.server.roles.executor import COUNTED
 from elasticps.server.roles.handshake import HelloHandler
-from elasticps.server.roles.hot_keys import Hot
+from elasticps.server.roles.hot_keys import HotKeys
 from elasticps.server.roles.restoring import Restorer
 from elasticps.server.roles.snapshots import SnapshotSender
 from elasticps.server.roles.worker_activity import WorkerActivity
@@ -27,11 +27,11 @@ from replication.effects import Status
 from replication.messages import OperationKind
 from replication.progress import PART_BITS
 
-_RECEIVED = (H_RECEIVED_PUSH, H_RECEIVED_PULL, H_RECEIVED_FORWARD)  # of usual frames, nearly all
+_RECEIVED = (H_RECEIVED_PUSH, H_RECEIVED_PULL, H_RECEIVED_FORWARD)  # counters of usual frames, which are nearly all
 
 
 class Measured(Protocol):
-    """What was measured of a server's requests: see `elasticps.metrics.timing`."""
+    """Durations of a server's requests: see `elasticps.metrics.timing`."""
 
     @property
     def busy_s(self) -> float: ...
@@ -41,7 +41,7 @@ class Measured(Protocol):
 
 
 class ServerAdmin:
-    """Of the admin service. measured: what times requests, if something does."""
+    """The `AdminInterface` of a server. measured: durations of requests, if they are measured."""
 
     measured: Measured | None = None
 
@@ -66,16 +66,16 @@ class ServerAdmin:
 
     @property
     def epoch(self) -> int:
-        """Of the view that is followed."""
+        """Epoch of the view that is followed."""
         return self._serving.epoch
 
     @property
     def acknowledged(self) -> dict[int, int]:
-        """Worker -> the clock up to which it has been told that all is committed."""
+        """By worker, the clock up to which it has been told that its steps are committed."""
         return self._path.acknowledged_clocks()
 
     async def mark(self, mark: int) -> bool:
-        """Has every replica of the ranges headed here note their digests; False if the view changed meanwhile."""
+        """Makes every replica of the ranges headed here note their digests; False if the view changed meanwhile."""
         for ranges, part in slices(self._executor.store.tables, self._serving.headed, mark):
             reply = await self._executor.log(OperationKind.AUDIT, ranges, part, 64).future
             if reply.status is not Status.COMMITTED or len(reply.moved):
@@ -83,7 +83,7 @@ class ServerAdmin:
         return True
 
     def marked(self, mark: int) -> dict[int, MarkedRange]:
-        """What this replica found at a mark, by range."""
+        """What this replica noted at a mark, by range."""
         return self._executor.marks.of(mark)
 
     def status(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class ServerAdmin:
         }
 
     def activity(self) -> dict[str, Any]:
-        """What passes through this server, for whoever looks every second."""
+        """Traffic and progress, for a dashboard that asks every second."""
         clocks = self.clocks()
         found: dict[str, Any] = {
             "incarnation": self.me.incarnation,
@@ -132,8 +132,8 @@ class ServerAdmin:
         return found
 
     async def hot(self, seconds: float) -> dict[str, Any]:
-        """What workers ask for most in the next `seconds`."""
-        hot = Hot(self._path, self._executor.store, self._serving.ranges)
+        """The keys that workers ask for most in the next `seconds`."""
+        hot = HotKeys(self._path, self._executor.store, self._serving.ranges)
         await hot.look(seconds, self._clock)
         return {"incarnation": self.me.incarnation} | hot.found()
 
@@ -144,7 +144,7 @@ class ServerAdmin:
         return {worker: int(np.min(clocks.read(worker)[headed])) >> PART_BITS for worker in known}
 
     def cluster_known(self) -> dict[str, Any]:
-        """What a store that has lost this cluster is told of it."""
+        """What this server knows of the cluster, for a store that has lost it."""
         serving, view = self._serving, self._serving.view
         roster = b""
         if view is not None and serving.roster_version:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticps.server.core.frequent_keys import Sketch
-from elasticps.server.roles.hot_keys import Hot
+from elasticps.server.roles.hot_keys import HotKeys
 from elasticps.wire.frames import Kind
 from elasticps.wire.headers import PullHeader
 from tests.server.conftest import TABLE, Group, Run
@@ -40,7 +40,7 @@ def test_frames_are_looked_at_once_and_their_keys_are_counted(run: Run) -> None:
         group.adopt(view)
         worker = await group.connect("a")
         server = group.servers["a"]
-        hot = Hot(server.fast, server.executor.store, view.ranges)
+        hot = HotKeys(server.fast, server.executor.store, view.ranges)
         await asyncio.wait_for(worker.push(view, "a", 1, [5, 6, 7], 1.0), 10)
         pushed = list(hot.sample())
         assert [(table, sorted(keys.tolist())) for table, keys in pushed] == [(TABLE, [5, 6, 7])]

@@ -18,7 +18,7 @@ from coordinator.sessions import register_server
 from elasticps.errors import ConfigError
 from elasticps.server.process import names
 from elasticps.server.process.draining import drain
-from elasticps.server.process.lifecycle import Registration, Surroundings, build_server, serve_until
+from elasticps.server.process.lifecycle import ServerRegistration, Surroundings, build_server, serve_until
 from elasticps.server.process.names import wait_for_name
 from elasticps.server.server import Server
 from tests.coordinator.support import until_key
@@ -114,7 +114,7 @@ def test_a_life_that_is_left_out_ends_though_the_store_does_not_answer(monkeypat
             address = f"127.0.0.1:{sock.getsockname()[1]}"
             around = Surroundings(store, config, sock, build, shown.put, nobody)
             living = asyncio.create_task(
-                serve_until(around, Registration("a", address), stop, leave, wait_s=5, drain_timeout_s=5)
+                serve_until(around, ServerRegistration("a", address), stop, leave, wait_s=5, drain_timeout_s=5)
             )
             try:
                 server = await asyncio.wait_for(shown.get(), 30)

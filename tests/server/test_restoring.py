@@ -23,7 +23,7 @@ from elasticps.server.roles.restoring import (
     PIECES_AT_ONCE,
     Restorer,
     _batches,
-    _together,
+    _joined,
     cut_up,
     state_of,
 )
@@ -97,14 +97,14 @@ def test_a_table_with_another_id_takes_few_operations() -> None:
         RangeRows(r, keys[old == r], rows[old == r], np.full((old == r).sum(), r, np.int32)) for r in range(ranges)
     ]
     here = np.ones(ranges, np.bool_)
-    found = [each for part in _together(iter(parts)) for each in cut_up(part, 8, here)]
+    found = [each for part in _joined(iter(parts)) for each in cut_up(part, 8, here)]
     assert len(found) == ranges < sum(len(list(cut_up(part, 8, here))) for part in parts) / 50
     where = ranges_of(8, keys.tolist(), ranges)
     for r, piece in found:
         assert sorted(piece.keys.tolist()) == keys[where == r].tolist()
         assert piece.rows.view(np.uint32).ravel().tolist() == piece.keys.tolist()
     assert [len(some) for some in _batches(iter(found))] == [PIECES_AT_ONCE] * (ranges // PIECES_AT_ONCE)
-    assert list(_together(iter([]))) == []
+    assert list(_joined(iter([]))) == []
 
 
 def test_rows_of_one_range_are_not_copied() -> None:

@@ -1,5 +1,5 @@
-"""A server's connections with TLS: sockets that one compiled call receives from and decrypts, or encrypts for and sends
-to (`security/session.py`). The event loop only says when."""
+"""A server's connections with TLS: one compiled call receives and decrypts, another encrypts and sends
+(`security/session.py`); the event loop only says when."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class SecureStreams:
-    """Makes the connections of one server. Everything runs in the thread of the event loop."""
+    """Accepts and dials the connections of one server. Everything runs in the event loop's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, gate: Gate, credentials: Credentials) -> None:
         self.loop = loop
@@ -38,7 +38,7 @@ class SecureStreams:
         return Listener(self, make, sock)
 
     def adopt(self, connection: Connection, sock: socket.socket) -> None:
-        """A connection that was accepted; its protocol hears of it when the peer has proved who it is."""
+        """Starts the handshake of an accepted connection."""
         session = self._session(sock, anybody, server=True)
         accepted = SecureTransport(self.loop, connection, sock, session, self._gate.accepted)
         self._gate.admit(accepted)
@@ -46,7 +46,8 @@ class SecureStreams:
             accepted.shake()
 
     async def dial(self, connection: Connection, host: str, port: int, expect: Expect) -> None:
-        """Connects `connection`; returns when it has its transport. OSError if nobody, or another one, answers."""
+        """Connects `connection`; returns when it has its transport. OSError if nobody answers, or if `expect` rejects
+        the peer."""
         sock = await connected(self.loop, host, port)
         proved: asyncio.Future[None] = self.loop.create_future()
         try:
@@ -67,8 +68,8 @@ class SecureStreams:
 
 
 class SecureTransport(SocketTransport["Connection"]):
-    """`connection` gets this as its transport once the handshake is done, and hears nothing of it where it fails;
-    `over` is told in any case."""
+    """Becomes the transport of `connection` once the handshake is done, and never where it fails; `over` is called in
+    both cases."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class SecureTransport(SocketTransport["Connection"]):
     # --- the handshake ----------------------------------------------------------------------------------------------
 
     def shake(self) -> None:
-        """Begins, or goes on."""
+        """Begins or continues the handshake."""
         try:
             if self._session.shake():
                 self._open = True
@@ -107,7 +108,7 @@ class SecureTransport(SocketTransport["Connection"]):
             self.give_up(str(error))
 
     def give_up(self, why: str, *, gently: bool = False) -> None:
-        """Ends a connection whose peer has not proved who it is."""
+        """Ends a connection whose handshake is not done."""
         if self._handshake.end(ConnectionResetError(why)):
             self.end(None)
 
@@ -142,7 +143,7 @@ class SecureTransport(SocketTransport["Connection"]):
             self._loop.call_soon(self._read)
 
     def _read(self) -> None:
-        """Hands on what there is, as long as it is wanted."""
+        """Gives decrypted bytes to the connection, as long as it reads."""
         if self._busy:
             return
         connection, session = self._connection, self._session

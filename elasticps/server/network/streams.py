@@ -1,4 +1,4 @@
-"""What makes a server's connections: compiled code where it can, else the event loop."""
+"""Chooses how a server accepts and dials connections: by compiled code where it can, else by the event loop."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class Listening(Protocol):
 
 
 class Streams(Protocol):
-    """Makes the connections of one server, in the thread of the event loop. With TLS, a connection hears nothing before
-    its peer has proved who it is, nor of one that does not."""
+    """Accepts and dials the connections of one server, in the event loop's thread. With TLS, a connection object gets
+    its transport only when its peer has proved who it is."""
 
     async def create_server(self, make: Callable[[], Connection], *, sock: socket.socket) -> Listening:
         """Accepts connections from a socket that listens, until the listener is closed, and the socket with it."""
 
     async def dial(self, connection: Connection, host: str, port: int, expect: Expect) -> None:
-        """Connects `connection`; returns when it has its transport. OSError if nobody answers or, with TLS, another one
-        than `expect` lets pass."""
+        """Connects `connection`; returns when it has its transport. OSError if nobody answers or, with TLS, if `expect`
+        rejects the peer."""
 
     def close(self) -> None:
-        """After all connections."""
+        """Closes what is left when all connections have ended."""
 
 
 def streams(loop: asyncio.AbstractEventLoop, gate: Gate, path: FastPath, busy_poll: BusyPoll) -> Streams:
-    """Those of a server. The loop itself makes them where it, or the system, has no descriptors that compiled code
-    could wait for, and with TLS where compiled code finds no OpenSSL."""
+    """The streams of a server. The event loop itself is used where it cannot watch descriptors, on systems without
+    epoll, and with TLS where compiled code finds no OpenSSL."""
     credentials, watching = gate.credentials, watches(loop)
     if credentials is None:
         return Pump(loop, path, busy_poll) if watching and hasattr(select, "epoll") else LoopStreams(loop)
@@ -55,7 +55,7 @@ def streams(loop: asyncio.AbstractEventLoop, gate: Gate, path: FastPath, busy_po
 
 
 def watches(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether a loop waits for descriptors of others."""
+    """Whether a loop can watch descriptors (`add_reader`)."""
     real = getattr(type(loop), "add_reader", asyncio.AbstractEventLoop.add_reader)
     return real is not asyncio.AbstractEventLoop.add_reader
 
@@ -98,7 +98,7 @@ class TlsStreams:
         return await self._loop.create_server(accept, sock=sock)
 
     async def dial(self, connection: Connection, host: str, port: int, expect: Expect) -> None:
-        """Connects `connection`; OSError if nobody answers, or another one than `expect` lets pass."""
+        """Connects `connection`; OSError if nobody answers, or if `expect` rejects the peer."""
         proved: asyncio.Future[None] = self._loop.create_future()
         channel = Channel(self._credentials, expect, server=False)
         dialled = TlsTransport(connection, channel, resolving(proved))

@@ -1,4 +1,4 @@
-"""Ports and addresses of a server: what it listens on, and what others find it under."""
+"""Ports and addresses of a server: where it listens, and the address that others connect to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WHY = {
 
 
 def listen(host: str, port: int, option: str = "--port") -> socket.socket:
-    """A socket that listens: connections wait in it until they are taken. ConfigError where that cannot be."""
+    """A listening socket; connections wait in it until they are accepted. ConfigError if that is not possible."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         return socket.create_server((host, port), family=family, backlog=CONNECT_BACKLOG)
@@ -32,10 +32,10 @@ def listen(host: str, port: int, option: str = "--port") -> socket.socket:
 
 
 def found_under(host: str, advertise: str, endpoints: Sequence[str]) -> str:
-    """The host that others reach a server at which listens on `host`.
+    """The host under which others reach a server that listens on `host`.
 
-    A server that listens on every address takes the one from which it reaches etcd, if that is not loopback: who can
-    reach etcd there can reach us. ConfigError where it cannot be known.
+    A server that listens on every address takes the one from which it reaches etcd, unless that is loopback: processes
+    that reach etcd reach us there. ConfigError if it cannot be found.
     """
     if advertise:
         if _is_any(advertise):
@@ -53,14 +53,14 @@ def found_under(host: str, advertise: str, endpoints: Sequence[str]) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
+    """Whether only this machine reaches `host`."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def hidden(host: str, endpoints: Sequence[str]) -> bool:
-    """Whether only this machine can reach a server that is found under `host`, although etcd is on another one."""
+    """Whether only this machine can reach a server under `host`, although etcd is on another machine."""
     return is_loopback(host) and any(ours != theirs for ours, theirs in _ways(endpoints))
 
 

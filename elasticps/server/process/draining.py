@@ -1,16 +1,16 @@
-"""A server that has been asked to end hands over what it has. It ends when that is done, or when its time is over and
-every range that it has is at a server that stays.
+"""Drains a server that has been asked to end. It ends when all its ranges have moved, or when its time is over and
+servers that stay have copies of all its ranges.
 
-Whoever drains first says so in the store, and then looks who else does: of two that drain at the same time at least one
-sees the other. So they never both leave with the last copies of a range; both stay until a third server has it. Only
-where no server stays at all there is nothing to wait for.
+A draining server first writes its request to the store, then reads which other servers drain: of two that drain at the
+same time at least one sees the other. So they never both leave with the last copies of a range; both stay until a third
+server has it. Only where no server stays at all is there nothing to wait for.
 
 A server that has died is in the store and in the view until its lease has run out. So before a server ends with ranges
-still held, it asks the servers whose copies it counts on. A copy at one that does not answer does not count.
+still held, it asks the servers whose copies it counts on. A copy at a server that does not answer does not count.
 
-Without an answer from the store nobody knows who stays, and a server that drains waits. But where a whole cluster is
-taken away, store first, it would wait for ever: it ends after GONE_S without a sign of life from the store, from any
-coordinator, and from any server of its view that does not leave itself.
+While the store does not answer, a draining server cannot know which servers stay, and waits. But where a whole cluster
+is taken away, store first, it would wait for ever: it ends after GONE_S without a sign of life from the store, from any
+coordinator, and from any server of its view that stays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from replication.chain import Member
 log = fields.logger(__name__)
 
 LOOK_S = 0.5
-LOG_EVERY_S = 5.0  # so often the log says what a server that drains waits for
+LOG_EVERY_S = 5.0  # between log lines about what a draining server waits for
 GONE_S = 30.0
 
 Stays = Callable[[ServerInfo], Awaitable[bool]]
@@ -42,8 +42,8 @@ Stays = Callable[[ServerInfo], Awaitable[bool]]
 
 @dataclass(frozen=True)
 class _Found:
-    """What the store said. unknown: why it is not known what there is to hand over, "" if it is; ends: no server stays,
-    and none that drains lives on; view: in the store; silent: servers that did not answer."""
+    """What a look at the store has found. unknown: why the handover could not be determined, or ""; ends: no server
+    stays, and none that drains lives on; view: in the store; silent: servers that did not answer."""
 
     unknown: str = ""
     handover: Handover | None = None
@@ -58,7 +58,7 @@ class _Found:
 
     @property
     def reason(self) -> str:
-        """Of the view."""
+        """The reason of the view."""
         return "" if self.view is None else self.view.reason
 
     def __str__(self) -> str:
@@ -105,8 +105,8 @@ async def drain(store: Store, server: Server, stop: asyncio.Future[str], timeout
 
 
 async def _look(store: Store, server: Server, signs: _SignsOfLife, over: bool) -> _Found:
-    """Makes sure that the request to drain is there, then reads which servers stay. over: the time is over, and what
-    is safe is confirmed by the servers that have it."""
+    """Makes sure that the request to drain is in the store, then reads which servers stay. over: the time is over, and
+    servers have to confirm the copies that are counted on."""
     found = await _ask(store, server)
     if over and found.safe:
         # Once more: a server that has answered may be another incarnation, which the store knows then.
@@ -131,7 +131,7 @@ async def _ask(store: Store, server: Server, silent: frozenset[Member] = frozens
 
 
 def _member(entry: Entry) -> Member:
-    """Who is registered; of an entry that cannot be read, an incarnation that there never is."""
+    """The registered server; for an unreadable entry, an incarnation that never exists."""
     try:
         return server_of(entry.key, entry.value).member
     except ValueError:
@@ -139,7 +139,7 @@ def _member(entry: Entry) -> Member:
 
 
 class _SignsOfLife:
-    """When there was a sign of life of anybody else, as far as a server that drains can see."""
+    """When a draining server last saw a sign of life of another process."""
 
     def __init__(self, server: Server, stays: Stays) -> None:
         self._server = server
@@ -148,12 +148,12 @@ class _SignsOfLife:
         self._seen_at = self._loop.time()
 
     def seen(self, found: _Found) -> _Found:
-        """The store has answered."""
+        """Notes that the store has answered."""
         self._seen_at = self._loop.time()
         return found
 
     async def silent(self, found: _Found) -> frozenset[Member]:
-        """Asks the servers whose copies are counted on; returns those that do not say that they stay."""
+        """Asks the servers whose copies are counted on; returns those that do not confirm that they stay."""
         assert found.view is not None
         assert found.handover is not None
         holders = [each for each in found.view.servers if each.member in found.handover.holders]
@@ -161,7 +161,7 @@ class _SignsOfLife:
         return frozenset(each.member for each, stays in zip(holders, answers, strict=True) if not stays)
 
     async def ended(self) -> bool:
-        """Without the store: looks for other signs; whether there was none for GONE_S."""
+        """Looks for signs of life other than the store's; whether there was none for GONE_S."""
         view = self._server.serving.view
         others = () if view is None else [each for each in view.servers if each.member != self._server.member]
         if self._server.leaders.present or any(await asyncio.gather(*map(self._stays, others))):
@@ -170,7 +170,7 @@ class _SignsOfLife:
 
 
 class _DrainLog:
-    """Logs what a server that drains waits for, every now and then. until: loop time at which its time is over."""
+    """Logs from time to time what a draining server waits for. until: loop time at which its time is over."""
 
     def __init__(self, until: float) -> None:
         self.until = until
@@ -178,7 +178,7 @@ class _DrainLog:
         self._over = False
 
     def tell(self, found: _Found, now: float) -> None:
-        """What was found just now."""
+        """Logs what was found now, if it is time."""
         over = now >= self.until
         if over and not self._over:
             log.error(

@@ -43,7 +43,7 @@ Build = Callable[[ServerSession, str, int, asyncio.AbstractEventLoop], Server]
 
 
 @dataclass(frozen=True)
-class Registration:
+class ServerRegistration:
     """What a server registers of itself; addresses are "host:port"."""
 
     name: str
@@ -68,7 +68,7 @@ class Surroundings:
 
 async def serve_until(
     around: Surroundings,
-    me: Registration,
+    me: ServerRegistration,
     stop: asyncio.Future[str],
     leave: asyncio.Future[str],
     *,

@@ -34,7 +34,14 @@ from elasticps.server.fast import receive as fast_path
 from elasticps.server.fast import sockets
 from elasticps.server.options import ServerOptions
 from elasticps.server.process.addresses import found_under, hidden, is_loopback, joined, listen
-from elasticps.server.process.lifecycle import Build, Registration, Surroundings, build_server, resolve, serve_until
+from elasticps.server.process.lifecycle import (
+    Build,
+    ServerRegistration,
+    Surroundings,
+    build_server,
+    resolve,
+    serve_until,
+)
 from elasticps.server.process.names import stays, wait_for_name
 from elasticps.server.server import Server
 from elasticps.store import registry
@@ -154,7 +161,7 @@ async def serve(
         if not take_over:
             await wait_for_name(store, name, address, max(wait_s, STORE_TIMEOUT_S), credentials)
         around = Surroundings(store, config, sock, build, show, partial(stays, credentials=credentials))
-        me = Registration(name, address, admin_address, zone, weight)
+        me = ServerRegistration(name, address, admin_address, zone, weight)
         await serve_until(around, me, stop, leave, wait_s=max(wait_s, STORE_TIMEOUT_S), drain_timeout_s=drain_timeout_s)
         log.info("stopping", reason=stop.result())
 

@@ -1,5 +1,4 @@
-"""What a server asks of other processes: whether one lives under its name, which it may not take then; and whether a
-server stays."""
+"""Asks other servers: whether one is alive under this server's name, and whether one stays in the cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 log = fields.logger(__name__)
 
-_LEASE_S = 6.0  # by then the lease of one that has died has run out
+_LEASE_S = 6.0  # by then the lease of a dead server has run out
 _LOOK_S = 0.2
 _ANSWER_S = 1.0
 
@@ -28,10 +27,10 @@ _ANSWER_S = 1.0
 async def wait_for_name(
     store: Store, name: str, address: str, timeout_s: float, credentials: Credentials | None = None
 ) -> None:
-    """Returns when nobody lives under `name`; ConfigError if somebody does.
+    """Returns when no living server has this name; ConfigError if one has.
 
-    Who was registered there has died if nothing listens at its address, or if that is ours now. One that is frozen, or
-    that cannot be reached, has died for us when its lease has run out.
+    The registered server has died if nothing listens at its address, or if the address is ours now. A server that is
+    frozen or cannot be reached counts as dead when its lease has run out.
     """
     loop = asyncio.get_running_loop()
     until = loop.time() + _LEASE_S
@@ -61,7 +60,7 @@ async def wait_for_name(
 
 
 async def _refuses(address: str) -> bool:
-    """Whether nothing listens there any more."""
+    """Whether nothing listens at an address."""
     host, _, port = address.rpartition(":")
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(_ANSWER_S):
@@ -87,5 +86,5 @@ async def stays(other: ServerInfo, credentials: Credentials | None = None) -> bo
         return await fetch_health(other.admin, _ANSWER_S, credentials=credentials) == "SERVING"
     except ClusterUnreachable:
         return False
-    except ServerError:  # it is there, and does not tell us
+    except ServerError:  # it is alive, and refuses to answer us
         return True

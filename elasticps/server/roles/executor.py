@@ -1,4 +1,4 @@
-"""Carries out what the replica asks for: the store changes, messages leave, answers go back.
+"""Carries out the effects of the replica: changes the store, sends messages and answers.
 
 The effects of one event are carried out in order and without a gap, as `replication.effects` demands. Whatever fails
 here leaves a copy that may differ from the others, so it ends the process.
@@ -68,7 +68,7 @@ class RequestCounts(Counter[str]):
         self._path = path
 
     def count(self, what: str) -> int:
-        """How many there were."""
+        """How many requests or rows there were."""
         return self[what] + self._path.counter(COUNTED[what])
 
 
@@ -129,20 +129,20 @@ class Executor:
 
     @property
     def applied(self) -> int:
-        """Operations, as head or follower."""
+        """Operations applied, as head or follower."""
         return self._applied + self._path.counter(at.H_APPLIED)
 
     @property
     def rows_applied(self) -> int:
-        """Rows that they updated."""
+        """Rows updated by them."""
         return self._rows_applied + self._path.counter(at.H_ROWS_APPLIED)
 
     def perform(self, event: Callable[..., Effects], *arguments: Any) -> None:
-        """Gives the replica an event and carries out its effects. Does not return if any of it fails."""
+        """Gives the replica an event and carries out its effects. Ends the process if any of it fails."""
         inner, self._performing = self._performing, True
         try:
             self._carry_out(event(*arguments))
-            while self.replica.unsettled and not inner:  # inside of another event, that one's effects come first
+            while self.replica.unsettled and not inner:  # within another event, its effects come first
                 self._carry_out(self.replica.go_on())
             if len(self.store.live) < len(self.store.tables) and not inner:
                 self._bury()
@@ -177,15 +177,15 @@ class Executor:
         self.perform(self.replica.limit_log, budget_bytes)
 
     def note_change(self) -> None:
-        """Python applied or acknowledged something outside of the compiled path: pulls may go on."""
+        """Python has applied or acknowledged an operation outside of the compiled path: pulls may go on."""
         self._path.note_change()
 
     def note_committed(self, worker: int, clock: int) -> None:
-        """A worker has said that it knows its steps up to `clock` to be committed."""
+        """Notes that a worker knows its steps up to `clock` to be committed."""
         self._path.note_acknowledged(worker, clock)
 
     def note_shard(self, number: int, shard: int, worker: int, clock: int) -> None:
-        """A push that trains a shard was applied by the compiled path."""
+        """Notes a push for a data shard that the compiled path has applied."""
         self.shards.note(ShardMark(number, shard), worker, clock)
 
     # --- operations -------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ class Executor:
             for table, keys, values, _ in blocks:
                 tables[table].put(keys, values)
         elif operation.kind == OperationKind.DELETE:
-            unfinished = effect.inside or {}  # their tail knows how many deletions there are to note
+            unfinished = effect.inside or {}  # their tail knows how many deletions there are
             whole = [r for r in effect.ranges.tolist() if r not in unfinished]
             for table, keys, _, _ in blocks:
                 tables[table].delete(keys)
@@ -295,11 +295,11 @@ class Executor:
                 self.marks.note(mark, r, MarkedRange(seq, found, tuple(workers.tolist()), tuple(progress.tolist())))
 
     def words(self, r: int) -> list[int]:
-        """Numbers that replicas of a range must agree on beside its rows, for digests."""
+        """Numbers beside the rows on which replicas of a range must agree, for digests."""
         return [*self.store.cut_words(r), *self.rounds.words(r), *self.shards.words(r)]
 
     def _cut(self, effect: Apply, mark: CutMark) -> None:
-        # One that comes late, or again as two heads have logged it one after the other, changes nothing.
+        # A late cut, or one that two heads have logged one after the other, changes nothing.
         chosen = self.store.cuts.newest[effect.ranges] < mark.number
         ranges, seqs = effect.ranges[chosen], effect.seqs[chosen]
         clocks, tables = self.replica.clocks, self.store.tables

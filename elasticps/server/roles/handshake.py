@@ -1,4 +1,4 @@
-"""Who connects, what they may say from then on, and who of them is still there."""
+"""Handles HELLO: checks who connects, gives each connection its kind of peer, and knows all connections."""
 
 from __future__ import annotations
 
@@ -25,30 +25,31 @@ _STARTED_AGAIN = "worker {!r} was started again; this is the older incarnation"
 
 
 class HelloHandler:
-    """Gives each connection its role once its peer has said who it is; `worker` and `peer` are what such a peer may say
-    and who else hears that it is gone. `greet` tells a worker what it has to know behind its WELCOME."""
+    """Gives each connection its kind of peer after HELLO or WELCOME: `worker`, `peer`, or a leader. `greet` sends a
+    worker what it has to know after its WELCOME."""
 
     def __init__(
         self, context: Context, links: ReplicaLinks, leaders: Leaders, worker: PeerKind, peer: PeerKind,
         greet: Callable[[Connection], None], allowed: ConnectionLimits,
     ) -> None:  # fmt: skip
-        self._me = context.serving.me
-        self._cluster = context.cluster
-        self._serving = context.serving
-        self._held = context.held
-        self._links = links
-        self._leaders = leaders
-        self._worker = worker
-        self._peer = peer
-        self._greet = greet
-        self._allowed = allowed
+        self._me = context.serving.me  # peers and leaders have to mean this incarnation
+        self._cluster = context.cluster  # and everybody this cluster
+        self._serving = context.serving  # has the roster and the view
+        self._held = context.held  # HELLOs that wait for a newer one
+        self._links = links  # take connections of peers
+        self._leaders = leaders  # take those of leaders
+        self._worker = worker  # what a worker may send
+        self._peer = peer  # what another replica may send
+        self._greet = greet  # see above
+        self._allowed = allowed  # how many workers and unknown peers
         self.connections: dict[Connection, None] = {}  # in the order in which they came
-        self._unknown: dict[Connection, None] = {}  # those without a hello, in the same order
-        self._as_workers: dict[Connection, None] = {}  # those that say that they are workers
-        self._of_worker: dict[int, Connection] = {}  # by id, the newest of each
+        self._unknown: dict[Connection, None] = {}  # without a HELLO, in the same order
+        self._as_workers: dict[Connection, None] = {}  # whose HELLO was a worker's
+        self._of_worker: dict[int, Connection] = {}  # the newest of each worker, by id
         handlers: dict[int, Handler] = {
             Kind.HELLO: self._hello, Kind.WELCOME: self._welcomed, Kind.ERROR: self._rejected,
         }  # fmt: skip
+        # What a peer may send before it is known.
         self.newcomer = PeerKind(handlers, self.forget, opened=self._opened, wrong="came before HELLO")
         self._leader = PeerKind(
             {Kind.VIEW: context.updates.by_leader, Kind.GET_VIEW: leaders.beat}, self.forget, leaders.remove
@@ -58,11 +59,11 @@ class HelloHandler:
 
     @property
     def workers(self) -> Iterable[Connection]:
-        """Those of workers."""
+        """Connections of workers."""
         return (connection for connection in self.connections if connection.worker)
 
     def follow(self) -> None:
-        """There is a newer roster: older incarnations of its workers are cut off."""
+        """Follows a newer roster: cuts off older incarnations of its workers."""
         workers, newest = self._serving.workers, self._serving.newest
         for connection in list(self.connections):
             connection.set_rostered(connection.worker in workers)
@@ -72,7 +73,8 @@ class HelloHandler:
                 connection.transport.close()
 
     def tick(self) -> None:
-        """A few times a second: drops connections whose peer has gone while nothing is read from it."""
+        """Called a few times a second: drops connections whose peer has gone unnoticed, or whose certificate has
+        ended."""
         for connection in list(self.connections):
             connection.notice_end()
             connection.notice_expiry()
@@ -83,7 +85,7 @@ class HelloHandler:
             connection.transport.abort()
 
     def forget(self, connection: Connection) -> None:
-        """It is gone."""
+        """A connection has ended."""
         for those in (self.connections, self._unknown, self._as_workers):
             those.pop(connection, None)
         if self._of_worker.get(connection.worker) is connection:
@@ -100,7 +102,7 @@ class HelloHandler:
             oldest.refuse(FrameError(text))
 
     def _because(self, of_files: bool) -> str:
-        """Why there may be no more of them."""
+        """The reason for a limit, where it is that of open files."""
         files = self._allowed.files
         return f"; its limit of open files (`ulimit -n`), {files}, has room for no more" if of_files else ""
 
@@ -148,7 +150,7 @@ class HelloHandler:
         worker, name, app = whole(document["worker"], MAX_WORKER, 1), document.get("name"), document.get("app")
         if not (isinstance(name, str) and isinstance(app, str)):
             raise FrameError("a worker's hello gives its id, its name and its app")
-        # First, as a hello that waits for the roster has one of the places of workers.
+        # First, as a HELLO that waits for the roster counts as a worker's connection.
         self._prove(connection, Role.WORKER, str(name).rpartition("/")[2], str(app))
         self._unknown.pop(connection, None)
         self._as_workers[connection] = None
@@ -168,7 +170,9 @@ class HelloHandler:
         if (name, app) != (known.name, known.app):
             raise NotAuthorised(f"worker {worker} is {known.name!r} of {known.app!r}, not {name!r} of {app!r}")
         before = self._of_worker.get(worker)
-        if before is not None and before.arrival > connection.arrival:  # its hello is late: the worker has given it up
+        if (
+            before is not None and before.arrival > connection.arrival
+        ):  # the worker has given this one up
             connection.refused = True
             connection.give_up()
             return
@@ -178,8 +182,8 @@ class HelloHandler:
         self._greet(connection)
 
     def _replace(self, connection: Connection) -> None:
-        """A worker has one connection. It has given an older one up, whose end may not have come yet: what that still
-        brings was asked again, and must not be taken for something newer."""
+        """Ends an older connection of the same worker. The worker has given it up and repeats its requests on the new
+        one: what still arrives on the old one must not be taken for something newer."""
         before = self._of_worker.get(connection.worker)
         self._of_worker[connection.worker] = connection
         if before is not None and before is not connection:
@@ -203,7 +207,7 @@ class HelloHandler:
             connection.transport.abort()
 
     def _prove(self, connection: Connection, role: Role, name: object, app: str = "") -> None:
-        """NotAuthorised unless the certificate of whoever connects says that they are who they say."""
+        """Raises NotAuthorised unless the certificate is that of the role and name in the HELLO."""
         if connection.identity is not None:
             connection.identity.require(self._cluster, role, str(name), app)
 

@@ -1,7 +1,7 @@
-"""What workers ask this server for most, sampled for as long as somebody looks: nothing is counted otherwise.
+"""Samples which keys workers ask for most, only while an operator looks.
 
 Compiled code handles frames, and no Python sees them. But what a connection received last still lies in its chunk. So a
-few hundred times a second the first frame there is looked at, if it is another one than before.
+few hundred times a second the first frame there is read, unless it was read before.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _MAGIC = (1 << 40) - 1
 Keys = NDArray[np.int64]
 
 
-class Hot:
-    """One look."""
+class HotKeys:
+    """The counts of one look."""
 
     def __init__(self, path: FastPath, store: Store, ranges: int) -> None:
         self._path = path
@@ -41,10 +41,10 @@ class Hot:
         self._sketches: dict[int, Sketch] = {}
         self._ranges = np.zeros(ranges, np.int64)
         self._frames = {Kind.PULL: 0, Kind.PUSH: 0}
-        self._seen: dict[int, int] = {}  # by connection: the request that was looked at last
+        self._seen: dict[int, int] = {}  # by connection, the request that was read last
 
     async def look(self, seconds: float, clock: Callable[[], float]) -> None:
-        """Samples for so long."""
+        """Samples for `seconds`."""
         until = clock() + min(seconds, MOST_S)
         while clock() < until:
             for table, keys in self.sample():
@@ -52,7 +52,7 @@ class Hot:
             await asyncio.sleep(TICK_S)
 
     def sample(self) -> Iterator[tuple[int, Keys]]:
-        """Tables, and copies of the keys that new frames name of them."""
+        """Reads new frames: tables, with copies of the keys in them."""
         chunks, connections = self._path.chunks.arrays, self._path.connections
         for number in np.flatnonzero(connections[:, at.C_ROLE] == at.ROLE_WORKER).tolist():
             chunk, end = (int(connections[number, field]) for field in (at.C_CHUNK, at.C_END))
@@ -60,7 +60,7 @@ class Hot:
                 yield from self._first(number, chunks[chunk], end)
 
     def _first(self, connection: int, chunk: NDArray[np.uint8], end: int) -> list[tuple[int, Keys]]:
-        """Of the frame with which a chunk begins. end: bytes that were received since it was emptied, 0 if none."""
+        """Reads the frame at the start of a chunk. end: bytes received since the chunk was emptied, 0 if none."""
         if len(chunk) < HEADER_BYTES:
             return []
         words = chunk[: len(chunk) & -8].view(np.int64)
@@ -91,7 +91,7 @@ class Hot:
         self._ranges += np.bincount(table.ranges_of(keys), minlength=len(self._ranges))
 
     def found(self) -> dict[str, Any]:
-        """What was: frames, ranges and tables with the keys that were named most often."""
+        """The result: counts of frames, ranges, and tables with their most frequent keys."""
         busy = np.argsort(-self._ranges, kind="stable")[:SHOWN]
         busy = busy[self._ranges[busy] > 0]
         tables = []

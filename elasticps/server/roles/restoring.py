@@ -1,5 +1,5 @@
-"""Brings back what a checkpoint has of the ranges headed here: read in threads, logged as operations, a bounded part at
-a time. What has been begun may be begun again, by whoever heads a range then: it gives the same."""
+"""Restores the ranges headed here from a checkpoint: reads in threads, and logs the rows as operations, a bounded part
+at a time. A range may be restored again by its next head: the result is the same."""
 
 from __future__ import annotations
 
@@ -34,25 +34,23 @@ from replication.progress import PART_BITS
 
 log = fields.logger(__name__)
 
-READERS, NEAR_READERS = (
-    4,
-    2,
-)  # units that are read at once; of a folder, where more of them cost memory and hide no delay
-NEAR_BYTES = UNIT_BYTES // 2  # of one of a folder
-PORTION_BYTES = 32 << 20  # of each table: when a range moves what is read of one is read again
-BUFFER_BYTES = READERS * 32 << 20  # memory that they use again; one of a folder takes half of its share
-PIECE_BYTES = 512 << 10  # of an operation: half as many cost less, and applying one must not stop a server for long
-PIECES_AT_ONCE = 16  # that are logged in one turn of the loop, however small they are
-UNASKED_S = 30.0  # whoever restores has gone
+READERS = 4  # units that are read at once
+NEAR_READERS = 2  # of a folder: more of them cost memory and hide no delay
+NEAR_BYTES = UNIT_BYTES // 2  # of a unit in a folder
+PORTION_BYTES = 32 << 20  # of each table; when a range moves, its portion is read again
+BUFFER_BYTES = READERS * 32 << 20  # memory of all readers, used again; readers of a folder take half of it
+PIECE_BYTES = 512 << 10  # of an operation: applying one must not stop a server for long
+PIECES_AT_ONCE = 16  # logged in one turn of the loop, however small they are
+UNASKED_S = 30.0  # without a request for so long the driver of the restore has gone
 _LOOK_S = 0.05
 
 
 class _Moved(Exception):
-    """A range is headed by somebody else now: what is left is found out anew."""
+    """A range may be headed elsewhere now: the task looks again which ranges are left."""
 
 
 class Restorer:
-    """One server's part of it."""
+    """One server's part in restoring a checkpoint; at most one restore at a time."""
 
     def __init__(self, context: Context, memory: MemoryLimit, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._context = context
@@ -66,11 +64,11 @@ class Restorer:
 
     @property
     def serial(self) -> int:
-        """The newest that was heard; those of a store that takes this cluster over have to be above it."""
+        """The highest number of a restore that was heard. A store that adopts this cluster numbers above it."""
         return self._serial
 
     def look(self, tables: Iterable[int]) -> RestoreProgress:
-        """Which of these ids are, or were, tables' here; and how far workers have come in the ranges headed here."""
+        """Reports which of these table ids are in use or were, and how far workers are in the ranges headed here."""
         store, replica = self._executor.store, self._executor.replica
         taken = tuple(id_ for id_ in tables if id_ in store.tables or id_ in store.dropped)
         headed, acknowledged = self._serving.headed.tolist(), self._context.path.acknowledged_clocks()
@@ -84,25 +82,25 @@ class Restorer:
         return RestoreProgress((), 0, taken, "", len(headed), workers, least, known_to, some)
 
     def go_on(self, serial: int, spec: RestoreSpec, done: bytes = b"") -> RestoreProgress:
-        """Begins, or goes on, and says how far it is. Ends by itself when nobody has asked for UNASKED_S. done: ranges
-        that others have brought back, as bits: what is committed stays so, whoever heads them then."""
+        """Starts or continues a restore, and reports how far it is. It ends by itself without a request for UNASKED_S.
+        done: ranges that others have restored, as bits: they stay restored, whichever server heads them later."""
         if serial < self._serial:
             return RestoreProgress((), 0, (), "somebody else restores, or it has ended")
         self._serial = serial
         if self._work is None or self._work.spec != spec:
-            self.close()  # of another one, whose rows nobody waits for any more
+            self.close()  # another restore, which its driver has given up
             self._work = _RestoreTask(self._context, self._memory, spec, self._buffer_bytes)
         work = self._work
         work.requested_s, work.requested_epoch = self._loop.time(), self._serving.epoch
         work.done.update(from_bits(done, self._serving.ranges))
-        if work.over:  # told once: who asks again wants it tried again
+        if work.over:  # reported once: the next request tries again
             self._work = None
         return RestoreProgress(tuple(sorted(work.done)), work.rows, (), work.failed)
 
     async def end(self, serial: int, dropped: Iterable[int]) -> bool:
-        """Ends it, so that nothing of it comes later, and forgets these tables; False: the view has changed, ask
-        again."""
-        if serial + 1 < self._serial:  # somebody else has gone on with it since
+        """Ends a restore, so that nothing of it is logged later, and drops these tables. False: the view has changed,
+        ask again."""
+        if serial + 1 < self._serial:  # another driver has continued it since
             return True
         self._serial = max(self._serial, serial + 1)
         if self._work is not None:
@@ -116,7 +114,7 @@ class Restorer:
         return True
 
     def close(self) -> None:
-        """The server ends."""
+        """Stops the present restore."""
         if self._work is not None:
             self._work.stop()
 
@@ -131,24 +129,24 @@ class _RestoreTask:
         self.rows = 0
         self.failed = ""
         self.requested_s = context.loop.time()
-        self.requested_epoch = 0  # of the view in which it was asked last
+        self.requested_epoch = 0  # epoch in which it was requested last
         self._loop = loop = context.loop
         self._executor = context.executor
         self._serving = context.serving
         self._memory = memory
-        self._since: dict[int, int] = {}  # of what is brought back now: since when it is to be
-        self.over = False  # it has failed, or nobody had asked for too long
+        self._since: dict[int, int] = {}  # by range being restored: the epoch since which it is headed here
+        self.over = False  # it has failed, or its driver has gone
         self._pool = ThreadPoolExecutor(READERS, "elasticps-restore")
         self._task = loop.create_task(self._run())
 
     def stop(self) -> None:
-        """Whatever is being read comes to nothing."""
+        """Stops reading; nothing more is logged once the task has ended."""
         self.over = True
         self._task.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def end(self) -> None:
-        """The same; returns when nothing of it is logged any more."""
+        """Stops, and waits until the task has ended."""
         self.stop()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -163,7 +161,7 @@ class _RestoreTask:
                     mine = left[[self._since_of(r) <= self.requested_epoch for r in left.tolist()]]
                 if len(mine):
                     try:
-                        await self._bring_back(contents, mine)
+                        await self._restore(contents, mine)
                     except _Moved:
                         log.info("restores what is left under the new view")
                 await asyncio.sleep(_LOOK_S)
@@ -186,11 +184,11 @@ class _RestoreTask:
 
     @property
     def _read_from(self) -> list[tuple[int, int]]:
-        """Tables that the checkpoint has: their ids there and here."""
+        """Tables that the checkpoint has, by their ids there and here."""
         return [(old, new) for old, new in self.spec.tables if old]
 
-    async def _bring_back(self, contents: Contents, mine: Ranges) -> None:
-        """All rows of these ranges, then that they have all."""
+    async def _restore(self, contents: Contents, mine: Ranges) -> None:
+        """Restores the rows of these ranges, then their state."""
         manifest = contents.manifest
         specs = {new: manifest.spec(old) for old, new in self._read_from}
         for (_, new), text in zip(self.spec.tables, self.spec.specs, strict=False):
@@ -235,7 +233,7 @@ class _RestoreTask:
             raise
 
     async def _complete(self, manifest: Manifest, ranges: Ranges) -> None:
-        """All rows of these ranges are committed."""
+        """Restores the state of ranges whose rows are committed, and notes that they are done."""
         if self.spec.whole:
             floors = dict(self.spec.floors)
             states = ((r, state_of(manifest, r, self._serving.ranges, floors)) for r in ranges.tolist())
@@ -252,10 +250,10 @@ class _RestoreTask:
     async def _read(
         self, contents: Contents, jobs: Iterator[tuple[Portion, Job]], here: NDArray[np.bool_], buffer_bytes: int
     ) -> None:
-        """One unit after the other, as long as there are any: read in a thread, logged by the loop."""
+        """Takes unit after unit while there are any: reads in a thread, and logs in the loop."""
         take = Pool(buffer_bytes, buffer_bytes // 2).take  # by one thread at a time
         for portion, (table, unit, scattered) in jobs:
-            parts = _together(contents.read(unit, take)) if scattered else contents.read(unit, take)
+            parts = _joined(contents.read(unit, take)) if scattered else contents.read(unit, take)
             batches = (each for rows in parts for each in _batches(cut_up(rows, table, here, take)))
             while (some := await self._loop.run_in_executor(self._pool, next, batches, None)) is not None:
                 await self._log([(OperationKind.RESTORE, piece, np.array([r])) for r, piece in some])
@@ -276,8 +274,8 @@ class _RestoreTask:
         await _logged(self._executor, operations)
 
     async def _still_requested(self, ranges: set[int]) -> None:
-        """Waits until it is asked again where chains have changed since it was: those ranges may have been elsewhere
-        meanwhile, brought back there, and trained on."""
+        """Waits for the next request where chains have changed since the last: those ranges may have been restored
+        elsewhere meanwhile, and trained."""
         while any(self._since_of(r) > self.requested_epoch for r in ranges):
             if self._loop.time() - self.requested_s >= UNASKED_S:
                 raise _Moved
@@ -286,7 +284,7 @@ class _RestoreTask:
             raise _Moved
 
     def _apply(self, operations: Sequence[_Operation]) -> None:
-        """Nobody else has these ranges: there is no log yet."""
+        """Applies operations of range recovery at once: no other server has these ranges, and there is no log yet."""
         replica = self._executor.replica
         for kind, payload, ranges in operations:
             r = int(ranges[0])
@@ -299,7 +297,7 @@ _Operation = tuple[OperationKind, Any, Ranges]
 
 
 async def _logged(executor: Executor, operations: Sequence[_Operation]) -> None:
-    """Logs operations, and waits until they are committed. Raises _Moved if one is not, and may be elsewhere."""
+    """Logs operations, and waits until they are committed. Raises _Moved if a range may be headed elsewhere."""
     tickets: list[FutureTicket] = []
     for kind, payload, ranges in operations:
         nbytes = payload.nbytes if isinstance(payload, RestoredRows) else 256
@@ -308,7 +306,7 @@ async def _logged(executor: Executor, operations: Sequence[_Operation]) -> None:
     try:
         replies = await asyncio.gather(*(ticket.future for ticket in tickets))
     except asyncio.CancelledError:
-        for ticket in tickets:  # what still waits for room in the log is not logged
+        for ticket in tickets:  # operations that wait for room in the log are not logged
             executor.perform(executor.replica.forget, ticket)
         raise
     if any(reply.status is not Status.COMMITTED or len(reply.moved) for reply in replies):
@@ -318,9 +316,9 @@ async def _logged(executor: Executor, operations: Sequence[_Operation]) -> None:
 # --- pure -----------------------------------------------------------------------------------------------------------
 
 
-def _together(parts: Iterable[RangeRows]) -> Iterator[RangeRows]:
-    """Rows of several ranges as one, in no range: those of a table that has another id now lie in all ranges, and an
-    operation for each row or two of them costs as much as one for hundreds."""
+def _joined(parts: Iterable[RangeRows]) -> Iterator[RangeRows]:
+    """Joins rows of several ranges. Rows of a table that has another id now lie in all ranges, and an operation for a
+    row or two costs as much as one for hundreds."""
     some = list(parts)
     if some:
         keys, rows = np.concatenate([each.keys for each in some]), np.concatenate([each.rows for each in some])
@@ -330,13 +328,13 @@ def _together(parts: Iterable[RangeRows]) -> Iterator[RangeRows]:
 def cut_up(
     rows: RangeRows, table: int, here: NDArray[np.bool_], take: Take = new_memory
 ) -> Iterator[tuple[int, RestoredRows]]:
-    """What of these rows lies in ranges that are here, bool [P], by range, in pieces of PIECE_BYTES. Rows that are all
-    of one range are not copied, others into memory that `take` gives."""
+    """Splits rows by range into pieces of PIECE_BYTES, for ranges where `here`, bool [P], is true. Rows of one range
+    are not copied; others are, into memory from `take`."""
     where = np.empty(len(rows.keys), np.int32)
     hashing.key_ranges(rows.keys, hashing.table_salt(table), hashing.range_shift(len(here)), where)
     stride = rows.rows.shape[1]
     step = max(1, PIECE_BYTES // (8 + stride))
-    if len(where) and (where == where[0]).all():  # the usual one: a cluster with as many ranges
+    if len(where) and (where == where[0]).all():  # the usual case: a cluster with as many ranges
         for at in range(0, len(where) if here[where[0]] else 0, step):
             yield int(where[0]), RestoredRows(table, rows.keys[at : at + step], rows.rows[at : at + step])
         return
@@ -352,7 +350,7 @@ def cut_up(
 
 
 def _batches(pieces: Iterable[tuple[int, RestoredRows]]) -> Iterator[list[tuple[int, RestoredRows]]]:
-    """Several pieces that are logged together: waiting for each would take a turn for each."""
+    """Groups pieces that are logged together: waiting for each would take a turn of the loop for each."""
     some: list[tuple[int, RestoredRows]] = []
     for piece in pieces:
         some.append(piece)
@@ -364,8 +362,7 @@ def _batches(pieces: Iterable[tuple[int, RestoredRows]]) -> Iterator[list[tuple[
 
 
 def state_of(manifest: Manifest, r: int, ranges: int, floors: Mapping[int, int] | None = None) -> RestoredState:
-    """All but rows that a range of a cluster with so many ranges gets. floors: clocks of workers, by id, that count
-    where the checkpoint has less."""
+    """The state of range r, in a cluster with `ranges` ranges: all but its rows. floors: by worker, the least clock."""
     clocks = {worker.id: worker.clock << 16 for worker in manifest.workers.values()}
     clocks |= {id_: clock << 16 for id_, clock in manifest.former.items()}
     clocks |= {id_: progress[r * manifest.ranges // ranges] for id_, progress in manifest.left_out.items()}

@@ -1,6 +1,6 @@
-"""What workers do, as they say it themselves: they are asked while somebody looks, each by one server of the view.
+"""Asks workers what they do, while a dashboard or an operator looks: each worker is asked by one server of the view.
 
-So what it costs does not grow with those who look, nor with the number of servers; when nobody looks nothing is sent.
+The cost grows neither with the number of observers nor with that of servers; without observers nothing is sent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class WorkerActivity:
         self.handlers: dict[int, Handler] = {Kind.USE: self._hear}
 
     def look(self) -> dict[int, Activity]:
-        """What those workers have said that this server asks, by id. Has them asked, if it is time."""
+        """The newest answers of the workers that this server asks, by id. Asks again every EVERY_S."""
         now = self._clock()
         if now - self._last_request_s >= EVERY_S:
             self._last_request_s = now
@@ -53,5 +53,5 @@ class WorkerActivity:
         self._reported[connection] = Activity.of(body.tobytes())
 
     def forget(self, connection: Connection) -> None:
-        """It is gone."""
+        """A connection has ended."""
         self._reported.pop(connection, None)
