@@ -1,4 +1,4 @@
-"""The checkpoints under one URL: published, read, listed, deleted."""
+"""Publishes, reads, lists and deletes the checkpoints under one URL."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _left_out: set[str] = set()  # what was warned of
 
 
 class Usage(NamedTuple):
-    """What a folder has: files, and bytes of them."""
+    """The number of files in a folder, and their bytes."""
 
     files: int
     bytes: int
@@ -39,7 +39,8 @@ class Usage(NamedTuple):
 
 @dataclass(frozen=True)
 class StorageListing:
-    """manifests: by cut; unreadable: what is wrong with others; unpublished: cuts with a folder and no manifest."""
+    """All checkpoints under a URL. manifests: by cut; unreadable: the error by cut; unpublished: cuts with a folder but
+    no manifest."""
 
     manifests: dict[int, Manifest]
     unreadable: dict[int, str]
@@ -47,14 +48,15 @@ class StorageListing:
 
 
 def publish(storage: Storage, manifest: Manifest) -> bool:
-    """Makes a checkpoint of what has been written; False if somebody else has made one of that number. Ours may be
-    there already: the answer of a bucket was lost, and who asks it again comes second."""
+    """Publishes a checkpoint whose files are written; False if another process has published one of that number.
+
+    Ours may be there already: a bucket's answer was lost, and the second request finds what the first one wrote."""
     path, data = path_of(manifest.cut), manifest.encode()
     return storage.put_new(path, data) or storage.get(path) == data
 
 
 def read(storage: Storage, cut: int) -> Manifest:
-    """A checkpoint's manifest. Raises CheckpointError: UnknownCheckpoint if there is none of that number."""
+    """Reads a checkpoint's manifest. Raises CheckpointError; UnknownCheckpoint if there is none of that number."""
     try:
         return _manifest(storage, cut)
     except NotThere:
@@ -63,7 +65,7 @@ def read(storage: Storage, cut: int) -> Manifest:
 
 
 def _manifest(storage: Storage, cut: int) -> Manifest:
-    """The same. Raises NotThere too."""
+    """Like `read`, but raises NotThere if there is none."""
     path = path_of(cut)
     manifest = Manifest.decode(storage.get(path), f"{storage.url}/{path}")
     if manifest.cut != cut:
@@ -72,7 +74,7 @@ def _manifest(storage: Storage, cut: int) -> Manifest:
 
 
 def cuts_of(storage: Storage) -> list[int]:
-    """The numbers that have folders, published or not."""
+    """The cuts that have folders, published or not."""
     found = []
     for folder in storage.folders():
         if (cut := cut_of(folder)) is not None:
@@ -83,8 +85,8 @@ def cuts_of(storage: Storage) -> list[int]:
 
 
 def used_numbers(storage: Storage) -> tuple[int, set[int]]:
-    """(the highest number that a checkpoint has, published, under way or given up; 0 for none; numbers above that which
-    other things have: no checkpoint is written there)."""
+    """(the highest number of any checkpoint, published, under way or given up, 0 for none; higher numbers whose folders
+    hold other things: no checkpoint is written there)."""
     foreign: set[int] = set()
     for cut in reversed(cuts_of(storage)):
         if storage.exists(path_of(cut)):
@@ -104,13 +106,13 @@ def _leave_out(storage: Storage, folder: str, why: str) -> None:
 
 
 def read_back(storage: Storage, manifest: Manifest) -> None:
-    """Reads the manifest that was published. CheckpointError if it is not there, or not as it was written."""
+    """Reads a published manifest back. Raises CheckpointError if it is missing, or differs from what was written."""
     if read(storage, manifest.cut).encode() != manifest.encode():
         raise CheckpointError(f"{storage.url}/{path_of(manifest.cut)} is another manifest than was written")
 
 
 def check_segment(storage: Storage, manifest: Manifest) -> None:
-    """Reads one segment of a checkpoint, that with the most rows of its largest file. CheckpointError."""
+    """Reads one segment of a checkpoint: the one with most rows in its largest file. Raises CheckpointError."""
     if manifest.files:
         entry = max(manifest.files, key=lambda file: file.bytes)
         reader = reader_of(storage, manifest, entry, manifest.spec(entry.table))
@@ -118,7 +120,7 @@ def check_segment(storage: Storage, manifest: Manifest) -> None:
 
 
 def look(storage: Storage) -> StorageListing:
-    """All that is there."""
+    """Lists all checkpoints."""
     manifests, unreadable, unpublished = {}, {}, []
     for cut in cuts_of(storage):
         try:
@@ -135,8 +137,8 @@ def look(storage: Storage) -> StorageListing:
 
 
 def chain(storage: Storage, cut: int | None = None) -> list[Manifest]:
-    """A checkpoint with all that it builds on, the full one first; the newest if none is named. Raises CheckpointError
-    for what is not there or cannot be read."""
+    """A checkpoint (None: the newest) with all that it builds on, the full one first. Raises CheckpointError for one
+    that is missing or cannot be read."""
     if cut is None:
         cut = newest(storage)
     found = {cut: read(storage, cut)}
@@ -151,8 +153,8 @@ def chain(storage: Storage, cut: int | None = None) -> list[Manifest]:
 
 
 def newest(storage: Storage) -> int:
-    """The newest checkpoint. CheckpointError if there is none, or its manifest cannot be read: an older one in its
-    place is to be asked for by number."""
+    """The newest cut. Raises CheckpointError if there is none, or its manifest cannot be read: an older one has to be
+    named by number."""
     for cut in reversed(cuts_of(storage)):
         if storage.exists(path_of(cut)):
             return read(storage, cut).cut
@@ -167,7 +169,7 @@ def delete(storage: Storage, cuts: Collection[int], tell: Callable[[int], None] 
 
 
 def thin_out(storage: Storage, keep: Keep) -> list[int]:
-    """Deletes what is not to be kept, and returns it."""
+    """Deletes the checkpoints that `keep` does not cover, and returns their cuts."""
     going = superfluous(look(storage).manifests, keep)
     for cut in going:
         _remove(storage, cut)
@@ -175,9 +177,10 @@ def thin_out(storage: Storage, keep: Keep) -> list[int]:
 
 
 def clean(storage: Storage, *, cluster: str = "", below: int = 0, still_s: float = STILL_S) -> list[int]:
-    """Deletes files that nobody will ever need (see `leftovers`), and returns the numbers of the checkpoints that they
-    were of. cluster, below: whose cut that is and is published; what it has left of older cuts goes at once. still_s:
-    for how long nothing was written in other folders, by the storage's clock."""
+    """Deletes files that no checkpoint needs (see `retention`), and returns the cuts that they belonged to.
+
+    cluster, below: a published cut and its cluster, whose files of older, given-up cuts go at once. still_s: elsewhere,
+    for how long a folder must have been still, by the storage's clock."""
     folders: dict[int, dict[str, float]] = {cut: {} for cut in cuts_of(storage)}
     foreign: set[int] = set()
     for file in storage.listing():
@@ -208,7 +211,7 @@ def _names(storage: Storage, cut: int) -> set[str] | None:
 
 
 def unnamed(storage: Storage, manifest: Manifest) -> Usage:
-    """What lies in a checkpoint's folder, and nobody needs: left by a merge that died, or being written by one."""
+    """The files in a checkpoint's folder that its manifest does not name: a merge died there, or is under way."""
     named = {f"{manifest.folder}/{file.path}" for file in manifest.files} | {path_of(manifest.cut)}
     sizes = [
         size
@@ -219,7 +222,7 @@ def unnamed(storage: Storage, manifest: Manifest) -> Usage:
 
 
 def lacking(storage: Storage, manifest: Manifest) -> str:
-    """What of a checkpoint's own files is not there, or not as long as it was written, in words; "" if all are."""
+    """The first of a checkpoint's own files that is missing or has another length, in words; "" if all are there."""
     sizes = dict(storage.files(manifest.folder))
     for file in manifest.files:
         if sizes.get(path := f"{manifest.folder}/{file.path}") != file.bytes:
@@ -229,13 +232,13 @@ def lacking(storage: Storage, manifest: Manifest) -> str:
 
 
 def usage(storage: Storage, cut: int) -> Usage:
-    """What lies in a checkpoint's folder."""
+    """The files in a checkpoint's folder."""
     sizes = [size for _, size in storage.files(folder_of(cut))]
     return Usage(len(sizes), sum(sizes))
 
 
 def _remove(storage: Storage, cut: int) -> None:
-    """Deletes what is a checkpoint's, the manifest first; whatever else lies there stays."""
+    """Deletes a checkpoint's files, the manifest first; other files in its folder stay."""
     folder = f"{folder_of(cut)}/"
     known = _names(storage, cut) or ()
     paths = [

@@ -46,22 +46,23 @@ _SILENT_S = 5.0  # a server that writes, is in the view and does not answer for 
 
 
 class WritingServer(CutServer, Protocol):
-    """One that writes, too."""
+    """A server that also writes its ranges of a cut to files."""
 
     async def written(self, cut: int, wait_s: float) -> CutWritten:
-        """Has it written, if that has not begun; how far it is, once that is over or after `wait_s`."""
+        """Begins to write, if it has not begun; returns its progress when it is done, or after `wait_s`."""
 
 
 Connect = Callable[[ServerInfo], WritingServer]
 Tell = Callable[[int], None]
-"""Hears how many ranges more are written."""
+"""Is called with the number of ranges written since the last call."""
 
 
 def checkpoint_cluster(
     url: str, place: str, *, full: bool = False, hold_s: float = HOLD_S, timeout_s: float = 30.0,
     tell: Tell = lambda more: None,
 ) -> Manifest:  # fmt: skip
-    """A checkpoint of the cluster at `url`, at `place`. ConfigError, ClusterUnreachable, CheckpointError."""
+    """Makes a checkpoint of the cluster at `url`, at `place`. Raises ConfigError, ClusterUnreachable,
+    CheckpointError."""
     return background.run(_of_url(url, place, full, hold_s, timeout_s, tell))
 
 
@@ -73,7 +74,7 @@ async def _of_url(url: str, place: str, full: bool, hold_s: float, timeout_s: fl
 
 @asynccontextmanager
 async def by_grpc(credentials: Credentials | None) -> AsyncIterator[Connect]:
-    """How servers are asked."""
+    """Connects to servers by gRPC; closes all connections at the end."""
     clients: dict[str, CutClient] = {}
 
     def connect(server: ServerInfo) -> CutClient:
@@ -92,9 +93,10 @@ async def checkpoint(
     store: Store, url: str, connect: Connect, *, full: bool = False, hold_s: float = HOLD_S,
     tell: Tell = lambda more: None, if_changed: bool = False,
 ) -> Manifest:  # fmt: skip
-    """A checkpoint, at `url`, of the cluster whose store this is: what changed since the newest one there, if that is
-    this cluster's and no chain becomes too long; else, or if asked for, all there is. if_changed: where nothing has
-    changed since the newest one it is that one, and none is made. CheckpointError."""
+    """Makes a checkpoint at `url` of the cluster whose store this is. Raises CheckpointError.
+
+    It is an increment on the newest one there, if that is this cluster's and the chain does not become too long; else,
+    or with `full`, it has all rows. if_changed: where nothing has changed, none is made, and the newest is returned."""
     if await store.get(RESTORING) is not None:
         raise CheckpointError(f"cluster {store.cluster!r} is being restored: a part of it is no checkpoint")
     storage = Storage(url)
@@ -153,7 +155,7 @@ async def _attempt(
 
 
 def _unchanged(storage: Storage, manifest: Manifest) -> Manifest | None:
-    """The checkpoint that this one adds nothing to, if so: no row, and no step, deletion, table or setting."""
+    """The checkpoint before, if this one adds nothing to it: no row, step, deletion, table or setting. Else None."""
     if not manifest.since or manifest.rows:
         return None
     before = catalog.read(storage, manifest.since)
@@ -162,7 +164,7 @@ def _unchanged(storage: Storage, manifest: Manifest) -> Manifest | None:
 
 
 async def _restored(store: Store) -> set[int]:
-    """Registered tables that came from a checkpoint: their rows were there before they were registered."""
+    """Ids of tables that were restored from a checkpoint: their rows were there before they were registered."""
     return {table.id for table in await read_tables(store) if table.restored}
 
 
@@ -183,7 +185,7 @@ def _before(storage: Storage, cluster: str, full: bool, restored: set[int]) -> t
 
 
 async def _written(store: Store, cut: ConsistentCut, connect: Connect, tell: Tell) -> list[WrittenFile]:
-    """Waits until servers have written their ranges; asking is what has them begin, and go on."""
+    """Waits until servers have written their ranges. Each question also makes a server begin, and go on."""
     writers = [_Writer(cut, server, connect(server)) for server in cut.view.servers if server.member in cut.states]
     reported = 0
     while True:
@@ -200,7 +202,7 @@ async def _written(store: Store, cut: ConsistentCut, connect: Connect, tell: Tel
 
 
 class _Writer:
-    """A server that writes its ranges of a cut: how many, and how many it has."""
+    """The progress of one server: how many ranges it has to write, and how many are done."""
 
     def __init__(self, cut: ConsistentCut, info: ServerInfo, server: WritingServer) -> None:
         self.ranges = sum(len(one.ranges) for one in cut.states[info.member].taken)
@@ -212,8 +214,8 @@ class _Writer:
         self._heard_s = asyncio.get_running_loop().time()
 
     async def ask(self, listed: Set[Member]) -> bool:
-        """How far it is; whether it has answered. GivenUp if it will not come to the end. listed: the servers in the
-        view."""
+        """Asks the server for its progress; returns whether it answered. Raises GivenUp if it cannot finish. listed:
+        the servers in the view."""
         if self._info.member not in listed:
             raise self._given_up("is gone")
         now = asyncio.get_running_loop().time()
@@ -237,7 +239,7 @@ class _Writer:
 
 
 def newest(cut: int, time_s: float, url: str = "") -> bytes:
-    """What NEWEST_CHECKPOINT has of it."""
+    """The document under NEWEST_CHECKPOINT."""
     return json.dumps({"cut": cut, "time": time_s, "url": url}).encode()
 
 
@@ -290,7 +292,8 @@ def _covered(files: Iterable[WrittenFile]) -> dict[int, set[int]]:
 
 
 async def _tables(store: Store, written: Set[int]) -> dict[str, tuple[int, TableSpec]]:
-    """Those of these ids that are registered, and not about to go. SpecError for one whose optimizer is not here."""
+    """The written tables that are registered and not being dropped. Raises SpecError for an optimizer that is missing
+    here."""
     found = {}
     for table in await read_tables(store):
         if table.id in written:

@@ -48,34 +48,34 @@ _SHOWN = 5
 
 
 class CutServer(Protocol):
-    """What a server does for a cut, near or far; an `Error` if it cannot be asked."""
+    """A server's part in a cut, in this process or another. Calls raise `Error` if the server cannot be reached."""
 
     async def hold(self, cut: int, hold_s: float) -> bool:
-        """Has all its workers hold; False if that is over, or a newer cut is being taken."""
+        """Has all its workers hold; False if the hold is over, or a newer cut is being taken."""
 
     async def held(self, cut: int) -> Mapping[int, int]:
-        """The workers that do, and the clocks up to which they have written."""
+        """The workers that hold, and the clocks up to which they have written."""
 
     async def release(self, cut: int) -> None:
-        """Has them go on."""
+        """Has its workers go on."""
 
     async def take(self, cut: int, since: int, url: str) -> bool:
         """Logs the cut in the ranges that it heads; False: ask again."""
 
     async def state(self, cut: int) -> CutState:
-        """What there was at it."""
+        """The state of its ranges at the cut."""
 
 
 class GivenUp(CheckpointError):
-    """A cut that has come to nothing; the next one may."""
+    """This cut came to nothing; the next one may succeed."""
 
 
 class Inconsistent(GivenUp):
-    """Somebody wrote on who had said that they hold, or had not been told."""
+    """A worker wrote on though it had reported that it holds, or had not been notified."""
 
 
 class RoundsDiffer(Inconsistent):
-    """Or who was closing a round died, and those that are there have not closed it yet."""
+    """A worker died while it closed a round, and the others have not closed it yet."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class ConsistentCut:
 
 
 class CutTaker:
-    """Takes cuts of the cluster whose store this is. connect: how a server is asked."""
+    """Takes cuts of the cluster whose store this is. connect: gives the client of a server."""
 
     def __init__(self, store: Store, connect: Callable[[ServerInfo], CutServer], hold_s: float = HOLD_S) -> None:
         self._store = store
@@ -106,8 +106,8 @@ class CutTaker:
     async def take(
         self, url: str, since: int = 0, *, floor: int = 0, foreign: Collection[int] = (), attempts: int = ATTEMPTS
     ) -> ConsistentCut:
-        """A consistent cut, with a number above `floor` that is none of `foreign`. GivenUp says why there is none after
-        so many attempts; CheckpointError if no number is left."""
+        """Takes a consistent cut, with a number above `floor` that is not in `foreign`. Raises GivenUp with the reason
+        after `attempts` failures, CheckpointError if no number is left."""
         while True:
             attempts -= 1
             try:
@@ -117,7 +117,7 @@ class CutTaker:
                     raise
 
     async def attempt(self, url: str, since: int = 0, floor: int = 0, foreign: Collection[int] = ()) -> ConsistentCut:
-        """One try. GivenUp; StoreUnavailable."""
+        """Tries once to take a cut. Raises GivenUp, StoreUnavailable."""
         number = await self._number(url, floor, foreign)
         began, notified = self._now(), set[Member]()
         try:
@@ -142,8 +142,8 @@ class CutTaker:
     # --- the steps --------------------------------------------------------------------------------------------------
 
     async def _number(self, url: str, floor: int, foreign: Collection[int]) -> int:
-        """A cut number higher than any server has seen, and than any that was ever taken. CheckpointError if the
-        numbers have come to their end."""
+        """A cut number higher than any server has seen, and than any that was ever taken. Raises CheckpointError if
+        none is left."""
         known = await self._ask((await self._view()).servers, lambda server: server.state(0))
         highest = {url: floor} | {f"server {member.name}": state.newest for member, state in known.items()}
         while True:
@@ -164,7 +164,7 @@ class CutTaker:
                 return number
 
     async def _hold(self, number: int, until: float, notified: set[Member]) -> dict[int, int]:
-        """Has all workers hold; the clocks up to which each has written."""
+        """Has all workers hold; returns the clock up to which each has written."""
         pause_s, late = _POLL_S, "nobody was asked"
         while self._now() < until:
             servers = (await self._view()).servers
@@ -188,7 +188,7 @@ class CutTaker:
         raise GivenUp(f"cut {number} was given up after {self._hold_s:g} s: {late}")
 
     async def _log(self, number: int, since: int, url: str, until: float, notified: set[Member]) -> View:
-        """Has all heads log the cut; the view under which they have."""
+        """Has all heads log the cut; returns the view under which they did."""
         while self._now() < until:
             view = await self._view()
             heads = [view.servers[i] for i in np.unique(view.heads).tolist() if i >= 0]
@@ -209,7 +209,7 @@ class CutTaker:
     async def _ask(
         self, servers: Sequence[ServerInfo], question: Callable[[CutServer], Coroutine[Any, Any, T]]
     ) -> dict[Member, T]:
-        """What servers answer, all at once; those that cannot be asked are missing."""
+        """Asks all servers at once; returns their answers, without servers that cannot be reached."""
         answers: dict[Member, T] = {}
 
         async def ask(info: ServerInfo) -> None:
@@ -237,7 +237,7 @@ class CutTaker:
 
 
 def _last_number(entry: Entry | None) -> int:
-    """What LAST says; 0 for what is no number: servers know those that were taken."""
+    """The number in LAST; 0 if it is not a number: servers know the cuts that were taken."""
     text = b"" if entry is None else entry.value
     if text.isdigit() and len(text) <= len(str(MAX_CUT)):
         return int(text)
@@ -257,7 +257,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a cut has come to. why: what is not as it should be, "" if the cut is consistent.
+    """The verdict on a cut. why: what is wrong, "" if the cut is consistent.
 
     clocks        worker id, also of deletions -> the step up to which all of its are in the cut, and none later
     left_out      the same -> range -> progress, of workers that are gone, in the midst of a step perhaps
@@ -274,8 +274,8 @@ class Verdict:
 
 
 def judge(taken: Sequence[CutTaken], present: Mapping[int, str], written: Mapping[int, int]) -> Verdict:
-    """The verdict on a cut through all ranges. present: the application of each worker that is in the roster after the
-    cut; written: the clock up to which a worker has said that all is committed."""
+    """Judges a cut through all ranges. present: the application of each worker in the roster after the cut; written:
+    the clock up to which each worker has reported all its steps committed."""
     clocks: dict[int, int] = {}
     left_out: dict[int, dict[int, int]] = {}
     waiting = {worker for one in taken for _, _, worker in one.waiting_shares}
@@ -310,7 +310,7 @@ def judge(taken: Sequence[CutTaken], present: Mapping[int, str], written: Mappin
 
 
 def uncovered(ranges: int, taken: Sequence[CutTaken]) -> str:
-    """Why a cut is not one through so many ranges, each once; "" if it is."""
+    """Why a cut does not cover each of so many ranges once; "" if it does."""
     count = [0] * ranges
     for one in taken:
         for r in one.ranges:

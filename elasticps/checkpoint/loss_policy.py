@@ -1,8 +1,8 @@
-"""What the leading coordinator does about ranges of which nobody is left: brings them back, if all tables say so.
+"""The leading coordinator recovers ranges that lost every replica, if the policies of all tables allow it.
 
-Each range has rows of every table, so they must agree: one that waits keeps the others waiting. What is above the least
-budget of theirs is for a person (`elasticps restore --ranges`), as is what nobody can count.
-"""
+Each range has rows of every table, so all must allow it: one table that waits keeps the others waiting. A loss above
+the smallest budget of any table, or one that nobody can count, is for a person to decide (`elasticps restore
+--ranges`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _AGAIN_S = 2.5  # after what came to nothing
 
 
 class LossPolicy:
-    """url: of checkpoints, "" for where the newest one went."""
+    """Watches for lost ranges and recovers them. url: of checkpoints, "" for where the newest one went."""
 
     def __init__(self, store: Store, url: str, credentials: Credentials | None) -> None:
         self._store = store
@@ -42,7 +42,7 @@ class LossPolicy:
         self._reported: str | None = None  # nothing yet: the one who led before may have
 
     async def run(self) -> None:
-        """As long as this coordinator leads; never ends by itself."""
+        """Runs as long as this coordinator leads; never returns."""
         while True:
             pause_s = _LOOK_S
             try:
@@ -141,7 +141,7 @@ class LossPolicy:
 
 
 async def policies_of(store: Store) -> dict[str, dict[str, Any]]:
-    """What becomes of each table that is registered, by "application/name"."""
+    """The loss policy of each registered table, by "application/name"."""
     found = {}
     for entry in (await store.list(ON_LOSS)).entries:
         with left_out():
@@ -154,7 +154,7 @@ async def policies_of(store: Store) -> dict[str, dict[str, Any]]:
 
 
 def check_budget(recovery: RangeRecovery, policies: dict[str, dict[str, Any]]) -> None:
-    """OverBudget if more steps would be lost than some table allows, or nobody can say how many."""
+    """Raises OverBudget if more steps would be lost than some table allows, or nobody can say how many."""
     limits = {name: policy["max_lost_steps"] for name, policy in policies.items()}
     budgets = {name: limit for name, limit in limits.items() if limit is not None}
     if not budgets:

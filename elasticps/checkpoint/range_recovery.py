@@ -1,12 +1,13 @@
-"""Ranges of which every replica is gone come back from the newest checkpoint, while all others are trained on.
+"""Range recovery: ranges that lost every replica come back from the newest checkpoint, while all others are trained on.
 
-What is decided is under `begin-anew` in etcd: which ranges, from which checkpoint, and what is lost with them. The
-leader then empties their chains (`coordinator.core.planner`), has servers bring them back, and lets workers have them
-when all is there. Whoever leads goes on with it.
+The decision lies under the key `begin-anew` in etcd: which ranges, from which checkpoint, and which steps are lost with
+them. The leader then empties their chains (`coordinator.core.planner`), has servers bring them back, and opens them to
+workers when all rows are there. A new leader goes on with it.
 
 What is lost. A range comes back with a worker's steps up to the checkpoint's. Those after it, up to the last one that
 the worker knows to be committed, are missing there, and only there. A worker that lives sends again what it does not
-know to be committed; of one that has left nobody can, so what all other ranges have of it counts as done.
+know to be committed. The steps of a worker that has left nobody can send again, so those that all other ranges have
+count as done.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ Request = admin_pb2.RestoreRequest
 
 
 class OverBudget(CheckpointError):
-    """More steps are missing than a table allows: a person has to say that they may."""
+    """More steps would be lost than a table allows: a person has to allow it."""
 
 
 @dataclass(frozen=True)
 class Missing:
-    """Steps of a worker, after `have` and up to `to`, that ranges which begin anew lack. to: 0 if nobody knows but the
-    worker itself."""
+    """The steps of a worker that recovered ranges lack: those after `have`, up to `to`. to: 0 if only the worker itself
+    knows."""
 
     name: str
     id: int
@@ -67,16 +68,15 @@ class Missing:
 
     @property
     def steps(self) -> int:
-        """How many."""
+        """The number of missing steps."""
         return max(0, self.to - self.have)
 
 
 @dataclass(frozen=True)
 class RangeRecovery:
-    """Ranges that begin anew, as it stands under `begin-anew`. given_up: members that somebody says cannot come back;
-    time: when the checkpoint was made; tables: (id in the checkpoint, 0 if it has none, id here, spec) by
-    "application/name"; floors: by worker, the clock up to which its steps count as done there; error: what holds it
-    up."""
+    """The recovery of some ranges, as it lies under `begin-anew`. given_up: members that a person has declared lost for
+    good; time: when the checkpoint was made; tables: (id in the checkpoint or 0, id here, spec) by "application/name";
+    floors: (worker, the clock up to which its steps count as done); error: why it is held up."""
 
     ranges: tuple[int, ...]
     given_up: tuple[tuple[str, int], ...]
@@ -89,12 +89,12 @@ class RangeRecovery:
     error: str = ""
 
     def to_json(self) -> bytes:
-        """As it is in etcd."""
+        """The document for etcd."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> RangeRecovery:
-        """The inverse; Damaged if it makes no sense."""
+        """The inverse of `to_json`. Raises Damaged for a document that makes no sense."""
         try:
             return msgspec.json.decode(data, type=cls)
         except (ValueError, RecursionError, msgspec.MsgspecError) as error:
@@ -105,13 +105,14 @@ class RangeRecovery:
 
     @property
     def steps(self) -> int:
-        """The most that is missing of any worker, as far as anybody knows but workers themselves."""
+        """The most missing steps of any worker, as far as servers know."""
         return max((one.steps for one in self.workers), default=0)
 
 
 @dataclass(frozen=True)
 class _WorkerProgress:
-    """How far workers have come in the ranges that are there."""
+    """How far workers have come in the ranges that are left. headed: how many ranges reported; least: by worker, the
+    clock that all of them have; committed: by worker, the newest clock that it knows to be committed."""
 
     headed: int
     least: Mapping[int, int]
@@ -125,10 +126,10 @@ async def prepare(
     store: Store, ranges: Iterable[int], url: str, cut: int | None, given_up: Collection[tuple[str, int]],
     credentials: Credentials | None,
 ) -> RangeRecovery:  # fmt: skip
-    """What bringing back these ranges amounts to. url: of the checkpoints, "" for where the newest one went.
+    """Plans the recovery of these ranges. url: of the checkpoints, "" for where the newest one went.
 
-    CheckpointError for what cannot be read, or is another cluster's; ConfigError where there are synchronous rounds;
-    ClusterUnreachable for servers that do not say how far workers are.
+    Raises CheckpointError for a checkpoint that cannot be read or is another cluster's, ConfigError where there are
+    synchronous rounds, ClusterUnreachable for servers that do not report how far workers are.
     """
     chosen = tuple(sorted(ranges))
     view = await read_view(store, ConfigError)
@@ -167,7 +168,7 @@ async def _source(store: Store, url: str) -> tuple[str, RestorePlan | None]:
 async def _tables(
     store: Store, manifest: Manifest, identity: str, restored: RestorePlan | None
 ) -> dict[str, tuple[int, int, str]]:
-    """All that are registered. Of a name that was given again the checkpoint has another table."""
+    """All registered tables. A name that was given again is another table in the checkpoint."""
     if manifest.cluster == identity:
         there = {id_: id_ for id_, _ in manifest.tables.values()}
     elif restored is not None and (restored.sum, restored.cut) == (manifest.cluster, manifest.cut):
@@ -178,7 +179,7 @@ async def _tables(
 
 
 async def _look(heads: Collection[ServerInfo], credentials: Credentials | None) -> _WorkerProgress | None:
-    """What these servers know of workers; None if there are synchronous rounds."""
+    """Asks these servers how far workers are; None if there are synchronous rounds."""
     calls = (ask_restore(server.admin, ASK_S, Request(act=Request.LOOK), credentials) for server in heads)
     answers = [answer for answer in await asyncio.gather(*calls) if answer.headed]
     if any(answer.rounds for answer in answers):
@@ -196,7 +197,7 @@ async def _look(heads: Collection[ServerInfo], credentials: Credentials | None) 
 async def _missing(
     store: Store, manifest: Manifest, found: _WorkerProgress
 ) -> tuple[tuple[tuple[int, int], ...], tuple[Missing, ...]]:
-    """Floors, and what is missing of whom."""
+    """The floors, and the missing steps of each worker."""
     entry = await store.get(ROSTER)
     roster = {} if entry is None else {w.id: w.name for w in roster_of(entry).workers}
     names = {worker.id: name for name, worker in manifest.workers.items()} | roster
@@ -225,7 +226,7 @@ async def _missing(
 
 
 class RecoveryDriver:
-    """Has servers bring back what the view gives them to. rows: that they have brought back so far."""
+    """Has servers bring back the ranges that the view assigns to them. rows: brought back so far."""
 
     def __init__(self, store: Store, recovery: RangeRecovery, serial: int, credentials: Credentials | None) -> None:
         self._store = store
@@ -239,7 +240,8 @@ class RecoveryDriver:
         return sum(self._rows.values())
 
     async def run(self) -> View:
-        """Returns the view in which all that began anew have replicas again. CheckpointError, ClusterUnreachable."""
+        """Drives the recovery; returns the view in which all ranges have replicas again. Raises CheckpointError,
+        ClusterUnreachable."""
         loop = asyncio.get_running_loop()
         heard_s = loop.time()
         filling: dict[Member, ServerInfo] = {}
@@ -272,7 +274,7 @@ class RecoveryDriver:
             await asyncio.sleep(_PAUSE_S)
 
     async def end(self) -> None:
-        """No server does anything for it any more, as far as they answer."""
+        """Tells all servers that the recovery is over; those that do not answer are left alone."""
         view = await read_view(self._store)
         request = Request(act=Request.END, serial=self._serial)
         await asyncio.gather(
@@ -282,7 +284,7 @@ class RecoveryDriver:
 
 
 def record(recovery: RangeRecovery, ranges: NDArray[np.int64], epoch: int, rows: int) -> dict[str, Any]:
-    """What is told of a loss, under `losses/<epoch>`."""
+    """The document about a loss, as it lies under `losses/<epoch>`."""
     return {
         "epoch": epoch,
         "time": time.time(),
@@ -306,12 +308,13 @@ def restore_ranges(
     url: str, source: str, ranges: Collection[int] | None, *, cut: int | None = None, accept_loss: bool = False,
     tell: Tell = lambda text: None, timeout_s: float = 30.0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Has these ranges of the cluster at `url` (None: all of which nobody is left) begin anew, from the checkpoint of a
-    cut (the newest) at `source` (where the newest one went); returns what is lost, as under `losses/`.
+    """Recovers ranges of the cluster at `url` from a checkpoint; returns the document about the loss, as under
+    `losses/`.
 
-    accept_loss: also those that somebody may have who is away. Returns when workers have them. ConfigError for ranges
-    that are not lost, and as `prepare`; ClusterUnreachable if the leader does not do it within `timeout_s`.
-    """
+    ranges: None for all that lost every replica. source: "" for where the newest checkpoint went; cut: None for the
+    newest. accept_loss: also ranges that a server may have which is only away. Returns when workers have the ranges.
+    Raises ConfigError for ranges that are not lost, and what `prepare` raises; ClusterUnreachable if the leader does
+    not do it within `timeout_s`."""
     return background.run(_restore_ranges(url, source, ranges, cut, accept_loss, tell, timeout_s))
 
 
@@ -345,7 +348,7 @@ async def bring_back(
 async def _chosen(
     store: Store, ranges: Collection[int] | None, accept_loss: bool
 ) -> tuple[list[int], set[tuple[str, int]]]:
-    """The ranges, and who is given up with them."""
+    """The ranges to recover, and the members that are given up with them."""
     view = await read_view(store, ConfigError)
     loss = find_loss(view, await read_servers(store))
     lost, waiting = set(loss.lost.tolist()), set(loss.waiting.tolist())
@@ -370,7 +373,7 @@ async def _chosen(
 
 
 async def _wait(store: Store, recovery: RangeRecovery, tell: Tell, timeout_s: float) -> dict[str, Any]:
-    """Until the leader has done it; what is lost."""
+    """Waits until the leader has recovered the ranges; returns the document about the loss."""
     loop = asyncio.get_running_loop()
     moved_s, before = loop.time(), ""
     while True:
@@ -402,5 +405,5 @@ async def _wait(store: Store, recovery: RangeRecovery, tell: Tell, timeout_s: fl
 
 
 def with_error(recovery: RangeRecovery, error: Error | None) -> RangeRecovery:
-    """The same, and what holds it up."""
+    """The same recovery with the error that holds it up, or without one."""
     return replace(recovery, error="" if error is None else str(error))

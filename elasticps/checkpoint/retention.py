@@ -22,12 +22,12 @@ HOUR_S, DAY_S = 3600, 86400
 
 
 class UnknownCheckpoint(CheckpointError, ConfigError):
-    """No checkpoint of the number that somebody has asked for: an argument is wrong, and no checkpoint."""
+    """There is no checkpoint of the requested number: the argument is wrong, no checkpoint is."""
 
 
 def chain_of(manifests: Mapping[int, Manifest], cut: int, where: str = "") -> list[Manifest]:
-    """The full checkpoint that a cut's builds on, and every increment up to it, in this order. CheckpointError for a
-    gap, or one that another cluster has written."""
+    """The chain of a cut: the full checkpoint, then every increment up to it. Raises CheckpointError for a gap, or a
+    checkpoint that another cluster has written."""
     found: list[Manifest] = []
     while True:
         if (manifest := manifests.get(cut)) is None:
@@ -45,7 +45,7 @@ def chain_of(manifests: Mapping[int, Manifest], cut: int, where: str = "") -> li
 
 
 def builds_on(manifests: Mapping[int, Manifest], cuts: Iterable[int]) -> set[int]:
-    """These cuts and all that they build on, as far as they are there."""
+    """These cuts and all cuts that they build on, as far as they exist."""
     needed: set[int] = set()
     for start in cuts:
         cut = start
@@ -56,8 +56,8 @@ def builds_on(manifests: Mapping[int, Manifest], cuts: Iterable[int]) -> set[int
 
 
 def deletion(manifests: Mapping[int, Manifest], cuts: Collection[int], where: str = "") -> list[int]:
-    """The order in which these go: newest first, so that at no moment one is there without what it builds on.
-    CheckpointError if one is not there, or another one that stays builds on it."""
+    """The order in which to delete these cuts: newest first, so that none is ever without what it builds on. Raises
+    CheckpointError if one is missing, or another one that stays builds on it."""
     if missing := sorted(set(cuts) - manifests.keys()):
         raise UnknownCheckpoint(f"{where}: checkpoint {missing[0]} is not there")
     for cut in sorted(manifests.keys() - set(cuts)):
@@ -83,7 +83,7 @@ class Keep:
             raise CheckpointError(f"what is kept must be at least the newest one, got {self}")
 
     def chosen(self, times: Mapping[int, float]) -> set[int]:
-        """Of cuts with their times those that are kept for themselves."""
+        """The cuts to keep for their own sake. times: by cut."""
         newest_first = sorted(times, reverse=True)
         retained = set(newest_first[: self.last])
         for count, width_s in ((self.hourly, HOUR_S), (self.daily, DAY_S)):
@@ -95,7 +95,7 @@ class Keep:
 
 
 def superfluous(manifests: Mapping[int, Manifest], keep: Keep) -> list[int]:
-    """What may go: neither kept nor built on by what is."""
+    """The cuts that may go: neither kept, nor needed by one that is."""
     retained = keep.chosen({cut: manifest.time for cut, manifest in manifests.items()})
     return sorted(manifests.keys() - builds_on(manifests, retained), reverse=True)
 
@@ -110,13 +110,13 @@ _PART = re.compile(r"([A-Za-z0-9_-]+-[0-9]+/)?[A-Za-z0-9._-]*[.-][0-9a-f]{32}\.p
 
 
 def is_of_checkpoint(path: str) -> bool:
-    """Whether a path below a checkpoint's folder is one that elasticps gives: no other is ever deleted."""
+    """Whether elasticps names files like this below a checkpoint's folder: no others are ever deleted."""
     return path == NAME or _ROWS.fullmatch(path) is not None or _PART.fullmatch(path) is not None
 
 
 def mark_of(cluster: str) -> str:
-    """How names of files begin that servers of a cluster write: tells whose they are, and keeps two clusters apart that
-    take the same number in one place."""
+    """The prefix of all files that servers of this cluster write: it keeps two clusters apart that take the same number
+    in one place."""
     return hashlib.blake2b(cluster.encode(), digest_size=4).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Has files of rows written by a thread, one after the other: what encodes and sums them, and waits for a storage."""
+"""Writes files of rows in a thread, one after the other: encodes them, sums them, and waits for the storage."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Done = Callable[[FileEntry | Exception], None]
 
 
 class RowWriter(Protocol):
-    """Where a server's files of a checkpoint go."""
+    """Writes the files of a server's checkpoints."""
 
     def put(self, url: str, folder: str, path: str, table: int, file: RowFile, done: Done) -> None:
-        """Writes a file to a path below a folder of a storage; `done` is told in the loop what it was, or why not, and
-        that its memory may be used again."""
+        """Writes a file to a path below a folder of a storage. Then the loop calls `done` with its entry or the error;
+        the file's memory may be used again from there on."""
 
     def close(self) -> None:
-        """What has not begun is not written."""
+        """Drops files whose writing has not begun."""
 
 
 class ThreadRowWriter:
-    """By a thread of its own, which begins with the first file."""
+    """Writes in a thread of its own, which starts with the first file."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -60,7 +60,7 @@ class ThreadRowWriter:
 
 
 class InlineRowWriter:
-    """By whoever calls: for worlds without threads."""
+    """Writes in the caller: for simulations, which have no threads."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, storage: Any) -> None:
         self._loop, self._storage = loop, storage
@@ -74,7 +74,7 @@ class InlineRowWriter:
 
 
 def write(storage: Any, folder: str, path: str, table: int, file: RowFile) -> FileEntry:
-    """Writes a file of rows; how a manifest names it."""
+    """Writes a file of rows; returns its entry for the manifest."""
     encoded = file.encode(partial(time.sleep, 0))  # a thread that serves may wait for the interpreter
     storage.put(f"{folder}/{path}", encoded.parts)
     return FileEntry.of(path, table, encoded)

@@ -36,13 +36,13 @@ _ANSWER_LIFE_S = 600.0  # an answer that nobody has taken
 _AGAIN_S = 5.0  # after one that came to nothing
 
 Take = Callable[[bool, bool], Awaitable[Manifest]]
-"""Takes a checkpoint: a full one if asked, and if asked none where nothing has changed, but then the newest."""
+"""Takes a checkpoint. Arguments: whether it must be full, and whether to take none where nothing has changed."""
 Cleanup = Callable[[Manifest], Coroutine[Any, Any, None]]
-"""What is done beside, when one was made."""
+"""Runs in the background after a checkpoint was made."""
 
 
 class CheckpointSchedule:
-    """every_s: between two checkpoints, 0: only when asked; take: None if this coordinator knows no place for them."""
+    """every_s: between two checkpoints, 0 for requests alone; take: None if this coordinator has no place for them."""
 
     def __init__(self, store: Store, take: Take | None, every_s: float, cleanup: Cleanup | None = None) -> None:
         self._store = store
@@ -54,7 +54,7 @@ class CheckpointSchedule:
         self._newest = 0  # the last that this coordinator has taken
 
     async def run(self) -> None:
-        """As long as this coordinator leads; never ends by itself."""
+        """Runs as long as this coordinator leads; never returns."""
         try:
             await self._run()
         finally:
@@ -81,7 +81,7 @@ class CheckpointSchedule:
             await asyncio.sleep(_LOOK_S)
 
     async def _requests(self) -> list[tuple[Entry, dict[str, Any]]]:
-        """Requests without an answer; answers that are old go."""
+        """Lists requests without an answer, and deletes old answers."""
         now, found = asyncio.get_running_loop().time(), []
         entries = (await self._store.list(CHECKPOINT_REQUESTS)).entries
         there = {entry.key for entry in entries}
@@ -99,7 +99,7 @@ class CheckpointSchedule:
         return found
 
     async def _serve(self, requests: list[tuple[Entry, dict[str, Any]]]) -> bool:
-        """Takes one for all who ask; whether it came about."""
+        """Takes one checkpoint for all requests and answers them; returns whether it succeeded."""
         answer: dict[str, Any]
         try:
             if self._take is None:
@@ -135,14 +135,14 @@ _NICE = 10
 
 
 class Cleaner:
-    """keep: as `elasticps checkpoint delete --keep` takes it, "" for all."""
+    """Merges long chains and deletes old checkpoints. keep: as in `elasticps checkpoint delete --keep`, "" for all."""
 
     def __init__(self, url: str, keep: str) -> None:
         self._url = url
         self._keep = keep
 
     async def clean_up(self, made: Manifest) -> None:
-        """What is to be done when a checkpoint was made. What fails is tried after the next one."""
+        """Cleans up after a checkpoint was made. A failure is tried again after the next one."""
         try:
             chain = await asyncio.to_thread(catalog.chain, Storage(self._url), made.cut)
         except CheckpointError as error:
@@ -154,7 +154,7 @@ class Cleaner:
             await self._run("delete", self._url, "--keep", self._keep)
 
     async def _run(self, what: str, *arguments: str) -> None:
-        """`elasticps checkpoint`."""
+        """Runs `elasticps checkpoint` in a process of its own."""
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "elasticps", "checkpoint", what, *arguments, stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
