@@ -170,9 +170,7 @@ class HelloHandler:
         if (name, app) != (known.name, known.app):
             raise NotAuthorised(f"worker {worker} is {known.name!r} of {known.app!r}, not {name!r} of {app!r}")
         before = self._of_worker.get(worker)
-        if (
-            before is not None and before.arrival > connection.arrival
-        ):  # the worker has given this one up
+        if before is not None and before.arrival > connection.arrival:  # the worker has given this one up
             connection.refused = True
             connection.give_up()
             return
