@@ -31,6 +31,12 @@ GIVEN_UP = set(_GIVEN_UP.split())
 FIELD_TERMS = {
     ("elasticps/model/optimizers.py", "moments"): "Adam's first and second moments",
     ("elasticps/security/authority.py", "subject"): "of an X.509 certificate",
+    ("elasticps/torch/__init__.py", "ahead"): "public: `Ahead`, which `prefetch(loader, model, ahead=…)` gives",
+    ("elasticps/torch/lookahead.py", "ahead"): "the same",
+    ("elasticps/torch/group/rendezvous.py", "world"): "torch.distributed's world size",
+    ("tests/torch/test_lookahead.py", "ahead"): "the argument of `prefetch`",
+    ("tests/torch/test_passes.py", "world"): "torch.distributed's world size",
+    ("tests/torch/group/rank_process.py", "world"): "torch.distributed's world size",
 }
 FORMATS = {
     ("chaos/sim/story.py", "proven"): "stored by `elasticps sim --record`, and the option `--proven`",
