@@ -39,7 +39,7 @@ class RangeRows(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """What is read at once: some ranges of a table, of no more bytes than were asked for if it is not a single one."""
+    """Some ranges of a table that are read at once: a single one, or several within a limit of bytes."""
 
     table: int
     ranges: tuple[int, ...]
@@ -48,7 +48,7 @@ class Unit(NamedTuple):
 
 
 class _Layer:
-    """What one checkpoint of the chain has of a table."""
+    """One checkpoint's files of a table."""
 
     def __init__(self, files: Sequence[RowReader], ranges: int, where: str) -> None:
         self.files = files
@@ -77,7 +77,7 @@ class Contents:
         self._layers: dict[int, list[_Layer]] = {}
 
     def layers(self, table: int) -> list[_Layer]:
-        """Of a table, the newest first. Headers are read when they are asked for first, and held against their sums."""
+        """The layers of a table, newest first. Headers are read on first use, and checked against their sums."""
         if table not in self._layers:
             having = [m for m in reversed(self.chain) if table in (id_ for id_, _ in m.tables.values())]
             self._layers[table] = [self._layer(manifest, table) for manifest in having]
@@ -92,11 +92,11 @@ class Contents:
         return _Layer(files, manifest.ranges, where)
 
     def rows(self, table: int) -> int:
-        """Rows that a table's files have, those that are hidden too: for progress."""
+        """The number of rows in a table's files, hidden ones included: for progress."""
         return int(sum(layer.sizes[0].sum() for layer in self.layers(table)))
 
     def sizes(self, table: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows, and bytes, of each range of a table, those that are hidden too: int64 [ranges]."""
+        """Rows, and bytes, of each range of a table, hidden ones included: int64 [ranges]."""
         layers = self.layers(table)
         rows = np.add.reduce([layer.sizes[0] for layer in layers])
         width = 12 + RowLayout.of(self.manifest.spec(table)).stride
@@ -141,7 +141,7 @@ def _visible(piece: Piece, hidden: list[Keys]) -> RangeRows:
 
 
 def reader_of(storage: Storage, manifest: Manifest, entry: FileEntry, spec: TableSpec) -> RowReader:
-    """Reads a file of a checkpoint. Raises CheckpointError if its header is another than was written."""
+    """A reader of one file. Raises CheckpointError if its header differs from what was written."""
     path = f"{manifest.folder}/{entry.path}"
     header = storage.get_range(path, 0, entry.header)
     where = f"{storage.url}/{path}"
@@ -161,7 +161,7 @@ def reader_of(storage: Storage, manifest: Manifest, entry: FileEntry, spec: Tabl
 
 
 class Sizes(NamedTuple):
-    """In bytes: of a unit; of one of a table whose rows lie in all ranges; of a portion, at least, for each table."""
+    """Bytes of a unit, of a unit of a table whose rows lie in all ranges, and of a portion at least, per table."""
 
     unit: int
     wide: int
@@ -169,7 +169,7 @@ class Sizes(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A unit to be read, of a table that has the id `table` here. scattered: its rows may lie in any range."""
+    """A unit to read, for the table with id `table` here. scattered: its rows may lie in any range."""
 
     table: int
     unit: Unit
@@ -178,7 +178,7 @@ class Job(NamedTuple):
 
 @dataclass
 class Portion:
-    """Ranges that have all when these jobs are done. left: how many are not."""
+    """Ranges that are complete when these jobs are done. left: jobs not yet done."""
 
     ranges: Ranges
     jobs: Sequence[Job]
@@ -213,7 +213,7 @@ def portions(
 
 
 def to_bits(some: Collection[int], ranges: int) -> bytes:
-    """Some of so many ranges as bits, the lowest first."""
+    """Encodes a set of ranges as bits, the lowest first."""
     flags = np.zeros(ranges, np.bool_)
     flags[list(some)] = True
     return np.packbits(flags, bitorder="little").tobytes()

@@ -1,4 +1,4 @@
-"""Checks whole checkpoints, and merges increments into full ones."""
+"""Verifies whole checkpoints, and merges increments into full ones."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _check_file(storage: Storage, manifest: Manifest, entry: FileEntry) -> None:
 
 
 def _parts(segments: Sequence[Segment], entry: FileEntry) -> Iterator[list[Segment]]:
-    """Segments of about _PART_BYTES together."""
+    """Groups segments into parts of about _PART_BYTES."""
     width = max(1, entry.bytes // max(1, sum(s.rows + s.deleted for s in segments)))
     some: list[Segment] = []
     nbytes = 0

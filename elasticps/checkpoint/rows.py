@@ -1,4 +1,4 @@
-"""Rows of one table as a safetensors file, and back.
+"""Writes rows of one table to a safetensors file, and reads them back.
 
 A file has the tensors `keys` int64 [n], `weight` [n, dim] in the table's dtype, a float32 [n, floats] for each slot by
 its name, `stamps` int32 [n], `deleted` int64 [m]. Its rows are cut into segments, one for each range, in ascending
@@ -62,7 +62,7 @@ class Piece(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """One of a file, as its header describes it."""
+    """A tensor of a file, as its header describes it."""
 
     name: str
     dtype: str
@@ -71,7 +71,7 @@ class _Tensor(NamedTuple):
 
 
 class _Column(NamedTuple):
-    """A tensor with a part of each row: where that begins in a row of the store, and its bytes."""
+    """A tensor that holds a part of each row: the part's first byte in a row of the store, and its bytes."""
 
     name: str
     dtype: str
@@ -81,7 +81,7 @@ class _Column(NamedTuple):
 
 
 def columns(spec: TableSpec) -> list[_Column]:
-    """What a file of the table has of its rows, in order."""
+    """The columns of a table's files, in order."""
     layout = RowLayout.of(spec)
     found = [_Column("weight", _DTYPES[spec.dtype], spec.dim, 0, layout.weight_bytes)]
     at = layout.slots_at
@@ -122,7 +122,7 @@ class _RangePart:
 
 
 class RowFile:
-    """A file that is being filled: what is given is split into columns at once."""
+    """A file that is being filled: rows are split into columns as they come."""
 
     def __init__(self, spec: TableSpec, memory: Bytes | None = None) -> None:
         """memory: where rows go; more is taken if they do not fit."""
@@ -139,7 +139,7 @@ class RowFile:
 
     @property
     def room(self) -> int:
-        """Rows that still fit into its memory."""
+        """The number of rows that still fit into its memory."""
         return self._capacity - self.rows
 
     def add(self, r: int, keys: Keys, rows: Bytes, stamps: Stamps, deleted: Keys = NO_KEYS, *, full: bool) -> None:
@@ -153,13 +153,13 @@ class RowFile:
             there.reshape(-1, column.nbytes)[:] = rows[:, column.at : column.at + column.nbytes]
 
     def add_words(self, r: int, keys: Keys, words: Keys, base: int, deleted: Keys = NO_KEYS, *, full: bool) -> None:
-        """The same, of rows that lie in a store: addresses with stamps above `base`, int64 [n]."""
+        """Like `add`, for rows in a store: their addresses with stamps above `base`, int64 [n]."""
         to = self._begin(r, keys, deleted, full)
         targets = [(there.ctypes.data, c.at, c.nbytes) for c, there in zip(self._columns, to[1:-1], strict=True)]
         split(words, np.array(targets, np.int64).ravel(), base, to[-1].view(np.int32))
 
     def _begin(self, r: int, keys: Keys, deleted: Keys, full: bool) -> list[Bytes]:
-        """Writes keys; where their rows' columns go, and stamps."""
+        """Writes keys; returns where their rows' columns and stamps go."""
         if not self._parts or self._parts[-1].range != r:
             assert not self._parts or self._parts[-1].range < r, "ranges come in ascending order"
             self._parts.append(_RangePart(r, full))
@@ -176,7 +176,7 @@ class RowFile:
         return to
 
     def _settle(self, memory: Bytes) -> None:
-        """Columns lie in this memory from now on."""
+        """Moves the columns into this memory."""
         self._capacity = max(0, len(memory) - 8 * len(self._widths)) // sum(self._widths)
         buffers, at = [], 0
         for i, width in enumerate(self._widths):
@@ -187,7 +187,7 @@ class RowFile:
         self._buffers = buffers
 
     def encode(self, pause: Callable[[], None] = lambda: None) -> Encoded:
-        """The file; valid until its memory is used again. pause: called after each range."""
+        """Encodes the file; valid until its memory is used again. pause: called after each range."""
         segments, deleted = self._segments()
         of_rows = [place[: self.rows * width] for place, width in zip(self._buffers, self._widths, strict=True)]
         tensors = _tensors(self._columns, self.rows, len(deleted))
@@ -211,7 +211,7 @@ class RowFile:
 
 
 class Encoded(NamedTuple):
-    """A file's bytes, one part after the other, and what a manifest says of it."""
+    """An encoded file: its bytes in parts, and its entry for the manifest."""
 
     parts: tuple[memoryview, ...]
     header: bytes
@@ -220,24 +220,24 @@ class Encoded(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the whole file."""
+        """Bytes of the whole file."""
         return sum(part.nbytes for part in self.parts)
 
     @property
     def sum(self) -> str:
-        """Of the header, which has the sums of all else."""
+        """The sum of the header, which has the sums of everything else."""
         return checksum([self.header])
 
 
 def _spans(columns: Sequence[_Column], segment: Segment) -> list[tuple[int, int]]:
-    """(first byte in its tensor, bytes) of what a segment has of keys, each column, stamps and deleted."""
+    """(first byte in its tensor, bytes) of a segment's part of keys, each column, stamps and deleted."""
     widths = (8, *(column.nbytes for column in columns), 4)
     of_rows = [(segment.first * width, segment.rows * width) for width in widths]
     return [*of_rows, (8 * segment.first_deleted, 8 * segment.deleted)]
 
 
 def _tensors(of_rows: Sequence[_Column], rows: int, deleted: int) -> list[_Tensor]:
-    """What lies in a file behind its header, in this order."""
+    """The tensors of a file, in the order in which they follow its header."""
     found = [_Tensor("keys", "I64", [rows], 8 * rows)]
     found += [_Tensor(c.name, c.dtype, [rows, c.width], rows * c.nbytes) for c in of_rows]
     return [*found, _Tensor("stamps", "I32", [rows], 4 * rows), _Tensor("deleted", "I64", [deleted], 8 * deleted)]
@@ -264,7 +264,7 @@ def _header(tensors: Sequence[_Tensor], segments: Sequence[Segment]) -> bytes:
 
 
 class RowReader:
-    """Reads segments of one file, as many bytes as they have."""
+    """Reads single segments of one file."""
 
     def __init__(
         self, name: str, spec: TableSpec, header: bytes, fetch: Callable[[list[tuple[int, int]], Take], Sequence[Any]],
@@ -315,7 +315,7 @@ class RowReader:
 
 
 def decode(spec: TableSpec, data: bytes | memoryview, name: str = "a file") -> list[Piece]:
-    """All that a whole file has."""
+    """Decodes a whole file."""
     view = memoryview(data)
     size = struct.unpack_from("<Q", view)[0] + 8 if len(view) >= 8 else 0
     if not 8 < size <= len(view):

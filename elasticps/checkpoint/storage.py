@@ -42,16 +42,16 @@ _memory: dict[str, MemoryStore] = {}  # by name: all that this process has
 
 
 def new_memory(size: int) -> NDArray[np.uint8]:
-    """For those who keep what they read."""
+    """Fresh memory, for callers that keep what they read."""
     return np.empty(size, np.uint8)
 
 
 class NotThere(CheckpointError):
-    """No such file."""
+    """The file does not exist."""
 
 
 def _checked(given: str, url: str) -> SplitResult:
-    """The parts of a URL. CheckpointError for what has no meaning there: two places must never be taken for one."""
+    """Splits a URL. Raises CheckpointError for parts without meaning: two places must never be taken for one."""
     scheme = given.partition(":")[0].lower()
     if "://" not in given and scheme in _SCHEMES and ":" in given:
         slashes = "three slashes: file:///folder" if scheme == "file" else f"two slashes: {scheme}://…"
@@ -115,11 +115,11 @@ class Storage:
         return self._folder is not None or self.url.startswith("memory:")
 
     def put(self, path: str, data: Data) -> None:
-        """Makes or replaces a file: whoever reads it meanwhile gets the one or the other."""
+        """Makes or replaces a file: a concurrent reader gets the old one or the new one."""
         self._put(path, data, overwrite=True)
 
     def put_new(self, path: str, data: Data) -> bool:
-        """Makes a file unless there is one of that name; whether it did. Of several at once one does."""
+        """Makes a file unless the name is taken; returns whether it did. Of several concurrent calls one does."""
         try:
             self._put(path, data, overwrite=False)
         except (AlreadyExistsError, FileExistsError):
@@ -136,7 +136,7 @@ class Storage:
                 obstore.put(self._objects, path, joined, mode="overwrite" if overwrite else "create")
 
     def get(self, path: str) -> bytes:
-        """A whole file. Raises NotThere."""
+        """Reads a whole file. Raises NotThere."""
         with self._explained("read", path):
             if self._folder is None:
                 return bytes(obstore.get(self._objects, path).bytes())
@@ -157,7 +157,7 @@ class Storage:
         return True
 
     def get_range(self, path: str, start: int, length: int) -> bytes:
-        """`length` bytes of a file from byte `start` on. Raises NotThere, CheckpointError if it ends before."""
+        """Reads `length` bytes of a file from byte `start` on. Raises NotThere; CheckpointError if it ends before."""
         return bytes(self.get_ranges(path, [(start, length)])[0])
 
     def get_ranges(self, path: str, parts: Sequence[tuple[int, int]], take: Take = new_memory) -> list[memoryview]:
@@ -222,7 +222,7 @@ class Storage:
 
     @contextmanager
     def _explained(self, done: str, path: str = "") -> Iterator[None]:
-        """Errors say what could not be done where, and what to do."""
+        """Turns errors into CheckpointError that says what failed where, and what to do."""
         where = f"{self.url}/{path}" if path else self.url
         try:
             yield

@@ -1,1 +1,1 @@
-"""Models go out and come in: tables as files that others read."""
+"""Exports models to files that other libraries read, and loads such files."""

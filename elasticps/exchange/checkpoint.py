@@ -1,4 +1,4 @@
-"""The model of a checkpoint as files: what `export` writes of a live cluster, without one."""
+"""Exports the model in a checkpoint to files, as `export` does for a live cluster, but without one."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _in_order(
 
 
 def _mapped(path: Path, dtype: str, shape: tuple[int, int]) -> NDArray[Any]:
-    """An array in a new file, for which there is room on the disk. OSError."""
+    """An array in a new file whose room on the disk is reserved. Raises OSError."""
     if not (nbytes := np.dtype(dtype).itemsize * shape[0] * shape[1]):
         return np.empty(shape, dtype)
     with temporary.create(path) as file:
@@ -127,7 +127,7 @@ def _mapped(path: Path, dtype: str, shape: tuple[int, int]) -> NDArray[Any]:
 
 
 def weights(spec: TableSpec, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Of whole rows uint8 [n, stride]: float32 [n, dim]."""
+    """The weights of whole rows uint8 [n, stride]: float32 [n, dim]."""
     packed = np.ascontiguousarray(rows[:, : RowLayout.of(spec).weight_bytes])
     if spec.dtype == "bfloat16":
         return (packed.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
@@ -135,7 +135,7 @@ def weights(spec: TableSpec, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 def slots(spec: TableSpec, rows: NDArray[np.uint8]) -> dict[str, NDArray[np.float32]]:
-    """Of whole rows, by name: float32 [n, floats]."""
+    """The slots of whole rows, by name: float32 [n, floats]."""
     at, found = RowLayout.of(spec).slots_at, {}
     for name, floats in spec.optimizer.slot_shapes(spec.dim).items():
         found[name] = np.ascontiguousarray(rows[:, at : at + 4 * floats]).view(np.float32)

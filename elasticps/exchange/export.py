@@ -1,4 +1,4 @@
-"""A live model as files."""
+"""Exports a live model to files."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def called(
 
 
 def slots_called(spec: TableSpec, path: str) -> dict[str, str]:
-    """The slots of a tensor that is called `path` in files, by the names that they have there."""
+    """The slots of a tensor that files call `path`, by their names in files."""
     return {f"{path}.{slot}": slot for slot in spec.optimizer.slot_shapes(spec.dim)}
 
 
@@ -147,12 +147,12 @@ def write_tables(
 
 
 def _write_tensor(kind: str, part: Path, path: str, values: NDArray[Any], tell: Tell) -> int:
-    """Writes a file of its own, whose only column is called as the tensor, or its slot, is."""
+    """Writes one tensor, or one slot of it, to a file of its own."""
     return _write(writer(kind, part, path, ""), [{path: np.atleast_1d(values)}], tell)
 
 
 def _write(out: Writer, parts: Iterable[Columns], tell: Tell) -> int:
-    """Returns how many rows there were."""
+    """Writes all columns; returns the number of rows."""
     written = 0
     try:
         for columns in parts:
@@ -169,7 +169,8 @@ def _write(out: Writer, parts: Iterable[Columns], tell: Tell) -> int:
 
 @contextmanager
 def _written_folder(to: Path, kind: str, dtype: str, described: Mapping[str, object]) -> Iterator[Path]:
-    """A folder to write into, which becomes `to` in the end, with what is said of each table; or nothing does."""
+    """A folder to write into. It becomes `to` at the end, with the manifest of all tables; after an error nothing
+    does."""
     check_format(kind)  # of nothing, too: the manifest says it
     if dtype not in ("float32", "float16"):
         raise ConfigError(f"dtype must be float32 or float16, got {dtype!r}")
@@ -210,7 +211,7 @@ def _begin(to: Path, stack: ExitStack) -> tuple[Path, int]:
 
 
 def _locked(other: Path) -> bool:
-    """Whether a folder is there that another process has locked."""
+    """Whether another process has locked the folder."""
     try:
         folder = os.open(other, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -225,7 +226,7 @@ def _locked(other: Path) -> bool:
 
 
 def _publish(part: Path, folder: int, to: Path) -> None:
-    """Gives the written folder its name. ConfigError if something has it by now."""
+    """Gives the written folder its name. Raises ConfigError if that is taken by now."""
     if not part.is_dir() or not os.path.samestat(os.fstat(folder), part.lstat()):
         raise ConfigError(f"{to} cannot be made: somebody has replaced {part}, which was to become it")
     try:

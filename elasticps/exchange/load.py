@@ -1,4 +1,4 @@
-"""Files into a live model: those of an export, and what torch saves."""
+"""Loads files into a live model: exports, and what torch saves."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def load(
 
 
 def _check_file(path: Path) -> None:
-    """ConfigError for what is no file: a pipe would be waited for."""
+    """Raises ConfigError unless the path is a regular file: a pipe would block."""
     if not path.is_file():
         raise ConfigError(f"{path} cannot be read: {'it is no file' if path.exists() else 'it is not there'}")
 
@@ -133,7 +133,7 @@ def _without(source: Path, slot: str, whose: str) -> ConfigError:
 
 
 def _tables_of(source: Path) -> tuple[str, dict[str, tuple[TableSpec, int, str]]]:
-    """The format of an export, and of each table what it is, its rows, and how its files call it."""
+    """The format of an export, and by table its spec, its number of rows, and its name in files."""
     _check_file(source / MANIFEST)
     manifest = json.loads((source / MANIFEST).read_text())
     try:
@@ -157,7 +157,7 @@ def _tables_of(source: Path) -> tuple[str, dict[str, tuple[TableSpec, int, str]]
 
 
 def _options_of(spec: TableSpec) -> dict[str, Any]:
-    """What tables and tensors are opened with, beside their shape and initial values."""
+    """The options to open a table or tensor with, beside its shape and initial values."""
     return {
         "optimizer": spec.optimizer, "dtype": spec.dtype, "finite": spec.finite, "push": spec.push, "pull": spec.pull
     }  # fmt: skip
@@ -207,7 +207,7 @@ def _columns(
 
 
 def _joined(parts: list[tuple[int, Slice]]) -> Slice:
-    """A column whose parts begin at these rows."""
+    """One column from parts that begin at these rows."""
 
     def cut(a: int, b: int) -> NDArray[Any]:
         ends = [first for first, _ in parts[1:]] + [1 << 62]
@@ -235,7 +235,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _first_rows(path: Path) -> dict[str, int]:
-    """At which row of a tensor a file begins that has a part of it, by tensor."""
+    """The first row of each tensor of which a file has a part."""
     header, _ = _header(path)
     try:
         offsets = json.loads(header.get("__metadata__", {}).get(SHARDING, "{}"))
@@ -265,7 +265,7 @@ def _safetensors(path: Path) -> dict[str, Slice]:
 
 
 def _bfloat16(path: Path, name: str, shape: Sequence[int], a: int, b: int) -> NDArray[np.float32]:
-    """Rows a … b - 1 of a tensor of this shape, or a number."""
+    """Reads rows a … b - 1 of a tensor of this shape, or a single number."""
     header, at = _header(path)
     first = at + int(header[name]["data_offsets"][0])
     width = math.prod(shape[1:])
@@ -275,7 +275,7 @@ def _bfloat16(path: Path, name: str, shape: Sequence[int], a: int, b: int) -> ND
 
 
 def _arrays(path: Path) -> dict[str, Slice]:
-    """The columns of an .npz or .parquet file, each read as a whole when it is asked for first."""
+    """The columns of an .npz or .parquet file, each read as a whole on first use."""
     if path.suffix == ".npz":
         archive = np.load(path)
         return {name: _slice(archive, name) for name in archive.files}
@@ -320,7 +320,7 @@ def _table_file(source: Path) -> Iterator[tuple[str, Parts]]:
 
 
 def _check_rows(source: Path, tensor: str, values: NDArray[Any]) -> None:
-    """InputError for what has no rows."""
+    """Raises InputError for an array without rows."""
     if values.ndim < 1:
         raise InputError(f"{source}: {tensor!r} is one number, and a table takes rows: [keys, dim]")
 
@@ -334,7 +334,8 @@ def _named(source: Path) -> dict[str, Callable[[], NDArray[Any]]]:
 
 
 def _state(source: Path, ps: Client, names: dict[str, str]) -> Iterator[tuple[str, Parts]]:
-    """What a file of named tensors has for the tables and tensors of the application. UnknownTable for nothing."""
+    """The columns in a file of named tensors for the application's tables and tensors. Raises UnknownTable if none
+    fit."""
     found = False
     tensors = _named(source)
     known = ps.tables()

@@ -1,4 +1,4 @@
-"""Columns of a table as files, written as rows come: how many there will be is known at the end only.
+"""Writes columns of a table to files as rows come, when their number is known only at the end.
 
 What is in memory is what `write` is given. A column is an array [rows, …]; all columns of a table are equally long.
 """
@@ -34,7 +34,7 @@ _STEM_BYTES = 200  # of a file's name, which has at most 255 with a column, a nu
 
 
 def stem_of(name: str) -> str:
-    """How the files of a table or tensor begin: its name, or as much of it as a file's name may have, and a digest."""
+    """The prefix of a table's or tensor's files: its name, or the part that a file's name can hold, and a digest."""
     encoded = name.encode()
     if len(encoded) <= _STEM_BYTES and name.strip(".") and "/" not in name:
         return name
@@ -43,7 +43,7 @@ def stem_of(name: str) -> str:
 
 
 def cast(values: NDArray[np.float32], dtype: str, name: str) -> NDArray[Any]:
-    """Weights in another type. ConfigError if a number is too large for it: it would become infinite."""
+    """Casts weights to another type. Raises ConfigError if one is too large: it would become infinite."""
     if dtype == values.dtype.name:
         return values
     with np.errstate(over="ignore"):
@@ -55,16 +55,16 @@ def cast(values: NDArray[np.float32], dtype: str, name: str) -> NDArray[Any]:
 
 
 class Writer(Protocol):
-    """One table's."""
+    """Writes the files of one table."""
 
     def write(self, columns: Columns) -> None:
-        """The next rows. All calls have the same columns."""
+        """Writes the next rows. All calls have the same columns."""
 
     def close(self) -> None:
-        """Makes the files whole."""
+        """Completes the files."""
 
     def give_up(self) -> None:
-        """Closes them as they are: they are deleted next."""
+        """Closes the files as they are, to be deleted."""
 
 
 class SafetensorsWriter:
@@ -124,13 +124,13 @@ class SafetensorsWriter:
 
 
 def _json(document: object) -> str:
-    """Letters as they are: escaped, a name takes six times its length."""
+    """JSON with letters as they are: escaped, a name takes six times its length."""
     return json.dumps(document, ensure_ascii=False)
 
 
 @dataclass
 class _FilePart:
-    """A file that is being written: number of a column's, from row `first` on."""
+    """A file that is being written: which one of its column, and its first row."""
 
     file: IO[bytes]
     number: int
@@ -222,7 +222,7 @@ def _close(files: Iterable[Any]) -> None:
 
 
 def writer(kind: str, directory: Path, table: str, prefix: str) -> Writer:
-    """That of a format. ConfigError for one that there is none of."""
+    """The writer for a format. Raises ConfigError if unsupported."""
     check_format(kind)
     if kind == "safetensors":
         return SafetensorsWriter(directory, table, prefix)
@@ -232,6 +232,6 @@ def writer(kind: str, directory: Path, table: str, prefix: str) -> Writer:
 
 
 def check_format(kind: str) -> None:
-    """ConfigError for a format that no writer has."""
+    """Raises ConfigError for an unsupported format."""
     if kind not in FORMATS:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, got {kind!r}")

@@ -1,4 +1,4 @@
-"""A certificate authority in a folder, for machines of one's own and for clusters that live on one machine.
+"""A certificate authority in a folder, for your own machines and for clusters on one machine.
 
     ca.crt, ca.key                          the authority
     server-s0.crt, server-s0.key, …         whom it has signed for
@@ -44,7 +44,7 @@ _Key: TypeAlias = ec.EllipticCurvePrivateKey
 
 
 class Authority:
-    """The authority in `folder`. ConfigError if there is none, or it cannot be read."""
+    """Opens the authority in `folder`. Raises ConfigError if there is none, or it cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -58,7 +58,7 @@ class Authority:
 
     @classmethod
     def create(cls, folder: Path, *, days: float = CA_DAYS) -> Authority:
-        """Makes a new one. ConfigError if there is one already: what it has signed would be worth nothing any more."""
+        """Makes a new authority. Raises ConfigError if there is one: all that it has signed would become invalid."""
         if (folder / "ca.key").exists():
             raise ConfigError(f"{folder} has an authority already; remove it, and what it has signed, for a new one")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ class Authority:
 
     @property
     def ca(self) -> Path:
-        """The file to believe."""
+        """The authority's own certificate, which processes trust."""
         return self.folder / "ca.crt"
 
     def check(self, identities: Iterable[Identity]) -> None:
@@ -159,13 +159,13 @@ class Authority:
 
 
 def _stem(identity: Identity) -> str:
-    """Of the names of its files."""
+    """The common part of the names of an identity's files."""
     parts = (identity.role, identity.app, identity.name)
     return "-".join(part.replace("*", "any") for part in parts if part)
 
 
 def _holder(file: Path) -> str:
-    """Whose certificate is in a file; "" if there is none."""
+    """The identity in a certificate file; "" if there is none."""
     try:
         found = x509.load_pem_x509_certificate(file.read_bytes())
         names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

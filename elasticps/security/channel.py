@@ -23,11 +23,11 @@ RENEW_MIN_S = 30.0  # but not so soon after it began
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Expect: TypeAlias = Callable[[Identity], None]
-"""Raises NotAuthorised unless the peer is whom it should be."""
+"""Raises NotAuthorised unless the peer is the expected one."""
 
 
 class Proof:
-    """Who the other end of a connection is, and for how long that is good.
+    """The proven identity of the other end of a connection, and until when it is valid.
 
     peer    once the handshake is done
     until_s Unix time at which the first of the two certificates ends
@@ -43,7 +43,7 @@ class Proof:
         self.until_s = 0.0
 
     def _accept(self, peer: Identity, until_s: float) -> None:
-        """NotAuthorised if it should be somebody else."""
+        """Raises NotAuthorised if the peer is not the expected one."""
         self._expect(peer)
         self.until_s = min(self._own_until_s, until_s)
         self._renew_s = renew_at(self.until_s)
@@ -51,7 +51,8 @@ class Proof:
 
     @property
     def stale(self) -> bool:
-        """Whether whoever dialled should do so again: our certificate was renewed, or one of the two ends soon."""
+        """Whether the dialling end should connect again: our certificate was renewed, or one of the two expires
+        soon."""
         self._credentials.refresh()
         ends_soon = self.peer is not None and time.time() > self._renew_s
         return ends_soon or self._generation != self._credentials.generation
@@ -68,7 +69,7 @@ class Channel(Proof):
         self._received = 0
 
     def received(self, data: Buffer) -> None:
-        """Takes bytes that came from the other end. ConnectionResetError if a handshake has too many."""
+        """Takes bytes from the other end. Raises ConnectionResetError if a handshake has too many."""
         if self.peer is None:
             self._received += len(data)
             if self._received > MAX_HANDSHAKE_BYTES:
@@ -109,7 +110,7 @@ class Channel(Proof):
         return n
 
     def write(self, buffers: Iterable[Buffer]) -> None:
-        """Encrypts; `outgoing` has it then. ConnectionResetError if the connection is broken."""
+        """Encrypts buffers into `outgoing`. Raises ConnectionResetError if the connection is broken."""
         try:
             for buffer in buffers:
                 if len(buffer):
@@ -118,28 +119,28 @@ class Channel(Proof):
             raise ConnectionResetError(_why(error)) from None
 
     def close(self) -> None:
-        """Says goodbye, in `outgoing`."""
+        """Puts TLS's goodbye into `outgoing`."""
         with suppress(ssl.SSLError):  # the other end has not said it yet, or the handshake is not done
             self._tls.unwrap()
 
     @property
     def waiting_bytes(self) -> int:
-        """What `outgoing` would return."""
+        """The number of bytes that `outgoing` would return."""
         return self._outgoing.pending
 
     def outgoing(self) -> bytes:
-        """What is to be sent to the other end now; b"" if there is nothing."""
+        """The bytes to send to the other end now, maybe b""."""
         return self._outgoing.read() if self._outgoing.pending else b""
 
 
 def renew_at(until_s: float) -> float:
-    """When a connection that begins now, with certificates that are good until then, is to be made anew. Unix time."""
+    """When to replace a connection that begins now, given when its certificates expire. Unix time."""
     now = time.time()
     return now + max(RENEW_MIN_S, RENEW_AT * (until_s - now))
 
 
 def proved(tls: ssl.SSLObject) -> tuple[Identity, float]:
-    """Who the other end is, and until when, in Unix time. NotAuthorised if its certificate names nobody."""
+    """The identity in the peer's certificate, and its end in Unix time. Raises NotAuthorised if it names nobody."""
     certificate = cast(dict[str, Any], tls.getpeercert())
     names = certificate.get("subjectAltName", ())
     identity = identity_among([value for kind, value in names if kind == "URI"])

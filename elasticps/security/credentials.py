@@ -1,4 +1,4 @@
-"""What a process proves who it is with: its certificate, its key and the authority that it believes, as files.
+"""The credentials of a process: its certificate, its key and the authority that it trusts, as files.
 
 The files are looked at again from time to time, since whoever renews certificates replaces them: new connections use
 the new ones, and `generation` tells those which were made with older ones. Files that cannot be used are not: what was
@@ -30,7 +30,7 @@ LOOK_S = 1.0  # between looks at the files
 
 @dataclass(frozen=True)
 class Pems:
-    """The files' content, for gRPC."""
+    """The content of the files, for gRPC."""
 
     ca: bytes
     cert: bytes
@@ -64,11 +64,11 @@ class Credentials:
 
     @property
     def identity(self) -> Identity:
-        """Whose they are."""
+        """The identity that the certificate proves."""
         return self._loaded.identity
 
     def require(self, role: Role, name: str, app: str = "") -> None:
-        """ConfigError unless the certificate is that process's."""
+        """Raises ConfigError unless the certificate is that process's."""
         try:
             self.identity.require(self.cluster, role, name, app)
         except NotAuthorised as error:
@@ -97,22 +97,22 @@ class Credentials:
             log.info("certificates were renewed; they end in %.1f hours", (loaded.until_s - time.time()) / 3600)
 
     def server_context(self) -> ssl.SSLContext:
-        """For a connection that was accepted."""
+        """The `ssl` context for accepted connections."""
         self.refresh()
         return self._loaded.server
 
     def client_context(self) -> ssl.SSLContext:
-        """For one that is dialled. Whose certificate the other end has is for the caller to look at."""
+        """The `ssl` context for dialled connections. The caller has to check the peer's identity."""
         self.refresh()
         return self._loaded.client
 
     def native_context(self) -> openssl.TlsContext | None:
-        """For either; None where only Python's `ssl` can be had."""
+        """OpenSSL's context for either; None where only Python's `ssl` can be used."""
         self.refresh()
         return self._loaded.native
 
     def pems(self) -> Pems:
-        """For gRPC."""
+        """The files, as gRPC takes them."""
         self.refresh()
         return self._loaded.pems
 
@@ -123,7 +123,7 @@ class Credentials:
 
 
 def _signature(files: TlsFiles) -> tuple[tuple[int, int, int], ...]:
-    """Another one when a file was written or replaced."""
+    """A value that changes when a file was written or replaced."""
     found = []
     for path in (files.ca, files.cert, files.key):
         try:

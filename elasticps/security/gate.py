@@ -1,4 +1,4 @@
-"""Whom a server waits for to prove who they are: for how long, and for how many at once.
+"""Bounds the TLS handshakes that a server waits for: how long each may take, and how many run at once.
 
 Until a peer has, its connection costs a socket, OpenSSL's state and at most MAX_HANDSHAKE_BYTES, for at most
 HANDSHAKE_S. There are MAX_HANDSHAKES at once, then the oldest makes room.
@@ -25,18 +25,18 @@ class Shaking(Protocol):
     """A connection's transport, until its handshake is over."""
 
     def give_up(self, why: str, *, gently: bool = False) -> None:
-        """Ends it. gently: what the peer was told leaves first."""
+        """Ends it. gently: bytes that wait for the socket leave first."""
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """As of a transport."""
+        """As `asyncio.Transport.get_extra_info`."""
 
 
 Over: TypeAlias = Callable[[Shaking, Exception | None], None]
-"""Is told that a handshake is over, with None if it succeeded."""
+"""Is called when a handshake is over, with None if it succeeded."""
 
 
 class TlsHandshake:
-    """One that has begun: who waits for its end is told once, and in time."""
+    """A handshake that has begun. Its end is reported once, and in time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: Shaking, over: Over) -> None:
         self._transport = transport
@@ -44,7 +44,7 @@ class TlsHandshake:
         self._timer = loop.call_later(HANDSHAKE_S, transport.give_up, f"no handshake within {HANDSHAKE_S:.0f} s")
 
     def end(self, error: Exception | None) -> bool:
-        """It is over. False if it was already."""
+        """Ends it and reports the result. False if it had ended already."""
         over, self._over = self._over, None
         if over is None:
             return False
@@ -54,7 +54,7 @@ class TlsHandshake:
 
 
 def resolving(future: asyncio.Future[None]) -> Over:
-    """Has a future, unless nobody waits for it any more, hear how a handshake ended."""
+    """A callback that resolves a future with a handshake's result, unless the future is done already."""
 
     def over(_: Shaking, error: Exception | None) -> None:
         if future.done():
@@ -68,7 +68,7 @@ def resolving(future: asyncio.Future[None]) -> Over:
 
 
 async def proof(proved: asyncio.Future[None], dialled: asyncio.Transport) -> None:
-    """Waits for the handshake of a connection that was dialled; who waits no longer gives it up."""
+    """Waits for the handshake of a dialled connection; cancelling the wait ends the connection."""
     try:
         await proved
     except asyncio.CancelledError:
@@ -89,17 +89,17 @@ class Gate:
 
     @property
     def shaking(self) -> int:
-        """How many were accepted and have not proved it yet."""
+        """The number of accepted connections whose handshake is under way."""
         return len(self._shaking)
 
     def admit(self, transport: Shaking) -> None:
-        """A handshake begins, which `accepted` is told the end of; if there are too many, the oldest makes room."""
+        """Notes that a handshake began, whose end `accepted` gets; if there are too many, the oldest makes room."""
         self._shaking[transport] = None
         if len(self._shaking) > self._most:
             next(iter(self._shaking)).give_up("too many handshakes at once")
 
     def accepted(self, transport: Shaking, error: Exception | None) -> None:
-        """It is over, well or not."""
+        """Notes that a handshake is over, however it ended."""
         self._shaking.pop(transport, None)
         if error is None:
             return
@@ -111,4 +111,4 @@ class Gate:
 
 
 def anybody(peer: object) -> None:
-    """Whoever has a certificate; what it may do depends on what it says it came for."""
+    """Accepts any holder of a certificate; its introduction decides what it may do."""

@@ -27,7 +27,7 @@ _DIGITS = 16  # of a digest in one
 
 
 class Role(enum.StrEnum):
-    """What a process is."""
+    """The role of a process in a cluster."""
 
     SERVER = "server"
     COORDINATOR = "coordinator"
@@ -36,7 +36,7 @@ class Role(enum.StrEnum):
 
 
 class Act(enum.Enum):
-    """What may be asked of a server."""
+    """Kinds of requests to a server."""
 
     LOOK = enum.auto()  # status, health
     CHANGE = enum.auto()  # whatever writes, be it an audit's mark in the logs
@@ -55,12 +55,12 @@ _MAY = {
 
 
 class NotAuthorised(Exception):
-    """Somebody is not who they would have to be; the text says who they are, and who would be right."""
+    """The peer is not the one required; the text names both."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Who a certificate says its holder is; `app` of a worker only. ValueError for names that cannot be."""
+    """The identity of a certificate's holder; `app` for workers only. Raises ValueError for impossible names."""
 
     cluster: str
     role: Role
@@ -80,7 +80,7 @@ class Identity:
 
     @classmethod
     def parse(cls, uri: str) -> Identity:
-        """The inverse of `str`. ValueError says what is wrong."""
+        """The inverse of `str`. Raises ValueError with what is wrong."""
         cluster, _, rest = uri.removeprefix(_PREFIX).partition("/")
         role, _, names = rest.partition("/")
         app, _, name = names.rpartition("/")
@@ -101,7 +101,7 @@ class Identity:
         return f"{whole[: _CN_MAX - 1 - _DIGITS]}-{digest}"
 
     def may(self, act: Act) -> bool:
-        """Whether the role may do such things."""
+        """Whether the role may make such requests."""
         return act in _MAY[self.role]
 
     def covers(self, role: Role, name: str, app: str = "") -> bool:
@@ -126,7 +126,7 @@ def host_name(cluster: str) -> str:
 
 
 def identity_among(uris: Sequence[str]) -> Identity:
-    """The identity that a certificate with these URIs gives. NotAuthorised if it is not exactly one."""
+    """The identity in a certificate with these URIs. Raises NotAuthorised unless there is exactly one."""
     if len(uris) != 1:
         raise NotAuthorised(f"its certificate has {len(uris)} URIs instead of one identity")
     try:

@@ -97,7 +97,7 @@ LIBRARY = _library()
 
 
 def address_of(name: str) -> int:
-    """Where a function of the library begins. Only with a library."""
+    """The address of a function of the library. Only with a library."""
     return ctypes.cast(getattr(LIBRARY, name), c_void_p).value or 0
 
 
@@ -159,13 +159,13 @@ def sink_method(write_at: int, control_at: int) -> int:
 
 
 def free(address: int) -> None:
-    """Gives memory back that CRYPTO_realloc gave."""
+    """Frees memory from CRYPTO_realloc."""
     lib: Any = LIBRARY
     lib.CRYPTO_free(address, None, 0)
 
 
 def peer_certificate(tls: int) -> bytes:
-    """The other end's, in DER; b"" if it has shown none."""
+    """The peer's certificate in DER; b"" if it has shown none."""
     lib: Any = LIBRARY
     certificate = lib.SSL_get1_peer_certificate(tls)
     if not certificate:
@@ -187,7 +187,7 @@ def reason_of(error: int) -> str:
 
 
 def verify_message(tls: int) -> str:
-    """Why the other end's certificate is none; "" if nothing is wrong with it."""
+    """What is wrong with the peer's certificate; "" if nothing is."""
     lib: Any = LIBRARY
     result = lib.SSL_get_verify_result(tls)
     return lib.X509_verify_cert_error_string(result).decode(errors="replace") if result else ""

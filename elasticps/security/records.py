@@ -80,7 +80,7 @@ def _errno():
 
 @_compile
 def _keep(s, at, n):
-    """Keeps bytes that wait for the socket; False if there are too many."""
+    """Adds bytes to the backlog; False if there are too many."""
     end = s[S_BACKLOG_END] - s[S_BACKLOG_START]
     if end + n > FLOOD_BYTES:
         s[S_WHY] = FLOODED
@@ -102,7 +102,7 @@ def _keep(s, at, n):
 
 
 def _write(bio, at, n):
-    """OpenSSL has encrypted something; all of it is taken, or the connection is over."""
+    """OpenSSL's write callback: takes all that it has encrypted, or the connection is over."""
     s = carray(pointer(_get_data(bio)), (SESSION,), np.int64)
     out = s[S_OUT]
     if out < 0:
@@ -115,7 +115,7 @@ def _write(bio, at, n):
 
 
 def _control(bio, command, number, at):
-    """Nothing is held back, so flushing succeeds; OpenSSL asks nothing else of it that matters."""
+    """OpenSSL's control callback: flushing succeeds, as nothing is held back; other requests do not matter."""
     return np.int64(1) if command == _BIO_FLUSH else np.int64(0)
 
 
@@ -125,7 +125,7 @@ CONTROL: Any = _cfunc(_long(_long, _int, _long, _long), nopython=True, cache=Tru
 
 @_compile
 def _broken(s, returned):
-    """Notes why OpenSSL did nothing; whether the connection is over."""
+    """Notes why OpenSSL did nothing; returns whether the connection is over."""
     if s[S_WHY] == FLOODED:
         return True
     why = _get_error(s[S_SSL], np.int32(returned))
@@ -139,7 +139,7 @@ def _broken(s, returned):
 
 @_compile
 def _sent(s, at, n):
-    """How many bytes the socket took, 0 if it is full; -1: the connection is over."""
+    """Sends; returns how many bytes the socket took, 0 if it is full, -1 if the connection is over."""
     while True:
         sent = _send(np.int32(s[S_FD]), at, n, np.int32(_DONT_WAIT | _NO_SIGNAL))
         if sent >= 0:
@@ -155,7 +155,7 @@ def _sent(s, at, n):
 
 @_compile
 def _flush(s):
-    """Sends what is kept. 0: all of it; 1: the socket takes no more; -1: the connection is over."""
+    """Sends the backlog. 0: all of it left; 1: the socket is full; -1: the connection is over."""
     while s[S_BACKLOG_START] < s[S_BACKLOG_END]:
         sent = _sent(s, s[S_BACKLOG_AT] + s[S_BACKLOG_START], s[S_BACKLOG_END] - s[S_BACKLOG_START])
         if sent <= 0:
@@ -169,7 +169,7 @@ def _flush(s):
 
 @_compile
 def _send_out(s):
-    """Sends what `put` has encrypted, and keeps what the socket does not take. As `_flush`."""
+    """Sends what `put` has encrypted; what the socket does not take joins the backlog. Returns as `_flush`."""
     at, end = s[S_OUT_AT], s[S_OUT_AT] + s[S_OUT]
     s[S_OUT] = 0
     while at < end:
@@ -271,7 +271,7 @@ def put(s, buffers, count):
 
 
 def warm() -> None:
-    """Compiles, or loads from the cache."""
+    """Compiles the kernels, or loads them from the cache."""
     with compiled_once(__file__):
         for function, signature in (
             (flush, (_WORDS,)),

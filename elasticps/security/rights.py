@@ -68,7 +68,7 @@ async def protect(url: str, timeout_s: float, apps: Iterable[str] = ()) -> tuple
 
 
 async def _applications(store: EtcdStore) -> set[str]:
-    """The applications that have tables, or workers, or had workers."""
+    """The applications that have tables or workers, or had workers."""
     found = set()
     for prefix in (TABLES, WORKERS, LAST_WORKER):
         for entry in (await store.list(prefix)).entries:

@@ -65,7 +65,7 @@ class TlsSession(Proof):
         self.close()
 
     def close(self) -> None:
-        """At once: what is called afterwards does nothing. Says no goodbye."""
+        """Closes at once, without TLS's goodbye; later calls do nothing."""
         tls, self._tls = getattr(self, "_tls", 0), 0
         if tls:
             self._fields[records.S_SSL] = 0
@@ -75,7 +75,7 @@ class TlsSession(Proof):
                 self._fields[field] = 0
 
     def say_goodbye(self) -> None:
-        """Tells the other end that nothing follows, if the socket takes it."""
+        """Sends TLS's goodbye, if the socket takes it."""
         if self._tls and self.peer is not None and not self._over:
             self._library.ERR_clear_error()  # type: ignore[union-attr]
             self._library.SSL_shutdown(self._tls)  # type: ignore[union-attr]
@@ -151,7 +151,7 @@ class TlsSession(Proof):
 
     @property
     def backlog_bytes(self) -> int:
-        """So much of it."""
+        """The bytes that `flush` has to send."""
         return self._fields[records.S_BACKLOG_END] - self._fields[records.S_BACKLOG_START]
 
     def read_into(self, buffer: memoryview) -> int:

@@ -66,7 +66,7 @@ class RefusedRows:
     __hash__ = None  # type: ignore[assignment]
 
     def part(self, ranges: Ranges) -> RefusedRows:
-        """The rows in some ranges."""
+        """The refused rows in some ranges."""
         if len(ranges) == self.ranges:
             return self
         chosen = np.zeros(self.ranges, np.bool_)
@@ -79,7 +79,7 @@ class RefusedRows:
         return RefusedRows(found, self.ranges)
 
     def joined(self, other: Rows) -> RefusedRows:
-        """These and others."""
+        """The union of these rows and others."""
         assert isinstance(other, RefusedRows)
         both = dict(self.keys)
         for table, some in other.keys.items():
@@ -105,7 +105,7 @@ def why(document: dict[str, Any]) -> str:
 
 
 def error_of(written: str) -> dict[str, Any]:
-    """The document. `FrameError` if it is none."""
+    """Parses an ERROR's document. Raises `FrameError` if it is none."""
     try:
         document = json.loads(text(written, MAX_WHY))
     except (ValueError, RecursionError) as error:
@@ -116,7 +116,7 @@ def error_of(written: str) -> dict[str, Any]:
 
 
 def encode_refusal(refusal: Refusal, ranges: Ranges) -> bytes:
-    """With a FORWARD of these ranges, before all else of an operation."""
+    """Encodes a refusal for a FORWARD of these ranges; it comes before the rest of the operation."""
     rows = None if refusal.rows is None else refusal.rows.part(ranges)
     return _section([(refusal.why, refusal.acknowledged)], [rows])
 
@@ -132,7 +132,7 @@ def decode_refusal(body: Bytes, at: int, ranges: int) -> tuple[Refusal, int]:
 
 
 def encode_steps(steps: Sequence[RefusedStep]) -> bytes:
-    """In the first chunk of a snapshot."""
+    """Encodes refused steps for the first chunk of a snapshot."""
     return _section([step[:3] for step in steps], [step.rows for step in steps])
 
 
@@ -147,7 +147,7 @@ def decode_steps(body: Bytes, at: int, ranges: int) -> tuple[list[RefusedStep], 
 
 
 def encode_refused(refused: Sequence[Refused]) -> bytes:
-    """Of one worker's steps, with CLOCKS and ERROR; nothing if there are none."""
+    """Encodes one worker's refused steps for CLOCKS and ERROR; b"" if there are none."""
     return _section([each[:2] for each in refused], [each.rows for each in refused]) if refused else b""
 
 
@@ -166,7 +166,7 @@ def decode_refused(body: Bytes, ranges: int) -> list[tuple[int, dict[str, Any], 
 
 
 def refused_frame(request: int, epoch: int, refused: Sequence[Refused], *, last: bool) -> bytes:
-    """ERROR, to a push that has ticked without some rows. last: it is the answer; else another one follows."""
+    """The ERROR for a push that counts without some rows. last: it is the whole answer; else another frame follows."""
     body = encode_refused(refused)
     return Header(Kind.ERROR, REFUSED | LAST * last, len(body), request, epoch).pack() + body
 
