@@ -194,7 +194,7 @@ def traffic(
 
 
 @app.command("ahead")
-def look_ahead(
+def prefetch(
     delay: Annotated[float, typer.Option(min=0, help="Milliseconds that each byte takes, each way.")] = 5.0,
     batches: Annotated[int, typer.Option(min=1, max=64, help="How many are looked at ahead.")] = 4,
     batch: Annotated[int, typer.Option(min=1, help="Samples in each step.")] = 2048,
@@ -203,10 +203,10 @@ def look_ahead(
     as_json: Json = False,
 ) -> None:
     """What looking ahead saves on a link with a delay: samples/s of DLRM, beside rows that never leave the worker."""
-    from benchmarks import look_ahead as bench
+    from benchmarks import prefetch as bench
 
     lines = bench.run(delay_ms=delay, batches=batches, batch=batch, steps=steps, turns=turns, progress=_progress)
-    _finish(lines, as_json, show.look_ahead(lines, batch, delay, batches))
+    _finish(lines, as_json, show.prefetch(lines, batch, delay, batches))
 
 
 @app.command()

@@ -13,8 +13,8 @@ if TYPE_CHECKING:  # these bring in the client: half a second that the command l
     from benchmarks.elastic import ElasticRun
     from benchmarks.failover import FailoverRun
     from benchmarks.groups import GroupLine
-    from benchmarks.look_ahead import LookAheadLine
     from benchmarks.measure import SpeedLine
+    from benchmarks.prefetch import PrefetchLine
     from benchmarks.tables import TablesComparison
     from benchmarks.traffic import TrafficLine
     from benchmarks.train import TrainingLine
@@ -134,7 +134,7 @@ def traffic(lines: Sequence[TrafficLine], batch: int, seeds: int) -> Shown:
     yield table
 
 
-def look_ahead(lines: Sequence[LookAheadLine], batch: int, delay_ms: float, batches: int) -> Shown:
+def prefetch(lines: Sequence[PrefetchLine], batch: int, delay_ms: float, batches: int) -> Shown:
     """Of `ahead`."""
     title = f"ahead: {batch:,} samples a step, {delay_ms:g} ms each way, {batches} batches ahead"
     table = _table(title, ("rows", "samples/s", "of local"))

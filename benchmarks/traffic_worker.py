@@ -97,10 +97,10 @@ class LocalRows:
 class ClickTraining:
     """DLRM on clicks that are made up. rows: "pulled", "ahead" or "local"."""
 
-    def __init__(self, ps: Client, seed: int, batch: int, name: str, rows: str, look_ahead: int) -> None:
+    def __init__(self, ps: Client, seed: int, batch: int, name: str, rows: str, depth: int) -> None:
         (push, pull), cache = FILTERS[name], CACHE if name.startswith("cache") else None
         self._source, self._batch, self._next = Source(seed), batch, 0
-        self._look_ahead = look_ahead if rows == "ahead" else 0
+        self._depth = depth if rows == "ahead" else 0
         self._local = LocalRows(self._source.values) if rows == "local" else None
         if self._local is None:
             init = eps.Normal(std=ROWS_STD, seed=seed)
@@ -122,7 +122,7 @@ class ClickTraining:
 
     def in_order(self, batches: list[Inputs]) -> Iterable[Inputs]:
         """As they are trained."""
-        return prefetch(batches, self.model, self._look_ahead) if self._look_ahead else batches
+        return prefetch(batches, self.model, self._depth) if self._depth else batches
 
     def step(self) -> None:
         """Ends one."""
@@ -156,7 +156,7 @@ class ImageTraining:
 
     keys, cached = Saved(0, 0), NOT_USED
 
-    def __init__(self, ps: Client, seed: int, batch: int, name: str, rows: str, look_ahead: int) -> None:
+    def __init__(self, ps: Client, seed: int, batch: int, name: str, rows: str, depth: int) -> None:
         push, pull = FILTERS[name]
         self.model = digits.network()
         self.optimizer = Optimizer(ps, self.model, eps.SGD(lr=digits.LR), push=push, pull=pull)
@@ -194,8 +194,8 @@ class Training:
         registry = Registry.open(job["url"], TIMEOUT_S, runtime)
         self.ps = Client(registry, job["app"], eps.ASP(), 4, TIMEOUT_S, job["app"])
         torch.manual_seed(seed)
-        rows, look_ahead = job.get("rows", "pulled"), int(job.get("ahead", 0))
-        self._trained = MODELS[job["model"]](self.ps, seed, int(job["batch"]), job["filters"], rows, look_ahead)
+        rows, depth = job.get("rows", "pulled"), int(job.get("ahead", 0))
+        self._trained = MODELS[job["model"]](self.ps, seed, int(job["batch"]), job["filters"], rows, depth)
 
     def train(self, steps: int) -> dict[str, object]:
         """Trains, and tells how long that took."""

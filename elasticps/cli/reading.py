@@ -26,7 +26,7 @@ async def read_store(url: str, timeout_s: float, read: Callable[[Store], Awaitab
         async with asyncio.timeout(timeout_s):
             return await read(store)
     except TimeoutError:
-        told = f"etcd at {', '.join(cluster.endpoints)} did not answer within {timeout_s:g} s"
-        raise ClusterUnreachable(told) from None
+        text = f"etcd at {', '.join(cluster.endpoints)} did not answer within {timeout_s:g} s"
+        raise ClusterUnreachable(text) from None
     finally:
         await store.close()

@@ -77,8 +77,8 @@ def test_the_labels_can_be_learned_and_not_too_well() -> None:
 
 
 def test_dlrm_learns_them() -> None:
-    subject = trainer.DLRMTraining(batch=512, rank=0, workers=1)
-    what = subject.local()
+    source = trainer.DLRMTraining(batch=512, rank=0, workers=1)
+    what = source.local()
     test = Source(trainer.SEED).batch(10_000, 10_000)
     inputs = torch.from_numpy(test.numbers), torch.from_numpy(test.categories)
 
@@ -87,7 +87,7 @@ def test_dlrm_learns_them() -> None:
             return auc(what.model(*inputs).numpy(), test.clicked)
 
     before = score()
-    for numbers, categories, clicked in subject.batches:
+    for numbers, categories, clicked in source.batches:
         for optimizer in what.optimizers:
             optimizer.zero_grad()
         functional.binary_cross_entropy_with_logits(what.model(numbers, categories), clicked).backward()

@@ -44,10 +44,10 @@ def test_it_says_from_when_on_what_is_better() -> None:
         for mb, ms in zip((1.0, 16.0, 64.0), times, strict=True)
     ]
     lines.append(AllReduceLine(1.0, 4, "group", 1, 9.0, 1.0, 1.0))
-    said = concluded(lines, 64.0, 4)
-    assert "2 processes here: at 16 MB only a ring is fastest, from 16 MB on a group is faster than" in said
-    assert "4 processes here: never a ring is fastest, never a group is faster than separate workers." in said
-    assert "a ring 0.96 s, groups 1.02 s with as many servers as machines (4.10 s with one)" in said
+    text = concluded(lines, 64.0, 4)
+    assert "2 processes here: at 16 MB only a ring is fastest, from 16 MB on a group is faster than" in text
+    assert "4 processes here: never a ring is fastest, never a group is faster than separate workers." in text
+    assert "a ring 0.96 s, groups 1.02 s with as many servers as machines (4.10 s with one)" in text
 
 
 def test_a_group_stands_beside_separate_workers() -> None:
@@ -63,7 +63,7 @@ def test_a_group_stands_beside_separate_workers() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_one_that_is_ended_leaves_no_folder_behind(
+def test_a_benchmark_that_is_ended_leaves_no_folder(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     class Cluster:

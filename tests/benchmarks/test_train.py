@@ -65,7 +65,7 @@ def test_a_worker_that_hangs_is_given_up(capfd: pytest.CaptureFixture[str]) -> N
         team.close()
 
 
-def test_cpu_and_speed_are_told_beside_one_process() -> None:
+def test_cpu_and_speed_are_shown_beside_one_process() -> None:
     tally = train._Tally(steps=10, speeds=[100.0, 300.0, 200.0], samples=10 * 256, worker_s=0.256)
     alone = train._line("deepfm", 256, Way("alone"), tally, 3, None)
     assert (alone.samples_per_s, alone.worker_cpu_us_per_sample, alone.steps) == (200.0, 100.0, 10)

@@ -37,8 +37,8 @@ class Scene:
 
     def adopt(self, *options: str) -> str:
         """What it says."""
-        asked = ["cluster", "adopt", "--url", "etcd://nowhere/test", "--server", "a:1", *options]
-        return " ".join(CliRunner().invoke(app, asked).output.split())
+        requests = ["cluster", "adopt", "--url", "etcd://nowhere/test", "--server", "a:1", *options]
+        return " ".join(CliRunner().invoke(app, requests).output.split())
 
     async def fetch_cluster(self, address: str, *_: Any) -> Known:
         if address not in self.known:
@@ -60,7 +60,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
     return made
 
 
-def test_servers_that_the_one_named_does_not_know_of_are_asked_too(scene: Scene) -> None:
+def test_servers_that_the_named_one_does_not_know_are_contacted_too(scene: Scene) -> None:
     """It had been cut off. They seemed not to answer, and whoever gave them up lost what they had."""
     scene.serve(A, view(7, A, B))
     for server in (B, C):

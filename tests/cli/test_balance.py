@@ -35,7 +35,7 @@ def test_requests_are_those_since_the_last_look_or_of_a_second_of_life() -> None
     now = [server("s0", pulls=1100), server("s1", pulls=110)]
     assert balance(now, before)["requests"] == 1.0
     assert balance(before)["requests"] == 1.98
-    young = [server("s0", pulls=1000), server("s1", pulls=100, uptime_s=1.0)]
-    assert balance(young)["requests"] == 1.0
+    recent = [server("s0", pulls=1000), server("s1", pulls=100, uptime_s=1.0)]
+    assert balance(recent)["requests"] == 1.0
     again = [server("s0", pulls=1100), server("s1", pulls=100, incarnation=2)]  # its counts began anew
     assert balance(again, before)["requests"] == 1.0

@@ -113,8 +113,8 @@ def test_a_tensor_too_large_for_any_machine_is_no_table(tmp_path: Path) -> None:
     for shape, says in (([1 << 40, 1 << 40], "has at most 2^40 floats"), ([1 << 20, 1 << 20], "memory does not hold")):
         document["tables"]["default/w"]["spec"]["shape"] = shape
         document["tables"]["default/w"]["spec"]["dim"] = 16_384
-        said = {name: value for name, value in document.items() if name not in ("version", "blake2b")}
-        path.write_text(json.dumps(document | {"blake2b": checksum_of(said)}))
+        printed = {name: value for name, value in document.items() if name not in ("version", "blake2b")}
+        path.write_text(json.dumps(document | {"blake2b": checksum_of(printed)}))
         for command in (["export", "--from-checkpoint", str(tmp_path), "--to", str(tmp_path / "out")],):
             done = CliRunner().invoke(app, command)
             assert done.exit_code in (1, 2)

@@ -55,8 +55,8 @@ def test_version_and_help() -> None:
 def test_a_paragraph_of_a_help_text_flows_to_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     lines = [" ".join(line.split()) for line in run("status", "--help").output.splitlines()]
-    told = "The exit code is 0 if all servers answer, 3 if etcd does not, 4 if the cluster has no view,"
-    assert f"{told} a server is silent, or ranges have no replica." in lines
+    messages = "The exit code is 0 if all servers answer, 3 if etcd does not, 4 if the cluster has no view,"
+    assert f"{messages} a server is silent, or ranges have no replica." in lines
 
 
 def test_an_unknown_command_is_a_usage_error() -> None:
@@ -107,7 +107,7 @@ def test_an_unknown_command_is_a_usage_error() -> None:
         (["chaos", "run", "etcd-outage", "--out", "/proc/here"], "--out /proc/here: nothing can be written there"),
     ],
 )
-def test_what_cannot_work_is_said_without_a_traceback(arguments: list[str], says: str, state_folder: Path) -> None:
+def test_unusable_arguments_end_without_a_traceback(arguments: list[str], says: str, state_folder: Path) -> None:
     result = run(*arguments)
     assert result.exit_code == ExitCode.USAGE, result.output
     assert says in plain(result.output)
@@ -115,7 +115,7 @@ def test_what_cannot_work_is_said_without_a_traceback(arguments: list[str], says
     assert not list(state_folder.glob("*/"))
 
 
-def test_an_etcd_that_is_not_there_is_said_within_the_time_allowed() -> None:
+def test_a_missing_etcd_is_reported_within_the_timeout() -> None:
     command = [sys.executable, "-m", "elasticps", "status", "--url", "etcd://127.0.0.1:1/x", "--timeout", "0.5"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == ExitCode.UNREACHABLE, done.stderr
@@ -125,7 +125,7 @@ def test_an_etcd_that_is_not_there_is_said_within_the_time_allowed() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["logs", "--name", "here"], ["version"], ["--version"]])
-def test_a_full_disk_is_said_without_a_traceback(arguments: list[str], state_folder: Path) -> None:
+def test_a_full_disk_is_reported_without_a_traceback(arguments: list[str], state_folder: Path) -> None:
     state.claim(state_folder / "here")
     (state_folder / "here" / "s0.log").write_text("ts=2026-01-01T00:00:00Z event=ready\n")
     command = [sys.executable, "-m", "elasticps", *arguments]
@@ -136,7 +136,7 @@ def test_a_full_disk_is_said_without_a_traceback(arguments: list[str], state_fol
     assert done.returncode != ExitCode.OK
 
 
-def test_who_has_closed_the_streams_is_told_by_the_exit_code() -> None:
+def test_the_exit_code_is_right_with_closed_streams() -> None:
     command = ["sh", "-c", 'exec "$@" <&- >&-', "sh", sys.executable, "-m", "elasticps"]
     done = subprocess.run([*command, "version"], stderr=subprocess.PIPE, text=True, timeout=100, check=False)
     assert (done.returncode, done.stderr) == (ExitCode.OK, "")

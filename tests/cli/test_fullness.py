@@ -25,7 +25,7 @@ def test_status_warns_long_before_a_server_is_full_and_when_it_is() -> None:
     assert "pushes that add rows are refused" in full
 
 
-def test_what_only_silent_servers_have_is_said_before_their_leases_have_run_out() -> None:
+def test_ranges_that_only_silent_servers_have_are_shown_before_their_leases_end() -> None:
     now = view([[0, 1], [1, -1], [1, -1], [0, -1]])
     s0, s1, *_ = now.servers
     every = find_loss(now, [s0, s1])
@@ -38,7 +38,7 @@ def test_what_only_silent_servers_have_is_said_before_their_leases_have_run_out(
     assert both["ranges_repairing"] == 0
 
 
-def test_ranges_without_any_replica_are_not_told_as_ranges_with_few() -> None:
+def test_ranges_without_any_replica_are_not_counted_as_ranges_with_few() -> None:
     now = replace(view([[0, 1], [1, -1], [1, -1], [0, -1]]), joining=np.array([-1, 0, -1, 1], np.int32))
     s0, *_ = now.servers
     loss = find_loss(now, [s0])

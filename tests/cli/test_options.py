@@ -129,7 +129,7 @@ def test_a_file_gives_defaults_to_every_command(
         ("[bench]\nsparse = 3\n", None),
     ],
 )
-def test_a_wrong_file_is_said_without_a_traceback(text: str, says: str | None, tmp_path: Path) -> None:
+def test_a_wrong_file_is_reported_without_a_traceback(text: str, says: str | None, tmp_path: Path) -> None:
     result = run("up", "--ranges", "100", "--config", written(tmp_path, text))
     assert result.exit_code == ExitCode.USAGE, result.output
     assert (says or "power of two") in plain(result)
@@ -190,7 +190,7 @@ def test_names_of_clusters_and_processes_are_completed(monkeypatch: pytest.Monke
         (["status", "--config", "deep.toml"], "deep.toml: "),
     ],
 )
-def test_what_cannot_be_is_said_in_one_message(
+def test_impossible_options_are_reported_in_one_message(
     command: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -64,9 +64,9 @@ def test_an_image_is_built_from_what_is_pinned_here_and_from_nothing_else(image:
     assert pinned.items() <= {tuple(line.split("==")) for line in lines if "==" in line}
     assert len(re.findall(r"^\S+==\S+ \\\n    --hash=sha256:[0-9a-f]{64}", text, re.M)) == len(pinned)
     extras = project["project"]["optional-dependencies"]
-    wanted = [*project["project"]["dependencies"], "setuptools"]
-    wanted += [*extras["chaos"], *extras["kubernetes"]] if image == "requirements-chaos" else []
-    names = {re.split(r"[>=\[ ]", requirement)[0].lower() for requirement in wanted} - {"elasticps"}
+    expected = [*project["project"]["dependencies"], "setuptools"]
+    expected += [*extras["chaos"], *extras["kubernetes"]] if image == "requirements-chaos" else []
+    names = {re.split(r"[>=\[ ]", requirement)[0].lower() for requirement in expected} - {"elasticps"}
     assert names <= pinned.keys(), "make hashes"
     needed = {name for name in pinned for name in _needs(name)}
     assert needed <= pinned.keys(), "make hashes"

@@ -88,8 +88,8 @@ def test_a_detached_cluster_from_up_to_down(state_folder: Path, eventually: Even
         assert "drop: users, 0 rows" in run("tables", "drop", "users", "--app", "ads", "--yes").stdout
         assert json.loads(run("tables", "list", "--json").stdout)["tables"] == []
 
-        said = run("logs").stdout.splitlines()
-        assert {line.split()[0] for line in said} == {"c0", "etcd", "s0", "s1"}
+        printed = run("logs").stdout.splitlines()
+        assert {line.split()[0] for line in printed} == {"c0", "etcd", "s0", "s1"}
         assert all(line.startswith("ts=") for line in run("logs", "s0").stdout.splitlines())
         assert len(run("logs", "--lines", "3").stdout.splitlines()) == 3
         assert "there are c0, etcd, s0, s1" in run("logs", "s7").stderr
@@ -131,9 +131,9 @@ def test_a_detached_cluster_from_up_to_down(state_folder: Path, eventually: Even
 def test_a_detached_cluster_is_scaled_and_drained(state_folder: Path, eventually: Eventually) -> None:
     assert run("up", "--servers", "2", "--ranges", "32", "--name", "demo", "--detach").returncode == ExitCode.OK
     try:
-        forecast = json.loads(run("scale", "3", "--dry-run", "--json").stdout)
-        assert (forecast["start"], forecast["drain"]) == (["s2"], [])
-        assert "s2" in {move["to"] for move in forecast["moves"]}
+        planned = json.loads(run("scale", "3", "--dry-run", "--json").stdout)
+        assert (planned["start"], planned["drain"]) == (["s2"], [])
+        assert "s2" in {move["to"] for move in planned["moves"]}
         assert "start s2" in run("scale", "3", "--dry-run").stdout
         assert len(status()[1]["servers"]) == 2
 
@@ -247,7 +247,7 @@ def test_a_coordinator_brings_a_new_cluster_back_and_leaves_an_old_one_alone(
         first = start("coordinator", "--name", "c0", *options)
         start("server", "--url", url, "--name", "s0", "--wait", "60")
 
-        def told() -> bool:  # workers wait, and hear what holds it up
+        def reported() -> bool:  # workers wait, and hear what holds it up
             try:
                 eps.connect(url, worker="w0", timeout=0.2).close()
             except ClusterUnreachable as error:
@@ -256,7 +256,7 @@ def test_a_coordinator_brings_a_new_cluster_back_and_leaves_an_old_one_alone(
                 return False
             raise AssertionError("a worker was let in")
 
-        eventually(told)
+        eventually(reported)
         lost.write_bytes(data)
         with eps.connect(url, worker="w0", timeout=40) as ps:
             assert ps.tables()["t"].rows == 100
@@ -271,14 +271,14 @@ def test_a_coordinator_brings_a_new_cluster_back_and_leaves_an_old_one_alone(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_coordinator_that_waits_for_etcd_ends_at_once_when_asked(number: signal.Signals, tmp_path: Path) -> None:
-    asked = tmp_path / "asked"
+def test_a_coordinator_that_waits_for_etcd_ends_at_once_on_a_signal(number: signal.Signals, tmp_path: Path) -> None:
+    output = tmp_path / "output"
     with socket.socket() as silent:  # takes the connection, and never answers
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         url = f"etcd://127.0.0.1:{silent.getsockname()[1]}/demo"
         command = [*ELASTICPS, "coordinator", "--url", url, "--name", "c0", "--timeout", "200"]
-        with asked.open("w") as said, subprocess.Popen(command, stdout=said, stderr=said) as process:
+        with output.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
             try:
                 silent.settimeout(60)
                 silent.accept()[0].close()  # it has begun to wait
@@ -286,7 +286,7 @@ def test_a_coordinator_that_waits_for_etcd_ends_at_once_when_asked(number: signa
                 assert process.wait(20) == ExitCode.OK
             finally:
                 process.kill()
-    assert asked.read_text() == ""
+    assert output.read_text() == ""
 
 
 def test_a_detached_cluster_whose_start_is_interrupted_at_its_end_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def open_page(browser: Browser, address: str, width: int = 1280, height: int = 1
     page.set_default_timeout(WAIT_MS)
     wrong: list[str] = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
+    page.on("console", lambda printed: wrong.append(printed.text) if printed.type == "error" else None)
     page.add_init_script(
         "window.shifts = 0; new PerformanceObserver((list) => { for (const e of list.getEntries()) "
         "if (!e.hadRecentInput) window.shifts += e.value; }).observe({ type: 'layout-shift', buffered: true });"

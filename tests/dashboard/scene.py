@@ -119,7 +119,7 @@ def activity(incarnation: int, workers: list[int], steps: int, pushes: int) -> d
     }  # fmt: skip
 
 
-def use(worker: int, **said: int) -> dict[str, int]:
+def use(worker: int, **text: int) -> dict[str, int]:
     """A WorkerUse."""
     nothing = dict.fromkeys(("clock", "committed", "sent", "received", "wanted", "kept", "shards"), 0)
-    return {"worker": worker, **nothing, **said}
+    return {"worker": worker, **nothing, **text}

@@ -35,11 +35,11 @@ class Client:
         self._transport = httpx.ASGITransport(app)
 
     def ask(self, method: str, path: str, **more: Any) -> httpx.Response:
-        async def asked() -> httpx.Response:
+        async def requests() -> httpx.Response:
             async with httpx.AsyncClient(transport=self._transport, base_url="http://127.0.0.1:8321") as http:
                 return await http.request(method, path, **more)
 
-        return asyncio.run(asked())
+        return asyncio.run(requests())
 
     def get(self, path: str, **more: Any) -> httpx.Response:
         return self.ask("GET", path, **more)
@@ -158,10 +158,10 @@ def test_nothing_can_be_changed_unless_that_is_allowed_and_the_token_is_right() 
 
 
 def test_a_cluster_of_this_machine_is_scaled_by_one_at_a_time() -> None:
-    scene, asked, ended = Scene(), list[int](), threading.Event()
+    scene, requests, ended = Scene(), list[int](), threading.Event()
 
     def scale(servers: int) -> str:
-        asked.append(servers)
+        requests.append(servers)
         assert ended.wait(20)
         return f"{servers} serve"
 
@@ -169,7 +169,7 @@ def test_a_cluster_of_this_machine_is_scaled_by_one_at_a_time() -> None:
 
     async def both() -> None:
         first = asyncio.create_task(actions.perform({"act": "scale", "servers": 4}))
-        await until(lambda: bool(asked))
+        await until(lambda: bool(requests))
         with pytest.raises(ConfigError, match="already"):
             await actions.perform({"act": "scale", "servers": 2})
         first.cancel()  # whoever asked is gone: it goes on
@@ -178,25 +178,25 @@ def test_a_cluster_of_this_machine_is_scaled_by_one_at_a_time() -> None:
         assert await actions.perform({"act": "scale", "servers": 2}) == "2 serve"
 
     asyncio.run(both())
-    assert asked == [4, 2]
+    assert requests == [4, 2]
     http, headers = client(scene, actions), {"authorization": "Bearer secret"}
     for wrong in ("4", None, True, 1.5, [4]):
         assert http.post("/api/act", json={"act": "scale", "servers": wrong}, headers=headers).status_code == 400
 
 
 def test_servers_sample_once_for_all_who_look_and_say_what_is_hot() -> None:
-    scene, asked = Scene(servers=3), list[float]()
+    scene, requests = Scene(servers=3), list[float]()
     evil = "ads/<img src=x>"
 
-    def said(name: str, **keys: int) -> dict[str, Any]:
+    def printed(name: str, **keys: int) -> dict[str, Any]:
         keys_, counts = [int(k[1:]) for k in keys], list(keys.values())
         table = {"name": name, "sampled": sum(counts), "keys": keys_, "counts": counts}
         return {"sampled": sum(counts), "ranges": [3], "range_counts": [sum(counts)], "tables": [table]}
 
     async def ask(seconds: float) -> Answers:
-        asked.append(seconds)
+        requests.append(seconds)
         await asyncio.sleep(0)
-        return {"s0": said(evil, k1=6, k5=2), "s1": None, "s2": said(evil, k1=1, k7=1)}
+        return {"s0": printed(evil, k1=6, k5=2), "s1": None, "s2": printed(evil, k1=1, k7=1)}
 
     http = client(scene, ask=ask)
     found = http.get("/api/hot").json()
@@ -204,10 +204,10 @@ def test_servers_sample_once_for_all_who_look_and_say_what_is_hot() -> None:
     assert found["ranges"] == [["3", 1.0]]
     assert found["tables"] == [{"name": evil, "sampled": 10, "keys": [["1", 0.7], ["5", 0.2], ["7", 0.1]]}]
     assert http.get("/api/hot").json() == found
-    assert len(asked) == 1
+    assert len(requests) == 1
     scene.now += 2 * FRESH_S
     http.get("/api/hot")
-    assert len(asked) == 2
+    assert len(requests) == 2
 
 
 def test_a_slow_viewer_loses_what_waits_and_needs_a_snapshot() -> None:
@@ -248,7 +248,7 @@ def test_only_operators_certificates_allow_actions(authority: Authority) -> None
             make_token(url(who))
 
 
-def test_others_reach_it_only_where_that_is_said() -> None:
+def test_other_machines_reach_it_only_with_insecure() -> None:
     check_host("127.0.0.1", insecure=False)
     check_host("0.0.0.0", insecure=True)
     with pytest.raises(ConfigError, match="--insecure"):

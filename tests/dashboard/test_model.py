@@ -115,7 +115,7 @@ def test_rates_are_of_the_time_between_two_answers_and_of_one_process() -> None:
     assert row["push_s"] is None
 
 
-def test_workers_are_shown_where_they_are_furthest_behind() -> None:
+def test_workers_are_shown_at_their_lowest_clock() -> None:
     scene = Scene(servers=2, workers=3)
     scene.tick(5)
     workers = scene.model.snapshot(scene.now)["sample"]["workers"]
@@ -127,11 +127,11 @@ def test_workers_are_shown_where_they_are_furthest_behind() -> None:
     assert [e["title"] for e in entries(scene, "worker")] == ["worker w1 came back", "worker w2 left"]
 
 
-def test_what_workers_say_of_themselves_is_shown_as_rates_of_what_they_said_last() -> None:
+def test_reports_of_workers_are_shown_as_rates_between_the_last_two() -> None:
     scene = Scene(servers=2, workers=2)
 
-    def told(name: str, *uses: dict[str, int]) -> None:
-        answer = {**activity(1, [1, 2], 50, 100), "uses": list(uses)}
+    def send(name: str, *reports: dict[str, int]) -> None:
+        answer = {**activity(1, [1, 2], 50, 100), "uses": list(reports)}
         scene.model.activity(scene.now, name, answer)
         scene.model.tick(scene.now)
 
@@ -139,22 +139,22 @@ def test_what_workers_say_of_themselves_is_shown_as_rates_of_what_they_said_last
         found: list[Any] = scene.model.snapshot(scene.now)["sample"]["workers"][2]
         return found[3:]
 
-    told("s0", use(2, clock=10, committed=9, sent=1000, received=500, wanted=10, kept=0, shards=3))
+    send("s0", use(2, clock=10, committed=9, sent=1000, received=500, wanted=10, kept=0, shards=3))
     assert shown() == [1, None, None, 3]  # one step is outstanding; of the rest there is no second word yet
     scene.now += 4
-    told("s0", use(2, clock=20, committed=20, sent=3000, received=1500, wanted=110, kept=75, shards=2))
+    send("s0", use(2, clock=20, committed=20, sent=3000, received=1500, wanted=110, kept=75, shards=2))
     assert shown() == [0, 0.75, 300, 2]
     scene.now += 1
-    told(
+    send(
         "s0", use(2, clock=20, committed=20, sent=3000, received=1500, wanted=110, kept=75, shards=2)
     )  # not asked anew
     assert shown() == [0, 0.75, 300, 2]
     scene.now += 4
-    told("s1", use(2, clock=21, committed=20, sent=3100, received=1600, wanted=110, kept=75, shards=0))  # another asks
-    told("s0")
+    send("s1", use(2, clock=21, committed=20, sent=3100, received=1600, wanted=110, kept=75, shards=0))  # another asks
+    send("s0")
     assert shown() == [1, None, 200, 0]  # it has pulled nothing
     scene.now += 4
-    told("s0", use(2, clock=20, committed=20, sent=3000, received=1500, wanted=110, kept=75, shards=2))  # it did before
+    send("s0", use(2, clock=20, committed=20, sent=3000, received=1500, wanted=110, kept=75, shards=2))  # it did before
     assert shown() == [1, None, 200, 0]
     sample = scene.model.snapshot(scene.now)["sample"]
     assert dict(zip(CLUSTER_COLUMNS, sample["cluster"], strict=True))["outstanding"] == 1
@@ -188,7 +188,7 @@ def test_views_of_one_cause_are_one_entry() -> None:
     assert len(timeline.entries) == 4
 
 
-def test_leaders_and_checkpoints_are_told() -> None:
+def test_leaders_and_checkpoints_are_in_the_timeline() -> None:
     scene = Scene()
     scene.model.delete(scene.now, ELECTION)
     scene.put(ELECTION, b'{"name": "c1"}')
@@ -211,13 +211,13 @@ def test_another_cluster_under_the_name_is_another_story() -> None:
 
 def test_what_a_reset_lacks_is_gone() -> None:
     scene = Scene(servers=3)
-    kept = [(SERVERS + n, i.to_json()) for n, i in scene.infos.items() if n != "s2"]
-    scene.model.reset(scene.now, kept)
+    left = [(SERVERS + n, i.to_json()) for n, i in scene.infos.items() if n != "s2"]
+    scene.model.reset(scene.now, left)
     assert set(scene.model.fleet.registered) == {"s0", "s1"}
     assert scene.model.snapshot(scene.now)["state"]["leader"] == ""
 
 
-def test_news_are_told_once_and_what_did_not_change_is_not_told() -> None:
+def test_updates_are_sent_once_and_only_of_what_changed() -> None:
     scene = Scene()
     assert dict(scene.model.take_updates())
     assert scene.model.take_updates() == []

@@ -176,9 +176,9 @@ def test_names_never_become_html_and_hot_keys_are_shown(browser: Browser, staged
         scene.silent.add("s2")
         scene.model.silent(scene.now, "s2", 1, EVIL)
         for clock in (10, 20):
-            said = use(1, clock=clock, committed=clock, sent=100 * clock, received=50 * clock, wanted=9 * clock,
+            report = use(1, clock=clock, committed=clock, sent=100 * clock, received=50 * clock, wanted=9 * clock,
                        kept=3 * clock, shards=2)  # fmt: skip
-            scene.model.activity(scene.now, "s0", {**activity(1, [1, 2], 20, 100), "uses": [said]})
+            scene.model.activity(scene.now, "s0", {**activity(1, [1, 2], 20, 100), "uses": [report]})
         scene.model._change("tables", "workers")
 
     page, wrong = open_page(browser, staged.address)

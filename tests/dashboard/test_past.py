@@ -41,14 +41,14 @@ class Prometheus:
         self.answers: dict[str, dict[str, Any]] = {}
         self.raw: bytes | None = None
         self.status = 200
-        self.asked: list[dict[str, list[str]]] = []
+        self.requests: list[dict[str, list[str]]] = []
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                asked = parse_qs(self.rfile.read(int(self.headers["content-length"])).decode())
-                outer.asked.append(asked)
-                body = outer.raw or json.dumps(outer.answers.get(asked["query"][0], matrix())).encode()
+                requests = parse_qs(self.rfile.read(int(self.headers["content-length"])).decode())
+                outer.requests.append(requests)
+                body = outer.raw or json.dumps(outer.answers.get(requests["query"][0], matrix())).encode()
                 self.send_response(outer.status if self.path == "/api/v1/query_range" else 404)
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()
@@ -72,21 +72,21 @@ def prometheus() -> Iterator[Prometheus]:
     made.server.server_close()
 
 
-def test_every_column_is_asked_for_but_those_that_are_only_seen_live() -> None:
-    asked = questions("prod")
-    assert {column for column, each in asked if each} == set(SERVER_COLUMNS)
-    assert {column for column, each in asked if not each} == set(CLUSTER_COLUMNS) - {"steps_s", "outstanding"}
-    assert all('elasticps_server_info{cluster="prod"}' in query for query in asked.values())
+def test_every_column_has_a_question_but_those_that_are_only_seen_live() -> None:
+    requests = questions("prod")
+    assert {column for column, each in requests if each} == set(SERVER_COLUMNS)
+    assert {column for column, each in requests if not each} == set(CLUSTER_COLUMNS) - {"steps_s", "outstanding"}
+    assert all('elasticps_server_info{cluster="prod"}' in query for query in requests.values())
 
 
 def test_the_last_hour_is_shown_and_what_is_newer_stays(prometheus: Prometheus) -> None:
     scene = Scene(servers=2)
     scene.tick(3)
     live = scene.model.snapshot(scene.now)["history"]
-    now, asked = live["time"][0], questions(scene.model.name)
-    prometheus.answers[asked["push_s", False]] = matrix(("", {now - 30: "10", now - 15: "20.5", now + 1: "99"}))
-    prometheus.answers[asked["rows", False]] = matrix(("", {now - 15: "NaN", now - 30: "7"}))
-    prometheus.answers[asked["push_p99", True]] = matrix(("s0", {now - 15: "0.25"}), ("gone", {now - 15: "+Inf"}))
+    now, requests = live["time"][0], questions(scene.model.name)
+    prometheus.answers[requests["push_s", False]] = matrix(("", {now - 30: "10", now - 15: "20.5", now + 1: "99"}))
+    prometheus.answers[requests["rows", False]] = matrix(("", {now - 15: "NaN", now - 30: "7"}))
+    prometheus.answers[requests["push_p99", True]] = matrix(("s0", {now - 15: "0.25"}), ("gone", {now - 15: "+Inf"}))
     scene.model.remember(read_past(prometheus.url, scene.model.name, now))
     shown = scene.model.snapshot(scene.now)["history"]
     assert shown["time"] == [now - 30, now - 15, *live["time"]]
@@ -96,8 +96,8 @@ def test_the_last_hour_is_shown_and_what_is_newer_stays(prometheus: Prometheus) 
     assert history is not None
     assert history.document()["push_p99"][0] == 0.25
     assert history.document()["time"][0] == now - 15
-    assert {each["end"][0] for each in prometheus.asked} == {f"{now:.3f}"}
-    assert len(prometheus.asked) == len(asked)
+    assert {each["end"][0] for each in prometheus.requests} == {f"{now:.3f}"}
+    assert len(prometheus.requests) == len(requests)
 
 
 def test_a_server_that_answers_later_gets_its_past_then(prometheus: Prometheus) -> None:
@@ -123,13 +123,13 @@ def test_a_server_that_answers_later_gets_its_past_then(prometheus: Prometheus) 
         b'{"status": "success", "data": {"resultType": "matrix", "result": [{"metric": {}, "values": [1]}]}}',
     ],
 )  # fmt: skip
-def test_what_is_no_prometheus_is_said(prometheus: Prometheus, answer: bytes) -> None:
+def test_an_answer_that_is_not_prometheus_is_an_error(prometheus: Prometheus, answer: bytes) -> None:
     prometheus.raw = answer
     with pytest.raises(Error, match="is no Prometheus"):
         read_past(prometheus.url, "c", 1e9)
 
 
-def test_refusals_silence_and_answers_without_end_are_said(
+def test_refusals_silence_and_endless_answers_are_errors(
     prometheus: Prometheus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(past_module, "MOST_BYTES", 10)
@@ -177,13 +177,13 @@ def test_what_was_before_goes_before_as_far_as_there_is_room(samples: int, past:
     history = History(("x",), samples)
     for t in sorted(live):
         history.add(t, {"x": 2.0 * t})
-    kept = sorted(live)[-samples:]
+    left = sorted(live)[-samples:]
     history.add_before({float(t): {"x": float(t)} for t in past})
-    older = [t for t in sorted(past) if not kept or t < kept[0]]
-    older = older[max(0, len(older) - (samples - len(kept))) :]
+    older = [t for t in sorted(past) if not left or t < left[0]]
+    older = older[max(0, len(older) - (samples - len(left))) :]
     document = history.document()
-    assert document["time"] == [*older, *kept]
-    assert document["x"] == [*map(float, older), *(2.0 * t for t in kept)]
+    assert document["time"] == [*older, *left]
+    assert document["x"] == [*map(float, older), *(2.0 * t for t in left)]
     history.add(100, {"x": 1.0})
-    assert history.document()["time"] == [*older, *kept, 100][-samples:]
-    np.testing.assert_equal(len(history), min(samples, len(older) + len(kept) + 1))
+    assert history.document()["time"] == [*older, *left, 100][-samples:]
+    np.testing.assert_equal(len(history), min(samples, len(older) + len(left) + 1))

@@ -59,11 +59,11 @@ def snapshot(sock: socket.socket) -> dict[str, object]:
 
 
 def test_it_says_that_the_cluster_is_down_and_why(page: Dashboard, eventually: Eventually) -> None:
-    def told() -> bool:
+    def reported() -> bool:
         body = answer(page, head("/api/snapshot")).partition(b"\r\n\r\n")[2]
         return "etcd" in json.loads(body)["state"]["store_error"]
 
-    eventually(told)
+    eventually(reported)
 
 
 def test_whatever_strangers_send_it_goes_on(page: Dashboard) -> None:

@@ -106,7 +106,7 @@ def test_an_interrupted_demo_ends_everything(tmp_path: Path, stop: signal.Signal
 
 
 @pytest.mark.parametrize("arguments", [{"workers": 0}, {"epochs": 0}, {"servers": 0}])
-def test_unusable_arguments_are_said(tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_unusable_arguments_are_an_error(tmp_path: Path, arguments: dict[str, Any]) -> None:
     console = Console(width=120)
     with console.capture() as captured:
         assert run(out=tmp_path, console=console, **arguments) == 2

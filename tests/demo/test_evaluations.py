@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from examples.demo.evaluations import Evaluations
 
 
-def test_an_epoch_that_ends_while_the_evaluator_comes_back_is_asked_about_once() -> None:
+def test_an_epoch_that_ends_while_the_evaluator_comes_back_is_evaluated_once() -> None:
     evaluations = Evaluations(["w0"])
     assert evaluations.finished("w0", 1, 1.0) == 1
     evaluations.goes()  # before it answered

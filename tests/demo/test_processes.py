@@ -43,14 +43,14 @@ def test_children_tell_and_hear(children: Children) -> None:
         assert children.next_event(timeout_s=0.01) is None
 
 
-def test_a_child_that_fails_is_told_with_the_end_of_its_log(children: Children) -> None:
+def test_a_child_that_fails_is_reported_with_the_end_of_its_log(children: Children) -> None:
     with children:
         children.start("a", {"code": "1 / 0"})
         with pytest.raises(ChildFailed, match=r"(?s)a ended with exit code 1.*ZeroDivisionError"):
             wait(children, "exit")
 
 
-def test_a_child_that_is_killed_is_told(children: Children) -> None:
+def test_a_child_that_is_killed_is_reported(children: Children) -> None:
     with children:
         children.start("a", {"code": "import os; os.kill(os.getpid(), 9)"})
         with pytest.raises(ChildFailed, match="a was killed by SIGKILL"):

@@ -48,7 +48,7 @@ def test_the_aucs_agree_within_a_hundredth(servers: float, reference: float, agr
     assert report.difference == pytest.approx(servers - reference)
 
 
-def test_time_without_a_cluster_is_told_and_does_not_count_as_training() -> None:
+def test_time_without_a_cluster_is_reported_and_does_not_count_as_training() -> None:
     report = a_report(0.78, 0.78)
     report.servers.away.append((4.0, 9.0))
     assert report.servers.samples_per_s == 200

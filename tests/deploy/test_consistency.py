@@ -190,14 +190,14 @@ def test_a_lost_zone_does_not_keep_replacements_from_other_zones(build: str, eac
 
 def test_the_dev_cluster_and_the_example_fit_on_three_nodes_of_two_cores() -> None:
     """Each node has a tenth of a core less, for the system's own pods."""
-    wanted = []
+    expected = []
     for each in (*workloads("overlays/dev"), *workloads("workers"), *workloads("operator")):
         spec = each.manifest["spec"]
         cpu = each.container["resources"]["requests"]["cpu"]
         millis = int(cpu[:-1]) if cpu.endswith("m") else 1000 * int(cpu)
-        wanted += [millis] * spec.get("replicas", spec.get("parallelism", 1))
+        expected += [millis] * spec.get("replicas", spec.get("parallelism", 1))
     free = [1900] * 3
-    for millis in sorted(wanted, reverse=True):
+    for millis in sorted(expected, reverse=True):
         free.sort()
         free[-1] -= millis
     assert min(free) >= 0
@@ -217,11 +217,11 @@ def test_budgets_cover_each_kind_of_process(build: str) -> None:
 def test_policies_speak_of_pods_and_ports_that_there_are() -> None:
     for policy in (p for build in (CLUSTERS[1], "chaos") for p in of_kind(build, "NetworkPolicy")):
         spec = policy["spec"]
-        subjects = [each for each in EVERYWHERE.values() if selects(spec["podSelector"], each.labels)]
-        assert subjects
+        roles = [each for each in EVERYWHERE.values() if selects(spec["podSelector"], each.labels)]
+        assert roles
         for rule in spec.get("ingress", ()):
             for port in rule["ports"]:
-                assert any(port["port"] in each.ports for each in subjects)
+                assert any(port["port"] in each.ports for each in roles)
         for rule in spec.get("egress", ()):
             peers = [p["podSelector"] for p in rule.get("to", ())]
             assert peers or {port["port"] for port in rule["ports"]} in ({53}, {443, 6443})
@@ -334,7 +334,7 @@ def test_an_overlay_as_the_documentation_has_it_says_of_every_image_where_it_is(
         assert images == {"REGISTRY/elasticps-chaos" if build == "chaos" else "REGISTRY/elasticps"}
 
 
-def test_etcd_is_told_by_a_job_of_its_own_what_to_ask_and_nobody_else_has_the_certificate_for_that() -> None:
+def test_a_job_of_its_own_sets_up_etcds_rights_and_nobody_else_has_its_certificate() -> None:
     build = CLUSTERS[1]
     each = workload(build, "protect")
     url = parse(

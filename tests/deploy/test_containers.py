@@ -281,9 +281,9 @@ def test_the_containers_make_a_cluster_that_trains(pods: Pods) -> None:
             seen |= pods.connections(training.pid)
             time.sleep(0.02)
         assert training.stderr is not None
-        said = training.stderr.read()
-    assert training.returncode == 0, said
-    assert "done after 40 steps" in said
+        printed = training.stderr.read()
+    assert training.returncode == 0, printed
+    assert "done after 40 steps" in printed
     assert seen <= EVERYWHERE, "network policies do not let this through"
     assert seen >= {(each, "etcd", "client") for each in ("coordinator", "server", "worker")}
     assert seen >= {(each, "server", "data") for each in ("coordinator", "server", "worker")}

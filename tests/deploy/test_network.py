@@ -76,12 +76,12 @@ def lets_through(specs: Iterable[dict[str, Any]], source: Pod, target: Pod, port
 
 
 def _allows(
-    specs: list[dict[str, Any]], direction: str, subject: Pod, peer: Pod, target: Pod, port: int, protocol: str
+    specs: list[dict[str, Any]], direction: str, made: Pod, peer: Pod, target: Pod, port: int, protocol: str
 ) -> bool:
     """One direction, of the pod that the policies are about."""
-    if subject.namespace != NAMESPACE:
+    if made.namespace != NAMESPACE:
         return True
-    about = [s for s in specs if direction in s["policyTypes"] and selects(s["podSelector"], subject.labels)]
+    about = [s for s in specs if direction in s["policyTypes"] and selects(s["podSelector"], made.labels)]
     rules = [rule for spec in about for rule in spec.get(direction.lower(), ())]
     key = "from" if direction == "Ingress" else "to"
     return not about or any(
@@ -93,8 +93,8 @@ def _allows(
 
 def _finds(selector: dict[str, Any], peer: Pod) -> bool:
     assert selector.keys() <= {"podSelector", "namespaceSelector"}, "an address is not evaluated here"
-    wanted = selector.get("namespaceSelector")
-    there = peer.namespace == NAMESPACE if wanted is None else selects(wanted, _labels_of(peer.namespace))
+    expected = selector.get("namespaceSelector")
+    there = peer.namespace == NAMESPACE if expected is None else selects(expected, _labels_of(peer.namespace))
     return there and selects(selector.get("podSelector", {}), peer.labels)
 
 
@@ -102,10 +102,10 @@ def _labels_of(namespace: str) -> dict[str, str]:
     return {"kubernetes.io/metadata.name": namespace}
 
 
-def _is(wanted: dict[str, Any], target: Pod, port: int, protocol: str) -> bool:
-    assert "endPort" not in wanted
-    number = wanted["port"] if isinstance(wanted["port"], int) else target.ports.get(wanted["port"])
-    return number == port and wanted.get("protocol", "TCP") == protocol
+def _is(expected: dict[str, Any], target: Pod, port: int, protocol: str) -> bool:
+    assert "endPort" not in expected
+    number = expected["port"] if isinstance(expected["port"], int) else target.ports.get(expected["port"])
+    return number == port and expected.get("protocol", "TCP") == protocol
 
 
 @pytest.mark.parametrize("build", CLUSTERS)

@@ -83,8 +83,8 @@ def test_the_plan_is_one_that_can_be_run_with_the_rights_that_are_given() -> Non
         ("coordinator", plan.cluster.coordinator_labels),
         ("etcd", plan.cluster.etcd_labels),
     ):
-        wanted = dict(label.split("=") for label in labels.split(","))
-        assert [w.labels["app.kubernetes.io/component"] for w in workloads("base") if selects(wanted, w.labels)] == [
+        expected = dict(label.split("=") for label in labels.split(","))
+        assert [w.labels["app.kubernetes.io/component"] for w in workloads("base") if selects(expected, w.labels)] == [
             component
         ]
     named("base", "StatefulSet", plan.cluster.server_set)

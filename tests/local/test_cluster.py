@@ -68,7 +68,7 @@ def test_a_killed_server_is_reported_and_starts_again_under_its_name(
         cluster.server("s7")
 
 
-def test_dead_processes_start_again_under_their_names_if_asked(
+def test_dead_processes_start_again_under_their_names_with_restart(
     local_cluster: NewCluster, eventually: Eventually
 ) -> None:
     cluster = local_cluster(servers=2, restart=True)
@@ -87,11 +87,11 @@ def test_who_starts_dead_processes_again_bears_a_look_in_vain(
 ) -> None:
     cluster = local_cluster(servers=2, restart=True)
     update = state.update
-    told: list[str] = []
+    lines: list[str] = []
 
     def failed(name: str) -> bool:
-        told.extend(cluster.ended())
-        return any(line.startswith(f"server {name} cannot be started again as it should: no room") for line in told)
+        lines.extend(cluster.ended())
+        return any(line.startswith(f"server {name} cannot be started again as it should: no room") for line in lines)
 
     def full(*_: object) -> None:
         raise ConfigError("no room")
@@ -104,7 +104,7 @@ def test_who_starts_dead_processes_again_bears_a_look_in_vain(
     before = cluster.server("s0").pid
     cluster.kill("s0")
     eventually(lambda: any(server.name == "s0" and server.pid != before for server in cluster.servers))
-    assert len(told) == 1
+    assert len(lines) == 1
 
 
 def test_a_standby_coordinator_leads_when_the_leader_is_killed(
@@ -130,12 +130,12 @@ def test_a_frozen_server_comes_back_as_a_new_incarnation(local_cluster: NewClust
     assert (after.pid, after.address) == (before.pid, before.address)
 
 
-def test_fewer_servers_than_replicas_are_said_and_more_may_come(
+def test_fewer_servers_than_replicas_are_reported_and_more_may_come(
     local_cluster: NewCluster, eventually: Eventually
 ) -> None:
-    said: list[str] = []
-    cluster = local_cluster(servers=1, ranges=16, progress=said.append)
-    assert any("2 replicas need as many servers" in text for text in said)
+    printed: list[str] = []
+    cluster = local_cluster(servers=1, ranges=16, progress=printed.append)
+    assert any("2 replicas need as many servers" in text for text in printed)
     second = cluster.start_server()
     eventually(lambda: background.run(fetch_status(second.admin, ANSWER_S))["ranges_held"] == 16)
 
@@ -219,7 +219,7 @@ def test_a_notebook_that_is_on_an_event_loop_can_start_one() -> None:
     uvloop.run(main())
 
 
-def test_a_program_that_uses_one_prints_nothing_of_its_own() -> None:
+def test_a_program_with_a_cluster_prints_nothing_else() -> None:
     program = """
 import elasticps as eps
 with eps.LocalCluster(servers=1) as cluster, eps.connect(cluster.url, worker="w0") as ps:

@@ -46,8 +46,8 @@ def test_a_strangers_etcd_on_its_port_is_not_taken_for_it(tmp_path: Path, etcd_e
 
 def test_the_users_own_etcd_settings_do_not_leak_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ETCD_LISTEN_CLIENT_URLS", "http://0.0.0.0:1")
-    for kept in ("ETCD_UNSUPPORTED_ARCH", "ETCD_UNSAFE_NO_FSYNC"):
-        monkeypatch.setenv(kept, "something")
+    for left in ("ETCD_UNSUPPORTED_ARCH", "ETCD_UNSAFE_NO_FSYNC"):
+        monkeypatch.setenv(left, "something")
     environment = etcd.EtcdPlan(tmp_path).environment()
     assert "ETCD_LISTEN_CLIENT_URLS" not in environment
     assert environment["ETCD_UNSUPPORTED_ARCH"] == environment["ETCD_UNSAFE_NO_FSYNC"] == "something"
@@ -96,7 +96,7 @@ def test_free_ports_are_distinct_and_outside_the_ephemeral_range() -> None:
     assert all(20000 <= port < 32768 for port in ports)
 
 
-def test_a_machine_without_loopback_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_machine_without_loopback_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(self: socket.socket, address: object) -> None:
         raise OSError(errno.ENETUNREACH, "Network is unreachable")
 

@@ -26,10 +26,10 @@ def logging_as_it_was() -> Iterator[None]:
     logging.captureWarnings(False)
 
 
-def line(log_format: str = "logfmt", event: str = "view adopted", **said: Any) -> str:
+def line(log_format: str = "logfmt", event: str = "view adopted", **printed: Any) -> str:
     stream = io.StringIO()
     logs.configure("debug", stream, log_format=log_format, process="s0")
-    fields.logger("elasticps.server").info(event, **said)
+    fields.logger("elasticps.server").info(event, **printed)
     return stream.getvalue()
 
 

@@ -48,10 +48,10 @@ def test_one_server_more_may_be_too_few_as_it_keeps_room_for_repairs() -> None:
     """780 of 800 MiB with two; with three 653, of which 600 may be rows; with four 590 of 675."""
     servers = [status(380, base_mib=400), status(380, base_mib=400)]
     needed = {}
-    for wanted in (1, 2, 3, 4, 8):
-        found = memory(servers, TWO, wanted)
+    for expected in (1, 2, 3, 4, 8):
+        found = memory(servers, TWO, expected)
         assert found is not None
-        needed[wanted] = found.servers
+        needed[expected] = found.servers
     assert needed == {1: 2, 2: 2, 3: 4, 4: 4, 8: 4}
 
 

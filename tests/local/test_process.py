@@ -30,10 +30,10 @@ def test_who_waits_for_a_server_hears_once_that_it_compiles(tmp_path: Path, capl
         kernels._Announcer().on_start(SimpleNamespace(data={"dispatcher": kernel}))
     (line,) = caplog.messages  # as a server writes it to its log
 
-    go, told = tmp_path / "go", list[str]()
+    go, reported = tmp_path / "go", list[str]()
 
     def tell(text: str) -> None:
-        told.append(text)
+        reported.append(text)
         go.touch()  # it is ready only after that was told
 
     process = Process.start("s0", "server", [sys.executable, "-c", READY, line, str(go)], tmp_path)
@@ -41,11 +41,11 @@ def test_who_waits_for_a_server_hears_once_that_it_compiles(tmp_path: Path, capl
         process.wait_ready(time.monotonic() + 60, CompilationNotice([tmp_path / "none.log", process.log], tell))
     finally:
         stop_all([process], kill_after_s=5)
-    assert [text.partition(":")[0] for text in told] == ["compiling kernels for this machine"]
+    assert [text.partition(":")[0] for text in reported] == ["compiling kernels for this machine"]
     assert process.ready == {"ready": True}
 
 
-def test_a_process_that_a_signal_without_a_name_ended_is_told_as_others(tmp_path: Path) -> None:
+def test_death_by_a_signal_without_a_name_is_described_as_others(tmp_path: Path) -> None:
     """Of the real-time signals Python names the first and the last."""
     for number, name in ((signal.SIGKILL, "SIGKILL"), (signal.SIGRTMIN + 1, f"signal {signal.SIGRTMIN + 1}")):
         process = Process.start("s0", "server", ["sleep", "60"], tmp_path)

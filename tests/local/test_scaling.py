@@ -38,20 +38,20 @@ Eventually = Callable[[Callable[[], bool]], None]
         ("", "", 2, Change(start=("s0", "s1"))),
     ],
 )
-def test_the_fewest_servers_come_and_go(running: str, draining: str, wanted: int, expected: Change) -> None:
-    assert change(running.split(), draining.split(), wanted) == expected
+def test_the_fewest_servers_come_and_go(running: str, draining: str, needed: int, expected: Change) -> None:
+    assert change(running.split(), draining.split(), needed) == expected
 
 
-def test_a_server_whose_process_is_about_to_end_is_not_kept() -> None:
+def test_a_server_whose_process_is_about_to_end_is_not_retained() -> None:
     """It drains again however often its drain is taken back, and `scale` waited for it in vain."""
     assert change(["s0", "s1", "s2"], ["s1", "s2"], 2, leaving=["s1"]) == Change(keep=("s2",), stay=("s0",))
     assert change(["s0", "s1"], ["s1"], 2, leaving=["s1"]) == Change(start=("s2",), stay=("s0",))
 
 
 @pytest.mark.parametrize("wanted", [0, -1, 65])
-def test_a_number_of_servers_that_cannot_be_is_refused(wanted: int) -> None:
+def test_a_number_of_servers_that_cannot_be_is_refused(needed: int) -> None:
     with pytest.raises(ConfigError, match="1 to 64 servers"):
-        change(["s0"], [], wanted)
+        change(["s0"], [], needed)
 
 
 def test_names_are_sorted_as_people_count() -> None:

@@ -148,14 +148,14 @@ def test_a_cluster_with_an_owner_is_ended_by_its_owner(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_where_clusters_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_local_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     assert state.state_root({}) == Path("/home/somebody/.local/state/elasticps")
     assert state.state_root({"XDG_STATE_HOME": "/var/s", "XDG_RUNTIME_DIR": "/nowhere"}) == Path("/var/s/elasticps")
     assert state.state_root({"XDG_STATE_HOME": "/var/s", "XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "elasticps"
 
 
-def test_a_folder_that_cannot_be_written_is_said_with_what_to_do(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot write to .*/file/elasticps: Not a directory; .*XDG_STATE_HOME"):
         state.claim(tmp_path / "file" / "elasticps" / "demo")

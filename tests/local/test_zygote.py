@@ -96,8 +96,8 @@ def test_its_descriptors_are_its_own(zygote: Zygote, folder: Path, eventually: E
                 found[n] = os.readlink(f"/proc/{pid}/fd/{n}")
         return found
 
-    wanted = {"0": "/dev/null", "1": str(folder / "f.out"), "2": str(folder / "f.log")}
-    eventually(lambda: open_ones(forked.pid).items() >= wanted.items())
+    expected = {"0": "/dev/null", "1": str(folder / "f.out"), "2": str(folder / "f.log")}
+    eventually(lambda: open_ones(forked.pid).items() >= expected.items())
     theirs = {link for link in open_ones(zygote.pid).values() if link.startswith("socket:")}
     assert len(theirs) == 1
     assert theirs.isdisjoint(open_ones(forked.pid).values())
@@ -196,14 +196,14 @@ def test_a_zygote_that_stands_still_keeps_the_end_of_no_process_back(
     monkeypatch.setattr("elasticps.local.zygote.REAPED_S", 0.05)
     zygote = Zygote(folder / "still.log", os.environ)
     try:
-        lives = run(zygote, folder, "lives", "server", "--url", "etcd://127.0.0.1:1/x", "--name", "s0", "--wait", "600")
+        alive = run(zygote, folder, "lives", "server", "--url", "etcd://127.0.0.1:1/x", "--name", "s0", "--wait", "600")
         wrong = run(zygote, folder, "wrong", "server", "--url", "nowhere", "--name", "s1")
         psutil.Process(zygote.pid).suspend()
-        lives.kill()
-        killing = threading.Thread(target=lives.wait)
+        alive.kill()
+        killing = threading.Thread(target=alive.wait)
         killing.start()
         killing.join(50)
-        assert lives.returncode == -signal.SIGKILL
+        assert alive.returncode == -signal.SIGKILL
         assert wrong.wait(50) == 2
     finally:
         zygote.close()

@@ -48,7 +48,7 @@ def ask(head: bytes, collector: Collector) -> bytes:
         (b"nonsense", b"405", b"GET"),
     ],
 )
-def test_what_is_asked_for_is_answered(request_line: bytes, status: bytes, text: bytes) -> None:
+def test_requests_are_answered(request_line: bytes, status: bytes, text: bytes) -> None:
     head, _, body = ask(request_line + b"\r\nHost: x\r\n\r\n", One()).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 " + status)
     assert text in body

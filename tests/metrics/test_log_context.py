@@ -23,7 +23,7 @@ def logging_as_it_was() -> Iterator[None]:
     logging.captureWarnings(False)
 
 
-def test_what_is_bound_later_is_in_every_line_and_asked_for_each_time() -> None:
+def test_context_bound_later_is_in_every_line_and_computed_each_time() -> None:
     stream, epochs = io.StringIO(), iter((7, 8))
     logs.configure("info", stream, cluster="train", process="s0")
     logs.bind(incarnation=3, epoch=lambda: next(epochs))

@@ -109,7 +109,7 @@ def test_a_process_tells_that_it_is_alive_and_ends_for_a_port_in_use(fleet: Flee
     )
 
 
-def test_a_server_waits_for_its_cluster_and_can_be_asked_to_end_meanwhile(
+def test_a_server_waits_for_its_cluster_and_can_be_ended_meanwhile(
     fleet: Fleet, etcd_url: NewUrl, eventually: Callable[[Callable[[], bool]], None]
 ) -> None:
     url = etcd_url()

@@ -20,7 +20,7 @@ KINDS = ("local", "pulled", "ahead", "cache", "cache, ahead")
 
 
 @dataclass(frozen=True)
-class LookAheadLine:
+class PrefetchLine:
     """rows: where they come from; samples_per_s: the median of the turns; of_local: of what it is with local rows."""
 
     rows: str
@@ -37,7 +37,7 @@ def run(
     turns: int = 3,
     servers: int = 2,
     progress: Callable[[str], None] = lambda text: None,
-) -> list[LookAheadLine]:
+) -> list[PrefetchLine]:
     """Trains `steps` steps of each kind, `turns` times in turns, so that all see the same machine."""
     speeds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with LocalCluster(servers=servers, replicas=1) as cluster, ExitStack() as stack:
@@ -50,7 +50,7 @@ def run(
                 progress(f"rows {kind}: turn {turn + 1}")
                 speeds[kind].append(batch * steps / worker.ask(f"train {steps}")["seconds"])
     found = {kind: statistics.median(speed) for kind, speed in speeds.items()}
-    return [LookAheadLine(kind, round(speed, 1), round(speed / found["local"], 3)) for kind, speed in found.items()]
+    return [PrefetchLine(kind, round(speed, 1), round(speed / found["local"], 3)) for kind, speed in found.items()]
 
 
 def _start(stack: ExitStack, cluster: LocalCluster, kind: str, batches: int, batch: int, delay_ms: float) -> Worker:
