@@ -28,7 +28,7 @@ from benchmarks.core.criteo import Source
 from benchmarks.dlrm import DIM, DLRM
 from benchmarks.trainer import DENSE_LR, ROWS_LR, ROWS_STD
 from benchmarks.workers import answer_all, answers
-from elasticps.client.cache_use import NOT_USED, CacheUse
+from elasticps.client.cache_batches import NOT_USED, CacheUse
 from elasticps.client.client import Client
 from elasticps.client.registry import Registry
 from elasticps.client.runtime import Runtime, Stream

@@ -337,7 +337,7 @@ class Cluster:
         """What `elasticps.connect` does."""
         store = self.store.client(threads.process.host, WORKER_TIMEOUT_S)
         control = Registry(store, threads, "virtual")
-        control.proven = self._proven
+        control.authenticated = self._proven
         return Client(control, worker, consistency, window, WORKER_TIMEOUT_S, app)
 
     # --- what there is ----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from chaos.sim.clock import Process
 from chaos.sim.loop import Loop
 from chaos.sim.network import Network, Socket
 from elasticps.client import runtime
-from elasticps.client.runtime import READABLE, WRITABLE, Poller, Runtime
+from elasticps.client.runtime import READABLE, WRITABLE, Runtime, SocketPoller
 
 T = TypeVar("T")
 EVENTS_PER_POLL = 64
@@ -100,7 +100,7 @@ class Threads(Runtime):
     def sleep(self, seconds: float) -> None:
         self.park(self.process.clock.now + seconds)
 
-    def idle(self, wake: runtime.Event, poller: Poller, timeout_s: float) -> None:
+    def idle(self, wake: runtime.Flag, poller: SocketPoller, timeout_s: float) -> None:
         wake.wait(timeout_s)
 
     def connect(self, host: str, port: int, attempt: int) -> Socket:
@@ -113,7 +113,7 @@ class Threads(Runtime):
         for poller in self._pollers:
             poller.poke()
 
-    def poller(self) -> Poller:
+    def poller(self) -> SocketPoller:
         poller = VirtualPoller(self)
         self._pollers[poller] = None
         return poller
@@ -305,7 +305,7 @@ class Event:
         return self._set
 
 
-class VirtualPoller(Poller):
+class VirtualPoller(SocketPoller):
     """epoll over virtual sockets, level-triggered."""
 
     def __init__(self, threads: Threads) -> None:

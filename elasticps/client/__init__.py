@@ -1,11 +1,10 @@
 """The worker's side: routing, sessions, connections."""
 
-from elasticps.client.cache_use import CacheUse
-from elasticps.client.client import Client
+from elasticps.client.cache_batches import CacheUse
+from elasticps.client.client import Client, connect
 from elasticps.client.core.join import Resume
 from elasticps.client.data_shards import Shard, Shards
 from elasticps.client.losses import Loss
-from elasticps.client.opening import connect
 from elasticps.client.steps import OpenStep, Step
 from elasticps.client.tables import DenseTensor, SparseTable, TableInfo
 

@@ -1,7 +1,11 @@
-"""The public client: `connect`, then tables, tensors, pushes and pulls."""
+"""How a process becomes a worker (`connect`), and the client that it works with: tables, tensors, pushes and pulls."""
 
 from __future__ import annotations
 
+import functools
+import os
+import re
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -10,9 +14,9 @@ from typing import NoReturn, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.core.names import check_name
 from coordinator.core.view import View
-from elasticps.client.cache_use import CacheUse
-from elasticps.client.checkpoints import CheckpointRequest
+from elasticps.client.cache_batches import CacheUse
 from elasticps.client.core.join import Resume
 from elasticps.client.data_shards import Shards
 from elasticps.client.inputs import refuse_pickling
@@ -22,11 +26,14 @@ from elasticps.client.pull import Pull
 from elasticps.client.pull_tables import TablesPull
 from elasticps.client.reads import PullWithStep
 from elasticps.client.registry import Registry
+from elasticps.client.runtime import Runtime
 from elasticps.client.steps import OpenStep, Rates, Step, Values
 from elasticps.client.tables import DenseTensor, H, SparseTable, TableInfo, checked_handles
+from elasticps.client.warm import warm
+from elasticps.errors import ConfigError, Timeout
 from elasticps.model.caching import Cache
 from elasticps.model.sharding import checked_spec
-from elasticps.model.spec import Consistency, Filter, Init, Optimizer, TableSpec, Zeros
+from elasticps.model.spec import ASP, BSP, SSP, Consistency, Filter, Init, Optimizer, TableSpec, Zeros
 
 Filters = Sequence[Filter]
 Rows = NDArray[np.float32]
@@ -115,8 +122,8 @@ class Client:
         """Opens many dense tensors in few requests: their initial values by their names. optimizer: of all of them, or
         a function of the name. All else as for `tensor`."""
         same = partial(TableSpec.dense, dtype=dtype, finite=finite, push=push, pull=pull)
-        wanted = [(value, partial(same, name, optimizer=of_name(optimizer, name))) for name, value in values.items()]
-        return dict(zip(values, self._tables.all_dense(wanted), strict=True))
+        described = [(value, partial(same, name, optimizer=of_name(optimizer, name))) for name, value in values.items()]
+        return dict(zip(values, self._tables.all_dense(described), strict=True))
 
     def tables(self) -> dict[str, TableInfo]:
         """All tables and tensors of the application, by name: their specs, and how many rows servers have of each,
@@ -284,3 +291,94 @@ class Client:
 def of_name(optimizer: Optimizer | Callable[[str], Optimizer], name: str) -> Optimizer:
     """The optimizer of a tensor: one for all, or what a function gives for its name."""
     return optimizer(name) if callable(optimizer) else optimizer
+
+
+_POLL_S, _POLL_MOST_S = 0.05, 0.5
+
+
+class CheckpointRequest:
+    """One that was asked for: the coordinator has it made, while training goes on."""
+
+    def __init__(self, registry: Registry, full: bool, timeout_s: float) -> None:
+        self._registry = registry
+        self._timeout_s = timeout_s
+        self._key = registry.want_checkpoint(full, timeout_s)
+        self._cut = 0
+
+    def done(self) -> bool:
+        """Whether it is made. Raises `CheckpointError` if it cannot be."""
+        if not self._cut:
+            self._cut = self._registry.checkpoint_made(self._key, self._timeout_s)
+        return self._cut > 0
+
+    def result(self, timeout: float | None = None) -> int:
+        """Waits until it is made, and returns its number. Raises `CheckpointError` that says why it could not be made,
+        `Timeout` when `timeout` seconds (default: the client's) were not enough; it may still be made then.
+
+        Under `BSP` not between two steps of which others have pushed the second: they wait for this worker's share.
+        """
+        runtime = self._registry.runtime
+        timeout_s = self._timeout_s if timeout is None else timeout
+        until_s, pause_s = runtime.monotonic() + timeout_s, _POLL_S
+        while not self.done():
+            if runtime.monotonic() >= until_s:
+                raise Timeout(f"a checkpoint took longer than {timeout_s:.1f} s")
+            runtime.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_MOST_S)
+        return self._cut
+
+
+_PART = re.compile(r"[^A-Za-z0-9._-]+")
+_HOST_MAX = 32  # characters of a host's name in the name of a worker
+
+
+@functools.cache
+def own_name(host: str, pid: int) -> str:
+    """A name that no other process has, the same for all clients of this one. Host and process id alone are not enough:
+    in containers of one image they may be alike."""
+    return f"worker-{_PART.sub('-', host)[:_HOST_MAX]}-{pid}-{secrets.token_hex(4)}"
+
+
+def connect(
+    url: str | None = None,
+    *,
+    worker: str = "",
+    consistency: Consistency | None = None,
+    window: int = 4,
+    timeout: float = 30.0,
+    app: str = "default",
+    raise_on_loss: bool = False,
+) -> Client:
+    """Joins a cluster as a worker.
+
+    `url` is etcd://host:port[,host:port…]/cluster (default: the environment's ELASTICPS_URL). `worker` names this
+    process: started again under its name, it fences its older self and goes on where that was (default: a name that no
+    other process has, so that a process that is started again is a new worker). `window` is how many steps may be
+    outstanding before `push` waits. `timeout`, in seconds, bounds every wait that has no timeout of its own. `app`
+    names one of several applications that share the servers: each has tables, rounds, bounds on staleness and shards of
+    its own, and sees nothing of the others. `raise_on_loss`: the next operation raises `DataLost` when ranges were lost
+    and came back from a checkpoint; else `ps.losses()` tells.
+
+        with eps.connect(url, worker="w0", app="ads") as ps:             # the classic store: push and pull
+            clicks = ps.table("clicks", dim=1, optimizer=eps.Accumulate())   # or eps.Custom, an update of your own
+            ps.push({clicks: (ids, ones)}).result()
+            clicks.pull(ids)                                               # the sum over all workers of "ads"
+
+    Raises `ConfigError` for unusable arguments and `ClusterUnreachable`, saying what was tried, within the timeout.
+    """
+    url = url or os.environ.get("ELASTICPS_URL", "")
+    if not url:
+        raise ConfigError("no cluster given: pass a URL such as etcd://127.0.0.1:2379/demo or set ELASTICPS_URL")
+    if not 1 <= window <= 1024:
+        raise ConfigError(f"window must be between 1 and 1024 steps, got {window}")
+    if not 0 < timeout < 86_400:
+        raise ConfigError(f"timeout must be between 0 and 86400 seconds, got {timeout}")
+    consistency = consistency or ASP()
+    if not isinstance(consistency, ASP | SSP | BSP):
+        raise ConfigError(f"consistency must be ASP(), SSP(staleness=k) or BSP(), got {consistency!r}")
+    warm()
+    try:
+        name = check_name("worker", worker or own_name(os.uname().nodename, os.getpid()))
+    except ValueError as error:
+        raise ConfigError(f"worker=: {error}") from None
+    return Client(Registry.open(url, timeout, Runtime()), name, consistency, window, timeout, app, raise_on_loss)

@@ -1,4 +1,7 @@
-"""Links to all servers of a view: opened, greeted, tried again when they break."""
+"""Links to all servers of a view: opened, greeted, tried again when they break.
+
+What a worker says of its part on each connection (`Participation`), and which servers are missed without a stand-in.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.core.data_loss import spans
 from coordinator.core.view import ServerInfo
 from elasticps.client.core.routing import Routes
 from elasticps.client.runtime import Lock, Runtime
 from elasticps.client.short_keys import ShortKeys
-from elasticps.client.transport import Driver, Link, OnFrame, Sink, Usual
+from elasticps.client.transport import Link, LinkDriver, OnFrame, Sink, Usual
 from elasticps.errors import (
     Closed,
     ConfigError,
@@ -28,6 +32,7 @@ from elasticps.errors import (
     VersionMismatch,
 )  # fmt: skip
 from elasticps.wire.frames import Buffer
+from elasticps.wire.headers import JoinHeader
 from elasticps.wire.refusals import RefusedRows, decode_refused
 from replication.chain import Member
 
@@ -41,7 +46,7 @@ HELLO_TIMEOUT_S = 5.0  # a server that accepts but does not answer is tried agai
 
 
 @dataclass(eq=False)
-class Peer:
+class ServerPeer:
     """A server as this client sees it."""
 
     info: ServerInfo
@@ -56,7 +61,7 @@ class Peer:
     empty_as: int = 0  # the incarnation that answers in its place, without its rows
 
 
-class Connections:
+class PeerConnections:
     """Links to servers. Runs under `lock`, except for `open_due`. `hello` is the first frame on each; frames go to
     `usual` and `on_frame`, bodies where `sink` says; `on_gone(member)` hears that a link, and what was in flight on it,
     is gone."""
@@ -64,7 +69,7 @@ class Connections:
     def __init__(
         self,
         runtime: Runtime,
-        driver: Driver,
+        driver: LinkDriver,
         lock: Lock,
         hello: bytes,
         on_frame: OnFrame,
@@ -73,7 +78,7 @@ class Connections:
         on_gone: Callable[[Member], None],
         credentials: Credentials | None = None,
     ) -> None:
-        self.peers: dict[Member, Peer] = {}
+        self.peers: dict[Member, ServerPeer] = {}
         self._runtime = runtime
         self._driver = driver
         self._lock = lock
@@ -96,7 +101,7 @@ class Connections:
         return sent, received
 
     @property
-    def ready(self) -> list[Peer]:
+    def ready(self) -> list[ServerPeer]:
         """Those that have welcomed us."""
         return [peer for peer in self.peers.values() if peer.link.ready]
 
@@ -116,7 +121,7 @@ class Connections:
                 self._drop(known)
             link = Link(self._runtime, info, self._on_frame, self._sink, self._usual, self._credentials)
             since = self._runtime.monotonic()
-            self.peers[member] = Peer(info, member, link, down_since_s=since, empty_as=empty.get(info.name, 0))
+            self.peers[member] = ServerPeer(info, member, link, down_since_s=since, empty_as=empty.get(info.name, 0))
         self._driver.nudge()
 
     def send(self, member: Member, buffers: Sequence[Buffer]) -> None:
@@ -229,12 +234,12 @@ class Connections:
                     self._cut(peer, "certificates are renewed")
                     return
 
-    def due(self) -> list[Peer]:
+    def due(self) -> list[ServerPeer]:
         """Whose link is to be opened now."""
         now = self._runtime.monotonic()
         return [p for p in self.peers.values() if p.link.socket is None and now >= p.retry_at_s]
 
-    def open(self, peer: Peer) -> None:
+    def open(self, peer: ServerPeer) -> None:
         """Not under the lock: a name may take long to resolve."""
         peer.hello_at_s = self._runtime.monotonic()
         try:
@@ -252,15 +257,15 @@ class Connections:
             else:
                 peer.link.close()
 
-    def _cut(self, peer: Peer, why: str) -> None:
+    def _cut(self, peer: ServerPeer, why: str) -> None:
         self.broken(peer.link, ConnectionResetError(why))
         self._driver.nudge()
 
-    def _drop(self, peer: Peer) -> None:
+    def _drop(self, peer: ServerPeer) -> None:
         self._close(peer)
         self._before = self._before[0] + peer.link.sent, self._before[1] + peer.link.received
 
-    def _close(self, peer: Peer) -> None:
+    def _close(self, peer: ServerPeer) -> None:
         self._driver.remove(peer.link)
         peer.link.close()
         self._on_gone(peer.member)
@@ -299,3 +304,89 @@ def ending_error(document: Mapping[str, Any], server: str) -> Error | None:
     if code == "version":
         return VersionMismatch(f"server {server}: {text}")
     return None
+
+
+class Participation:
+    """A worker that has not joined yet is as one that pauses: nobody waits for it. Called under the client's lock."""
+
+    def __init__(self, connections: PeerConnections) -> None:
+        self.header = JoinHeader(pause=True).header()
+        self._connections = connections
+
+    def join(self, base: int) -> None:
+        """Tells all servers that this worker takes part from now on, above that clock."""
+        self._tell_all(JoinHeader(base))
+
+    def go_on(self, committed: int) -> None:
+        """Ranges begin anew, and lack steps that are committed: a worker that takes part goes on above these there."""
+        if not JoinHeader.of(self.header).pause:
+            self.join(committed)
+
+    def pause(self) -> None:
+        """Tells all servers that it holds nobody back, until it joins again."""
+        self._tell_all(JoinHeader(pause=True))
+
+    def tell(self, member: Member) -> None:
+        """Tells one that has just welcomed us."""
+        self._connections.send(member, [self.header.pack()])
+
+    def _tell_all(self, header: JoinHeader) -> None:
+        self.header = header.header()
+        for member in self._connections.peers:
+            self.tell(member)
+
+
+ABSENT_S = 3.0  # out of reach: a failover would have come by then
+
+
+def absent_servers(routes: Routes, peers: Mapping[Member, ServerPeer], now_s: float) -> set[Member]:
+    """Those that are, as long as others are there."""
+    out = [_away(peers[m], now_s) for m in routes.members]
+    if not any(out):
+        return set()
+    away = np.array([*out, True])  # index -1, nobody, finds the last
+    heads, tails = routes.view.heads, routes.view.tails
+    waits = away[routes.view.as_chains.copies].all(axis=1)
+    needed = set(np.unique(np.concatenate([heads[~waits], tails[~waits]])).tolist())
+    return {routes.members[i] for i in np.flatnonzero(away[:-1]).tolist() if i not in needed} if needed else set()
+
+
+def _away(peer: ServerPeer, now_s: float) -> bool:
+    if peer.empty_as:
+        return True
+    return peer.down_since_s is not None and now_s - peer.down_since_s > ABSENT_S
+
+
+def what_is_lost(peer: ServerPeer, routes: Routes, peers: Mapping[Member, ServerPeer]) -> str:
+    """What is lost with a server that has come back empty; "" as long as somebody may still have it."""
+    gone = np.array([*(bool(peers[m].empty_as) for m in routes.members), True])
+    mine = (routes.view.chains == routes.index_of[peer.member]).any(axis=1)
+    ranges = np.flatnonzero(mine & gone[routes.view.chains].all(axis=1))
+    if not (peer.empty_as and len(ranges)):
+        return ""
+    return (
+        f"its data are lost: it came back as incarnation {peer.empty_as} and has begun empty, and no other server "
+        f"has the rows of ranges {spans(ranges)}, of any table (`elasticps restore --ranges all-lost` brings them back "
+        "from a checkpoint)"
+    )
+
+
+def explain_wait(
+    routes: Routes, peers: Mapping[Member, ServerPeer], now_s: float, owing: Mapping[Member, int],
+    waited_for: set[Member], headless: int,
+) -> str:  # fmt: skip
+    """Says which servers are waited for. owing: the oldest step that each has not committed; waited_for: who owes
+    an answer; headless: how many ranges nobody heads."""
+    parts = []
+    for member in sorted({*owing, *waited_for}):
+        peer = peers[member]
+        headed = np.flatnonzero(routes.view.heads == routes.index_of[member])
+        state = "connected, not answering" if peer.down_since_s is None else what_is_lost(peer, routes, peers) or (
+            f"unreachable for {now_s - peer.down_since_s:.1f} s ({peer.trouble})"
+        )  # fmt: skip
+        clock = f", owes step {owing[member]}" if member in owing else ""
+        parts.append(f"server {member.name} at {peer.info.address}, head of {len(headed)} ranges "
+                    f"({spans(headed)}): {state}{clock}")  # fmt: skip
+    if headless:
+        parts.append(f"{headless} ranges have no server")
+    return f"{'; '.join(parts) or 'nothing is outstanding'}; the cluster's view is at epoch {routes.epoch}"

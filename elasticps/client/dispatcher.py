@@ -14,21 +14,28 @@ from numpy.typing import NDArray
 
 from coordinator.core.view import View, WorkerInfo
 from coordinator.forks import REMEDY
-from elasticps.client import absence
-from elasticps.client.connections import Connections, Peer, ending_error, refused_by, server_error
+from elasticps.client.connections import (
+    Participation,
+    PeerConnections,
+    ServerPeer,
+    absent_servers,
+    ending_error,
+    explain_wait,
+    refused_by,
+    server_error,
+    what_is_lost,
+)
 from elasticps.client.core.fan_out import Answer, FanOut, FanOuts, Questions, Script, T, carry_out
+from elasticps.client.core.new_views import NewViews, ReadStore
 from elasticps.client.core.routing import Routes
-from elasticps.client.core.session import Session
-from elasticps.client.forks import at_fork
-from elasticps.client.holding import Holding
-from elasticps.client.new_views import NewViews, ReadStore
-from elasticps.client.presence import Presence
+from elasticps.client.core.session import PushSession
+from elasticps.client.holding import CutHold
 from elasticps.client.pull import Pull
 from elasticps.client.pull_batch import ANSWERS, FAN_OUT, OWNERS, PULL, PUSH, take_answers
-from elasticps.client.pulls import Pulls
-from elasticps.client.pushes import Pushes
-from elasticps.client.runtime import Runtime
-from elasticps.client.transport import Driver, Link
+from elasticps.client.pulls import PullsInFlight
+from elasticps.client.pushes import PushesInFlight
+from elasticps.client.runtime import Runtime, at_fork
+from elasticps.client.transport import Link, LinkDriver
 from elasticps.errors import Closed, ClusterUnreachable, Error, Timeout, VersionMismatch
 from elasticps.wire.activity import Activity, UseHeader
 from elasticps.wire.frames import (
@@ -69,7 +76,7 @@ class Dispatcher:
         ask_view: ReadStore,
         credentials: Credentials | None = None,
         *,
-        proven: bool = False,
+        authenticated: bool = False,
     ) -> None:
         """proven: as for `NewViews`."""
         self.runtime = runtime
@@ -77,33 +84,37 @@ class Dispatcher:
         self.worker = worker
         self.lock = runtime.rlock()
         self.routes = Routes(view)
-        self.session = Session(worker.id, view.ranges, window)
+        self.session = PushSession(worker.id, view.ranges, window)
         self.error: Error | None = None  # once set, nothing goes on
-        self.on_anew: Callable[[list[int], int], None] = lambda epochs, committed: None
+        self.on_restored: Callable[[list[int], int], None] = lambda epochs, committed: None
         self.on_watch: Callable[[], tuple[int, int, int]] = lambda: (
             0,
             0,
             0,
         )  # what a `Activity` has of caches and shards
         self.disowned = False  # this is a fork of the process that connected
-        self.new_views = NewViews(cluster, view.ranges, ask_view, self._from_store, proven=proven)
+        self.new_views = NewViews(cluster, view.ranges, ask_view, self._from_store, authenticated=authenticated)
         self._answered = np.empty(ANSWERS, np.int64)  # requests, of one buffer
         self._hurt = False  # an exception came while something here was being changed
-        self._driver = Driver(runtime, self._broken, self._turn, self._failed)
+        self._driver = LinkDriver(runtime, self._broken, self._turn, self._failed)
         self.nudge = self._driver.nudge
         hello = {"cluster": cluster, "worker": worker.id, "name": worker.name, "app": worker.app}
-        self.connections = Connections(
+        self.connections = PeerConnections(
             runtime, self._driver, self.lock, json_frame(Kind.HELLO, hello), self._on_frame, self._sink,
             self._usual, self._gone, credentials,
         )  # fmt: skip
-        self.presence = Presence(self.connections)
+        self.participation = Participation(self.connections)
         send = self.connections.send
         numbers = {owner: itertools.count(OWNERS + owner, OWNERS) for owner in (PUSH, FAN_OUT)}
-        self.pushes = Pushes(self.session, worker.id, numbers[PUSH], send, self._fenced, self.connections.keys_of)
-        self.pulls = Pulls(self.routes, worker.id, send, self.connections.stop_receiving, self.connections.keys_of)
+        self.pushes = PushesInFlight(
+            self.session, worker.id, numbers[PUSH], send, self._fenced, self.connections.keys_of
+        )
+        self.pulls = PullsInFlight(
+            self.routes, worker.id, send, self.connections.stop_receiving, self.connections.keys_of
+        )
         self._fan_outs = FanOuts(numbers[FAN_OUT], send)
         busy = lambda: self._hurt or self._fan_outs.writing  # noqa: E731
-        self.holding = Holding(runtime, self.lock, self.session, self.connections, busy)
+        self.holding = CutHold(runtime, self.lock, self.session, self.connections, busy)
         self.connections.follow(self.routes)
         self.pushes.adopt(self.routes)
         at_fork(self.disown)
@@ -114,7 +125,7 @@ class Dispatcher:
         """Connects to every server that is not absent; `ClusterUnreachable` names those that could not be reached by
         the deadline."""
 
-        def missing() -> list[Peer]:
+        def missing() -> list[ServerPeer]:
             return [p for p in self._serving() if not p.link.ready]
 
         self._driver.start()
@@ -415,8 +426,8 @@ class Dispatcher:
             return
         log.info("worker %s follows epoch=%d reason=%r", self.worker.name, view.epoch, view.reason)
         if anew := sorted({*view.recovery_epoch[view.recovery_epoch > self.routes.epoch].tolist()}):
-            self.presence.go_on(self.session.committed)
-            self.on_anew(anew, self.session.committed)
+            self.participation.go_on(self.session.committed)
+            self.on_restored(anew, self.session.committed)
         self.routes = Routes(view)
         self.connections.follow(self.routes)
         self.pushes.adopt(self.routes)
@@ -436,7 +447,7 @@ class Dispatcher:
         be one of which it has told its workers before we were among them."""
         self.new_views.need(epoch)
         if self.connections.welcomed(link, document):
-            self.presence.tell(link.member)
+            self.participation.tell(link.member)
             self.pushes.connected(link.member)
             self._fan_outs.connected(link.member)
             self.pulls.connected(link.member)
@@ -480,21 +491,21 @@ class Dispatcher:
             connections.open(peer)
         return busy
 
-    def _serving(self) -> list[Peer]:
+    def _serving(self) -> list[ServerPeer]:
         with self.lock:
             return [self.connections.peers[member] for member in self.routes.serving]
 
-    def _lost(self, peer: Peer) -> str:
-        return absence.lost(peer, self.routes, self.connections.peers)
+    def _lost(self, peer: ServerPeer) -> str:
+        return what_is_lost(peer, self.routes, self.connections.peers)
 
     def absent(self) -> set[Member]:
         """Servers of ranges that have no replica within reach. What does not need them goes on without them."""
         with self.lock:
-            return absence.absent(self.routes, self.connections.peers, self.runtime.monotonic())
+            return absent_servers(self.routes, self.connections.peers, self.runtime.monotonic())
 
     def explain(self) -> str:
         """Who is being waited for, for people."""
         with self.lock:
             waited_for = self.pulls.owing | self._fan_outs.owing
             peers, now = self.connections.peers, self.runtime.monotonic()
-            return absence.explain(self.routes, peers, now, self.session.owing(), waited_for, self.session.headless)
+            return explain_wait(self.routes, peers, now, self.session.owing(), waited_for, self.session.headless)

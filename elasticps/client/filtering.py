@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client.push_batch import Source
+from elasticps.client.push_batch import PushSource
 from elasticps.errors import ServerFull
 from elasticps.kernels import njit
 from elasticps.kernels.hashing import mix64
@@ -15,7 +15,7 @@ from elasticps.model.filters import Keys
 from elasticps.model.spec import TableSpec
 from elasticps.store.codec import Codec
 
-KEPT_BYTES = 64 << 20
+MEMORY_BYTES = 64 << 20
 """Of a sparse table's rows, for feedback. Memory is taken as rows come."""
 WAYS = 4  # places that a key may take
 
@@ -31,7 +31,7 @@ class Feedback(NamedTuple):
 
 
 class Screen(Protocol):
-    """What leaves floats of gradients out because of the weights that they are for (`elasticps.client.screening`)."""
+    """What leaves floats of gradients out because of the weights that they are for (`elasticps.client.kkt_filter`)."""
 
     @property
     def feedback(self) -> bool:
@@ -89,14 +89,16 @@ class PushFilter:
         self.codec.decode(self.codec.encode(np.zeros((1, spec.dim), np.float32)))  # no step waits for a compiler
         self._rest: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None  # of what has not left yet
         self._in_order = self._shape is None and any(isinstance(each, Keys) for each in spec.push)
-        self._kept: Kept | KeptBlocks | None = None
+        self._residual: RowMemory | BlockMemory | None = None
         if self.codec.feedback or (screen is not None and screen.feedback):
-            self._kept = KeptBlocks(self._shape) if self._shape else Kept(KEPT_BYTES // (4 * spec.dim + 8), spec.dim)
+            self._residual = (
+                BlockMemory(self._shape) if self._shape else RowMemory(MEMORY_BYTES // (4 * spec.dim + 8), spec.dim)
+            )
 
     @property
     def feedback(self) -> Feedback:
         """What is kept."""
-        return Feedback(0, 0) if self._kept is None else Feedback(self._kept.rows, self._kept.lost)
+        return Feedback(0, 0) if self._residual is None else Feedback(self._residual.rows, self._residual.lost)
 
     def encode(
         self, keys: NDArray[np.int64], grads: NDArray[np.float32]
@@ -114,10 +116,10 @@ class PushFilter:
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         keys, grads = summed(keys, grads)
         screen = self._screen
-        if self._kept is None and screen is None and not self.codec.sifts:
+        if self._residual is None and screen is None and not self.codec.sifts:
             return keys, self.codec.encode(grads)
         self._put_back()
-        before = None if self._kept is None else self._kept.add(keys, np.zeros_like(grads))
+        before = None if self._residual is None else self._residual.add(keys, np.zeros_like(grads))
         whole = grads if before is None else grads + before
         left = whole if screen is None else screen.screen(keys, whole)
         coded = self.codec.encode(left)
@@ -153,7 +155,7 @@ class PushFilter:
 
     def _put_back(self) -> None:
         """Of steps that are done: what went with rows that were refused is kept again."""
-        if self._kept is None or not self._sent:
+        if self._residual is None or not self._sent:
             return
         parts: dict[Sent, list[_Undo]] = {}
         for undo in self._sent:
@@ -166,7 +168,7 @@ class PushFilter:
                 for undo in undoes:
                     some = np.isin(undo.keys, refused)
                     keys = undo.keys[some]
-                    self._kept.keep(keys, self._kept.add(keys, undo.rows[some]))
+                    self._residual.keep(keys, self._residual.add(keys, undo.rows[some]))
 
     def _refused_of(self, step: Sent, undoes: list[_Undo]) -> NDArray[np.int64]:
         """Keys whose finite rows were refused, in all parts of a step that have them. Servers do not say in which part
@@ -181,8 +183,8 @@ class PushFilter:
     def forget(self, keys: NDArray[np.int64] | None) -> None:
         """Forgets what is kept for keys, int64 [n], or for all, also what would be put back; but not what is pushed."""
         self._put_back()
-        if self._kept is not None:
-            self._kept.forget(keys)
+        if self._residual is not None:
+            self._residual.forget(keys)
         for undo in self._sent:
             undo.rows[slice(None) if keys is None else np.isin(undo.keys, keys)] = 0.0
         if self._screen is not None:
@@ -190,20 +192,20 @@ class PushFilter:
 
     def source(
         self, table: int, salt: int, keys: NDArray[np.int64], grads: NDArray[np.float32], values: NDArray[np.float32]
-    ) -> Source:
+    ) -> PushSource:
         """What pushing gradients sends; of a tensor all of it, flat, whose keys are its blocks."""
         if self._shape is not None:
             blocks = np.zeros(self._shape, np.float32)
             blocks.reshape(-1)[: grads.size] = grads
             grads = blocks
         keys, coded = self.encode(keys, grads)
-        return Source(table, salt, coded.shape[1], -1, keys, coded, values)
+        return PushSource(table, salt, coded.shape[1], -1, keys, coded, values)
 
     def sent(self, step: Sent) -> None:
         """What was encoded last is outstanding, as a part of a step: what that dropped is kept. Otherwise it has not
         been sent."""
-        if self._kept is not None and self._rest is not None:
-            self._kept.keep(*self._rest)
+        if self._residual is not None and self._rest is not None:
+            self._residual.keep(*self._rest)
             self._rest = None
             if self._undo is not None:
                 self._sent.append(self._undo._replace(step=step))
@@ -235,7 +237,7 @@ def summed(keys: NDArray[np.int64], grads: NDArray[np.float32]) -> tuple[NDArray
     return distinct, total
 
 
-class KeptBlocks:
+class BlockMemory:
     """Of a tensor: all its blocks."""
 
     lost = 0
@@ -245,20 +247,20 @@ class KeptBlocks:
         self._rows = np.zeros(shape, np.float32)
 
     def add(self, keys: NDArray[np.int64], rows: NDArray[np.float32]) -> NDArray[np.float32]:
-        """As `Kept.add`."""
+        """As `RowMemory.add`."""
         total: NDArray[np.float32] = rows + self._rows[keys]
         return total
 
     def keep(self, keys: NDArray[np.int64], rows: NDArray[np.float32]) -> None:
-        """As `Kept.keep`."""
+        """As `RowMemory.keep`."""
         self._rows[keys] = rows
 
     def forget(self, keys: NDArray[np.int64] | None) -> None:
-        """As `Kept.forget`."""
+        """As `RowMemory.forget`."""
         self._rows[slice(None) if keys is None else keys] = 0.0
 
 
-class Kept:
+class RowMemory:
     """Rows of `dim` floats by key, no more than `most`: a hash table in which a key has WAYS places, and takes
     another's when all are taken."""
 
@@ -315,32 +317,32 @@ def _place(key, keys, used):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _add(keys, rows, kept_keys, used, kept):  # type: ignore[no-untyped-def]
+def _add(keys, rows, stored_keys, used, stored):  # type: ignore[no-untyped-def]
     for i in range(keys.shape[0]):
-        at = _place(keys[i], kept_keys, used)
-        if used[at] and kept_keys[at] == keys[i]:
+        at = _place(keys[i], stored_keys, used)
+        if used[at] and stored_keys[at] == keys[i]:
             for j in range(rows.shape[1]):
-                rows[i, j] += kept[at, j]
+                rows[i, j] += stored[at, j]
 
 
 @kernel
-def _keep(keys, rows, kept_keys, used, kept, counts):  # type: ignore[no-untyped-def]
+def _keep(keys, rows, stored_keys, used, stored, counts):  # type: ignore[no-untyped-def]
     for i in range(keys.shape[0]):
-        at = _place(keys[i], kept_keys, used)
+        at = _place(keys[i], stored_keys, used)
         if not used[at]:
             used[at] = True
             counts[0] += 1
-        elif kept_keys[at] != keys[i]:
+        elif stored_keys[at] != keys[i]:
             counts[1] += 1
-        kept_keys[at] = keys[i]
+        stored_keys[at] = keys[i]
         for j in range(rows.shape[1]):
-            kept[at, j] = rows[i, j]
+            stored[at, j] = rows[i, j]
 
 
 @kernel
-def _forget(keys, kept_keys, used, counts):  # type: ignore[no-untyped-def]
+def _forget(keys, stored_keys, used, counts):  # type: ignore[no-untyped-def]
     for i in range(keys.shape[0]):
-        at = _place(keys[i], kept_keys, used)
-        if used[at] and kept_keys[at] == keys[i]:
+        at = _place(keys[i], stored_keys, used)
+        if used[at] and stored_keys[at] == keys[i]:
             used[at] = False
             counts[0] -= 1

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from elasticps.client.connections import Connections
+from elasticps.client.connections import PeerConnections
 from elasticps.client.core.hold import Hold, Written
-from elasticps.client.core.session import Session
+from elasticps.client.core.session import PushSession
 from elasticps.client.runtime import Lock, Runtime
 from elasticps.wire.frames import Header
 from elasticps.wire.headers import HoldHeader, ReleaseHeader
 from replication.chain import Member
 
 
-class Holding:
+class CutHold:
     """Of one worker. writing: whether something else than steps is being written; in_round: whether the newest step's
     round is open, None for who takes part in none; settle: closes it, in a thread of its own."""
 
     def __init__(
-        self, runtime: Runtime, lock: Lock, session: Session, connections: Connections, writing: Callable[[], bool]
+        self,
+        runtime: Runtime,
+        lock: Lock,
+        session: PushSession,
+        connections: PeerConnections,
+        writing: Callable[[], bool],
     ) -> None:
         self.in_round: Callable[[], bool | None] = lambda: None
         self.settle: Callable[[], None] = lambda: None
@@ -71,8 +76,8 @@ class Holding:
             session, in_round = self._session, self.in_round()
             done = not (session.outstanding or self._writing() or self._entering)
             written = Written(session.clock, done and not in_round, in_round is not None)
-            for member, said in self.hold.answers(written, self._runtime.monotonic()):
-                self._connections.send(member, [said.header().pack()])
+            for member, header in self.hold.answers(written, self._runtime.monotonic()):
+                self._connections.send(member, [header.header().pack()])
             if done and in_round and self._settled != (self.hold.cut, session.clock):
                 # whoever trains may not come by for long, and others wait for it
                 self._settled = (self.hold.cut, session.clock)

@@ -6,8 +6,8 @@ that are kept): it starts at what the lowest clock has become as it joined, so t
 that is started again under its name also starts above every clock that its predecessor may have used; by then every
 server has fenced that one, for a server lets a worker in only when its roster has the new incarnation instead.
 
-The coordination store keeps, by name, who took part last and where it started (`Past`): a predecessor that died before
-its first push has left nothing at the servers. It is written before the worker says anywhere that it takes part.
+The coordination store keeps, by name, who took part last and where it started (`PastRun`): a predecessor that died
+before its first push has left nothing at the servers. It is written before the worker says anywhere that it takes part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import nullcontext
 
 from elasticps.client.barrier import Barrier
 from elasticps.client.core.fan_out import Answer
-from elasticps.client.core.join import Past, Resume, Starting, first_past, past_again
+from elasticps.client.core.join import PastRun, Resume, Starting, first_past, past_again
 from elasticps.client.core.routing import Routes
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.registry import Registry
@@ -43,7 +43,7 @@ class Joining:
         self._starting = Starting(dispatcher.worker.id, "" if barrier is None else barrier.app, timeout_s)
         self._lock = dispatcher.runtime.lock()
         self._resume: Resume | None = None
-        self._past = Past(0, 0, 0, 0, 0)
+        self._past = PastRun(0, 0, 0, 0, 0)
 
     def enter(self) -> Resume:
         """Takes part from now on; no effect if the worker does already. What is returned is of the first time."""
@@ -66,7 +66,7 @@ class Joining:
             try:
                 if self._barrier is not None:
                     self._barrier.leave(self._timeout_s)
-                self._tell(self._dispatcher.presence.pause)
+                self._tell(self._dispatcher.participation.pause)
             except BaseException:
                 self.active = True
                 raise
@@ -103,7 +103,7 @@ class Joining:
         lowest = self._take_part(clock)
         return lowest if self._barrier is None else 0
 
-    def _keep(self, past: Past) -> bool:
+    def _keep(self, past: PastRun) -> bool:
         revision = self._registry.keep(past, self._timeout_s)
         if revision is None:
             return False
@@ -122,7 +122,7 @@ class Joining:
         if raised > start:
             self._join(raised)
 
-    def _raised(self, past: Past, own: int, start: int, lowest: int) -> int:
+    def _raised(self, past: PastRun, own: int, start: int, lowest: int) -> int:
         """Where it goes on instead of at `start`, if others are all at `lowest` or further; own, past: as it paused."""
         if lowest <= start:
             return start
@@ -162,7 +162,7 @@ class Joining:
 
         def start() -> None:
             self._session.start_at(base)
-            self._dispatcher.presence.join(base)
+            self._dispatcher.participation.join(base)
             begin()
 
         return max((OkHeader.of(answer.header).minimum for answer in self._tell(start)), default=0)
@@ -171,9 +171,9 @@ class Joining:
         """Changes whether this worker takes part, and waits until every server knows."""
         with self._dispatcher.lock:
             change()
-        said = self._dispatcher.presence.header
+        header = self._dispatcher.participation.header
 
         def questions(routes: Routes) -> list[tuple[Member, Header, list[Buffer]]]:
-            return [(member, said, []) for member in routes.serving]
+            return [(member, header, []) for member in routes.serving]
 
         return self._dispatcher.ask_all(questions, self._timeout_s, "joining")

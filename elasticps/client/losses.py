@@ -41,12 +41,12 @@ class Loss:
     missing: Mapping[str, tuple[int, int]]
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Loss:
+    def of(cls, record: Mapping[str, Any]) -> Loss:
         """As the store has it."""
-        missing = {one["name"]: (one["have"] + 1, one["to"]) for one in told["workers"] if one["to"] > one["have"]}
+        missing = {one["name"]: (one["have"] + 1, one["to"]) for one in record["workers"] if one["to"] > one["have"]}
         return cls(
-            told["epoch"], told["cut"], told["url"], tuple(told["ranges"]), told["rows"], tuple(told["tables"]),
-            tuple(told["lacking"]), missing,
+            record["epoch"], record["cut"], record["url"], tuple(record["ranges"]), record["rows"],
+            tuple(record["tables"]), tuple(record["lacking"]), missing,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Losses:
     what asks the store."""
 
     def __init__(self, registry: Registry, runtime: Runtime, worker: WorkerInfo, *, raises: bool) -> None:
-        self.untold: list[int] = []  # epochs in which ranges began anew, of which nobody was told
+        self.unreported: list[int] = []  # epochs in which ranges began anew, of which nobody was told
         self._registry = registry
         self._runtime = runtime
         self._worker = worker
@@ -71,7 +71,7 @@ class Losses:
     def began(self, epochs: list[int], committed: int) -> None:
         """Ranges have begun anew; all steps up to `committed` were, before."""
         if self._raises:
-            self.untold += epochs
+            self.unreported += epochs
         self._runtime.spawn("elasticps-losses", lambda: self._tell(epochs, committed))
 
     def _tell(self, epochs: list[int], committed: int) -> None:
@@ -86,11 +86,11 @@ class Losses:
 
     def all(self, timeout_s: float) -> list[Loss]:
         """All that is told of this cluster."""
-        return [Loss.of(told) for told in self._registry.read(losses_of, timeout_s)]
+        return [Loss.of(record) for record in self._registry.read(losses_of, timeout_s)]
 
     def check(self, timeout_s: float) -> None:
         """Raises DataLost for the first loss that nobody was told of, when it is known."""
         for loss in self.all(timeout_s):
-            if loss.epoch in self.untold:
-                self.untold.remove(loss.epoch)
+            if loss.epoch in self.unreported:
+                self.unreported.remove(loss.epoch)
                 raise DataLost(str(loss), loss)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from elasticps.client.barrier import Barrier
+from elasticps.client.catalog import TableCatalog
 from elasticps.client.data_shards import ShardSets
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.join import Joining
 from elasticps.client.losses import Losses
-from elasticps.client.opened import Tables
 from elasticps.client.reads import Reads
 from elasticps.client.registry import Registry
 from elasticps.client.steps import Steps
@@ -37,7 +37,7 @@ class Parts:
             self.worker = registry.register(worker, app, self._lost, timeout_s, view.cluster)
             self._dispatcher = dispatcher = Dispatcher(
                 self._runtime, view.cluster, self.worker, view, window, registry.ask_view, registry.credentials,
-                proven=registry.proven,
+                authenticated=registry.authenticated,
             )  # fmt: skip
             barrier = None
             if isinstance(consistency, BSP):
@@ -45,7 +45,7 @@ class Parts:
                 dispatcher.pushes.round = True
             opened = self._opened
             self.losses = Losses(registry, self._runtime, self.worker, raises=raise_on_loss)
-            dispatcher.on_anew = self._began_anew
+            dispatcher.on_restored = self._restored
             dispatcher.pushes.on_refused = self._forget
             dispatcher.pushes.name_of = self._name_of
             joining = Joining(dispatcher, registry, barrier, timeout_s)
@@ -53,7 +53,7 @@ class Parts:
             self.reads = Reads(
                 dispatcher, self.steps.before_read, consistency.bound, timeout_s, self.steps.settle_own_steps
             )
-            self.tables = Tables(registry, dispatcher, self.reads, opened, timeout_s)
+            self.tables = TableCatalog(registry, dispatcher, self.reads, opened, timeout_s)
             self.shards = ShardSets(dispatcher, self.steps, registry)
             dispatcher.on_watch = self._use
             registry.follow_rates(app, self.tables.hear, timeout_s)
@@ -96,7 +96,7 @@ class Parts:
             dispatcher.close()
         self.registry.close()
 
-    def _began_anew(self, epochs: list[int], committed: int) -> None:
+    def _restored(self, epochs: list[int], committed: int) -> None:
         self._forget()
         self.losses.began(epochs, committed)
 
@@ -109,8 +109,8 @@ class Parts:
         return next((handle.name for handle in list(self._opened.values()) if handle.id == table), None)
 
     def _use(self) -> tuple[int, int, int]:
-        kept = [handle.kept for handle in list(self._opened.values()) if isinstance(handle, SparseTable)]
-        return sum(wanted for wanted, _ in kept), sum(hits for _, hits in kept), self.shards.held
+        used = [handle.used for handle in list(self._opened.values()) if isinstance(handle, SparseTable)]
+        return sum(rows for rows, _ in used), sum(hits for _, hits in used), self.shards.held
 
     def _lost(self, reason: str) -> None:
         if self._dispatcher is not None and not self.closed:

@@ -22,7 +22,7 @@ PULL_FRAME_KEYS = 1 << 20
 POOL_BYTES = 4 << 20  # of frames, for the next ones
 
 
-class Pulls:
+class PullsInFlight:
     """Parts of pulls by request. Runs under the dispatcher's lock, except for `sink`, which the thread that reads the
     sockets calls. `send` takes frames for a server; `abandon(member, request)` hears that an answer is
     no longer wanted, before its memory is."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client.core.routing import FRAME_BYTES, Routes, plan_ranks, take_sum
-from elasticps.client.writes import Cut, Part, Write, refuse_large
+from elasticps.client.writes import Part, PushFrame, Write, refuse_large
 from elasticps.kernels import njit
 from elasticps.kernels.hashing import key_ranges, table_salt
 from elasticps.store.native import carray, pointer
@@ -91,15 +91,15 @@ def _cut(tables, offsets, shares, frames):  # type: ignore[no-untyped-def]
         start, end = shares[s, 0], shares[s, 1]
         left = _row_bytes(tables, offsets, start, end)
         cut = left > FRAME_BYTES // 2
-        first, wanted = count, FRAME_BYTES // 4
+        first, aimed = count, FRAME_BYTES // 4
         while start < end:
             stop = end
-            if cut and left > wanted + wanted // 2:
+            if cut and left > aimed + aimed // 2:
                 stop, size = start, 0
                 while stop < end:
                     more = _row_bytes(tables, offsets, stop, stop + 1)
                     largest = max(largest, more)
-                    if stop > start and size + more > wanted:
+                    if stop > start and size + more > aimed:
                         break
                     size += more
                     stop += 1
@@ -111,7 +111,7 @@ def _cut(tables, offsets, shares, frames):  # type: ignore[no-untyped-def]
             frames[count, F_START] = start
             frames[count, F_STOP] = stop
             count += 1
-            start, wanted = stop, FRAME_BYTES
+            start, aimed = stop, FRAME_BYTES
         for f in range(first, count):
             named = 1 if count - first > 1 else 0
             ranks = frames[f, F_STOP] - frames[f, F_START]
@@ -206,7 +206,7 @@ def _build(  # type: ignore[no-untyped-def]
     return count, size, largest
 
 
-class Source(NamedTuple):
+class PushSource(NamedTuple):
     """One table's rows of a push, as the caller has them. keys int64 [n]; grads float32 [n, dim], or flat for a dense
     tensor, whose keys are its blocks and `floats` its size; salt: as a signed number."""
 
@@ -233,7 +233,7 @@ class Packer:
         self._offsets = np.empty((0, 0), np.int64)
         self._frames = np.empty((0, F_FIELDS), np.int64)
 
-    def pack(self, sources: list[Source], routes: Routes) -> PackedPart:
+    def pack(self, sources: list[PushSource], routes: Routes) -> PackedPart:
         """A part of these tables. InputError if it cannot be cut into frames that a server accepts."""
         self.serial += 1
         heads, ranges = len(routes.bounds), len(routes.rank_of)
@@ -289,7 +289,7 @@ class Packer:
 
 
 _NOTHING = np.empty(0, np.uint8)
-_NOBODY: list[Source] = []
+_NOBODY: list[PushSource] = []
 
 
 class PackedPart:
@@ -300,7 +300,7 @@ class PackedPart:
     def __init__(
         self,
         packer: Packer,
-        sources: list[Source],
+        sources: list[PushSource],
         routes: Routes,
         frames: list[list[int]],
         memory: NDArray[np.uint8],
@@ -339,7 +339,7 @@ class PackedPart:
         low, high = int(ranks.min()), int(ranks.max())
         return any(f[F_ITEMS] and f[F_START] <= high and low < f[F_STOP] for f in self._rows)
 
-    def whole(self, server: int, routes: Routes) -> Iterator[Cut]:
+    def whole(self, server: int, routes: Routes) -> Iterator[PushFrame]:
         """What a server, by its index in the view of `routes`, gets of the part; see `Part.whole`."""
         if routes is not self.routes:
             yield from self._unpacked().whole(server, routes)
@@ -351,12 +351,12 @@ class PackedPart:
                 at, end = f[F_AT], f[F_AT] + HEADER_BYTES + f[F_BODY]
                 ranges = routes.range_at[f[F_START] : f[F_STOP]] if f[F_NAMED] else None
                 if self._sent[i]:  # the first header may still be on its way
-                    yield Cut(ranges, f[F_ITEMS], [self._view[at + HEADER_BYTES : end]])
+                    yield PushFrame(ranges, f[F_ITEMS], [self._view[at + HEADER_BYTES : end]])
                 else:
                     self._sent[i] = True
-                    yield Cut(ranges, f[F_ITEMS], [], self._view[at:end])
+                    yield PushFrame(ranges, f[F_ITEMS], [], self._view[at:end])
 
-    def ready(self, server: int, routes: Routes) -> Cut | None:
+    def ready(self, server: int, routes: Routes) -> PushFrame | None:
         """The same, if it is one frame that has not been sent."""
         if routes is self.routes:
             share = routes.share_index[server]
@@ -366,10 +366,10 @@ class PackedPart:
                         return None
                     self._sent[i] = True
                     at = f[F_AT]
-                    return Cut(None, f[F_ITEMS], [], self._view[at : at + HEADER_BYTES + f[F_BODY]])
+                    return PushFrame(None, f[F_ITEMS], [], self._view[at : at + HEADER_BYTES + f[F_BODY]])
         return None
 
-    def named(self, ranges: Ranges) -> Iterator[Cut]:
+    def named(self, ranges: Ranges) -> Iterator[PushFrame]:
         """What the head of `ranges`, ordered by chain, gets for these and no others."""
         return self._unpacked().named(ranges)
 

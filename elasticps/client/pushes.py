@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client.core.routing import Routes
-from elasticps.client.core.session import Ask, Committed, Effect, Frame, NeedView, Session
+from elasticps.client.core.session import Ask, Committed, Effect, Frame, NeedView, PushSession
 from elasticps.client.push_batch import PackedPart
 from elasticps.client.short_keys import Short, ShortKeys
-from elasticps.client.writes import Cut, Part, named_ranges
+from elasticps.client.writes import Part, PushFrame, named_ranges
 from elasticps.errors import Refused
 from elasticps.wire.frames import Buffer
 from elasticps.wire.headers import GetClocksHeader, PushHeader, ShardRef
@@ -68,11 +68,11 @@ class _Sent:
         self.epoch = 0
 
 
-class Pushes:
+class PushesInFlight:
     """Steps of one worker. `send` takes frames for a server, `on_fenced` hears that the cluster has dropped us."""
 
     def __init__(
-        self, session: Session, worker: int, requests: Iterator[int], send: Send, on_fenced: Callable[[], None],
+        self, session: PushSession, worker: int, requests: Iterator[int], send: Send, on_fenced: Callable[[], None],
         keys_of: Callable[[Member], ShortKeys | None] = lambda member: None,
     ) -> None:  # fmt: skip
         self.session = session
@@ -276,10 +276,10 @@ class Pushes:
                 keys = self._keys_of(frame.head) if self.short else None
                 self._send(frame.head, [cut.frame] if keys is None else keys.push(cut.frame, header, self.short))
 
-    def _cuts(self, frame: Frame) -> Iterable[Cut]:
+    def _cuts(self, frame: Frame) -> Iterable[PushFrame]:
         content = frame.content
         if content is None:
-            return (Cut(frame.ranges, 0, [] if frame.ranges is None else [named_ranges(frame.ranges)]),)
+            return (PushFrame(frame.ranges, 0, [] if frame.ranges is None else [named_ranges(frame.ranges)]),)
         assert isinstance(content, Part | PackedPart)
         if frame.ranges is not None:
             return content.named(frame.ranges)

@@ -109,9 +109,9 @@ class SetRates:
         if known is not None and known.revision >= entry.revision:
             return
         try:
-            said = read(entry.key, entry.value, table=int, lr=object)
-            lr = None if said["lr"] is None else number(said["lr"], "lr")
-            self._rates[name] = SetRate(said["table"], lr, entry.revision)
+            fields = read(entry.key, entry.value, table=int, lr=object)
+            lr = None if fields["lr"] is None else number(fields["lr"], "lr")
+            self._rates[name] = SetRate(fields["table"], lr, entry.revision)
             self._heard(name)
         except ValueError as error:
             log.warning("the learning rate under %s makes no sense: %s", entry.key, error)

@@ -38,18 +38,18 @@ def registry_value(table: Registration) -> bytes:
 
 
 def registration_of(entry: Entry) -> Registration:
-    said = said_by(entry, id=int, spec=str, creator=int, ready=bool)
+    fields = fields_of(entry, id=int, spec=str, creator=int, ready=bool)
     try:
-        spec = TableSpec.from_json(said["spec"])
+        spec = TableSpec.from_json(fields["spec"])
     except SpecError as error:
         raise SpecError(f"{entry.key} cannot be read here: {error}") from None
-    by, dropping = str(said.get("by", "")), bool(said.get("dropping", False))
+    by, dropping = str(fields.get("by", "")), bool(fields.get("dropping", False))
     if spec.name != entry.key.rpartition("/")[2]:
         raise ConfigError(f"{entry.key} has the spec of a table named {spec.name!r}: delete it")
-    return Registration(said["id"], spec, said["creator"], by, said["ready"], entry.revision, dropping)
+    return Registration(fields["id"], spec, fields["creator"], by, fields["ready"], entry.revision, dropping)
 
 
-def said_by(entry: Entry, **kinds: type) -> dict[str, Any]:
+def fields_of(entry: Entry, **kinds: type) -> dict[str, Any]:
     """An object in the store, with fields of these kinds. ConfigError if it is none."""
     try:
         return read(entry.key, entry.value, **kinds)
@@ -58,7 +58,7 @@ def said_by(entry: Entry, **kinds: type) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class NewTable:
+class TableToRegister:
     """A table that is to be registered unless it is. ready: it needs no initial values."""
 
     spec: TableSpec
@@ -73,29 +73,31 @@ class Registrar:
         self._store = store
         self._next: tuple[int, Entry] | None = None  # a number for a table, and the config that it is counted from
 
-    async def register_at_once(self, wanted: Mapping[str, NewTable], worker: int, name: str) -> dict[str, Registration]:
+    async def register_at_once(
+        self, requests: Mapping[str, TableToRegister], worker: int, name: str
+    ) -> dict[str, Registration]:
         """Registers one table by its key, if there is a number for it; worker, name: who makes it. Nothing is found if
         it exists, maybe, or the store is another one by now."""
-        if len(wanted) != 1 or self._next is None:
+        if len(requests) != 1 or self._next is None:
             return {}
         (number, config), self._next = self._next, None
-        return await self._write(_new(wanted, [number], worker, name), config)
+        return await self._write(_new(requests, [number], worker, name), config)
 
     async def register(
-        self, prefix: str, wanted: Mapping[str, NewTable], worker: int, name: str
+        self, prefix: str, requests: Mapping[str, TableToRegister], worker: int, name: str
     ) -> dict[str, Registration]:
         """Registers tables by their keys, or finds them; worker, name: who makes what is new. In few requests, however
         many tables there are: others may do the same at the same time, and what one of them has made is found."""
         found: dict[str, Registration] = {}
         while True:
-            missing = [key for key in wanted if key not in found]
+            missing = [key for key in requests if key not in found]
             for entry in await entries_of(self._store, missing, prefix):
                 found[entry.key] = registration_of(entry)
             missing = [key for key in missing if key not in found]
             if not missing:
                 return found
             numbers, config = await new_numbers(self._store, len(missing))
-            found |= await self._write(_new({key: wanted[key] for key in missing}, numbers, worker, name), config)
+            found |= await self._write(_new({key: requests[key] for key in missing}, numbers, worker, name), config)
 
     async def _write(self, made: Mapping[str, Registration], config: Entry | None) -> dict[str, Registration]:
         """What was registered of them: not all, if somebody was faster, or numbers count otherwise now."""
@@ -110,10 +112,12 @@ class Registrar:
         return written
 
 
-def _new(wanted: Mapping[str, NewTable], numbers: Sequence[int], worker: int, name: str) -> dict[str, Registration]:
+def _new(
+    requests: Mapping[str, TableToRegister], numbers: Sequence[int], worker: int, name: str
+) -> dict[str, Registration]:
     return {
         key: Registration(number, table.spec, worker, name, table.ready, 0, made=True)
-        for (key, table), number in zip(wanted.items(), numbers, strict=True)
+        for (key, table), number in zip(requests.items(), numbers, strict=True)
     }
 
 

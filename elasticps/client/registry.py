@@ -37,16 +37,16 @@ from coordinator.core.view import View, WorkerInfo
 from coordinator.membership import new_number
 from coordinator.sessions import WorkerSession, register_worker
 from coordinator.trouble import find_trouble
-from elasticps.client.core.join import Past
+from elasticps.client.core.join import PastRun
 from elasticps.client.rates import SetRate, SetRates
 from elasticps.client.registrations import (
-    NewTable,
     Registrar,
     Registration,
+    TableToRegister,
+    fields_of,
     in_portions,
     registration_of,
     registry_value,
-    said_by,
 )
 from elasticps.client.runtime import Runtime
 from elasticps.coordination import entries_of
@@ -78,7 +78,7 @@ class Registry:
         self._rates: SetRates | None = None
         self.runtime = runtime
         self.credentials = credentials
-        self.proven = credentials is not None  # everybody proves who they are: a server is not who leads
+        self.authenticated = credentials is not None  # everybody proves who they are: a server is not who leads
         self._url = url
         self._store = store
         self._registrar = Registrar(store)
@@ -131,7 +131,7 @@ class Registry:
             raise ConfigError(str(error)) from None
         return self._worker.info
 
-    def past(self, timeout_s: float) -> Past | None:
+    def past(self, timeout_s: float) -> PastRun | None:
         """Who took part last under our name, if anybody has."""
         entry = self.call(self._store.get(self._past_key), timeout_s)
         revision = 0 if entry is None else entry.revision
@@ -139,10 +139,10 @@ class Registry:
             entry = self.call(self._store.get(LAST_WORKER + self._info.name), timeout_s)
         if entry is None:
             return None
-        said = said_by(entry, id=int, base=int, trained=int, steps=int)
-        return Past(said["id"], said["base"], said["trained"], said["steps"], revision)
+        fields = fields_of(entry, id=int, base=int, trained=int, steps=int)
+        return PastRun(fields["id"], fields["base"], fields["trained"], fields["steps"], revision)
 
-    def keep(self, past: Past, timeout_s: float) -> int | None:
+    def keep(self, past: PastRun, timeout_s: float) -> int | None:
         """Writes it, if the key still has its revision (0: does not exist); returns the new one, or None."""
         value = json.dumps({key: number for key, number in past._asdict().items() if key != "revision"}).encode()
         revision = self.call(self._keep(past, value), timeout_s)
@@ -151,7 +151,7 @@ class Registry:
             self._worker.took_part = True
         return revision
 
-    async def _keep(self, past: Past, value: bytes) -> int | None:
+    async def _keep(self, past: PastRun, value: bytes) -> int | None:
         worker, expect = self._worker, past.revision
         while (revision := await self._store.compare_and_set(self._past_key, value, expect=expect)) is None:
             entry = await self._store.get(self._past_key)
@@ -196,11 +196,11 @@ class Registry:
                 raise ClusterUnreachable(_how_far(self._store.cluster, restoring, timeout_s))
             if self.runtime.monotonic() > deadline:
                 config = await self._store.get("config")
-                wanted = config_of(config).min_servers if config else "a configuration and"
+                needed = config_of(config).min_servers if config else "a configuration and"
                 servers = [e.key.partition("/")[2] for e in (await self._store.list("servers/")).entries]
                 raise ClusterUnreachable(
                     f"cluster {self._store.cluster!r} has not formed within {timeout_s:.1f} s: it waits for "
-                    f"{wanted} servers, registered are {', '.join(servers) or 'none'}; is a coordinator running?"
+                    f"{needed} servers, registered are {', '.join(servers) or 'none'}; is a coordinator running?"
                 )
             await asyncio.sleep(POLL_S)
 
@@ -250,32 +250,36 @@ class Registry:
         entry = self.call(self._store.get(key), timeout_s)
         if entry is None:
             raise CheckpointError("nobody knows of this request for a checkpoint any more")
-        said = said_by(entry)
-        cut: int = said_by(entry, cut=int)["cut"] if "cut" in said else 0
-        if "error" in said or "cut" in said:
+        fields = fields_of(entry)
+        cut: int = fields_of(entry, cut=int)["cut"] if "cut" in fields else 0
+        if "error" in fields or "cut" in fields:
             self.call(self._store.delete(key), timeout_s)
-        if "error" in said:
-            raise CheckpointError(str(said["error"]))
+        if "error" in fields:
+            raise CheckpointError(str(fields["error"]))
         return cut
 
     # --- the registry of tables ---------------------------------------------------------------------------------
 
-    def open_tables(self, app: str, wanted: Sequence[NewTable], worker: int, timeout_s: float) -> list[Registration]:
+    def open_tables(
+        self, app: str, requests: Sequence[TableToRegister], worker: int, timeout_s: float
+    ) -> list[Registration]:
         """Registers tables of different names, or finds them, maybe as tables that are being dropped, or that have
         another spec."""
-        keys = {table_key(app, table.spec.name): table for table in wanted}
+        keys = {table_key(app, table.spec.name): table for table in requests}
         found = self.call(self._open_tables(table_key(app, ""), keys, worker), timeout_s)
         if self._worker is not None:
             unlike = {key for key, table in found.items() if table.dropping or table.spec.difference(keys[key].spec)}
             self._worker.belongings |= {k: registry_value(table) for k, table in found.items() if k not in unlike}
         return [found[key] for key in keys]
 
-    async def _open_tables(self, prefix: str, wanted: Mapping[str, NewTable], worker: int) -> dict[str, Registration]:
-        if made := await self._registrar.register_at_once(wanted, worker, self._name):
+    async def _open_tables(
+        self, prefix: str, requests: Mapping[str, TableToRegister], worker: int
+    ) -> dict[str, Registration]:
+        if made := await self._registrar.register_at_once(requests, worker, self._name):
             return made
         if self._worker is not None:
             await self._worker.our_cluster()
-        return await self._registrar.register(prefix, wanted, worker, self._name)
+        return await self._registrar.register(prefix, requests, worker, self._name)
 
     def find(self, app: str, name: str, timeout_s: float) -> Registration | None:
         """A table of an application, None if it has none of that name."""
@@ -362,11 +366,11 @@ class Registry:
             entries = await entries_of(self._store, list(left), prefix)
             found = {entry.key: registration_of(entry) for entry in entries}
             waited_for = {(left[key].creator, one.by) for key, one in found.items() if not one.ready}
-            lives = {by: await self._lives(*by) for by in waited_for}
+            alive = {by: await self._is_alive(*by) for by in waited_for}
             before = len(left)
             for key, table in list(left.items()):
                 one = found.get(key)
-                if one is None or (not one.ready and not lives[table.creator, one.by]):
+                if one is None or (not one.ready and not alive[table.creator, one.by]):
                     given_up.append(key)
                 elif not one.ready:
                     continue
@@ -382,7 +386,7 @@ class Registry:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, POLL_MOST_S)
 
-    async def _lives(self, worker: int, name: str) -> bool:
+    async def _is_alive(self, worker: int, name: str) -> bool:
         """Whether a worker is registered, or listed: then it may come back."""
         try:
             check_worker(name)
@@ -402,9 +406,12 @@ class Registry:
 
 
 def _how_far(cluster: str, restoring: Entry, timeout_s: float) -> str:
-    said = said_by(restoring, cut=int, url=str, done=float, error=str)
-    text = f"cluster {cluster!r} is being restored from checkpoint {said['cut']} of {said['url']}: {said['done']:.0%}"
-    return f"{text} is there after {timeout_s:.1f} s" + (f"; it is held up: {said['error']}" if said["error"] else "")
+    fields = fields_of(restoring, cut=int, url=str, done=float, error=str)
+    source = f"checkpoint {fields['cut']} of {fields['url']}"
+    text = f"cluster {cluster!r} is being restored from {source}: {fields['done']:.0%}"
+    return f"{text} is there after {timeout_s:.1f} s" + (
+        f"; it is held up: {fields['error']}" if fields["error"] else ""
+    )
 
 
 def _run(coroutine: Coroutine[Any, Any, T], runtime: Runtime, timeout_s: float, url: str) -> T:

@@ -2,7 +2,7 @@
 
 What the worker pushes is applied to them by the servers' own kernels, so that it sees its own steps at once. For that
 it needs what the optimizer keeps of a row: known of one that was never trained, asked for of one that is wanted often.
-`protocol/places.py` says which rows there are; a store's table has their values, by place.
+`core/cache_index.py` says which rows there are; a store's table has their values, by entry.
 
 Two locks: `_lock` for what is kept, which a push takes as well, with the dispatcher's; and one of each batch, for who
 asks the servers, which a push never takes.
@@ -18,12 +18,21 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client.batches import NOTHING, Batch, Flags, Keys, Rows, Slots, Where
-from elasticps.client.cache_use import CacheUse, Counts
-from elasticps.client.core.places import Places, State
+from elasticps.client.cache_batches import (
+    NOTHING,
+    CacheBatch,
+    CacheCounts,
+    CacheUse,
+    Flags,
+    Keys,
+    Rows,
+    SlotQuestion,
+    Where,
+)
+from elasticps.client.core.cache_index import CacheIndex, State
 from elasticps.client.filtering import summed
 from elasticps.client.pull import Pull, Query
-from elasticps.client.push_batch import Source
+from elasticps.client.push_batch import PushSource
 from elasticps.client.reads import Reads
 from elasticps.errors import Error, SpecError
 from elasticps.kernels.hashing import table_salt
@@ -60,21 +69,21 @@ class RowCache:
         self._shows_training = spec.optimizer.shows_training and spec.dtype == "float32"
         self._push = Codec(spec.push, spec.dim)
         self._compares = not Codec(spec.pull, spec.dim).code  # a rounded row has another digest
-        self.places = Places(options.rows, slots=self._slot_floats > 0)
-        self._batches: dict[int, Batch] = {}
-        self._slots: list[Slots] = []
+        self.index = CacheIndex(options.rows, slots=self._slot_floats > 0)
+        self._batches: dict[int, CacheBatch] = {}
+        self._slots: list[SlotQuestion] = []
         self._number = 0
         self._changed = np.zeros(2)  # the part of old rows that was, of late: of those wanted seldom, and often
-        self._counts = Counts()
+        self._counts = CacheCounts()
 
     @property
     def use(self) -> CacheUse:
         """What it has done."""
         with self._lock:
-            return CacheUse(self.places.used, self.places.given_up, **vars(self._counts))
+            return CacheUse(self.index.used, self.index.given_up, **vars(self._counts))
 
     @property
-    def kept(self) -> tuple[int, int]:
+    def used(self) -> tuple[int, int]:
         """Rows that pulls wanted, and of these hits. Takes no lock: whoever has the dispatcher's may ask."""
         hits = self._counts.hits
         return max(hits, self._counts.asked), hits
@@ -87,29 +96,29 @@ class RowCache:
         self.settle(ask=True)
         with self._guarded():
             inverse, values = None, out
-            where, repeats = self.places.find(keys)
+            where, repeats = self.index.find(keys)
             if repeats:
                 keys, inverse = np.unique(keys, return_inverse=True)
-                where, _ = self.places.find(keys)
+                where, _ = self.index.find(keys)
                 values = np.empty((len(keys), self._dim), np.float32)
             batch = self._looked(keys, where, values, any_replica, clock)
         self._ask(batch)
         return CachedPull(self, batch, clock, out, inverse)
 
-    def fetch(self, keys: Keys, ahead: int) -> None:
-        """Asks for what of keys [n] will not be here, or too old, when this worker has made `ahead` more steps. Nobody
+    def fetch(self, keys: Keys, steps: int) -> None:
+        """Asks for what of keys [n] will not be here, or too old, when this worker has made `steps` more steps. Nobody
         waits for it; what goes wrong is left to whoever pulls."""
         clock = self._reads.clock()
         self.settle(ask=True)
         with self._guarded():
-            where, repeats = self.places.find(keys)
+            where, repeats = self.index.find(keys)
             if repeats:
                 keys = np.unique(keys)
-                where, _ = self.places.find(keys)
-            batch = self._looked(keys, where, None, False, clock + ahead)
+                where, _ = self.index.find(keys)
+            batch = self._looked(keys, where, None, False, clock + steps)
         self._ask(batch)
 
-    def pull_left(self, batch: Batch, left: Where, timeout: float | None) -> None:
+    def pull_left(self, batch: CacheBatch, left: Where, timeout: float | None) -> None:
         """Asks for rows of the keys at indices `left`, whoever else does, and waits."""
         assert batch.values is not None
         values = np.empty((len(left), self._dim), np.float32)
@@ -117,7 +126,7 @@ class RowCache:
         while given_up:  # by another thread, which was to ask for the rest of it
             clock, keys = self._reads.clock(), batch.keys[left]
             with self._guarded():
-                again = self._looked(keys, self.places.find(keys)[0], values, batch.any_replica, clock, take=True)
+                again = self._looked(keys, self.index.find(keys)[0], values, batch.any_replica, clock, take=True)
             self._ask(again)
             self.finish(again, timeout)
             given_up = again.given_up
@@ -125,22 +134,22 @@ class RowCache:
 
     def _looked(
         self, keys: Keys, where: Where, values: Rows | None, any_replica: bool, clock: int, *, take: bool = False
-    ) -> Batch:
+    ) -> CacheBatch:
         """clock: at which rows are to be young enough. take: asks also for what others ask for."""
         k, counts, pulls = self.options.staleness, self._counts, values is not None
         self._number += 1
-        states, often, oldest = self.places.judge(where, self._number, clock, k, loose=any_replica, take=take or not k)
+        states, often, oldest = self.index.judge(where, self._number, clock, k, loose=any_replica, take=take or not k)
         coming = np.flatnonzero(states == State.COMING)
-        asked = (states == State.ABSENT) | (pulls & (states == State.NO_PLACE))
+        fetched = (states == State.ABSENT) | (pulls & (states == State.NO_ENTRY))
         compared = self._compares & (states == State.OLD) & (self._changed < CHANGED_OFTEN)[often.astype(np.int64)]
-        asked |= (states == State.OLD) & ~compared
-        batch = Batch(
+        fetched |= (states == State.OLD) & ~compared
+        batch = CacheBatch(
             self._number, keys, where, values, any_replica, self._reads.begun, self._reads.lock(),
-            often, np.flatnonzero(asked), np.flatnonzero(compared), coming,
-            tuple({self.places.asker(place) for place in where[coming].tolist()}),
+            often, np.flatnonzero(fetched), np.flatnonzero(compared), coming,
+            tuple({self.index.asker(place) for place in where[coming].tolist()}),
         )  # fmt: skip
         if len(batch.compared):
-            self.places.check(where[compared])
+            self.index.check(where[compared])
             batch.digests = digests(self._rows_at(where[compared]))
         if pulls:
             hits = np.flatnonzero(states == State.HIT)
@@ -150,13 +159,13 @@ class RowCache:
             if not take:
                 counts.asked += len(keys)
                 counts.whole_bytes += 4 * self._dim * len(keys)
-        if len(batch.asked) or len(batch.compared):
+        if len(batch.fetched) or len(batch.compared):
             self._batches[batch.number] = batch
         else:
             batch.over = True
         return batch
 
-    def _ask(self, batch: Batch) -> None:
+    def _ask(self, batch: CacheBatch) -> None:
         if batch.over:
             return
         with batch.lock:
@@ -165,14 +174,14 @@ class RowCache:
             with suppress(Error):  # whoever waits for that is told
                 self.finish(next(iter(list(self._batches.values()))), None)
 
-    def _send(self, batch: Batch) -> None:
+    def _send(self, batch: CacheBatch) -> None:
         """Asks for what it names; under its lock."""
-        if len(batch.asked):
-            batch.rows = self._prepare(batch.keys[batch.asked], batch.any_replica)
+        if len(batch.fetched):
+            batch.rows = self._prepare(batch.keys[batch.fetched], batch.any_replica)
         if len(batch.compared):
             out = np.empty((len(batch.compared), WORDS), np.float32)
             batch.check = self._read(batch.keys[batch.compared], out, batch.any_replica, digests=True)
-        if self._slot_floats and len(whole := batch.asked[batch.often[batch.asked]]):
+        if self._slot_floats and len(whole := batch.fetched[batch.often[batch.fetched]]):
             slots = np.empty((len(whole), self._slot_floats), np.float32)
             batch.slots = self._read(batch.keys[whole], slots, batch.any_replica, slots=True)
         for read in batch.reads:
@@ -185,7 +194,7 @@ class RowCache:
 
     # --- answers --------------------------------------------------------------------------------------------------
 
-    def finish(self, batch: Batch, timeout: float | None) -> None:
+    def finish(self, batch: CacheBatch, timeout: float | None) -> None:
         """Waits for what a batch asks for, and keeps it; gives it up if that takes too long."""
         try:
             self._follow(batch, timeout, self._reads.finish)
@@ -199,12 +208,12 @@ class RowCache:
         if self._slots:  # at once: whoever waits for a pull pushes to its rows soon
             self._settle_slots(ask=True)
 
-    def finish_other(self, batch: Batch, timeout: float | None) -> None:
+    def finish_other(self, batch: CacheBatch, timeout: float | None) -> None:
         """The same for a batch that somebody else waits for, or nobody, who is told what goes wrong."""
         with suppress(Error):
             self._follow(batch, timeout, self._reads.wait)
 
-    def _follow(self, batch: Batch, timeout: float | None, wait: Callable[[Pull, float | None], None]) -> None:
+    def _follow(self, batch: CacheBatch, timeout: float | None, wait: Callable[[Pull, float | None], None]) -> None:
         while not batch.over:
             for read in batch.reads:
                 wait(read, timeout)
@@ -230,7 +239,7 @@ class RowCache:
         if self._slots:
             self._settle_slots(ask=ask)
 
-    def _keep(self, batch: Batch) -> None:
+    def _keep(self, batch: CacheBatch) -> None:
         """Puts what has come where it belongs, once, unless it was given up meanwhile: whoever waited has gone."""
         if batch.over or not batch.come:
             return
@@ -246,22 +255,22 @@ class RowCache:
         batch.rows = batch.slots = batch.check = None
         batch.left = False
 
-    def _take(self, batch: Batch, rows: Rows, slots: Rows, clock: int) -> None:
+    def _take(self, batch: CacheBatch, rows: Rows, slots: Rows, clock: int) -> None:
         """Rows [n, dim] have come of the keys that were asked for, and slots of some; with own steps up to `clock`."""
         if batch.values is not None:
-            batch.values[batch.asked] = rows
-        keys, where = batch.keys[batch.asked], batch.where[batch.asked]
+            batch.values[batch.fetched] = rows
+        keys, where = batch.keys[batch.fetched], batch.where[batch.fetched]
         if clock < batch.upto:  # a step was open: a part of it may be in them, or not
-            self.places.abandon(where, batch.number)
+            self.index.abandon(where, batch.number)
             return
-        known, same = self.places.known(where), np.zeros(len(where), np.bool_)
-        known &= self.places.asked_by(where, batch.number)
+        known, same = self.index.known(where), np.zeros(len(where), np.bool_)
+        known &= self.index.fetched_by(where, batch.number)
         if known.any():
             same[known] = _equal(self._rows_at(where[known]), rows[known])
-            self._tell(same, known, batch.often[batch.asked])
-        whole = batch.often[batch.asked] & (self._slot_floats > 0)
+            self._tell(same, known, batch.often[batch.fetched])
+        whole = batch.often[batch.fetched] & (self._slot_floats > 0)
         has = self._slots_known(keys, rows, where, same)
-        keep = self.places.arrived(where, batch.number, clock, has | whole, loose=batch.any_replica)
+        keep = self.index.arrived(where, batch.number, clock, has | whole, loose=batch.any_replica)
         if (put := keep & ~same & ~whole).any():
             self._table.put(where[put], rows[put])
         if (put := keep & whole).any():
@@ -274,26 +283,27 @@ class RowCache:
         what they were."""
         if not self._slot_floats:
             return np.full(len(keys), True)
-        known: Flags = same & self.places.slots_known(where)
+        known: Flags = same & self.index.slots_known(where)
         if not self._shows_training:
             return known
         initial = np.empty((len(keys), self._dim), np.float32)
         self._initial.gather(keys, initial)
         return _equal(initial, rows) | known
 
-    def _compare(self, batch: Batch, said: NDArray[np.uint64], clock: int) -> None:
+    def _compare(self, batch: CacheBatch, answered: NDArray[np.uint64], clock: int) -> None:
         """Digests [n] have come of rows that were too old."""
         where = batch.where[batch.compared]
-        mine = self.places.asked_by(where, batch.number)
-        same = mine & (said == batch.digests)
+        mine = self.index.fetched_by(where, batch.number)
+        same = mine & (answered == batch.digests)
         rest = np.flatnonzero(mine & ~same)
-        same[rest] = said[rest] == digests(self._rows_at(where[rest]))  # with own pushes that it had not when it asked
+        # With own pushes that the batch had not when it asked.
+        same[rest] = answered[rest] == digests(self._rows_at(where[rest]))
         self._tell(same, mine, batch.often[batch.compared])
-        self.places.compared(where, batch.number, clock, same, loose=batch.any_replica)
+        self.index.compared(where, batch.number, clock, same, loose=batch.any_replica)
         if batch.values is not None:
             self._show(batch, batch.compared[same])
             self._counts.unchanged += int(np.count_nonzero(same))
-        batch.wanted = batch.compared[~same & (mine | (batch.values is not None))]
+        batch.changed = batch.compared[~same & (mine | (batch.values is not None))]
 
     def _tell(self, same: Flags, known: Flags, often: Flags) -> None:
         """Which of the rows that were known are the same."""
@@ -303,18 +313,18 @@ class RowCache:
                 part = 1 - np.count_nonzero(same & mine) / total
                 self._changed[kind] = FORGETS * self._changed[kind] + (1 - FORGETS) * part
 
-    def _go_on(self, batch: Batch) -> None:
+    def _go_on(self, batch: CacheBatch) -> None:
         """Asks for what it names, then for what has changed, then ends; under its lock. Whoever comes first asks: a
         batch can be found by other threads before the one that made it has the lock."""
         if batch.left or batch.over:
             return
-        if not batch.due and not len(batch.wanted):
+        if not batch.due and not len(batch.changed):
             batch.over = True
             self._batches.pop(batch.number, None)
             return
         try:
             if not batch.due:
-                batch.asked, batch.compared, batch.wanted = batch.wanted, NOTHING, NOTHING
+                batch.fetched, batch.compared, batch.changed = batch.changed, NOTHING, NOTHING
                 batch.upto = self._reads.begun
             batch.due = False
             self._send(batch)
@@ -322,27 +332,27 @@ class RowCache:
             self._abandon(batch)
             raise
 
-    def _abandon(self, batch: Batch) -> None:
+    def _abandon(self, batch: CacheBatch) -> None:
         with self._lock:
             batch.given_up = batch.given_up or not batch.over
             batch.over = True
             self._batches.pop(batch.number, None)
-            self.places.abandon(batch.where, batch.number)
+            self.index.abandon(batch.where, batch.number)
 
-    def other(self, number: int) -> Batch | None:
+    def other(self, number: int) -> CacheBatch | None:
         """A batch that is not over."""
         return self._batches.get(number)
 
-    def show_coming(self, batch: Batch, clock: int) -> Where:
+    def show_coming(self, batch: CacheBatch, clock: int) -> Where:
         """Shows what others have brought for it, if that may be shown at `clock`; indices of those keys that lack."""
         with self._guarded():
-            where = self.places.look(batch.keys[batch.coming])
-            young = self.places.young(where, clock, self.options.staleness, loose=batch.any_replica)
+            where = self.index.look(batch.keys[batch.coming])
+            fresh = self.index.fresh(where, clock, self.options.staleness, loose=batch.any_replica)
             batch.where[batch.coming] = where
-            self._show(batch, batch.coming[young])
-        return batch.coming[~young]
+            self._show(batch, batch.coming[fresh])
+        return batch.coming[~fresh]
 
-    def _show(self, batch: Batch, some: Where) -> None:
+    def _show(self, batch: CacheBatch, some: Where) -> None:
         """Rows of the keys at these indices are what is kept."""
         assert batch.values is not None
         if len(some) == len(batch.keys):
@@ -360,9 +370,9 @@ class RowCache:
     def _want_slots(self, keys: Keys, where: Where) -> None:
         """Somebody is to ask for the slots of rows that are kept now."""
         self._number += 1
-        self.places.ask_slots(where, self._number)
+        self.index.ask_slots(where, self._number)
         out = np.empty((len(keys), self._slot_floats), np.float32)
-        self._slots.append(Slots(self._number, where, self._read(keys, out, False, slots=True)))
+        self._slots.append(SlotQuestion(self._number, where, self._read(keys, out, False, slots=True)))
 
     def _settle_slots(self, *, ask: bool) -> None:
         """Slots: keeps what has come; asks for what lacks."""
@@ -370,17 +380,17 @@ class RowCache:
             for each in [each for each in self._slots if each.begun and each.read.done()]:
                 self._slots.remove(each)
                 if each.read.error is not None:
-                    self.places.abandon(each.where, each.number)
+                    self.index.abandon(each.where, each.number)
                     continue
                 slots = each.read.result(0)
                 self._counts.nbytes += slots.nbytes
-                keep = self.places.slots_arrived(each.where, each.number)
+                keep = self.index.slots_arrived(each.where, each.number)
                 if keep.any():
                     where = each.where[keep]
                     self._table.put(where, np.concatenate([self._rows_at(where), slots[keep]], axis=1))
-            lacking = [each for each in self._slots if ask and not each.asked]
+            lacking = [each for each in self._slots if ask and not each.fetched]
             for each in lacking:
-                each.asked = True
+                each.fetched = True
         try:
             for each in lacking:
                 self._reads.start(each.read, self.options.staleness)
@@ -393,7 +403,7 @@ class RowCache:
 
     # --- what this worker changes -----------------------------------------------------------------------------------
 
-    def pushed(self, source: Source) -> None:
+    def pushed(self, source: PushSource) -> None:
         """It has pushed gradients: rows that are kept follow. No server is asked here."""
         self.settle(ask=False)
         keys, grads = source.keys, source.grads
@@ -401,7 +411,7 @@ class RowCache:
             grads = self._push.decode(grads)
         keys, grads = summed(keys, grads)
         with self._guarded():
-            where = self.places.pushed(keys, applies=self.applies)
+            where = self.index.pushed(keys, applies=self.applies)
             if (some := where >= 0).all():
                 self._table.apply(where, grads, source.step_values)
             elif some.any():
@@ -410,12 +420,12 @@ class RowCache:
     def drop(self, keys: Keys) -> None:
         """Rows of keys [n] are not what they were."""
         with self._guarded():
-            self.places.drop(keys)
+            self.index.drop(keys)
 
     def clear(self) -> None:
         """No row is: nothing is shown that was pulled before, or was asked for."""
         with self._lock:
-            self.places.clear()
+            self.index.clear()
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -426,7 +436,7 @@ class RowCache:
             except Error:  # of a read, before anything was changed
                 raise
             except BaseException:
-                self.places.clear()
+                self.index.clear()
                 raise
 
 
@@ -436,7 +446,7 @@ class CachedPull:
 
     on_rows: Callable[[Rows], None] | None = None
 
-    def __init__(self, cache: RowCache, batch: Batch, clock: int, out: Rows, inverse: Where | None) -> None:
+    def __init__(self, cache: RowCache, batch: CacheBatch, clock: int, out: Rows, inverse: Where | None) -> None:
         self._cache = cache
         self._batch = batch
         self._clock = clock

@@ -7,6 +7,8 @@ it hands another `Runtime` to it, in which time is virtual and bytes travel over
 from __future__ import annotations
 
 import errno
+import gc
+import logging
 import os
 import select
 import socket
@@ -15,7 +17,9 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
+from weakref import WeakMethod
 
+from coordinator import GRPC_HANDLES_FORKS
 from elasticps import background
 from elasticps.system.cpu_contention import CpuContention
 
@@ -26,7 +30,7 @@ WRITABLE = select.EPOLLOUT
 EVENTS_PER_POLL = 64
 SPIN_S = 60e-6
 VANISHED_S = 30.0  # a connection whose other end confirms nothing for so long has none
-KEPT_ALIVE_S = 60  # firewalls forget connections on which nothing passes, some after a few minutes
+KEEPALIVE_S = 60  # firewalls forget connections on which nothing passes, some after a few minutes
 GLANCE_S = 0.02  # between two looks of a client that does nothing: servers may have something to say
 
 
@@ -50,7 +54,7 @@ class Lock(Protocol):
     ) -> None: ...
 
 
-class Event(Protocol):
+class Flag(Protocol):
     """As `threading.Event`."""
 
     def is_set(self) -> bool: ...
@@ -70,7 +74,7 @@ class Condition(Protocol):
     def notify_all(self) -> None: ...
 
 
-class Poller:
+class SocketPoller:
     """Which streams can be read, or written. Any thread may register; one polls at a time."""
 
     def __init__(self) -> None:
@@ -143,7 +147,7 @@ class Runtime:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * VANISHED_S))  # else a quarter of an hour
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEPT_ALIVE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(VANISHED_S / 3) or 1)
         code = sock.connect_ex(address)
         if code not in (0, errno.EINPROGRESS):
@@ -151,15 +155,15 @@ class Runtime:
             raise OSError(code, os.strerror(code))
         return sock
 
-    def idle(self, wake: Event, poller: Poller, timeout_s: float) -> None:
+    def idle(self, wake: Flag, poller: SocketPoller, timeout_s: float) -> None:
         """Waits until it is woken, or something has come."""
         until_s = time.monotonic() + timeout_s
         while not wake.wait(GLANCE_S) and not poller.ready() and time.monotonic() < until_s:
             pass
 
-    def poller(self) -> Poller:
+    def poller(self) -> SocketPoller:
         """A new one, which watches nothing."""
-        return Poller()
+        return SocketPoller()
 
     def lock(self) -> Lock:
         """One that a thread must not take twice."""
@@ -173,7 +177,7 @@ class Runtime:
         """With a lock of its own."""
         return threading.Condition()
 
-    def event(self) -> Event:
+    def event(self) -> Flag:
         """Not set."""
         return threading.Event()
 
@@ -196,3 +200,35 @@ class Runtime:
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Runs a coroutine in the control loop and waits for it; TimeoutError if it takes longer."""
         return background.run(coroutine, timeout_s)
+
+
+log = logging.getLogger(__name__)
+
+_disowns: set[WeakMethod[Callable[[], None]]] = set()
+_warned = False
+
+
+def at_fork(disown: Callable[[], None]) -> None:
+    """Has this method of a living object called in each child that is forked from now on."""
+    _disowns.add(WeakMethod(disown, _disowns.discard))
+
+
+def _warn() -> None:
+    """Once, where a child may crash before any code of ours runs in it."""
+    global _warned
+    if GRPC_HANDLES_FORKS and _disowns and not _warned:
+        _warned = True
+        log.warning(
+            "grpc was imported before elasticps, with its handling of forks, so a child of this process may crash as it"
+            " begins (a DataLoader's worker, say): import elasticps first, or set GRPC_ENABLE_FORK_SUPPORT=0"
+        )
+
+
+def _disown_all() -> None:
+    gc.freeze()  # what the parent left to its collector is not finalised here: gRPC's objects do not bear it
+    for method in list(_disowns):
+        if (disown := method()) is not None:
+            disown()
+
+
+os.register_at_fork(before=_warn, after_in_child=_disown_all)

@@ -90,13 +90,13 @@ class KeyLists:
     """The lists that a server keeps of one connection, in the order in which their memory is used again."""
 
     def __init__(self) -> None:
-        self._places: dict[bytes, int] = {}  # by digest
+        self._offsets: dict[bytes, int] = {}  # by digest
         self._lists: deque[tuple[int, int, bytes]] = deque()  # place, keys, digest
         self._next = 0
 
     def find(self, digest: bytes) -> int | None:
         """Where the server has a list, None if it has it no more."""
-        return self._places.get(digest)
+        return self._offsets.get(digest)
 
     def keep(self, digest: bytes, n: int) -> int:
         """Where it is to keep this one; what it had there is forgotten."""
@@ -108,14 +108,14 @@ class KeyLists:
         while lists and place <= lists[0][0] < place + n:
             self._forget()
         self._next = place + n
-        self._places[digest] = place
+        self._offsets[digest] = place
         lists.append((place, n, digest))
         return place
 
     def _forget(self) -> None:
         place, _, digest = self._lists.popleft()
-        if self._places.get(digest) == place:
-            del self._places[digest]
+        if self._offsets.get(digest) == place:
+            del self._offsets[digest]
 
 
 class ShortKeys:
@@ -133,12 +133,12 @@ class ShortKeys:
         keys = frame[HEADER_BYTES:]
         if len(keys) < 8 * LEAST_KEYS:
             return [frame]
-        [(said, buffer)] = self._said([(keys, short)])
-        if not said:
+        [(coded_lists, buffer)] = self._code([(keys, short)])
+        if not coded_lists:
             return [frame]
         fields = unpack_header(frame)
         header = fields._replace(flags=fields.flags | SHORT, body=8 + len(buffer))
-        return [header.pack() + _WORD.pack(said), buffer]
+        return [header.pack() + _WORD.pack(coded_lists), buffer]
 
     def push(self, frame: memoryview, header: Header, tables: dict[int, Short]) -> list[Buffer]:
         """A PUSH frame with this header, of whose blocks those of `tables` are made shorter."""
@@ -160,9 +160,9 @@ class ShortKeys:
     ) -> tuple[Header, list[Buffer]]:
         """Header and body of a frame, with the keys of these blocks as short as they get."""
         found = [block for block in blocks if block[2] >= LEAST_KEYS and tables[block[3]].shortens_keys]
-        said = self._said([(frame[keys : keys + 8 * rows], tables[table]) for _, keys, rows, table in found])
+        coded_lists = self._code([(frame[keys : keys + 8 * rows], tables[table]) for _, keys, rows, table in found])
         buffers, at, saved = list[Buffer](), HEADER_BYTES, 0
-        for (head, keys, rows, _), (word, buffer) in zip(found, said, strict=True):
+        for (head, keys, rows, _), (word, buffer) in zip(found, coded_lists, strict=True):
             if word:
                 buffers += [frame[at : head + 16], _WORD.pack(word), frame[head + BLOCK_BYTES : keys], buffer]
                 at = keys + 8 * rows
@@ -172,24 +172,24 @@ class ShortKeys:
         buffers.append(frame[at:])
         return header, buffers
 
-    def _said(self, lists: list[tuple[memoryview, Short]]) -> list[tuple[int, Buffer]]:
+    def _code(self, lists: list[tuple[memoryview, Short]]) -> list[tuple[int, Buffer]]:
         """Of each list of a frame the word before it, 0 for none, and what stands for it. What is kept of a frame is
         known in the next one only, so all are looked up first."""
         digests = [xxh3_128_digest(keys) if short.once else b"" for keys, short in lists]
-        places = [self._lists.find(digest) for digest in digests]
-        said: list[tuple[int, Buffer]] = []
-        for (keys, short), digest, known in zip(lists, digests, places, strict=True):
+        offsets = [self._lists.find(digest) for digest in digests]
+        coded_lists: list[tuple[int, Buffer]] = []
+        for (keys, short), digest, known in zip(lists, digests, offsets, strict=True):
             how, place, coded, buffer, n = 0, 0, 0, keys, len(keys) // 8
             if known is not None:
                 how, place, buffer = KNOWN, known, keys[:0]
             else:
-                if short.once and n <= MOST_KEYS and digest not in digests[: len(said)]:
+                if short.once and n <= MOST_KEYS and digest not in digests[: len(coded_lists)]:
                     how, place = KEEP, self._lists.keep(digest, n)
                 if short.deltas and (shorter := differences(np.frombuffer(keys, np.int64))) is not None:
                     how, coded, buffer = how | DELTA, shorter.coded, shorter.buffer
-            said.append((says(how, place, coded) if how else 0, buffer))
+            coded_lists.append((says(how, place, coded) if how else 0, buffer))
             short.keys = Saved(short.keys.whole + 8 * n, short.keys.sent + len(buffer))
-        return said
+        return coded_lists
 
 
 def _blocks(frame: memoryview, header: Header, tables: dict[int, Short]) -> list[tuple[int, int, int, int]]:

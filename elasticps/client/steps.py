@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from elasticps.client.barrier import Barrier
 from elasticps.client.core.join import Resume
-from elasticps.client.core.session import Content
+from elasticps.client.core.session import PartContent
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.join import Joining
 from elasticps.client.losses import Losses
-from elasticps.client.push_batch import PackedPart, Packer, Source
+from elasticps.client.push_batch import PackedPart, Packer, PushSource
 from elasticps.client.pushes import StepState
 from elasticps.client.tables import Handle, SparseTable, refuse_handle, refuse_values
 from elasticps.client.writes import Part, Write, check_size
@@ -28,7 +28,7 @@ from elasticps.wire.frames import MAX_BLOCKS
 from elasticps.wire.pool import Pool
 from replication.progress import MAX_PARTS
 
-KEPT_BYTES = 32 << 20
+POOL_BYTES = 32 << 20
 _DONE = attrgetter("done")  # of a step's state: a thread that waits asks it again and again
 
 Values = Mapping[Handle, object]
@@ -44,7 +44,7 @@ class _Share(NamedTuple):
     and the optimizer of then. Another rate that is set later is that of later steps."""
 
     state: StepState
-    parts: list[Content]
+    parts: list[PartContent]
     rates: Rates
     shard: tuple[int, int] | None
     targets: dict[int, tuple[Handle, Optimizer]]
@@ -153,7 +153,7 @@ class Steps:
         self._session = dispatcher.session
         self._joining = joining
         self._tables = tables
-        self._packer = Packer(Pool(KEPT_BYTES))  # under the lock
+        self._packer = Packer(Pool(POOL_BYTES))  # under the lock
         self._shard: tuple[int, int] | None = None  # what the next step trains
         self._share: _Share | None = None  # the newest step, as long as its round may be closed without it
         self._on_used: list[Callable[[tuple[int, int], int], None]] = []
@@ -173,7 +173,7 @@ class Steps:
         """Sends one part of a step, the first of which begins it. Waits as long as the window is full. then: asks
         servers for something, and waits for nothing; what it sends leaves in one message with the part."""
         dispatcher, session, holding = self._dispatcher, self._session, self._dispatcher.holding
-        if self.losses.untold:
+        if self.losses.unreported:
             self.losses.check(self.timeout_s)
         if not self._joining.active:
             dispatcher.check()
@@ -285,7 +285,7 @@ class Steps:
         routes = self._dispatcher.routes
         if not isinstance(values, Mapping):
             refuse_values("push", values)
-        sources: list[Source] = []
+        sources: list[PushSource] = []
         lent: list[Write] = []
         known: dict[tuple[int, object], NDArray[np.float32]] = {}  # many tables have the same
         if len(values) > MAX_BLOCKS:
@@ -340,10 +340,10 @@ class Steps:
         failures = self._pushes.failures
         self.settle_own_steps(timeout=timeout, what="flush")
         with self._dispatcher.lock:
-            told = dict(failures)
+            found = dict(failures)
             failures.clear()
-        if told:
-            error, *others = (told[clock] for clock in sorted(told))
+        if found:
+            error, *others = (found[clock] for clock in sorted(found))
             if others and isinstance(error, Refused):
                 error.others = others
             raise error
@@ -353,7 +353,7 @@ class Steps:
         comes behind these steps. A step that is still open is left out: it ends only when its caller goes on. So
         whatever has to come behind that one as well is refused at once: `doing` says what, InputError."""
         dispatcher, session = self._dispatcher, self._session
-        if self.losses.untold:
+        if self.losses.unreported:
             self.losses.check(self.timeout_s)
         dispatcher.check()
         with dispatcher.lock:
@@ -397,7 +397,7 @@ class Steps:
     def before_read(self) -> int:
         """Sees to it that a read may begin; returns the clock that it reads at. Who has pushed nothing yet reads what
         can be read, though it cannot take part before all can be asked where it should start."""
-        if self.losses.untold:
+        if self.losses.unreported:
             self.losses.check(self.timeout_s)
         if not self._joining.active:
             self._dispatcher.check()

@@ -12,14 +12,14 @@ from typing import NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client import filling, listing, tensor_slots
-from elasticps.client.cache_use import NOT_USED, CacheUse, check_cache
+from elasticps.client import loading, scans
+from elasticps.client.cache_batches import NOT_USED, CacheUse, check_cache
 from elasticps.client.core.routing import PushPlan, Routes, plan_push
-from elasticps.client.filling import NO_STEP_VALUES
 from elasticps.client.filtering import Sent
 from elasticps.client.inputs import checked_floats, checked_gradients, checked_keys, checked_out, checked_read
+from elasticps.client.loading import NO_STEP_VALUES
 from elasticps.client.pull import BLOCKS, Pull
-from elasticps.client.push_batch import Source
+from elasticps.client.push_batch import PushSource
 from elasticps.client.reads import Reads
 from elasticps.client.row_cache import CachedPull, RowCache
 from elasticps.client.short_keys import Saved, Short
@@ -42,7 +42,7 @@ class SparseTable(Target):
         self._short_pull = Short.of(spec.pull)
         self.changes = 0  # how often this client has changed rows past its steps
         self._cache: RowCache | None = None
-        self._source: Source | None = None  # given last, of a table whose rows are kept
+        self._source: PushSource | None = None  # given last, of a table whose rows are kept
         if self._short is not None and self._short.shortens_keys:
             self._push = self._push or self._push_filter()
             self.remembers_pushes = True
@@ -73,9 +73,9 @@ class SparseTable(Target):
         return NOT_USED if self._cache is None else self._cache.use
 
     @property
-    def kept(self) -> tuple[int, int]:
+    def used(self) -> tuple[int, int]:
         """Rows that pulls wanted while there is a `Cache`, and those that were shown from it."""
-        return (0, 0) if self._cache is None else self._cache.kept
+        return (0, 0) if self._cache is None else self._cache.used
 
     @property
     def cache(self) -> Cache | None:
@@ -178,7 +178,7 @@ class SparseTable(Target):
         return self._count()
 
     def _count(self) -> int:
-        return listing.count(self._reads.after_own_steps(), self.id, self._reads.routes.view.ranges)
+        return scans.count_rows(self._reads.after_own_steps(), self.id, self._reads.routes.view.ranges)
 
     def __bool__(self) -> bool:
         """A table is one, however many rows it has."""
@@ -190,10 +190,10 @@ class SparseTable(Target):
         Training may go on meanwhile, and servers come and go: a row that was there at the beginning is listed, also one
         that this client's own steps so far have made; one that is made meanwhile may be.
         """
-        asked: object = chunk
-        if isinstance(asked, bool) or not isinstance(asked, int) or not 1 <= chunk <= MAX_CHUNK:
+        size: object = chunk
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= chunk <= MAX_CHUNK:
             raise InputError(f"table {self.name!r}: chunk must be a number from 1 to {MAX_CHUNK:,}, got {chunk!r}")
-        return listing.parts(self._reads.after_own_steps(), self.id, self._reads.routes.view.ranges, chunk)
+        return scans.list_keys(self._reads.after_own_steps(), self.id, self._reads.routes.view.ranges, chunk)
 
     def items(self, chunk: int = CHUNK) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         """The same with the rows, float32 [n, dim], as they are when they are pulled."""
@@ -212,12 +212,12 @@ class SparseTable(Target):
         if len(np.unique(array)) < len(array):
             raise InputError(f"table {self.name!r}: load takes each key once")
         if slots:
-            values = filling.with_slots(self.name, values, slots, self.optimizer.slot_shapes(self.dim))
+            values = loading.with_slots(self.name, values, slots, self.optimizer.slot_shapes(self.dim))
         step = max(1, LOADED_BYTES // (8 + 4 * values.shape[1]))
         with self._forgotten(f"loading {self.name!r}", array):
             for at in range(0, len(array), step):
                 some = slice(at, at + step)
-                self._load(partial(filling.rows, self.id, self.salt, array[some], values[some]))
+                self._load(partial(loading.rows, self.id, self.salt, array[some], values[some]))
 
     def slots(self, keys: object) -> dict[str, NDArray[np.float32]]:
         """What the optimizer keeps of rows: by name, float32 [n, floats of a row], in the order of the keys. A key
@@ -240,12 +240,12 @@ class SparseTable(Target):
         doing = f"deleting rows of {self.name!r}"
         with self._forgotten(doing, array):
             for at in range(0, len(array), step):
-                write = partial(filling.rows, self.id, self.salt, array[at : at + step], nothing[at : at + step])
-                self._reads.delete(partial(filling.delete, [write], self._reads.worker.id), doing)
+                write = partial(loading.rows, self.id, self.salt, array[at : at + step], nothing[at : at + step])
+                self._reads.delete(partial(loading.delete, [write], self._reads.worker.id), doing)
 
     def clear(self) -> None:
         """Forgets all rows, as `delete` does those of some keys. Other workers may go on pushing meanwhile."""
-        questions = partial(filling.erase, self.id, OperationKind.CLEAR, self._reads.worker.id)
+        questions = partial(loading.erase, self.id, OperationKind.CLEAR, self._reads.worker.id)
         doing = f"clearing {self.name!r}"
         with self._forgotten(doing):
             self._reads.delete(questions, doing)
@@ -261,11 +261,11 @@ class SparseTable(Target):
             self.changes += 1
             self.forget()
 
-    def source(self, value: object, step_values: NDArray[np.float32]) -> Source:
+    def source(self, value: object, step_values: NDArray[np.float32]) -> PushSource:
         """What pushing `value`, a pair (keys int64 [n], grads float32 [n, dim]), sends."""
         keys, grads = checked_gradients(self.name, value, self.dim)
         if self._push is None:
-            source = Source(self.id, self._signed_salt, self.dim, -1, keys, grads, step_values)
+            source = PushSource(self.id, self._signed_salt, self.dim, -1, keys, grads, step_values)
         else:
             source = self._push.source(self.id, self._signed_salt, keys, grads, step_values)
         if self._cache is not None:
@@ -363,29 +363,29 @@ class DenseTensor(Target):
         each weight. What it keeps for each block (Adam's `step`) is float32 [k], or [blocks, k] where blocks differ, as
         `step` may while others train. Errors as for `pull`."""
         floats = self.optimizer.slot_floats(self.spec.dim)
-        return tensor_slots.of_blocks(self.spec, self._state(self._blocks, floats))
+        return loading.of_blocks(self.spec, self._state(self._blocks, floats))
 
     def load(self, values: object, *, slots: Mapping[str, object] | None = None) -> None:
         """Gives the tensor values, float32 of its shape, past the optimizer; as `SparseTable.load`, with slots as
         `slots()` has them."""
         given = self._flat(values).reshape(self.shape)
         if slots:
-            rows = tensor_slots.with_weights(self.spec, given, slots)
+            rows = loading.with_weights(self.spec, given, slots)
             step = max(1, LOADED_BYTES // (8 + 4 * rows.shape[1]))
             self._forget_pushed(f"loading {self.name!r}")
             for at in range(0, len(rows), step):
                 some = slice(at, at + step)
-                self._load(partial(filling.rows, self.id, self.salt, self._blocks[some], rows[some]))
+                self._load(partial(loading.rows, self.id, self.salt, self._blocks[some], rows[some]))
             return
         check_size([self.lent(given, self._reads.routes, NO_STEP_VALUES)])
         self._forget_pushed(f"loading {self.name!r}")
         self._load(lambda routes: self.lent(given, routes, NO_STEP_VALUES))
 
-    def source(self, value: object, step_values: NDArray[np.float32]) -> Source:
+    def source(self, value: object, step_values: NDArray[np.float32]) -> PushSource:
         """What pushing `value`, a gradient float32 of the tensor's shape, sends."""
         flat = self._flat(value)
         if self._push is None:
-            return Source(self.id, self._signed_salt, self.spec.dim, len(flat), self._blocks, flat, step_values)
+            return PushSource(self.id, self._signed_salt, self.spec.dim, len(flat), self._blocks, flat, step_values)
         return self._push.source(self.id, self._signed_salt, self._blocks, flat, step_values)
 
     @property

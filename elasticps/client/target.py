@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client.core.routing import Routes
-from elasticps.client.filling import fill
 from elasticps.client.filtering import Feedback, PushFilter, Sent
 from elasticps.client.inputs import refuse_pickling
+from elasticps.client.kkt_filter import Screened, screen_of
+from elasticps.client.loading import fill
 from elasticps.client.pull import Pull, Query, coded_pull
 from elasticps.client.rates import SetRate, same_rate, with_rate
 from elasticps.client.reads import Reads
-from elasticps.client.reducing import Reduced
-from elasticps.client.screening import Screened, screen_of
+from elasticps.client.scans import Reduced
 from elasticps.client.short_keys import Saved, Short
 from elasticps.client.writes import Write
 from elasticps.errors import InputError

@@ -69,7 +69,7 @@ class Link:
         self._sink = sink
         self._usual = partial(usual, self)
         self._assembler: Assembler | None = None
-        self._unsent = SendQueue()
+        self._queue = SendQueue()
         self.received = 0  # bytes, ever
         self._lock = runtime.lock()
         self._attempts = 0
@@ -87,8 +87,8 @@ class Link:
             if self._credentials is not None:
                 sock = self._tls = secured(sock, self._credentials, self.server.name)
             self._assembler = Assembler(self._frame, MAX_BODY_BYTES, self._target, self._usual)
-            self._unsent.clear()
-            self._unsent.add((hello,))
+            self._queue.clear()
+            self._queue.add((hello,))
             self.sinking = 0
             self.socket = sock
 
@@ -98,19 +98,19 @@ class Link:
         with self._lock:
             self.sinking = 0
             sock, self.socket = self.socket, None
-            self._unsent.clear()
+            self._queue.clear()
         if sock is not None:
             sock.close()
 
     @property
     def has_backlog(self) -> bool:
         """Whether buffers wait for room in the socket."""
-        return bool(self._unsent) or (self._tls is not None and self._tls.has_backlog)
+        return bool(self._queue) or (self._tls is not None and self._tls.has_backlog)
 
     @property
     def sent(self) -> int:
         """Bytes, ever."""
-        return self._unsent.sent
+        return self._queue.sent
 
     @property
     def stale(self) -> bool:
@@ -125,13 +125,13 @@ class Link:
         with self._lock:
             if self.socket is None:
                 raise ConnectionResetError(f"not connected to server {self.server.name}")
-            return self._unsent.send(self.socket, buffers) and (self._tls is None or self._tls.flush())
+            return self._queue.send(self.socket, buffers) and (self._tls is None or self._tls.flush())
 
     def flush(self) -> bool:
         """Sends more of the queue; True if nothing is left. OSError if the link is down."""
         with self._lock:
             sock = self.socket
-            return sock is None or (self._unsent.send(sock) and (self._tls is None or self._tls.flush()))
+            return sock is None or (self._queue.send(sock) and (self._tls is None or self._tls.flush()))
 
     def receive(self) -> None:
         """Takes what the socket has, up to a limit, and all that TLS has taken from it: of that a poller knows nothing.
@@ -176,7 +176,7 @@ class Link:
         self._on_frame(self, header, body)
 
 
-class Driver:
+class LinkDriver:
     """Polls the links. `on_broken(link, error)` hears of each connection that ended; `on_turn()` runs about every
     TURN_S in the background thread, while it does not read, and returns whether anything is outstanding.
     `on_failed(error)` hears of anything else that is raised while links are read, and of the background thread's end.

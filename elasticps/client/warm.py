@@ -7,14 +7,14 @@ from functools import cache
 import numpy as np
 
 from coordinator.core.view import ServerInfo, View
-from elasticps.client.core.places import Places
+from elasticps.client.core.cache_index import CacheIndex
 from elasticps.client.core.routing import Routes, place_rows, plan_pull, plan_push
-from elasticps.client.filtering import Kept
+from elasticps.client.filtering import RowMemory
 from elasticps.client.pull import Pull, PullPart, Query
 from elasticps.client.pull_batch import ANSWERS, take_answers
 from elasticps.client.pull_tables import joined
-from elasticps.client.pulls import Pulls
-from elasticps.client.push_batch import Packer, Source
+from elasticps.client.pulls import PullsInFlight
+from elasticps.client.push_batch import Packer, PushSource
 from elasticps.kernels import compiled_once
 from elasticps.kernels.hashing import table_salt
 from elasticps.wire.assembler import STAGING_BYTES
@@ -34,13 +34,13 @@ def warm() -> None:
         rows = np.zeros((len(keys), _DIM), np.float32)
 
         packer = Packer(Pool(STAGING_BYTES))
-        sparse = Source(1, salt.view(np.int64).item(), _DIM, -1, keys, rows, rows[0])
+        sparse = PushSource(1, salt.view(np.int64).item(), _DIM, -1, keys, rows, rows[0])
         part = packer.pack([sparse, sparse._replace(floats=rows.size, grads=rows.reshape(-1))], routes)
         packer.fill(part, 0, 1)
         part.writes()  # what a push is cut from again when its ranges have another head
         plan = plan_push(keys, salt, routes)
 
-        pulls = Pulls(routes, 1, lambda member, buffers: None, lambda member, request: None)
+        pulls = PullsInFlight(routes, 1, lambda member, buffers: None, lambda member, request: None)
         finish, query = lambda pull, timeout: None, Query(1, salt, _DIM, "t")
         one, *others = [Pull(finish, query, keys, rows) for _ in range(3)]
         pulls.start([several := joined(finish, others), one], None, 0)
@@ -54,8 +54,8 @@ def warm() -> None:
 
 def warm_filters() -> None:
     """Those too that only some workers use: of filters that keep what they drop, and of caches."""
-    keys, places = np.arange(3), Places(4, slots=True)
-    Kept(len(keys), _DIM)
-    where, _ = places.find(keys)
-    places.judge(where, 1, 1, 1)
-    places.pushed(keys, applies=True)
+    keys, index = np.arange(3), CacheIndex(4, slots=True)
+    RowMemory(len(keys), _DIM)
+    where, _ = index.find(keys)
+    index.judge(where, 1, 1, 1)
+    index.pushed(keys, applies=True)

@@ -88,7 +88,7 @@ def refuse_large(largest: int, ranges: int) -> NoReturn:
     )
 
 
-class Cut(NamedTuple):
+class PushFrame(NamedTuple):
     """A PUSH frame without its header: the ranges that it names (None: all that the receiver heads), the number of
     blocks, and the buffers of the body; or `frame`, the body behind room for the header."""
 
@@ -125,7 +125,7 @@ class Part:
         for write in self.writes:
             write.rows.complete()
 
-    def whole(self, server: int, routes: Routes) -> Iterator[Cut]:
+    def whole(self, server: int, routes: Routes) -> Iterator[PushFrame]:
         """What a server, by its index in the view of `routes`, gets of the part: frames that together tick all that
         it heads. They are made one at a time; without rows for the server it is one frame."""
         share = routes.share_of[server]
@@ -147,11 +147,11 @@ class Part:
             ranges = None if len(cuts) == 1 else routes.range_at[start + a : start + b]
             yield self._frame(ranges, [(start + a, start + b)])
 
-    def named(self, ranges: Ranges) -> Iterator[Cut]:
+    def named(self, ranges: Ranges) -> Iterator[PushFrame]:
         """What the head of `ranges`, ordered by chain, gets for these and no others."""
         return self._replanned(ranges, named=True)
 
-    def _replanned(self, ranges: Ranges, named: bool) -> Iterator[Cut]:
+    def _replanned(self, ranges: Ranges, named: bool) -> Iterator[PushFrame]:
         """Frames for ranges in any order; `named`: also if one frame holds all of them."""
         ranks = self._routes.rank_of[ranges]
         sizes = np.zeros(len(ranks), np.int64)
@@ -162,7 +162,7 @@ class Part:
             alone = len(cuts) == 1 and not named
             yield self._frame(None if alone else ranges[a:b], runs_of(ranks[a:b]))
 
-    def _frame(self, ranges: Ranges | None, runs: Runs) -> Cut:
+    def _frame(self, ranges: Ranges | None, runs: Runs) -> PushFrame:
         buffers: list[Buffer] = [] if ranges is None else [named_ranges(ranges)]
         blocks = 0
         for write in self.writes:
@@ -180,7 +180,7 @@ class Part:
                     buffers += rows.gradients(a, b)
             if padding := grads_padding(count, rows.dim):
                 buffers.append(b"\0" * padding)
-        return Cut(ranges, blocks, buffers)
+        return PushFrame(ranges, blocks, buffers)
 
 
 def runs_of(ranks: NDArray[np.int64]) -> Runs:

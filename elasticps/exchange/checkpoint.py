@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.storage import Storage
-from elasticps.client import tensor_slots
+from elasticps.client import loading
 from elasticps.errors import ConfigError, UnknownTable
 from elasticps.exchange.export import CHUNK_BYTES, Tell, called, write_tables
 from elasticps.exchange.writers import Columns, cast
@@ -81,7 +81,7 @@ def _columns(
             if slot_columns:
                 beside[keys] = np.concatenate(list(slot_columns.values()), axis=1)
         values = cast(whole.ravel()[: spec.size].reshape(spec.shape), dtype, spec.name)
-        yield {"weight": values, **(tensor_slots.of_blocks(spec, beside) if with_slots else {})}
+        yield {"weight": values, **(loading.of_blocks(spec, beside) if with_slots else {})}
     elif count is None:
         nothing = np.empty((0, RowLayout.of(spec).stride), np.uint8)
         empty = np.empty(0, np.int64), weights(spec, nothing), slots(spec, nothing) if with_slots else {}

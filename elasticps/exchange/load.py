@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client import Client, DenseTensor, SparseTable
-from elasticps.client.tensor_slots import per_weight
+from elasticps.client.loading import per_weight
 from elasticps.errors import ConfigError, Error, InputError, UnknownTable
 from elasticps.exchange.export import BAGS, CHUNK_BYTES, MANIFEST, VERSION, Tell, slots_called
 from elasticps.exchange.writers import FORMATS, SHARDING, stem_of

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from coordinator.core.view import View, WorkerInfo
 
 if TYPE_CHECKING:
-    from elasticps.client.cache_use import CacheUse
+    from elasticps.client.cache_batches import CacheUse
 
 
 class MeasuredClient(Protocol):

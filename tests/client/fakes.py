@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from coordinator.core.view import ServerInfo, View, WorkerInfo
-from elasticps.client.core.join import Past
-from elasticps.client.registrations import NewTable, Registration
+from elasticps.client.core.join import PastRun
+from elasticps.client.registrations import Registration, TableToRegister
 from elasticps.client.runtime import Runtime
 from elasticps.wire.frames import (
     BLOCK_BYTES,
@@ -64,7 +64,7 @@ class FakeServer:
             address = self._listener.getsockname()
             self._end(self._listener)
             self._accepting.join()  # who has come just now is known
-            weakref.finalize(self, _kept(address).close)
+            weakref.finalize(self, _residual(address).close)
         for sock in self._connections:
             self._end(sock)
 
@@ -152,7 +152,7 @@ class FakeServer:
             yield answer[middle:]
 
 
-def _kept(address: tuple[str, int]) -> socket.socket:
+def _residual(address: tuple[str, int]) -> socket.socket:
     """Nobody listens there, and nobody will: a server of another test, which answers as this one did, would be taken
     for it."""
     sock = socket.socket()
@@ -178,12 +178,12 @@ class FakeRegistry:
     cluster = "fake"
     runtime = Runtime()
     credentials = None
-    proven = False
+    authenticated = False
 
     def __init__(self, view: View) -> None:
         self.view = view
-        self.asked = 0
-        self.last: Past | None = None
+        self.checked = 0
+        self.last: PastRun | None = None
 
     def trouble(self) -> str:
         return ""
@@ -197,10 +197,10 @@ class FakeRegistry:
     def register(self, name: str, app: str, on_lost: object, timeout_s: float, cluster: str) -> WorkerInfo:
         return WorkerInfo(7, name, 1, app)
 
-    def past(self, timeout_s: float) -> Past | None:
+    def past(self, timeout_s: float) -> PastRun | None:
         return self.last
 
-    def keep(self, past: Past, timeout_s: float) -> int | None:
+    def keep(self, past: PastRun, timeout_s: float) -> int | None:
         if past.revision != (0 if self.last is None else self.last.revision):
             return None
         self.last = past._replace(revision=past.revision + 1)
@@ -209,7 +209,9 @@ class FakeRegistry:
     def registered(self) -> int:
         return 1
 
-    def open_tables(self, app: str, wanted: Sequence[NewTable], worker: int, timeout_s: float) -> list[Registration]:
+    def open_tables(
+        self, app: str, wanted: Sequence[TableToRegister], worker: int, timeout_s: float
+    ) -> list[Registration]:
         return [Registration(1 if new.spec.shape is None else 2, new.spec, worker, "w", new.ready, 1) for new in wanted]
 
     def follow_rates(self, app: str, heard: object, timeout_s: float) -> None:
@@ -222,7 +224,7 @@ class FakeRegistry:
         pass
 
     def ask_view(self, on_view: Callable[[View | None], None]) -> None:
-        self.asked += 1
+        self.checked += 1
         threading.Thread(target=on_view, args=(self.view,), daemon=True).start()
 
     def close(self) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import cast
 
-from elasticps.client.runtime import READABLE, WRITABLE, Poller, Runtime
-from elasticps.client.transport import Driver, Link
+from elasticps.client.runtime import READABLE, WRITABLE, Runtime, SocketPoller
+from elasticps.client.transport import Link, LinkDriver
 
 
-class OneSocket(Poller):
+class OneSocket(SocketPoller):
     """A poller whose only socket can always be written; wanted: what it is watched for."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Machine(Runtime):
     def __init__(self) -> None:
         self.sockets = OneSocket()
 
-    def poller(self) -> Poller:
+    def poller(self) -> SocketPoller:
         return self.sockets
 
 
@@ -39,7 +39,7 @@ class Busy:
     """A link on which another thread sends as soon as all has left: its socket takes half of that."""
 
     def __init__(self) -> None:
-        self.driver: Driver
+        self.driver: LinkDriver
         self.socket = self
         self.has_backlog = False
         self.flushed = 0
@@ -57,7 +57,7 @@ class Busy:
 
 def test_what_another_thread_queues_while_the_last_bytes_leave_is_sent_too() -> None:
     machine, link = Machine(), Busy()
-    link.driver = Driver(machine, lambda link, error: None, lambda: False, lambda error: None)
+    link.driver = LinkDriver(machine, lambda link, error: None, lambda: False, lambda error: None)
     link.driver.add(cast(Link, link))
     assert link.driver.wait(lambda: link.flushed == 2, 30.0)
     assert not link.has_backlog

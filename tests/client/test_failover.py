@@ -14,8 +14,8 @@ import pytest
 import elasticps as eps
 from coordinator.core.view import ServerInfo, View
 from elasticps.client.connections import CONNECT_TIMEOUT_S
-from elasticps.client.core.hearsay import Hearsay
-from elasticps.client.core.session import ASKED_BYTES
+from elasticps.client.core.new_views import ViewHints
+from elasticps.client.core.session import RESEND_BYTES
 from elasticps.kernels.hashing import hash_key, range_shift, table_salt
 from elasticps.model.spec import Consistency
 from elasticps.wire.frames import ANY, BLOCK_BYTES, LAST, REPEAT, TABLES, Kind, view_frame
@@ -47,7 +47,7 @@ class Cluster:
         self.a.view = self.b.view = self.before
         self.control = FakeRegistry(self.before)
         self.clients: list[eps.Client] = []
-        patch.setattr("elasticps.client.opening.Registry", self.control)
+        patch.setattr("elasticps.client.client.Registry", self.control)
         patch.setattr("elasticps.client.parts.LEAVE_S", 0.1)  # some end while they are owed something
 
     def connect(self, timeout: float = 30.0, consistency: Consistency | None = None) -> eps.Client:
@@ -69,7 +69,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         server.kill()
 
 
-def told(wait: Callable[[float], object], *words: str) -> str:
+def pending(wait: Callable[[float], object], *words: str) -> str:
     """What a wait that times out again and again says as soon as all of the words are in it."""
     said, deadline_s = "", time.monotonic() + 40
     while not all(word in said for word in words):
@@ -108,7 +108,7 @@ def test_only_the_acknowledgement_is_asked_for_where_the_step_is_applied(cluster
     ps = cluster.connect()
     ps.push({}).result()
     cluster.a.silent.add(Kind.PUSH)
-    keys = np.arange(ASKED_BYTES // 8)
+    keys = np.arange(RESEND_BYTES // 8)
     step = ps.push({cluster.table(ps): (keys, np.ones((len(keys), DIM), np.float32))})
     cluster.b.applied, cluster.b.committed = 2 << 16, 1 << 16
     cluster.a.kill()
@@ -164,10 +164,10 @@ def test_pulls_of_several_tables_are_asked_again_of_the_new_tail(cluster: Cluste
     rows = read.result()
     assert [len(rows[table]) for table in tables] == [1, 11, 21]
     assert all(set(rows[table].ravel().tolist()) == {5.0} for table in tables)
-    asked = [h for h in cluster.b.got(Kind.PULL) if h.flags & TABLES]
-    assert len(asked) >= 2  # its own part, again if it hears of the view before it answers; and a's
-    assert {h.epoch for h in asked} == {1, 2}
-    assert sum(h.body - BLOCK_BYTES * h.items for h in asked) >= 8 * 33
+    checked = [h for h in cluster.b.got(Kind.PULL) if h.flags & TABLES]
+    assert len(checked) >= 2  # its own part, again if it hears of the view before it answers; and a's
+    assert {h.epoch for h in checked} == {1, 2}
+    assert sum(h.body - BLOCK_BYTES * h.items for h in checked) >= 8 * 33
 
 
 def test_pulls_of_several_tables_that_are_told_their_view_is_old_are_planned_again(cluster: Cluster) -> None:
@@ -238,7 +238,7 @@ def test_with_no_server_left_the_view_comes_from_the_store(cluster: Cluster) -> 
     step = ps.push({})
     cluster.control.view = new.view
     step.result()
-    assert cluster.control.asked >= 1
+    assert cluster.control.checked >= 1
     assert ps.view.epoch == 2
 
 
@@ -247,14 +247,14 @@ def test_a_server_that_was_taken_over_heads_nothing_by_its_word(
 ) -> None:
     """With certificates. What it spoke of was believed, and every view that the leader wrote was older from then on."""
     ps = cluster.connect()
-    ps._dispatcher.new_views.proven = True
+    ps._dispatcher.new_views.authenticated = True
     ps.push({}).result()
     cluster.a.say(view_frame(chains([cluster.a.info], [[0]], epoch=1 << 62)))
     eventually(lambda: "speaks of a view" in caplog.text)
     for epoch in range(2, 50):
         cluster.a.say(view_frame(chains([cluster.a.info], [[0]], epoch=epoch)))
     ps.push({}).result()
-    assert (ps.view.epoch, cluster.control.asked) == (1, 1)
+    assert (ps.view.epoch, cluster.control.checked) == (1, 1)
     cluster.control.view = cluster.after
     cluster.b.tell(cluster.after)
     eventually(lambda: ps.view.epoch == 2)
@@ -263,38 +263,38 @@ def test_a_server_that_was_taken_over_heads_nothing_by_its_word(
 
 def test_the_store_has_the_last_word_on_a_view_told_while_it_is_read(cluster: Cluster, eventually: Eventually) -> None:
     ps = cluster.connect()
-    ps._dispatcher.new_views.proven = True
+    ps._dispatcher.new_views.authenticated = True
     readers: list[Callable[[View | None], None]] = []
     ps._dispatcher.new_views.read_store = readers.append
     cluster.b.tell(cluster.after)
     eventually(lambda: len(readers) == 1)
     newest = chains([cluster.b.info], [[0]], epoch=3)
     cluster.b.tell(newest)
-    eventually(lambda: ps._dispatcher.new_views._hearsay.told is not None)
+    eventually(lambda: ps._dispatcher.new_views._hints.pending is not None)
     assert len(readers) == 1
     readers[0](cluster.after)
     assert ps.view.epoch == 2
     eventually(lambda: len(readers) == 2)
     readers[1](newest)
     assert ps.view.epoch == 3
-    assert not ps._dispatcher.new_views._hearsay._deaf_until_s
+    assert not ps._dispatcher.new_views._hints._deaf_until_s
 
 
 def test_a_view_that_several_servers_speak_of_is_read_once(cluster: Cluster) -> None:
     """All of them do so when there is one, and in the midst of a failover the store has enough to do."""
     a, b = (server.info.member for server in (cluster.a, cluster.b))
-    hearsay = Hearsay()
-    assert hearsay.hear(1.0, a, cluster.after)
-    hearsay.ask()
-    hearsay.hear(1.0, b, cluster.after)
-    assert hearsay.judge(1.0, 1, cluster.after) == (cluster.after, None)
-    assert hearsay.told is None
-    hearsay.hear(1.0, b, cluster.after)
-    hearsay.ask()
+    hints = ViewHints()
+    assert hints.hear(1.0, a, cluster.after)
+    hints.ask()
+    hints.hear(1.0, b, cluster.after)
+    assert hints.judge(1.0, 1, cluster.after) == (cluster.after, None)
+    assert hints.pending is None
+    hints.hear(1.0, b, cluster.after)
+    hints.ask()
     newest = chains([cluster.b.info], [[0]], epoch=3)
-    hearsay.hear(1.0, b, newest)
-    assert hearsay.judge(1.0, 1, cluster.after) == (cluster.after, None)
-    assert hearsay.told is not None, "the store was read before there was that one"
+    hints.hear(1.0, b, newest)
+    assert hints.judge(1.0, 1, cluster.after) == (cluster.after, None)
+    assert hints.pending is not None, "the store was read before there was that one"
 
 
 @pytest.mark.parametrize("stored", [None, "other"])
@@ -302,7 +302,7 @@ def test_while_the_store_says_nothing_servers_are_believed(
     cluster: Cluster, eventually: Eventually, stored: str | None
 ) -> None:
     ps = cluster.connect()
-    ps._dispatcher.new_views.proven = True
+    ps._dispatcher.new_views.authenticated = True
     found = None if stored is None else replace(cluster.before, cluster=stored)
     ps._dispatcher.new_views.read_store = lambda on_view: threading.Thread(target=on_view, args=(found,)).start()
     cluster.b.tell(cluster.after)
@@ -378,7 +378,7 @@ def test_a_timeout_says_who_owes_what_since_when(cluster: Cluster) -> None:
     ps.push({}).result()
     cluster.a.kill()
     step = ps.push({})
-    text = told(step.result, "(connection refused)")
+    text = pending(step.result, "(connection refused)")
     for part in (f"server a at {cluster.a.address}, head of 4 ranges (0, 2, 4, 6): unreachable for ", "owes step 2",
                  "the cluster's view is at epoch 1"):  # fmt: skip
         assert part in text
@@ -393,7 +393,7 @@ def test_what_a_server_that_has_come_back_empty_had_alone_is_said_to_be_lost(clu
     cluster.a.incarnation = 2
     cluster.a.hang_up()
     step = ps.push({})
-    text = told(step.result, "its data are lost")
+    text = pending(step.result, "its data are lost")
     assert "has begun empty, and no other server has the rows of ranges 0, 2, 4, 6, of any table" in text
     assert "unreachable" not in text
 
@@ -406,11 +406,11 @@ def test_so_it_is_when_it_has_come_back_at_another_address(cluster: Cluster) -> 
     ps.push({}).result()
     cluster.a.kill()
     step = ps.push({})
-    told(step.result, "unreachable for")
+    pending(step.result, "unreachable for")
     cluster.b.view = cluster.control.view = replace(
         chains([cluster.a.info, cluster.b.info], [[0], [1]], epoch=2), empty=(("a", 2),)
     )
-    text = told(step.result, "its data are lost")
+    text = pending(step.result, "its data are lost")
     assert "it came back as incarnation 2 and has begun empty" in text
     assert "`elasticps restore --ranges all-lost` brings them back" in text
     assert "unreachable" not in text
@@ -428,7 +428,7 @@ def alone(cluster: Cluster) -> tuple[list[int], list[int]]:
 def test_who_comes_while_ranges_have_no_replica_reads_the_others(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, empty: bool, consistency: Consistency
 ) -> None:
-    monkeypatch.setattr("elasticps.client.absence.ABSENT_S", 0.3)
+    monkeypatch.setattr("elasticps.client.connections.ABSENT_S", 0.3)
     of_a, of_b = alone(cluster)
     if empty:
         cluster.a.incarnation = 2
@@ -439,7 +439,7 @@ def test_who_comes_while_ranges_have_no_replica_reads_the_others(
     cluster.b.value = 7.0
     assert (table.pull(of_b) == 7.0).all()
     why = "its data are lost" if empty else "unreachable for"
-    text = told(lambda timeout: table.pull_async(of_a).result(timeout), why)
+    text = pending(lambda timeout: table.pull_async(of_a).result(timeout), why)
     assert f"server a at {cluster.a.address}, head of 4 ranges (0, 2, 4, 6): {why}" in text
     with pytest.raises(eps.Timeout, match=why):
         ps.push({table: (KEYS, ONES)})
@@ -448,7 +448,7 @@ def test_who_comes_while_ranges_have_no_replica_reads_the_others(
 def test_who_was_away_hears_of_tables_that_were_opened_meanwhile_before_any_push(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elasticps.client.absence.ABSENT_S", 0.3)
+    monkeypatch.setattr("elasticps.client.connections.ABSENT_S", 0.3)
     alone(cluster)
     cluster.a.incarnation = 2
     ps = cluster.connect()
@@ -462,7 +462,7 @@ def test_who_was_away_hears_of_tables_that_were_opened_meanwhile_before_any_push
 def test_who_reaches_nobody_or_not_who_others_stand_in_for_is_told_so(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elasticps.client.absence.ABSENT_S", 0.1)
+    monkeypatch.setattr("elasticps.client.connections.ABSENT_S", 0.1)
     cluster.a.kill()
     with pytest.raises(eps.ClusterUnreachable, match="cannot connect to server a at"):
         cluster.connect(timeout=0.5)
@@ -477,7 +477,7 @@ def test_what_a_neighbour_still_has_is_not_said_to_be_lost(cluster: Cluster) -> 
     ps.push({}).result()
     cluster.a.incarnation = 2
     cluster.a.hang_up()
-    assert "lost: " not in told(ps.push({}).result, "it was started again")
+    assert "lost: " not in pending(ps.push({}).result, "it was started again")
 
 
 def test_a_pull_given_up_stays_given_up(cluster: Cluster) -> None:
@@ -494,9 +494,9 @@ def test_any_replica_may_be_asked(cluster: Cluster) -> None:
     ps = cluster.connect()
     table = cluster.table(ps)
     table.pull(np.arange(2000), read="any")
-    asked = [h for s in cluster.servers for h in s.got(Kind.PULL)]
-    assert len(asked) == 2
-    assert all(h.flags & ANY and 300 < h.items < 1700 for h in asked)
+    checked = [h for s in cluster.servers for h in s.got(Kind.PULL)]
+    assert len(checked) == 2
+    assert all(h.flags & ANY and 300 < h.items < 1700 for h in checked)
     table.pull(KEYS)
     assert not any(s.got(Kind.PULL)[-1].flags & ANY for s in cluster.servers)
     with pytest.raises(eps.InputError, match="'tail'"):
@@ -511,5 +511,5 @@ def test_many_pulls_leave_as_one_frame_per_server(cluster: Cluster) -> None:
     for read in reads:
         assert read.result().tolist() == [2.0] * DIM
         assert read.done()
-    asked = [header for server in cluster.servers for header in server.got(Kind.PULL)]
-    assert [(header.items, header.flags & TABLES) for header in asked] == [(5, TABLES)]  # who has it
+    checked = [header for server in cluster.servers for header in server.got(Kind.PULL)]
+    assert [(header.items, header.flags & TABLES) for header in checked] == [(5, TABLES)]  # who has it

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from elasticps.client import filtering
-from elasticps.client.filtering import Feedback, Kept, PushFilter
+from elasticps.client.filtering import Feedback, PushFilter, RowMemory
 from elasticps.model.filters import BFloat16, Filter, Float16, Int8, RandomK, Threshold, TopK
 from elasticps.model.spec import SGD, TableSpec
 from elasticps.store.codec import Codec
@@ -41,7 +41,7 @@ FILTERS: list[list[Filter]] = [
 def test_nothing_is_lost_but_what_is_still_kept(seed: int, filters: list[Filter]) -> None:
     """A twin: a dictionary, and the codec alone. The sums of what was given and of what was sent differ by it."""
     random, push, codec = np.random.default_rng(seed), PushFilter(spec(filters)), Codec(filters, DIM)
-    kept: dict[int, Floats] = {}
+    stored: dict[int, Floats] = {}
     given_, sent = np.zeros((20, DIM)), np.zeros((20, DIM))
     for _ in range(12):
         keys = random.choice(20, random.integers(1, 12)).astype(np.int64)  # some of them twice
@@ -53,15 +53,15 @@ def test_nothing_is_lost_but_what_is_still_kept(seed: int, filters: list[Filter]
             total = np.zeros(DIM, np.float32)
             for grad in grads[keys == key]:
                 total += grad
-            total += kept.get(key, np.zeros(DIM, np.float32))
+            total += stored.get(key, np.zeros(DIM, np.float32))
             assert words.tobytes() == codec.encode(total[None])[0].tobytes()
             decoded = codec.decode(words[None])[0]
-            kept[key] = total - decoded
+            stored[key] = total - decoded
             sent[key] += decoded
         np.add.at(given_, keys, grads)
-    left = np.array([kept.get(key, np.zeros(DIM)) for key in range(20)])
+    left = np.array([stored.get(key, np.zeros(DIM)) for key in range(20)])
     assert np.allclose(given_, sent + left, atol=1e-4)
-    assert push.feedback == Feedback(len(kept), 0)
+    assert push.feedback == Feedback(len(stored), 0)
 
 
 def test_what_was_not_sent_has_dropped_nothing() -> None:
@@ -162,9 +162,9 @@ def test_of_refused_rows_all_is_kept_that_earlier_pushes_had_left(
             for _, found, dropped in under_way:
                 dropped[np.isin(found, keys)] = 0
     push.forget(np.empty(0, np.int64))
-    assert push._kept is not None
-    kept = push._kept.add(np.arange(10), np.zeros((10, DIM), np.float32))
-    assert np.allclose(left, kept, atol=1e-3)
+    assert push._residual is not None
+    stored = push._residual.add(np.arange(10), np.zeros((10, DIM), np.float32))
+    assert np.allclose(left, stored, atol=1e-3)
 
 
 @given(
@@ -211,9 +211,9 @@ def test_a_row_that_is_refused_of_one_part_of_a_step_takes_nothing_of_the_same_r
     for ended, *which in under_way:
         ended.end(*which)
     push.forget(np.empty(0, np.int64))
-    assert push._kept is not None
-    kept = push._kept.add(np.arange(10), np.zeros((10, DIM), np.float32))
-    assert np.allclose(left, kept, atol=1e-3)
+    assert push._residual is not None
+    stored = push._residual.add(np.arange(10), np.zeros((10, DIM), np.float32))
+    assert np.allclose(left, stored, atol=1e-3)
 
 
 def test_what_is_forgotten_is_not_put_back() -> None:
@@ -237,40 +237,40 @@ def test_a_tensor_keeps_each_of_its_floats() -> None:
     filters, shape = [Int8()], (100, 400)
     one = TableSpec.dense("w", shape, SGD(0.1), push=filters)
     push, codec, random = PushFilter(one), Codec(filters, one.dim), np.random.default_rng(3)
-    blocks, kept = np.arange(one.blocks), np.zeros((one.blocks, one.dim), np.float32)
+    blocks, stored = np.arange(one.blocks), np.zeros((one.blocks, one.dim), np.float32)
     assert one.blocks * one.dim > one.size > one.dim  # several blocks, the last one padded
     for _ in range(3):
         grad = random.normal(size=one.size).astype(np.float32)
         source = push.source(7, 0, blocks, grad, np.zeros(1, np.float32))
         push.sent(OPEN)
-        whole = kept.copy()
+        whole = stored.copy()
         whole.reshape(-1)[: one.size] += grad
         assert source.grads.tobytes() == codec.encode(whole).tobytes()
         assert (source.dim, source.floats) == (codec.words, -1)
-        kept = whole - codec.decode(codec.encode(whole))
+        stored = whole - codec.decode(codec.encode(whole))
     assert push.feedback == Feedback(one.blocks, 0)
 
 
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=300))
 @settings(max_examples=50)
 def test_no_more_is_kept_than_there_is_room_for_and_what_gives_way_is_counted(keys: list[int]) -> None:
-    kept, last = Kept(64, 1), dict[int, float]()
+    stored, last = RowMemory(64, 1), dict[int, float]()
     for number, key in enumerate(keys, start=1):
-        kept.keep(np.array([key]), np.full((1, 1), number, np.float32))
+        stored.keep(np.array([key]), np.full((1, 1), number, np.float32))
         last[key] = number
-        assert kept.add(np.array([key]), np.zeros((1, 1), np.float32))[0, 0] == number
-    assert kept.rows <= 64
+        assert stored.add(np.array([key]), np.zeros((1, 1), np.float32))[0, 0] == number
+    assert stored.rows <= 64
     every = np.array(sorted(last))
-    found = kept.add(every, np.zeros((len(every), 1), np.float32))[:, 0]
+    found = stored.add(every, np.zeros((len(every), 1), np.float32))[:, 0]
     there = found != 0
     assert found[there].tolist() == [last[key] for key in every[there].tolist()]  # never another key's
-    assert there.sum() == kept.rows
-    assert (kept.lost > 0) or there.all()
-    assert len(last) - kept.rows <= kept.lost
+    assert there.sum() == stored.rows
+    assert (stored.lost > 0) or there.all()
+    assert len(last) - stored.rows <= stored.lost
 
 
 def test_the_bound_is_one_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filtering, "KEPT_BYTES", 100 * (4 * DIM + 8))
+    monkeypatch.setattr(filtering, "MEMORY_BYTES", 100 * (4 * DIM + 8))
     push, random = PushFilter(spec([Int8()])), np.random.default_rng(5)
     push.encode(np.arange(1000), rows(random, 1000))
     push.sent(OPEN)

@@ -11,7 +11,7 @@ import pytest
 
 import elasticps as eps
 from elasticps.client.client import Client
-from elasticps.client.runtime import Event, Runtime, Stream
+from elasticps.client.runtime import Flag, Runtime, Stream
 from elasticps.wire.frames import HEADER_BYTES, Kind
 from tests.client.fakes import FakeRegistry, FakeServer
 from tests.client.test_failover import chains
@@ -92,7 +92,7 @@ class Machine(Runtime):
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)  # a frame leaves whole
         return Interrupted(self, stream)
 
-    def event(self) -> Event:
+    def event(self) -> Flag:
         self.gates.append(Gate())
         return self.gates[-1]
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import elasticps as eps
-from elasticps.client import screening
+from elasticps.client import kkt_filter
 from elasticps.client.filtering import PushFilter
+from elasticps.client.kkt_filter import Screen, Screened, screen_of
 from elasticps.client.pull import Pull, Query
-from elasticps.client.screening import Screen, Screened, screen_of
 from elasticps.errors import SpecError
 from elasticps.kernels.hashing import table_salt
 from elasticps.model.filters import Filter
@@ -54,7 +54,7 @@ def test_what_is_left_out_is_what_a_dictionary_leaves_out(seed: int, filters: li
     kkt = next(each for each in filters if isinstance(each, eps.KKT))
     codec = Codec(filters, DIM)
     zero: dict[int, NDArray[np.bool_]] = {}  # of keys that were pulled, and not sent since
-    kept: dict[int, Floats] = {}
+    stored: dict[int, Floats] = {}
     floats = dropped = 0
     for _ in range(15):
         keys = random.choice(KEYS, random.integers(0, 12)).astype(np.int64)  # some of them twice
@@ -71,7 +71,7 @@ def test_what_is_left_out_is_what_a_dictionary_leaves_out(seed: int, filters: li
             total = np.zeros(DIM, np.float32)
             for grad in grads[keys == key]:
                 total += grad
-            total += kept.get(key, np.zeros(DIM, np.float32))
+            total += stored.get(key, np.zeros(DIM, np.float32))
             small = zero.get(key, np.zeros(DIM, np.bool_)) & (abs(total) <= np.float32(L1 - SLACK))
             left = np.where(small, np.float32(0), total)
             floats += int(np.count_nonzero(total))
@@ -82,10 +82,10 @@ def test_what_is_left_out_is_what_a_dictionary_leaves_out(seed: int, filters: li
                 assert sent[key].tobytes() == codec.encode(left[None])[0].tobytes()
             if left.any():
                 zero.pop(key, None)
-            kept[key] = (total - left) * kkt.feedback + (left - decoded) * codec.feedback
+            stored[key] = (total - left) * kkt.feedback + (left - decoded) * codec.feedback
     assert screen.counts == Screened(floats, dropped)
     if kkt.feedback and len(filters) == 1:
-        assert all((abs(rest) <= L1 - SLACK).all() for rest in kept.values())
+        assert all((abs(rest) <= L1 - SLACK).all() for rest in stored.values())
 
 
 def test_what_was_not_sent_has_left_out_nothing() -> None:
@@ -115,7 +115,7 @@ def test_what_was_not_sent_has_left_out_nothing() -> None:
 
 
 def test_more_keys_than_there_is_room_for_are_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(screening, "KEPT_BYTES", 64 * (4 * DIM + 8))
+    monkeypatch.setattr(kkt_filter, "MEMORY_BYTES", 64 * (4 * DIM + 8))
     push, screen = pair(spec_of(eps.KKT(feedback=False)))
     keys = np.arange(1_000)
     screen.saw(keys, np.zeros((1_000, DIM), np.float32))
@@ -251,7 +251,7 @@ def test_of_rows_that_were_asked_for_very_long_ago_nothing_is_known() -> None:
     push, screen = pair(spec_of(eps.KKT(feedback=False), dim=1))
     keys, one = np.arange(2), np.array([7])
     saw = screen.noting(keys)
-    for _ in range(screening.RECENT + 1):
+    for _ in range(kkt_filter.RECENT + 1):
         push.encode(one, np.full((1, 1), 5, np.float32))
         push.sent(OPEN)
     saw(np.zeros((2, 1), np.float32))

@@ -6,7 +6,7 @@ import pytest
 
 import elasticps as eps
 from coordinator.core.names import check_name
-from elasticps.client.opening import own_name
+from elasticps.client.client import own_name
 
 
 @pytest.mark.parametrize("host", ["h", "h" * 63, "h" * 250, "", "my host", "größe", "a.b-c_d"])

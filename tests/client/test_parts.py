@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticps.client.core.routing import Routes, cut_ranks, plan_push
-from elasticps.client.push_batch import PackedPart, Packer, Source
-from elasticps.client.writes import Cut, LentRows, Part, Write, runs_of
+from elasticps.client.push_batch import PackedPart, Packer, PushSource
+from elasticps.client.writes import LentRows, Part, PushFrame, Write, runs_of
 from elasticps.kernels.hashing import key_ranges, table_salt
 from elasticps.wire.frames import HEADER_BYTES, read_push
 from elasticps.wire.pool import Pool
@@ -23,11 +23,11 @@ AFTER = Routes(view([[(r + 1) % 3] if r % 3 == 0 else [r % 3, 0] for r in range(
 Rows = dict[int, dict[int, bytes]]
 
 
-def content(cut: Cut) -> bytes:
+def content(cut: PushFrame) -> bytes:
     return b"".join(map(bytes, cut.buffers)) if cut.frame is None else bytes(cut.frame[HEADER_BYTES:])
 
 
-def decode(cuts: list[Cut], table: int, routes: Routes) -> Rows:
+def decode(cuts: list[PushFrame], table: int, routes: Routes) -> Rows:
     """range -> key -> gradient of one table, as a server would read it."""
     rows: Rows = {}
     for cut in cuts:
@@ -56,10 +56,10 @@ def everything(part: Part | PackedPart, routes: Routes, table: int = 1) -> Rows:
     return rows
 
 
-def source(keys: np.ndarray, grads: np.ndarray, floats: int = -1, table: int = 1) -> Source:
+def source(keys: np.ndarray, grads: np.ndarray, floats: int = -1, table: int = 1) -> PushSource:
     dim = 8 if grads.ndim == 1 else grads.shape[1]
     salt = table_salt(table)
-    return Source(table, int(salt.view(np.int64)), dim, floats, keys, grads, np.array([0.5], np.float32))
+    return PushSource(table, int(salt.view(np.int64)), dim, floats, keys, grads, np.array([0.5], np.float32))
 
 
 def sparse(n: int, dim: int, keys: np.ndarray | None = None) -> tuple[PackedPart, np.ndarray, np.ndarray]:

@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 
 from elasticps.client.core.routing import Routes
-from elasticps.client.core.session import Session
-from elasticps.client.push_batch import Packer, Source
-from elasticps.client.pushes import Pushes, StepState
+from elasticps.client.core.session import PushSession
+from elasticps.client.push_batch import Packer, PushSource
+from elasticps.client.pushes import PushesInFlight, StepState
 from elasticps.errors import NotFinite, ServerFull
 from elasticps.kernels.hashing import key_ranges, table_salt
 from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, REPEAT, Buffer, Header, Kind, unpack_header
@@ -43,8 +43,8 @@ class Wire:
         self.sent: list[tuple[Member, Header]] = []
         self.fenced = False
         self.packer = Packer(Pool(0))
-        self.session = Session(7, RANGES, window)
-        self.pushes = Pushes(self.session, 7, itertools.count(1), self._send, self._end)
+        self.session = PushSession(7, RANGES, window)
+        self.pushes = PushesInFlight(self.session, 7, itertools.count(1), self._send, self._end)
         self.pushes.adopt(BEFORE)
         self.pushes.connected(A)
         self.pushes.connected(B)
@@ -60,7 +60,9 @@ class Wire:
     def push(self, rows: int = 10, last: bool = True, dim: int = 2) -> StepState:
         keys = np.arange(rows)
         nothing = np.empty(0, np.float32)
-        source = Source(1, int(table_salt(1).view(np.int64)), dim, -1, keys, np.ones((rows, dim), np.float32), nothing)
+        source = PushSource(
+            1, int(table_salt(1).view(np.int64)), dim, -1, keys, np.ones((rows, dim), np.float32), nothing
+        )
         part = self.packer.pack([source], self.pushes.routes)
         if not self.session.open:
             self.state = StepState(self.session.clock + 1)
@@ -240,8 +242,8 @@ def test_a_refusal_is_told_with_the_clocks_before_they_say_that_the_step_is_comm
     wire.pushes.disconnected(B)
     wire.pushes.connected(A)
     wire.pushes.connected(B)
-    error, told = ValueError("no"), list[int]()
-    wire.pushes.on_refused = lambda: told.append(1)
+    error, pending = ValueError("no"), list[int]()
+    wire.pushes.on_refused = lambda: pending.append(1)
     for member, ask in wire.take():
         ranges = headed(BEFORE, member)
         both = np.full(len(ranges), 2 << 16, np.int64)
@@ -250,7 +252,7 @@ def test_a_refusal_is_told_with_the_clocks_before_they_say_that_the_step_is_comm
     assert done(step)
     assert done(later)
     assert (step.error, later.error) == (error, None)
-    assert told == [1]
+    assert pending == [1]
 
 
 def test_an_open_step_is_not_done_and_failing_ends_it() -> None:

@@ -17,8 +17,8 @@ from coordinator.core.store import Entry
 from coordinator.core.view import View
 from coordinator.membership import last_workers, new_number
 from coordinator.memory import MemoryStore
-from elasticps.client.core.join import Past
-from elasticps.client.registrations import NewTable, Registration
+from elasticps.client.core.join import PastRun
+from elasticps.client.registrations import Registration, TableToRegister
 from elasticps.client.registry import ASK_VIEW_TIMEOUT_S, Registry
 from elasticps.client.runtime import Runtime
 from tests.coordinator.test_adoption import witness
@@ -55,7 +55,7 @@ def test_what_nobody_of_us_has_written_is_told_by_its_key(scene: Scene, value: b
     with pytest.raises(eps.Error, match=r"last-worker/default/w .*delete it"):
         registry.past(30.0)
     with pytest.raises(eps.Error, match=r"tables/default/t .*delete it"):
-        registry.open_tables("default", [NewTable(SPEC, False)], scene.worker.id, 30.0)
+        registry.open_tables("default", [TableToRegister(SPEC, False)], scene.worker.id, 30.0)
     with pytest.raises(eps.Error, match=r"restoring .*delete it"):
         registry.first_view(0.0)
     if value[:1] != b"{" or b"cut" in value:
@@ -68,7 +68,7 @@ def test_a_worker_goes_on_after_its_record_of_an_earlier_version(scene: Scene) -
     said = b'{"id": 1, "base": 3, "trained": 9, "steps": 8}'
     scene.put("last-worker/w", said)
     past = scene.registry.past(30.0)
-    assert past == Past(1, 3, 9, 8, 0)
+    assert past == PastRun(1, 3, 9, 8, 0)
     assert scene.registry.keep(past._replace(id=scene.worker.id), 30.0) is not None
     entries = scene.runtime.run(last_workers(scene.store), 30.0)
     assert json.loads(entries["w"].value)["id"] == scene.worker.id
@@ -78,7 +78,7 @@ def test_a_table_that_a_newer_version_has_made_is_told_by_its_key(scene: Scene) 
     """What exports all tables is not to leave it out."""
     scene.put("tables/default/t", b'{"id": 1, "spec": "{}", "creator": 1, "ready": true}')
     with pytest.raises(eps.SpecError, match="tables/default/t cannot be read here"):
-        scene.registry.open_tables("default", [NewTable(SPEC, False)], scene.worker.id, 30.0)
+        scene.registry.open_tables("default", [TableToRegister(SPEC, False)], scene.worker.id, 30.0)
     with pytest.raises(eps.SpecError, match="tables/default/t cannot be read here"):
         scene.registry.tables("default", 30.0)
 
@@ -112,7 +112,7 @@ def test_many_tables_are_registered_in_few_requests_beside_others_who_do_the_sam
     theirs = {"id": 7, "spec": specs[99].to_json(), "creator": 5, "by": "x", "ready": True}
     monkeypatch.setattr(scene.store, "get", counted)
     monkeypatch.setattr(scene.store, "compare_and_set_all", beside)
-    wanted = [NewTable(spec, True) for spec in specs]
+    wanted = [TableToRegister(spec, True) for spec in specs]
     found = scene.registry.open_tables("default", wanted, scene.worker.id, 30.0)
     assert [table.spec for table in found] == specs
     assert [table.made for table in found] == [i != 99 for i in range(300)]
@@ -140,7 +140,7 @@ def test_a_question_for_the_view_has_a_limit_for_the_store_too(monkeypatch: pyte
 
 @pytest.mark.parametrize("value", STRANGE)
 def test_tables_that_are_none_hide_no_others(scene: Scene, value: bytes) -> None:
-    scene.registry.open_tables("default", [NewTable(SPEC, False)], scene.worker.id, 30.0)
+    scene.registry.open_tables("default", [TableToRegister(SPEC, False)], scene.worker.id, 30.0)
     scene.put("tables/default/strange", value)
     (entry,) = scene.runtime.run(scene.store.list("tables/default/t"), 30.0).entries
     scene.put("tables/default/another", entry.value)  # it has the spec of t
@@ -167,7 +167,7 @@ def test_a_table_after_another_takes_one_request(monkeypatch: pytest.MonkeyPatch
     def register(name: str) -> Registration:
         calls.clear()
         spec = eps.TableSpec(name, 4, eps.Accumulate())
-        return scene.registry.open_tables("default", [NewTable(spec, True)], scene.worker.id, 30.0)[0]
+        return scene.registry.open_tables("default", [TableToRegister(spec, True)], scene.worker.id, 30.0)[0]
 
     def other_number() -> int:
         return scene.runtime.run(new_number(scene.store), 30.0)
@@ -187,10 +187,10 @@ def test_a_table_after_another_takes_one_request(monkeypatch: pytest.MonkeyPatch
 
 def test_a_number_of_a_store_that_was_replaced_is_not_used(scene: Scene) -> None:
     """The config of the other one may be as old, at the same revision."""
-    first = scene.registry.open_tables("default", [NewTable(SPEC, True)], scene.worker.id, 30.0)[0]
+    first = scene.registry.open_tables("default", [TableToRegister(SPEC, True)], scene.worker.id, 30.0)[0]
     entries = scene.store._data.entries
     before = entries["config"]
     entries["config"] = replace(before, value=replace(config_of(before), base=1000).to_json())
     spec = eps.TableSpec("u", 4, eps.Accumulate())
-    second = scene.registry.open_tables("default", [NewTable(spec, True)], scene.worker.id, 30.0)[0]
+    second = scene.registry.open_tables("default", [TableToRegister(spec, True)], scene.worker.id, 30.0)[0]
     assert first.id < 1000 < second.id

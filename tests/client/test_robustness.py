@@ -124,18 +124,18 @@ def test_a_failure_in_the_thread_that_reads_is_told_to_all_who_wait(
 
     monkeypatch.setattr(Link, "receive", fail)
     cluster.a.tell(cluster.before)  # something to read
-    told: list[BaseException] = []
+    pending: list[BaseException] = []
 
     def wait() -> None:
         try:
             read.result()
         except Exception as error:
-            told.append(error.__cause__ or error)
+            pending.append(error.__cause__ or error)
 
     thread = threading.Thread(target=wait)
     thread.start()
     thread.join(60)
-    assert isinstance(told[0], ZeroDivisionError)
+    assert isinstance(pending[0], ZeroDivisionError)
     with pytest.raises(eps.Closed, match="ZeroDivisionError"):
         step.result()
 
@@ -149,7 +149,7 @@ def test_the_end_of_the_background_thread_is_told(
     def fail(self: object, *_: object) -> object:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr("elasticps.client.core.view_refresh.ViewRefresh.turn", fail)
+    monkeypatch.setattr("elasticps.client.core.new_views.ViewRefresh.turn", fail)
     eventually(lambda: ps._dispatcher.error is not None)
     with pytest.raises(eps.Closed, match="MemoryError"):
         table.pull(KEYS)

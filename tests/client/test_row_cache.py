@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import elasticps as eps
-from elasticps.client.batches import Batch, Keys, Rows
+from elasticps.client.cache_batches import CacheBatch, Keys, Rows
 from elasticps.client.pull import Pull, PullPart, Query
 from elasticps.client.reads import Reads
 from elasticps.client.row_cache import CachedPull, RowCache
@@ -76,7 +76,7 @@ class Cached(RowCache):
 
         super().__init__(Cache(rows=64, staleness=2), spec, 1, cast(Reads, servers), prepare)
 
-    def _ask(self, batch: Batch) -> None:
+    def _ask(self, batch: CacheBatch) -> None:
         if self.between:
             self.between.pop()()
         super()._ask(batch)
@@ -169,10 +169,10 @@ def test_rows_that_come_after_they_were_given_up_are_put_nowhere(servers: Server
     batch = read._batch
     with pytest.raises(Timeout):
         read.result(0.1)
-    asked = batch.rows
-    assert asked is not None
-    asked.value[:] = 7.0
-    asked.parts = {}
+    checked = batch.rows
+    assert checked is not None
+    checked.value[:] = 7.0
+    checked.parts = {}
     with cache._guarded():
         cache._keep(batch)  # by a thread that had found it before
     assert np.isnan(out).all()

@@ -30,18 +30,18 @@ class Counted(Runtime):
     """Notes what is asked of it."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.checked: list[str] = []
 
     def connect(self, host: str, port: int, attempt: int) -> Stream:
-        self.asked.append("connect")
+        self.checked.append("connect")
         return super().connect(host, port, attempt)
 
     def spawn(self, name: str, target: Callable[[], None]) -> object:
-        self.asked.append(name)
+        self.checked.append(name)
         return super().spawn(name, target)
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        self.asked.append("run")
+        self.checked.append("run")
         return super().run(coroutine, timeout_s)
 
 
@@ -80,7 +80,7 @@ def test_a_client_can_be_built_on_another_runtime_and_another_store() -> None:
             assert table.pull([1, 2]).shape == (2, 4)
     finally:
         server.kill()
-    assert {"connect", "elasticps-io", "run"} <= set(runtime.asked)
+    assert {"connect", "elasticps-io", "run"} <= set(runtime.checked)
 
 
 def test_a_store_that_does_not_answer_is_a_timeout() -> None:

@@ -25,7 +25,7 @@ class Owner:
 
     def __init__(self, *leases: int) -> None:
         self.leases = list(leases)
-        self.asked = 0
+        self.checked = 0
 
     barrier = None
     runtime = Runtime()
@@ -44,8 +44,8 @@ class Owner:
         return self.leases.pop(0)
 
     def ask_all(self, *_: object) -> list[Answer]:
-        self.asked += 1
-        document = {"set": 1, "held": [[self.asked, 0, 0, 0]], "done": 0, "total": 9, "decided": [0, []]}
+        self.checked += 1
+        document = {"set": 1, "held": [[self.checked, 0, 0, 0]], "done": 0, "total": 9, "decided": [0, []]}
         return [Answer(Header(Kind.SHARDS), json.dumps(document).encode())]
 
 
@@ -56,20 +56,20 @@ def shards_of(owner: Owner) -> Shards:
 def test_a_shard_is_not_trained_if_the_lease_ran_out_while_it_was_asked_for() -> None:
     owner = Owner(7, 7, 0, 0, 0)
     assert next(shards_of(owner)).index == 2
-    assert owner.asked == 2
+    assert owner.checked == 2
 
 
 def test_without_the_coordination_store_shards_are_trained_all_the_same() -> None:
     owner = Owner(0, 0, 0)
     assert next(shards_of(owner)).index == 1
-    assert owner.asked == 1
+    assert owner.checked == 1
 
 
 def test_a_lost_worker_has_trained_a_shard_when_its_step_is_committed_and_not_before() -> None:
     claims = ShardClaims("app", "train", ShardSpec(9, 1, 1, None), False, 5.0, lambda: 0)
     script = claims.fetch()
 
-    def told(done: int) -> list[Answer]:
+    def pending(done: int) -> list[Answer]:
         held = [[0, 3, 2, 0]] * (not done)
         document = {"set": 1, "held": held, "done": done, "total": 1, "decided": [0, []]}
         return [Answer(Header(Kind.SHARDS), json.dumps(document).encode())]
@@ -84,11 +84,11 @@ def test_a_lost_worker_has_trained_a_shard_when_its_step_is_committed_and_not_be
 
     assert next(script) is Need.ATTACH_NOTHING
     assert isinstance(script.send([]), Request)
-    waits = script.send(clocks(script.send(told(done=0)), applied=2, committed=1))
+    waits = script.send(clocks(script.send(pending(done=0)), applied=2, committed=1))
     assert isinstance(waits, float)
     asks = script.send(clocks(script.send([]), applied=2, committed=2))
     assert isinstance(asks, Request)
     assert "shards" in asks.what
     with pytest.raises(StopIteration) as end:
-        script.send(told(done=1))
+        script.send(pending(done=1))
     assert end.value.value is False

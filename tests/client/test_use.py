@@ -33,11 +33,11 @@ def test_rows_of_caches_and_shards_are_counted(cluster: Cluster) -> None:
     ps = cluster.connect()
     parts: Parts = ps._parts
     assert parts._use() == (0, 0, 0)
-    told: list[tuple[int, int, int]] = []
+    pending: list[tuple[int, int, int]] = []
 
     def note() -> tuple[int, int, int]:
-        told.append(parts._use())
-        return told[-1]
+        pending.append(parts._use())
+        return pending[-1]
 
     class Held:
         held = 5
@@ -48,5 +48,5 @@ def test_rows_of_caches_and_shards_are_counted(cluster: Cluster) -> None:
     parts.shards._open.append(Held())  # type: ignore[arg-type]
     ps._dispatcher.on_watch = note
     cluster.a.say(WatchHeader().header().pack())
-    eventually(lambda: told)
-    assert told == [(0, 0, 5)]
+    eventually(lambda: pending)
+    assert pending == [(0, 0, 5)]

@@ -12,7 +12,7 @@ from coordinator.adoption import plan_adoption
 from coordinator.core.planner import Health, Members, plan
 from coordinator.core.view import ClusterConfig, View
 from coordinator.server_links import ServerLinks, _Open
-from elasticps.client.core.session import Session
+from elasticps.client.core.session import PushSession
 from tests.coordinator.test_adoption import SERVERS, view, witness
 
 A, B = SERVERS
@@ -20,7 +20,7 @@ A, B = SERVERS
 
 def test_a_worker_that_followed_who_is_given_up_follows_the_others_again() -> None:
     """a was silent in epochs 8 and 9, and b alone had all ranges; then the store was lost, and b."""
-    session = Session(1, 2, 4)
+    session = PushSession(1, 2, 4)
     alone = np.array([[1, -1], [1, -1]], np.int32)
     session.adopt(replace(view(9), chains=alone, since=np.full(2, 8)).as_chains)
     assert session.heads == (B.member,)

@@ -20,7 +20,7 @@ from coordinator.core.view import ServerInfo, View, WorkerInfo
 from coordinator.memory import MemoryStore
 from coordinator.sessions import ServerSession
 from elasticps.checkpoint.create import newest
-from elasticps.client.cache_use import CacheUse
+from elasticps.client.cache_batches import CacheUse
 from elasticps.dashboard.core.past import questions
 from elasticps.metrics.client import ClientMetrics
 from elasticps.metrics.cluster import STATES, ClusterMetrics

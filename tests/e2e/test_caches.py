@@ -272,7 +272,7 @@ def test_rows_that_come_back_from_a_checkpoint_are_pulled_again(connect: Connect
     table = ps.table("t", dim=2, optimizer=eps.SGD(lr=0.1), cache=eps.Cache(rows=100, staleness=1000))
     table.pull([1, 2])
     with ps._dispatcher.lock:
-        ps._dispatcher.on_anew([], 0)
+        ps._dispatcher.on_restored([], 0)
     table.pull([1, 2])
     assert table.cached.hits == 0
     table.pull([1, 2])

@@ -6,34 +6,34 @@ from typing import Any
 
 import pytest
 
-from elasticps.client.batches import Batch
-from elasticps.client.core.places import ASKED, Ints, Places
+from elasticps.client.cache_batches import CacheBatch
+from elasticps.client.core.cache_index import FETCHED_BY, CacheIndex, Ints
 from elasticps.client.row_cache import RowCache
 
 
 def show_rows_of_any_age(patch: pytest.MonkeyPatch) -> None:
-    def look(self: Places, where: Ints, number: int, clock: int, staleness: int, **options: Any) -> Any:
+    def look(self: CacheIndex, where: Ints, number: int, clock: int, staleness: int, **options: Any) -> Any:
         return judge(self, where, number, clock, staleness and 1 << 30, **options)
 
-    judge = Places.judge
-    patch.setattr(Places, "judge", look)
+    judge = CacheIndex.judge
+    patch.setattr(CacheIndex, "judge", look)
 
 
 def keep_rows_that_were_pushed_to_on_their_way(patch: pytest.MonkeyPatch) -> None:
-    def follow(self: Places, keys: Ints, *, applies: bool) -> Ints:
+    def follow(self: CacheIndex, keys: Ints, *, applies: bool) -> Ints:
         where = self.look(keys)
         known = where[where >= 0]
-        asked = self._fields[known, ASKED]
+        asked = self._fields[known, FETCHED_BY]
         found = pushed(self, keys, applies=applies)
-        self._fields[known, ASKED] = asked
+        self._fields[known, FETCHED_BY] = asked
         return found
 
-    pushed = Places.pushed
-    patch.setattr(Places, "pushed", follow)
+    pushed = CacheIndex.pushed
+    patch.setattr(CacheIndex, "pushed", follow)
 
 
 def keep_rows_that_were_asked_for_in_an_open_step(patch: pytest.MonkeyPatch) -> None:
-    def send(self: RowCache, batch: Batch) -> None:
+    def send(self: RowCache, batch: CacheBatch) -> None:
         batch.upto = 0
         sent(self, batch)
 
@@ -44,7 +44,7 @@ def keep_rows_that_were_asked_for_in_an_open_step(patch: pytest.MonkeyPatch) -> 
 def take_rows_as_they_are_for_what_was_asked(patch: pytest.MonkeyPatch) -> None:
     """The digest of a row is compared with itself."""
 
-    def compare(self: RowCache, batch: Batch, said: Any, clock: int) -> None:
+    def compare(self: RowCache, batch: CacheBatch, said: Any, clock: int) -> None:
         compared(self, batch, batch.digests, clock)  # type: ignore[arg-type]
 
     compared = RowCache._compare

@@ -16,7 +16,7 @@ from coordinator.core.planner import Health, Members, Plan, plan
 from coordinator.core.repair import Limits
 from coordinator.core.view import ClusterConfig, View
 from coordinator.membership import request_drain
-from elasticps.client.core.session import Session, resume
+from elasticps.client.core.session import PushSession, resume
 from elasticps.client.push_batch import PackedPart
 from elasticps.server.core.bounded_delay import BoundedDelay
 from elasticps.server.core.reads import Judge
@@ -145,12 +145,12 @@ def resume_a_worker_from_uncommitted_clocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def free_steps_that_are_applied_but_not_committed(patch: pytest.MonkeyPatch) -> None:
-    clocks = Session.clocks
+    clocks = PushSession.clocks
 
-    def mutant(self: Session, ask: int, status: Any, epoch: int, ranges: Any, applied: Any, committed: Any) -> Any:
+    def mutant(self: PushSession, ask: int, status: Any, epoch: int, ranges: Any, applied: Any, committed: Any) -> Any:
         return clocks(self, ask, status, epoch, ranges, applied, applied)
 
-    patch.setattr(Session, "clocks", mutant)
+    patch.setattr(PushSession, "clocks", mutant)
 
 
 def give_up_the_last_replica_under_a_living_lease(patch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def go_on_at_the_release_of_an_older_cut(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(self: Hold, server: Any, told: Any, now: float) -> None:
         hear(self, server, told, now)
-        if told.cut % 2 == 0 and len(self._said) > 1:
+        if told.cut % 2 == 0 and len(self._reports) > 1:
             self.cut = 0
 
     patch.setattr(Hold, "hear", mutant)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from coordinator.core.view import View
-from elasticps.client.core.hearsay import Hearsay, Told
+from elasticps.client.core.new_views import ViewHint, ViewHints
 
 
 def believe_a_server_that_the_store_does_not_bear_out(patch: pytest.MonkeyPatch) -> None:
-    judge = Hearsay.judge
+    judge = ViewHints.judge
 
-    def believe(hearsay: Hearsay, now: float, epoch: int, stored: View | None) -> tuple[View | None, Told | None]:
-        newest, untrue = judge(hearsay, now, epoch, stored)
+    def believe(hints: ViewHints, now: float, epoch: int, stored: View | None) -> tuple[View | None, ViewHint | None]:
+        newest, untrue = judge(hints, now, epoch, stored)
         return (newest if untrue is None else untrue.view), untrue
 
-    patch.setattr(Hearsay, "judge", believe)
+    patch.setattr(ViewHints, "judge", believe)

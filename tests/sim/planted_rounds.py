@@ -13,7 +13,7 @@ import pytest
 import elasticps.client.core.data_shards
 from elasticps.client.barrier import Barrier
 from elasticps.client.core import barrier, fan_out
-from elasticps.client.core.data_shards import ShardClaims, Told
+from elasticps.client.core.data_shards import ClaimAnswer, ShardClaims
 from elasticps.client.core.fan_out import FanOut
 from elasticps.server.core.barrier import BarrierCoordinator
 from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds, Rounds, RoundShare
@@ -286,7 +286,7 @@ def believe_one_head_that_a_step_is_committed(patch: pytest.MonkeyPatch) -> None
 
 
 def train_again_whatever_a_lost_worker_had(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: ShardClaims, told: Told, worker: int, clock: int, last: int) -> Any:
+    def mutant(self: ShardClaims, answer: ClaimAnswer, worker: int, clock: int, last: int) -> Any:
         yield from ()
         return False
 
@@ -296,9 +296,9 @@ def train_again_whatever_a_lost_worker_had(patch: pytest.MonkeyPatch) -> None:
 def take_a_share_that_arrived_for_a_round_that_was_made(patch: pytest.MonkeyPatch) -> None:
     was = ShardClaims._was_trained
 
-    def mutant(self: ShardClaims, told: Told, worker: int, clock: int, last: int) -> Any:
+    def mutant(self: ShardClaims, answer: ClaimAnswer, worker: int, clock: int, last: int) -> Any:
         rounds, self._rounds = self._rounds, False
-        done = yield from was(self, told, worker, clock, last)
+        done = yield from was(self, answer, worker, clock, last)
         self._rounds = rounds
         return done
 

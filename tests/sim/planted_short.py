@@ -19,7 +19,7 @@ def name_lists_that_others_were_written_over(patch: pytest.MonkeyPatch) -> None:
     def keep(self: KeyLists, digest: bytes, n: int) -> int:
         place = self._next if self._next + n <= vars(short_keys)["LIST_KEYS"] else 0
         self._next = place + n
-        self._places[digest] = place
+        self._offsets[digest] = place
         return place
 
     patch.setattr(KeyLists, "keep", keep)

@@ -7,7 +7,7 @@ import pytest
 
 from chaos.sim.cluster import Cluster
 from chaos.sim.threads import Threads
-from elasticps.client.core.join import Past
+from elasticps.client.core.join import PastRun
 from elasticps.client.registry import Registry
 from elasticps.errors import ClusterUnreachable, Error
 from elasticps.model.optimizers import Accumulate
@@ -20,9 +20,9 @@ ROW, ONE = np.array([1]), np.ones((1, 1), np.float32)
 def test_a_worker_whose_word_was_written_without_an_answer_pauses_again(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep, lost, said, over = Registry.keep, list[Past](), list[str](), list[bool]()
+    keep, lost, said, over = Registry.keep, list[PastRun](), list[str](), list[bool]()
 
-    def kept(self: Registry, past: Past, timeout_s: float) -> int | None:
+    def kept(self: Registry, past: PastRun, timeout_s: float) -> int | None:
         found = keep(self, past, timeout_s)
         if self._name.endswith("w1") and past.steps > 0 and not lost:
             lost.append(past)

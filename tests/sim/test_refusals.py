@@ -11,7 +11,7 @@ import pytest
 from chaos.sim.cluster import Cluster
 from chaos.sim.network import Socket
 from chaos.sim.threads import Threads
-from elasticps.client.core.session import ASKED_BYTES
+from elasticps.client.core.session import RESEND_BYTES
 from elasticps.errors import ServerFull
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import ASP, BSP, Threshold
@@ -115,7 +115,7 @@ class Pushing:
         assert self.after == {1.0}, "each row of the step is applied once"
 
 
-LITTLE, MUCH = 40, 2 * ASKED_BYTES // (4 * DIM)  # so that it is sent again at once, or the clocks are asked first
+LITTLE, MUCH = 40, 2 * RESEND_BYTES // (4 * DIM)  # so that it is sent again at once, or the clocks are asked first
 
 
 @pytest.mark.parametrize("rows", [LITTLE, MUCH])

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from elasticps.client.core.session import (
-    ASKED_BYTES,
+    RESEND_BYTES,
     Ask,
     Committed,
     Effect,
     Fenced,
     Frame,
     NeedView,
-    Session,
+    PushSession,
     resume,
 )
 from replication.chain import Chains, Member, Ranges
@@ -26,9 +26,9 @@ A, B, C = (Member(name, 1) for name in "abc")
 NONE = np.empty(0, dtype=np.int64)
 
 
-def _connected(window: int = 3) -> tuple[Session, Chains]:
+def _connected(window: int = 3) -> tuple[PushSession, Chains]:
     view = form([A, B], P, 2)
-    session = Session(1, P, window)
+    session = PushSession(1, P, window)
     assert session.adopt(view) == []
     assert session.connected(A) + session.connected(B) == []
     return session, view
@@ -37,7 +37,7 @@ def _connected(window: int = 3) -> tuple[Session, Chains]:
 class Rows:
     """A part that has rows in some ranges."""
 
-    def __init__(self, *having: int, nbytes: int = ASKED_BYTES) -> None:
+    def __init__(self, *having: int, nbytes: int = RESEND_BYTES) -> None:
         self.having = having
         self.nbytes = nbytes
 
@@ -49,7 +49,7 @@ def _content() -> Rows:
     return Rows(*range(P))
 
 
-def _committed(session: Session, view: Chains, frame: Frame) -> list[object]:
+def _committed(session: PushSession, view: Chains, frame: Frame) -> list[object]:
     ranges = view.headed_by(view.index(frame.head))
     return list(session.reply(frame.frame, Status.COMMITTED, view.epoch, ranges, NONE))
 

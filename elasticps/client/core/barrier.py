@@ -12,7 +12,7 @@ from elasticps.errors import LeftOut
 from elasticps.wire.frames import HEADER_BYTES, Kind, json_frame, unpack_header
 from elasticps.wire.headers import BarrierArriveHeader, BarrierJoinHeader, BarrierLeaveHeader
 
-GRACE_S = 1.0  # the server, which knows whom it waits for, gives up first
+EXTRA_S = 1.0  # the server, which knows whom it waits for, gives up first
 
 
 def entering(app: str, worker: int, predecessor: int, timeout_s: float) -> Script[tuple[int, int]]:
@@ -34,7 +34,7 @@ def leaving(app: str, worker: int, timeout_s: float) -> Script[None]:
 def settling(app: str, worker: int, clock: int, timeout_s: float) -> Script[None]:
     """Closes the round of a step that is committed everywhere. `LeftOut` if it was closed without this worker."""
     header = BarrierArriveHeader(worker, clock, int(timeout_s * 1000)).header()
-    (answer,) = yield Request(of_group(app, header), timeout_s + GRACE_S, f"round {clock} of {app!r}")
+    (answer,) = yield Request(of_group(app, header), timeout_s + EXTRA_S, f"round {clock} of {app!r}")
     decision = json.loads(answer.body)
     if decision["round"] != clock:
         raise LeftOut(f"round {clock} of {app!r} was closed without this worker")

@@ -38,7 +38,7 @@ Wish = Request | Need | float
 ClaimScript = Generator[Wish, list[Answer], T]
 
 
-class Told(NamedTuple):
+class ClaimAnswer(NamedTuple):
     """The answer to CLAIM_SHARDS. number: of the set; held: [shard, worker, clock, last round of that worker] each."""
 
     number: int
@@ -94,14 +94,14 @@ class ShardClaims:
         if self._rounds:
             yield Need.SETTLE
         yield Need.ATTACH_NOTHING
-        told = yield from self._choose((yield from self._take(PREFETCH)))
-        if self.queue or told.finished:
+        answer = yield from self._choose((yield from self._take(PREFETCH)))
+        if self.queue or answer.finished:
             return bool(self.queue)
         yield Need.SETTLE  # what others wait for may be ours
         pause_s = POLL_FIRST_S
         while True:
-            told = yield from self._choose((yield from self._take(PREFETCH, back=self.passed_over)))
-            if self.queue or told.finished:
+            answer = yield from self._choose((yield from self._take(PREFETCH, back=self.passed_over)))
+            if self.queue or answer.finished:
                 return bool(self.queue)
             yield Need.PAUSE
             yield pause_s
@@ -115,7 +115,7 @@ class ShardClaims:
 
     def _take(
         self, want: int, *, done: Sequence[int] = (), back: Sequence[int] = (), timeout_s: float | None = None
-    ) -> ClaimScript[Told]:
+    ) -> ClaimScript[ClaimAnswer]:
         """Settles what is committed, and asks to hold `want` shards."""
         committed = self._report()
         self._handed = {n: clock for n, clock in self._handed.items() if n not in back and not 0 < clock <= committed}
@@ -124,29 +124,29 @@ class ShardClaims:
         questions = of_group(self._app, ClaimShardsHeader(committed).header(len(body)), body)
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         (answer,) = yield Request(questions, timeout_s, f"asking for shards {self._name!r}")
-        return _told(json.loads(answer.body))
+        return _answer_of(json.loads(answer.body))
 
-    def _choose(self, told: Told) -> ClaimScript[Told]:
+    def _choose(self, answer: ClaimAnswer) -> ClaimScript[ClaimAnswer]:
         """Queues the shards that are to be trained; says which of them lost workers had trained already."""
         while True:
-            self.number = told.number
-            fresh = [one for one in told.held if one[0] not in self._handed]
+            self.number = answer.number
+            fresh = [one for one in answer.held if one[0] not in self._handed]
             done = []
             for shard, worker, clock, last in fresh:
-                if worker and (yield from self._was_trained(told, worker, clock, last)):
+                if worker and (yield from self._was_trained(answer, worker, clock, last)):
                     done.append(shard)
             if not done:
                 self.queue.extend(one[0] for one in fresh if one[0] not in self.queue)
-                return told
-            told = yield from self._take(PREFETCH, done=done)
+                return answer
+            answer = yield from self._take(PREFETCH, done=done)
 
-    def _was_trained(self, told: Told, worker: int, clock: int, last: int) -> ClaimScript[bool]:
+    def _was_trained(self, answer: ClaimAnswer, worker: int, clock: int, last: int) -> ClaimScript[bool]:
         """Whether the step of a lost worker that used a shard is in the parameters, in every range. It may be on its
         way down the chains still: then it will be, unless heads die as well."""
         if self._rounds:
             if last < clock:
                 return False
-            yield from closing(self._app, *told.decided, self._timeout_s)  # its members may all be lost
+            yield from closing(self._app, *answer.decided, self._timeout_s)  # its members may all be lost
             return True
         while True:
             applied, committed = yield from clocks_of(worker, self._timeout_s)
@@ -157,6 +157,6 @@ class ShardClaims:
             yield POLL_FIRST_S
 
 
-def _told(document: dict[str, Any]) -> Told:
+def _answer_of(document: dict[str, Any]) -> ClaimAnswer:
     decided, workers = document["decided"]
-    return Told(document["set"], document["held"], document["done"] >= document["total"], (decided, workers))
+    return ClaimAnswer(document["set"], document["held"], document["done"] >= document["total"], (decided, workers))

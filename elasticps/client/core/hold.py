@@ -31,23 +31,23 @@ class Hold:
         self._newest = 0  # of all that it was told of
         self._until_s = 0.0
         self._rounds = 0  # up to there others wait for us
-        self._said: dict[Member, HeldHeader | None] = {}  # to those who have told us, what they heard last
+        self._reports: dict[Member, HeldHeader | None] = {}  # to those who have told us, what they heard last
 
-    def hear(self, server: Member, told: HoldHeader, now: float) -> None:
+    def hear(self, server: Member, request: HoldHeader, now: float) -> None:
         """A server says to hold. One that is late, for a cut that we were released from, is not heard."""
-        if told.cut < self._newest or (told.cut == self._newest and not self.cut):
+        if request.cut < self._newest or (request.cut == self._newest and not self.cut):
             return
-        if told.cut > self._newest:
-            self.cut = self._newest = told.cut
+        if request.cut > self._newest:
+            self.cut = self._newest = request.cut
             self._until_s, self._rounds = 0.0, 0
-            self._said.clear()
-        self._until_s = max(self._until_s, now + told.left_ms / 1000)
-        self._rounds = max(self._rounds, told.clock)
-        self._said[server] = None
+            self._reports.clear()
+        self._until_s = max(self._until_s, now + request.left_ms / 1000)
+        self._rounds = max(self._rounds, request.clock)
+        self._reports[server] = None
 
     def gone(self, server: Member) -> None:
         """The connection on which it said so has ended; it says so again on the next one."""
-        self._said.pop(server, None)
+        self._reports.pop(server, None)
 
     def release(self, cut: int) -> None:
         """A server says to go on."""
@@ -68,7 +68,7 @@ class Hold:
         """What servers are to be told now."""
         if self.left_s(now) <= 0 or not (written.settled or written.rounds):
             return []
-        said = HeldHeader(self.cut, self._worker, written.clock, not written.settled, not written.rounds)
-        news = [server for server, last in self._said.items() if last != said]
-        self._said.update(dict.fromkeys(news, said))
-        return [(server, said) for server in news]
+        report = HeldHeader(self.cut, self._worker, written.clock, not written.settled, not written.rounds)
+        others = [server for server, last in self._reports.items() if last != report]
+        self._reports.update(dict.fromkeys(others, report))
+        return [(server, report) for server in others]

@@ -11,7 +11,7 @@ from elasticps.client.core.session import resume
 from elasticps.wire.headers import JoinHeader, OkHeader
 
 
-class Past(NamedTuple):
+class PastRun(NamedTuple):
     """Who took part last under a worker's name: the worker's id, the clock that it went on above last, and how far the
     name had come by then: the last clock that need not be trained again, and the number of committed steps.
     `revision`: of the key in the store."""
@@ -55,7 +55,7 @@ class Starting:
         self._app = rounds_of
         self._timeout_s = timeout_s
 
-    def first(self, past: Past | None) -> Script[Resume]:
+    def first(self, past: PastRun | None) -> Script[Resume]:
         """Where it starts, after whoever had its name before."""
         if past is None:
             start = yield from self.lowest()
@@ -83,11 +83,11 @@ class Starting:
         return max(OkHeader.of(answer.header).minimum for answer in answers)
 
 
-def first_past(worker: int, found: Resume, past: Past | None) -> Past:
+def first_past(worker: int, found: Resume, past: PastRun | None) -> PastRun:
     """What to keep of a worker that starts as `found` says, in the place of `past`."""
-    return Past(worker, found.clock, found.trained, found.steps, 0 if past is None else past.revision)
+    return PastRun(worker, found.clock, found.trained, found.steps, 0 if past is None else past.revision)
 
 
-def past_again(past: Past, own: int, start: int) -> Past:
+def past_again(past: PastRun, own: int, start: int) -> PastRun:
     """The same for one that goes on at `start` after a pause; all its steps up to `own` are committed."""
     return past._replace(base=start, trained=own, steps=past.steps + own - past.base)

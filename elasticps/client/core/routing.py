@@ -22,7 +22,7 @@ FRAME_BYTES = 1 << 20  # aimed at per PUSH frame: while the server applies one, 
 
 
 @dataclass(frozen=True)
-class Share:
+class HeadShare:
     """The ranks `start`..`stop` that one server heads; `server` indexes `view.servers`."""
 
     server: int
@@ -56,7 +56,7 @@ class Routes:
         heads = view.heads[by_chain]
         edges = np.flatnonzero(np.diff(heads)) + 1
         bounds = [0, *edges.tolist(), view.ranges]
-        shares = [Share(int(heads[a]), a, b) for a, b in itertools.pairwise(bounds)]
+        shares = [HeadShare(int(heads[a]), a, b) for a, b in itertools.pairwise(bounds)]
         self.share_of = {s.server: s for s in shares if s.server >= 0}
         self.headless = bool((view.heads < 0).any())  # ranges begin anew
         self.bounds = np.array([(s.start, s.stop) for s in self.shares], np.int64).reshape(-1, 2)
@@ -65,7 +65,7 @@ class Routes:
         self._replicas: tuple[int, Readers] | None = None
 
     @property
-    def shares(self) -> tuple[Share, ...]:
+    def shares(self) -> tuple[HeadShare, ...]:
         return tuple(self.share_of.values())
 
     @cached_property
@@ -236,13 +236,13 @@ def cut_ranks(sizes: NDArray[np.int64], limit: int = FRAME_BYTES) -> list[tuple[
     if total <= limit // 2:
         return [(0, len(sizes))]
     ends = np.cumsum(sizes)
-    cuts, start, wanted = [], 0, limit // 4
+    cuts, start, aimed = [], 0, limit // 4
     while start < len(sizes):
         done = int(ends[start - 1]) if start else 0
         left = total - done
-        stop = max(start + 1, int(np.searchsorted(ends, done + wanted, side="right")))
-        if left <= wanted + wanted // 2:
+        stop = max(start + 1, int(np.searchsorted(ends, done + aimed, side="right")))
+        if left <= aimed + aimed // 2:
             stop = len(sizes)
         cuts.append((start, stop))
-        start, wanted = stop, limit
+        start, aimed = stop, limit
     return cuts

@@ -25,10 +25,10 @@ from replication.chain import Chains, Member, Ranges
 from replication.effects import Status
 from replication.progress import MAX_PARTS, PART_BITS, Progress, after_part, touched_clock
 
-ASKED_BYTES = 256 << 10  # with so much outstanding a new head is asked what it has
+RESEND_BYTES = 256 << 10  # with so much outstanding a new head is asked what it has
 
 
-class Content(Protocol):
+class PartContent(Protocol):
     """What a part of a step carries; the shell cuts it per head. It must not change once it is pushed."""
 
     @property
@@ -59,7 +59,7 @@ class Frame(NamedTuple):
     part: int
     last: bool
     ranges: Ranges | None
-    content: Content | None
+    content: PartContent | None
 
 
 class Committed(NamedTuple):
@@ -99,7 +99,7 @@ class _Step:
 
     __slots__ = ("count", "parts", "ranges", "whole")
 
-    def __init__(self, parts: list[Content], count: int) -> None:
+    def __init__(self, parts: list[PartContent], count: int) -> None:
         self.parts = parts
         self.count = count  # of parts when the last one is known, else 0
         self.whole: set[_Head] = set()
@@ -120,7 +120,7 @@ class _Step:
         return self.ranges
 
 
-class Session:
+class PushSession:
     """The outstanding steps of one worker incarnation, at most `window`. `base`: the clock it starts above."""
 
     def __init__(self, worker: int, ranges: int, window: int, base: int = 0) -> None:
@@ -161,7 +161,7 @@ class Session:
         return len(next(reversed(self._steps.values())).parts) if self._steps else 0
 
     @property
-    def contents(self) -> list[Content]:
+    def contents(self) -> list[PartContent]:
         """The parts of the newest step, which is outstanding, as they come; they stay when it is committed."""
         return next(reversed(self._steps.values())).parts
 
@@ -182,7 +182,7 @@ class Session:
             )
         self.base = self.clock = self.committed = base
 
-    def push(self, content: Content, last: bool = True) -> list[Effect]:
+    def push(self, content: PartContent, last: bool = True) -> list[Effect]:
         """The next part of the step under way, or the first of a new one; `last` ticks the clock.
 
         A part that holds nothing for a head is not sent to it on its own: the head's next frame covers it. One call of
@@ -255,7 +255,7 @@ class Session:
             if heads.get(member) is not head:
                 self._forget(member)
         contents = (part for step in self._steps.values() for part in step.parts)
-        again = not anew.any() and sum(part.nbytes for part in contents) < ASKED_BYTES
+        again = not anew.any() and sum(part.nbytes for part in contents) < RESEND_BYTES
         for member, head in heads.items():
             if again and not head.ready and member in self._connected:
                 self._send_again(member, head, out)
@@ -398,7 +398,7 @@ class Session:
         first: int,
         part: int,
         ranges: Ranges | None,
-        content: Content | None,
+        content: PartContent | None,
         out: list[Effect],
     ) -> None:
         step = self._steps[clock]

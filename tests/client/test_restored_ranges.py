@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from coordinator.core.view import ServerInfo
-from elasticps.client.core.session import ASKED_BYTES, Ask, Effect, Frame, Session
+from elasticps.client.core.session import RESEND_BYTES, Ask, Effect, Frame, PushSession
 from replication.chain import Chains, CopyState, Member, unsafe_transition
 from replication.effects import Apply, ClocksReply, Effects, Push, Reply, Status
 from replication.effects import Ask as AskReplica
@@ -30,11 +30,11 @@ WORKER, LOST, OTHER = 1, 0, 1
 
 def view(epoch: int, heads: list[int], joining: list[int], since: int, anew: int) -> Chains:
     chains = np.array(heads, np.int32).reshape(2, 1)
-    kept = np.where((chains[:, 0] < 0) & (np.array(joining) >= 0), CopyState.RECOVERING, CopyState.NONE).astype(
+    stored = np.where((chains[:, 0] < 0) & (np.array(joining) >= 0), CopyState.RECOVERING, CopyState.NONE).astype(
         np.int32
     )
     return Chains(
-        epoch, (DEAD, LIVE), chains, np.array(joining, np.int32), np.array([since, 1]), kept, np.array([anew, 0])
+        epoch, (DEAD, LIVE), chains, np.array(joining, np.int32), np.array([since, 1]), stored, np.array([anew, 0])
     )
 
 
@@ -62,7 +62,7 @@ class World:
     def __init__(self, seed: int, bugs: str) -> None:
         self.seed, self.random = seed, random.Random(seed)
         self.bugs = bugs
-        self.session = Session(WORKER, 2, window=4)
+        self.session = PushSession(WORKER, 2, window=4)
         self.replicas = {member: Replica(member, 2) for member in (DEAD, LIVE)}
         self.there: dict[Member, deque[Any]] = {member: deque() for member in self.replicas}
         self.back: dict[Member, deque[Any]] = {member: deque() for member in self.replicas}
@@ -119,7 +119,7 @@ class World:
         """Something happens somewhere."""
         can: list[Callable[[], None]] = []
         if self.session.room:
-            can.append(lambda: self.do(self.session.push(Everything(self.seed % 2 * ASKED_BYTES))))
+            can.append(lambda: self.do(self.session.push(Everything(self.seed % 2 * RESEND_BYTES))))
         can += [lambda m=m: self.serve(m) for m, queue in self.there.items() if queue]  # type: ignore[misc]
         can += [lambda m=m: self.answer(m) for m, queue in self.back.items() if queue]  # type: ignore[misc]
         if can:
@@ -150,10 +150,10 @@ class World:
         for _ in range(self.random.randrange(20)):
             self.turn()
         self.settle()
-        saved, told = list(self.applied[LOST]), self.session.committed
+        saved, pending = list(self.applied[LOST]), self.session.committed
         for _ in range(self.random.randrange(60)):
             self.turn()
-            told = self.random.choice((told, self.session.committed))
+            pending = self.random.choice((pending, self.session.committed))
         del self.there[DEAD], self.replicas[DEAD]
         for _ in range(self.random.randrange(10)):  # answers of the dead one may be on their way still
             self.turn()
@@ -165,7 +165,7 @@ class World:
             if number == 2:
                 assert live.brings_back().tolist() == [LOST]
                 live.bring_back(LOST, OperationKind.RESTORED, None)
-                live.clocks.set_column(LOST, np.array([WORKER]), np.array([told << PART_BITS]))
+                live.clocks.set_column(LOST, np.array([WORKER]), np.array([pending << PART_BITS]))
                 self.applied[LOST] = list(saved)
                 assert [level.range for level in live.levels()] == []
                 live.brought_back(LOST)
@@ -204,7 +204,7 @@ def test_what_is_left_out_is_found(bugs: str) -> None:
 
 def test_a_head_is_asked_again_whose_range_began_anew_in_views_that_the_client_never_saw() -> None:
     """Found in a review: it headed the same ranges as before, so what it lacked was never sent."""
-    session = Session(WORKER, RANGES, 4)
+    session = PushSession(WORKER, RANGES, 4)
     infos = [ServerInfo(name, 1, f"{name}:1") for name in "ab"]
     before = chains(infos, [[0], [1]])
     after = replace(chains(infos, [[0], [1]], epoch=9), recovery_epoch=np.where(np.arange(RANGES) == 0, 9, 0))

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client.filtering import Kept, KeptBlocks
+from elasticps.client.filtering import BlockMemory, RowMemory
 from elasticps.client.runtime import Lock
 from elasticps.model.filters import KKT
 from elasticps.model.spec import TableSpec
 
-KEPT_BYTES = 64 << 20
+MEMORY_BYTES = 64 << 20
 """Of a sparse table's rows. Memory is taken as rows come; a key that gave way to others is sent whole."""
 
 RECENT = 64  # pushes that are remembered: rows that were asked for before all of them show nothing
@@ -46,11 +46,11 @@ class Screen:
         self._lock = lock
         self._dim = spec.dim
         self._blocks = (0 if spec.shape is None else spec.blocks, spec.dim)
-        self._zero: Kept | KeptBlocks
+        self._zero: RowMemory | BlockMemory
         if spec.shape is None:
-            self._zero = Kept(KEPT_BYTES // (4 * spec.dim + 8), spec.dim)
+            self._zero = RowMemory(MEMORY_BYTES // (4 * spec.dim + 8), spec.dim)
         else:
-            self._zero = KeptBlocks(self._blocks)
+            self._zero = BlockMemory(self._blocks)
         self._last: tuple[Keys, Screened] | None = None  # what leaves next, or does not
         self._sends = 0
         self._recent: deque[tuple[int, Keys]] = deque(maxlen=RECENT)  # the keys that each of these has sent
@@ -58,13 +58,13 @@ class Screen:
     def noting(self, keys: Keys) -> Callable[[Floats], None]:
         """Who is to be told of the rows of keys [n] that are asked for now: float32 [n, dim]. What this worker has
         pushed when they come is not in them."""
-        return partial(self.saw, keys, asked=self._sends)
+        return partial(self.saw, keys, sends=self._sends)
 
-    def saw(self, keys: Keys, rows: Floats, asked: int | None = None) -> None:
+    def saw(self, keys: Keys, rows: Floats, sends: int | None = None) -> None:
         """Rows float32 [n, dim] of keys [n] have been pulled, behind so many pushes; None: behind all."""
         zero = (rows == 0).astype(np.float32)
         with self._lock:
-            since = 0 if asked is None else self._sends - asked
+            since = 0 if sends is None else self._sends - sends
             if since > len(self._recent):
                 zero[:] = 0
             for number, sent in self._recent if since else ():
@@ -106,11 +106,11 @@ class Screen:
 
     def noting_tensor(self) -> Callable[[Floats], None]:
         """As `noting`, of a whole tensor."""
-        return partial(self.saw_tensor, asked=self._sends)
+        return partial(self.saw_tensor, sends=self._sends)
 
-    def saw_tensor(self, values: Floats, asked: int | None = None) -> None:
+    def saw_tensor(self, values: Floats, sends: int | None = None) -> None:
         """A whole tensor has been pulled."""
-        assert isinstance(self._zero, KeptBlocks)
+        assert isinstance(self._zero, BlockMemory)
         blocks = np.zeros(self._blocks, np.float32)
         blocks.reshape(-1)[: values.size] = values.reshape(-1)
-        self.saw(np.arange(len(blocks)), blocks, asked)
+        self.saw(np.arange(len(blocks)), blocks, sends)

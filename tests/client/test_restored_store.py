@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.adoption import adopt, plan_adoption
 from coordinator.memory import MemoryStore
-from elasticps.client.core.join import Past
+from elasticps.client.core.join import PastRun
 from elasticps.client.registry import Registry
 from elasticps.client.runtime import Runtime
 from elasticps.errors import ClusterUnreachable
@@ -26,7 +26,7 @@ def test_a_worker_that_pauses_over_a_new_store_goes_on_as_the_same() -> None:
     run(adopt(store, first))
     registry = Registry(store, runtime, "memory")
     me = registry.register("w", "default", lost.append, 30.0, "")
-    past = Past(me.id, 5, 5, 5, 0)
+    past = PastRun(me.id, 5, 5, 5, 0)
     revision = registry.keep(past, 30.0)
     assert revision is not None  # it takes part; then it waits for data, and nobody waits for it
 
@@ -50,7 +50,7 @@ def test_a_worker_whose_record_was_written_without_an_answer_goes_on_as_the_same
     runtime.run(adopt(store, plan_adoption([witness("a"), witness("b")], (), "x")), 30.0)
     registry = Registry(store, runtime, "memory")
     me = registry.register("w", "default", lost.append, 30.0, "")
-    past = Past(me.id, 5, 5, 5, 0)
+    past = PastRun(me.id, 5, 5, 5, 0)
     revision = registry.keep(past, 30.0)
     assert revision is not None
     store.lose_next_write = "last-worker/default/w"

@@ -1,11 +1,15 @@
-"""Functions over all rows of a table or tensor: servers compute what each range gives, and here that is put together,
-in the order of the ranges, so that it is the same whoever computed it."""
+"""Questions about all rows of a table, which servers answer range by range: how many there are, their keys, and
+functions over them, put together in the order of the ranges, so that the result is the same whoever computed it.
+
+Keys of a range are listed in the order of their hashes, which is the same at every replica: a listing goes on where the
+last part ended, and misses none when servers come, go or die.
+"""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, overload
 
@@ -18,10 +22,57 @@ from elasticps.client.reads import Reads
 from elasticps.errors import InputError, SpecError
 from elasticps.store.reductions import COUNT, Reduction, reduction
 from elasticps.wire.frames import Buffer, Header
+from elasticps.wire.headers import KeysHeader, ListKeysHeader
 from elasticps.wire.reducing import ReducedHeader, ReduceHeader, function_body
 from replication.chain import Member
 
-RANGES_AT_ONCE = 32
+LISTED_AT_ONCE = 16
+
+
+def count_rows(ask: Ask, table: int, ranges: int) -> int:
+    """Rows of a table."""
+    answers = ask(_listing(table, dict.fromkeys(range(ranges), 0), 0), f"counting the rows of table {table}")
+    return sum(KeysHeader.of(answer.header).rows for answer in answers)
+
+
+def list_keys(ask: Ask, table: int, ranges: int, keys: int) -> Iterator[NDArray[np.int64]]:
+    """All keys of a table, each once, in arrays of about so many; keys that are new meanwhile may be among them."""
+    found: list[NDArray[np.int64]] = []
+    left = list(range(ranges))
+    begun: dict[int, int] = {}  # where each range's list goes on
+    while left or begun:
+        while left and len(begun) < LISTED_AT_ONCE:
+            begun[left.pop(0)] = 0
+        for answer in ask(_listing(table, begun, keys), f"listing the keys of table {table}"):
+            answer_header = KeysHeader.of(answer.header)
+            found.append(np.frombuffer(answer.body, np.int64))
+            if answer_header.place:
+                begun[answer_header.range] = answer_header.place
+            else:
+                del begun[answer_header.range]
+            if sum(map(len, found)) >= keys:
+                yield np.concatenate(found)
+                found.clear()
+    if any(map(len, found)):
+        yield np.concatenate(found)
+
+
+def _listing(table: int, begun: Mapping[int, int], keys: int) -> Questions:
+    begun = dict(begun)
+
+    def questions(routes: Routes) -> list[tuple[Member, Header, list[Buffer]]]:
+        tails = routes.view.tails
+        if any(tails[r] < 0 for r in begun):  # nobody can say it now
+            return []
+        return [
+            (routes.members[tails[r]], ListKeysHeader(table, r, place, keys, epoch=routes.epoch).header(), [])
+            for r, place in begun.items()
+        ]
+
+    return questions
+
+
+REDUCED_AT_ONCE = 32
 
 Floats = NDArray[np.float64]
 
@@ -84,10 +135,10 @@ def _reduce(ask: Ask, table: int, ranges: int, name: str, constants: Sequence[fl
     """What the function makes of all rows of a table, which was checked."""
     how, body = reduction(name, constants), function_body(name, constants)
     total: Floats | None = None
-    for first in range(0, ranges, RANGES_AT_ONCE):
-        some = range(first, min(first + RANGES_AT_ONCE, ranges))
+    for first in range(0, ranges, REDUCED_AT_ONCE):
+        some = range(first, min(first + REDUCED_AT_ONCE, ranges))
         parts = {}
-        for answer in ask(_to_tails(table, some, body), f"reducing table {table} with {name!r}"):
+        for answer in ask(_reducing(table, some, body), f"reducing table {table} with {name!r}"):
             parts[ReducedHeader.of(answer.header).range] = np.frombuffer(answer.body, np.float64).copy()
         for r in some:
             total = _merged(how, name, total, parts[r])
@@ -107,7 +158,7 @@ def _merged(how: Reduction, name: str, total: Floats | None, part: Floats) -> Fl
     return total
 
 
-def _to_tails(table: int, some: Iterable[int], body: bytes) -> Questions:
+def _reducing(table: int, some: Iterable[int], body: bytes) -> Questions:
     def questions(routes: Routes) -> list[tuple[Member, Header, list[Buffer]]]:
         tails = routes.view.tails
         if any(tails[r] < 0 for r in some):  # nobody can say it now

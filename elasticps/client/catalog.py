@@ -12,15 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.core.keys import ON_LOSS, RESTORE, WAIT
-from elasticps.client import filling, listing
-from elasticps.client.cache_use import check_cache
+from elasticps.client import loading, scans
+from elasticps.client.cache_batches import check_cache
 from elasticps.client.core.fan_out import Ask, of_heads
 from elasticps.client.core.routing import Routes
 from elasticps.client.dispatcher import Dispatcher
-from elasticps.client.filling import NO_STEP_VALUES, fill
 from elasticps.client.inputs import checked_floats
+from elasticps.client.loading import NO_STEP_VALUES, fill
 from elasticps.client.reads import Reads
-from elasticps.client.registrations import NewTable, Registration
+from elasticps.client.registrations import Registration, TableToRegister
 from elasticps.client.registry import Registry
 from elasticps.client.tables import DenseTensor, Handle, SparseTable, TableInfo
 from elasticps.client.writes import Write, check_size
@@ -47,7 +47,7 @@ FILLED_BYTES = 4 << 20  # of initial values that are sent together
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TableRequest:
     """A table that the caller describes; of a tensor with its initial values."""
 
     spec: TableSpec
@@ -58,17 +58,17 @@ class Wanted:
 class Opening:
     """A table that is registered, and is being made and filled. handle: what the caller gets."""
 
-    wanted: Wanted
+    request: TableRequest
     table: Registration
     handle: Handle
 
     @property
     def nbytes(self) -> int:
         """Of its initial values."""
-        return 0 if self.wanted.values is None else self.wanted.values.nbytes
+        return 0 if self.request.values is None else self.request.values.nbytes
 
 
-class Tables:
+class TableCatalog:
     """Opens tables and tensors; `opened` has them by name."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Tables:
         """Opens a sparse table, creating it if it is new."""
         if cache is not None:
             check_cache(spec.name, cache, self._reads.in_rounds, self._reads.bound)
-        table = cast(SparseTable, self._brought(Wanted(spec), on_loss, max_lost_steps))
+        table = cast(SparseTable, self._brought(TableRequest(spec), on_loss, max_lost_steps))
         if cache is not None:
             table.keep(cache)
         return table
@@ -96,21 +96,21 @@ class Tables:
         """Opens a tensor of the shape of `init`; one that is new has its values."""
         return cast(DenseTensor, self._brought(_new_tensor(init, spec), on_loss, max_lost_steps))
 
-    def all_dense(self, wanted: Sequence[tuple[object, Callable[[tuple[int, ...]], TableSpec]]]) -> list[DenseTensor]:
+    def all_dense(self, requests: Sequence[tuple[object, Callable[[tuple[int, ...]], TableSpec]]]) -> list[DenseTensor]:
         """The same for many tensors at once, of different names: their initial values, and their specs by shape."""
-        return [cast(DenseTensor, handle) for handle in self._all_brought([_new_tensor(*one) for one in wanted])]
+        return [cast(DenseTensor, handle) for handle in self._all_brought([_new_tensor(*one) for one in requests])]
 
-    def _brought(self, wanted: Wanted, on_loss: str | None, max_lost_steps: int | None) -> Handle:
+    def _brought(self, request: TableRequest, on_loss: str | None, max_lost_steps: int | None) -> Handle:
         """Opens what the caller describes, with the rate that the caller wants."""
-        (handle,) = self._all_brought([wanted])
+        (handle,) = self._all_brought([request])
         if on_loss is not None:
             handle.set_on_loss(on_loss, max_lost_steps)
         return handle
 
-    def _all_brought(self, wanted: Sequence[Wanted]) -> list[Handle]:
-        known = {name: self.opened.get(name) for name in (one.spec.name for one in wanted)}
-        handles = self._open_all(wanted)
-        for one, handle in zip(wanted, handles, strict=True):
+    def _all_brought(self, requests: Sequence[TableRequest]) -> list[Handle]:
+        known = {name: self.opened.get(name) for name in (one.spec.name for one in requests)}
+        handles = self._open_all(requests)
+        for one, handle in zip(requests, handles, strict=True):
             if handle is known[one.spec.name]:
                 handle.open_again(one.spec.optimizer)
             handle.opened()
@@ -128,14 +128,14 @@ class Tables:
 
     def _rows(self, ask: Ask, table: int) -> int:
         try:
-            return listing.count(ask, table, self._reads.routes.view.ranges)
+            return scans.count_rows(ask, table, self._reads.routes.view.ranges)
         except UnknownTable:  # it is being made just now, or dropped
             return 0
 
     def open(self, name: str) -> Handle:
         """A table or tensor that there is, as it was made. Raises UnknownTable."""
         spec = self._find(name).spec
-        return self._open_all([Wanted(spec, None if spec.shape is None else np.zeros(spec.shape, np.float32))])[0]
+        return self._open_all([TableRequest(spec, None if spec.shape is None else np.zeros(spec.shape, np.float32))])[0]
 
     def clear(self, name: str) -> None:
         """Forgets the rows of a sparse table. Raises UnknownTable; InputError for a tensor."""
@@ -174,7 +174,7 @@ class Tables:
                 handle.forget()
         marked = self._registry.begin_drop(self._app, registration, self._timeout_s)
         if marked is not None:
-            questions = filling.erase(registration.id, OperationKind.DROP, worker)
+            questions = loading.erase(registration.id, OperationKind.DROP, worker)
             self._dispatcher.ask_all(questions, self._timeout_s, f"dropping table {name!r}", writes=True)
             self._registry.end_drop(self._app, marked, self._timeout_s)
 
@@ -182,17 +182,17 @@ class Tables:
     def _app(self) -> str:
         return self._dispatcher.worker.app
 
-    def _open_all(self, wanted: Sequence[Wanted]) -> list[Handle]:
+    def _open_all(self, requests: Sequence[TableRequest]) -> list[Handle]:
         """Opens tables of different names, creating those that are new: in few requests, however many there are."""
         self._dispatcher.check()
-        starts = range(0, len(wanted), AT_ONCE)
-        return [handle for start in starts for handle in self._open_some(wanted[start : start + AT_ONCE])]
+        starts = range(0, len(requests), AT_ONCE)
+        return [handle for start in starts for handle in self._open_some(requests[start : start + AT_ONCE])]
 
-    def _open_some(self, wanted: Sequence[Wanted]) -> list[Handle]:
-        tables = self._register(wanted)
+    def _open_some(self, requests: Sequence[TableRequest]) -> list[Handle]:
+        tables = self._register(requests)
         handles = [self._known(table) for table in tables]
         new = list[Opening]()
-        for one, table, known in zip(wanted, tables, handles, strict=True):
+        for one, table, known in zip(requests, tables, handles, strict=True):
             if known is None:
                 handle_type = SparseTable if one.values is None else DenseTensor
                 new.append(Opening(one, table, handle_type(self._reads, table.spec, table.id, one.spec, self)))
@@ -215,14 +215,14 @@ class Tables:
         handle = self.opened.get(table.spec.name)
         return handle if handle is not None and handle.id == table.id else None
 
-    def _register(self, wanted: Sequence[Wanted]) -> list[Registration]:
+    def _register(self, requests: Sequence[TableRequest]) -> list[Registration]:
         """Registers all, or finds them. SpecError says how an existing one differs; then nothing is registered."""
         worker = self._dispatcher.worker
         while True:
-            asked = [NewTable(one.spec, one.values is None) for one in wanted]
-            found = self._registry.open_tables(worker.app, asked, worker.id, self._timeout_s)
+            to_register = [TableToRegister(one.spec, one.values is None) for one in requests]
+            found = self._registry.open_tables(worker.app, to_register, worker.id, self._timeout_s)
             going = [table for table in found if table.dropping]
-            for one, table in zip(wanted, found, strict=True):
+            for one, table in zip(requests, found, strict=True):
                 if not table.dropping and (difference := table.spec.difference(one.spec)):
                     self._take_back(found)
                     raise SpecError(f"table {table.spec.name!r} exists with another spec: its {difference}. Use the "
@@ -292,7 +292,7 @@ class Tables:
             given_up = {one.id for one in self._registry.wait_ready(worker.app, others, self._timeout_s)}
             empty = [one for one in empty if one.table.creator == worker.id or one.table.id in given_up]
         for some in portions(empty, MAX_BLOCKS, FILLED_BYTES, lambda one: one.nbytes):
-            writes = [partial(_initial, cast(DenseTensor, one.handle), one.wanted.values) for one in some]
+            writes = [partial(_initial, cast(DenseTensor, one.handle), one.request.values) for one in some]
             check_size([write(self._dispatcher.routes) for write in writes])
             tables, questions = [one.table for one in some], fill(writes, worker.id, replace=False)
             what = f"filling tensor {_named(tables)}"
@@ -306,10 +306,12 @@ def _initial(tensor: DenseTensor, values: object, routes: Routes) -> Write:
     return tensor.lent(values, routes, NO_STEP_VALUES)
 
 
-def _new_tensor(init: object, spec: Callable[[tuple[int, ...]], TableSpec]) -> Wanted:
+def _new_tensor(init: object, spec: Callable[[tuple[int, ...]], TableSpec]) -> TableRequest:
     shape = getattr(init, "shape", None)
     described = spec(np.asarray(init, np.float32).shape if shape is None else tuple(shape))
-    return Wanted(described, checked_floats(f"tensor {described.name!r}: init", init, described.shape or ()).copy())
+    return TableRequest(
+        described, checked_floats(f"tensor {described.name!r}: init", init, described.shape or ()).copy()
+    )
 
 
 def _named(tables: Sequence[Registration]) -> str:

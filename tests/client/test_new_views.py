@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 
-from elasticps.client.core.view_refresh import ASK_EVERY_S, STORE_AFTER_S, ViewRefresh
+from elasticps.client.core.new_views import ASK_EVERY_S, STORE_AFTER_S, ViewRefresh
 
 NOTHING = (0, 0, 0)
 
@@ -14,8 +14,8 @@ def test_a_client_that_lacks_nothing_asks_nobody() -> None:
 
 def test_while_a_server_is_lost_the_others_are_asked_often() -> None:
     wanted = ViewRefresh()
-    asked = sum(wanted.turn(10 + i / 100, 5, True, NOTHING, i).ask_servers for i in range(100))
-    assert 0.5 / ASK_EVERY_S < asked <= 1 / ASK_EVERY_S
+    checked = sum(wanted.turn(10 + i / 100, 5, True, NOTHING, i).ask_servers for i in range(100))
+    assert 0.5 / ASK_EVERY_S < checked <= 1 / ASK_EVERY_S
 
 
 def test_an_epoch_that_somebody_spoke_of_is_asked_for_until_it_is_there() -> None:
