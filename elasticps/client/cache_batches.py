@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client.pull import Pull
+from elasticps.client.pull import ServerPull
 from elasticps.client.runtime import Lock
 from elasticps.errors import ConfigError, Error
 from elasticps.model.caching import Cache
@@ -77,55 +77,48 @@ NOTHING = np.empty(0, np.int64)
 
 @dataclass(eq=False)
 class CacheBatch:
-    """A pull, or a look ahead: distinct keys, the place of each, and what is asked of servers.
+    """The keys of one pull, or of one look ahead, and what servers are asked for them."""
 
-    values     float32 [n, dim], where rows go; None for a look ahead
-    upto       the newest step that had begun when it asked last
-    often      which keys are wanted so often that slots are asked for with their rows
-    asked, compared, wanted, coming
-               indices of keys: asked for; compared; found changed, to be asked for; brought by other batches
-    """
-
-    number: int
-    keys: Keys
-    where: Where
-    values: Rows | None
-    any_replica: bool
-    upto: int
-    lock: Lock
-    often: Flags
-    fetched: Where
-    compared: Where
-    coming: Where
-    others: tuple[int, ...]
-    digests: NDArray[np.uint64] | None = None  # of what is compared, as it was
-    changed: Where = field(default_factory=lambda: NOTHING)
-    rows: Pull | None = None
-    slots: Pull | None = None
-    check: Pull | None = None
-    due: bool = True  # nobody has been asked yet
-    left: bool = False  # what it asks for is on its way
-    over: bool = False
+    number: int  # its name in the index
+    keys: Keys  # distinct, int64 [n]
+    where: Where  # the entry of each key, int64 [n]
+    values: Rows | None  # float32 [n, dim], where rows go; None for a look ahead
+    any_replica: bool  # rows may come from any replica
+    upto: int  # the newest step that had begun when servers were asked last
+    lock: Lock  # held by the thread that asks servers
+    often: Flags  # keys that are used so often that slots are fetched with their rows
+    fetched: Where  # indices of keys whose rows are asked for
+    compared: Where  # indices of keys whose rows' digests are asked for
+    coming: Where  # indices of keys whose rows other batches bring
+    others: tuple[int, ...]  # the numbers of these batches
+    digests: NDArray[np.uint64] | None = None  # of the rows that are compared, as they were
+    changed: Where = field(default_factory=lambda: NOTHING)  # indices of keys that were found changed: fetched next
+    rows: ServerPull | None = None  # of `fetched`
+    slots: ServerPull | None = None  # of those of `fetched` that are used often
+    check: ServerPull | None = None  # of the digests of `compared`
+    due: bool = True  # nothing was sent yet
+    left: bool = False  # the pulls are on their way
+    over: bool = False  # nothing more is asked
     given_up: bool = False  # over, and rows lack
-    error: Error | None = None
+    error: Error | None = None  # for the thread that waits for the batch
 
     @property
     def come(self) -> bool:
-        """Whether all of that is there, and nobody has looked at it."""
+        """Whether all answers are there and not taken in yet."""
         return self.left and all(read.done() for read in self.reads)
 
     @property
-    def reads(self) -> list[Pull]:
-        """What is on its way."""
+    def reads(self) -> list[ServerPull]:
+        """The pulls on their way."""
         return [read for read in (self.rows, self.slots, self.check) if read is not None]
 
 
 @dataclass(eq=False)
 class SlotQuestion:
-    """A question for slots of rows at some places. asked: somebody sends it; begun: it has left, or will not."""
+    """A question for the optimizer's state of rows. fetched: a thread sends it; begun: it has left, or will not."""
 
     number: int
     where: Where
-    read: Pull
+    read: ServerPull
     fetched: bool = False
     begun: bool = False

@@ -22,7 +22,7 @@ from elasticps.client.data_shards import Shards
 from elasticps.client.inputs import refuse_pickling
 from elasticps.client.losses import Loss
 from elasticps.client.parts import Parts
-from elasticps.client.pull import Pull
+from elasticps.client.pull import ServerPull
 from elasticps.client.pull_tables import TablesPull
 from elasticps.client.reads import PullWithStep
 from elasticps.client.registry import Registry
@@ -204,7 +204,7 @@ class Client:
 
     def pull_many(
         self, tensors: Iterable[DenseTensor], outs: Iterable[NDArray[np.float32]] | None = None
-    ) -> list[Pull]:
+    ) -> list[ServerPull]:
         """Asks for several tensors now, each server once; the `result()` of each pull, in their order, waits for it.
         Into `outs`, as many arrays, if given."""
         pairs = ((tensor, None) for tensor in tensors) if outs is None else zip(tensors, outs, strict=True)

@@ -17,7 +17,7 @@ from coordinator.core.view import ServerInfo
 from elasticps.client.core.routing import Routes
 from elasticps.client.runtime import Lock, Runtime
 from elasticps.client.short_keys import ShortKeys
-from elasticps.client.transport import Link, LinkDriver, OnFrame, Sink, Usual
+from elasticps.client.transport import Link, LinkDriver, Receiver
 from elasticps.errors import (
     Closed,
     ConfigError,
@@ -62,9 +62,8 @@ class ServerPeer:
 
 
 class PeerConnections:
-    """Links to servers. Runs under `lock`, except for `open_due`. `hello` is the first frame on each; frames go to
-    `usual` and `on_frame`, bodies where `sink` says; `on_gone(member)` hears that a link, and what was in flight on it,
-    is gone."""
+    """Links to servers. Runs under `lock`, except for `open_due`. `hello` is the first frame on each; what they
+    receive goes to `receiver`; `on_gone(member)` hears that a link, and what was in flight on it, is gone."""
 
     def __init__(
         self,
@@ -72,9 +71,7 @@ class PeerConnections:
         driver: LinkDriver,
         lock: Lock,
         hello: bytes,
-        on_frame: OnFrame,
-        sink: Sink,
-        usual: Usual,
+        receiver: Receiver,
         on_gone: Callable[[Member], None],
         credentials: Credentials | None = None,
     ) -> None:
@@ -83,9 +80,7 @@ class PeerConnections:
         self._driver = driver
         self._lock = lock
         self._hello = hello
-        self._on_frame = on_frame
-        self._sink = sink
-        self._usual = usual
+        self._receiver = receiver
         self._on_gone = on_gone
         self._credentials = credentials
         self._gathered: dict[Member, list[Buffer]] | None = None  # what is to leave together
@@ -119,7 +114,7 @@ class PeerConnections:
                 continue
             if known is not None:
                 self._drop(known)
-            link = Link(self._runtime, info, self._on_frame, self._sink, self._usual, self._credentials)
+            link = Link(self._runtime, info, self._receiver, self._credentials)
             since = self._runtime.monotonic()
             self.peers[member] = ServerPeer(info, member, link, down_since_s=since, empty_as=empty.get(info.name, 0))
         self._driver.nudge()
@@ -142,7 +137,7 @@ class PeerConnections:
         self._gathered = None
 
     def abandon(self) -> bool:
-        """Gathers no more. True if something was gathered, of which nobody knows now whether it has left."""
+        """Stops batching. True if a batch may have been partly sent."""
         gathered, self._gathered = self._gathered, None
         return bool(gathered)
 

@@ -162,7 +162,7 @@ class Shards:
             return result
 
 
-class ShardSets:
+class WorkerShards:
     """The sets of shards that a worker iterates over."""
 
     def __init__(self, dispatcher: Dispatcher, steps: Steps, registry: Registry) -> None:

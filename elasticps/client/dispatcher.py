@@ -24,18 +24,18 @@ from elasticps.client.connections import (
     refused_by,
     server_error,
     what_is_lost,
-)
+)  # fmt: skip
 from elasticps.client.core.fan_out import Answer, FanOut, FanOuts, Questions, Script, T, carry_out
 from elasticps.client.core.new_views import NewViews, ReadStore
 from elasticps.client.core.routing import Routes
 from elasticps.client.core.session import PushSession
-from elasticps.client.holding import CutHold
-from elasticps.client.pull import Pull
+from elasticps.client.holding import WorkerHold
+from elasticps.client.pull import ServerPull
 from elasticps.client.pull_batch import ANSWERS, FAN_OUT, OWNERS, PULL, PUSH, take_answers
 from elasticps.client.pulls import PullsInFlight
 from elasticps.client.pushes import PushesInFlight
 from elasticps.client.runtime import Runtime, at_fork
-from elasticps.client.transport import Link, LinkDriver
+from elasticps.client.transport import Link, LinkDriver, Receiver
 from elasticps.errors import Closed, ClusterUnreachable, Error, Timeout, VersionMismatch
 from elasticps.wire.activity import Activity, UseHeader
 from elasticps.wire.frames import (
@@ -67,54 +67,53 @@ class Dispatcher:
     from the coordination store, in a thread of its own, and hands it over."""
 
     def __init__(
-        self,
-        runtime: Runtime,
-        cluster: str,
-        worker: WorkerInfo,
-        view: View,
-        window: int,
-        ask_view: ReadStore,
-        credentials: Credentials | None = None,
-        *,
-        authenticated: bool = False,
-    ) -> None:
-        """proven: as for `NewViews`."""
-        self.runtime = runtime
-        self.cluster = cluster
-        self.worker = worker
+        self, runtime: Runtime, cluster: str, worker: WorkerInfo, view: View, window: int, ask_view: ReadStore,
+        credentials: Credentials | None = None, *, authenticated: bool = False,
+    ) -> None:  # fmt: skip
+        """authenticated: as for `NewViews`."""
+        self.runtime = runtime  # clock, threads, sockets
+        self.cluster = cluster  # its name
+        self.worker = worker  # this one, as registered
         self.lock = runtime.rlock()
-        self.routes = Routes(view)
+        self.routes = Routes(view)  # of the newest view
+        # The steps that are outstanding.
         self.session = PushSession(worker.id, view.ranges, window)
         self.error: Error | None = None  # once set, nothing goes on
+        # Hears of the epochs in which ranges came back from a checkpoint, and of the last committed step.
         self.on_restored: Callable[[list[int], int], None] = lambda epochs, committed: None
-        self.on_watch: Callable[[], tuple[int, int, int]] = lambda: (
-            0,
-            0,
-            0,
-        )  # what a `Activity` has of caches and shards
+        # What an `Activity` has of caches and shards.
+        self.on_watch: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
         self.disowned = False  # this is a fork of the process that connected
+        # Newer views: when to ask for one, which to believe.
         self.new_views = NewViews(cluster, view.ranges, ask_view, self._from_store, authenticated=authenticated)
         self._answered = np.empty(ANSWERS, np.int64)  # requests, of one buffer
         self._hurt = False  # an exception came while something here was being changed
+        # Reads the links, in the thread that waits.
         self._driver = LinkDriver(runtime, self._broken, self._turn, self._failed)
-        self.nudge = self._driver.nudge
+        self.nudge = self._driver.nudge  # something is to be waited for
         hello = {"cluster": cluster, "worker": worker.id, "name": worker.name, "app": worker.app}
+        receiver = Receiver(self._on_frame, self._sink, self._usual)
+        # To all servers of the view.
         self.connections = PeerConnections(
-            runtime, self._driver, self.lock, json_frame(Kind.HELLO, hello), self._on_frame, self._sink,
-            self._usual, self._gone, credentials,
-        )  # fmt: skip
+            runtime, self._driver, self.lock, json_frame(Kind.HELLO, hello), receiver, self._gone, credentials
+        )
+        # Whether this worker takes part, as servers are told.
         self.participation = Participation(self.connections)
         send = self.connections.send
         numbers = {owner: itertools.count(OWNERS + owner, OWNERS) for owner in (PUSH, FAN_OUT)}
+        # Steps on their way.
         self.pushes = PushesInFlight(
             self.session, worker.id, numbers[PUSH], send, self._fenced, self.connections.keys_of
         )
+        # Pulls on their way.
         self.pulls = PullsInFlight(
             self.routes, worker.id, send, self.connections.stop_receiving, self.connections.keys_of
         )
+        # Questions that several servers answer.
         self._fan_outs = FanOuts(numbers[FAN_OUT], send)
         busy = lambda: self._hurt or self._fan_outs.writing  # noqa: E731
-        self.holding = CutHold(runtime, self.lock, self.session, self.connections, busy)
+        # Holds for consistent cuts.
+        self.holding = WorkerHold(runtime, self.lock, self.session, self.connections, busy)
         self.connections.follow(self.routes)
         self.pushes.adopt(self.routes)
         at_fork(self.disown)
@@ -133,12 +132,12 @@ class Dispatcher:
         met = self._driver.wait(
             lambda: self.error is not None or {p.member for p in missing()} <= self.absent(), left_s
         )
-        told = ", ".join(f"{p.info.name} at {p.info.address} ({self._lost(p) or p.trouble})" for p in missing())
+        report = ", ".join(f"{p.info.name} at {p.info.address} ({self._lost(p) or p.trouble})" for p in missing())
         if not met:
-            raise ClusterUnreachable(f"cluster {self.cluster!r}: cannot connect to server {told}")
+            raise ClusterUnreachable(f"cluster {self.cluster!r}: cannot connect to server {report}")
         self.check()
-        if told:
-            log.warning("worker %s goes on without ranges that nobody else has: server %s", self.worker.name, told)
+        if report:
+            log.warning("worker %s goes on without ranges that nobody else has: server %s", self.worker.name, report)
 
     def close(self) -> None:
         """Closes every connection; whoever still waits is told."""
@@ -287,7 +286,7 @@ class Dispatcher:
         """Asks whatever a script wants to know, and returns what came of it."""
         return carry_out(script, self.ask_all)
 
-    def start_pulls(self, pulls: Sequence[Pull], bound: int | None, wait_ms: int) -> None:
+    def start_pulls(self, pulls: Sequence[ServerPull], bound: int | None, wait_ms: int) -> None:
         """Sends pulls; `bound` and `wait_ms` as in the PULL header."""
         with self.lock:
             self.check()
@@ -298,7 +297,7 @@ class Dispatcher:
                 raise
         self._driver.nudge()
 
-    def forget_pull(self, pull: Pull, error: Error) -> None:
+    def forget_pull(self, pull: ServerPull, error: Error) -> None:
         """Gives up what is still unanswered of a pull."""
         with self.lock:
             try:
@@ -343,8 +342,8 @@ class Dispatcher:
             elif kind == Kind.PARTLY and owner == PUSH:
                 self.pushes.partly(request, header.epoch, *read_partly(header, body))
             elif kind == Kind.CLOCKS and owner == PUSH:
-                ranges, applied, committed, told = read_clocks(header, body)
-                refused = refused_by(link.server.name, told, self.routes.view.ranges)
+                ranges, applied, committed, report = read_clocks(header, body)
+                refused = refused_by(link.server.name, report, self.routes.view.ranges)
                 self.pushes.clocks(request, header.epoch, ranges, applied, committed, refused)
             elif kind == Kind.PARTLY:
                 self._stall(request, owner, header.epoch)

@@ -30,7 +30,7 @@ class Feedback(NamedTuple):
     lost: int
 
 
-class Screen(Protocol):
+class GradientScreen(Protocol):
     """What leaves floats of gradients out because of the weights that they are for (`elasticps.client.kkt_filter`)."""
 
     @property
@@ -75,7 +75,7 @@ class PushFilter:
     words [n, words]. What is sent again is sent as it was, so this runs once for each gradient."""
 
     def __init__(
-        self, spec: TableSpec, screen: Screen | None = None, *, table: int = 0, in_rounds: bool = False
+        self, spec: TableSpec, screen: GradientScreen | None = None, *, table: int = 0, in_rounds: bool = False
     ) -> None:  # fmt: skip
         self._screen = screen
         self._table = table

@@ -13,7 +13,7 @@ from elasticps.wire.headers import HoldHeader, ReleaseHeader
 from replication.chain import Member
 
 
-class CutHold:
+class WorkerHold:
     """Of one worker. writing: whether something else than steps is being written; in_round: whether the newest step's
     round is open, None for who takes part in none; settle: closes it, in a thread of its own."""
 

@@ -31,12 +31,12 @@ class Screened(NamedTuple):
     dropped: int
 
 
-def screen_of(spec: TableSpec, lock: Callable[[], Lock]) -> Screen | None:
+def screen_of(spec: TableSpec, lock: Callable[[], Lock]) -> KKTScreen | None:
     """That of a table's KKT filter, None without one."""
-    return next((Screen(spec, each, lock()) for each in spec.push if isinstance(each, KKT)), None)
+    return next((KKTScreen(spec, each, lock()) for each in spec.push if isinstance(each, KKT)), None)
 
 
-class Screen:
+class KKTScreen:
     """Of one table or tensor. `saw` may be told by any thread."""
 
     def __init__(self, spec: TableSpec, kkt: KKT, lock: Lock) -> None:

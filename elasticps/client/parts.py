@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elasticps.client.barrier import Barrier
 from elasticps.client.catalog import TableCatalog
-from elasticps.client.data_shards import ShardSets
+from elasticps.client.data_shards import WorkerShards
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.join import Joining
 from elasticps.client.losses import Losses
@@ -54,7 +54,7 @@ class Parts:
                 dispatcher, self.steps.before_read, consistency.bound, timeout_s, self.steps.settle_own_steps
             )
             self.tables = TableCatalog(registry, dispatcher, self.reads, opened, timeout_s)
-            self.shards = ShardSets(dispatcher, self.steps, registry)
+            self.shards = WorkerShards(dispatcher, self.steps, registry)
             dispatcher.on_watch = self._use
             registry.follow_rates(app, self.tables.hear, timeout_s)
             self._start(dispatcher, deadline_s)

@@ -1,6 +1,6 @@
 """A pull: what is asked, how its frames are laid out, and where the rows that come belong.
 
-One class, `Pull`, with a `PullLayout` that says what differs: rows of a table (`ROWS`), blocks of a dense tensor
+One class, `ServerPull`, with a `PullLayout` that says what differs: rows of a table (`ROWS`), blocks of a dense tensor
 (`BLOCKS`), rows in the words of a filter (`Coded`), rows of several tables (`pull_tables.SeveralTables`). A table with
 a cache has `row_cache.CachedPull`, which asks for the rows that it lacks by pulls like these.
 """
@@ -23,12 +23,12 @@ from replication.chain import Member
 
 Positions = NDArray[np.int64] | None  # where keys stand among the pull's own; None: they are all of them
 Floats = NDArray[np.float32]
-Finish: TypeAlias = "Callable[[Pull, float | None], None]"  # waits until all of a pull has arrived
+Finish: TypeAlias = "Callable[[ServerPull, float | None], None]"  # waits until all of a pull has arrived
 _PADDING = np.empty(8, np.uint8)
 
 
-class Arriving(Protocol):
-    """Rows that were asked for: a `Pull`, or one by way of a cache."""
+class PendingRows(Protocol):
+    """Rows that were asked for: a `ServerPull`, or one by way of a cache."""
 
     def done(self) -> bool:
         """Whether `result` would return, or raise, at once."""
@@ -57,7 +57,7 @@ class Query(NamedTuple):
         return self.any_replica * ANY | self.slots * SLOTS | self.coded * CODED | self.digests * DIGESTS
 
 
-class Target(Protocol):
+class AnswerTarget(Protocol):
     """Where the rows of one answer go."""
 
     def views(self, offset: int, count: int) -> list[memoryview]:
@@ -100,7 +100,7 @@ class PullPart:
     __slots__ = ("count", "epoch", "member", "positions", "pull", "request", "target")
 
     def __init__(
-        self, pull: Pull, member: Member | None, positions: Positions, count: int, target: Target | None,
+        self, pull: ServerPull, member: Member | None, positions: Positions, count: int, target: AnswerTarget | None,
         request: int = 0, epoch: int = 0,
     ) -> None:  # fmt: skip
         self.pull = pull
@@ -144,7 +144,7 @@ class PullPart:
         return answer, data
 
 
-class Pull:
+class ServerPull:
     """A pull in flight. `result` gives the array asked for: float32, rows in the order of the keys.
 
     What is asked again, because the server that was to answer is no longer the one, lands in arrays of its own and is
@@ -154,18 +154,19 @@ class Pull:
     def __init__(
         self, finish: Finish, query: Query, keys: NDArray[np.int64], value: Floats, layout: PullLayout | None = None
     ) -> None:
-        self._finish = finish
-        self.query = query
+        self._finish = finish  # waits until all of it has arrived
+        self.query = query  # what is asked of the table
+        # How frames are laid out, and where rows belong.
         self.layout = ROWS if layout is None else layout
         self.keys = keys  # int64 [n]
         self.value = value  # where rows land
-        self.flat = value.reshape(-1)
+        self.flat = value.reshape(-1)  # the same memory
         self.of_tensor = False  # a whole one, not rows of a table
         self.short: Short | None = None  # how its keys are made shorter
         self.on_rows: Callable[[Floats], None] | None = None  # hears of the rows when they have come
-        self.group: Pull | None = None  # the pull that asks for these rows together with others
+        self.group: ServerPull | None = None  # the pull that asks for these rows together with others
         self.parts: dict[int, PullPart] = {}  # by request, those still unanswered
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # raised by `result`
         self.clock = self.wait_ms = 0  # as in the PULL header
         self.bound: int | None = None  # of the delay, as in the PULL header
         self._pieces: list[tuple[Floats, NDArray[np.int64]]] = []  # rows and where they belong, in order
@@ -230,12 +231,12 @@ class PullLayout:
     """Rows of one table, or of the optimizer's state: keys int64 [n] -> value float32 [n, dim]. Other layouts say what
     differs. Stateless; each method is given the pull."""
 
-    def frame_bytes(self, pull: Pull, keys: int, servers: int) -> int:
+    def frame_bytes(self, pull: ServerPull, keys: int, servers: int) -> int:
         """Memory for frames that ask so many servers for so many keys."""
         return 8 * keys + HEADER_BYTES * (servers + 1)
 
     def cut(
-        self, pull: Pull, keys: NDArray[np.int64], routes: Routes, readers: Readers, order: NDArray[np.int64],
+        self, pull: ServerPull, keys: NDArray[np.int64], routes: Routes, readers: Readers, order: NDArray[np.int64],
         cuts: NDArray[np.int64], memory: NDArray[np.uint8], slots: NDArray[np.int64], small: int, request: int,
         worker: int,
     ) -> int:  # fmt: skip
@@ -248,7 +249,7 @@ class PullLayout:
         )  # fmt: skip
         return count
 
-    def shortened(self, pull: Pull, keys_of: ShortKeys, frame: memoryview) -> Sequence[Buffer]:
+    def shortened(self, pull: ServerPull, keys_of: ShortKeys, frame: memoryview) -> Sequence[Buffer]:
         """A frame with shorter keys."""
         return (frame,) if pull.short is None else keys_of.pull(frame, pull.short)
 
@@ -261,15 +262,17 @@ class PullLayout:
         )  # fmt: skip
         return [header.header().pack(), part.keys.data.cast("B")]
 
-    def floats(self, pull: Pull, positions: Positions, offset: int, count: int) -> int:
+    def floats(self, pull: ServerPull, positions: Positions, offset: int, count: int) -> int:
         """Of `count` rows from the one on that has number `offset` of those at `positions`."""
         return count * pull.query.dim
 
-    def plan(self, pull: Pull, part: PullPart, routes: Routes, readers: Readers) -> list[tuple[int, NDArray[np.int64]]]:
+    def plan(
+        self, pull: ServerPull, part: PullPart, routes: Routes, readers: Readers
+    ) -> list[tuple[int, NDArray[np.int64]]]:
         """Who answers for a part's keys, as `plan_pull` says it."""
         return plan_pull(part.keys, pull.query.salt, routes, readers)
 
-    def target(self, pull: Pull, positions: Positions, run: bool) -> Target:
+    def target(self, pull: ServerPull, positions: Positions, run: bool) -> AnswerTarget:
         """Where the rows of a large part go; run: they lie one after another."""
         if positions is None:
             return RowsTarget(pull.value)
@@ -277,17 +280,17 @@ class PullLayout:
             return RowsTarget(pull.value[positions[0] : positions[-1] + 1])
         return self.private(pull, positions)
 
-    def private(self, pull: Pull, positions: NDArray[np.int64]) -> Target:
+    def private(self, pull: ServerPull, positions: NDArray[np.int64]) -> AnswerTarget:
         """An array of its own for the rows at these positions."""
         rows = np.empty((len(positions), pull.query.dim), np.float32)
         pull.separate(rows.reshape(-1), positions)
         return RowsTarget(rows)
 
-    def place(self, pull: Pull, rows: Floats, positions: NDArray[np.int64]) -> None:
+    def place(self, pull: ServerPull, rows: Floats, positions: NDArray[np.int64]) -> None:
         """Copies n rows, float32 one after another, to their positions, int64 [n], in the order of the keys."""
         place_rows(rows.reshape(-1, pull.query.dim), positions, pull.value)
 
-    def arrived(self, pull: Pull) -> Floats:
+    def arrived(self, pull: ServerPull) -> Floats:
         """What the caller gets when all rows have come."""
         return pull.value
 
@@ -295,10 +298,10 @@ class PullLayout:
 class Blocks(PullLayout):
     """A whole dense tensor, float32 of its shape; the keys are its blocks."""
 
-    def target(self, pull: Pull, positions: Positions, run: bool) -> Target:
+    def target(self, pull: ServerPull, positions: Positions, run: bool) -> AnswerTarget:
         return BlocksTarget(pull.flat, pull.keys if positions is None else positions, pull.query.dim)
 
-    def place(self, pull: Pull, rows: Floats, positions: NDArray[np.int64]) -> None:
+    def place(self, pull: ServerPull, rows: Floats, positions: NDArray[np.int64]) -> None:
         dim = pull.query.dim
         for row, block in zip(rows.reshape(-1, dim), positions.tolist(), strict=True):
             here = pull.flat[block * dim : (block + 1) * dim]
@@ -316,7 +319,7 @@ class Coded(PullLayout):
         self._where = where
         self._decoded = False
 
-    def arrived(self, pull: Pull) -> Floats:
+    def arrived(self, pull: ServerPull) -> Floats:
         if not self._decoded:
             rows = self._codec.decode(pull.value)
             if self._where is not None:
@@ -332,11 +335,11 @@ ROWS, BLOCKS = PullLayout(), Blocks()
 def coded_pull(
     finish: Finish, query: Query, codec: Codec, keys: NDArray[np.int64], out: Floats,
     where: NDArray[np.int64] | None = None, short: Short | None = None,
-) -> Pull:  # fmt: skip
+) -> ServerPull:  # fmt: skip
     """A pull of rows or blocks through a table's filters, into `out`; where: as for `Coded`. short: how its keys are
     made shorter."""
     words = np.empty((len(keys), codec.words), np.float32)
-    pull = Pull(finish, query._replace(dim=codec.words, coded=True), keys, words, Coded(codec, out, where))
+    pull = ServerPull(finish, query._replace(dim=codec.words, coded=True), keys, words, Coded(codec, out, where))
     pull.short = short
     return pull
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client.core.routing import Readers, Routes
-from elasticps.client.pull import Arriving, Finish, Positions, Pull, PullLayout, PullPart, Query, Target
+from elasticps.client.pull import AnswerTarget, Finish, PendingRows, Positions, PullLayout, PullPart, Query, ServerPull
 from elasticps.client.pull_batch import (
     T_FIELDS,
     T_FIRST,
@@ -55,7 +55,7 @@ class SeveralTables(PullLayout):
     """Rows of several tables, or blocks of tensors: of each those that one of `members` asks for. The members
     themselves are not sent."""
 
-    def __init__(self, members: Sequence[Pull]) -> None:
+    def __init__(self, members: Sequence[ServerPull]) -> None:
         self.members = members
         tables: list[int | np.int64] = []
         at = 0
@@ -65,11 +65,11 @@ class SeveralTables(PullLayout):
             at += len(pull.keys)
         self._tables = np.array([*tables, at, 0, 0, 0, 0, 0], np.int64).reshape(-1, T_FIELDS)
 
-    def frame_bytes(self, pull: Pull, keys: int, servers: int) -> int:
+    def frame_bytes(self, pull: ServerPull, keys: int, servers: int) -> int:
         return 8 * keys + (HEADER_BYTES + BLOCK_BYTES * len(self.members)) * (servers + 1)
 
     def cut(
-        self, pull: Pull, keys: NDArray[np.int64], routes: Routes, readers: Readers, order: NDArray[np.int64],
+        self, pull: ServerPull, keys: NDArray[np.int64], routes: Routes, readers: Readers, order: NDArray[np.int64],
         cuts: NDArray[np.int64], memory: NDArray[np.uint8], slots: NDArray[np.int64], small: int, request: int,
         worker: int,
     ) -> int:  # fmt: skip
@@ -80,7 +80,7 @@ class SeveralTables(PullLayout):
         )  # fmt: skip
         return count
 
-    def shortened(self, pull: Pull, keys_of: ShortKeys, frame: memoryview) -> Sequence[Buffer]:
+    def shortened(self, pull: ServerPull, keys_of: ShortKeys, frame: memoryview) -> Sequence[Buffer]:
         return keys_of.pull_tables(frame, {m.query.table_id: m.short for m in self.members if m.short is not None})
 
     def frame(self, part: PullPart, epoch: int, worker: int) -> list[Buffer]:
@@ -102,35 +102,37 @@ class SeveralTables(PullLayout):
         edges: list[int] = (firsts if positions is None else np.searchsorted(positions, firsts)).tolist()
         return edges
 
-    def floats(self, pull: Pull, positions: Positions, offset: int, count: int) -> int:
+    def floats(self, pull: ServerPull, positions: Positions, offset: int, count: int) -> int:
         found = place_several(0, _ALL if positions is None else positions, self._tables, offset, count)
         return int(found) // 4
 
-    def plan(self, pull: Pull, part: PullPart, routes: Routes, readers: Readers) -> list[tuple[int, NDArray[np.int64]]]:
+    def plan(
+        self, pull: ServerPull, part: PullPart, routes: Routes, readers: Readers
+    ) -> list[tuple[int, NDArray[np.int64]]]:
         positions = np.arange(len(pull.keys)) if part.positions is None else part.positions
         of = _readers_of(pull.keys, self._tables, routes.shift, readers.of, positions)
         return [(server, np.flatnonzero(of == server)) for server in np.unique(of).tolist()]
 
-    def target(self, pull: Pull, positions: Positions, run: bool) -> Target:
+    def target(self, pull: ServerPull, positions: Positions, run: bool) -> AnswerTarget:
         return _Whole(self.members) if positions is None else self.private(pull, positions)
 
-    def private(self, pull: Pull, positions: NDArray[np.int64]) -> Target:
+    def private(self, pull: ServerPull, positions: NDArray[np.int64]) -> AnswerTarget:
         words = np.repeat(self._tables[:-1, T_WORDS], np.diff(self._edges(positions)))
         ends = np.concatenate([[0], np.cumsum(words)])
         rows = np.empty(int(ends[-1]), np.float32)
         pull.separate(rows, positions)
         return _Private(rows, ends)
 
-    def place(self, pull: Pull, rows: NDArray[np.float32], positions: NDArray[np.int64]) -> None:
+    def place(self, pull: ServerPull, rows: NDArray[np.float32], positions: NDArray[np.int64]) -> None:
         place_several(address(rows), positions, self._tables, 0, len(positions))
 
 
-def joined(finish: Finish, members: Sequence[Pull]) -> Pull:
+def joined(finish: Finish, members: Sequence[ServerPull]) -> ServerPull:
     """One pull that asks for the rows of several, which are not sent themselves."""
     coded, keys = any(pull.query.coded for pull in members), np.concatenate([pull.keys for pull in members])
     name = ", ".join([pull.query.name for pull in members])
     query = Query(0, _NO_SALT, 0, name, members[0].query.any_replica, coded=coded)
-    whole = Pull(finish, query, keys, _NOTHING, SeveralTables(members))
+    whole = ServerPull(finish, query, keys, _NOTHING, SeveralTables(members))
     whole.short = next((pull.short for pull in members if pull.short is not None), None)
     return whole
 
@@ -140,8 +142,8 @@ class TablesPull(Generic[T]):
     cache are sent as `groups`. failed: why nobody could be asked."""
 
     def __init__(
-        self, tables: Sequence[T], pulls: Sequence[Arriving], groups: Sequence[Pull],
-        give_up: Callable[[Sequence[Pull]], None], failed: Error | None = None,
+        self, tables: Sequence[T], pulls: Sequence[PendingRows], groups: Sequence[ServerPull],
+        give_up: Callable[[Sequence[ServerPull]], None], failed: Error | None = None,
     ) -> None:  # fmt: skip
         self._give_up = give_up  # what is still on its way: its memory is the caller's again
         self._failed = failed
@@ -152,7 +154,7 @@ class TablesPull(Generic[T]):
 
     def done(self) -> bool:
         """Whether `result` would return, or raise, at once."""
-        cached = [pull.done() for pull in self._pulls if not isinstance(pull, Pull)]
+        cached = [pull.done() for pull in self._pulls if not isinstance(pull, ServerPull)]
         return all(pull.done() for pull in self._groups) and all(cached)
 
     def result(self, timeout: float | None = None) -> dict[T, NDArray[np.float32]]:
@@ -165,7 +167,7 @@ class TablesPull(Generic[T]):
                 for group in self._groups:
                     group.wait(timeout)
                 self._rows = {
-                    table: pull.arrived() if isinstance(pull, Pull) else pull.result(timeout)
+                    table: pull.arrived() if isinstance(pull, ServerPull) else pull.result(timeout)
                     for table, pull in zip(self._tables, self._pulls, strict=True)
                 }
             except Error:
@@ -174,14 +176,14 @@ class TablesPull(Generic[T]):
         return self._rows
 
 
-def in_groups(finish: Finish, pulls: Sequence[Arriving]) -> list[Pull]:
+def in_groups(finish: Finish, pulls: Sequence[PendingRows]) -> list[ServerPull]:
     """The pulls to send for all of these that are not sent yet: tables and small tensors together."""
-    plain = [pull for pull in pulls if isinstance(pull, Pull)]
+    plain = [pull for pull in pulls if isinstance(pull, ServerPull)]
     large = [pull for pull in plain if pull.of_tensor and pull.flat.nbytes > SMALL_PULL_BYTES]
     return [*together(finish, [pull for pull in plain if pull not in large] if large else plain), *large]
 
 
-def small_together(finish: Finish, pulls: Sequence[Pull]) -> list[Pull]:
+def small_together(finish: Finish, pulls: Sequence[ServerPull]) -> list[ServerPull]:
     """The pulls to send for these, small ones together; each of them knows the one that brings its rows."""
     small = [pull for pull in pulls if pull.flat.nbytes <= SMALL_PULL_BYTES]
     groups = together(finish, small)
@@ -192,11 +194,11 @@ def small_together(finish: Finish, pulls: Sequence[Pull]) -> list[Pull]:
     return [*groups, *(pull for pull in pulls if pull.flat.nbytes > SMALL_PULL_BYTES)]
 
 
-def together(finish: Finish, pulls: Sequence[Pull]) -> list[Pull]:
+def together(finish: Finish, pulls: Sequence[ServerPull]) -> list[ServerPull]:
     """The pulls that bring the rows of these in as few frames as it takes: of more than MOST_BLOCKS tables, or
     PULL_FRAME_KEYS keys, several."""
-    groups: list[Pull] = []
-    group: list[Pull] = []
+    groups: list[ServerPull] = []
+    group: list[ServerPull] = []
     keys = 0
     for pull in [*pulls, None]:
         n = 0 if pull is None else len(pull.keys)
@@ -212,7 +214,7 @@ def together(finish: Finish, pulls: Sequence[Pull]) -> list[Pull]:
 class _Whole:
     """All rows, of one server: where they belong."""
 
-    def __init__(self, members: Sequence[Pull]) -> None:
+    def __init__(self, members: Sequence[ServerPull]) -> None:
         self._members = members
 
     def views(self, offset: int, count: int) -> list[memoryview]:

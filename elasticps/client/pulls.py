@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from elasticps.client.core.fan_out import Send
 from elasticps.client.core.routing import Readers, Routes
-from elasticps.client.pull import Pull, PullPart
+from elasticps.client.pull import PullPart, ServerPull
 from elasticps.client.pull_batch import OWNERS, P_FIELDS, PULL, SMALL_BYTES, Landing
 from elasticps.client.short_keys import ShortKeys
 from elasticps.errors import Error
@@ -51,7 +51,7 @@ class PullsInFlight:
         """The servers that owe answers."""
         return {part.member for part in self._parts.values() if part.member is not None}
 
-    def start(self, pulls: Sequence[Pull], bound: int | None, wait_ms: int) -> None:
+    def start(self, pulls: Sequence[ServerPull], bound: int | None, wait_ms: int) -> None:
         """Asks for some pulls. Small frames to one server leave together: each system call costs more than several of
         them."""
         frames: dict[Member, list[Buffer]] = {}
@@ -66,7 +66,7 @@ class PullsInFlight:
         for member, buffers in frames.items():
             self._send(member, buffers)
 
-    def _cut(self, pull: Pull, keys: NDArray[np.int64], first: int, frames: dict[Member, list[Buffer]]) -> None:
+    def _cut(self, pull: ServerPull, keys: NDArray[np.int64], first: int, frames: dict[Member, list[Buffer]]) -> None:
         """Cuts the part of a pull that begins with key number `first` by server, and lays the frames out."""
         routes, members = self._routes, self._routes.members
         readers = self._readers(pull) if pull.query.any_replica else routes.tails
@@ -100,7 +100,7 @@ class PullsInFlight:
             self._parts[request] = pull.parts[request] = part
             request += OWNERS
 
-    def forget(self, pull: Pull, error: Error) -> None:
+    def forget(self, pull: ServerPull, error: Error) -> None:
         """Gives up what is still unanswered of a pull."""
         pull.error = pull.error or error
         for part in list(pull.parts.values()):
@@ -176,7 +176,7 @@ class PullsInFlight:
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
-    def _readers(self, pull: Pull) -> Readers:
+    def _readers(self, pull: ServerPull) -> Readers:
         return self._routes.replicas(self._worker) if pull.query.any_replica else self._routes.tails
 
     def _ask(self, parts: list[PullPart]) -> None:

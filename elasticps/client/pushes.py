@@ -75,21 +75,22 @@ class PushesInFlight:
         self, session: PushSession, worker: int, requests: Iterator[int], send: Send, on_fenced: Callable[[], None],
         keys_of: Callable[[Member], ShortKeys | None] = lambda member: None,
     ) -> None:  # fmt: skip
-        self.session = session
+        self.session = session  # which steps are outstanding, what to send
         self.failures: dict[int, Exception] = {}  # by clock: steps that a server refused, until somebody was told
         self.needed_epoch = 0  # somebody spoke of it
         self.shards: dict[int, tuple[int, int]] = {}  # by clock: (set, shard) that a step trains
         self.round = False  # whether each step is a share of a synchronous round
+        # Hears that servers refused rows.
         self.on_refused: Callable[[], None] = lambda: None
         self.name_of: Callable[[int], str | None] = lambda table: None  # of a table, by its id
-        self.routes: Routes
-        self._worker = worker
-        self._requests = requests
-        self._send = send
-        self._on_fenced = on_fenced
-        self._keys_of = keys_of
+        self.routes: Routes  # of the newest view
+        self._worker = worker  # its id
+        self._requests = requests  # the next numbers
+        self._send = send  # takes frames for a server
+        self._on_fenced = on_fenced  # hears that the cluster has dropped this worker
+        self._keys_of = keys_of  # makes keys for a server shorter
         self.short: dict[int, Short] = {}  # tables whose keys are to be made shorter
-        self._states: dict[int, StepState] = {}
+        self._states: dict[int, StepState] = {}  # by clock, those outstanding
         self._sent: dict[int, _Sent] = {}  # by request
         self._asks: dict[int, Ask] = {}  # by request
 

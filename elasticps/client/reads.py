@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from elasticps.client.core.fan_out import Ask, Questions
 from elasticps.client.core.routing import Routes
 from elasticps.client.dispatcher import Dispatcher
-from elasticps.client.pull import Arriving, Pull
+from elasticps.client.pull import PendingRows, ServerPull
 from elasticps.client.pull_tables import TablesPull, in_groups, small_together
 from elasticps.client.runtime import Lock
 from elasticps.client.short_keys import Short
@@ -71,21 +71,21 @@ class Reads:
         """A new one, which a thread must not take twice."""
         return self._dispatcher.runtime.lock()
 
-    def start(self, pull: Pull, cache_age: int = 0) -> Pull:
+    def start(self, pull: ServerPull, cache_age: int = 0) -> ServerPull:
         """Sends a pull. cache_age: steps of the delay that are left to a cache, which may show the rows for so long."""
         pull.clock = self._prepare()
         bound = None if self._bound is None else self._bound - cache_age
         self._dispatcher.start_pulls((pull,), bound, self._wait_ms)
         return pull
 
-    def start_all(self, pulls: Sequence[Pull]) -> None:
+    def start_all(self, pulls: Sequence[ServerPull]) -> None:
         """Sends pulls, to each server in one message."""
         clock = self._prepare()
         for pull in pulls:
             pull.clock = clock
         self._dispatcher.start_pulls(pulls, self._bound, self._wait_ms)
 
-    def start_with_step(self, pulls: Sequence[Pull]) -> None:
+    def start_with_step(self, pulls: Sequence[ServerPull]) -> None:
         """The same right behind a part of a step, which the caller has sent under the lock; not in rounds, that would
         have to be waited for."""
         session = self._dispatcher.session
@@ -93,7 +93,7 @@ class Reads:
             pull.clock = session.clock - session.open
         self._dispatcher.start_pulls(pulls, self._bound, self._wait_ms)
 
-    def pulled(self, pull: Pull) -> NDArray[np.float32]:
+    def pulled(self, pull: ServerPull) -> NDArray[np.float32]:
         """Sends a pull, and returns what came; if that ends with an exception, be it between two lines of ours,
         its memory is the caller's alone from now on."""
         try:
@@ -102,18 +102,18 @@ class Reads:
             self._dispatcher.forget_pull(pull, Timeout("nobody waits for it"))
             raise
 
-    def start_tensors(self, pulls: Sequence[Pull]) -> list[Pull]:
+    def start_tensors(self, pulls: Sequence[ServerPull]) -> list[ServerPull]:
         """Asks for several arrays, each server once for all that are small."""
         self.start_all(small_together(self.finish, pulls))
         return list(pulls)
 
-    def start_tables(self, tables: Sequence[T], pulls: Sequence[Arriving]) -> TablesPull[T]:
+    def start_tables(self, tables: Sequence[T], pulls: Sequence[PendingRows]) -> TablesPull[T]:
         """Asks for rows of several tables, and tensors, each server once."""
         groups = in_groups(self.finish, pulls)
         self.start_all(groups)
         return TablesPull(tables, pulls, groups, self.give_up)
 
-    def pulled_tables(self, tables: Sequence[T], pulls: Sequence[Arriving]) -> dict[T, NDArray[np.float32]]:
+    def pulled_tables(self, tables: Sequence[T], pulls: Sequence[PendingRows]) -> dict[T, NDArray[np.float32]]:
         """The same, and what came; as `pulled`."""
         groups = in_groups(self.finish, pulls)
         try:
@@ -123,7 +123,7 @@ class Reads:
             self.give_up(groups)
             raise
 
-    def give_up(self, pulls: Sequence[Pull]) -> None:
+    def give_up(self, pulls: Sequence[ServerPull]) -> None:
         """Nobody waits any more for what has not come of these."""
         for pull in pulls:
             if not pull.done():
@@ -162,7 +162,7 @@ class Reads:
         """The newest."""
         return self._dispatcher.routes
 
-    def finish(self, pull: Pull, timeout: float | None) -> None:
+    def finish(self, pull: ServerPull, timeout: float | None) -> None:
         """Waits until all of it has arrived; gives it up if that takes too long."""
         try:
             self.wait(pull, timeout)
@@ -172,7 +172,7 @@ class Reads:
         if pull.error is not None:
             raise pull.error
 
-    def wait(self, pull: Pull, timeout: float | None) -> None:
+    def wait(self, pull: ServerPull, timeout: float | None) -> None:
         """Waits until all of it has arrived, or it has ended with an error; `Timeout` if that takes too long."""
         timeout = self._timeout_s if timeout is None else timeout
         if self._bound is not None:  # the servers, who know whom it waits for, give up first
@@ -189,11 +189,13 @@ class PullWithStep(Generic[T]):
     first, what begins it.
     """
 
-    def __init__(self, reads: Reads, handles: Sequence[T], pulls: Sequence[Pull | Callable[[], Arriving]]) -> None:
+    def __init__(
+        self, reads: Reads, handles: Sequence[T], pulls: Sequence[ServerPull | Callable[[], PendingRows]]
+    ) -> None:
         self._reads = reads
         self._handles = handles
         self._pulls = pulls
-        self._groups = in_groups(reads.finish, [pull for pull in pulls if isinstance(pull, Pull)])
+        self._groups = in_groups(reads.finish, [pull for pull in pulls if isinstance(pull, ServerPull)])
         self.then = None if reads.in_rounds else partial(reads.start_with_step, self._groups)
 
     def begun(self) -> TablesPull[T]:
@@ -203,7 +205,7 @@ class PullWithStep(Generic[T]):
         try:
             if self.then is None:
                 self._reads.start_all(self._groups)
-            started = [pull if isinstance(pull, Pull) else pull() for pull in self._pulls]
+            started = [pull if isinstance(pull, ServerPull) else pull() for pull in self._pulls]
         except Error as error:
             give_up(self._groups)
             return TablesPull(self._handles, [], [], give_up, error)

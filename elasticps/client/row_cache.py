@@ -31,7 +31,7 @@ from elasticps.client.cache_batches import (
 )
 from elasticps.client.core.cache_index import CacheIndex, State
 from elasticps.client.filtering import summed
-from elasticps.client.pull import Pull, Query
+from elasticps.client.pull import Query, ServerPull
 from elasticps.client.push_batch import PushSource
 from elasticps.client.reads import Reads
 from elasticps.errors import Error, SpecError
@@ -50,31 +50,35 @@ class RowCache:
     """Of one table. prepare(keys, any_replica): a read of rows that nobody was asked for yet."""
 
     def __init__(
-        self, options: Cache, spec: TableSpec, table_id: int, reads: Reads, prepare: Callable[[Keys, bool], Pull]
+        self, options: Cache, spec: TableSpec, table_id: int, reads: Reads, prepare: Callable[[Keys, bool], ServerPull]
     ) -> None:
-        self.options = options
-        self._reads = reads
-        self._prepare = prepare
+        self.options = options  # how many rows, how old
+        self._reads = reads  # starts pulls, and waits for them
+        self._prepare = prepare  # makes a pull
+        # The table's name, id and salt.
         self._name, self._id, self._salt = spec.name, table_id, table_salt(table_id)
-        self._dim = spec.dim
-        self._lock = reads.lock()
+        self._dim = spec.dim  # floats of a row
+        self._lock = reads.lock()  # of the rows here
         plain = replace(spec, push=(), pull=(), finite=False)
         bare = replace(plain, optimizer=Assign())
         try:
+            # Rows by entry, and whether own pushes are applied to them.
             self._table, self.applies = Table(plain, table_id, 2), True
         except SpecError:  # an optimizer that is not registered here: what is pushed is pulled again
             self._table, self.applies = Table(bare, table_id, 2), False
         self._initial = Table(bare, table_id, 2)  # stays empty
-        self._slot_floats = self._table.slot_floats
+        self._slot_floats = self._table.slot_floats  # of the optimizer's state of a row
+        # Whether weights alone show that a row was trained.
         self._shows_training = spec.optimizer.shows_training and spec.dtype == "float32"
-        self._push = Codec(spec.push, spec.dim)
+        self._push = Codec(spec.push, spec.dim)  # what push filters make of gradients
         self._compares = not Codec(spec.pull, spec.dim).code  # a rounded row has another digest
+        # Which keys have an entry, and what is known of their rows.
         self.index = CacheIndex(options.rows, slots=self._slot_floats > 0)
-        self._batches: dict[int, CacheBatch] = {}
-        self._slots: list[SlotQuestion] = []
-        self._number = 0
+        self._batches: dict[int, CacheBatch] = {}  # by number, those on their way
+        self._slots: list[SlotQuestion] = []  # questions for optimizer state
+        self._number = 0  # of the newest batch
         self._changed = np.zeros(2)  # the part of old rows that was, of late: of those wanted seldom, and often
-        self._counts = CacheCounts()
+        self._counts = CacheCounts()  # what the cache has done
 
     @property
     def use(self) -> CacheUse:
@@ -188,9 +192,9 @@ class RowCache:
             self._reads.start(read, self.options.staleness)
         batch.left = True
 
-    def _read(self, keys: Keys, out: Rows, any_replica: bool, **of: bool) -> Pull:
+    def _read(self, keys: Keys, out: Rows, any_replica: bool, **of: bool) -> ServerPull:
         query = Query(self._id, self._salt, out.shape[1], self._name, any_replica, **of)
-        return Pull(self._reads.finish, query, keys, out)
+        return ServerPull(self._reads.finish, query, keys, out)
 
     # --- answers --------------------------------------------------------------------------------------------------
 
@@ -213,7 +217,9 @@ class RowCache:
         with suppress(Error):
             self._follow(batch, timeout, self._reads.wait)
 
-    def _follow(self, batch: CacheBatch, timeout: float | None, wait: Callable[[Pull, float | None], None]) -> None:
+    def _follow(
+        self, batch: CacheBatch, timeout: float | None, wait: Callable[[ServerPull, float | None], None]
+    ) -> None:
         while not batch.over:
             for read in batch.reads:
                 wait(read, timeout)
@@ -279,8 +285,7 @@ class RowCache:
             self._want_slots(keys[lack], where[lack])
 
     def _slots_known(self, keys: Keys, rows: Rows, where: Where, same: Flags) -> Flags:
-        """Of which rows slots are known: of those that were never trained, where weights show that, and those that are
-        what they were."""
+        """Rows whose optimizer state is known: untrained, where weights show that, or unchanged since fetched."""
         if not self._slot_floats:
             return np.full(len(keys), True)
         known: Flags = same & self.index.slots_known(where)

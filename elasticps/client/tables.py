@@ -18,12 +18,12 @@ from elasticps.client.core.routing import PushPlan, Routes, plan_push
 from elasticps.client.filtering import Sent
 from elasticps.client.inputs import checked_floats, checked_gradients, checked_keys, checked_out, checked_read
 from elasticps.client.loading import NO_STEP_VALUES
-from elasticps.client.pull import BLOCKS, Pull
+from elasticps.client.pull import BLOCKS, ServerPull
 from elasticps.client.push_batch import PushSource
 from elasticps.client.reads import Reads
 from elasticps.client.row_cache import CachedPull, RowCache
 from elasticps.client.short_keys import Saved, Short
-from elasticps.client.target import Changes, Target
+from elasticps.client.target import Changes, PushTarget
 from elasticps.client.writes import LentRows, Write, check_size
 from elasticps.errors import ConfigError, InputError
 from elasticps.model.caching import Cache
@@ -34,7 +34,7 @@ LOADED_BYTES = 8 << 20  # sent at once
 CHUNK, MAX_CHUNK = 65_536, 262_144  # keys of a table that are handed out at once
 
 
-class SparseTable(Target):
+class SparseTable(PushTarget):
     """int64 key -> row of `dim` floats. A key never pushed has its initial value."""
 
     def __init__(self, reads: Reads, spec: TableSpec, table_id: int, own: TableSpec, changes: Changes) -> None:
@@ -123,24 +123,24 @@ class SparseTable(Target):
             pull.on_rows = self._screen.noting(keys)
         return pull
 
-    def _rows(self, keys: NDArray[np.int64], any_replica: bool) -> Pull:
+    def _rows(self, keys: NDArray[np.int64], any_replica: bool) -> ServerPull:
         return self.prepare(keys, None, "any" if any_replica else "tail")
 
     def pull_async(
         self, keys: object, out: NDArray[np.float32] | None = None, *, read: str = "tail", exact: bool = False
-    ) -> Pull | CachedPull:
+    ) -> ServerPull | CachedPull:
         """Asks for rows now; `result()` of what is returned waits for them."""
         begun = self.begin(keys, out, read, exact)
-        return self._reads.start(begun) if isinstance(begun, Pull) else begun
+        return self._reads.start(begun) if isinstance(begun, ServerPull) else begun
 
-    def begin(self, keys: object, out: NDArray[np.float32] | None, read: str, exact: bool) -> Pull | CachedPull:
+    def begin(self, keys: object, out: NDArray[np.float32] | None, read: str, exact: bool) -> ServerPull | CachedPull:
         """A pull that is not sent yet; of a table with a `Cache` one that has begun."""
         later = self.begin_later(keys, out, read, exact)
-        return later if isinstance(later, Pull) else later()
+        return later if isinstance(later, ServerPull) else later()
 
     def begin_later(
         self, keys: object, out: NDArray[np.float32] | None, read: str, exact: bool
-    ) -> Pull | Callable[[], CachedPull]:
+    ) -> ServerPull | Callable[[], CachedPull]:
         """The same, but with a `Cache`: checked, and what begins it when it is called."""
         if self._cache is None or exact:
             return self.prepare(keys, out, read, exact)
@@ -149,7 +149,7 @@ class SparseTable(Target):
 
     def prepare(
         self, keys: object, out: NDArray[np.float32] | None = None, read: str = "tail", exact: bool = False
-    ) -> Pull:
+    ) -> ServerPull:
         """A pull that is not sent yet."""
         array, rows = self.checked(keys, out, read)
         private = array if isinstance(keys, list | tuple) else array.copy()  # asked for again when servers change
@@ -160,7 +160,7 @@ class SparseTable(Target):
             pull = self._coded(private, rows, read == "any")
         else:
             query = self._query if read == "tail" else self._query._replace(any_replica=True)
-            pull = Pull(self._reads.finish, query, private, rows)
+            pull = ServerPull(self._reads.finish, query, private, rows)
         if self._screen is not None:
             pull.on_rows = self._screen.noting(private)
         return pull
@@ -285,7 +285,7 @@ class SparseTable(Target):
             self._cache.clear()
 
 
-class DenseTensor(Target):
+class DenseTensor(PushTarget):
     """A float32 tensor on the servers, cut into blocks that are spread over all of them."""
 
     def __init__(self, reads: Reads, spec: TableSpec, table_id: int, own: TableSpec, changes: Changes) -> None:
@@ -308,11 +308,13 @@ class DenseTensor(Target):
         errors as for `SparseTable.pull`."""
         return self._reads.pulled(self.prepare(out, read, exact))
 
-    def pull_async(self, out: NDArray[np.float32] | None = None, *, read: str = "tail", exact: bool = False) -> Pull:
+    def pull_async(
+        self, out: NDArray[np.float32] | None = None, *, read: str = "tail", exact: bool = False
+    ) -> ServerPull:
         """Asks for the tensor now; `result()` of what is returned waits for it."""
         return self._reads.start(self.prepare(out, read, exact))
 
-    def begin(self, keys: object, out: NDArray[np.float32] | None, read: str, exact: bool) -> Pull:
+    def begin(self, keys: object, out: NDArray[np.float32] | None, read: str, exact: bool) -> ServerPull:
         """A pull that is not sent yet, as one of a table; `keys` is None, for the whole tensor."""
         if keys is not None:
             raise InputError(
@@ -332,13 +334,13 @@ class DenseTensor(Target):
         dim, any_replica = self.spec.dim, read == "any"
         blocks, which = np.unique(at // dim, return_inverse=True)
         rows = np.empty((len(blocks), dim), np.float32)
-        pull = Pull(self._reads.finish, self._query._replace(any_replica=any_replica), blocks, rows)
+        pull = ServerPull(self._reads.finish, self._query._replace(any_replica=any_replica), blocks, rows)
         if self._pull.code and not exact:
             pull = self._coded(blocks, rows, any_replica)
         self._reads.pulled(pull)
         return rows[which, at % dim]
 
-    def prepare(self, out: NDArray[np.float32] | None, read: str, exact: bool = False) -> Pull:
+    def prepare(self, out: NDArray[np.float32] | None, read: str, exact: bool = False) -> ServerPull:
         """A pull that is not sent yet."""
         checked_read(self.name, read)
         if out is None:
@@ -349,7 +351,7 @@ class DenseTensor(Target):
             pull = self._coded(self._blocks, out, read == "any")
         else:
             query = self._query._replace(any_replica=read == "any")
-            pull = Pull(self._reads.finish, query, self._blocks, out, BLOCKS)
+            pull = ServerPull(self._reads.finish, query, self._blocks, out, BLOCKS)
         pull.of_tensor = True
         if self._screen is not None:
             pull.on_rows = self._screen.noting_tensor()
@@ -429,7 +431,7 @@ def refuse_values(call: str, values: object) -> NoReturn:
 
 def refuse_handle(call: str, handle: object) -> NoReturn:
     """Raises InputError: a key of what `call` was given is no table or tensor that this client has opened."""
-    if not isinstance(handle, Target):
+    if not isinstance(handle, PushTarget):
         raise InputError(f"{call} takes tables and tensors as keys, as ps.table(…) returns them, got {handle!r:.200}")
     again = "ps.tensor" if isinstance(handle, DenseTensor) else "ps.table"
     raise InputError(

@@ -16,7 +16,7 @@ from elasticps.client.filtering import Feedback, PushFilter, Sent
 from elasticps.client.inputs import refuse_pickling
 from elasticps.client.kkt_filter import Screened, screen_of
 from elasticps.client.loading import fill
-from elasticps.client.pull import Pull, Query, coded_pull
+from elasticps.client.pull import Query, ServerPull, coded_pull
 from elasticps.client.rates import SetRate, same_rate, with_rate
 from elasticps.client.reads import Reads
 from elasticps.client.scans import Reduced
@@ -47,26 +47,32 @@ def _warn(text: str) -> None:
 _PACKAGE = Path(__file__).parent.parent
 
 
-class Target(Reduced):
+class PushTarget(Reduced):
     """What a table and a tensor have in common."""
 
     def __init__(self, reads: Reads, spec: TableSpec, table_id: int, own: TableSpec, changes: Changes) -> None:
-        self._reads = reads
-        self._changes = changes
-        self.spec = spec
-        self.id = table_id
-        self.name = spec.name
-        self.dim = spec.dim
-        self.salt = table_salt(table_id)
+        self._reads = reads  # starts pulls
+        self._changes = changes  # sets rates for all workers
+        self.spec = spec  # as it is registered
+        self.id = table_id  # by which servers know it
+        self.name = spec.name  # by which the application knows it
+        self.dim = spec.dim  # floats of a row
+        self.salt = table_salt(table_id)  # of its keys' hashes
+        # What a plain pull asks.
         self._query = Query(table_id, self.salt, self.dim, self.name)
+        # The same number for compiled code.
         self._signed_salt = int(self.salt.view(np.int64))
         self._own = own.optimizer  # the caller's: a schedule is no part of the registered spec
         self.optimizer = self._own  # with the rate that was set, if one was
-        self.rate_set: SetRate | None = None
+        self.rate_set: SetRate | None = None  # that `set_lr` gave last
+        # What pull filters make of rows, and push filters of gradients.
         self._pull, push = Codec(spec.pull, spec.dim), Codec(spec.push, spec.dim)
+        # Leaves out gradients that change nothing.
         self._screen = screen_of(spec, reads.lock)
+        # What filters make of gradients, None for none.
         self._push = self._push_filter() if push.code or self._screen else None
         self.remembers_pushes = self._push is not None  # whether `sent` does anything
+        # How keys of pushes are made shorter.
         self._short = Short.of(spec.push)
         if self._short is not None:
             reads.shorten(table_id, self._short)
@@ -175,7 +181,7 @@ class Target(Reduced):
     def _coded(
         self, keys: NDArray[np.int64], out: NDArray[np.float32], any_replica: bool,
         where: NDArray[np.int64] | None = None, short: Short | None = None,
-    ) -> Pull:  # fmt: skip
+    ) -> ServerPull:  # fmt: skip
         query = self._query._replace(any_replica=any_replica)
         return coded_pull(self._reads.finish, query, self._pull, keys, out, where, short)
 
@@ -184,7 +190,7 @@ class Target(Reduced):
         rows = np.empty((len(keys), floats), np.float32)
         if floats:
             query = self._query._replace(dim=floats, slots=True)
-            self._reads.pulled(Pull(self._reads.finish, query, keys, rows))
+            self._reads.pulled(ServerPull(self._reads.finish, query, keys, rows))
         return rows
 
     def __repr__(self) -> str:

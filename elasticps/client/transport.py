@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,39 +40,46 @@ Sink: TypeAlias = Callable[[Header], Sequence[memoryview] | None]
 Usual: TypeAlias = "Callable[[Link, NDArray[np.uint8], int, int], int]"
 
 
+class Receiver(NamedTuple):
+    """Who takes what links receive. `usual` takes frames out of a buffer, as for `Assembler`; what it leaves goes to
+    `on_frame`, and rows into memory that `sink` gives, if it does."""
+
+    on_frame: OnFrame
+    sink: Sink
+    usual: Usual
+
+
 class Link:
     """Bytes to and from one server. `send` may be called by any thread, `receive` by one at a time.
 
     `ready` turns true when the server has welcomed us; before that only `hello` frames may be sent. `sinking` is the
-    request whose answer is just being received into memory that `sink` gave for its rows, 0 for none. `usual` takes
-    frames out of a buffer, as for `Assembler`; what it leaves goes to `on_frame`.
+    request whose answer is just being received into memory that the receiver gave for its rows, 0 for none.
     """
 
     def __init__(
         self,
         runtime: Runtime,
         server: ServerInfo,
-        on_frame: OnFrame,
-        sink: Sink,
-        usual: Usual,
+        receiver: Receiver,
         credentials: Credentials | None = None,
     ) -> None:
-        self._runtime = runtime
-        self._credentials = credentials
-        self._tls: Secured | None = None
-        self.server = server
+        self._runtime = runtime  # clock, sockets
+        self._credentials = credentials  # for TLS, if there is
+        self._tls: Secured | None = None  # over the socket
+        self.server = server  # as the view has it
+        # Its name and incarnation.
         self.member = Member(server.name, server.incarnation)
         self.ready = False
         self.sinking = 0
-        self.socket: Stream | None = None
-        self._on_frame = on_frame
-        self._sink = sink
-        self._usual = partial(usual, self)
-        self._assembler: Assembler | None = None
-        self._queue = SendQueue()
+        self.socket: Stream | None = None  # None while the link is down
+        self._receiver = receiver  # takes frames
+        # The same for the usual ones.
+        self._usual = partial(receiver.usual, self)
+        self._assembler: Assembler | None = None  # cuts what was received into frames
+        self._queue = SendQueue()  # what the socket has not taken yet
         self.received = 0  # bytes, ever
-        self._lock = runtime.lock()
-        self._attempts = 0
+        self._lock = runtime.lock()  # of the socket, and what is to be sent
+        self._attempts = 0  # to connect
 
     def connect(self, hello: bytes) -> None:
         """Begins to open the TCP connection; `hello` leaves, or an OSError comes, when the socket turns writable.
@@ -164,7 +171,7 @@ class Link:
         if header.kind != Kind.ROWS:
             return None
         self.sinking = header.request  # first: who gives it up now finds that here, or it is not found there
-        targets = self._sink(header)
+        targets = self._receiver.sink(header)
         if targets is None:
             self.sinking = 0
         elif self.sinking != header.request:  # the link was closed in between
@@ -173,7 +180,7 @@ class Link:
 
     def _frame(self, header: Header, body: NDArray[np.uint8]) -> None:
         self.sinking = 0
-        self._on_frame(self, header, body)
+        self._receiver.on_frame(self, header, body)
 
 
 class LinkDriver:

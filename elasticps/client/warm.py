@@ -10,7 +10,7 @@ from coordinator.core.view import ServerInfo, View
 from elasticps.client.core.cache_index import CacheIndex
 from elasticps.client.core.routing import Routes, place_rows, plan_pull, plan_push
 from elasticps.client.filtering import RowMemory
-from elasticps.client.pull import Pull, PullPart, Query
+from elasticps.client.pull import PullPart, Query, ServerPull
 from elasticps.client.pull_batch import ANSWERS, take_answers
 from elasticps.client.pull_tables import joined
 from elasticps.client.pulls import PullsInFlight
@@ -42,7 +42,7 @@ def warm() -> None:
 
         pulls = PullsInFlight(routes, 1, lambda member, buffers: None, lambda member, request: None)
         finish, query = lambda pull, timeout: None, Query(1, salt, _DIM, "t")
-        one, *others = [Pull(finish, query, keys, rows) for _ in range(3)]
+        one, *others = [ServerPull(finish, query, keys, rows) for _ in range(3)]
         pulls.start([several := joined(finish, others), one], None, 0)
         several.layout.floats(several, None, 0, len(keys))
         several.layout.plan(several, PullPart(several, None, keys, len(keys), None), routes, routes.tails)

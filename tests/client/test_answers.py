@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from coordinator.core.view import WorkerInfo
 from elasticps.client.dispatcher import Dispatcher
-from elasticps.client.pull import BLOCKS, Pull, Query, coded_pull
+from elasticps.client.pull import BLOCKS, Query, ServerPull, coded_pull
 from elasticps.client.pull_batch import OWNERS, PULL, PUSH, SLOTS, SMALL_BYTES
 from elasticps.client.pull_tables import SeveralTables, joined
 from elasticps.client.push_batch import Packer
@@ -40,7 +40,7 @@ class Twin:
             Runtime(), "c", worker, view(chains, servers=SERVERS[:servers]), WINDOW, lambda on_view: None
         )
         self.states: list[StepState] = []
-        self.reads: list[Pull] = []
+        self.reads: list[ServerPull] = []
         self.broken: list[str] = []
         self._packer = Packer(Pool(0))
         self._streams = []
@@ -61,14 +61,16 @@ class Twin:
 
     def read(self, keys: NDArray[np.int64], dim: int) -> None:
         out = np.zeros((len(keys), dim), np.float32)
-        self._start(Pull(self._done, Query(1, table_salt(1), dim, "t"), keys, out))
+        self._start(ServerPull(self._done, Query(1, table_salt(1), dim, "t"), keys, out))
 
     def read_dense(self, size: int, dim: int) -> None:
         blocks = np.arange(-(-size // dim))
-        self._start(Pull(self._done, Query(2, table_salt(2), dim, "d"), blocks, np.zeros(size, np.float32), BLOCKS))
+        self._start(
+            ServerPull(self._done, Query(2, table_salt(2), dim, "d"), blocks, np.zeros(size, np.float32), BLOCKS)
+        )
 
     def read_tables(self, keys: list[NDArray[np.int64]], dims: list[int], coded: bool) -> None:
-        reads: list[Pull] = []
+        reads: list[ServerPull] = []
         for number, (some, dim) in enumerate(zip(keys, dims, strict=True), 3):
             out, codec = np.zeros((len(some), dim), np.float32), Codec([BFloat16()], dim)
             if coded and number % 2:
@@ -76,17 +78,17 @@ class Twin:
                 reads.append(coded_pull(self._done, query, codec, some, out))
                 reads[-1].value[:] = 0.0
             else:
-                reads.append(Pull(self._done, Query(number, table_salt(number), dim, str(number)), some, out))
+                reads.append(ServerPull(self._done, Query(number, table_salt(number), dim, str(number)), some, out))
         size = dim * len(keys[0]) + 1  # a tensor's last block is short
         blocks, values = np.arange(-(-size // dim)), np.zeros(size, np.float32)
-        reads.append(Pull(self._done, Query(2, table_salt(2), dim, "d"), blocks, values, BLOCKS))
+        reads.append(ServerPull(self._done, Query(2, table_salt(2), dim, "d"), blocks, values, BLOCKS))
         self._start(joined(self._done, reads))
 
-    def _start(self, read: Pull) -> None:
+    def _start(self, read: ServerPull) -> None:
         self.reads.append(read)
         self.dispatcher.start_pulls([read], None, 0)
 
-    def _done(self, read: Pull, timeout: float | None) -> None:
+    def _done(self, read: ServerPull, timeout: float | None) -> None:
         assert read.done()
 
     def receive(self, server: int, data: bytes, pieces: list[int]) -> None:
@@ -110,7 +112,7 @@ class Twin:
         ]  # fmt: skip
 
 
-def shown(read: Pull) -> list[NDArray[np.float32]]:
+def shown(read: ServerPull) -> list[NDArray[np.float32]]:
     """What has come, or is where it belongs already."""
     if isinstance(read.layout, SeveralTables):
         return [one.arrived() if read.done() else one.value for one in read.layout.members]

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 import elasticps as eps
 from elasticps.client import kkt_filter
 from elasticps.client.filtering import PushFilter
-from elasticps.client.kkt_filter import Screen, Screened, screen_of
-from elasticps.client.pull import Pull, Query
+from elasticps.client.kkt_filter import KKTScreen, Screened, screen_of
+from elasticps.client.pull import Query, ServerPull
 from elasticps.errors import SpecError
 from elasticps.kernels.hashing import table_salt
 from elasticps.model.filters import Filter
@@ -30,7 +30,7 @@ Floats = NDArray[np.float32]
 OPEN = Outstanding()
 
 
-def pair(spec: TableSpec) -> tuple[PushFilter, Screen]:
+def pair(spec: TableSpec) -> tuple[PushFilter, KKTScreen]:
     screen = screen_of(spec, threading.Lock)
     assert screen is not None
     return PushFilter(spec, screen), screen
@@ -235,7 +235,7 @@ def test_rows_that_were_asked_for_before_a_push_do_not_show_what_it_has_made_of_
     push, screen = pair(spec_of(eps.KKT(feedback=False), dim=1))
     keys = np.arange(2)
     query = Query(1, table_salt(1), 1, "t")
-    read = Pull(lambda read, timeout: None, query, keys, np.zeros((2, 1), np.float32))
+    read = ServerPull(lambda read, timeout: None, query, keys, np.zeros((2, 1), np.float32))
     read.on_rows = screen.noting(keys)
     if again:
         read.result()

@@ -12,7 +12,7 @@ import pytest
 from coordinator.core.view import ServerInfo
 from elasticps.client import transport
 from elasticps.client.runtime import Runtime
-from elasticps.client.transport import RECEIVE_CALLS_PER_TURN, Link
+from elasticps.client.transport import RECEIVE_CALLS_PER_TURN, Link, Receiver
 from elasticps.wire.frames import Kind, bytes_frame
 
 
@@ -71,7 +71,10 @@ def test_a_turn_of_reading_ends_when_nothing_that_was_decrypted_is_left(
 
     server = ServerInfo("s0", 1, "127.0.0.1:1")
     link = Link(
-        Machine(), server, frame, lambda header: None, lambda link, data, start, end: start, cast(Any, object())
+        Machine(),
+        server,
+        Receiver(frame, lambda header: None, lambda link, data, start, end: start),
+        cast(Any, object()),
     )
     link.connect(b"hello")
     link.receive()

@@ -12,7 +12,7 @@ import pytest
 
 import elasticps as eps
 from elasticps.client.dispatcher import Dispatcher
-from elasticps.client.pull import Pull
+from elasticps.client.pull import ServerPull
 from elasticps.client.transport import Link
 from elasticps.wire.frames import Kind
 from tests.client.test_failover import KEYS, ONES, Cluster, cluster
@@ -35,7 +35,7 @@ def test_keys_of_a_pull_are_copied(cluster: Cluster, wrap: Callable[[np.ndarray]
     for server in cluster.servers:
         server.silent.add(Kind.PULL)
     read = table.pull_async(wrap(keys))
-    assert isinstance(read, Pull)
+    assert isinstance(read, ServerPull)
     keys[:] = 7
     assert read.keys.tolist() == KEYS.tolist()
 

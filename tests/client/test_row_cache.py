@@ -11,7 +11,7 @@ import pytest
 
 import elasticps as eps
 from elasticps.client.cache_batches import CacheBatch, Keys, Rows
-from elasticps.client.pull import Pull, PullPart, Query
+from elasticps.client.pull import PullPart, Query, ServerPull
 from elasticps.client.reads import Reads
 from elasticps.client.row_cache import CachedPull, RowCache
 from elasticps.errors import ClusterUnreachable, Timeout
@@ -43,7 +43,7 @@ class Servers:
     def clock(self) -> int:
         return 1
 
-    def start(self, read: Pull, cache_age: int = 0) -> Pull:
+    def start(self, read: ServerPull, cache_age: int = 0) -> ServerPull:
         if self.failing:
             self.failing -= 1
             raise ClusterUnreachable("nobody is there")
@@ -55,11 +55,11 @@ class Servers:
             read.value[:] = 0.5 if read.query.slots else rows_of(read.keys)
         return read
 
-    def wait(self, read: Pull, timeout: float | None) -> None:
+    def wait(self, read: ServerPull, timeout: float | None) -> None:
         if not read.done():
             raise Timeout("it took too long")
 
-    def finish(self, read: Pull, timeout: float | None) -> None:
+    def finish(self, read: ServerPull, timeout: float | None) -> None:
         self.wait(read, timeout)
 
 
@@ -70,9 +70,9 @@ class Cached(RowCache):
         self.between: list[Callable[[], object]] = []
         spec, salt = TableSpec("t", DIM, optimizer or eps.SGD(0.1)), table_salt(1)
 
-        def prepare(keys: Keys, any_replica: bool) -> Pull:
+        def prepare(keys: Keys, any_replica: bool) -> ServerPull:
             out = np.empty((len(keys), DIM), np.float32)
-            return Pull(servers.finish, Query(1, salt, DIM, "t", any_replica), keys, out)
+            return ServerPull(servers.finish, Query(1, salt, DIM, "t", any_replica), keys, out)
 
         super().__init__(Cache(rows=64, staleness=2), spec, 1, cast(Reads, servers), prepare)
 
@@ -139,7 +139,7 @@ class Between(Servers):
 
     after: Callable[[], object] | None = None
 
-    def finish(self, read: Pull, timeout: float | None) -> None:
+    def finish(self, read: ServerPull, timeout: float | None) -> None:
         try:
             self.wait(read, timeout)
         except Timeout as error:

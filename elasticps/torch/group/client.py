@@ -26,7 +26,7 @@ from elasticps.torch.group.tables import GroupTable, GroupTensor, Handle, pull_m
 
 if TYPE_CHECKING:
     from elasticps.client import Client, Step
-    from elasticps.client.pull import Pull
+    from elasticps.client.pull import ServerPull
     from elasticps.client.pull_tables import TablesPull
 
 Filters = Sequence[Filter]
@@ -272,7 +272,7 @@ class GroupClient(Ranks):
         """The same at once: of each table float32 [n, dim] in the order of its keys."""
         return self.pull_async(keys, read=read, exact=exact).result()
 
-    def pull_many(self, tensors: Sequence[GroupTensor]) -> Sequence[WeightsRead | Pull]:
+    def pull_many(self, tensors: Sequence[GroupTensor]) -> Sequence[WeightsRead | ServerPull]:
         """Asks for several tensors, as `Client.pull_many` and as every rank does. What their `result()` gives is memory
         that all ranks see, and stays as it is: copy what is to be changed."""
         return pull_many(self, tensors)

@@ -20,7 +20,7 @@ from elasticps.torch.group.reads import ClientRead, GroupPull, GroupRead, Weight
 
 if TYPE_CHECKING:
     from elasticps.client import DenseTensor, SparseTable
-    from elasticps.client.pull import Pull
+    from elasticps.client.pull import ServerPull
     from elasticps.client.rates import SetRate
     from elasticps.client.row_cache import CachedPull
 
@@ -111,7 +111,7 @@ class GroupTable(_Handle["SparseTable"]):
 
     def pull_async(
         self, keys: object, out: Floats | None = None, *, read: str = "tail", exact: bool = False
-    ) -> GroupRead | Pull | CachedPull:
+    ) -> GroupRead | ServerPull | CachedPull:
         """Asks for rows of `keys`, int64 [n], as every rank does for its own; each key is pulled once for all."""
         real, mine = self.real, checked_keys(self.name, keys)
         rows = np.empty((len(mine), self.dim), np.float32)
@@ -176,7 +176,7 @@ class GroupTensor(_Handle["DenseTensor"]):
         self.shape = shape
         self.target = GradientSize(math.prod(shape), 0)
 
-    def pull_async(self) -> WeightsRead | Pull:
+    def pull_async(self) -> WeightsRead | ServerPull:
         """Asks for the tensor, as every rank does. `result()` gives memory that all ranks see: copy it to change
         it."""
         return pull_many(self._ps, [self])[0]
@@ -193,7 +193,7 @@ class GroupTensor(_Handle["DenseTensor"]):
 Handle = GroupTable | GroupTensor
 
 
-def pull_many(ps: Ranks, tensors: Sequence[GroupTensor]) -> Sequence[WeightsRead | Pull]:
+def pull_many(ps: Ranks, tensors: Sequence[GroupTensor]) -> Sequence[WeightsRead | ServerPull]:
     """Asks for several tensors, as every rank does; by rank 0 alone, like any client."""
     client, many = ps.client, list(tensors)
     real: list[Any] = [each.real for each in many]
