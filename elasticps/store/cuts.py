@@ -25,8 +25,8 @@ class PassedCuts:
         self.base = np.zeros(ranges, np.int64)
 
     def passed(self, ranges: NDArray[np.int64], cut: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """A cut passes in those ranges that have not had it: which they are, and in which of them all stamps must begin
-        anew, for there is no number for this one."""
+        """A cut passes in the ranges that have not had it. Returns these, and those of them in which all stamps must be
+        reset, as they have no number for this cut."""
         passing = ranges[self.newest[ranges] < cut]
         far = passing[cut - self.base[passing] > self.most]
         self.newest[passing] = cut
@@ -34,7 +34,7 @@ class PassedCuts:
         return passing, far
 
     def stamp(self, r: int, cut: int) -> int:
-        """Of rows of a range that change right after a cut, not above the newest."""
+        """The stamp of rows that change right after a cut, which is not above the newest."""
         return max(0, cut - int(self.base[r]))
 
 
@@ -47,50 +47,50 @@ NO_NOTES: Notes = np.empty((0, 2), np.int64)
 
 
 class Deletions:
-    """Those of one table. floor: int64 [ranges]; what was deleted after an earlier cut is not known in full."""
+    """The deleted keys of one table. floor: int64 [ranges]; deletions after an earlier cut are not known in full."""
 
     def __init__(self, ranges: int) -> None:
         self.floor = np.zeros(ranges, np.int64)
         self._notes: dict[int, list[Notes]] = {}
 
     def ranges(self) -> set[int]:
-        """Those of which something is noted."""
+        """The ranges with notes."""
         return set(self._notes)
 
     def of(self, r: int) -> Notes:
-        """What is noted of a range."""
+        """The notes of a range."""
         notes = self._notes.get(r, [])
         if len(notes) > 1:
             notes[:] = [np.concatenate(notes)]
         return notes[0] if notes else NO_NOTES
 
     def note(self, r: int, keys: NDArray[np.int64], cut: int) -> None:
-        """Rows of these keys go. Before the first cut nobody needs to know."""
+        """Notes that rows of these keys are deleted. Before the first cut nobody needs to know."""
         if cut:
             self.add(r, np.stack((keys, np.full(len(keys), cut)), axis=1))
 
     def add(self, r: int, notes: Notes) -> None:
-        """Notes that were taken elsewhere. What is not known in full is not noted: replicas would differ in it."""
+        """Adds notes from another replica, without those that are not known in full: replicas would differ."""
         notes = notes[notes[:, 1] >= self.floor[r]]
         if len(notes):
             self._notes.setdefault(r, []).append(notes)
 
     def bound(self, r: int, rows: int) -> None:
-        """Forgets the oldest if there are too many for a range of so many rows."""
+        """Forgets the oldest notes if there are too many for a range of so many rows."""
         most = max(LEAST, rows // SHARE)
         if sum(map(len, self._notes.get(r, ()))) > most:
             cuts = np.sort(self.of(r)[:, 1])
             self.forget(r, int(cuts[-1 - most]) + 1)
 
     def forget(self, r: int, floor: int) -> None:
-        """What was deleted after cuts before `floor` is not known any more."""
+        """Forgets what was deleted after cuts before `floor`."""
         if floor > self.floor[r]:
             self.floor[r] = floor
             notes = self.of(r)
             self._notes[r] = [notes[notes[:, 1] >= floor]]
 
     def erase(self, r: int) -> None:
-        """The range is not here any more."""
+        """Forgets a range that is not here any more."""
         self.floor[r] = 0
         self._notes.pop(r, None)
 
@@ -100,7 +100,7 @@ class Deletions:
         return np.unique(notes[(since <= notes[:, 1]) & (notes[:, 1] < before), 0])
 
     def words(self, r: int) -> tuple[int, int]:
-        """Stands for all that is noted of a range, in whatever order."""
+        """A digest of all notes of a range, whatever their order."""
         notes = self.of(r).astype(np.uint64)
         mixed = (notes[:, 0] * _M1 ^ notes[:, 1]) * _M2
         total = np.sum(mixed ^ mixed >> np.uint64(32), dtype=np.uint64)

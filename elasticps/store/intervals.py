@@ -1,6 +1,6 @@
-"""Kernels on the order and the hashes of keys: what replication asks of a batch, and pieces of a range.
+"""Kernels on the order and the hashes of keys: for replication's checks of a batch, and for intervals of a range.
 
-A key's place within the hash space is told with 62 bits (`HASH_END` is their end), so that it fits a signed word.
+A key's hash is used with its upper 62 bits (`HASH_END` is their end), so that it fits a signed word.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def first_at(h: NDArray[np.int64], keys: NDArray[np.int64], positions: NDArray[n
 
 @kernel
 def select(h: NDArray[np.int64], keys: NDArray[np.int64], bounds: NDArray[np.int64], out: NDArray[np.int64]) -> int:
-    """Writes the indices of the keys whose place is below their range's bound; returns how many."""
+    """Writes the indices of the keys whose hash is below their range's bound; returns how many."""
     salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
     n = 0
     for i in range(keys.shape[0]):
@@ -71,7 +71,7 @@ def ranges_of(h: NDArray[np.int64], keys: NDArray[np.int64], out: NDArray[np.int
 
 @kernel
 def hashes_of(h: NDArray[np.int64], keys: NDArray[np.int64], out: NDArray[np.int64]) -> None:
-    """Writes the place of every key."""
+    """Writes the 62-bit hash of every key."""
     salt = np.uint64(h[H_SALT])
     for i in range(keys.shape[0]):
         out[i] = np.int64(hash_key(keys[i], salt) >> _S2)
@@ -81,7 +81,7 @@ def hashes_of(h: NDArray[np.int64], keys: NDArray[np.int64], out: NDArray[np.int
 def list_interval(
     h: NDArray[np.int64], r: int, low: int, high: int, keys: NDArray[np.int64], rows: NDArray[np.int64]
 ) -> int:
-    """Writes keys of range r and the words of their rows whose places are in low..high-1, in the segment's order."""
+    """Writes keys of range r and the words of their rows whose hashes are in low..high-1, in the segment's order."""
     salt = np.uint64(h[H_SALT])
     base, capacity = segment_of(h, r)
     n = 0
@@ -99,7 +99,7 @@ def list_interval(
 
 @kernel
 def digest_interval(h: NDArray[np.int64], r: int, low: int, high: int) -> np.uint64:
-    """`index.digest` of the keys of range r whose places are in low..high-1."""
+    """`index.digest` of the keys of range r whose hashes are in low..high-1."""
     salt = np.uint64(h[H_SALT])
     base, capacity = segment_of(h, r)
     keys, rows = np.empty(_AT_ONCE, np.int64), np.empty(_AT_ONCE, np.int64)

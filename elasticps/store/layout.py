@@ -21,7 +21,7 @@ class RowLayout(NamedTuple):
 
     @classmethod
     def of(cls, spec: TableSpec) -> RowLayout:
-        """That of a table's rows."""
+        """The layout of a table's rows."""
         weight_bytes = spec.dim * (4 if spec.dtype == "float32" else 2)
         slots_at = -(-weight_bytes // 4) * 4
         end = slots_at + 4 * spec.optimizer.slot_floats(spec.dim)
@@ -30,8 +30,8 @@ class RowLayout(NamedTuple):
 
 @kernel
 def split(words: NDArray[np.int64], columns: NDArray[np.int64], base: int, stamps: NDArray[np.int32]) -> None:
-    """Copies each column of the rows to where it goes, and writes the rows' stamps. words: of the rows; columns: of
-    each its target's address, its first byte in a row, its bytes."""
+    """Copies each column of the rows to its target, and writes the rows' stamps. words: of the rows; columns: for each
+    its target's address, its first byte in a row, its bytes."""
     for i in range(words.shape[0]):
         if i + ROW_PREFETCH < words.shape[0]:
             for line in range(PREFETCH_LINES):
@@ -44,7 +44,7 @@ def split(words: NDArray[np.int64], columns: NDArray[np.int64], base: int, stamp
 
 @kernel
 def write_slots(h: NDArray[np.int64], slots: NDArray[np.float32], rows: NDArray[np.int64]) -> None:
-    """Gives rows these slots, float32 [n, slot_floats]."""
+    """Writes the slots of rows, float32 [n, slot_floats]."""
     size = 4 * slots.shape[1]
     for i in range(slots.shape[0]):
         copy(rows[i] + h[H_SLOTS_AT], slots.ctypes.data + i * size, size)

@@ -1,4 +1,4 @@
-"""Which kernels there are, with the argument types they are compiled for, and the optimizers that users add."""
+"""Lists all kernels with the argument types they are compiled for, and registers users' optimizers."""
 
 from __future__ import annotations
 

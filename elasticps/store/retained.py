@@ -24,7 +24,7 @@ _PART_ROWS = 4096
 
 
 class Allowance:
-    """How much all tables of a server may keep aside for one checkpoint.
+    """The memory that all tables of a server may use to retain rows for one checkpoint.
 
     At the budget `full` is called, so that pushes wait; what is under way still fits. Beyond twice as much `burst` is
     called, which has every table stop.
@@ -42,16 +42,16 @@ class Allowance:
 
     @property
     def used_bytes(self) -> int:
-        """Of rows that are kept now."""
+        """Bytes of rows that are retained now."""
         return sum(retained.used_bytes for retained in self.tables)
 
     @property
     def left_bytes(self) -> int:
-        """Of the budget."""
+        """Bytes of the budget that are left."""
         return max(0, self.budget_bytes - self.nbytes)
 
     def ask(self, nbytes: int) -> None:
-        """A table is about to take so many bytes more."""
+        """Notes that a table is about to take so many bytes more."""
         if self.nbytes + nbytes > 2 * self.budget_bytes:
             self._burst()
         elif self.used_bytes + nbytes > self.budget_bytes:
@@ -67,18 +67,18 @@ class Listed(NamedTuple):
     starts: NDArray[np.int64]
 
     def keys_of(self, part: int, end: int) -> NDArray[np.int64]:
-        """Of the parts from `part` up to `end`."""
+        """The keys of the parts from `part` up to `end`."""
         return self.keys[self.starts[part] : self.starts[end]]
 
     def end(self, part: int, rows: int) -> int:
-        """Up to which part from `part` on there are about so many rows, one part at least."""
+        """The part up to which, from `part` on, there are about so many rows; one part at least."""
         fitting = int(np.searchsorted(self.starts, self.starts[part] + rows, "right")) - 1
         return max(part + 1, min(fitting, len(self.starts) - 1))
 
 
 class RetainedRows:
-    """Those of one table; its header has where they are. A range has `parts` parts, equal intervals of its hashes,
-    which a writer gets one after the other, in ascending order."""
+    """The retained rows of one table; its header says where they are. A range has `parts` parts, equal intervals of its
+    hashes, which a writer gets one after the other, in ascending order."""
 
     def __init__(
         self, header: NDArray[np.int64], descriptors: NDArray[np.int64], counts: NDArray[np.int64], cuts: PassedCuts,
@@ -110,15 +110,15 @@ class RetainedRows:
         return self.nbytes - int(self._header[field.H_RETAINED_ROOM]) * self._record
 
     def begin(self, ranges: NDArray[np.int64], since: int) -> None:
-        """Keeps rows of some ranges from now on, those that were changed after cut `since` (0: all)."""
+        """Retains rows of some ranges from now on: those changed after cut `since` (0: all)."""
         self._descriptors[ranges, field.D_SINCE] = np.maximum(0, since - self._cuts.base[ranges]) if since else 0
 
     def keeps(self, r: int) -> bool:
-        """Whether it has done so since, for a range that has been here all the time."""
+        """Whether it has retained rows of a range all the time since `begin`."""
         return int(self._descriptors[r, field.D_SINCE]) != field.NEVER
 
     def make_room(self, records: int) -> None:
-        """Sees that so many rows can be kept, unless that is too much for everybody: then none are any more."""
+        """Makes room to retain so many rows. If all tables together take too much, nothing is retained any more."""
         h = self._header
         if records <= h[field.H_RETAINED_ROOM]:
             return
@@ -137,13 +137,13 @@ class RetainedRows:
         h[field.H_RETAINED_ROOM] += n
 
     def list_range(self, r: int, since: int) -> Listed:
-        """Range r's keys of rows that were changed after cut `since` (0: all)."""
+        """Lists the keys of range r whose rows were changed after cut `since` (0: all)."""
         keys, starts = np.empty(self._counts[r], np.int64), np.zeros(self.parts + 1, np.int64)
         stamps.list_parts(self._header, r, self._cuts.stamp(r, since) if since else 0, keys, starts)
         return Listed(r, since, keys, starts)
 
     def most(self, listed: Listed, part: int, end: int) -> int:
-        """More rows than this there are not in the parts from `part` up to `end`."""
+        """An upper bound of the rows in the parts from `part` up to `end`."""
         first = listed.range * self.parts
         return len(listed.keys_of(part, end)) + int(stamps.count_retained(self._header, first + part, first + end))
 
@@ -165,7 +165,7 @@ class RetainedRows:
         return int(self._cuts.base[r])
 
     def stop(self) -> None:
-        """Keeps nothing any more, and gives the memory back."""
+        """Retains nothing any more, and gives the memory back."""
         h = self._header
         h[_FIELDS] = 0
         self._descriptors[:, field.D_SINCE] = field.NEVER

@@ -1,4 +1,4 @@
-"""The tables of one server."""
+"""All tables of one server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Store:
         self._memory = Allocator()
 
     def create(self, spec: TableSpec, table_id: int, app: str = "") -> Table:
-        """The table, made now or before. app: who owns it, if the caller knows; the owner of a table never changes.
+        """Makes a table, or returns the one that exists. app: its owner, if the caller knows; an owner never changes.
         Raises SpecError if the one that exists differs, saying in what."""
         table = self.tables.get(table_id)
         if table is None:
@@ -61,7 +61,7 @@ class Store:
         return table
 
     def _note(self, table_id: int, table: Table) -> None:
-        """A live table was made, or given an owner."""
+        """Notes that a live table was made, or given an owner."""
         self.changed.add(table_id)
         if table.app:
             self.unowned.discard(table_id)
@@ -69,7 +69,7 @@ class Store:
             self.unowned.add(table_id)
 
     def belong(self, apps: Mapping[int, str]) -> None:
-        """Names the owners of tables, by id. A table whose owner is known keeps that owner."""
+        """Sets the owners of tables, by id. A table whose owner is known keeps it."""
         self._apps |= {number: self._apps.get(number, app) for number, app in apps.items()}
         for number in apps.keys() & self.unowned:
             self.live[number].app = apps[number]
@@ -99,7 +99,7 @@ class Store:
 
     @property
     def dropped_bytes(self) -> int:
-        """About what it takes to remember a table that was dropped."""
+        """About the bytes that it takes to remember a dropped table."""
         return 256 + self.ranges // 8
 
     def _bits(self, ranges: NDArray[np.int64]) -> NDArray[np.uint8]:
@@ -108,7 +108,7 @@ class Store:
         return np.packbits(chosen, bitorder="little")
 
     def _positions_of(self, table_id: int) -> NDArray[np.int64]:
-        """At which places a table was dropped; 0 where they are not known, as they are acknowledged long since."""
+        """The positions at which a table was dropped; 0 where not known, as they were acknowledged long ago."""
         known = self._dropped_at.get(table_id)
         if known is None:
             there = np.unpackbits(self.dropped[table_id], count=self.ranges, bitorder="little")
@@ -128,7 +128,7 @@ class Store:
         table.deletions.forget(r, int(self.cuts.newest[r]) + 1)
 
     def pass_cut(self, ranges: NDArray[np.int64], cut: int) -> None:
-        """A cut passes in some ranges: every replica does this at the same place of their logs."""
+        """A cut passes in some ranges: every replica does this at the same position of their logs."""
         newest, base = self.cuts.newest[ranges], self.cuts.base[ranges]
         begun = ranges[(newest < cut) & (newest > 0) & (newest == base)].tolist()
         passing, restamped = self.cuts.passed(ranges, cut)
@@ -156,7 +156,7 @@ class Store:
             table.pass_cut(ranges, ranges[:0])
 
     def cut_words(self, r: int) -> list[int]:
-        """Stand for what range r knows of cuts, rows' stamps apart."""
+        """A digest of what range r knows of cuts, without rows' stamps."""
         words = [int(self.cuts.newest[r]), int(self.cuts.base[r])]
         for number in sorted(self.tables):
             noted = self.tables[number].deletions.words(r)
@@ -165,7 +165,7 @@ class Store:
         return words
 
     def erase(self, ranges: NDArray[np.int64]) -> None:
-        """Forgets everything about some ranges, which are here no more."""
+        """Forgets everything about ranges that are not here any more."""
         others = ~self._bits(ranges)
         for gone in self.dropped.values():
             gone &= others
@@ -192,7 +192,7 @@ class Store:
         return found
 
     def reclaim(self, rows: int) -> None:
-        """Has tables with many dropped rows give memory back: handles about so many rows."""
+        """Has tables with many dropped rows give memory back; moves about so many rows."""
         for number in sorted(self._memory.with_holes):
             if rows <= 0:
                 break

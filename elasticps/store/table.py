@@ -160,7 +160,7 @@ class Table:
         return self.rows - before
 
     def put(self, keys: NDArray[np.int64], values: NDArray[np.float32]) -> None:
-        """Stores values [n, dim] for keys [n]; slots begin anew, or are behind them: [n, dim + slot_floats]. Of equal
+        """Stores values [n, dim] for keys [n]; slots are reset, or follow the weights: [n, dim + slot_floats]. Of equal
         keys the last counts."""
         n = len(keys)
         if len(values) != n or values.shape[1] not in self.put_widths:
@@ -223,7 +223,7 @@ class Table:
         return out
 
     def hashes_of(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The place of each of keys [n], see `intervals`: int64 [n]."""
+        """The 62-bit hash of each of keys [n], see `intervals`: int64 [n]."""
         out = np.empty(len(keys), np.int64)
         intervals.hashes_of(self._header, keys, out)
         return out
@@ -240,7 +240,7 @@ class Table:
         return intervals.first_at(self._header, keys, positions, position)
 
     def select(self, keys: NDArray[np.int64], bounds: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Indices of the keys whose place (see `intervals`) is below their range's bound; bounds: int64 [ranges]."""
+        """Indices of the keys whose hash (see `intervals`) is below their range's bound; bounds: int64 [ranges]."""
         out = np.empty(len(keys), np.int64)
         return out[: intervals.select(self._header, keys, bounds, out)]
 
@@ -255,8 +255,8 @@ class Table:
         return self._list(r)[0]
 
     def list_keys(self, r: int, place: int, most: int) -> tuple[NDArray[np.int64], int]:
-        """Keys of range r from a place on (see `intervals`), about `most` of them, and at most twice as many; and the
-        place where the next ones begin, 0 if there are no more. Time is proportional to the range."""
+        """Keys of range r from a hash on (see `intervals`), about `most` of them, and at most twice as many; and the
+        hash where the next ones begin, 0 if there are no more. Time is proportional to the range."""
         width = intervals.HASH_END // self.ranges
         low, end = max(place, r * width), (r + 1) * width
         rows = self.count_range(r)
@@ -273,7 +273,7 @@ class Table:
         return self.dump_interval(r, 0, intervals.HASH_END)
 
     def dump_interval(self, r: int, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-        """The same for the keys of range r whose places are in low..high-1."""
+        """The same for the keys of range r whose hashes are in low..high-1."""
         keys, words = self._list_interval(r, low, high)
         return keys, stamps.rows_at(words, self.stride)
 

@@ -1,4 +1,4 @@
-"""Filters that users add: two functions on one row each, compiled when they are registered."""
+"""Registers users' filters: each is two functions on one row, compiled when it is registered."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def register_filter(name: str, encode: Callable[..., None], decode: Callable[...
 
 
 def user_filter(name: str) -> UserFilter:
-    """Its functions. Raises SpecError if nobody has registered it here."""
+    """The functions of a filter. Raises SpecError if it is not registered here."""
     known = _known.get(name)
     if known is None:
         names = ", ".join(sorted(_known)) or "none"

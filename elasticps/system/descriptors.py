@@ -1,4 +1,4 @@
-"""How many connections a server may have, by how many files the system lets its process have open.
+"""Limits a server's connections by the number of files that its process may have open.
 
 A process without a descriptor left can neither look at its own memory nor write what it has to: so connections never
 take the last ones. Those of etcd, coordinators, other servers and files have theirs in reserve.
@@ -13,17 +13,15 @@ from typing import NamedTuple
 from elasticps.errors import ConfigError
 
 MOST_FILES = 1 << 20  # as much as most kernels allow at all
-RESERVE = (
-    128  # for all but connections of workers and of those that have not said who they are; or a part of the limit:
-)
-RESERVE_SHARE = 8
+# Descriptors for everything but connections of workers and unknown peers: so many, or this share of the limit.
+RESERVE, RESERVE_SHARE = 128, 8
 UNKNOWN_SHARE = 8  # of what is left is for connections that have not said yet who they are, and for TLS handshakes
 LEAST = 16  # connections without which there is no point in a server
 
 
 class ConnectionLimits(NamedTuple):
-    """How many a server may have of workers, and of those that have not said who they are, which have proved it before
-    with TLS or are about to; files: the limit of open files that this comes from, 0 for none."""
+    """The most connections of a server. workers: of workers; unknown: of peers that have not introduced themselves yet,
+    and as many again in TLS handshakes; files: the limit of open files that these come from, 0 for none."""
 
     workers: int
     unknown: int
@@ -34,7 +32,7 @@ NO_LIMIT = ConnectionLimits(1 << 30, 1 << 30)
 
 
 def raise_limit() -> int:
-    """Lets this process have as many files open as it may, and returns how many these are."""
+    """Raises this process's limit of open files as far as allowed, and returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -45,7 +43,7 @@ def raise_limit() -> int:
 
 
 def connections_for(files: int) -> ConnectionLimits:
-    """What a limit of open files leaves to connections. ConfigError if that is next to nothing."""
+    """The connections that a limit of open files allows. Raises ConfigError if hardly any."""
     left = files - max(RESERVE, files // RESERVE_SHARE)
     if left < LEAST:
         raise ConfigError(

@@ -22,7 +22,7 @@ _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 def new_path(folder: Path, mark: str = "") -> Path:
-    """A path in `folder` that nobody has or guesses. Short: a long name of the target fits nowhere with more."""
+    """A new path in `folder` that nobody can guess. It is short: a target's long name plus more would not fit."""
     return folder / f"{_PREFIX}{mark}{uuid.uuid4().hex}{_SUFFIX}"
 
 
@@ -46,7 +46,7 @@ def new_folder(folder: Path, mark: str = "", mode: int = 0o700) -> Iterator[Path
 
 
 def create(path: Path, mode: int = 0o666) -> IO[bytes]:
-    """Opens a new file for writing. FileExistsError for whatever has the name already, a link too."""
+    """Opens a new file for writing. Raises FileExistsError if the name is taken, even by a link."""
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "r+b")
 
 

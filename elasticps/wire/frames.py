@@ -85,7 +85,7 @@ ALL_RANGES = 2  # PUSH: every range that the receiver heads at the frame's epoch
 REPEAT = 4  # PUSH: content left out, it is applied already and only the acknowledgement is wanted
 ROUND = 16  # PUSH, FORWARD: a worker's share of a synchronous round, kept until the round is closed
 PAUSE = 32  # JOIN: this worker holds nobody back, until it joins again. HELD: see headers
-REPLACE = 64  # INIT: rows that there are take the values too, and their slots begin anew
+REPLACE = 64  # INIT: rows that there are take the values too, and their slots are reset
 ANY = 8  # PULL: any full replica may answer, with values that may not be committed yet
 SLOTS = 128  # PULL: the rows' slots instead of their weights
 CODED = 256  # PULL: the rows as the table's filters for pulls make them
@@ -172,7 +172,8 @@ def json_body(body: Buffer) -> dict[str, Any]:
 
 
 def whole(value: object, most: int, least: int = 0) -> int:
-    """A number that stood in JSON: `FrameError` unless it is whole and within bounds. Python's have none, int64 has."""
+    """Checks a number from JSON. Raises `FrameError` unless it is whole and within bounds, as Python's numbers have
+    none."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise FrameError(f"a whole number from {least} to {most} is expected, not {value!s:.40}")
     return value
@@ -186,7 +187,7 @@ def text(value: object, most: int) -> str:
 
 
 def wholes(values: object, most: int, least: int = 0) -> tuple[int, ...]:
-    """A list of such numbers."""
+    """Checks a list of whole numbers from JSON, as `whole` does."""
     if not isinstance(values, list):
         raise FrameError(f"a list of numbers is expected, not {type(values).__name__}")
     return tuple([whole(value, most, least) for value in values])
@@ -353,12 +354,13 @@ def read_tables(count: int, body: NDArray[np.uint8]) -> list[tuple[int, NDArray[
 
 
 def view_frame(view: View) -> bytes:
-    """The frame that tells a view."""
+    """The VIEW frame of a view. It is encoded once, for all receivers."""
     return bytes_frame(Kind.VIEW, view.encode(), epoch=view.epoch)
 
 
 def read_view(header: Header, body: NDArray[np.uint8], above: int) -> View | None:
-    """The view in a frame; None, unread, unless its epoch is above `above`. Raises `FrameError` for nonsense."""
+    """Decodes the view in a VIEW frame; None, without decoding, unless its epoch is above `above`. Raises
+    `FrameError`."""
     if header.epoch <= above:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Memory for bodies, used again when nobody refers to it any more.
+"""Reuses the memory of frames' bodies once nothing refers to it any more.
 
 Fresh memory costs a page fault per 4 KiB, more than the copy of what lands there. So a body's array is kept, and is
 free when its reference count says so: logs, queues of a socket and views of a store may hold slices of it for as long

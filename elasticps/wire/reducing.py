@@ -1,4 +1,4 @@
-"""REDUCE and REDUCED: what a function makes of all rows of one range of a table, asked and answered. Pure."""
+"""REDUCE and REDUCED: the request for a function over all rows of one range of a table, and its answer. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST = sys.float_info.max
 
 
 class ReduceHeader(NamedTuple):
-    """REDUCE: what a function makes of range `range` of a table."""
+    """REDUCE: asks for the function's result over range `range` of a table."""
 
     table: int
     range: int
@@ -33,7 +33,7 @@ class ReduceHeader(NamedTuple):
 
 
 class ReducedHeader(NamedTuple):
-    """REDUCED: what a function has made of the `rows` rows of a range, `floats` numbers; none without rows."""
+    """REDUCED: the function's result over the `rows` rows of a range: `floats` numbers, none without rows."""
 
     request: int
     epoch: int
@@ -55,7 +55,7 @@ class ReducedHeader(NamedTuple):
 
 
 def function_body(name: str, constants: Sequence[float]) -> bytes:
-    """What stands behind the header of a REDUCE; constants are finite."""
+    """The body of a REDUCE; constants must be finite."""
     document = {"name": name, "constants": list(constants)}
     body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
     return body + b" " * (len(padded(body)) - len(body))

@@ -1,4 +1,4 @@
-"""What the header of each kind of frame between replicas says: as `headers.py` has it for all others. Pure."""
+"""The header of each kind of frame between replicas, as `headers.py` has them for all others. Pure."""
 
 from __future__ import annotations
 

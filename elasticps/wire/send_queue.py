@@ -1,4 +1,4 @@
-"""What a socket has not taken yet: the send queue of every connection, on servers, at workers and in the simulator."""
+"""The send queue of a connection, on servers, at workers and in the simulator: bytes that the socket has not taken."""
 
 from __future__ import annotations
 
