@@ -1,19 +1,23 @@
-"""The coordination store, for whoever needs it for a while."""
+"""Short visits to a cluster's coordination store: opens it, reads what a cluster is, closes it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from coordinator.connect import open_store
 from coordinator.core.cluster_state import ClusterState
 from coordinator.core.keys import CONFIG, SERVERS, TABLES, VIEW, TableEntry, server_of, table_of, view_of
 from coordinator.core.records import left_out, read
 from coordinator.core.store import Entry, Store
+from coordinator.core.url import parse
 from coordinator.core.view import ServerInfo, View
 from coordinator.membership import AT_ONCE
 from elasticps.errors import ClusterUnreachable, ConfigError, Error
+
+T = TypeVar("T")
 
 NOT_YET = "cluster {!r} has no view: no server has served yet"
 NO_CLUSTER = (
@@ -24,8 +28,8 @@ NO_CLUSTER = (
 
 @asynccontextmanager
 async def opened(url: str, timeout_s: float) -> AsyncIterator[Store]:
-    """The store that `url` names, until the block ends; it may take `timeout_s` to answer. ConfigError for a URL that
-    cannot be, StoreUnavailable."""
+    """The store at `url`, open until the block ends. ConfigError for an unusable URL, StoreUnavailable when etcd does
+    not answer within `timeout_s`."""
     try:
         store = await open_store(url, timeout_s=timeout_s)
     except ValueError as error:
@@ -36,13 +40,31 @@ async def opened(url: str, timeout_s: float) -> AsyncIterator[Store]:
         await store.close()
 
 
+async def read_store(url: str, timeout_s: float, read: Callable[[Store], Awaitable[T]]) -> T:
+    """Runs `read` with the store of the cluster at `url`. ConfigError for an unusable URL; ClusterUnreachable or
+    StoreUnavailable when etcd does not answer within `timeout_s`."""
+    try:
+        cluster = parse(url)
+        store = await open_store(url, timeout_s=timeout_s)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await read(store)
+    except TimeoutError:
+        text = f"etcd at {', '.join(cluster.endpoints)} did not answer within {timeout_s:g} s"
+        raise ClusterUnreachable(text) from None
+    finally:
+        await store.close()
+
+
 async def read_state(store: Store) -> ClusterState:
     """All that the store holds of its cluster, parsed, as of one revision."""
     return ClusterState.parse(store.cluster, await store.list(""))
 
 
 async def read_view(store: Store, error: type[Error] = ClusterUnreachable) -> View:
-    """The view of the cluster whose store this is; `error` if it has none yet."""
+    """The cluster's view; raises `error` before there is one."""
     entry = await store.get(VIEW)
     if entry is None:
         made = await store.get(CONFIG) is not None
@@ -51,7 +73,7 @@ async def read_view(store: Store, error: type[Error] = ClusterUnreachable) -> Vi
 
 
 async def read_servers(store: Store) -> tuple[ServerInfo, ...]:
-    """The servers that are registered, by name, without what is none."""
+    """The registered servers, by name. Unreadable entries are left out."""
     found = []
     for entry in (await store.list(SERVERS)).entries:
         with left_out():
@@ -60,14 +82,13 @@ async def read_servers(store: Store) -> tuple[ServerInfo, ...]:
 
 
 async def read_tables(store: Store, *, dropping: bool = False) -> list[TableEntry]:
-    """The tables that are registered, by name, without what is none, as one whose spec has another name than its key.
-    dropping: with those that are about to go. An id is one table's: of several that say to have it the one counts that
-    was there first."""
+    """The registered tables, by name. Left out are unreadable entries, such as a spec with another name than its key,
+    and a second table with an id that is taken. dropping: includes tables that are about to be dropped."""
     return tables_among((await store.list(TABLES)).entries, dropping=dropping)
 
 
 def tables_among(entries: Iterable[Entry], *, dropping: bool = False) -> list[TableEntry]:
-    """The same of some entries."""
+    """`read_tables` for entries that have been read already."""
     found: dict[int, TableEntry] = {}
     for entry in sorted(entries, key=lambda entry: entry.create_revision):
         with left_out():
@@ -81,8 +102,7 @@ def tables_among(entries: Iterable[Entry], *, dropping: bool = False) -> list[Ta
 
 
 async def entries_of(store: Store, keys: Sequence[str], prefix: str) -> Iterable[Entry]:
-    """The entries that there are of keys, all of which begin with the prefix: asked for one by one, or, if they are
-    many, all together."""
+    """The entries of those `keys` that exist; all begin with `prefix`. Few are read one by one, many in one listing."""
     if len(keys) <= AT_ONCE:
         return filter(None, await asyncio.gather(*(store.get(key) for key in keys)))
     chosen = frozenset(keys)
@@ -90,7 +110,7 @@ async def entries_of(store: Store, keys: Sequence[str], prefix: str) -> Iterable
 
 
 def _check_name(key: str, table: TableEntry) -> None:
-    """ValueError if the spec is of a table with another name. One that cannot be read is told by whoever needs it."""
+    """ValueError if the spec has another name than the key. An unreadable spec is reported where it is needed."""
     try:
         name = read(f"the spec of {key}", table.spec.encode()).get("name")
     except ValueError:

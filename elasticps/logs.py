@@ -39,7 +39,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 def bind(**context: Any) -> None:
-    """Adds to what every further line says; a value that can be called is called for each. No-op before `configure`."""
+    """Adds fields to every further line; a callable value is called for each line. Does nothing before `configure`."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, _Formatter):
             handler.formatter.context.update(context)
@@ -66,8 +66,8 @@ def configure(level: str = "info", stream: TextIO | None = None, *, log_format: 
 
 
 class _Others(logging.Filter):
-    """Lets few lines through of what other packages log again and again, such as gRPC a stack for each call that cannot
-    be read; the next line says how many were left out."""
+    """Limits repeated lines of other packages, such as gRPC's stack for each unreadable call; the next line that passes
+    says how many were left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class _Others(logging.Filter):
 
 
 class _Formatter(structlog.stdlib.ProcessorFormatter):
-    """Also for lines of the standard library's logging; `context` comes in every line, what it says itself after it."""
+    """Formats lines of structlog and of the standard library's logging: `context` first, then the line's own fields."""
 
     def __init__(self, render: Callable[[WrappedLogger, str, EventDict], str], context: dict[str, Any]) -> None:
         super().__init__(processors=[self._arrange, render])

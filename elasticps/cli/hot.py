@@ -11,8 +11,7 @@ from rich.text import Text
 
 from coordinator.core.view import ServerInfo
 from elasticps.admin import fetch_hot
-from elasticps.cli.reading import read_store
-from elasticps.coordination import read_servers
+from elasticps.coordination import read_servers, read_store
 from elasticps.errors import ClusterUnreachable, ServerError
 from elasticps.local.scaling import by_number
 from elasticps.security import credentials_of
@@ -21,7 +20,7 @@ SHOWN = 8
 
 
 async def look(url: str, seconds: float, timeout_s: float) -> dict[str, Any]:
-    """What all servers see at the same time, as plain values; of one that does not answer only its `error`."""
+    """Samples all servers at the same time; plain values, and for a server that does not answer its `error`."""
     credentials = credentials_of(url)
     servers = {server.name: server for server in await read_store(url, timeout_s, read_servers)}
 

@@ -30,8 +30,7 @@ from elasticps.cli import hot as hottest
 from elasticps.cli.local import target
 from elasticps.cli.options import Json, Name, Url
 from elasticps.cli.output import ExitCode, out, print_json, size
-from elasticps.cli.reading import read_store
-from elasticps.coordination import NO_CLUSTER, NOT_YET, read_state
+from elasticps.coordination import NO_CLUSTER, NOT_YET, read_state, read_store
 from elasticps.errors import ClusterUnreachable, ServerError
 from elasticps.local.scaling import by_number
 from elasticps.security import credentials_of

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class MeasuredClient(Protocol):
-    """What is read of a client."""
+    """The attributes of a client that metrics read."""
 
     app: str
     worker: WorkerInfo

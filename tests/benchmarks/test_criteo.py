@@ -76,6 +76,7 @@ def test_the_labels_can_be_learned_and_not_too_well() -> None:
     assert chance == pytest.approx(0.5, abs=0.02)
 
 
+@pytest.mark.slow  # that the labels can be learned has a test of its own
 def test_dlrm_learns_them() -> None:
     source = trainer.DLRMTraining(batch=512, rank=0, workers=1)
     what = source.local()
