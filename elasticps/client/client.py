@@ -33,7 +33,7 @@ from elasticps.client.warm import warm
 from elasticps.errors import ConfigError, Timeout
 from elasticps.model.caching import Cache
 from elasticps.model.sharding import checked_spec
-from elasticps.model.spec import ASP, BSP, SSP, Consistency, Filter, Init, Optimizer, TableSpec, Zeros
+from elasticps.model.spec import ASP, BSP, SSP, Consistency, Filter, Init, ServerOptimizer, TableSpec, Zeros
 
 Filters = Sequence[Filter]
 Rows = NDArray[np.float32]
@@ -89,7 +89,7 @@ class Client:
         return self._dispatcher.session.committed
 
     def table(
-        self, name: str, *, dim: int, optimizer: Optimizer, init: Init | None = None, dtype: str = "float32",
+        self, name: str, *, dim: int, optimizer: ServerOptimizer, init: Init | None = None, dtype: str = "float32",
         finite: bool = False, push: Filters = (), pull: Filters = (), on_loss: str | None = None,
         max_lost_steps: int | None = None, cache: Cache | None = None,
     ) -> SparseTable:  # fmt: skip
@@ -105,7 +105,7 @@ class Client:
         return self._tables.sparse(spec, on_loss, max_lost_steps, cache)
 
     def tensor(
-        self, name: str, *, init: object, optimizer: Optimizer, dtype: str = "float32", finite: bool = False,
+        self, name: str, *, init: object, optimizer: ServerOptimizer, dtype: str = "float32", finite: bool = False,
         push: Filters = (), pull: Filters = (), on_loss: str | None = None, max_lost_steps: int | None = None,
     ) -> DenseTensor:  # fmt: skip
         """Opens a dense tensor. `init`, float32 of any shape, gives its values if it is new, its shape in any case.
@@ -116,7 +116,7 @@ class Client:
         return self._tables.dense(init, spec, on_loss, max_lost_steps)
 
     def tensors(
-        self, values: Mapping[str, object], *, optimizer: Optimizer | Callable[[str], Optimizer],
+        self, values: Mapping[str, object], *, optimizer: ServerOptimizer | Callable[[str], ServerOptimizer],
         dtype: str = "float32", finite: bool = False, push: Filters = (), pull: Filters = (),
     ) -> dict[str, DenseTensor]:  # fmt: skip
         """Opens many dense tensors in few requests: their initial values by their names. optimizer: of all of them, or
@@ -288,7 +288,7 @@ class Client:
             self.close()
 
 
-def of_name(optimizer: Optimizer | Callable[[str], Optimizer], name: str) -> Optimizer:
+def of_name(optimizer: ServerOptimizer | Callable[[str], ServerOptimizer], name: str) -> ServerOptimizer:
     """The optimizer of a tensor: one for all, or what a function gives for its name."""
     return optimizer(name) if callable(optimizer) else optimizer
 

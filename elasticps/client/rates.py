@@ -18,7 +18,7 @@ from typing import NamedTuple
 from coordinator.core.keys import RATES
 from coordinator.core.records import read
 from coordinator.core.store import Entry, Put, Reset, Store
-from elasticps.model.optimizers import Optimizer, Schedule, number
+from elasticps.model.optimizers import Schedule, ServerOptimizer, number
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class SetRate(NamedTuple):
     revision: int
 
 
-def with_rate(optimizer: Optimizer, lr: float) -> Optimizer:
+def with_rate(optimizer: ServerOptimizer, lr: float) -> ServerOptimizer:
     """The optimizer with another rate."""
     return replace(optimizer, lr=lr)  # type: ignore[type-var]  # all of them are dataclasses
 

@@ -23,7 +23,7 @@ from elasticps.client.pushes import StepState
 from elasticps.client.tables import Handle, SparseTable, refuse_handle, refuse_values
 from elasticps.client.writes import Part, Write, check_size
 from elasticps.errors import Error, InputError, Refused
-from elasticps.model.optimizers import Optimizer
+from elasticps.model.optimizers import ServerOptimizer
 from elasticps.wire.frames import MAX_BLOCKS
 from elasticps.wire.pool import Pool
 from replication.progress import MAX_PARTS
@@ -47,7 +47,7 @@ class _Share(NamedTuple):
     parts: list[PartContent]
     rates: Rates
     shard: tuple[int, int] | None
-    targets: dict[int, tuple[Handle, Optimizer]]
+    targets: dict[int, tuple[Handle, ServerOptimizer]]
 
 
 class Step:

@@ -24,7 +24,7 @@ from elasticps.client.short_keys import Saved, Short
 from elasticps.client.writes import Write
 from elasticps.errors import InputError
 from elasticps.kernels.hashing import table_salt
-from elasticps.model.optimizers import Optimizer, Schedule
+from elasticps.model.optimizers import Schedule, ServerOptimizer
 from elasticps.model.spec import TableSpec
 from elasticps.store.codec import Codec
 
@@ -156,7 +156,7 @@ class PushTarget(Reduced):
             self.rate_set = rate
             self._choose()
 
-    def open_again(self, own: Optimizer) -> None:
+    def open_again(self, own: ServerOptimizer) -> None:
         """The caller brings another rate, maybe: it counts for all that use the table on this client."""
         before, now = getattr(self._own, "lr", None), getattr(own, "lr", None)
         if not same_rate(before, now):

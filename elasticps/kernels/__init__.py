@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept between starts, and when they are compiled anew.
+"""Caches compiled kernels between starts, and decides when to compile them again.
 
 numba keeps a kernel for as long as the file that defines it stays the same. But what it inlines from other files, and
 the constants that it takes from them, are compiled into it, too. Here a kernel is kept for as long as none of the files
@@ -162,7 +162,7 @@ class Locator(_CacheLocator):
 
 
 def _folder(path: Path) -> Path | None:
-    """Where the kernels of a file are kept; None where they cannot be."""
+    """The cache folder of a file's kernels; None where they cannot be cached."""
     folder = _beside(path) if _came_along(path) else _first_writable(path)
     if folder is not None:
         _found[path] = folder
@@ -196,7 +196,7 @@ def _folders(path: Path) -> Iterator[Path]:
 
 
 class _Announcer(event.Listener):
-    """Says once that something is compiled: until then a first start seems to hang."""
+    """Logs once that kernels are being compiled: else a first start seems to hang."""
 
     def __init__(self) -> None:
         self._announced = False
@@ -207,7 +207,7 @@ class _Announcer(event.Listener):
             self.announce(Path(inspect.getfile(kernel.py_func)).resolve(), Path(kernel._cache.cache_path))
 
     def announce(self, path: Path, folder: Path) -> None:
-        """Of a file with kernels, and the folder where these are kept."""
+        """Logs that the kernels of a file are compiled, and the folder of their cache."""
         if self._announced:
             return
         self._announced = True
@@ -236,7 +236,7 @@ _announcer = _Announcer()
 
 
 def announce(file: str) -> None:
-    """Says, unless that was said, that kernels are compiled, as those of a module, by its `__file__`."""
+    """Logs, once, that kernels are compiled, such as those of a module, by its `__file__`."""
     path = Path(file).resolve()
     _announcer.announce(path, _first_writable(path) or _beside(path))
 

@@ -1,7 +1,7 @@
 """How compiled kernels call one another, so that a first start compiles each of them once.
 
 A function that a compiled one calls is compiled by numba as if Python called it: with wrappers for Python and for C,
-down to machine code, and anew for each number that stands in a call; then all of that again into the caller. Here a
+down to machine code, and again for each number that stands in a call; then all of that again into the caller. Here a
 kernel that another one calls is made only as far as the caller needs it, its unoptimised text, and once for the types
 of its arguments. Where it has a signature of its own, not even that: its callers call the machine code that is there.
 """

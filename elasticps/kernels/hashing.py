@@ -1,4 +1,4 @@
-"""Where a key lives: a 64-bit hash per (table, key), cut into P equal ranges by its top bits.
+"""Maps a key to its range: a 64-bit hash per (table, key), whose top bits are the range.
 
 The mixer is the finaliser of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
 OOPSLA 2014): a bijection, so two keys of one table never share a hash. The table id salts it, else block 0 of every

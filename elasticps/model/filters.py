@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from elasticps.errors import SpecError
-from elasticps.model.optimizers import FTRL, Checked, Custom, Optimizer, integer, number, numbers, text
+from elasticps.model.optimizers import FTRL, Checked, Custom, ServerOptimizer, integer, number, numbers, text
 
 MAX_FILTERS = 6
 GROUP = 256  # floats that share a scale
@@ -223,7 +223,7 @@ class KKT(SparseFilter):
             raise SpecError(f"KKT.slack must be at most l1, {l1}, got {self.slack!r}")
         return l1 - self.slack
 
-    def bound(self, optimizer: Optimizer) -> float:
+    def bound(self, optimizer: ServerOptimizer) -> float:
         """Up to which magnitude gradients are left out. SpecError if the optimizer has no l1."""
         if not isinstance(optimizer, FTRL | Custom):
             raise SpecError(f"KKT is for FTRL, and custom optimizers with L1, not for {type(optimizer).__name__}")

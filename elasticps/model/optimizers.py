@@ -90,7 +90,7 @@ class Schedule:
         return "<schedule>"
 
 
-class Optimizer(Checked, ABC):
+class ServerOptimizer(Checked, ABC):
     """How a gradient changes a row of `dim` weights and its float32 slots."""
 
     kind: ClassVar[str]
@@ -106,7 +106,7 @@ class Optimizer(Checked, ABC):
         """Number of float32 slots that a row of `dim` weights needs."""
         return sum(self.slot_shapes(dim).values())
 
-    def same_rows(self, other: Optimizer) -> bool:
+    def same_rows(self, other: ServerOptimizer) -> bool:
         """Whether rows of the one are rows of the other. The rate is no part of that: it comes with each step."""
         return type(self) is type(other) and self.to_dict() | {"lr": 0} == other.to_dict() | {"lr": 0}
 
@@ -143,7 +143,7 @@ class Optimizer(Checked, ABC):
 
 
 @dataclass(frozen=True)
-class SGD(Optimizer):
+class SGD(ServerOptimizer):
     """`torch.optim.SGD` without dampening. One slot per weight if momentum > 0, else none."""
 
     kind: ClassVar[str] = "sgd"
@@ -171,7 +171,7 @@ class SGD(Optimizer):
 
 
 @dataclass(frozen=True)
-class Adagrad(Optimizer):
+class Adagrad(ServerOptimizer):
     """`torch.optim.Adagrad` (Duchi, Hazan, Singer 2011). One slot per weight: the sum of squares."""
 
     kind: ClassVar[str] = "adagrad"
@@ -201,7 +201,7 @@ class Adagrad(Optimizer):
 
 
 @dataclass(frozen=True)
-class RowAdagrad(Optimizer):
+class RowAdagrad(ServerOptimizer):
     """Adagrad with one accumulator per row, of the mean square over the row (as in FBGEMM and DLRM)."""
 
     kind: ClassVar[str] = "row_adagrad"
@@ -221,7 +221,7 @@ class RowAdagrad(Optimizer):
 
 
 @dataclass(frozen=True)
-class Adam(Optimizer):
+class Adam(ServerOptimizer):
     """`torch.optim.Adam` (Kingma, Ba 2015). Slots: the row's number of updates, then per weight two moments.
 
     Bias corrections count the updates of the row, whoever made them: a dense tensor is corrected as by torch, and a row
@@ -265,7 +265,7 @@ class AdamW(Adam):
 
 
 @dataclass(frozen=True)
-class FTRL(Optimizer):
+class FTRL(ServerOptimizer):
     """FTRL-Proximal (McMahan et al., KDD 2013, Algorithm 1); `lr` is the paper's alpha. Slots: z, then n."""
 
     kind: ClassVar[str] = "ftrl"
@@ -294,7 +294,7 @@ class FTRL(Optimizer):
         return np.array([1.0 / rate], dtype=np.float32)
 
 
-class _Unscaled(Optimizer):
+class _Unscaled(ServerOptimizer):
     """Operations that know no learning rate; one given with a push is ignored."""
 
     step_floats: ClassVar[int] = 0
@@ -321,7 +321,7 @@ class Accumulate(_Unscaled):
 
 
 @dataclass(frozen=True)
-class Custom(Optimizer):
+class Custom(ServerOptimizer):
     """An optimizer that the servers know by `name`: see `elasticps.store.register_optimizer`.
 
     A row has `slots` float32 per weight and then `row_slots` more. step_values are [lr, clock].

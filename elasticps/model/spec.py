@@ -42,9 +42,9 @@ from elasticps.model.optimizers import (
     Assign,
     Checked,
     Custom,
-    Optimizer,
     RowAdagrad,
     Schedule,
+    ServerOptimizer,
     integer,
     number,
     text,
@@ -77,10 +77,10 @@ __all__ = [
     "KeyDeltas",
     "KeysOnce",
     "Normal",
-    "Optimizer",
     "RandomK",
     "RowAdagrad",
     "Schedule",
+    "ServerOptimizer",
     "TableSpec",
     "Threshold",
     "TopK",
@@ -234,7 +234,7 @@ Consistency = ASP | SSP | BSP
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
-_OPTIMIZERS: dict[str, type[Optimizer]] = {
+_OPTIMIZERS: dict[str, type[ServerOptimizer]] = {
     cls.kind: cls for cls in (SGD, Adagrad, RowAdagrad, Adam, AdamW, FTRL, Assign, Accumulate, Custom)
 }
 _INITS: dict[str, type[Init]] = {cls.kind: cls for cls in (Zeros, Constant, Uniform, Normal)}
@@ -264,7 +264,7 @@ class TableSpec(Checked):
 
     name: str
     dim: int
-    optimizer: Optimizer
+    optimizer: ServerOptimizer
     init: Init = field(default_factory=Zeros)
     dtype: str = "float32"
     shape: tuple[int, ...] | None = None
@@ -279,7 +279,7 @@ class TableSpec(Checked):
                 f"{self.name!r:.{2 * MAX_NAME}}"
             )
         where = f"table {self.name!r}: "
-        if not isinstance(self.optimizer, Optimizer):
+        if not isinstance(self.optimizer, ServerOptimizer):
             raise SpecError(f"{where}optimizer must be one of elasticps' optimizers, got {self.optimizer!r}")
         if not isinstance(self.init, Init):
             raise SpecError(f"{where}init must be one of elasticps' initialisers, got {self.init!r}")
@@ -309,8 +309,8 @@ class TableSpec(Checked):
 
     @classmethod
     def dense(
-        cls, name: str, shape: tuple[int, ...], optimizer: Optimizer, dtype: str = "float32", *, finite: bool = False,
-        push: Sequence[Filter] = (), pull: Sequence[Filter] = (),
+        cls, name: str, shape: tuple[int, ...], optimizer: ServerOptimizer, dtype: str = "float32", *,
+        finite: bool = False, push: Sequence[Filter] = (), pull: Sequence[Filter] = (),
     ) -> TableSpec:  # fmt: skip
         """Spec of a dense tensor of `shape`, its block length chosen here."""
         block = dense_block(math.prod(shape))

@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.model.optimizers import Adam, Optimizer
+from elasticps.model.optimizers import Adam, ServerOptimizer
 from elasticps.store.native import inlined, kernel
 
 FIRST = 8  # of the constants: where the table begins, two floats for each update
@@ -60,7 +60,7 @@ def next_update(count: np.float32) -> np.float32:
     return t if t >= _ONE else _ONE
 
 
-def constants_of(optimizer: Optimizer) -> Floats:
+def constants_of(optimizer: ServerOptimizer) -> Floats:
     """What a kernel gets of an optimizer: the slots' first value, its constants, and for Adam the table."""
     betas = optimizer.betas if isinstance(optimizer, Adam) else None
     return _constants((optimizer.slot_fill, *optimizer.constants()), betas)

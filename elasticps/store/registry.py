@@ -13,7 +13,7 @@ from numba.core.dispatcher import Dispatcher
 
 from elasticps.errors import SpecError
 from elasticps.kernels import compiled_once
-from elasticps.model.spec import Custom, Optimizer
+from elasticps.model.spec import Custom, ServerOptimizer
 from elasticps.store import codec, index, intervals, layout, reductions, sparse, stamps, updates
 from elasticps.store.native import FLOATS, INT, KEYS, MATRIX, WORDS, signature_of
 from elasticps.store.values import canonical
@@ -139,7 +139,7 @@ def register_optimizer(name: str, update: Callable[..., None], *, slots: int = 0
         raise SpecError(f"another optimizer is already registered as {name!r}")
 
 
-def update_kernel(optimizer: Optimizer) -> Update:
+def update_kernel(optimizer: ServerOptimizer) -> Update:
     """The compiled kernel of an optimizer. Raises SpecError for a custom one that nobody registered here."""
     if not isinstance(optimizer, Custom):
         _load(updates.apply, signature_of(updates.apply))

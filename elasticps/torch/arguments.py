@@ -10,7 +10,7 @@ from torch import Tensor
 
 import elasticps.model.spec
 from elasticps.errors import ConfigError, InputError
-from elasticps.model.spec import Optimizer as ServerOptimizer
+from elasticps.model.spec import ServerOptimizer
 
 _NOT_OURS = {
     "sparse": "leave it out: gradients of rows are always sparse",

@@ -23,8 +23,7 @@ from torch.nn import functional
 
 from elasticps.errors import ConfigError, InputError
 from elasticps.model.caching import Cache
-from elasticps.model.spec import Filter, Init
-from elasticps.model.spec import Optimizer as ServerOptimizer
+from elasticps.model.spec import Filter, Init, ServerOptimizer
 from elasticps.torch.embedding import MAX_PREFETCHED, ExpectedRows, TableLayer, may_share_rows
 from elasticps.torch.host import moved, room, sent
 from elasticps.torch.jagged import JaggedTensor, KeyedTensor, Lists, lists_of

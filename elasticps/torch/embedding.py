@@ -20,8 +20,7 @@ from torch.nn import functional
 
 from elasticps.errors import ConfigError, InputError
 from elasticps.model.caching import Cache
-from elasticps.model.spec import Filter, Init, Normal
-from elasticps.model.spec import Optimizer as ServerOptimizer
+from elasticps.model.spec import Filter, Init, Normal, ServerOptimizer
 from elasticps.torch.arguments import check_ids, refuse_arguments, refuse_torchs
 from elasticps.torch.host import moved, room, sent
 from elasticps.torch.kernels.distinct import distinct

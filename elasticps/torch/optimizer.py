@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from elasticps.errors import ConfigError
-from elasticps.model.spec import Filter
-from elasticps.model.spec import Optimizer as ServerOptimizer
+from elasticps.model.spec import Filter, ServerOptimizer
 from elasticps.torch.arguments import refuse_torchs
 from elasticps.torch.devices import DeviceGroup, models_of
 from elasticps.torch.outgoing import Outgoing

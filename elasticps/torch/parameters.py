@@ -12,8 +12,7 @@ from torch import distributed, nn
 
 from elasticps.errors import ConfigError, SpecError
 from elasticps.model.optimizers import Schedule
-from elasticps.model.spec import MAX_NAME, Filter, shows
-from elasticps.model.spec import Optimizer as ServerOptimizer
+from elasticps.model.spec import MAX_NAME, Filter, ServerOptimizer, shows
 from elasticps.torch.arguments import refuse_torchs
 from elasticps.torch.embedding import TableLayer
 from elasticps.torch.weights import Copy, DenseParameter, values_of

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from elasticps.model.caching import Cache
-from elasticps.model.spec import Filter, Init, Optimizer
+from elasticps.model.spec import Filter, Init, ServerOptimizer
 
 
 class PendingPull(Protocol):
@@ -29,13 +29,13 @@ class Worker(Protocol):
         """Steps pushed."""
 
     def table(
-        self, name: str, *, dim: int, optimizer: Optimizer, init: Init | None = None, dtype: str = "float32",
+        self, name: str, *, dim: int, optimizer: ServerOptimizer, init: Init | None = None, dtype: str = "float32",
         push: Sequence[Filter] = (), pull: Sequence[Filter] = (), cache: Cache | None = None,
     ) -> Any:  # fmt: skip
         """Opens a sparse table."""
 
     def tensors(
-        self, values: Mapping[str, object], *, optimizer: Optimizer | Callable[[str], Optimizer],
+        self, values: Mapping[str, object], *, optimizer: ServerOptimizer | Callable[[str], ServerOptimizer],
         push: Sequence[Filter] = (), pull: Sequence[Filter] = (),
     ) -> Mapping[str, Any]:  # fmt: skip
         """Opens dense tensors by name."""

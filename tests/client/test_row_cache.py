@@ -17,7 +17,7 @@ from elasticps.client.row_cache import CachedPull, RowCache
 from elasticps.errors import ClusterUnreachable, Timeout
 from elasticps.kernels.hashing import table_salt
 from elasticps.model.caching import Cache
-from elasticps.model.spec import Optimizer, TableSpec
+from elasticps.model.spec import ServerOptimizer, TableSpec
 
 DIM = 3
 KEYS = np.arange(10, 18)
@@ -66,7 +66,7 @@ class Servers:
 class Cached(RowCache):
     """Before a batch asks, what is in `between` happens: another thread has the processor."""
 
-    def __init__(self, servers: Servers, optimizer: Optimizer | None = None) -> None:
+    def __init__(self, servers: Servers, optimizer: ServerOptimizer | None = None) -> None:
         self.between: list[Callable[[], object]] = []
         spec, salt = TableSpec("t", DIM, optimizer or eps.SGD(0.1)), table_salt(1)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import elasticps as eps
 from elasticps.local.operator_client import OperatorClient
-from elasticps.model.spec import Optimizer
+from elasticps.model.spec import ServerOptimizer
 from elasticps.store import Table
 from tests.e2e.oracle import wait_for
 
@@ -28,7 +28,9 @@ def gradients(worker: int, step: int) -> tuple[NDArray[np.int64], NDArray[np.flo
     return keys, random.normal(size=(100, DIM)).astype(np.float32), random.normal(size=SHAPE).astype(np.float32)
 
 
-def one_process(optimizer: Optimizer, workers: list[list[int]]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def one_process(
+    optimizer: ServerOptimizer, workers: list[list[int]]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """The same steps without a cluster. workers: who takes part in each round, in the order of their ids."""
     sparse = Table(eps.TableSpec("rows", DIM, optimizer), 1, 2)
     dense = Table(eps.TableSpec("tensor", SHAPE[1], optimizer), 2, 2)
@@ -53,7 +55,7 @@ def one_process(optimizer: Optimizer, workers: list[list[int]]) -> tuple[NDArray
 class Training:
     """Workers of one application, each in a thread. `at(step)` is called by the first worker at each step."""
 
-    def __init__(self, url: str, app: str, optimizer: Optimizer, count: int, at: Callable[[int], None]) -> None:
+    def __init__(self, url: str, app: str, optimizer: ServerOptimizer, count: int, at: Callable[[int], None]) -> None:
         self.url, self.app, self.optimizer, self.at = url, app, optimizer, at
         self.ready = threading.Barrier(count)
         self.errors: list[BaseException] = []
@@ -107,7 +109,9 @@ OPTIMIZERS = [eps.SGD(lr=0.1), eps.SGD(lr=0.1, momentum=0.9), eps.Adam(lr=0.01)]
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["sgd", "momentum", "adam"])
-def test_rounds_are_bitwise_those_of_one_process(cluster: eps.LocalCluster, optimizer: Optimizer, count: int) -> None:
+def test_rounds_are_bitwise_those_of_one_process(
+    cluster: eps.LocalCluster, optimizer: ServerOptimizer, count: int
+) -> None:
     training = Training(cluster.url, f"{optimizer.kind}{id(optimizer)}-{count}", optimizer, count, lambda step: None)
     training.run()
     rows, tensor = final(training)

@@ -12,7 +12,7 @@ import pytest
 import elasticps as eps
 from elasticps.errors import Closed, ConfigError, InputError, NotFinite, SpecError, UnknownTable
 from elasticps.metrics import ClientMetrics
-from elasticps.model.spec import Filter, Optimizer
+from elasticps.model.spec import Filter, ServerOptimizer
 from tests.e2e.conftest import Connect
 
 KEYS = np.arange(60)
@@ -41,7 +41,7 @@ def floats(random: np.random.Generator, n: int) -> np.ndarray:
     ids=lambda value: getattr(value, "kind", None),
 )
 def test_a_worker_alone_sees_what_servers_have(
-    connect: Connect, eventually: Eventually, optimizer: Optimizer, dtype: str, push: Sequence[Filter]
+    connect: Connect, eventually: Eventually, optimizer: ServerOptimizer, dtype: str, push: Sequence[Filter]
 ) -> None:
     """To the bit, whatever it pushes, and though its keys do not all fit."""
     ps, random = connect(), np.random.default_rng(1)

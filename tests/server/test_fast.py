@@ -12,7 +12,7 @@ import pytest
 from coordinator.core.view import View
 from elasticps.client.core.routing import Routes, plan_push
 from elasticps.kernels.hashing import table_salt
-from elasticps.model.optimizers import SGD, Accumulate, Adagrad, Adam, Optimizer
+from elasticps.model.optimizers import SGD, Accumulate, Adagrad, Adam, ServerOptimizer
 from elasticps.model.spec import BFloat16, Filter, Float16, Int8, Normal, TableSpec
 from elasticps.server.core import reads
 from elasticps.server.fast.layout import H_FORWARDS, H_PUSHES
@@ -46,7 +46,7 @@ from tests.server.conftest import RANGES
 from tests.server.wires import Pipe, Wires
 
 WORKERS = (5, 9)
-OPTIMIZERS: tuple[Optimizer, ...] = (Accumulate(), SGD(lr=0.5), Adagrad(lr=0.1), Adam(lr=0.1))
+OPTIMIZERS: tuple[ServerOptimizer, ...] = (Accumulate(), SGD(lr=0.5), Adagrad(lr=0.1), Adam(lr=0.1))
 FILTERS: tuple[tuple[Sequence[Filter], Sequence[Filter]], ...] = (
     ((), ()), ([Int8()], [BFloat16()]), ([Float16()], []), ([BFloat16()], [Int8()])
 )  # fmt: skip

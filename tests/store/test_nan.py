@@ -14,8 +14,8 @@ from elasticps.model.optimizers import (
     AdamW,
     Assign,
     Custom,
-    Optimizer,
     RowAdagrad,
+    ServerOptimizer,
 )  # fmt: skip
 from elasticps.model.spec import TableSpec
 from elasticps.store import Table, register_optimizer
@@ -38,7 +38,7 @@ def mine(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
         w[j] -= v[0] * g[j]
 
 
-def pushed(optimizer: Optimizer, dtype: str, strange: np.ndarray) -> Table:
+def pushed(optimizer: ServerOptimizer, dtype: str, strange: np.ndarray) -> Table:
     if isinstance(optimizer, Custom):
         register_optimizer(optimizer.name, mine, slots=optimizer.slots)
     table = Table(TableSpec("t", DIM, optimizer, dtype=dtype), 3, 2)
@@ -53,7 +53,7 @@ def pushed(optimizer: Optimizer, dtype: str, strange: np.ndarray) -> Table:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: f"{optimizer.kind}")
-def test_all_that_are_no_numbers_have_the_same_bits(optimizer: Optimizer, dtype: str) -> None:
+def test_all_that_are_no_numbers_have_the_same_bits(optimizer: ServerOptimizer, dtype: str) -> None:
     digests = set()
     for strange in STRANGE.view(np.uint32):
         table = pushed(optimizer, dtype, strange)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.model.spec import SGD, Adagrad, Adam, Constant, Init, Optimizer, Zeros
+from elasticps.model.spec import SGD, Adagrad, Adam, Constant, Init, ServerOptimizer, Zeros
 
 Floats = NDArray[np.float32]
 
@@ -24,7 +24,7 @@ def initial_row(init: Init, key: int, dim: int) -> Floats:
     return row
 
 
-def update(spec: Optimizer, weight: Floats, slots: dict[str, Floats], gradient: Floats, lr: float) -> None:
+def update(spec: ServerOptimizer, weight: Floats, slots: dict[str, Floats], gradient: Floats, lr: float) -> None:
     if isinstance(spec, SGD):
         weight -= lr * gradient
     elif isinstance(spec, Adagrad):
@@ -46,7 +46,7 @@ def update(spec: Optimizer, weight: Floats, slots: dict[str, Floats], gradient: 
 @dataclass(eq=False)
 class Target:
     name: str
-    spec: Optimizer
+    spec: ServerOptimizer
     weights: dict[int, Floats] = field(default_factory=dict)
     slots: dict[int, dict[str, Floats]] = field(default_factory=dict)
 
@@ -80,7 +80,7 @@ class SparseTable:
         return self.target.name
 
     @property
-    def optimizer(self) -> Optimizer:
+    def optimizer(self) -> ServerOptimizer:
         return self.target.spec
 
     def row(self, key: int) -> Floats:
@@ -136,7 +136,7 @@ class DenseTensor:
         return self.target.name
 
     @property
-    def optimizer(self) -> Optimizer:
+    def optimizer(self) -> ServerOptimizer:
         return self.target.spec
 
     def pull(self, out: Floats | None = None) -> Floats:
@@ -194,7 +194,7 @@ class FakeClient:
     pulled: list[list[str]] = field(default_factory=list)  # names of the tables of each pull of several
 
     def table(
-        self, name: str, dim: int, optimizer: Optimizer, init: Init, dtype: str = "float32", cache: object = None,
+        self, name: str, dim: int, optimizer: ServerOptimizer, init: Init, dtype: str = "float32", cache: object = None,
         **filters: Any,
     ) -> SparseTable:  # fmt: skip
         target = self.targets.setdefault(name, Target(name, optimizer))
@@ -202,7 +202,7 @@ class FakeClient:
         self.filters[name] = filters
         return self.tables.setdefault(name, SparseTable(target, dim, init))
 
-    def tensor(self, name: str, init: Floats, optimizer: Optimizer, **filters: Any) -> DenseTensor:
+    def tensor(self, name: str, init: Floats, optimizer: ServerOptimizer, **filters: Any) -> DenseTensor:
         assert init.dtype == np.float32
         target = self.targets.setdefault(name, Target(name, optimizer))
         assert target.spec == optimizer
@@ -211,7 +211,7 @@ class FakeClient:
         return DenseTensor(target, init.shape)
 
     def tensors(
-        self, values: Mapping[str, Any], *, optimizer: Callable[[str], Optimizer], **filters: Any
+        self, values: Mapping[str, Any], *, optimizer: Callable[[str], ServerOptimizer], **filters: Any
     ) -> dict[str, DenseTensor]:
         return {name: self.tensor(name, init=v, optimizer=optimizer(name), **filters) for name, v in values.items()}
 

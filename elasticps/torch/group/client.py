@@ -15,7 +15,7 @@ from elasticps.client.core.join import Resume
 from elasticps.client.inputs import checked_keys, checked_out, refuse_pickling
 from elasticps.errors import ConfigError, InputError
 from elasticps.model.sharding import checked_spec
-from elasticps.model.spec import Filter, Init, Optimizer, TableSpec, Zeros
+from elasticps.model.spec import Filter, Init, ServerOptimizer, TableSpec, Zeros
 from elasticps.torch.group.layout import CHUNK
 from elasticps.torch.group.links import Links, Words
 from elasticps.torch.group.ranks import Ranks
@@ -109,7 +109,7 @@ class GroupClient(Ranks):
     # -- tables
 
     def table(
-        self, name: str, *, dim: int, optimizer: Optimizer, init: Init | None = None, dtype: str = "float32",
+        self, name: str, *, dim: int, optimizer: ServerOptimizer, init: Init | None = None, dtype: str = "float32",
         finite: bool = False, push: Filters = (), pull: Filters = (), **options: Any,
     ) -> GroupTable:  # fmt: skip
         """Opens a sparse table, as `Client.table`."""
@@ -128,7 +128,7 @@ class GroupClient(Ranks):
         return cast(GroupTable, handle)
 
     def tensor(
-        self, name: str, *, init: object, optimizer: Optimizer, dtype: str = "float32", finite: bool = False,
+        self, name: str, *, init: object, optimizer: ServerOptimizer, dtype: str = "float32", finite: bool = False,
         push: Filters = (), pull: Filters = (), **options: Any,
     ) -> GroupTensor:  # fmt: skip
         """Opens a dense tensor, as `Client.tensor`; if it is new it has the values that rank 0 gives."""
@@ -146,7 +146,11 @@ class GroupClient(Ranks):
         return cast(GroupTensor, handle)
 
     def tensors(
-        self, values: Mapping[str, object], *, optimizer: Optimizer | Callable[[str], Optimizer], **options: Any
+        self,
+        values: Mapping[str, object],
+        *,
+        optimizer: ServerOptimizer | Callable[[str], ServerOptimizer],
+        **options: Any,
     ) -> dict[str, GroupTensor]:
         """Opens many dense tensors at once, as `Client.tensors`."""
         shapes = {name: np.asarray(init, np.float32).shape for name, init in values.items()}

@@ -13,7 +13,7 @@ from elasticps.client.filtering import Feedback
 from elasticps.client.inputs import checked_floats, checked_keys, checked_out, refuse_pickling
 from elasticps.client.short_keys import Saved
 from elasticps.errors import ConfigError, InputError
-from elasticps.model.spec import Optimizer
+from elasticps.model.spec import ServerOptimizer
 from elasticps.torch.group.layout import GradientSize
 from elasticps.torch.group.ranks import Ranks
 from elasticps.torch.group.reads import ClientRead, GroupPull, GroupRead, WeightsRead, ask_rows, ask_weights
@@ -34,7 +34,7 @@ class _Handle(Generic[Real]):
 
     real: Real | None
 
-    def __init__(self, ps: Ranks, name: str, number: int, optimizer: Optimizer, real: Real | None) -> None:
+    def __init__(self, ps: Ranks, name: str, number: int, optimizer: ServerOptimizer, real: Real | None) -> None:
         self.name = name
         self.number = number
         self.real = real
@@ -43,7 +43,7 @@ class _Handle(Generic[Real]):
         self.changes = 0  # how often rows were changed past steps
 
     @property
-    def optimizer(self) -> Optimizer:
+    def optimizer(self) -> ServerOptimizer:
         """As the client has it; elsewhere than at rank 0 as it was opened."""
         return self._optimizer if self.real is None else self.real.optimizer
 
@@ -98,7 +98,7 @@ class GroupTable(_Handle["SparseTable"]):
     """A sparse table; made by `GroupClient.table`."""
 
     def __init__(
-        self, ps: Ranks, name: str, number: int, optimizer: Optimizer, dim: int, real: SparseTable | None
+        self, ps: Ranks, name: str, number: int, optimizer: ServerOptimizer, dim: int, real: SparseTable | None
     ) -> None:
         super().__init__(ps, name, number, optimizer, real)
         self.dim = dim
@@ -169,7 +169,7 @@ class GroupTensor(_Handle["DenseTensor"]):
     """A dense tensor; made by `GroupClient.tensor`."""
 
     def __init__(
-        self, ps: Ranks, name: str, number: int, optimizer: Optimizer, shape: tuple[int, ...],
+        self, ps: Ranks, name: str, number: int, optimizer: ServerOptimizer, shape: tuple[int, ...],
         real: DenseTensor | None,
     ) -> None:  # fmt: skip
         super().__init__(ps, name, number, optimizer, real)
