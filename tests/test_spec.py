@@ -18,7 +18,7 @@ from elasticps.model import spec
 from elasticps.model.spec import TableSpec
 
 WRONG: Any = "wrong"
-OPTIMIZERS: list[spec.Optimizer] = [
+OPTIMIZERS: list[spec.ServerOptimizer] = [
     spec.SGD(0.1, momentum=0.9, weight_decay=1e-4, nesterov=True),
     spec.SGD(lambda clock: 1 / clock),
     spec.Adagrad(0.1, initial_accumulator=0.1),
@@ -35,7 +35,7 @@ INITS = [spec.Zeros(), spec.Constant(-1.5), spec.Uniform(-1, 1, seed=2**63 - 1),
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.kind)
 @pytest.mark.parametrize("init", INITS, ids=lambda i: i.kind)
-def test_json_keeps_a_spec(optimizer: spec.Optimizer, init: spec.Init) -> None:
+def test_json_keeps_a_spec(optimizer: spec.ServerOptimizer, init: spec.Init) -> None:
     one = TableSpec("users.embedding", 12, optimizer, init, "bfloat16")
     two = TableSpec.from_json(one.to_json())
     assert one == two
@@ -160,14 +160,14 @@ def test_schedules_are_a_property_of_the_step() -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.kind)
-def test_step_values_have_the_length_they_say(optimizer: spec.Optimizer) -> None:
+def test_step_values_have_the_length_they_say(optimizer: spec.ServerOptimizer) -> None:
     values = optimizer.step_values(7, lr=0.1)
     assert values.dtype == np.float32
     assert values.shape == (optimizer.step_floats,)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.kind)
-def test_a_workers_clock_says_nothing_to_optimizers_but_custom_ones(optimizer: spec.Optimizer) -> None:
+def test_a_workers_clock_says_nothing_to_optimizers_but_custom_ones(optimizer: spec.ServerOptimizer) -> None:
     early, late = (optimizer.step_values(clock, lr=0.1).tolist() for clock in (1, 5_000))
     assert (early == late) == (optimizer.kind != "custom")
 

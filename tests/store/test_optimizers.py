@@ -21,7 +21,9 @@ INIT = spec.Normal(std=0.5, seed=11)
 Floats = NDArray[np.float32]
 
 
-def run(optimizer: spec.Optimizer, batches: list[tuple[NDArray[np.int64], Floats]], dtype: str = "float32") -> Floats:
+def run(
+    optimizer: spec.ServerOptimizer, batches: list[tuple[NDArray[np.int64], Floats]], dtype: str = "float32"
+) -> Floats:
     """Weights of all rows after a step for each batch (indices into KEYS, gradients)."""
     table = Table(TableSpec("t", DIM, optimizer, INIT, dtype), 3, 8)
     for clock, (touched, grads) in enumerate(batches, start=1):
@@ -40,7 +42,7 @@ def batches(touch_all: bool, seed: int = 0) -> list[tuple[NDArray[np.int64], Flo
     return made
 
 
-TORCH: list[tuple[spec.Optimizer, Callable[[Any], torch.optim.Optimizer]]] = [
+TORCH: list[tuple[spec.ServerOptimizer, Callable[[Any], torch.optim.Optimizer]]] = [
     (spec.SGD(0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
     (spec.SGD(0.1, weight_decay=0.1), lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1)),
     (spec.SGD(0.1, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
@@ -64,7 +66,7 @@ TORCH: list[tuple[spec.Optimizer, Callable[[Any], torch.optim.Optimizer]]] = [
 
 @pytest.mark.parametrize(("ours", "theirs"), TORCH, ids=lambda o: getattr(o, "kind", ""))
 def test_agrees_with_torch_when_every_row_is_touched(
-    ours: spec.Optimizer, theirs: Callable[[Any], torch.optim.Optimizer]
+    ours: spec.ServerOptimizer, theirs: Callable[[Any], torch.optim.Optimizer]
 ) -> None:
     weights = torch.nn.Parameter(torch.from_numpy(initial_rows(INIT, KEYS, DIM)))
     optimizer = theirs([weights])
@@ -77,7 +79,7 @@ def test_agrees_with_torch_when_every_row_is_touched(
 
 @pytest.mark.parametrize(("ours", "theirs"), TORCH, ids=lambda o: getattr(o, "kind", ""))
 def test_a_row_that_is_not_touched_takes_no_step(
-    ours: spec.Optimizer, theirs: Callable[[Any], torch.optim.Optimizer]
+    ours: spec.ServerOptimizer, theirs: Callable[[Any], torch.optim.Optimizer]
 ) -> None:
     start = initial_rows(INIT, KEYS, DIM)
     rows = [torch.nn.Parameter(torch.from_numpy(row)) for row in start]

@@ -22,7 +22,7 @@ from elasticps.model.spec import TableSpec
 from elasticps.store import Store, Table, index, intervals, native, registry, warm
 
 
-def table(dim: int = 4, ranges: int = 8, optimizer: spec.Optimizer | None = None) -> Table:
+def table(dim: int = 4, ranges: int = 8, optimizer: spec.ServerOptimizer | None = None) -> Table:
     return Table(TableSpec("t", dim, optimizer or spec.Adagrad(0.5), spec.Normal(seed=1)), 7, ranges)
 
 

@@ -46,7 +46,7 @@ class TableMachine(RuleBasedStateMachine):
         dtype=st.sampled_from(spec.DTYPES),
         table_id=st.integers(0, 5),
     )
-    def create(self, optimizer: spec.Optimizer, init: spec.Init, dim: int, dtype: str, table_id: int) -> None:
+    def create(self, optimizer: spec.ServerOptimizer, init: spec.Init, dim: int, dtype: str, table_id: int) -> None:
         described = spec.TableSpec("t", dim, optimizer, init, dtype)
         self.dim, self.clock = dim, 0
         self.table, self.twin = Table(described, table_id, RANGES), TwinTable(described, table_id, RANGES)

@@ -22,7 +22,7 @@ LATE = 5_000  # the clock of a worker that makes a table
 Floats = NDArray[np.float32]
 Torch = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
-PAIRS: list[tuple[spec.Optimizer, Torch]] = [
+PAIRS: list[tuple[spec.ServerOptimizer, Torch]] = [
     (spec.Adam(0.01), lambda p: torch.optim.Adam(p, lr=0.01)),
     (spec.Adam(0.01, weight_decay=0.1), lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1)),
     (spec.AdamW(0.01, weight_decay=0.1), lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1)),
@@ -39,7 +39,7 @@ def gradient(step: int, n: int = len(KEYS)) -> Floats:
     return np.random.default_rng(step).standard_normal((n, DIM)).astype(np.float32)
 
 
-def a_table(optimizer: spec.Optimizer, number: int = 3) -> Table:
+def a_table(optimizer: spec.ServerOptimizer, number: int = 3) -> Table:
     return Table(TableSpec("t", DIM, optimizer, spec.Normal(std=0.5, seed=2)), number, 8)
 
 
@@ -74,7 +74,7 @@ class Reference:
 
 
 @each_pair
-def test_a_table_that_is_made_late_moves_as_torchs(ours: spec.Optimizer, theirs: Torch) -> None:
+def test_a_table_that_is_made_late_moves_as_torchs(ours: spec.ServerOptimizer, theirs: Torch) -> None:
     table = a_table(ours)
     reference = Reference(theirs, weights(table))
     for step in range(1, 31):
@@ -84,7 +84,7 @@ def test_a_table_that_is_made_late_moves_as_torchs(ours: spec.Optimizer, theirs:
 
 
 @each_pair
-def test_a_row_that_is_touched_late_or_seldom_moves_as_torchs(ours: spec.Optimizer, theirs: Torch) -> None:
+def test_a_row_that_is_touched_late_or_seldom_moves_as_torchs(ours: spec.ServerOptimizer, theirs: Torch) -> None:
     table = a_table(ours)
     reference = Reference(theirs, weights(table))
     for step in range(1, 61):
