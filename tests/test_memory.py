@@ -88,12 +88,12 @@ def test_marks_of_small_limits() -> None:
 def test_what_was_freed_between_what_is_kept_goes_back() -> None:
     process = psutil.Process()
     some = [bytes(2000) for _ in range(50_000)]
-    kept = some[::100]
+    retained = some[::100]
     full = process.memory_info().rss
     some.clear()
     give_back()
     assert full - process.memory_info().rss > 50 << 20
-    assert len(kept) == 500
+    assert len(retained) == 500
 
 
 def test_a_limit_of_the_process_is_one_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,8 @@ FIELD_TERMS = {
     ("tests/torch/group/rank_process.py", "world"): "torch.distributed's world size",
 }
 FORMATS = {
+    ("chaos/live/kubernetes.py", "grace"): "Kubernetes' own grace period of a pod",
+    ("tests/chaos/test_kubernetes.py", "grace"): "the same",
     ("chaos/sim/story.py", "proven"): "stored by `elasticps sim --record`, and the option `--proven`",
     ("chaos/sim/run.py", "proven"): "the same",
     ("chaos/sim/cli.py", "proven"): "the same",
@@ -54,7 +56,7 @@ def _words(name: str) -> list[str]:
 
 
 def _names(node: ast.AST) -> Iterator[str]:
-    """Identifiers of a node. Names of tests are sentences, in which every word may stand."""
+    """Identifiers of a node. Names of tests are sentences, in which any word may stand; so are those of planted bugs."""
     if isinstance(node, ast.Name):
         yield node.id
     elif isinstance(node, ast.Attribute):
@@ -62,7 +64,7 @@ def _names(node: ast.AST) -> Iterator[str]:
     elif isinstance(node, ast.arg):
         yield node.arg
     elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        if not node.name.startswith("test_"):
+        if not node.name.startswith("test_") and node.name.count("_") < 4:
             yield node.name
     elif isinstance(node, ast.keyword) and node.arg:
         yield node.arg

@@ -25,7 +25,7 @@ class Frozen:
 
 
 @pytest.mark.parametrize(
-    ("full", "answers", "asked", "done"),
+    ("full", "answers", "requested", "done"),
     [
         (True, [True, True], ["GET", "ACTIVATE"], True),
         (True, [False], ["GET"], False),  # nothing that it would do when it goes on
@@ -35,10 +35,10 @@ class Frozen:
     ],
 )
 def test_an_alarm_that_may_have_been_raised_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool, answers: list[bool], asked: list[str], done: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool, answers: list[bool], requested: list[str], done: bool
 ) -> None:
     frozen = Frozen()
     frozen.answers = answers
     monkeypatch.setattr(etcd, "ask", frozen)
     assert Etcd(1, Loopback(), tmp_path).set_full(full) == done
-    assert frozen.asked == asked
+    assert frozen.asked == requested

@@ -166,11 +166,11 @@ def test_a_ledger_that_was_cut_short_is_read_up_to_there(tmp_path: Path) -> None
     assert read_ledger(path).size == 0
     records = np.array([(BEGUN, 1, 1.0), (BEGUN, 2, 1.5), (COMMITTED, 1, 2.0), (BEGUN, 3, 2.5)], RECORD)
     path.write_bytes(records.tobytes()[:-3])
-    told = Job("", 0, 0, 1, KEYS, 4, 0.0, RANGES, str(path))
+    reported = Job("", 0, 0, 1, KEYS, 4, 0.0, RANGES, str(path))
     assert newest(path, COMMITTED) == 1
     assert newest(path, BEGUN) == 2
     assert newest(tmp_path / "nothing", COMMITTED) == 0
-    assert Ledger.of(told) == Ledger(told, begun=2, acknowledged=1)
+    assert Ledger.of(reported) == Ledger(reported, begun=2, acknowledged=1)
 
 
 @pytest.mark.parametrize(

@@ -174,18 +174,18 @@ def test_a_run_says_on_the_terminal_that_nothing_was_tried(
     assert "kept" not in shown
 
 
-def told(do: str, role: str, target: str, began: float, ended: float, **ms: float) -> dict[str, object]:
+def reported(do: str, role: str, target: str, began: float, ended: float, **ms: float) -> dict[str, object]:
     return {"do": do, "role": role, "target": target, "began": began, "ended": ended, "recovery_ms": ms}
 
 
 def test_figures_leave_out_workers_that_were_hit_and_tell_faults_apart_that_nobody_could_decide_on() -> None:
     faults = [
-        told("kill", "server", "s0", 10.0, 12.0, w0=50.0, w1=70.0),
-        told("pause", "worker", "w1", 20.0, 25.0, w0=20.0, w1=5020.0),
-        told("kill", "server", "s1", 21.0, 22.0, w0=80.0, w1=4000.0),
-        told("kill", "coordinator", "c0", 40.0, 41.0, w0=10.0),
-        told("pause", "server", "s2", 42.0, 44.0, w0=2000.0),
-        told("kill", "server", "s3", -1.0, -1.0),
+        reported("kill", "server", "s0", 10.0, 12.0, w0=50.0, w1=70.0),
+        reported("pause", "worker", "w1", 20.0, 25.0, w0=20.0, w1=5020.0),
+        reported("kill", "server", "s1", 21.0, 22.0, w0=80.0, w1=4000.0),
+        reported("kill", "coordinator", "c0", 40.0, 41.0, w0=10.0),
+        reported("pause", "server", "s2", 42.0, 44.0, w0=2000.0),
+        reported("kill", "server", "s3", -1.0, -1.0),
     ]
     assert figures.by_kind([{"faults": faults}]) == {
         "kill coordinator": [10.0],

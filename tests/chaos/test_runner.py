@@ -120,12 +120,12 @@ def test_who_dies_after_all_was_whole_has_died(
 
 
 def test_what_a_run_that_ends_in_an_error_leaves_behind_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage, told = FakeStage(), list[str]()
+    stage, reported = FakeStage(), list[str]()
     stage.left = ["node n1 takes no new pods still"]
     monkeypatch.setattr(runner, "open_stage", lambda *arguments: stage)
     with pytest.raises(Error, match="etcd did not start"):
-        Run(PLAN, 0, progress=told.append).carry_out()
-    assert told[-1] == "node n1 takes no new pods still"
+        Run(PLAN, 0, progress=reported.append).carry_out()
+    assert reported[-1] == "node n1 takes no new pods still"
 
 
 def test_what_is_not_whole_before_the_first_fault_is_not_tormented(

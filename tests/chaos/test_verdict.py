@@ -69,8 +69,8 @@ def test_what_else_a_worker_dies_of_after_a_pause_is_no_consequence_of_it(why: s
 
 
 def test_the_words_for_who_was_forgotten_are_those_of_the_client() -> None:
-    said = inspect.getsource(dispatcher) + inspect.getsource(sessions)
-    assert all(words in said for words in FORGOTTEN)
+    output = inspect.getsource(dispatcher) + inspect.getsource(sessions)
+    assert all(words in output for words in FORGOTTEN)
 
 
 CLEAN = AuditReport("c", 1, 8, 2, 16, 0, 0, (), (), {}, {}, 0.1)

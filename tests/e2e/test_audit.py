@@ -55,7 +55,7 @@ def test_whatever_differs_is_said_with_range_and_server(other: Found, says: str)
 
 
 @pytest.mark.parametrize(
-    ("told", "clocks", "broken"),
+    ("reported", "clocks", "broken"),
     [
         (9, (9, 9), False),
         (8, (9, 10), False),
@@ -65,7 +65,7 @@ def test_whatever_differs_is_said_with_range_and_server(other: Found, says: str)
     ],
 )
 def test_a_worker_was_told_too_much_if_a_range_has_less(
-    told: int, clocks: tuple[int | None, ...], broken: bool
+    reported: int, clocks: tuple[int | None, ...], broken: bool
 ) -> None:
     group = Group()
     group.infos = {"s0": ServerInfo("s0", 1, "127.0.0.1:1")}
@@ -73,7 +73,7 @@ def test_a_worker_was_told_too_much_if_a_range_has_less(
     judged = Judged(2)
     found = {r: Found(1, b"", {} if clock is None else {4: clock}) for r, clock in enumerate(clocks)}
     judged.judge(view, view, {"s0": found})
-    (worker,) = judged.workers({4: told}, {4: "w"})
+    (worker,) = judged.workers({4: reported}, {4: "w"})
     assert worker.broken is broken
     assert worker.pending == clocks.count(None)
     assert not judged.open
@@ -310,10 +310,10 @@ def test_nobody_waits_for_a_server_that_is_left_out_before_it_has_answered() -> 
     """A frozen one had all the time there was, and nothing was compared then."""
 
     async def test(stage: Stage) -> None:
-        asked = asyncio.Event()
+        requested = asyncio.Event()
 
         async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            asked.set()
+            requested.set()
             with closing(writer):
                 await reader.read()
                 await reader.read()
@@ -323,7 +323,7 @@ def test_nobody_waits_for_a_server_that_is_left_out_before_it_has_answered() -> 
             stage.group.infos["s2"] = replace(stage.group.infos["s2"], admin=f"{host}:{port}")
             await stage.write(stage.group.make_view(lambda r: NAMES))
             auditing = asyncio.create_task(stage.audit(timeout_s=300.0))
-            await asked.wait()
+            await requested.wait()
             await stage.lose_s2()
             report = await asyncio.wait_for(auditing, 60.0)
         assert report.compared == 2 * RANGES

@@ -86,16 +86,16 @@ def test_others_are_seen_within_its_steps_and_oneself_at_once(connect: Connect) 
         total = then[-1].copy()
         total[keys] += 1
         then[-1] = total
-        asked = some(random)
-        shown = table.pull(asked)
-        of_other = shown - mine[asked]
-        assert (of_other >= then[max(0, step - staleness)][asked]).all()
-        assert (of_other <= total[asked]).all()
+        requested = some(random)
+        shown = table.pull(requested)
+        of_other = shown - mine[requested]
+        assert (of_other >= then[max(0, step - staleness)][requested]).all()
+        assert (of_other <= total[requested]).all()
         worst = max(
             worst,
             *(
                 sum((then[at][key] > row).any() for at in range(step + 1))
-                for key, row in zip(asked, of_other, strict=True)
+                for key, row in zip(requested, of_other, strict=True)
             ),
         )
         pushed = some(random)
@@ -219,9 +219,9 @@ def test_rows_older_than_the_consistency_allows_are_refused(connect: Connect) ->
         with pytest.raises(SpecError, match="Cache"):
             eps.Cache(rows=rows, staleness=staleness)  # type: ignore[arg-type]
     table = connect().table("u", dim=1, optimizer=eps.SGD(lr=0.1), cache=cache)
-    for ahead in (0, -1, 1.5, True, "x"):
+    for early in (0, -1, 1.5, True, "x"):
         with pytest.raises(InputError, match="ahead"):
-            table.fetch([1], ahead)  # type: ignore[arg-type]
+            table.fetch([1], early)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="keeps no rows"):
         connect().table("t", dim=1, optimizer=eps.SGD(lr=0.1)).fetch([1])
 
@@ -301,9 +301,9 @@ def test_rows_are_fetched_ahead_and_asked_for_once(connect: Connect, eventually:
     ps.flush()
     late: list[int] = []
     for at, batch in enumerate(batches):
-        for ahead in (2, 3):
-            if at + ahead < len(batches):
-                table.fetch(batches[at + ahead], ahead)
+        for early in (2, 3):
+            if at + early < len(batches):
+                table.fetch(batches[at + early], early)
         before = table.cached
         eventually(lambda: all(each.come for each in list(cache._batches.values())))
         table.fetch([])  # slots of what has come are asked for

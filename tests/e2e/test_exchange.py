@@ -47,10 +47,10 @@ def test_what_goes_out_comes_in_again(connect: Connect, tmp_path: Path, kind: st
     table, tensor = a_model(ps)
     bias = ps.tensor("bias", init=np.float32(3.0), optimizer=eps.SGD(lr=0.1))
     ps.table("empty", dim=2, optimizer=eps.SGD(lr=0.1))
-    told: list[int] = []
-    written = export(ps, tmp_path / "out", kind=kind, with_slots=True, tell=told.append)
+    reported: list[int] = []
+    written = export(ps, tmp_path / "out", kind=kind, with_slots=True, tell=reported.append)
     assert written == {"bias": 1, "empty": 0, "mlp.0.weight": 30, "t": 3_000}
-    assert sum(told) == 3_031
+    assert sum(reported) == 3_031
     other = connect("w1", app=f"{ps.app}-other")
     assert load(other, tmp_path / "out", with_slots=True) == written
     assert {name: one.spec for name, one in other.tables().items()} == {n: one.spec for n, one in ps.tables().items()}

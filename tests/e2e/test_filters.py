@@ -56,7 +56,7 @@ def test_servers_hold_what_was_sent_and_show_it_as_asked(
     first.reshape(-1)[: tensor.spec.size] = 1
     twins[1].put(blocks, first)
     codecs = [Codec(push, twin.spec.dim) for twin in twins]
-    kept = [np.zeros((len(KEYS), DIM), np.float32), np.zeros_like(first)]
+    retained = [np.zeros((len(KEYS), DIM), np.float32), np.zeros_like(first)]
     for step in range(1, 13):
         keys = random.choice(KEYS, 200, replace=False)
         grads = random.normal(size=(200, DIM)).astype(np.float32)
@@ -66,7 +66,7 @@ def test_servers_hold_what_was_sent_and_show_it_as_asked(
         ps.push({rows: (keys, grads), tensor: dense}, copy=step % 2 == 0)
         padded = np.zeros_like(first)
         padded.reshape(-1)[: tensor.spec.size] = dense.reshape(-1)
-        for twin, codec, rest, of, given in zip(twins, codecs, kept, (keys, blocks), (grads, padded), strict=True):
+        for twin, codec, rest, of, given in zip(twins, codecs, retained, (keys, blocks), (grads, padded), strict=True):
             whole = given + rest[of] if codec.feedback else given
             sent = codec.decode(codec.encode(whole))
             rest[of] = whole - sent

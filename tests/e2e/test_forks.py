@@ -38,9 +38,9 @@ def forked(url: str, forks: int, first: str = "", *, look: bool = True, **enviro
 def test_children_are_born_well_beside_an_open_client(cluster: eps.LocalCluster) -> None:
     """grpc has handlers of forks that start threads in the child; they are off."""
     assert forked(cluster.url, 40) == (0, "")
-    code, said = forked(cluster.url, 2, "import grpc", look=False)
+    code, output = forked(cluster.url, 2, "import grpc", look=False)
     assert code == 0
-    assert said.count("import elasticps first") == 1
+    assert output.count("import elasticps first") == 1
     assert forked(cluster.url, 20, "import grpc", GRPC_ENABLE_FORK_SUPPORT="0") == (0, "")
 
 

@@ -69,7 +69,7 @@ def test_weights_are_those_of_a_twin_to_the_bit(connect: Connect) -> None:
     n, l1, slack, beta, inverse = 300, np.float32(1), 0.25, np.float32(1), np.float32(2)
     ps, random = connect(), np.random.default_rng(5)
     table = ps.table("t", dim=1, optimizer=eps.FTRL(lr=0.5, l1=1.0), push=[eps.KKT(slack)])
-    w, z, squares, kept = (np.zeros(n, np.float32) for _ in range(4))
+    w, z, squares, retained = (np.zeros(n, np.float32) for _ in range(4))
     zero = np.zeros(n, np.bool_)  # when it was pulled last, and nothing was sent since
     for step in range(1, 121):
         keys = random.choice(n, 60, replace=False)
@@ -80,9 +80,9 @@ def test_weights_are_those_of_a_twin_to_the_bit(connect: Connect) -> None:
         zero[keys] = found == 0
         grads = random.normal(scale=0.3, size=60).astype(np.float32)
         ps.push({table: (keys, grads[:, None])})
-        total = grads + kept[keys]
+        total = grads + retained[keys]
         small = zero[keys] & (abs(total) <= np.float32(1 - slack))
-        kept[keys] = np.where(small, total, np.float32(0))
+        retained[keys] = np.where(small, total, np.float32(0))
         sent, g = keys[~small & (total != 0)], total[~small & (total != 0)]
         zero[sent] = False
         root = np.sqrt(squares[sent] + g * g)

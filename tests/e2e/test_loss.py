@@ -78,8 +78,8 @@ def test_a_person_brings_lost_ranges_back(
         with pytest.raises(ConfigError, match=r"wait for s[12].*--accept-loss"):
             restore_ranges(url, "", None)
         lost = state(url)["ranges_waiting"]
-        told = restore_ranges(url, "", None, accept_loss=True, timeout_s=60)
-        assert told["ranges"] == lost
+        reported = restore_ranges(url, "", None, accept_loss=True, timeout_s=60)
+        assert reported["ranges"] == lost
         ps.flush()
         push(other, its, 1, 2)
         other.flush()
@@ -91,8 +91,8 @@ def test_a_person_brings_lost_ranges_back(
         assert {*values[gone, 1].tolist()} == {5 + 2}
         assert {*values[~gone, 0].tolist()} == {10 + 7 + 4}
         assert {*values[~gone, 1].tolist()} == {5 + 3 + 2}
-        assert told["rows"] == np.count_nonzero(gone)
-        missing = {one["name"]: (one["have"], one["to"]) for one in told["workers"]}
+        assert reported["rows"] == np.count_nonzero(gone)
+        missing = {one["name"]: (one["have"], one["to"]) for one in reported["workers"]}
         assert missing["w0"][0] == ps.resume().clock + 10
         assert 16 <= missing["w0"][1] - ps.resume().clock <= 17  # as far as servers know
         assert missing["w1"][0] == other.resume().clock + 5

@@ -137,15 +137,15 @@ def test_a_client_is_closed_though_a_step_is_open(connect: Connect, consistency:
 @EACH_MODE
 def test_a_table_that_is_dropped_takes_no_rows_of_others_along(connect: Connect, consistency: Any) -> None:
     ps = connect(consistency=consistency)
-    kept = ps.table("kept", dim=4, optimizer=eps.Accumulate())
+    retained = ps.table("kept", dim=4, optimizer=eps.Accumulate())
     for turn in range(1, 5):
         gone = ps.table("gone", dim=4, optimizer=eps.Accumulate())
         ps.push({gone: (KEYS, ONES)}).result()
         for _ in range(3):
-            ps.push({kept: (KEYS, ONES), gone: (KEYS, ONES)})
+            ps.push({retained: (KEYS, ONES), gone: (KEYS, ONES)})
         ps.drop_table("gone")
         ps.flush()
-        assert (kept.pull(KEYS) == 3 * turn).all(), turn
+        assert (retained.pull(KEYS) == 3 * turn).all(), turn
 
 
 def test_workers_in_rounds_wait_for_each_other_and_no_longer(connect: Connect) -> None:
@@ -154,7 +154,7 @@ def test_workers_in_rounds_wait_for_each_other_and_no_longer(connect: Connect) -
     tables = [ps.table("t", dim=4, optimizer=eps.Accumulate()) for ps in workers]
     for ps in workers:
         ps.resume()
-    told: list[list[int]] = [[], []]
+    reported: list[list[int]] = [[], []]
     errors: list[BaseException] = []
 
     def train(number: int) -> None:
@@ -162,7 +162,7 @@ def test_workers_in_rounds_wait_for_each_other_and_no_longer(connect: Connect) -
         try:
             for turn in range(4):
                 ps.push({table: (KEYS + 10_000 * (2 * turn + number), ONES)})
-                told[number] += [len(table), sum(map(len, table.keys())), ps.tables()["t"].rows]
+                reported[number] += [len(table), sum(map(len, table.keys())), ps.tables()["t"].rows]
                 if number == 0:
                     table.load(KEYS, ONES)
         except BaseException as error:
@@ -175,7 +175,7 @@ def test_workers_in_rounds_wait_for_each_other_and_no_longer(connect: Connect) -
         thread.join()
     assert not errors
     rows = [2 * len(KEYS) * turn for turn in range(1, 5) for _ in range(3)]
-    assert told == [rows, rows]
+    assert reported == [rows, rows]
 
 
 @EACH_MODE

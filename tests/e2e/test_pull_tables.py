@@ -60,8 +60,8 @@ def test_it_gives_what_pulls_of_each_give(connect: Connect, monkeypatch: pytest.
         for exact in (False, True):
             sent.clear()
             rows = ps.pull(keys, exact=exact)
-            asked = [name for name, header in sent if header.table != tables[-1].id]  # that asks for what it lacks
-            assert len(set(asked)) == len(asked) <= 3
+            requested = [name for name, header in sent if header.table != tables[-1].id]  # that asks for what it lacks
+            assert len(set(requested)) == len(requested) <= 3
             assert all(header.flags & TABLES for _, header in sent if header.table != tables[-1].id)
             assert list(rows) == tables
             for table in tables:
@@ -97,9 +97,9 @@ class Twin:
             self.values[tensor] -= found[tensor]
         return found
 
-    def check(self, asked: dict[Any, Any], found: dict[Any, Any]) -> None:
-        assert list(found) == list(asked)
-        for handle, keys in asked.items():
+    def check(self, requested: dict[Any, Any], found: dict[Any, Any]) -> None:
+        assert list(found) == list(requested)
+        for handle, keys in requested.items():
             expected = self.values[handle] if keys is None else self.rows[handle][keys]
             np.testing.assert_array_equal(found[handle], expected)
 
@@ -118,24 +118,24 @@ def test_a_pull_behind_a_step_shows_it(connect: Connect, consistency: Any) -> No
     """Of tables and tensors, also as the end of a step in parts."""
     ps, rng = connect(consistency=consistency), np.random.default_rng(5)
     twin = Twin(ps)
-    asked: dict[Any, Any] = {}
+    requested: dict[Any, Any] = {}
     for number in range(12):
-        asked = {table: rng.integers(0, 900, int(rng.integers(0, 80))) for table in twin.tables}
-        asked |= dict.fromkeys(twin.tensors)
-        out = {twin.tables[1]: np.empty((len(asked[twin.tables[1]]), 16), np.float32)}
+        requested = {table: rng.integers(0, 900, int(rng.integers(0, 80))) for table in twin.tables}
+        requested |= dict.fromkeys(twin.tensors)
+        out = {twin.tables[1]: np.empty((len(requested[twin.tables[1]]), 16), np.float32)}
         values = twin.gradients(rng)
         if number % 3:
-            done, pull = ps.push_pull(values, asked, out)
+            done, pull = ps.push_pull(values, requested, out)
         else:
             step = ps.step()
             step.push({handle: values.pop(handle) for handle in list(values)[::2]})
-            done, pull = ps.push_pull(values, asked, out, step=step)
+            done, pull = ps.push_pull(values, requested, out, step=step)
         assert done.clock == ps.clock == number + 1
         found = pull.result()
         assert found[twin.tables[1]] is out[twin.tables[1]]
         assert pull.done()
-        twin.check(asked, found)
-        twin.check(asked, ps.pull(asked))
+        twin.check(requested, found)
+        twin.check(requested, ps.pull(requested))
     assert ps.push_pull({}, {})[1].result() == {}
 
 
@@ -152,8 +152,8 @@ def test_large_ones_are_cut_and_land_where_the_caller_wants_them(
     monkeypatch.setattr(pull_tables, "PULL_FRAME_KEYS", 6002)
     sent = frames(monkeypatch, Kind.PULL)
     again = ps.pull(keys)
-    asked = [name for name, header in sent if header.table != tables[-1].id]
-    assert len(asked) == 15  # to three servers, of two tables and of one four times
+    requested = [name for name, header in sent if header.table != tables[-1].id]
+    assert len(requested) == 15  # to three servers, of two tables and of one four times
     for table in tables:
         np.testing.assert_array_equal(rows[table], again[table])
         np.testing.assert_array_equal(rows[table], table.pull(keys[table]))
@@ -168,8 +168,8 @@ def test_what_is_wrong_is_told_before_anything_is_sent(connect: Connect) -> None
     for wrong in wrongs:
         with pytest.raises(eps.InputError, match=r"is not open on this client|takes tables and tensors as keys"):
             ps.pull(wrong)
-    kept = ps.table("kept", dim=2, optimizer=eps.SGD(lr=1.0), cache=eps.Cache(rows=9, staleness=1))
-    wrongs = [{tensor: keys}, {table: None}, {kept: np.ones(3)}, {theirs: keys}]
+    retained = ps.table("kept", dim=2, optimizer=eps.SGD(lr=1.0), cache=eps.Cache(rows=9, staleness=1))
+    wrongs = [{tensor: keys}, {table: None}, {retained: np.ones(3)}, {theirs: keys}]
     for wrong in wrongs:
         with pytest.raises(eps.InputError):
             ps.push_pull({table: (keys, np.ones((3, 2), np.float32))}, wrong)

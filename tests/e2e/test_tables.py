@@ -288,11 +288,11 @@ def test_what_another_client_opened_is_refused_with_how_to_open_it(connect: Conn
 
 def test_what_is_dropped_in_a_round_is_gone_when_it_closes(connect: Connect) -> None:
     a, b = connect("a", consistency=eps.BSP()), connect("b", consistency=eps.BSP())
-    table, kept = (a.table(name, dim=2, optimizer=eps.SGD(lr=1.0)) for name in ("t", "kept"))
+    table, retained = (a.table(name, dim=2, optimizer=eps.SGD(lr=1.0)) for name in ("t", "kept"))
     theirs = b.table("kept", dim=2, optimizer=eps.SGD(lr=1.0))
     a.resume()
     b.resume()
-    step = a.push({table: (KEYS, ONES), kept: (KEYS, ONES)})  # waits for the other's
+    step = a.push({table: (KEYS, ONES), retained: (KEYS, ONES)})  # waits for the other's
     until = time.monotonic() + 30.0
     while a.committed < step.clock and time.monotonic() < until:
         time.sleep(0.01)

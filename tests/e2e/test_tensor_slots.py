@@ -77,15 +77,15 @@ def test_a_tensor_goes_to_another_number_of_servers_with_its_slots(
     ps, pair = connect(), Pair()
     pair.train(ps, 0, 10)
     export(ps, tmp_path / "live", with_slots=True)
-    kept_at = (tmp_path / "kept").as_uri()
-    checkpoint_cluster(cluster.url, kept_at)
-    export_checkpoint(kept_at, tmp_path / "kept-out", app=ps.app, with_slots=True)
+    retained_at = (tmp_path / "kept").as_uri()
+    checkpoint_cluster(cluster.url, retained_at)
+    export_checkpoint(retained_at, tmp_path / "kept-out", app=ps.app, with_slots=True)
     files = {path.name for path in (tmp_path / "live").iterdir()}
     assert files == {path.name for path in (tmp_path / "kept-out").iterdir()}
     for name in sorted(files - {"elasticps.json"}):
-        live, kept = load_file(tmp_path / "live" / name), load_file(tmp_path / "kept-out" / name)
-        assert live.keys() == kept.keys()
-        assert all(live[tensor].tobytes() == kept[tensor].tobytes() for tensor in live)
+        live, retained = load_file(tmp_path / "live" / name), load_file(tmp_path / "kept-out" / name)
+        assert live.keys() == retained.keys()
+        assert all(live[tensor].tobytes() == retained[tensor].tobytes() for tensor in live)
     with LocalCluster("elsewhere", servers=1, ranges=8) as smaller, eps.connect(smaller.url, worker="w") as other:
         load(other, tmp_path / "kept-out", with_slots=True)
         pair.agrees(other)

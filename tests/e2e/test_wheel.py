@@ -40,8 +40,8 @@ def test_a_wheel_in_an_empty_environment_trains(tmp_path: Path) -> None:
     _run(sys.executable, "-m", "venv", tmp_path / "env")
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     _run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", f"{wheel}[local]")
-    said = _run(python, "-c", SCRIPT)
-    assert f"trained with {tmp_path / 'env'}" in said
+    output = _run(python, "-c", SCRIPT)
+    assert f"trained with {tmp_path / 'env'}" in output
     assert "0.1.0" in _run(python, "-m", "elasticps", "--version")
 
 

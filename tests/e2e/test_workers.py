@@ -36,10 +36,10 @@ def test_without_a_predecessor_a_worker_starts_at_the_active_minimum(connect: Co
 
 
 def test_a_clock_never_goes_back_under_one_name(connect: Connect) -> None:
-    for steps, asked in ((3, True), (2, False), (0, True), (4, True)):
+    for steps, requested in ((3, True), (2, False), (0, True), (4, True)):
         done = getattr(connect, "done", 0)
         ps = connect("a")
-        if asked:
+        if requested:
             resume = ps.resume()
             assert (resume.clock, resume.trained, resume.steps) == (done, done, done)
         push(ps, steps)

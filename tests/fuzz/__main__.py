@@ -28,31 +28,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--frames", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
-    wanted = parser.parse_args()
+    expected = parser.parse_args()
     corpus, tables = record()
     process = psutil.Process(os.getpid())
-    began = said = time.monotonic()
+    began = output = time.monotonic()
     frames = connections = settled = stories = 0
-    while frames < wanted.frames:
-        seed = wanted.seed + stories
+    while frames < expected.frames:
+        seed = expected.seed + stories
         try:
             with watched():
-                told = Story(str(seed), corpus, tables, compiled=seed % 2 == 0).tell(FRAMES)
+                reported = Story(str(seed), corpus, tables, compiled=seed % 2 == 0).tell(FRAMES)
         except KeyboardInterrupt:
             break
         except BaseException:
             traceback.print_exc()
             sys.stderr.write(f"a promise was broken; again: python -m tests.fuzz --frames 1 --seed {seed}\n")
             return 1
-        frames, connections, stories = frames + told.frames, connections + told.connections, stories + 1
+        frames, connections, stories = frames + reported.frames, connections + reported.connections, stories + 1
         used = process.memory_info().rss
         settled = used if stories == SETTLED else settled
         if settled and used > settled + MOST_GROWTH_BYTES:
             sys.stderr.write(f"memory has grown from {settled:,} bytes to {used:,} in {stories} stories\n")
             return 1
-        if time.monotonic() - said > SAY_S or frames >= wanted.frames:
-            said = time.monotonic()
-            rate = frames / (said - began)
+        if time.monotonic() - output > SAY_S or frames >= expected.frames:
+            output = time.monotonic()
+            rate = frames / (output - began)
             sys.stdout.write(
                 f"{frames:,} frames on {connections:,} connections in {stories} stories, {rate:,.0f} a second, "
                 f"{used >> 20} MiB: no promise broken\n"

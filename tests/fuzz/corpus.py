@@ -14,7 +14,7 @@ from elasticps.wire.frames import HEADER_BYTES, FrameError, Kind, unpack_header
 
 STORIES = (273, 45)  # servers come and go; shards, bounded delay, synchronous rounds
 RANGES = 8  # of these stories
-KEPT = 400  # frames of a kind and role
+RETAINED = 400  # frames of a kind and role
 MOST_BYTES = 8192
 WORKER, PEER, LEADER = ROLES = ("worker", "peer", "leader")
 
@@ -42,7 +42,7 @@ def record() -> tuple[Corpus, dict[int, TableSpec]]:
         role = _role(stream) or (PEER if _role(answering) == PEER else "")
         for frame in _cut(stream) if role else ():
             kind = frame[5]
-            if len(frame) <= MOST_BYTES and len(corpus[role][kind]) < KEPT:
+            if len(frame) <= MOST_BYTES and len(corpus[role][kind]) < RETAINED:
                 corpus[role][kind].append(frame)
             if kind == Kind.CREATE:
                 document = json.loads(frame[HEADER_BYTES:])

@@ -23,7 +23,7 @@ _SIZES = (1 << 20, 1 << 20, 1 << 20, 1 << 20, 5000, 600, 65, 64, 63, 8)
 _WRONG = (0.0, 0.0, 0.05, 0.05, 0.3, 1.0)
 
 
-class Told(NamedTuple):
+class Reported(NamedTuple):
     """How many frames were heard, of how many connections; digest: of everything that the server said."""
 
     frames: int
@@ -50,11 +50,11 @@ class Story:
         self._before: list[bytes] = []  # what connections said that are over
         self.frames = self.connections = self._digest = 0
 
-    def tell(self, frames: int) -> Told:
+    def tell(self, frames: int) -> Reported:
         """Until so many frames were heard."""
         while self.frames < frames:
             self.burst()
-        return Told(self.frames, self.connections, self._digest)
+        return Reported(self.frames, self.connections, self._digest)
 
     def burst(self) -> None:
         """Some talk, a new view in the middle; then all go."""

@@ -32,12 +32,12 @@ def recorded() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_no_promise_is_broken_and_compiled_code_says_the_same_as_python(seed: int) -> None:
-    told = []
+    reported = []
     for compiled in (False, True):
         with watched():
-            told.append(Story(str(seed), CORPUS, TABLES, compiled).tell(FRAMES))
-    assert told[0].frames >= FRAMES
-    assert told[0] == told[1]
+            reported.append(Story(str(seed), CORPUS, TABLES, compiled).tell(FRAMES))
+    assert reported[0].frames >= FRAMES
+    assert reported[0] == reported[1]
 
 
 class Sequences(RuleBasedStateMachine):

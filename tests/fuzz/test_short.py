@@ -67,10 +67,10 @@ def push(core: Core, step: int, flags: int, ahead: int = 0, rows: int = ROWS) ->
     return Header(Kind.PUSH, flags | LAST, len(body), step, epoch, step, WORKER, items=1).pack() + body
 
 
-def pull(core: Core, request: int, keys: int, said: int, sent: bytes = b"") -> bytes:
+def pull(core: Core, request: int, keys: int, output: int, sent: bytes = b"") -> bytes:
     epoch = core.server.serving.epoch
     header = Header(Kind.PULL, SHORT, 8 + len(sent), request, epoch, 0, WORKER, table=TABLE, items=keys)
-    return header.pack() + said.to_bytes(8, "little") + sent
+    return header.pack() + output.to_bytes(8, "little") + sent
 
 
 def held_bytes(wire: Wire) -> int:

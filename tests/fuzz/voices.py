@@ -100,8 +100,8 @@ class Voices:
         kinds, epoch = self._kinds[role], server.serving.epoch
         if random.random() < 0.06:
             epoch = max(0, epoch + random.choice((-1, 1, 1, 1000)))
-        clock, ahead = self._next_clock(worker), np.ones(RANGES, np.int64)
-        said = []
+        clock, early = self._next_clock(worker), np.ones(RANGES, np.int64)
+        output = []
         for _ in range(count):
             frame = bytearray(random.choice(random.choice(kinds)))
             kind = frame[5]
@@ -115,13 +115,13 @@ class Voices:
                 elif kind == Kind.PULL:
                     struct.pack_into("<Q", frame, 32, random.choice((0, 0, clock - 1, clock)))
             elif kind in (Kind.FORWARD, Kind.ACK, Kind.RESYNC, Kind.SNAPSHOT_CHUNK, Kind.CHUNK_ACK):
-                self._fit(frame, kind, ahead)
+                self._fit(frame, kind, early)
             if role == WORKER and kind in (Kind.PUSH, Kind.PULL) and random.random() < 0.3:
                 frame = self._shorter(frame)
             frame = self._perhaps_wrong(frame, wrong)
             if not self._takes_over(frame):
-                said.append(frame)
-        return said
+                output.append(frame)
+        return output
 
     def _shorter(self, frame: bytearray) -> bytearray:
         """As filters make it, or with lists that somebody else has sent; or a great deal in few bytes."""
@@ -168,7 +168,7 @@ class Voices:
             return 1
         return (int(clocks.row(worker)[headed].max()) >> 16) + 1
 
-    def _fit(self, frame: bytearray, kind: int, ahead: np.ndarray) -> None:
+    def _fit(self, frame: bytearray, kind: int, early: np.ndarray) -> None:
         """Positions of logs as they are now; `ahead`: how many operations more have been forwarded in each range."""
         replica, random = self._core.server.replica, self._random
         if kind in (Kind.SNAPSHOT_CHUNK, Kind.CHUNK_ACK):
@@ -189,8 +189,8 @@ class Voices:
         ranges = np.frombuffer(frame, "<i4", m, HEADER_BYTES).astype(np.int64) % RANGES
         seqs = replica.seq[ranges]
         if kind == Kind.FORWARD:
-            seqs = seqs + ahead[ranges]
-            ahead[ranges] += 1
+            seqs = seqs + early[ranges]
+            early[ranges] += 1
         elif random.random() < 0.5:
             seqs = np.maximum(seqs - random.choice((0, 1, 3)), 0)
         frame[numbers : numbers + 8 * m] = seqs.tobytes()
@@ -344,8 +344,8 @@ class Voices:
             else:
                 body += self._block(number, self._tables[number], keys, no_values=kind == INIT)
         if not chosen:
-            said = b'{"id":%d}' % self._erased(kind) if kind != CUT else self._cut()
-            body += said + b" " * (-len(said) % 8)
+            output = b'{"id":%d}' % self._erased(kind) if kind != CUT else self._cut()
+            body += output + b" " * (-len(output) % 8)
         worker, after = (random.choice((*HOSTILE, NOBODY)), random.randrange(1, 50) << 16)
         if kind in (INIT, DROP, CUT):
             worker = after = 0

@@ -25,30 +25,30 @@ def alone() -> Iterator[Cluster]:
 
 
 def test_it_is_done_at_that_server_too(alone: Cluster) -> None:
-    cluster, told, rows = alone, list[str](), list[float]()
+    cluster, reported, rows = alone, list[str](), list[float]()
 
     def program(threads: Threads) -> None:
         with cluster.connect(threads, "w0", ASP(), 4, "app") as ps:
             first = ps.table("t", dim=1, optimizer=Accumulate())
             ps.push({first: (KEYS, ONES)}).result()
-            told.append("ready")
-            while "away" not in told:
+            reported.append("ready")
+            while "away" not in reported:
                 threads.sleep(0.01)
             table = ps.table("u", dim=1, optimizer=Accumulate())
             step = ps.push({table: (KEYS, ONES)})
-            told.append("made")
+            reported.append("made")
             step.result()
             rows.extend(table.pull(KEYS)[:, 0].tolist())
 
     cluster.start_worker("w0", program)
-    wait_for(cluster, lambda: "ready" in told and cluster.whole())
+    wait_for(cluster, lambda: "ready" in reported and cluster.whole())
     for ends in (("s0", "w0"), ("w0", "s0")):
         cluster.network.lose(*ends)
     for sock in [s for s in cluster.network.sockets if s.process.host == "w0"]:
         if sock.peer is not None and sock.peer.process.host == "s0":
             sock.broken()
-    told.append("away")
-    wait_for(cluster, lambda: "made" in told)
+    reported.append("away")
+    wait_for(cluster, lambda: "made" in reported)
     for ends in (("s0", "w0"), ("w0", "s0")):
         cluster.network.heal(*ends)
     wait_for(cluster, lambda: bool(rows))

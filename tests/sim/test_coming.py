@@ -32,24 +32,24 @@ def coming(cluster: Cluster) -> bool:
 
 def while_ranges_come(cluster: Cluster, change: Callable[[Any, Any], Any], look: Callable[[Any, Any], Any]) -> Any:
     """What `look` shows when all is back, after a worker has made a change while ranges of s0 had no head."""
-    told, found, on = list[str](), list[Any](), [True]
+    reported, found, on = list[str](), list[Any](), [True]
     keeper = Checkpointer(cluster, lambda: on[0])
 
     def program(threads: Threads) -> None:
         with cluster.connect(threads, "w0", ASP(), 4, "app") as ps:
             table = ps.table("t", dim=1, optimizer=Accumulate(), on_loss="restore")
             ps.push({table: (KEYS, ONES)}).result()
-            told.append("pushed")
+            reported.append("pushed")
             while not (ps.view.heads < 0).any():
                 threads.sleep(0.001)
             change(ps, table)
-            told.append("changed")
-            while "over" not in told:
+            reported.append("changed")
+            while "over" not in reported:
                 threads.sleep(0.01)
             found.append(look(ps, table))
 
     cluster.start_worker("w0", program)
-    wait_for(cluster, lambda: "pushed" in told)
+    wait_for(cluster, lambda: "pushed" in reported)
     keeper.start()
     wait_for(cluster, lambda: bool(keeper.made))
     on[0] = False
@@ -57,9 +57,9 @@ def while_ranges_come(cluster: Cluster, change: Callable[[Any, Any], Any], look:
     cluster.kill(cluster.servers["s0"].process, power=False)
     cluster.clock.after(0.5, cluster.start_server, "s0")
     wait_for(cluster, lambda: coming(cluster))
-    wait_for(cluster, lambda: not coming(cluster) and "changed" in told)
+    wait_for(cluster, lambda: not coming(cluster) and "changed" in reported)
     wait_for(cluster, cluster.whole)
-    told.append("over")
+    reported.append("over")
     wait_for(cluster, lambda: bool(found))
     return found[0]
 
@@ -70,18 +70,18 @@ def pulled(ps: Any, table: Any) -> list[float]:
 
 
 def test_a_table_that_there_was_is_opened_without_waiting_for_them(three: Cluster) -> None:
-    told: list[bool] = []
+    reported: list[bool] = []
 
     def opens(threads: Threads) -> None:
         with three.connect(threads, "w1", ASP(), 4, "app") as ps:
             while not (ps.view.heads < 0).any():
                 threads.sleep(0.001)
             ps.table("t", dim=1, optimizer=Accumulate())
-            told.append(coming(three))
+            reported.append(coming(three))
 
     three.start_worker("w1", opens)
     assert while_ranges_come(three, lambda ps, table: None, pulled) == [1.0] * len(KEYS)
-    assert told == [True]
+    assert reported == [True]
 
 
 def test_rows_that_were_cleared_meanwhile_do_not_come_back(three: Cluster) -> None:

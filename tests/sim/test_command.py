@@ -119,10 +119,11 @@ def test_nobody_waits_for_the_end_of_a_story_when_it_is_stopped(
 def test_all_that_broke_a_promise_are_counted_and_the_first_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chaos.sim.run, "run", lambda seed, kind, trace: Result(seed, kind, "progress", "it waits"))
     result = CliRunner().invoke(app, ["--runs", "30", "--jobs", "1", "--json"])
-    told = json.loads(result.stdout)
+    report = json.loads(result.stdout)
     assert result.exit_code == 1
-    assert (told["runs"], told["failed"], told["first"], told["last"], told["jobs"]) == (30, 30, 0, 29, 1)
-    assert [each["seed"] for each in told["broken"]] == list(range(BROKEN_LISTED))
+    found = [report[what] for what in ("runs", "failed", "first", "last", "jobs")]
+    assert found == [30, 30, 0, 29, 1]
+    assert [each["seed"] for each in report["broken"]] == list(range(BROKEN_LISTED))
 
 
 def test_a_process_that_is_gone_is_told_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,19 +135,19 @@ def test_a_process_that_is_gone_is_told_and_nobody_waits_for_it(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"), [(4.14, "4.1 s"), (59.9, "59.9 s"), (200.2, "3 min 20 s"), (7501, "2 h 5 min")]
+    ("seconds", "text"), [(4.14, "4.1 s"), (59.9, "59.9 s"), (200.2, "3 min 20 s"), (7501, "2 h 5 min")]
 )
-def test_a_duration_is_said_in_two_units(seconds: float, told: str) -> None:
-    assert duration(seconds) == told
+def test_a_duration_is_said_in_two_units(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
 
 
 def test_seeds_of_one_kind_run_in_several_processes_in_their_order() -> None:
-    wanted = ["--seed", "3", "--runs", "3", "--flavour", "ghosts", "--training", "shards", "--json"]
-    alone, shared = (CliRunner().invoke(app, [*wanted, "--jobs", jobs]) for jobs in ("1", "2"))
+    options = ["--seed", "3", "--runs", "3", "--flavour", "ghosts", "--training", "shards", "--json"]
+    alone, shared = (CliRunner().invoke(app, [*options, "--jobs", jobs]) for jobs in ("1", "2"))
     assert alone.exit_code == 0
     first, second = (
-        {what: found for what, found in json.loads(told.stdout).items() if what not in ("jobs", "took_s", "cpu_s")}
-        for told in (alone, shared)
+        {what: found for what, found in json.loads(result.stdout).items() if what not in ("jobs", "took_s", "cpu_s")}
+        for result in (alone, shared)
     )
     assert first["runs"] == 3
     assert second == first

@@ -39,7 +39,7 @@ def lose_lease(cluster: Cluster, worker: Threads, frozen: bool) -> None:
 @pytest.mark.parametrize("frozen", [False, True])
 def test_one_that_pauses_holds_nobody_back_then(cluster: Cluster, frozen: bool) -> None:
     """Found in a review: pulls of others waited for it until their time was over."""
-    told: list[str] = []
+    reported: list[str] = []
     waited_s: list[float] = []
 
     def pauses(threads: Threads) -> None:
@@ -47,20 +47,20 @@ def test_one_that_pauses_holds_nobody_back_then(cluster: Cluster, frozen: bool) 
             table = ps.table("t", dim=1, optimizer=Accumulate())
             for _ in ps.shards(4, 1):
                 ps.push({table: (KEYS, ONES)}).result()
-            told.append("done")  # there are no more: others need not wait for it
+            reported.append("done")  # there are no more: others need not wait for it
             while not waited_s:
                 threads.sleep(0.1)
 
     def goes_on(threads: Threads) -> None:
-        while "done" not in told:
+        while "done" not in reported:
             threads.sleep(0.01)
         with cluster.connect(threads, "w0", SSP(staleness=0), 1, "app") as ps:
             table = ps.table("t", dim=1, optimizer=Accumulate())
             for _ in range(9):
                 ps.push({table: (KEYS, ONES)}).result()
             table.pull(KEYS)
-            told.append("before")
-            while "back" not in told:
+            reported.append("before")
+            while "back" not in reported:
                 threads.sleep(0.01)
             began = cluster.clock.now
             table.pull(KEYS)
@@ -68,9 +68,9 @@ def test_one_that_pauses_holds_nobody_back_then(cluster: Cluster, frozen: bool) 
 
     worker = cluster.start_worker("w1", pauses)
     cluster.start_worker("w0", goes_on)
-    wait_for(cluster, lambda: "before" in told)
+    wait_for(cluster, lambda: "before" in reported)
     lose_lease(cluster, worker, frozen)
-    told.append("back")
+    reported.append("back")
     wait_for(cluster, lambda: bool(waited_s))
     assert waited_s[0] < 1.0
 
@@ -78,17 +78,17 @@ def test_one_that_pauses_holds_nobody_back_then(cluster: Cluster, frozen: bool) 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_one_that_rests_holds_others_back_then(cluster: Cluster, frozen: bool) -> None:
     """Found in a review: it had joined and pushed nothing, so nobody waited for it."""
-    told: list[str] = []
+    reported: list[str] = []
 
     def rests(threads: Threads) -> None:
         with cluster.connect(threads, "w1", SSP(staleness=0), 1, "app") as ps:
             table = ps.table("t", dim=1, optimizer=Accumulate())
             ps.resume()
-            told.append("joined")
-            while "asks" not in told:
+            reported.append("joined")
+            while "asks" not in reported:
                 threads.sleep(0.01)
             threads.sleep(5.0)
-            told.append("pushes")
+            reported.append("pushes")
             ps.push({table: (KEYS, ONES)}).result()
             ps.flush()
 
@@ -96,17 +96,17 @@ def test_one_that_rests_holds_others_back_then(cluster: Cluster, frozen: bool) -
         with cluster.connect(threads, "w0", SSP(staleness=0), 1, "app") as ps:
             table = ps.table("t", dim=1, optimizer=Accumulate())
             ps.resume()
-            told.append("there")
-            while "back" not in told:
+            reported.append("there")
+            while "back" not in reported:
                 threads.sleep(0.01)
             ps.push({table: (KEYS, ONES)}).result()
-            told.append("asks")
-            told.append(f"read {table.pull(KEYS).sum():g}")
+            reported.append("asks")
+            reported.append(f"read {table.pull(KEYS).sum():g}")
 
     worker = cluster.start_worker("w1", rests)
     cluster.start_worker("w0", reads)
-    wait_for(cluster, lambda: {"joined", "there"} <= set(told))
+    wait_for(cluster, lambda: {"joined", "there"} <= set(reported))
     lose_lease(cluster, worker, frozen)
-    told.append("back")
-    wait_for(cluster, lambda: any(each.startswith("read") for each in told) and "pushes" in told)
-    assert told[-3:] == ["asks", "pushes", "read 18"]
+    reported.append("back")
+    wait_for(cluster, lambda: any(each.startswith("read") for each in reported) and "pushes" in reported)
+    assert reported[-3:] == ["asks", "pushes", "read 18"]

@@ -86,15 +86,15 @@ def test_a_piece_that_is_too_large_is_cut_smaller_whatever_the_limits_are(small:
 def test_one_that_rests_holds_back_reads_at_a_server_that_came_meanwhile(cluster: Cluster) -> None:
     """It has joined and pushed nothing, and asks nobody: it did not know the new tail, nor that one it (seed 3001639).
     After a second pulls there went on without it."""
-    told: list[str] = []
+    reported: list[str] = []
 
     def rests(threads: Threads) -> None:
         with cluster.connect(threads, "w1", SSP(staleness=0), 1, "app") as ps:
             table = ps.table("t", dim=1, optimizer=Accumulate())
             ps.resume()
-            told.append("joined")
+            reported.append("joined")
             threads.sleep(5.0)
-            told.append("pushes")
+            reported.append("pushes")
             ps.push({table: (np.arange(9), np.ones((9, 1), np.float32))}).result()
             ps.flush()
 
@@ -102,32 +102,32 @@ def test_one_that_rests_holds_back_reads_at_a_server_that_came_meanwhile(cluster
         with cluster.connect(threads, "w0", SSP(staleness=0), 1, "app") as ps:
             table = ps.table("t", dim=1, optimizer=Accumulate())
             ps.resume()
-            while "joined" not in told or "s2" not in [s.name for s in ps.view.servers]:
+            while "joined" not in reported or "s2" not in [s.name for s in ps.view.servers]:
                 threads.sleep(0.01)
             threads.sleep(1.5)
             ps.push({table: (np.arange(9), np.ones((9, 1), np.float32))}).result()
-            told.append("asks")
-            told.append(f"read {table.pull(np.arange(9)).sum():g}")
+            reported.append("asks")
+            reported.append(f"read {table.pull(np.arange(9)).sum():g}")
 
     cluster.start_worker("w1", rests)
     cluster.start_worker("w0", reads)
-    wait_for(cluster, lambda: "joined" in told)
+    wait_for(cluster, lambda: "joined" in reported)
     cluster.start_server("s2")
-    wait_for(cluster, lambda: bool(told[3:]))
-    assert told == ["joined", "asks", "pushes", "read 18"]
+    wait_for(cluster, lambda: bool(reported[3:]))
+    assert reported == ["joined", "asks", "pushes", "read 18"]
 
 
 def test_so_does_one_that_read_the_view_before_and_connected_after_servers_had_told_of_it(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found in a review. Servers tell who is connected when a view changes; it asked nobody, and never knew."""
-    told: list[str] = []
+    reported: list[str] = []
     register = Registry.register
 
     def slowly(self: Registry, name: str, *rest: Any) -> Any:
         if name == "w1":
-            told.append("has read the view")
-            while "all serve s2" not in told:
+            reported.append("has read the view")
+            while "all serve s2" not in reported:
                 self.runtime.sleep(0.001)
         return register(self, name, *rest)
 
@@ -136,10 +136,10 @@ def test_so_does_one_that_read_the_view_before_and_connected_after_servers_had_t
     def rests(threads: Threads) -> None:
         with cluster.connect(threads, "w1", SSP(staleness=0), 1, "app") as ps:
             ps.resume()
-            told.append("joined")
+            reported.append("joined")
             threads.sleep(5.0)
             table = ps.table("t", dim=1, optimizer=Accumulate())
-            told.append("pushes")
+            reported.append("pushes")
             ps.push({table: (np.arange(9), np.ones((9, 1), np.float32))}).result()
             ps.flush()
 
@@ -147,22 +147,22 @@ def test_so_does_one_that_read_the_view_before_and_connected_after_servers_had_t
         with cluster.connect(threads, "w0", SSP(staleness=0), 1, "app") as ps:
             table = ps.table("t", dim=1, optimizer=Accumulate())
             ps.resume()
-            told.append("w0 is there")
-            while "joined" not in told or "s2" not in [s.name for s in ps.view.servers]:
+            reported.append("w0 is there")
+            while "joined" not in reported or "s2" not in [s.name for s in ps.view.servers]:
                 threads.sleep(0.01)
             threads.sleep(2.5)
             ps.push({table: (np.arange(9), np.ones((9, 1), np.float32))}).result()
-            told.append("asks")
-            told.append(f"read {table.pull(np.arange(9)).sum():g}")
+            reported.append("asks")
+            reported.append(f"read {table.pull(np.arange(9)).sum():g}")
 
     cluster.start_worker("w0", reads)
     cluster.start_worker("w1", rests)
-    wait_for(cluster, lambda: {"has read the view", "w0 is there"} <= set(told))
+    wait_for(cluster, lambda: {"has read the view", "w0 is there"} <= set(reported))
     cluster.start_server("s2")
     wait_for(cluster, lambda: cluster.view is not None and len(cluster.view.servers) == 3 and cluster.whole())
-    told.append("all serve s2")
-    wait_for(cluster, lambda: "read" in told[-1])
-    assert told[-4:] == ["joined", "asks", "pushes", "read 18"]
+    reported.append("all serve s2")
+    wait_for(cluster, lambda: "read" in reported[-1])
+    assert reported[-4:] == ["joined", "asks", "pushes", "read 18"]
 
 
 def test_one_that_comes_after_a_slow_worker_has_connected_again_starts_where_that_one_is(cluster: Cluster) -> None:

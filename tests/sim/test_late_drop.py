@@ -25,7 +25,7 @@ def test_a_table_that_ends_before_the_others_are_confirmed_ends_no_server_as_one
     three: Cluster, name: str
 ) -> None:
     """Found in a review: the only one that had what was acknowledged meanwhile ended itself."""
-    cluster, told, rows = three, list[str](), list[float]()
+    cluster, reported, rows = three, list[str](), list[float]()
     steps = [0]
 
     def program(threads: Threads) -> None:
@@ -36,25 +36,25 @@ def test_a_table_that_ends_before_the_others_are_confirmed_ends_no_server_as_one
             for _ in range(3):
                 ps.push({t: (KEYS, ONES), u: (KEYS, ONES)}).result()
                 steps[0] += 1
-            told.append("ready")
-            while "stalled" not in told:
+            reported.append("ready")
+            while "stalled" not in reported:
                 threads.sleep(0.01)
             ps.push({t: (KEYS, ONES)})
             ps.drop_table("t")
-            told.append("dropped")
-            while "over" not in told:
+            reported.append("dropped")
+            while "over" not in reported:
                 ps.push({u: (KEYS, ONES)}).result()
                 steps[0] += 1
                 threads.sleep(0.02)
             rows.extend(u.pull(KEYS)[:, 0].tolist())
 
     cluster.start_worker("w0", program)
-    wait_for(cluster, lambda: "ready" in told and cluster.clock.now > 1.0)
+    wait_for(cluster, lambda: "ready" in reported and cluster.clock.now > 1.0)
     wait_for(cluster, cluster.whole)
     cluster.servers[name].process.stall()
-    told.append("stalled")
+    reported.append("stalled")
     wait_for(cluster, lambda: (v := cluster.view) is not None and CopyState.LATE in v.copy_state.tolist())
-    wait_for(cluster, lambda: "dropped" in told)
+    wait_for(cluster, lambda: "dropped" in reported)
     before = steps[0]
     wait_for(cluster, lambda: steps[0] > before + 3)
     cluster.servers[name].process.thaw()
@@ -62,6 +62,6 @@ def test_a_table_that_ends_before_the_others_are_confirmed_ends_no_server_as_one
     cluster.clock.run(cluster.clock.now + 2.0)
     assert cluster.violation is None, cluster.violation
     wait_for(cluster, cluster.whole)
-    told.append("over")
+    reported.append("over")
     wait_for(cluster, lambda: bool(rows))
     assert rows == [float(steps[0])] * len(KEYS)

@@ -12,7 +12,7 @@ from tests.sim.conftest import begun, wait_for
 
 def test_it_ends_instead_of_coming_back_as_another_one_for_a_moment(three: Cluster) -> None:
     """Found in a run of `chaos run everything`: it was given ranges, and went with them."""
-    cluster, lives = three, set[int]()
+    cluster, incarnations = three, set[int]()
 
     def there(prefix: str) -> bool:
         return cluster.store.run(cluster.store.data.get(f"{prefix}s2")) is not None
@@ -27,11 +27,11 @@ def test_it_ends_instead_of_coming_back_as_another_one_for_a_moment(three: Clust
 
     def ended() -> bool:
         if server.now is not None:
-            lives.add(server.now.me.incarnation)
+            incarnations.add(server.now.me.incarnation)
         return server.left
 
     wait_for(cluster, ended)
-    assert lives == {1}
+    assert incarnations == {1}
     assert not there(SERVERS)
     wait_for(cluster, cluster.whole)
 

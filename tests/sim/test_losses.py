@@ -202,12 +202,12 @@ def test_what_waits_comes_back_when_a_person_says_so(seed: int) -> None:
         known = story.lose()
         story.pass_s(15)
         assert not story.begun_anew
-        told: list[dict[str, Any]] = []
-        story.keeper.have_brought_back(told.append)
-        story.wait(lambda: bool(told) and story.well())
+        reported: list[dict[str, Any]] = []
+        story.keeper.have_brought_back(reported.append)
+        story.wait(lambda: bool(reported) and story.well())
         losses = story.finish()
         story.check(losses, known)
-        assert [tuple(one["ranges"]) for one in told] == [loss.ranges for loss in losses]
+        assert [tuple(one["ranges"]) for one in reported] == [loss.ranges for loss in losses]
 
 
 @pytest.mark.parametrize("seed", range(1))
@@ -218,9 +218,9 @@ def test_what_is_above_the_budget_waits_for_a_person(seed: int) -> None:
         story.wait(lambda: story.get(HELD_UP) is not None)
         assert "steps would be lost, table app/t allows 0" in story.get(HELD_UP)["reason"]
         assert not story.begun_anew
-        told: list[dict[str, Any]] = []
-        story.keeper.have_brought_back(told.append)
-        story.wait(lambda: bool(told) and story.well())
+        reported: list[dict[str, Any]] = []
+        story.keeper.have_brought_back(reported.append)
+        story.wait(lambda: bool(reported) and story.well())
         story.wait(lambda: story.get(HELD_UP) is None)
         story.check(story.finish(), known)
 

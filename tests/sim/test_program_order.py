@@ -165,8 +165,8 @@ class Story:
             return
         values = self._values(grads)
         if how == "pull":
-            wanted = {self.handles[name]: self._keys(name, range(KEYS)) for name in self.handles}
-            step, pull = self.ps.push_pull(values, wanted, lr=lr)
+            expected = {self.handles[name]: self._keys(name, range(KEYS)) for name in self.handles}
+            step, pull = self.ps.push_pull(values, expected, lr=lr)
             self._pushed(grads, lr)
             self._commit()
             for name in self.handles:
@@ -240,8 +240,8 @@ class Story:
             else:
                 self._later(name, keys, handle.pull_async(read=read, exact=exact).result)
         elif how in ("many", "take"):
-            asked = self.ps.pull_async({handle: np.array(keys, np.int64)}, read=read, exact=exact)
-            self._later(name, keys, partial(self._of_several, asked, name))
+            requested = self.ps.pull_async({handle: np.array(keys, np.int64)}, read=read, exact=exact)
+            self._later(name, keys, partial(self._of_several, requested, name))
         else:
             self._later(name, keys, handle.pull_async(np.array(keys, np.int64), read=read, exact=exact).result)
         if how != "later":

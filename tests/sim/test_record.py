@@ -60,9 +60,9 @@ def test_a_sitting_goes_on_behind_the_one_before(stories: Stories, tmp_path: Pat
     assert stories.played == list(range(10, 210))
     assert "200 runs, 2,000 events" in said
     assert "seeds 10 to 209 took" in said
-    told = json.loads(path.read_text())
-    assert (told["first"], told["last"], told["runs"], told["failed"]) == (10, 209, 200, 0)
-    assert told["steps"] == sum(range(10, 210))
+    reported = json.loads(path.read_text())
+    assert (reported["first"], reported["last"], reported["runs"], reported["failed"]) == (10, 209, 200, 0)
+    assert reported["steps"] == sum(range(10, 210))
     assert sit(path, "--runs", "200")[0] == 0, "all have been played"
     assert len(stories.played) == 200
     assert [each.name for each in tmp_path.iterdir()] == ["played.json"]
@@ -89,8 +89,8 @@ def test_other_code_begins_anew_and_says_so(stories: Stories, tmp_path: Path, mo
     assert json.loads(path.read_text())["last"] == 9, "nothing has been played that could take its place"
     stories.stop = -1
     assert sit(path, "--seed", "20", "--runs", "3")[0] == 0
-    told = json.loads(path.read_text())
-    assert (told["code"], told["first"], told["last"], told["runs"]) == ("changed", 20, 22, 3)
+    reported = json.loads(path.read_text())
+    assert (reported["code"], reported["first"], reported["last"], reported["runs"]) == ("changed", 20, 22, 3)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ OFTEN = 0.4
 
 @pytest.mark.parametrize(("flavour", "seed"), [("kills", 2), ("moves", 2), ("stalls", 3), ("levels", 4)])
 def test_no_sum_lacks_what_was_shown(flavour: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, asked = Free.pull, [0]
+    plain, requested = Free.pull, [0]
     amounts = units(np.arange(KEYS))
 
     def pull(self: Free, ps: Client, table: SparseTable, column: Column) -> None:
@@ -36,13 +36,13 @@ def test_no_sum_lacks_what_was_shown(flavour: str, seed: int, monkeypatch: pytes
         if not least <= found <= most:
             text = f"{self.threads.process} is told a sum of {found}, for {least} to {most}"
             raise Violation("sums of all rows", text)
-        asked[0] += 1
+        requested[0] += 1
 
     monkeypatch.setattr(Free, "pull", pull)
     monkeypatch.setattr(partial, "SLICE_ROWS", 2)
     result = run(seed, Kind(flavour, "free"))
     assert result.ok, str(result)
-    assert asked[0] > 20
+    assert requested[0] > 20
 
 
 def test_a_sum_without_a_range_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,14 +47,14 @@ def names(cluster: Cluster) -> list[str]:
 @pytest.mark.parametrize("replaced", [False, True])
 def test_the_next_cut_is_above_that_which_the_ranges_came_back_from(cluster: Cluster, replaced: bool) -> None:
     """Found in a review: the place was a new one, so they were counted from 1, and nobody wrote them."""
-    told: list[str] = []
+    reported: list[str] = []
 
     async def take() -> None:
         driver = CutTaker(cluster.store.client(HOST, STORE_TIMEOUT_S), lambda info: Afar(cluster, info, Random(1)), 1.0)
         try:
-            told.append(f"above: {(await driver.take('file:///new')).number > CUT}")
+            reported.append(f"above: {(await driver.take('file:///new')).number > CUT}")
         except GivenUp as error:
-            told.append(str(error))
+            reported.append(str(error))
 
     wait_for(cluster, lambda: all(s.now is not None for s in cluster.servers.values()) and cluster.whole())
     bring_back(cluster)
@@ -62,5 +62,5 @@ def test_the_next_cut_is_above_that_which_the_ranges_came_back_from(cluster: Clu
         replace_server(cluster, "s0", "s2")
         replace_server(cluster, "s1", "s3")
     cluster.start_task(HOST, take)
-    wait_for(cluster, lambda: bool(told), 60.0)
-    assert told == ["above: True"]
+    wait_for(cluster, lambda: bool(reported), 60.0)
+    assert reported == ["above: True"]
