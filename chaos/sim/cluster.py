@@ -88,26 +88,30 @@ class Cluster:
     ) -> None:  # fmt: skip
         """admin: servers say where they can be asked: views are longer then, and stories others. proven: everybody is
         taken to prove who they are."""
-        self.clock = Clock(seed)
-        self.network = Network(self.clock, weather)
-        self.servers: dict[str, ServerProcess] = {}
-        self.leaders: dict[str, Process] = {}
-        self.violation: Violation | None = None
-        self.over = False
+        self.clock = Clock(seed)  # virtual time, chance and the trace
+        self.network = Network(self.clock, weather)  # hosts and the links between them
+        self.servers: dict[str, ServerProcess] = {}  # by name, also those that have ended
+        self.leaders: dict[str, Process] = {}  # coordinators, by name
+        self.violation: Violation | None = None  # the first promise that was broken
+        self.over = False  # what happens from now on breaks no promise
         self.drain_timeout_s = DRAIN_TIMEOUT_S
+        # Servers tell an address for operators; all peers count as authenticated.
         self._admin, self._proven = admin, proven
-        self._loops: list[Loop] = []
-        self._threads: list[Threads] = []
-        self._numbers: dict[str, int] = {}
+        self._loops: list[Loop] = []  # of all processes, to be closed at the end
+        self._threads: list[Threads] = []  # of workers
+        self._numbers: dict[str, int] = {}  # how often each name was started
+        # The coordination store, in a process of its own.
         self.store = StoreProcess(self._loop(Process(self.clock, STORE_HOST, STORE_HOST)), self.network, NAME)
+        # How the cluster was created.
         self.config = self.store.run(create_cluster(self.store.data, replace(config, id="simulated")))
+        # Checks: of views, of copies that have to last, of answers.
         self.views = Views(config.replicas, config.ranges, lambda m: self.life(m.name, m.incarnation) is not None, calm)
-        self.lasting = Lasting(config.ranges, lambda m: self.life(m.name, m.incarnation))
-        self.answers = Answers()
+        self.lasting = Lasting(config.ranges, lambda m: self.life(m.name, m.incarnation))  # whatever was acknowledged
+        self.answers = Answers()  # whether each goes to who asked
         self.network.tap = self._sent
         self.store.written = self._written
-        self.on_view: Callable[[View], None] = lambda view: None
-        self.on_server: Callable[[Server], None] = lambda server: None
+        self.on_view: Callable[[View], None] = lambda view: None  # called with each view that is written
+        self.on_server: Callable[[Server], None] = lambda server: None  # called with each server that starts
         self._revision = 0  # of the newest view
 
     def broken(self, violation: Violation) -> None:
