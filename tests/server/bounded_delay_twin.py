@@ -79,7 +79,7 @@ class BoundedDelayTwin:
             self._least[app] = 0
         return max([*clocks, self._least.get(app, 0)])
 
-    def behind(self, read: PullRequest) -> list[str]:
+    def blockers(self, read: PullRequest) -> list[str]:
         """The workers that a pull has to wait for: its own pushes (read your writes), then the bounded delay's."""
         header, own = read.header, read.connection.worker
         ranges = self.held if header.anywhere else self.tailed
@@ -133,15 +133,15 @@ class BoundedDelayTwin:
         for read in parked:
             if read.header.epoch < (full_since if read.header.anywhere else tail_since):
                 done.append((read, RequestError("stale-view", "the ranges that may be read here have changed")))
-            elif not (behind := self.behind(read)):
+            elif not (blockers := self.blockers(read)):
                 done.append((read, None))
             elif now >= read.deadline_s:
-                done.append((read, _too_long(read, behind)))
+                done.append((read, _too_long(read, blockers)))
             else:
                 self._parked.append(read)
         return done
 
 
-def _too_long(read: PullRequest, behind: list[str]) -> RequestError:
+def _too_long(read: PullRequest, blockers: list[str]) -> RequestError:
     text = f"a pull of table {read.table_names} at clock {read.header.clock} waited too long for worker "
-    return RequestError("behind", text + ", ".join(sorted(behind)), behind=sorted(behind))
+    return RequestError("behind", text + ", ".join(sorted(blockers)), blockers=sorted(blockers))

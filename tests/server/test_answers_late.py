@@ -9,7 +9,7 @@ import numpy as np
 
 from elasticps.server.core.barrier import BarrierCoordinator
 from elasticps.server.core.barrier_state import Rounds
-from elasticps.server.core.data_shards import Claim, ShardDispenser, ShardSets
+from elasticps.server.core.data_shards import Claim, ShardDispenser, ShardLedger
 from elasticps.server.core.group_log import GroupLog
 from elasticps.wire.frames import HEADER_BYTES, Header, Kind, json_frame
 from replication.chain import Chains, Member
@@ -28,7 +28,7 @@ class RealHead:
         self.ranges, self.epoch, self.roster_version = P, 1, 3
         self.headed = np.arange(P)
         self.workers = {w: SimpleNamespace(name=f"w{w}") for w in (1, 2)}
-        self.rounds, self.shards = Rounds(P), ShardSets(P)
+        self.rounds, self.shards = Rounds(P), ShardLedger(P)
         self.replica = Replica(ME, P, 1000)
         self.refused: list[Any] = []
         chains = np.tile(np.array([0, 1], np.int32), (P, 1))

@@ -33,9 +33,9 @@ class Scene:
     def at(self, worker: int, clock: int) -> None:
         self.clocks.row(worker)[:] = clock << 16
 
-    def behind(self, clock: int, bound: int = 0) -> list[str]:
+    def blockers(self, clock: int, bound: int = 0) -> list[str]:
         """Whom a pull of the asker, at its clock, waits for."""
-        return self.delay.behind(self._pull(clock, bound, 0.0))
+        return self.delay.blockers(self._pull(clock, bound, 0.0))
 
     def park(self, clock: int, wait_s: float) -> None:
         """A pull of the asker waits for so long at most."""
@@ -59,12 +59,12 @@ def a_scene() -> Scene:
 
 def test_own_steps_come_first_then_the_others() -> None:
     scene = a_scene()
-    assert scene.behind(10) == ["asker"]
+    assert scene.blockers(10) == ["asker"]
     scene.join(2, 4)
-    assert scene.behind(9, bound=5) == []
-    assert scene.behind(9, bound=4) == ["other"]
+    assert scene.blockers(9, bound=5) == []
+    assert scene.blockers(9, bound=4) == ["other"]
     scene.at(2, 5)
-    assert scene.behind(9, bound=4) == []
+    assert scene.blockers(9, bound=4) == []
 
 
 def test_a_worker_that_pauses_or_leaves_holds_nobody_back_until_it_joins_again() -> None:
@@ -72,36 +72,36 @@ def test_a_worker_that_pauses_or_leaves_holds_nobody_back_until_it_joins_again()
     scene.join(2, 4)
     scene.delay.pause(2)
     scene.at(2, 5)
-    assert scene.behind(9) == []
+    assert scene.blockers(9) == []
     assert scene.delay.minimum("a") == 9
     scene.join(2, 8)
-    assert scene.behind(9) == ["other"]
+    assert scene.blockers(9) == ["other"]
     scene.delay.follow({w: info for w, info in scene.roster.items() if w != 2})
-    assert scene.behind(9) == []
+    assert scene.blockers(9) == []
 
 
 def test_progress_counts_before_its_worker_has_connected() -> None:
     scene = a_scene()
     scene.at(2, 5)
-    assert scene.behind(9) == ["other"]
+    assert scene.blockers(9) == ["other"]
     scene.at(3, 1)  # another application's
-    assert scene.behind(9, bound=4) == []
+    assert scene.blockers(9, bound=4) == []
 
 
 def test_a_silent_worker_is_awaited_for_a_moment_when_ranges_come() -> None:
     scene = a_scene()
-    assert scene.behind(9) == []
+    assert scene.blockers(9) == []
     scene.delay.serve(ALL[:2], ALL[:2])  # fewer: nothing that somebody could have done elsewhere
-    assert scene.behind(9) == []
+    assert scene.blockers(9) == []
     scene.delay.serve(ALL, ALL)
-    assert scene.behind(9) == ["other"]
+    assert scene.blockers(9) == ["other"]
     assert scene.delay.minimum("a") == 9  # nobody should start at 0 because of it
     scene.join(2, 9)
-    assert scene.behind(9) == []
+    assert scene.blockers(9) == []
     scene.delay.serve(ALL[:1], ALL[:1])
     scene.delay.pause(2)
     scene.delay.serve(ALL, ALL)
-    assert scene.behind(9) == []
+    assert scene.blockers(9) == []
 
 
 def test_one_that_joins_low_does_not_have_the_next_one_start_there() -> None:
@@ -111,7 +111,7 @@ def test_one_that_joins_low_does_not_have_the_next_one_start_there() -> None:
     scene.join(1, 0)
     scene.at(1, 9)
     scene.join(2, 3)  # where it was told to, a moment ago
-    assert scene.behind(9) == ["other"]
+    assert scene.blockers(9) == ["other"]
     assert scene.delay.minimum("a") == 9
     for worker in (1, 2):
         scene.delay.pause(worker)
@@ -144,9 +144,9 @@ def test_one_that_never_speaks_is_not_awaited_for_ever() -> None:
     scene.delay.serve(ALL, ALL)
     scene.join(1, 0)
     scene.at(1, 9)
-    assert scene.behind(9) == ["other"]
+    assert scene.blockers(9) == ["other"]
     scene.now = CONNECT_WAIT_S
-    assert scene.behind(9) == []
+    assert scene.blockers(9) == []
 
 
 def test_a_pull_that_waited_too_long_names_everybody_that_it_waits_for_and_nobody_else() -> None:

@@ -100,8 +100,8 @@ class Both:
         asker: Any = self.askers[worker]
         table: Any = Table()
         read = PullRequest(asker, header, [TableKeys(table, np.empty(0, np.int64))])
-        expected = self.slow.behind(read)
-        found = self.fast.behind(read)
+        expected = self.slow.blockers(read)
+        found = self.fast.blockers(read)
         assert set(found) <= set(expected)
         assert bool(found) == bool(expected)
         if expected:

@@ -19,7 +19,7 @@ from elasticps.model.sharding import ShardSpec
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.barrier_state import Rounds
 from elasticps.server.core.cut import MOST_S, CutHold, CutNotes, by_column
-from elasticps.server.core.data_shards import ShardSets
+from elasticps.server.core.data_shards import ShardLedger
 from elasticps.server.core.operations import CutMark
 from elasticps.server.server import Server
 from elasticps.store import Table
@@ -112,7 +112,7 @@ def test_whoever_has_a_round_open_is_waited_for_by_the_others_of_its_application
 
 
 def test_only_the_newest_cut_is_kept_and_a_late_one_changes_nothing() -> None:
-    cuts, notes, rounds, shards = PassedCuts(P), CutNotes(), Rounds(P), ShardSets(P)
+    cuts, notes, rounds, shards = PassedCuts(P), CutNotes(), Rounds(P), ShardLedger(P)
     column = np.array([WORKER]), np.array([3 << 16])
 
     def apply(number: int, ranges: list[int], writer: str) -> list[int]:
@@ -136,7 +136,7 @@ def test_only_the_newest_cut_is_kept_and_a_late_one_changes_nothing() -> None:
 
 
 def test_rounds_and_shards_are_noted_where_they_are() -> None:
-    notes, rounds, shards = CutNotes(), Rounds(2), ShardSets(2)
+    notes, rounds, shards = CutNotes(), Rounds(2), ShardLedger(2)
     home = group_range("a", 2)
     rounds.enter("a", 1, [WORKER, 6])
     rounds.decide("a", 1, [WORKER, 6])

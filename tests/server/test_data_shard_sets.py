@@ -14,7 +14,7 @@ from elasticps.errors import InputError
 from elasticps.kernels.hashing import group_range
 from elasticps.model.sharding import ShardSpec, checked_spec, permuted
 from elasticps.server.core.barrier_state import RangeRounds
-from elasticps.server.core.data_shards import UNUSED, Claim, ShardMark, ShardSets, Used, group_of
+from elasticps.server.core.data_shards import UNUSED, Claim, ShardLedger, ShardMark, Used, group_of
 from elasticps.server.core.operations import ChunkContent
 from elasticps.server.core.snapshot import decode_content, encode_content
 
@@ -74,7 +74,7 @@ notes = st.tuples(st.integers(0, SPEC.total - 1), st.sampled_from(WORKERS), st.i
 @given(st.lists(takes | notes | st.just("move"), max_size=60))
 @settings(deadline=None)
 def test_shards_are_those_of_a_twin(events: list[object]) -> None:
-    shards, twin = ShardSets(P), Twin()
+    shards, twin = ShardLedger(P), Twin()
     shards.take(Claim("app", "train", SPEC, 3, 0, 0, (), (), ()))
     group = group_range("app", P)
     for event in events:
@@ -100,11 +100,11 @@ def test_shards_are_those_of_a_twin(events: list[object]) -> None:
             assert found.held(worker) == twin.held(worker)
 
 
-def moved(shards: ShardSets, group: int) -> ShardSets:
+def moved(shards: ShardLedger, group: int) -> ShardLedger:
     """The same state in another replica, by way of the wire."""
     content = ChunkContent([], RangeRounds({}, {}, []), shards.dump(group))
     body = b"".join(map(bytes, encode_content(content)))
-    other = ShardSets(P)
+    other = ShardLedger(P)
     other.load(decode_content(0, np.frombuffer(body, np.uint8), 0).shards)
     assert other.words(group) == shards.words(group)
     assert shards.dump((group + 1) % P) == {}
@@ -112,7 +112,7 @@ def moved(shards: ShardSets, group: int) -> ShardSets:
 
 
 def test_a_lost_workers_shards_go_to_others_with_what_is_known_of_them() -> None:
-    shards = ShardSets(P)
+    shards = ShardLedger(P)
 
     def take(worker: int, committed: int = 0, want: int = 4, **more: tuple[int, ...]) -> list[tuple[int, Used]]:
         empty: dict[str, tuple[int, ...]] = {"lost": (), "done": (), "back": ()}
@@ -136,7 +136,7 @@ def test_a_lost_workers_shards_go_to_others_with_what_is_known_of_them() -> None
 
 
 def test_sets_belong_to_their_application_and_home_range() -> None:
-    shards = ShardSets(P)
+    shards = ShardLedger(P)
     spec = ShardSpec(4, 1, 1, None)
     apps = [f"app{i}" for i in range(40)]
     for app in apps:
@@ -153,7 +153,7 @@ def test_sets_belong_to_their_application_and_home_range() -> None:
 
 
 def test_another_cut_changes_nothing() -> None:
-    shards = ShardSets(P)
+    shards = ShardLedger(P)
     shards.take(Claim("app", "train", SPEC, 3, 0, 2, (), (), ()))
     shards.take(Claim("app", "train", SPEC._replace(size=3), 4, 0, 2, (), (), ()))
     found = shards.find("app", "train")

@@ -13,7 +13,7 @@ import pytest
 from elasticps.kernels.hashing import group_range
 from elasticps.server.core.barrier import BarrierCoordinator
 from elasticps.server.core.barrier_state import Rounds
-from elasticps.server.core.data_shards import ShardDispenser, ShardSets
+from elasticps.server.core.data_shards import ShardDispenser, ShardLedger
 from elasticps.server.core.group_log import GroupLog
 from elasticps.server.core.requests import RequestError
 from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, json_frame
@@ -56,7 +56,7 @@ class Head:
         self.ranges, self.epoch, self.roster_version = P, 1, 3
         self.headed = np.arange(P)
         self.workers = {w: SimpleNamespace(name=f"w{w}") for w in (1, 2)}
-        self.rounds, self.shards = Rounds(P), ShardSets(P)
+        self.rounds, self.shards = Rounds(P), ShardLedger(P)
         self.replica = SimpleNamespace(push=None, waits=lambda ticket: ticket in self.waiting)
         self.waiting: list[object] = []
         self.logged: list[Push] = []

@@ -16,7 +16,7 @@ from elasticps.model.optimizers import Accumulate
 from elasticps.model.sharding import ShardSpec
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds, Rounds
-from elasticps.server.core.data_shards import Claim, Doing, ShardSet, ShardSets, Used
+from elasticps.server.core.data_shards import Claim, Doing, ShardLedger, ShardSet, Used
 from elasticps.server.core.operations import ChunkContent, TableRows
 from elasticps.server.core.replica_codec import ReplicaCodec
 from elasticps.server.core.snapshot import decode_content, encode_content, pack, size_of
@@ -144,7 +144,7 @@ def test_cut_into_several_it_gives_the_same(content: ChunkContent, most_bytes: i
     assert all(part.rounds.more for part in parts[1:])
     largest = 600 + 80  # a table with a spec, or the longest name with an entry of each kind
     assert all(len(b"".join(map(bytes, encode_content(part)))) <= 2 * most_bytes + largest for part in parts)
-    at_once, in_parts = (Rounds(P), ShardSets(P)), (Rounds(P), ShardSets(P))
+    at_once, in_parts = (Rounds(P), ShardLedger(P)), (Rounds(P), ShardLedger(P))
     for (of_rounds, of_shards), pieces in ((at_once, [content]), (in_parts, parts)):
         for piece in pieces:
             piece = through_the_wire(piece)  # so that none is changed by who loads it
@@ -234,7 +234,7 @@ def test_a_home_range_full_of_state_reaches_its_joiner_while_workers_go_on(run: 
     run(test)
 
 
-def fill_up(of_rounds: Rounds, of_shards: ShardSets, store: Store) -> None:
+def fill_up(of_rounds: Rounds, of_shards: ShardLedger, store: Store) -> None:
     spec = ShardSpec(100_000_000, 64, 1, None)
     for worker in range(1, 14_001):
         of_shards.take(Claim("default", "train", spec, 1_000_000 + worker, 0, 4, (), (), ()))

@@ -12,7 +12,7 @@ import pytest
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.barrier_state import Rounds
-from elasticps.server.core.data_shards import ShardSets
+from elasticps.server.core.data_shards import ShardLedger
 from elasticps.server.roles import snapshots
 from elasticps.server.roles.context import LastServed
 from elasticps.server.roles.snapshots import BACKLOG_BYTES, STALLED_S, SnapshotSender
@@ -57,7 +57,7 @@ class Tail:
         self.backlog = 0
         replica: Any = SimpleNamespace(piece=None)
         executor: Any = SimpleNamespace(
-            store=store, rounds=Rounds(P), shards=ShardSets(P), replica=replica, handlers={},
+            store=store, rounds=Rounds(P), shards=ShardLedger(P), replica=replica, handlers={},
             perform=lambda event, r, serial, upto, last, content: self.delivered.append((serial, last)),
         )  # fmt: skip
         serving: Any = SimpleNamespace(ranges=P, joiner=lambda r: self.filling)

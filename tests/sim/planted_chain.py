@@ -274,7 +274,7 @@ def fence_nobody_and_share_clocks(patch: pytest.MonkeyPatch) -> None:
 
 def answer_a_pull_before_its_worker_s_pushes_are_applied(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
-    patch.setattr(BoundedDelay, "behind", lambda self, read: [])
+    patch.setattr(BoundedDelay, "blockers", lambda self, read: [])
 
 
 def show_at_a_tail_what_its_level_joiner_lacks(patch: pytest.MonkeyPatch) -> None:
@@ -422,14 +422,14 @@ def move_more_than_must(patch: pytest.MonkeyPatch) -> None:
 
 def take_a_bounded_delay_one_step_too_long(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
-    behind = BoundedDelay.behind
+    behind = BoundedDelay.blockers
 
     def mutant(self: BoundedDelay, read: Any) -> list[str]:
         header = read.header
         bound = None if header.bound is None else header.bound + 1
         return behind(self, read._replace(header=header._replace(bound=bound)))
 
-    patch.setattr(BoundedDelay, "behind", mutant)
+    patch.setattr(BoundedDelay, "blockers", mutant)
 
 
 def count_only_workers_that_have_pushed(patch: pytest.MonkeyPatch) -> None:

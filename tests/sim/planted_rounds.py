@@ -17,7 +17,7 @@ from elasticps.client.core.data_shards import ClaimAnswer, ShardClaims
 from elasticps.client.core.fan_out import FanOut
 from elasticps.server.core.barrier import BarrierCoordinator
 from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds, Rounds, RoundShare
-from elasticps.server.core.data_shards import UNUSED, Claim, ShardDispenser, ShardSet, ShardSets, Used
+from elasticps.server.core.data_shards import UNUSED, Claim, ShardDispenser, ShardLedger, ShardSet, Used
 from elasticps.server.core.group_log import GroupLog
 from elasticps.server.roles.executor import Executor
 from replication.messages import OperationKind
@@ -236,23 +236,23 @@ def lose_the_shards_of_workers_that_died(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_for_lost_who_only_waits(patch: pytest.MonkeyPatch) -> None:
-    take = ShardSets.take
+    take = ShardLedger.take
 
-    def mutant(self: ShardSets, step: Claim) -> None:
+    def mutant(self: ShardLedger, step: Claim) -> None:
         found = self.find(step.app, step.name)
         if found is not None and found.upcoming == found.spec.total and not found.returned:
             step = step._replace(lost=tuple(sorted(set(found.doing) - {step.worker})))
         take(self, step)
 
-    patch.setattr(ShardSets, "take", mutant)
+    patch.setattr(ShardLedger, "take", mutant)
 
 
 def fill_a_joiner_without_the_shards(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ShardSets, "load", lambda self, piece, more: None)
+    patch.setattr(ShardLedger, "load", lambda self, piece, more: None)
 
 
 def forget_which_step_used_a_shard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ShardSets, "note", lambda self, mark, worker, clock: None)
+    patch.setattr(ShardLedger, "note", lambda self, mark, worker, clock: None)
 
 
 def note_only_at_the_head_which_step_used_a_shard(patch: pytest.MonkeyPatch) -> None:

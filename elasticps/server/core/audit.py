@@ -1,4 +1,4 @@
-"""Digests of ranges at places of their logs: what `elasticps audit` compares between replicas.
+"""Digests of ranges at places of their logs, which `elasticps audit` compares between replicas.
 
 Replicas of a range never have the same content at the same moment while pushes go on, but they have at the same
 sequence number. So a mark travels in the log like any operation, and each replica takes its digest when it applies it.
@@ -24,7 +24,7 @@ PART_BYTES = 1 << 20  # of rows: half a millisecond, and as long again for each 
 
 
 class Marks:
-    """The newest marks that passed here: id -> range -> what was found, once all parts have passed."""
+    """Digests at the newest marks: id -> range -> digest, once all parts of the range have passed."""
 
     def __init__(self) -> None:
         self._marks: OrderedDict[int, dict[int, MarkedRange]] = OrderedDict()
@@ -51,7 +51,7 @@ class Marks:
             del self._parts[key]
 
     def of(self, mark: int) -> dict[int, MarkedRange]:
-        """What was found at a mark, by range; empty if it never passed here."""
+        """Digests at a mark, by range; empty if it never passed here."""
         return self._marks.get(mark, {})
 
 

@@ -1,8 +1,8 @@
-"""Synchronous rounds at the servers: who is in a round, and when it closes. `barrier_state` has the whole story.
+"""The barrier of synchronous rounds: which workers are in a round, and when it closes. `barrier_state` explains rounds.
 
-BARRIER_JOIN, LEAVE and ARRIVE go to the head of the application's group range, BARRIER_CLOSE to the heads of all.
-Whatever is answered has been logged and committed. What waits here is in memory only: after a failover the workers ask
-again.
+BARRIER_JOIN, LEAVE and ARRIVE go to the head of the application's group range, BARRIER_CLOSE to the heads of all
+ranges. Answers are sent once the operation is committed. Waiting requests are in memory only: after a failover the
+workers ask again.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 from coordinator.core.view import WORKERS_MAX
 from elasticps.kernels.hashing import group_range
 from elasticps.server.core.barrier_state import BarrierGroup, RoundStep
-from elasticps.server.core.group_log import GroupLog, Nobody
+from elasticps.server.core.group_log import GroupLog, NoTicket
 from elasticps.server.core.reads import DEFAULT_WAIT_S
-from elasticps.server.core.requests import Asker, Body, RequestError, RequestTicket
+from elasticps.server.core.requests import Asker, Body, RequestError, RequestTicket, waited_too_long
 from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame, whole, wholes
 from elasticps.wire.headers import BarrierArriveHeader, BarrierJoinHeader, OkHeader
 from replication.chain import Ranges
@@ -28,15 +28,15 @@ from replication.progress import MAX_CLOCK
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A worker that is done with a round, and until when it waits for the others."""
+    """An arrived worker, and until when it waits for the others."""
 
     clock: int
     ticket: RequestTicket
     deadline_s: float
 
 
-class _Several(Nobody):
-    """One operation that several requests wait for. `headed`: the ranges it was logged for."""
+class _SharedTicket(NoTicket):
+    """The ticket of an operation that several requests wait for. `headed`: the ranges that it was logged for."""
 
     def __init__(self, headed: Ranges, tickets: list[RequestTicket]) -> None:
         self.headed = headed
@@ -44,7 +44,7 @@ class _Several(Nobody):
         self.done = False  # committed, in all of them
 
     def reply(self, reply: Reply) -> None:
-        """Answers them all."""
+        """Answers all requests."""
         self.done = reply.status is Status.COMMITTED and not len(reply.moved)
         for ticket in self.tickets:
             ticket.reply(reply)
@@ -52,7 +52,7 @@ class _Several(Nobody):
 
 
 class BarrierCoordinator:
-    """The handlers of these four; judges a barrier again when something has changed."""
+    """Handles the four requests; `judge` looks at all barriers again when something has changed."""
 
     def __init__(self, log: GroupLog, clock: Callable[[], float]) -> None:
         self._group = log
@@ -60,7 +60,7 @@ class BarrierCoordinator:
         self._clock = clock
         self._waiting: dict[str, dict[int, _Waiting]] = {}  # app -> worker
         self._joining: dict[str, list[RequestTicket]] = {}  # app -> those that wait for room in the log
-        self._closing: dict[str, tuple[int, _Several]] = {}  # app -> the newest round closed here
+        self._closing: dict[str, tuple[int, _SharedTicket]] = {}  # app -> the newest round closed here
         self.handlers: dict[int, Callable[[Asker, Header, Body], None]] = {
             Kind.BARRIER_JOIN: self._join,
             Kind.BARRIER_LEAVE: self._leave,
@@ -85,7 +85,7 @@ class BarrierCoordinator:
             }  # fmt: skip
             return json_frame(Kind.BARRIER_DECISION, document, request=header.request, epoch=self._serving.epoch)
 
-        ticket = self._group.once(connection, header.request, answer)
+        ticket = self._group.ticket(connection, header.request, answer)
         self._group.log(
             ticket, OperationKind.BARRIER_JOIN, RoundStep(app, self._serving.roster_version, (worker,)), group
         )
@@ -106,15 +106,17 @@ class BarrierCoordinator:
         group = self._group.group_range(connection, header, body)
         if group is None:
             return
-        state, said = self._rounds.groups.get(app, BarrierGroup()), BarrierArriveHeader.of(header)
-        if said.clock <= state.decided:
-            self._repeat(app, said.clock, worker, RequestTicket(connection, header.request))
+        state, arrival = self._rounds.groups.get(app, BarrierGroup()), BarrierArriveHeader.of(header)
+        if arrival.clock <= state.decided:
+            self._repeat(app, arrival.clock, worker, RequestTicket(connection, header.request))
             return
-        if worker not in state.members or said.clock != state.decided + 1:
-            raise RequestError("left-out", f"worker {connection.worker_name!r} is not in round {said.clock} of {app!r}")
+        if worker not in state.members or arrival.clock != state.decided + 1:
+            raise RequestError(
+                "left-out", f"worker {connection.worker_name!r} is not in round {arrival.clock} of {app!r}"
+            )
         ticket = self._decided(connection, header, app)
-        deadline_s = self._clock() + (said.wait_ms / 1e3 or DEFAULT_WAIT_S)
-        self._waiting.setdefault(app, {})[worker] = _Waiting(said.clock, ticket, deadline_s)
+        deadline_s = self._clock() + (arrival.wait_ms / 1e3 or DEFAULT_WAIT_S)
+        self._waiting.setdefault(app, {})[worker] = _Waiting(arrival.clock, ticket, deadline_s)
         self._decide(app)
 
     def _decided(self, connection: Asker, header: Header, app: str) -> RequestTicket:
@@ -122,26 +124,26 @@ class BarrierCoordinator:
             state = self._rounds.groups[app]
             return self._decision(header.request, state.decided, state.workers)
 
-        return self._group.once(connection, header.request, answer)
+        return self._group.ticket(connection, header.request, answer)
 
     def _decision(self, request: int, clock: int, workers: tuple[int, ...]) -> bytes:
         document = {"round": clock, "workers": list(workers)}
         return json_frame(Kind.BARRIER_DECISION, document, request=request, epoch=self._serving.epoch)
 
     def _repeat(self, app: str, clock: int, worker: int, ticket: RequestTicket) -> None:
-        """Answers who asks for a round that is decided, but maybe not committed yet: behind an operation of its own. By
-        the time that this is committed the next round may be decided, which is not what was asked for."""
+        """Answers with a decision that may not be committed yet, once an operation logged after it is. By then the next
+        round may be decided, so the answer is fixed here."""
         state = self._rounds.groups.get(app, BarrierGroup())
         if clock < state.decided or worker not in state.workers:
             self._group.notifier.refuse(ticket.connection, ticket.request, _left_out(clock, app))
             return
         workers, request = state.workers, ticket.request
         group = np.array([group_range(app, self._serving.ranges)], np.int64)
-        said = self._group.once(ticket.connection, request, lambda: self._decision(request, clock, workers))
-        self._group.log(said, OperationKind.BARRIER_DECISION, RoundStep(app, clock, workers), group)
+        arrival = self._group.ticket(ticket.connection, request, lambda: self._decision(request, clock, workers))
+        self._group.log(arrival, OperationKind.BARRIER_DECISION, RoundStep(app, clock, workers), group)
 
     def _decide(self, app: str) -> None:
-        """Closes the list of the next round's workers, if all that are still there are done."""
+        """Decides the next round's workers, if all members that are still there have arrived."""
         waiting, state = self._waiting.get(app, {}), self._rounds.groups.get(app)
         if state is None or not waiting or not self._group.knows_the_lost(app):
             return
@@ -157,13 +159,13 @@ class BarrierCoordinator:
         tickets = [waiting.pop(worker).ticket for worker in sorted(required)]
         group = np.array([group_range(app, self._serving.ranges)], np.int64)
         step = RoundStep(app, clock, tuple(sorted(required)))
-        self._group.log(_Several(group, tickets), OperationKind.BARRIER_DECISION, step, group)
+        self._group.log(_SharedTicket(group, tickets), OperationKind.BARRIER_DECISION, step, group)
         for worker in [w for w, one in waiting.items() if one.clock <= clock]:  # it was away: what it waits for is over
             one = waiting.pop(worker)
             self._group.notifier.refuse(one.ticket.connection, one.ticket.request, _left_out(one.clock, app))
 
     def judge(self) -> None:
-        """The roster or the view has changed, or time has passed."""
+        """Looks at all barriers again: the roster or the view has changed, or time has passed."""
         headed = set(self._serving.headed.tolist())
         for app in list(self._waiting):
             if group_range(app, self._serving.ranges) in headed:
@@ -175,14 +177,14 @@ class BarrierCoordinator:
                     self._group.stale(waiting.ticket.connection, waiting.ticket.request)
 
     def _answer_decided(self, app: str) -> None:
-        """Those that asked again, on a new connection, while the decision waited for room in the log."""
+        """Answers workers that asked again, on a new connection, while the decision waited for room in the log."""
         state, waiting = self._rounds.groups.get(app, BarrierGroup()), self._waiting[app]
         for worker in [w for w, one in waiting.items() if one.clock <= state.decided]:
             one = waiting.pop(worker)
             self._repeat(app, one.clock, worker, one.ticket)
 
     def _end_waits(self, app: str) -> None:
-        """Tells those that have waited too long for whom they did."""
+        """On timeout, tells each worker whom it waited for."""
         state, waiting = self._rounds.groups.get(app, BarrierGroup()), self._waiting[app]
         late = [w for w in state.members if w in self._serving.workers and w not in waiting]
         names = sorted(self._serving.workers[w].name for w in late)
@@ -191,9 +193,7 @@ class BarrierCoordinator:
             if now >= one.deadline_s:
                 del waiting[worker]
                 text = f"round {one.clock} of {app!r} waited too long for worker {', '.join(names)}"
-                self._group.notifier.refuse(
-                    one.ticket.connection, one.ticket.request, RequestError("behind", text, behind=names)
-                )
+                self._group.notifier.refuse(one.ticket.connection, one.ticket.request, waited_too_long(text, names))
 
     # --- all ranges ---------------------------------------------------------------------------------------------------
 
@@ -206,18 +206,18 @@ class BarrierCoordinator:
             raise FrameError(f"a close names at most {WORKERS_MAX} workers, each of them once")
         step = RoundStep(connection.app, clock, workers)
         ticket = RequestTicket(connection, header.request)
-        newest, several = self._closing.get(step.app, (0, None))
+        newest, shared = self._closing.get(step.app, (0, None))
         headed = self._serving.headed
-        if several is not None and newest == clock and several.headed is headed and header.epoch == self._serving.epoch:
-            if several.done:
+        if shared is not None and newest == clock and shared.headed is headed and header.epoch == self._serving.epoch:
+            if shared.done:
                 connection.send(OkHeader(header.request, self._serving.epoch).header().pack())
                 return
-            if several.tickets:
-                several.tickets.append(ticket)
+            if shared.tickets:
+                shared.tickets.append(ticket)
                 return
-        several = _Several(headed, [ticket])
-        self._closing[step.app] = clock, several
-        push = Push(several, -1, header.epoch, 0, 0, True, None, step, 64, kind=OperationKind.BARRIER_CLOSE)
+        shared = _SharedTicket(headed, [ticket])
+        self._closing[step.app] = clock, shared
+        push = Push(shared, -1, header.epoch, 0, 0, True, None, step, 64, kind=OperationKind.BARRIER_CLOSE)
         self._group.perform(self._group.replica.push, push)
 
 

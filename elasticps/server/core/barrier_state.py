@@ -29,14 +29,14 @@ MOST_OPEN = 2  # rounds that a worker has shares in at once: it begins one when 
 
 
 class Decoding(Protocol):
-    """What filters have made of gradients, read."""
+    """Decodes gradients that filters have coded."""
 
     def decode(self, coded: NDArray[np.float32]) -> NDArray[np.float32]:
         """Gradients [n, dim] of words [n, words]."""
 
 
 class Selecting(Protocol):
-    """A table, as far as its keys and what is pushed to it are concerned."""
+    """A table, as rounds need it: selects keys, and decodes pushed gradients."""
 
     @property
     def push(self) -> Decoding: ...
@@ -46,7 +46,7 @@ class Selecting(Protocol):
 
 
 class RoundShare(NamedTuple):
-    """What a worker pushed for a round: its rows in the ranges that are `live`, bool [P]."""
+    """A worker's share of a round: its rows in the ranges that are `live`, bool [P]."""
 
     worker: int
     live: NDArray[np.bool_]
@@ -68,7 +68,7 @@ class BarrierGroup:
     roster: int = 0
 
     def parts(self, most: int) -> Iterator[BarrierGroup]:
-        """Homes with at most so many members, workers and last rounds each, that `extend` makes this one of."""
+        """Splits it into groups of at most `most` members, workers and last rounds each; `extend` joins them again."""
         members, last = list(self.members.items()), list(self.last.items())
         for at in range(0, max(1, len(members), len(self.workers), len(last)), most):
             end = at + most
@@ -77,7 +77,7 @@ class BarrierGroup:
             )
 
     def extend(self, part: BarrierGroup) -> None:
-        """Takes the next part in."""
+        """Joins the next part."""
         self.members.update(part.members)
         self.workers += part.workers
         self.last.update(part.last)
@@ -128,14 +128,14 @@ class Rounds:
             self._keep((app, clock), worker, live, blocks)
 
     def size(self, blocks: list[Block]) -> int:
-        """What it takes to keep them."""
+        """Bytes that it takes to retain blocks."""
         return (
             self._ranges + sum(b.keys.nbytes + b.grads.nbytes + b.step_values.nbytes for b in blocks) if blocks else 0
         )
 
     def has_too_many_open(self, app: str, clock: int, worker: int, ranges: Ranges) -> bool:
-        """Whether a worker has shares in so many other rounds that are open in these ranges, which are headed here,
-        that no honest one has. In one that is being filled there may be more: nobody waits for it to close them."""
+        """Whether a worker has shares in more open rounds of these ranges, all headed here, than a correct client has.
+        A range that is being filled may have more: clients do not wait for it to close rounds."""
         others = [shares for (of, number), shares in self._retained.items() if of == app and number != clock]
         if len(others) < MOST_OPEN:
             return False

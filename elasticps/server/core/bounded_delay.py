@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from coordinator.core.view import WorkerInfo
 from elasticps.server.core.reads import DEFAULT_WAIT_S, MAX_PARKED, PullRequest
-from elasticps.server.core.requests import Asker, RequestError
+from elasticps.server.core.requests import Asker, RequestError, waited_too_long
 from replication.progress import PART_BITS, Clocks
 
 Ranges = NDArray[np.intp]
@@ -38,7 +38,7 @@ class Reached:
         self._last = -1
 
     def now(self) -> int:
-        """Looks, and says it."""
+        """The clock as of now."""
         if not self._clocks.known(self.worker) or not self._ranges.shape[0]:
             return self.clock
         row = self._clocks.read(self.worker)
@@ -51,7 +51,7 @@ class Reached:
 
 
 class Slowest:
-    """Which of some workers is furthest behind in some ranges: a heap of the clocks seen last."""
+    """Which of some workers is furthest back in some ranges: a heap of the clocks seen last."""
 
     __slots__ = ("_clocks", "_heap", "_ranges", "_reached")
 
@@ -74,11 +74,11 @@ class Slowest:
         self._reached.pop(worker, None)
 
     def first(self) -> tuple[int, int] | None:
-        """(clock, worker) of one that is furthest behind, None if there is nobody."""
+        """(clock, worker) of one that is furthest back, None if there is nobody."""
         return self.before(1 << 62)
 
     def before(self, floor: int) -> tuple[int, int] | None:
-        """The same if that clock is below `floor`, else None."""
+        """(clock, worker) of one that is furthest back, if that clock is below `floor`; else None."""
         heap = self._heap
         while heap and heap[0][0] < floor:
             clock, worker = heap[0]
@@ -97,9 +97,11 @@ CONNECT_WAIT_S = 1.0  # workers connect to a server that gets ranges within mill
 
 
 class Cohort:
-    """An application's workers that may hold pulls back, in the ranges that are read. heard: those that have joined
-    here, or that nobody awaits and whose steps are seen here; awaited: those of `BoundedDelay._awaited` whose steps are
-    seen; unseen: those that have said nothing here, and of which nothing is seen."""
+    """An application's workers that may hold pulls back, in some ranges.
+
+    heard: workers that have joined here, or whose steps are seen and that are not awaited; awaited: workers of
+    `BoundedDelay._awaited` whose steps are seen; unseen: workers that have not joined here and have no steps.
+    """
 
     __slots__ = ("awaited", "heard", "unseen")
 
@@ -109,16 +111,14 @@ class Cohort:
         self.unseen: set[int] = set()
 
     def remove(self, worker: int) -> None:
-        """A worker holds nobody back."""
+        """Ends a worker's holding back of pulls."""
         self.heard.remove(worker)
         self.awaited.remove(worker)
         self.unseen.discard(worker)
 
 
 class BoundedDelay:
-    """Pulls that wait, and what they are judged by: vector clocks, the roster, the ranges that are read here.
-
-    tailed: the ranges whose tail we are; held: those of which we are a full replica.
+    """Pulls that wait, and what decides about them: vector clocks, the roster, the ranges that may be read here.
 
     Who holds others back? Each worker says on each of its connections whether it takes part (JOIN, with the clock that
     it starts above, or JOIN with PAUSE). But a server may get ranges, and pulls of others, a moment before a worker has
@@ -132,30 +132,30 @@ class BoundedDelay:
     """
 
     def __init__(self, ranges: int, clocks: Clocks, clock: Callable[[], float]) -> None:
-        self.tailed: Ranges = np.empty(0, np.intp)
-        self.held: Ranges = np.empty(0, np.intp)
-        self._clocks = clocks
-        self._clock = clock
-        self._workers: Mapping[int, WorkerInfo] = {}
-        self._bases: dict[int, int] = {}  # of the active workers: those that have joined and are in the roster
-        self._least: dict[str, int] = {}  # what an application's others had all reached when one joined, at most
-        self._paused: set[int] = set()  # those that said they take no part now
-        self._awaited: set[int] = set()  # those that have said nothing yet, and
-        self._awaited_until_s = 0.0  # until when it may be silent
+        self.tailed: Ranges = np.empty(0, np.intp)  # the ranges whose tail this server is
+        self.held: Ranges = np.empty(0, np.intp)  # the ranges of which it is a full replica
+        self._clocks = clocks  # progress by worker and range
+        self._clock = clock  # the time, in seconds
+        self._workers: Mapping[int, WorkerInfo] = {}  # the roster
+        self._bases: dict[int, int] = {}  # the clocks that active workers start above: joined, and in the roster
+        self._least: dict[str, int] = {}  # by application, the clock that all others had reached when a worker joined
+        self._paused: set[int] = set()  # workers that take no part now
+        self._awaited: set[int] = set()  # workers that have neither joined nor paused here yet
+        self._awaited_until_s = 0.0  # until when these hold pulls back without any progress
         self._cohorts: dict[tuple[str, bool], Cohort] = {}  # by application and whether `held` is read
         self._parked: dict[int, PullRequest] = {}  # by number, as they came
-        self._count = 0
+        self._count = 0  # the number of the newest pull that waits
         self._of_asker: dict[int, set[int]] = {}  # the numbers of a connection's pulls, by its id()
         self._own: dict[tuple[int, bool], tuple[Reached, Numbers]] = {}  # wait for their worker's own steps
         self._bound: dict[tuple[str, bool], Numbers] = {}  # wait for the slowest of their application
-        self._deadlines: list[tuple[float, int]] = []
-        self._judged_by: tuple[int, int] | None = None  # the epochs that `judge` was told; None: judge all anew
+        self._deadlines: list[tuple[float, int]] = []  # a heap of (when a pull gives up, its number)
+        self._judged_by: tuple[int, int] | None = None  # the epochs of the last `judge`; None: it has to look at all
 
     def __len__(self) -> int:
         return len(self._parked)
 
     def serve(self, tailed: Ranges, held: Ranges) -> None:
-        """A view says what is read here."""
+        """Follows a view: which ranges may be read here."""
         if len(np.setdiff1d(held, self.held)) or len(np.setdiff1d(tailed, self.tailed)):
             self._awaited_until_s = self._clock() + CONNECT_WAIT_S
             self._awaited = {w for w in self._workers if w not in self._bases and w not in self._paused}
@@ -167,7 +167,7 @@ class BoundedDelay:
     # --- who holds others back --------------------------------------------------------------------------------------
 
     def follow(self, workers: Mapping[int, WorkerInfo]) -> None:
-        """The roster: whoever is not in it holds nobody back."""
+        """Follows the roster: workers that are not in it hold no pull back."""
         before, self._workers = self._workers, workers
         self._bases = {worker: base for worker, base in self._bases.items() if worker in workers}
         self._paused &= workers.keys()
@@ -179,7 +179,7 @@ class BoundedDelay:
                 cohort.unseen.add(worker)
 
     def pause(self, worker: int) -> None:
-        """A worker holds nobody back until it joins again."""
+        """Pauses a worker: it holds no pull back until it joins again."""
         self._bases.pop(worker, None)
         self._awaited.discard(worker)
         if worker in self._workers:
@@ -188,10 +188,10 @@ class BoundedDelay:
                 cohort.remove(worker)
 
     def join(self, worker: int, base: int, app: str) -> int:
-        """A worker is active from now on; its clock counts as at least `base`. Returns the lowest clock of the others.
+        """Makes a worker active; its clock counts as at least `base`. Returns the lowest clock of the others.
 
-        Each says so again on each new connection, to servers that may be new themselves: the others have not got ahead
-        of one that was active all the time without whoever joins next having to wait for it, too."""
+        Workers join again on each new connection, also to servers that are new. One that was active all the time has
+        not fallen back by that: the next worker that joins has to wait for it, too."""
         known = self._bases.get(worker) == base or self._got_past(worker, base)
         self.pause(worker)
         others = self.minimum(app)
@@ -205,13 +205,13 @@ class BoundedDelay:
         return others
 
     def _got_past(self, worker: int, base: int) -> bool:
-        """Whether anything is seen here of a step after `base`."""
+        """Whether some range has applied a step of a worker after `base`."""
         return self._clocks.known(worker) and bool((self._clocks.read(worker)[self.held] >> PART_BITS > base).any())
 
     def minimum(self, app: str) -> int:
-        """The lowest clock of an application's active workers, 0 if there is none: that of what any read shows here.
-        One that joins below what the others have reached lowers it for reads that come now, and not for whoever joins
-        next: reads of before may be shown for a while (`eps.Cache`)."""
+        """The lowest clock of an application's active workers, 0 if there is none. A worker that joins below what the
+        others have reached lowers it for pulls from now on, but not for the next worker that joins: earlier pulls may
+        be shown for a while (`eps.Cache`)."""
         firsts = [self._cohort(app, anywhere).heard.first() for anywhere in (False, True)]
         clocks = [first[0] for first in firsts if first is not None]
         if not clocks:
@@ -222,7 +222,7 @@ class BoundedDelay:
         return [cohort for key in ((app, False), (app, True)) if (cohort := self._cohorts.get(key)) is not None]
 
     def _cohort(self, app: str, anywhere: bool) -> Cohort:
-        """An application's workers as they are now. anywhere: what is held is read, not what is tailed."""
+        """An application's workers as they are now. anywhere: in the ranges held, not only in those tailed."""
         cohort = self._cohorts.get((app, anywhere))
         ranges = self.held if anywhere else self.tailed
         if cohort is None:
@@ -242,9 +242,9 @@ class BoundedDelay:
 
     # --- whom a pull waits for --------------------------------------------------------------------------------------
 
-    def behind(self, read: PullRequest) -> list[str]:
+    def blockers(self, read: PullRequest) -> list[str]:
         """A worker that a pull has to wait for: its own, until it can read its writes, else one that the bounded delay
-        waits for. Nobody: it can be answered."""
+        waits for. Empty if it can be answered."""
         header, connection = read.header, read.connection
         anywhere = header.anywhere
         own = Reached(self._clocks, self.held if anywhere else self.tailed, connection.worker, connection.base)
@@ -254,7 +254,7 @@ class BoundedDelay:
         return [] if worker is None else [self._workers[worker].name]
 
     def _before(self, app: str, anywhere: bool, floor: int) -> int | None:
-        """One of the workers that hold back a pull that wants all to have reached `floor`."""
+        """A worker that has not reached `floor`, if there is one."""
         cohort = self._cohort(app, anywhere)
         first = cohort.heard.before(floor) or cohort.awaited.before(floor)
         if first is not None:
@@ -264,7 +264,7 @@ class BoundedDelay:
         return None
 
     def _late(self, app: str, anywhere: bool, floor: int) -> list[str]:
-        """All of them, sorted by name."""
+        """All workers that have not reached `floor`, sorted by name."""
         cohort, ranges = self._cohort(app, anywhere), self.held if anywhere else self.tailed
         silent = cohort.unseen & self._awaited if floor > 0 and self._clock() < self._awaited_until_s else ()
         return sorted(
@@ -278,7 +278,7 @@ class BoundedDelay:
     # --- pulls that wait --------------------------------------------------------------------------------------------
 
     def park(self, read: PullRequest) -> None:
-        """Keeps a pull until `judge` lets it go. Raises `RequestError` when too many wait."""
+        """Has a pull wait until `judge` releases it. Raises `RequestError` if too many wait."""
         if len(self._parked) >= MAX_PARKED:
             raise RequestError("busy", f"this server already has {MAX_PARKED} pulls waiting; try again later")
         wait_s = read.header.wait_ms / 1e3 or DEFAULT_WAIT_S
@@ -293,7 +293,7 @@ class BoundedDelay:
             self._judged_by = None  # time has passed
 
     def _wait(self, number: int, read: PullRequest) -> bool:
-        """Notes what a pull waits for first; False if it need not wait."""
+        """Registers what a pull waits for first; False if it need not wait."""
         header, connection = read.header, read.connection
         anywhere = header.anywhere
         key = connection.worker, anywhere
@@ -312,12 +312,12 @@ class BoundedDelay:
         return False
 
     def forget(self, connection: Asker) -> None:
-        """Nobody waits for these answers any more."""
+        """Drops the pulls of a connection that is gone."""
         for number in self._of_asker.pop(id(connection), ()):
             del self._parked[number]
 
     def judge(self, tail_since: int, full_since: int) -> list[tuple[PullRequest, RequestError | None]]:
-        """The pulls that need not wait any more, as they came, with the reason why if they cannot be answered.
+        """Releases pulls that need not wait any more, in the order in which they came; with an error if they fail.
 
         tail_since, full_since: the epochs in which the ranges that are tailed, or held, last changed.
         """
@@ -353,7 +353,7 @@ class BoundedDelay:
                 done[number] = None
 
     def _judge_own(self, done: dict[int, RequestError | None]) -> None:
-        """Those that wait for their worker's own steps; they may have to wait for others' then."""
+        """Judges pulls that wait for their own worker's steps; they may have to wait for others' then."""
         for key, (reached, numbers) in list(self._own.items()):
             clock = reached.now()
             while numbers:
@@ -368,7 +368,7 @@ class BoundedDelay:
                 self._own.pop(key, None)
 
     def _judge_bounds(self, done: dict[int, RequestError | None]) -> None:
-        """Those that wait for the slowest of their application."""
+        """Judges pulls that wait for the slowest worker of their application."""
         for (app, anywhere), numbers in list(self._bound.items()):
             while numbers:
                 floor, number = numbers[0]
@@ -403,6 +403,6 @@ def _floor(read: PullRequest) -> int:
     return read.header.clock - (read.header.bound or 0)
 
 
-def _too_long(read: PullRequest, behind: list[str]) -> RequestError:
+def _too_long(read: PullRequest, workers: list[str]) -> RequestError:
     text = f"a pull of table {read.table_names} at clock {read.header.clock} waited too long for worker "
-    return RequestError("behind", text + ", ".join(behind), behind=behind)
+    return waited_too_long(text + ", ".join(workers), workers)

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.server.core.barrier_state import Rounds
-from elasticps.server.core.data_shards import ShardSets
+from elasticps.server.core.barrier_state import Rounds, Selecting
+from elasticps.server.core.data_shards import ShardLedger
 from elasticps.server.core.operations import CutMark
-from elasticps.store import Table
 from elasticps.wire.headers import HeldHeader, HoldHeader
 from replication.chain import Ranges
 from replication.progress import Progress
@@ -123,7 +122,7 @@ class CutNotes:
 
     def note(
         self, mark: CutMark, r: int, seq: int, clocks: tuple[NDArray[np.int64], Progress], rounds: Rounds,
-        shards: ShardSets, tables: Mapping[int, Table],
+        shards: ShardLedger, tables: Mapping[int, Selecting],
     ) -> None:  # fmt: skip
         """Keeps what there is in a range as the CUT is applied."""
         if mark.number < self.newest:
@@ -158,7 +157,7 @@ def by_column(noted: Iterable[tuple[int, Noted]]) -> dict[Column, list[int]]:
     return found
 
 
-def _home(r: int, rounds: Rounds, shards: ShardSets) -> dict[str, Any] | None:
+def _home(r: int, rounds: Rounds, shards: ShardLedger) -> dict[str, Any] | None:
     groups = [
         {"app": app, "decided": group.decided, "workers": list(group.workers), "roster": group.roster,
          "members": [list(each) for each in sorted(group.members.items())],

@@ -8,7 +8,7 @@ everywhere, and then reports the shard as done or trains it again.
 
 Claims are idempotent: a worker asks to *hold* n unused shards, and is answered with all shards that it holds.
 
-`ShardSets` is state that only logged operations change, and that moves with its range. `ShardDispenser` answers
+`ShardLedger` is state that only logged operations change, and that moves with its range. `ShardDispenser` answers
 CLAIM_SHARDS at the head of the group range.
 """
 
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from elasticps.kernels.hashing import group_range
 from elasticps.model.sharding import GROUP_BITS, MAX_SAMPLES, MAX_SHARDS, ShardSpec
 from elasticps.server.core.barrier_state import BarrierGroup, RoundStep
-from elasticps.server.core.group_log import GroupLog, Nobody
+from elasticps.server.core.group_log import GroupLog, NoTicket
 from elasticps.server.core.requests import Asker, Body, RequestError
 from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame, text, whole, wholes
 from elasticps.wire.headers import ClaimShardsHeader
@@ -162,7 +162,7 @@ RangeShards = dict[str, dict[str, ShardSet]]
 """What a piece of a range carries: sets by application and name."""
 
 
-class ShardSets:
+class ShardLedger:
     """The sets of all applications whose group ranges are held here."""
 
     def __init__(self, ranges: int) -> None:
@@ -255,7 +255,7 @@ MAX_NAME = 200
 class ShardDispenser:
     """Its handler."""
 
-    def __init__(self, log: GroupLog, shards: ShardSets) -> None:
+    def __init__(self, log: GroupLog, shards: ShardLedger) -> None:
         self._group = log
         self._serving, self._rounds, self._shards = log.serving, log.rounds, shards
         self.handlers: dict[int, Callable[[Asker, Header, Body], None]] = {Kind.CLAIM_SHARDS: self._claim}
@@ -285,8 +285,10 @@ class ShardDispenser:
 
         version = self._serving.roster_version
         if self._rounds.groups.get(claim.app, BarrierGroup()).roster < version:  # by which whoever asks is known
-            self._group.log(Nobody(), OperationKind.BARRIER_JOIN, RoundStep(claim.app, version, ()), group)
-        self._group.log(self._group.once(connection, header.request, answer), OperationKind.CLAIM_SHARDS, claim, group)
+            self._group.log(NoTicket(), OperationKind.BARRIER_JOIN, RoundStep(claim.app, version, ()), group)
+        self._group.log(
+            self._group.ticket(connection, header.request, answer), OperationKind.CLAIM_SHARDS, claim, group
+        )
 
     def _document(self, found: ShardSet, claim: Claim) -> dict[str, object]:
         rounds = self._rounds.groups.get(claim.app, BarrierGroup())

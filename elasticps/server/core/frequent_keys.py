@@ -1,4 +1,4 @@
-"""Which keys come most often, of more than can be counted. Pure.
+"""Finds the keys that come most often ("heavy hitters") among more keys than can be counted.
 
 Misra and Gries, "Finding repeated elements" (1982), in batches: Agarwal et al., "Mergeable summaries" (PODS 2012).
 """
@@ -31,7 +31,7 @@ class Sketch:
         self._counts = np.empty(0, np.int64)
 
     def add(self, keys: NDArray[np.int64]) -> None:
-        """They have come, int64 [n]; each counts as often as it stands there."""
+        """Counts keys, int64 [n]; repeated ones count each time."""
         self.total += len(keys)
         every = np.concatenate([self._keys, keys])
         weights = np.concatenate([self._counts, np.ones(len(keys), np.int64)])

@@ -1,6 +1,4 @@
-"""Requests that the head of an application's group range answers, after it has logged them there. Connections, the log
-and the server around are given.
-"""
+"""Requests to the head of an application's group range: checked, logged there, and answered once committed."""
 
 from __future__ import annotations
 
@@ -21,11 +19,13 @@ from replication.messages import OperationKind
 from replication.replica import Replica
 
 
-class Once(RequestTicket):
-    """Answers in its own way when the operation is committed, with what there was when it was applied: what was logged
-    behind it may yet be lost, and whoever is told of it would act on it."""
+class AnswerTicket(RequestTicket):
+    """Answers with a frame of its own once the operation is committed, made from the state at which it was applied.
 
-    __slots__ = ("_answer", "_made", "_notifier", "_open", "_told")
+    Operations logged after it may yet be lost, and a worker that learned of them would act on them.
+    """
+
+    __slots__ = ("_answer", "_answered", "_made", "_notifier", "_open")
 
     def __init__(self, notifier: ViewNotifier, connection: Asker, request: int, answer: Callable[[], bytes]) -> None:
         super().__init__(connection, request)
@@ -33,7 +33,7 @@ class Once(RequestTicket):
         self._answer = answer
         self._made: bytes | RequestError | None = None
         self._open = True  # nothing is settled yet: neither answered, nor does it wait for admission
-        self._told = False
+        self._answered = False
 
     def applied(self) -> None:
         """The operation has been logged and applied just now, unless it waits for room in the log or was refused."""
@@ -52,12 +52,12 @@ class Once(RequestTicket):
 
     def release(self) -> None:
         """What waited for admission has been logged and applied just now, unless it was refused."""
-        if not self._told:
+        if not self._answered:
             self._made = self._make()
         super().release()
 
     def reply(self, reply: Reply) -> None:
-        self._open, self._told = False, True
+        self._open, self._answered = False, True
         if reply.status is not Status.COMMITTED or len(reply.moved):
             super().reply(reply)
             return
@@ -68,24 +68,24 @@ class Once(RequestTicket):
             self.connection.send(made)
 
 
-class Nobody:
-    """Who waits for an operation that was logged for no request."""
+class NoTicket:
+    """The ticket of an operation that no request waits for."""
 
     def reply(self, reply: Reply) -> None:
-        """Nobody hears it."""
+        """Answers nothing."""
 
     def clocks(self, reply: object) -> None:
         raise AssertionError("an operation was answered with clocks")
 
     def hold(self) -> None:
-        """Nothing is read for it alone."""
+        """Pauses nothing."""
 
     def release(self) -> None:
-        """Nothing was held."""
+        """Resumes nothing."""
 
 
 class GroupLog:
-    """Group ranges headed here: who asks is judged by the view and the roster, what is asked goes into the log.
+    """Checks requests against the view and the roster, and logs them in group ranges headed here.
 
     `perform(event, …)` gives the replica an event and carries out its effects."""
 
@@ -106,7 +106,7 @@ class GroupLog:
         self.perform = perform
 
     def group_range(self, connection: Asker, header: Header, body: Body) -> Ranges | None:
-        """That of the asker's application; None if the answer must wait, or is somebody else's to give."""
+        """The group range of the asker's application; None if the request waits for a view, or has another head."""
         if self.held.wait_for_view(connection, header, body):
             return None
         if connection.worker not in self.serving.workers:
@@ -118,7 +118,7 @@ class GroupLog:
         return np.array([group], np.int64)
 
     def knows_the_lost(self, app: str) -> bool:
-        """Whether whoever is not in our roster is gone. It may only be new, as long as the last head knew more."""
+        """Whether workers missing from our roster are gone. They may be new if an earlier head knew a newer roster."""
         group = self.rounds.groups.get(app)
         if group is None or group.roster <= self.serving.roster_version:
             return True
@@ -126,17 +126,17 @@ class GroupLog:
         return False
 
     def stale(self, connection: Asker, request: int) -> None:
-        """Another server heads the asker's group range."""
+        """Refuses a request: another server heads the asker's group range."""
         text = "the application's group range has another head"
         self.notifier.refuse(connection, request, RequestError("stale-view", text, epoch=self.serving.epoch))
 
-    def once(self, connection: Asker, request: int, answer: Callable[[], bytes]) -> Once:
-        """Who asked, to be answered with `answer()`."""
-        return Once(self.notifier, connection, request, answer)
+    def ticket(self, connection: Asker, request: int, answer: Callable[[], bytes]) -> AnswerTicket:
+        """The ticket of a request that is answered with `answer()`."""
+        return AnswerTicket(self.notifier, connection, request, answer)
 
     def log(self, ticket: object, kind: OperationKind, payload: Any, ranges: Ranges) -> None:
         """Logs an operation of a group range."""
         push = Push(ticket, -1, self.serving.epoch, 0, 0, True, ranges, payload, 64, kind=kind)
         self.perform(self.replica.push, push)
-        if isinstance(ticket, Once):
+        if isinstance(ticket, AnswerTicket):
             ticket.applied()

@@ -1,4 +1,4 @@
-"""How many bytes new rows may still take: here, and at the servers down the chains of what is headed here. Pure.
+"""Headroom: how many bytes new rows may still take, here and at the servers down the chains of ranges headed here.
 
 A replica cannot refuse what its head has logged, so the head has to know how its successors are: each server tells its
 neighbours a few times a second how much room it has. As many of these numbers travel up as a chain is long: the first
@@ -62,7 +62,11 @@ ENDLESS = Room(UNLIMITED)
 
 
 class Headroom:
-    """Of one server. limit: 0 for none; used: its own bytes as of the last look, less what dropped rows have left."""
+    """The memory of one server and its successors, in bytes.
+
+    limit: 0 for none; used: by this server at the last look, less what dropped rows have left; mark: up to where it
+    takes new rows.
+    """
 
     def __init__(self, server: str, memory: ServerMemory) -> None:
         self.limit = memory.limit
@@ -77,15 +81,15 @@ class Headroom:
         self._heard: dict[Member, list[Room]] = {}
 
     def adopt(self, view: View, me: Member) -> None:
-        """Follows a view: how many servers there are, and who is before and behind this one in some chain."""
+        """Follows a view: how many servers there are, and which ones follow this one in some chain."""
         chains = view.as_chains
         where = place(chains, me)
-        behind = np.unique(where.down[where.down >= 0])
+        successors = np.unique(where.down[where.down >= 0])
         self.mark = rows_mark(self.limit, len(view.servers), view.replicas)
         self._hops = view.replicas  # a joiner stands behind the tail
         self._headed = int(np.count_nonzero(where.head))
         self._held = max(1, int(np.count_nonzero(where.role != Role.OUT)))
-        self._successors = frozenset(chains.members[i] for i in behind.tolist())
+        self._successors = frozenset(chains.members[i] for i in successors.tolist())
         self._heard = {member: rooms for member, rooms in self._heard.items() if member in self._successors}
 
     def look(self, reusable: int) -> None:
@@ -109,8 +113,8 @@ class Headroom:
         """Whether more is used than rows may take."""
         return self.limit > 0 and fill_mark(self.limit) < self.used
 
-    def heard(self, member: Member, document: Mapping[str, Any]) -> None:
-        """A neighbour has told how it is; it counts if it is a successor. FrameError if that makes no sense."""
+    def receive_report(self, member: Member, document: Mapping[str, Any]) -> None:
+        """Takes a neighbour's report; it counts if it is a successor. FrameError for one that cannot be read."""
         try:
             rooms = [
                 Room(
@@ -126,8 +130,8 @@ class Headroom:
         if member in self._successors:
             self._heard[member] = rooms
 
-    def told(self) -> dict[str, Any]:
-        """What neighbours are told; see above."""
+    def report(self) -> dict[str, Any]:
+        """The report to neighbours: its own room, then the least of its successors by distance."""
         heard = self._heard.values()
         rooms = [self._own]
         rooms += [min((r[hop] for r in heard if hop < len(r)), default=ENDLESS) for hop in range(self._hops - 1)]
@@ -135,17 +139,17 @@ class Headroom:
 
     @property
     def limited(self) -> bool:
-        """Whether there is anything to tell."""
+        """Whether there is a limit here or down a chain."""
         return bool(self.limit or self._heard)
 
     @property
     def least(self) -> Room:
         """The smallest room for what is headed here: the server's own, or its part of one down the chains."""
-        return min(self._own, self.behind)
+        return min(self._own, self.down_chain)
 
     @property
-    def behind(self) -> Room:
-        """The same without the server's own."""
+    def down_chain(self) -> Room:
+        """The smallest room down the chains: this server's part of it."""
         parts = [
             room if room == ENDLESS else room._replace(nbytes=room.nbytes * max(1, self._headed) // room.held)
             for rooms in self._heard.values()
@@ -154,10 +158,10 @@ class Headroom:
         return min(parts, default=ENDLESS)
 
 
-def full(room: Room, asked: str, table: str, rows: int, nbytes: int) -> RequestError:
-    """No, from the server `asked`: it has that room left, and `rows` new rows of `table` take more; with no rows, a
-    worker's share of a round."""
-    left = f", of which {max(0, room.nbytes):,} are left to pushes at {asked}" if room.used < room.mark else ""
+def full(room: Room, server: str, table: str, rows: int, nbytes: int) -> RequestError:
+    """Refusal, by `server`, of new rows of `table` that take more than `room`; with no rows, of a worker's share of a
+    round."""
+    left = f", of which {max(0, room.nbytes):,} are left to pushes at {server}" if room.used < room.mark else ""
     if rows:
         what = f"rows that are there can still be updated, but {rows:,} new rows of table {table!r} need"
     else:

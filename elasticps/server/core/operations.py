@@ -9,20 +9,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.kernels.hashing import group_range
 from elasticps.model.sharding import GROUP_BITS, ShardSpec
-from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds
+from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds, Selecting
 from elasticps.server.core.data_shards import MAX_SETS, Doing, RangeShards, ShardMark, ShardSet, Used
-from elasticps.store import Table
 from elasticps.store.cuts import NO_NOTES, Notes
 from elasticps.store.intervals import HASH_END
 from elasticps.wire.frames import Block, FrameError, text, whole, wholes
 from replication.chain import Ranges
+
+
+class SlicedTable(Selecting, Protocol):
+    """A table, as operations need it: finds the rows of some ranges among keys in the order of ranges."""
+
+    def first_at(self, keys: NDArray[np.int64], positions: NDArray[np.int64], position: int) -> int:
+        """Index of the first key whose range stands at `position` or after it."""
 
 
 class RowBlocks:
@@ -53,7 +59,7 @@ class RowBlocks:
         made.blocks = blocks
         return made
 
-    def part(self, ranges: Ranges, tables: Mapping[int, Table]) -> list[Block]:
+    def part(self, ranges: Ranges, tables: Mapping[int, SlicedTable]) -> list[Block]:
         """The rows that lie in `ranges`, some of mine in the same order: slices where they are neighbours."""
         n = ranges.shape[0]
         if n == self.ranges.shape[0]:
@@ -65,7 +71,7 @@ class RowBlocks:
         bounds[ranges] = HASH_END
         return self.below(bounds, tables)
 
-    def _slices(self, start: int, stop: int, tables: Mapping[int, Table]) -> list[Block]:
+    def _slices(self, start: int, stop: int, tables: Mapping[int, SlicedTable]) -> list[Block]:
         blocks = []
         for table, keys, grads, values in self.blocks:
             low = tables[table].first_at(keys, self.positions, start) if start else 0
@@ -74,7 +80,7 @@ class RowBlocks:
                 blocks.append(Block(table, keys[low:high], grads[low:high], values))
         return blocks
 
-    def below(self, bounds: NDArray[np.int64], tables: Mapping[int, Table]) -> list[Block]:
+    def below(self, bounds: NDArray[np.int64], tables: Mapping[int, SlicedTable]) -> list[Block]:
         """The rows whose places are below the bounds of their ranges, int64 [P]; copies."""
         blocks = []
         for table, keys, grads, values in self.blocks:
@@ -85,7 +91,7 @@ class RowBlocks:
 
 
 class Contribution(RowBlocks):
-    """What a worker pushes for a synchronous round of its application: kept until the round is closed."""
+    """A worker's push for a synchronous round of its application: retained until the round closes."""
 
     __slots__ = ("app", "clock")
 

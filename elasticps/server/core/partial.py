@@ -1,5 +1,6 @@
-"""What a reduction makes of one range of a table, a slice at a time, so that whoever computes it has others' turns in
-between. Replicas with the same rows get the same bits. Pure.
+"""Reduces one range of a table, a slice at a time, so that other work has its turn in between.
+
+Replicas with the same rows get the same bits.
 """
 
 from __future__ import annotations

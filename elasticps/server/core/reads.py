@@ -1,4 +1,4 @@
-"""Pulls: when their values may be shown, and how they are sent."""
+"""Answers pulls: when values may be shown, and how they are sent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TableKeys(NamedTuple):
     keys: NDArray[np.int64]
 
     def floats(self, header: PullHeader) -> int:
-        """Of one row of the answer, or words that take as much."""
+        """Floats of one row of the answer, or words that take as much."""
         if header.slots:
             return self.table.slot_floats
         if header.digests:
@@ -38,7 +38,7 @@ class TableKeys(NamedTuple):
 
 
 class PullRequest(NamedTuple):
-    """One pull, asked for on a connection: of one table, or of several."""
+    """A pull of rows of one table, or of several, on a connection."""
 
     connection: Asker
     header: PullHeader
@@ -47,7 +47,7 @@ class PullRequest(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of the whole answer."""
+        """Rows of the whole answer."""
         return sum([len(each.keys) for each in self.parts])
 
     @property
@@ -56,11 +56,11 @@ class PullRequest(NamedTuple):
         return ", ".join([repr(each.table.spec.name) for each in self.parts])
 
     def dropped(self) -> TableKeys | None:
-        """What is there no more."""
+        """A table of it that has been dropped, if there is one."""
         return next((each for each in self.parts if each.table.dropped), None)
 
     def detached(self) -> PullRequest:
-        """The same, when the frame that the keys are a view of is gone."""
+        """A copy that does not refer to the frame's memory."""
         return self._replace(parts=[each._replace(keys=each.keys.copy()) for each in self.parts])
 
 
@@ -69,8 +69,8 @@ def _at_once() -> bool:
 
 
 class Judge:
-    """Of one answer, while it is being made. A tail whose joiner is level does not show what the joiner may lack: it
-    may be the next tail. unshown: connections with answers that wait for that, to be looked at again."""
+    """Decides about one answer while it is being made. A tail whose joiner is level does not show what the joiner may
+    lack, as that may be the next tail. unshown: connections whose answers wait for that, to be tried again."""
 
     def __init__(self, read: PullRequest, serving: Serving, replica: Replica, unshown: dict[Asker, None]) -> None:
         self._read = read
@@ -79,7 +79,7 @@ class Judge:
         self._unshown = unshown
 
     def served(self) -> bool:
-        """Whether its ranges are still served here, and there is still such a table."""
+        """Whether its ranges are still served here, and its tables still exist."""
         header = self._read.header
         return self._read.dropped() is None and self._serving.serves(header.epoch, header.anywhere)
 
@@ -88,7 +88,7 @@ class Judge:
         return self._replica.guarded and not self._read.header.anywhere
 
     def shown_when(self, part: Sequence[TableKeys]) -> Callable[[], bool]:
-        """Tells when values of these rows gathered at this instant may be shown."""
+        """A function that returns whether values of these rows gathered now may be shown."""
         if not self.guarded():
             return _at_once
         ranges = np.unique(np.concatenate([_NOWHERE, *(each.table.ranges_of(each.keys) for each in part)]))
@@ -98,7 +98,7 @@ class Judge:
 def shown_when(
     replica: Replica, ranges: NDArray[np.int64], asker: Asker, unshown: dict[Asker, None]
 ) -> Callable[[], bool]:
-    """Tells when values in these ranges that were read at this instant, at their tail, may be shown."""
+    """A function that returns whether values read now in these ranges, at their tail, may be shown."""
     if not replica.guarded:
         return _at_once
     ranges = ranges[replica.waiting[ranges] & (replica.acked[ranges] < replica.seq[ranges])]
@@ -127,7 +127,7 @@ def answer(read: PullRequest, judge: Judge, done: int = 0) -> None:
 
 
 def pieces(read: PullRequest, done: int) -> Iterator[list[TableKeys]]:
-    """What each chunk of an answer has, from row `done` on: as many rows as fit, one at least."""
+    """The keys of each chunk of an answer, from row `done` on: as many rows as fit, one at least."""
     piece, left = list[TableKeys](), CHUNK_BYTES
     for table, keys in read.parts:
         at, row_bytes = min(done, len(keys)), max(4, 4 * TableKeys(table, keys).floats(read.header))

@@ -1,6 +1,7 @@
-"""Which tables there are, as the coordination store has them: for each id one spec, and the application that it belongs
-to. Heads that make a table each for itself thereby make the same one, whatever they are told, and whoever may train for
-one application does not reach tables of others. Pure.
+"""The tables that are registered in the coordination store: for each id one spec, and the application that owns it.
+
+So heads that create a table each for itself create the same one, whatever a worker asks for, and a worker of one
+application cannot reach the tables of others.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ MOST_LOOKS = 127  # between two reads for a table that may belong to nobody
 
 
 class RegisteredTable(NamedTuple):
-    """A table as the registry has it. spec: None where it cannot be read here, as of a plug-in that is missing."""
+    """A table in the registry. spec: None if this server cannot read it, as of a plug-in that is missing."""
 
     app: str
     spec: TableSpec | None
 
 
 class RegisteredTables:
-    """What is registered, as far as this server has read it. need: somebody speaks of a table by its id that is not
-    known here, read all; read_due: somebody has, since all were read. need_keys: the same of single tables, whose keys
-    are `due_keys`. A server that was never told what is registered takes tables as they come, and a table that is
-    not, or not any more, belongs to anybody."""
+    """The registry as far as this server has read it.
+
+    need: called to have all tables read; read_due: a read of all is due, since a request named an unknown id;
+    need_keys: called to have single tables read; due_keys: their keys. A server that has never read the registry takes
+    tables as they come, and a table that is not registered belongs to any application.
+    """
 
     def __init__(self, store: Store, need: Callable[[], None], need_keys: Callable[[], None]) -> None:
         self.read_due = False
@@ -68,7 +71,7 @@ class RegisteredTables:
         self._store.belong({number: entry.app for number, entry in found.items()})
 
     def lacks(self, number: int, key: str) -> bool:
-        """Whether a table is to be waited for. It is read by its key then."""
+        """Whether a request has to wait until a table is read from the registry, by its key; has it read."""
         missing = self._entries is not None and (number not in self._entries or self._entries[number].spec is None)
         if missing:
             self.due_keys.add(key)
@@ -76,8 +79,8 @@ class RegisteredTables:
         return missing
 
     def look_for_owners(self) -> None:
-        """Has them read again, more and more seldom, as long as there are tables here, made by other servers' word,
-        whose application is not known: a read may fail, or have begun before the table was registered."""
+        """Has the registry read again, less and less often, while tables here have no known owner: another server made
+        them, and a read may fail, or have begun before the table was registered."""
         if self._entries is None:
             return
         before, self._unknown = self._unknown, frozenset(self._store.unowned)
@@ -113,8 +116,8 @@ class RegisteredTables:
             raise not_theirs(known.spec, number, app)
 
     def owned(self, number: int) -> bool:
-        """Whether it is known to whom the table belongs: until then nobody may drop it, for its id would be gone. They
-        are read again if it is not."""
+        """Whether the owner of a table is known; else has the registry read again. Until then the table cannot be
+        dropped, for its id would be gone."""
         table = self._store.live.get(number)
         known = self._entries is None or number in self._entries or (table is not None and table.app != "")
         if not known:
@@ -123,6 +126,6 @@ class RegisteredTables:
 
 
 def not_theirs(spec: TableSpec | None, number: int, app: str) -> RequestError:
-    """A worker of one application speaks of a table of another."""
+    """Refusal of a request for a table of another application."""
     table = f"table {number}" if spec is None else f"table {spec.name!r} (id {number})"
     return RequestError("foreign", f"{table} does not belong to application {app!r}")

@@ -1,4 +1,4 @@
-"""What replicas say to each other, as frames. `docs/internals/protocol.md` has the tables.
+"""Encodes and decodes the messages between replicas. `docs/internals/protocol.md` has the tables.
 
 Most messages between two replicas name the same ranges again and again. So their bytes are remembered by the array, and
 the array by its bytes: what it costs to write, read and check them is then paid once.
@@ -32,10 +32,10 @@ from elasticps.server.core.operations import (
     RestoredRows,
     RestoredState,
     RowBlocks,
+    SlicedTable,
     positions_of,
 )
 from elasticps.server.core.snapshot import block_buffers, decode_content, encode_content
-from elasticps.store import Table
 from elasticps.store.intervals import HASH_END
 from elasticps.wire.frames import (
     MAX_CONTROL_BYTES,
@@ -86,9 +86,9 @@ Bytes = NDArray[np.uint8]
 
 
 class ReplicaCodec:
-    """Frames of one server: its tables, by id, and the cluster's number of ranges."""
+    """The codec of one server. tables: by id; ranges: of the cluster."""
 
-    def __init__(self, tables: Mapping[int, Table], ranges: int) -> None:
+    def __init__(self, tables: Mapping[int, SlicedTable], ranges: int) -> None:
         self._tables = tables
         self._ranges = ranges
         self._written: deque[tuple[Ranges, bytes]] = deque(maxlen=_REMEMBERED)
@@ -236,7 +236,7 @@ class ReplicaCodec:
             try:
                 payload = new_tables(_document(body, at))
             except SpecError as error:
-                raise FrameError(f"a FORWARD's CREATE has a spec that is none here: {error}") from None
+                raise FrameError(f"a FORWARD's CREATE has a spec that this server cannot use: {error}") from None
         elif fields.kind in (OperationKind.CLEAR, OperationKind.DROP):
             number = whole(_document(body, at).get("id"), MAX_TABLE, 1)
             payload = Cleared(number) if fields.kind == OperationKind.CLEAR else Dropped(number)
@@ -349,8 +349,8 @@ def _take(document: Any) -> Claim:
 
 
 def new_tables(document: dict[str, Any]) -> CreatedTables:
-    """What a CREATE says, of one table or of several. `SpecError` for a spec that is none, or that this server's
-    plug-ins do not know."""
+    """Decodes a CREATE of one table or of several. `SpecError` for a spec that is invalid, or needs a plug-in that this
+    server lacks."""
     several = document.get("tables", [document])
     if not isinstance(several, list) or not 0 < len(several) <= MAX_CREATED:
         raise FrameError(f"a CREATE is of 1 to {MAX_CREATED} tables")
@@ -373,7 +373,7 @@ def _new_table(document: object) -> CreatedTable:
 
 
 def cut_mark(document: dict[str, Any]) -> CutMark:
-    """What a CUT says."""
+    """Decodes a CUT."""
     number = whole(document.get("number"), MAX_CUT, 1)
     return CutMark(
         number, whole(document.get("since"), number - 1), text(document.get("writer"), MAX_NAME),
@@ -382,7 +382,7 @@ def cut_mark(document: dict[str, Any]) -> CutMark:
 
 
 def shard_mark(header: Header) -> ShardMark | None:
-    """The shard that a PUSH trains."""
+    """The shard that a PUSH trains, if it names one."""
     shard = PushHeader.of(header).shard
     return None if shard is None else ShardMark(*shard)
 

@@ -40,10 +40,10 @@ class Asker(Protocol):
         """Sends an answer of several chunks, each made when there is room for it."""
 
     def go_on(self) -> None:
-        """Asks the answers that had to wait whether they still have to."""
+        """Tries again to send answers that had to wait."""
 
     def fail(self, error: Exception) -> None:
-        """Ends this connection because of an exception that is none of the peer's doing."""
+        """Ends this connection because of an error on this side."""
 
     def tell_view(self) -> None:
         """Sends the view, once per connection and epoch."""
@@ -52,21 +52,34 @@ class Asker(Protocol):
         """Reads nothing more until this request, and every other that waits, has been admitted."""
 
     def admitted(self, ticket: object) -> None:
-        """It has been."""
+        """Resumes reading, if no other request waits for admission."""
 
     def hold(self, header: Header, body: Body) -> None:
-        """Keeps this frame, and all that follow, until `release`."""
+        """Holds this frame, and all that follow, until `release`."""
 
     def release(self) -> None:
         """Handles the frames held, in order; stops if one of them is held again."""
 
     @property
     def waiting_bytes(self) -> int:
-        """What has been sent and has not left yet."""
+        """Bytes that are queued and have not left yet."""
+
+
+class RequestError(Exception):
+    """A request that this server will not do: a code for programs, a sentence for people."""
+
+    def __init__(self, code: str, message: str, **more: Any) -> None:
+        super().__init__(message)
+        self.document: dict[str, Any] = {"code": code, "message": message} | more
+
+
+def waited_too_long(message: str, workers: list[str]) -> RequestError:
+    """A wait for these workers, by name, has timed out. The code and the key are the protocol's."""
+    return RequestError("behind", message, behind=workers)
 
 
 class RequestTicket:
-    """A frame of a worker."""
+    """A worker's request that waits for the replica's answer."""
 
     __slots__ = ("connection", "request")
 
@@ -118,11 +131,3 @@ _REFUSALS = {
     Status.GAP: ("gap", "an earlier part of the worker's steps is missing here"),
     Status.FENCED: ("unlisted", "the worker is not in the roster now: it left, or its registration ran out"),
 }
-
-
-class RequestError(Exception):
-    """A request that this server will not do: a code for programs, a sentence for people."""
-
-    def __init__(self, code: str, message: str, **more: Any) -> None:
-        super().__init__(message)
-        self.document: dict[str, Any] = {"code": code, "message": message} | more

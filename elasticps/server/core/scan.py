@@ -1,4 +1,4 @@
-"""What one server writes of a checkpoint: goes through its tables and ranges, a part at a time. No I/O.
+"""Reads one server's part of a checkpoint from its tables and ranges, a part at a time. No I/O.
 
 Rows come from the store as they were when the cut passed, whatever changes between two parts
 (`elasticps.store.retained`).
@@ -23,7 +23,7 @@ FILE_BYTES = 16 << 20
 
 
 class Lost(Exception):
-    """Rows of the cut cannot be had here any more; says why."""
+    """The rows of the cut are not here any more; says why."""
 
 
 class Finished(NamedTuple):
@@ -86,18 +86,20 @@ class Scan:
                 deleted = self._deleted[number]
                 full, keys = r in deleted.whole, deleted.keys.get(r, NO_KEYS)
                 part, listed, before_range = 0, None, self.scanned
-                while (kept := self._kept(table, r)) is not None:
-                    listed = listed or kept.list_range(r, 0 if full else self.mark.since)
-                    if part == kept.parts:
+                while (retained := self._retained_of(table, r)) is not None:
+                    listed = listed or retained.list_range(r, 0 if full else self.mark.since)
+                    if part == retained.parts:
                         break
-                    end = listed.end(part, kept.rows_at_once)
-                    if file is not None and file.room < kept.most(listed, part, end):
+                    end = listed.end(part, retained.rows_at_once)
+                    if file is not None and file.room < retained.most(listed, part, end):
                         yield Finished(number, files, file)
                         files, file = files + 1, None
                         continue  # rows may have changed meanwhile
                     file = file or RowFile(table.spec, self._memory())
                     before = file.nbytes
-                    file.add_words(r, *kept.take(listed, part, end, self.mark.number), kept.base(r), keys, full=full)
+                    file.add_words(
+                        r, *retained.take(listed, part, end, self.mark.number), retained.base(r), keys, full=full
+                    )
                     self.nbytes += file.nbytes - before
                     self.scanned += len(listed.keys_of(part, end))
                     part, keys = end, NO_KEYS
@@ -112,10 +114,10 @@ class Scan:
         return self._spare.pop() if self._spare else np.frombuffer(mmap(-1, FILE_BYTES), np.uint8)
 
     def written(self, file: RowFile) -> None:
-        """Nobody needs its memory any more."""
+        """Takes back the memory of a file that has been written."""
         self._spare.append(file.memory)
 
-    def _kept(self, table: Table, r: int) -> RetainedRows | None:
+    def _retained_of(self, table: Table, r: int) -> RetainedRows | None:
         """None if the table was dropped."""
         if table.dropped:
             return None
@@ -124,6 +126,6 @@ class Scan:
         return table.retained
 
     def stop(self) -> None:
-        """Keeps nothing aside any more."""
+        """Ends the retention of rows."""
         for table in self._store.tables.values():
             table.keep(None)

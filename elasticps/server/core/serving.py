@@ -1,4 +1,4 @@
-"""What a server is there for: the view and the roster that it follows, and what may be read or pushed here. Pure."""
+"""The view and the roster that a server follows, and which ranges may be read or pushed here."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Serving:
         return epoch >= (self.full_since if anywhere else self.tail_since)
 
     def joiner(self, r: int) -> tuple[Member, int] | None:
-        """Who is to be filled with range r from here, as long as it is not, and since which epoch."""
+        """The joiner that this server has yet to fill with range r, and since which epoch; None if there is none."""
         view = self.view
         if view is None or view.joining[r] < 0 or self._replica.waiting[r] or not (self.tailed == r).any():
             return None
         return view.servers[view.joining[r]].member, int(view.since[r])
 
     def adopt(self, view: View) -> bool:
-        """Takes a newer view. False: it has left us out, and our copy is void."""
+        """Takes a newer view. False if it has dropped this server, whose copy is void then."""
         me = view.as_chains.index(self.me)
         skipped = self.view is None or view.epoch > self.epoch + 1
         self.view, self.epoch = view, view.epoch
@@ -71,9 +71,8 @@ class Serving:
         return True
 
     def concerns_workers(self) -> bool:
-        """Whether they are to hear of the view unasked: since this was asked last ranges are headed here, or read, that
-        were not; or there is a server that they have not met. Those that are quiet ask nobody, and pulls there have to
-        know whom they wait for."""
+        """Whether to send the view to workers unasked: since the last call this server heads or reads more ranges, or
+        a server is new. Quiet workers ask for no view, but pulls at a server have to know whom they wait for."""
         had, self._had = self._had, (self.headed, self.tailed)
         met, self._met = self._met, frozenset(() if self.view is None else self.view.as_chains.members)
         gained = any(len(np.setdiff1d(now, before)) for now, before in zip(self._had, had, strict=True))

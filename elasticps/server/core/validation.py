@@ -24,7 +24,7 @@ from replication.refusals import Refusal
 
 
 def unknown_table(server: str, table: int) -> RequestError:
-    """A request speaks of a table that is not here."""
+    """Refusal of a request for a table that is not here."""
     return RequestError("unknown-table", f"server {server} has no table with id {table}")
 
 
@@ -52,14 +52,14 @@ def check_block(
 
 
 def not_finite(table: Table, block: Block) -> NDArray[np.bool_]:
-    """Which gradients of a block, that fits its table, have NaN or infinity though the table takes none."""
+    """bool [n]: which gradients of a valid block have NaN or infinity, if its table takes finite ones only."""
     if not table.spec.finite:
         return np.zeros(len(block.keys), np.bool_)
     return ~np.asarray(np.isfinite(table.push.decode(block.grads)).all(axis=1))
 
 
 def _check_gradients(store: Store, block: Block, positions: NDArray[np.int64], server: str, kind: int) -> None:
-    """As `check_block`, of rows that another server has judged: it refuses what is not finite."""
+    """As `check_block`, for rows that another server has checked: InputError for gradients that are not finite."""
     check_block(store.tables, block, positions, server, kind)
     if kind == OperationKind.PUSH and (mask := not_finite(store.tables[block.table], block)).any():
         name, key = store.tables[block.table].spec.name, block.keys[np.argmax(mask)]
@@ -67,7 +67,7 @@ def _check_gradients(store: Store, block: Block, positions: NDArray[np.int64], s
 
 
 def wrong(store: Store, server: str, message: Message) -> str:
-    """Why what another server sent cannot be applied here, "" if it can. A table that it speaks of is made."""
+    """Why another server's message cannot be applied here, "" if it can. Creates the tables that it names."""
     try:
         if isinstance(message, Forward):
             _check_operation(store, server, message)
@@ -180,15 +180,17 @@ class PushRows:
                 self.refuse(RequestError("not-finite", text, table=table, key=key), chosen)
                 return
 
-    def refusal(self, told: int, ranges: int, before: Refusal | None = None) -> Refusal | None:
-        """What is logged of the refused rows, and of those that were refused before; None if there are none. told: as
-        in `Refusal`; ranges: of the cluster."""
+    def refusal(self, acknowledged: int, ranges: int, before: Refusal | None = None) -> Refusal | None:
+        """What is logged of the refused rows, joined with an earlier refusal; None if there is nothing.
+
+        acknowledged: the clock up to which the worker knows its steps to be committed; ranges: of the cluster.
+        """
         if self.error is None:
             return before
         rows = refused_rows(self.refused, ranges)
         if before is not None:
             return before._replace(rows=rows if before.rows is None else before.rows.joined(rows))
-        return Refusal(why(self.error.document), told, rows)
+        return Refusal(why(self.error.document), acknowledged, rows)
 
 
 def _some(block: Block, mask: Mask) -> Block:

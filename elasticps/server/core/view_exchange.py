@@ -15,7 +15,8 @@ MAX_WAITING_BYTES = 4 << 20  # who leaves so much unread is told when it asks, o
 
 
 class ViewNotifier:
-    """Has the frame of the newest view. `soon(f)` calls f in the loop's next turn. refused: how many requests were."""
+    """Sends the newest view, once per connection and epoch, and refusals. `soon(f)` calls f in the loop's next turn;
+    refused: how many requests were refused."""
 
     def __init__(self, soon: Callable[[Callable[[], None]], object]) -> None:
         self._soon = soon
@@ -25,11 +26,11 @@ class ViewNotifier:
         self.refused = 0
 
     def adopt(self, view: View) -> None:
-        """This is the view to tell from now on."""
+        """Takes the view to send from now on."""
         self._view, self._frame = view, b""
 
     def tell(self, asker: Asker) -> None:
-        """Tells it now, if it does not know yet."""
+        """Sends the view now, unless it has been sent here."""
         view = self._view
         if view is not None and asker.notified_epoch < view.epoch:
             self._frame = self._frame or view_frame(view)
@@ -37,7 +38,7 @@ class ViewNotifier:
             asker.send(self._frame)
 
     def refuse(self, asker: Asker, request: int, error: RequestError) -> None:
-        """Tells why a request was not done; and the view first, if it is one that the asker does not know."""
+        """Answers why a request was not done; first sends the view, if that is the reason."""
         self.refused += 1
         if error.document["code"] == "stale-view":
             self.tell(asker)
@@ -45,7 +46,7 @@ class ViewNotifier:
         asker.send(json_frame(Kind.ERROR, error.document, request=request, epoch=epoch))
 
     def tell_all(self, askers: Iterable[Asker]) -> None:
-        """Tells them one after another. Those of an earlier call that were not told yet are told the newer view too."""
+        """Sends the view to all, a few in each turn. Connections left from an earlier call get the newer view, too."""
         idle = not self._left
         self._left = list({id(asker): asker for asker in (*self._left, *askers)}.values())
         if idle:
@@ -64,7 +65,7 @@ HOLD_TIMEOUT_S = 10.0
 
 
 class HeldFrames:
-    """need_view, need_roster: somebody speaks of a newer one, get it."""
+    """Frames that wait for a newer view or roster. need_view, need_roster: fetch one that a peer has named."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class HeldFrames:
         return True
 
     def wait_for_view(self, connection: Asker, header: Header, body: Body) -> bool:
-        """Holds a frame that speaks of a view to come. Raises `RequestError` when that does not come."""
+        """Holds a frame that names a newer view. Raises `RequestError` when that view does not come."""
         epoch = self._serving.epoch
         if header.epoch <= epoch:
             return False
@@ -112,12 +113,12 @@ class HeldFrames:
             self.need_view()
 
     def release(self) -> None:
-        """There is a newer view or roster, or time has passed: those that wait are handled again."""
+        """Handles the held frames again: there is a newer view or roster, or time has passed."""
         for connection in list(self._since):
             connection.release()
             if not connection.holding:
                 self._since.pop(connection, None)
 
     def forget(self, connection: Asker) -> None:
-        """It is gone."""
+        """Drops a connection that is gone."""
         self._since.pop(connection, None)

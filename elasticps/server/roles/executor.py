@@ -20,7 +20,7 @@ from elasticps.model.spec import TableSpec
 from elasticps.server.core.audit import Marks, digest
 from elasticps.server.core.barrier_state import Rounds, RoundStep
 from elasticps.server.core.cut import CutNotes
-from elasticps.server.core.data_shards import Claim, ShardMark, ShardSets, group_of
+from elasticps.server.core.data_shards import Claim, ShardLedger, ShardMark, group_of
 from elasticps.server.core.operations import (
     AuditMark,
     ChunkContent,
@@ -114,7 +114,7 @@ class Executor:
         self.cuts = CutNotes()
         self.cut_passed: Callable[[Ranges, Seqs, CutMark, Mapping[int, int] | None], None] = lambda *_: None
         self.rounds = Rounds(ranges)
-        self.shards = ShardSets(ranges)
+        self.shards = ShardLedger(ranges)
         self._applied = self._rows_applied = 0  # by Python
         self._ranges = ranges
         self.handlers: dict[type, Callable[[Any], None]] = {

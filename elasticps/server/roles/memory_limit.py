@@ -44,7 +44,7 @@ class MemoryLimit:
                 self._headroom.look(self._store.reusable_bytes)
         self._path.room = self._headroom.least.nbytes
         if self._headroom.limited:
-            self._links.broadcast(json_frame(Kind.ROOM, self._headroom.told()))
+            self._links.broadcast(json_frame(Kind.ROOM, self._headroom.report()))
 
     def take(self, blocks: list[Block]) -> None:
         """Room for the rows that blocks add, in all tables or in none. Raises `RequestError` if there is none."""
@@ -84,5 +84,5 @@ class MemoryLimit:
 
     def _hear(self, connection: Connection, header: Header, body: Body) -> None:
         if connection.member is not None and self._links.link(connection.member) is connection:
-            self._headroom.heard(connection.member, json_body(body.data))
-            self._path.room = min(self._path.room, self._headroom.behind.nbytes)
+            self._headroom.receive_report(connection.member, json_body(body.data))
+            self._path.room = min(self._path.room, self._headroom.down_chain.nbytes)

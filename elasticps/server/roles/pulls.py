@@ -74,7 +74,7 @@ class PullHandler:
         self._counts["pulls"] += 1
         self._counts["rows_pulled"] += read.rows
         self._last_served.mark()
-        if (request.bound is not None or request.clock) and self._delay.behind(read):
+        if (request.bound is not None or request.clock) and self._delay.blockers(read):
             self._delay.park(read)
         else:
             self._answer(read)
