@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from coordinator.core.view import WorkerInfo
 from elasticps.server.core.bounded_delay import CONNECT_WAIT_S
 from elasticps.server.core.reads import DEFAULT_WAIT_S, MAX_PARKED, PullRequest
-from elasticps.server.core.requests import Asker, RequestError
+from elasticps.server.core.requests import Asker, RequestError, waited_too_long
 from replication.progress import PART_BITS, Clocks
 
 Ranges = NDArray[np.intp]
@@ -144,4 +144,4 @@ class BoundedDelayTwin:
 
 def _too_long(read: PullRequest, blockers: list[str]) -> RequestError:
     text = f"a pull of table {read.table_names} at clock {read.header.clock} waited too long for worker "
-    return RequestError("behind", text + ", ".join(sorted(blockers)), blockers=sorted(blockers))
+    return waited_too_long(text + ", ".join(sorted(blockers)), sorted(blockers))
