@@ -41,7 +41,7 @@ class Bucket:
 
 
 async def pass_on(bucket: Bucket, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-    """Until the source ends, in order or not."""
+    """Passes bytes from `source` to `sink` until the source ends or breaks."""
     loop, line = asyncio.get_running_loop(), asyncio.Queue[tuple[float, bytes]](ON_THE_LINE)
 
     async def arrive() -> None:
