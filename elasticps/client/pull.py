@@ -8,7 +8,8 @@ a cache has `row_cache.CachedPull`, which asks for the rows that it lacks by pul
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +38,8 @@ class PendingRows(Protocol):
         """Waits for the rows: float32 [n, dim]; `Timeout` after `timeout` seconds (default: the client's)."""
 
 
-class Query(NamedTuple):
+@dataclass(slots=True)
+class Query:
     """What a pull asks of one table. dim: floats of a row as it travels; any_replica: committed or not, from whichever
     copy; slots: the optimizer's state instead of weights; coded: as the table's pull filters make them; digests: of
     rows instead of rows."""
@@ -50,11 +52,10 @@ class Query(NamedTuple):
     slots: bool = False
     coded: bool = False
     digests: bool = False
+    flags: int = field(init=False)  # of the PULL header
 
-    @property
-    def flags(self) -> int:
-        """Those of the PULL header."""
-        return self.any_replica * ANY | self.slots * SLOTS | self.coded * CODED | self.digests * DIGESTS
+    def __post_init__(self) -> None:
+        self.flags = self.any_replica * ANY | self.slots * SLOTS | self.coded * CODED | self.digests * DIGESTS
 
 
 class AnswerTarget(Protocol):
@@ -339,7 +340,7 @@ def coded_pull(
     """A pull of rows or blocks through a table's filters, into `out`; where: as for `Coded`. short: how its keys are
     made shorter."""
     words = np.empty((len(keys), codec.words), np.float32)
-    pull = ServerPull(finish, query._replace(dim=codec.words, coded=True), keys, words, Coded(codec, out, where))
+    pull = ServerPull(finish, replace(query, dim=codec.words, coded=True), keys, words, Coded(codec, out, where))
     pull.short = short
     return pull
 

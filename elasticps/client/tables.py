@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn, TypeVar
 
@@ -159,7 +159,7 @@ class SparseTable(PushTarget):
         elif self._pull.code and not exact:
             pull = self._coded(private, rows, read == "any")
         else:
-            query = self._query if read == "tail" else self._query._replace(any_replica=True)
+            query = self._query if read == "tail" else replace(self._query, any_replica=True)
             pull = ServerPull(self._reads.finish, query, private, rows)
         if self._screen is not None:
             pull.on_rows = self._screen.noting(private)
@@ -334,7 +334,7 @@ class DenseTensor(PushTarget):
         dim, any_replica = self.spec.dim, read == "any"
         blocks, which = np.unique(at // dim, return_inverse=True)
         rows = np.empty((len(blocks), dim), np.float32)
-        pull = ServerPull(self._reads.finish, self._query._replace(any_replica=any_replica), blocks, rows)
+        pull = ServerPull(self._reads.finish, replace(self._query, any_replica=any_replica), blocks, rows)
         if self._pull.code and not exact:
             pull = self._coded(blocks, rows, any_replica)
         self._reads.pulled(pull)
@@ -350,7 +350,7 @@ class DenseTensor(PushTarget):
         if self._pull.code and not exact:
             pull = self._coded(self._blocks, out, read == "any")
         else:
-            query = self._query._replace(any_replica=read == "any")
+            query = replace(self._query, any_replica=read == "any")
             pull = ServerPull(self._reads.finish, query, self._blocks, out, BLOCKS)
         pull.of_tensor = True
         if self._screen is not None:

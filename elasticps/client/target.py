@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, Protocol, SupportsIndex
 
@@ -182,14 +183,14 @@ class PushTarget(Reduced):
         self, keys: NDArray[np.int64], out: NDArray[np.float32], any_replica: bool,
         where: NDArray[np.int64] | None = None, short: Short | None = None,
     ) -> ServerPull:  # fmt: skip
-        query = self._query._replace(any_replica=any_replica)
+        query = replace(self._query, any_replica=any_replica)
         return coded_pull(self._reads.finish, query, self._pull, keys, out, where, short)
 
     def _state(self, keys: NDArray[np.int64], floats: int) -> NDArray[np.float32]:
         """The optimizer's state of rows, float32 [n, floats]."""
         rows = np.empty((len(keys), floats), np.float32)
         if floats:
-            query = self._query._replace(dim=floats, slots=True)
+            query = replace(self._query, dim=floats, slots=True)
             self._reads.pulled(ServerPull(self._reads.finish, query, keys, rows))
         return rows
 
