@@ -90,7 +90,7 @@ def state_of(index: CacheIndex, keys: list[int]) -> dict[int, tuple[int, int, in
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(0, 9), st.booleans())
 @settings(max_examples=60)
-def test_places_are_those_of_a_dictionary(seed: int, rows: int, staleness: int, slots: bool) -> None:
+def test_entries_are_those_of_a_dictionary(seed: int, rows: int, staleness: int, slots: bool) -> None:
     random = np.random.default_rng(seed)
     # Keys of one bucket of the hash table, and others.
     universe = np.array([0, 1, 2, 3, -1, -(2**63), 2**63 - 1, *random.integers(-(2**63), 2**63 - 1, 8)])
@@ -192,7 +192,7 @@ def test_places_are_those_of_a_dictionary(seed: int, rows: int, staleness: int, 
             assert index.fresh(where, clock, staleness, loose=loose).tolist() == fresh
 
 
-def test_keys_that_repeat_are_told_and_have_one_place() -> None:
+def test_repeated_keys_are_reported_and_have_one_entry() -> None:
     index = CacheIndex(4, slots=False)
     where, repeats = index.find(np.array([5, 6, 5]))
     assert repeats

@@ -38,7 +38,7 @@ FILTERS: list[list[Filter]] = [
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(FILTERS))
 @settings(max_examples=30)
-def test_nothing_is_lost_but_what_is_still_kept(seed: int, filters: list[Filter]) -> None:
+def test_nothing_is_lost_but_what_is_still_retained(seed: int, filters: list[Filter]) -> None:
     """A twin: a dictionary, and the codec alone. The sums of what was given and of what was sent differ by it."""
     random, push, codec = np.random.default_rng(seed), PushFilter(spec(filters)), Codec(filters, DIM)
     stored: dict[int, Floats] = {}
@@ -93,7 +93,7 @@ def test_rows_below_a_threshold_stay_until_they_have_grown() -> None:
     assert push.codec.decode(coded).tolist() == [[0, 2, -3]]
 
 
-def test_without_feedback_nothing_is_kept() -> None:
+def test_without_feedback_nothing_is_retained() -> None:
     push, keys = PushFilter(spec([Int8(feedback=False)])), np.arange(4)
     grads = rows(np.random.default_rng(1), 4)
     for _ in range(2):
@@ -104,7 +104,7 @@ def test_without_feedback_nothing_is_kept() -> None:
     assert push.feedback == Feedback(0, 0)
 
 
-def test_what_is_not_finite_is_sent_once_and_not_kept() -> None:
+def test_what_is_not_finite_is_sent_once_and_not_retained() -> None:
     push, keys = PushFilter(spec([Int8()])), np.arange(2)
     grads = np.array([[1, np.nan, 2], [1, 2, 3]], np.float32)
     _, coded = push.encode(keys, grads)
@@ -114,7 +114,7 @@ def test_what_is_not_finite_is_sent_once_and_not_kept() -> None:
     assert np.isfinite(push.codec.decode(coded)).all()
 
 
-def test_a_gradient_that_is_not_finite_takes_nothing_of_what_was_kept() -> None:
+def test_a_gradient_that_is_not_finite_takes_nothing_of_what_was_retained() -> None:
     push, keys = PushFilter(spec([Threshold(10.0)])), np.arange(3)
     push.encode(keys, np.full((3, DIM), 9, np.float32))
     push.sent(OPEN)
@@ -133,7 +133,7 @@ def test_a_gradient_that_is_not_finite_takes_nothing_of_what_was_kept() -> None:
     st.lists(st.tuples(st.sampled_from(["push", "push", "end", "forget"]), KEYS_OF_10), max_size=16),
 )
 @settings(max_examples=40)
-def test_of_refused_rows_all_is_kept_that_earlier_pushes_had_left(
+def test_of_refused_rows_all_is_retained_that_earlier_pushes_had_left(
     seed: int, filters: list[Filter], story: list[tuple[str, list[int]]]
 ) -> None:
     """What was pushed and not refused is what has arrived and what is kept. Steps end late, in order."""
@@ -253,7 +253,7 @@ def test_a_tensor_keeps_each_of_its_floats() -> None:
 
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=300))
 @settings(max_examples=50)
-def test_no_more_is_kept_than_there_is_room_for_and_what_gives_way_is_counted(keys: list[int]) -> None:
+def test_no_more_is_retained_than_there_is_room_for_and_what_gives_way_is_counted(keys: list[int]) -> None:
     stored, last = RowMemory(64, 1), dict[int, float]()
     for number, key in enumerate(keys, start=1):
         stored.keep(np.array([key]), np.full((1, 1), number, np.float32))

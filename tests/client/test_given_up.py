@@ -41,7 +41,7 @@ def test_the_rest_of_a_pull_of_several_tables_lands_nowhere_once_it_took_too_lon
     assert (out == -2).all()
 
 
-def test_an_answer_whose_place_was_just_asked_for_lands_nowhere_once_it_is_given_up(cluster: Cluster) -> None:
+def test_an_answer_whose_place_was_just_queried_for_lands_nowhere_once_it_is_given_up(cluster: Cluster) -> None:
     """One thread gives a pull up while another, which reads, is about to put its rows there."""
     ps = cluster.connect(timeout=20.0)
     tensor = ps.tensor("w", init=np.zeros(LARGE, np.float32), optimizer=eps.Accumulate())
@@ -78,7 +78,7 @@ def in_rounds(cluster: Cluster, timeout: float) -> eps.Client:
     return ps
 
 
-def test_a_pull_behind_a_push_fails_by_itself_once_the_push_has_left(cluster: Cluster) -> None:
+def test_a_pull_after_a_push_fails_by_itself_once_the_push_has_left(cluster: Cluster) -> None:
     """`Timeout` of `push_pull` means that nothing has left: who tried again pushed twice."""
     ps = in_rounds(cluster, timeout=1.0)
     table = ps.table("t", dim=4, optimizer=eps.Accumulate())
@@ -128,7 +128,7 @@ def a_table(cluster: Cluster, ps: eps.Client, **options: object) -> eps.SparseTa
     return table
 
 
-def test_rows_that_are_kept_go_also_if_clearing_a_table_by_name_takes_too_long(cluster: Cluster) -> None:
+def test_rows_that_are_retained_go_also_if_clearing_a_table_by_name_takes_too_long(cluster: Cluster) -> None:
     """It may have happened, and be answered late."""
     ps = cluster.connect(timeout=2.0)
     table = a_table(cluster, ps, cache=eps.Cache(100, 8))

@@ -90,7 +90,7 @@ def test_it_holds_for_the_newest_cut_until_that_is_released_or_over(
         assert hold.answers(Written(7, settled, rounds), now) == []
 
 
-def test_each_server_that_says_so_hears_each_news_once() -> None:
+def test_each_server_that_says_so_hears_each_change_once() -> None:
     hold = Hold(WORKER)
     hold.hear(A, HoldHeader(1, 1000), 0.0)
     assert hold.answers(Written(4, False, False), 0.0) == []

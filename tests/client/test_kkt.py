@@ -229,7 +229,7 @@ def test_servers_know_it_by_name_and_take_rows_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_rows_that_were_asked_for_before_a_push_do_not_show_what_it_has_made_of_them(again: bool) -> None:
+def test_rows_that_were_queried_for_before_a_push_do_not_show_what_it_has_made_of_them(again: bool) -> None:
     """Found in a review: they were zero when they were asked for, so the next gradient was left out. again: that result
     is asked for once more, behind the push."""
     push, screen = pair(spec_of(eps.KKT(feedback=False), dim=1))
@@ -247,7 +247,7 @@ def test_rows_that_were_asked_for_before_a_push_do_not_show_what_it_has_made_of_
     assert found.tolist() == keys.tolist(), "they may be anything by now"
 
 
-def test_of_rows_that_were_asked_for_very_long_ago_nothing_is_known() -> None:
+def test_of_rows_that_were_queried_for_very_long_ago_nothing_is_known() -> None:
     push, screen = pair(spec_of(eps.KKT(feedback=False), dim=1))
     keys, one = np.arange(2), np.array([7])
     saw = screen.noting(keys)

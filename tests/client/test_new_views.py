@@ -12,13 +12,13 @@ def test_a_client_that_lacks_nothing_asks_nobody() -> None:
     assert not any(any(wanted.turn(10 + i, 5, False, NOTHING, 7)) for i in range(10))
 
 
-def test_while_a_server_is_lost_the_others_are_asked_often() -> None:
+def test_while_a_server_is_lost_the_others_are_queried_often() -> None:
     wanted = ViewRefresh()
     checked = sum(wanted.turn(10 + i / 100, 5, True, NOTHING, i).ask_servers for i in range(100))
     assert 0.5 / ASK_EVERY_S < checked <= 1 / ASK_EVERY_S
 
 
-def test_an_epoch_that_somebody_spoke_of_is_asked_for_until_it_is_there() -> None:
+def test_an_epoch_that_somebody_spoke_of_is_queried_for_until_it_is_there() -> None:
     wanted = ViewRefresh()
     wanted.epoch = 6
     assert wanted.turn(10, 5, False, NOTHING, 0).ask_servers

@@ -26,6 +26,6 @@ def test_processes_with_the_same_host_name_and_number_have_names_of_their_own() 
     assert len(names) == 3
 
 
-def test_a_name_that_no_worker_can_have_is_refused_before_anything_is_asked() -> None:
+def test_a_name_that_no_worker_can_have_is_refused_before_anything_is_queried() -> None:
     with pytest.raises(eps.ConfigError, match=r"worker=: 'a b' is no usable worker name"):
         eps.connect("etcd://127.0.0.1:1/none", worker="a b")

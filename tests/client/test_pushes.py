@@ -79,7 +79,7 @@ def headed(routes: Routes, member: Member) -> np.ndarray:
     return routes.range_at[share.start : share.stop]
 
 
-def test_a_step_is_done_when_every_head_has_said_ok() -> None:
+def test_a_step_is_done_when_every_head_has_reported_ok() -> None:
     wire = Wire()
     step = wire.push()
     (to_a, a), (to_b, b) = wire.take()
@@ -93,7 +93,7 @@ def test_a_step_is_done_when_every_head_has_said_ok() -> None:
     assert (wire.session.committed, wire.pushes.oldest) == (1, 0)
 
 
-def test_servers_hear_how_far_the_worker_has_been_told() -> None:
+def test_servers_hear_up_to_which_clock_the_worker_knows_its_steps_committed() -> None:
     wire = Wire()
     for _ in range(3):
         wire.push()
@@ -114,7 +114,7 @@ def test_a_frame_in_pieces_is_answered_when_all_of_them_are() -> None:
     assert done(step)
 
 
-def test_one_stale_piece_makes_the_whole_frame_be_asked_about() -> None:
+def test_one_stale_piece_makes_the_whole_frame_be_queried_about() -> None:
     wire = Wire()
     wire.push(rows=20_000, dim=64)
     pieces = [h for m, h in wire.take() if m == A]
@@ -164,7 +164,7 @@ def test_what_moved_is_sent_at_once_where_it_is_little() -> None:
     assert done(step)
 
 
-def test_a_refusal_is_kept_until_somebody_is_told() -> None:
+def test_a_refusal_is_retained_until_a_caller_has_raised_it() -> None:
     wire = Wire()
     step = wire.push()
     a, b = (h for _, h in wire.take())
@@ -207,7 +207,7 @@ def test_rows_of_a_range_that_comes_back_from_a_checkpoint_are_judged_again() ->
     assert step.refused_of(1).tolist() == keys[~np.isin(home, lost)].tolist()
 
 
-def test_a_refusal_is_kept_although_the_range_moves() -> None:
+def test_a_refusal_is_retained_although_the_range_moves() -> None:
     wire = Wire()
     step = wire.push()
     a, b = (h for _, h in wire.take())
@@ -219,7 +219,7 @@ def test_a_refusal_is_kept_although_the_range_moves() -> None:
     assert step.refused[0][0] is error
 
 
-def test_a_refusal_is_told_by_who_follows_whoever_refused() -> None:
+def test_a_refusal_is_reported_by_the_successor_of_the_server_that_refused() -> None:
     wire = Wire()
     step = wire.push()
     a, b = (h for _, h in wire.take())
@@ -234,7 +234,7 @@ def test_a_refusal_is_told_by_who_follows_whoever_refused() -> None:
     assert step.error is error
 
 
-def test_a_refusal_is_told_with_the_clocks_before_they_say_that_the_step_is_committed() -> None:
+def test_a_refusal_is_reported_with_the_clocks_before_they_say_that_the_step_is_committed() -> None:
     wire = Wire()
     step, later = wire.push(), wire.push()
     wire.take()

@@ -48,7 +48,7 @@ def scene() -> Iterator[Scene]:
 
 
 @pytest.mark.parametrize("value", STRANGE)
-def test_what_nobody_of_us_has_written_is_told_by_its_key(scene: Scene, value: bytes) -> None:
+def test_an_error_names_the_key_of_a_value_that_we_have_not_written(scene: Scene, value: bytes) -> None:
     registry = scene.registry
     for key in ("last-worker/default/w", "tables/default/t", "wanted-checkpoints/1", "restoring"):
         scene.put(key, value)
@@ -74,7 +74,7 @@ def test_a_worker_goes_on_after_its_record_of_an_earlier_version(scene: Scene) -
     assert json.loads(entries["w"].value)["id"] == scene.worker.id
 
 
-def test_a_table_that_a_newer_version_has_made_is_told_by_its_key(scene: Scene) -> None:
+def test_an_error_names_the_key_of_a_table_of_a_newer_version(scene: Scene) -> None:
     """What exports all tables is not to leave it out."""
     scene.put("tables/default/t", b'{"id": 1, "spec": "{}", "creator": 1, "ready": true}')
     with pytest.raises(eps.SpecError, match="tables/default/t cannot be read here"):

@@ -202,7 +202,7 @@ def test_what_is_left_out_is_found(bugs: str) -> None:
     assert any(fails(seed) for seed in range(300))
 
 
-def test_a_head_is_asked_again_whose_range_began_anew_in_views_that_the_client_never_saw() -> None:
+def test_a_head_is_queried_again_whose_range_began_restored_in_views_that_the_client_never_saw() -> None:
     """Found in a review: it headed the same ranges as before, so what it lacked was never sent."""
     session = PushSession(WORKER, RANGES, 4)
     infos = [ServerInfo(name, 1, f"{name}:1") for name in "ab"]

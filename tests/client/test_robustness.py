@@ -79,7 +79,7 @@ def in_child(action: Callable[[], object]) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_child_is_told_at_once_and_does_the_parent_no_harm(cluster: Cluster) -> None:
+def test_a_forked_child_is_notified_at_once_and_does_the_parent_no_harm(cluster: Cluster) -> None:
     ps = cluster.connect()
     table = cluster.table(ps)
     shards = ps.shards(8, 4)
@@ -110,7 +110,7 @@ def test_a_forked_child_is_told_at_once_and_does_the_parent_no_harm(cluster: Clu
     assert len(cluster.a.got(Kind.HELLO)) == 1
 
 
-def test_a_failure_in_the_thread_that_reads_is_told_to_all_who_wait(
+def test_a_failure_in_the_thread_that_reads_is_reported_to_all_waiting_threads(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ps = cluster.connect()
@@ -140,7 +140,7 @@ def test_a_failure_in_the_thread_that_reads_is_told_to_all_who_wait(
         step.result()
 
 
-def test_the_end_of_the_background_thread_is_told(
+def test_the_end_of_the_background_thread_is_reported(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
     ps = cluster.connect()

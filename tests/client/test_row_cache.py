@@ -96,7 +96,7 @@ def cache(servers: Servers) -> Cached:
     return Cached(servers)
 
 
-def test_a_batch_that_another_thread_finds_before_it_has_asked(cache: Cached) -> None:
+def test_a_batch_that_another_thread_finds_before_it_has_queried(cache: Cached) -> None:
     theirs: list[Rows] = []
     cache.between.append(lambda: theirs.append(cache.pull().result()))
     mine = cache.pull().result()
@@ -117,7 +117,7 @@ def test_the_same_when_the_question_of_the_other_thread_cannot_be_sent(servers: 
     np.testing.assert_array_equal(mine, rows_of(KEYS))
 
 
-def test_a_result_that_is_asked_for_again_after_its_timeout(servers: Servers, cache: Cached) -> None:
+def test_a_result_that_is_queried_for_again_after_its_timeout(servers: Servers, cache: Cached) -> None:
     servers.late = 1
     read = cache.pull()
     with pytest.raises(Timeout):
@@ -178,7 +178,7 @@ def test_rows_that_come_after_they_were_given_up_are_put_nowhere(servers: Server
     assert np.isnan(out).all()
 
 
-def test_slots_that_were_not_asked_for_are_forgotten(servers: Servers) -> None:
+def test_slots_that_were_not_queried_for_are_forgotten(servers: Servers) -> None:
     """Of several questions one cannot be sent: no other one waits for ever for an answer."""
     cache = Cached(servers, eps.Adagrad(0.1))
     servers.late = 2

@@ -11,7 +11,7 @@ from tests.client.test_hold import eventually
 __all__ = ["cluster"]
 
 
-def test_it_says_what_it_has_done_whenever_it_is_asked_and_never_else(cluster: Cluster) -> None:
+def test_it_says_what_it_has_done_whenever_it_is_queried_and_never_else(cluster: Cluster) -> None:
     ps = cluster.connect()
     table = cluster.table(ps)
     for _ in range(3):
