@@ -7,7 +7,7 @@ import pytest
 from elasticps.client import short_keys
 from elasticps.client.short_keys import KeyLists, ShortKeys
 from elasticps.server.fast import layout as at
-from elasticps.server.fast.buffers import Receiver
+from elasticps.server.fast.buffers import PathConnection
 from elasticps.server.fast.path import FastPath
 
 
@@ -26,7 +26,7 @@ def name_lists_that_others_were_written_over(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_lists_of_all_connections_in_one_place(patch: pytest.MonkeyPatch) -> None:
-    def act(self: FastPath, reason: int, connection: Receiver) -> bool:
+    def act(self: FastPath, reason: int, connection: PathConnection) -> bool:
         goes_on = do(self, reason, connection)
         if reason == at.LISTS:
             one = vars(self).setdefault("one", self._lists[connection.slot])

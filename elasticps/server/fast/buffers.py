@@ -100,7 +100,7 @@ def int64_at(address: int, n: int) -> NDArray[np.int64]:
     return np.ctypeslib.as_array((ctypes.c_int64 * n).from_address(address))
 
 
-class Receiver(Asker, Protocol):
+class PathConnection(Asker, Protocol):
     """A connection as the compiled path's Python side sees it. slot: its number there."""
 
     slot: int

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from elasticps.server.core import reads
 from elasticps.server.core.headroom import UNLIMITED
 from elasticps.server.fast import layout as at
-from elasticps.server.fast.buffers import Chunks, Outbox, Receiver, int64_at, size_for
+from elasticps.server.fast.buffers import Chunks, Outbox, PathConnection, int64_at, size_for
 from elasticps.server.fast.receive import consume, warm
 from elasticps.server.fast.recent_log import RecentEntries, RecentLog
 from elasticps.server.fast.shared import CompiledTables, ReplicaMirror, SharedArrays
@@ -76,7 +76,7 @@ class FastPath:
         """The same memory; single fields are read and written faster so."""
         self.chunks = Chunks(budget_bytes // RETAINED_SHARE)
         """Memory that is received into and sent from."""
-        self._slots: list[Receiver | None] = []
+        self._slots: list[PathConnection | None] = []
         """The connections by slot; None for a free one."""
         self._lists: dict[int, NDArray[np.int64]] = {}
         """By slot, the key lists that a worker has had kept."""
@@ -122,7 +122,7 @@ class FastPath:
 
     def connect(
         self,
-        link_of: Callable[[Member], Receiver | None],
+        link_of: Callable[[Member], PathConnection | None],
         changed: Callable[[], None],
         served: Callable[[], None],
         note_shard: Callable[[int, int, int, int], None],
@@ -213,7 +213,7 @@ class FastPath:
 
     # --- connections ------------------------------------------------------------------------------------------------
 
-    def open(self, connection: Receiver, limit: int) -> int:
+    def open(self, connection: PathConnection, limit: int) -> int:
         """A slot for a connection, and memory that it receives into."""
         slot = next((i for i, c in enumerate(self._slots) if c is None), len(self._slots))
         if slot == len(self._slots):
@@ -309,18 +309,18 @@ class FastPath:
 
     # --- frames -----------------------------------------------------------------------------------------------------
 
-    def received(self, connection: Receiver, nbytes: int) -> None:
+    def received(self, connection: PathConnection, nbytes: int) -> None:
         """Handles what can be handled of a connection's bytes, of which `nbytes` are new."""
         if self.observer is None:
             self._handle(connection, nbytes)
         else:
             self.observer.watch(self, lambda: self._handle(connection, nbytes))
 
-    def _handle(self, connection: Receiver, nbytes: int) -> None:
+    def _handle(self, connection: PathConnection, nbytes: int) -> None:
         self.go_on(connection, consume(self.h, connection.slot, nbytes))
         self.tell_owner()
 
-    def go_on(self, connection: Receiver, reason: int) -> None:
+    def go_on(self, connection: PathConnection, reason: int) -> None:
         """Does what the compiled code stopped for, until nothing more can be done for a connection."""
         h, f, slot = self.h, self._fields, connection.slot
         made = 0  # bytes of frames that are larger than they came: they take time as if they had come so
@@ -340,7 +340,7 @@ class FastPath:
                     break
             reason = consume(h, slot, 0)
 
-    def left_over(self, reason: int) -> Receiver | None:
+    def left_over(self, reason: int) -> PathConnection | None:
         """After a `sockets.turn`: hands over what it did not send, and returns the connection for which Python has to
         do something, if it has."""
         f = self._fields
@@ -360,7 +360,7 @@ class FastPath:
             self._served = f[at.H_PUSHES] + f[at.H_PULLS]
             self._on_served()
 
-    def _act(self, reason: int, connection: Receiver) -> bool:
+    def _act(self, reason: int, connection: PathConnection) -> bool:
         """Does what the compiled code stopped for; whether it is to go on."""
         f = self._fields
         if reason == at.SLOW:
@@ -396,7 +396,7 @@ class FastPath:
             raise AssertionError("a frame that only the compiled path took for none")
         return True
 
-    def _slow_frame(self, connection: Receiver) -> bool:
+    def _slow_frame(self, connection: PathConnection) -> bool:
         """Gives the frame at the front to Python."""
         row = self.connections[connection.slot]
         chunk, start, answered = int(row[at.C_CHUNK]), int(row[at.C_START]), int(row[at.C_ANSWERED])
