@@ -58,7 +58,8 @@ def audit_words(report: AuditReport) -> list[str]:
     if len(report.differences) > 10:
         words.append(f"and {len(report.differences) - 10} more replicas differ")
     words += [
-        f"worker {worker.name or worker.id} was told of step {worker.told}, but only {worker.applied} is everywhere"
+        f"worker {worker.name or worker.id} was told of step {worker.acknowledged}, "
+        f"but only {worker.applied} is everywhere"
         for worker in report.workers if worker.broken
     ]  # fmt: skip
     if report.unjudged:

@@ -1,8 +1,8 @@
-"""Compares all replicas of every range of a live cluster, and what workers were told with what is there.
+"""Compares all replicas of every range of a live cluster, and the acknowledged steps of workers with the applied ones.
 
 Replicas are equal only at the same place of their logs. So a mark goes down the logs of all ranges, each replica notes
-what it has when the mark passes, and those notes are compared. What workers know to be committed is asked for before
-the mark is sent: by then all of it must be in every full replica.
+digests when the mark passes, and the digests are compared. What workers know to be committed is read before the mark is
+sent: when the mark passes, all of it must be in every full replica.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 MARK_BITS = 62
 _PAUSE_S = 0.1  # between rounds
-_LOOK_S = 0.25  # how often somebody looks whether the servers that do not answer are still there
+_LOOK_S = 0.25  # between looks whether silent servers are still in the view
 
 
 class Found(NamedTuple):
-    """A range at a mark, as one replica has it. clocks: worker id -> steps completed in this range."""
+    """A range at a mark, as one replica noted it. clocks: worker id -> steps completed in this range."""
 
     seq: int
     digest: bytes
@@ -57,27 +57,27 @@ class Difference:
 
 @dataclass(frozen=True)
 class WorkerClocks:
-    """What one worker was told, and what is there.
+    """What one worker knows to be committed, and what is there.
 
-    name     "" if it is not in the roster any more
-    told     it knows that its steps up to here are committed; 0: nothing was heard of it lately
-    applied  its steps up to here are in every full replica of every range
-    pending  ranges that have nothing of it, while others have: its first step is under way, or was never finished
-    broken   it was told more than there is
+    name          "" if it is not in the roster any more
+    acknowledged  it knows that its steps up to here are committed; 0: no server has heard from it lately
+    applied       its steps up to here are in every full replica of every range
+    pending       ranges without any of its steps, while others have some: its first step is under way, or never ended
+    broken        it knows more steps to be committed than there are
     """
 
     id: int
     name: str
-    told: int
+    acknowledged: int
     applied: int
     pending: int
     broken: bool
 
     @property
     def lag(self) -> int:
-        """Applied steps of which the worker did not know yet that they are committed; 0 for one that has left: what it
-        learned last it told nobody."""
-        return max(0, self.applied - self.told) if self.name else 0
+        """Applied steps that the worker does not know yet to be committed; 0 for one that has left: nobody knows what
+        it knew last."""
+        return max(0, self.applied - self.acknowledged) if self.name else 0
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class AuditReport:
     alone             ranges with one replica, which was compared with nothing
     short             ranges with fewer replicas than wanted: no failure
     unjudged          range -> why it was not compared in time
-    lost              servers that held ranges and were left out of the view meanwhile, unasked, with the view's reason
+    lost              servers that held ranges and were left out of the view without a request, with the view's reason
     """
 
     cluster: str
@@ -117,21 +117,26 @@ class AuditReport:
 
     @property
     def wrong(self) -> bool:
-        """A replica differs, or a worker was told of a step that is not there."""
+        """A replica differs, or a worker knows of a committed step that is not there."""
         return bool(self.differences) or any(worker.broken for worker in self.workers)
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain values."""
-        workers = [asdict(worker) | {"lag": worker.lag} for worker in self.workers]
+        workers = [_as_dict(worker) for worker in self.workers]
         unjudged = [{"range": r, "reason": text} for r, text in self.unjudged.items()]
         return {**asdict(self), "clean": self.clean, "idle": self.idle, "workers": workers, "unjudged": unjudged}
+
+
+def _as_dict(worker: WorkerClocks) -> dict[str, Any]:
+    fields = {"told" if name == "acknowledged" else name: value for name, value in asdict(worker).items()}
+    return fields | {"lag": worker.lag}
 
 
 def audit(url: str, timeout_s: float = 30.0) -> AuditReport:
     """Audits the cluster at `url`. Training may go on meanwhile.
 
     Ranges whose view changes are marked again, until `timeout_s`; what could not be compared by then is in `unjudged`.
-    Raises ConfigError for an unusable URL, ServerError where that is not for us to ask, ClusterUnreachable or
+    Raises ConfigError for an unusable URL, ServerError if the caller may not audit, ClusterUnreachable or
     StoreUnavailable when etcd does not answer.
     """
     return background.run(_audit_url(url, timeout_s))
@@ -144,18 +149,18 @@ async def _audit_url(url: str, timeout_s: float) -> AuditReport:
 
 
 async def audit_store(store: Store, timeout_s: float, credentials: Credentials | None = None) -> AuditReport:
-    """The same for a store that is open."""
+    """As `audit`, for an open store."""
     began = time.monotonic()
     deadline = began + timeout_s
     view = await read_view(store)
-    told, _ = await _ask(store, view.servers, 0, deadline, credentials)
-    promised = _newest(told.values())
+    answers, _ = await _ask(store, view.servers, 0, deadline, credentials)
+    promised = _newest(answers.values())
     judged, lost = Judged(view.ranges), dict[str, str]()
     while True:
-        asked = await list_drains(store)  # a request is taken away when it is done
+        drains = await list_drains(store)  # a request is taken away when it is done
         await _round(store, view, judged, deadline, credentials)
         before, view = view, await read_view(store)
-        lost |= _lost(before, view, asked | await list_drains(store))
+        lost |= _lost(before, view, drains | await list_drains(store))
         names = await _names(store)
         workers = judged.workers(promised, names)
         settled = not judged.open and not any(worker.pending and worker.name for worker in workers)
@@ -175,7 +180,7 @@ async def audit_store(store: Store, timeout_s: float, credentials: Credentials |
 
 @dataclass
 class Judged:
-    """What has been compared so far. open: ranges that were not; reasons: why not."""
+    """What has been compared so far. open: ranges not compared yet; reasons: why not, by range."""
 
     ranges: int
     open: set[int] = field(default_factory=set)
@@ -233,7 +238,7 @@ class Judged:
 
 
 def compare(r: int, chain: Sequence[str], replicas: Sequence[Found]) -> list[Difference]:
-    """What is not equal between the replicas of range r, head first; the head is what the others are held against."""
+    """Compares the replicas of range r with its head, which is the first of them."""
     head = replicas[0]
     differences = []
     for server, found in zip(chain[1:], replicas[1:], strict=True):
@@ -250,13 +255,18 @@ def compare(r: int, chain: Sequence[str], replicas: Sequence[Found]) -> list[Dif
     return differences
 
 
-def _clocks(worker: int, name: str, told: int, clocks: Sequence[int], replicas: int) -> WorkerClocks:
+def _clocks(worker: int, name: str, acknowledged: int, clocks: Sequence[int], replicas: int) -> WorkerClocks:
     """A worker starts above a base clock, which a range learns with its first push. So a range that knows nothing of it
-    breaks a promise only if the worker was told of a step that the others have."""
+    breaks a promise only if the worker knows of a committed step that the others have."""
     pending = replicas - len(clocks)
     least = min(clocks)
     return WorkerClocks(
-        worker, name, told, 0 if pending else least, pending, told > least or (pending > 0 and told == least)
+        worker,
+        name,
+        acknowledged,
+        0 if pending else least,
+        pending,
+        acknowledged > least or (pending > 0 and acknowledged == least),
     )
 
 
@@ -282,7 +292,7 @@ async def _mark(server: ServerInfo, mark: int, deadline: float, credentials: Cre
 
 
 async def _while_listed(store: Store, calls: Mapping[Member, Coroutine[Any, Any, None]]) -> None:
-    """Waits for calls of servers; not for those that are left out of the view meanwhile, which may answer never."""
+    """Waits for calls to servers, except those that are left out of the view meanwhile: they may never answer."""
     members = {asyncio.ensure_future(call): member for member, call in calls.items()}
     waiting = set(members)
     try:
@@ -302,7 +312,7 @@ async def _while_listed(store: Store, calls: Mapping[Member, Coroutine[Any, Any,
 async def _ask(
     store: Store, servers: Iterable[ServerInfo], mark: int, deadline: float, credentials: Credentials | None
 ) -> tuple[dict[str, admin_pb2.MarkedResponse], dict[str, str]]:
-    """What servers found at a mark, by name, and why the others did not answer."""
+    """What servers noted at a mark, by name, and why the others did not answer."""
     answers: dict[str, admin_pb2.MarkedResponse] = {}
     unreachable: dict[str, str] = {}
 
@@ -317,8 +327,7 @@ async def _ask(
             else:
                 unreachable[server.name] = f"{server.name} is incarnation {answer.incarnation} now"
 
-    asked = {server.member: server for server in servers}
-    await _while_listed(store, {member: ask(server) for member, server in asked.items()})
+    await _while_listed(store, {server.member: ask(server) for server in servers})
     return answers, unreachable
 
 
@@ -332,13 +341,13 @@ def _found(answer: admin_pb2.MarkedResponse) -> dict[int, Found]:
 def _newest(answers: Collection[admin_pb2.MarkedResponse]) -> dict[int, int]:
     promised: dict[int, int] = {}
     for answer in answers:
-        for told in answer.told:
-            promised[told.worker] = max(told.clock, promised.get(told.worker, 0))
+        for known in answer.told:
+            promised[known.worker] = max(known.clock, promised.get(known.worker, 0))
     return promised
 
 
 def _lost(before: View, after: View, drains: Mapping[str, int]) -> dict[str, str]:
-    """Servers that had a place in a chain and are not listed any more, though nobody asked them to go."""
+    """Servers that were in a chain and have left the view without a request to drain."""
     listed = {server.member for server in after.servers}
     held = (before.servers[i] for i in np.unique(before.chains).tolist() if i >= 0)
     gone = (server for server in held if server.member not in listed and drains.get(server.name) != server.incarnation)

@@ -68,10 +68,12 @@ def _render(report: auditing.AuditReport) -> Group:
         table.add_column(column, justify="right")
     table.add_column("")
     for worker in report.workers:
-        verdict = f"acknowledged, but not in all ranges: {worker.told - worker.applied} steps" if worker.broken else ""
-        known = worker.told and (worker.name or worker.broken)  # one that has left told nobody what it learned last
+        missing = worker.acknowledged - worker.applied
+        verdict = f"acknowledged, but not in all ranges: {missing} steps" if worker.broken else ""
+        # Nobody knows what a worker that has left knew last.
+        known = worker.acknowledged and (worker.name or worker.broken)
         table.add_row(
-            worker.name or "(gone)", str(worker.id), str(worker.told) if known else "–", str(worker.applied),
+            worker.name or "(gone)", str(worker.id), str(worker.acknowledged) if known else "–", str(worker.applied),
             str(worker.lag) if known else "–", verdict, style="red" if worker.broken else "",
         )  # fmt: skip
     return Group(*lines, table) if report.workers else Group(*lines, Text("no worker has pushed yet"))

@@ -22,6 +22,7 @@ from elasticps.server.roles.hot_keys import HotKeys
 from elasticps.server.roles.restoring import Restorer
 from elasticps.server.roles.snapshots import SnapshotSender
 from elasticps.server.roles.worker_activity import WorkerActivity
+from elasticps.wire.activity import Activity
 from replication.chain import Role
 from replication.effects import Status
 from replication.messages import OperationKind
@@ -124,7 +125,7 @@ class ServerAdmin:
             "received_bytes": sum(map(self._path.counter, _RECEIVED)),
             "workers": clocks.keys(),
             "clocks": clocks.values(),
-            "uses": [{"worker": worker, **use._asdict()} for worker, use in self._activity.look().items()],
+            "uses": [_fields(worker, activity) for worker, activity in self._activity.look().items()],
         }
         if self.measured is not None:
             bounds_s, counts = self.measured.counts_by_time()
@@ -179,3 +180,9 @@ class ServerAdmin:
             }
             for table in self._executor.store.live.values()
         ]
+
+
+def _fields(worker: int, activity: Activity) -> dict[str, int]:
+    """The fields of a worker's activity in admin.proto."""
+    fields = activity._asdict()
+    return {"worker": worker, "wanted": fields.pop("cache_reads"), "kept": fields.pop("cache_hits"), **fields}

@@ -179,7 +179,7 @@ def test_what_is_hot_arrives_as_the_server_gave_it() -> None:
     background.run(main())
 
 
-def test_a_mark_is_taken_and_what_was_found_is_told_with_whole_steps() -> None:
+def test_a_mark_is_taken_and_its_ranges_are_reported_with_whole_steps() -> None:
     async def main() -> None:
         server = await started()
         try:
@@ -226,7 +226,7 @@ def test_a_status_that_does_not_fit_the_message_fails_the_call_and_not_the_serve
     background.run(main())
 
 
-def test_nobody_there_is_said_with_the_address() -> None:
+def test_an_unreachable_server_is_named_with_its_address() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -257,7 +257,7 @@ def test_a_taken_port_is_a_clear_error() -> None:
     background.run(main())
 
 
-def test_a_proxy_for_the_outside_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
 
     async def main() -> None:

@@ -150,7 +150,7 @@ def test_untouched_replicas_are_clean_and_clocks_are_told() -> None:
         assert report.clean, report
         assert (report.compared, report.short) == (3 * RANGES, 0)
         (worker,) = report.workers
-        assert (worker.id, worker.name, worker.told, worker.applied, worker.lag) == (WORKER, "w", 4, 5, 1)
+        assert (worker.id, worker.name, worker.acknowledged, worker.applied, worker.lag) == (WORKER, "w", 4, 5, 1)
 
     staged(test)
 
@@ -185,7 +185,7 @@ def test_a_step_that_a_worker_knows_to_be_committed_must_be_there() -> None:
         report = await stage.audit()
         assert report.wrong
         assert not report.differences
-        assert [(worker.told, worker.applied) for worker in report.workers if worker.broken] == [(6, 5)]
+        assert [(worker.acknowledged, worker.applied) for worker in report.workers if worker.broken] == [(6, 5)]
 
     staged(test)
 
@@ -363,7 +363,7 @@ def test_a_healthy_cluster_is_clean_while_workers_push(cluster: eps.LocalCluster
             assert report.compared == 2 * report.ranges
             mine = {worker.id: worker for worker in report.workers}
             for trainer in trainers.all:
-                assert 0 < mine[trainer.ps.worker.id].told <= mine[trainer.ps.worker.id].applied
+                assert 0 < mine[trainer.ps.worker.id].acknowledged <= mine[trainer.ps.worker.id].applied
         command = [sys.executable, "-m", "elasticps", "audit", "--url", cluster.url, "--json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stderr

@@ -55,7 +55,7 @@ def plain(body: bytes) -> bytes:
 
 
 class Worker:
-    """A connection to one server. refused: why that ended it; told: what came unasked."""
+    """A connection to one server. refused: why the connection ended; unsolicited: frames that answer no request."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, id_: int = WORKER) -> None:
         self.id = id_
@@ -63,7 +63,7 @@ class Worker:
         self.requests = 0
         self.answers: dict[int, asyncio.Future[tuple[Header, bytes]]] = {}
         self.views: list[View] = []
-        self.told: list[Header] = []
+        self.unsolicited: list[Header] = []
         self.refused = ""
         self.task = asyncio.create_task(self._read())
 
@@ -89,7 +89,7 @@ class Worker:
                     body = plain(body)
                 self.answers.pop(header.request).set_result((header, body))
             elif not header.request:
-                self.told.append(header)
+                self.unsolicited.append(header)
 
     def ask(self, header: Header, *body: bytes) -> Answer:
         self.requests += 1

@@ -172,7 +172,7 @@ def test_a_server_that_made_a_table_by_anothers_word_looks_whose_it_is(run: Run)
         group.adopt(group.make_view(lambda r: ["a", "b"]))
         tail = group.servers["b"]
 
-        def wanted() -> bool:
+        def reread_due() -> bool:
             return bool(tail.registered.read_due)
 
         tail.know_tables({})
@@ -181,16 +181,16 @@ def test_a_server_that_made_a_table_by_anothers_word_looks_whose_it_is(run: Run)
         await until(lambda: TABLE in tail.store.live)
         assert tail.store.live[TABLE].app == "default"  # the other server says whose it is
         tail.tick()
-        assert not wanted()
+        assert not reread_due()
         tail.store.live[TABLE].app = ""  # as an earlier version's server, or a checkpoint, leaves it
         tail.store.unowned.add(TABLE)
         tail.tick()
-        assert wanted()
+        assert reread_due()
         assert tail.updates.view_or_roster.is_set()
         tail.know_tables({TABLE: RegisteredTable("default", SPEC)})
         assert {server.store.live[TABLE].app for server in group.servers.values()} == {"default"}
         tail.tick()
-        assert not wanted()
+        assert not reread_due()
 
     run(test)
 
@@ -214,8 +214,8 @@ def test_a_server_reads_single_tables_that_are_made_and_not_the_whole_registry(r
         head.know_tables({})
         specs = {number: TableSpec(f"t{number}", 2, Accumulate()) for number in range(50, 60)}
         for number, spec in specs.items():
-            said = json.dumps({"id": number, "spec": spec.to_json()}).encode()
-            await store.put(table_key("default", spec.name), said)
+            entry = json.dumps({"id": number, "spec": spec.to_json()}).encode()
+            await store.put(table_key("default", spec.name), entry)
         reads = asyncio.create_task(lifecycle._learn(store, head))
         try:
             ours = await group.connect("a", create=False)
@@ -235,7 +235,7 @@ def test_a_server_reads_single_tables_that_are_made_and_not_the_whole_registry(r
 
 
 @pytest.mark.parametrize(
-    "said",
+    "entry",
     [
         b"[]",
         b"7",
@@ -246,13 +246,13 @@ def test_a_server_reads_single_tables_that_are_made_and_not_the_whole_registry(r
     ],
     ids=["list", "number", "nested", "infinite id", "huge rate", "half a surrogate pair"],
 )
-def test_what_a_worker_has_put_in_the_place_of_a_table_ends_no_server(said: bytes) -> None:
+def test_what_a_worker_has_put_in_the_place_of_a_table_ends_no_server(entry: bytes) -> None:
     """A server reads the registry as it starts, and when somebody speaks of a table that it does not know: all servers
     would end, again and again."""
 
     async def known() -> dict[int, RegisteredTable]:
         store = MemoryStore("c")
-        await store.put(f"{TABLES}default/bad", said)
+        await store.put(f"{TABLES}default/bad", entry)
         await store.put(f"{TABLES}default/t", json.dumps({"id": TABLE, "spec": SPEC.to_json()}).encode())
         return await lifecycle._tables(store)
 
@@ -277,8 +277,8 @@ def test_a_server_knows_whose_a_table_is_that_is_about_to_go() -> None:
 
     async def known() -> dict[int, RegisteredTable]:
         store = MemoryStore("c")
-        said = {"id": TABLE, "spec": SPEC.to_json(), "dropping": True}
-        await store.put(table_key("default", "t"), json.dumps(said).encode())
+        entry = {"id": TABLE, "spec": SPEC.to_json(), "dropping": True}
+        await store.put(table_key("default", "t"), json.dumps(entry).encode())
         return await lifecycle._tables(store)
 
     assert asyncio.run(known()) == {TABLE: RegisteredTable("default", SPEC)}
@@ -311,8 +311,8 @@ def test_a_server_keeps_the_owner_of_a_table_whatever_etcd_says_later(run: Run) 
         assert (await asyncio.wait_for(ours.push(view, "a", 1, list(KEYS), 1.0), 10))[0].kind == Kind.OK
         theirs = await group.connect("a", create=False, worker=STRANGER, worker_name="x", app="other")
         for server in (head, tail):
-            for said in ({TABLE: RegisteredTable("other", SPEC)}, {}, {TABLE: RegisteredTable("other", SPEC)}):
-                server.know_tables(said)
+            for entry in ({TABLE: RegisteredTable("other", SPEC)}, {}, {TABLE: RegisteredTable("other", SPEC)}):
+                server.know_tables(entry)
                 assert server.store.live[TABLE].app == "default"
         pulling = Header(Kind.PULL, epoch=view.epoch, table=TABLE, items=len(KEYS), worker=STRANGER)
         for answer in (theirs.ask(pulling, KEYS.tobytes()), dropping(theirs, view, TABLE)):
@@ -347,11 +347,11 @@ def test_a_server_looks_whose_a_table_is_until_the_store_has_said_it(run: Run) -
             await until(lambda: store.refused and not tail.updates.view_or_roster.is_set())
             store.out = False
 
-            def told() -> bool:
+            def answered() -> bool:
                 tail.tick()
                 return tail.store.live[TABLE].app == "default"
 
-            await until(told)
+            await until(answered)
         finally:
             reads.cancel()
 

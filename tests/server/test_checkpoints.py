@@ -31,7 +31,7 @@ Rows = dict[tuple[int, int], bytes]
 
 
 @dataclass
-class Shelf:
+class FakeRowWriter:
     """Keeps files, and is as slow as the test likes."""
 
     files: dict[str, tuple[int, bytes]] = field(default_factory=dict)
@@ -68,15 +68,15 @@ class CheckpointStory(Story):
     """Cuts are operations here, and one server or the other writes them."""
 
     def __init__(self, seed: int, compiled: bool = True) -> None:
-        self.shelves: dict[str, Shelf] = {}
+        self.writers: dict[str, FakeRowWriter] = {}
         self.at_cuts: dict[int, tuple[int, Rows]] = {}  # since, and what there was
         self.published: dict[int, Rows] = {}
         self.failures: list[str] = []
         self.incremental = 0
         super().__init__(seed, compiled)
         for name, server in self.wires.servers.items():
-            self.shelves[name] = Shelf()
-            server.checkpoints._row_writer = self.shelves[name]
+            self.writers[name] = FakeRowWriter()
+            server.checkpoints._row_writer = self.writers[name]
             server.checkpoints._last_served = cast(Any, SimpleNamespace(within=lambda seconds: True))
             server.checkpoints._aside_bytes = self.random.choice((1 << 20, 1 << 20, 4000))
         deliver = self.wires.deliver
@@ -84,9 +84,9 @@ class CheckpointStory(Story):
         def later() -> bool:
             """Time goes on a little, and some file is there."""
             self.wires.clock.now += self.random.choice((0, 1e-6, 1e-5))
-            for shelf in self.shelves.values():
-                if shelf.waiting and not shelf.stuck and self.random.random() < 0.2:
-                    shelf.waiting.pop(0)()
+            for writer in self.writers.values():
+                if writer.waiting and not writer.stuck and self.random.random() < 0.2:
+                    writer.waiting.pop(0)()
             return deliver()
 
         self.wires.deliver = later  # type: ignore[method-assign]
@@ -164,8 +164,8 @@ class CheckpointStory(Story):
         rows: Rows = dict(self.published[since]) if since else {}
         seen: set[tuple[int, int]] = set()
         written: Rows = {}
-        for shelf in self.shelves.values():
-            for path, (number, data) in shelf.files.items():
+        for writer in self.writers.values():
+            for path, (number, data) in writer.files.items():
                 if int(path.split("/")[0]) != cut or number in dropped:
                     continue
                 table = next(s.store.live[number] for s in self.wires.servers.values() if number in s.store.live)
@@ -215,13 +215,13 @@ def a_story(aside_bytes: int = 1 << 20) -> CheckpointStory:
 
 def test_a_storage_that_refuses_ends_the_checkpoint_and_nothing_else() -> None:
     story = a_story()
-    for shelf in story.shelves.values():
-        shelf.refuses = True
+    for writer in story.writers.values():
+        writer.refuses = True
     story.collect()
     assert set(story.failures) == {"No space left on device"}
     story.push()
-    for shelf in story.shelves.values():
-        shelf.refuses = False
+    for writer in story.writers.values():
+        writer.refuses = False
     story.take_cut()
     story.collect()
     assert len(story.published) == 1
@@ -229,11 +229,11 @@ def test_a_storage_that_refuses_ends_the_checkpoint_and_nothing_else() -> None:
 
 def test_a_slow_storage_holds_up_the_scan_and_who_does_not_ask_any_more_ends_it() -> None:
     story = a_story()
-    for shelf in story.shelves.values():
-        shelf.stuck = True
+    for writer in story.writers.values():
+        writer.stuck = True
     for _ in range(3000):
         story.wires.deliver()
-    assert {len(shelf.waiting) for shelf in story.shelves.values()} == {checkpoints.FILES_AT_ONCE}
+    assert {len(writer.waiting) for writer in story.writers.values()} == {checkpoints.FILES_AT_ONCE}
     story.wires.clock.now += checkpoints.SILENT_S + 1
     story.wires.settle()
     for server in story.wires.servers.values():
@@ -243,11 +243,11 @@ def test_a_slow_storage_holds_up_the_scan_and_who_does_not_ask_any_more_ends_it(
         assert server.checkpoints.aside_bytes == 0
 
 
-def test_pushes_wait_when_too_much_is_kept_and_go_on_as_it_is_written() -> None:
+def test_pushes_wait_when_too_many_rows_are_retained_and_go_on_as_they_are_written() -> None:
     story = a_story(aside_bytes=3900)
     heads = [server for server in story.wires.servers.values() if server.checkpoints._scan is not None]
     for server in heads:
-        story.shelves[server.me.name].stuck = True
+        story.writers[server.me.name].stuck = True
         for number, table in server.store.live.items():
             grads, values = np.ones((1, TABLES[number].dim), np.float32), TABLES[number].optimizer.step_values(1, None)
             for r in server.serving.headed.tolist():
@@ -262,7 +262,7 @@ def test_pushes_wait_when_too_much_is_kept_and_go_on_as_it_is_written() -> None:
     for server in held:
         assert server.checkpoints.aside_bytes <= 2 * 3900
     for server in heads:
-        story.shelves[server.me.name].stuck = False
+        story.writers[server.me.name].stuck = False
     story.wires.clock.now += 0.1
     story.collect()
     story.wires.settle()
@@ -271,11 +271,11 @@ def test_pushes_wait_when_too_much_is_kept_and_go_on_as_it_is_written() -> None:
     assert all(server.checkpoints.waited_s > 0 for server in held)
 
 
-def not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RetainedRows, "begin", lambda kept, ranges, since: begin(kept, ranges, since + 1))
+def not_retained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RetainedRows, "begin", lambda rows, ranges, since: begin(rows, ranges, since + 1))
 
 
-def kept_after_its_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def retained_after_its_update(monkeypatch: pytest.MonkeyPatch) -> None:
     def apply(table: Table, keys: Any, grads: Any, step_values: Any) -> None:
         rows = np.empty(len(keys), np.int64)
         index.find(table._header, keys, rows)
@@ -295,13 +295,13 @@ def written_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RetainedRows, "take", twice)
 
 
-def cursor_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ahead(*arguments: Any) -> Any:
+def cursor_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    def skip(*arguments: Any) -> Any:
         found, rows = take(*arguments), arguments[0]
         rows._header[H_CURSOR] += 1
         return found
 
-    monkeypatch.setattr(RetainedRows, "take", ahead)
+    monkeypatch.setattr(RetainedRows, "take", skip)
 
 
 def no_deletions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +321,7 @@ def moved_without_deletions(monkeypatch: pytest.MonkeyPatch) -> None:
 begin, take, dump_stamped, add = RetainedRows.begin, RetainedRows.take, Table.dump_stamped, cuts.Deletions.add
 # Stamps that do not move with their rows are found by tests/store/test_stamps.py.
 BUGS = (
-    not_kept, kept_after_its_update, written_twice, cursor_ahead, no_deletions, moved_without_deletions,
+    not_retained, retained_after_its_update, written_twice, cursor_too_far, no_deletions, moved_without_deletions,
 )  # fmt: skip
 
 

@@ -37,12 +37,12 @@ class HoldingTwin:
     """All that was ever said, looked through from the beginning each time."""
 
     def __init__(self) -> None:
-        self.said: list[tuple[str, tuple[int, ...], float]] = []
+        self.log: list[tuple[str, tuple[int, ...], float]] = []
 
     def current(self, now: float) -> tuple[int, float]:
         """The cut that is held for, 0 for none, and until when."""
         cut, until_s = 0, 0.0
-        for what, numbers, at in self.said:
+        for what, numbers, at in self.log:
             if what == "begin" and numbers[0] > cut and 0 < numbers[1] <= MOST_S:
                 cut, until_s = numbers[0], at + numbers[1]
             elif what == "release" and numbers[0] == cut:
@@ -52,15 +52,15 @@ class HoldingTwin:
     def held(self, cut: int, now: float) -> dict[int, int]:
         if not cut or self.current(now)[0] != cut:
             return {}
-        first = min(i for i, (what, numbers, _) in enumerate(self.said) if what == "begin" and numbers[0] == cut)
-        heard = [numbers for what, numbers, _ in self.said[first:] if what == "hear" and numbers[0] == cut]
+        first = min(i for i, (what, numbers, _) in enumerate(self.log) if what == "begin" and numbers[0] == cut)
+        heard = [numbers for what, numbers, _ in self.log[first:] if what == "hear" and numbers[0] == cut]
         rounds = {app: max([n[2] for n in heard if n[1] % 2 == app and n[3]], default=0) for app in (0, 1)}
         last = {worker: (clock, still_open) for _, worker, clock, still_open in heard}
         return {w: clock for w, (clock, still_open) in last.items() if not still_open and clock >= rounds[w % 2]}
 
 
 cuts, workers, clocks = st.integers(1, 3), st.integers(1, 4), st.integers(0, 4)
-told = st.one_of(
+messages = st.one_of(
     st.tuples(st.just("begin"), st.tuples(cuts, st.sampled_from((0, 2, 5, 100)))),
     st.tuples(st.just("hear"), st.tuples(cuts, workers, clocks, st.integers(0, 1))),
     st.tuples(st.just("release"), st.tuples(cuts)),
@@ -68,8 +68,8 @@ told = st.one_of(
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(told, st.sampled_from((0.0, 0.5, 3.0))), max_size=25))
-def test_who_holds_is_who_said_so_last_and_has_come_far_enough(
+@given(st.lists(st.tuples(messages, st.sampled_from((0.0, 0.5, 3.0))), max_size=25))
+def test_a_worker_holds_if_its_newest_message_says_so_and_its_steps_are_committed(
     story: list[tuple[tuple[str, tuple[int, ...]], float]],
 ) -> None:
     holding, twin, now = CutHold(), HoldingTwin(), 0.0
@@ -77,16 +77,16 @@ def test_who_holds_is_who_said_so_last_and_has_come_far_enough(
         now += pause_s
         if what == "begin":
             held = holding.begin(numbers[0], numbers[1], now)
-            twin.said.append((what, numbers, now))
+            twin.log.append((what, numbers, now))
             assert held == (twin.current(now)[0] == numbers[0])
         elif what == "hear":
             cut, worker, clock, still_open = numbers
             holding.hear(f"app{worker % 2}", HeldHeader(cut, worker, clock, bool(still_open)), now)
             if twin.current(now)[0] == cut:
-                twin.said.append((what, numbers, now))
+                twin.log.append((what, numbers, now))
         else:
             holding.release(numbers[0])
-            twin.said.append((what, numbers, now))
+            twin.log.append((what, numbers, now))
         for cut in (1, 2, 3):
             assert holding.held(cut, now) == twin.held(cut, now)
         hold = holding.tells("app0", now)
@@ -111,7 +111,7 @@ def test_whoever_has_a_round_open_is_waited_for_by_the_others_of_its_application
 # ----------------------------------------------------------------------------------------------------- what is noted
 
 
-def test_only_the_newest_cut_is_kept_and_a_late_one_changes_nothing() -> None:
+def test_only_the_newest_cut_is_noted_and_a_late_one_changes_nothing() -> None:
     cuts, notes, rounds, shards = PassedCuts(P), CutNotes(), Rounds(P), ShardLedger(P)
     column = np.array([WORKER]), np.array([3 << 16])
 
@@ -229,8 +229,8 @@ def test_who_waits_for_what_is_written_hears_at_once_when_it_is(run: Run, tmp_pa
         assert await server.admin.cuts.take(1, 0, tmp_path.as_uri())
         writer, server.checkpoints._row_writer = server.checkpoints._row_writer, _Stuck()
         assert (await server.admin.cuts.written(1, 0.01)).writing == (RANGES // 2 - 1, [], "")
-        for said in server.checkpoints._row_writer.put_by:
-            writer.put(*said)
+        for arguments in server.checkpoints._row_writer.put_by:
+            writer.put(*arguments)
         answers = await asyncio.gather(*(server.admin.cuts.written(1, 60.0) for _ in range(2)))
         for incarnation, ranges, writing in answers:
             assert (incarnation, ranges) == (1, RANGES // 2)
@@ -252,8 +252,8 @@ class _Stuck:
     def __init__(self) -> None:
         self.put_by: list[tuple[Any, ...]] = []
 
-    def put(self, *said: Any) -> None:
-        self.put_by.append(said)
+    def put(self, *arguments: Any) -> None:
+        self.put_by.append(arguments)
 
     def close(self) -> None:
         pass
@@ -313,7 +313,7 @@ def test_a_cut_that_waited_with_pushes_notes_what_its_place_in_the_log_has(run: 
     run(test)
 
 
-def test_workers_are_told_to_hold_also_behind_their_welcome_and_to_go_on(run: Run) -> None:
+def test_workers_hold_also_after_their_welcome_and_go_on_at_the_release(run: Run) -> None:
     async def test(group: Group) -> None:
         (second,) = group.enrol(1)
         server = await group.start("s0")
@@ -328,33 +328,33 @@ def test_workers_are_told_to_hold_also_behind_their_welcome_and_to_go_on(run: Ru
         group.workers.append(late)
         hello = {"cluster": "c", "worker": second, "name": f"w{second}", "app": "default"}
         late.writer.write(json_frame(Kind.HELLO, hello))
-        await until(lambda: len(late.told) == 2)  # else the release may be over before it is heard
+        await until(lambda: len(late.unsolicited) == 2)  # else the release may be over before it is heard
         early.writer.write(HeldHeader(3, WORKER, 8).header().pack())
         await until(lambda: cuts.held(3))
         assert cuts.held(3) == {WORKER: 8}
         cuts.release(3)
-        await until(lambda: len(late.told) == 3)
-        welcome, hold, release = late.told
+        await until(lambda: len(late.unsolicited) == 3)
+        welcome, hold, release = late.unsolicited
         assert [welcome.kind, hold.kind, release.kind] == [Kind.WELCOME, Kind.HOLD, Kind.RELEASE]
         assert HoldHeader.of(hold).cut == 3
         assert 0 < HoldHeader.of(hold).left_ms <= 50_000
         assert ReleaseHeader.of(release) == ReleaseHeader(3)
         assert cuts.held(3) == {}
         assert not cuts.hold(3, 50.0)
-        await until(lambda: len(early.told) == 3)
-        assert [header.kind for header in early.told] == [Kind.WELCOME, Kind.HOLD, Kind.RELEASE]
+        await until(lambda: len(early.unsolicited) == 3)
+        assert [header.kind for header in early.unsolicited] == [Kind.WELCOME, Kind.HOLD, Kind.RELEASE]
 
     run(test)
 
 
-@pytest.mark.parametrize("said", [HeldHeader(3, WORKER + 1, 8), HeldHeader(3, WORKER, 1 << 60)])
-def test_who_speaks_for_another_or_of_a_clock_that_cannot_be_loses_its_connection(run: Run, said: HeldHeader) -> None:
+@pytest.mark.parametrize("held", [HeldHeader(3, WORKER + 1, 8), HeldHeader(3, WORKER, 1 << 60)])
+def test_who_speaks_for_another_or_of_a_clock_that_cannot_be_loses_its_connection(run: Run, held: HeldHeader) -> None:
     async def test(group: Group) -> None:
         server = await group.start("s0")
         group.adopt(group.make_view(lambda r: ["s0"]))
         worker = await group.connect("s0")
         assert server.admin.cuts.hold(3, 5.0)
-        worker.writer.write(said.header().pack())
+        worker.writer.write(held.header().pack())
         await until(lambda: worker.refused)
         assert server.admin.cuts.held(3) == {}
 

@@ -55,11 +55,11 @@ class Scene:
         self.stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.draining: asyncio.Task[str] | None = None
         self.stay = {"b", "c"}
-        self.asked = list[str]()
+        self.checked = list[str]()
         self.successor: Entry | None = None
 
     async def _stays(self, server: ServerInfo) -> bool:
-        self.asked.append(server.name)
+        self.checked.append(server.name)
         if self.successor is not None:
             await self.store.put(self.successor.key, self.successor.value)
         return server.name in self.stay
@@ -137,7 +137,7 @@ def test_a_copy_at_a_server_that_does_not_answer_does_not_count(run: Run, caplog
             ends = scene.drain_a()
             await until(lambda: STAYS in caplog.text)
             assert f"{A_AND_B}; no answer from b" in caplog.text
-            assert set(scene.asked) == {"b"}
+            assert set(scene.checked) == {"b"}
             assert not ends.done()
             await scene.show("a", "b", "c")
             assert await asyncio.wait_for(ends, 30) == "SIGTERM"
@@ -155,7 +155,7 @@ def test_a_copy_does_not_count_where_another_incarnation_answers(run: Run, caplo
             scene.successor = Entry(SERVERS + "b", again.to_json(), 0, 0)
             ends = scene.drain_a()
             await until(lambda: STAYS in caplog.text)
-            assert scene.asked == ["b"]
+            assert scene.checked == ["b"]
             assert not ends.done()
 
     run(test)
@@ -171,7 +171,7 @@ def test_where_all_are_about_to_end_none_waits(run: Run) -> None:
     run(test)
 
 
-def test_one_that_an_operator_drains_lives_on_and_is_waited_for(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_drained_by_an_operator_is_waited_for(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     """Its process does not end before it holds nothing: where all are asked to drain, it is the one that stays."""
 
     async def test(group: Group) -> None:
@@ -241,7 +241,7 @@ def test_where_store_coordinators_and_all_others_have_gone_it_does_not_wait(
             ends = scene.drain_a(600)
             await until(lambda: looks > 10 * SOON_S / draining.LOOK_S)
             assert not ends.done()
-            assert set(scene.asked) == ({"b", "c"} if sign == "a server" else set())
+            assert set(scene.checked) == ({"b", "c"} if sign == "a server" else set())
             scene.stay = set()
             leaders.remove(coordinator)
             assert await asyncio.wait_for(ends, 30) == "SIGTERM"
@@ -256,7 +256,7 @@ def test_it_waits_for_a_store_that_comes_back_before_all_seems_gone(run: Run, mo
             scene.store.silent = True
             scene.stay = set()
             ends = scene.drain_a(600)
-            await until(lambda: bool(scene.asked))
+            await until(lambda: bool(scene.checked))
             scene.store.silent = False
             await until_key(scene.store, "drains/a", lambda entry: entry is not None)
             assert not ends.done()

@@ -29,7 +29,7 @@ def test_an_event_in_the_midst_of_anothers_effects_lets_nobody_go_on_before_thes
     def begins() -> Any:
         return [First(), Second()]
 
-    def told() -> Effects:
+    def event() -> Effects:
         replica.unsettled = True
         return []
 
@@ -40,7 +40,7 @@ def test_an_event_in_the_midst_of_anothers_effects_lets_nobody_go_on_before_thes
 
     def first(effect: Any) -> None:
         done.append("first")
-        executor.perform(told)
+        executor.perform(event)
 
     executor.handlers |= {First: first, Second: lambda _: done.append("second")}
     with patch.object(replica, "go_on", go_on):

@@ -90,10 +90,10 @@ def test_a_life_that_is_left_out_ends_though_the_store_does_not_answer(monkeypat
     """A leader that reaches it would give it ranges again meanwhile, and count on its copies (seed 4223)."""
     store = MemoryStore("c")
     closed = asyncio.Event()
-    asked = asyncio.Event()
+    draining = asyncio.Event()
 
     async def never(store: object, session: object) -> bool:
-        asked.set()
+        draining.set()
         await asyncio.Event().wait()
         return False
 
@@ -125,7 +125,7 @@ def test_a_life_that_is_left_out_ends_though_the_store_does_not_answer(monkeypat
                 view = View(server.cluster, 1, 2, 1, infos, chains, none, np.ones(2, np.int64), "first")
                 server.adopt(view)
                 server.adopt(without(view, "a"))
-                await asyncio.wait_for(asked.wait(), 30)
+                await asyncio.wait_for(draining.wait(), 30)
                 assert closed.is_set()
             finally:
                 living.cancel()

@@ -35,7 +35,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     logging.captureWarnings(False)
 
 
-def test_rubbish_on_the_data_port_is_told_few_times(log: io.StringIO) -> None:
+def test_rubbish_on_the_data_port_is_logged_few_times(log: io.StringIO) -> None:
     async def story() -> None:
         loop = asyncio.get_running_loop()
         server = Server(ServerInfo("s", 1, "h:1"), "c", 8, loop)
@@ -54,7 +54,7 @@ def test_rubbish_on_the_data_port_is_told_few_times(log: io.StringIO) -> None:
     assert log.getvalue().count("event=refused") == 10
 
 
-def test_calls_that_cannot_be_read_are_told_few_times(log: io.StringIO) -> None:
+def test_calls_that_cannot_be_read_are_logged_few_times(log: io.StringIO) -> None:
     async def story() -> None:
         admin = await start_admin("127.0.0.1", 0, lambda: None)
         async with grpc.aio.insecure_channel(admin.address) as channel:
@@ -69,13 +69,13 @@ def test_calls_that_cannot_be_read_are_told_few_times(log: io.StringIO) -> None:
 
 
 def test_what_was_left_out_is_counted_and_our_own_lines_are_all_there() -> None:
-    now, told = 0.0, []
+    now, left_out = 0.0, []
     others = logs._Others()
     others._sparing = Sparing(2, 10.0, lambda: now)
     for second in range(11):
         now = float(second)
         record = logging.LogRecord("grpc", logging.ERROR, "", 0, "text", None, None)
         if others.filter(record):
-            told.append(getattr(record, "left_out", 0))
+            left_out.append(getattr(record, "left_out", 0))
         assert others.filter(logging.LogRecord("elasticps.x", logging.ERROR, "", 0, "text", None, None))
-    assert told == [0, 0, 8]
+    assert left_out == [0, 0, 8]

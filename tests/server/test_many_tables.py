@@ -63,10 +63,10 @@ def test_compiled_code_finds_the_tables_that_are_there(path: FastPath) -> None:
     assert store.unowned == {number for number in store.live if number % 6 == 0}
     for number in range(1, MANY + 2):
         table = store.live.get(number)
-        wanted = 0 if table is None else table.header_address
+        expected = 0 if table is None else table.header_address
         theirs = table is not None and table.app in ("", "default")
-        assert (found(number, 0), found(number, one)) == (wanted, wanted if theirs else 0)
-        assert found(number, other) == (wanted if table is not None and table.app != "default" else 0)
+        assert (found(number, 0), found(number, one)) == (expected, expected if theirs else 0)
+        assert found(number, other) == (expected if table is not None and table.app != "default" else 0)
     for number in list(store.live):
         drop(store, number)
     path.sync()

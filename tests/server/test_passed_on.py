@@ -39,7 +39,7 @@ from tests.server.conftest import DIM, SPEC, TABLE, WORKER, Group, Run, until
 from tests.server.test_edge import pair
 from tests.server.wires import Wires
 
-Said = tuple[Header, bytes]
+Frame = tuple[Header, bytes]
 _JOINED = 3  # its newest step when it joined
 
 # Whole numbers at the ends of what may be said, and what JSON has besides.
@@ -54,20 +54,20 @@ _NUMBERS = st.one_of(
 _NAMES = st.text(st.characters(exclude_categories=()), max_size=5) | st.just("t" * 201) | _NUMBER
 
 
-def document(kind: Kind, said: dict[str, Any], **fields: int) -> Said:
-    return Header(kind, **fields), json_frame(kind, said)[HEADER_BYTES:]
+def document(kind: Kind, content: dict[str, Any], **fields: int) -> Frame:
+    return Header(kind, **fields), json_frame(kind, content)[HEADER_BYTES:]
 
 
-def close(said_round: object, workers: object) -> Said:
-    return document(Kind.BARRIER_CLOSE, {"round": said_round, "workers": workers})
+def close(round_number: object, workers: object) -> Frame:
+    return document(Kind.BARRIER_CLOSE, {"round": round_number, "workers": workers})
 
 
-def create(number: object, **changes: object) -> Said:
+def create(number: object, **changes: object) -> Frame:
     spec = json.dumps(json.loads(SPEC.to_json()) | changes, separators=(",", ":"))
     return document(Kind.CREATE, {"id": number, "spec": spec})
 
 
-def drop(number: int, kind: int = OperationKind.DROP, clock: int = 0) -> Said:
+def drop(number: int, kind: int = OperationKind.DROP, clock: int = 0) -> Frame:
     return Header(Kind.ERASE, LAST | ALL_RANGES, clock=clock, part=kind, table=number), b""
 
 
@@ -80,7 +80,7 @@ def block(table: int, rows: int, dim: int = DIM) -> bytes:
 def push(
     clock: int, lag: int = 0, table: int = TABLE, flags: int = LAST, first: int = 0, part: int = 0, rows: int = 0,
     bound: int = 0, wait_ms: int = 0,
-) -> Said:  # fmt: skip
+) -> Frame:  # fmt: skip
     header = Header(
         Kind.PUSH, flags | ALL_RANGES, clock=clock, first=first, part=part, table=lag, items=1, bound=bound,
         wait_ms=wait_ms,
@@ -88,22 +88,22 @@ def push(
     return header, block(table, rows)
 
 
-def init(flags: int, table: int, rows: int) -> Said:
+def init(flags: int, table: int, rows: int) -> Frame:
     return Header(Kind.INIT, flags | ALL_RANGES, items=1), block(table, rows)
 
 
-def delete(number: int, table: int, rows: int) -> Said:
+def delete(number: int, table: int, rows: int) -> Frame:
     return drop(table, OperationKind.DELETE, number)[0]._replace(items=1), block(table, rows, 0)
 
 
-def claim(committed: int = 0, **changes: object) -> Said:
-    said = {"name": "n", "samples": 8, "size": 1, "epochs": 1, "seed": None, "want": 1, "done": [], "back": []}
-    return document(Kind.CLAIM_SHARDS, said | changes, clock=committed)
+def claim(committed: int = 0, **changes: object) -> Frame:
+    content = {"name": "n", "samples": 8, "size": 1, "epochs": 1, "seed": None, "want": 1, "done": [], "back": []}
+    return document(Kind.CLAIM_SHARDS, content | changes, clock=committed)
 
 
 _U32, _U16 = _WHOLE.filter(lambda n: 0 <= n < 1 << 32), st.sampled_from([0, 1, 2, MAX_PARTS - 1, MAX_PARTS])
 _CLOCK = st.sampled_from([_JOINED + 1, _JOINED + 1, 0, 1, MAX_CLOCK - 1, MAX_CLOCK])
-_SAID = st.one_of(
+_FRAMES = st.one_of(
     st.builds(close, _NUMBER, _NUMBERS),
     st.builds(create, _NUMBER),
     st.builds(create, st.just(9), name=_NAMES),
@@ -139,8 +139,8 @@ assert all(MAX_CONTROL_BYTES - 64 < len(body) <= MAX_CONTROL_BYTES for body in (
 @example([push(_JOINED + 1, lag=_JOINED + 2)])
 @example([push(_JOINED + 1, lag=_JOINED + 1, table=99)])
 @example([claim(done=[False])])
-@given(st.lists(_SAID, max_size=8))
-def test_what_a_worker_says_never_ends_a_link_between_servers(compiled: bool, said: list[Said]) -> None:
+@given(st.lists(_FRAMES, max_size=8))
+def test_what_a_worker_says_never_ends_a_link_between_servers(compiled: bool, frames: list[Frame]) -> None:
     wires = Wires(1, compiled)
     head, tail = (wires.start(name, [WORKER]) for name in ("s0", "s1"))
     wires.adopt(lambda r: ["s0", "s1"])
@@ -150,7 +150,7 @@ def test_what_a_worker_says_never_ends_a_link_between_servers(compiled: bool, sa
     assert None not in links
     there, _ = wires.connect("s0", WORKER, _JOINED)
     with patch.object(os, "_exit") as ended:
-        for number, (header, body) in enumerate([create(TABLE), *said], 2):
+        for number, (header, body) in enumerate([create(TABLE), *frames], 2):
             if there.closed:
                 there, _ = wires.connect("s0", WORKER, _JOINED)
             frame = header._replace(request=number, epoch=head.serving.epoch, worker=WORKER, body=len(body))
@@ -189,8 +189,8 @@ def test_why_a_peer_ends_a_link_is_logged_where_it_came_from(run: Run) -> None:
         with patch.object(replica_links, "log", Mock()) as log:
             link.refuse(FrameError("cannot be"))
             await until(lambda: b.links.link(a.member) not in (None, wrong))
-        ((_, told),) = log.warning.call_args_list
-        assert told == {"peer": a.member, "reason": "cannot be"}
+        ((_, logged),) = log.warning.call_args_list
+        assert logged == {"peer": a.member, "reason": "cannot be"}
         assert (a.links._refused, b.links._refused) == ({b.member: 1}, {a.member: 1})
 
     run(test)

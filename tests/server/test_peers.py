@@ -109,8 +109,8 @@ def test_an_operation_that_does_not_fit_the_tables_ends_the_link_only(
     run(test)
 
 
-def chunk(*tables: TableRows, kept: tuple[Block, ...] = ()) -> SnapshotChunk:
-    rounds = RangeRounds({}, {}, [("default", 1, WORKER, list(kept))] if kept else [])
+def chunk(*tables: TableRows, shares: tuple[Block, ...] = ()) -> SnapshotChunk:
+    rounds = RangeRounds({}, {}, [("default", 1, WORKER, list(shares))] if shares else [])
     nothing = np.empty(0, np.int64)
     return SnapshotChunk(2, 3, 2, 0, 1 << 62, True, 5, nothing, nothing, ChunkContent(list(tables), rounds, {}))
 
@@ -128,8 +128,8 @@ def rows(table: int, spec: str, keys: tuple[int, ...], stride: int) -> TableRows
         chunk(rows(50, UNKNOWN_OPTIMIZER, (), 16)),
         chunk(rows(TABLE, SPEC.to_json(), (), 8)),
         chunk(rows(TABLE, SPEC.to_json(), (1, 2, 3, 4, 5, 6, 7), 16)),
-        chunk(rows(TABLE, SPEC.to_json(), (), 16), kept=(block(dim=DIM + 1),)),
-        chunk(rows(TABLE, SPEC.to_json(), (), 16), kept=(block(keys=(1, 2, 3, 4, 5, 6, 7)),)),
+        chunk(rows(TABLE, SPEC.to_json(), (), 16), shares=(block(dim=DIM + 1),)),
+        chunk(rows(TABLE, SPEC.to_json(), (), 16), shares=(block(keys=(1, 2, 3, 4, 5, 6, 7)),)),
     ],
     ids=["another spec", "unknown optimizer", "stride", "keys of other ranges", "dim of a share", "keys of a share"],
 )
@@ -167,7 +167,7 @@ def test_a_peer_that_is_wrong_again_and_again_gets_no_more_links_until_the_next_
     run(test)
 
 
-def test_nothing_is_heard_that_comes_behind_what_cannot_be(run: Run) -> None:
+def test_nothing_is_handled_after_a_message_that_cannot_be(run: Run) -> None:
     """Above all not by compiled code, to which such a link is nobody, as is the predecessor of a head."""
 
     async def test(group: Group) -> None:
@@ -186,8 +186,8 @@ def test_nothing_is_heard_that_comes_behind_what_cannot_be(run: Run) -> None:
         operation = Operation(
             OperationKind.PUSH, WORKER, 9 << 16, RowBlocks([], alone, positions_of(alone, RANGES)), 64
         )
-        behind = Forward(NOW, alone, b.replica.seq[alone] + 1, operation)
-        await say_what_cannot_be(a, b, pushed(block(table=99))(b), behind)
+        next_one = Forward(NOW, alone, b.replica.seq[alone] + 1, operation)
+        await say_what_cannot_be(a, b, pushed(block(table=99))(b), next_one)
         assert b.replica.seq.tolist() == before.tolist()
 
     run(test)

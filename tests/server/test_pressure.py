@@ -22,7 +22,7 @@ from tests.server.conftest import RANGES, WORKER, Answer, Group, Run, Worker, un
 
 WIDE, DIM, KEYS = 9, 128, 1000
 ANSWER_BYTES = KEYS * DIM * 4
-ASKED = 100
+PULLS = 100
 
 
 async def greet(group: Group, name: str) -> socket.socket:
@@ -61,8 +61,8 @@ def test_a_worker_that_reads_nothing_costs_a_bounded_amount(run: Run, compiled: 
         server.fast.h[H_ENABLED] = compiled
         group.adopt(group.make_view(lambda r: ["a"]))
         sock = await greet(group, "a")
-        loop, asked = asyncio.get_running_loop(), pulls(ASKED)
-        sending = loop.create_task(loop.sock_sendall(sock, asked))
+        loop, frames = asyncio.get_running_loop(), pulls(PULLS)
+        sending = loop.create_task(loop.sock_sendall(sock, frames))
         await until(lambda: waiting_bytes(server) > 0)
         other = await group.connect(
             "a", worker=second
@@ -72,7 +72,7 @@ def test_a_worker_that_reads_nothing_costs_a_bounded_amount(run: Run, compiled: 
             assert header.kind == Kind.OK
             assert waiting_bytes(server) < 10 * ANSWER_BYTES
         received = 0
-        while received < ASKED * (HEADER_BYTES + ANSWER_BYTES):  # and gets all of it once it reads
+        while received < PULLS * (HEADER_BYTES + ANSWER_BYTES):  # and gets all of it once it reads
             received += len(await asyncio.wait_for(loop.sock_recv(sock, 1 << 20), 10))
         await asyncio.wait_for(sending, 10)
         sock.close()
@@ -105,10 +105,10 @@ async def closing(group: Group, goes: bool) -> tuple[Server, socket.socket]:
     server = await group.start("a")
     group.adopt(group.make_view(lambda r: ["a"]))
     sock = await greet(group, "a")
-    loop, asked = asyncio.get_running_loop(), pulls(1, keys=20)
+    loop, frames = asyncio.get_running_loop(), pulls(1, keys=20)
     while not waiting_bytes(server):
         counted = server.fast.counter(H_PULLS)
-        await loop.sock_sendall(sock, asked)
+        await loop.sock_sendall(sock, frames)
         await until(lambda: server.fast.counter(H_PULLS) > counted)  # noqa: B023
     (connection,) = server.handshake.connections
     assert connection.transport.is_reading()

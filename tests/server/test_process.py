@@ -32,20 +32,20 @@ def refusal(url: str, *arguments: str) -> str:
     return errors.strip().splitlines()[-1]
 
 
-def test_a_name_that_somebody_lives_under_is_refused(local_cluster: NewCluster, eventually: Eventually) -> None:
+def test_the_name_of_a_living_server_is_refused(local_cluster: NewCluster, eventually: Eventually) -> None:
     cluster = local_cluster(servers=2, ranges=32)
-    said = refusal(cluster.url, "--name", "s0")
-    assert f"a server called 's0' is alive at {cluster.server('s0').address}" in said
+    text = refusal(cluster.url, "--name", "s0")
+    assert f"a server called 's0' is alive at {cluster.server('s0').address}" in text
     assert cluster.server("s0").running
     assert cluster.server("s0").incarnation == 1
 
     port = cluster.server("s0").address.rpartition(":")[2]
     assert f"cannot listen on 127.0.0.1:{port}: another process" in refusal(cluster.url, "--name", "x", "--port", port)
-    said = refusal(cluster.url, "--name", "x", "--admin-port", port)
-    assert f"the admin port 127.0.0.1:{port} cannot be had: another process listens there" in said
-    assert "GRPC_VERBOSITY" not in said
-    said = refusal(cluster.url, "--name", "x", "--memory-limit", "20MiB")
-    assert "--memory-limit 20,971,520 bytes: an empty server uses " in said
+    text = refusal(cluster.url, "--name", "x", "--admin-port", port)
+    assert f"the admin port 127.0.0.1:{port} cannot be had: another process listens there" in text
+    assert "GRPC_VERBOSITY" not in text
+    text = refusal(cluster.url, "--name", "x", "--memory-limit", "20MiB")
+    assert "--memory-limit 20,971,520 bytes: an empty server uses " in text
 
     with server(cluster.url, "--name", "s0", "--take-over") as taker:
         eventually(lambda: not cluster.server("s0").running)
@@ -101,7 +101,7 @@ def test_a_plugin_that_fails_is_one_line(text: str, says: str, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("name", ["../my_plugin.py", "my_plugin.py", "folder/my_plugin"])
-def test_a_plugin_that_is_a_path_is_told_its_name(name: str) -> None:
+def test_a_plugin_given_as_a_path_is_refused_with_its_name(name: str) -> None:
     with pytest.raises(ConfigError, match="is a path; name it as `import` would, 'my_plugin'"):
         load_plugin(name)
 

@@ -41,7 +41,7 @@ async def read_rows(reader: asyncio.StreamReader, requests: int) -> dict[int, ND
     return {request: np.frombuffer(b"".join(parts), np.float32).reshape(-1, DIM) for request, parts in chunks.items()}
 
 
-def test_large_answers_that_wait_have_the_rows_that_were_asked_for(run: Run) -> None:
+def test_large_answers_that_wait_have_the_requested_rows(run: Run) -> None:
     async def story(group: Group) -> None:
         await group.start("a")
         view = group.make_view(lambda r: ["a"])
@@ -50,12 +50,12 @@ def test_large_answers_that_wait_have_the_rows_that_were_asked_for(run: Run) -> 
         await create_wide(worker, view.epoch)
         worker.task.cancel()  # from here on nothing is read until all is asked
         await asyncio.gather(worker.task, return_exceptions=True)
-        asked = {100 + i: np.arange(4_000, dtype=np.int64) * 7 + i * 1_000_000 for i in range(6)}
-        for request, keys in asked.items():
+        requests = {100 + i: np.arange(4_000, dtype=np.int64) * 7 + i * 1_000_000 for i in range(6)}
+        for request, keys in requests.items():
             header = Header(Kind.PULL, 0, keys.nbytes, request, view.epoch, table=WIDE, items=len(keys))
             worker.writer.write(header.pack() + keys.tobytes())
-        answers = await read_rows(worker.reader, len(asked))
-        for request, keys in asked.items():
+        answers = await read_rows(worker.reader, len(requests))
+        for request, keys in requests.items():
             np.testing.assert_array_equal(answers[request], initial_rows(INIT, keys, DIM))
 
     run(story)

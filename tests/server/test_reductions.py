@@ -31,13 +31,13 @@ async def reduce_all(worker: Worker, epoch: int, ranges: int, name: str) -> list
     for r in range(ranges):
         header, body = await asyncio.wait_for(ask(worker, epoch, r, name), 10)
         assert header.kind == Kind.REDUCED, body
-        said = ReducedHeader.of(header)
-        assert said.range == r
-        found.append((said.rows, body))
+        reduced = ReducedHeader.of(header)
+        assert reduced.range == r
+        found.append((reduced.rows, body))
     return found
 
 
-def test_every_replica_says_the_same_bits_and_only_the_tail_is_asked(run: Run) -> None:
+def test_every_replica_computes_the_same_bits_and_only_the_tail_answers(run: Run) -> None:
     async def story(group: Group) -> None:
         for name in "ab":
             await group.start(name)
@@ -74,24 +74,24 @@ def test_others_have_their_turn_between_slices(run: Run, monkeypatch: pytest.Mon
         group.adopt(view)
         one, other = await group.connect("a"), await group.connect("a", worker=second)
         await asyncio.wait_for(one.push(view, "a", 1, KEYS.tolist(), 1.0), 10)
-        asked = [ask(one, view.epoch, r) for r in range(view.ranges)]
-        first = await asyncio.wait_for(asked[0], 10)
+        requests = [ask(one, view.epoch, r) for r in range(view.ranges)]
+        first = await asyncio.wait_for(requests[0], 10)
         pull = PullHeader(0, view.epoch, 0, 0, TABLE, len(KEYS)).header()
         header, _ = await asyncio.wait_for(one.ask(pull, KEYS.astype(np.int64).tobytes()), 10)
         assert header.kind == Kind.ROWS
-        assert not asked[-1].done()  # hundreds of turns are left
+        assert not requests[-1].done()  # hundreds of turns are left
         own = await asyncio.wait_for(ask(other, view.epoch, 0), 10)
         assert own[1] == first[1]
-        assert not asked[-1].done()  # connections take turns
+        assert not requests[-1].done()  # connections take turns
         assert (await asyncio.wait_for(other.push(view, "a", 1, KEYS.tolist(), 1.0), 10))[0].kind == Kind.OK
-        done = [await asyncio.wait_for(answer, 20) for answer in asked]
+        done = [await asyncio.wait_for(answer, 20) for answer in requests]
         assert sum(header.clock for header, _ in done) == len(KEYS)
         assert server.store.rows == len(KEYS)
 
     run(story)
 
 
-def test_a_range_that_leaves_is_asked_for_elsewhere_and_who_goes_is_forgotten(
+def test_a_range_that_leaves_is_requested_elsewhere_and_requests_of_a_lost_connection_are_dropped(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(partial, "SLICE_ROWS", 1)
@@ -122,7 +122,7 @@ def test_a_range_that_leaves_is_asked_for_elsewhere_and_who_goes_is_forgotten(
     run(story)
 
 
-def test_nothing_is_told_that_a_level_joiner_may_lack(run: Run) -> None:
+def test_nothing_is_shown_that_a_level_joiner_may_lack(run: Run) -> None:
     """It may be the next tail: as with pulls."""
 
     async def story(group: Group) -> None:
@@ -141,13 +141,13 @@ def test_nothing_is_told_that_a_level_joiner_may_lack(run: Run) -> None:
         pushed = head.push(view, "a", 2, KEYS.tolist(), 1.0)
         await until(lambda: (server.replica.seq > server.replica.acked).any())
         r = int(np.flatnonzero(server.replica.seq > server.replica.acked)[0])
-        told = ask(tail, view.epoch, r, "sum")
+        answer = ask(tail, view.epoch, r, "sum")
         await until(lambda: server.pulls._unshown)
         assert not server.reductions.waiting
-        assert not told.done()
+        assert not answer.done()
         group.adopt(view := group.make_view(lambda r: ["a", "b"]))
         assert (await asyncio.wait_for(pushed, 10))[0].kind == Kind.OK
-        header, body = await asyncio.wait_for(told, 10)
+        header, body = await asyncio.wait_for(answer, 10)
         if header.kind == Kind.ERROR:  # the view was told first
             assert json_body(body)["code"] == "stale-view"
             header, body = await asyncio.wait_for(ask(tail, view.epoch, r, "sum"), 10)
@@ -180,8 +180,8 @@ def test_what_cannot_be_reduced_is_refused(run: Run, monkeypatch: pytest.MonkeyP
         await asyncio.wait_for(worker.push(view, "a", 1, KEYS.tolist(), 2.0), 10)
         theirs = await group.connect("a", create=False, worker=stranger, worker_name="x", app="other")
 
-        async def code(asked: Answer) -> tuple[str, str]:
-            header, body = await asyncio.wait_for(asked, 10)
+        async def code(requests: Answer) -> tuple[str, str]:
+            header, body = await asyncio.wait_for(requests, 10)
             assert header.kind == Kind.ERROR
             document = json_body(body)
             return document["code"], document["message"]

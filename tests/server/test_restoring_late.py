@@ -23,9 +23,9 @@ ROWS = {key: row(TABLE, key) for key in range(400)}
 
 @pytest.fixture(autouse=True)
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    said: list[str] = []
-    monkeypatch.setattr(fatal, "end", lambda me, error: said.append(f"{me.name}: {error!r}"))
-    return said
+    errors: list[str] = []
+    monkeypatch.setattr(fatal, "end", lambda me, error: errors.append(f"{me.name}: {error!r}"))
+    return errors
 
 
 def place(path: Path) -> RestoreSpec:
@@ -63,9 +63,9 @@ def test_what_was_undone_and_is_begun_again_ends_no_server(run: Run, tmp_path: P
         for server in group.servers.values():
             assert await server.restoring.end(1, [7])
         await until(lambda: not any(server.store.tables for server in group.servers.values()))
-        said = await all_done(group, 2, spec)
+        errors = await all_done(group, 2, spec)
         assert ended == []
-        assert "dropped" in said
+        assert "dropped" in errors
 
     run(test)
 

@@ -325,13 +325,13 @@ async def refused(worker: Worker, epoch: int) -> list[int]:
     """The steps that a head says to be without something."""
     header, body = await worker.ask(Header(Kind.GET_CLOCKS, epoch=epoch, worker=WORKER))
     *_, steps = read_clocks(header, np.frombuffer(body, np.uint8))
-    said = decode_refused(steps, RANGES)
-    assert all((why["code"], why["server"], why["table"]) == ("memory", "a", "t") for _, why, _ in said)
-    assert all(sorted(rows.keys[TABLE].tolist()) == MORE for _, _, rows in said)
-    return [clock for clock, _, _ in said]
+    refused = decode_refused(steps, RANGES)
+    assert all((why["code"], why["server"], why["table"]) == ("memory", "a", "t") for _, why, _ in refused)
+    assert all(sorted(rows.keys[TABLE].tolist()) == MORE for _, _, rows in refused)
+    return [clock for clock, _, _ in refused]
 
 
-def test_a_refused_push_is_not_kept(run: Run) -> None:
+def test_a_refused_push_is_not_retained(run: Run) -> None:
     """Nor what it brought: nothing of it waits for the collector, which seldom comes by."""
 
     def held() -> list[object]:
@@ -349,10 +349,10 @@ def test_a_refused_push_is_not_kept(run: Run) -> None:
             for clock in range(2, 12):
                 assert await code(worker.push(view, "a", clock, [*KEYS, *MORE], 1.0)) == "memory"
             assert await code(worker.push(view, "a", 12, KEYS, 1.0)) == "ok"  # all replicas have the others, too
-            kept = held()
+            retained = held()
         finally:
             gc.enable()
-        assert len(kept) - before <= 2
+        assert len(retained) - before <= 2
 
     run(story)
 
@@ -405,16 +405,18 @@ def test_shares_of_a_round_take_no_more_than_some_bytes_of_a_full_server(
     run(story)
 
 
-def test_nobody_is_many_rounds_ahead(run: Run) -> None:
+def test_a_worker_cannot_push_for_many_open_rounds(run: Run) -> None:
     """What is kept for rounds that do not close would grow without an end."""
 
     async def story(group: Group) -> None:
         _, worker, view = await begin(group, "ab")
-        said = [await code(share(worker, view, clock)) for clock in range(1, 6)]
-        assert said == ["ok", "ok", "ahead", "ahead", "ahead"]
+        codes = [await code(share(worker, view, clock)) for clock in range(1, 6)]
+        assert codes == ["ok", "ok", "ahead", "ahead", "ahead"]
         for server in group.servers.values():
-            kept = [each for r in range(RANGES) for each in server.executor.rounds.retained_in(r, server.store.tables)]
-            assert {clock for _, clock, _ in kept} == {1, 2}
+            retained = [
+                each for r in range(RANGES) for each in server.executor.rounds.retained_in(r, server.store.tables)
+            ]
+            assert {clock for _, clock, _ in retained} == {1, 2}
         assert await code(close_round(worker, view, 1)) == "ok"
         assert await code(share(worker, view, 6)) == "ok"
 

@@ -74,17 +74,17 @@ def test_a_share_is_taken_whatever_is_not_closed_yet_where_ranges_are_filled(
 
         async def shares(clock: int) -> list[str]:
             kind = Kind.PUSH, LAST | ALL_RANGES | ROUND
-            asked = [
+            requests = [
                 w.ask(Header(*kind, epoch=view.epoch, clock=clock, worker=w.id, items=1), w._block(view, n, KEYS, 1.0))
                 for n, w in workers.items()
             ]
-            return [await code(answer) for answer in asked]
+            return [await code(answer) for answer in requests]
 
         async def closes(clock: int) -> list[str]:
             ids = np.unique([w.id for w in workers.values()]).tolist()
             body = json_frame(Kind.BARRIER_CLOSE, {"round": clock, "workers": ids})[HEADER_BYTES:]
-            asked = [w.ask(Header(Kind.BARRIER_CLOSE, epoch=view.epoch), body) for w in workers.values()]
-            return [await code(answer) for answer in asked]
+            requests = [w.ask(Header(Kind.BARRIER_CLOSE, epoch=view.epoch), body) for w in workers.values()]
+            return [await code(answer) for answer in requests]
 
         await hears("a", lambda header: header.kind == Kind.SNAPSHOT_CHUNK)
         assert await shares(1) == ["OK"] * 3

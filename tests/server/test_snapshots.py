@@ -63,7 +63,7 @@ def a_block(number: int, rows: int) -> Block:
     return Block(number, keys, grads, np.full(number % 3, 0.5, np.float32))
 
 
-kept = st.lists(
+shares = st.lists(
     st.tuples(
         st.sampled_from(APPS),
         clocks,
@@ -73,7 +73,7 @@ kept = st.lists(
     max_size=4,
 )
 rounds = st.builds(
-    RangeRounds, st.dictionaries(st.sampled_from(APPS), clocks), st.dictionaries(st.sampled_from(APPS), groups), kept,
+    RangeRounds, st.dictionaries(st.sampled_from(APPS), clocks), st.dictionaries(st.sampled_from(APPS), groups), shares,
     st.booleans(),
 )  # fmt: skip
 shards = st.dictionaries(st.sampled_from(APPS), st.dictionaries(names, sets, min_size=1, max_size=2), max_size=2)
@@ -101,10 +101,10 @@ def through_the_wire(content: ChunkContent) -> ChunkContent:
     codec = ReplicaCodec({}, P)
     piece = SnapshotChunk(4, 3, 2, 1, 9, False, 4, none, none, content)
     frame = b"".join(bytes(part) for part in codec.encode(piece))
-    said = codec.decode(unpack_header(frame), np.frombuffer(frame[HEADER_BYTES:], np.uint8))
-    assert isinstance(said, SnapshotChunk)
-    assert isinstance(said.payload, ChunkContent)
-    return said.payload
+    message = codec.decode(unpack_header(frame), np.frombuffer(frame[HEADER_BYTES:], np.uint8))
+    assert isinstance(message, SnapshotChunk)
+    assert isinstance(message.payload, ChunkContent)
+    return message.payload
 
 
 def plain(content: ChunkContent) -> tuple[Any, ...]:
@@ -227,7 +227,7 @@ def test_a_home_range_full_of_state_reaches_its_joiner_while_workers_go_on(run: 
         for r in range(RANGES):
             assert a.executor.rounds.words(r) == b.executor.rounds.words(r)
             assert a.executor.shards.words(r) == b.executor.shards.words(r)
-            assert kept_in(a.executor.rounds, a.store, r) == kept_in(b.executor.rounds, b.store, r)
+            assert retained_shares(a.executor.rounds, a.store, r) == retained_shares(b.executor.rounds, b.store, r)
         assert a.executor.rounds.groups == b.executor.rounds.groups
         assert list(a.executor.rounds.groups["default"].members) == list(b.executor.rounds.groups["default"].members)
 
@@ -247,12 +247,12 @@ def fill_up(of_rounds: Rounds, of_shards: ShardLedger, store: Store) -> None:
         of_rounds.keep("default", 7, worker, everywhere, [Block(9, keys, grads, np.empty(0, np.float32))])
 
 
-def kept_in(of_rounds: Rounds, store: Store, r: int) -> set[tuple[int, int, float]]:
+def retained_shares(of_rounds: Rounds, store: Store, r: int) -> set[tuple[int, int, float]]:
     width = (1 << 62) // RANGES
-    kept = of_rounds.dump(r, r * width, (r + 1) * width, store.tables).retained
+    shares = of_rounds.dump(r, r * width, (r + 1) * width, store.tables).retained
     return {
         (worker, key, float(row[0]))
-        for _, _, worker, blocks in kept
+        for _, _, worker, blocks in shares
         for block in blocks
         for key, row in zip(block.keys.tolist(), block.grads, strict=True)
     }

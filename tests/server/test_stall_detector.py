@@ -12,28 +12,28 @@ RANGES = 4
 ME = Member("s0", 1)
 
 
-def test_pushes_wait_after_a_standstill_until_there_was_time_to_read_a_view() -> None:
+def test_pushes_wait_after_a_stop_until_there_was_time_to_read_a_view() -> None:
     now = [10.0]
     executor = Executor(ME, RANGES, 1 << 20, FastPath(RANGES, 1 << 20))
     view: Chains = form([ME], RANGES, 1)
     executor.perform(executor.replica.adopt, view)
-    standstill = StallDetector(lambda: now[0], executor)
+    detector = StallDetector(lambda: now[0], executor)
 
     def doubtful() -> bool:
         return executor.replica.careful
 
     now[0] += 10 * STOPPED_S
-    standstill.look()
+    detector.look()
     assert not doubtful(), "nobody has begun to beat"
-    standstill.beat()
+    detector.beat()
     now[0] += STOPPED_S / 2
-    standstill.look()
+    detector.look()
     assert not doubtful()
     now[0] += STOPPED_S
-    standstill.look()
+    detector.look()
     assert doubtful()
-    standstill.beat()
+    detector.beat()
     assert doubtful()
     now[0] += 2 * DOUBT_S
-    standstill.beat()
+    detector.beat()
     assert not doubtful()

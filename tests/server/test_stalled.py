@@ -85,7 +85,7 @@ class Tail:
         return found
 
 
-def test_a_joiner_that_installs_nothing_is_told_of_and_one_that_gets_on_is_not() -> None:
+def test_a_joiner_that_installs_nothing_is_reported_and_one_that_gets_on_is_not() -> None:
     tail = Tail()
     tail.start(B, 1)
     for _ in range(3):  # slowly, but it gets on
@@ -123,7 +123,7 @@ def test_one_range_is_sent_after_another_but_last_pieces_after_all_others() -> N
     assert {serial for serial, _ in others} == {0, 1}
 
 
-def test_one_that_reads_nothing_is_told_of() -> None:
+def test_a_joiner_that_reads_nothing_is_reported() -> None:
     tail = Tail()
     tail.backlog = BACKLOG_BYTES + 1
     tail.start(B, 1)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from coordinator.core.view import Roster, WorkerInfo
-from elasticps.server.roles import worker_activity as uses
+from elasticps.server.roles import worker_activity
 from elasticps.wire.activity import Activity, UseHeader
 from elasticps.wire.frames import Kind
 from tests.server.conftest import Group, Run, Worker, until
@@ -31,44 +31,42 @@ def say(worker: Worker, use: Activity, as_worker: int = 0) -> None:
 
 
 def watched(worker: Worker) -> int:
-    return sum(header.kind == Kind.WATCH for header in worker.told)
+    return sum(header.kind == Kind.WATCH for header in worker.unsolicited)
 
 
-def test_each_worker_is_asked_by_one_server_as_long_as_somebody_looks(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(uses, "EVERY_S", 3600.0)  # once, however long it takes
+def test_each_worker_reports_to_one_server_while_an_operator_looks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_activity, "EVERY_S", 3600.0)  # once, however long it takes
 
     async def story(group: Group) -> None:
         workers = await two_servers(group)
         everybody = [worker for some in workers.values() for worker in some]
-        subjects = {name: group.servers[name].admin for name in "ab"}
+        admins = {name: group.servers[name].admin for name in "ab"}
         assert sum(map(watched, everybody)) == 0  # nobody has looked yet
         for _ in range(5):  # however many look
-            assert [subject.activity()["uses"] for subject in subjects.values()] == [[], []]
+            assert [admin.activity()["uses"] for admin in admins.values()] == [[], []]
         await until(lambda: sum(map(watched, everybody)) == len(IDS))
-        asked = {name: [w.id for w in some if watched(w)] for name, some in workers.items()}
-        assert sorted(asked["a"] + asked["b"]) == list(IDS)
+        workers_of = {name: [w.id for w in some if watched(w)] for name, some in workers.items()}
+        assert sorted(workers_of["a"] + workers_of["b"]) == list(IDS)
         for some in workers.values():
             for worker in some:
                 if watched(worker):
                     say(worker, Activity(worker.id, 1, 2, 3, 5, 4, 6))
-        await until(lambda: all(len(subjects[name].activity()["uses"]) == len(asked[name]) for name in "ab"))
-        told = [use for subject in subjects.values() for use in subject.activity()["uses"]]
-        assert sorted(use["worker"] for use in told) == list(IDS)
-        assert told[0] == {
-            "worker": told[0]["worker"], "clock": told[0]["worker"], "committed": 1, "sent": 2, "received": 3,
+        await until(lambda: all(len(admins[name].activity()["uses"]) == len(workers_of[name]) for name in "ab"))
+        reports = [use for admin in admins.values() for use in admin.activity()["uses"]]
+        assert sorted(use["worker"] for use in reports) == list(IDS)
+        assert reports[0] == {
+            "worker": reports[0]["worker"], "clock": reports[0]["worker"], "committed": 1, "sent": 2, "received": 3,
             "wanted": 5, "kept": 4, "shards": 6,
         }  # fmt: skip
         assert sum(map(watched, everybody)) == len(IDS)
-        monkeypatch.setattr(uses, "EVERY_S", 0.0)
-        subjects["a"].activity()
-        await until(lambda: sum(map(watched, everybody)) == len(IDS) + len(asked["a"]))
+        monkeypatch.setattr(worker_activity, "EVERY_S", 0.0)
+        admins["a"].activity()
+        await until(lambda: sum(map(watched, everybody)) == len(IDS) + len(workers_of["a"]))
 
     run(story)
 
 
-def test_whoever_is_gone_is_told_of_no_more_and_lies_are_refused(run: Run) -> None:
+def test_a_worker_that_has_gone_is_not_shown_and_false_reports_are_refused(run: Run) -> None:
     async def story(group: Group) -> None:
         workers = (await two_servers(group))["a"]
         server = group.servers["a"]
@@ -82,7 +80,7 @@ def test_whoever_is_gone_is_told_of_no_more_and_lies_are_refused(run: Run) -> No
         assert f"says what {workers[3].id} does" in workers[2].refused
         say(workers[3], Activity(1, 9, 0, 0, 0, 0, 0))
         await until(lambda: workers[3].refused)
-        assert "has done" in workers[3].refused
+        assert "impossible counts" in workers[3].refused
         with pytest.raises(asyncio.IncompleteReadError):
             await workers[3].task
 

@@ -136,7 +136,7 @@ class Pipe(FakeTransport):
         self.wires = wires
         self.to = to
         self.back: Pipe | None = None
-        self.unsent = SendQueue()
+        self.queue = SendQueue()
         self.written = bytearray()
         self.owner: Connection | None = None
         self.paused = False
@@ -147,34 +147,34 @@ class Pipe(FakeTransport):
 
     def fill(self) -> None:
         """Tells the writer when too much waits. Not in the middle of a buffer: compiled code writes at its end."""
-        if self.unsent.nbytes > self.window and not self.paused and not self.closed and self.owner is not None:
+        if self.queue.nbytes > self.window and not self.paused and not self.closed and self.owner is not None:
             self.paused = True
             self.owner.pause_writing()
 
     def writelines(self, buffers: Sequence[Any]) -> None:
         assert not self.closed
-        self.unsent.add(buffers)
+        self.queue.add(buffers)
 
     def take(self, most: int) -> bytes:
         """The next bytes leave."""
         taken = Taken(most)
-        self.unsent.send(taken)
+        self.queue.send(taken)
         self.written += taken.found
         return bytes(taken.found)
 
     def drained(self) -> None:
-        if self.paused and not self.unsent and self.owner is not None:
+        if self.paused and not self.queue and self.owner is not None:
             self.paused = False
             self.owner.resume_writing()
 
     def get_write_buffer_size(self) -> int:
-        return self.unsent.nbytes
+        return self.queue.nbytes
 
     def abort(self) -> None:
         for pipe in (self, self.back):
             if pipe is not None and not pipe.closed:
                 pipe.closed = True
-                pipe.unsent.clear()
+                pipe.queue.clear()
                 if pipe.owner is not None:
                     self.wires.clock.call_soon(pipe.owner.connection_lost, None)
 
@@ -267,7 +267,7 @@ class Wires:
             pipe.fill()
         if self.clock.run_due():
             return True
-        ready = [p for p in self.pipes if p.unsent and (p.to is None or (p.back is not None and p.back.reading))]
+        ready = [p for p in self.pipes if p.queue and (p.to is None or (p.back is not None and p.back.reading))]
         if not ready:
             return False
         pipe = self.random.choice(ready)
@@ -275,7 +275,7 @@ class Wires:
         if pipe.to is None:
             pipe.take(n)
         else:
-            while n and pipe.unsent and pipe.back is not None and pipe.back.reading:
+            while n and pipe.queue and pipe.back is not None and pipe.back.reading:
                 buffer = pipe.to.get_buffer(-1)
                 assert len(buffer)
                 taken = pipe.take(min(n, len(buffer)))

@@ -51,6 +51,7 @@ class HelloHandler:
         }  # fmt: skip
         # What a peer may send before it is known.
         self.newcomer = PeerKind(handlers, self.forget, opened=self._opened, wrong="came before HELLO")
+        # What a leader may send.
         self._leader = PeerKind(
             {Kind.VIEW: context.updates.by_leader, Kind.GET_VIEW: leaders.beat}, self.forget, leaders.remove
         )

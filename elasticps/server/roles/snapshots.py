@@ -206,8 +206,8 @@ class SnapshotSender:
     def _table_rows(self, number: int, table: Table, r: int, low: int, upto: int) -> TableRows:
         notes = table.deletions.of(r)
         if len(notes):
-            places = table.hashes_of(np.ascontiguousarray(notes[:, 0]))
-            notes = notes[(low <= places) & (places < upto)]
+            hashes = table.hashes_of(np.ascontiguousarray(notes[:, 0]))
+            notes = notes[(low <= hashes) & (hashes < upto)]
         rows = table.dump_stamped(r, low, upto)
         return TableRows(number, table.spec.to_json(), *rows, notes, int(table.deletions.floor[r]))
 

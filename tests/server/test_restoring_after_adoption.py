@@ -1,4 +1,4 @@
-"""A server outlives the store: who restores after that one was made anew is not taken for one of before."""
+"""A server outlives the store: a restore after the store was rebuilt is not taken for one of before."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.server.conftest import Group, Run
 from tests.server.test_restoring_late import all_done, place
 
 
-def test_what_is_restored_after_the_store_was_made_anew_comes_back(run: Run, tmp_path: Path) -> None:
-    wanted = place(tmp_path)
+def test_a_restore_after_the_store_was_rebuilt_succeeds(run: Run, tmp_path: Path) -> None:
+    spec = place(tmp_path)
 
     async def test(group: Group) -> None:
         before, after = MemoryStore("test"), MemoryStore("test")
@@ -27,7 +27,7 @@ def test_what_is_restored_after_the_store_was_made_anew_comes_back(run: Run, tmp
         for _ in range(500):  # leases, views, rosters
             await before.put("x", b"")
         async with driving(before) as (serial, _):
-            assert await all_done(group, serial, wanted) == ""
+            assert await all_done(group, serial, spec) == ""
             for server in group.servers.values():
                 assert await server.restoring.end(serial, ())
         newest = max(server.admin.cluster_known()["newest"] for server in group.servers.values())
@@ -35,6 +35,6 @@ def test_what_is_restored_after_the_store_was_made_anew_comes_back(run: Run, tmp
         await adopt(after, plan_adoption([knows, replace(knows, name="b", incarnation=1)], (), "x"))
         assert await new_number(after) > newest
         async with driving(after) as (serial, _):
-            assert await all_done(group, serial, wanted) == ""
+            assert await all_done(group, serial, spec) == ""
 
     run(test)
