@@ -86,7 +86,7 @@ def test_a_cut_goes_through_every_range_once(taken: list[CutTaken], says: str) -
         ({"clocks": {1: 4 << 16, 2: 5 << 16}}, "what ranges have of worker 1 differs: steps 3, 4"),
         ({"clocks": {1: 3 << 16 | 2, 2: 5 << 16}}, "what ranges have of worker 1 differs: steps 3, 3 and a part"),
         ({"clocks": {1: 3 << 16}}, "what ranges have of worker 2 differs: steps 0, 5"),
-        ({"kept": (("a", 4, 2),)}, "what ranges have of worker 2 waits for its round"),
+        ({"waiting_shares": (("a", 4, 2),)}, "what ranges have of worker 2 waits for its round"),
         ({"closed": {"a": 2}}, "the rounds of 'a' that are closed differ: [2, 3]"),
     ],
 )
