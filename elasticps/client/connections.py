@@ -17,7 +17,7 @@ from coordinator.core.view import ServerInfo
 from elasticps.client.core.routing import Routes
 from elasticps.client.runtime import Lock, Runtime
 from elasticps.client.short_keys import ShortKeys
-from elasticps.client.transport import Link, LinkDriver, Receiver
+from elasticps.client.transport import Link, LinkDriver, LinkReceiver
 from elasticps.errors import (
     Closed,
     ConfigError,
@@ -71,7 +71,7 @@ class PeerConnections:
         driver: LinkDriver,
         lock: Lock,
         hello: bytes,
-        receiver: Receiver,
+        receiver: LinkReceiver,
         on_gone: Callable[[Member], None],
         credentials: Credentials | None = None,
     ) -> None:

@@ -35,7 +35,7 @@ from elasticps.client.pull_batch import ANSWERS, FAN_OUT, OWNERS, PULL, PUSH, ta
 from elasticps.client.pulls import PullsInFlight
 from elasticps.client.pushes import PushesInFlight
 from elasticps.client.runtime import Runtime, at_fork
-from elasticps.client.transport import Link, LinkDriver, Receiver
+from elasticps.client.transport import Link, LinkDriver, LinkReceiver
 from elasticps.errors import Closed, ClusterUnreachable, Error, Timeout, VersionMismatch
 from elasticps.wire.activity import Activity, UseHeader
 from elasticps.wire.frames import (
@@ -50,7 +50,7 @@ from elasticps.wire.frames import (
     read_clocks,
     read_partly,
     read_view,
-)
+)  # fmt: skip
 from elasticps.wire.headers import GetViewHeader
 from elasticps.wire.refusals import RefusedRows
 from replication.chain import Member
@@ -92,7 +92,7 @@ class Dispatcher:
         self._driver = LinkDriver(runtime, self._broken, self._turn, self._failed)
         self.nudge = self._driver.nudge  # something is to be waited for
         hello = {"cluster": cluster, "worker": worker.id, "name": worker.name, "app": worker.app}
-        receiver = Receiver(self._on_frame, self._sink, self._usual)
+        receiver = LinkReceiver(self._on_frame, self._sink, self._usual)
         # To all servers of the view.
         self.connections = PeerConnections(
             runtime, self._driver, self.lock, json_frame(Kind.HELLO, hello), receiver, self._gone, credentials

@@ -40,7 +40,7 @@ Sink: TypeAlias = Callable[[Header], Sequence[memoryview] | None]
 Usual: TypeAlias = "Callable[[Link, NDArray[np.uint8], int, int], int]"
 
 
-class Receiver(NamedTuple):
+class LinkReceiver(NamedTuple):
     """Who takes what links receive. `usual` takes frames out of a buffer, as for `Assembler`; what it leaves goes to
     `on_frame`, and rows into memory that `sink` gives, if it does."""
 
@@ -60,7 +60,7 @@ class Link:
         self,
         runtime: Runtime,
         server: ServerInfo,
-        receiver: Receiver,
+        receiver: LinkReceiver,
         credentials: Credentials | None = None,
     ) -> None:
         self._runtime = runtime  # clock, sockets

@@ -12,7 +12,7 @@ import pytest
 from coordinator.core.view import ServerInfo
 from elasticps.client import transport
 from elasticps.client.runtime import Runtime
-from elasticps.client.transport import RECEIVE_CALLS_PER_TURN, Link, Receiver
+from elasticps.client.transport import RECEIVE_CALLS_PER_TURN, Link, LinkReceiver
 from elasticps.wire.frames import Kind, bytes_frame
 
 
@@ -73,7 +73,7 @@ def test_a_turn_of_reading_ends_when_nothing_that_was_decrypted_is_left(
     link = Link(
         Machine(),
         server,
-        Receiver(frame, lambda header: None, lambda link, data, start, end: start),
+        LinkReceiver(frame, lambda header: None, lambda link, data, start, end: start),
         cast(Any, object()),
     )
     link.connect(b"hello")

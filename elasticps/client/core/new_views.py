@@ -138,7 +138,7 @@ class NewViews:
     """Of one cluster. Called under the client's lock.
 
     read_store: reads the view from the coordination store, in a thread of its own, and hands it over to `came`, None if
-    there is no answer. proven: everybody proves who they are, so that a server's word for a view is not the leader's.
+    there is no answer. authenticated: everybody proves who they are, so a server's word is not the leader's.
     heard: frames received from servers of the client's view.
     """
 
