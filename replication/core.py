@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from replication.chain import Chains, Member, Ranges, Role
 from replication.effects import Apply, Effects, Reply, Send, Status
 from replication.log import Frame, Log
-from replication.messages import Ack, Forward, Message, Operation, Seqs
+from replication.messages import Ack, Forward, Message, Seqs
+from replication.neighbours import Neighbours
 from replication.progress import Clocks, Progress, touched_clock
 from replication.refusals import Refusals, Refused
 from replication.retained import Retained
@@ -88,106 +89,88 @@ class Waiter(NamedTuple):
 
 
 class Core:
-    """Arrays over the P ranges, a slot per member ever heard of, and the steps on them.
+    """The ranges of one replica, and the steps that all events are made of.
 
-    seq: the last operation applied; acked: the last one that the tail (and a level joiner) is known to have.
-    acked <= seq, and the log holds every operation between them that has a neighbour downstream to wait for.
-    _fed: whether I am the tail of a range that someone joins. guarded: whether acknowledgements of some range wait for
-    its joiner: what I have beyond `acked` there must not be shown, because the joiner may be the next to be read.
-    congested: whether operations that no log bounds wait on a full link, to a joiner that I fill: then no push is let
-    in here, and what I have as tail is not acknowledged, so that heads' logs fill up, and they let none in either.
+    Arrays are over the P ranges. Parts put what is to be carried out into `effects`, in order; the event takes it.
     """
 
     def __init__(self, me: Member, ranges: int, log: Log | None = None) -> None:
         self.me = me
-        self.epoch = 0
-        self.ranges = ranges
+        self.ranges = ranges  # P
+        self.effects: Effects = []  # of the event under way, in the order in which they are to be carried out
+        self.epoch = 0  # of the view that is followed
         self.view: Chains | None = None
-        self.seq: Seqs = np.zeros(ranges, dtype=np.int64)
-        self.acked: Seqs = np.zeros(ranges, dtype=np.int64)
+        self.version = 0  # grows with every change of neighbours, links or fillings
+        self.neighbours = Neighbours(ranges)
+        # acked <= seq, and the log holds every operation between them that has a successor to wait for.
+        self.seq: Seqs = np.zeros(ranges, dtype=np.int64)  # the last operation applied
+        self.acked: Seqs = np.zeros(ranges, dtype=np.int64)  # the last one known to be at the tail (and a level joiner)
         self.clocks = Clocks(ranges)
         self.refusals = Refusals(ranges)
         self.log = Log() if log is None else log
         self.retained = Retained(ranges)
-        self.version = 0  # grows with every change of neighbours, links or fillings
-        self.role: NDArray[np.int8] = np.zeros(ranges, dtype=np.int8)
-        self.filled: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)
-        self.waiting: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)
-        self._joined: Seqs = np.full(ranges, -1, dtype=np.int64)
-        self._since: NDArray[np.int64] = np.zeros(ranges, dtype=np.int64)
-        self._up: NDArray[np.int64] = np.full(ranges, -1, dtype=np.int64)
-        self._down: NDArray[np.int64] = np.full(ranges, -1, dtype=np.int64)
-        self._head: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)
-        self._tail: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)
-        self._synced: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)
-        self._code: NDArray[np.int64] = np.zeros(ranges, dtype=np.int64)
-        self._newest_since = 0
-        self._fed = False
+        self.role: NDArray[np.int8] = np.zeros(ranges, dtype=np.int8)  # a `Role`
+        self.filled: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)  # all of the range is here
+        self.bounds: dict[int, int] = {}  # of ranges being filled here: the hash below which keys are there
+        self.joined: Seqs = np.full(ranges, -1, dtype=np.int64)  # how far the joiner is of which I am the tail
+        self.synced: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)  # the successor gets operations
+        self.waiting: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)  # acknowledgements wait for the joiner
+        self.fed = False  # I am the tail of a range that has a joiner
+        # Acknowledgements of some range wait for its joiner: what I have beyond `acked` there must not be shown:
+        # the joiner may be the next to be read.
         self.guarded = False
+        # Operations that no log bounds wait on a full link to a joiner that I fill: then no push is let in here, and
+        # what I have as tail is not acknowledged, so that heads' logs fill up, and they let none in either.
         self.congested = False
-        self._full: set[int] = set()  # links that have more waiting than their sockets take
-        self._unacknowledged: NDArray[np.bool_] = np.zeros(
-            ranges, dtype=np.bool_
-        )  # not told that all of it is committed
-        self._headed: Ranges = NO_RANGES
+        # Ranges whose predecessors have not heard of all that is committed.
+        self.unacknowledged: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)
+        self.headed: Ranges = NO_RANGES  # in the order of a push's keys
+        self.waiters: list[Waiter] = []
+        self.code: NDArray[np.int64] = np.zeros(ranges, dtype=np.int64)  # what is done with an operation, see `recode`
         self._plans: deque[tuple[Ranges, ForwardingPlan]] = deque(maxlen=_PLANS_CACHED)
-        self._members: list[Member] = []
-        self._slots: dict[Member, int] = {}
-        self._linked: list[bool] = []
-        self._bounds: dict[int, int] = {}
-        self._waiters: list[Waiter] = []
-        self.wrong: Callable[[Message], str] = lambda message: ""  # why a content cannot be applied; set by who does
+        # Why a content cannot be applied, "" if it can; set by the owner of the content.
+        self.wrong: Callable[[Message], str] = lambda message: ""
 
-    # -- members and links ------------------------------------------------------------------------------------------
+    def take_effects(self) -> Effects:
+        """The effects of the event that ends here."""
+        effects, self.effects = self.effects, []
+        return effects
 
-    def _slot(self, member: Member) -> int:
-        slot = self._slots.get(member)
-        if slot is None:
-            slot = self._slots[member] = len(self._members)
-            self._members.append(member)
-            self._linked.append(False)
-        return slot
+    # -- links ------------------------------------------------------------------------------------------------------
 
-    def _send(self, slot: int, message: Message, out: Effects) -> None:
-        if self._linked[slot]:
-            out.append(Send(self._members[slot], message))
+    def send(self, slot: int, message: Message) -> None:
+        if self.neighbours.linked[slot]:
+            self.effects.append(Send(self.neighbours.members[slot], message))
 
-    def _heard(self, slot: int, epoch: int, ranges: Ranges, neighbour: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which ranges of a message are heard: its sender is the neighbour now, and was when it spoke."""
-        ok: NDArray[np.bool_] = neighbour[ranges] == slot
-        if epoch < self._newest_since:
-            ok &= self._since[ranges] <= epoch
-        return ok
-
-    def _check_content(self, slot: int, message: Message) -> None:
+    def check_content(self, slot: int, message: Message) -> None:
         """Its content can be applied. Only for what is heard: a deposed head may speak of tables that are long gone.
         Raises PeerError."""
         if why := self.wrong(message):
-            raise PeerError(f"{self.me}: {self._members[slot]} sent what cannot be: {why}")
+            raise PeerError(f"{self.me}: {self.neighbours.members[slot]} sent what cannot be: {why}")
 
     # -- treatments ---------------------------------------------------------------------------------------------------
 
-    def _recode(self) -> None:
+    def recode(self) -> None:
         """Follows a change of neighbours, links or fillings: what is done with an operation, per range, as one int."""
-        waits = self.waiting | (self._down >= 0) & ~self._tail
+        waits = self.waiting | (self.neighbours.down >= 0) & ~self.neighbours.tail
         quiet = (self.role == Role.JOINING) & ~self.filled
-        self._code = (self._down + 1) << 3 | quiet << 2 | self._synced << 1 | waits
+        self.code = (self.neighbours.down + 1) << 3 | quiet << 2 | self.synced << 1 | waits
         self._plans.clear()
         self.version += 1
         self.guarded = bool(np.count_nonzero(self.waiting))
-        self._fed = bool(np.count_nonzero(self._tail & (self._down >= 0)))
-        self._look_at_links()
+        self.fed = bool(np.count_nonzero(self.neighbours.tail & (self.neighbours.down >= 0)))
+        self.look_at_links()
 
-    def _look_at_links(self) -> None:
-        fed = self._tail & self._synced & ~self.waiting if self._full else None
-        self.congested = fed is not None and not self._full.isdisjoint(self._down[fed].tolist())
+    def look_at_links(self) -> None:
+        fed = self.neighbours.tail & self.synced & ~self.waiting if self.neighbours.full else None
+        self.congested = fed is not None and not self.neighbours.full.isdisjoint(self.neighbours.down[fed].tolist())
 
     def _forwarding_plan(self, ranges: Ranges) -> ForwardingPlan:
         """What is done with a frame of these ranges. What comes often is remembered, by identity."""
         for known, plan in self._plans:
             if known is ranges:
                 return plan
-        codes = self._code[ranges]
+        codes = self.code[ranges]
         successors = (codes >> 3) - 1
         final = codes & 1 == 0
         plan = ForwardingPlan(
@@ -202,7 +185,7 @@ class Core:
 
     # -- the steps --------------------------------------------------------------------------------------------------
 
-    def _perform(self, frame: Frame, ranges: Ranges, seqs: Seqs, before: int | Progress, out: Effects) -> None:
+    def perform(self, frame: Frame, ranges: Ranges, seqs: Seqs, before: int | Progress) -> None:
         """One operation at one replica: forward it, log it, apply it; where nobody downstream is waited for, commit.
 
         The caller has set seq and the worker's progress.
@@ -214,66 +197,67 @@ class Core:
             self.refusals.forget(operation.worker, ranges)
         sent, logged, final, acknowledged, quiet = self._forwarding_plan(ranges)
         for successor, chosen, part in sent:
-            self._send(successor, Forward(self.epoch, part, seqs[chosen], operation), out)
+            self.send(successor, Forward(self.epoch, part, seqs[chosen], operation))
         for successor, chosen, part in logged:
             self.log.add(successor, frame, part, seqs[chosen], before if isinstance(before, int) else before[chosen])
         if self.retained.active:
             self.retained.add(operation, ranges, seqs, self.log.nbytes)
-        inside = {r: self._bounds[r] for r in quiet.tolist()} if quiet.shape[0] else None
-        out.append(Apply(operation, ranges, seqs, inside))
+        inside = {r: self.bounds[r] for r in quiet.tolist()} if quiet.shape[0] else None
+        self.effects.append(Apply(operation, ranges, seqs, inside))
         if final is not None:
             self.acked[final.ranges] = seqs[final.chosen]
             if acknowledged is not None and self.congested:
-                self._unacknowledged[acknowledged.ranges] = True
+                self.unacknowledged[acknowledged.ranges] = True
             elif acknowledged is not None:
-                self._acknowledge(acknowledged.ranges, seqs[acknowledged.chosen], out)
+                self.acknowledge(acknowledged.ranges, seqs[acknowledged.chosen])
 
-    def _acknowledge(self, ranges: Ranges, seqs: Seqs, out: Effects) -> None:
+    def acknowledge(self, ranges: Ranges, seqs: Seqs) -> None:
         """Tells the predecessors that everything up to `seqs` is committed."""
-        ups = self._up[ranges]
+        ups = self.neighbours.up[ranges]
         if np.count_nonzero(ups != ups[0]) == 0:
             if ups[0] >= 0:
-                self._send(int(ups[0]), Ack(self.epoch, ranges, seqs), out)
+                self.send(int(ups[0]), Ack(self.epoch, ranges, seqs))
             return
         for up in np.unique(ups[ups >= 0]).tolist():
             mask = ups == up
-            self._send(up, Ack(self.epoch, ranges[mask], seqs[mask]), out)
+            self.send(up, Ack(self.epoch, ranges[mask], seqs[mask]))
 
-    def _commit(self, successor: int, ranges: Ranges, seqs: Seqs, out: Effects) -> None:
+    def commit(self, successor: int, ranges: Ranges, seqs: Seqs) -> None:
         """The neighbour downstream acknowledged `seqs`: pass it on, and release what waited for it."""
         seqs = np.maximum(self.acked[ranges], seqs)
         if np.count_nonzero(seqs > self.seq[ranges]):
-            raise PeerError(f"{self.me}: {self._members[successor]} acknowledged operations that it was never sent")
+            raise PeerError(
+                f"{self.me}: {self.neighbours.members[successor]} acknowledged operations that it was never sent"
+            )
         self.acked[ranges] = seqs
-        self._acknowledge(ranges, seqs, out)
+        self.acknowledge(ranges, seqs)
         for frame in self.log.release(successor, self.acked):
-            self._finish(frame, out)
-        if self._waiters:
-            self._check_waiters(out)
+            self.finish(frame)
+        if self.waiters:
+            self.check_waiters()
 
-    def _finish(self, frame: Frame, out: Effects) -> None:
+    def finish(self, frame: Frame) -> None:
         """A frame waits for nothing more: answer whoever sent it."""
         if frame.token is None:
             return
         if not frame.moved:
-            out.append(Reply(frame.token, Status.COMMITTED, self.epoch, frame.ranges, NO_RANGES, frame.refused))
+            self.effects.append(
+                Reply(frame.token, Status.COMMITTED, self.epoch, frame.ranges, NO_RANGES, frame.refused)
+            )
             return
         moved = np.unique(np.concatenate(frame.moved))
         committed = frame.ranges[~np.isin(frame.ranges, moved)]
         refused = [cut for each in frame.refused if (cut := _cut(each, committed)) is not None]
-        out.append(Reply(frame.token, Status.COMMITTED, self.epoch, committed, moved, refused))
+        self.effects.append(Reply(frame.token, Status.COMMITTED, self.epoch, committed, moved, refused))
 
-    def _check_waiters(self, out: Effects) -> None:
+    def check_waiters(self) -> None:
         waiting: list[Waiter] = []
-        for waiter in self._waiters:
+        for waiter in self.waiters:
             if np.count_nonzero(self.acked[waiter.ranges] < waiter.seqs):
                 waiting.append(waiter)
             elif self.log.done(waiter.frame):
-                self._finish(waiter.frame, out)
-        self._waiters = waiting
-
-    def _frame(self, operation: Operation, token: object, ranges: Ranges) -> Frame:
-        return Frame(operation, token, ranges)
+                self.finish(waiter.frame)
+        self.waiters = waiting
 
 
 def _cut(refused: Refused, ranges: Ranges) -> Refused | None:

@@ -7,14 +7,13 @@ equal to what the part follows: next; above: a duplicate; below: a gap.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from replication.chain import Ranges
 from replication.messages import ERASER
-from replication.shelf import Shelf
 
 PART_BITS = 16
 MAX_PARTS = (1 << PART_BITS) - 1
@@ -47,16 +46,17 @@ class Clocks:
 
     matrix: int64 [rows, P]; workers: int64 [rows], whose row it is, 0 for nobody's (ids are above 0). Rows are used
     again when empty. Both arrays are replaced when they grow or shrink. `generation` counts that, and rows that
-    become somebody's, or nobody's: whoever keeps them looks. Workers that have left are on a shelf and have no row.
+    become somebody's, or nobody's: callers that hold the arrays compare it. Workers that have left have no row: their
+    clocks are in `DepartedClocks`.
     """
 
-    __slots__ = ("_free", "_ranges", "_shelf", "_slots", "generation", "matrix", "workers")
+    __slots__ = ("_departed", "_free", "_ranges", "_slots", "generation", "matrix", "workers")
 
     def __init__(self, ranges: int) -> None:
         self._ranges = ranges
         self._slots: dict[int, int] = {}
         self._free: list[int] = []
-        self._shelf = Shelf(ranges)
+        self._departed = DepartedClocks(ranges)
         self.generation = 0
         self.matrix: NDArray[np.int64] = np.zeros((FIRST_ROWS, ranges), dtype=np.int64)
         self.workers: NDArray[np.int64] = np.zeros(FIRST_ROWS, dtype=np.int64)
@@ -69,7 +69,7 @@ class Clocks:
     @property
     def newest(self) -> int:
         """The highest worker id of which anything is recorded, 0 for none."""
-        return int(np.max(np.concatenate([self.workers, self._shelf.workers]) % ERASER))
+        return int(np.max(np.concatenate([self.workers, self._departed.workers]) % ERASER))
 
     def row(self, worker: int) -> Progress:
         """The worker's progress per range, int64 [P], for reading and writing; zeros for one never heard of. Another
@@ -80,7 +80,7 @@ class Clocks:
             self._slots[worker] = slot
             self.workers[slot] = worker
             self.generation += 1
-            if (before := self._shelf.take(worker)) is not None:
+            if (before := self._departed.take(worker)) is not None:
                 self.matrix[slot] = before
         row: Progress = self.matrix[slot]
         return row
@@ -91,7 +91,7 @@ class Clocks:
         if slot is not None:
             row: Progress = self.matrix[slot]
             return row
-        shelved = self._shelf.look(worker)
+        shelved = self._departed.look(worker)
         return np.zeros(self._ranges, np.int64) if shelved is None else shelved
 
     def _new_slot(self) -> int:
@@ -103,16 +103,16 @@ class Clocks:
 
     def known(self, worker: int) -> bool:
         """Whether anything of that worker is recorded."""
-        return worker in self._slots or bool((self._shelf.workers == worker).any())
+        return worker in self._slots or bool((self._departed.workers == worker).any())
 
-    def shelve(self, present: Collection[int]) -> None:
-        """Puts away what is recorded of all workers but these, as far as it can be: their rows are free."""
+    def retire_rows(self, present: Collection[int]) -> None:
+        """Moves the clocks of all workers but these to `DepartedClocks`, as far as possible, and frees their rows."""
         away = [worker for worker in self._slots if worker not in present]
         if not away:
             return
         slots = np.array([self._slots[worker] for worker in away])
         rows = self.matrix[slots]
-        done = self._shelf.put(away, rows) | ~rows.any(axis=1)
+        done = self._departed.put(away, rows) | ~rows.any(axis=1)
         self.matrix[slots[done]] = self.workers[slots[done]] = 0
         for i in np.flatnonzero(done).tolist():
             self._free.append(self._slots.pop(away[i]))
@@ -143,7 +143,7 @@ class Clocks:
         """(workers, progress) of one range, sorted by worker: what a snapshot of the range carries."""
         progress = self.matrix[: self.used, r]
         slots = np.flatnonzero(progress)
-        shelved, values = self._shelf.column(r)
+        shelved, values = self._departed.column(r)
         workers = np.concatenate([self.workers[slots], shelved])
         order = np.argsort(workers)
         return workers[order], np.concatenate([progress[slots], values])[order]
@@ -151,16 +151,16 @@ class Clocks:
     def set_column(self, r: int, workers: NDArray[np.int64], progress: Progress) -> None:
         """Replaces one range's clocks by those of a snapshot."""
         self.matrix[:, r] = 0
-        rest = ~self._shelf.set_column(r, workers, progress)
+        rest = ~self._departed.set_column(r, workers, progress)
         for worker, value in zip(workers[rest].tolist(), progress[rest].tolist(), strict=True):
             self.row(worker)[r] = value
-        self._shelf.drop_empty()
+        self._departed.drop_empty()
 
     def clear(self, ranges: Ranges) -> None:
         """Forgets everything about these ranges."""
         self.matrix[:, ranges] = 0
-        self._shelf.clear(ranges)
-        self._shelf.drop_empty()
+        self._departed.clear(ranges)
+        self._departed.drop_empty()
 
     def minimum(self, workers: tuple[int, ...], base: dict[int, int]) -> Progress | None:
         """Per range the least completed clock over `workers`, each at least its base; None for no workers.
@@ -172,3 +172,73 @@ class Clocks:
             clock = np.maximum(self.read(worker) >> PART_BITS, base.get(worker, 0))
             least = clock if least is None else np.minimum(least, clock)
         return least
+
+
+class DepartedClocks:
+    """Clocks of workers that have left, in a sixtieth of the memory.
+
+    They have to stay: such a worker may come back under its id, its successor asks how far it came, and so does the
+    worker that gets one of its data shards. But nothing of it is under way any more, so its progress is one number in
+    all ranges that it has pushed to, except where its last step is missing: such a worker keeps its row in `Clocks`.
+
+    workers, values: int64 [n]; where: one bit per range, uint8 [n, ceil(P / 8)]: value or 0.
+    """
+
+    def __init__(self, ranges: int) -> None:
+        self._ranges = ranges
+        self.workers: Progress = np.empty(0, np.int64)
+        self.values: Progress = np.empty(0, np.int64)
+        self.where: NDArray[np.uint8] = np.empty((0, -(-ranges // 8)), np.uint8)
+
+    def put(self, workers: Sequence[int], rows: Progress) -> NDArray[np.bool_]:
+        """Takes rows of progress [n, P] in which there is one number above 0, and 0; returns which rows those are."""
+        values = rows.max(axis=1)
+        fits: NDArray[np.bool_] = (values > 0) & ((rows == 0) | (rows == values[:, None])).all(axis=1)
+        self.workers = np.concatenate([self.workers, np.array(workers, np.int64)[fits]])
+        self.values = np.concatenate([self.values, values[fits]])
+        self.where = np.concatenate([self.where, np.packbits(rows[fits] > 0, axis=1, bitorder="little")])
+        return fits
+
+    def look(self, worker: int) -> Progress | None:
+        """A worker's progress, int64 [P]; None if it is not here."""
+        at = np.flatnonzero(self.workers == worker)
+        if not len(at):
+            return None
+        there = np.unpackbits(self.where[at[0]], count=self._ranges, bitorder="little")
+        row: Progress = there * self.values[at[0]]
+        return row
+
+    def take(self, worker: int) -> Progress | None:
+        """The same, and forgets it here."""
+        if (row := self.look(worker)) is not None:
+            self._select(self.workers != worker)
+        return row
+
+    def column(self, r: int) -> tuple[Progress, Progress]:
+        """(workers, progress) of the workers that have pushed to a range."""
+        there = self.where[:, r >> 3] & np.uint8(1 << (r & 7)) != 0
+        return self.workers[there], self.values[there]
+
+    def set_column(self, r: int, workers: Progress, progress: Progress) -> NDArray[np.bool_]:
+        """Replaces the progress of workers in a range; returns for which workers it fits here."""
+        self.clear(np.array([r]))
+        order = np.argsort(self.workers)
+        at = np.searchsorted(self.workers, workers, sorter=order)
+        found = np.append(order, -1)[at]
+        known = np.append(self.workers, -1)[found] == workers
+        fits: NDArray[np.bool_] = known & (np.append(self.values, -1)[found] == progress)
+        self.where[found[fits], r >> 3] |= np.uint8(1 << (r & 7))
+        return fits
+
+    def clear(self, ranges: Ranges) -> None:
+        """Forgets everything about these ranges."""
+        none = np.zeros(self._ranges, np.bool_)
+        none[ranges] = True
+        self.where &= ~np.packbits(none, bitorder="little")
+
+    def drop_empty(self) -> None:
+        """Forgets the workers of which nothing is left."""
+        self._select(np.bitwise_or.reduce(self.where, axis=1) > 0)
+
+    def _select(self, which: NDArray[np.bool_]) -> None:
+        self.workers, self.values, self.where = self.workers[which], self.values[which], self.where[which]

@@ -47,9 +47,9 @@ from numpy.typing import NDArray
 
 from replication.admission import Admission
 from replication.chain import COMPLETE, Chains, CopyState, Member, Ranges, Role, place
-from replication.core import NO_RANGES, PeerError, ProtocolError, Shared, Waiter
-from replication.effects import Apply, CaughtUp, Distrust, Effects, NeedView
-from replication.log import Entry, Log
+from replication.core import NO_RANGES, Core, PeerError, ProtocolError, Shared, Waiter
+from replication.effects import Apply, Ask, CaughtUp, Distrust, Effects, NeedView, Push
+from replication.log import Entry, Frame, Log
 from replication.messages import (
     NOTHING,
     Ack,
@@ -62,325 +62,464 @@ from replication.messages import (
     SnapshotChunk,
 )  # fmt: skip
 from replication.progress import Progress
+from replication.snapshot_transfer import SnapshotTransfer
 
 _ORDERS_MAX = 64
 
 
-class Replica(Admission):
-    """The state machine. `ranges` is P; `budget_bytes` bounds the log at a head: beyond it pushes wait. `log`: where
-    entries are kept, by default a log of its own."""
+class Replica:
+    """The state machine: one method for each event, which returns the effects to carry out.
+
+    Parts: `core`, the ranges and the steps on them; `transfer`, both ends of fillings; `admission`, the side towards
+    workers. `ranges` is P; `budget_bytes` bounds the log at a head: beyond it pushes wait. `log`: where entries are
+    held, by default a log of its own.
+
+    seq, acked, joined   int64 [P]: the last operation applied here; known to be at the tail; and at the joiner of a
+                         range of which I am the tail
+    filled, waiting      bool [P]: all of the range is here; acknowledgements wait for its joiner
+    clocks, refusals, log, retained  of all ranges
+    """
 
     def __init__(self, me: Member, ranges: int, budget_bytes: int = 256 << 20, log: Log | None = None) -> None:
-        super().__init__(me, ranges, budget_bytes, log)
-        self._parted: Seqs = np.full(
-            ranges, -1, dtype=np.int64
-        )  # where a `CopyState.PREDECESSOR` left us, -1 for nobody
+        core = self.core = Core(me, ranges, log)
+        self.transfer = SnapshotTransfer(core)
+        self.admission = Admission(core, budget_bytes)
+        self.me, self.ranges = me, ranges
+        # The parts change these in place, so whoever reads them needs no way through the parts.
+        self.seq, self.acked, self.joined = core.seq, core.acked, core.joined
+        self.filled, self.waiting = core.filled, core.waiting
+        self.clocks, self.refusals, self.log, self.retained = core.clocks, core.refusals, core.log, core.retained
+        # Where a `CopyState.PREDECESSOR` left us, -1 for nobody.
+        self._parted: Seqs = np.full(ranges, -1, dtype=np.int64)
         self._late: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)  # I am the tail beside a `CopyState.LATE`
-        self._holds: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)
-        self._mute: NDArray[np.bool_] = np.zeros(
-            ranges, dtype=np.bool_
-        )  # joined as `CopyState.PREDECESSOR`: no successor
-        self._held: dict[int, deque[Message]] = {}
+        self._holds: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)  # something of the range is here
+        self._mute: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)  # a `CopyState.PREDECESSOR`: no successor
+        self._held: dict[int, deque[Message]] = {}  # by slot, messages that wait for the view that they speak of
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the view that is followed."""
+        return self.core.epoch
+
+    @property
+    def view(self) -> Chains | None:
+        """The view that is followed."""
+        return self.core.view
+
+    @property
+    def role(self) -> NDArray[np.int8]:
+        """int8 [P]: what I am to each range, a `Role`."""
+        return self.core.role
+
+    @property
+    def version(self) -> int:
+        """Grows with every change of neighbours, links or fillings."""
+        return self.core.version
+
+    @property
+    def guarded(self) -> bool:
+        """Whether acknowledgements of some range wait for its joiner (see `Core`)."""
+        return self.core.guarded
+
+    @property
+    def congested(self) -> bool:
+        """Whether a full link to a joiner keeps pushes from being let in (see `Core`)."""
+        return self.core.congested
+
+    def _end(self) -> Effects:
+        """The end of an event that may let waiting pushes in."""
+        self.admission.settle()
+        return self.core.take_effects()
+
+    # -- workers ----------------------------------------------------------------------------------------------------
+
+    def push(self, push: Push) -> Effects:
+        """A worker's part of a step, or an operation of the ranges themselves; answered by one Reply, maybe later."""
+        self.admission.push(push)
+        return self.core.take_effects()
+
+    def ask(self, ask: Ask) -> Effects:
+        """A worker's question how far its pushes are applied and committed in the ranges headed here."""
+        self.admission.ask(ask)
+        return self.core.take_effects()
+
+    def adopt_roster(self, version: int, workers: frozenset[int]) -> Effects:
+        """Follows the roster: only these worker ids may push. A restarted worker has a new id, none is used again."""
+        self.admission.adopt_roster(version, workers)
+        return self._end()
+
+    def forget(self, token: object) -> Effects:
+        """The worker that waits for this answer is gone: its push is dropped if it still waits for admission."""
+        self.admission.forget(token)
+        return []
+
+    def limit_log(self, budget_bytes: int) -> Effects:
+        """Lets the log take so many bytes before pushes wait; with 0 all wait."""
+        self.admission.limit_log(budget_bytes)
+        return self._end()
+
+    def doubt(self, doubtful: bool) -> Effects:
+        """Whether I may no longer head what my view gives me, because I was stopped: then pushes wait."""
+        self.admission.doubtful = doubtful
+        return self._end()
+
+    def go_on(self) -> Effects:
+        """All effects so far are carried out: lets in more of the pushes that wait, as long as this is `unsettled`."""
+        return self._end()
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether pushes that wait could go on, with `go_on`, once all effects so far are carried out."""
+        return self.admission.unsettled
+
+    @property
+    def parked(self) -> int:
+        """The number of pushes and questions that wait here for a view, a roster or room in the log."""
+        return self.admission.parked
+
+    def waits(self, token: object) -> bool:
+        """Whether a push with that token waits for admission."""
+        return self.admission.waits(token)
+
+    def headed(self, epoch: int) -> Ranges | None:
+        """All ranges that a push of that epoch ticks here, in the order of its keys; None if it is stale."""
+        return self.admission.headed(epoch)
+
+    # -- fillings ---------------------------------------------------------------------------------------------------
+
+    def piece(self, r: int, serial: int, upto: int, last: bool, payload: Payload) -> Effects:
+        """A piece of snapshot `serial` was cut at this instant; nothing happens if the snapshot is void."""
+        self.transfer.piece(r, serial, upto, last, payload)
+        return self.core.take_effects()
+
+    def levels(self) -> list[CaughtUp]:
+        """Every CAUGHT_UP that stands: state, reported again to each new leader."""
+        return self.transfer.levels()
+
+    def spent(self) -> list[tuple[int, int]]:
+        """(range, fill) of late copies whose missing operations are gone: reported to leaders as `levels` are."""
+        return self.transfer.spent()
+
+    def let_go(self) -> Effects:
+        """Memory is short: nothing more is retained for late copies."""
+        self.retained.give_up_all()
+        return []
 
     # -- views ------------------------------------------------------------------------------------------------------
 
     def adopt(self, view: Chains) -> Effects:
         """Follows a view; one that is not newer is ignored, views in between may be missing."""
-        out: Effects = []
-        if view.epoch <= self.epoch:
-            return out
-        changed = view.since > self.epoch
-        self.epoch, self.view = view.epoch, view
-        self._change_roles(view, changed, out)
-        self._regroup(changed, out)
-        if self._roster is not None:
-            self.clocks.shelve(self._roster)  # fillings have brought clocks of workers that have left
-        self._resync_up(changed, out)
-        self._hear_held(out)
-        return self._settle(out)
+        core = self.core
+        if view.epoch <= core.epoch:
+            return []
+        changed = view.since > core.epoch
+        core.epoch, core.view = view.epoch, view
+        self._change_roles(view, changed)
+        self._regroup(changed)
+        if self.admission.roster is not None:
+            core.clocks.retire_rows(self.admission.roster)  # fillings have brought clocks of workers that have left
+        self._resync_up(changed)
+        self._hear_held()
+        return self._end()
 
     def shared(self) -> Shared:
         """What stands until `version` changes. `seq`, `acked`, `joined` and the clocks are shared themselves."""
-        code = self._code
+        core = self.core
+        code, near = core.code, core.neighbours
         return Shared(
-            self._up, self._down, self._since, code & 1 != 0, code & 2 != 0, code & 4 != 0,
-            self._tail & (self._down >= 0), self.waiting, np.array(sorted(self._reported), np.int64),
-            self._bounds, self._members, self._linked, self._orders,
+            near.up, near.down, near.since, code & 1 != 0, code & 2 != 0, code & 4 != 0,
+            near.tail & (near.down >= 0), core.waiting, np.array(sorted(self.transfer.reported), np.int64),
+            core.bounds, near.members, near.linked, self.admission.orders,
         )  # fmt: skip
-
-    @property
-    def joined(self) -> Seqs:
-        """How far the joiner of a range, of which I am the tail, is known to be."""
-        return self._joined
 
     @property
     def careful(self) -> bool:
         """Whether something waits here that the next push, forward or acknowledgement could overtake, or is kept of
         each."""
-        waits = self.congested or self._doubtful or self._parked or self._waiters or any(self._held.values())
-        return bool(waits or self.retained.active)
+        core = self.core
+        waits = (
+            core.congested
+            or self.admission.doubtful
+            or self.admission.parked
+            or core.waiters
+            or any(self._held.values())
+        )
+        return bool(waits or core.retained.active)
 
-    def _change_roles(self, view: Chains, changed: NDArray[np.bool_], out: Effects) -> None:
-        where = place(view, self.me)
-        promoted = (self.role == Role.JOINING) & (where.role == Role.FULL)
-        if np.count_nonzero(promoted & ~self.filled):
-            raise ProtocolError(f"{self.me}: promoted half filled in ranges {np.flatnonzero(promoted & ~self.filled)}")
+    def _change_roles(self, view: Chains, changed: NDArray[np.bool_]) -> None:
+        core = self.core
+        where = place(view, core.me)
+        promoted = (core.role == Role.JOINING) & (where.role == Role.FULL)
+        if np.count_nonzero(promoted & ~core.filled):
+            raise ProtocolError(f"{core.me}: promoted half filled in ranges {np.flatnonzero(promoted & ~core.filled)}")
         complete = np.isin(view.copy_state, COMPLETE)
         mine = (view.copy_state > CopyState.NONE) & (where.role == Role.JOINING)
         emptied = changed & (where.role == Role.JOINING) & ~mine
         gone = (where.role == Role.OUT) & self._holds & (view.heads >= 0)
-        self.role = where.role
+        core.role = where.role
         self._holds = (self._holds | (where.role != Role.OUT)) & ~gone
         erased = np.flatnonzero(emptied | gone).astype(np.int64)
         if erased.size:
-            self._erase(erased, out)
-        self.filled |= mine
+            self.transfer.erase(erased)
+        core.filled |= mine
         self._mute = mine & ((view.copy_state == CopyState.PREDECESSOR) | (view.copy_state == CopyState.LATE))
-        slots = np.array([self._slot(m) for m in view.members] + [-1], dtype=np.int64)  # index -1 stays -1
-        self._up, self._down = slots[where.up], slots[where.down]
-        self._head, self._tail = where.head, where.tail
-        self._since = view.since
-        self._newest_since = int(view.since[where.role != Role.OUT].max(initial=0))
-        self._synced &= ~changed
-        self._unacknowledged &= ~changed
-        self.waiting &= ~changed
-        self._joined[changed] = -1
+        core.neighbours.follow(view, where)
+        core.synced &= ~changed
+        core.unacknowledged &= ~changed
+        core.waiting &= ~changed
+        core.joined[changed] = -1
         for r in np.flatnonzero(changed).tolist():
-            self._fills.pop(r, None)
-            self._reported.pop(r, None)
+            self.transfer.fills.pop(r, None)
+            self.transfer.reported.pop(r, None)
         last = changed & where.tail
         self._retain(view, changed, last)
         joined = promoted & (view.copy_state == CopyState.PREDECESSOR)  # it stood before us and has all that we have
         sure = last & (joined | ~complete)
-        self.acked[sure] = self.seq[sure]
-        self.waiting |= last & complete
-        self._joined[last & complete] = self.acked[last & complete]
-        headed = view.headed_by(view.index(self.me))
-        if not np.array_equal(np.sort(headed), np.sort(self._headed)):
-            self._orders = {}
-        self._headed = self._orders[view.epoch] = headed
-        if len(self._orders) > _ORDERS_MAX:
-            del self._orders[min(self._orders)]
-        self._recode()
+        core.acked[sure] = core.seq[sure]
+        core.waiting |= last & complete
+        core.joined[last & complete] = core.acked[last & complete]
+        headed = view.headed_by(view.index(core.me))
+        if not np.array_equal(np.sort(headed), np.sort(core.headed)):
+            self.admission.orders = {}
+        core.headed = self.admission.orders[view.epoch] = headed
+        if len(self.admission.orders) > _ORDERS_MAX:
+            del self.admission.orders[min(self.admission.orders)]
+        core.recode()
 
     def _retain(self, view: Chains, changed: NDArray[np.bool_], last: NDArray[np.bool_]) -> None:
         """Keeps for copies that are late what is acknowledged without them: from when it first is, so not if that was
         given up before they were asked back. The history of one that stood before us is ours as far as we had come
         when it was left out."""
+        core = self.core
         late, back, was_late = view.copy_state == CopyState.LATE, view.copy_state == CopyState.CATCHING_UP, self._late
         goes_on = last & back & was_late
-        self.retained.end(np.flatnonzero(changed & ~goes_on))
-        self.retained.spent &= ~changed | goes_on
+        core.retained.end(np.flatnonzero(changed & ~goes_on))
+        core.retained.spent &= ~changed | goes_on
         begun: Ranges = np.flatnonzero(last & (late | back & ~was_late))
         if begun.size:
-            parted = np.where(self._parted[begun] < 0, self.seq[begun], self._parted[begun])
-            self.retained.begin(begun, self.acked[begun], parted, self.log.entries())
+            parted = np.where(self._parted[begun] < 0, core.seq[begun], self._parted[begun])
+            core.retained.begin(begun, core.acked[begun], parted, core.log.entries())
         before = last & (view.copy_state == CopyState.PREDECESSOR)
-        self._parted[changed] = np.where(before, self.seq, -1)[changed]
-        self._late, self._back = self._tail & late, self._tail & back
+        self._parted[changed] = np.where(before, core.seq, -1)[changed]
+        self._late, self.transfer.back = core.neighbours.tail & late, core.neighbours.tail & back
 
-    def _regroup(self, changed: NDArray[np.bool_], out: Effects) -> None:
+    def _regroup(self, changed: NDArray[np.bool_]) -> None:
         """Gives the log's entries to their new neighbours, drops what is committed or gone, answers whoever is left."""
+        core = self.core
         if not changed.any():
             return
 
         def split(entry: Entry) -> list[tuple[int, Entry]]:
             ranges, frame = entry.ranges, entry.frame
-            if frame.token is not None and not self._head[ranges].all():
-                frame.moved.append(ranges[~self._head[ranges]])
-            keep = (self.role[ranges] == Role.FULL) & (self.acked[ranges] < entry.seqs)
-            successors = np.where(keep, self._down[ranges], -1)
+            if frame.token is not None and not core.neighbours.head[ranges].all():
+                frame.moved.append(ranges[~core.neighbours.head[ranges]])
+            keep = (core.role[ranges] == Role.FULL) & (core.acked[ranges] < entry.seqs)
+            successors = np.where(keep, core.neighbours.down[ranges], -1)
             return [(slot, entry.part(successors == slot)) for slot in np.unique(successors[keep]).tolist()]
 
-        for frame in self.log.rebuild(split):
-            self._finish(frame, out)
-        waiters, self._waiters = self._waiters, []
+        for frame in core.log.rebuild(split):
+            core.finish(frame)
+        waiters, core.waiters = core.waiters, []
         for waiter in waiters:
-            mine = self._head[waiter.ranges]
+            mine = core.neighbours.head[waiter.ranges]
             if not mine.all():
                 waiter.frame.moved.append(waiter.ranges[~mine])
-            self._waiters.append(Waiter(waiter.frame, waiter.ranges[mine], waiter.seqs[mine]))
-        self._check_waiters(out)
+            core.waiters.append(Waiter(waiter.frame, waiter.ranges[mine], waiter.seqs[mine]))
+        core.check_waiters()
 
     # -- range recovery -----------------------------------------------------------------------------------------------
 
     def bring_back(self, r: int, kind: int, payload: Payload) -> Effects:
         """What a checkpoint has of a range that is recovered here, as operations that no log has."""
-        return [Apply(Operation(kind, -1, 0, payload, 0), np.array([r]), self.seq[[r]], None)]
+        return [Apply(Operation(kind, -1, 0, payload, 0), np.array([r]), self.core.seq[[r]], None)]
 
     def brought_back(self, r: int) -> Effects:
         """All of it is there: the leader is told, who may make this the range's only replica."""
-        self.filled[r] = True
-        self._reported[r] = int(self._since[r])
-        self._recode()
-        return [CaughtUp(r, int(self._since[r]), self.me)]
+        core = self.core
+        core.filled[r] = True
+        self.transfer.reported[r] = int(core.neighbours.since[r])
+        core.recode()
+        return [CaughtUp(r, int(core.neighbours.since[r]), core.me)]
 
     def brings_back(self) -> Ranges:
         """The ranges that are to be brought back here, and have not been."""
-        if self.view is None:
+        core = self.core
+        if core.view is None:
             return NO_RANGES
         return np.flatnonzero(
-            (self.role == Role.JOINING) & (self.view.copy_state == CopyState.RECOVERING) & ~self.filled
+            (core.role == Role.JOINING) & (core.view.copy_state == CopyState.RECOVERING) & ~core.filled
         )
 
     # -- links ------------------------------------------------------------------------------------------------------
 
     def peer_up(self, peer: Member) -> Effects:
         """A new link to a peer, both ways FIFO; whatever was on an older one will not come any more."""
-        out: Effects = []
-        slot = self._slot(peer)
-        if self._linked[slot]:
+        core = self.core
+        slot = core.neighbours.slot(peer)
+        if core.neighbours.linked[slot]:
             self._unlink(slot)
-        self._linked[slot] = True
-        self.version += 1
-        self._resync_up(self._up == slot, out)
-        return self._settle(out)
+        core.neighbours.linked[slot] = True
+        core.version += 1
+        self._resync_up(core.neighbours.up == slot)
+        return self._end()
 
     def peer_down(self, peer: Member) -> Effects:
         """The link is lost."""
-        out: Effects = []
-        self._unlink(self._slot(peer))
-        return self._settle(out)
+        self._unlink(self.core.neighbours.slot(peer))
+        return self._end()
 
     def peer_full(self, peer: Member, full: bool) -> Effects:
         """More waits on the link to a peer than its socket takes, or no longer so. That it does lets nobody go on: it
         may be told while effects are carried out, and no other may come in between."""
-        slot = self._slot(peer)
-        if full and self._linked[slot]:
-            self._full.add(slot)
+        core = self.core
+        slot = core.neighbours.slot(peer)
+        if full and core.neighbours.linked[slot]:
+            core.neighbours.full.add(slot)
         else:
-            self._full.discard(slot)
-        self._look_at_links()
+            core.neighbours.full.discard(slot)
+        core.look_at_links()
         if full:
-            self.unsettled = self.unsettled and not self.congested
+            self.admission.unsettled = self.admission.unsettled and not core.congested
             return []
-        return self._settle([])
+        return self._end()
 
     def _unlink(self, slot: int) -> None:
-        self._linked[slot] = False
-        self._full.discard(slot)
+        core = self.core
+        core.neighbours.linked[slot] = False
+        core.neighbours.full.discard(slot)
         self._held.pop(slot, None)
-        self._synced &= self._down != slot
-        for r in [r for r, fill in self._fills.items() if fill.slot == slot]:
-            del self._fills[r]
-        self._recode()
+        core.synced &= core.neighbours.down != slot
+        for r in [r for r, fill in self.transfer.fills.items() if fill.slot == slot]:
+            del self.transfer.fills[r]
+        core.recode()
 
-    def _resync_up(self, which: NDArray[np.bool_], out: Effects) -> None:
+    def _resync_up(self, which: NDArray[np.bool_]) -> None:
         """First word to the predecessors about these ranges."""
+        core = self.core
         which = which & ~self._mute
-        for up in np.unique(self._up[which & (self._up >= 0)]).tolist():
-            ranges = np.flatnonzero(which & (self._up == up)).astype(np.int64)
-            empty = (self.role[ranges] == Role.JOINING) & ~self.filled[ranges]
-            seqs = np.where(empty, NOTHING, self.seq[ranges])
-            self._send(up, Resync(self.epoch, ranges, seqs, self.acked[ranges]), out)
+        for up in np.unique(core.neighbours.up[which & (core.neighbours.up >= 0)]).tolist():
+            ranges = np.flatnonzero(which & (core.neighbours.up == up)).astype(np.int64)
+            empty = (core.role[ranges] == Role.JOINING) & ~core.filled[ranges]
+            seqs = np.where(empty, NOTHING, core.seq[ranges])
+            core.send(up, Resync(core.epoch, ranges, seqs, core.acked[ranges]))
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def receive(self, peer: Member, message: Message) -> Effects:
         """The next message on the current link to `peer`."""
-        out: Effects = []
-        slot = self._slot(peer)
-        if not self._linked[slot]:
-            return out
-        if message.epoch > self.epoch or self._held.get(slot):
+        core = self.core
+        slot = core.neighbours.slot(peer)
+        if not core.neighbours.linked[slot]:
+            return []
+        if message.epoch > core.epoch or self._held.get(slot):
             if not self._held.get(slot):
-                out.append(NeedView(message.epoch))
+                core.effects.append(NeedView(message.epoch))
             self._held.setdefault(slot, deque()).append(message)
-            return out
-        self._hear(slot, message, out)
-        return self._settle(out)
+            return core.take_effects()
+        self._hear(slot, message)
+        return self._end()
 
     def holds(self, peer: Member) -> bool:
         """Whether messages of a peer wait here for the view that they speak of."""
-        return bool(self._held.get(self._slot(peer)))
+        return bool(self._held.get(self.core.neighbours.slot(peer)))
 
-    def _hear_held(self, out: Effects) -> None:
+    def _hear_held(self) -> None:
+        core = self.core
         for slot, held in sorted(self._held.items()):
-            while self._linked[slot] and held and held[0].epoch <= self.epoch:
-                self._hear(slot, held.popleft(), out)
-            if self._linked[slot] and held:
-                out.append(NeedView(held[0].epoch))
+            while core.neighbours.linked[slot] and held and held[0].epoch <= core.epoch:
+                self._hear(slot, held.popleft())
+            if core.neighbours.linked[slot] and held:
+                core.effects.append(NeedView(held[0].epoch))
 
-    def _hear(self, slot: int, message: Message, out: Effects) -> None:
+    def _hear(self, slot: int, message: Message) -> None:
+        core = self.core
         try:
-            self._handle(slot, message, out)
+            self._handle(slot, message)
         except PeerError as error:
             self._unlink(slot)
-            out.append(Distrust(self._members[slot], str(error)))
+            core.effects.append(Distrust(core.neighbours.members[slot], str(error)))
 
-    def _handle(self, slot: int, message: Message, out: Effects) -> None:
+    def _handle(self, slot: int, message: Message) -> None:
         if isinstance(message, Forward):
-            self._forward(slot, message, out)
+            self._forward(slot, message)
         elif isinstance(message, Ack):
-            self._ack(slot, message, out)
+            self._ack(slot, message)
         elif isinstance(message, Resync):
-            self._resync(slot, message, out)
+            self._resync(slot, message)
         elif isinstance(message, SnapshotChunk):
-            self._piece(slot, message, out)
+            self.transfer.install_piece(slot, message)
         else:
-            self._installed(slot, message, out)
+            self.transfer.installed(slot, message)
 
-    def _forward(self, slot: int, message: Forward, out: Effects) -> None:
+    def _forward(self, slot: int, message: Forward) -> None:
+        core = self.core
         ranges, seqs = message.ranges, message.seqs
-        fresh = self._heard(slot, message.epoch, ranges, self._up)
-        gap = seqs - self.seq[ranges]
+        fresh = core.neighbours.heard(slot, message.epoch, ranges, core.neighbours.up)
+        gap = seqs - core.seq[ranges]
         if np.count_nonzero(fresh & (gap > 1)):
-            raise PeerError(f"{self.me}: {self._members[slot]} left out an operation")
+            raise PeerError(f"{core.me}: {core.neighbours.members[slot]} left out an operation")
         fresh &= gap == 1
-        quiet = ranges[fresh & (self._code[ranges] & 4 != 0)]
-        if quiet.size and not self._bounds.keys() >= set(quiet.tolist()):
-            raise PeerError(f"{self.me}: {self._members[slot]} forwarded to ranges that it has sent nothing of")
+        quiet = ranges[fresh & (core.code[ranges] & 4 != 0)]
+        if quiet.size and not core.bounds.keys() >= set(quiet.tolist()):
+            raise PeerError(
+                f"{core.me}: {core.neighbours.members[slot]} forwarded to ranges that it has sent nothing of"
+            )
         if np.count_nonzero(fresh) < ranges.shape[0]:
             ranges, seqs = ranges[fresh], seqs[fresh]
             if ranges.shape[0] == 0:
                 return
-        self._check_content(slot, message)
+        core.check_content(slot, message)
         operation = message.operation
         before: int | Progress = 0
         if operation.worker >= 0:
-            row = self.clocks.row(operation.worker)
+            row = core.clocks.row(operation.worker)
             before = row[ranges]
             row[ranges] = operation.after
-        self.seq[ranges] = seqs
-        frame = self._frame(operation, None, ranges)
-        self._perform(frame, ranges, seqs, before, out)
+        core.seq[ranges] = seqs
+        frame = Frame(operation, None, ranges)
+        core.perform(frame, ranges, seqs, before)
         if operation.after == 0:
-            self.clocks.forget(operation.worker)
+            core.clocks.forget(operation.worker)
 
-    def _ack(self, slot: int, message: Ack, out: Effects) -> None:
+    def _ack(self, slot: int, message: Ack) -> None:
+        core = self.core
         ranges, seqs = message.ranges, message.seqs
-        ok = self._heard(slot, message.epoch, ranges, self._down)
+        ok = core.neighbours.heard(slot, message.epoch, ranges, core.neighbours.down)
         if np.count_nonzero(ok) < ranges.shape[0]:
             ranges, seqs = ranges[ok], seqs[ok]
-        self._check_sent(slot, ranges, seqs)
-        if self._fed:
-            joiner = self._tail[ranges]
-            self._joiner_acked(slot, ranges[joiner], seqs[joiner], out)
+        self.transfer.check_sent(slot, ranges, seqs)
+        if core.fed:
+            joiner = core.neighbours.tail[ranges]
+            self.transfer.joiner_acked(slot, ranges[joiner], seqs[joiner])
             ranges, seqs = ranges[~joiner], seqs[~joiner]
         if ranges.shape[0]:
-            self._commit(slot, ranges, seqs, out)
+            core.commit(slot, ranges, seqs)
 
-    def _resync(self, slot: int, message: Resync, out: Effects) -> None:
-        ok = self._heard(slot, message.epoch, message.ranges, self._down) & ~self._late[message.ranges]
+    def _resync(self, slot: int, message: Resync) -> None:
+        core = self.core
+        ok = (
+            core.neighbours.heard(slot, message.epoch, message.ranges, core.neighbours.down)
+            & ~self._late[message.ranges]
+        )
         ranges, seqs, acked = message.ranges[ok], message.seqs[ok], message.acked[ok]
-        joiner = self._tail[ranges]
-        back = self._back[ranges] & ~np.isin(ranges, list(self._reported))
+        joiner = core.neighbours.tail[ranges]
+        back = self.transfer.back[ranges] & ~np.isin(ranges, list(self.transfer.reported))
         if back.any():
-            self._catch_up(slot, ranges[back], seqs[back], out)
+            self.transfer.catch_up(slot, ranges[back], seqs[back])
             ranges, seqs, acked, joiner = ranges[~back], seqs[~back], acked[~back], joiner[~back]
-        self._check_prefix(slot, ranges, seqs, acked, joiner)
+        self.transfer.check_prefix(slot, ranges, seqs, acked, joiner)
         for r, seq in zip(ranges[joiner].tolist(), seqs[joiner].tolist(), strict=True):
-            self._joiner_resync(slot, r, seq, out)
+            self.transfer.joiner_resync(slot, r, seq)
         ranges, seqs, acked = ranges[~joiner], seqs[~joiner], acked[~joiner]
         if ranges.shape[0] == 0:
             return
-        self._commit(slot, ranges, acked, out)
-        position = np.full(self.ranges, np.iinfo(np.int64).max, dtype=np.int64)
+        core.commit(slot, ranges, acked)
+        position = np.full(core.ranges, np.iinfo(np.int64).max, dtype=np.int64)
         position[ranges] = seqs
-        for entry in self.log.waiting_for(slot):
+        for entry in core.log.waiting_for(slot):
             missing = entry.seqs > position[entry.ranges]
             if missing.any():
                 part = entry.part(missing)
-                self._send(slot, Forward(self.epoch, part.ranges, part.seqs, entry.frame.operation), out)
-        self._synced[ranges] = True
-        self._recode()
+                core.send(slot, Forward(core.epoch, part.ranges, part.seqs, entry.frame.operation))
+        core.synced[ranges] = True
+        core.recode()

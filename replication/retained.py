@@ -1,8 +1,8 @@
-"""What was acknowledged while a copy of its range was away, and is kept for it: bounded, and gone as a whole.
+"""Operations that were acknowledged without a late copy of their range, retained for it: bounded, dropped as a whole.
 
-A copy whose history ends at `p` lacks exactly the operations above `p`. They are all here if `p` is not below the place
-from which on everything is kept. And its history is one with ours if it is not beyond the place where the two parted:
-who stood before us may have logged there what nobody else has.
+A copy whose history ends at `p` lacks exactly the operations above `p`. All of them are here if `p` is not below the
+position from which on everything is retained. And its history is a prefix of ours if it does not reach beyond the
+position where the two parted: a replica that stood before us may have logged operations there that nobody else has.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from replication.messages import Operation, OperationKind, Seqs
 _NEVER = np.iinfo(np.int64).max
 
 
-class Part(NamedTuple):
+class RetainedOperation(NamedTuple):
     """An operation in some ranges."""
 
     operation: Operation
@@ -29,9 +29,9 @@ class Part(NamedTuple):
 
 
 class Retained:
-    """By range. `budget_bytes`: of these operations and the log together; beyond it everything here is given up.
+    """By range. `budget_bytes`: of these operations and the log together; beyond it all of them are dropped.
 
-    _floor: everything above it is kept, _NEVER where nothing is; _parted: the last place that the copy's history is
+    _floor: everything above it is retained, _NEVER where nothing is; _parted: the last place that the copy's history is
     known to share. spent: ranges whose copy cannot get from here what it lacks.
     """
 
@@ -41,16 +41,16 @@ class Retained:
         self.spent: NDArray[np.bool_] = np.zeros(ranges, np.bool_)
         self._floor: Seqs = np.full(ranges, _NEVER, np.int64)
         self._parted: Seqs = np.full(ranges, -1, np.int64)
-        self._parts: list[Part] = []
+        self._parts: list[RetainedOperation] = []
         self.active = False
 
     def keeps(self, ranges: Ranges) -> NDArray[np.bool_]:
-        """Whether operations of these ranges are kept."""
+        """Whether operations of these ranges are retained."""
         active: NDArray[np.bool_] = self._floor[ranges] != _NEVER
         return active
 
     def begin(self, ranges: Ranges, floor: Seqs, parted: Seqs, logged: list[Entry]) -> None:
-        """Keeps all above `floor` from now on: of `logged`, and of what is added. If a table ends in what is logged,
+        """Retains all above `floor` from now on: of `logged`, and of what is added. If a table ends in what is logged,
         nothing: see `add`."""
         if ranges.size:
             self._floor[ranges], self._parted[ranges] = floor, parted
@@ -72,7 +72,7 @@ class Retained:
 
     def _add(self, operation: Operation, ranges: Ranges, seqs: Seqs) -> None:
         if ranges.size:
-            self._parts.append(Part(operation, ranges, seqs))
+            self._parts.append(RetainedOperation(operation, ranges, seqs))
             self.nbytes += operation.nbytes
 
     def covers(self, ranges: Ranges, seqs: Seqs) -> NDArray[np.bool_]:
@@ -80,30 +80,30 @@ class Retained:
         covered: NDArray[np.bool_] = (self._floor[ranges] <= seqs) & (seqs <= self._parted[ranges])
         return covered
 
-    def after(self, ranges: Ranges, seqs: Seqs) -> Iterator[Part]:
+    def after(self, ranges: Ranges, seqs: Seqs) -> Iterator[RetainedOperation]:
         """What copies at these positions lack, oldest first."""
         position = np.full(self._floor.shape[0], _NEVER, np.int64)
         position[ranges] = seqs
         for operation, its, theirs in self._parts:
             missing = theirs > position[its]
             if missing.any():
-                yield Part(operation, its[missing], theirs[missing])
+                yield RetainedOperation(operation, its[missing], theirs[missing])
 
     def share(self, ranges: Ranges) -> None:
         """Copies of these ranges are ours as far as they go, and get everything from here on."""
         self._parted[ranges] = _NEVER
 
     def end(self, ranges: Ranges) -> None:
-        """Nothing of these ranges need be kept."""
+        """Stops retaining operations of these ranges."""
         self._floor[ranges] = _NEVER
         if self.active and not (self._floor != _NEVER).any():
             self.active, self.nbytes, self._parts = False, 0, []
 
     def give_up_all(self) -> None:
-        """No copies are to be had any more that could have been."""
+        """Drops everything: no late copy can catch up any more."""
         self.give_up(np.flatnonzero(self._floor != _NEVER))
 
     def give_up(self, ranges: Ranges) -> None:
-        """Copies of these ranges are not to be had any more."""
+        """Drops what is retained of these ranges: their late copies cannot catch up any more."""
         self.spent[ranges] = True
         self.end(ranges)

@@ -23,10 +23,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from replication.chain import Member, Ranges, Role
+from replication.chain import Ranges, Role
 from replication.core import Core, PeerError
-from replication.effects import CaughtUp, Effects, Erase, Install, NextChunk, SnapshotRange
-from replication.log import Log
+from replication.effects import CaughtUp, Erase, Install, NextChunk, SnapshotRange
 from replication.messages import NOTHING, ChunkAck, Forward, Payload, Seqs, SnapshotChunk
 from replication.refusals import RefusedStep
 
@@ -45,197 +44,216 @@ class Fill:
         self.number = 0
 
 
-class SnapshotTransfer(Core):
-    """Both ends of a filling."""
+class SnapshotTransfer:
+    """Both ends of a filling.
 
-    def __init__(self, me: Member, ranges: int, log: Log | None = None) -> None:
-        super().__init__(me, ranges, log)
-        self._fills: dict[int, Fill] = {}
-        self._reported: dict[int, int] = {}
+    fills     snapshots on their way from here, by range
+    reported  range -> fill id of joiners that were reported level
+    back      bool [P]: I am the tail, and the joiner is a `CopyState.CATCHING_UP`
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        ranges = core.ranges
+        self.fills: dict[int, Fill] = {}
+        self.reported: dict[int, int] = {}
         self._pieces: dict[int, int] = {}
         self._serial = 0
-        self._back: NDArray[np.bool_] = np.zeros(
-            ranges, dtype=np.bool_
-        )  # I am the tail, the joiner a `CopyState.CATCHING_UP`
+        self.back: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)
         self._goal: Seqs = np.zeros(ranges, dtype=np.int64)  # for which it goes, that acknowledgements wait for it
 
     # -- the tail ---------------------------------------------------------------------------------------------------
 
     def levels(self) -> list[CaughtUp]:
         """Every CAUGHT_UP that stands: state, told again to each new leader."""
-        if not self._reported:
+        core = self._core
+        if not self.reported:
             return []
-        joiners = ((r, f, int(self._down[r])) for r, f in sorted(self._reported.items()))
-        return [CaughtUp(r, f, self._members[down] if down >= 0 else self.me) for r, f, down in joiners]
+        joiners = ((r, f, int(core.neighbours.down[r])) for r, f in sorted(self.reported.items()))
+        return [CaughtUp(r, f, core.neighbours.members[down] if down >= 0 else core.me) for r, f, down in joiners]
 
     def spent(self) -> list[tuple[int, int]]:
         """(range, fill) of copies that cannot have any more what was kept for them: told to leaders as `levels` are."""
-        return [(r, int(self._since[r])) for r in np.flatnonzero(self.retained.spent).tolist()]
+        core = self._core
+        return [(r, int(core.neighbours.since[r])) for r in np.flatnonzero(core.retained.spent).tolist()]
 
-    def let_go(self) -> Effects:
-        """Memory is short: nothing more is kept for copies that are late."""
-        self.retained.give_up_all()
-        return []
-
-    def piece(self, r: int, serial: int, upto: int, last: bool, payload: Payload) -> Effects:
+    def piece(self, r: int, serial: int, upto: int, last: bool, payload: Payload) -> None:
         """A piece of snapshot `serial` was cut at this instant; nothing happens if the snapshot is void."""
-        out: Effects = []
-        fill = self._fills.get(r)
-        if fill is None or fill.serial != serial or not self._linked[fill.slot]:
-            return out
+        core = self._core
+        fill = self.fills.get(r)
+        if fill is None or fill.serial != serial or not core.neighbours.linked[fill.slot]:
+            return
         workers, progress, number = _NOBODY, _NOBODY, fill.number
         refused: list[RefusedStep] = []
         if number == 0:
-            workers, progress = self.clocks.column(r)
-            refused = self.refusals.column(r)
-            self._synced[r] = True
-            self._recode()
+            workers, progress = core.clocks.column(r)
+            refused = core.refusals.column(r)
+            core.synced[r] = True
+            core.recode()
         fill.number += 1
-        seq = int(self.seq[r])
-        piece = SnapshotChunk(self.epoch, r, fill.fill, number, upto, last, seq, workers, progress, payload, refused)
-        self._send(fill.slot, piece, out)
-        return out
+        seq = int(core.seq[r])
+        piece = SnapshotChunk(core.epoch, r, fill.fill, number, upto, last, seq, workers, progress, payload, refused)
+        core.send(fill.slot, piece)
 
-    def _start_fill(self, r: int, slot: int, out: Effects) -> None:
+    def _start_fill(self, r: int, slot: int) -> None:
+        core = self._core
         self._serial += 1
-        self._fills[r] = Fill(slot, int(self._since[r]), self._serial)
-        self._synced[r] = False
+        self.fills[r] = Fill(slot, int(core.neighbours.since[r]), self._serial)
+        core.synced[r] = False
         one = np.array([r], dtype=np.int64)
-        if self.waiting[r]:
-            self.waiting[r] = False
-            self._recode()
-            self._commit(slot, one, self.seq[one], out)
-        self._recode()
-        out.append(SnapshotRange(self._members[slot], r, int(self._since[r]), self._serial))
+        if core.waiting[r]:
+            core.waiting[r] = False
+            core.recode()
+            core.commit(slot, one, core.seq[one])
+        core.recode()
+        core.effects.append(
+            SnapshotRange(core.neighbours.members[slot], r, int(core.neighbours.since[r]), self._serial)
+        )
 
-    def _installed(self, slot: int, message: ChunkAck, out: Effects) -> None:
+    def installed(self, slot: int, message: ChunkAck) -> None:
+        core = self._core
         r = message.range
-        fill = self._fills.get(r)
+        fill = self.fills.get(r)
         if fill is None or fill.slot != slot or fill.fill != message.fill or message.number != fill.number - 1:
             return
-        if message.seq > self.seq[r]:
-            raise PeerError(f"{self.me}: {self._members[slot]} has more of range {r} than it was sent")
+        if message.seq > core.seq[r]:
+            raise PeerError(f"{core.me}: {core.neighbours.members[slot]} has more of range {r} than it was sent")
         if not message.last:
-            out.append(NextChunk(self._members[slot], r, fill.serial))
+            core.effects.append(NextChunk(core.neighbours.members[slot], r, fill.serial))
             return
-        del self._fills[r]
-        self._wait_for_joiner(r, message.seq, out)
+        del self.fills[r]
+        self._wait_for_joiner(r, message.seq)
 
-    def _wait_for_joiner(self, r: int, seq: int, out: Effects) -> None:
+    def _wait_for_joiner(self, r: int, seq: int) -> None:
         """From here on acknowledgements wait for the joiner, which has everything up to `seq`."""
-        self._joined[r] = seq
-        self._wait_for(np.array([r], dtype=np.int64), out)
+        self._core.joined[r] = seq
+        self._wait_for(np.array([r], dtype=np.int64))
 
-    def _wait_for(self, ranges: Ranges, out: Effects) -> None:
-        self.waiting[ranges] = True
-        self._recode()
-        self._report_level(ranges, out)
+    def _wait_for(self, ranges: Ranges) -> None:
+        core = self._core
+        core.waiting[ranges] = True
+        core.recode()
+        self._report_level(ranges)
 
-    def _report_level(self, ranges: Ranges, out: Effects) -> None:
+    def _report_level(self, ranges: Ranges) -> None:
         """CAUGHT_UP for the ranges whose joiner has all that was ever acknowledged."""
-        for r in ranges[self.waiting[ranges] & (self._joined[ranges] >= self.acked[ranges])].tolist():
-            if r not in self._reported:
-                self._reported[r] = int(self._since[r])
-                self.version += 1
-                self.retained.end(np.array([r], dtype=np.int64))
-                out.append(CaughtUp(r, int(self._since[r]), self._members[self._down[r]]))
+        core = self._core
+        for r in ranges[core.waiting[ranges] & (core.joined[ranges] >= core.acked[ranges])].tolist():
+            if r not in self.reported:
+                self.reported[r] = int(core.neighbours.since[r])
+                core.version += 1
+                core.retained.end(np.array([r], dtype=np.int64))
+                core.effects.append(
+                    CaughtUp(r, int(core.neighbours.since[r]), core.neighbours.members[core.neighbours.down[r]])
+                )
 
-    def _joiner_acked(self, slot: int, ranges: Ranges, seqs: Seqs, out: Effects) -> None:
+    def joiner_acked(self, slot: int, ranges: Ranges, seqs: Seqs) -> None:
         """The joiner of these ranges, of which I am the tail, has everything up to `seqs`."""
-        self._joined[ranges] = np.maximum(self._joined[ranges], seqs)
-        there = self._back[ranges] & self._synced[ranges] & ~self.waiting[ranges]
-        there &= self._joined[ranges] >= self._goal[ranges]
+        core = self._core
+        core.joined[ranges] = np.maximum(core.joined[ranges], seqs)
+        there = self.back[ranges] & core.synced[ranges] & ~core.waiting[ranges]
+        there &= core.joined[ranges] >= self._goal[ranges]
         if there.any():
-            self._wait_for(ranges[there], out)
-        counted = self.waiting[ranges]
+            self._wait_for(ranges[there])
+        counted = core.waiting[ranges]
         if counted.any():
-            self._commit(slot, ranges[counted], self._joined[ranges[counted]], out)
-            self._report_level(ranges[counted], out)
+            core.commit(slot, ranges[counted], core.joined[ranges[counted]])
+            self._report_level(ranges[counted])
 
-    def _joiner_resync(self, slot: int, r: int, seq: int, out: Effects) -> None:
+    def joiner_resync(self, slot: int, r: int, seq: int) -> None:
         """The joiner is at `seq`, on a new link or in a new view: go on where it stands, or fill it."""
-        if seq == NOTHING or seq < self.acked[r]:
-            self._start_fill(r, slot, out)
+        core = self._core
+        if seq == NOTHING or seq < core.acked[r]:
+            self._start_fill(r, slot)
             return
-        for entry in self.log.waiting_for(slot):
+        for entry in core.log.waiting_for(slot):
             mask = (entry.ranges == r) & (entry.seqs > seq)
             if mask.any():
                 part = entry.part(mask)
-                self._send(slot, Forward(self.epoch, part.ranges, part.seqs, entry.frame.operation), out)
-        self._synced[r] = True
-        self._wait_for_joiner(r, seq, out)
-        self._joiner_acked(slot, np.array([r], dtype=np.int64), np.array([seq], dtype=np.int64), out)
+                core.send(slot, Forward(core.epoch, part.ranges, part.seqs, entry.frame.operation))
+        core.synced[r] = True
+        self._wait_for_joiner(r, seq)
+        self.joiner_acked(slot, np.array([r], dtype=np.int64), np.array([seq], dtype=np.int64))
 
-    def _catch_up(self, slot: int, ranges: Ranges, seqs: Seqs, out: Effects) -> None:
+    def catch_up(self, slot: int, ranges: Ranges, seqs: Seqs) -> None:
         """The joiner of these ranges has kept its copies, which are at `seqs`: it gets what they lack."""
-        able = self.retained.covers(ranges, seqs) & (seqs <= self.seq[ranges])
-        self.retained.give_up(ranges[~able])
+        core = self._core
+        able = core.retained.covers(ranges, seqs) & (seqs <= core.seq[ranges])
+        core.retained.give_up(ranges[~able])
         ranges, seqs = ranges[able], seqs[able]
         if ranges.shape[0] == 0:
             return
-        self.retained.share(ranges)
-        for operation, part, at in self.retained.after(ranges, seqs):
-            self._send(slot, Forward(self.epoch, part, at, operation), out)
-        self._synced[ranges] = True
-        self._joined[ranges], self._goal[ranges] = seqs, self.seq[ranges]
-        self._recode()
-        self._joiner_acked(slot, ranges, seqs, out)
+        core.retained.share(ranges)
+        for operation, part, at in core.retained.after(ranges, seqs):
+            core.send(slot, Forward(core.epoch, part, at, operation))
+        core.synced[ranges] = True
+        core.joined[ranges], self._goal[ranges] = seqs, core.seq[ranges]
+        core.recode()
+        self.joiner_acked(slot, ranges, seqs)
 
     # -- what a successor may say ---------------------------------------------------------------------------------
 
-    def _check_sent(self, slot: int, ranges: Ranges, seqs: Seqs) -> None:
-        if np.count_nonzero(seqs > self.seq[ranges]):
-            raise PeerError(f"{self.me}: {self._members[slot]} acknowledged operations that it was never sent")
+    def check_sent(self, slot: int, ranges: Ranges, seqs: Seqs) -> None:
+        core = self._core
+        if np.count_nonzero(seqs > core.seq[ranges]):
+            raise PeerError(
+                f"{core.me}: {core.neighbours.members[slot]} acknowledged operations that it was never sent"
+            )
 
-    def _check_prefix(
+    def check_prefix(
         self, slot: int, ranges: Ranges, seqs: Seqs, acked: Seqs, joiner: NDArray[np.bool_]
     ) -> None:  # fmt: skip
         """A full successor has what it acknowledges, and what was acknowledged before; nobody has more than I have."""
-        self._check_sent(slot, ranges[~joiner], acked[~joiner])
-        known = np.maximum(self.acked[ranges], acked)
-        if np.count_nonzero((seqs > self.seq[ranges]) | ((seqs < known) & ~joiner)):
-            raise PeerError(f"{self.me}: {self._members[slot]} is not a prefix of me within the log")
-        lost: list[int] = ranges[joiner & ((seqs == NOTHING) | (seqs < self.acked[ranges]))].tolist()
-        if not self._reported.keys().isdisjoint(lost):
-            raise PeerError(f"{self.me}: {self._members[slot]} was level with ranges of {lost} and has lost them")
+        core = self._core
+        self.check_sent(slot, ranges[~joiner], acked[~joiner])
+        known = np.maximum(core.acked[ranges], acked)
+        if np.count_nonzero((seqs > core.seq[ranges]) | ((seqs < known) & ~joiner)):
+            raise PeerError(f"{core.me}: {core.neighbours.members[slot]} is not a prefix of me within the log")
+        lost: list[int] = ranges[joiner & ((seqs == NOTHING) | (seqs < core.acked[ranges]))].tolist()
+        if not self.reported.keys().isdisjoint(lost):
+            raise PeerError(
+                f"{core.me}: {core.neighbours.members[slot]} was level with ranges of {lost} and has lost them"
+            )
 
     # -- the joiner -------------------------------------------------------------------------------------------------
 
-    def _piece(self, slot: int, message: SnapshotChunk, out: Effects) -> None:
+    def install_piece(self, slot: int, message: SnapshotChunk) -> None:
+        core = self._core
         r = message.range
-        if self._up[r] != slot or self.role[r] != Role.JOINING or message.epoch < self._since[r]:
+        if core.neighbours.up[r] != slot or core.role[r] != Role.JOINING or message.epoch < core.neighbours.since[r]:
             return
-        self._check_content(slot, message)
+        core.check_content(slot, message)
         if message.number == 0:
             one = np.array([r], dtype=np.int64)
-            self._erase(one, out)
-            self.seq[r] = message.seq
-            self.clocks.set_column(r, message.workers, message.progress)
-            self.refusals.set_column(r, message.refused)
+            self.erase(one)
+            core.seq[r] = message.seq
+            core.clocks.set_column(r, message.workers, message.progress)
+            core.refusals.set_column(r, message.refused)
         elif message.number != self._pieces.get(r):
-            raise PeerError(f"{self.me}: piece {message.number} of range {r} came, not {self._pieces.get(r)}")
-        elif message.seq != self.seq[r]:
+            raise PeerError(f"{core.me}: piece {message.number} of range {r} came, not {self._pieces.get(r)}")
+        elif message.seq != core.seq[r]:
             # One of them has overtaken the other: the piece's rows would lack an operation, or have it twice.
-            raise PeerError(f"{self.me}: a piece of range {r} at {message.seq} came when {int(self.seq[r])} had come")
+            raise PeerError(f"{core.me}: a piece of range {r} at {message.seq} came when {int(core.seq[r])} had come")
         self._pieces[r] = message.number + 1
-        self._bounds[r] = message.upto
-        out.append(Install(r, message.upto, message.last, message.payload))
+        core.bounds[r] = message.upto
+        core.effects.append(Install(r, message.upto, message.last, message.payload))
         if message.last:
-            self.filled[r] = True
-            self.acked[r] = self.seq[r]
-            del self._pieces[r], self._bounds[r]
-        self._recode()
-        answer = ChunkAck(self.epoch, r, message.fill, message.number, message.last, int(self.seq[r]))
-        self._send(slot, answer, out)
+            core.filled[r] = True
+            core.acked[r] = core.seq[r]
+            del self._pieces[r], core.bounds[r]
+        core.recode()
+        answer = ChunkAck(core.epoch, r, message.fill, message.number, message.last, int(core.seq[r]))
+        core.send(slot, answer)
 
-    def _erase(self, ranges: Ranges, out: Effects) -> None:
+    def erase(self, ranges: Ranges) -> None:
         """Back to nothing in these ranges."""
-        self.seq[ranges] = 0
-        self.acked[ranges] = 0
-        self.filled[ranges] = False
-        self.clocks.clear(ranges)
-        self.refusals.clear(ranges)
+        core = self._core
+        core.seq[ranges] = 0
+        core.acked[ranges] = 0
+        core.filled[ranges] = False
+        core.clocks.clear(ranges)
+        core.refusals.clear(ranges)
         for r in ranges.tolist():
-            self._bounds.pop(r, None)
+            core.bounds.pop(r, None)
             self._pieces.pop(r, None)
-        out.append(Erase(ranges))
+        core.effects.append(Erase(ranges))

@@ -173,12 +173,12 @@ class Voices:
         replica, random = self._core.server.replica, self._random
         if kind in (Kind.SNAPSHOT_CHUNK, Kind.CHUNK_ACK):
             r = struct.unpack_from("<I", frame, 40)[0] % RANGES
-            fill = replica._fills.get(r)
+            fill = replica.transfer.fills.get(r)
             if kind == Kind.CHUNK_ACK and fill is not None:
                 struct.pack_into("<I", frame, 56, max(0, fill.number - random.choice((0, 1, 1, 1))))
                 struct.pack_into("<Q", frame, 32, int(replica.seq[r]))
             elif kind == Kind.SNAPSHOT_CHUNK and random.random() < 0.7:
-                struct.pack_into("<I", frame, 56, replica._pieces.get(r, 0))
+                struct.pack_into("<I", frame, 56, replica.transfer._pieces.get(r, 0))
             view = self._core.server.serving.view
             struct.pack_into("<Q", frame, 16, 0 if view is None else int(view.since[r]))
             return

@@ -96,7 +96,7 @@ def test_what_has_waited_behind_the_end_of_a_table_is_looked_at_again_when_that_
         applied = [e.operation.kind for _, e in c.effects if isinstance(e, Apply)]
         looked.append((push.token, OperationKind.DROP in applied))
 
-    replica.look_again = look_again
+    replica.admission.look_again = look_again
     c.take(head, replica.limit_log(0))
     c.push(head, 0, kind=OperationKind.DROP, worker=-1, token="drop")
     c.push(head, 1, token="push")

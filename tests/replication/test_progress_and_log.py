@@ -74,7 +74,7 @@ def test_who_has_left_is_remembered_as_everybody_is(story: list[tuple[Any, ...]]
             twin[worker] = twin[worker].copy()
             twin[worker][list(ranges)] = clocks.row(worker)[list(ranges)] = value
         elif what == "shelve":
-            clocks.shelve(said[0])
+            clocks.retire_rows(said[0])
             assert set(clocks.workers[clocks.workers > 0]) <= said[0] | {w for w in twin if len(set(twin[w]) - {0}) > 1}
         elif what == "clear":
             clocks.clear(np.array(sorted(said[0]), np.int64))
@@ -108,18 +108,18 @@ def test_rows_of_those_who_have_left_are_used_again_and_what_they_did_stays_know
     clocks = Clocks(256)
     for worker in range(1, 1001):
         clocks.row(worker)[::2] = worker << 16
-        clocks.shelve({worker})
+        clocks.retire_rows({worker})
     for worker in range(1, 1001):
         clocks.row(worker)
     assert len(clocks.workers) == 1024
-    clocks.shelve({3, 900})
+    clocks.retire_rows({3, 900})
     assert len(clocks.workers) == FIRST_ROWS
     assert clocks.row(900)[:2].tolist() == [900 << 16, 0]
     clocks.row(2000)[0] = 1
     assert sorted(clocks.workers.tolist()) == [0] * (FIRST_ROWS - 3) + [3, 900, 2000]
     clocks.forget(2000)
     clocks.row(2000)[0] = 0
-    clocks.shelve(())
+    clocks.retire_rows(())
     assert clocks.newest == 1000
     assert clocks.column(0)[0].tolist() == list(range(1, 1001))
     assert clocks.row(500)[:2].tolist() == [500 << 16, 0]
@@ -178,6 +178,6 @@ def test_a_workers_deletions_are_no_newer_worker() -> None:
     for worker in (3, 9, 3 + ERASER):
         clocks.row(worker)[:] = 1 << 16
     assert clocks.newest == 9
-    clocks.shelve([3])
+    clocks.retire_rows([3])
     assert clocks.newest == 9
     assert clocks.row(3 + ERASER).tolist() == [1 << 16] * 4

@@ -188,13 +188,13 @@ def test_only_what_is_heard_is_judged() -> None:
     lost = plan_failover(c.view, {head}, {})
     assert lost is not None
     c.adopt(lost.chains, tail)
-    c.replicas[tail].wrong = lambda message: "it has no table with id 36"
+    c.replicas[tail].core.wrong = lambda message: "it has no table with id 36"
     c.deliver(head, tail)
     assert c.applied[tail] == []
     filled = plan_repair(c.view, [head, tail], {}, 2, 8)
     assert filled is not None
     c.adopt(filled.chains)
-    c.replicas[tail].wrong = lambda message: ""
+    c.replicas[tail].core.wrong = lambda message: ""
     c.settle()
     assert sorted(e.range for _, e in c.effects if isinstance(e, SnapshotRange)) == list(range(P))
     assert not [e for _, e in c.effects if isinstance(e, Distrust)]
@@ -206,7 +206,7 @@ def test_what_is_heard_and_cannot_be_applied_changes_nothing() -> None:
     c.push(head, 1)
     replica = c.replicas[tail]
     before = replica.seq.copy()
-    replica.wrong = lambda message: "it has no table with id 36"
+    replica.core.wrong = lambda message: "it has no table with id 36"
     c.deliver(head, tail)
     (effect,) = [e for _, e in c.effects if isinstance(e, Distrust)]
     assert effect.peer == head

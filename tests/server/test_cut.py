@@ -295,14 +295,14 @@ def test_a_cut_that_waited_with_pushes_notes_what_its_place_in_the_log_has(run: 
         assert view is not None
         workers = await group.connect("s0")
         await workers.push(view, "s0", 1, range(50), 1.0)
-        head.replica._full.add(head.replica._slot(group.servers["s1"].member))
-        head.replica.congested = True
+        head.replica.core.neighbours.full.add(head.replica.core.neighbours.slot(group.servers["s1"].member))
+        head.replica.core.congested = True
         cut = asyncio.ensure_future(head.admin.cuts.take(1, 0, ""))
         await until(lambda: head.replica.parked == 1)
         later = workers.push(view, "s0", 2, range(50), 1.0)
         await until(lambda: head.replica.parked == 2)
-        head.replica._full.clear()
-        head.replica.congested = False
+        head.replica.core.neighbours.full.clear()
+        head.replica.core.congested = False
         head.executor.perform(head.replica.go_on)
         assert await cut
         await later

@@ -30,12 +30,12 @@ def test_an_event_in_the_midst_of_anothers_effects_lets_nobody_go_on_before_thes
         return [First(), Second()]
 
     def event() -> Effects:
-        replica.unsettled = True
+        replica.admission.unsettled = True
         return []
 
     def go_on() -> Effects:
         done.append("go on")
-        replica.unsettled = False
+        replica.admission.unsettled = False
         return []
 
     def first(effect: Any) -> None:

@@ -25,10 +25,12 @@ from elasticps.server.process import draining, lifecycle
 from elasticps.server.roles.handshake import HelloHandler
 from elasticps.server.roles.pulls import PullHandler
 from elasticps.wire.frames import Header
+from replication.admission import Admission
 from replication.chain import Chains, Member, Role
 from replication.core import Core
-from replication.effects import CaughtUp
+from replication.effects import Apply, CaughtUp
 from replication.messages import OperationKind
+from replication.neighbours import Neighbours
 from replication.progress import Clocks
 from replication.replica import Replica
 from replication.snapshot_transfer import SnapshotTransfer
@@ -38,38 +40,39 @@ from tests.sim.planting import leave_every_frame_to_python
 def skip_the_duplicate_check(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
 
-    def judge(self: Replica, push: Any, have: Any, expected: int, after: int) -> Any:
+    def judge(self: Admission, push: Any, have: Any, expected: int, after: int) -> Any:
         return np.ones(have.shape, dtype=np.bool_), np.zeros(have.shape, dtype=np.bool_)
 
-    patch.setattr(Replica, "_judge", judge)
+    patch.setattr(Admission, "_judge", judge)
 
 
 def acknowledge_a_duplicate_before_the_tail_has_it(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
-    patch.setattr(Replica, "_unsafe_repeat", lambda self, ranges, seqs: np.zeros(ranges.shape, dtype=np.bool_))
+    patch.setattr(Admission, "_unsafe_repeat", lambda self, ranges, seqs: np.zeros(ranges.shape, dtype=np.bool_))
 
 
 def acknowledge_before_the_tail(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
-    recode = Core._recode
+    recode = Core.recode
 
     def mutant(self: Core) -> None:
         recode(self)
-        self._code &= ~np.where(self._tail, 0, 1)
+        self.code &= ~np.where(self.neighbours.tail, 0, 1)
         self._plans.clear()
 
-    patch.setattr(Core, "_recode", mutant)
+    patch.setattr(Core, "recode", mutant)
 
 
 def report_level_before_acknowledgements_wait(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
     wait = SnapshotTransfer._wait_for_joiner
 
-    def mutant(self: SnapshotTransfer, r: int, seq: int, out: Any) -> None:
-        wait(self, r, seq, out)
-        self.waiting[r] = False
-        self._recode()
-        self._commit(int(self._down[r]), np.array([r]), self.seq[[r]], out)
+    def mutant(self: SnapshotTransfer, r: int, seq: int) -> None:
+        wait(self, r, seq)
+        core = self._core
+        core.waiting[r] = False
+        core.recode()
+        core.commit(int(core.neighbours.down[r]), np.array([r]), core.seq[[r]])
 
     patch.setattr(SnapshotTransfer, "_wait_for_joiner", mutant)
 
@@ -78,11 +81,12 @@ def report_level_before_the_joiner_has_what_was_acknowledged(patch: pytest.Monke
     leave_every_frame_to_python(patch)
     report = SnapshotTransfer._report_level
 
-    def mutant(self: SnapshotTransfer, ranges: Any, out: Any) -> None:
-        joined = self._joined
-        self._joined = np.maximum(joined, self.seq)
-        report(self, ranges, out)
-        self._joined = joined
+    def mutant(self: SnapshotTransfer, ranges: Any) -> None:
+        core = self._core
+        joined = core.joined
+        core.joined = np.maximum(joined, core.seq)
+        report(self, ranges)
+        core.joined = joined
 
     patch.setattr(SnapshotTransfer, "_report_level", mutant)
 
@@ -92,10 +96,11 @@ def forget_to_resync_after_a_reconnect(patch: pytest.MonkeyPatch) -> None:
     up = Replica.peer_up
 
     def mutant(self: Replica, peer: Member) -> Any:
-        before = self._synced.copy()
+        core = self.core
+        before = core.synced.copy()
         out = up(self, peer)
-        self._synced |= before & (self._down == self._slot(peer)) & (self.role == 2)
-        self._recode()
+        core.synced |= before & (core.neighbours.down == core.neighbours.slot(peer)) & (core.role == 2)
+        core.recode()
         return [e for e in out if type(getattr(e, "message", None)).__name__ != "Resync" or not before.any()]
 
     patch.setattr(Replica, "peer_up", mutant)
@@ -106,12 +111,13 @@ def forget_to_resync_after_a_view(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
     change = Replica._change_roles
 
-    def mutant(self: Replica, view: Chains, changed: Any, out: Any) -> None:
-        synced = self._synced.copy()
-        down = self._down.copy()
-        change(self, view, changed, out)
-        self._synced |= synced & (self._down == down)
-        self._recode()
+    def mutant(self: Replica, view: Chains, changed: Any) -> None:
+        core = self.core
+        synced = core.synced.copy()
+        down = core.neighbours.down.copy()
+        change(self, view, changed)
+        core.synced |= synced & (core.neighbours.down == down)
+        core.recode()
 
     patch.setattr(Replica, "_change_roles", mutant)
 
@@ -127,15 +133,15 @@ def promote_a_half_filled_replica(patch: pytest.MonkeyPatch) -> None:
 def accept_an_old_neighbour(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
 
-    def heard(self: Core, slot: int, epoch: int, ranges: Any, neighbour: Any) -> Any:
+    def heard(self: Neighbours, slot: int, epoch: int, ranges: Any, neighbour: Any) -> Any:
         return np.ones(ranges.shape, dtype=np.bool_)
 
-    patch.setattr(Core, "_heard", heard)
+    patch.setattr(Neighbours, "heard", heard)
 
 
 def accept_words_from_before_the_chain_changed(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
-    patch.setattr(Core, "_heard", lambda self, slot, epoch, ranges, neighbour: neighbour[ranges] == slot)
+    patch.setattr(Neighbours, "heard", lambda self, slot, epoch, ranges, neighbour: neighbour[ranges] == slot)
 
 
 def resume_a_worker_from_uncommitted_clocks(patch: pytest.MonkeyPatch) -> None:
@@ -177,32 +183,32 @@ def send_what_the_caller_s_arrays_hold_later(patch: pytest.MonkeyPatch) -> None:
 def accept_a_step_beyond_the_next(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
 
-    def judge(self: Replica, push: Any, have: Any, expected: int, after: int) -> Any:
+    def judge(self: Admission, push: Any, have: Any, expected: int, after: int) -> Any:
         return have <= expected, have > expected
 
-    patch.setattr(Replica, "_judge", judge)
+    patch.setattr(Admission, "_judge", judge)
 
 
 def accept_pushes_of_old_epochs(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
-    admit = Replica._admit
+    admit = Admission._admit
 
-    def mutant(self: Replica, push: Any, out: Any) -> None:
-        push.epoch = self.epoch
-        admit(self, push, out)
+    def mutant(self: Admission, push: Any) -> None:
+        push.epoch = self._core.epoch
+        admit(self, push)
 
-    patch.setattr(Replica, "_admit", mutant)
+    patch.setattr(Admission, "_admit", mutant)
 
 
 def apply_outside_the_intervals_received(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
-    perform = Core._perform
+    perform = Core.perform
 
-    def mutant(self: Core, frame: Any, ranges: Any, seqs: Any, before: Any, out: Any) -> None:
-        perform(self, frame, ranges, seqs, before, out)
-        out[:] = [e._replace(inside=None) if hasattr(e, "inside") else e for e in out]
+    def mutant(self: Core, frame: Any, ranges: Any, seqs: Any, before: Any) -> None:
+        perform(self, frame, ranges, seqs, before)
+        self.effects[:] = [e._replace(inside=None) if isinstance(e, Apply) else e for e in self.effects]
 
-    patch.setattr(Core, "_perform", mutant)
+    patch.setattr(Core, "perform", mutant)
 
 
 def leave_the_vector_clocks_out_of_a_snapshot(patch: pytest.MonkeyPatch) -> None:
@@ -214,18 +220,20 @@ def forget_what_followers_know_of_clocks(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
     forward = Replica._forward
 
-    def mutant(self: Replica, slot: int, message: Any, out: Any) -> None:
+    def mutant(self: Replica, slot: int, message: Any) -> None:
         worker = message.operation.worker
         before = self.clocks.row(worker)[message.ranges]
-        forward(self, slot, message, out)
+        forward(self, slot, message)
         self.clocks.row(worker)[message.ranges] = before
 
     patch.setattr(Replica, "_forward", mutant)
 
 
 def write_views_without_comparing(patch: pytest.MonkeyPatch) -> None:
-    async def put(self: Any, world: Any, key: str, value: Any, timeout_s: float = 0.0) -> bool:
-        world.revisions[key] = await self._store.put(key, value.encode())
+    async def put(self: Any, tracker: Any, key: str, value: Any, timeout_s: float = 0.0) -> bool:
+        revision = await self._store.put(key, value.encode())
+        revisions = {**tracker.state.revisions, key: revision}
+        tracker.state = dataclasses.replace(tracker.state, revisions=revisions)
         return True
 
     patch.setattr(coordinator.leader._Term, "_put", put)
@@ -235,8 +243,8 @@ def drop_the_log_of_a_middle_replica(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
     forward = Replica._forward
 
-    def mutant(self: Replica, slot: int, message: Any, out: Any) -> None:
-        forward(self, slot, message, out)
+    def mutant(self: Replica, slot: int, message: Any) -> None:
+        forward(self, slot, message)
         for lane in list(self.log._queues.values()):
             kept = [e for e in lane if e.frame.token is not None]
             for entry in lane:
@@ -254,12 +262,12 @@ def drop_a_level_joiner_over_a_lost_link(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(self: Replica, slot: int) -> None:
         unlink(self, slot)
-        self.waiting &= self._down != slot
-        self._recode()
+        self.core.waiting &= self.core.neighbours.down != slot
+        self.core.recode()
         self._commit_all()  # type: ignore[attr-defined]
 
     def commit_all(self: Replica) -> None:
-        tails = np.flatnonzero(self._tail & ~self.waiting)
+        tails = np.flatnonzero(self.core.neighbours.tail & ~self.waiting)
         self.acked[tails] = self.seq[tails]
 
     patch.setattr(Replica, "_commit_all", commit_all, raising=False)
@@ -301,14 +309,14 @@ def let_a_stale_tail_answer_for_a_view_it_has_not_seen(patch: pytest.MonkeyPatch
 
 def count_a_frame_of_several_parts_as_its_first(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
-    admit = Replica._admit_step
+    admit = Admission._admit_step
 
-    def mutant(self: Replica, push: Any, ranges: Any, out: Any) -> None:
+    def mutant(self: Admission, push: Any, ranges: Any) -> None:
         if not push.last:
             push.part = push.first
-        admit(self, push, ranges, out)
+        admit(self, push, ranges)
 
-    patch.setattr(Replica, "_admit_step", mutant)
+    patch.setattr(Admission, "_admit_step", mutant)
 
 
 def leave_out_parts_that_have_rows_for_a_head(patch: pytest.MonkeyPatch) -> None:
@@ -329,21 +337,21 @@ def keep_no_log_for_a_joiner_that_counts(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
     wait = SnapshotTransfer._wait_for_joiner
 
-    def mutant(self: SnapshotTransfer, r: int, seq: int, out: Any) -> None:
-        wait(self, r, seq, out)
-        for lane in self.log._queues.values():
-            for entry in [e for e in lane if self._tail[e.ranges].all()]:
-                lane.remove(entry)
-                self.log.done(entry.frame)
+    def mutant(self: SnapshotTransfer, r: int, seq: int) -> None:
+        wait(self, r, seq)
+        for queue in self._core.log._queues.values():
+            for entry in [e for e in queue if self._core.neighbours.tail[e.ranges].all()]:
+                queue.remove(entry)
+                self._core.log.done(entry.frame)
 
-    patch.setattr(SnapshotTransfer, "_joiner_resync", _without_log(SnapshotTransfer._joiner_resync))
+    patch.setattr(SnapshotTransfer, "joiner_resync", _without_log(SnapshotTransfer.joiner_resync))
     patch.setattr(SnapshotTransfer, "_wait_for_joiner", mutant)
 
 
 def _without_log(resync: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: SnapshotTransfer, slot: int, r: int, seq: int, out: Any) -> None:
-        self.log._queues.pop(slot, None)
-        resync(self, slot, r, seq, out)
+    def mutant(self: SnapshotTransfer, slot: int, r: int, seq: int) -> None:
+        self._core.log._queues.pop(slot, None)
+        resync(self, slot, r, seq)
 
     return mutant
 

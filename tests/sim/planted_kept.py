@@ -20,11 +20,9 @@ def _as_if(patch: pytest.MonkeyPatch, role: Role, kept: CopyState) -> None:
     """Replicas of a role take every joiner for one that is kept, or not."""
     change = Replica._change_roles
 
-    def mutant(self: Replica, view: Chains, changed: Any, out: Any) -> None:
+    def mutant(self: Replica, view: Chains, changed: Any) -> None:
         mine = place(view, self.me).role == role
-        change(
-            self, replace(view, copy_state=np.where(mine & (view.joining >= 0), kept, view.copy_state)), changed, out
-        )
+        change(self, replace(view, copy_state=np.where(mine & (view.joining >= 0), kept, view.copy_state)), changed)
 
     patch.setattr(Replica, "_change_roles", mutant)
 

@@ -261,7 +261,7 @@ def note_only_at_the_head_which_step_used_a_shard(patch: pytest.MonkeyPatch) -> 
 
     def mutant(self: Executor, effect: Any, content: Any) -> None:
         note = self.shards.note
-        if not (self.replica._up[effect.ranges] < 0).all():
+        if not (self.replica.core.neighbours.up[effect.ranges] < 0).all():
             self.shards.note = lambda *_: None  # type: ignore[method-assign]
         apply(self, effect, content)
         self.shards.note = note  # type: ignore[method-assign]

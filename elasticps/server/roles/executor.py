@@ -105,7 +105,7 @@ class Executor:
         self.replica = Replica(me, ranges, budget_bytes, path.log)
         self.store = Store(ranges)
         self._path = path
-        self.replica.wrong = partial(wrong, self.store, me.name)
+        self.replica.core.wrong = partial(wrong, self.store, me.name)
         path.follow_replica(self.replica, self.store)
         self._performing = False
         self.tell_tables: Callable[[Iterable[tuple[int, Table]]], None] = lambda new: None

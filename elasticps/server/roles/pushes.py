@@ -58,7 +58,7 @@ class PushHandler:
         self._counts = executor.counts
         self._last_served = context.last_served
         self._order = NO_RANGES, positions_of(NO_RANGES, self._serving.ranges)  # the newest answer of `_order_of`
-        self._replica.look_again = self._look_again
+        self._replica.admission.look_again = self._look_again
         self.handlers: dict[int, Handler] = {
             Kind.PUSH: self._push,
             Kind.GET_CLOCKS: self._get_clocks,
