@@ -37,7 +37,7 @@ class FakeServer:
         self.views: list[int] = []
         self.calls = 0
         self.lines: set[FakeLine] = set()
-        self.asked: set[FakeLine] = set()  # for its view
+        self.requested: set[FakeLine] = set()  # for its view
         self.term = 0
         self.leader: FakeLine | None = None
 
@@ -82,8 +82,8 @@ class FakeLine:
                 raise ConnectionResetError("reset by the test")
             if not self.server.frozen:
                 yield self.server.report()
-                if self in self.server.asked and self.server.view is not None:
-                    self.server.asked.discard(self)
+                if self in self.server.requested and self.server.view is not None:
+                    self.server.requested.discard(self)
                     yield self.server.view
             await asyncio.sleep(REPORT_S)
 
@@ -92,7 +92,7 @@ class FakeLine:
             self.server.beat(term, self)
 
     def ask_view(self) -> None:
-        self.server.asked.add(self)
+        self.server.requested.add(self)
 
     def send_view(self, view: View) -> None:
         if not self.broken and self.server.running and not self.server.frozen:

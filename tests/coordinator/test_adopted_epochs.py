@@ -38,12 +38,12 @@ def test_a_worker_that_followed_who_is_given_up_follows_the_others_again() -> No
 async def test_a_coordinator_tells_what_was_adopted_whatever_it_had_seen_and_no_server_heard_of() -> None:
     """The store and its leader went away as they had written a view: who stood by had read it, and told servers that
     one, and none of the next ones of the same epochs."""
-    told: list[View] = []
-    line: Any = SimpleNamespace(send_view=told.append, beat=lambda term: None)
+    found: list[View] = []
+    line: Any = SimpleNamespace(send_view=found.append, beat=lambda term: None)
     lines = ServerLinks(lambda server, cluster: None, lambda ill: None)  # type: ignore[arg-type, return-value]
     lines._open[A.member] = _Open(line)
     lines.announce(view(9))
     lines.lead(1, lambda death: None)
     adopted = View.decode(plan_adoption([witness("a", 8), witness("b", 8)], (), "x").writes["view"])
     lines.announce(adopted)
-    assert told == [adopted]
+    assert found == [adopted]

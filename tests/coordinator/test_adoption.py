@@ -70,7 +70,7 @@ def test_tables_of_one_name_are_left_to_their_workers() -> None:
     assert [key for key in found.writes if key.startswith("tables/")] == ["tables/x/u"]
 
 
-def test_tables_belong_to_whom_servers_say_and_else_to_whom_is_asked_for() -> None:
+def test_a_table_belongs_to_the_application_that_servers_name_or_else_to_the_one_given() -> None:
     tables = {1: spec("t"), 2: spec("t"), 3: spec("u"), 4: spec("v"), 5: spec("v")}
     knows = replace(witness("a", tables=tables), apps={1: "ads", 3: "", 4: "ads"})
     found = plan_adoption([knows, replace(knows, name="b", incarnation=1, apps={1: "", 2: "", 5: "ads"})], (), "x")
@@ -79,7 +79,7 @@ def test_tables_belong_to_whom_servers_say_and_else_to_whom_is_asked_for() -> No
     assert found.unclear == ("v",)
 
 
-async def test_a_store_with_a_cluster_that_lives_is_left_alone() -> None:
+async def test_a_store_whose_cluster_has_servers_is_left_unchanged() -> None:
     store = MemoryStore("test")
     await create_cluster(store, ClusterConfig(2, id="two"))
     session = await register_server(store, name="new", address="h:1", on_lost=lambda reason: None)
@@ -93,7 +93,7 @@ async def test_a_store_with_a_cluster_that_lives_is_left_alone() -> None:
     assert await new_number(store) > 41
 
 
-async def test_a_leader_goes_on_from_what_was_adopted_and_begins_anew_after_a_reset() -> None:
+async def test_a_leader_continues_an_adopted_cluster_and_starts_over_after_a_reset() -> None:
     store = MemoryStore("test")
     await create_cluster(store, ClusterConfig(2, id="two"))
     stop = asyncio.Event()
@@ -126,7 +126,7 @@ async def test_a_leader_goes_on_from_what_was_adopted_and_begins_anew_after_a_re
     await again.close()
 
 
-async def test_a_worker_lives_through_a_second_new_store_though_no_number_was_given_since_the_first() -> None:
+async def test_a_worker_survives_a_second_new_store_even_if_no_number_was_given_out_since_the_first() -> None:
     store = MemoryStore("test")
     first = plan_adoption([witness("a"), witness("b")], (), "x")
     await adopt(store, first)
@@ -182,7 +182,7 @@ async def test_a_reset_leaves_nothing_that_a_leader_wrote_meanwhile() -> None:
     assert [await store.get(key) for key in ("view", "roster")] == [None, None]
 
 
-async def test_a_reset_ends_a_restore_and_a_request_to_begin_anew() -> None:
+async def test_a_reset_ends_a_restore_and_a_request_for_range_recovery() -> None:
     """Workers of the new cluster would wait for what was to come back into the old one."""
     store = MemoryStore("test")
     await adopt(store, plan_adoption([witness("a"), witness("b")], (), "x"))

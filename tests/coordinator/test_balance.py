@@ -138,7 +138,7 @@ def test_a_balanced_cluster_stays_so_through_a_life_of_changes() -> None:
         assert spread(view.heads, view) <= 1.2
 
 
-def test_a_server_that_comes_is_told_of_while_it_gets_its_share() -> None:
+def test_the_reason_names_a_new_server_while_it_gets_its_share() -> None:
     config = ClusterConfig(256, 2)
     servers = [server(i) for i in range(4)]
     view = step(first(servers[:3], config), members(servers), config)
@@ -361,13 +361,13 @@ class History:
         else:
             raise AssertionError(f"no end: {self.view.reason}")
         staying = [s for s in self.present.values() if s.member not in self.draining]
-        wanted = min(self.config.replicas, max(1, len(staying)))
+        expected = min(self.config.replicas, max(1, len(staying)))
         view = self.view
         living = {s.member for s in self.present.values()}
         for r in range(view.ranges):
             chain = view.as_chains.members_of(r)
             if living & set(chain):
-                assert len(chain) == wanted, (r, chain, view.reason)
+                assert len(chain) == expected, (r, chain, view.reason)
                 assert len(set(chain) & self.draining) == (0 if staying else 1)
         if staying and not any(m in self.gone for m in view.as_chains.members):
             assert {s.name for s in view.servers} == {s.name for s in staying}
@@ -431,7 +431,7 @@ def test_shares_follow_weights_where_they_can() -> None:
 # -- forecast ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_forecast_says_what_would_move() -> None:
+def test_a_dry_run_says_what_would_move() -> None:
     config = ClusterConfig(256, 2)
     servers = [server(i) for i in range(4)]
     view = first(servers[:3], config)
@@ -452,7 +452,7 @@ def test_a_forecast_says_what_would_move() -> None:
     assert fewer.waiting == "256 ranges have fewer than 2 replicas, with 1 server left" or "wait" in fewer.waiting
 
 
-def test_a_forecast_of_a_cluster_without_a_view() -> None:
+def test_a_dry_run_of_a_cluster_without_a_view() -> None:
     config = ClusterConfig(16, 2, min_servers=2)
     nothing = dry_run(None, members([server(0)]), config)
     assert (nothing.view, nothing.converges, nothing.copies) == (None, True, 0)
@@ -513,8 +513,8 @@ def test_what_only_servers_that_drain_have_does_not_wait_for_repairs() -> None:
 def test_of_servers_that_all_drain_one_stays_whose_process_need_not_end() -> None:
     config = ClusterConfig(16, 2)
     servers = [server(0), server(1), server(2)]
-    asked = frozenset(s.member for s in servers)
+    requested = frozenset(s.member for s in servers)
     for stays in servers:
-        of = Members("c", tuple(servers), asked, leaving=asked - {stays.member})
+        of = Members("c", tuple(servers), requested, leaving=requested - {stays.member})
         view = settled(first(servers, config), of, config)
         assert [s.name for s in view.servers] == [stays.name]

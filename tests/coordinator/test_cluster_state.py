@@ -82,7 +82,7 @@ def test_a_state_is_left_as_it_was_by_the_next_one() -> None:
     assert not after.servers
 
 
-def test_an_entry_that_makes_no_sense_is_left_out_and_said_why() -> None:
+def test_a_nonsense_entry_is_left_out_with_the_reason() -> None:
     state = ClusterState("test").apply(Put(Entry(SERVERS + "a", VALUES[SERVERS + "a"], 1, 1)))
     state = state.apply(Put(Entry(SERVERS + "a", b"{", 2, 1)))
     assert not state.servers

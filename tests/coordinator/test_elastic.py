@@ -28,7 +28,7 @@ async def test_servers_that_come_get_their_share() -> None:
         view = await it.follower.wait_for(shared, WAIT_S)
         assert max(holds(view, name) for name in "abcde") <= 9
         for server in it.rack.servers.values():
-            await it.until_told(server)
+            await it.until_sent(server)
 
 
 async def test_those_that_come_together_are_planned_together() -> None:
@@ -40,12 +40,12 @@ async def test_those_that_come_together_are_planned_together() -> None:
         assert view.epoch == 2
 
 
-async def test_a_drained_server_is_left_out_and_told_and_its_request_ends_with_it() -> None:
+async def test_a_drained_server_leaves_the_view_and_its_request_is_deleted() -> None:
     async with cluster("a", "b", "c") as it:
         info = await request_drain(it.memory, "b")
         view = await it.reach("whole without b")
         assert view.reason.endswith("b drained: it may stop")
-        await it.until_told(it.rack.servers["b"])
+        await it.until_sent(it.rack.servers["b"])
         assert await list_drains(it.memory) == {"b": info.incarnation}
         it.rack.kill("b")
         await it.rack.expire("b")
@@ -121,13 +121,13 @@ async def test_that_ranges_wait_is_in_the_view_once() -> None:
 async def test_a_worker_that_comes_changes_only_the_roster() -> None:
     async with cluster("a", "b", "c") as it:
         view = it.view
-        told = {name: list(server.views) for name, server in it.rack.servers.items()}
+        found = {name: list(server.views) for name, server in it.rack.servers.items()}
         await it.settle()
         await it.settle()
         assert it.follower.roster is not None
         assert len(it.follower.roster.workers) == 2
         assert it.view == view
-        assert {name: server.views for name, server in it.rack.servers.items()} == told
+        assert {name: server.views for name, server in it.rack.servers.items()} == found
 
 
 async def test_a_request_that_makes_no_sense_is_ignored(caplog: pytest.LogCaptureFixture) -> None:

@@ -241,9 +241,9 @@ async def test_keys_that_are_none_are_left_out(shared_etcd: Etcd, caplog: pytest
             await store.call(lambda m: m.kv.DeleteRange, rpc.DeleteRangeRequest(key=start + odd))
         last = await store.put("b", b"2")
         assert [change.revision for change in await take(changes, 1)] == [last]
-    told = [record.message for record in caplog.records if "left out" in record.message]
-    assert len(told) == len(ODD)
-    assert all(line.isprintable() and len(line) < 1000 for line in told)
+    found = [record.message for record in caplog.records if "left out" in record.message]
+    assert len(found) == len(ODD)
+    assert all(line.isprintable() and len(line) < 1000 for line in found)
     await _put_odd(store)
     await shared_etcd.compact()
     async with aclosing(store.watch("", after=first)) as changes:
@@ -441,7 +441,7 @@ async def test_certificates_that_were_replaced_are_used_and_watches_go_on(
     await store.close()
 
 
-async def test_a_watch_that_was_cut_off_as_etcd_was_made_anew_is_reset_however_far_that_one_is(
+async def test_a_watch_is_reset_when_etcd_was_replaced_meanwhile_however_high_its_revision_is(
     new_etcd: NewEtcd,
 ) -> None:
     """Its revisions had come to where the other's were before the watch was there again: what it had until then was

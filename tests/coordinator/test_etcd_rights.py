@@ -110,9 +110,9 @@ async def remove(store: EtcdStore, key: str) -> None:
     await store.delete(key)
 
 
-async def permitted(asked: Coroutine[Any, Any, None]) -> bool:
+async def permitted(requested: Coroutine[Any, Any, None]) -> bool:
     try:
-        await asked
+        await requested
     except NotPermitted:
         return False
     return True

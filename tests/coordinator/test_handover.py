@@ -12,7 +12,7 @@ from replication.chain import CopyState, Member
 NAMES = ("s0", "s1", "s2", "s3")
 
 
-def view_of(chains: list[list[int]], joining: list[int], kept: list[int]) -> View:
+def view_of(chains: list[list[int]], joining: list[int], copy_state: list[int]) -> View:
     servers = tuple(ServerInfo(name, 1, "h:1") for name in NAMES)
     padded = np.array([[*chain, -1, -1][:2] for chain in chains], np.int32)
     since = np.ones(len(chains), np.int64)
@@ -26,7 +26,7 @@ def view_of(chains: list[list[int]], joining: list[int], kept: list[int]) -> Vie
         np.array(joining, np.int32),
         since,
         "",
-        copy_state=np.array(kept, np.int32),
+        copy_state=np.array(copy_state, np.int32),
     )
 
 
@@ -42,7 +42,7 @@ def members(*names: str) -> set[Member]:
 
 
 @pytest.mark.parametrize(
-    ("leaver", "staying", "held", "last", "keepers", "others"),
+    ("leaver", "staying", "held", "last", "holders", "others"),
     [
         ("s3", ("s0", "s1"), [0, 1, 3], [0, 3], ["s0"], ["s2"]),  # s2 drains: what it has is no copy that stays
         ("s2", ("s0", "s1"), [0, 2, 3], [0, 3], ["s1"], ["s3"]),  # it keeps a copy of range 3 for s3, left alone
@@ -53,12 +53,12 @@ def members(*names: str) -> set[Member]:
     ],
 )
 def test_only_a_server_that_stays_has_a_copy_to_count_on(
-    leaver: str, staying: tuple[str, ...], held: list[int], last: list[int], keepers: list[str], others: list[str]
+    leaver: str, staying: tuple[str, ...], held: list[int], last: list[int], holders: list[str], others: list[str]
 ) -> None:
     found = find_handover(VIEW, Member(leaver, 1), members(*staying))
     assert found.held.tolist() == held
     assert found.last.tolist() == last
-    assert [member.name for member in found.holders] == keepers
+    assert [member.name for member in found.holders] == holders
     assert [member.name for member in found.others] == others
     assert found.stay == len(members(*staying) - members(leaver))
 

@@ -94,7 +94,7 @@ def test_silence_is_no_proof_until_the_connection_is_refused_too() -> None:
     assert story.detector.gone[A].at == at
 
 
-def test_who_has_lived_on_alone_is_told_to_the_planner_once() -> None:
+def test_the_planner_is_woken_once_for_a_server_that_has_served_alone() -> None:
     story = Story(A, B)
     assert story.detector.heard(A, Report(3, alone=2), story.now)
     assert not story.detector.heard(A, Report(3, alone=2), story.now)
@@ -124,7 +124,7 @@ def test_nobody_is_waited_for_that_has_been_silent_for_long() -> None:
     assert story.detector.health(None).overdue == frozenset()
 
 
-def test_what_is_spent_is_told_once_and_of_the_filling_that_there_is() -> None:
+def test_a_late_copy_that_cannot_catch_up_wakes_the_planner_once_and_only_for_its_present_fill() -> None:
     story = Story(A, B)
     config = ClusterConfig(ranges=2, replicas=2, id="x")
     decision = plan(None, Members("x", tuple(ServerInfo(m.name, 1, "h:1") for m in (A, B))), config)

@@ -63,7 +63,7 @@ async def servers(store: Store, *names: str) -> AsyncIterator[None]:
         yield
 
 
-async def office(store: Store) -> Entry | None:
+async def leadership(store: Store) -> Entry | None:
     return await store.get(ELECTION)
 
 
@@ -114,7 +114,7 @@ async def test_a_standby_takes_over_at_once_when_the_leader_stops(clients: Clien
             view = await follower.wait_for(lambda view: view.index("b") >= 0, 20)
             assert view.epoch in (2, 3)  # perhaps one in between that says that a is gone
         await standby.aclose()
-        assert await office(one) is None
+        assert await leadership(one) is None
 
 
 class Held(FaultyStore):
@@ -205,23 +205,23 @@ async def test_a_write_of_unknown_outcome_is_read_back(key: str) -> None:
         await worker.close()
 
 
-async def test_an_outage_is_ridden_out_in_office() -> None:
+async def test_a_leader_stays_the_leader_through_an_outage_of_the_store() -> None:
     memory = MemoryStore()
     faulty = FaultyStore(memory.client())
     await create_cluster(memory, ClusterConfig(ranges=4, min_servers=1))
     async with coordinator(faulty), following(memory) as follower, servers(memory, "a"):
         first = await follower.wait_for(lambda view: True, 20)
-        term = await office(memory)
+        term = await leadership(memory)
         faulty.out = True
         async with servers(memory, "b"):
             await until(lambda: faulty.refused)  # the leader wants to write, and finds the store out
             assert follower.view == first
             faulty.out = False
             await follower.wait_for(lambda view: view.epoch == 2, 20)
-        assert await office(memory) == term
+        assert await leadership(memory) == term
 
 
-async def test_an_office_lost_in_an_outage_is_sought_again() -> None:
+async def test_a_leader_deposed_in_an_outage_campaigns_again() -> None:
     memory = MemoryStore()
     faulty = FaultyStore(memory.client())
     await create_cluster(memory, ClusterConfig(ranges=4, min_servers=1))
@@ -311,7 +311,7 @@ async def test_leader_servers_and_followers_outlive_a_restart_of_etcd(new_etcd: 
 
 
 @pytest.mark.parametrize("turns", range(5))
-async def test_a_leader_that_is_told_to_end_as_the_alarm_rings_ends(turns: int) -> None:
+async def test_a_leader_that_is_stopped_as_the_alarm_rings_stops(turns: int) -> None:
     alarm = _Alarm()
     alarm.ring(False)
     waiting = asyncio.create_task(alarm.wait(3600))
@@ -340,14 +340,14 @@ async def test_a_view_too_large_to_write_ends_no_term(caplog: pytest.LogCaptureF
     await create_cluster(store, ClusterConfig(ranges=4, min_servers=1))
     async with coordinator(store), following(store) as follower, servers(store, "a"):
         await follower.wait_for(lambda view: True, 20)
-        before = await office(store)
+        before = await leadership(store)
         store.narrow = True
         async with servers(store, "b"):
             await until(lambda: "cannot be written: the test takes no view" in caplog.text)
             store.narrow = False
             async with servers(store, "c"):
                 await follower.wait_for(lambda view: view.index("c") >= 0, 20)
-        assert await office(store) == before
+        assert await leadership(store) == before
 
 
 async def test_of_workers_that_left_the_newest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,15 +213,15 @@ async def test_a_config_that_changes_what_is_fixed_is_put_back() -> None:
 async def test_a_table_that_nobody_has_dropped_is_put_back(clients: Clients) -> None:
     async with clients() as store, leading(store):
         _, sessions = await grown(store)
-        kept = json.dumps({"id": 9, "spec": "{}", "creator": 1, "by": "w", "ready": True}).encode()
-        await store.put("tables/x/kept", kept)
-        await store.put("tables/x/dropped", kept)
-        await store.put("tables/x/dropped", json.dumps({**json.loads(kept), "dropping": True}).encode())
+        remaining = json.dumps({"id": 9, "spec": "{}", "creator": 1, "by": "w", "ready": True}).encode()
+        await store.put("tables/x/kept", remaining)
+        await store.put("tables/x/dropped", remaining)
+        await store.put("tables/x/dropped", json.dumps({**json.loads(remaining), "dropping": True}).encode())
         await store.delete("tables/x/dropped")
         await store.delete("tables/x/kept")
         entry = await until_key(store, "tables/x/kept", lambda entry: entry is not None)
         assert entry is not None
-        assert entry.value == kept
+        assert entry.value == remaining
         assert await store.get("tables/x/dropped") is None
         for session in sessions:
             await session.close()
@@ -243,7 +243,7 @@ async def test_a_cluster_without_servers_may_be_given_up() -> None:
 
 
 @pytest.mark.parametrize("key", ["view", "roster", "config"])
-async def test_a_coordinator_that_starts_on_nonsense_lives_and_says_which_key(
+async def test_a_coordinator_that_starts_on_nonsense_keeps_running_and_names_the_key(
     key: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = MemoryStore()

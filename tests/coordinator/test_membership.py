@@ -375,7 +375,7 @@ async def test_numbers_start_above_the_base(clients: Clients) -> None:
         assert min(numbers) > 5000
 
 
-async def test_what_a_worker_has_written_is_put_back_into_a_store_made_anew() -> None:
+async def test_a_workers_own_keys_are_put_back_into_a_replaced_store() -> None:
     store = MemoryStore()
     config = await create_cluster(store, ClusterConfig(4))
     lost: list[str] = []

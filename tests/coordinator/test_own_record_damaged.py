@@ -27,8 +27,8 @@ async def test_a_worker_goes_on_whose_record_was_damaged_or_deleted(damaged: byt
         await store.delete("last-worker/default/w")
     else:
         await store.put("last-worker/default/w", damaged)
-    kept = session.deadline
-    await until(lambda: lost or session.deadline > kept + 0.5)
+    remaining = session.deadline
+    await until(lambda: lost or session.deadline > remaining + 0.5)
     assert lost == []
     await until_key(store, "last-worker/default/w", lambda entry: entry is not None and entry.value == record)
     await session.close()
@@ -43,8 +43,8 @@ async def test_a_server_goes_on_whose_count_of_incarnations_was_damaged(damaged:
     session = await register_server(store, name="s", address="127.0.0.1:1", ttl_s=0.3, on_lost=lost.append)
     await store.put("incarnations/servers/s", damaged)
     await until_key(store, "incarnations/servers/s", lambda entry: entry is not None and entry.value == b"2")
-    kept = session.deadline
-    await until(lambda: lost or session.deadline > kept + 0.5)
+    remaining = session.deadline
+    await until(lambda: lost or session.deadline > remaining + 0.5)
     assert lost == []
     await session.close()
 
@@ -83,14 +83,14 @@ async def test_one_that_comes_back_to_a_new_store_does_not_take_its_name_from_wh
     session._store = new
     with pytest.raises(Fenced, match="belongs to incarnation 1, of a store that was made anew; this is 3"):
         await session._renew_once()
-    kept = newer.deadline
-    await until(lambda: ended or newer.deadline > kept + 0.5)
+    remaining = newer.deadline
+    await until(lambda: ended or newer.deadline > remaining + 0.5)
     assert ended == []
     await session.close()
     await newer.close()
 
 
-async def test_one_that_starts_is_told_what_to_put_there() -> None:
+async def test_a_server_that_starts_says_which_number_to_put_there() -> None:
     store = MemoryStore("test")
     await create_cluster(store, ClusterConfig(2, id="one"))
     await store.put("incarnations/servers/s", b"2x")

@@ -223,9 +223,9 @@ def test_who_falls_silent_keeps_its_copy_where_one_replica_is_left() -> None:
     had = (FIRST.chains == 1).any(axis=1)
     assert had.any()
     assert [joiner(LEFT, r) for r in np.flatnonzero(had).tolist()] == [server("b").member] * int(had.sum())
-    behind = FIRST.chains[:, 1] == 1
+    successor = FIRST.chains[:, 1] == 1
     assert np.array_equal(
-        LEFT.copy_state, np.where(had, np.where(behind, CopyState.SUCCESSOR, CopyState.PREDECESSOR), CopyState.NONE)
+        LEFT.copy_state, np.where(had, np.where(successor, CopyState.SUCCESSOR, CopyState.PREDECESSOR), CopyState.NONE)
     )
     assert f"{had.sum()} ranges wait until the replica that is left is confirmed" in LEFT.reason
     assert decide(LEFT, *LEFT.servers, health=B_SILENT) is None, "nobody has lived on for long enough"
@@ -264,7 +264,7 @@ def test_who_is_left_is_confirmed_when_it_has_lived_on_or_the_other_has_ended() 
     assert decide(lived, *lived.servers, health=replace(B_SILENT, spent=earlier_fill)) is None
 
 
-def test_a_late_copy_is_asked_back_when_its_server_is_heard_and_is_a_replica_when_it_is_level() -> None:
+def test_a_late_copy_catches_up_once_its_server_is_heard_and_is_a_replica_once_level() -> None:
     late = written(LEFT, *LEFT.servers, health=replace(B_SILENT, alone=ALONE))
     back = written(late, *late.servers)
     had = np.flatnonzero(LEFT.copy_state > 0)
@@ -298,7 +298,7 @@ def test_a_late_copy_stands_in_for_nobody_and_is_not_given_up_while_there_is_no_
         assert np.array_equal(view.chains[alone], waits.chains[alone])
 
 
-def test_who_kept_its_copy_stands_in_for_the_one_that_was_left_and_dies() -> None:
+def test_a_retained_copy_replaces_the_last_replica_when_that_dies() -> None:
     view = written(LEFT, *LEFT.servers, health=lost(server("a")))
     for r in np.flatnonzero((LEFT.copy_state > 0) & (LEFT.heads == 0)).tolist():
         assert names(view, r) == (server("b").member,)
@@ -328,7 +328,7 @@ def test_who_falls_silent_keeps_its_copy_where_a_level_one_takes_its_place() -> 
     assert (names(ended, r), ended.copy_state[r]) == ((other,), CopyState.NONE), "who is dead keeps nothing"
 
 
-def test_who_is_heard_again_goes_on_where_it_stood_behind_and_is_asked_back_where_it_stood_before() -> None:
+def test_a_server_heard_again_is_tail_where_it_was_successor_and_catches_up_where_it_was_predecessor() -> None:
     health = Health(alone=ALONE)
     view = written(LEFT, *LEFT.servers, health=health)
     for r in range(view.ranges):

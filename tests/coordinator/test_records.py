@@ -21,7 +21,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES, st.sampled_from([int, float, str, bool, list, dict, object]))
-def test_what_is_read_is_of_the_type_that_was_asked_for(value: Any, kind: type) -> None:
+def test_fields_have_the_requested_types(value: Any, kind: type) -> None:
     try:
         found = read("k", json.dumps({"a": value}).encode(), a=kind)["a"]
     except ValueError:
@@ -48,8 +48,8 @@ def test_anything_else_is_a_value_error(value: bytes) -> None:
 async def test_a_worker_that_adds_nonsense_to_a_loss_changes_nothing_of_it(own: bytes) -> None:
     store = MemoryStore()
     workers = [{"id": 5, "name": "v", "have": 6, "to": 7}, {"id": 6, "name": "ads/w", "have": 6, "to": 8}]
-    told = {"epoch": 3, "ranges": [1], "cut": 2, "url": "file:///x", "rows": 9, "lacking": [], "workers": workers}
-    await store.put("losses/000000000003", json.dumps(told).encode())
+    found = {"epoch": 3, "ranges": [1], "cut": 2, "url": "file:///x", "rows": 9, "lacking": [], "workers": workers}
+    await store.put("losses/000000000003", json.dumps(found).encode())
     await store.put(known_key(3, 5, "v"), own)
     await store.put(known_key(3, 6, "ads/w"), b'{"committed": 9}')
     assert [worker["to"] for worker in (await losses_of(store))[0]["workers"]] == [7, 9]

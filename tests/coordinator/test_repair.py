@@ -60,7 +60,7 @@ class Cluster:
             return await self.follower.wait_for(lambda view: bool((view.joining >= 0).any()), WAIT_S)
         return await self.follower.wait_for(lambda view: whole(view) and view.index(name) < 0, WAIT_S)
 
-    async def until_told(self, server: FakeServer) -> None:
+    async def until_sent(self, server: FakeServer) -> None:
         """Waits until it has the newest view."""
         await until(lambda: server.view == self.view)
 
@@ -97,14 +97,14 @@ async def cluster(*names: str, ttl_s: float = 60, replicas: int = 2) -> AsyncIte
         await it.follower.close()
 
 
-async def test_a_killed_server_is_replaced_and_every_server_told(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_killed_server_is_replaced_and_every_server_gets_the_view(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     async with cluster("a", "b", "c") as it:
         it.rack.kill("b")
         view = await it.reach("whole without b")
         assert view.reason.startswith("repair: ")
         for server in (it.rack.servers["a"], it.rack.servers["c"]):
-            await it.until_told(server)
+            await it.until_sent(server)
             assert server.views == sorted(server.views)
         assert it.rack.servers["b"].views == [1]
     assert "b lost (connection lost, then connection refused): " in caplog.text
@@ -116,7 +116,7 @@ async def test_a_killed_server_is_replaced_and_every_server_told(caplog: pytest.
     assert re.search(r"view epoch=3 after_ms=[\d.]+ reason=\"repair: ", caplog.text)
 
 
-async def test_a_verdict_that_could_not_be_written_is_not_kept() -> None:
+async def test_a_view_that_could_not_be_written_is_planned_again() -> None:
     async with cluster("a", "b", "c") as it:
         it.faulty.stuck = "view"
         it.rack.freeze("a")
@@ -202,10 +202,10 @@ async def test_a_standby_goes_on_in_the_middle_of_a_repair() -> None:
         it.rack.find_level(False)
         it.rack.kill("c")
         half = await it.reach("filling")
-        office = await it.memory.get(ELECTION)
+        leadership = await it.memory.get(ELECTION)
         it.faulty.out = True  # what a killed leader looks like to the store
         async with leading(it.memory, it.rack, "c1"):
-            await until_key(it.memory, ELECTION, lambda entry: entry is not None and entry != office)
+            await until_key(it.memory, ELECTION, lambda entry: entry is not None and entry != leadership)
             it.rack.find_level(True)
             view = await it.reach("whole without c")
             assert view.epoch > half.epoch
@@ -238,7 +238,7 @@ async def test_the_leader_dies_between_failover_and_repair_and_after_every_view(
         it.faulty.out = False
 
 
-async def test_a_failover_of_unknown_outcome_is_read_back_and_then_told(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failover_of_unknown_outcome_is_read_back_and_then_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     async with cluster("a", "b", "c") as it:
         it.faulty.lose_next_write = "view"
@@ -300,7 +300,7 @@ async def test_a_server_that_dies_in_an_outage_is_replaced_after_it() -> None:
         await it.reach("whole without b")
 
 
-async def test_a_view_that_a_server_has_missed_is_told_again() -> None:
+async def test_a_view_that_a_server_has_missed_is_sent_again() -> None:
     async with cluster("a", "b") as it:
         it.rack.find_level(False)
         it.rack.servers["a"].deaf = 1
@@ -310,7 +310,7 @@ async def test_a_view_that_a_server_has_missed_is_told_again() -> None:
         assert it.rack.servers["a"].views == [1, 2, 2]
 
 
-async def test_a_server_that_stays_behind_is_told_once_more_and_not_for_ever() -> None:
+async def test_a_server_with_an_old_view_is_sent_the_view_once_more_and_not_for_ever() -> None:
     async with cluster("a", "b") as it:
         it.rack.find_level(False)
         it.rack.servers["a"].deaf = 1000

@@ -84,7 +84,7 @@ def test_the_order_of_servers_does_not_matter(nodes: list[Node]) -> None:
         assert [nodes[i].name for i in one[r] if i >= 0] == [shuffled[i].name for i in other[r] if i >= 0]
 
 
-def test_every_process_places_alike() -> None:
+def test_every_process_computes_the_same_placement() -> None:
     program = "from coordinator.core.ring import *; print(place([Node(f's{i}') for i in range(5)], 64, 2).tolist())"
     outputs = {
         subprocess.run(

@@ -33,16 +33,16 @@ def test_the_roster_follows_the_workers() -> None:
 def test_a_roster_that_the_store_would_not_take_is_never_planned() -> None:
     """Newcomers wait, who is listed stays, and what is waited for is said."""
     random = Random(1)
-    crowd = [worker(i, "".join(random.choices(string.ascii_letters, k=60)), i) for i in range(1, WORKERS_MAX + 100)]
-    first = plan_roster(None, crowd)
+    many = [worker(i, "".join(random.choices(string.ascii_letters, k=60)), i) for i in range(1, WORKERS_MAX + 100)]
+    first = plan_roster(None, many)
     assert first is not None
     assert 4096 < len(first.roster.workers) < WORKERS_MAX
     assert len(first.roster.encode()) <= VALUE_MAX
     assert "workers wait: the roster is full" in first.reason
     assert Roster.decode(first.roster.encode()) == first.roster
-    assert plan_roster(first.roster, crowd) is None
+    assert plan_roster(first.roster, many) is None
     left = first.roster.workers[1:]
-    again = plan_roster(first.roster, [one for one in crowd if one.id != first.roster.workers[0].id])
+    again = plan_roster(first.roster, [one for one in many if one.id != first.roster.workers[0].id])
     assert again is not None
     assert set(again.roster.workers) > set(left)
 

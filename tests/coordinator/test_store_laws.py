@@ -54,16 +54,16 @@ async def test_compare_and_set_wins_on_the_expected_revision_only(clients: Clien
 async def test_many_keys_are_written_together_or_not_at_all(clients: Clients) -> None:
     async with clients() as store:
         config = await store.put("config", b"1")
-        kept = await store.get("config")
-        made = await store.compare_and_set_all({"a": (b"1", 0), "b": (b"2", 0)}, unchanged=kept)
+        remaining = await store.get("config")
+        made = await store.compare_and_set_all({"a": (b"1", 0), "b": (b"2", 0)}, unchanged=remaining)
         assert made is not None
         assert made > config
         assert (await store.list("")).entries[:2] == (Entry("a", b"1", made, made), Entry("b", b"2", made, made))
         assert await store.compare_and_set_all({"c": (b"3", 0), "b": (b"4", 0)}) is None
-        assert kept is not None
-        assert await store.compare_and_set_all({"c": (b"3", 0)}, unchanged=replace(kept, value=b"2")) is None
+        assert remaining is not None
+        assert await store.compare_and_set_all({"c": (b"3", 0)}, unchanged=replace(remaining, value=b"2")) is None
         await store.put("config", b"2")
-        assert await store.compare_and_set_all({"a": (b"5", made)}, unchanged=kept) is None
+        assert await store.compare_and_set_all({"a": (b"5", made)}, unchanged=remaining) is None
         again = await store.compare_and_set_all({"a": (b"6", made), "c": (b"7", 0)})
         assert again is not None
         assert [(e.key, e.value) for e in (await store.list("")).entries] == [
@@ -90,8 +90,8 @@ async def test_of_many_writers_one_wins(clients: Clients) -> None:
 
 async def test_a_guard_must_hold(clients: Clients) -> None:
     async with clients() as store:
-        office = await store.put("election", b"me")
-        guard = Guard("election", office)
+        leadership = await store.put("election", b"me")
+        guard = Guard("election", leadership)
         assert await store.compare_and_set("view", b"1", expect=0, guard=guard) is not None
         await store.put("election", b"me, renewed")
         written = await store.get("view")
@@ -102,7 +102,7 @@ async def test_a_guard_must_hold(clients: Clients) -> None:
         written = await store.get("view")
         assert written is not None
         assert await store.compare_and_set("view", b"3", expect=written.revision, guard=guard) is None
-        assert await store.compare_and_set("new", b"3", expect=0, guard=Guard("nobody", office)) is None
+        assert await store.compare_and_set("new", b"3", expect=0, guard=Guard("nobody", leadership)) is None
 
 
 async def test_deletes(clients: Clients) -> None:

@@ -24,7 +24,7 @@ HAS, LOST = Tenure(7, True, 0.1), Tenure(7, False, 2 * LOST_S)
 
 
 @pytest.mark.parametrize(
-    ("told", "term"),
+    ("reports", "term"),
     [
         ([LOST, LOST, LOST, LOST], 7),
         ([LOST, LOST], 7),  # half of the servers have died with it, perhaps
@@ -38,15 +38,15 @@ HAS, LOST = Tenure(7, True, 0.1), Tenure(7, False, 2 * LOST_S)
         ([], 0),
     ],
 )
-def test_a_leader_is_lost_when_half_of_the_servers_say_so_and_nobody_denies_it(told: list[Tenure], term: int) -> None:
+def test_a_leader_is_lost_when_half_of_the_servers_say_so_and_none_denies(reports: list[Tenure], term: int) -> None:
     succession = Succession()
-    for member, tenure in zip(SERVERS, told, strict=False):
+    for member, tenure in zip(SERVERS, reports, strict=False):
         succession.heard(member, tenure, 10.0)
     assert succession.lost_term(SERVERS, 10.0) == term
     assert succession.lost_term(SERVERS, 10.0 + 2 * FRESH_S) == 0, "that was long ago"
 
 
-def test_only_servers_of_the_view_are_asked() -> None:
+def test_only_servers_of_the_view_count() -> None:
     succession = Succession()
     for member in SERVERS:
         succession.heard(member, LOST, 10.0)

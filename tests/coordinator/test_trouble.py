@@ -28,12 +28,12 @@ async def healthy() -> MemoryStore:
     return store
 
 
-async def test_nothing_is_said_of_a_cluster_that_is_well_or_not_there() -> None:
+async def test_no_trouble_is_found_in_a_healthy_cluster_or_without_one() -> None:
     assert await find_trouble(await healthy()) == []
     assert await find_trouble(MemoryStore()) == []
 
 
-async def test_a_vacant_office_is_told() -> None:
+async def test_a_cluster_without_a_leader_is_reported() -> None:
     store = await healthy()
     await store.delete("election")
     assert await find_trouble(store) == [NO_LEADER]
@@ -44,23 +44,25 @@ async def test_a_vacant_office_is_told() -> None:
 async def test_a_key_that_makes_no_sense_is_named_with_what_it_holds(key: str, value: bytes) -> None:
     store = await healthy()
     await store.put(key, value)
-    (told,) = await find_trouble(store)
-    assert f"the key {key} in etcd holds {value[:20]!r}"[:40] in told
-    assert "cluster adopt" in told
+    (found,) = await find_trouble(store)
+    assert f"the key {key} in etcd holds {value[:20]!r}"[:40] in found
+    assert "cluster adopt" in found
 
 
-async def test_a_config_that_is_gone_beside_a_view_is_told() -> None:
+async def test_a_missing_config_beside_a_view_is_reported() -> None:
     store = await healthy()
     await store.delete("config")
-    (told,) = await find_trouble(store)
-    assert told.startswith("etcd has lost the key config")
+    (found,) = await find_trouble(store)
+    assert found.startswith("etcd has lost the key config")
 
 
 @pytest.mark.parametrize(
     ("there", "epochs", "lost"),
     [(None, [17, 17], True), (3, [17, 17], True), (17, [17, 17], False), (3, [17, 3], False), (None, [0], False)],
 )
-async def test_a_view_that_servers_are_ahead_of_is_told(there: int | None, epochs: list[int], lost: bool) -> None:
+async def test_servers_with_a_newer_view_than_the_store_are_reported(
+    there: int | None, epochs: list[int], lost: bool
+) -> None:
     store = MemoryStore()
     if there is not None:
         await store.put("view", view(there).encode())
@@ -80,7 +82,7 @@ class Closed(FaultyStore):
         raise NotPermitted("etcd refused: permission denied")
 
 
-async def test_who_may_not_write_is_told_nothing_of_it() -> None:
+async def test_a_reader_without_the_right_to_write_finds_no_trouble_with_writes() -> None:
     assert await find_trouble(Closed(await healthy())) == []
 
 

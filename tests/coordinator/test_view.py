@@ -44,15 +44,15 @@ def views(draw: st.DrawFn) -> View:
             joining[r] = order[length]
     since = np.array(draw(st.lists(st.integers(1, epoch), min_size=ranges, max_size=ranges)), np.int64)
     alone = ((chains >= 0).sum(axis=1) == 1) & (joining >= 0)
-    kept = np.where(
+    copy_state = np.where(
         alone, draw(st.sampled_from([CopyState.NONE, CopyState.SUCCESSOR, CopyState.PREDECESSOR])), CopyState.NONE
     ).astype(np.int32)
-    kept[(chains[:, 0] < 0) & (joining >= 0)] = CopyState.RECOVERING
+    copy_state[(chains[:, 0] < 0) & (joining >= 0)] = CopyState.RECOVERING
     recovery_epoch = np.where(chains[:, 0] < 0, since, draw(st.sampled_from([0, 1])))
     reason = draw(st.text(max_size=40))
     again = [(s.name, s.incarnation + 1) for s in servers if s.incarnation < 1 << 62 and draw(st.booleans())]
     return View(
-        draw(NAMES), epoch, ranges, replicas, servers, chains, joining, since, reason, copy_state=kept,
+        draw(NAMES), epoch, ranges, replicas, servers, chains, joining, since, reason, copy_state=copy_state,
         recovery_epoch=recovery_epoch, empty=tuple(again),
     )  # fmt: skip
 

@@ -14,18 +14,18 @@ def view(epoch: int, *ranges: str, since: list[int] | None = None) -> Chains:
     """ "ab+c" is the chain a, b with c joining; "a-b": b is kept and stood behind, "a^b": it stood before."""
     chains = np.full((len(ranges), 3), -1, dtype=np.int32)
     joining = np.full(len(ranges), -1, dtype=np.int32)
-    kept = np.zeros(len(ranges), dtype=np.int32)
+    copy_state = np.zeros(len(ranges), dtype=np.int32)
     for r, text in enumerate(ranges):
-        kept[r] = ("-" in text) * CopyState.SUCCESSOR or ("^" in text) * CopyState.PREDECESSOR
+        copy_state[r] = ("-" in text) * CopyState.SUCCESSOR or ("^" in text) * CopyState.PREDECESSOR
         full, _, joiner = text.replace("-", "+").replace("^", "+").partition("+")
         chains[r, : len(full)] = ["abcd".index(c) for c in full]
         if joiner:
             joining[r] = "abcd".index(joiner)
     changed = np.array(since or [epoch] * len(ranges), dtype=np.int64)
-    return Chains(epoch, (A, B, C, D), chains, joining, changed, kept)
+    return Chains(epoch, (A, B, C, D), chains, joining, changed, copy_state)
 
 
-def test_a_member_finds_its_neighbours_and_the_joiner_stands_behind_the_tail() -> None:
+def test_a_member_finds_its_neighbours_and_the_joiner_is_the_tails_successor() -> None:
     v = view(1, "abc", "ba", "ab+d", "b")
     at_b = place(v, B)
     assert at_b.role.tolist() == [Role.FULL] * 4

@@ -50,7 +50,7 @@ def test_while_the_link_to_a_joiner_is_full_pushes_wait_at_its_tail() -> None:
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_while_the_link_to_a_joiner_is_full_its_tail_vouches_for_nothing(lost: bool) -> None:
+def test_while_the_link_to_a_joiner_is_full_its_tail_acknowledges_nothing(lost: bool) -> None:
     c, head, tail, joiner = feeding(2)
     c.push(head, 2)
     c.settle()
@@ -71,7 +71,7 @@ def test_a_full_link_to_whom_nothing_is_filled_holds_up_nobody() -> None:
     assert c.replies() == [(("t", 1), Status.COMMITTED)]
 
 
-def test_nothing_is_let_in_behind_a_cut_before_it_is_applied() -> None:
+def test_no_push_is_admitted_after_a_cut_before_the_cut_is_applied() -> None:
     c = Cluster()
     head = c.head(0)
     c.take(head, c.replicas[head].limit_log(0))
@@ -85,7 +85,7 @@ def test_nothing_is_let_in_behind_a_cut_before_it_is_applied() -> None:
     assert [e.operation.kind for _, e in c.effects if isinstance(e, Apply)][-1] == OperationKind.PUSH
 
 
-def test_what_has_waited_behind_the_end_of_a_table_is_looked_at_again_when_that_is_applied() -> None:
+def test_a_push_that_waited_for_the_drop_of_a_table_is_checked_again_once_the_table_is_dropped() -> None:
     """Found by stories in which tables come and go: by then all may have forgotten the table, and who applied the push,
     or was sent it, ended."""
     c = Cluster()

@@ -15,12 +15,12 @@ from replication.chain import Chains, CopyState, Member, unsafe_transition
 from replication.effects import Erase, Reply, Send, SnapshotRange, Status
 from replication.messages import OperationKind, Resync
 from tests.replication.cluster import Cluster, P
-from tests.replication.test_kept import by_range, confirmed, taken, without
+from tests.replication.test_retained_copies import by_range, confirmed, taken, without
 
 ALL = list(range(P))
 
 
-def asked_back(view: Chains, spent: Sequence[tuple[int, int]] = ()) -> Chains:
+def catching_up(view: Chains, spent: Sequence[tuple[int, int]] = ()) -> Chains:
     draft = Draft(view)
     draft.fetch((), (), (), (), dict(spent))
     return draft.build(view.members)
@@ -39,10 +39,10 @@ def whole(c: Cluster, left: Member) -> Chains:
 class Story:
     """One replica of all ranges falls silent, the other is confirmed."""
 
-    def __init__(self, behind: bool, budget_bytes: int = 1 << 20) -> None:
+    def __init__(self, successor: bool, budget_bytes: int = 1 << 20) -> None:
         self.c = c = Cluster(servers=2, alike=True, budget_bytes=budget_bytes)
         head, tail = c.view.members_of(0)
-        self.silent, self.left = (tail, head) if behind else (head, tail)
+        self.silent, self.left = (tail, head) if successor else (head, tail)
 
     def leave(self) -> None:
         """Only who is left hears of it."""
@@ -52,7 +52,7 @@ class Story:
 
     def come_back(self) -> None:
         self.c.adopt(self.c.view, self.silent)
-        self.c.adopt(asked_back(self.c.view))
+        self.c.adopt(catching_up(self.c.view))
         self.c.settle()
 
     def end(self) -> list[int]:
@@ -65,9 +65,9 @@ class Story:
         return [e for _, e in self.c.effects if isinstance(e, SnapshotRange | Erase)]
 
 
-@pytest.mark.parametrize("behind", [True, False])
-def test_what_was_acknowledged_alone_comes_after_and_no_copy_is_made(behind: bool) -> None:
-    story = Story(behind)
+@pytest.mark.parametrize("successor", [True, False])
+def test_what_was_acknowledged_alone_comes_after_and_no_copy_is_made(successor: bool) -> None:
+    story = Story(successor)
     c, left = story.c, story.left
     c.push(c.head(0), 1)
     c.settle()
@@ -89,8 +89,8 @@ def test_what_was_acknowledged_alone_comes_after_and_no_copy_is_made(behind: boo
     assert c.replies()[-1] == ("again", Status.COMMITTED)
 
 
-def test_who_has_logged_as_head_what_nobody_else_has_gets_nothing_and_leaders_are_told() -> None:
-    story = Story(behind=False)
+def test_a_former_head_with_operations_of_its_own_gets_nothing_and_leaders_hear_of_it() -> None:
+    story = Story(successor=False)
     c, left = story.c, story.left
     c.push(c.head(0), 1, ranges=np.array([0, 1]))
     c.queues.clear()  # it never left
@@ -101,14 +101,14 @@ def test_who_has_logged_as_head_what_nobody_else_has_gets_nothing_and_leaders_ar
     assert found == [(r, c.view.epoch) for r in (0, 1)], "also where both have as many operations"
     assert story.end() == [2, 3]
     assert story.moved == []
-    c.adopt(asked_back(c.view, found))
+    c.adopt(catching_up(c.view, found))
     assert [c.view.joiner_of(r) for r in ALL] == [None] * P
     assert [e.ranges.tolist() for _, e in c.effects if isinstance(e, Erase)] == [[0, 1]]
 
 
 @pytest.mark.parametrize("how", ["too many bytes", "a table ends", "memory is short"])
-def test_what_is_not_kept_any_more_is_not_sent_in_part(how: str) -> None:
-    story = Story(behind=True, budget_bytes=35)
+def test_operations_that_are_partly_dropped_are_not_sent_at_all(how: str) -> None:
+    story = Story(successor=True, budget_bytes=35)
     c, left = story.c, story.left
     story.leave()
     c.push(left, 1)
@@ -124,13 +124,13 @@ def test_what_is_not_kept_any_more_is_not_sent_in_part(how: str) -> None:
     assert story.end() == []
     assert c.applied[story.silent] == []
     assert c.replicas[left].spent() == [(r, c.view.epoch) for r in ALL]
-    assert asked_back(c.view, c.replicas[left].spent()).joining.tolist() == [-1] * P
+    assert catching_up(c.view, c.replicas[left].spent()).joining.tolist() == [-1] * P
 
 
-@pytest.mark.parametrize("behind", [True, False])
-def test_nothing_is_kept_where_a_table_ended_before_the_other_was_confirmed(behind: bool) -> None:
+@pytest.mark.parametrize("successor", [True, False])
+def test_nothing_is_retained_where_a_table_was_dropped_before_the_copy_became_late(successor: bool) -> None:
     """What came before its end is in the log, and can be sent no more once the table is forgotten."""
-    story = Story(behind)
+    story = Story(successor)
     c, left = story.c, story.left
     c.adopt(without(c.view, story.silent), left)
     c.push(left, 1)
@@ -145,13 +145,13 @@ def test_nothing_is_kept_where_a_table_ended_before_the_other_was_confirmed(behi
 
 
 def test_a_link_that_is_lost_in_the_middle_is_made_good() -> None:
-    story = Story(behind=True)
+    story = Story(successor=True)
     c, left, silent = story.c, story.left, story.silent
     story.leave()
     c.push(left, 1)
     c.push(left, 2)
     c.adopt(c.view, silent)
-    c.adopt(asked_back(c.view))
+    c.adopt(catching_up(c.view))
     c.deliver(silent, left)
     c.take(silent, c.replicas[silent].receive(left, c.queues[left, silent].popleft()))
     c.queues.clear()
@@ -165,13 +165,13 @@ def test_a_link_that_is_lost_in_the_middle_is_made_good() -> None:
     assert [after >> 16 for _, after, r in c.applied[silent] if r == 0] == [1, 2, 3]
 
 
-def test_a_late_copy_is_not_heard_before_it_is_asked_back() -> None:
-    story = Story(behind=True)
+def test_a_late_copy_is_not_heard_before_it_catches_up() -> None:
+    story = Story(successor=True)
     c, left, silent = story.c, story.left, story.silent
     story.leave()
     c.adopt(c.view, silent)
-    said = [e.message for m, e in c.effects if m == silent and isinstance(e, Send)]
-    assert not any(isinstance(message, Resync) and message.epoch == c.view.epoch for message in said)
+    report = [e.message for m, e in c.effects if m == silent and isinstance(e, Send)]
+    assert not any(isinstance(message, Resync) and message.epoch == c.view.epoch for message in report)
     none = np.zeros(P, np.int64)
     assert c.take(left, c.replicas[left].receive(silent, Resync(c.view.epoch, np.arange(P), none, none))) == []
     assert c.replicas[left].levels() == []
@@ -187,13 +187,13 @@ def test_a_copy_that_is_level_has_all_that_was_acknowledged_in_the_same_order(
     waiting: Sequence[str],
     alone: Sequence[str],
     together: Sequence[str],
-    behind: bool,
+    successor: bool,
     hears: bool,
     budget_bytes: int,
 ) -> None:
     """waiting: before the one that is left is confirmed; hears: the silent one knows of that. Links work all the time,
     but for those that break: who is silent towards the leader may be well."""
-    story = Story(behind, budget_bytes)
+    story = Story(successor, budget_bytes)
     c, left, silent = story.c, story.left, story.silent
     head, tail = c.view.members_of(0)
     clocks = dict.fromkeys(c.members, 0)
@@ -218,7 +218,7 @@ def test_a_copy_that_is_level_has_all_that_was_acknowledged_in_the_same_order(
     c.adopt(confirmed(c.view), left)
     act(alone)
     c.adopt(c.view, silent)
-    c.adopt(asked_back(c.view), left)
+    c.adopt(catching_up(c.view), left)
     act(together)
     c.adopt(c.view, silent)
     act(together)
@@ -227,7 +227,7 @@ def test_a_copy_that_is_level_has_all_that_was_acknowledged_in_the_same_order(
     there = story.end()
     assert set(ALL) == spent | set(there)
     assert not spent & set(there)
-    assert not behind or budget_bytes < 1 << 20 or there == ALL
+    assert not successor or budget_bytes < 1 << 20 or there == ALL
     assert not any(isinstance(e, SnapshotRange) for _, e in c.effects)
     for member in (left, silent):
         assert len(c.applied[member]) == len(set(c.applied[member])), "applied once"

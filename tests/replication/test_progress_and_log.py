@@ -68,25 +68,27 @@ STORIES = st.lists(
 @given(STORIES)
 def test_who_has_left_is_remembered_as_everybody_is(story: list[tuple[Any, ...]]) -> None:
     clocks, twin = Clocks(P), dict.fromkeys(range(1, 6), np.zeros(P, np.int64))
-    for what, *said in story:
+    for what, *known in story:
         if what == "push":
-            worker, ranges, value = said
+            worker, ranges, value = known
             twin[worker] = twin[worker].copy()
             twin[worker][list(ranges)] = clocks.row(worker)[list(ranges)] = value
         elif what == "shelve":
-            clocks.retire_rows(said[0])
-            assert set(clocks.workers[clocks.workers > 0]) <= said[0] | {w for w in twin if len(set(twin[w]) - {0}) > 1}
+            clocks.retire_rows(known[0])
+            assert set(clocks.workers[clocks.workers > 0]) <= known[0] | {
+                w for w in twin if len(set(twin[w]) - {0}) > 1
+            }
         elif what == "clear":
-            clocks.clear(np.array(sorted(said[0]), np.int64))
-            twin = {w: np.where(np.isin(np.arange(P), list(said[0])), 0, row) for w, row in twin.items()}
+            clocks.clear(np.array(sorted(known[0]), np.int64))
+            twin = {w: np.where(np.isin(np.arange(P), list(known[0])), 0, row) for w, row in twin.items()}
         elif what == "fill":
-            r, column = said
+            r, column = known
             clocks.set_column(
                 r, np.array(sorted(column), np.int64), np.array([column[w] for w in sorted(column)], np.int64)
             )
             twin = {w: np.where(np.arange(P) == r, column.get(w, 0), row) for w, row in twin.items()}
         else:
-            clocks.forget(said[0])
+            clocks.forget(known[0])
         for r in range(P):
             workers, progress = clocks.column(r)
             assert dict(zip(workers.tolist(), progress.tolist(), strict=True)) == {
@@ -154,7 +156,7 @@ def test_a_frame_is_done_and_its_bytes_are_free_when_its_last_part_is_acknowledg
     assert (len(log), log.nbytes) == (0, 0)
 
 
-def test_a_rebuild_splits_entries_among_new_lanes_and_keeps_their_order() -> None:
+def test_a_rebuild_splits_entries_among_new_successors_and_keeps_their_order() -> None:
     log = Log()
     frames = [Frame(Operation(0, 1, i << 16, None, 10), None, _ranges(0, 1)) for i in range(3)]
     for i, frame in enumerate(frames):
@@ -163,7 +165,7 @@ def test_a_rebuild_splits_entries_among_new_lanes_and_keeps_their_order() -> Non
     def split(entry: Entry) -> list[tuple[int, Entry]]:
         if entry.seqs[0] == 1:
             return []
-        return [(lane, entry.part(entry.ranges == r)) for r, lane in ((0, 2), (1, 3))]
+        return [(queue, entry.part(entry.ranges == r)) for r, queue in ((0, 2), (1, 3))]
 
     assert log.rebuild(split) == [frames[0]]
     assert [e.seqs.tolist() for e in log.waiting_for(2)] == [[2], [3]]

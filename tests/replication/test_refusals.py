@@ -35,7 +35,7 @@ def answers(c: Cluster) -> list[tuple[object, Status, str]]:
     return [(e.token, e.status, "".join(each.why for each in e.refused)) for _, e in c.effects if isinstance(e, Reply)]
 
 
-def keys_told(c: Cluster) -> list[tuple[object, list[int]]]:
+def keys_refused(c: Cluster) -> list[tuple[object, list[int]]]:
     return [
         (e.token, sorted(key for each in e.refused if each.rows is not None for key in _keys(each.rows)))
         for _, e in c.effects
@@ -48,11 +48,11 @@ def _keys(rows: Rows) -> Keys:
     return rows
 
 
-def asked(c: Cluster, member: Member, worker: int = 1) -> list[tuple[int, str]]:
+def requested(c: Cluster, member: Member, worker: int = 1) -> list[tuple[int, str]]:
     c.take(member, c.replicas[member].ask(Ask("ask", worker, c.view.epoch)))
-    told = c.effects[-1][1]
-    assert isinstance(told, ClocksReply)
-    return [(clock, why) for clock, why, _ in told.refused]
+    acknowledged = c.effects[-1][1]
+    assert isinstance(acknowledged, ClocksReply)
+    return [(clock, why) for clock, why, _ in acknowledged.refused]
 
 
 def follow(c: Cluster, decision: object) -> None:
@@ -78,10 +78,10 @@ def test_a_repeat_of_what_was_refused_is_answered_with_that_by_whoever_heads_it_
     c.push(middle, 1, token="repeat", repeat=True)
     c.push(middle, 2, token="next")
     c.settle()
-    said = [(t, why) for t, status, why in answers(c) if status == Status.COMMITTED]
-    assert said == [("again", WHY), ("repeat", WHY), ("next", "")]
-    assert asked(c, middle) == [(1, WHY)]
-    assert asked(c, middle, worker=2) == []
+    known = [(t, why) for t, status, why in answers(c) if status == Status.COMMITTED]
+    assert known == [("again", WHY), ("repeat", WHY), ("next", "")]
+    assert requested(c, middle) == [(1, WHY)]
+    assert requested(c, middle, worker=2) == []
 
 
 def test_it_is_answered_only_when_the_tail_has_it() -> None:
@@ -138,12 +138,12 @@ def test_a_part_counts_for_its_step() -> None:
     head = c.head(0)
     c.push(head, 1, part=0, last=False, refusal=Refusal(WHY))
     c.settle()
-    assert asked(c, head) == [], "the step is not committed yet"
+    assert requested(c, head) == [], "the step is not committed yet"
     c.push(head, 1, part=1, token="last")
     c.push(head, 1, part=1, token="again", repeat=True)
     c.settle()
     assert answers(c)[-2:] == [("last", Status.COMMITTED, WHY), ("again", Status.COMMITTED, WHY)]
-    assert asked(c, head) == [(1, WHY)]
+    assert requested(c, head) == [(1, WHY)]
 
 
 def test_the_answer_names_refused_rows_of_committed_ranges_only() -> None:
@@ -153,9 +153,9 @@ def test_the_answer_names_refused_rows_of_committed_ranges_only() -> None:
     assert len(mine) > 1
     c.push(first, 1, token="first", refusal=Refusal(WHY, rows=Keys(range(2 * P))))
     c.settle()
-    assert keys_told(c) == [("first", [key for key in range(2 * P) if key % P in mine])]
-    told = c.replicas[second].refusals.look(1, 1, mine[:1])
-    assert [(clock, why, sorted(_keys(rows))) for clock, why, rows in told if rows] == [
+    assert keys_refused(c) == [("first", [key for key in range(2 * P) if key % P in mine])]
+    acknowledged = c.replicas[second].refusals.look(1, 1, mine[:1])
+    assert [(clock, why, sorted(_keys(rows))) for clock, why, rows in acknowledged if rows] == [
         (1, WHY, [mine[0], mine[0] + P])
     ]
 
@@ -171,7 +171,7 @@ def test_what_a_new_head_judges_again_is_answered_as_it_judges() -> None:
     follow(c, plan_failover(c.view, {first}, {}))
     c.push(second, 1, token="all", ranges=mine)  # now there is room
     c.settle()
-    assert keys_told(c)[-1] == ("all", [mine[0]])
+    assert keys_refused(c)[-1] == ("all", [mine[0]])
     assert [len(column(c, second, int(r))) for r in mine[:2]] == [1, 0]
 
 
@@ -206,20 +206,20 @@ _DO = st.one_of(
 @given(st.lists(_DO, max_size=30))
 def test_refusals_are_what_a_list_of_all_would_be(story: list[tuple[Any, ...]]) -> None:
     found, twin = Refusals(P), set[tuple[int, int, int, str]]()
-    for what, *said in story:
+    for what, *known in story:
         if what == "note":
-            worker, clock, ranges, why, told = said
-            found.note(worker, clock, np.array(ranges), Refusal(why, told))
-            twin = {e for e in twin if not (e[0] == worker and e[1] <= told and e[2] in ranges)}
+            worker, clock, ranges, why, acknowledged = known
+            found.note(worker, clock, np.array(ranges), Refusal(why, acknowledged))
+            twin = {e for e in twin if not (e[0] == worker and e[1] <= acknowledged and e[2] in ranges)}
             twin |= {(worker, clock, r, why) for r in ranges}
         elif what == "clear":
-            found.clear(np.array(said[0]))
-            twin = {e for e in twin if e[2] not in said[0]}
+            found.clear(np.array(known[0]))
+            twin = {e for e in twin if e[2] not in known[0]}
         elif what == "forget":
-            found.forget(said[0], np.array(said[1]))
-            twin = {e for e in twin if not (e[0] == said[0] and e[2] in said[1])}
+            found.forget(known[0], np.array(known[1]))
+            twin = {e for e in twin if not (e[0] == known[0] and e[2] in known[1])}
         else:
-            source, target = said
+            source, target = known
             found.set_column(target, found.column(source))
             twin = {e for e in twin if e[2] != target} | {(w, c, target, y) for w, c, r, y in twin if r == source}
         columns = {(w, c, r, why) for r in range(P) for w, c, why, _ in found.column(r)}
@@ -246,24 +246,24 @@ _DO_ROWS = st.one_of(
 @given(st.lists(_DO_ROWS, max_size=30))
 def test_refused_rows_are_what_a_list_of_all_would_be(story: list[tuple[Any, ...]]) -> None:
     found, twin = Refusals(P), set[tuple[int, int, int]]()  # worker, clock, key
-    for what, *said in story:
+    for what, *known in story:
         if what == "note":
-            worker, clock, ranges, keys, told = said
-            found.note(worker, clock, np.array(ranges), Refusal("w", told, Keys(keys)))
-            twin = {e for e in twin if not (e[0] == worker and e[1] <= told and e[2] % P in ranges)}
+            worker, clock, ranges, keys, acknowledged = known
+            found.note(worker, clock, np.array(ranges), Refusal("w", acknowledged, Keys(keys)))
+            twin = {e for e in twin if not (e[0] == worker and e[1] <= acknowledged and e[2] % P in ranges)}
             twin |= {(worker, clock, key) for key in keys if key % P in ranges}
         elif what == "clear":
-            found.clear(np.array(said[0]))
-            twin = {e for e in twin if e[2] % P not in said[0]}
+            found.clear(np.array(known[0]))
+            twin = {e for e in twin if e[2] % P not in known[0]}
         else:
-            found.set_column(said[0], found.column(said[0]))
+            found.set_column(known[0], found.column(known[0]))
         for r in range(P):
             column = {(w, c, k) for w, c, _, rows in found.column(r) if rows is not None for k in _keys(rows)}
             assert column == {e for e in twin if e[2] % P == r}
         assert bool(found) == bool(twin)
 
 
-def test_there_is_no_end_of_workers_but_of_what_is_kept() -> None:
+def test_refusals_are_bounded_however_many_workers_there_are() -> None:
     found = Refusals(P)
     one = np.array([0])
     before, refusals.MOST_STEPS = refusals.MOST_STEPS, 4

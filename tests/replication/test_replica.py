@@ -161,7 +161,7 @@ def test_what_a_former_neighbour_says_is_void() -> None:
     assert "left out" in effect.why
 
 
-def test_what_a_neighbour_said_before_it_was_to_be_filled_anew_is_void() -> None:
+def test_messages_of_a_neighbour_from_before_it_was_filled_again_are_void() -> None:
     c = Cluster()
     head, tail = c.view.members_of(0)
     c.push(head, 1)

@@ -45,7 +45,7 @@ def changed(decision: Plan | None) -> View:
     return decision.view
 
 
-def test_a_range_begins_anew_and_is_served_when_it_has_been_brought_back() -> None:
+def test_a_lost_range_is_served_once_a_server_has_restored_it() -> None:
     view, lost = first()
     emptied = changed(step(view, B))
     assert (emptied.heads[lost] == -1).all()
@@ -102,7 +102,7 @@ def chains(epoch: int, chain: int, joining: int, since: int, copy_state: int = 0
     return Chains(epoch, (A.member, B.member), *one, np.array([copy_state], np.int32), np.array([recovery_epoch]))
 
 
-def test_the_law_of_ranges_that_begin_anew() -> None:
+def test_the_law_of_range_recovery() -> None:
     old, ended = chains(4, 0, -1, 2), {A.member}
     emptied = chains(5, -1, -1, 5, recovery_epoch=5)
     assert unsafe_transition(old, emptied, {}, ended) == ""
@@ -121,6 +121,6 @@ def test_the_law_of_ranges_that_begin_anew() -> None:
 
 def test_a_worker_has_the_last_word_on_what_it_lost() -> None:
     workers = [{"id": 3, "name": "v", "have": 5, "to": 8}, {"id": 4, "name": "w", "have": 5, "to": 6}]
-    told = json.dumps({"epoch": 7, "workers": workers}).encode()
-    (loss,) = merge_losses({"losses/000000000007": told, known_key(7, 3, "v"): b'{"committed": 9}'})
+    found = json.dumps({"epoch": 7, "workers": workers}).encode()
+    (loss,) = merge_losses({"losses/000000000007": found, known_key(7, 3, "v"): b'{"committed": 9}'})
     assert [worker["to"] for worker in loss["workers"]] == [9, 6]

@@ -91,7 +91,7 @@ def test_who_was_silent_takes_the_place_of_the_one_that_was_not_confirmed() -> N
     assert c.replies()[-1] == ("again", Status.COMMITTED)
 
 
-def test_who_stood_behind_goes_on_from_the_log_when_it_is_back() -> None:
+def test_a_former_successor_continues_from_the_log_when_it_is_back() -> None:
     c, head, tail = two()
     c.adopt(without(c.view, tail), head)
     c.push(head, 1)
@@ -107,7 +107,7 @@ def test_who_stood_behind_goes_on_from_the_log_when_it_is_back() -> None:
     assert not any(isinstance(e, SnapshotRange) for _, e in c.effects)
 
 
-def test_who_stood_before_is_filled_anew_since_it_may_have_what_nobody_else_has() -> None:
+def test_a_former_predecessor_is_filled_from_nothing_since_it_may_have_operations_that_nobody_else_has() -> None:
     c, head, tail = two()
     c.push(head, 1)
     c.adopt(without(c.view, head), tail)
@@ -152,8 +152,8 @@ def test_what_is_acknowledged_is_in_every_copy_that_goes_on(
         assert sorted(level) == list(range(P))
     else:
         c, head, tail = two()
-    behind = where == "behind"
-    silent, left = (tail, head) if behind else (head, tail)
+    successor = where == "behind"
+    silent, left = (tail, head) if successor else (head, tail)
     clocks = dict.fromkeys(c.members, 0)
 
     def act(actions: Sequence[str]) -> None:
@@ -173,12 +173,12 @@ def test_what_is_acknowledged_is_in_every_copy_that_goes_on(
     before_it = c.view
     c.adopt(without(c.view, silent, level), left)
     assert unsafe_transition(before_it, c.view, level) == ""
-    assert c.view.copy_state.tolist() == [CopyState.SUCCESSOR if behind else CopyState.PREDECESSOR] * P
+    assert c.view.copy_state.tolist() == [CopyState.SUCCESSOR if successor else CopyState.PREDECESSOR] * P
     act(apart)
     c.adopt(c.view, silent)
     act(together)
     view = OUTCOMES[outcome](c.view, left)
-    assert (view.epoch > c.view.epoch) == (outcome != "it is back" or behind)
+    assert (view.epoch > c.view.epoch) == (outcome != "it is back" or successor)
     if outcome == "the other dies":
         c.kill(left)
     c.adopt(view)

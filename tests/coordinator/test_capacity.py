@@ -81,7 +81,7 @@ def test_a_full_newcomer_does_not_keep_others_from_getting_their_share() -> None
     assert held(after, small.member) == 0
 
 
-def test_places_follow_from_reports_and_news_of_them_wakes_the_planner() -> None:
+def test_capacity_follows_from_reports_and_its_change_wakes_the_planner() -> None:
     view, detector = first(), Detector()
     detector.watch(dict.fromkeys((A, B, C, D), True), 0.0)
     for member in (A, B, C, D):
