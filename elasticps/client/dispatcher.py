@@ -64,7 +64,12 @@ log = logging.getLogger(__name__)
 
 class Dispatcher:
     """A worker's requests to the servers of the newest view. `lock` guards everything here; `ask_view` reads the view
-    from the coordination store, in a thread of its own, and hands it over."""
+    from the coordination store, in a thread of its own, and hands it over.
+
+    `session` knows the outstanding steps; `pushes`, `pulls` and `_fan_outs` (questions to several servers) know what is
+    on its way. `_driver` reads the links of `connections`. Servers hear by `participation` whether this worker takes
+    part, and by `holding` how far it has written while a cut is taken. `new_views` says when to ask for a view.
+    """
 
     def __init__(
         self, runtime: Runtime, cluster: str, worker: WorkerInfo, view: View, window: int, ask_view: ReadStore,
@@ -76,7 +81,6 @@ class Dispatcher:
         self.worker = worker  # this one, as registered
         self.lock = runtime.rlock()
         self.routes = Routes(view)  # of the newest view
-        # The steps that are outstanding.
         self.session = PushSession(worker.id, view.ranges, window)
         self.error: Error | None = None  # once set, nothing goes on
         # Hears of the epochs in which ranges came back from a checkpoint, and of the last committed step.
@@ -84,35 +88,24 @@ class Dispatcher:
         # What an `Activity` has of caches and shards.
         self.on_watch: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
         self.disowned = False  # this is a fork of the process that connected
-        # Newer views: when to ask for one, which to believe.
         self.new_views = NewViews(cluster, view.ranges, ask_view, self._from_store, authenticated=authenticated)
         self._answered = np.empty(ANSWERS, np.int64)  # requests, of one buffer
         self._hurt = False  # an exception came while something here was being changed
-        # Reads the links, in the thread that waits.
         self._driver = LinkDriver(runtime, self._broken, self._turn, self._failed)
         self.nudge = self._driver.nudge  # something is to be waited for
         hello = {"cluster": cluster, "worker": worker.id, "name": worker.name, "app": worker.app}
         receiver = LinkReceiver(self._on_frame, self._sink, self._usual)
-        # To all servers of the view.
         self.connections = PeerConnections(
             runtime, self._driver, self.lock, json_frame(Kind.HELLO, hello), receiver, self._gone, credentials
         )
-        # Whether this worker takes part, as servers are told.
         self.participation = Participation(self.connections)
         send = self.connections.send
         numbers = {owner: itertools.count(OWNERS + owner, OWNERS) for owner in (PUSH, FAN_OUT)}
-        # Steps on their way.
-        self.pushes = PushesInFlight(
-            self.session, worker.id, numbers[PUSH], send, self._fenced, self.connections.keys_of
-        )
-        # Pulls on their way.
-        self.pulls = PullsInFlight(
-            self.routes, worker.id, send, self.connections.stop_receiving, self.connections.keys_of
-        )
-        # Questions that several servers answer.
+        keys_of = self.connections.keys_of
+        self.pushes = PushesInFlight(self.session, worker.id, numbers[PUSH], send, self._fenced, keys_of)
+        self.pulls = PullsInFlight(self.routes, worker.id, send, self.connections.stop_receiving, keys_of)
         self._fan_outs = FanOuts(numbers[FAN_OUT], send)
         busy = lambda: self._hurt or self._fan_outs.writing  # noqa: E731
-        # Holds for consistent cuts.
         self.holding = WorkerHold(runtime, self.lock, self.session, self.connections, busy)
         self.connections.follow(self.routes)
         self.pushes.adopt(self.routes)
@@ -132,7 +125,10 @@ class Dispatcher:
         met = self._driver.wait(
             lambda: self.error is not None or {p.member for p in missing()} <= self.absent(), left_s
         )
-        report = ", ".join(f"{p.info.name} at {p.info.address} ({self._lost(p) or p.trouble})" for p in missing())
+        report = ", ".join(
+            f"{p.info.name} at {p.info.address} ({what_is_lost(p, self.routes, self.connections.peers) or p.trouble})"
+            for p in missing()
+        )
         if not met:
             raise ClusterUnreachable(f"cluster {self.cluster!r}: cannot connect to server {report}")
         self.check()
@@ -493,9 +489,6 @@ class Dispatcher:
     def _serving(self) -> list[ServerPeer]:
         with self.lock:
             return [self.connections.peers[member] for member in self.routes.serving]
-
-    def _lost(self, peer: ServerPeer) -> str:
-        return what_is_lost(peer, self.routes, self.connections.peers)
 
     def absent(self) -> set[Member]:
         """Servers of ranges that have no replica within reach. What does not need them goes on without them."""
