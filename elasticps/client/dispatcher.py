@@ -172,8 +172,6 @@ class Dispatcher:
             self.pulls.fail(error)
             self._fan_outs.fail(error)
 
-    # --- exceptions out of place --------------------------------------------------------------------------------
-
     def hurt(self) -> None:
         """Something was raised, by a signal handler perhaps, while state was being changed: begin afresh."""
         self._hurt = True
@@ -434,8 +432,6 @@ class Dispatcher:
             if (newest := self.new_views.choose(self.runtime.monotonic(), self.routes.epoch, view)) is not None:
                 self._adopt(newest)
         self._driver.nudge()
-
-    # --- connections --------------------------------------------------------------------------------------------
 
     def _welcomed(self, link: Link, epoch: int, document: dict[str, object]) -> None:
         """A server knows us: tell it whether, and where, we take part, then whatever it has to do for us. Its view may
