@@ -24,7 +24,7 @@ Eventually = Callable[[Callable[[], bool]], None]
 
 
 @pytest.mark.parametrize(
-    ("running", "draining", "wanted", "expected"),
+    ("running", "draining", "needed", "expected"),
     [
         ("s0 s1 s2", "", 3, Change(stay=("s0", "s1", "s2"))),
         ("s0 s1 s2", "", 5, Change(start=("s3", "s4"), stay=("s0", "s1", "s2"))),
@@ -48,7 +48,7 @@ def test_a_server_whose_process_is_about_to_end_is_not_retained() -> None:
     assert change(["s0", "s1"], ["s1"], 2, leaving=["s1"]) == Change(start=("s2",), stay=("s0",))
 
 
-@pytest.mark.parametrize("wanted", [0, -1, 65])
+@pytest.mark.parametrize("needed", [0, -1, 65])
 def test_a_number_of_servers_that_cannot_be_is_refused(needed: int) -> None:
     with pytest.raises(ConfigError, match="1 to 64 servers"):
         change(["s0"], [], needed)

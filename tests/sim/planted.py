@@ -160,11 +160,11 @@ ALONE: dict[Patch, tuple[str, str]] = {
     ),
     chain.accept_words_from_before_the_chain_changed: (
         "replication.test_replica",
-        "test_what_a_neighbour_said_before_it_was_to_be_filled_anew_is_void",
+        "test_messages_of_a_neighbour_from_before_it_was_filled_again_are_void",
     ),
     cuts.note_what_was_let_in_behind_the_cut: (
         "replication.test_full_links",
-        "test_nothing_is_let_in_behind_a_cut_before_it_is_applied",
+        "test_no_push_is_admitted_after_a_cut_before_the_cut_is_applied",
     ),
     cuts.tell_nobody_that_a_round_has_begun: (
         "server.test_cut",

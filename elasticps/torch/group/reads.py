@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +13,6 @@ from numpy.typing import NDArray
 from elasticps.torch.group.links import NOTHING, Links, Words
 from elasticps.torch.group.memory import Held
 from elasticps.torch.kernels.distinct import distinct
-
-if TYPE_CHECKING:
-    from elasticps.torch.group.tables import GroupTable, Handle
 
 Floats = NDArray[np.float32]
 Keys = NDArray[np.int64]
@@ -27,6 +24,25 @@ class ClientRead(Protocol):
 
     def done(self) -> bool: ...
     def result(self, timeout: float | None = None) -> object: ...
+
+
+class PulledTable(Protocol):
+    """What a pull has to know of a table of the group."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def dim(self) -> int: ...
+
+
+class PulledHandle(Protocol):
+    """A table or tensor of the group, and the client's own, at rank 0."""
+
+    @property
+    def real(self) -> Any: ...
+
+
+Table = TypeVar("Table", bound=PulledTable)
 
 
 class PullSlots:
@@ -181,7 +197,7 @@ class GroupPull:
 class GroupRead:
     """The rows of one table out of a pull, as `SparseTable.pull_async` gives them."""
 
-    def __init__(self, pull: GroupPull, table: GroupTable) -> None:
+    def __init__(self, pull: GroupPull, table: PulledTable) -> None:
         self._pull, self._table = pull, table
 
     def done(self) -> bool:
@@ -196,7 +212,7 @@ class GroupRead:
 class AlonePull:
     """A pull that rank 0 makes by itself with its client; its values are those of the group's handles."""
 
-    def __init__(self, pull: ClientRead, handles: Sequence[Handle]) -> None:
+    def __init__(self, pull: ClientRead, handles: Sequence[PulledHandle]) -> None:
         self._pull, self._handles = pull, handles
 
     def done(self) -> bool:
@@ -210,8 +226,8 @@ class AlonePull:
 
 
 def ask_rows(
-    links: Links, slots: PullSlots, operation: str, keys: Mapping[GroupTable, Keys], outs: Mapping[GroupTable, Floats],
-    pull: Callable[[Sequence[GroupTable], list[Keys], list[Floats]], ClientRead] | None,
+    links: Links, slots: PullSlots, operation: str, keys: Mapping[Table, Keys], outs: Mapping[Table, Floats],
+    pull: Callable[[Sequence[Table], list[Keys], list[Floats]], ClientRead] | None,
 ) -> Ticket:  # fmt: skip
     """Asks for rows of tables, the same at all ranks: `keys` int64 [n] of each; for a `GroupPull` into `outs`. At rank
     0 `pull` asks the servers for the keys of all ranks, each once."""
