@@ -208,7 +208,7 @@ def _workers(value: bytes) -> tuple[WorkerInfo, ...]:
 
 
 @dataclass(frozen=True)
-class Reset:
+class DataGivenUp:
     """What a reset gives up: tables, by application and name, and ranges that servers held."""
 
     tables: tuple[str, ...]
@@ -216,7 +216,7 @@ class Reset:
     servers: tuple[str, ...]
 
 
-async def look_at_dead(store: Store) -> Reset:
+async def look_at_dead(store: Store) -> DataGivenUp:
     """What a reset would give up. CannotAdopt if the store holds no cluster, or one with registered servers."""
     entries = (await store.list("")).entries
     if _find(entries, CONFIG) is None:
@@ -225,7 +225,7 @@ async def look_at_dead(store: Store) -> Reset:
         raise CannotAdopt(f"cluster {store.cluster} is not dead: {', '.join(servers)} are registered")
     view = _good(entries, VIEW, View.decode)
     names = () if view is None else tuple(server.name for server in view.servers)
-    return Reset(tuple(_below(entries, TABLES)), 0 if view is None else view.ranges, names)
+    return DataGivenUp(tuple(_below(entries, TABLES)), 0 if view is None else view.ranges, names)
 
 
 async def reset(store: Store, new_id: str) -> ClusterConfig:

@@ -1,4 +1,4 @@
-"""The store's laws on etcd. The only import of the etcd client.
+"""The store's laws on etcd.
 
 Of aetcd this uses the generated messages and stubs, over channels of our own: with TLS, one for each endpoint, and a
 deadline on every call. A call that fails on one endpoint goes to the next until the time-out; a watch does the same for
@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import secrets
-import ssl
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -28,9 +25,8 @@ import tenacity
 from aetcd import rpc
 from grpc.aio import EOF, AioRpcError  # type: ignore[attr-defined]  # grpc-stubs lacks EOF
 
-from coordinator import cancelled
 from coordinator.core import fields
-from coordinator.core.errors import CoordinationError, LeaseLost, NotPermitted, StoreUnavailable, WritesRefused
+from coordinator.core.errors import CoordinationError, LeaseLost, StoreUnavailable
 from coordinator.core.store import (
     Change,
     Delete,
@@ -43,7 +39,8 @@ from coordinator.core.store import (
     check_value,
     check_writes,
 )
-from coordinator.core.url import ClusterUrl, TlsFiles
+from coordinator.core.url import ClusterUrl
+from coordinator.etcd_channel import Member, explain, open_member, raise_definite, signature, tls_credentials
 from coordinator.forks import use_grpc
 
 log = fields.logger(__name__)
@@ -54,45 +51,12 @@ _RETRY_MAX_S = 0.5
 _ODD_SHOWN = 64  # keys that are none of which the log speaks; and of each so many bytes
 _CHANCE = secrets.SystemRandom()
 
-_CHANNEL_OPTIONS = (
-    # Endpoints are asked directly, and each client finds out for itself whether one is back.
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 1000),
-    ("grpc.max_reconnect_backoff_ms", 250),
-    # Only a ping tells a silent watch from a dead peer. etcd refuses pings more often than every 5 s.
-    ("grpc.keepalive_time_ms", 6000),
-    ("grpc.keepalive_timeout_ms", 2000),
-    ("grpc.http2.ping_timeout_ms", 2000),  # else a minute, whatever the keepalive time-out says
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.max_receive_message_length", 64 << 20),
-)
-
 # A member cut off from the others must end our watch rather than keep it silent.
 _REQUIRE_LEADER = (("hasleader", "true"),)
-
-# The request itself is wrong: another endpoint would say the same.
-_REFUSED = (
-    grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.FAILED_PRECONDITION,
-)  # fmt: skip
-_NO_SPACE = "database space exceeded"  # the alarm NOSPACE, of all members, until somebody disarms it
-_RIGHTS_CHANGED = "revision of auth store is old"  # while the request was under way
 
 
 class _TryNext(Exception):
     """This endpoint gave no answer; another may."""
-
-
-@dataclass(frozen=True)
-class _Member:
-    """One endpoint: its channel and the stubs on it, which have no types."""
-
-    address: str
-    channel: grpc.aio.Channel
-    kv: Any
-    lease: Any
-    watch: Any
 
 
 @dataclass
@@ -123,10 +87,10 @@ class EtcdStore:
         self._timeout_s = timeout_s
         self._keys = f"elasticps/{url.cluster}/keys/"
         self._marks = f"elasticps/{url.cluster}/by/"
-        self._credentials = None if url.tls is None else _credentials(url.tls)
-        self._files = _signature(url.tls)
+        self._credentials = None if url.tls is None else tls_credentials(url.tls)
+        self._files = signature(url.tls)
         self._looked = time.monotonic()
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, Member] = {}
         self._leaving: set[asyncio.Task[None]] = set()  # channels with certificates that were replaced
         self._at = 0  # the endpoint in use
         self._odd: set[bytes] = set()  # keys of which the log has spoken
@@ -283,9 +247,9 @@ class EtcdStore:
                                 yield change
             except (AioRpcError, _TryNext, StoreUnavailable) as error:
                 if not out.failures:
-                    log.warning("a watch is broken", prefix=prefix, endpoint=member.address, error=_why(error))
+                    log.warning("a watch is broken", prefix=prefix, endpoint=member.address, error=explain(error))
                     out.began = time.monotonic()
-                out.failures[member.address] = _why(error)
+                out.failures[member.address] = explain(error)
                 out.attempts += 1
                 self._rotate(at)
                 await self._pause(min(_RETRY_MAX_S, 0.02 * 2 ** min(out.attempts, 6)))
@@ -335,7 +299,7 @@ class EtcdStore:
             return False
         return bool(response.kvs) and response.kvs[0] == known
 
-    async def _responses(self, member: _Member, prefix: str, seen: int) -> AsyncGenerator[Any, None]:
+    async def _responses(self, member: Member, prefix: str, seen: int) -> AsyncGenerator[Any, None]:
         """The answers of one watch stream on one endpoint. Raises when it breaks, ends when the store is closed."""
         start = (self._keys + prefix).encode()
         create = rpc.WatchCreateRequest(key=start, range_end=_end(start), start_revision=seen + 1)
@@ -362,7 +326,7 @@ class EtcdStore:
             closed.cancel()
             await asyncio.gather(read, closed, return_exceptions=True)
 
-    async def call(self, method: Callable[[_Member], Any], request: Any) -> Any:
+    async def call(self, method: Callable[[Member], Any], request: Any) -> Any:
         """The answer to a request of a kind that a `Store` has none of; see `_call`."""
         response, _ = await self._call(method, request, writes=True)
         return response
@@ -373,7 +337,7 @@ class EtcdStore:
         return [(start, _end(start)) for start in starts]
 
     async def _call(
-        self, method: Callable[[_Member], Any], request: Any, *, writes: bool = False, timeout_s: float = 0.0
+        self, method: Callable[[Member], Any], request: Any, *, writes: bool = False, timeout_s: float = 0.0
     ) -> tuple[Any, int]:
         """The answer, and after how many attempts. Asks each endpoint in turn until the time-out (0: the usual)."""
         timeout_s = timeout_s or self._timeout_s
@@ -395,8 +359,8 @@ class EtcdStore:
             try:
                 return await method(member)(request, timeout=left)
             except (AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError, asyncio.CancelledError) as error:
-                _raise_definite(error)
-                trouble.failures[member.address] = _why(error)
+                raise_definite(error)
+                trouble.failures[member.address] = explain(error)
                 self._rotate(at)
                 raise _TryNext from error
 
@@ -407,20 +371,14 @@ class EtcdStore:
         except StoreUnavailable as error:  # closed, also while we were asking
             raise type(error)(str(error), indefinite=writes and bool(trouble.failures)) from None
 
-    def _member(self, at: int) -> _Member:
+    def _member(self, at: int) -> Member:
         if self._closed.is_set():
             raise StoreUnavailable(f"this store of cluster {self.cluster} is closed")
         use_grpc()
         self._follow_files()
         address = self._url.endpoints[at]
         if address not in self._members:
-            if self._credentials is None:
-                channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-            else:
-                channel = grpc.aio.secure_channel(address, self._credentials, options=_CHANNEL_OPTIONS)
-            self._members[address] = _Member(
-                address, channel, rpc.KVStub(channel), rpc.LeaseStub(channel), rpc.WatchStub(channel)
-            )
+            self._members[address] = open_member(address, self._credentials)
         return self._members[address]
 
     def _follow_files(self) -> None:
@@ -429,11 +387,11 @@ class EtcdStore:
         if tls is None or now - self._looked < LOOK_S:
             return
         self._looked = now
-        files = _signature(tls)
+        files = signature(tls)
         if files == self._files:
             return
         try:
-            self._credentials = _credentials(tls)
+            self._credentials = tls_credentials(tls)
         except ValueError as error:
             log.warning("etcd's certificates are not read again: %s", error)
             return
@@ -491,7 +449,7 @@ async def _opened(call: Any, create: Any) -> Any:
         raise _TryNext("the stream broke") from None
 
 
-async def _one_answer(member: _Member, request: Any, timeout: float) -> Any:
+async def _one_answer(member: Member, request: Any, timeout: float) -> Any:
     """One request and one answer on a keep-alive stream."""
     call = member.lease.LeaseKeepAlive(timeout=timeout)
     try:
@@ -504,43 +462,9 @@ async def _one_answer(member: _Member, request: Any, timeout: float) -> Any:
     return answer
 
 
-def _raise_definite(error: BaseException) -> None:
-    """Raises what a retry would not change."""
-    if isinstance(error, asyncio.CancelledError):
-        if cancelled.ourselves():
-            raise error
-        return
-    if isinstance(error, AioRpcError):
-        if error.code() == grpc.StatusCode.NOT_FOUND and "lease" in (error.details() or ""):
-            raise LeaseLost(f"etcd no longer knows the lease: {error.details()}") from error
-        if _RIGHTS_CHANGED in (error.details() or ""):
-            return
-        if error.code() == grpc.StatusCode.PERMISSION_DENIED:
-            raise NotPermitted(f"etcd refused: {error.details()}") from error
-        if _NO_SPACE in (error.details() or ""):
-            raise WritesRefused(
-                f"etcd takes no writes: the space that its quota allows is used up ({error.details()}). Give it some: "
-                "`etcdctl compact`, `etcdctl defrag`, then `etcdctl alarm disarm` (docs/guides/troubleshooting.md)"
-            ) from error
-        if error.code() in _REFUSED:
-            raise CoordinationError(f"etcd refused: {error.details()}") from error
-
-
 def _jitter(state: tenacity.RetryCallState) -> float:
     """Up to a bound that doubles. Not of the module `random`: what a program has seeded stays as it is."""
     return _CHANCE.uniform(0.0, min(_RETRY_MAX_S, 0.02 * 2 ** min(state.attempt_number, 6)))
-
-
-def _why(error: BaseException) -> str:
-    """The failure in few words."""
-    if isinstance(error, asyncio.CancelledError):
-        return "the connection was closed"
-    if isinstance(error, AioRpcError):
-        if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-            return "no answer in time"
-        details = (error.details() or "").rpartition("last error: ")[2].strip()
-        return f"{error.code().name.lower().replace('_', ' ')}: {details}"
-    return str(error) or repr(error)
 
 
 def _compare(key: bytes, target: str, revision: int) -> Any:
@@ -552,35 +476,3 @@ def _compare(key: bytes, target: str, revision: int) -> Any:
 def _end(start: bytes) -> bytes:
     """The first key after all that begin with `start`, whose last byte is ASCII."""
     return start[:-1] + bytes([start[-1] + 1])
-
-
-def _signature(tls: TlsFiles | None) -> tuple[tuple[int, int, int], ...]:
-    """Another one when one of the files was written or replaced."""
-    found = []
-    for path in () if tls is None else filter(None, (tls.ca, tls.cert, tls.key)):
-        with suppress(OSError):
-            status = os.stat(path)
-            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
-    return tuple(found)
-
-
-def _credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
-    """ValueError for files that cannot be used, such as one that is just being written: gRPC would find out when
-    it connects."""
-    ca, key, cert = _pem("ca", tls.ca), _pem("key", tls.key), _pem("cert", tls.cert)
-    try:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        if tls.ca:
-            context.load_verify_locations(tls.ca)
-        if tls.cert:
-            context.load_cert_chain(tls.cert, tls.key)
-    except OSError as error:  # ssl.SSLError is one
-        raise ValueError(f"the certificate {tls.cert}, its key or the authority cannot be used: {error}") from None
-    return grpc.ssl_channel_credentials(ca, key, cert)
-
-
-def _pem(what: str, path: str) -> bytes | None:
-    try:
-        return Path(path).read_bytes() if path else None
-    except OSError as error:
-        raise ValueError(f"cannot read the {what} file {path}: {error.strerror}") from error
