@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from benchmarks.memory import rss_bytes
 from benchmarks.sparse import fill
 from coordinator.connect import open_store
-from elasticps import background
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.create import by_grpc, checkpoint_cluster
@@ -34,6 +33,7 @@ from elasticps.model.spec import Adagrad, TableSpec
 from elasticps.server.core.scan import FILE_BYTES
 from elasticps.store import Store
 from elasticps.store.layout import RowLayout
+from elasticps.system import background
 
 BATCH = 256
 CUTS = 20

@@ -20,9 +20,9 @@ from coordinator.leader import run_coordinator
 from coordinator.membership import create_cluster
 from coordinator.memory import MemoryStore
 from coordinator.sessions import register_server, register_worker
-from elasticps import background
 from elasticps.client.core.routing import Routes
 from elasticps.errors import Error, Timeout
+from elasticps.system import background
 
 RANGES, SERVERS, WORKERS, REPLICAS = 1024, 100, 1000, 2
 ROUNDS = 200

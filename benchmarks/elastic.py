@@ -17,7 +17,6 @@ from benchmarks.pusher import COUNTED, DIM, STORED
 from benchmarks.sparse import fill
 from benchmarks.workers import Worker
 from coordinator.core.view import View
-from elasticps import background
 from elasticps.admin import fetch_status
 from elasticps.admin.audit import audit
 from elasticps.client import connect
@@ -25,6 +24,7 @@ from elasticps.errors import ClusterUnreachable, Error
 from elasticps.local import LocalCluster
 from elasticps.local.operator_client import OperatorClient
 from elasticps.model.spec import Accumulate, Adagrad
+from elasticps.system import background
 
 SERVERS, MORE, REPLICAS, WORKERS = 3, 5, 2, 2
 AUDIT_TIMEOUT_S = 300.0

@@ -16,16 +16,16 @@ from benchmarks.pusher import COUNTED, DIM, STORED
 from benchmarks.sparse import fill
 from benchmarks.workers import Worker
 from coordinator.core.view import View
-from elasticps import background
 from elasticps.admin import fetch_status
 from elasticps.admin.audit import audit
 from elasticps.client import connect
-from elasticps.coordination import opened, read_view
 from elasticps.errors import Timeout
 from elasticps.local import LocalCluster
 from elasticps.local.failover_log import Failover, adoption, failover
 from elasticps.model.spec import Accumulate, Adagrad
 from elasticps.security import credentials_of
+from elasticps.system import background
+from elasticps.system.coordination import opened, read_view
 
 SERVERS, REPLICAS, WORKERS = 3, 2, 2
 RECOVERY_TIMEOUT_S = 60.0

@@ -163,7 +163,15 @@ class _Alarm:
 
 
 class _Term:
-    """One time in office."""
+    """One term of a leader.
+
+    _store, _guard, _last_good       what is read and written, under which condition, and the last good values
+    _settle_s, _timer, _roster_timer, _ask_timer  how long changes are gathered (seconds), and the timers of plans,
+                                     of rosters, and of questions to servers
+    _lines, _alarm, _on_failover     connections to servers, the metric of trouble, and who hears of failovers
+    _pace, _lease_grace, _identity, _view, _last_reason  how fast plans follow; how long leases last beyond silence;
+                                     the cluster's id; the view as written; why it was
+    """
 
     def __init__(
         self, store: Store, guard: Guard, settle_s: float, lines: ServerLinks | None, on_failover: OnFailover,

@@ -95,20 +95,20 @@ class Core:
     """
 
     def __init__(self, me: Member, ranges: int, log: Log | None = None) -> None:
-        self.me = me
+        self.me = me  # the member whose ranges these are
         self.ranges = ranges  # P
         self.effects: Effects = []  # of the event under way, in the order in which they are to be carried out
         self.epoch = 0  # of the view that is followed
-        self.view: Chains | None = None
+        self.view: Chains | None = None  # the view that is followed
         self.version = 0  # grows with every change of neighbours, links or fillings
-        self.neighbours = Neighbours(ranges)
+        self.neighbours = Neighbours(ranges)  # who stands before and behind, and the links to them
         # acked <= seq, and the log holds every operation between them that has a successor to wait for.
         self.seq: Seqs = np.zeros(ranges, dtype=np.int64)  # the last operation applied
         self.acked: Seqs = np.zeros(ranges, dtype=np.int64)  # the last one known to be at the tail (and a level joiner)
-        self.clocks = Clocks(ranges)
-        self.refusals = Refusals(ranges)
-        self.log = Log() if log is None else log
-        self.retained = Retained(ranges)
+        self.clocks = Clocks(ranges)  # each worker's progress in each range
+        self.refusals = Refusals(ranges)  # rows that heads refused
+        self.log = Log() if log is None else log  # operations that some successor has not acknowledged
+        self.retained = Retained(ranges)  # what late copies lack
         self.role: NDArray[np.int8] = np.zeros(ranges, dtype=np.int8)  # a `Role`
         self.filled: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)  # all of the range is here
         self.bounds: dict[int, int] = {}  # of ranges being filled here: the hash below which keys are there
@@ -125,9 +125,9 @@ class Core:
         # Ranges whose predecessors have not heard of all that is committed.
         self.unacknowledged: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)
         self.headed: Ranges = NO_RANGES  # in the order of a push's keys
-        self.waiters: list[Waiter] = []
+        self.waiters: list[Waiter] = []  # repeats to be answered once what they repeat is committed
         self.code: NDArray[np.int64] = np.zeros(ranges, dtype=np.int64)  # what is done with an operation, see `recode`
-        self._plans: deque[tuple[Ranges, ForwardingPlan]] = deque(maxlen=_PLANS_CACHED)
+        self._plans: deque[tuple[Ranges, ForwardingPlan]] = deque(maxlen=_PLANS_CACHED)  # by ranges, the newest
         # Why a content cannot be applied, "" if it can; set by the owner of the content.
         self.wrong: Callable[[Message], str] = lambda message: ""
 
@@ -148,7 +148,7 @@ class Core:
         if why := self.wrong(message):
             raise PeerError(f"{self.me}: {self.neighbours.members[slot]} sent what cannot be: {why}")
 
-    # -- treatments ---------------------------------------------------------------------------------------------------
+    # -- forwarding plans ----------------------------------------------------------------------------------------------
 
     def recode(self) -> None:
         """Follows a change of neighbours, links or fillings: what is done with an operation, per range, as one int."""

@@ -42,7 +42,9 @@ class Push:
     above. roster: the roster version at which the worker registered. repeat: the content was left out, because the
     sender was told that it is applied; such a frame is acknowledged as a duplicate or refused, never applied.
     refusal: its head refuses some rows, which the payload has no more: it ticks without.
-    token: handed back in the Reply; any object.
+    token: handed back in the Reply; any object. worker, clock, part, last: whose step it is, the step's number, the
+    number of this part from 0 on, and whether it is the step's last. epoch: of the view by which it was sent. payload,
+    nbytes: its content, and how many bytes that counts in the log. kind: an `OperationKind`; after: see above.
     """
 
     __slots__ = (

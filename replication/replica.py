@@ -46,10 +46,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replication.admission import Admission
-from replication.chain import COMPLETE, Chains, CopyState, Member, Ranges, Role, place
-from replication.core import NO_RANGES, Core, PeerError, ProtocolError, Shared, Waiter
+from replication.chain import Chains, CopyState, Member, Ranges, Role
+from replication.core import NO_RANGES, Core, PeerError, Shared
 from replication.effects import Apply, Ask, CaughtUp, Distrust, Effects, NeedView, Push
-from replication.log import Entry, Frame, Log
+from replication.log import Frame, Log
 from replication.messages import (
     NOTHING,
     Ack,
@@ -58,21 +58,20 @@ from replication.messages import (
     Operation,
     Payload,
     Resync,
-    Seqs,
     SnapshotChunk,
 )  # fmt: skip
 from replication.progress import Progress
 from replication.snapshot_transfer import SnapshotTransfer
-
-_ORDERS_MAX = 64
+from replication.view_change import ViewChange
 
 
 class Replica:
     """The state machine: one method for each event, which returns the effects to carry out.
 
     Parts: `core`, the ranges and the steps on them; `transfer`, both ends of fillings; `admission`, the side towards
-    workers. `ranges` is P; `budget_bytes` bounds the log at a head: beyond it pushes wait. `log`: where entries are
-    held, by default a log of its own.
+    workers; `view_change`, what follows from a new view. `me`: the member whose replica this is. `ranges` is P;
+    `budget_bytes` bounds the log at a head: beyond it pushes wait. `log`: where entries are held, by default a log of
+    its own.
 
     seq, acked, joined   int64 [P]: the last operation applied here; known to be at the tail; and at the joiner of a
                          range of which I am the tail
@@ -84,16 +83,12 @@ class Replica:
         core = self.core = Core(me, ranges, log)
         self.transfer = SnapshotTransfer(core)
         self.admission = Admission(core, budget_bytes)
+        self.view_change = ViewChange(core, self.transfer, self.admission)
         self.me, self.ranges = me, ranges
         # The parts change these in place, so whoever reads them needs no way through the parts.
         self.seq, self.acked, self.joined = core.seq, core.acked, core.joined
         self.filled, self.waiting = core.filled, core.waiting
         self.clocks, self.refusals, self.log, self.retained = core.clocks, core.refusals, core.log, core.retained
-        # Where a `CopyState.PREDECESSOR` left us, -1 for nobody.
-        self._parted: Seqs = np.full(ranges, -1, dtype=np.int64)
-        self._late: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)  # I am the tail beside a `CopyState.LATE`
-        self._holds: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)  # something of the range is here
-        self._mute: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)  # a `CopyState.PREDECESSOR`: no successor
         self._held: dict[int, deque[Message]] = {}  # by slot, messages that wait for the view that they speak of
 
     @property
@@ -214,8 +209,8 @@ class Replica:
             return []
         changed = view.since > core.epoch
         core.epoch, core.view = view.epoch, view
-        self._change_roles(view, changed)
-        self._regroup(changed)
+        self.view_change.change_roles(view, changed)
+        self.view_change.regroup(changed)
         if self.admission.roster is not None:
             core.clocks.retire_rows(self.admission.roster)  # fillings have brought clocks of workers that have left
         self._resync_up(changed)
@@ -245,87 +240,6 @@ class Replica:
             or any(self._held.values())
         )
         return bool(waits or core.retained.active)
-
-    def _change_roles(self, view: Chains, changed: NDArray[np.bool_]) -> None:
-        core = self.core
-        where = place(view, core.me)
-        promoted = (core.role == Role.JOINING) & (where.role == Role.FULL)
-        if np.count_nonzero(promoted & ~core.filled):
-            raise ProtocolError(f"{core.me}: promoted half filled in ranges {np.flatnonzero(promoted & ~core.filled)}")
-        complete = np.isin(view.copy_state, COMPLETE)
-        mine = (view.copy_state > CopyState.NONE) & (where.role == Role.JOINING)
-        emptied = changed & (where.role == Role.JOINING) & ~mine
-        gone = (where.role == Role.OUT) & self._holds & (view.heads >= 0)
-        core.role = where.role
-        self._holds = (self._holds | (where.role != Role.OUT)) & ~gone
-        erased = np.flatnonzero(emptied | gone).astype(np.int64)
-        if erased.size:
-            self.transfer.erase(erased)
-        core.filled |= mine
-        self._mute = mine & ((view.copy_state == CopyState.PREDECESSOR) | (view.copy_state == CopyState.LATE))
-        core.neighbours.follow(view, where)
-        core.synced &= ~changed
-        core.unacknowledged &= ~changed
-        core.waiting &= ~changed
-        core.joined[changed] = -1
-        for r in np.flatnonzero(changed).tolist():
-            self.transfer.fills.pop(r, None)
-            self.transfer.reported.pop(r, None)
-        last = changed & where.tail
-        self._retain(view, changed, last)
-        joined = promoted & (view.copy_state == CopyState.PREDECESSOR)  # it stood before us and has all that we have
-        sure = last & (joined | ~complete)
-        core.acked[sure] = core.seq[sure]
-        core.waiting |= last & complete
-        core.joined[last & complete] = core.acked[last & complete]
-        headed = view.headed_by(view.index(core.me))
-        if not np.array_equal(np.sort(headed), np.sort(core.headed)):
-            self.admission.orders = {}
-        core.headed = self.admission.orders[view.epoch] = headed
-        if len(self.admission.orders) > _ORDERS_MAX:
-            del self.admission.orders[min(self.admission.orders)]
-        core.recode()
-
-    def _retain(self, view: Chains, changed: NDArray[np.bool_], last: NDArray[np.bool_]) -> None:
-        """Keeps for copies that are late what is acknowledged without them: from when it first is, so not if that was
-        given up before they were asked back. The history of one that stood before us is ours as far as we had come
-        when it was left out."""
-        core = self.core
-        late, back, was_late = view.copy_state == CopyState.LATE, view.copy_state == CopyState.CATCHING_UP, self._late
-        goes_on = last & back & was_late
-        core.retained.end(np.flatnonzero(changed & ~goes_on))
-        core.retained.spent &= ~changed | goes_on
-        begun: Ranges = np.flatnonzero(last & (late | back & ~was_late))
-        if begun.size:
-            parted = np.where(self._parted[begun] < 0, core.seq[begun], self._parted[begun])
-            core.retained.begin(begun, core.acked[begun], parted, core.log.entries())
-        before = last & (view.copy_state == CopyState.PREDECESSOR)
-        self._parted[changed] = np.where(before, core.seq, -1)[changed]
-        self._late, self.transfer.back = core.neighbours.tail & late, core.neighbours.tail & back
-
-    def _regroup(self, changed: NDArray[np.bool_]) -> None:
-        """Gives the log's entries to their new neighbours, drops what is committed or gone, answers whoever is left."""
-        core = self.core
-        if not changed.any():
-            return
-
-        def split(entry: Entry) -> list[tuple[int, Entry]]:
-            ranges, frame = entry.ranges, entry.frame
-            if frame.token is not None and not core.neighbours.head[ranges].all():
-                frame.moved.append(ranges[~core.neighbours.head[ranges]])
-            keep = (core.role[ranges] == Role.FULL) & (core.acked[ranges] < entry.seqs)
-            successors = np.where(keep, core.neighbours.down[ranges], -1)
-            return [(slot, entry.part(successors == slot)) for slot in np.unique(successors[keep]).tolist()]
-
-        for frame in core.log.rebuild(split):
-            core.finish(frame)
-        waiters, core.waiters = core.waiters, []
-        for waiter in waiters:
-            mine = core.neighbours.head[waiter.ranges]
-            if not mine.all():
-                waiter.frame.moved.append(waiter.ranges[~mine])
-            core.waiters.append(Waiter(waiter.frame, waiter.ranges[mine], waiter.seqs[mine]))
-        core.check_waiters()
 
     # -- range recovery -----------------------------------------------------------------------------------------------
 
@@ -396,7 +310,7 @@ class Replica:
     def _resync_up(self, which: NDArray[np.bool_]) -> None:
         """First word to the predecessors about these ranges."""
         core = self.core
-        which = which & ~self._mute
+        which = which & ~self.view_change.mute
         for up in np.unique(core.neighbours.up[which & (core.neighbours.up >= 0)]).tolist():
             ranges = np.flatnonzero(which & (core.neighbours.up == up)).astype(np.int64)
             empty = (core.role[ranges] == Role.JOINING) & ~core.filled[ranges]
@@ -499,7 +413,7 @@ class Replica:
         core = self.core
         ok = (
             core.neighbours.heard(slot, message.epoch, message.ranges, core.neighbours.down)
-            & ~self._late[message.ranges]
+            & ~self.view_change.late[message.ranges]
         )
         ranges, seqs, acked = message.ranges[ok], message.seqs[ok], message.acked[ok]
         joiner = core.neighbours.tail[ranges]

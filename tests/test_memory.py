@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from elasticps.errors import ConfigError
-from elasticps.memory import fill_mark, find_limit, give_back, make_reader, parse_size, rows_mark
+from elasticps.system.memory import fill_mark, find_limit, give_back, make_reader, parse_size, rows_mark
 
 MIB = 1 << 20
 LIMIT = 1 << 30

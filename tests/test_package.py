@@ -46,7 +46,7 @@ class Missing:
         if name.partition(".")[0] in {missing}:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Missing())
-import elasticps.cli.app, elasticps.client.client, elasticps.coordination, elasticps.local
+import elasticps.cli.app, elasticps.client.client, elasticps.system.coordination, elasticps.local
 import elasticps.server.process.main
 """
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elasticps.errors import ConfigError
-from elasticps.memory import parse_size
+from elasticps.system.memory import parse_size
 
 KINDS = ("local", "netns", "kubernetes")
 SECONDS_MAX = 7 * 86400.0

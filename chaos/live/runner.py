@@ -30,7 +30,7 @@ from chaos.live.watch import LOOK_S, START_S, Seen, Watch
 from coordinator.core.errors import CoordinationError
 from elasticps.admin.audit import AuditReport, audit
 from elasticps.errors import Error
-from elasticps.memory import parse_size
+from elasticps.system.memory import parse_size
 
 TICK_S = 0.01
 OVERTIME_S = 120.0  # for faults that have begun, or were put off, when the time is over

@@ -15,7 +15,7 @@ from coordinator.core.keys import ELECTION, VIEW
 from coordinator.core.store import Listing, Put, Reset
 from coordinator.core.view import View
 from coordinator.membership import ViewFollower, read_drains
-from elasticps import background
+from elasticps.system import background
 from replication.chain import Member
 
 LOOK_S = 0.25  # between two looks at who leads, and which servers drain

@@ -94,8 +94,8 @@ class Cluster:
         self.leaders: dict[str, Process] = {}  # coordinators, by name
         self.violation: Violation | None = None  # the first promise that was broken
         self.over = False  # what happens from now on breaks no promise
-        self.drain_timeout_s = DRAIN_TIMEOUT_S
-        # Servers tell an address for operators; all peers count as authenticated.
+        self.drain_timeout_s = DRAIN_TIMEOUT_S  # how long a server that drains hands over
+        # admin: servers tell an address for operators; proven: all peers count as authenticated.
         self._admin, self._proven = admin, proven
         self._loops: list[Loop] = []  # of all processes, to be closed at the end
         self._threads: list[Threads] = []  # of workers

@@ -119,7 +119,17 @@ def missing(draft: Draft, sites: Mapping[Member, Node], draining: Collection[Mem
 
 
 class _Field:
-    """The state that moves start from, with every filling under way taken for done. Arrays over the draft's members."""
+    """The state that moves start from, as if every filling under way were done. Arrays are over the draft's members.
+
+    chains, replicas  int32 [P, R]: the members of each chain; and R
+    able, draining    bool: who may get ranges; who gives them away
+    holds, heads, tails, _pairs  how many ranges each member has, heads, ends; how many each pair shares
+    held, _headed, _tailed       the bands in which these numbers may lie
+    _zone, _zoned, _zones, _zone_shared  each member's zone; whether there are zones, how many; whether a replica
+                                 shares its zone with another one of its chain
+    _cut, _salt       pairs that do not reach each other; a hash of each name, which breaks ties
+    _at_least, _worth what a move must improve; at first, and after the moves so far
+    """
 
     def __init__(
         self,

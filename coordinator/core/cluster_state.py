@@ -74,9 +74,9 @@ class ClusterState:
     revision: int = 0  # the newest that was seen
     term: int = 0  # of the leader, 0 for none
     leader: str = ""  # its name
-    config: ClusterConfig | None = None
-    view: View | None = None
-    roster: Roster | None = None
+    config: ClusterConfig | None = None  # None: there is none yet
+    view: View | None = None  # the newest that made sense
+    roster: Roster | None = None  # the newest that made sense
     revisions: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(SINGLE, 0))  # of these three; 0: absent
     config_created: int = 0  # the revision at which the config's key began to exist
     servers: Mapping[str, ServerInfo] = field(default_factory=dict)  # registered now, by name
@@ -84,7 +84,7 @@ class ClusterState:
     signed_off: frozenset[str] = frozenset()  # names of workers that have said that they leave
     records: Mapping[str, Record] = field(default_factory=dict)  # by key
     drains: Mapping[str, Drain] = field(default_factory=dict)  # by server
-    recovery: RangeRecovery = _NO_RECOVERY
+    recovery: RangeRecovery = _NO_RECOVERY  # ranges that come back from a checkpoint
     restores: bool = False  # servers bring rows back from a checkpoint
     restoring: bool = False  # a whole cluster comes back from a checkpoint: workers wait
     checkpoint: tuple[int, float] | None = None  # the newest one's number, and when it was made

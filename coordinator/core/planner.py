@@ -199,7 +199,7 @@ def _first(members: Members, config: ClusterConfig, health: Health) -> Plan:
 
 
 class _Step:
-    """One decision in progress.
+    """One decision in progress, from a view and what health says to the draft of the next view.
 
     present   the servers registered now, by name, less those known to be gone
     lost      members that are listed and gone, with the evidence: health's, or that their name has a newer incarnation,
@@ -207,6 +207,7 @@ class _Step:
     known     all who may be in the next view; of them, those not lost:
     serving   who is not asked to drain
     draining  who is; last: one that was asked to, and cannot as there is nobody else
+    restores  whether servers bring rows back now; drain_requests, leaving: who was asked to drain, and says so
     ended     of the lost, who cannot come back as they were; recoverable: ranges to recover if these alone had
               them
     """

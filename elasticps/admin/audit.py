@@ -21,12 +21,12 @@ from coordinator.core.keys import ROSTER, roster_of
 from coordinator.core.store import Store
 from coordinator.core.view import ServerInfo, View
 from coordinator.membership import list_drains
-from elasticps import background
 from elasticps.admin import admin_pb2
 from elasticps.admin.client import fetch_marked, take_mark
-from elasticps.coordination import opened, read_view
 from elasticps.errors import ClusterUnreachable
 from elasticps.security import credentials_of
+from elasticps.system import background
+from elasticps.system.coordination import opened, read_view
 from replication.chain import Member
 from replication.messages import ERASER
 

@@ -18,17 +18,17 @@ from coordinator.core.records import left_out, read
 from coordinator.core.store import Store
 from coordinator.core.view import ServerInfo
 from coordinator.membership import last_workers
-from elasticps import background
 from elasticps.admin.cuts import CutClient
 from elasticps.admin.interface import CutWritten, WrittenFile
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.cuts import HOLD_S, ConsistentCut, CutServer, CutTaker, GivenUp
 from elasticps.checkpoint.manifest import FileEntry, Manifest, WorkerEntry, check_table
 from elasticps.checkpoint.storage import Storage
-from elasticps.coordination import opened, read_tables, read_view
 from elasticps.errors import CheckpointError, Error
 from elasticps.model.spec import TableSpec
 from elasticps.security import credentials_of
+from elasticps.system import background
+from elasticps.system.coordination import opened, read_tables, read_view
 from replication.chain import Member
 from replication.progress import touched_clock
 

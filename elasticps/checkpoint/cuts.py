@@ -29,8 +29,8 @@ from coordinator.core.keys import ROSTER, roster_of
 from coordinator.core.store import Entry, Store
 from coordinator.core.view import ServerInfo, View, WorkerInfo
 from elasticps.admin.interface import CutState, CutTaken
-from elasticps.coordination import read_view
 from elasticps.errors import CheckpointError, Error
+from elasticps.system.coordination import read_view
 from elasticps.wire.headers import MAX_CUT
 from replication.chain import Member
 from replication.progress import MAX_CLOCK, PART_BITS

@@ -20,8 +20,8 @@ from coordinator.core.records import check, left_out, read
 from coordinator.core.store import Entry, Store
 from elasticps.checkpoint.range_recovery import OverBudget, RangeRecovery, RecoveryDriver, prepare, record, with_error
 from elasticps.checkpoint.restore import driving
-from elasticps.coordination import read_servers, read_tables, read_view
 from elasticps.errors import Error
+from elasticps.system.coordination import read_servers, read_tables, read_view
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials

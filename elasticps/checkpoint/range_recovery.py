@@ -28,15 +28,15 @@ from coordinator.core.records import left_out, read
 from coordinator.core.store import Store
 from coordinator.core.view import ServerInfo, View
 from coordinator.membership import last_workers
-from elasticps import background
 from elasticps.admin import admin_pb2
 from elasticps.admin.client import ask_restore
 from elasticps.checkpoint.manifest import Manifest
 from elasticps.checkpoint.restore import RESTORED, RestorePlan, opened_at
 from elasticps.checkpoint.storage import Storage
-from elasticps.coordination import opened, read_servers, read_tables, read_view
 from elasticps.errors import CheckpointError, ClusterUnreachable, ConfigError, Error
 from elasticps.security import credentials_of
+from elasticps.system import background
+from elasticps.system.coordination import opened, read_servers, read_tables, read_view
 from replication.chain import Member
 from replication.messages import ERASER
 

@@ -41,16 +41,16 @@ from coordinator.core.names import worker_name
 from coordinator.core.store import Store
 from coordinator.core.view import ServerInfo, View
 from coordinator.membership import new_number
-from elasticps import background
 from elasticps.admin import admin_pb2
 from elasticps.admin.client import ask_restore
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import Contents, to_bits
 from elasticps.checkpoint.manifest import Manifest
 from elasticps.checkpoint.storage import Storage
-from elasticps.coordination import opened
 from elasticps.errors import CheckpointError, ClusterUnreachable, ConfigError
 from elasticps.security import credentials_of
+from elasticps.system import background
+from elasticps.system.coordination import opened
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials

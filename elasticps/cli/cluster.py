@@ -11,7 +11,6 @@ import typer
 from coordinator.adoption import Witness, adopt, look_at_dead, plan_adoption, reset
 from coordinator.connect import open_store
 from coordinator.core.view import Roster
-from elasticps import background
 from elasticps.admin import fetch_cluster, fetch_tables
 from elasticps.cli.local import target
 from elasticps.cli.options import Name, Url, command
@@ -20,6 +19,7 @@ from elasticps.errors import ConfigError
 from elasticps.security import credentials_of
 from elasticps.security.credentials import Credentials
 from elasticps.security.rights import protect
+from elasticps.system import background
 
 app = typer.Typer(
     help="Protect a cluster's etcd; mend a cluster whose etcd has lost its data, or that is dead.", no_args_is_help=True

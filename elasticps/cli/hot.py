@@ -11,10 +11,10 @@ from rich.text import Text
 
 from coordinator.core.view import ServerInfo
 from elasticps.admin import fetch_hot
-from elasticps.coordination import read_servers, read_store
 from elasticps.errors import ClusterUnreachable, ServerError
 from elasticps.local.scaling import by_number
 from elasticps.security import credentials_of
+from elasticps.system.coordination import read_servers, read_store
 
 SHOWN = 8
 

@@ -25,16 +25,16 @@ from coordinator.failovers import Failovers
 from coordinator.leader import run_coordinator
 from coordinator.leadership import first_of
 from coordinator.membership import create_cluster
-from elasticps import logs
 from elasticps.cli.checkpoint import parse_keep
 from elasticps.cli.options import RequiredUrl, seconds, usable_host, usable_place
 from elasticps.cli.output import print_json
 from elasticps.errors import ConfigError
-from elasticps.memory import parse_size
 from elasticps.security import credentials_of
 from elasticps.security.credentials import Credentials
 from elasticps.security.identity import Role
+from elasticps.system import logs
 from elasticps.system.descriptors import raise_limit
+from elasticps.system.memory import parse_size
 
 if TYPE_CHECKING:
     from elasticps.checkpoint.manifest import Manifest

@@ -24,16 +24,16 @@ from coordinator.core.store import Store
 from coordinator.core.url import parse
 from coordinator.core.view import ServerInfo, View
 from coordinator.trouble import find_lost_view, find_trouble
-from elasticps import background
 from elasticps.admin import fetch_status
 from elasticps.cli import hot as hottest
 from elasticps.cli.local import target
 from elasticps.cli.options import Json, Name, Url
 from elasticps.cli.output import ExitCode, out, print_json, size
-from elasticps.coordination import NO_CLUSTER, NOT_YET, read_state, read_store
 from elasticps.errors import ClusterUnreachable, ServerError
 from elasticps.local.scaling import by_number
 from elasticps.security import credentials_of
+from elasticps.system import background
+from elasticps.system.coordination import NO_CLUSTER, NOT_YET, read_state, read_store
 from replication.chain import Member
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.core.view import ServerInfo
-from elasticps import background
 from elasticps.admin import fetch_tables
 from elasticps.cli.local import target, worker_target
 from elasticps.cli.options import Json, Name, Url, command
 from elasticps.cli.output import ExitCode, out, print_json, size
 from elasticps.errors import ClusterUnreachable, ConfigError, UnknownTable
 from elasticps.local.operator_client import OperatorClient
+from elasticps.system import background
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials

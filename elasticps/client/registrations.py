@@ -11,9 +11,9 @@ from coordinator.core.keys import number_of
 from coordinator.core.records import read
 from coordinator.core.store import VALUE_MAX, WRITES_MAX, Entry, Store
 from coordinator.membership import new_numbers
-from elasticps.coordination import entries_of
 from elasticps.errors import ConfigError, SpecError
 from elasticps.model.spec import TableSpec
+from elasticps.system.coordination import entries_of
 from elasticps.wire.frames import portions
 
 

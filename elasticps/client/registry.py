@@ -49,10 +49,10 @@ from elasticps.client.registrations import (
     registry_value,
 )
 from elasticps.client.runtime import Runtime
-from elasticps.coordination import entries_of
 from elasticps.errors import CheckpointError, Closed, ClusterUnreachable, ConfigError, Timeout
 from elasticps.security import credentials_of
 from elasticps.security.identity import Role
+from elasticps.system.coordination import entries_of
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from weakref import WeakMethod
 
 from coordinator import GRPC_HANDLES_FORKS
-from elasticps import background
+from elasticps.system import background
 from elasticps.system.cpu_contention import CpuContention
 
 T = TypeVar("T")

@@ -14,7 +14,6 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coordinator.core import fields
-from elasticps import background
 from elasticps.dashboard.actions import Actions, scaler_of
 from elasticps.dashboard.app import VIEWERS_MAX, make_app
 from elasticps.dashboard.core.model import Model
@@ -27,6 +26,7 @@ from elasticps.errors import ConfigError
 from elasticps.security import credentials_of
 from elasticps.security.identity import Act
 from elasticps.server.process.addresses import is_loopback
+from elasticps.system import background
 
 log = fields.logger(__name__)
 

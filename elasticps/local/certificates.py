@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from coordinator.core.url import TlsFiles, parse
-from elasticps import background
 from elasticps.security.authority import Authority
 from elasticps.security.identity import ANY, Identity, Role
 from elasticps.security.rights import protect
+from elasticps.system import background
 
 _FOLDER = "tls"
 

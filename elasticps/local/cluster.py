@@ -16,7 +16,6 @@ from types import TracebackType
 
 from coordinator.core.names import check_name
 from coordinator.core.view import ClusterConfig
-from elasticps import background
 from elasticps.errors import ConfigError, Error
 from elasticps.local import certificates, operator_client, scaling, state, supervisor
 from elasticps.local.etcd import EtcdPlan
@@ -24,8 +23,9 @@ from elasticps.local.operator_client import OperatorClient
 from elasticps.local.process import CompilationNotice, Process, Restarter, deaths_of, stop_all
 from elasticps.local.scaling import SERVERS_MAX
 from elasticps.local.zygote import Zygote
-from elasticps.memory import parse_size
 from elasticps.security.identity import Role
+from elasticps.system import background
+from elasticps.system.memory import parse_size
 
 COORDINATORS_MAX = 5
 _KILL_AFTER_S = 10.0

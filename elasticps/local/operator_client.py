@@ -20,11 +20,11 @@ from coordinator.core.keys import RATES
 from coordinator.core.planner import Members
 from coordinator.core.records import read
 from coordinator.core.view import ClusterConfig, ServerInfo, View
-from elasticps import background
 from elasticps.admin import fetch_status
-from elasticps.coordination import read_servers, read_tables
 from elasticps.errors import ClusterUnreachable, ConfigError, Error, Timeout
 from elasticps.security import credentials_of
+from elasticps.system import background
+from elasticps.system.coordination import read_servers, read_tables
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials

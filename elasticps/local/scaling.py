@@ -20,8 +20,8 @@ from elasticps.errors import ConfigError, Error, Timeout
 from elasticps.local import certificates, state, supervisor
 from elasticps.local.operator_client import LOOK_S, OperatorClient, Progress, Tell, held
 from elasticps.local.process import Process
-from elasticps.memory import rows_mark
 from elasticps.security.identity import Role
+from elasticps.system.memory import rows_mark
 
 SERVERS_MAX = 64
 NEEDED_MAX = 4096  # servers that a forecast of memory looks at

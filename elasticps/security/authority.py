@@ -28,11 +28,10 @@ from coordinator.core.errors import CoordinationError
 from coordinator.core.names import DEFAULT_APP
 from coordinator.core.url import TlsFiles, parse
 from coordinator.etcd_rights import ROOT
-from elasticps import background
 from elasticps.errors import ConfigError
 from elasticps.security.identity import ANY, Identity, Role, host_name
 from elasticps.security.rights import protect
-from elasticps.system import temporary
+from elasticps.system import background, temporary
 
 CA_DAYS = 3650.0
 LEAF_DAYS = 90.0

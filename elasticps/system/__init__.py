@@ -1,1 +1,1 @@
-"""What elasticps asks of the operating system: temporary files, room for open files. Below every other part."""
+"""What all parts stand on: temporary files, open files, memory, logs, the event loop of control traffic, the store."""

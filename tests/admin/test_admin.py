@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import pytest
 
 from coordinator.core.view import ServerInfo
-from elasticps import background
 from elasticps.admin import AdminServer, admin_pb2, admin_pb2_grpc, fetch_health, fetch_hot, fetch_status, start_admin
 from elasticps.admin.client import fetch_marked, open_channel, take_mark
 from elasticps.admin.cuts import CutClient
 from elasticps.admin.interface import CutState, CutTaken, CutWritten, MarkedRange, Writing, WrittenFile
 from elasticps.errors import ClusterUnreachable, ConfigError
+from elasticps.system import background
 from elasticps.wire.headers import MAX_CUT
 from replication.progress import PART_BITS
 

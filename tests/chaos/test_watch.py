@@ -11,7 +11,7 @@ from chaos.live.watch import Watch
 from coordinator.core.keys import VIEW
 from coordinator.core.view import View
 from coordinator.memory import MemoryStore
-from elasticps import background
+from elasticps.system import background
 from tests.chaos.scenes import view_of
 
 Eventually = Callable[[Callable[[], bool]], None]

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from coordinator.core.view import Roster, ServerInfo, View
 from coordinator.memory import MemoryStore
-from elasticps import background
 from elasticps.admin.client import Known
 from elasticps.cli import cluster
 from elasticps.cli.app import app
 from elasticps.errors import ClusterUnreachable
+from elasticps.system import background
 from tests.coordinator import test_adoption
 
 A, B, C = (replace(server, admin=f"{server.name}:1") for server in (*test_adoption.SERVERS, ServerInfo("c", 1, "h:3")))

@@ -9,8 +9,8 @@ import pytest
 from coordinator.connect import open_store
 from coordinator.core.view import ClusterConfig
 from coordinator.membership import create_cluster
-from elasticps import background
 from elasticps.cli.status import _render, look
+from elasticps.system import background
 from tests.conftest import NewUrl
 from tests.coordinator.test_adoption import view
 

@@ -19,9 +19,9 @@ from coordinator.sessions import register_server
 from elasticps.checkpoint.range_recovery import RangeRecovery
 from elasticps.checkpoint.restore import RestorePlan, keep_restoring
 from elasticps.checkpoint.schedule import CheckpointSchedule
-from elasticps.coordination import read_servers
 from elasticps.dashboard.core.model import Model
 from elasticps.metrics.cluster import ClusterMetrics
+from elasticps.system.coordination import read_servers
 from tests.coordinator.support import until, until_key
 
 DEEP = b"[" * 100_000

@@ -31,8 +31,8 @@ from benchmarks.limits import cpu_seconds
 from coordinator.connect import open_store
 from coordinator.core.keys import NEWEST_CHECKPOINT
 from coordinator.core.store import Store
-from elasticps import background
 from elasticps.local import LocalCluster
+from elasticps.system import background
 from tests.dashboard.chromium import chromium, open_page, wait
 from tests.dashboard.scene import Scene
 from tests.dashboard.staged import Staged

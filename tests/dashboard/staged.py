@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from coordinator.memory import MemoryStore
-from elasticps import background
 from elasticps.dashboard.fanout import Fanout
 from elasticps.dashboard.serve import Dashboard
+from elasticps.system import background
 from tests.dashboard.scene import Scene
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.core.keys import DRAINS, NEWEST_CHECKPOINT, SERVERS, TABLES
 from coordinator.core.view import Roster, WorkerInfo
-from elasticps import background
+from elasticps.system import background
 from tests.dashboard.chromium import chromium, faults, needs_chromium, open_page, picture, wait
 from tests.dashboard.scene import Scene, activity, use
 from tests.dashboard.staged import Staged

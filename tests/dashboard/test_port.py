@@ -12,11 +12,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from elasticps import background
 from elasticps.dashboard import serve
 from elasticps.dashboard.fanout import WAITING_MAX
 from elasticps.dashboard.serve import Dashboard
 from elasticps.local.etcd import free_ports
+from elasticps.system import background
 
 Eventually = Callable[[Callable[[], bool]], None]
 

@@ -18,12 +18,12 @@ import psutil
 import pytest
 import tomli
 
-from elasticps import background
 from elasticps.admin import fetch_health
 from elasticps.local.etcd import EtcdPlan, etcd_binary, free_ports
 from elasticps.local.process import Process, stop_all
 from elasticps.security.authority import Authority
 from elasticps.security.identity import identity_among
+from elasticps.system import background
 from tests.deploy.manifests import DEPLOY, ROOT, Workload, environment, expanded, named, of_kind, workload
 from tests.deploy.test_network import EVERYWHERE, Connection
 from tests.metrics.fleet import Fleet, get, scrape

@@ -23,8 +23,8 @@ import elasticps as eps
 from coordinator.connect import open_store
 from coordinator.core.view import View
 from coordinator.membership import ViewFollower
-from elasticps import background
 from elasticps.admin.audit import AuditReport, audit
+from elasticps.system import background
 
 KEYS = np.arange(400, dtype=np.int64)
 DIM = 4

@@ -18,17 +18,17 @@ import elasticps as eps
 from coordinator.core.view import ClusterConfig, ServerInfo, View
 from coordinator.membership import create_cluster
 from coordinator.memory import MemoryStore
-from elasticps import background
 from elasticps.admin import AdminServer, start_admin
 from elasticps.admin.audit import AuditReport, Found, Judged, WorkerClocks, audit_store, compare
 from elasticps.admin.interface import MarkedRange
-from elasticps.coordination import read_view
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
 from elasticps.server.core import audit as audits
 from elasticps.server.core.audit import MARKS_RETAINED, PART_BYTES, Marks, slices
 from elasticps.server.core.operations import AuditMark
 from elasticps.store import Table
+from elasticps.system import background
+from elasticps.system.coordination import read_view
 from tests.e2e.oracle import Trainers, audited
 from tests.server.conftest import DIM, RANGES, TABLE, WORKER, Group, Worker
 

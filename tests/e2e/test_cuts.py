@@ -15,10 +15,10 @@ import elasticps as eps
 from coordinator.connect import open_store
 from coordinator.core.store import Store
 from coordinator.core.view import View
-from elasticps import background
 from elasticps.checkpoint.create import by_grpc
 from elasticps.checkpoint.cuts import ConsistentCut, CutTaker
 from elasticps.local import LocalCluster
+from elasticps.system import background
 from tests.e2e.oracle import Ledger, Sums, Trainers, check_sums
 
 CUTS = 8

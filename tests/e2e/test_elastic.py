@@ -19,11 +19,11 @@ import pytest
 
 import elasticps as eps
 from coordinator.core.view import View
-from elasticps import background
 from elasticps.admin.audit import audit
 from elasticps.cli.status import look
 from elasticps.local import LocalCluster
 from elasticps.local.operator_client import OperatorClient, held
+from elasticps.system import background
 from tests.e2e.oracle import Sums, Trainers, check_sums, wait_for
 
 RANGES = 64

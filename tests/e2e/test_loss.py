@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import elasticps as eps
-from elasticps import background
 from elasticps.admin.audit import audit
 from elasticps.checkpoint.create import checkpoint_cluster
 from elasticps.checkpoint.range_recovery import restore_ranges
@@ -20,6 +19,7 @@ from elasticps.cli.status import look
 from elasticps.errors import ConfigError
 from elasticps.kernels import hashing
 from elasticps.local import LocalCluster
+from elasticps.system import background
 from tests.conftest import NewCluster
 
 KEYS = np.arange(500)

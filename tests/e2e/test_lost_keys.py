@@ -10,9 +10,9 @@ import pytest
 import elasticps as eps
 from coordinator.connect import open_store
 from coordinator.core.view import View
-from elasticps import background
 from elasticps.cli.status import look
 from elasticps.local import LocalCluster
+from elasticps.system import background
 from tests.conftest import NewCluster
 
 Eventually = Callable[[Callable[[], bool]], None]

@@ -18,7 +18,7 @@ import elasticps as eps
 from coordinator.connect import open_store
 from coordinator.core.store import Store
 from coordinator.core.view import Roster
-from elasticps import background
+from elasticps.system import background
 from tests.conftest import NewCluster
 from tests.e2e.oracle import Watcher, owners, wait_for
 

@@ -16,7 +16,6 @@ import pytest
 import elasticps as eps
 from coordinator.connect import open_store
 from coordinator.core.keys import RESTORING
-from elasticps import background
 from elasticps.checkpoint.create import checkpoint_cluster
 from elasticps.checkpoint.manifest import Manifest, WorkerEntry
 from elasticps.checkpoint.restore import restore_cluster
@@ -24,6 +23,7 @@ from elasticps.checkpoint.storage import Storage
 from elasticps.errors import CheckpointError, ClusterUnreachable, ConfigError
 from elasticps.model.spec import TableSpec
 from elasticps.store import Table
+from elasticps.system import background
 from tests.checkpoint.writer import Change, row, write
 from tests.conftest import NewCluster
 from tests.e2e.oracle import audited

@@ -15,7 +15,6 @@ import elasticps as eps
 from coordinator.connect import open_store
 from coordinator.core.errors import CoordinationError
 from coordinator.core.url import parse
-from elasticps import background
 from elasticps.admin.audit import audit
 from elasticps.cli.app import app
 from elasticps.cli.output import ExitCode
@@ -23,6 +22,7 @@ from elasticps.cli.status import look
 from elasticps.errors import ClusterUnreachable, ConfigError, ServerError
 from elasticps.security.authority import Authority
 from elasticps.security.identity import Identity, Role
+from elasticps.system import background
 from tests.conftest import NewCluster
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from elasticps import background
 from elasticps.admin import fetch_health, fetch_status
 from elasticps.errors import ConfigError
 from elasticps.local import LocalCluster, state, supervisor
 from elasticps.local import cluster as cluster_module
 from elasticps.local.process import Process
 from elasticps.local.process import stop_all as stop_all_really
+from elasticps.system import background
 from tests.conftest import NewCluster
 
 Eventually = Callable[[Callable[[], bool]], None]

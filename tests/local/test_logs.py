@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from coordinator.core import fields
-from elasticps import logs
 from elasticps.errors import ConfigError
+from elasticps.system import logs
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elasticps.local.scaling import memory
-from elasticps.memory import rows_mark
+from elasticps.system.memory import rows_mark
 from tests.client.views import view
 
 MIB = 1 << 20

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from elasticps import logs
 from elasticps.errors import ConfigError
+from elasticps.system import logs
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ import resource
 import pytest
 
 from elasticps.errors import ConfigError
-from elasticps.memory import Reading
 from elasticps.server.core.headroom import Headroom, ServerMemory
 from elasticps.server.process.lifecycle import keep_doing
 from elasticps.system import descriptors
 from elasticps.system.descriptors import ConnectionLimits, connections_for, raise_limit
+from elasticps.system.memory import Reading
 from tests.coordinator.support import until
 
 

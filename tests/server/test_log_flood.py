@@ -13,10 +13,10 @@ import pytest
 
 from coordinator.core.view import ServerInfo
 from coordinator.sparing import Sparing
-from elasticps import logs
 from elasticps.admin.service import start_admin
 from elasticps.server.network import connection
 from elasticps.server.server import Server
+from elasticps.system import logs
 
 KNOCKS = 100
 

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 import elasticps as eps
-from elasticps import background
 from elasticps.cli.status import look
 from elasticps.local import LocalCluster
+from elasticps.system import background
 
 FILES = 200
 ADDRESS_BYTES = 1536 << 20  # an empty server has 1.1 GB of addresses, and 140 MB in memory

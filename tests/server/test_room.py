@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from coordinator.core.view import View
-from elasticps.memory import Reading, fill_mark, rows_mark
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.headroom import ServerMemory
@@ -19,6 +18,7 @@ from elasticps.server.fast.layout import H_ENABLED
 from elasticps.server.roles import memory_limit
 from elasticps.server.server import Server
 from elasticps.store.index import GROWN_BYTES
+from elasticps.system.memory import Reading, fill_mark, rows_mark
 from elasticps.wire.frames import (
     ALL_RANGES,
     HEADER_BYTES,

@@ -34,6 +34,7 @@ from replication.neighbours import Neighbours
 from replication.progress import Clocks
 from replication.replica import Replica
 from replication.snapshot_transfer import SnapshotTransfer
+from replication.view_change import ViewChange
 from tests.sim.planting import leave_every_frame_to_python
 
 
@@ -109,17 +110,17 @@ def forget_to_resync_after_a_reconnect(patch: pytest.MonkeyPatch) -> None:
 
 def forget_to_resync_after_a_view(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
-    change = Replica._change_roles
+    change = ViewChange.change_roles
 
-    def mutant(self: Replica, view: Chains, changed: Any) -> None:
-        core = self.core
+    def mutant(self: ViewChange, view: Chains, changed: Any) -> None:
+        core = self._core
         synced = core.synced.copy()
         down = core.neighbours.down.copy()
         change(self, view, changed)
         core.synced |= synced & (core.neighbours.down == down)
         core.recode()
 
-    patch.setattr(Replica, "_change_roles", mutant)
+    patch.setattr(ViewChange, "change_roles", mutant)
 
 
 def promote_a_half_filled_replica(patch: pytest.MonkeyPatch) -> None:

@@ -13,18 +13,18 @@ from coordinator.core import planner
 from coordinator.core.draft import Draft
 from elasticps.server.roles import leaders
 from replication.chain import Chains, CopyState, Role, place
-from replication.replica import Replica
+from replication.view_change import ViewChange
 
 
 def _as_if(patch: pytest.MonkeyPatch, role: Role, kept: CopyState) -> None:
     """Replicas of a role take every joiner for one that is kept, or not."""
-    change = Replica._change_roles
+    change = ViewChange.change_roles
 
-    def mutant(self: Replica, view: Chains, changed: Any) -> None:
-        mine = place(view, self.me).role == role
+    def mutant(self: ViewChange, view: Chains, changed: Any) -> None:
+        mine = place(view, self._core.me).role == role
         change(self, replace(view, copy_state=np.where(mine & (view.joining >= 0), kept, view.copy_state)), changed)
 
-    patch.setattr(Replica, "_change_roles", mutant)
+    patch.setattr(ViewChange, "change_roles", mutant)
 
 
 def acknowledge_before_the_one_left_is_confirmed(patch: pytest.MonkeyPatch) -> None:

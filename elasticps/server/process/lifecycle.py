@@ -21,8 +21,6 @@ from coordinator.core.store import Store
 from coordinator.core.view import ClusterConfig
 from coordinator.membership import ViewFollower, list_drains
 from coordinator.sessions import ServerSession, newest_incarnation, register_server
-from elasticps import logs
-from elasticps.coordination import entries_of, read_tables, tables_among
 from elasticps.errors import SpecError
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.registered_tables import RegisteredTable
@@ -30,7 +28,8 @@ from elasticps.server.options import DEFAULTS, ServerOptions
 from elasticps.server.process.draining import Stays, drain
 from elasticps.server.roles.replica_links import BEAT_S
 from elasticps.server.server import Server
-from elasticps.system import fatal
+from elasticps.system import fatal, logs
+from elasticps.system.coordination import entries_of, read_tables, tables_among
 
 log = fields.logger(__name__)
 

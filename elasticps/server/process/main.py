@@ -25,7 +25,6 @@ from elasticps import store as table_store
 from elasticps.admin.service import start_admin
 from elasticps.errors import ConfigError
 from elasticps.kernels import announce, compiled
-from elasticps.memory import ENDLESS, Reading, find_limit, make_reader, rows_mark
 from elasticps.security import credentials_of
 from elasticps.security.gate import Gate
 from elasticps.security.identity import Role
@@ -46,6 +45,7 @@ from elasticps.server.process.names import stays, wait_for_name
 from elasticps.server.server import Server
 from elasticps.store import registry
 from elasticps.system.descriptors import connections_for, raise_limit
+from elasticps.system.memory import ENDLESS, Reading, find_limit, make_reader, rows_mark
 
 log = fields.logger(__name__)
 

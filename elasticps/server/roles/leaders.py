@@ -6,13 +6,13 @@ import numpy as np
 
 from coordinator.core import fields
 from coordinator.core.view import View
-from elasticps.memory import fill_mark
 from elasticps.server.core.headroom import Headroom
 from elasticps.server.core.requests import Body
 from elasticps.server.network.connection import Connection
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.server.roles.snapshots import SnapshotSender
+from elasticps.system.memory import fill_mark
 from elasticps.wire.frames import Header, Kind, json_frame, view_frame
 from elasticps.wire.headers import GetViewHeader
 from replication.chain import COMPLETE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from elasticps.memory import give_back
 from elasticps.server.core.headroom import UNLIMITED, Headroom, ServerMemory, full
 from elasticps.server.core.requests import Body, RequestError
 from elasticps.server.core.validation import PushRows
@@ -12,6 +11,7 @@ from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.store import Table
+from elasticps.system.memory import give_back
 from elasticps.wire.frames import Block, Header, Kind, json_body, json_frame
 
 RECLAIMED_ROWS = 20_000  # rows freed in one look: some milliseconds
