@@ -286,6 +286,8 @@ class LocalStage(Processes):
         # They time requests, as all do that serve metrics: what is tried is what runs.
         options = ["--host", host, "--port", str(port), "--admin-port", str(admin), "--measure"]
         options += ["--advertise", public] if public != host else []
+        # Nobody else reaches loopback, or namespaces that the run has made.
+        options += [] if self.plan.tls else ["--insecure"]
         options += ["--memory-limit", self.plan.memory] if self.plan.memory else []
         self._add(name, "server", lambda: self._elasticps("server", name, options), dict(os.environ))
         self.start(name)
