@@ -46,6 +46,13 @@ def _epoch(cluster: LocalCluster) -> int:
         return 0
 
 
+def _lists(cluster: LocalCluster, name: str, incarnation: int) -> bool:
+    """Whether the view lists this incarnation: before, a death that nobody has noticed yet looks healthy."""
+    value = background.run(_read(cluster.url, "view"))
+    servers = () if value is None else View.decode(value).servers
+    return any((server.name, server.incarnation) == (name, incarnation) for server in servers)
+
+
 def _trouble(cluster: LocalCluster) -> list[str]:
     found: list[str] = background.run(look(cluster.url, 5.0))["trouble"]
     return found
@@ -63,7 +70,7 @@ def test_a_failover_works_after_the_view_was_lost(
         ps.push({table: (KEYS, ONES)}).result()
         cluster.kill("s1")
         cluster.start_server("s1")
-        eventually(lambda: bool(background.run(look(cluster.url, 5.0))["healthy"]))
+        eventually(lambda: _lists(cluster, "s1", 2) and bool(background.run(look(cluster.url, 5.0))["healthy"]))
         before = _epoch(cluster)
         if not remembered:
             cluster.kill("c0")
