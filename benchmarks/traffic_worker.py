@@ -38,6 +38,7 @@ from elasticps.client.warm import warm
 from elasticps.model.spec import Filter
 from elasticps.torch import Embedding, Optimizer, prefetch
 from examples.demo.data import auc
+from examples.digits_cnn import network
 
 TIMEOUT_S = 120.0
 HELD_OUT = 1 << 20  # the number of the first batch that is only scored
@@ -158,7 +159,7 @@ class ImageTraining:
 
     def __init__(self, ps: Client, seed: int, batch: int, name: str, rows: str, depth: int) -> None:
         push, pull = FILTERS[name]
-        self.model = digits.network()
+        self.model = network()
         self.optimizer = Optimizer(ps, self.model, eps.SGD(lr=digits.LR), push=push, pull=pull)
         self._digits, self._batch = digits.Digits(seed), batch
 

@@ -22,7 +22,7 @@ BATCH = 64
 
 
 def network() -> nn.Sequential:
-    """8 × 8 grey pixels -> 10 logits."""
+    """8 × 8 grey pixels -> 10 logits; 38,282 weights."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),
