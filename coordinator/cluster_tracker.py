@@ -126,7 +126,7 @@ class ClusterTracker:
         return [(key, revision) for (_, revision), key in away[: min(AT_ONCE, len(away) - REMEMBERED)]]
 
     def written(self, key: str, value: ClusterConfig | View | Roster, revision: int) -> None:
-        """Takes over the config, view or roster that we have written ourselves."""
+        """Takes over a config, view or roster that this leader has written."""
         made = self.state.revisions[key] == 0
         self.state = self.state.written(key, value, revision)
         self.damage.pop(key, None)

@@ -31,8 +31,8 @@ class LastGood:
     lost: dict[str, bytes] = field(default_factory=dict)
 
     def take_config(self, config: ClusterConfig, created: int) -> bool:
-        """The config now. True if it is another cluster's than before; then nothing that was known counts any more.
-        ValueError if it changes what is fixed for ever, or would give numbers out a second time."""
+        """Takes over a config. Returns whether it is another cluster's than before; then nothing that was known counts
+        any more. Raises ValueError if it changes what is fixed for ever, or would give numbers out a second time."""
         known = self.config
         if known is not None and known.id and not config.id:
             raise ValueError("it has no id")
@@ -60,8 +60,8 @@ class LastGood:
         return self.roster if self.roster is not None and self.roster.cluster == cluster else None
 
     def take_view(self, view: View, cluster: str | None) -> None:
-        """The view now, in the cluster with this identity. ValueError if it is older than one before, or a foreign
-        one in place of ours."""
+        """Takes over a view of the cluster with this identity. Raises ValueError if it is older than one before, or
+        foreign in place of ours."""
         known = self.view_of(cluster)
         if known is not None and view.cluster != cluster:
             raise ValueError(f"it is the view of {view.cluster}, this is {cluster}")
@@ -70,7 +70,7 @@ class LastGood:
         self.view = view
 
     def take_roster(self, roster: Roster, cluster: str | None) -> None:
-        """The roster now; ValueError as for `take_view`."""
+        """Takes over a roster. Raises ValueError as `take_view` does."""
         known = self.roster_of(cluster)
         if known is not None and roster.cluster != cluster:
             raise ValueError(f"it is the roster of {roster.cluster}, this is {cluster}")
@@ -79,17 +79,17 @@ class LastGood:
         self.roster = roster
 
     def list_tables(self, entries: Iterable[Entry]) -> None:
-        """These tables are registered now. One that is missing may have been dropped unseen."""
+        """Takes over the list of registered tables. A missing one may have been dropped unseen."""
         self.tables = {entry.key: entry.value for entry in entries}
         self.lost = {key: value for key, value in self.lost.items() if key not in self.tables}
 
     def put_table(self, entry: Entry) -> None:
-        """A table's entry was written."""
+        """Notes that a table's entry was written."""
         self.tables[entry.key] = entry.value
         self.lost.pop(entry.key, None)
 
     def delete_table(self, key: str) -> bool:
-        """A table's entry was deleted. True if nobody had dropped the table: whoever does marks the entry before."""
+        """Notes that a table's entry was deleted. Returns whether it was lost: a drop marks the entry before."""
         value = self.tables.pop(key, None)
         if value is None or not _is_in_use(value):
             return False

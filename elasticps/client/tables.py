@@ -134,14 +134,14 @@ class SparseTable(PushTarget):
         return self._reads.start(begun) if isinstance(begun, ServerPull) else begun
 
     def begin(self, keys: object, out: NDArray[np.float32] | None, read: str, exact: bool) -> ServerPull | CachedPull:
-        """A pull that is not sent yet; of a table with a `Cache` one that has begun."""
+        """Prepares a pull to send; with a `Cache`, begins it."""
         later = self.begin_later(keys, out, read, exact)
         return later if isinstance(later, ServerPull) else later()
 
     def begin_later(
         self, keys: object, out: NDArray[np.float32] | None, read: str, exact: bool
     ) -> ServerPull | Callable[[], CachedPull]:
-        """The same, but with a `Cache`: checked, and what begins it when it is called."""
+        """Checks the arguments of a pull. Returns a pull to send or, with a `Cache`, a function that begins one."""
         if self._cache is None or exact:
             return self.prepare(keys, out, read, exact)
         array, rows = self.checked(keys, out, read)
