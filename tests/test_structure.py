@@ -46,6 +46,10 @@ FIELD_TERMS = {
     ("elasticps/security/openssl.py", "ahead"): "OpenSSL's name for reading more than a record",
     ("coordinator/core/lease_grace.py", "grace"): "the time that a lease lasts beyond its owner's silence",
     ("coordinator/leader.py", "grace"): "the same",
+    ("tests/coordinator/test_absent_workers.py", "grace"): "`LeaseGrace`",
+    ("tests/e2e/test_caches.py", "asked"): "public: `CacheUse.asked`",
+    ("tests/security/test_credentials.py", "subject"): "of an X.509 certificate",
+    ("tests/server/test_pump.py", "linger"): "the socket option SO_LINGER",
     ("tests/torch/test_lookahead.py", "ahead"): "the argument of `prefetch`",
     ("tests/torch/test_passes.py", "world"): "torch.distributed's world size",
     ("tests/torch/group/rank_process.py", "world"): "torch.distributed's world size",
@@ -113,6 +117,7 @@ def _attributes(node: ast.ClassDef, lines: list[str]) -> tuple[int, list[str]]:
         if ours and isinstance(inner.ctx, ast.Store):  # type: ignore[attr-defined]
             found.setdefault(inner.attr, inner.lineno)  # type: ignore[attr-defined]
     text = ast.get_docstring(node) or ""
+    methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}  # of properties that are set
 
     def described(name: str, line: int) -> bool:
         below = lines[line] if line < len(lines) else ""
@@ -120,7 +125,8 @@ def _attributes(node: ast.ClassDef, lines: list[str]) -> tuple[int, list[str]]:
         in_docstring = re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text)
         return "#" in lines[line - 1] or '"""' in below or above.startswith("#") or in_docstring is not None
 
-    return len(found), [name for name, line in found.items() if not described(name, line)]
+    bare = [name for name, line in found.items() if name not in methods and not described(name, line)]
+    return len(found), bare
 
 
 def _parameters(method: ast.FunctionDef) -> int:

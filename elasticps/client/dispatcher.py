@@ -418,9 +418,9 @@ class Dispatcher:
         if view.epoch <= self.routes.epoch or self.error is not None:
             return
         log.info("worker %s follows epoch=%d reason=%r", self.worker.name, view.epoch, view.reason)
-        if anew := sorted({*view.recovery_epoch[view.recovery_epoch > self.routes.epoch].tolist()}):
+        if epochs := sorted({*view.recovery_epoch[view.recovery_epoch > self.routes.epoch].tolist()}):
             self.participation.go_on(self.session.committed)
-            self.on_restored(anew, self.session.committed)
+            self.on_restored(epochs, self.session.committed)
         self.routes = Routes(view)
         self.connections.follow(self.routes)
         self.pushes.adopt(self.routes)

@@ -13,14 +13,14 @@ from chaos.live.network import Loopback
 
 
 class Frozen:
-    """An etcd that answers as long as `answers` says so, and does later what it was asked before."""
+    """An etcd that answers the n-th request if `answers[n]`, and carries out the others later."""
 
     def __init__(self) -> None:
         self.answers: list[bool] = []
-        self.asked: list[str] = []
+        self.requests: list[str] = []
 
     def __call__(self, host: str, port: int, tls: None, path: str, body: str) -> tuple[int, str]:
-        self.asked.append(json.loads(body)["action"])
+        self.requests.append(json.loads(body)["action"])
         return (200, "{}") if self.answers.pop(0) else (0, "")
 
 
@@ -41,4 +41,4 @@ def test_an_alarm_that_may_have_been_raised_is_ended(
     frozen.answers = answers
     monkeypatch.setattr(etcd, "ask", frozen)
     assert Etcd(1, Loopback(), tmp_path).set_full(full) == done
-    assert frozen.asked == requested
+    assert frozen.requests == requested

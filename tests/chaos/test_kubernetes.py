@@ -387,7 +387,7 @@ def test_an_api_server_that_accepts_and_never_answers_is_not_waited_for(
 
 
 @pytest.mark.parametrize(
-    ("message", "ends", "told"),
+    ("message", "ends", "outcome"),
     [
         (b"\x01no such process", True, "no such process"),
         (b"\x03" + b'{"status": "Success"}', True, ""),
@@ -397,7 +397,7 @@ def test_an_api_server_that_accepts_and_never_answers_is_not_waited_for(
     ],
 )
 def test_what_a_command_wrote_is_told_when_it_has_ended(
-    monkeypatch: pytest.MonkeyPatch, message: bytes, ends: bool | None, told: str
+    monkeypatch: pytest.MonkeyPatch, message: bytes, ends: bool | None, outcome: str
 ) -> None:
     """Half of what it wrote, or nothing, would mean that all went well. A stream that broke ended the run."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -408,9 +408,9 @@ def test_what_a_command_wrote_is_told_when_it_has_ended(
         if ends is not False:
             monkeypatch.setattr(kubernetes, "ANSWER_S", 60.0)
         if ends:
-            assert api.execute("p", ["true"]) == told
+            assert api.execute("p", ["true"]) == outcome
         else:
-            with pytest.raises(Error, match=f"was asked to execute in pod p, and did not answer: {told}"):
+            with pytest.raises(Error, match=f"was asked to execute in pod p, and did not answer: {outcome}"):
                 api.execute("p", ["true"])
         thread.join()
 

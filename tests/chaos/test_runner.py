@@ -283,14 +283,14 @@ class Workers:
 def test_a_life_ends_as_the_next_one_of_its_worker_is_started_or_as_all_are_asked_to(tmp_path: Path) -> None:
     stage = Workers(tmp_path)
     load = Load(PLAN, 0, stage)  # type: ignore[arg-type]
-    moments = [time.time()]
+    times = [time.time()]
     for happens in (load.start, lambda: stage.commands["w0"](), load.finish):
         happens()
-        moments.append(time.time())
+        times.append(time.time())
     w0, w1, again, observer = load.incarnations(0.0)
     assert [(life.worker, life.number) for life in (w0, w1, again)] == [("w0", 1), ("w1", 1), ("w0", 2)]
-    assert moments[1] <= w0.ended <= moments[2] <= again.ended <= moments[3]
-    assert moments[2] <= w1.ended <= moments[3]
+    assert times[1] <= w0.ended <= times[2] <= again.ended <= times[3]
+    assert times[2] <= w1.ended <= times[3]
     assert observer.worker == "observer"
 
 

@@ -210,9 +210,11 @@ class FakeRegistry:
         return 1
 
     def open_tables(
-        self, app: str, wanted: Sequence[TableToRegister], worker: int, timeout_s: float
+        self, app: str, requests: Sequence[TableToRegister], worker: int, timeout_s: float
     ) -> list[Registration]:
-        return [Registration(1 if new.spec.shape is None else 2, new.spec, worker, "w", new.ready, 1) for new in wanted]
+        return [
+            Registration(1 if new.spec.shape is None else 2, new.spec, worker, "w", new.ready, 1) for new in requests
+        ]
 
     def follow_rates(self, app: str, heard: object, timeout_s: float) -> None:
         pass

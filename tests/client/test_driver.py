@@ -9,19 +9,19 @@ from elasticps.client.transport import Link, LinkDriver
 
 
 class OneSocket(SocketPoller):
-    """A poller whose only socket can always be written; wanted: what it is watched for."""
+    """A poller whose only socket can always be written; watched: the events it is watched for."""
 
     def __init__(self) -> None:
-        self.wanted = 0
+        self.watched = 0
 
     def register(self, fd: int, events: int) -> None:
-        self.wanted = events
+        self.watched = events
 
     def modify(self, fd: int, events: int) -> None:
-        self.wanted = events
+        self.watched = events
 
     def poll(self, timeout_s: float) -> list[tuple[int, int]]:
-        return [(7, WRITABLE)] if self.wanted & WRITABLE else []
+        return [(7, WRITABLE)] if self.watched & WRITABLE else []
 
     def close(self) -> None:
         pass
@@ -61,4 +61,4 @@ def test_what_another_thread_queues_while_the_last_bytes_leave_is_sent_too() -> 
     link.driver.add(cast(Link, link))
     assert link.driver.wait(lambda: link.flushed == 2, 30.0)
     assert not link.has_backlog
-    assert machine.sockets.wanted == READABLE
+    assert machine.sockets.watched == READABLE

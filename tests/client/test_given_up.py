@@ -14,9 +14,7 @@ import pytest
 import elasticps as eps
 from elasticps.client.registrations import Registration
 from elasticps.wire.frames import HEADER_BYTES, Header, Kind, json_frame, unpack_header
-from tests.client.test_failover import KEYS, ONES, Cluster, cluster
-
-__all__ = ["cluster"]
+from tests.client.fake_cluster import KEYS, ONES, Cluster
 
 LARGE = 40_000  # floats of a tensor: more than one read of a socket
 

@@ -20,9 +20,7 @@ from elasticps.client.dispatcher import Dispatcher
 from elasticps.wire.frames import Kind
 from elasticps.wire.headers import HeldHeader, HoldHeader, ReleaseHeader
 from replication.chain import Member
-from tests.client.test_failover import KEYS, ONES, Cluster, cluster
-
-__all__ = ["cluster"]
+from tests.client.fake_cluster import KEYS, ONES, Cluster
 
 A, B = Member("a", 1), Member("b", 1)
 WORKER = 3
@@ -31,20 +29,20 @@ WORKER = 3
 
 
 class Twin:
-    """Looks through all that was ever said."""
+    """Decides what to hold from all messages that ever came."""
 
     def __init__(self) -> None:
-        self.said: list[tuple[str, Member, int, float, int]] = []  # what, who, cut, until, rounds
+        self.messages: list[tuple[str, Member, int, float, int]] = []  # what, who, cut, until, rounds
 
     def cut(self, now: float) -> int:
-        released = max((cut for what, _, cut, _, _ in self.said if what == "release"), default=0)
-        newest = max((cut for what, _, cut, _, _ in self.said if what == "hear"), default=0)
-        until_s = max((s for what, _, cut, s, _ in self.said if what == "hear" and cut == newest), default=0.0)
+        released = max((cut for what, _, cut, _, _ in self.messages if what == "release"), default=0)
+        newest = max((cut for what, _, cut, _, _ in self.messages if what == "hear"), default=0)
+        until_s = max((s for what, _, cut, s, _ in self.messages if what == "hear" and cut == newest), default=0.0)
         return newest if newest > released and now < until_s else 0
 
     def holds(self, clock: int, now: float) -> bool:
         cut = self.cut(now)
-        rounds = max((n for what, _, c, _, n in self.said if what == "hear" and c == cut), default=0)
+        rounds = max((n for what, _, c, _, n in self.messages if what == "hear" and c == cut), default=0)
         return bool(cut) and (clock == 0 or clock > rounds)
 
 
@@ -64,7 +62,7 @@ def test_it_holds_for_the_newest_cut_until_that_is_released_or_over(
     for word, pause_s in story:
         now += pause_s
         before = twin.cut(now)
-        newest = max((cut for what, _, cut, _, _ in twin.said if what == "hear"), default=0)
+        newest = max((cut for what, _, cut, _, _ in twin.messages if what == "hear"), default=0)
         over |= {newest} if newest and not before else set()
         what, who, cut = word[:3]
         assert isinstance(who, Member)
@@ -76,16 +74,16 @@ def test_it_holds_for_the_newest_cut_until_that_is_released_or_over(
             hold.left_s(now)
             hold.hear(who, HoldHeader(cut, int(left_s * 1000), at), now)
             if cut >= newest and cut not in over:
-                twin.said.append(("hear", who, cut, now + left_s, at))
+                twin.messages.append(("hear", who, cut, now + left_s, at))
         else:
             hold.release(cut)
-            twin.said.append(("release", who, cut, 0.0, 0))
-            twin.said = [w for w in twin.said if w[0] == "release" or w[2] > cut or w[2] < newest]
+            twin.messages.append(("release", who, cut, 0.0, 0))
+            twin.messages = [w for w in twin.messages if w[0] == "release" or w[2] > cut or w[2] < newest]
             over |= set(range(1, cut + 1))
         for clock in range(5):
             assert hold.holds(clock, now) == twin.holds(clock, now)
         answers = hold.answers(Written(7, settled, rounds), now)
-        assert all(said == HeldHeader(twin.cut(now), WORKER, 7, not settled, not rounds) for _, said in answers)
+        assert all(header == HeldHeader(twin.cut(now), WORKER, 7, not settled, not rounds) for _, header in answers)
         assert bool(answers) <= bool(twin.cut(now) and (settled or rounds))
         assert hold.answers(Written(7, settled, rounds), now) == []
 

@@ -13,8 +13,8 @@ import elasticps as eps
 from elasticps.client.client import Client
 from elasticps.client.runtime import Flag, Runtime, Stream
 from elasticps.wire.frames import HEADER_BYTES, Kind
+from tests.client.fake_cluster import chains
 from tests.client.fakes import FakeRegistry, FakeServer
-from tests.client.test_failover import chains
 
 ROWS = 60_000  # in several frames
 

@@ -20,7 +20,7 @@ class Decrypted:
     """A connection whose bytes have all left its socket and were not asked for yet: some at each call, as other threads
     want to send meanwhile."""
 
-    unsent = stale = False
+    has_backlog = stale = False
 
     def __init__(self, data: bytes, most: int) -> None:
         self.data, self.most = memoryview(data), most

@@ -65,8 +65,8 @@ def test_an_error_names_the_key_of_a_value_that_we_have_not_written(scene: Scene
 
 def test_a_worker_goes_on_after_its_record_of_an_earlier_version(scene: Scene) -> None:
     """Its key had no application; nobody may write such a key where etcd asks."""
-    said = b'{"id": 1, "base": 3, "trained": 9, "steps": 8}'
-    scene.put("last-worker/w", said)
+    record = b'{"id": 1, "base": 3, "trained": 9, "steps": 8}'
+    scene.put("last-worker/w", record)
     past = scene.registry.past(30.0)
     assert past == PastRun(1, 3, 9, 8, 0)
     assert scene.registry.keep(past._replace(id=scene.worker.id), 30.0) is not None
@@ -86,8 +86,8 @@ def test_an_error_names_the_key_of_a_table_of_a_newer_version(scene: Scene) -> N
 @pytest.mark.parametrize("by", ["q", "a\nb", 7])
 def test_a_creator_that_is_no_worker_is_not_waited_for(scene: Scene, by: object) -> None:
     scene.put("workers/default/q", b"[]")
-    said = {"id": 1, "spec": SPEC.to_json(), "creator": 5, "by": by, "ready": False}
-    scene.put("tables/default/t", json.dumps(said).encode())
+    record = {"id": 1, "spec": SPEC.to_json(), "creator": 5, "by": by, "ready": False}
+    scene.put("tables/default/t", json.dumps(record).encode())
     table = Registration(1, SPEC, 5, str(by), False, 1)
     assert scene.registry.wait_ready("default", [table], 30.0) == [table]
 
@@ -112,13 +112,13 @@ def test_many_tables_are_registered_in_few_requests_beside_others_who_do_the_sam
     theirs = {"id": 7, "spec": specs[99].to_json(), "creator": 5, "by": "x", "ready": True}
     monkeypatch.setattr(scene.store, "get", counted)
     monkeypatch.setattr(scene.store, "compare_and_set_all", beside)
-    wanted = [TableToRegister(spec, True) for spec in specs]
-    found = scene.registry.open_tables("default", wanted, scene.worker.id, 30.0)
+    tables = [TableToRegister(spec, True) for spec in specs]
+    found = scene.registry.open_tables("default", tables, scene.worker.id, 30.0)
     assert [table.spec for table in found] == specs
     assert [table.made for table in found] == [i != 99 for i in range(300)]
     assert (len({table.id for table in found}), found[99].id) == (300, 7)
     assert len(reads) < 20
-    again = other.open_tables("default", wanted, scene.worker.id, 30.0)
+    again = other.open_tables("default", tables, scene.worker.id, 30.0)
     assert [(table.id, table.made) for table in again] == [(table.id, False) for table in found]
 
 

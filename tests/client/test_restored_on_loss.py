@@ -1,4 +1,4 @@
-"""A worker outlives the store: what it has said of its tables is put back into one that was made anew."""
+"""A worker outlives the store: it puts its tables' policies for lost ranges back into a new, empty store."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from elasticps.client.registry import Registry
 from elasticps.client.runtime import Runtime
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import ASP
+from tests.client.fake_cluster import chains
 from tests.client.fakes import FakeServer
-from tests.client.test_failover import chains
 from tests.coordinator.support import until_key
 
 
@@ -30,9 +30,9 @@ def test_what_becomes_of_lost_ranges_of_a_table_is_put_back_into_a_new_store() -
             table.pull([1])
             key = "on-loss/default/t"
 
-            async def anew() -> None:
-                said = await store.get(key)
-                assert said is not None
+            async def replace_store() -> None:
+                policy = await store.get(key)
+                assert policy is not None
                 for entry in (await store.list("")).entries:
                     await store.delete(entry.key)
                 await store.put("view", view.encode())
@@ -41,8 +41,8 @@ def test_what_becomes_of_lost_ranges_of_a_table_is_put_back_into_a_new_store() -
                 await until_key(store, "last-worker/default/w", lambda entry: entry is not None)
                 found = await store.get(key)
                 assert found is not None, "nobody knows any more that it is to come back by itself"
-                assert found.value == said.value
+                assert found.value == policy.value
 
-            runtime.run(anew(), 30.0)
+            runtime.run(replace_store(), 30.0)
     finally:
         server.kill()

@@ -1,5 +1,6 @@
-"""A worker's session and servers' replicas, without sockets: a range is lost at any moment and begins anew from a
-checkpoint. It has all steps up to the checkpoint's, none after it that was committed before, all others once."""
+"""A worker's session and servers' replicas, without sockets: a range is lost at any moment and recovered from a
+checkpoint. It then has the checkpoint's steps, none of the later ones that were committed before the loss, and all
+others once."""
 
 from __future__ import annotations
 
@@ -22,19 +23,25 @@ from replication.effects import Ask as AskReplica
 from replication.messages import OperationKind
 from replication.progress import PART_BITS
 from replication.replica import Replica
-from tests.client.test_failover import RANGES, chains
+from tests.client.fake_cluster import RANGES, chains
 
 DEAD, LIVE = Member("a", 1), Member("x", 2)
 WORKER, LOST, OTHER = 1, 0, 1
 
 
-def view(epoch: int, heads: list[int], joining: list[int], since: int, anew: int) -> Chains:
+def view(epoch: int, heads: list[int], joining: list[int], since: int, recovery_epoch: int) -> Chains:
     chains = np.array(heads, np.int32).reshape(2, 1)
     stored = np.where((chains[:, 0] < 0) & (np.array(joining) >= 0), CopyState.RECOVERING, CopyState.NONE).astype(
         np.int32
     )
     return Chains(
-        epoch, (DEAD, LIVE), chains, np.array(joining, np.int32), np.array([since, 1]), stored, np.array([anew, 0])
+        epoch,
+        (DEAD, LIVE),
+        chains,
+        np.array(joining, np.int32),
+        np.array([since, 1]),
+        stored,
+        np.array([recovery_epoch, 0]),
     )
 
 
@@ -56,8 +63,8 @@ class Everything:
         return True
 
 
-class World:
-    """One worker and two servers, FIFO in both ways. bugs: what is left out."""
+class Simulation:
+    """One worker and two servers with FIFO links. bugs: the part of the protocol that is left out."""
 
     def __init__(self, seed: int, bugs: str) -> None:
         self.seed, self.random = seed, random.Random(seed)
@@ -90,29 +97,29 @@ class World:
                 self.back[member].append(effect)
 
     def serve(self, member: Member) -> None:
-        said, replica = self.there[member].popleft(), self.replicas[member]
-        if isinstance(said, int):
-            self.bases[member] = said
-        elif isinstance(said, Ask):
-            self.carry_out(member, replica.ask(AskReplica(said, WORKER, said.epoch)))
+        message, replica = self.there[member].popleft(), self.replicas[member]
+        if isinstance(message, int):
+            self.bases[member] = message
+        elif isinstance(message, Ask):
+            self.carry_out(member, replica.ask(AskReplica(message, WORKER, message.epoch)))
         else:
             push = Push(
-                said, WORKER, said.epoch, said.clock, said.part, said.last, said.ranges, None, 1, self.bases[member],
-                repeat=said.content is None, first=said.first,
+                message, WORKER, message.epoch, message.clock, message.part, message.last, message.ranges, None, 1,
+                self.bases[member], repeat=message.content is None, first=message.first,
             )  # fmt: skip
             self.carry_out(member, replica.push(push))
 
     def answer(self, member: Member) -> None:
-        said = self.back[member].popleft()
-        if isinstance(said, ClocksReply):
-            assert isinstance(said.token, Ask)
+        message = self.back[member].popleft()
+        if isinstance(message, ClocksReply):
+            assert isinstance(message.token, Ask)
             out = self.session.clocks(
-                said.token.ask, said.status, said.epoch, said.ranges, said.applied, said.committed
+                message.token.ask, message.status, message.epoch, message.ranges, message.applied, message.committed
             )
         else:
-            assert isinstance(said.token, Frame)
-            whole = said.committed if said.moved.size or said.token.ranges is not None else None
-            out = self.session.reply(said.token.frame, said.status, said.epoch, whole, said.moved)
+            assert isinstance(message.token, Frame)
+            whole = message.committed if message.moved.size or message.token.ranges is not None else None
+            out = self.session.reply(message.token.frame, message.status, message.epoch, whole, message.moved)
         self.do(out)
 
     def turn(self) -> None:
@@ -187,14 +194,14 @@ def test_the_views_are_lawful() -> None:
 
 def test_a_lost_range_has_the_checkpoint_and_all_that_was_not_committed() -> None:
     for seed in range(300):
-        World(seed, "").run()
+        Simulation(seed, "").run()
 
 
 @pytest.mark.parametrize("bugs", ["no base", "marks stay"])
 def test_what_is_left_out_is_found(bugs: str) -> None:
     def fails(seed: int) -> bool:
         try:
-            World(seed, bugs).run()
+            Simulation(seed, bugs).run()
         except AssertionError:
             return True
         return False

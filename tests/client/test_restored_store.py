@@ -30,14 +30,14 @@ def test_a_worker_that_pauses_over_a_new_store_goes_on_as_the_same() -> None:
     revision = registry.keep(past, 30.0)
     assert revision is not None  # it takes part; then it waits for data, and nobody waits for it
 
-    async def anew() -> None:
+    async def replace_store() -> None:
         for entry in (await store.list("")).entries:
             await store.delete(entry.key)
         knows = replace(witness("a"), newest=me.id)
         await adopt(store, plan_adoption([knows, replace(knows, name="b", incarnation=1)], (), "x"))
         await until_key(store, "last-worker/default/w", lambda entry: entry is not None)
 
-    run(anew())
+    run(replace_store())
     again = registry.keep(past._replace(base=9, trained=5, revision=revision), 30.0)  # it is given data again
     registry.close()
     assert not lost

@@ -15,9 +15,8 @@ from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.pull import ServerPull
 from elasticps.client.transport import Link
 from elasticps.wire.frames import Kind
-from tests.client.test_failover import KEYS, ONES, Cluster, cluster
+from tests.client.fake_cluster import KEYS, ONES, Cluster
 
-__all__ = ["cluster"]
 Eventually = Callable[[Callable[[], bool]], None]
 
 
@@ -66,16 +65,16 @@ def in_child(action: Callable[[], object]) -> str:
     if pid == 0:
         try:
             action()
-            said = "nothing"
+            outcome = "nothing"
         except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(writer, said.encode())
+            outcome = f"{type(error).__name__}: {error}"
+        os.write(writer, outcome.encode())
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as answer:
-        said = answer.read()
+        outcome = answer.read()
     os.waitpid(pid, 0)
-    return said
+    return outcome
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -87,7 +86,7 @@ def test_a_forked_child_is_notified_at_once_and_does_the_parent_no_harm(cluster:
     for server in cluster.servers:
         server.silent |= {Kind.PUSH, Kind.PULL}
     read, step = table.pull_async(KEYS), ps.push({table: (KEYS, ONES)})
-    uses: list[Callable[[], object]] = [
+    calls: list[Callable[[], object]] = [
         lambda: table.pull(KEYS),
         lambda: ps.push({table: (KEYS, ONES)}),
         lambda: ps.step().push({table: (KEYS, ONES)}),
@@ -98,8 +97,8 @@ def test_a_forked_child_is_notified_at_once_and_does_the_parent_no_harm(cluster:
         read.result,
         step.result,
     ]
-    for use in uses:
-        assert in_child(use).startswith("Closed: this client belongs to process")
+    for call in calls:
+        assert in_child(call).startswith("Closed: this client belongs to process")
 
     def leave() -> None:
         with ps:

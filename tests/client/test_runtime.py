@@ -18,8 +18,8 @@ from elasticps.client import runtime as runtime_module
 from elasticps.client.client import Client
 from elasticps.client.registry import Registry
 from elasticps.client.runtime import READABLE, Runtime, Stream
+from tests.client.fake_cluster import chains
 from tests.client.fakes import FakeServer
-from tests.client.test_failover import chains
 
 T = TypeVar("T")
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from elasticps.client.parts import Parts
 from elasticps.wire.activity import UseHeader, WatchHeader
 from elasticps.wire.frames import Kind
-from tests.client.test_failover import KEYS, ONES, Cluster, cluster
+from tests.client.fake_cluster import KEYS, ONES, Cluster
 from tests.client.test_hold import eventually
-
-__all__ = ["cluster"]
 
 
 def test_it_says_what_it_has_done_whenever_it_is_queried_and_never_else(cluster: Cluster) -> None:

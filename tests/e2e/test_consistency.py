@@ -46,7 +46,7 @@ class History:
     """Everything that happened."""
 
     rows: int
-    lives: list[Life] = field(default_factory=list)
+    incarnations: list[Life] = field(default_factory=list)
     pulls: list[Pull] = field(default_factory=list)
 
     def check(self, staleness: int) -> tuple[int, int]:
@@ -54,7 +54,7 @@ class History:
         worst = 0
         for pull in self.pulls:
             assert pull.life.base + pull.seen[pull.life.row] == pull.clock, "a worker does not see its own steps"
-            for other in self.lives:
+            for other in self.incarnations:
                 if other.begins_s < pull.began_s and pull.ended_s < other.ends_s:
                     delay = pull.clock - (other.base + int(pull.seen[other.row]))
                     assert delay <= staleness, f"{pull} missed steps of {other}: {delay} behind"
@@ -77,7 +77,7 @@ class Trainer(threading.Thread):
             table = counts(self.ps)
             keys = np.arange(self.history.rows)
             life = Life(self.row, self.ps.resume().clock, time.monotonic())
-            self.history.lives.append(life)
+            self.history.incarnations.append(life)
             while not self.stop.is_set():
                 self.ps.push({table: ones(np.array([self.row]))})
                 began_s = time.monotonic()
@@ -123,7 +123,7 @@ def test_bounded_delay_is_never_broken(staleness: int) -> None:
         with child("bounded", cluster.url, "ssp", "mortal", 2, consistency="ssp") as mortal:
             born = mortal.hear_until("base")
             life = Life(2, born["base"], born["at"])
-            history.lives.append(life)
+            history.incarnations.append(life)
             for _ in range(10):
                 mortal.hear_until("clock")
             life.ends_s = time.monotonic()

@@ -107,8 +107,12 @@ def test_the_commands_take_odd_names(cluster: eps.LocalCluster, connect: Connect
     chosen = ["--tables", '"user,item", emb[user],a=b', "--rows", "a=b=3", "--module", "emb[user]=user"]
     done = CliRunner().invoke(command_line, ["export", "--to", str(tmp_path / "out"), *chosen, *where])
     assert (done.exit_code, "3 tables, 9 rows" in done.output) == (0, True), done.output
-    said = json.loads((tmp_path / "out" / "elasticps.json").read_text())["tables"]
-    assert {name: each["keys"] for name, each in said.items()} == {"user,item": True, "emb[user]": True, "a=b": False}
+    exported = json.loads((tmp_path / "out" / "elasticps.json").read_text())["tables"]
+    assert {name: each["keys"] for name, each in exported.items()} == {
+        "user,item": True,
+        "emb[user]": True,
+        "a=b": False,
+    }
     assert "user.weight" in load_file(tmp_path / "out" / "emb[user].weight.safetensors")
     shown = CliRunner().invoke(command_line, ["tables", "list", "--url", cluster.url])
     assert "emb[user]" in shown.output

@@ -14,7 +14,7 @@ import elasticps as eps
 from elasticps.cli.app import app
 from tests.e2e.conftest import Connect
 
-HEAVY = -7
+FREQUENT_KEY = -7
 
 
 def test_the_key_that_everybody_wants_stands_first(cluster: eps.LocalCluster, connect: Connect) -> None:
@@ -24,7 +24,7 @@ def test_the_key_that_everybody_wants_stands_first(cluster: eps.LocalCluster, co
     def train() -> None:
         random = np.random.default_rng(1)
         while not ended.is_set():
-            keys = np.append(random.integers(0, 10_000, 30), HEAVY)
+            keys = np.append(random.integers(0, 10_000, 30), FREQUENT_KEY)
             ps.push({table: (keys, table.pull(keys))})
 
     worker = threading.Thread(target=train)
@@ -38,7 +38,7 @@ def test_the_key_that_everybody_wants_stands_first(cluster: eps.LocalCluster, co
         deadline = time.monotonic() + 60
         while True:  # too few may be sampled of a machine that is busy
             found = CliRunner().invoke(app, ["status", "--hot", "--sample", "1", "--url", cluster.url, "--json"])
-            if any(each["keys"][0][0] == HEAVY for each in tables()) or time.monotonic() > deadline:
+            if any(each["keys"][0][0] == FREQUENT_KEY for each in tables()) or time.monotonic() > deadline:
                 break
         shown = CliRunner().invoke(app, ["status", "--hot", "--sample", "0.1", "--url", cluster.url])
     finally:
@@ -48,7 +48,7 @@ def test_the_key_that_everybody_wants_stands_first(cluster: eps.LocalCluster, co
     assert "heaviest keys" in shown.output
     servers = json.loads(found.output)["servers"]
     assert [server["id"] for server in servers] == ["s0", "s1", "s2"]
-    assert any(each["keys"][0][0] == HEAVY for each in tables())
+    assert any(each["keys"][0][0] == FREQUENT_KEY for each in tables())
     for server in servers:
         assert not server["error"]
         assert sum(each["sampled"] for each in server["tables"]) == server["sampled"]

@@ -44,7 +44,7 @@ class Interrupt:
 
     def __init__(self, at: int, kind: type[BaseException] = KeyboardInterrupt) -> None:
         self.at = at
-        self.places = 0
+        self.passed = 0
         self._kind = kind
         self._last: dict[FrameType, int] = {}  # where each frame was
 
@@ -69,8 +69,8 @@ class Interrupt:
             self._last[frame] = now
             looks = dis.opname[code.co_code[before]] in LOOKS
             if looks and handler(code, before) == handler(code, now):
-                self.places += 1
-                if self.places == self.at:
+                self.passed += 1
+                if self.passed == self.at:
                     sys.settrace(None)
                     raise self._kind
         return self._step
@@ -82,7 +82,7 @@ def every_point(action: Callable[[], object], kinds: tuple[type[BaseException], 
     with Interrupt(0) as undisturbed:
         action()
     for n in range(POINTS):
-        with Interrupt(1 + n * undisturbed.places // POINTS, kinds[n % len(kinds)]):
+        with Interrupt(1 + n * undisturbed.passed // POINTS, kinds[n % len(kinds)]):
             try:
                 action()
                 hit = False

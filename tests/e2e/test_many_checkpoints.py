@@ -65,7 +65,7 @@ def test_each_of_many_checkpoints_is_exact(run: int, local_cluster: NewCluster, 
         expected, differ = Expected(trainers), []
         for number in range(EACH):
             manifest = make(cluster.url, place, full=number % 5 == run % 5)
-            wanted = expected.at(manifest)
+            expected_rows = expected.at(manifest)
             if number % 4 == 1:
                 watcher.wait(lambda view: bool((view.chains[:, :2] >= 0).all()), "some range has one replica")
                 cluster.kill(f"s{(run + number // 4) % servers}")
@@ -76,7 +76,7 @@ def test_each_of_many_checkpoints_is_exact(run: int, local_cluster: NewCluster, 
                         found = Sums(SEEDS).read(ps)
             else:
                 found = restored(other.url, place, manifest.cut)
-            if not np.array_equal(found, wanted):
+            if not np.array_equal(found, expected_rows):
                 differ.append(manifest.cut)
             trainers.progress(5)
         assert not differ, f"checkpoints {differ} of {EACH} differ"

@@ -41,8 +41,8 @@ def test_a_tensor_is_a_vector(connect: Connect, pull: list[Any]) -> None:
     tensor = ps.tensor("w", init=twin, optimizer=eps.Accumulate(), pull=pull)
     assert tensor.spec.blocks > 2
     w = Vector(tensor)
-    places = random.integers(0, SIZE, 500)
-    for at in (places, places.tolist(), slice(17_000, 17_100), slice(-5, None), slice(None, None, -7), slice(3, 1)):
+    indices = random.integers(0, SIZE, 500)
+    for at in (indices, indices.tolist(), slice(17_000, 17_100), slice(-5, None), slice(None, None, -7), slice(3, 1)):
         assert w[at].tolist() == twin[at].tolist()
     assert w[[]].tolist() == []
     assert w[-1] == twin[-1]

@@ -168,9 +168,9 @@ def test_a_table_that_is_opened_again_with_another_rate_says_so(connect: Connect
     rates: list[Any] = [2.0, schedule, other]
     changes = ("1.0: from now on 2.0", "2.0: from now on <s", "<schedule>: from now on <s")
     for rate, change in zip(rates, changes, strict=True):
-        with pytest.warns(UserWarning, match=f"'t' is open here with learning rate {change}") as said:
+        with pytest.warns(UserWarning, match=f"'t' is open here with learning rate {change}") as warned:
             assert ps.table("t", dim=2, optimizer=eps.SGD(lr=rate)) is table
-        assert said[0].filename == __file__
+        assert warned[0].filename == __file__
     assert ps.table("t", dim=2, optimizer=eps.SGD(lr=other)) is table
     assert ps.open("t") is table  # as it is
     ps.push({table: (KEYS, ONES)}).result()

@@ -55,7 +55,7 @@ def answers(wire: Wire) -> list[tuple[int, int]]:
     return found
 
 
-def push(core: Core, step: int, flags: int, ahead: int = 0, rows: int = ROWS) -> bytes:
+def push(core: Core, step: int, flags: int, epochs_later: int = 0, rows: int = ROWS) -> bytes:
     """Zeros for a key of the server's own ranges, again and again. PACKED: in fewer bytes."""
     ranges = core.server.store.tables[TABLE].ranges_of(np.arange(8))
     mine = np.full(rows, np.flatnonzero(ranges < OWN)[0])
@@ -63,7 +63,7 @@ def push(core: Core, step: int, flags: int, ahead: int = 0, rows: int = ROWS) ->
     body += mine.tobytes() + bytes(4 * DIM * rows)
     if flags & PACKED:
         body = pack([body])
-    epoch = core.server.serving.epoch + ahead
+    epoch = core.server.serving.epoch + epochs_later
     return Header(Kind.PUSH, flags | LAST, len(body), step, epoch, step, WORKER, items=1).pack() + body
 
 
@@ -79,7 +79,9 @@ def held_bytes(wire: Wire) -> int:
 
 def test_what_comes_behind_a_frame_that_is_held_is_not_made_larger(core: Core) -> None:
     wire = connect(core)
-    frames = push(core, 1, 0, ahead=1, rows=1) + b"".join(push(core, 2 + i, PACKED, ahead=1) for i in range(MANY))
+    frames = push(core, 1, 0, epochs_later=1, rows=1) + b"".join(
+        push(core, 2 + i, PACKED, epochs_later=1) for i in range(MANY)
+    )
     assert len(frames) < 64 << 10  # they come in one piece
     wire.feed(frames, 1 << 20)
     core.settle()

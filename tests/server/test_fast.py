@@ -217,9 +217,9 @@ class Story:
             if kind == OperationKind.DELETE:
                 mine = keys[plan.order[plan.offsets[share.start] : plan.offsets[share.stop]]]
                 body = block_head(number, len(mine), 0, np.empty(0, np.float32)) + mine.tobytes()
-            said = EraseHeader(self.view.epoch, worker, self.deletions, kind, number, bool(body))
+            erasure = EraseHeader(self.view.epoch, worker, self.deletions, kind, number, bool(body))
             for _ in range(pick.choice((1, 1, 1, 2))):
-                self.send(routes.members[share.server].name, worker, said.header(), body)
+                self.send(routes.members[share.server].name, worker, erasure.header(), body)
 
     def take_cut(self) -> None:
         """A cut passes everywhere, and two servers begin to write what they hold."""
@@ -281,7 +281,7 @@ class Story:
         part = self.parts[worker]
         self.parts[worker] = 0 if last else part + 1
         epoch = self.view.epoch if pick.random() < 0.95 else max(1, self.view.epoch - 1)
-        told = pick.choice((0, 1, 2))
+        acknowledged = pick.choice((0, 1, 2))
         blocks = [self.block(number, routes) for number in pick.sample(list(TABLES), pick.choice((1, 1, 2, 4)))]
         for share in routes.shares:
             name = routes.members[share.server].name
@@ -295,7 +295,7 @@ class Story:
                 flags = (LAST if last else 0) | (ALL_RANGES if whole else 0)
                 header = Header(
                     Kind.PUSH, flags, epoch=epoch, clock=self.clocks[worker], worker=worker, first=part, part=part,
-                    table=min(told, self.clocks[worker]), items=count,
+                    table=min(acknowledged, self.clocks[worker]), items=count,
                 )  # fmt: skip
                 odd = pick.random()
                 if odd < 0.03:
@@ -422,12 +422,12 @@ def test_what_workers_were_told_stays_known_when_they_leave_and_is_not_taken_for
     for worker in range(1, 41):
         take_part(worker)
         executor.note_committed(worker, worker)
-    told = {worker: worker for worker in range(1, 41)}
-    assert path.acknowledged_clocks() == told
+    acknowledged = {worker: worker for worker in range(1, 41)}
+    assert path.acknowledged_clocks() == acknowledged
     for version, present in enumerate(({40}, {40, 41}, {3, 40}, set(range(100, 140)), (), {3}), start=1):
         roster(version, present)
         for worker in present:
             take_part(worker)
-        assert path.acknowledged_clocks() == told
+        assert path.acknowledged_clocks() == acknowledged
     executor.note_committed(3, 5)
-    assert path.acknowledged_clocks() == told | {3: 5}
+    assert path.acknowledged_clocks() == acknowledged | {3: 5}

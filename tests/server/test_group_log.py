@@ -61,7 +61,7 @@ class Head:
         self.waiting: list[object] = []
         self.logged: list[Push] = []
         self.refused: list[tuple[int, str]] = []  # id of a worker, and why
-        self.full = self.asked_for_a_roster = False
+        self.full = self.roster_requested = False
 
     def log(self) -> GroupLog:
         all_of_it = cast(Any, self)
@@ -96,7 +96,7 @@ class Head:
         self.refused.append((asker.worker, error.document["code"]))
 
     def need_roster(self) -> None:
-        self.asked_for_a_roster = True
+        self.roster_requested = True
 
     def commit(self, push: Push) -> None:
         cast(Any, push.token).reply(Reply(push.token, Status.COMMITTED, 1, np.array([GROUP]), NO_RANGES))
@@ -134,7 +134,7 @@ def test_a_head_with_an_older_roster_takes_nobody_for_lost() -> None:
     ask(known, Kind.CLAIM_SHARDS, take)
     ask(known, Kind.BARRIER_ARRIVE, clock=1)
     assert head.rounds.groups[APP].decided == 0
-    assert head.asked_for_a_roster
+    assert head.roster_requested
     found = head.shards.find(APP, "train")
     assert found is not None
     assert sorted(found.doing) == [1, 3]

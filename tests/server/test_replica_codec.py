@@ -1,4 +1,4 @@
-"""What replicas say arrives as it was said, and nothing malformed gets further than its reading."""
+"""Messages between replicas survive encoding and decoding, and malformed ones raise FrameError."""
 
 from __future__ import annotations
 
@@ -172,17 +172,19 @@ def test_any_part_of_a_push_arrives_with_the_keys_of_its_ranges(data: st.DataObj
     operation = a_push(store, ranges)
     chosen = [r for r in ranges.tolist() if data.draw(st.booleans())] or [int(ranges[0])]
     part = numbers(*chosen)
-    said = Forward(4, part, np.arange(len(part), dtype=np.int64), operation)
-    heard = through_the_wire(said, store)
+    sent = Forward(4, part, np.arange(len(part), dtype=np.int64), operation)
+    heard = through_the_wire(sent, store)
     assert isinstance(heard, Forward)
     content = heard.operation.payload
     assert isinstance(content, RowBlocks)
-    kept = Contribution("ads", 7, content.blocks, part, positions_of(part, P), ShardMark(1 << 16 | 2, 0))
-    again = through_the_wire(Forward(4, part, said.seqs, Operation(OperationKind.PUSH, 5, 7 << 16, kept, 10)), store)
+    contribution = Contribution("ads", 7, content.blocks, part, positions_of(part, P), ShardMark(1 << 16 | 2, 0))
+    again = through_the_wire(
+        Forward(4, part, sent.seqs, Operation(OperationKind.PUSH, 5, 7 << 16, contribution, 10)), store
+    )
     assert isinstance(again, Forward)
     assert isinstance(again.operation.payload, Contribution)
     assert (again.operation.payload.app, again.operation.payload.clock) == ("ads", 7)
-    assert again.operation.payload.mark == kept.mark
+    assert again.operation.payload.mark == contribution.mark
     assert same(again.operation.payload.blocks, content.blocks)
     expected = a_push(store, part).payload
     assert isinstance(expected, RowBlocks)

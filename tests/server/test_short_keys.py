@@ -34,7 +34,7 @@ from elasticps.wire.packing import DELTA, KEEP, KNOWN, LIST_KEYS, pack, says, un
 Keys = NDArray[np.int64]
 write_out: Any = short_keys.write_out
 FRONT = 192  # bytes in front of the frame
-BEHIND = b"what has come behind it." * 4
+NEXT_FRAME = b"bytes of the next frame." * 4
 NO_VALUES = np.empty(0, np.float32)
 
 
@@ -52,8 +52,8 @@ class Receiver:
 
     def write_out(self, frame: bytes) -> int:
         """What becomes of a frame and what stands behind it; why it stopped."""
-        self.conn[at.C_START], self.conn[at.C_END] = FRONT, FRONT + len(frame) + len(BEHIND)
-        self.chunk[FRONT : self.conn[at.C_END]] = np.frombuffer(frame + BEHIND, np.uint8)
+        self.conn[at.C_START], self.conn[at.C_END] = FRONT, FRONT + len(frame) + len(NEXT_FRAME)
+        self.chunk[FRONT : self.conn[at.C_END]] = np.frombuffer(frame + NEXT_FRAME, np.uint8)
         self.chunk[:FRONT] = 7
         return int(write_out(self.h, self.conn, self.chunk.ctypes.data + FRONT))
 
@@ -98,15 +98,15 @@ shorts = st.builds(Short, st.booleans(), st.booleans())
 
 @settings(max_examples=60)
 @given(st.lists(lists, min_size=1, max_size=4), shorts, st.lists(st.integers(0, 3), min_size=1, max_size=12))
-def test_pulls_are_what_they_were(known: list[Keys], short: Short, asked: list[int]) -> None:
+def test_pulls_are_what_they_were(known: list[Keys], short: Short, numbers: list[int]) -> None:
     worker, server = ShortKeys(), Receiver()
-    for number in asked:
+    for number in numbers:
         frame = pull_of(known[number % len(known)])
         shorter = sent(worker.pull(memoryview(frame), short))
         assert len(shorter) <= len(frame) + 8
         if unpack_header(shorter).flags & SHORT:
             assert server.write_out(shorter) == at.DONE
-            assert server.content == frame + BEHIND
+            assert server.content == frame + NEXT_FRAME
         else:
             assert shorter == frame
 
@@ -118,17 +118,17 @@ blocks = st.lists(st.tuples(st.integers(1, 3), lists, st.integers(0, 5), st.inte
 @given(st.lists(blocks, min_size=1, max_size=4), shorts, st.lists(st.integers(0, 3), max_size=8), st.integers(-1, 3))
 @example([[(1, np.arange(9), 1, 0), (1, np.arange(9), 2, 0), (2, np.arange(20), 1, 1)]], Short(True, True), [0, 0], 1)
 def test_pushes_are_what_they_were(
-    known: list[list[tuple[int, Keys, int, int]]], short: Short, asked: list[int], ranges: int
+    known: list[list[tuple[int, Keys, int, int]]], short: Short, numbers: list[int], ranges: int
 ) -> None:
     """Tables 1 and 2 ask for it, table 3 does not."""
     worker, server = ShortKeys(), Receiver()
-    for number in asked:
+    for number in numbers:
         header, frame = push_of(known[number % len(known)], ranges)
         shorter = sent(worker.push(memoryview(frame), header, {1: short, 2: short}))
         assert len(shorter) <= len(frame)
         if unpack_header(shorter).flags & SHORT:
             assert server.write_out(shorter) == at.DONE
-            assert server.content == frame + BEHIND
+            assert server.content == frame + NEXT_FRAME
         else:
             assert shorter == frame
 
@@ -136,17 +136,17 @@ def test_pushes_are_what_they_were(
 @settings(max_examples=60)
 @given(st.lists(blocks, min_size=1, max_size=4), shorts, st.lists(st.integers(0, 3), max_size=8))
 def test_pulls_of_several_tables_are_what_they_were(
-    known: list[list[tuple[int, Keys, int, int]]], short: Short, asked: list[int]
+    known: list[list[tuple[int, Keys, int, int]]], short: Short, numbers: list[int]
 ) -> None:
     """Tables 1 and 2 ask for it, table 3 does not."""
     worker, server = ShortKeys(), Receiver()
-    for number in asked:
+    for number in numbers:
         frame = pull_tables_of([(table, keys) for table, keys, _, _ in known[number % len(known)]])
         shorter = sent(worker.pull_tables(memoryview(frame), {1: short, 2: short}))
         assert len(shorter) <= len(frame)
         if unpack_header(shorter).flags & SHORT:
             assert server.write_out(shorter) == at.DONE
-            assert server.content == frame + BEHIND
+            assert server.content == frame + NEXT_FRAME
         else:
             assert shorter == frame
 
@@ -160,7 +160,7 @@ def test_a_push_leaves_out_the_keys_of_the_pull_before_it() -> None:
     assert len(shorter) == len(frame) - 8 * len(keys)
     assert short.keys == (16 * len(keys), 8 * len(keys))
     assert server.write_out(shorter) == at.DONE
-    assert server.content == frame + BEHIND
+    assert server.content == frame + NEXT_FRAME
     worker.connected()
     assert len(sent(worker.push(memoryview(frame), header, {1: short}))) == len(frame)
 
@@ -179,9 +179,9 @@ def test_a_body_is_compressed_where_that_pays_and_is_what_it_was() -> None:
     for _ in range(2):
         shorter = sent(worker.push(memoryview(frame), header, {1: short}))
         assert len(shorter) < 0.4 * len(frame)
-        said = unpack_header(shorter)
-        assert said.flags & PACKED
-        whole, _ = unpack(said, shorter[HEADER_BYTES:], MAX_BODY_BYTES)
+        outer = unpack_header(shorter)
+        assert outer.flags & PACKED
+        whole, _ = unpack(outer, shorter[HEADER_BYTES:], MAX_BODY_BYTES)
         assert unpack_header(whole).flags & SHORT  # the keys, before that
     server = Receiver()
     assert short.bodies.sent < 0.4 * short.bodies.whole
@@ -232,13 +232,13 @@ def test_differences_are_sent_where_they_are_shorter() -> None:
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, MOST_KEYS)), max_size=60))
 def test_a_list_that_is_found_has_not_been_written_over(steps: list[tuple[int, int]]) -> None:
     """A twin that remembers who wrote each key last."""
-    kept, memory = KeyLists(), np.full(LIST_KEYS, -1)
+    lists, memory = KeyLists(), np.full(LIST_KEYS, -1)
     sizes: dict[int, int] = {}
     for name, n in steps:
         digest = bytes([name])
-        place = kept.find(digest)
+        place = lists.find(digest)
         if place is None:
-            place, sizes[name] = kept.keep(digest, n), n
+            place, sizes[name] = lists.keep(digest, n), n
             assert place + n <= LIST_KEYS
             memory[place : place + n] = name
         assert (memory[place : place + sizes[name]] == name).all()
@@ -248,17 +248,17 @@ def test_a_frame_that_has_no_room_asks_for_it_and_is_left_as_it_was() -> None:
     worker, short, keys = ShortKeys(), Short(once=False, deltas=True), np.arange(1000)
     header, frame = push_of([(1, keys, 1, 0)], -1)
     shorter = sent(worker.push(memoryview(frame), header, {1: short}))
-    server = Receiver(FRONT + len(frame) + len(BEHIND) - 8)
+    server = Receiver(FRONT + len(frame) + len(NEXT_FRAME) - 8)
     assert server.write_out(shorter) == at.WIDER
-    assert server.h[at.H_INFO] == len(frame) + len(BEHIND)
-    assert server.content == shorter + BEHIND
+    assert server.h[at.H_INFO] == len(frame) + len(NEXT_FRAME)
+    assert server.content == shorter + NEXT_FRAME
     server.conn[at.C_LISTS] = 0
     assert server.write_out(shorter) == at.LISTS
-    assert server.content == shorter + BEHIND
+    assert server.content == shorter + NEXT_FRAME
 
 
-def wrong_pull(said: int, n: int, body: bytes) -> bytes:
-    return Header(Kind.PULL, SHORT, 8 + len(body), items=n).pack() + said.to_bytes(8, "little") + body
+def wrong_pull(declared: int, n: int, body: bytes) -> bytes:
+    return Header(Kind.PULL, SHORT, 8 + len(body), items=n).pack() + declared.to_bytes(8, "little") + body
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def listener(waiting_bytes: int = 0) -> Any:
     return Listener(waiting_bytes)
 
 
-def told(listeners: list[Any]) -> int:
+def frames_received(listeners: list[Any]) -> int:
     return sum(len(one.frames) for one in listeners)
 
 
@@ -57,7 +57,7 @@ def test_everybody_gets_the_same_frame_some_in_each_turn() -> None:
     notifier.tell_all(listeners)
     notifier.tell(listeners[-1])  # it asks before its turn has come
     for turn in (1, 2, 3):
-        assert told(listeners[:-1]) == turn * NOTIFIED_PER_TURN - (turn == 3)
+        assert frames_received(listeners[:-1]) == turn * NOTIFIED_PER_TURN - (turn == 3)
         loop.turn()
     assert not loop.next
     assert {id(frame) for one in listeners for frame in one.frames} == {id(listeners[0].frames[0])}

@@ -10,7 +10,8 @@ lacks in clock order before any new step. Frames in flight to such a head are fo
 view may not be what it heads now. What comes twice is recognised by its clock; what is sent again is byte for byte the
 first send, because contents belong to the session and never change. So a view may also have everything outstanding sent
 again to its new heads at once, in clock order, where it is so little that the question would take longer: they lack
-nothing before it, for that is committed, which all replicas have. Not where ranges begin anew.
+nothing before it, for that is committed, which all replicas have. Ranges recovered from a checkpoint are an exception:
+their heads are always asked.
 """
 
 from __future__ import annotations
@@ -232,16 +233,16 @@ class PushSession:
         out: list[Effect] = []
         if view.epoch <= self.epoch:
             return out
-        anew = view.recovery_epoch > self.epoch
-        if anew.any():  # what they had of steps that are outstanding is gone
+        recovered = view.recovery_epoch > self.epoch
+        if recovered.any():  # these ranges have lost what they had of outstanding steps
             for step in self._steps.values():
-                step.by_range(self._ranges)[anew] = False
+                step.by_range(self._ranges)[recovered] = False
         self.epoch = view.epoch
         heads: dict[Member, _Head] = {}
         for index in np.unique(view.heads[view.heads >= 0]).tolist():
             member, order = view.members[index], view.headed_by(index)
             head = self._heads.get(member)
-            if head is not None and np.array_equal(np.sort(head.order), np.sort(order)) and not anew[order].any():
+            if head is not None and np.array_equal(np.sort(head.order), np.sort(order)) and not recovered[order].any():
                 head.order = order
             else:
                 head = _Head(order)
@@ -255,7 +256,7 @@ class PushSession:
             if heads.get(member) is not head:
                 self._forget(member)
         contents = (part for step in self._steps.values() for part in step.parts)
-        again = not anew.any() and sum(part.nbytes for part in contents) < RESEND_BYTES
+        again = not recovered.any() and sum(part.nbytes for part in contents) < RESEND_BYTES
         for member, head in heads.items():
             if again and not head.ready and member in self._connected:
                 self._send_again(member, head, out)

@@ -1,0 +1,113 @@
+"""Where a client learns of a newer view: from servers, from the store, and which of them it believes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from coordinator.core.view import View
+from elasticps.client.core.new_views import ViewHints
+from elasticps.wire.frames import view_frame
+from tests.client.fake_cluster import KEYS, Cluster, Eventually, chains
+from tests.client.fakes import FakeServer
+
+
+def test_with_no_server_left_the_view_comes_from_the_store(cluster: Cluster) -> None:
+    ps = cluster.connect()
+    ps.push({}).result()
+    new = FakeServer("c")
+    cluster.servers.append(new)
+    new.view = chains([new.info], [[0]], epoch=2)
+    new.applied = new.committed = 1 << 16
+    cluster.a.kill()
+    cluster.b.kill()
+    step = ps.push({})
+    cluster.control.view = new.view
+    step.result()
+    assert cluster.control.checked >= 1
+    assert ps.view.epoch == 2
+
+
+def test_a_server_that_was_taken_over_heads_nothing_by_its_word(
+    cluster: Cluster, eventually: Eventually, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With certificates. What it spoke of was believed, and every view that the leader wrote was older from then on."""
+    ps = cluster.connect()
+    ps._dispatcher.new_views.authenticated = True
+    ps.push({}).result()
+    cluster.a.say(view_frame(chains([cluster.a.info], [[0]], epoch=1 << 62)))
+    eventually(lambda: "speaks of a view" in caplog.text)
+    for epoch in range(2, 50):
+        cluster.a.say(view_frame(chains([cluster.a.info], [[0]], epoch=epoch)))
+    ps.push({}).result()
+    assert (ps.view.epoch, cluster.control.checked) == (1, 1)
+    cluster.control.view = cluster.after
+    cluster.b.tell(cluster.after)
+    eventually(lambda: ps.view.epoch == 2)
+    assert ps.view == cluster.after
+
+
+def test_the_store_has_the_last_word_on_a_view_reported_while_it_is_read(
+    cluster: Cluster, eventually: Eventually
+) -> None:
+    ps = cluster.connect()
+    ps._dispatcher.new_views.authenticated = True
+    readers: list[Callable[[View | None], None]] = []
+    ps._dispatcher.new_views.read_store = readers.append
+    cluster.b.tell(cluster.after)
+    eventually(lambda: len(readers) == 1)
+    newest = chains([cluster.b.info], [[0]], epoch=3)
+    cluster.b.tell(newest)
+    eventually(lambda: ps._dispatcher.new_views._hints.pending is not None)
+    assert len(readers) == 1
+    readers[0](cluster.after)
+    assert ps.view.epoch == 2
+    eventually(lambda: len(readers) == 2)
+    readers[1](newest)
+    assert ps.view.epoch == 3
+    assert not ps._dispatcher.new_views._hints._deaf_until_s
+
+
+def test_a_view_that_several_servers_speak_of_is_read_once(cluster: Cluster) -> None:
+    """All of them do so when there is one, and in the midst of a failover the store has enough to do."""
+    a, b = (server.info.member for server in (cluster.a, cluster.b))
+    hints = ViewHints()
+    assert hints.hear(1.0, a, cluster.after)
+    hints.ask()
+    hints.hear(1.0, b, cluster.after)
+    assert hints.judge(1.0, 1, cluster.after) == (cluster.after, None)
+    assert hints.pending is None
+    hints.hear(1.0, b, cluster.after)
+    hints.ask()
+    newest = chains([cluster.b.info], [[0]], epoch=3)
+    hints.hear(1.0, b, newest)
+    assert hints.judge(1.0, 1, cluster.after) == (cluster.after, None)
+    assert hints.pending is not None, "the store was read before there was that one"
+
+
+@pytest.mark.parametrize("stored", [None, "other"])
+def test_while_the_store_says_nothing_servers_are_believed(
+    cluster: Cluster, eventually: Eventually, stored: str | None
+) -> None:
+    ps = cluster.connect()
+    ps._dispatcher.new_views.authenticated = True
+    found = None if stored is None else replace(cluster.before, cluster=stored)
+    ps._dispatcher.new_views.read_store = lambda on_view: threading.Thread(target=on_view, args=(found,)).start()
+    cluster.b.tell(cluster.after)
+    eventually(lambda: ps.view.epoch == 2)
+
+
+def test_servers_are_queried_who_has_ranges_that_nobody_had(cluster: Cluster, eventually: Eventually) -> None:
+    """They begin anew, and nobody may have told a worker that was not connected just then."""
+    ps = cluster.connect()
+    table = cluster.table(ps)
+    ps.resume()
+    cluster.b.value = 4.0
+    cluster.b.tell(chains([cluster.b.info], [[-1], [-1]], epoch=2))
+    eventually(lambda: ps.view.epoch == 2)
+    read = table.pull_async(KEYS)
+    cluster.b.view = chains([cluster.b.info], [[0]], epoch=3)
+    assert set(read.result().ravel().tolist()) == {4.0}
