@@ -75,7 +75,9 @@ class RequestError(Exception):
 
 def waited_too_long(message: str, workers: list[str]) -> RequestError:
     """A wait for these workers, by name, has timed out. The code and the key are the protocol's."""
-    return RequestError("behind", message, **{"behind": workers})
+    error = RequestError("behind", message)
+    error.document["behind"] = workers
+    return error
 
 
 class RequestTicket:
