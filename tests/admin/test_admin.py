@@ -119,7 +119,7 @@ async def started(**changes: Any) -> AdminServer:
     return await start_admin("127.0.0.1", 0, lambda: server_side)
 
 
-def test_a_cut_is_taken_from_afar() -> None:
+def test_a_checkpoint_cut_is_taken_over_the_admin_port() -> None:
     async def main() -> None:
         server_side = FakeServer()
         server = await start_admin("127.0.0.1", 0, lambda: server_side)
@@ -165,7 +165,7 @@ def test_status_arrives_as_the_server_gave_it() -> None:
     background.run(main())
 
 
-def test_what_is_hot_arrives_as_the_server_gave_it() -> None:
+def test_hot_keys_arrive_as_the_server_gave_them() -> None:
     async def main() -> None:
         server = await started()
         try:
@@ -270,7 +270,7 @@ def test_a_proxy_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     background.run(main())
 
 
-def test_activity_is_what_the_server_says_of_its_traffic() -> None:
+def test_activity_shows_the_traffic_that_the_server_counts() -> None:
     async def look() -> admin_pb2.ActivityResponse:
         admin = await start_admin("127.0.0.1", 0, FakeServer)
         async with open_channel(admin.address, None) as channel:

@@ -66,7 +66,7 @@ def log_odds(clicks: Clicks) -> NDArray[np.float64]:
     return odds
 
 
-def test_the_labels_can_be_learned_and_not_too_well() -> None:
+def test_labels_can_be_learned_but_not_perfectly() -> None:
     test = SOURCE.batch(1, 20_000)
     naive = auc(log_odds(LARGE)[test.categories].sum(axis=1), test.clicked)
     best = auc(SOURCE.best_scores(test.numbers, test.categories), test.clicked)
@@ -77,7 +77,7 @@ def test_the_labels_can_be_learned_and_not_too_well() -> None:
 
 
 @pytest.mark.slow  # that the labels can be learned has a test of its own
-def test_dlrm_learns_them() -> None:
+def test_dlrm_learns_the_made_up_clicks() -> None:
     source = trainer.DLRMTraining(batch=512, rank=0, workers=1)
     what = source.local()
     test = Source(trainer.SEED).batch(10_000, 10_000)

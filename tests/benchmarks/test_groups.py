@@ -20,7 +20,7 @@ from benchmarks.groups import _GroupTally, _lines
 HERE = Machine(memory_per_s=1e10, loopback_per_s=1e9, turn_s=1e-5, cores=2)
 
 
-def test_bytes_by_bandwidth() -> None:
+def test_the_time_of_a_step_follows_from_bytes_and_bandwidth() -> None:
     assert work("ring", 8.0, 4) == (48.0, 36.0, 6)  # each of 4 sends 2 · 3/4 of them
     assert work("servers", 8.0, 4).sent == 64.0
     assert work("group", 8.0, 4).sent == 16.0
@@ -28,7 +28,7 @@ def test_bytes_by_bandwidth() -> None:
     assert here_s("group", 0.0, 4, HERE) == pytest.approx(7e-5)
 
 
-def test_over_links_the_fullest_one_counts() -> None:
+def test_the_fullest_link_decides_how_long_a_step_takes() -> None:
     assert links_s("ring", 8.0, 4, 4, 1, 1.0) == pytest.approx(2 * 15 / 16 * 8)
     assert links_s("ring", 8.0, 1, 4, 1, 1.0) == 0.0
     assert links_s("group", 8.0, 4, 4, 1, 1.0) == 64.0  # the server's
@@ -36,7 +36,7 @@ def test_over_links_the_fullest_one_counts() -> None:
     assert links_s("servers", 8.0, 4, 4, 4, 1.0) == 64.0
 
 
-def test_it_says_from_when_on_what_is_better() -> None:
+def test_the_summary_names_the_fastest_way_for_each_size() -> None:
     taken = {"ring": (5.0, 20.0, 90.0), "servers": (2.0, 50.0, 400.0), "group": (3.0, 40.0, 80.0)}
     lines = [
         AllReduceLine(mb, 2, way, 1, ms, 1.0, 1.0)
@@ -82,7 +82,7 @@ def test_a_benchmark_that_is_ended_leaves_no_folder(
 
 
 @pytest.mark.slow
-def test_all_of_it_runs() -> None:
+def test_both_commands_run() -> None:
     command = "allreduce --size 0.2 --processes 2 --servers 1 --servers 2 --steps 1 --json"
     done = CliRunner().invoke(app, command.split())
     assert done.exit_code == 0, done.output

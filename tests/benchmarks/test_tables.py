@@ -11,7 +11,7 @@ from benchmarks.cli import app
 from benchmarks.tables import TablesComparison
 
 
-def test_both_sides_train_and_are_counted() -> None:
+def test_collections_and_separate_tables_train_and_are_counted() -> None:
     options = "--tables 3 --batch 16 --dim 4 --servers 1 --seconds 0.1 --json"
     result = CliRunner().invoke(app, ["tables", *options.split()])
     assert result.exit_code == 0, result.output

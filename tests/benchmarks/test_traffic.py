@@ -79,7 +79,7 @@ def test_a_link_with_a_delay_holds_each_piece_from_when_it_left(monkeypatch: pyt
     asyncio.run(scene())
 
 
-def test_what_is_too_much_waits_for_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_beyond_the_rate_wait_for_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
         slept = []
 
@@ -100,7 +100,7 @@ def test_what_is_too_much_waits_for_its_tokens(monkeypatch: pytest.MonkeyPatch) 
     asyncio.run(scene())
 
 
-def test_a_line_is_beside_the_same_seed_without_filters() -> None:
+def test_each_result_is_compared_with_the_same_seed_without_filters() -> None:
     none = [_Run(100.0, 100.0, 0.75, {0: 10.0, 100: 1.0}), _Run(120.0, 80.0, 0.77, {0: 30.0, 100: 3.0})]
     runs = [
         _Run(50.0, 30.0, 0.74, {0: 20.0, 100: 4.0}, (1, 4), (1, 8), 3),

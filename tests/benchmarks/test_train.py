@@ -35,7 +35,7 @@ def test_every_way_trains_and_is_counted() -> None:
 
 
 @pytest.mark.slow  # the next one goes the same way
-def test_a_worker_that_fails_ends_all_of_them(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_that_fails_ends_the_whole_team(capfd: pytest.CaptureFixture[str]) -> None:
     job = {"model": "deepfm", "batch": 10_000_000, "rank": 0, "workers": 1, "groups": [], "urls": {}, "meeting": ""}
     team = Team("benchmarks.trainer", [job, job])
     try:

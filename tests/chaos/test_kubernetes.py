@@ -140,7 +140,7 @@ def test_growing_and_shrinking_scale_the_stateful_set(stage: KubernetesStage, ap
         stage.shrink("elasticps-server-0")
 
 
-def test_a_node_takes_no_pods_while_it_is_cordoned_and_never_stays_so(api: RecordingApi) -> None:
+def test_a_cordon_ends_with_its_fault_or_with_the_run(api: RecordingApi) -> None:
     stage = KubernetesStage(PLAN, api)
     node = stage.cordon("elasticps-server-0")
     stage.uncordon(node)
@@ -151,7 +151,7 @@ def test_a_node_takes_no_pods_while_it_is_cordoned_and_never_stays_so(api: Recor
     ]
 
 
-def test_a_node_that_somebody_else_has_cordoned_stays_so(api: RecordingApi) -> None:
+def test_a_node_that_a_person_has_cordoned_stays_cordoned(api: RecordingApi) -> None:
     stage = KubernetesStage(PLAN, api)
     api.cordoned_before.add("node-of-elasticps-server-0")
     stage.uncordon(stage.cordon("elasticps-server-0"))
@@ -169,7 +169,7 @@ def test_a_node_that_two_faults_cordon_takes_pods_again_after_both(stage: Kubern
     assert api.calls[-1] == ("cordon", node, False)
 
 
-def test_one_node_that_cannot_be_uncordoned_keeps_no_other_one_cordoned_and_is_told(api: RecordingApi) -> None:
+def test_a_node_that_cannot_be_uncordoned_is_reported_and_all_others_are_uncordoned(api: RecordingApi) -> None:
     stage = KubernetesStage(PLAN, api)
     nodes = [stage.cordon(f"elasticps-server-{i}") for i in range(3)]
     stage.pause("elasticps-server-2")
@@ -183,7 +183,7 @@ def test_one_node_that_cannot_be_uncordoned_keeps_no_other_one_cordoned_and_is_t
     assert not stage.folder.exists()
 
 
-def test_a_pod_that_may_be_frozen_still_is_told(api: RecordingApi) -> None:
+def test_a_pod_that_may_still_be_frozen_is_reported(api: RecordingApi) -> None:
     stage = KubernetesStage(PLAN, api)
     stage.pause("elasticps-server-2")
     api.answer = "no such container"
@@ -233,7 +233,7 @@ def test_pods_are_looked_at_now_and_then(stage: KubernetesStage, api: RecordingA
     assert len(stage.poll()) == 1
 
 
-def test_without_servers_there_is_nothing_to_torment(stage: KubernetesStage, api: RecordingApi) -> None:
+def test_a_run_without_servers_is_refused(stage: KubernetesStage, api: RecordingApi) -> None:
     api.found[PLAN.server_labels] = [pod("elasticps-server-0", phase="Pending")]
     with pytest.raises(Error, match="no server runs in namespace default"):
         stage.start_all()
@@ -307,7 +307,7 @@ def test_a_pod_that_is_gone_need_not_be_deleted(monkeypatch: pytest.MonkeyPatch,
     assert next(answers, None) is None
 
 
-def test_the_official_client_is_asked_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_method_that_is_called_exists_in_the_official_client(monkeypatch: pytest.MonkeyPatch) -> None:
     client = pytest.importorskip("kubernetes")
     monkeypatch.setattr(client.config, "load_incluster_config", lambda: None)
     api = OfficialApi("there")
@@ -367,7 +367,7 @@ def served(monkeypatch: pytest.MonkeyPatch, port: int) -> OfficialApi:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_closed_port_is_an_error_of_ours_whatever_is_asked(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_a_closed_port_is_an_error_of_ours_for_every_call(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """An exec raised AttributeError, so that nothing was undone at the end."""
     with socket.socket() as taken:  # and not listening
         taken.bind(("127.0.0.1", 0))
@@ -396,7 +396,7 @@ def test_an_api_server_that_accepts_and_never_answers_is_not_waited_for(
         (b"", None, "WebSocket"),  # the stream breaks
     ],
 )
-def test_what_a_command_wrote_is_told_when_it_has_ended(
+def test_the_output_of_a_command_counts_only_after_its_end(
     monkeypatch: pytest.MonkeyPatch, message: bytes, ends: bool | None, outcome: str
 ) -> None:
     """Half of what it wrote, or nothing, would mean that all went well. A stream that broke ended the run."""

@@ -73,7 +73,7 @@ def test_each_range_may_have_some_of_the_unacknowledged_pushes() -> None:
     assert check_content(content_after(applied), LEDGERS) == []
 
 
-def test_a_lost_push_is_seen() -> None:
+def test_a_lost_push_is_found() -> None:
     applied = counts()
     applied[2][4] = 4
     (text,) = check_content(content_after(applied), LEDGERS)
@@ -82,19 +82,19 @@ def test_a_lost_push_is_seen() -> None:
     )
 
 
-def test_a_push_applied_twice_is_seen() -> None:
+def test_a_push_applied_twice_is_found() -> None:
     content = content_after(counts())
     content.own[1, 2] += 1
     assert any("1 ranges have pushes applied twice: range 2 has 4" in text for text in check_content(content, LEDGERS))
 
 
-def test_half_a_push_is_seen() -> None:
+def test_half_a_push_is_found() -> None:
     content = content_after(counts())
     content.own[0, 3, 1] += 1
     assert any("half a push" in text for text in check_content(content, LEDGERS))
 
 
-def test_a_part_of_a_step_is_seen_and_so_is_what_is_no_number() -> None:
+def test_a_step_applied_in_part_and_a_value_that_is_no_number_are_found() -> None:
     content = content_after(counts())
     content.own[0, 3] += 0.5  # 7 are acknowledged, 9 were begun
     (text,) = check_content(content, LEDGERS)
@@ -106,7 +106,7 @@ def test_a_part_of_a_step_is_seen_and_so_is_what_is_no_number() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0.0, 2.0, np.nan])
-def test_rows_that_nobody_touches_must_be_as_they_were_filled_in(wrong: float) -> None:
+def test_untouched_rows_must_keep_their_initial_values(wrong: float) -> None:
     rows = np.ones((50, 16), np.float32)
     assert check_filling(rows, 0) == []
     rows[17, 3] = wrong
@@ -132,7 +132,7 @@ class Answer:
 
 
 @pytest.mark.parametrize(("shown", "kind"), [((5, 5), READ), ((5, 4), STALE), ((6, 5), STALE)])
-def test_a_worker_sees_that_it_does_not_read_what_it_wrote(
+def test_a_worker_that_does_not_read_its_own_writes_notes_it(
     tmp_path: Path, shown: tuple[int, ...], kind: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     worker = object.__new__(LoadWorker)
@@ -142,7 +142,7 @@ def test_a_worker_sees_that_it_does_not_read_what_it_wrote(
     assert bool(capsys.readouterr().err) == (kind == STALE)
 
 
-def test_a_wrong_shared_row_or_tensor_is_seen() -> None:
+def test_a_wrong_shared_row_or_tensor_is_found() -> None:
     content = content_after(counts())
     content.rows[17, 2] += 1
     content.dense[3, 3] -= 1
@@ -154,14 +154,14 @@ def test_a_wrong_shared_row_or_tensor_is_seen() -> None:
 
 
 @pytest.mark.parametrize("ranges", [2, 32, 256])
-def test_each_life_has_a_row_of_its_own_in_every_range(ranges: int) -> None:
+def test_each_incarnation_has_a_row_of_its_own_in_every_range(ranges: int) -> None:
     first, second, third = own_keys(0, 1, ranges, SALT), own_keys(0, 2, ranges, SALT), own_keys(1, 1, ranges, SALT)
     for keys in (first, second, third):
         assert ranges_of(keys, ranges, SALT).tolist() == list(range(ranges))
     assert len({*first.tolist(), *second.tolist(), *third.tolist()}) == 3 * ranges
 
 
-def test_a_ledger_that_was_cut_short_is_read_up_to_there(tmp_path: Path) -> None:
+def test_a_truncated_ledger_is_read_up_to_its_last_whole_record(tmp_path: Path) -> None:
     path = tmp_path / "w0.1.ledger"
     assert read_ledger(path).size == 0
     records = np.array([(BEGUN, 1, 1.0), (BEGUN, 2, 1.5), (COMMITTED, 1, 2.0), (BEGUN, 3, 2.5)], RECORD)
@@ -186,7 +186,7 @@ def test_a_ledger_that_was_cut_short_is_read_up_to_there(tmp_path: Path) -> None
         ([np.nan, np.nan, np.nan, np.nan], 5, "half a push"),
     ],
 )
-def test_an_observer_sees_what_no_order_of_events_explains(row: list[int], before: int, words: str) -> None:
+def test_an_observer_finds_values_that_no_order_of_events_explains(row: list[int], before: int, words: str) -> None:
     rows = np.array([[6] * DIM, row], np.float32)
     text = judge(rows, np.array([5, before], np.float32), 5, 7)
     assert text.endswith(words)

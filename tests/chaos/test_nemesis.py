@@ -113,7 +113,7 @@ def nemesis_of(*actions: Action, scene: Situation | None = None) -> tuple[Nemesi
     return Nemesis(stage, actions, lambda: there), stage
 
 
-def test_a_kill_comes_at_its_time_and_what_was_killed_comes_back() -> None:
+def test_a_kill_comes_at_its_time_and_the_process_comes_back() -> None:
     nemesis, stage = nemesis_of(action_of("kill", "s1", back=2))
     nemesis.step(0.5)
     assert stage.story == []
@@ -137,7 +137,7 @@ def test_the_second_kill_waits_until_every_range_has_another_replica() -> None:
     assert nemesis.faults[1].state == "skipped"
 
 
-def test_one_that_was_paused_counts_again_when_it_goes_on() -> None:
+def test_a_paused_server_counts_as_a_replica_again_once_resumed() -> None:
     nemesis, stage = nemesis_of(action_of("pause", "s1", for_=3), action_of("kill", "s2", at=2.0))
     for now in (1.0, 2.0, 4.1):
         nemesis.step(now)
@@ -145,7 +145,7 @@ def test_one_that_was_paused_counts_again_when_it_goes_on() -> None:
     assert "put off by 2.1 s" in nemesis.faults[1].note
 
 
-def test_two_faults_on_one_server_count_until_both_are_over() -> None:
+def test_a_server_counts_as_down_until_all_its_faults_are_over() -> None:
     scene = scene_of(RING, **ROLES)
     actions = action_of("pause", "s1", for_=3), action_of("cut", "s1", for_=10), action_of("kill", "s2", at=5.0)
     nemesis, stage = nemesis_of(*actions, scene=scene)
@@ -156,7 +156,7 @@ def test_two_faults_on_one_server_count_until_both_are_over() -> None:
     assert "kill s2" in stage.story
 
 
-def test_cuts_go_one_way_or_both() -> None:
+def test_a_cut_blocks_one_direction_or_both() -> None:
     out, both = action_of("cut", "s1", for_=1), action_of("cut", "s1", for_=1)
     out = Action(0, 1.0, "cut", "s1", 0.0, out.values, "others", "out")
     both = Action(0, 1.0, "cut", "s1", 0.0, both.values, "c0", "both")
@@ -166,7 +166,7 @@ def test_cuts_go_one_way_or_both() -> None:
     assert stage.story == ["cut s1>s0 s1>s2", "cut s1>c0 c0>s1", "mend s1>s0 s1>s2", "mend s1>c0 c0>s1"]
 
 
-def test_shapes_add_up_and_end_one_by_one() -> None:
+def test_delays_and_losses_add_up_and_end_one_by_one() -> None:
     nemesis, stage = nemesis_of(
         action_of("delay", "s1", for_=5, ms=20), action_of("loss", "s1", for_=2, percent=3, at=2.0)
     )
@@ -193,7 +193,7 @@ def test_an_outage_of_etcd_ends() -> None:
     assert not nemesis.busy
 
 
-def test_the_end_of_a_run_ends_what_goes_on_and_drops_what_has_not_begun() -> None:
+def test_the_end_of_a_run_ends_faults_under_way_and_drops_those_to_come() -> None:
     nemesis, stage = nemesis_of(
         action_of("pause", "s1", for_=100), action_of("kill", "s0", at=50.0), action_of("kill", "w0", back=100)
     )
@@ -210,7 +210,7 @@ def test_a_node_is_cordoned_for_a_while() -> None:
     assert stage.story == ["cordon s1", "uncordon node of s1"]
 
 
-def test_an_etcd_made_anew_is_empty_left_alone_for_a_while_and_told_to_adopt() -> None:
+def test_a_replaced_etcd_is_empty_for_a_while_and_then_adopts_the_cluster() -> None:
     nemesis, stage = nemesis_of(action_of("etcd-new", for_=2), scene=scene_of(RING, **ROLES))
     for now in (1.0, 1.1, 2.9, 3.1):
         nemesis.step(now)
@@ -221,7 +221,7 @@ def test_an_etcd_made_anew_is_empty_left_alone_for_a_while_and_told_to_adopt() -
     assert [(fault.state, fault.ended) for fault in nemesis.faults] == [("over", 5.0)]
 
 
-def test_nothing_that_hits_a_process_goes_on_beside_an_etcd_made_anew() -> None:
+def test_no_fault_hits_a_process_while_etcd_is_replaced() -> None:
     pause, renewed, kill = (
         action_of("pause", "s1", for_=3),
         action_of("etcd-new", for_=1, at=2.0),
@@ -243,7 +243,7 @@ def test_nothing_that_hits_a_process_goes_on_beside_an_etcd_made_anew() -> None:
     assert stage.story[-1] == "kill s2"
 
 
-def test_an_etcd_made_anew_waits_until_all_is_whole() -> None:
+def test_etcd_is_replaced_only_when_every_range_has_all_replicas() -> None:
     short = view_of([["s0", "s1"], ["s1"], ["s2", "s0"], ["s0", "s2"]])
     nemesis, stage = nemesis_of(action_of("etcd-new", for_=1), scene=scene_of(short, **ROLES))
     nemesis.step(1.0)
@@ -251,7 +251,7 @@ def test_an_etcd_made_anew_waits_until_all_is_whole() -> None:
     assert "1 ranges have fewer than 2 replicas" in nemesis.faults[0].note
 
 
-def test_etcd_is_full_for_a_while_and_as_long_as_it_does_not_answer() -> None:
+def test_a_full_etcd_begins_and_ends_when_etcd_answers() -> None:
     nemesis, stage = nemesis_of(action_of("etcd-full", for_=2))
     stage.etcd_answers = False
     nemesis.step(1.0)
@@ -266,7 +266,7 @@ def test_etcd_is_full_for_a_while_and_as_long_as_it_does_not_answer() -> None:
     assert stage.story == ["etcd full True"] * 2 + ["etcd full False"] * 2
 
 
-def test_who_ends_by_itself_beside_the_cluster_is_waited_for() -> None:
+def test_a_fault_of_helper_processes_is_over_when_they_have_ended() -> None:
     nemesis, stage = nemesis_of(action_of("hostile", for_=5, processes=2))
     for now in (1.0, 6.5):
         nemesis.step(now)
@@ -276,7 +276,7 @@ def test_who_ends_by_itself_beside_the_cluster_is_waited_for() -> None:
     assert stage.story == ["hostile 2 for 5"]
 
 
-def test_peers_that_were_never_let_in_are_no_fault_that_was_done() -> None:
+def test_hostile_peers_that_were_never_let_in_do_not_count_as_a_fault() -> None:
     nemesis, stage = nemesis_of(action_of("hostile", for_=5, processes=2))
     nemesis.step(1.0)
     stage.dead |= {"hostile0", "hostile1"}
@@ -290,7 +290,7 @@ def test_peers_that_were_never_let_in_are_no_fault_that_was_done() -> None:
     assert not nemesis.busy
 
 
-def test_one_peer_of_several_that_was_never_let_in_is_told() -> None:
+def test_a_hostile_peer_that_was_never_let_in_is_noted() -> None:
     nemesis, stage = nemesis_of(action_of("hostile", for_=5, processes=2), action_of("hog", for_=5, processes=1))
     nemesis.step(1.0)
     stage.dead |= {"hostile0", "hostile1", "hog0"}
@@ -301,7 +301,7 @@ def test_one_peer_of_several_that_was_never_let_in_is_told() -> None:
     assert nemesis.faults[1].note == ""  # hogs say nothing
 
 
-def test_nobody_is_taken_away_for_good_where_the_others_could_not_hold_what_is_stored() -> None:
+def test_no_server_is_removed_if_the_others_could_not_hold_its_rows() -> None:
     stage, scene = FakeStage(), scene_of(RING, **ROLES)
     nemesis = Nemesis(stage, [action_of("shrink", "s1"), action_of("terminate", "s2")], lambda: scene, least=4)
     nemesis.step(1.0)
@@ -309,7 +309,7 @@ def test_nobody_is_taken_away_for_good_where_the_others_could_not_hold_what_is_s
     assert nemesis.faults[0].note == "a drain needs 4 other servers, there are 3"
 
 
-def test_who_is_on_its_way_out_does_not_count_when_it_is_back_empty_in_between() -> None:
+def test_a_server_that_is_leaving_does_not_count_after_a_restart() -> None:
     """Found in a run of `everything`: one that drained was left out of the view and began another life. Three were
     taken away where two could be spared, and the others had no memory for the replicas that were missing."""
     stage, scene = FakeStage(), scene_of(RING, **ROLES)
@@ -323,7 +323,7 @@ def test_who_is_on_its_way_out_does_not_count_when_it_is_back_empty_in_between()
     assert nemesis.faults[1].note == "a drain needs 3 other servers, there are 2"
 
 
-def test_who_was_taken_away_for_good_is_not_waited_for_by_another_fault() -> None:
+def test_no_fault_waits_for_a_server_that_was_removed_meanwhile() -> None:
     nemesis, stage = nemesis_of(
         action_of("kill", "s1", back=2), action_of("shrink", "s1", at=3.5), scene=scene_of(RING, **ROLES)
     )

@@ -102,7 +102,7 @@ def test_a_proxy_carries_cuts_and_mends_each_direction(proxy: Proxy) -> None:
         assert hears(connection, b"3")  # we are not s1
 
 
-def test_a_proxy_delays(proxy: Proxy) -> None:
+def test_a_proxy_delays_bytes(proxy: Proxy) -> None:
     (port,) = free_ports(1)
     with echo(lambda words: words, "127.0.0.1", port), dial(proxy.publish("s0", "127.0.0.1", port)) as connection:
         proxy.shape("s0", Shape(ms=2000))
@@ -127,7 +127,7 @@ def test_the_port_of_a_dead_process_is_refused_until_it_is_back(proxy: Proxy) ->
         assert hears(connection, b"2")
 
 
-def test_a_proxy_that_has_ended_is_told_of(proxy: Proxy) -> None:
+def test_a_proxy_that_has_ended_is_an_error(proxy: Proxy) -> None:
     proxy._process.kill()
     proxy._process.wait()  # then what is written to it stays behind, until it is closed
     with pytest.raises(Error, match="the proxy has ended with exit code -9"):
@@ -217,7 +217,7 @@ def test_where_namespaces_are_refused_the_proxy_is_offered(monkeypatch: pytest.M
         netns.enter()
 
 
-def test_what_the_kernel_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_kernel_feature_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(netns.Namespaces, "can_shape", staticmethod(lambda: False))
     assert netns._discipline(Shape(mbit=5)) == ["tbf", "rate", "5mbit", "burst", "256kb", "latency", "400ms"]
     with pytest.raises(Error, match="this kernel has no netem"):

@@ -117,7 +117,7 @@ def test_every_fault_can_be_named_in_a_plan() -> None:
         ("{about: x, duration: 5, faults: [{at: 1, do: cordon, target: s1, for: 1}]}", "cordon needs nodes"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_place_and_what_is_allowed(document: str, words: str) -> None:
+def test_an_error_names_its_place_in_the_plan_and_the_allowed_values(document: str, words: str) -> None:
     with pytest.raises(PlanError) as raised:
         parse(document, "tested", "tested.yaml")
     assert str(raised.value).startswith("tested.yaml: ")
@@ -159,7 +159,7 @@ def test_drawn_values_and_times_stay_in_their_bounds(seed: int) -> None:
     assert 0 <= kill.value("back") <= 1
 
 
-def test_one_entry_more_changes_nothing_about_the_others() -> None:
+def test_adding_an_entry_does_not_change_the_others() -> None:
     first = {"every": 3, "do": "kill", "target": "random"}
     alone = expand(plan_of(first), 7)
     both = expand(plan_of(first, {"every": 5, "do": "grow"}), 7)
@@ -172,7 +172,7 @@ def test_a_plan_that_would_never_end_is_refused() -> None:
         expand(plan, 0)
 
 
-def test_however_short_a_run_of_everything_is_it_has_each_of_the_great_faults() -> None:
+def test_even_a_short_run_of_everything_has_every_great_fault() -> None:
     plan = find_plan("everything")
     great = {"hoard", "hostile", "etcd-new", "etcd-full", "grow", "kill", "pause"}
     for seed in range(20):

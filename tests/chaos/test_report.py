@@ -39,13 +39,13 @@ STUCK = [
 ]
 
 
-def test_recovery_is_the_first_commit_of_what_began_later() -> None:
+def test_recovery_ends_with_the_first_commit_of_a_step_begun_after_the_fault() -> None:
     incarnations = [life("w0", *STEADY), life("w1", *STUCK)]
     found = figures.recovery(incarnations, 1.0)
     assert found == pytest.approx({"w0": 0.02, "w1": 3.2})
 
 
-def test_a_worker_that_began_later_or_ended_before_tells_nothing() -> None:
+def test_a_worker_that_was_not_running_at_the_fault_does_not_count_for_recovery() -> None:
     incarnations = [
         life("w0", (BEGUN, 1, 0.5), (BEGUN, 2, 1.5)),
         life("w0", (BEGUN, 1, 3.0), (COMMITTED, 1, 3.1), number=2),
@@ -63,7 +63,7 @@ def stall_of(
     return round(stall.seconds, 6), stall.worker, round(stall.at, 6)
 
 
-def test_the_longest_stall_leaves_out_what_was_done_to_the_worker_itself_and_no_more() -> None:
+def test_the_longest_stall_leaves_out_only_the_faults_of_the_worker_itself() -> None:
     incarnations = [life("w0", *STEADY), life("w1", *STUCK)]
     assert stall_of(incarnations) == (3.8, "w1", 0.2)
     paused = {"w1": [(2.5, 2.8), (1.0, 2.0)]}
@@ -72,14 +72,14 @@ def test_the_longest_stall_leaves_out_what_was_done_to_the_worker_itself_and_no_
     assert figures.longest_stall([], {}).seconds == 0.0
 
 
-def test_a_wait_for_the_first_commit_of_a_life_is_a_stall() -> None:
+def test_waiting_for_the_first_commit_is_a_stall() -> None:
     late = life("w0", (BEGUN, 1, 10.0), (BEGUN, 2, 10.5), (COMMITTED, 1, 14.0), (COMMITTED, 2, 14.1), number=2)
     assert stall_of([late]) == (3.5, "w0", 10.5)
     killed = {"w0": [(8.0, 11.0)]}  # it was ready again at 10
     assert stall_of([late], killed) == (3.0, "w0", 11.0)
 
 
-def test_a_life_that_ends_while_it_waits_has_stalled_until_then() -> None:
+def test_an_incarnation_that_ends_waiting_has_stalled_until_its_end() -> None:
     in_vain = life("w0", (BEGUN, 1, 1.0), (BEGUN, 2, 1.1), ended=7.1)
     assert stall_of([in_vain]) == (6.0, "w0", 1.1)
     waits = life("w0", *STUCK, (BEGUN, 4, 4.3), ended=20.2)
@@ -132,7 +132,7 @@ def test_reports_are_summed_up_by_kind_of_fault(tmp_path: Path) -> None:
         report.summary([tmp_path / "nothing"])
 
 
-def test_what_is_done_to_a_worker_excuses_its_stalls() -> None:
+def test_faults_on_a_worker_excuse_its_stalls() -> None:
     assert excused(outcome_of().faults) == {"w1": [(5.0, 10.0)]}
 
 
@@ -142,7 +142,7 @@ def untried() -> Outcome:
     return outcome
 
 
-def test_a_run_in_which_nothing_was_done_has_kept_no_promise(tmp_path: Path) -> None:
+def test_a_run_without_faults_has_kept_no_promise(tmp_path: Path) -> None:
     found = report.write(untried(), tmp_path / "1")
     assert (found["kept"], found["tried"], found["broken"]) == (False, False, [])
     assert report.verdict(found) == "nothing was tried: all 3 faults were skipped"
@@ -178,7 +178,7 @@ def reported(do: str, role: str, target: str, began: float, ended: float, **ms: 
     return {"do": do, "role": role, "target": target, "began": began, "ended": ended, "recovery_ms": ms}
 
 
-def test_figures_leave_out_workers_that_were_hit_and_tell_faults_apart_that_nobody_could_decide_on() -> None:
+def test_figures_leave_out_workers_that_were_hit_and_list_undecided_faults_apart() -> None:
     faults = [
         reported("kill", "server", "s0", 10.0, 12.0, w0=50.0, w1=70.0),
         reported("pause", "worker", "w1", 20.0, 25.0, w0=20.0, w1=5020.0),

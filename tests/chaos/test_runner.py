@@ -102,7 +102,7 @@ def test_a_run_in_which_nothing_went_wrong_has_kept_every_promise(run: Run, stag
 
 
 @pytest.mark.parametrize("moment", ["the workers end", "all is compared"])
-def test_who_dies_after_all_was_whole_has_died(
+def test_a_server_that_dies_after_recovery_breaks_a_promise(
     run: Run, stage: FakeStage, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     def dies(*arguments: Any) -> Any:
@@ -119,7 +119,7 @@ def test_who_dies_after_all_was_whole_has_died(
     assert text.endswith(": server s1 was killed by SIGSEGV")
 
 
-def test_what_a_run_that_ends_in_an_error_leaves_behind_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ends_in_an_error_reports_what_it_leaves_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     stage, reported = FakeStage(), list[str]()
     stage.left = ["node n1 takes no new pods still"]
     monkeypatch.setattr(runner, "open_stage", lambda *arguments: stage)
@@ -128,9 +128,7 @@ def test_what_a_run_that_ends_in_an_error_leaves_behind_is_told(monkeypatch: pyt
     assert reported[-1] == "node n1 takes no new pods still"
 
 
-def test_what_is_not_whole_before_the_first_fault_is_not_tormented(
-    stage: FakeStage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_fault_begins_before_every_range_has_all_replicas(stage: FakeStage, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was, and what broke then said nothing of the faults."""
     monkeypatch.setattr(stage, "start_all", lambda: None)
     monkeypatch.setattr(runner, "START_S", 0.05)
@@ -149,7 +147,7 @@ def test_a_worker_that_does_not_come_back_has_been_lost(
     assert run.outcome.broken == ["w1 was not ready again 0.05 s after all was whole; its log may say why"]
 
 
-def test_lives_without_a_step_are_told(run: Run, stage: FakeStage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incarnations_without_a_step_are_noted(run: Run, stage: FakeStage, monkeypatch: pytest.MonkeyPatch) -> None:
     incarnations = [Life("w0", n, np.array([(BEGUN, 1, 1.0)][: n % 2], RECORD)) for n in (1, 2, 3, 4)]
     monkeypatch.setattr(run.load, "incarnations", lambda began: [*incarnations, LOOKED])
     run._judge(stage)
@@ -157,14 +155,14 @@ def test_lives_without_a_step_are_told(run: Run, stage: FakeStage, monkeypatch: 
     assert run.outcome.notes == ["w0, life 2 ended before its first step", "w0, life 4 ended before its first step"]
 
 
-def test_what_is_not_whole_at_the_end_is_told(run: Run, stage: FakeStage) -> None:
+def test_missing_replicas_at_the_end_are_reported(run: Run, stage: FakeStage) -> None:
     run._plan = replace(PLAN, promises=Promises(settle_s=0.05))
     run.watch = SimpleNamespace(view=view_of([["s0", "s1"], ["s1"]]), seen=[])  # type: ignore[assignment]
     run._judge(stage)
     assert run.outcome.broken == ["not whole 0.05 s after the last fault: 1 ranges have fewer than 2 replicas"]
 
 
-def test_a_fault_that_does_not_end_is_told(run: Run, stage: FakeStage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_that_does_not_end_is_reported(run: Run, stage: FakeStage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "START_S", 0.05)
     run._plan = replace(PLAN, promises=Promises(settle_s=0.05))
     assert run.nemesis is not None
@@ -177,7 +175,7 @@ def test_a_fault_that_does_not_end_is_told(run: Run, stage: FakeStage, monkeypat
 @pytest.mark.parametrize(
     ("kind", "words"), [(FAILED, "pushes failed"), (READ_FAILED, "pulls failed"), (STALE, "pulls were stale")]
 )
-def test_what_workers_and_the_observer_noted_is_told(
+def test_wrong_values_that_workers_and_the_observer_noted_are_reported(
     run: Run, stage: FakeStage, monkeypatch: pytest.MonkeyPatch, kind: int, words: str
 ) -> None:
     incarnations = [Life("w0", 1, np.array([(BEGUN, 1, 1.0), (kind, 1, 2.0)], RECORD)), LOOKED]
@@ -186,7 +184,9 @@ def test_what_workers_and_the_observer_noted_is_told(
     assert run.outcome.broken == [f"1 {words}; the workers' logs say which"]
 
 
-def test_an_observer_that_has_read_nothing_is_told(run: Run, stage: FakeStage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_observer_that_has_read_nothing_is_reported(
+    run: Run, stage: FakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run.load, "incarnations", lambda began: [Life("observer", 1, np.array([], RECORD))])
     run._judge(stage)
     assert run.outcome.broken == ["the observer has read nothing, so nobody has seen what others read"]
@@ -196,7 +196,7 @@ def test_an_observer_that_has_read_nothing_is_told(run: Run, stage: FakeStage, m
     assert "the observer has read nothing, so nobody has seen what others read" not in run.outcome.broken
 
 
-def test_a_standstill_that_is_not_allowed_and_a_fault_after_which_nothing_went_on_are_told(
+def test_a_stall_over_the_limit_and_a_fault_without_recovery_are_reported(
     run: Run, stage: FakeStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run._plan = replace(PLAN, promises=Promises(stall_s=1.0))
@@ -211,14 +211,14 @@ def test_a_standstill_that_is_not_allowed_and_a_fault_after_which_nothing_went_o
     ]
 
 
-def test_a_view_that_is_older_is_told(run: Run, stage: FakeStage) -> None:
+def test_a_view_older_than_the_one_before_is_reported(run: Run, stage: FakeStage) -> None:
     assert run.watch is not None
     run.watch.seen += [Seen(1.0, 7, 0, 0, "a"), Seen(2.0, 6, 0, 0, "b")]
     run._judge(stage)
     assert run.outcome.broken == ["at 2.0 s the view of epoch 7 was followed by another one of epoch 6: b"]
 
 
-def test_content_that_is_wrong_or_cannot_be_read_is_told(
+def test_content_that_is_wrong_or_cannot_be_read_is_reported(
     run: Run, stage: FakeStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load_module, "check_run", lambda url, ledgers, filling: [f"wrong with {filling} rows filled"])
@@ -235,7 +235,7 @@ def test_content_that_is_wrong_or_cannot_be_read_is_told(
     assert run.outcome.broken == ["the content could not be checked: s0 does not answer"]
 
 
-def test_who_uses_more_memory_than_it_may_is_told_once(run: Run, stage: FakeStage) -> None:
+def test_a_server_over_its_memory_limit_is_reported_once(run: Run, stage: FakeStage) -> None:
     run._plan = replace(PLAN, cluster=replace(PLAN.cluster, memory="512MiB"))
     stage.used = 512 << 20
     run._weigh(stage)
@@ -247,7 +247,7 @@ def test_who_uses_more_memory_than_it_may_is_told_once(run: Run, stage: FakeStag
     assert [text.partition(" at ")[0] for text in run.outcome.broken] == ["s0 used 513 MiB", "s1 used 513 MiB"]
 
 
-def test_memory_of_which_nothing_was_seen_is_told(run: Run, stage: FakeStage) -> None:
+def test_memory_that_could_not_be_measured_is_reported(run: Run, stage: FakeStage) -> None:
     run._plan = replace(PLAN, cluster=replace(PLAN.cluster, memory="512MiB"))
     run._judge(stage)
     assert run.outcome.broken == ["nothing was seen of what servers used, of 512MiB each"]
@@ -280,7 +280,7 @@ class Workers:
         return 0
 
 
-def test_a_life_ends_as_the_next_one_of_its_worker_is_started_or_as_all_are_asked_to(tmp_path: Path) -> None:
+def test_an_incarnation_ends_when_the_next_one_starts_or_the_load_finishes(tmp_path: Path) -> None:
     stage = Workers(tmp_path)
     load = Load(PLAN, 0, stage)  # type: ignore[arg-type]
     times = [time.time()]
@@ -294,7 +294,7 @@ def test_a_life_ends_as_the_next_one_of_its_worker_is_started_or_as_all_are_aske
     assert observer.worker == "observer"
 
 
-def test_who_does_not_run_at_the_end_has_ended_nobody_knows_when(tmp_path: Path) -> None:
+def test_the_end_of_a_worker_that_is_already_gone_is_unknown(tmp_path: Path) -> None:
     stage = Workers(tmp_path)
     load = Load(PLAN, 0, stage)  # type: ignore[arg-type]
     load.start()

@@ -69,7 +69,7 @@ def run(tmp_path: Path, text: str) -> dict[str, object]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(320)
-def test_a_short_run_keeps_every_promise_and_tells_how(tmp_path: Path) -> None:
+def test_a_short_run_keeps_every_promise_and_writes_its_report(tmp_path: Path) -> None:
     found = run(tmp_path, SHORT)
     assert found["kept"]
     assert found["command"] == f"elasticps chaos run {tmp_path}/short.yaml --seed 3"
@@ -146,7 +146,7 @@ def test_the_ready_plans_are_listed() -> None:
     [(["run"], "run needs one plan"), (["run", "nothing"], "no ready plan is called 'nothing'"),
      (["summary", "/nowhere"], "no report.json")],
 )  # fmt: skip
-def test_what_cannot_be_run_is_said_with_exit_code_2(words: list[str], text: str) -> None:
+def test_a_run_that_is_impossible_is_refused_with_exit_code_2(words: list[str], text: str) -> None:
     done = subprocess.run(command(*words), capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2
     assert text in done.stderr

@@ -23,7 +23,7 @@ def stage() -> Iterator[Processes]:
     assert stage.close() == []
 
 
-def test_who_was_killed_and_is_paused_at_the_same_moment_stays_dead_until_its_time(stage: Processes) -> None:
+def test_a_killed_process_stays_dead_even_if_paused_at_the_same_moment(stage: Processes) -> None:
     """It was started at once, and the faults waited for its death until the end of the run."""
     stage.add_worker("w", lambda: [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"], says_ready=False)
     stage.kill("w")
@@ -52,7 +52,7 @@ def wait_for_the_end(stage: Processes, name: str) -> None:
     assert not stage.running(name)
 
 
-def test_who_ends_by_itself_is_told_once_and_started_again_only_by_who_looks_after_it(stage: Processes) -> None:
+def test_a_process_that_ends_by_itself_is_reported_once_and_restarted_by_poll(stage: Processes) -> None:
     ending(stage, "s0", "server", 3)
     job = stage._jobs["s0"]
     job.since, first = 0.0, job.process
@@ -65,7 +65,7 @@ def test_who_ends_by_itself_is_told_once_and_started_again_only_by_who_looks_aft
 
 
 @pytest.mark.parametrize("role", ["hoard", "hostile"])
-def test_who_has_ended_beside_the_cluster_is_not_started_again(stage: Processes, role: str) -> None:
+def test_a_helper_process_that_has_worked_is_not_restarted(stage: Processes, role: str) -> None:
     """A hoard would take rows for its own to which the one before it had added, a hostile peer go on after its time."""
     ending(stage, "it", role, 1)
     job = stage._jobs["it"]
@@ -76,7 +76,7 @@ def test_who_has_ended_beside_the_cluster_is_not_started_again(stage: Processes,
     assert stage.worked("it")
 
 
-def test_who_was_never_ready_beside_the_cluster_is_started_again_and_has_not_worked(stage: Processes) -> None:
+def test_a_helper_process_that_was_never_ready_is_restarted(stage: Processes) -> None:
     ending(stage, "it", "hostile", 1, ready=False)
     job = stage._jobs["it"]
     job.since, first = 0.0, job.process
@@ -86,7 +86,7 @@ def test_who_was_never_ready_beside_the_cluster_is_started_again_and_has_not_wor
     assert not stage.worked("it")
 
 
-def test_who_was_ready_once_has_worked(stage: Processes) -> None:
+def test_a_helper_process_that_was_ready_once_counts_as_having_worked(stage: Processes) -> None:
     ending(stage, "it", "hostile", 0)
     stage._jobs["it"].command = lambda: [sys.executable, "-I", "-S", "-c", ""]
     stage.start("it")
@@ -94,7 +94,7 @@ def test_who_was_ready_once_has_worked(stage: Processes) -> None:
     assert stage.worked("it")
 
 
-def test_who_is_done_while_others_are_looked_at_is_not_started_again(
+def test_a_worker_that_finishes_during_a_poll_is_not_restarted(
     stage: Processes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A second life added its rows once more, and took the sums for pushes that counted twice (seed 124)."""
@@ -117,7 +117,7 @@ def test_who_is_done_while_others_are_looked_at_is_not_started_again(
     assert not stage.running("w")
 
 
-def test_a_process_that_outlives_the_run_is_told() -> None:
+def test_a_process_that_outlives_the_run_is_reported() -> None:
     stage = Processes(Loopback())
     command = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
     with subprocess.Popen(command, env={MARK: str(stage.folder)}) as left:
@@ -128,7 +128,7 @@ def test_a_process_that_outlives_the_run_is_told() -> None:
     assert text == f"process {left.pid} of the run was left: {' '.join(command)}"
 
 
-def test_all_is_ended_where_logs_cannot_be_kept(tmp_path: Path) -> None:
+def test_all_processes_end_even_if_logs_cannot_be_kept(tmp_path: Path) -> None:
     """The network and the folder of the run were left behind."""
     stage = Processes(Loopback())
     ending(stage, "it", "server", 0)
@@ -138,7 +138,7 @@ def test_all_is_ended_where_logs_cannot_be_kept(tmp_path: Path) -> None:
     assert not stage.folder.exists()
 
 
-def test_what_a_process_uses_is_seen(stage: Processes, eventually: Eventually) -> None:
+def test_the_memory_of_a_process_is_measured(stage: Processes, eventually: Eventually) -> None:
     stage.add_worker("w", lambda: [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"], says_ready=False)
     eventually(lambda: stage.memory_used("w") > 1 << 20)
     assert stage.late(["w"]) == []

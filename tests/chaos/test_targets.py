@@ -22,18 +22,18 @@ ROLES = {"coordinator": ["c0", "c1"], "worker": ["w0"], "etcd": ["e0", "e1"]}
     [("s2", "s2"), ("head-of:hottest", "s0"), ("tail", "s2"), ("head-of:1", "s1"), ("tail-of:2", "s3"),
      ("leader", "c1"), ("standby", "c0"), ("worker", "w0"), ("etcd", "e0"), ("random", "s0"), ("c0", "c0")],
 )  # fmt: skip
-def test_words_mean_processes(word: str, chosen: str) -> None:
+def test_each_target_word_means_certain_processes(word: str, chosen: str) -> None:
     scene = replace(scene_of(FOUR, **ROLES), leader="c1")
     assert choose(action_of("pause", word, for_=1), scene).name == chosen
 
 
-def test_heat_decides_which_range_is_the_hottest() -> None:
+def test_a_target_can_be_the_head_of_the_hottest_range() -> None:
     scene = replace(scene_of(FOUR), heat=np.array([1.0, 1.0, 1.0, 5.0]))
     assert choose(action_of("kill", "head-of:hottest"), scene).name == "s3"
     assert choose(action_of("kill", "tail"), scene).name == "s2"
 
 
-def test_the_joining_one_is_who_is_being_filled() -> None:
+def test_the_joining_target_is_the_server_being_filled() -> None:
     assert choose(action_of("pause", "joining", for_=1), scene_of(LONE)).name == "s2"
     assert "none now" in choose(action_of("pause", "joining", for_=1), scene_of(FOUR)).why
 
@@ -49,12 +49,12 @@ def test_the_only_full_replica_is_left_alone() -> None:
     assert choose(action_of("hog", "", processes=1), scene_of(LONE)).name == ""
 
 
-def test_who_is_down_does_not_count_as_a_replica() -> None:
+def test_a_server_that_is_down_does_not_count_as_a_replica() -> None:
     assert unsafe("s1", scene_of(FOUR, "s2"))
     assert not unsafe("s3", scene_of(FOUR, "s1"))
 
 
-def test_nobody_is_lost_while_a_range_has_no_replica_that_lives() -> None:
+def test_no_server_is_hit_while_a_range_has_no_live_replica() -> None:
     """One that was left out by mistake may have the last copy: s0 was paused and left out as s1 was killed, and killed
     before a leader could take it back (seed 125)."""
     view = view_of([["s1"], ["s2", "s3"]], joining=["s0", ""])
@@ -63,12 +63,12 @@ def test_nobody_is_lost_while_a_range_has_no_replica_that_lives() -> None:
     assert choose(action_of("kill", "joining"), scene_of(view)).name == "s0"
 
 
-def test_a_newer_incarnation_is_not_the_one_that_is_down() -> None:
+def test_a_newer_incarnation_of_a_dead_server_counts_as_alive() -> None:
     scene = Situation(FOUR, {"server": ["s0", "s1", "s2", "s3"]}, frozenset({("s2", 7)}))
     assert not unsafe("s1", scene)
 
 
-def test_what_runs_but_is_in_no_view_yet_waits() -> None:
+def test_a_fault_waits_for_a_server_to_be_in_the_view() -> None:
     scene = scene_of(FOUR)
     assert unsafe("s9", replace(scene, running={"server": ["s9"]})) == "s9 is in no view yet"
     assert unsafe("s0", replace(scene, view=None)) == "there is no view yet"
@@ -86,9 +86,7 @@ SERVERS = st.sampled_from(["s0", "s1", "s2", "s3"])
     st.sets(SERVERS),
     st.floats(0, 1, exclude_max=True),
 )
-def test_after_a_kill_every_range_that_had_one_still_has_a_replica(
-    chains: list[list[str]], down: set[str], draw: float
-) -> None:
+def test_no_kill_takes_the_last_replica_of_a_range(chains: list[list[str]], down: set[str], draw: float) -> None:
     scene = scene_of(view_of(chains), *down)
     name = choose(action_of("kill", "random", draw), scene).name
     if name:
@@ -96,7 +94,7 @@ def test_after_a_kill_every_range_that_had_one_still_has_a_replica(
             assert name not in chain or set(chain) - down - {name}
 
 
-def test_groups_leave_the_target_out() -> None:
+def test_groups_of_peers_leave_the_target_out() -> None:
     scene = scene_of(FOUR, **ROLES)
     assert group("others", "s1", scene) == ["s0", "s2", "s3"]
     assert group("etcd", "s1", scene) == ["e0", "e1"]
@@ -112,5 +110,5 @@ def test_groups_leave_the_target_out() -> None:
      (view_of([["s0"], ["s0"]]), ["s0"], ""),
      (view_of([["s0", "s1"], ["s0", "s1"]], ["s2", ""]), ["s0", "s1", "s2"], "1 ranges are being filled")],
 )  # fmt: skip
-def test_what_is_missing_to_be_whole(view: object, servers: list[str], why: str) -> None:
+def test_missing_replicas_are_named(view: object, servers: list[str], why: str) -> None:
     assert whole(view, servers) == why  # type: ignore[arg-type]

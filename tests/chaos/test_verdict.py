@@ -30,7 +30,7 @@ def test_epochs_never_go_back() -> None:
     assert same.startswith("at 2.0 s the view of epoch 7 was followed by another one of epoch 7")
 
 
-def test_an_etcd_made_anew_may_have_missed_the_last_view() -> None:
+def test_a_replaced_etcd_may_have_missed_the_last_view() -> None:
     renewed = FaultRecord(action_of("etcd-new", for_=1), "over", began=1.5, ended=2.5)
     assert epochs_back(seen(3, 7, 6, 7), [renewed]) == []
     assert len(epochs_back(seen(3, 7, 6, 7, 5), [renewed])) == 1
@@ -49,7 +49,7 @@ def test_a_worker_may_end_when_it_was_away_for_longer_than_others_wait() -> None
     assert not given_up("s1", PAUSED, 4.0, FENCED)
 
 
-def test_one_that_is_away_still_may_end_however_long_it_has_been() -> None:
+def test_a_worker_that_is_still_away_may_end_at_any_time() -> None:
     cut = [FaultRecord(action_of("cut", "worker", for_=60), "running", "w1", "worker", 5.0)]
     assert given_up("w1", cut, 40.0, FENCED)
 
@@ -63,12 +63,12 @@ def test_one_that_is_away_still_may_end_however_long_it_has_been() -> None:
         "belongs to incarnation 9; this is 4",
     ],
 )
-def test_what_else_a_worker_dies_of_after_a_pause_is_no_consequence_of_it(why: str) -> None:
+def test_a_worker_that_ends_for_another_reason_after_a_pause_breaks_a_promise(why: str) -> None:
     """Nobody else takes a name in a run: who is told so after a pause was told so wrongly, and that was a bug once."""
     assert not given_up("w1", PAUSED, 10.0, f"worker w1 {why}")
 
 
-def test_the_words_for_who_was_forgotten_are_those_of_the_client() -> None:
+def test_the_words_for_forgotten_workers_occur_in_the_clients_errors() -> None:
     output = inspect.getsource(dispatcher) + inspect.getsource(sessions)
     assert all(words in output for words in FORGOTTEN)
 
@@ -93,12 +93,12 @@ CLEAN = AuditReport("c", 1, 8, 2, 16, 0, 0, (), (), {}, {}, 0.1)
         ),
     ],
 )
-def test_what_an_audit_finds_is_a_broken_promise(found: dict[str, Any], words: str) -> None:
+def test_every_finding_of_an_audit_is_a_broken_promise(found: dict[str, Any], words: str) -> None:
     assert audit_words(CLEAN) == []
     assert audit_words(replace(CLEAN, **found)) == [words]
 
 
-def test_ten_differences_are_told_and_the_rest_counted() -> None:
+def test_ten_differences_are_listed_and_the_rest_counted() -> None:
     different = tuple(Difference(r, "s1", "other rows") for r in range(12))
     words = audit_words(replace(CLEAN, differences=different))
     assert len(words) == 11

@@ -48,7 +48,7 @@ def epochs(watching: Watch) -> list[int]:
     return [seen.epoch for seen in watching.seen]
 
 
-def test_an_older_view_is_seen_though_nobody_follows_it(
+def test_an_older_view_is_noted_though_no_process_adopts_it(
     store: MemoryStore, watching: Watch, eventually: Eventually
 ) -> None:
     put(store, view_of(CHAINS, epoch=5))

@@ -29,13 +29,13 @@ MANIFEST = Manifest(
 )  # fmt: skip
 
 
-def test_what_is_written_is_read() -> None:
+def test_a_manifest_survives_encoding_and_decoding() -> None:
     assert Manifest.decode(MANIFEST.encode()) == MANIFEST
     assert MANIFEST.newest_id == 11
 
 
 @given(st.data())
-def test_whatever_is_altered_is_refused(data: st.DataObject) -> None:
+def test_any_altered_byte_of_a_manifest_is_refused(data: st.DataObject) -> None:
     encoded = bytearray(MANIFEST.encode())
     at = data.draw(st.integers(0, len(encoded) - 1))
     to = data.draw(st.integers(0, 255).filter(lambda byte: byte != encoded[at]))
@@ -75,7 +75,7 @@ def test_a_document_that_is_no_manifest_is_refused_with_the_reason(changed: byte
         {"tables": {"/t": MANIFEST.tables["default/t"]}},
     ],
 )
-def test_what_contradicts_itself_is_refused(wrong: dict[str, Any]) -> None:
+def test_a_manifest_that_contradicts_itself_is_refused(wrong: dict[str, Any]) -> None:
     fields = MANIFEST.__dict__ | wrong
     with pytest.raises(CheckpointError):
         Manifest.decode(Manifest(**fields).encode())
@@ -109,7 +109,7 @@ def test_what_contradicts_itself_is_refused(wrong: dict[str, Any]) -> None:
     ],
     ids=range(22),
 )
-def test_what_nobody_writes_is_refused_where_it_is_read(path: tuple[Any, ...], wrong: object) -> None:
+def test_impossible_values_are_refused_even_with_a_right_checksum(path: tuple[Any, ...], wrong: object) -> None:
     """Though its sum is right: not in the middle of a restore."""
     fields = dataclasses.replace(MANIFEST, files=(dataclasses.replace(FILES[0], bytes=1 << 41),))
     document = json.loads(fields.encode())
@@ -141,7 +141,9 @@ def history(steps: list[tuple[int, int]]) -> dict[int, Manifest]:
 
 
 @given(HISTORY, st.builds(Keep, st.integers(1, 3), st.integers(0, 4), st.integers(0, 3)))
-def test_thinning_out_leaves_whole_chains_and_what_was_requested(steps: list[tuple[int, int]], keep: Keep) -> None:
+def test_thinning_out_leaves_whole_chains_and_the_requested_checkpoints(
+    steps: list[tuple[int, int]], keep: Keep
+) -> None:
     manifests = history(steps)
     going = superfluous(manifests, keep)
     left = {cut: manifest for cut, manifest in manifests.items() if cut not in going}
@@ -159,7 +161,7 @@ def test_thinning_out_leaves_whole_chains_and_what_was_requested(steps: list[tup
 
 
 @given(HISTORY, st.sets(st.integers(1, 12)))
-def test_nothing_goes_that_something_builds_on(steps: list[tuple[int, int]], cuts: set[int]) -> None:
+def test_no_checkpoint_that_another_builds_on_is_deleted(steps: list[tuple[int, int]], cuts: set[int]) -> None:
     manifests = history(steps)
     left = manifests.keys() - cuts
     possible = cuts <= manifests.keys() and all(manifests[cut].since not in cuts for cut in left)
@@ -179,7 +181,7 @@ def test_chains_of_several_clusters_are_refused() -> None:
         chain_of({1: some(1, 0, cluster="d@2"), 2: some(2, 1)}, 2)
 
 
-def test_a_catalog_of_everything(tmp_path: Any) -> None:
+def test_a_catalog_lists_whole_damaged_and_unfinished_checkpoints(tmp_path: Any) -> None:
     storage = Storage(str(tmp_path))
     tables = {"default/t": (3, TableSpec("t", 4, spec.Adam(0.1)))}
     first = write(storage, 1, tables, {})

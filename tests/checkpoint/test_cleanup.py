@@ -25,7 +25,9 @@ def made(storage: Storage, cut: int) -> Manifest:
     return write(storage, cut, {"default/t": (7, TABLE)}, {"default/t": change}, since=cut - 1, time=float(cut))
 
 
-def test_a_long_chain_is_merged_and_old_checkpoints_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_chain_is_merged_and_old_checkpoints_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(schedule, "MERGE_AFTER", 2)
     storage = Storage(str(tmp_path))
     cleaner = Cleaner(storage.url, "last=1")

@@ -25,9 +25,7 @@ from tests.checkpoint.writer import Change, row, write
 TABLE = TableSpec("t", 3, spec.Adagrad(0.1))
 
 
-def test_they_come_back_although_nobody_remembers_that_they_were_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recovery_under_way_continues_in_a_new_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(
         Storage(str(tmp_path)), 1, {"default/t": (7, TABLE)}, {"default/t": Change({1: row(TABLE, 1)})}, ranges=2,
         cluster="test@one",

@@ -47,9 +47,7 @@ STEPS = st.lists(st.lists(st.one_of(PUT, PUT, DELETE, CLEAR), max_size=12), min_
 
 @settings(max_examples=60)
 @given(steps=STEPS, late=st.integers(0, 4), small=st.booleans())
-def test_a_chain_gives_what_there_was_and_so_does_what_it_is_merged_to(
-    steps: list[Any], late: int, small: bool
-) -> None:
+def test_a_chain_and_its_merge_both_give_the_content_at_the_cut(steps: list[Any], late: int, small: bool) -> None:
     storage = Storage(f"memory://{uuid.uuid4()}")
     state: dict[str, dict[int, bytes]] = {"default/old": {}, "default/new": {}}
     for cut, changes in enumerate(steps, 1):
@@ -127,7 +125,7 @@ def storage() -> Storage:
     return made
 
 
-def test_a_gap_is_refused(storage: Storage) -> None:
+def test_a_chain_with_a_gap_is_refused(storage: Storage) -> None:
     storage.delete(["000002/manifest.json"])
     with pytest.raises(CheckpointError, match=r"3 adds to 2, which cannot be had: .* has no checkpoint 2; there are 1"):
         catalog.chain(storage)
@@ -166,7 +164,7 @@ def test_a_range_that_is_missing_is_found() -> None:
 
 
 @pytest.mark.parametrize("some", [1 << 45, 2.0])
-def test_nothing_is_read_that_a_file_cannot_have(tmp_path: Path, some: float) -> None:
+def test_sizes_that_a_file_cannot_have_are_refused_before_reading(tmp_path: Path, some: float) -> None:
     """Though all sums are right: no memory is taken for it."""
     many: Any = some  # rows
     header = rows._header(rows._tensors(rows.columns(OLD), many, 0), [rows.Segment(0, 0, many, 0, 0, True, "")])

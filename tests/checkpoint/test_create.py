@@ -27,7 +27,7 @@ from replication.messages import ERASER
 from tests.checkpoint.fake_servers import GONE, NEW, ONE, Fake, P, Scene
 
 
-def test_what_servers_have_written_is_published_with_the_clocks_of_the_cut(scene: Scene) -> None:
+def test_files_of_all_servers_are_published_with_the_clocks_of_the_cut(scene: Scene) -> None:
     async def main() -> None:
         await scene.begin()
         reported: list[int] = []
@@ -61,7 +61,7 @@ def test_what_servers_have_written_is_published_with_the_clocks_of_the_cut(scene
         b'{"table": 3, "x": ' + b"[" * 500 + b"]" * 500 + b"}",
     ],
 )
-def test_what_workers_may_have_written_stops_no_checkpoint(scene: Scene, value: bytes) -> None:
+def test_damaged_entries_of_workers_stop_no_checkpoint(scene: Scene, value: bytes) -> None:
     """Found in a review: it could not be made, or was published and could not be read."""
 
     async def main() -> None:
@@ -89,7 +89,7 @@ def test_what_workers_may_have_written_stops_no_checkpoint(scene: Scene, value: 
         ("a/nothing", {"id": 4, "spec": "{}"}),
     ],
 )
-def test_a_table_that_a_worker_registers_beside_another_one_s_stops_no_checkpoint(
+def test_a_table_that_conflicts_with_a_registered_one_stops_no_checkpoint(
     scene: Scene, key: str, entry: dict[str, object]
 ) -> None:
     """It could not be made, or was published with two tables of one number and could not be read."""
@@ -106,7 +106,7 @@ def test_a_table_that_a_worker_registers_beside_another_one_s_stops_no_checkpoin
     asyncio.run(main())
 
 
-def test_a_table_s_entry_that_has_become_nonsense_is_left_out_or_reported(scene: Scene) -> None:
+def test_a_damaged_table_entry_is_left_out_or_reported(scene: Scene) -> None:
     async def main() -> None:
         await scene.begin()
         table = {"id": 4, "spec": TableSpec("other", 2, Accumulate()).to_json(), "creator": 1}
@@ -139,9 +139,7 @@ def test_the_next_checkpoint_is_an_increment_unless_a_full_one_is_requested(scen
     asyncio.run(main())
 
 
-def test_a_chain_does_not_become_too_long_and_another_cluster_s_is_not_added_to(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chain_stays_short_and_never_adds_to_another_clusters(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(create, "MOST_INCREMENTS", 2)
 
     async def main() -> None:
@@ -166,9 +164,7 @@ def test_a_chain_does_not_become_too_long_and_another_cluster_s_is_not_added_to(
         ({"lost": True}, "server s1, which writes 2 ranges, has lost ranges that it was to write"),
     ],
 )
-def test_nothing_is_published_when_a_server_does_not_come_to_the_end(
-    scene: Scene, fault: dict[str, Any], says: str
-) -> None:
+def test_nothing_is_published_when_a_server_does_not_finish(scene: Scene, fault: dict[str, Any], says: str) -> None:
     async def main() -> None:
         await scene.begin()
         vars(scene.servers["s1"]).update(fault)
@@ -180,7 +176,9 @@ def test_nothing_is_published_when_a_server_does_not_come_to_the_end(
     asyncio.run(main())
 
 
-def test_what_was_deleted_or_replaced_meanwhile_is_not_published(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_whose_files_were_deleted_or_replaced_is_not_published(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As by another cluster that writes to the same place, and takes this one for given up."""
 
     async def written(*arguments: Any) -> Any:
@@ -220,7 +218,7 @@ def test_a_failed_cleanup_is_no_reason_to_fail(scene: Scene, monkeypatch: pytest
     asyncio.run(main())
 
 
-def test_somebody_else_s_checkpoint_of_that_number_stays(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_clusters_checkpoint_of_the_same_number_stays(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of another cluster; what servers have written beside it goes, and the next number is taken."""
     publish, files = catalog.publish, ("000001/manifest.json", "000001/t-4/theirs.000.safetensors")
 
@@ -271,7 +269,7 @@ def test_a_table_that_is_being_restored_is_in_no_checkpoint_in_part(scene: Scene
     asyncio.run(story())
 
 
-def test_what_it_adds_to_is_deleted_meanwhile(scene: Scene) -> None:
+def test_an_increment_whose_base_is_deleted_is_begun_again_in_full(scene: Scene) -> None:
     """Nobody could ever read it: it is begun again, as a full one."""
 
     async def story() -> None:
@@ -292,7 +290,7 @@ def test_what_it_adds_to_is_deleted_meanwhile(scene: Scene) -> None:
     asyncio.run(story())
 
 
-def test_a_number_that_something_else_has_is_left_out(
+def test_a_number_that_is_already_taken_is_skipped(
     scene: Scene, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A folder of somebody's, called as a checkpoint could be: no checkpoint counts from there, or is written there."""
@@ -340,7 +338,7 @@ def test_the_end_of_the_numbers_is_reported_before_anything_is_written(scene: Sc
 
 
 @pytest.mark.parametrize("value", [b"", b"[]", b"-1", b"9" * 5000, b"1e9"])
-def test_a_last_number_that_is_none_ends_no_checkpoint(scene: Scene, value: bytes) -> None:
+def test_a_damaged_last_number_ends_no_checkpoint(scene: Scene, value: bytes) -> None:
     async def main() -> None:
         await scene.begin()
         await scene.store.put(cuts.LAST, value)

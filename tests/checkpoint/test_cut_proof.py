@@ -90,17 +90,17 @@ def test_a_cut_goes_through_every_range_once(taken: list[CutTaken], says: str) -
         ({"closed": {"a": 2}}, "the rounds of 'a' that are closed differ: [2, 3]"),
     ],
 )
-def test_an_error_names_what_is_wrong(other: dict[str, object], says: str) -> None:
+def test_the_verdict_names_what_is_inconsistent(other: dict[str, object], says: str) -> None:
     taken = [WHOLE._replace(ranges=(0, 1)), WHOLE._replace(ranges=(2, 3), **other)]  # type: ignore[arg-type]
     verdict = judge(taken, {1: "a", 2: "a"}, {})
     assert verdict.why == says
 
 
-def test_a_worker_that_wrote_on_while_it_held_is_found() -> None:
+def test_a_worker_that_wrote_while_it_held_is_found() -> None:
     assert judge([WHOLE], {1: "a"}, {1: 2}).why == "worker 1 holds at step 2, and ranges have 3"
     assert judge([WHOLE], {1: "a", 9: "a"}, {1: 3, 9: 7}).clocks == {1: 3, 2: 5, 9: 7}
 
 
-def test_a_worker_that_went_on_above_a_base_and_has_pushed_nothing_since_is_no_liar() -> None:
+def test_a_worker_above_its_base_without_a_push_since_is_consistent() -> None:
     """Found by the simulator: after a pause a worker goes on at the clock of the others."""
     assert judge([WHOLE], {1: "a"}, {1: 9}).clocks == {1: 3, 2: 5}

@@ -53,7 +53,7 @@ def place() -> str:
     return url
 
 
-def test_all_of_an_application_goes_out(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_tables_of_an_application_are_exported(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporting, "CHUNK_BYTES", 100)
     reported: list[int] = []
     written = export_checkpoint(place, tmp_path / "out", with_slots=True, rows={"half": 9}, tell=reported.append)
@@ -116,13 +116,13 @@ def test_files_of_a_table_and_of_a_tensor_that_is_called_like_its_column(tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["npz", "parquet"])
-def test_in_other_formats_and_older_ones(place: str, tmp_path: Path, kind: str) -> None:
+def test_older_checkpoints_are_exported_in_every_format(place: str, tmp_path: Path, kind: str) -> None:
     written = export_checkpoint(place, tmp_path / "out", cut=1, tables=["open"], kind=kind, dtype="float16")
     assert written == {"open": 40}
     assert (tmp_path / "out" / f"open.{kind}").exists()
 
 
-def test_what_cannot_be_leaves_nothing(place: str, tmp_path: Path) -> None:
+def test_an_impossible_export_leaves_no_files(place: str, tmp_path: Path) -> None:
     with pytest.raises(UnknownTable, match="no table 't'"):
         export_checkpoint(place, tmp_path / "out", tables=["t"])
     with pytest.raises(ConfigError, match="which is no table"):
@@ -144,7 +144,7 @@ def test_what_cannot_be_leaves_nothing(place: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["copied"]
 
 
-def test_a_table_is_written_as_it_is_read(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_exported_in_portions(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for some of its rows is enough."""
     read, early = 0, list[int]()
 

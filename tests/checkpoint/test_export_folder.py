@@ -109,7 +109,7 @@ def test_a_folder_that_was_replaced_while_it_was_written_is_not_published(place:
     assert not (tmp_path / "out").exists()
 
 
-def test_something_that_was_made_meanwhile_stays(place: str, tmp_path: Path) -> None:
+def test_a_target_that_appears_during_the_export_stays(place: str, tmp_path: Path) -> None:
     def tell(rows: int) -> None:
         (tmp_path / "out").mkdir(exist_ok=True)
         (tmp_path / "out" / "x").write_text("x")
@@ -140,7 +140,7 @@ def test_the_current_folder_and_long_names_are_targets(
     assert long.stat().st_mode & 0o777 == (tmp_path / "here").stat().st_mode & 0o777
 
 
-def test_a_file_is_replaced_without_touching_what_lies_beside_it(tmp_path: Path) -> None:
+def test_a_file_is_replaced_without_touching_its_neighbours(tmp_path: Path) -> None:
     victim, file = tmp_path / "victim", tmp_path / "key.pem"
     victim.write_text("x")
     (tmp_path / ".key.pem.new").symlink_to(victim)

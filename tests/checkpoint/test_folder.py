@@ -91,7 +91,7 @@ def test_paths_that_lead_out_of_the_folder_are_refused(storage: Storage) -> None
             storage.get(path)
 
 
-def test_a_folder_goes_with_its_last_file_and_comes_with_the_next(tmp_path: Path) -> None:
+def test_a_folder_is_deleted_with_its_last_file_and_made_with_the_next(tmp_path: Path) -> None:
     """While one process deletes and another writes, no write is lost."""
     place = tmp_path / "place"
     program = """
@@ -116,7 +116,7 @@ while True:
     assert [path.name for path in (place / "000001").iterdir()] == ["keep"]
 
 
-def test_what_is_written_is_dated_by_the_disk(storage: Storage) -> None:
+def test_files_are_dated_by_the_disk(storage: Storage) -> None:
     (file,) = [file for file in storage.listing() if file.path.endswith("manifest.json")]
     assert abs(file.time - time.time()) < 3600
     with pytest.raises(NotThere):

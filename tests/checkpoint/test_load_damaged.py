@@ -97,7 +97,7 @@ def test_bfloat16_weights_of_a_safetensors_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("saved", [torch.ones(3), [torch.ones(3)], {1: torch.ones(3)}, 7])
-def test_what_torch_saved_and_is_no_state_dict_is_refused(tmp_path: Path, saved: object) -> None:
+def test_a_torch_file_without_a_state_dict_is_refused(tmp_path: Path, saved: object) -> None:
     torch.save(saved, tmp_path / "m.pt")
     with pytest.raises((ConfigError, UnknownTable), match=r"m\.pt"):
         loading.load(cast(Client, Loaded()), tmp_path / "m.pt")

@@ -32,7 +32,7 @@ NAMED = st.one_of(st.none(), st.sets(st.sampled_from(["t/own.a", "t/own.b", "t/o
     st.dictionaries(st.integers(1, 5), FILES), st.dictionaries(st.integers(1, 5), NAMED), st.integers(0, 10),
     st.integers(0, 6),
 )  # fmt: skip
-def test_what_goes_is_named_by_nobody_and_still_or_ours(
+def test_deleted_files_are_unnamed_and_either_old_or_our_own(
     folders: dict[int, dict[str, float]], named: dict[int, set[str] | None], before: float, below: int
 ) -> None:
     named = {cut: names for cut, names in named.items() if NAME in folders.get(cut, {})}
@@ -67,7 +67,7 @@ def age(folder: Path, seconds: float = 7200) -> None:
             os.utime(path, (at, at))
 
 
-def test_what_a_cluster_has_given_up_goes_with_its_next_checkpoint_and_what_another_one_writes_does_not(
+def test_a_cluster_deletes_its_own_abandoned_files_and_no_others(
     tmp_path: Path,
 ) -> None:
     storage = Storage(str(tmp_path))
@@ -108,9 +108,7 @@ def dies_while(at: Callable[[str], bool], storage: Storage, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("at", ["merged", NAME, "deleted"])
-def test_what_a_merge_that_died_has_left_goes_when_it_is_old(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
-) -> None:
+def test_old_files_of_a_dead_merge_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
     monkeypatch.setattr(maintenance, "FILE_BYTES", 100)  # of many files
     storage = Storage(str(tmp_path))
     chain = begin(storage)
@@ -139,7 +137,7 @@ def test_what_a_merge_that_died_has_left_goes_when_it_is_old(
     assert merged.cluster == chain[-1].cluster
 
 
-def test_a_merge_of_what_is_deleted_meanwhile_leaves_nothing() -> None:
+def test_a_merge_whose_sources_are_deleted_leaves_no_files() -> None:
     storage = Storage(f"memory://{uuid.uuid4()}")
     chain = begin(storage)
     before = storage.files()
@@ -155,7 +153,7 @@ def test_a_merge_of_what_is_deleted_meanwhile_leaves_nothing() -> None:
     assert [path for path, _ in storage.files()] == begin_again
 
 
-def test_of_two_merges_at_once_one_fails_with_the_reason(tmp_path: Path) -> None:
+def test_two_merges_at_once_give_one_result_and_one_error(tmp_path: Path) -> None:
     storage = Storage(str(tmp_path))
     chain = begin(storage)
     done: list[Manifest] = []

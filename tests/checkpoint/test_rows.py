@@ -42,7 +42,7 @@ ADDED = st.tuples(
 
 
 @given(of=SPECS, added=st.dictionaries(st.integers(0, 255), ADDED, max_size=5), pieces=st.integers(1, 3))
-def test_what_is_written_is_read(of: TableSpec, added: dict[int, Any], pieces: int) -> None:
+def test_rows_survive_writing_and_reading(of: TableSpec, added: dict[int, Any], pieces: int) -> None:
     file = RowFile(of)
     for r, (keys, deleted, full) in sorted(added.items()):
         rows = some_rows(of, keys, r)
@@ -131,7 +131,7 @@ def test_a_byte_that_was_altered_is_found(at: int, to: int) -> None:
         decode(of, bytes(data))
 
 
-def test_what_is_no_such_file_is_refused() -> None:
+def test_a_file_of_another_kind_is_refused() -> None:
     of = TableSpec("t", 4, spec.Adagrad(0.1))
     file = RowFile(of)
     file.add(0, np.arange(9), some_rows(of, list(range(9)), 0), np.zeros(9, np.int32), full=True)

@@ -77,7 +77,7 @@ def test_large_files_go_in_parts_and_come_in_parts(either: FakeS3 | MotoS3) -> N
 
 
 @pytest.mark.parametrize("status", [500, 503])
-def test_errors_that_pass_are_not_reported(either: FakeS3 | MotoS3, status: int) -> None:
+def test_temporary_errors_are_retried(either: FakeS3 | MotoS3, status: int) -> None:
     left = {"PUT": 2, "GET": 2}
 
     def trouble(method: str, path: str, headers: dict[str, str]) -> tuple[int, str] | None:
@@ -100,7 +100,7 @@ def test_errors_that_pass_are_not_reported(either: FakeS3 | MotoS3, status: int)
         (500, "InternalError", "Internal"),
     ],
 )
-def test_errors_that_stay_are_reported_in_one_line(s3: FakeS3, status: int, code: str, reason: str) -> None:
+def test_permanent_errors_are_reported_in_one_line(s3: FakeS3, status: int, code: str, reason: str) -> None:
     there = Storage("s3://models/run")
     there.put("000001/there", b"1")
     s3.trouble = lambda method, path, headers: (status, code)

@@ -53,7 +53,7 @@ def test_a_request_that_fills_its_key_is_answered() -> None:
     asyncio.run(main())
 
 
-def test_an_answer_that_nobody_takes_goes_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_is_never_taken_is_deleted_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         store = MemoryStore()
         schedule = CheckpointSchedule(store, None, 0.0)
@@ -68,7 +68,7 @@ def test_an_answer_that_nobody_takes_goes_after_a_while(monkeypatch: pytest.Monk
     asyncio.run(main())
 
 
-def test_the_leader_makes_one_so_often_and_answers_those_who_ask(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_leader_makes_checkpoints_on_time_and_on_request(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elasticps.checkpoint.schedule._LOOK_S", 0.001)
 
     async def main() -> None:
@@ -129,7 +129,7 @@ def test_the_leader_makes_one_so_often_and_answers_those_who_ask(scene: Scene, m
     asyncio.run(main())
 
 
-def test_where_nothing_has_changed_no_increment_is_made(scene: Scene) -> None:
+def test_an_idle_cluster_gets_no_increment(scene: Scene) -> None:
     """An idle cluster filled its folder with increments of no rows."""
 
     async def main() -> None:

@@ -21,7 +21,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return Storage(str(tmp_path / "there" / "deep") if request.param == "file" else f"memory://{uuid.uuid4()}")
 
 
-def test_what_is_put_is_there(storage: Storage) -> None:
+def test_a_file_that_was_put_can_be_read_and_listed(storage: Storage) -> None:
     assert storage.files() == []
     assert storage.folders() == []
     storage.put("000001/a b%2Fc/x", b"first")
@@ -42,7 +42,7 @@ def test_what_is_put_is_there(storage: Storage) -> None:
     assert storage.folders() == ["000001"]
 
 
-def test_of_several_one_is_first(storage: Storage) -> None:
+def test_only_one_of_several_writers_creates_a_file(storage: Storage) -> None:
     contents = [str(i).encode() * 1000 for i in range(8)]
     with ThreadPoolExecutor(8) as pool:
         won = list(pool.map(lambda content: storage.put_new("x/manifest", content), contents))
@@ -109,7 +109,7 @@ def test_an_unusable_url_is_refused_with_the_reason(tmp_path: Path) -> None:
         ("file://[x/run", "is no URL of checkpoints"),
     ],
 )
-def test_what_has_no_meaning_in_a_url_is_refused(url: str, says: str) -> None:
+def test_url_parts_without_meaning_are_refused(url: str, says: str) -> None:
     """Else two places are one: checkpoints of one cluster would be taken for those of another."""
     with pytest.raises(CheckpointError, match=says):
         Storage(url)

@@ -24,7 +24,7 @@ TABLE = TableSpec("t", 2, Accumulate())
 SERVERS = tuple(ServerInfo(name, 1, f"{name}:1", f"{name}:2") for name in ("s0", "s1"))
 
 
-def test_it_is_gone_on_with_under_other_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_restore_is_repeated_with_other_table_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elasticps.checkpoint.storage._memory", {})
     url = "memory://undone"
     write(Storage(url), 1, {"default/t": (7, TABLE)}, {"default/t": Change({1: row(TABLE, 1)})})
@@ -68,7 +68,7 @@ def test_it_is_gone_on_with_under_other_ids(monkeypatch: pytest.MonkeyPatch) -> 
     asyncio.run(story())
 
 
-def test_a_name_that_is_taken_meanwhile_leaves_no_other_one_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restore_whose_table_name_is_taken_registers_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elasticps.checkpoint.storage._memory", {})
     url = "memory://taken"
     tables = {f"default/{name}": (id_, TableSpec(name, 2, Accumulate())) for name, id_ in (("a", 7), ("b", 8))}

@@ -60,7 +60,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
     return made
 
 
-def test_servers_that_the_named_one_does_not_know_are_contacted_too(scene: Scene) -> None:
+def test_servers_that_the_first_server_does_not_know_are_contacted_too(scene: Scene) -> None:
     """It had been cut off. They seemed not to answer, and whoever gave them up lost what they had."""
     scene.serve(A, view(7, A, B))
     for server in (B, C):

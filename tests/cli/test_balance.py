@@ -23,14 +23,14 @@ def test_a_weight_is_a_share() -> None:
     assert balance([server("s0", 100), server("s1", 100, weight=3.0)])["bytes"] == 2.0
 
 
-def test_who_drains_holds_nothing_or_is_silent_does_not_count() -> None:
+def test_draining_empty_and_silent_servers_do_not_count() -> None:
     others = [server("s0"), server("s1")]
     strange = [server("s2", 9, draining=True), server("s3", 9, ranges_held=0), server("s4", 9, rows=None)]
     assert balance([*others, *strange])["bytes"] == 1.0
     assert balance(others[:1]) == {"bytes": None, "rows": None, "requests": None}
 
 
-def test_requests_are_those_since_the_last_look_or_of_a_second_of_life() -> None:
+def test_requests_are_counted_since_the_last_status_or_per_second_of_uptime() -> None:
     before = [server("s0", pulls=1000), server("s1", pulls=10)]
     now = [server("s0", pulls=1100), server("s1", pulls=110)]
     assert balance(now, before)["requests"] == 1.0

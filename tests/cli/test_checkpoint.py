@@ -38,7 +38,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path / "there"
 
 
-def test_what_is_there_is_listed_and_shown(place: Path, tmp_path: Path) -> None:
+def test_checkpoints_are_listed_and_shown(place: Path, tmp_path: Path) -> None:
     assert "2001-09-09 01:46:43 UTC" in run("list", place)
     there = json.loads(run("list", place, "--json"))
     assert [(one["cut"], one["since"], one["rows"]) for one in there["checkpoints"]] == [
@@ -58,7 +58,7 @@ def test_what_is_there_is_listed_and_shown(place: Path, tmp_path: Path) -> None:
     assert "cut off" in run("verify", place, code=1)
 
 
-def test_what_is_wrong_is_found(place: Path) -> None:
+def test_damaged_checkpoints_are_found(place: Path) -> None:
     assert "checkpoint 1, 2, 3: 0 problems, 60 rows" in run("verify", place)
     (path,) = place.glob("000001/t-7/s0-*.safetensors")
     data = bytearray(path.read_bytes())
@@ -70,7 +70,7 @@ def test_what_is_wrong_is_found(place: Path) -> None:
     assert json.loads(run("verify", place, 1, "--json", code=1))["checkpoints"] == [1]
 
 
-def test_what_is_merged_and_deleted(place: Path) -> None:
+def test_checkpoints_are_merged_and_deleted(place: Path) -> None:
     assert "checkpoint 3 builds on 2" in run("delete", place, 2, code=1)
     assert "say which" in run("delete", place, code=2)
     assert "--keep takes" in run("delete", place, "--keep", "newest=1", code=2)

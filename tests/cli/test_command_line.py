@@ -143,7 +143,7 @@ def test_the_exit_code_is_right_with_closed_streams() -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EFBIG, errno.EIO, errno.EDQUOT])
-def test_what_a_machine_refuses_is_one_line(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_the_system_is_one_line(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     def write() -> None:
         raise OSError(number, os.strerror(number), "model.safetensors")
 
@@ -166,7 +166,7 @@ def test_ctrl_c_while_the_command_is_loaded_leaves_no_traceback(monkeypatch: pyt
     assert ended.value.code == ExitCode.INTERRUPTED
 
 
-def test_who_was_started_to_outlive_the_terminal_does() -> None:
+def test_a_command_started_by_nohup_outlives_its_terminal() -> None:
     """As by nohup, which has it ignore SIGHUP."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

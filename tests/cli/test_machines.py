@@ -18,7 +18,7 @@ COMMANDS = re.findall(
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_a_command_of_the_page_is_one(line: str, tmp_path: Path) -> None:
+def test_each_command_on_the_page_can_be_parsed(line: str, tmp_path: Path) -> None:
     block = re.search(r"```toml\n(.*?)```", PAGE, re.S)
     assert block is not None
     file = tmp_path / "elasticps.toml"

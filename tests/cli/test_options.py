@@ -91,7 +91,7 @@ def test_a_damaged_record_is_named_and_holds_up_no_other_cluster(recorded: None,
     assert "no local cluster is there" not in plain(alone)
 
 
-def test_logs_bear_that_a_cluster_ends_while_they_look(
+def test_logs_survive_a_cluster_that_ends_meanwhile(
     recorded: None, state_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its folder lists files that are gone when they are opened."""
@@ -136,7 +136,7 @@ def test_a_wrong_file_is_reported_without_a_traceback(text: str, says: str | Non
     assert "Traceback" not in result.output
 
 
-def test_a_file_may_speak_of_commands_below_others(
+def test_an_options_file_may_have_sections_for_subcommands(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state_folder: Path
 ) -> None:
     text = (
@@ -153,7 +153,7 @@ def test_a_file_may_speak_of_commands_below_others(
     assert "tables has no option --fist" in plain(run("tables"))
 
 
-def test_a_file_that_is_not_there() -> None:
+def test_a_missing_options_file_is_reported() -> None:
     result = run("status", "--config", "/nowhere/x.toml")
     assert result.exit_code == ExitCode.USAGE
     assert "cannot read /nowhere/x.toml: No such file" in plain(result)
@@ -201,7 +201,7 @@ def test_impossible_options_are_reported_in_one_message(
     assert isinstance(result.exception, SystemExit)
 
 
-def test_a_name_that_is_no_text_is_shown_all_the_same(tmp_path: Path) -> None:
+def test_a_name_that_is_not_utf_8_is_shown_all_the_same(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "elasticps", "checkpoint", "list", os.fsdecode(os.fsencode(tmp_path) + b"/\xff")]
     strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
     done = subprocess.run(command, capture_output=True, text=True, env=strict, timeout=100, check=False)

@@ -32,7 +32,7 @@ async def _fill(url: str, key: str, value: bytes) -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_status_bears_nonsense_under_every_key(etcd_url: NewUrl, key: str) -> None:
+def test_status_works_with_damaged_values_under_every_key(etcd_url: NewUrl, key: str) -> None:
     for value in VALUES:
         url = etcd_url()
         background.run(_fill(url, key, value))

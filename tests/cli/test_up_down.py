@@ -224,7 +224,7 @@ def test_an_interrupted_restore_is_no_success(
 
 
 @pytest.mark.slow  # `tests/e2e/test_restore.py` does it without commands
-def test_a_coordinator_brings_a_new_cluster_back_and_leaves_an_old_one_alone(
+def test_a_coordinator_restores_a_new_cluster_and_leaves_an_old_one_alone(
     etcd_url: NewUrl, tmp_path: Path, eventually: Eventually
 ) -> None:
     table = eps.TableSpec("t", 3, eps.SGD(lr=0.1))
