@@ -155,7 +155,7 @@ def mixed(rng: np.random.Generator, answers: list[list[bytes]]) -> bytes:
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 1 << 32), st.integers(1, 3))
-def test_compiled_and_python_take_the_same_from_the_same_bytes(seed: int, servers: int) -> None:
+def test_compiled_code_and_python_read_the_same_answers(seed: int, servers: int) -> None:
     rng = np.random.default_rng(seed)
     twins = Twin(servers, True), Twin(servers, False)
     try:

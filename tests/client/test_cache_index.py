@@ -90,7 +90,7 @@ def state_of(index: CacheIndex, keys: list[int]) -> dict[int, tuple[int, int, in
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(0, 9), st.booleans())
 @settings(max_examples=60)
-def test_entries_are_those_of_a_dictionary(seed: int, rows: int, staleness: int, slots: bool) -> None:
+def test_a_cache_index_has_the_entries_of_a_dictionary(seed: int, rows: int, staleness: int, slots: bool) -> None:
     random = np.random.default_rng(seed)
     # Keys of one bucket of the hash table, and others.
     universe = np.array([0, 1, 2, 3, -1, -(2**63), 2**63 - 1, *random.integers(-(2**63), 2**63 - 1, 8)])
@@ -199,7 +199,7 @@ def test_repeated_keys_are_reported_and_have_one_entry() -> None:
     assert where[0] == where[2] != where[1]
 
 
-def test_a_batch_takes_no_place_from_its_own_keys() -> None:
+def test_a_batch_never_evicts_its_own_keys() -> None:
     index = CacheIndex(2, slots=False)
     where, _ = index.find(np.arange(4))
     assert where.tolist() == [0, 1, -1, -1]
@@ -208,7 +208,7 @@ def test_a_batch_takes_no_place_from_its_own_keys() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 1000])
-def test_as_many_keys_as_rows_have_a_place(rows: int) -> None:
+def test_a_full_cache_holds_as_many_keys_as_rows(rows: int) -> None:
     index = CacheIndex(rows, slots=False)
     for first in range(0, 5 * rows, rows):
         where, _ = index.find(np.arange(first, first + rows))

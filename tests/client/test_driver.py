@@ -55,7 +55,7 @@ class Busy:
         return True
 
 
-def test_what_another_thread_queues_while_the_last_bytes_leave_is_sent_too() -> None:
+def test_bytes_that_another_thread_queues_during_a_flush_are_sent_too() -> None:
     machine, link = Machine(), Busy()
     link.driver = LinkDriver(machine, lambda link, error: None, lambda: False, lambda error: None)
     link.driver.add(cast(Link, link))

@@ -15,7 +15,7 @@ from tests.client.fake_cluster import KEYS, ONES, Cluster, Eventually, chains
 from tests.client.fakes import DIM
 
 
-def test_nobody_gets_the_address_of_a_fake_that_was_killed(cluster: Cluster) -> None:
+def test_the_port_of_a_killed_fake_server_is_not_reused(cluster: Cluster) -> None:
     """Its like in a test beside did, and answered in its place."""
     host, port = cluster.a.address.split(":")
     cluster.a.kill()
@@ -39,7 +39,7 @@ def test_a_step_that_a_lost_head_owed_goes_to_its_successor(cluster: Cluster) ->
     assert ps.committed == 2
 
 
-def test_only_the_acknowledgement_is_queried_for_where_the_step_is_applied(cluster: Cluster) -> None:
+def test_an_applied_step_is_repeated_without_its_rows(cluster: Cluster) -> None:
     ps = cluster.connect()
     ps.push({}).result()
     cluster.a.silent.add(Kind.PUSH)
@@ -69,7 +69,7 @@ def test_every_connection_hears_the_base_before_any_push(cluster: Cluster) -> No
         assert (Kind.JOIN, LAST) in kinds[:first_push]
 
 
-def test_pulls_are_queried_again_of_the_new_tail(cluster: Cluster) -> None:
+def test_pulls_are_repeated_at_the_new_tail(cluster: Cluster) -> None:
     ps = cluster.connect()
     table = cluster.table(ps)
     cluster.a.silent.add(Kind.PULL)
@@ -88,7 +88,7 @@ def test_a_pull_under_an_old_view_is_planned_again(cluster: Cluster) -> None:
     assert ps.view.epoch == 2
 
 
-def test_pulls_of_several_tables_are_queried_again_of_the_new_tail(cluster: Cluster) -> None:
+def test_pulls_of_several_tables_are_repeated_at_the_new_tail(cluster: Cluster) -> None:
     ps = cluster.connect()
     tables = [ps.table(f"t{i}", dim=DIM, optimizer=eps.Accumulate()) for i in range(3)]
     cluster.a.silent.add(Kind.PULL)
@@ -115,9 +115,7 @@ def test_pulls_of_several_tables_under_an_old_view_are_planned_again(cluster: Cl
     assert ps.view.epoch == 2
 
 
-def test_late_bytes_of_an_old_answer_of_several_tables_do_not_overwrite_a_new_one(
-    cluster: Cluster, eventually: Eventually
-) -> None:
+def test_late_bytes_of_an_old_answer_of_several_tables_are_dropped(cluster: Cluster, eventually: Eventually) -> None:
     ps = cluster.connect()
     tables, many = [ps.table(f"t{i}", dim=DIM, optimizer=eps.Accumulate()) for i in range(2)], np.arange(100_000)
     out = {table: np.full((len(many), DIM), np.nan, np.float32) for table in tables}
@@ -140,7 +138,7 @@ def test_late_bytes_of_an_old_answer_of_several_tables_do_not_overwrite_a_new_on
     assert all(set(out[table].ravel().tolist()) == {2.0} for table in tables)
 
 
-def test_late_bytes_of_an_old_answer_do_not_overwrite_a_new_one(cluster: Cluster, eventually: Eventually) -> None:
+def test_late_bytes_of_an_old_answer_are_dropped(cluster: Cluster, eventually: Eventually) -> None:
     ps = cluster.connect()
     size = 300_000
     tensor = ps.tensor("w", init=np.zeros(size, np.float32), optimizer=eps.SGD(lr=1.0))
@@ -198,7 +196,7 @@ def test_a_pull_given_up_stays_given_up(cluster: Cluster) -> None:
             read.result(timeout=0.1)
 
 
-def test_any_replica_may_be_queried(cluster: Cluster) -> None:
+def test_pulls_may_go_to_any_replica(cluster: Cluster) -> None:
     ps = cluster.connect()
     table = cluster.table(ps)
     table.pull(np.arange(2000), read="any")

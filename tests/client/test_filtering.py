@@ -38,7 +38,7 @@ FILTERS: list[list[Filter]] = [
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(FILTERS))
 @settings(max_examples=30)
-def test_nothing_is_lost_but_what_is_still_retained(seed: int, filters: list[Filter]) -> None:
+def test_sent_and_retained_gradients_add_up_to_the_given_ones(seed: int, filters: list[Filter]) -> None:
     """A twin: a dictionary, and the codec alone. The sums of what was given and of what was sent differ by it."""
     random, push, codec = np.random.default_rng(seed), PushFilter(spec(filters)), Codec(filters, DIM)
     stored: dict[int, Floats] = {}
@@ -64,7 +64,7 @@ def test_nothing_is_lost_but_what_is_still_retained(seed: int, filters: list[Fil
     assert push.feedback == Feedback(len(stored), 0)
 
 
-def test_what_was_not_sent_has_dropped_nothing() -> None:
+def test_a_push_that_was_not_sent_drops_nothing() -> None:
     push, keys = PushFilter(spec([Int8()])), np.arange(4)
     grads = rows(np.random.default_rng(1), 4)
     _, first = push.encode(keys, grads)
@@ -76,7 +76,7 @@ def test_what_was_not_sent_has_dropped_nothing() -> None:
     assert later.tobytes() != again.tobytes()
 
 
-def test_rows_below_a_threshold_stay_until_they_have_grown() -> None:
+def test_rows_below_a_threshold_are_retained_until_they_exceed_it() -> None:
     push, keys = PushFilter(spec([Threshold(1.0)])), np.arange(2)
     sums = np.zeros((2, DIM), np.float32)
     sent = []
@@ -104,7 +104,7 @@ def test_without_feedback_nothing_is_retained() -> None:
     assert push.feedback == Feedback(0, 0)
 
 
-def test_what_is_not_finite_is_sent_once_and_not_retained() -> None:
+def test_a_gradient_that_is_not_finite_is_sent_once_and_not_retained() -> None:
     push, keys = PushFilter(spec([Int8()])), np.arange(2)
     grads = np.array([[1, np.nan, 2], [1, 2, 3]], np.float32)
     _, coded = push.encode(keys, grads)
@@ -114,7 +114,7 @@ def test_what_is_not_finite_is_sent_once_and_not_retained() -> None:
     assert np.isfinite(push.codec.decode(coded)).all()
 
 
-def test_a_gradient_that_is_not_finite_takes_nothing_of_what_was_retained() -> None:
+def test_a_gradient_that_is_not_finite_leaves_retained_gradients_alone() -> None:
     push, keys = PushFilter(spec([Threshold(10.0)])), np.arange(3)
     push.encode(keys, np.full((3, DIM), 9, np.float32))
     push.sent(OPEN)
@@ -133,7 +133,7 @@ def test_a_gradient_that_is_not_finite_takes_nothing_of_what_was_retained() -> N
     st.lists(st.tuples(st.sampled_from(["push", "push", "end", "forget"]), KEYS_OF_10), max_size=16),
 )
 @settings(max_examples=40)
-def test_of_refused_rows_all_is_retained_that_earlier_pushes_had_left(
+def test_refused_rows_get_back_the_gradients_retained_before(
     seed: int, filters: list[Filter], story: list[tuple[str, list[int]]]
 ) -> None:
     """What was pushed and not refused is what has arrived and what is kept. Steps end late, in order."""
@@ -176,7 +176,7 @@ def test_of_refused_rows_all_is_retained_that_earlier_pushes_had_left(
     ),
 )
 @settings(max_examples=60)
-def test_a_row_that_is_refused_of_one_part_of_a_step_takes_nothing_of_the_same_row_of_other_parts(
+def test_a_row_refused_in_one_part_of_a_step_does_not_affect_other_parts(
     seed: int, filters: list[Filter], story: list[tuple[list[tuple[list[int], list[int]]], list[int], int]]
 ) -> None:
     """Of a finite table: what is not finite is refused, and for some new rows servers lack memory in every part. What
@@ -216,7 +216,7 @@ def test_a_row_that_is_refused_of_one_part_of_a_step_takes_nothing_of_the_same_r
     assert np.allclose(left, stored, atol=1e-3)
 
 
-def test_what_is_forgotten_is_not_put_back() -> None:
+def test_forgotten_gradients_are_not_put_back() -> None:
     push, keys, step = PushFilter(spec([Threshold(10.0)]), table=7), np.arange(4), Outstanding()
     push.encode(keys, np.full((4, DIM), 9, np.float32))
     push.sent(OPEN)
@@ -253,7 +253,7 @@ def test_a_tensor_keeps_each_of_its_floats() -> None:
 
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=300))
 @settings(max_examples=50)
-def test_no_more_is_retained_than_there_is_room_for_and_what_gives_way_is_counted(keys: list[int]) -> None:
+def test_retained_rows_are_bounded_and_evicted_rows_are_counted(keys: list[int]) -> None:
     stored, last = RowMemory(64, 1), dict[int, float]()
     for number, key in enumerate(keys, start=1):
         stored.keep(np.array([key]), np.full((1, 1), number, np.float32))
@@ -269,7 +269,7 @@ def test_no_more_is_retained_than_there_is_room_for_and_what_gives_way_is_counte
     assert len(last) - stored.rows <= stored.lost
 
 
-def test_the_bound_is_one_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retained_rows_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filtering, "MEMORY_BYTES", 100 * (4 * DIM + 8))
     push, random = PushFilter(spec([Int8()])), np.random.default_rng(5)
     push.encode(np.arange(1000), rows(random, 1000))

@@ -18,7 +18,7 @@ class _Left:
         os.write(self.pipe, b"finalised\n")
 
 
-def test_a_child_does_not_finalise_what_its_parent_left_to_the_collector() -> None:
+def test_a_forked_child_does_not_finalise_garbage_of_its_parent() -> None:
     """gRPC's objects do not bear it."""
     read, write = os.pipe()
     gc.disable()

@@ -19,7 +19,7 @@ from tests.client.fake_cluster import KEYS, ONES, Cluster
 LARGE = 40_000  # floats of a tensor: more than one read of a socket
 
 
-def test_the_rest_of_a_pull_of_several_tables_lands_nowhere_once_it_took_too_long(cluster: Cluster) -> None:
+def test_the_rest_of_a_pull_that_timed_out_is_not_written_anywhere(cluster: Cluster) -> None:
     ps = cluster.connect(timeout=20.0)
     table = ps.table("t", dim=4, optimizer=eps.Accumulate())
     tensor = ps.tensor("w", init=np.zeros(LARGE, np.float32), optimizer=eps.Accumulate())
@@ -39,7 +39,7 @@ def test_the_rest_of_a_pull_of_several_tables_lands_nowhere_once_it_took_too_lon
     assert (out == -2).all()
 
 
-def test_an_answer_whose_place_was_just_queried_for_lands_nowhere_once_it_is_given_up(cluster: Cluster) -> None:
+def test_a_pull_given_up_as_its_answer_arrives_leaves_its_array_alone(cluster: Cluster) -> None:
     """One thread gives a pull up while another, which reads, is about to put its rows there."""
     ps = cluster.connect(timeout=20.0)
     tensor = ps.tensor("w", init=np.zeros(LARGE, np.float32), optimizer=eps.Accumulate())
@@ -76,7 +76,7 @@ def in_rounds(cluster: Cluster, timeout: float) -> eps.Client:
     return ps
 
 
-def test_a_pull_after_a_push_fails_by_itself_once_the_push_has_left(cluster: Cluster) -> None:
+def test_a_pull_that_fails_after_its_push_was_sent_fails_alone(cluster: Cluster) -> None:
     """`Timeout` of `push_pull` means that nothing has left: who tried again pushed twice."""
     ps = in_rounds(cluster, timeout=1.0)
     table = ps.table("t", dim=4, optimizer=eps.Accumulate())
@@ -86,7 +86,7 @@ def test_a_pull_after_a_push_fails_by_itself_once_the_push_has_left(cluster: Clu
         pull.result()
 
 
-def test_no_thread_waits_longer_for_a_round_than_it_wants_to_because_another_does(
+def test_each_thread_waits_for_a_round_only_as_long_as_its_own_timeout(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ps = in_rounds(cluster, timeout=60.0)
@@ -126,7 +126,7 @@ def a_table(cluster: Cluster, ps: eps.Client, **options: object) -> eps.SparseTa
     return table
 
 
-def test_rows_that_are_retained_go_also_if_clearing_a_table_by_name_takes_too_long(cluster: Cluster) -> None:
+def test_cached_rows_are_dropped_even_if_clearing_the_table_times_out(cluster: Cluster) -> None:
     """It may have happened, and be answered late."""
     ps = cluster.connect(timeout=2.0)
     table = a_table(cluster, ps, cache=eps.Cache(100, 8))
@@ -149,7 +149,7 @@ def test_a_table_that_was_cleared_by_name_still_counts_the_bytes_of_its_keys(clu
     assert table.key_bytes.whole == 2 * before
 
 
-def test_a_welcome_that_comes_to_a_connection_that_was_just_closed_counts_for_nothing(cluster: Cluster) -> None:
+def test_a_welcome_on_a_closed_connection_is_ignored(cluster: Cluster) -> None:
     """One thread has received it, and waits for the lock under which another closes all of them."""
     ps = cluster.connect(timeout=5.0)
     dispatcher = ps._dispatcher

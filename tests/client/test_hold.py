@@ -54,7 +54,7 @@ words = st.one_of(
 
 
 @given(st.lists(st.tuples(words, st.sampled_from((0.0, 0.5, 2.0))), max_size=20), st.booleans(), st.booleans())
-def test_it_holds_for_the_newest_cut_until_that_is_released_or_over(
+def test_a_worker_holds_for_the_newest_cut_until_its_release_or_timeout(
     story: list[tuple[tuple[object, ...], float]], settled: bool, rounds: bool
 ) -> None:
     hold, twin, now = Hold(WORKER), Twin(), 0.0
@@ -88,7 +88,7 @@ def test_it_holds_for_the_newest_cut_until_that_is_released_or_over(
         assert hold.answers(Written(7, settled, rounds), now) == []
 
 
-def test_each_server_that_says_so_hears_each_change_once() -> None:
+def test_each_server_that_asks_for_a_hold_gets_each_change_once() -> None:
     hold = Hold(WORKER)
     hold.hear(A, HoldHeader(1, 1000), 0.0)
     assert hold.answers(Written(4, False, False), 0.0) == []
@@ -100,7 +100,7 @@ def test_each_server_that_says_so_hears_each_change_once() -> None:
     assert [server for server, _ in hold.answers(Written(4, True, False), 0.1)] == [A]
 
 
-def test_who_trains_in_rounds_says_that_one_is_open_and_goes_as_far_as_others_wait_for() -> None:
+def test_a_worker_in_rounds_reports_an_open_round_and_finishes_it() -> None:
     hold = Hold(WORKER)
     hold.hear(A, HoldHeader(1, 1000), 0.0)
     assert hold.answers(Written(4, False, True), 0.0) == [(A, HeldHeader(1, WORKER, 4, open=True))]
@@ -112,7 +112,7 @@ def test_who_trains_in_rounds_says_that_one_is_open_and_goes_as_far_as_others_wa
     assert hold.holds(0, 0.0)
 
 
-def test_a_server_that_is_late_holds_nobody_who_was_released() -> None:
+def test_a_late_hold_of_a_released_cut_is_ignored() -> None:
     hold = Hold(WORKER)
     hold.hear(A, HoldHeader(1, 1000), 0.0)
     hold.release(1)
@@ -163,7 +163,7 @@ def test_an_idle_worker_holds_without_its_main_thread_and_pulls_go_on(cluster: C
     assert held(cluster) == [[1], [1]]
 
 
-def test_it_holds_when_its_steps_are_committed_and_its_open_step_is_closed(cluster: Cluster) -> None:
+def test_a_worker_holds_once_its_steps_are_committed_and_none_is_open(cluster: Cluster) -> None:
     ps = cluster.connect()
     table = cluster.table(ps)
     ps.push({table: (KEYS, ONES)}).result()
@@ -186,7 +186,7 @@ def test_it_holds_when_its_steps_are_committed_and_its_open_step_is_closed(clust
 
 
 @pytest.mark.parametrize("what", ["delete", "load", "clear"])
-def test_nothing_else_is_written_meanwhile(cluster: Cluster, what: str) -> None:
+def test_tables_are_not_changed_while_a_worker_holds(cluster: Cluster, what: str) -> None:
     ps = cluster.connect()
     table = cluster.table(ps)
     ps.push({table: (KEYS, ONES)}).result()
@@ -203,7 +203,7 @@ def test_nothing_else_is_written_meanwhile(cluster: Cluster, what: str) -> None:
     assert cluster.a.got(Kind.ERASE, Kind.INIT)
 
 
-def test_it_does_not_hold_before_what_it_writes_is_answered(cluster: Cluster) -> None:
+def test_a_worker_does_not_hold_before_its_deletion_is_answered(cluster: Cluster) -> None:
     ps = cluster.connect()
     table = cluster.table(ps)
     ps.push({table: (KEYS, ONES)}).result()
@@ -220,7 +220,7 @@ def test_it_does_not_hold_before_what_it_writes_is_answered(cluster: Cluster) ->
     writing.join(20)
 
 
-def test_it_goes_on_by_itself_when_its_time_is_over(cluster: Cluster) -> None:
+def test_a_hold_ends_by_itself_after_its_time(cluster: Cluster) -> None:
     ps = cluster.connect()
     table = cluster.table(ps)
     ps.push({table: (KEYS, ONES)}).result()
@@ -232,7 +232,7 @@ def test_it_goes_on_by_itself_when_its_time_is_over(cluster: Cluster) -> None:
     assert ps.committed == 2
 
 
-def test_it_says_so_again_on_each_connection(cluster: Cluster) -> None:
+def test_a_worker_reports_its_hold_on_each_connection(cluster: Cluster) -> None:
     cluster.a.greeting = cluster.b.greeting = HoldHeader(4, 60_000).header().pack()
     ps = cluster.connect()  # joins during the hold
     eventually(lambda: held(cluster) == [[0], [0]])
@@ -247,7 +247,7 @@ def test_it_says_so_again_on_each_connection(cluster: Cluster) -> None:
     assert np.array_equal(held(cluster)[0], [0, 0])
 
 
-def test_who_holds_apart_from_rounds_enters_none_before_it_is_released(cluster: Cluster) -> None:
+def test_a_worker_outside_rounds_enters_none_before_the_release(cluster: Cluster) -> None:
     cluster.a.greeting = cluster.b.greeting = HoldHeader(4, 60_000, 1).header().pack()  # others wait for round 1
     for server in cluster.servers:
         server.silent.add(Kind.BARRIER_JOIN)
@@ -279,7 +279,7 @@ def test_who_holds_apart_from_rounds_enters_none_before_it_is_released(cluster: 
     assert not pushing.is_alive()
 
 
-def test_one_that_is_interrupted_as_it_enters_rounds_says_later_on_that_it_holds() -> None:
+def test_a_worker_interrupted_while_entering_rounds_can_still_hold() -> None:
     """Found in a review: each cut was given up for it, until it entered again."""
     entering: list[bool] = []
 

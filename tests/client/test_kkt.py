@@ -49,7 +49,7 @@ FILTERS: list[list[Filter]] = [
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(FILTERS))
 @settings(max_examples=40)
-def test_what_is_left_out_is_what_a_dictionary_leaves_out(seed: int, filters: list[Filter]) -> None:
+def test_the_filter_leaves_out_the_floats_that_a_twin_leaves_out(seed: int, filters: list[Filter]) -> None:
     random, (push, screen) = np.random.default_rng(seed), pair(spec_of(*filters))
     kkt = next(each for each in filters if isinstance(each, eps.KKT))
     codec = Codec(filters, DIM)
@@ -88,7 +88,7 @@ def test_what_is_left_out_is_what_a_dictionary_leaves_out(seed: int, filters: li
         assert all((abs(rest) <= L1 - SLACK).all() for rest in stored.values())
 
 
-def test_what_was_not_sent_has_left_out_nothing() -> None:
+def test_a_push_that_was_not_sent_leaves_out_nothing() -> None:
     push, screen = pair(spec_of(eps.KKT()))
     keys, small = np.arange(2), np.full((2, DIM), 0.5, np.float32)
     screen.saw(keys, np.zeros((2, DIM), np.float32))
@@ -147,7 +147,7 @@ def proximal(w: Any, s: Any, g: Any, v: Any, c: Any) -> None:
         w[j] = size if x > 0 else -size
 
 
-def test_full_gradients_and_a_proximal_optimizer_need_nothing_of_what_is_left_out() -> None:
+def test_a_proximal_optimizer_needs_none_of_the_floats_left_out() -> None:
     """As in the paper: the same weights at each step, from a part of the gradients."""
     register_optimizer("proximal", proximal)
     random, l1 = np.random.default_rng(2), 0.05
@@ -173,7 +173,7 @@ def test_full_gradients_and_a_proximal_optimizer_need_nothing_of_what_is_left_ou
     assert screen.counts.dropped > 0.5 * screen.counts.floats
 
 
-def test_what_ftrl_lacks_is_bounded() -> None:
+def test_the_gradient_that_ftrl_lacks_is_bounded() -> None:
     """Of each worker no more than l1 - slack, as long as a weight is zero there."""
     spec = spec_of(eps.KKT(SLACK), dim=1)
     pairs, table, random = [pair(spec) for _ in range(3)], Table(spec, 3, 8), np.random.default_rng(4)
@@ -221,7 +221,7 @@ def test_unusable_filters_are_refused(make: Any, text: str) -> None:
         make()
 
 
-def test_servers_know_it_by_name_and_take_rows_as_they_are() -> None:
+def test_the_filter_is_in_the_spec_and_servers_take_rows_unchanged() -> None:
     spec = spec_of(eps.KeysOnce(), eps.KKT(SLACK))
     assert TableSpec.from_json(spec.to_json()) == spec
     table = Table(spec, 3, 8)
@@ -229,7 +229,7 @@ def test_servers_know_it_by_name_and_take_rows_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_rows_that_were_queried_for_before_a_push_do_not_show_what_it_has_made_of_them(again: bool) -> None:
+def test_rows_pulled_before_a_push_are_not_taken_for_rows_after_it(again: bool) -> None:
     """Found in a review: they were zero when they were asked for, so the next gradient was left out. again: that result
     is asked for once more, behind the push."""
     push, screen = pair(spec_of(eps.KKT(feedback=False), dim=1))
@@ -247,7 +247,7 @@ def test_rows_that_were_queried_for_before_a_push_do_not_show_what_it_has_made_o
     assert found.tolist() == keys.tolist(), "they may be anything by now"
 
 
-def test_of_rows_that_were_queried_for_very_long_ago_nothing_is_known() -> None:
+def test_rows_requested_very_long_ago_count_as_unknown() -> None:
     push, screen = pair(spec_of(eps.KKT(feedback=False), dim=1))
     keys, one = np.arange(2), np.array([7])
     saw = screen.noting(keys)
@@ -259,7 +259,7 @@ def test_of_rows_that_were_queried_for_very_long_ago_nothing_is_known() -> None:
     assert found.tolist() == keys.tolist()
 
 
-def test_what_others_keys_are_pushed_meanwhile_takes_nothing_from_what_is_known() -> None:
+def test_pushes_of_other_keys_do_not_make_pulled_rows_unknown() -> None:
     push, screen = pair(spec_of(eps.KKT(feedback=False), dim=1))
     keys = np.arange(2)
     saw = screen.noting(keys)

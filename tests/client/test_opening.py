@@ -10,7 +10,7 @@ from elasticps.client.client import own_name
 
 
 @pytest.mark.parametrize("host", ["h", "h" * 63, "h" * 250, "", "my host", "größe", "a.b-c_d"])
-def test_a_worker_without_a_name_gets_one_that_a_worker_may_have(host: str) -> None:
+def test_a_worker_without_a_name_gets_a_valid_name(host: str) -> None:
     """Host names of 55 characters were refused, and the error named neither where the name came from nor `worker=`."""
     assert check_name("worker", own_name(host, 4_194_304)).startswith("worker-")
 
@@ -26,6 +26,6 @@ def test_processes_with_the_same_host_name_and_number_have_names_of_their_own() 
     assert len(names) == 3
 
 
-def test_a_name_that_no_worker_can_have_is_refused_before_anything_is_queried() -> None:
+def test_an_invalid_worker_name_is_refused_before_any_request() -> None:
     with pytest.raises(eps.ConfigError, match=r"worker=: 'a b' is no usable worker name"):
         eps.connect("etcd://127.0.0.1:1/none", worker="a b")

@@ -94,7 +94,7 @@ def test_a_range_has_the_same_rows_under_another_view(n: int, dim: int) -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 60), st.sampled_from([1, 2, 3, 700]), st.integers(0, 3)), max_size=6))
-def test_all_tables_of_a_push_go_in_one_call(tables: list[tuple[int, int, int]]) -> None:
+def test_all_tables_of_a_push_are_packed_in_one_call(tables: list[tuple[int, int, int]]) -> None:
     rng = np.random.default_rng(len(tables))
     expected, sources = [], []
     for i, (n, dim, values) in enumerate(tables):
@@ -189,6 +189,6 @@ def test_a_part_that_was_left_half_copied_is_not_sent() -> None:
         half.complete()
 
 
-def test_runs() -> None:
+def test_runs_of_indices_are_found() -> None:
     assert runs_of(np.array([4, 5, 6, 9, 1, 2])) == [(4, 7), (9, 10), (1, 3)]
     assert runs_of(np.empty(0, np.int64)) == []

@@ -100,7 +100,7 @@ def test_servers_hear_up_to_which_clock_the_worker_knows_its_steps_committed() -
     assert [h.table for _, h in wire.take()] == [1, 1, 2, 2, 3, 3]
 
 
-def test_a_frame_in_pieces_is_answered_when_all_of_them_are() -> None:
+def test_a_frame_in_pieces_is_answered_when_all_its_pieces_are() -> None:
     wire = Wire()
     step = wire.push(rows=20_000, dim=64)
     pieces = [h for m, h in wire.sent if m == A]
@@ -114,7 +114,7 @@ def test_a_frame_in_pieces_is_answered_when_all_of_them_are() -> None:
     assert done(step)
 
 
-def test_one_stale_piece_makes_the_whole_frame_be_queried_about() -> None:
+def test_a_stale_piece_makes_the_client_ask_for_the_clocks_of_the_whole_frame() -> None:
     wire = Wire()
     wire.push(rows=20_000, dim=64)
     pieces = [h for m, h in wire.take() if m == A]
@@ -127,7 +127,7 @@ def test_one_stale_piece_makes_the_whole_frame_be_queried_about() -> None:
     assert len(wire.take()) == len(pieces)
 
 
-def test_what_moved_is_sent_to_its_new_head_under_the_new_view() -> None:
+def test_rows_of_moved_ranges_are_sent_to_the_new_head_under_the_new_view() -> None:
     wire = Wire()
     step = wire.push(rows=2000, dim=64)  # too much to send it again before it is known what is lacking
     a, b = (h for _, h in wire.take())
@@ -151,7 +151,7 @@ def test_what_moved_is_sent_to_its_new_head_under_the_new_view() -> None:
     assert done(step)
 
 
-def test_what_moved_is_sent_at_once_where_it_is_little() -> None:
+def test_few_rows_of_moved_ranges_are_sent_at_once() -> None:
     wire = Wire()
     step = wire.push()
     _, b = (h for _, h in wire.take())
@@ -177,7 +177,7 @@ def test_a_refusal_is_retained_until_a_caller_has_raised_it() -> None:
     assert step.refused_of(1).tolist() == [1, 2, 3]
 
 
-def test_an_error_names_all_rows_that_any_server_has_refused_and_says_to_push_these_again() -> None:
+def test_an_error_names_the_refused_rows_of_all_servers() -> None:
     wire = Wire()
     wire.pushes.name_of = lambda table: "items"
     step = wire.push()
@@ -234,7 +234,7 @@ def test_a_refusal_is_reported_by_the_successor_of_the_server_that_refused() -> 
     assert step.error is error
 
 
-def test_a_refusal_is_reported_with_the_clocks_before_they_say_that_the_step_is_committed() -> None:
+def test_a_refusal_is_reported_before_the_clocks_that_commit_its_step() -> None:
     wire = Wire()
     step, later = wire.push(), wire.push()
     wire.take()
@@ -255,7 +255,7 @@ def test_a_refusal_is_reported_with_the_clocks_before_they_say_that_the_step_is_
     assert pending == [1]
 
 
-def test_an_open_step_is_not_done_and_failing_ends_it() -> None:
+def test_an_open_step_is_not_done_until_a_failure_ends_it() -> None:
     wire = Wire()
     step = wire.push(last=False)
     for _, header in wire.take():
@@ -266,7 +266,7 @@ def test_an_open_step_is_not_done_and_failing_ends_it() -> None:
     assert isinstance(step.error, RuntimeError)
 
 
-def test_a_fenced_worker_hears_of_it() -> None:
+def test_a_fenced_worker_is_told() -> None:
     wire = Wire()
     wire.push()
     (_, a), _ = wire.take()

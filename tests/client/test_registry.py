@@ -92,7 +92,7 @@ def test_a_creator_that_is_no_worker_is_not_waited_for(scene: Scene, by: object)
     assert scene.registry.wait_ready("default", [table], 30.0) == [table]
 
 
-def test_many_tables_are_registered_in_few_requests_beside_others_who_do_the_same(
+def test_many_tables_are_registered_in_few_requests_even_in_a_race(
     monkeypatch: pytest.MonkeyPatch, scene: Scene
 ) -> None:
     """Each was read, numbered and written alone: six requests for a table, of 4,500 of a model."""
@@ -139,7 +139,7 @@ def test_a_question_for_the_view_has_a_limit_for_the_store_too(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("value", STRANGE)
-def test_tables_that_are_none_hide_no_others(scene: Scene, value: bytes) -> None:
+def test_damaged_table_entries_hide_no_others(scene: Scene, value: bytes) -> None:
     scene.registry.open_tables("default", [TableToRegister(SPEC, False)], scene.worker.id, 30.0)
     scene.put("tables/default/strange", value)
     (entry,) = scene.runtime.run(scene.store.list("tables/default/t"), 30.0).entries
@@ -147,7 +147,7 @@ def test_tables_that_are_none_hide_no_others(scene: Scene, value: bytes) -> None
     assert list(scene.registry.tables("default", 30.0)) == ["t"]
 
 
-def test_a_table_after_another_takes_one_request(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> None:
+def test_each_further_table_is_registered_with_one_request(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> None:
     """Its number is that of the write before, which nobody else gets: it was asked for, behind two reads of the config
     and one of the key."""
     calls = list[str]()

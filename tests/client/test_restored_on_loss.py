@@ -16,7 +16,7 @@ from tests.client.fakes import FakeServer
 from tests.coordinator.support import until_key
 
 
-def test_what_becomes_of_lost_ranges_of_a_table_is_put_back_into_a_new_store() -> None:
+def test_a_tables_policy_for_lost_ranges_is_put_back_into_a_new_store() -> None:
     """Without it a cluster that lost its store, and ranges later, waited for a person."""
     server = FakeServer("a")
     view = server.view = chains([server.info], [[0]])

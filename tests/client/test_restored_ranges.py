@@ -198,7 +198,7 @@ def test_a_lost_range_has_the_checkpoint_and_all_that_was_not_committed() -> Non
 
 
 @pytest.mark.parametrize("bugs", ["no base", "marks stay"])
-def test_what_is_left_out_is_found(bugs: str) -> None:
+def test_a_protocol_without_bases_or_marks_loses_steps(bugs: str) -> None:
     def fails(seed: int) -> bool:
         try:
             Simulation(seed, bugs).run()
@@ -209,7 +209,7 @@ def test_what_is_left_out_is_found(bugs: str) -> None:
     assert any(fails(seed) for seed in range(300))
 
 
-def test_a_head_is_queried_again_whose_range_began_restored_in_views_that_the_client_never_saw() -> None:
+def test_a_head_is_asked_again_if_its_range_was_recovered_in_an_unseen_view() -> None:
     """Found in a review: it headed the same ranges as before, so what it lacked was never sent."""
     session = PushSession(WORKER, RANGES, 4)
     infos = [ServerInfo(name, 1, f"{name}:1") for name in "ab"]

@@ -78,7 +78,7 @@ def in_child(action: Callable[[], object]) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_child_is_notified_at_once_and_does_the_parent_no_harm(cluster: Cluster) -> None:
+def test_a_forked_child_is_refused_at_once_and_does_the_parent_no_harm(cluster: Cluster) -> None:
     ps = cluster.connect()
     table = cluster.table(ps)
     shards = ps.shards(8, 4)

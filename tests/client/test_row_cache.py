@@ -96,7 +96,7 @@ def cache(servers: Servers) -> Cached:
     return Cached(servers)
 
 
-def test_a_batch_that_another_thread_finds_before_it_has_queried(cache: Cached) -> None:
+def test_a_batch_found_by_another_thread_before_its_request_is_sent(cache: Cached) -> None:
     theirs: list[Rows] = []
     cache.between.append(lambda: theirs.append(cache.pull().result()))
     mine = cache.pull().result()
@@ -104,7 +104,7 @@ def test_a_batch_that_another_thread_finds_before_it_has_queried(cache: Cached) 
     np.testing.assert_array_equal(mine, rows_of(KEYS))
 
 
-def test_the_same_when_the_question_of_the_other_thread_cannot_be_sent(servers: Servers, cache: Cached) -> None:
+def test_a_batch_found_by_another_thread_whose_request_cannot_be_sent(servers: Servers, cache: Cached) -> None:
     theirs: list[Rows] = []
 
     def other() -> None:
@@ -117,7 +117,7 @@ def test_the_same_when_the_question_of_the_other_thread_cannot_be_sent(servers: 
     np.testing.assert_array_equal(mine, rows_of(KEYS))
 
 
-def test_a_result_that_is_queried_for_again_after_its_timeout(servers: Servers, cache: Cached) -> None:
+def test_a_result_can_be_awaited_again_after_its_timeout(servers: Servers, cache: Cached) -> None:
     servers.late = 1
     read = cache.pull()
     with pytest.raises(Timeout):
@@ -125,7 +125,7 @@ def test_a_result_that_is_queried_for_again_after_its_timeout(servers: Servers, 
     np.testing.assert_array_equal(read.result(), rows_of(KEYS))
 
 
-def test_the_short_patience_of_one_thread_gives_up_nothing_of_another(servers: Servers, cache: Cached) -> None:
+def test_a_short_timeout_of_one_thread_gives_up_no_rows_of_another(servers: Servers, cache: Cached) -> None:
     servers.late = 1
     mine = cache.pull()
     np.testing.assert_array_equal(cache.pull(KEYS[:3]).result(0.1), rows_of(KEYS[:3]))
@@ -151,7 +151,7 @@ class Between(Servers):
             raise read.error
 
 
-def test_the_same_where_another_thread_finds_what_was_given_up() -> None:
+def test_a_result_whose_rows_another_thread_found_given_up_can_be_awaited_again() -> None:
     """Found in a review: it noted the error for whoever would ask, who was told of it each time."""
     servers = Between()
     cache = Cached(servers)
@@ -162,7 +162,7 @@ def test_the_same_where_another_thread_finds_what_was_given_up() -> None:
     np.testing.assert_array_equal(read.result(), rows_of(KEYS))
 
 
-def test_rows_that_come_after_they_were_given_up_are_put_nowhere(servers: Servers, cache: Cached) -> None:
+def test_rows_that_arrive_after_a_timeout_are_not_written(servers: Servers, cache: Cached) -> None:
     out = np.full((len(KEYS), DIM), np.nan, np.float32)
     servers.late = 1
     read = cache.start(KEYS, out, False)
@@ -178,7 +178,7 @@ def test_rows_that_come_after_they_were_given_up_are_put_nowhere(servers: Server
     assert np.isnan(out).all()
 
 
-def test_slots_that_were_not_queried_for_are_forgotten(servers: Servers) -> None:
+def test_slots_whose_request_could_not_be_sent_are_forgotten(servers: Servers) -> None:
     """Of several questions one cannot be sent: no other one waits for ever for an answer."""
     cache = Cached(servers, eps.Adagrad(0.1))
     servers.late = 2

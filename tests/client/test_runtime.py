@@ -45,7 +45,7 @@ class Counted(Runtime):
         return super().run(coroutine, timeout_s)
 
 
-def test_a_thread_that_does_nothing_goes_on_when_something_has_come_or_it_is_woken() -> None:
+def test_an_idle_thread_wakes_on_a_message_or_a_call() -> None:
     runtime = Runtime()
     wake, poller = runtime.event(), runtime.poller()
     here, there = socket.socketpair()
@@ -110,7 +110,7 @@ def test_a_connection_whose_other_end_has_vanished_ends(monkeypatch: pytest.Monk
             assert raised.value.errno == errno.ETIMEDOUT  # the kernel says so, no time-out of ours
 
 
-def test_one_that_is_idle_is_retained_alive() -> None:
+def test_idle_connections_are_kept_alive() -> None:
     """A firewall forgets connections on which nothing passes, some after a few minutes."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         stream = Runtime().connect("127.0.0.1", listening.getsockname()[1], 0)

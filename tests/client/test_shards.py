@@ -53,7 +53,7 @@ def shards_of(owner: Owner) -> Shards:
     return Shards(cast(Any, owner), cast(Any, owner), cast(Any, owner), "train", ShardSpec(9, 1, 1, None))
 
 
-def test_a_shard_is_not_trained_if_the_lease_ran_out_while_it_was_queried_for() -> None:
+def test_a_shard_is_not_trained_if_the_lease_ran_out_during_its_request() -> None:
     owner = Owner(7, 7, 0, 0, 0)
     assert next(shards_of(owner)).index == 2
     assert owner.checked == 2

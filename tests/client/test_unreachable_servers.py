@@ -62,7 +62,7 @@ def test_a_frozen_server_blocks_nobody_else(cluster: Cluster, accepts: bool) -> 
         sock.close()
 
 
-def test_a_timeout_says_who_owes_what_since_when(cluster: Cluster) -> None:
+def test_a_timeout_names_each_server_that_owes_an_answer_and_since_when(cluster: Cluster) -> None:
     ps = cluster.connect()
     ps.push({}).result()
     cluster.a.kill()
@@ -74,7 +74,7 @@ def test_a_timeout_says_who_owes_what_since_when(cluster: Cluster) -> None:
     assert "server b" not in text
 
 
-def test_what_a_server_that_has_come_back_empty_had_alone_is_reported_to_be_lost(cluster: Cluster) -> None:
+def test_ranges_of_a_server_that_came_back_empty_are_reported_lost(cluster: Cluster) -> None:
     alone = chains([cluster.a.info, cluster.b.info], [[0], [1]])
     cluster.a.view = cluster.b.view = cluster.control.view = alone
     ps = cluster.connect()
@@ -87,7 +87,7 @@ def test_what_a_server_that_has_come_back_empty_had_alone_is_reported_to_be_lost
     assert "unreachable" not in text
 
 
-def test_so_it_is_when_it_has_come_back_at_another_address(cluster: Cluster) -> None:
+def test_ranges_of_a_server_that_came_back_empty_elsewhere_are_reported_lost(cluster: Cluster) -> None:
     """As a pod does: at the old address nobody answers any more, and the view says what has become of it."""
     alone = chains([cluster.a.info, cluster.b.info], [[0], [1]])
     cluster.a.view = cluster.b.view = cluster.control.view = alone
@@ -106,7 +106,7 @@ def test_so_it_is_when_it_has_come_back_at_another_address(cluster: Cluster) -> 
 
 
 @pytest.mark.parametrize(("empty", "consistency"), [(True, eps.ASP()), (False, eps.SSP(staleness=1))])
-def test_who_comes_while_ranges_have_no_replica_reads_the_others(
+def test_a_new_worker_can_read_the_ranges_that_have_replicas(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, empty: bool, consistency: Consistency
 ) -> None:
     monkeypatch.setattr("elasticps.client.connections.ABSENT_S", 0.3)
@@ -126,7 +126,7 @@ def test_who_comes_while_ranges_have_no_replica_reads_the_others(
         ps.push({table: (KEYS, ONES)})
 
 
-def test_who_was_away_hears_of_tables_that_were_opened_meanwhile_before_any_push(
+def test_a_server_that_was_away_gets_new_tables_before_any_push(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("elasticps.client.connections.ABSENT_S", 0.3)
@@ -151,7 +151,7 @@ def test_an_error_names_the_servers_that_cannot_be_reached(cluster: Cluster, mon
         cluster.connect(timeout=0.5)
 
 
-def test_what_a_neighbour_still_has_is_not_reported_to_be_lost(cluster: Cluster) -> None:
+def test_ranges_that_a_neighbour_still_has_are_not_reported_lost(cluster: Cluster) -> None:
     ps = cluster.connect()
     ps.push({}).result()
     cluster.a.incarnation = 2

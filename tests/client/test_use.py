@@ -9,7 +9,7 @@ from tests.client.fake_cluster import KEYS, ONES, Cluster
 from tests.client.test_hold import eventually
 
 
-def test_it_says_what_it_has_done_whenever_it_is_queried_and_never_else(cluster: Cluster) -> None:
+def test_a_worker_reports_its_traffic_only_when_it_is_asked(cluster: Cluster) -> None:
     ps = cluster.connect()
     table = cluster.table(ps)
     for _ in range(3):

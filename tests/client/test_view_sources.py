@@ -15,7 +15,7 @@ from tests.client.fake_cluster import KEYS, Cluster, Eventually, chains
 from tests.client.fakes import FakeServer
 
 
-def test_with_no_server_left_the_view_comes_from_the_store(cluster: Cluster) -> None:
+def test_the_view_comes_from_the_store_if_no_server_is_left(cluster: Cluster) -> None:
     ps = cluster.connect()
     ps.push({}).result()
     new = FakeServer("c")
@@ -31,7 +31,7 @@ def test_with_no_server_left_the_view_comes_from_the_store(cluster: Cluster) -> 
     assert ps.view.epoch == 2
 
 
-def test_a_server_that_was_taken_over_heads_nothing_by_its_word(
+def test_a_compromised_server_cannot_make_itself_head(
     cluster: Cluster, eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With certificates. What it spoke of was believed, and every view that the leader wrote was older from then on."""
@@ -50,7 +50,7 @@ def test_a_server_that_was_taken_over_heads_nothing_by_its_word(
     assert ps.view == cluster.after
 
 
-def test_the_store_has_the_last_word_on_a_view_reported_while_it_is_read(
+def test_a_view_reported_during_a_read_of_the_store_is_checked_with_the_store(
     cluster: Cluster, eventually: Eventually
 ) -> None:
     ps = cluster.connect()
@@ -71,7 +71,7 @@ def test_the_store_has_the_last_word_on_a_view_reported_while_it_is_read(
     assert not ps._dispatcher.new_views._hints._deaf_until_s
 
 
-def test_a_view_that_several_servers_speak_of_is_read_once(cluster: Cluster) -> None:
+def test_a_view_that_several_servers_report_is_read_once(cluster: Cluster) -> None:
     """All of them do so when there is one, and in the midst of a failover the store has enough to do."""
     a, b = (server.info.member for server in (cluster.a, cluster.b))
     hints = ViewHints()
@@ -89,7 +89,7 @@ def test_a_view_that_several_servers_speak_of_is_read_once(cluster: Cluster) -> 
 
 
 @pytest.mark.parametrize("stored", [None, "other"])
-def test_while_the_store_says_nothing_servers_are_believed(
+def test_servers_are_believed_while_the_store_does_not_answer(
     cluster: Cluster, eventually: Eventually, stored: str | None
 ) -> None:
     ps = cluster.connect()
@@ -100,7 +100,7 @@ def test_while_the_store_says_nothing_servers_are_believed(
     eventually(lambda: ps.view.epoch == 2)
 
 
-def test_servers_are_queried_who_has_ranges_that_nobody_had(cluster: Cluster, eventually: Eventually) -> None:
+def test_servers_are_asked_for_a_view_with_heads_for_headless_ranges(cluster: Cluster, eventually: Eventually) -> None:
     """They begin anew, and nobody may have told a worker that was not connected just then."""
     ps = cluster.connect()
     table = cluster.table(ps)

@@ -40,7 +40,7 @@ def test_too_many_tables_are_refused() -> None:
         check_size([write([0])] * (MAX_BLOCKS + 1))
 
 
-def test_what_a_step_is_cut_from_again_is_compiled_before_it_is_needed() -> None:
+def test_kernels_for_a_failover_are_compiled_before_the_first_one() -> None:
     """Or the first failover on a machine waits for a compiler for some 400 ms."""
     code = (
         "from elasticps.client.warm import warm; from elasticps.kernels.hashing import key_ranges; warm(); "

@@ -27,11 +27,11 @@ def well(until_s: float) -> LeaseGrace:
     return grace
 
 
-def test_who_is_missing_has_left_if_the_store_was_there() -> None:
+def test_a_missing_worker_has_left_if_the_store_was_available() -> None:
     assert well(20.0).present(BOTH, [A], (), 20.5) == [A]
 
 
-def test_in_the_beginning_and_after_an_outage_everybody_may_come_back() -> None:
+def test_after_a_start_or_an_outage_missing_workers_may_come_back() -> None:
     assert LeaseGrace(0.0).present(BOTH, [A], (), 0.1) == [A, B]
     grace = well(20.0)
     silent = 20.0 + AWAY_S + 0.1
@@ -44,7 +44,7 @@ def test_in_the_beginning_and_after_an_outage_everybody_may_come_back() -> None:
     assert grace.present(BOTH, [A], (), silent + COME_BACK_S + 0.01) == [A]
 
 
-def test_who_signed_off_or_was_started_again_is_not_waited_for() -> None:
+def test_a_worker_that_signed_off_or_restarted_is_not_waited_for() -> None:
     again = WorkerInfo(7, "b", 2, "x")
     assert LeaseGrace(0.0).present(BOTH, [again], ("a",), 0.1) == [again]
 
@@ -64,7 +64,7 @@ async def leading(store: Store) -> AsyncIterator[None]:
         await asyncio.wait_for(task, 20)
 
 
-async def test_leases_that_ran_out_while_the_store_was_away_end_nobody() -> None:
+async def test_leases_that_ran_out_during_an_outage_remove_no_worker() -> None:
     """The store stands still for everybody, and forgets all leases before anybody can renew one."""
     memory = MemoryStore()
     faulty = FaultyStore(memory.client())

@@ -18,7 +18,7 @@ from tests.coordinator.test_adoption import SERVERS, view, witness
 A, B = SERVERS
 
 
-def test_a_worker_that_followed_who_is_given_up_follows_the_others_again() -> None:
+def test_a_worker_that_followed_an_abandoned_server_follows_the_adopted_view() -> None:
     """a was silent in epochs 8 and 9, and b alone had all ranges; then the store was lost, and b."""
     session = PushSession(1, 2, 4)
     alone = np.array([[1, -1], [1, -1]], np.int32)
@@ -35,7 +35,7 @@ def test_a_worker_that_followed_who_is_given_up_follows_the_others_again() -> No
     assert session.heads == (A.member,), "it waits for b, for ever"
 
 
-async def test_a_coordinator_tells_what_was_adopted_whatever_it_had_seen_and_no_server_heard_of() -> None:
+async def test_a_coordinator_announces_the_adopted_view_even_over_an_unsent_newer_one() -> None:
     """The store and its leader went away as they had written a view: who stood by had read it, and told servers that
     one, and none of the next ones of the same epochs."""
     found: list[View] = []

@@ -37,7 +37,7 @@ def spec(name: str) -> str:
     return json.dumps({"name": name})
 
 
-def test_everything_is_above_what_any_server_knows() -> None:
+def test_adopted_numbers_are_above_those_of_every_server() -> None:
     found = plan_adoption([witness("a", 7, 40, {9: spec("t")}), witness("b", 8, 55)], (), "x")
     assert list(found.writes)[-1] == "config"
     config = ClusterConfig.from_json(found.writes["config"])
@@ -63,14 +63,14 @@ def test_servers_of_two_clusters_are_not_mixed() -> None:
         plan_adoption([witness("a"), other], (), "x")
 
 
-def test_tables_of_one_name_are_left_to_their_workers() -> None:
+def test_tables_with_an_ambiguous_name_are_left_to_their_workers() -> None:
     tables = {1: spec("t"), 2: spec("u"), 3: spec("t")}
     found = plan_adoption([witness("a", tables=tables), witness("b")], (), "x")
     assert found.unclear == ("t",)
     assert [key for key in found.writes if key.startswith("tables/")] == ["tables/x/u"]
 
 
-def test_a_table_belongs_to_the_application_that_servers_name_or_else_to_the_one_given() -> None:
+def test_a_table_belongs_to_the_application_that_servers_name_or_to_the_default() -> None:
     tables = {1: spec("t"), 2: spec("t"), 3: spec("u"), 4: spec("v"), 5: spec("v")}
     knows = replace(witness("a", tables=tables), apps={1: "ads", 3: "", 4: "ads"})
     found = plan_adoption([knows, replace(knows, name="b", incarnation=1, apps={1: "", 2: "", 5: "ads"})], (), "x")
@@ -209,7 +209,7 @@ async def damaged_cluster(*, lost: tuple[str, ...], value: bytes | None = None) 
 
 @pytest.mark.parametrize("value", [None, b"\0" * 40])
 @pytest.mark.parametrize("lost", [("view",), ("roster",), ("config",), ("view", "roster", "config")])
-async def test_what_a_store_has_lost_of_its_own_cluster_is_adopted(lost: tuple[str, ...], value: bytes | None) -> None:
+async def test_lost_keys_of_a_cluster_are_restored_by_adopting_it(lost: tuple[str, ...], value: bytes | None) -> None:
     store = await damaged_cluster(lost=lost, value=value)
     before = await new_number(store) if "config" not in lost else 0
     tables = {9: spec("t")}
@@ -238,7 +238,7 @@ async def test_a_lost_config_is_made_again_from_the_view() -> None:
 
 
 @pytest.mark.parametrize("value", [None, b"\0" * 40])
-async def test_no_second_cluster_is_made_where_one_has_lost_its_config_and_its_view(value: bytes | None) -> None:
+async def test_no_second_cluster_is_made_if_config_and_view_are_lost(value: bytes | None) -> None:
     store = await damaged_cluster(lost=("config", "view"), value=value)
     with pytest.raises(CannotAdopt, match="`elasticps cluster adopt` puts them back"):
         await restore_config(store)

@@ -23,7 +23,7 @@ CHANGES = [(3, 5), (5, 3), (3, 4), (4, 3), (8, 9), (9, 8)]
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("ranges", [64, 256, 1024])
 @pytest.mark.parametrize(("before", "after"), CHANGES)
-def test_only_what_must_move_moves_and_loads_stay_even(before: int, after: int, ranges: int, replicas: int) -> None:
+def test_few_replicas_move_and_loads_stay_even(before: int, after: int, ranges: int, replicas: int) -> None:
     config = ClusterConfig(ranges, replicas)
     servers = [server(i) for i in range(max(before, after))]
     old = first(servers[:before], config)
@@ -148,7 +148,7 @@ def test_a_server_in_a_new_zone_gets_a_replica_of_every_range() -> None:
     assert (view.chains == 3).any(axis=1).all()
 
 
-def test_one_replica_moves_by_way_of_two() -> None:
+def test_a_single_replica_moves_through_a_chain_of_two() -> None:
     config = ClusterConfig(16, 1)
     servers = [server(0), server(1)]
     old = first(servers[:1], config)
@@ -177,14 +177,14 @@ def test_shares_add_up_and_no_server_gets_more_than_all_ranges(
     assert shares.min() >= 0
 
 
-def test_shares_follow_weights_where_they_can() -> None:
+def test_shares_follow_weights_up_to_one_replica_of_every_range() -> None:
     equal = held_shares((Node("a"), Node("b"), Node("c", 2.0)), 100, 1, 100)
     assert equal == pytest.approx([25, 25, 50])
     capped = held_shares((Node("a"), Node("b"), Node("c", 10.0)), 100, 2, 200)
     assert capped == pytest.approx([50, 50, 100])
 
 
-def test_a_dry_run_says_what_would_move() -> None:
+def test_a_dry_run_reports_the_moves() -> None:
     config = ClusterConfig(256, 2)
     servers = [server(i) for i in range(4)]
     view = first(servers[:3], config)

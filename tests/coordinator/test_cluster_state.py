@@ -75,14 +75,14 @@ def test_a_state_followed_change_by_change_is_the_state_of_a_new_listing() -> No
     asyncio.run(story())
 
 
-def test_a_state_is_left_as_it_was_by_the_next_one() -> None:
+def test_applying_a_change_leaves_the_old_state_unchanged() -> None:
     before = ClusterState("test").apply(Put(Entry(SERVERS + "a", VALUES[SERVERS + "a"], 1, 1)))
     after = before.apply(Delete(SERVERS + "a", 2))
     assert list(before.servers) == ["a"]
     assert not after.servers
 
 
-def test_a_nonsense_entry_is_left_out_with_the_reason() -> None:
+def test_a_damaged_entry_is_left_out_with_the_reason() -> None:
     state = ClusterState("test").apply(Put(Entry(SERVERS + "a", VALUES[SERVERS + "a"], 1, 1)))
     state = state.apply(Put(Entry(SERVERS + "a", b"{", 2, 1)))
     assert not state.servers
@@ -92,7 +92,7 @@ def test_a_nonsense_entry_is_left_out_with_the_reason() -> None:
     assert not state.nonsense
 
 
-def test_a_roster_that_makes_no_sense_leaves_the_one_that_was_read_last() -> None:
+def test_a_damaged_roster_leaves_the_last_good_one() -> None:
     state = ClusterState("test").apply(Put(Entry(ROSTER, VALUES[ROSTER], 1, 1)))
     damaged = Entry(ROSTER, b"?", 2, 1)
     for change in (Put(damaged), Reset(Listing((damaged,), 2))):

@@ -45,7 +45,7 @@ VALUES = (
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("value", VALUES)
-async def test_a_coordinator_leads_on(value: bytes, first: bool) -> None:
+async def test_a_coordinator_keeps_leading_beside_damaged_keys(value: bytes, first: bool) -> None:
     """Workers may write some of these keys: one that is hostile would end every coordinator, and each that starts."""
     store, stop = MemoryStore(), asyncio.Event()
     await create_cluster(store, ClusterConfig(ranges=2, replicas=1, min_servers=1))
@@ -70,7 +70,7 @@ async def test_a_coordinator_leads_on(value: bytes, first: bool) -> None:
         await asyncio.wait_for(leads, 20)
 
 
-async def test_who_looks_at_servers_leaves_out_what_is_none() -> None:
+async def test_damaged_server_entries_are_left_out_of_the_list() -> None:
     store = MemoryStore()
     session = await register_server(store, name="a", address="h:1", on_lost=lambda reason: None)
     for name, value in enumerate(VALUES):
@@ -90,7 +90,7 @@ async def test_a_request_to_drain_that_is_too_deep_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("name", ["\x01", "@", "", "a/b"])
-async def test_a_request_to_drain_what_can_be_no_server_is_left_out(name: str) -> None:
+async def test_a_request_to_drain_an_impossible_server_is_left_out(name: str) -> None:
     """The leader deletes those about servers that are gone, and the store refuses keys that are none."""
     entry = Entry(f"drains/{name}", b'{"incarnation": 1}', 1, 1)
     assert ClusterTracker("c", Listing((entry,), 1)).drains_done() == []
@@ -108,7 +108,7 @@ def test_a_failover_that_cannot_be_read_says_so(value: bytes) -> None:
 @pytest.mark.parametrize(
     "value", [DEEP, b"[]", b"null", b"{}", b'{"committed": "x"}', b'{"committed": 1e999}', b"\xff"]
 )
-def test_what_a_worker_adds_to_a_loss_ends_no_coordinator(value: bytes) -> None:
+def test_a_damaged_entry_of_a_worker_about_a_loss_ends_no_coordinator(value: bytes) -> None:
     """Its metrics read it as it comes, and what fails there ends it."""
     loss = {"epoch": 3, "workers": [{"id": 5, "name": "w", "have": 2, "to": 7}]}
     entries = {loss_key(3): json.dumps(loss).encode(), known_key(3, 5, "w"): value}
@@ -128,16 +128,14 @@ def test_what_a_worker_adds_to_a_loss_ends_no_coordinator(value: bytes) -> None:
         ("election", DEEP),
     ],
 )
-def test_what_cannot_be_read_ends_no_dashboard(key: str, value: bytes) -> None:
+def test_damaged_keys_end_no_dashboard(key: str, value: bytes) -> None:
     model = Model("c", 0.0)
     model.put(1.0, key, value)
     model.put(2.0, "rates/ads/u", b'{"table": 4, "lr": 1}')
 
 
 @pytest.mark.parametrize("value", [*VALUES, b"{}", b'{"tables": {"t": 7}}', b"\0" * 40])
-async def test_a_coordinator_bears_a_restore_that_makes_no_sense(
-    value: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_coordinator_survives_a_damaged_restore_request(value: bytes, caplog: pytest.LogCaptureFixture) -> None:
     """One with --restore ended, each time that it was started."""
     for read in (RestorePlan.from_json, RangeRecovery.from_json):
         with pytest.raises(Damaged, match=r"in etcd holds .* makes no sense .*: delete it"):

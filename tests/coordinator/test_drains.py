@@ -10,7 +10,7 @@ from coordinator.core.view import ClusterConfig
 from tests.coordinator.checked_plans import LIMITS, first, members, server, settled, step
 
 
-def test_a_server_that_drains_hands_all_over_and_is_left_out() -> None:
+def test_a_draining_server_hands_over_every_range_and_leaves_the_view() -> None:
     config = ClusterConfig(64, 2)
     servers = [server(i) for i in range(4)]
     of = members(servers, servers[1])
@@ -31,7 +31,7 @@ def test_a_server_that_drains_hands_all_over_and_is_left_out() -> None:
     assert back.index("s1") >= 0, "a request taken back makes it a newcomer"
 
 
-def test_with_too_few_left_chains_get_shorter() -> None:
+def test_chains_get_shorter_if_too_few_servers_are_left() -> None:
     config = ClusterConfig(64, 2)
     servers = [server(0), server(1)]
     view = step(first(servers, config), members(servers, servers[0]), config)
@@ -40,7 +40,7 @@ def test_with_too_few_left_chains_get_shorter() -> None:
     assert view.reason == "s0 drained: it may stop; waiting: 64 ranges have fewer than 2 replicas, with 1 server left"
 
 
-def test_a_short_chain_of_one_that_drains_is_filled_first() -> None:
+def test_a_short_chain_of_a_draining_server_is_filled_first() -> None:
     config = ClusterConfig(64, 2)
     servers = [server(0), server(1)]
     view = first(servers[:1], config)
@@ -63,7 +63,7 @@ def test_the_last_server_cannot_be_drained_and_the_reason_says_so() -> None:
     assert [s.name for s in relieved.servers] == ["s3"]
 
 
-def test_who_drains_is_given_nothing_more() -> None:
+def test_a_draining_server_gets_no_more_replicas() -> None:
     config = ClusterConfig(64, 2)
     servers = [server(i) for i in range(4)]
     view = step(first(servers[:3], config), members(servers), config)
@@ -93,7 +93,7 @@ def test_repairs_come_before_drains_and_drains_before_balance() -> None:
     assert (at == view.index("s1")).all(), "then drains"
 
 
-def test_what_only_servers_that_drain_have_does_not_wait_for_repairs() -> None:
+def test_ranges_held_only_by_draining_servers_move_before_repairs() -> None:
     """Two that drain together may have little time: what both hold is as badly off as what nobody holds."""
     config, limits = ClusterConfig(64, 2), Limits(8, 4)
     servers = [server(i) for i in range(6)]
@@ -116,7 +116,7 @@ def test_what_only_servers_that_drain_have_does_not_wait_for_repairs() -> None:
     assert (~only & ~full).any(), "repairs go on"
 
 
-def test_of_servers_that_all_drain_one_stays_whose_process_need_not_end() -> None:
+def test_if_all_servers_drain_one_whose_process_may_stay_keeps_the_ranges() -> None:
     config = ClusterConfig(16, 2)
     servers = [server(0), server(1), server(2)]
     requested = frozenset(s.member for s in servers)

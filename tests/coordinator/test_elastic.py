@@ -31,7 +31,7 @@ async def test_servers_that_come_get_their_share() -> None:
             await it.until_sent(server)
 
 
-async def test_those_that_come_together_are_planned_together() -> None:
+async def test_servers_that_join_together_are_planned_together() -> None:
     async with cluster("a", "b", "c") as it:
         it.rack.find_level(False)
         await it.rack.start("d", "e")
@@ -66,7 +66,7 @@ async def test_a_restarted_server_does_not_drain() -> None:
         await until_key(it.memory, f"{DRAINS}b", lambda entry: entry is None)
 
 
-async def test_a_request_taken_back_makes_it_a_newcomer() -> None:
+async def test_a_server_whose_drain_is_cancelled_is_a_newcomer() -> None:
     async with cluster("a", "b", "c") as it:
         await request_drain(it.memory, "b")
         await it.reach("whole without b")

@@ -116,7 +116,7 @@ async def test_a_watch_that_was_cut_off_over_a_compaction_is_reset(shared_etcd: 
     await writer.close()
 
 
-async def test_a_watch_is_reset_when_etcd_has_lost_what_was_seen(new_etcd: NewEtcd) -> None:
+async def test_a_watch_is_reset_when_etcd_has_lost_changes(new_etcd: NewEtcd) -> None:
     etcd = new_etcd()
     store = EtcdStore(fresh_url(etcd))
     for _ in range(5):
@@ -229,7 +229,7 @@ async def _put_odd(store: EtcdStore) -> None:
         await store.call(lambda m: m.kv.Put, rpc.PutRequest(key=start + odd, value=b'{"incarnation": 1, "id": 1}'))
 
 
-async def test_keys_that_are_none_are_left_out(shared_etcd: Etcd, caplog: pytest.LogCaptureFixture) -> None:
+async def test_impossible_keys_are_left_out(shared_etcd: Etcd, caplog: pytest.LogCaptureFixture) -> None:
     store = EtcdStore(fresh_url(shared_etcd))
     first = await store.put("a", b"1")
     await _put_odd(store)
@@ -253,7 +253,7 @@ async def test_keys_that_are_none_are_left_out(shared_etcd: Etcd, caplog: pytest
     await store.close()
 
 
-async def test_the_log_tells_of_some_keys_that_are_none_only(
+async def test_the_log_names_only_some_of_the_impossible_keys(
     shared_etcd: Etcd, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = EtcdStore(fresh_url(shared_etcd))
@@ -266,7 +266,7 @@ async def test_the_log_tells_of_some_keys_that_are_none_only(
 
 
 @pytest.mark.parametrize("first", [True, False])
-async def test_a_coordinator_leads_on_beside_keys_that_are_none(shared_etcd: Etcd, first: bool) -> None:
+async def test_a_coordinator_keeps_leading_beside_impossible_keys(shared_etcd: Etcd, first: bool) -> None:
     """Any worker's certificate may write them: one ended every coordinator, and each that was started."""
     store, stop = EtcdStore(fresh_url(shared_etcd)), asyncio.Event()
     await create_cluster(store, ClusterConfig(ranges=2, replicas=1, min_servers=1))
@@ -338,7 +338,7 @@ async def test_a_store_moves_to_the_next_endpoint_and_takes_its_watches_along(sh
         await store.close()
 
 
-async def test_an_unreachable_store_says_what_was_tried_in_time() -> None:
+async def test_an_unreachable_store_is_reported_with_its_endpoints_in_time() -> None:
     began, seeded = time.monotonic(), random.getstate()
     with dead_port() as dead, pytest.raises(StoreUnavailable, match=f"127.0.0.1:{dead}: .*[Cc]onnection refused"):
         await open_store(f"etcd://127.0.0.1:{dead}/demo", 1.0)
@@ -402,7 +402,7 @@ async def test_a_frozen_endpoint_is_noticed_by_a_watch_that_hears_nothing(new_et
     await store.close()
 
 
-async def test_memory_forgets_old_changes_and_resets_who_missed_them() -> None:
+async def test_the_memory_store_forgets_old_changes_and_resets_late_watches() -> None:
     store = MemoryStore()
     for i in range(10_000):
         last = await store.put("a", str(i).encode())

@@ -57,9 +57,7 @@ class _Beside(EtcdStore):
     then: Callable[[], Any] | None = None
 
 
-async def test_rights_that_are_given_again_are_those_of_now_and_never_fewer_meanwhile(
-    new_etcd: Callable[..., Etcd], tmp_path: Path
-) -> None:
+async def test_rights_can_be_renewed_while_a_cluster_runs(new_etcd: Callable[..., Etcd], tmp_path: Path) -> None:
     """What an earlier version had given stayed; and a coordinator that wrote just then was refused, which ended it."""
     authority = Authority.create(tmp_path / "authority")
     etcd = new_etcd(tls=authority.issue_etcd(("127.0.0.1",)))

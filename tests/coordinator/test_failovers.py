@@ -17,12 +17,12 @@ from tests.coordinator.support import until, until_key
 
 @pytest.mark.parametrize("value", [b"", b"[]", b"{}", b"null", b'{"epoch": 1, "detected": 2, "written": 1}',
                                    b'{"epoch": 1, "detected": NaN, "written": 1}'])  # fmt: skip
-def test_nonsense_is_refused(value: bytes) -> None:
+def test_a_damaged_failover_record_is_refused(value: bytes) -> None:
     with pytest.raises((ValueError, KeyError, TypeError)):
         Failover.from_json(value)
 
 
-async def test_the_newest_is_there_and_an_outage_loses_one_but_not_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_newest_failover_is_stored_though_an_outage_loses_one(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore("c")
     refused: list[str] = []
     put = store.put

@@ -29,7 +29,7 @@ def view(epoch: int) -> View:
     )
 
 
-async def test_a_follower_sees_what_there_is_and_what_comes(clients: Clients) -> None:
+async def test_a_follower_sees_the_present_and_every_later_view(clients: Clients) -> None:
     async with clients() as store, clients() as writer:
         await writer.put("view", view(1).encode())
         await writer.put("viewpoint", b"not a view")
@@ -51,7 +51,7 @@ async def test_a_follower_sees_what_there_is_and_what_comes(clients: Clients) ->
         await follower.close()
 
 
-async def test_a_follower_keeps_to_the_newest_and_survives_nonsense() -> None:
+async def test_a_follower_keeps_the_newest_view_and_survives_damaged_ones() -> None:
     store = MemoryStore()
     follower = ViewFollower(store)
     await follower.start()
@@ -94,7 +94,7 @@ async def test_a_follower_whose_task_fails_says_so() -> None:
     await follower.close()
 
 
-async def test_a_follower_that_starts_on_a_view_that_makes_no_sense_waits_for_a_good_one() -> None:
+async def test_a_follower_that_starts_on_a_damaged_view_waits_for_a_good_one() -> None:
     store = MemoryStore()
     await store.put("view", b"nonsense")
     follower = ViewFollower(store)

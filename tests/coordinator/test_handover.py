@@ -63,7 +63,7 @@ def test_only_a_server_that_stays_has_a_copy_to_count_on(
     assert found.stay == len(members(*staying) - members(leaver))
 
 
-def test_a_text_says_what_is_left_and_which_servers_do_not_count() -> None:
+def test_the_text_of_a_handover_counts_ranges_and_names_servers_that_do_not_count() -> None:
     both = find_handover(VIEW, Member("s3", 1), members("s0", "s1"))
     assert str(both) == (
         "3 ranges left, 2 of which have no copy at a server that stays (s2 has copies, but drains or does not answer)"

@@ -67,7 +67,7 @@ class Story:
         return self.detector.gone[member].why
 
 
-def test_who_reports_is_well() -> None:
+def test_a_server_that_reports_is_healthy() -> None:
     story = Story(A, B)
     story.run(10, A, B)
     assert not story.gone
@@ -101,7 +101,7 @@ def test_the_planner_is_woken_once_for_a_server_that_has_served_alone() -> None:
     assert story.detector.health(None).alone == {A: 2}
 
 
-def test_who_has_lived_on_alone_says_so_again_when_its_connection_has_ended() -> None:
+def test_a_server_that_served_alone_reports_it_again_after_a_reconnect() -> None:
     """It may have died: then the copy that is kept beside it is the last (seed 3113482)."""
     story = Story(A, B)
     assert story.detector.heard(A, Report(3, alone=2), story.now)
@@ -112,7 +112,7 @@ def test_who_has_lived_on_alone_says_so_again_when_its_connection_has_ended() ->
     assert story.detector.health(None).alone == {A: 2}
 
 
-def test_nobody_is_waited_for_that_has_been_silent_for_long() -> None:
+def test_a_server_that_has_been_silent_for_long_is_not_waited_for() -> None:
     story = Story(A, B)
     story.run(SILENCE_S + OVERDUE_S, B)
     assert story.detector.health(None).silent == {A}
@@ -136,7 +136,7 @@ def test_a_late_copy_that_cannot_catch_up_wakes_the_planner_once_and_only_for_it
     assert story.detector.health(decision.view).spent == {0: 1}
 
 
-def test_who_was_silent_cuts_off_nobody_by_what_it_says_of_the_time_before_and_nobody_it() -> None:
+def test_suspicions_from_a_time_of_silence_cut_no_connections() -> None:
     story = Story(A, B, C)
     story.run(2.0, B, C)
     assert story.gone == {A}
@@ -166,7 +166,7 @@ def test_a_reset_alone_proves_nothing() -> None:
     assert not story.gone
 
 
-def test_silence_makes_a_suspect_and_a_word_makes_it_well() -> None:
+def test_a_silent_server_is_a_suspect_until_it_reports_again() -> None:
     story = Story(A, B, C)
     story.run(SILENCE_S - TICK_S, B, C)
     assert not story.gone
@@ -177,7 +177,7 @@ def test_silence_makes_a_suspect_and_a_word_makes_it_well() -> None:
     assert not story.gone
 
 
-def test_who_answers_calls_and_does_not_report_stays_a_suspect() -> None:
+def test_a_server_that_connects_but_does_not_report_stays_a_suspect() -> None:
     story = Story(A, B)
     story.run(1, B)
     assert story.gone == {A}
@@ -195,7 +195,7 @@ def test_a_connection_that_is_never_made_is_silence() -> None:
     assert story.gone == {C}
 
 
-def test_several_that_fall_silent_while_most_others_speak_are_suspects() -> None:
+def test_servers_that_fall_silent_while_most_report_are_suspects() -> None:
     story = Story(A, B, C, D)
     story.run(1, C, D)
     assert story.gone == {A, B}
@@ -203,7 +203,7 @@ def test_several_that_fall_silent_while_most_others_speak_are_suspects() -> None
 
 
 @pytest.mark.parametrize("count", [3, 4, 10])
-def test_if_more_than_half_fall_silent_together_it_is_the_leader_that_is_ill(count: int) -> None:
+def test_if_most_servers_fall_silent_together_the_leader_is_at_fault(count: int) -> None:
     beside, *others = (Member(f"s{i}", 1) for i in range(count))
     story = Story(beside, *others)
     story.run(1, beside, *others)
@@ -218,7 +218,7 @@ def test_if_more_than_half_fall_silent_together_it_is_the_leader_that_is_ill(cou
     assert not story.gone
 
 
-def test_more_than_half_that_are_silent_and_have_lost_their_leases_are_gone() -> None:
+def test_silent_servers_without_leases_are_gone_even_if_they_are_most() -> None:
     story = Story(A, B, C)
     story.run(2, C)
     assert story.ill()
@@ -231,7 +231,7 @@ def test_more_than_half_that_are_silent_and_have_lost_their_leases_are_gone() ->
     assert not story.ill()
 
 
-def test_if_all_fall_silent_together_it_is_the_leader_that_is_ill() -> None:
+def test_if_all_servers_fall_silent_together_the_leader_is_at_fault() -> None:
     story = Story(A, B, C)
     story.run(1, A, B, C)
     story.run(TOGETHER_S / 2, B, C)
@@ -311,7 +311,7 @@ def test_leases_are_the_backstop_when_nobody_is_heard() -> None:
     assert story.gone == {A}
 
 
-def test_who_is_not_watched_is_forgotten() -> None:
+def test_a_server_that_is_no_longer_watched_is_forgotten() -> None:
     story = Story(A, B)
     story.detector.refused(A, "connection refused", story.now)
     story.detector.watch({B: True}, story.now)
@@ -320,7 +320,7 @@ def test_who_is_not_watched_is_forgotten() -> None:
     assert not story.detector.refused(A, "connection refused", story.now)
 
 
-def test_peers_that_do_not_reach_each_other_are_cut_off_until_it_is_long_ago() -> None:
+def test_peers_that_cannot_reach_each_other_count_as_cut_off_for_a_while() -> None:
     story = Story(A, B, C)
     assert not story.detector.heard(A, Report(1, suspects={B: SUSPECTED_S / 2}), story.now)
     assert story.detector.heard(A, Report(1, suspects={B: SUSPECTED_S * 1.5}), story.now)
@@ -333,7 +333,7 @@ def test_peers_that_do_not_reach_each_other_are_cut_off_until_it_is_long_ago() -
     assert not story.detector.health(None).cut
 
 
-def test_nobody_is_cut_off_from_one_that_is_gone_or_unknown() -> None:
+def test_suspicions_of_gone_or_unknown_servers_cut_no_connections() -> None:
     story = Story(A, B)
     story.detector.refused(B, "connection refused", story.now)
     report = Report(1, suspects={B: 5.0, C: 5.0, A: 5.0})
@@ -341,7 +341,7 @@ def test_nobody_is_cut_off_from_one_that_is_gone_or_unknown() -> None:
     assert not story.detector.health(None).cut
 
 
-def test_nobody_is_cut_off_from_one_that_we_have_not_heard_of_late_ourselves() -> None:
+def test_suspicions_of_servers_not_heard_lately_cut_no_connections() -> None:
     story = Story(A, B)
     story.run(0.4, A)  # B is frozen, and not silent for long enough to say so
     assert not story.detector.heard(A, Report(1, suspects={B: SUSPECTED_S * 1.5}), story.now)
@@ -360,7 +360,7 @@ def filling() -> View:
     return second.view
 
 
-def test_level_reports_are_good_for_the_filling_that_they_name() -> None:
+def test_level_reports_count_for_the_filling_they_name() -> None:
     story, view = Story(A, B), filling()
     since = int(view.since[0])
     assert story.detector.heard(A, Report(2, levels=(CaughtUp(0, since, B),)), story.now)
@@ -386,7 +386,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from(["hear", "lose", "connect", "mute", 
 
 
 @given(EVENTS)
-def test_who_is_never_refused_and_speaks_in_the_end_is_well(events: Sequence[tuple[str, Member]]) -> None:
+def test_a_server_that_is_never_refused_and_reports_at_the_end_is_healthy(events: Sequence[tuple[str, Member]]) -> None:
     story = Story(A, B, C)
     for what, member in events:
         if what == "hear":
@@ -410,7 +410,7 @@ def test_who_is_never_refused_and_speaks_in_the_end_is_well(events: Sequence[tup
 
 
 @pytest.mark.parametrize("ticked", [False, True], ids=["read before the tick", "read after it"])
-def test_what_waited_to_be_read_while_the_leader_was_stopped_cuts_nobody_off(ticked: bool) -> None:
+def test_reports_that_waited_while_the_leader_was_stopped_cut_no_connections(ticked: bool) -> None:
     story = Story(A, B, C)
     story.run(1.0, A, B, C)
     story.now += 6.0  # B's last report has waited; then it died, and A says since when

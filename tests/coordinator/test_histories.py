@@ -176,7 +176,7 @@ def test_every_step_is_safe_and_chains_become_full(
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from("abcde"), max_size=12))
-def test_who_falls_silent_for_a_while_and_comes_back_is_used_again(names_: Sequence[str]) -> None:
+def test_a_server_that_was_silent_for_a_while_is_used_again(names_: Sequence[str]) -> None:
     cluster = Cluster(2, Limits())
     for name in "abcde":
         cluster.start(name)

@@ -73,7 +73,7 @@ async def until_leader(store: Store, name: str) -> Entry:
     return entry
 
 
-async def test_the_first_view_and_the_roster_come_about(clients: Clients) -> None:
+async def test_a_leader_writes_the_first_view_and_the_roster(clients: Clients) -> None:
     async with clients() as store, coordinator(store), following(store) as follower:
         config = await create_cluster(store, ClusterConfig(ranges=16, replicas=2, min_servers=3))
         async with servers(store, "a", "b"):
@@ -248,7 +248,7 @@ async def test_history_lost_by_compaction_does_not_stop_the_leader() -> None:
             assert view.epoch == 2
 
 
-async def test_entries_that_make_no_sense_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
+async def test_damaged_entries_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
     memory = MemoryStore()
     await create_cluster(memory, ClusterConfig(ranges=4, min_servers=1))
     await memory.put("servers/bad", b"nonsense")
@@ -350,7 +350,7 @@ async def test_a_view_too_large_to_write_ends_no_term(caplog: pytest.LogCaptureF
         assert await leadership(store) == before
 
 
-async def test_of_workers_that_left_the_newest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_the_newest_of_the_departed_workers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.cluster_tracker.REMEMBERED", 3)
     monkeypatch.setattr("coordinator.cluster_tracker.AT_ONCE", 2)
     memory = MemoryStore()
@@ -366,7 +366,7 @@ async def test_of_workers_that_left_the_newest_are_remembered(monkeypatch: pytes
     await here.close()
 
 
-def test_a_line_that_fails_ends_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_server_link_ends_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its server would be silent for this leader from then on, and nobody would know why."""
 
     def fail(self: ServerLinks, member: Member, why: str) -> None:

@@ -19,7 +19,7 @@ from tests.coordinator.rack import FakeServer, Rack
 from tests.coordinator.support import until_key
 
 
-async def test_replicas_become_level_after_a_reset_under_who_stood_by_before(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_former_standby_promotes_replicas_after_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody purges what a standby has heard, and epochs begin at 1 again: newer fillings looked older than those."""
 
     def take(self: FakeServer, view: View) -> None:  # as servers do: each is one of its own cluster

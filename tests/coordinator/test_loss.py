@@ -17,13 +17,13 @@ def again(server: ServerInfo) -> ServerInfo:
     return ServerInfo(server.name, server.incarnation + 1, server.address)
 
 
-def test_while_each_range_has_somebody_nothing_is_lost() -> None:
+def test_no_range_is_lost_while_each_has_a_replica() -> None:
     assert not find_loss(VIEW, [S0, S1, S2])
     assert not find_loss(view([[0, 1], [1, 2]]), [S1])
     assert find_loss(VIEW, [S0, S1, S2]).lines == []
 
 
-def test_a_range_waits_for_who_is_away() -> None:
+def test_a_range_waits_for_an_absent_server() -> None:
     loss = find_loss(VIEW, [S0, S1])
     assert loss.waiting.tolist() == [2]
     assert not loss.lost.size
@@ -32,14 +32,14 @@ def test_a_range_waits_for_who_is_away() -> None:
     assert "bring it back" in line
 
 
-def test_who_came_back_empty_has_lost_what_nobody_else_has() -> None:
+def test_a_server_that_came_back_empty_has_lost_its_unreplicated_ranges() -> None:
     loss = find_loss(VIEW, [again(S0), again(S1), S2])
     assert (loss.lost.tolist(), loss.waiting.tolist()) == ([0, 4], [])
     (line,) = loss.lines
     assert line.startswith("the data of 2 ranges (0, 4) are lost, in all tables: s0 came back as incarnation 2")
 
 
-def test_a_range_of_which_one_is_away_and_one_is_empty_may_come_back() -> None:
+def test_a_range_with_an_absent_and_an_empty_replica_waits() -> None:
     loss = find_loss(VIEW, [again(S0), S2])
     assert (loss.lost.tolist(), loss.waiting.tolist()) == ([4], [0])
     assert len(loss.lines) == 2
@@ -54,5 +54,5 @@ def test_a_range_of_which_one_is_away_and_one_is_empty_may_come_back() -> None:
         (range(0, 40, 2), "0, 2, 4, 6, 8, 10, 12, 14 and 12 more spans"),
     ],
 )
-def test_ranges_as_people_write_them(ranges: list[int], text: str) -> None:
+def test_ranges_are_printed_as_spans(ranges: list[int], text: str) -> None:
     assert spans(np.array(ranges, np.int64)) == text

@@ -92,7 +92,7 @@ async def test_a_lost_view_is_put_back_as_it_was(clients: Clients, value: bytes 
             await session.close()
 
 
-async def test_a_view_older_than_one_before_is_not_gone_on_from() -> None:
+async def test_a_leader_does_not_continue_from_an_older_view() -> None:
     store = MemoryStore()
     async with leading(store):
         await create_cluster(store, ClusterConfig(ranges=8, replicas=2))
@@ -148,7 +148,7 @@ async def test_a_leader_that_knows_no_view_refuses_loudly_where_a_server_cannot_
         assert (entry and entry.value) == value
 
 
-async def test_the_first_view_waits_until_all_who_are_registered_are_heard() -> None:
+async def test_the_first_view_waits_for_reports_of_all_registered_servers() -> None:
     store = MemoryStore()
     rack = Rack(store)
     await create_cluster(store, ClusterConfig(ranges=8, replicas=2))
@@ -162,7 +162,7 @@ async def test_the_first_view_waits_until_all_who_are_registered_are_heard() -> 
 
 
 @pytest.mark.parametrize("value", [None, NONSENSE, b"{}"])
-async def test_a_lost_roster_comes_back_above_all_that_were(clients: Clients, value: bytes | None) -> None:
+async def test_a_lost_roster_comes_back_with_a_higher_version(clients: Clients, value: bytes | None) -> None:
     async with clients() as store, leading(store):
         _, sessions = await grown(store)
         workers = [await register_worker(store, name=f"w{i}", app="default") for i in range(3)]
@@ -197,7 +197,7 @@ async def test_a_lost_config_comes_back_and_no_number_is_given_twice(clients: Cl
             await session.close()
 
 
-async def test_a_config_that_changes_what_is_fixed_is_put_back() -> None:
+async def test_a_config_with_changed_fixed_values_is_put_back() -> None:
     store = MemoryStore()
     async with leading(store):
         _, sessions = await grown(store)
@@ -210,7 +210,7 @@ async def test_a_config_that_changes_what_is_fixed_is_put_back() -> None:
             await session.close()
 
 
-async def test_a_table_that_nobody_has_dropped_is_put_back(clients: Clients) -> None:
+async def test_a_table_entry_lost_without_a_drop_is_put_back(clients: Clients) -> None:
     async with clients() as store, leading(store):
         _, sessions = await grown(store)
         remaining = json.dumps({"id": 9, "spec": "{}", "creator": 1, "by": "w", "ready": True}).encode()
@@ -243,7 +243,7 @@ async def test_a_cluster_without_servers_may_be_given_up() -> None:
 
 
 @pytest.mark.parametrize("key", ["view", "roster", "config"])
-async def test_a_coordinator_that_starts_on_nonsense_keeps_running_and_names_the_key(
+async def test_a_coordinator_that_starts_on_damaged_keys_runs_on_and_names_them(
     key: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = MemoryStore()
@@ -264,18 +264,18 @@ def decide(ours: View | None, certain: bool, epochs: dict[Member, int], views: d
     return put_back(ours, certain, "view is gone", epochs, views)
 
 
-def test_what_the_leader_saw_go_is_put_back_though_nobody_is_heard() -> None:
+def test_a_view_whose_deletion_the_leader_saw_is_put_back_without_reports() -> None:
     assert decide(made_view(7), True, {}, {}).view == made_view(7)
 
 
-def test_what_it_remembers_is_put_back_above_where_all_servers_are_heard_and_none_is_further() -> None:
+def test_a_remembered_view_is_put_back_with_a_higher_epoch_once_all_servers_report() -> None:
     found = decide(made_view(7), False, {A: 7, B: 6}, {}).view
     assert found is not None
     assert found.epoch == 7 + UNHEARD
     assert decide(made_view(7), False, {A: 7}, {}).view is None
 
 
-def test_servers_that_agree_are_believed_where_no_coordinator_remembers() -> None:
+def test_servers_that_agree_are_believed_if_no_coordinator_remembers_a_view() -> None:
     agreed: dict[Member, int] = {A: 9, B: 9}
     assert "are asked" in decide(None, False, agreed, {}).reason
     found = decide(made_view(7), False, agreed, {A: made_view(9)}).view
@@ -292,14 +292,14 @@ def test_servers_that_agree_are_believed_where_no_coordinator_remembers() -> Non
         ({A: 0, B: 0}, {}, "no server follows any"),
     ],
 )
-def test_one_server_alone_is_not_believed(epochs: dict[Member, int], views: dict[Member, View], why: str) -> None:
+def test_a_single_server_is_not_believed(epochs: dict[Member, int], views: dict[Member, View], why: str) -> None:
     found = decide(None, False, epochs, views)
     assert found.view is None
     assert why in found.reason
     assert "cluster adopt" in found.reason
 
 
-def test_a_server_that_claims_a_newer_view_alone_stops_nobody() -> None:
+def test_a_single_server_with_a_newer_view_blocks_no_recovery() -> None:
     assert not is_outdated(made_view(7), {A: 1 << 40, B: 7})
     assert not is_outdated(made_view(7), {})
     assert is_outdated(made_view(7), {A: 9, B: 9})

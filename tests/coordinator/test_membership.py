@@ -75,7 +75,7 @@ async def test_a_server_is_registered_until_it_closes(clients: Clients) -> None:
         await again.close()
 
 
-async def test_a_server_ends_though_the_store_stands_still(clients: Clients) -> None:
+async def test_a_server_ends_though_the_store_does_not_answer(clients: Clients) -> None:
     async with clients() as store:
         faulty = FaultyStore(store)
         session, _ = await serve(faulty)
@@ -85,7 +85,7 @@ async def test_a_server_ends_though_the_store_stands_still(clients: Clients) -> 
         assert faulty.waiting == 1
 
 
-async def test_a_call_is_insisted_on_until_the_store_answers() -> None:
+async def test_a_call_is_repeated_until_the_store_answers() -> None:
     faulty = FaultyStore(MemoryStore())
     faulty.out = True
     with pytest.raises(StoreUnavailable):
@@ -120,7 +120,7 @@ async def test_a_newer_incarnation_fences_the_older_one(clients: Clients) -> Non
         await new.close()
 
 
-async def test_of_many_with_one_name_the_newest_stays(clients: Clients) -> None:
+async def test_only_the_newest_of_several_servers_of_a_name_stays(clients: Clients) -> None:
     async with clients() as store:
         attempts = await asyncio.gather(*(serve(store, ttl_s=BRIEF_S) for _ in range(5)), return_exceptions=True)
         sessions = [attempt for attempt in attempts if not isinstance(attempt, BaseException)]
@@ -299,7 +299,7 @@ class Counting(FaultyStore):
         return await super().compare_and_set(*arguments, **options)
 
 
-async def test_many_workers_that_start_at_once_do_not_race_each_other() -> None:
+async def test_many_workers_that_start_at_once_need_few_requests() -> None:
     store = Counting(MemoryStore())
     await create_cluster(store, ClusterConfig(4))
     workers = await asyncio.gather(*(register_worker(store, name=f"w{i}", app="default") for i in range(200)))
@@ -331,7 +331,7 @@ async def test_an_older_incarnation_of_a_worker_never_comes_back(clients: Client
             await old.close()
 
 
-async def test_nobody_registers_in_another_cluster_of_the_same_name(
+async def test_registration_in_another_cluster_of_the_same_name_is_refused(
     clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with clients() as store:

@@ -27,7 +27,7 @@ class Remade(FaultyStore):
         return found
 
 
-async def test_a_number_requested_while_the_store_is_replaced_is_given_once() -> None:
+async def test_a_number_requested_while_the_store_is_replaced_is_given_only_once() -> None:
     before, after = MemoryStore("test"), MemoryStore("test")
     await create_cluster(before, ClusterConfig(2, 2, id="one"))
     given = [await new_number(before) for _ in range(40)]

@@ -49,7 +49,7 @@ async def test_a_server_goes_on_whose_count_of_incarnations_was_damaged(damaged:
     await session.close()
 
 
-async def test_a_server_that_a_new_store_does_not_know_of_gives_nobody_its_number_again() -> None:
+async def test_incarnations_are_not_reused_in_a_new_store() -> None:
     """It was in no view as `cluster adopt` asked those that are: the next one of its name was another first one."""
     store, lost = MemoryStore("test"), list[str]()
     await create_cluster(store, ClusterConfig(2, id="one"))
@@ -68,7 +68,7 @@ async def test_a_server_that_a_new_store_does_not_know_of_gives_nobody_its_numbe
     await again.close()
 
 
-async def test_one_that_comes_back_to_a_new_store_does_not_take_its_name_from_who_has_it_there() -> None:
+async def test_a_server_back_in_a_new_store_does_not_displace_a_newer_one() -> None:
     """Its numbers count from 1 again. It had been frozen, say, and the newer one has ranges by now; later on both could
     have had one number."""
     store, new = MemoryStore("test"), MemoryStore("test")
@@ -90,7 +90,7 @@ async def test_one_that_comes_back_to_a_new_store_does_not_take_its_name_from_wh
     await newer.close()
 
 
-async def test_a_server_that_starts_says_which_number_to_put_there() -> None:
+async def test_a_server_that_cannot_start_names_the_incarnation_to_write() -> None:
     store = MemoryStore("test")
     await create_cluster(store, ClusterConfig(2, id="one"))
     await store.put("incarnations/servers/s", b"2x")
@@ -99,7 +99,7 @@ async def test_a_server_that_starts_says_which_number_to_put_there() -> None:
 
 
 @pytest.mark.parametrize("key", ["config", "roster", "view"])
-async def test_members_outlast_a_key_of_the_cluster_that_makes_no_sense(key: str) -> None:
+async def test_members_outlast_a_damaged_key_of_the_cluster(key: str) -> None:
     """Nobody leads who would put it back; a lease runs out meanwhile."""
     store, lost = MemoryStore("test"), list[str]()
     await create_cluster(store, ClusterConfig(2, id="one"))

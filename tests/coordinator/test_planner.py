@@ -39,7 +39,7 @@ def test_the_first_view_waits_for_enough_servers() -> None:
     assert decide(None, server("a"), server("b")) == Plan(None, "waiting for servers: 2 of 3 registered")
 
 
-def test_the_first_view_is_whole_and_does_not_depend_on_who_came_first() -> None:
+def test_the_first_view_is_whole_and_independent_of_the_order_of_servers() -> None:
     assert FIRST.epoch == 1
     assert (FIRST.cluster, FIRST.ranges, FIRST.replicas) == ("demo", 16, 2)
     assert [member.name for member in FIRST.servers] == ["a", "b", "c"]
@@ -65,7 +65,7 @@ def test_a_key_that_is_missing_for_a_while_proves_nothing() -> None:
     assert decide(FIRST, server("a"), server("c")) is None
 
 
-def test_a_death_is_one_view_of_its_own_and_its_reason_counts() -> None:
+def test_a_death_makes_a_view_of_its_own_with_counts_in_its_reason() -> None:
     headed, held = int((FIRST.heads == 1).sum()), int((FIRST.chains == 1).any(axis=1).sum())
     view = written(FIRST, *FIRST.servers, health=lost(server("b")))
     assert view.reason == f"b lost (killed): {headed} ranges have a new head, 0 fillings start again"
@@ -176,7 +176,7 @@ def test_a_level_joiner_saves_the_range_whose_last_replica_dies() -> None:
     assert "1 ranges got a level replica" in back.reason
 
 
-def test_the_last_replica_waits_and_the_reason_says_for_whom() -> None:
+def test_a_range_waits_for_its_last_replica_and_the_reason_names_the_server() -> None:
     config = ClusterConfig(ranges=4, replicas=1)
     first = written(None, server("a"), server("b"), config=config)
     headed = int((first.heads == 0).sum())
@@ -198,7 +198,7 @@ def test_the_last_replica_waits_and_the_reason_says_for_whom() -> None:
     assert decide(well, server("a"), server("b"), config=config) is None
 
 
-def test_a_new_incarnation_tells_that_the_old_one_is_gone_and_is_a_fresh_server() -> None:
+def test_a_new_incarnation_proves_the_old_one_gone_and_starts_empty() -> None:
     again = (server("a"), server("b", 2), server("c"))
     view = written(FIRST, *again)
     assert view.servers == again
@@ -219,7 +219,7 @@ CUT = Health(cut=frozenset({(server("a").member, server("b").member)}))
 LEFT = written(FIRST, *FIRST.servers, health=B_SILENT)
 
 
-def test_who_falls_silent_keeps_its_copy_where_one_replica_is_left() -> None:
+def test_a_silent_server_keeps_its_copy_if_one_replica_is_left() -> None:
     had = (FIRST.chains == 1).any(axis=1)
     assert had.any()
     assert [joiner(LEFT, r) for r in np.flatnonzero(had).tolist()] == [server("b").member] * int(had.sum())
@@ -232,7 +232,7 @@ def test_who_falls_silent_keeps_its_copy_where_one_replica_is_left() -> None:
     assert not written(FIRST, *FIRST.servers, health=lost(server("b"))).copy_state.any(), "who is dead keeps nothing"
 
 
-def test_who_is_left_is_confirmed_when_it_has_lived_on_or_the_other_has_ended() -> None:
+def test_the_remaining_replica_is_confirmed_after_serving_alone_or_a_death() -> None:
     lived = written(LEFT, *LEFT.servers, health=replace(B_SILENT, alone=ALONE))
     ended = written(LEFT, *LEFT.servers, health=lost(server("b")))
     for view in (lived, ended):
@@ -264,7 +264,7 @@ def test_who_is_left_is_confirmed_when_it_has_lived_on_or_the_other_has_ended() 
     assert decide(lived, *lived.servers, health=replace(B_SILENT, spent=earlier_fill)) is None
 
 
-def test_a_late_copy_catches_up_once_its_server_is_heard_and_is_a_replica_once_level() -> None:
+def test_a_late_copy_catches_up_once_its_server_reports_and_then_is_a_replica() -> None:
     late = written(LEFT, *LEFT.servers, health=replace(B_SILENT, alone=ALONE))
     back = written(late, *late.servers)
     had = np.flatnonzero(LEFT.copy_state > 0)
@@ -280,7 +280,7 @@ def test_a_late_copy_catches_up_once_its_server_is_heard_and_is_a_replica_once_l
     assert (silent.joining[had] < 0).all()
 
 
-def test_a_late_copy_stands_in_for_nobody_and_is_not_given_up_while_there_is_no_other() -> None:
+def test_a_late_copy_replaces_no_replica_and_is_kept_while_it_is_the_only_one() -> None:
     late = written(LEFT, *LEFT.servers, health=replace(B_SILENT, alone=ALONE))
     alone = (late.copy_state > 0) & (late.heads == 0)
     dead = lost(server("a"))
@@ -298,7 +298,7 @@ def test_a_late_copy_stands_in_for_nobody_and_is_not_given_up_while_there_is_no_
         assert np.array_equal(view.chains[alone], waits.chains[alone])
 
 
-def test_a_retained_copy_replaces_the_last_replica_when_that_dies() -> None:
+def test_a_retained_copy_replaces_a_last_replica_that_dies() -> None:
     view = written(LEFT, *LEFT.servers, health=lost(server("a")))
     for r in np.flatnonzero((LEFT.copy_state > 0) & (LEFT.heads == 0)).tolist():
         assert names(view, r) == (server("b").member,)
@@ -310,7 +310,7 @@ def test_a_retained_copy_replaces_the_last_replica_when_that_dies() -> None:
     assert np.array_equal(waits.copy_state[alone], LEFT.copy_state[alone])
 
 
-def test_who_falls_silent_keeps_its_copy_where_a_level_one_takes_its_place() -> None:
+def test_a_silent_server_keeps_its_copy_if_a_level_joiner_takes_over() -> None:
     """That one was dead already, and the only other copy was thrown away."""
     single = written(FIRST, *FIRST.servers, health=lost(server("b")))
     filled = written(single, *(s for s in single.servers if s.name != "b"))
@@ -328,7 +328,7 @@ def test_who_falls_silent_keeps_its_copy_where_a_level_one_takes_its_place() -> 
     assert (names(ended, r), ended.copy_state[r]) == ((other,), CopyState.NONE), "who is dead keeps nothing"
 
 
-def test_a_server_heard_again_is_tail_where_it_was_successor_and_catches_up_where_it_was_predecessor() -> None:
+def test_a_server_heard_again_is_tail_or_catches_up_by_its_former_role() -> None:
     health = Health(alone=ALONE)
     view = written(LEFT, *LEFT.servers, health=health)
     for r in range(view.ranges):
@@ -344,7 +344,7 @@ def test_a_server_heard_again_is_tail_where_it_was_successor_and_catches_up_wher
     ]
 
 
-def test_two_that_cannot_reach_each_other_are_no_neighbours_any_more() -> None:
+def test_servers_that_cannot_reach_each_other_stop_being_neighbours() -> None:
     view = written(FIRST, *FIRST.servers, health=CUT)
     assert view.reason.startswith("a and b cannot reach each other: ")
     pairs = {(0, 1), (1, 0)}
@@ -356,7 +356,7 @@ def test_two_that_cannot_reach_each_other_are_no_neighbours_any_more() -> None:
     assert set(repairing.joining[filling].tolist()) == {2}
 
 
-def test_who_is_left_out_for_a_cut_keeps_its_copy_and_stands_in_when_the_other_dies_at_once() -> None:
+def test_a_server_left_out_for_a_cut_keeps_its_copy_and_takes_over_after_a_death() -> None:
     view = written(FIRST, *FIRST.servers, health=CUT)
     (parted,) = np.nonzero(view.copy_state)
     assert parted.size
@@ -370,7 +370,7 @@ def test_who_is_left_out_for_a_cut_keeps_its_copy_and_stands_in_when_the_other_d
         assert names(after, r) == (joiner(view, r),)
 
 
-def test_a_joiner_that_is_level_takes_the_place_of_one_that_is_left_out_for_a_cut() -> None:
+def test_a_level_joiner_replaces_a_server_left_out_for_a_cut() -> None:
     chains, joining = np.array([[0, 1], [0, 1], [0, 1], [0, 2]]), np.array([2, 2, -1, 1])
     moving = View("demo", 2, 4, 2, FIRST.servers, chains, joining, np.array([2, 2, 1, 1]), "test")
     view = written(moving, *FIRST.servers, health=replace(CUT, level={0: 2}))
@@ -379,7 +379,7 @@ def test_a_joiner_that_is_level_takes_the_place_of_one_that_is_left_out_for_a_cu
     assert found == [((a, c), None), ((a,), b), ((a,), b), ((a, c), b)]
 
 
-def test_a_filling_between_two_that_are_cut_off_is_given_up() -> None:
+def test_a_filling_between_servers_that_are_cut_off_is_given_up() -> None:
     gone = lost(server("b"))
     busy = repaired_once(gone)
     r = int(np.flatnonzero(busy.joining >= 0)[0])
@@ -463,7 +463,7 @@ def test_a_plan_that_breaks_the_law_is_an_error(monkeypatch: pytest.MonkeyPatch)
         decide(FIRST, *FIRST.servers)
 
 
-def test_nothing_is_evened_out_while_a_checkpoint_is_brought_back() -> None:
+def test_no_ranges_are_rebalanced_during_a_restore() -> None:
     four = (*FIRST.servers, server("d"))
     came = plan(FIRST, Members("c", four, restores=True), CONFIG)
     assert came is not None

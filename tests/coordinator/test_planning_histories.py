@@ -86,7 +86,7 @@ class History:
 
 @settings(deadline=None, max_examples=80)
 @given(EVENTS, st.sampled_from([8, 32]), st.integers(1, 3), st.integers(1, 8), st.integers(1, 4))
-def test_whatever_comes_together_comes_to_an_end(
+def test_any_mix_of_joins_drains_and_deaths_comes_to_an_end(
     events: Sequence[tuple[str, int]], ranges: int, replicas: int, fills: int, per_server: int
 ) -> None:
     history = History(ranges, replicas, Limits(fills, per_server))
@@ -95,7 +95,7 @@ def test_whatever_comes_together_comes_to_an_end(
     history.finish()
 
 
-def test_two_join_while_one_drains_and_one_dies() -> None:
+def test_two_servers_join_while_another_drains_and_a_third_dies() -> None:
     history = History(64, 2, Limits(16, 4))
     for what, i in [("start", 3), ("start", 4), ("drain", 0), ("some", 0), ("kill", 1), ("some", 1), ("step", 0)]:
         history.happen(what, i)

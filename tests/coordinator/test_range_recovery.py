@@ -63,7 +63,7 @@ def test_a_lost_range_is_served_once_a_server_has_restored_it() -> None:
 
 
 @pytest.mark.parametrize("case", ["silent", "registered", "not asked for"])
-def test_who_may_come_back_is_not_given_up(case: str) -> None:
+def test_a_server_that_may_come_back_is_not_given_up(case: str) -> None:
     view, _ = first()
     servers = (A, B) if case == "registered" else (B,)
     decision = step(
@@ -75,7 +75,7 @@ def test_who_may_come_back_is_not_given_up(case: str) -> None:
         assert (changed(step(view, B, silent=True, given_up=True)).heads < 0).any()
 
 
-def test_the_only_server_comes_back_empty_and_brings_all_back() -> None:
+def test_the_only_server_comes_back_empty_and_recovers_every_range() -> None:
     decision = plan(None, Members("c", (A,)), CONFIG)
     assert decision is not None
     view = changed(step(changed(decision), AGAIN, gone={}))
@@ -86,7 +86,7 @@ def test_the_only_server_comes_back_empty_and_brings_all_back() -> None:
     assert (changed(step(view, AGAIN, gone={}, level=level)).heads == 0).all()
 
 
-def test_who_brings_a_range_back_may_die_too() -> None:
+def test_a_server_that_recovers_a_range_may_die_too() -> None:
     view, lost = first()
     c = ServerInfo("c", 4, "127.0.0.1:4")
     filling = changed(step(changed(step(view, B, c)), B, c))
@@ -102,7 +102,7 @@ def chains(epoch: int, chain: int, joining: int, since: int, copy_state: int = 0
     return Chains(epoch, (A.member, B.member), *one, np.array([copy_state], np.int32), np.array([recovery_epoch]))
 
 
-def test_the_law_of_range_recovery() -> None:
+def test_transitions_of_range_recovery_are_checked() -> None:
     old, ended = chains(4, 0, -1, 2), {A.member}
     emptied = chains(5, -1, -1, 5, recovery_epoch=5)
     assert unsafe_transition(old, emptied, {}, ended) == ""
@@ -119,7 +119,7 @@ def test_the_law_of_range_recovery() -> None:
     assert "nobody has brought back" in unsafe_transition(filling, chains(7, 0, -1, 7, recovery_epoch=5), {0: 6})
 
 
-def test_a_worker_has_the_last_word_on_what_it_lost() -> None:
+def test_a_workers_own_report_corrects_its_lost_steps() -> None:
     workers = [{"id": 3, "name": "v", "have": 5, "to": 8}, {"id": 4, "name": "w", "have": 5, "to": 6}]
     found = json.dumps({"epoch": 7, "workers": workers}).encode()
     (loss,) = merge_losses({"losses/000000000007": found, known_key(7, 3, "v"): b'{"committed": 9}'})

@@ -45,7 +45,7 @@ def test_anything_else_is_a_value_error(value: bytes) -> None:
 
 
 @pytest.mark.parametrize("own", [b"[" * 100_000, b"[]", b'{"committed": "9"}', b'{"committed": -1}'])
-async def test_a_worker_that_adds_nonsense_to_a_loss_changes_nothing_of_it(own: bytes) -> None:
+async def test_a_damaged_report_of_a_worker_does_not_change_a_loss(own: bytes) -> None:
     store = MemoryStore()
     workers = [{"id": 5, "name": "v", "have": 6, "to": 7}, {"id": 6, "name": "ads/w", "have": 6, "to": 8}]
     found = {"epoch": 3, "ranges": [1], "cut": 2, "url": "file:///x", "rows": 9, "lacking": [], "workers": workers}

@@ -129,7 +129,7 @@ async def test_a_view_that_could_not_be_written_is_planned_again() -> None:
         assert it.rack.servers["a"].info in view.servers
 
 
-async def test_two_killed_at_once_of_three_copies() -> None:
+async def test_a_range_of_three_replicas_survives_two_kills_at_once() -> None:
     async with cluster("a", "b", "c", "d", replicas=3) as it:
         it.rack.kill("b", "c")
         await it.follower.wait_for(lambda view: view.index("b") < 0 and view.index("c") < 0, WAIT_S)
@@ -148,7 +148,7 @@ async def test_a_server_that_starts_again_and_goes_at_once_stays_lost() -> None:
         assert [str(server.member) for server in it.view.servers] == ["a#1", "b#1"]
 
 
-async def test_a_restarted_server_is_a_fresh_one() -> None:
+async def test_a_restarted_server_is_an_empty_replica() -> None:
     async with cluster("a", "b") as it:
         await it.rack.start("b")
         view = await it.follower.wait_for(
@@ -212,7 +212,7 @@ async def test_a_standby_goes_on_in_the_middle_of_a_repair() -> None:
             it.faulty.out = False
 
 
-async def test_a_standby_finds_out_who_died_together_with_the_leader() -> None:
+async def test_a_standby_detects_servers_that_died_with_the_leader() -> None:
     async with AsyncExitStack() as standby, cluster("a", "b", "c") as it:
         await standby.enter_async_context(leading(it.memory, it.rack, "c1"))
         it.faulty.out = True
@@ -249,7 +249,7 @@ async def test_a_failover_of_unknown_outcome_is_read_back_and_then_logged(caplog
     assert caplog.text.count("failover epoch=2 gone=c#1 ") == 1
 
 
-async def test_a_leader_that_hears_nobody_takes_nobody_for_dead(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_leader_that_hears_no_server_removes_none(caplog: pytest.LogCaptureFixture) -> None:
     async with cluster("a", "b", "c") as it:
         first = it.view
         it.rack.freeze("a", "b", "c")
@@ -332,7 +332,7 @@ async def test_peers_that_cannot_reach_each_other_are_parted() -> None:
         assert len(view.servers) == 3
 
 
-async def test_a_line_that_talks_nonsense_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_server_with_damaged_reports_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
     async with cluster("a", "b", "c") as it:
 
         def nonsense() -> None:
@@ -363,7 +363,7 @@ async def test_a_plan_that_breaks_the_law_is_logged_and_not_written(
         await it.reach("whole without c")
 
 
-async def test_no_line_begins_after_all_were_closed() -> None:
+async def test_no_server_link_opens_after_all_were_closed() -> None:
     """Whoever follows the store may do so once more before it ends; the harness looks for tasks that are left."""
     rack = Rack(MemoryStore())
     lines = ServerLinks(rack.dial, lambda ill: None)

@@ -29,7 +29,7 @@ def detected(document: dict[str, Any]) -> None:
     detector.health(view)
 
 
-def test_what_a_server_says_is_heard() -> None:
+def test_a_valid_report_is_accepted() -> None:
     detected(REPORT)
 
 
@@ -46,6 +46,6 @@ def test_what_a_server_says_is_heard() -> None:
         *({"leader": leader} for leader in ([HUGE, True, 0.1], [float("inf"), True, 0.1], [1, True, HUGE])),
     ],
 )  # fmt: skip
-def test_nonsense_is_refused(wrong: dict[str, Any]) -> None:
+def test_an_impossible_report_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(FrameError, match="a report that is none"):
         detected(REPORT | wrong)

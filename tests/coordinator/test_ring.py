@@ -51,7 +51,7 @@ def test_chains_are_full_distinct_and_in_as_many_zones_as_can_be(nodes: list[Nod
 
 @settings(max_examples=60)
 @given(NODES, st.sampled_from([16, 256]))
-def test_nobody_heads_more_than_its_bound(nodes: list[Node], ranges: int) -> None:
+def test_no_server_heads_more_ranges_than_its_bound(nodes: list[Node], ranges: int) -> None:
     total = math.fsum(node.weight for node in nodes)
     headed = Counter(place(nodes, ranges, 1)[:, 0].tolist())
     for i, node in enumerate(nodes):
@@ -120,7 +120,7 @@ def test_a_server_hands_on_to_few_others() -> None:
         assert sum(count <= SPREAD + 1 for count in counts) >= 18
 
 
-def test_no_servers_and_equal_names() -> None:
+def test_no_servers_give_empty_chains_and_duplicate_names_are_refused() -> None:
     assert place([], 4, 2).tolist() == [[-1, -1]] * 4
     with pytest.raises(ValueError, match="twice"):
         place([Node("a"), Node("a")], 4, 1)

@@ -26,7 +26,7 @@ GOOD = WorkerInfo(3, "good", 3, "default")
         {"workers/a/x": WorkerInfo(3, "a/x", 3, "default")},
     ],
 )
-async def test_workers_that_say_the_same_of_themselves_end_no_coordinator(entries: dict[str, WorkerInfo]) -> None:
+async def test_workers_with_conflicting_entries_end_no_coordinator(entries: dict[str, WorkerInfo]) -> None:
     store, stop = MemoryStore(), asyncio.Event()
     await create_cluster(store, ClusterConfig(ranges=2, replicas=1, min_servers=1))
     await store.put("workers/default/good", GOOD.to_json())
@@ -50,7 +50,7 @@ async def test_workers_that_say_the_same_of_themselves_end_no_coordinator(entrie
         await asyncio.wait_for(leads, 20)
 
 
-def test_who_is_listed_stays_whoever_says_to_be_them() -> None:
+def test_a_listed_worker_is_not_displaced_by_an_impostor() -> None:
     roster = Roster(4, (GOOD,), "c")
     for other in (WorkerInfo(3, "a", 3, "default"), WorkerInfo(1, "good", 1, "default")):
         assert plan_roster(roster, [other, GOOD], "c") is None

@@ -32,7 +32,7 @@ VIEW = View(
 )
 
 
-async def test_it_makes_the_leader_plan() -> None:
+async def test_a_late_copy_that_cannot_catch_up_wakes_the_planner() -> None:
     lines = ServerLinks(lambda server, cluster: None, lambda ill: None)  # type: ignore[arg-type, return-value]
     term = _Term(MemoryStore(), Guard("election", 1), 0.02, lines, lambda *_: None, LastGood())
     detector, now = lines._detector, asyncio.get_running_loop().time()

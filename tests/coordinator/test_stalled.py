@@ -51,7 +51,7 @@ def pair(a: int, b: int) -> frozenset[tuple[Member, Member]]:
 
 
 @pytest.mark.parametrize("pairs", [pair(0, 1), pair(1, 0)])
-def test_another_is_filled_instead(pairs: frozenset[tuple[Member, Member]]) -> None:
+def test_another_server_is_filled_instead_of_a_stalled_one(pairs: frozenset[tuple[Member, Member]]) -> None:
     view = a_repair(3)
     assert filled_from(view) == {("s0", "s1"), ("s0", "s2")}
     stalled = view.joining == view.index("s1")
@@ -70,7 +70,7 @@ def filling(view: View) -> list[int]:
     return found
 
 
-def test_where_there_is_nobody_else_it_waits_and_is_tried_again_later() -> None:
+def test_a_stalled_filling_without_another_server_is_retried_later() -> None:
     view = a_repair(2)
     assert filled_from(view) == {("s0", "s1")}
     new = after(view, 2, Health(stalled=pair(0, 1)))
@@ -79,7 +79,7 @@ def test_where_there_is_nobody_else_it_waits_and_is_tried_again_later() -> None:
     assert filled_from(after(new, 2, Health())) == {("s0", "s1")}
 
 
-def test_what_is_level_is_not_given_up() -> None:
+def test_a_level_joiner_of_a_stalled_server_is_promoted() -> None:
     view = a_repair(2)
     done = filling(view)[0]
     new = after(view, 2, Health(stalled=pair(0, 1), level={done: int(view.since[done])}))
@@ -87,7 +87,7 @@ def test_what_is_level_is_not_given_up() -> None:
     assert [r for r in range(RANGES) if new.chains[r, 1] >= 0] == [done]
 
 
-def test_a_move_to_one_that_cannot_be_filled_is_given_up() -> None:
+def test_a_move_to_a_stalled_server_is_given_up() -> None:
     chains = np.tile(np.array([0, 1], np.int32), (RANGES, 1))
     view = View(
         "c", 1, RANGES, 2, infos(2), chains, np.full(RANGES, -1), np.ones(RANGES, np.int64), "by hand"
@@ -100,7 +100,7 @@ def test_a_move_to_one_that_cannot_be_filled_is_given_up() -> None:
     assert after(given_up, 3, stalled) is given_up
 
 
-def test_a_report_of_it_is_remembered_for_a_while() -> None:
+def test_a_report_of_a_stalled_filling_is_remembered_for_a_while() -> None:
     a, b, now = *(info.member for info in infos(2)), 0.0
     detector = Detector()
     detector.watch({a: True, b: True}, now)

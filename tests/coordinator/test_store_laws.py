@@ -14,7 +14,7 @@ from tests.coordinator.conftest import Clients
 from tests.coordinator.support import take, until
 
 
-async def test_reads_what_was_written(clients: Clients) -> None:
+async def test_a_written_value_can_be_read(clients: Clients) -> None:
     async with clients() as store:
         assert await store.get("a") is None
         first = await store.put("a", b"1")
@@ -23,7 +23,7 @@ async def test_reads_what_was_written(clients: Clients) -> None:
         assert await store.get("a") == Entry("a", b"", second, first)
 
 
-async def test_lists_by_prefix_in_key_order_as_of_one_revision(clients: Clients) -> None:
+async def test_a_listing_is_sorted_by_key_and_of_one_revision(clients: Clients) -> None:
     async with clients() as store:
         assert (await store.list("")).entries == ()
         for key in ("servers/b", "servers/a", "serverside", "view"):
@@ -39,7 +39,7 @@ async def test_lists_by_prefix_in_key_order_as_of_one_revision(clients: Clients)
         ]
 
 
-async def test_compare_and_set_wins_on_the_expected_revision_only(clients: Clients) -> None:
+async def test_compare_and_set_succeeds_only_at_the_expected_revision(clients: Clients) -> None:
     async with clients() as store:
         first = await store.compare_and_set("a", b"1", expect=0)
         assert first is not None
@@ -80,7 +80,7 @@ async def test_many_keys_are_written_together_or_not_at_all(clients: Clients) ->
         assert {change.revision for change in found} == {revision}
 
 
-async def test_of_many_writers_one_wins(clients: Clients) -> None:
+async def test_only_one_of_many_writers_wins(clients: Clients) -> None:
     async with clients() as one, clients() as other:
         outcomes = await asyncio.gather(
             *(store.compare_and_set("a", b"same", expect=0) for store in (one, other) for _ in range(8))
@@ -88,7 +88,7 @@ async def test_of_many_writers_one_wins(clients: Clients) -> None:
         assert sum(outcome is not None for outcome in outcomes) == 1
 
 
-async def test_a_guard_must_hold(clients: Clients) -> None:
+async def test_a_write_needs_its_guard_to_hold(clients: Clients) -> None:
     async with clients() as store:
         leadership = await store.put("election", b"me")
         guard = Guard("election", leadership)
@@ -105,7 +105,7 @@ async def test_a_guard_must_hold(clients: Clients) -> None:
         assert await store.compare_and_set("new", b"3", expect=0, guard=Guard("nobody", leadership)) is None
 
 
-async def test_deletes(clients: Clients) -> None:
+async def test_deleted_keys_are_gone(clients: Clients) -> None:
     async with clients() as store:
         assert not await store.delete("a")
         revision = await store.put("a", b"1")

@@ -103,7 +103,7 @@ class HalfHeard(FakeLine):
         self.line.beat(term)
 
 
-async def test_a_leader_from_which_most_servers_fall_silent_excludes_nobody_and_gives_up() -> None:
+async def test_a_leader_that_most_servers_stop_reporting_to_excludes_none_and_resigns() -> None:
     async with cluster("a", "b", "c", ttl_s=3600) as it, AsyncExitStack() as ending:
         first = it.view
         earless, stop, ill = Earless(it.rack), asyncio.Event(), list[bool]()

@@ -41,7 +41,7 @@ async def test_a_cluster_without_a_leader_is_reported() -> None:
 
 @pytest.mark.parametrize("value", [b"\0" * 40, b"", b"[]", b"[" * 100_000])
 @pytest.mark.parametrize("key", ["config", "view", "roster"])
-async def test_a_key_that_makes_no_sense_is_named_with_what_it_holds(key: str, value: bytes) -> None:
+async def test_a_damaged_key_is_named_with_its_value(key: str, value: bytes) -> None:
     store = await healthy()
     await store.put(key, value)
     (found,) = await find_trouble(store)

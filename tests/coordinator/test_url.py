@@ -21,7 +21,7 @@ from coordinator.core.url import EXAMPLE, ClusterUrl, TlsFiles, parse
         ),
     ],
 )
-def test_good_urls(url: str, expected: ClusterUrl) -> None:
+def test_valid_urls_are_parsed(url: str, expected: ClusterUrl) -> None:
     assert parse(url) == expected
     assert parse(str(expected)) == expected
 
@@ -65,7 +65,7 @@ def test_names_are_short_and_plain(name: object) -> None:
 
 
 @pytest.mark.parametrize("host", ["no such", "a/b", "a:1", "[::1]", "*", "a\n", "..", "a" * 64])
-def test_what_no_resolver_takes_is_no_host(host: str) -> None:
+def test_a_host_that_no_resolver_accepts_is_refused(host: str) -> None:
     with pytest.raises(ValueError, match="can be no host"):
         check_host(host)
 

@@ -172,7 +172,7 @@ def test_impossible_servers_are_refused(changes: dict[str, Any], complaint: str)
 
 
 @given(views(), st.data())
-def test_damaged_bytes_are_refused_or_mean_a_valid_view(view: View, data: st.DataObject) -> None:
+def test_damaged_bytes_are_refused_or_decode_to_a_valid_view(view: View, data: st.DataObject) -> None:
     good = view.encode()
     damaged = bytearray(good)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -184,7 +184,7 @@ def test_damaged_bytes_are_refused_or_mean_a_valid_view(view: View, data: st.Dat
 
 
 @given(views(), st.data())
-def test_damage_inside_is_refused_or_means_a_valid_view(view: View, data: st.DataObject) -> None:
+def test_damaged_content_is_refused_or_decodes_to_a_valid_view(view: View, data: st.DataObject) -> None:
     encoded = view.encode()
     damaged = bytearray(zlib.decompress(encoded[5:]))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -195,7 +195,7 @@ def test_damage_inside_is_refused_or_means_a_valid_view(view: View, data: st.Dat
 
 
 @pytest.mark.parametrize("row", [[[], 1, "h:1", "", "", 1.0], ["a", 1, {}, "", "", 1.0], ["a", True, "h:1", "", "", 1]])
-def test_servers_that_are_none_are_refused_also_when_a_like_one_is_known(row: list[object]) -> None:
+def test_impossible_servers_are_refused_even_if_a_similar_one_is_cached(row: list[object]) -> None:
     view = small(servers=(ServerInfo("a", 1, "h:1"), ServerInfo("b", 1, "h:2")))
     body = zlib.decompress(view.encode()[5:])
     assert View.decode(view.encode()) == view
@@ -208,7 +208,7 @@ def test_servers_that_are_none_are_refused_also_when_a_like_one_is_known(row: li
         View.decode(view.encode()[:5] + zlib.compress(other))
 
 
-def test_a_view_is_encoded_once_also_by_those_who_read_it() -> None:
+def test_a_view_is_encoded_once_and_decoding_keeps_its_bytes() -> None:
     view = small()
     assert view.encode() is view.encode()
     data = view.encode()
@@ -217,7 +217,7 @@ def test_a_view_is_encoded_once_also_by_those_who_read_it() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_bytes_that_inflate_to_nonsense_are_refused(body: bytes) -> None:
+def test_bytes_that_inflate_to_an_impossible_view_are_refused(body: bytes) -> None:
     for data in (body, small().encode()[:5] + zlib.compress(body)):
         with pytest.raises(ValueError, match=r".+"):
             View.decode(data)
@@ -249,7 +249,7 @@ WORKERS = st.builds(WorkerInfo, id=st.integers(1, 1 << 31), name=NAMES, incarnat
 
 
 @given(st.integers(1, 1 << 40), st.lists(WORKERS, max_size=5, unique_by=(lambda w: w.id, lambda w: w.name)))
-def test_rosters_come_back(version: int, workers: list[WorkerInfo]) -> None:
+def test_rosters_survive_encoding_and_decoding(version: int, workers: list[WorkerInfo]) -> None:
     roster = Roster(version, tuple(sorted(workers, key=lambda worker: worker.id)))
     assert Roster.decode(roster.encode()) == roster
 
@@ -275,7 +275,7 @@ def test_bad_rosters_are_refused(data: bytes) -> None:
         Roster.decode(data)
 
 
-def test_configs_servers_and_workers_come_back_from_json() -> None:
+def test_configs_servers_and_workers_survive_json() -> None:
     config = ClusterConfig(ranges=64, replicas=2, min_servers=3, protocol=2)
     assert ClusterConfig.from_json(config.to_json()) == config
     server = ServerInfo("a", 4, "h:1", "h:2", "z", 2.5)
@@ -304,7 +304,7 @@ def test_bad_configs_are_refused(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"[]", b"{}", b'{"name":"a"}', b'{"name":"a","incarnation":1,"address":"h:1","x":1}']
 )
-def test_entries_that_make_no_sense_are_refused(data: bytes) -> None:
+def test_damaged_entries_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match=r".+"):
         ServerInfo.from_json(data)
     with pytest.raises(ValueError, match=r".+"):
