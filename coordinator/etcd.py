@@ -40,12 +40,21 @@ from coordinator.core.store import (
     check_writes,
 )
 from coordinator.core.url import ClusterUrl
-from coordinator.etcd_channel import Member, explain, open_member, raise_definite, signature, tls_credentials
+from coordinator.etcd_channel import (
+    Member,
+    RevisionGone,
+    explain,
+    open_member,
+    raise_definite,
+    signature,
+    tls_credentials,
+)
 from coordinator.forks import use_grpc
 
 log = fields.logger(__name__)
 
 ATTEMPT_S = 2.0  # the longest that one endpoint may take to answer before the next is asked
+PAGE_KEYS = 1000  # of one answer: thousands of workers' records must not fill a message, nor keep etcd from others
 LOOK_S = 1.0  # between looks at whether certificates were replaced
 _RETRY_MAX_S = 0.5
 _ODD_SHOWN = 64  # keys that are none of which the log speaks; and of each so many bytes
@@ -115,8 +124,22 @@ class EtcdStore:
     async def list(self, prefix: str) -> Listing:
         """See `Store.list`."""
         start = (self._keys + prefix).encode()
-        response, _ = await self._call(lambda m: m.kv.Range, rpc.RangeRequest(key=start, range_end=_end(start)))
-        return Listing(tuple(filter(None, map(self._entry, response.kvs))), response.header.revision)
+        while True:
+            with suppress(RevisionGone):  # compacted away between two pages: begin again at the newest revision
+                return await self._list(start, _end(start))
+
+    async def _list(self, start: bytes, end: bytes) -> Listing:
+        """Reads page after page, all as of the revision of the first."""
+        entries: list[Entry] = []
+        revision = 0  # the newest
+        while True:
+            request = rpc.RangeRequest(key=start, range_end=end, limit=PAGE_KEYS, revision=revision)
+            response, _ = await self._call(lambda m: m.kv.Range, request)
+            revision = revision or response.header.revision
+            entries += filter(None, map(self._entry, response.kvs))
+            if not response.more:
+                return Listing(tuple(entries), revision)
+            start = response.kvs[-1].key + b"\0"  # the next key that there can be
 
     async def put(self, key: str, value: bytes, *, lease: int | None = None) -> int:
         """See `Store.put`."""
@@ -293,9 +316,7 @@ class EtcdStore:
         request = rpc.RangeRequest(key=known.key, revision=known.mod_revision)
         try:
             response, _ = await self._call(lambda m: m.kv.Range, request)
-        except StoreUnavailable:
-            raise
-        except CoordinationError:  # compacted, or not there yet
+        except RevisionGone:
             return False
         return bool(response.kvs) and response.kvs[0] == known
 

@@ -34,11 +34,13 @@ _CHANNEL_OPTIONS = (
 )
 
 # The request itself is wrong: another endpoint would say the same.
-_REFUSED = (
-    grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.FAILED_PRECONDITION,
-)  # fmt: skip
+_REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
 _NO_SPACE = "database space exceeded"  # the alarm NOSPACE, of all members, until somebody disarms it
 _RIGHTS_CHANGED = "revision of auth store is old"  # while the request was under way
+
+
+class RevisionGone(CoordinationError):
+    """etcd does not have the revision that was asked for: it is compacted away, or has not been reached."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ def raise_definite(error: BaseException) -> None:
                 f"etcd takes no writes: the space that its quota allows is used up ({error.details()}). Give it some: "
                 "`etcdctl compact`, `etcdctl defrag`, then `etcdctl alarm disarm` (docs/guides/troubleshooting.md)"
             ) from error
+        if error.code() == grpc.StatusCode.OUT_OF_RANGE:
+            raise RevisionGone(f"etcd refused: {error.details()}") from error
         if error.code() in _REFUSED:
             raise CoordinationError(f"etcd refused: {error.details()}") from error
 
