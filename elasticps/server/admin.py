@@ -78,7 +78,7 @@ class ServerAdmin:
     async def mark(self, mark: int) -> bool:
         """Makes every replica of the ranges headed here note their digests; False if the view changed meanwhile."""
         for ranges, part in slices(self._executor.store.tables, self._serving.headed, mark):
-            reply = await self._executor.log(OperationKind.AUDIT, ranges, part, 64).future
+            reply = await self._executor.log(self._serving.epoch, OperationKind.AUDIT, ranges, part, 64).future
             if reply.status is not Status.COMMITTED or len(reply.moved):
                 return False
         return True

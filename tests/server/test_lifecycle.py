@@ -16,11 +16,13 @@ from coordinator.membership import LEASE_S, create_cluster
 from coordinator.memory import MemoryStore
 from coordinator.sessions import register_server
 from elasticps.errors import ConfigError
+from elasticps.server.core.operations import CutMark
 from elasticps.server.process import names
 from elasticps.server.process.draining import drain
 from elasticps.server.process.lifecycle import ServerRegistration, Surroundings, build_server, serve_until
 from elasticps.server.process.names import wait_for_name
 from elasticps.server.server import Server
+from replication.messages import OperationKind
 from tests.coordinator.support import until_key
 from tests.server.conftest import Group, Run
 
@@ -82,6 +84,28 @@ def test_what_a_view_has_left_out_takes_no_part_in_later_ones(run: Run) -> None:
         server.adopt(group.make_view(lambda r: ["b"], lambda r: "a"))
         assert server.serving.epoch == second.epoch
         assert not server.serving.listed
+
+    run(test)
+
+
+def test_what_a_server_logs_itself_after_it_was_left_out_is_never_committed(run: Run) -> None:
+    """Its copy is void: a task under way, such as a cut or a restore, must not take it for one that has the ranges."""
+
+    async def test(group: Group) -> None:
+        server = await group.start("a")
+        await group.start("b")
+        view = group.make_view(lambda r: ["a"])
+        server.adopt(view)
+        ranges, mark = server.serving.headed, CutMark(1, 0, "a", 1, "")
+        assert server.executor.log(server.serving.epoch, OperationKind.CUT, ranges[:1], mark, 64).future.done()
+        server.adopt(without(view, "a"))
+        assert len(server.serving.headed), "the replica has not followed that view"
+        ticket = server.executor.log(server.serving.epoch, OperationKind.CUT, ranges[1:], mark, 64)
+        taking = asyncio.create_task(server.admin.cuts.take(2, 0, ""))
+        await asyncio.sleep(0)
+        assert not ticket.future.done()
+        taking.cancel()
+        assert await asyncio.gather(taking, return_exceptions=True) != [True]
 
     run(test)
 

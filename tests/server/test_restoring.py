@@ -143,12 +143,12 @@ def test_what_is_committed_is_not_read_again_when_ranges_move(
     first_done, moved = asyncio.Event(), asyncio.Event()
     log = restoring._logged
 
-    async def slowly(executor: Any, operations: Any) -> None:
+    async def slowly(executor: Any, epoch: int, operations: Any) -> None:
         logged.extend(int(r[0]) for kind, _, r in operations if kind == OperationKind.RESTORED)
         if len(logged) > 4:
             first_done.set()
             await moved.wait()
-        await log(executor, operations)
+        await log(executor, epoch, operations)
 
     monkeypatch.setattr(restoring, "_logged", slowly)
 

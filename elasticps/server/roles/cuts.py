@@ -88,7 +88,7 @@ class CutHandler:
             some = headed[at : at + AT_ONCE]
             ranges = some[passed[some] < cut]
             if len(ranges):
-                tickets.append(self._executor.log(OperationKind.CUT, ranges, mark, 64))
+                tickets.append(self._executor.log(self._serving.epoch, OperationKind.CUT, ranges, mark, 64))
                 await asyncio.sleep(0)
         replies = [await ticket.future for ticket in tickets]
         done = all(reply.status is Status.COMMITTED and not len(reply.moved) for reply in replies)

@@ -164,10 +164,13 @@ class Executor:
         for table in self.store.bury(acked):
             self.rounds.drop(table, None, self.store.tables)
 
-    def log(self, kind: OperationKind, ranges: Ranges, payload: Any, nbytes: int) -> FutureTicket:
-        """Logs an operation of this server's own in ranges that it heads."""
+    def log(self, epoch: int, kind: OperationKind, ranges: Ranges, payload: Any, nbytes: int) -> FutureTicket:
+        """Logs an operation of this server's own in ranges that it heads; epoch: of the view that it serves under.
+
+        That is the replica's own, until a view leaves this server out: the replica never follows that one. So what is
+        logged afterwards, by a task that was under way, waits and is never committed by a copy that is void."""
         ticket = FutureTicket(asyncio.get_running_loop())
-        push = Push(ticket, -1, self.replica.epoch, 0, 0, True, ranges, payload, nbytes, kind=kind)
+        push = Push(ticket, -1, epoch, 0, 0, True, ranges, payload, nbytes, kind=kind)
         self.perform(self.replica.push, push)
         return ticket
 

@@ -108,7 +108,9 @@ class Restorer:
             await work.end()
         headed = self._serving.headed
         try:
-            await _logged(self._executor, [(OperationKind.DROP, Dropped(id_), headed) for id_ in dropped])
+            await _logged(
+                self._executor, self._serving.epoch, [(OperationKind.DROP, Dropped(id_), headed) for id_ in dropped]
+            )
         except _Moved:
             return False
         return True
@@ -271,7 +273,7 @@ class _RestoreTask:
             self._apply(operations)
             return
         await self._still_requested({r for _, _, ranges in operations for r in ranges.tolist()})
-        await _logged(self._executor, operations)
+        await _logged(self._executor, self._serving.epoch, operations)
 
     async def _still_requested(self, ranges: set[int]) -> None:
         """Waits for the next request where chains have changed since the last: those ranges may have been restored
@@ -296,12 +298,12 @@ class _RestoreTask:
 _Operation = tuple[OperationKind, Any, Ranges]
 
 
-async def _logged(executor: Executor, operations: Sequence[_Operation]) -> None:
+async def _logged(executor: Executor, epoch: int, operations: Sequence[_Operation]) -> None:
     """Logs operations, and waits until they are committed. Raises _Moved if a range may be headed elsewhere."""
     tickets: list[FutureTicket] = []
     for kind, payload, ranges in operations:
         nbytes = payload.nbytes if isinstance(payload, RestoredRows) else 256
-        tickets.append(executor.log(kind, ranges, payload, nbytes))
+        tickets.append(executor.log(epoch, kind, ranges, payload, nbytes))
     executor.note_change()
     try:
         replies = await asyncio.gather(*(ticket.future for ticket in tickets))
