@@ -98,6 +98,7 @@ class Core:
         self.me = me  # the member whose ranges these are
         self.ranges = ranges  # P
         self.effects: Effects = []  # of the event under way, in the order in which they are to be carried out
+        self.failed = ""  # how an event ended in the midst: the copy is in doubt, and no other event is taken
         self.epoch = 0  # of the view that is followed
         self.view: Chains | None = None  # the view that is followed
         self.version = 0  # grows with every change of neighbours, links or fillings

@@ -41,13 +41,16 @@ back (see `Core`), and sends them when the link has room again or is lost.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
 
 from replication.admission import Admission
 from replication.chain import Chains, CopyState, Member, Ranges, Role
-from replication.core import NO_RANGES, Core, PeerError, Shared
+from replication.core import NO_RANGES, Core, PeerError, ProtocolError, Shared
 from replication.effects import Apply, Ask, CaughtUp, Distrust, Effects, NeedView, Push
 from replication.log import Frame, Log
 from replication.messages import (
@@ -63,6 +66,29 @@ from replication.messages import (
 from replication.progress import Progress
 from replication.snapshot_transfer import SnapshotTransfer
 from replication.view_change import ViewChange
+
+_More = ParamSpec("_More")
+
+
+def event(method: Callable[Concatenate[Replica, _More], None]) -> Callable[Concatenate[Replica, _More], Effects]:
+    """Makes a method an event of the replica: what its parts have put into `core.effects` is returned.
+
+    One that raises has changed some state and not all, and its effects are carried out by nobody: no event after it is
+    taken, so that none can return them as its own. What a peer has done wrong (PeerError) never gets here."""
+
+    @wraps(method)
+    def take(self: Replica, *more: _More.args, **named: _More.kwargs) -> Effects:
+        core = self.core
+        if core.failed:
+            raise ProtocolError(f"{self.me} takes no more events: {core.failed}")
+        try:
+            method(self, *more, **named)
+        except BaseException as error:
+            core.failed = f"{method.__name__} ended in the midst, by {error!r}"
+            raise
+        return core.take_effects()
+
+    return take
 
 
 class Replica:
@@ -121,46 +147,45 @@ class Replica:
         """Whether a full link to a joiner keeps pushes from being let in (see `Core`)."""
         return self.core.congested
 
-    def _end(self) -> Effects:
-        """The end of an event that may let waiting pushes in."""
-        self.admission.settle()
-        return self.core.take_effects()
-
     # -- workers ----------------------------------------------------------------------------------------------------
 
-    def push(self, push: Push) -> Effects:
+    @event
+    def push(self, push: Push) -> None:
         """A worker's part of a step, or an operation of the ranges themselves; answered by one Reply, maybe later."""
         self.admission.push(push)
-        return self.core.take_effects()
 
-    def ask(self, ask: Ask) -> Effects:
+    @event
+    def ask(self, ask: Ask) -> None:
         """A worker's question how far its pushes are applied and committed in the ranges headed here."""
         self.admission.ask(ask)
-        return self.core.take_effects()
 
-    def adopt_roster(self, version: int, workers: frozenset[int]) -> Effects:
+    @event
+    def adopt_roster(self, version: int, workers: frozenset[int]) -> None:
         """Follows the roster: only these worker ids may push. A restarted worker has a new id, none is used again."""
         self.admission.adopt_roster(version, workers)
-        return self._end()
+        self.admission.settle()
 
-    def forget(self, token: object) -> Effects:
+    @event
+    def forget(self, token: object) -> None:
         """The worker that waits for this answer is gone: its push is dropped if it still waits for admission."""
         self.admission.forget(token)
-        return []
 
-    def limit_log(self, budget_bytes: int) -> Effects:
+    @event
+    def limit_log(self, budget_bytes: int) -> None:
         """Lets the log take so many bytes before pushes wait; with 0 all wait."""
         self.admission.limit_log(budget_bytes)
-        return self._end()
+        self.admission.settle()
 
-    def doubt(self, doubtful: bool) -> Effects:
+    @event
+    def doubt(self, doubtful: bool) -> None:
         """Whether I may no longer head what my view gives me, because I was stopped: then pushes wait."""
         self.admission.doubtful = doubtful
-        return self._end()
+        self.admission.settle()
 
-    def go_on(self) -> Effects:
+    @event
+    def go_on(self) -> None:
         """All effects so far are carried out: lets in more of the pushes that wait, as long as this is `unsettled`."""
-        return self._end()
+        self.admission.settle()
 
     @property
     def unsettled(self) -> bool:
@@ -182,10 +207,10 @@ class Replica:
 
     # -- fillings ---------------------------------------------------------------------------------------------------
 
-    def piece(self, r: int, serial: int, upto: int, last: bool, payload: Payload) -> Effects:
+    @event
+    def piece(self, r: int, serial: int, upto: int, last: bool, payload: Payload) -> None:
         """A piece of snapshot `serial` was cut at this instant; nothing happens if the snapshot is void."""
         self.transfer.piece(r, serial, upto, last, payload)
-        return self.core.take_effects()
 
     def levels(self) -> list[CaughtUp]:
         """Every CAUGHT_UP that stands: state, reported again to each new leader."""
@@ -195,18 +220,19 @@ class Replica:
         """(range, fill) of late copies whose missing operations are gone: reported to leaders as `levels` are."""
         return self.transfer.spent()
 
-    def let_go(self) -> Effects:
+    @event
+    def let_go(self) -> None:
         """Memory is short: nothing more is retained for late copies."""
         self.retained.give_up_all()
-        return []
 
     # -- views ------------------------------------------------------------------------------------------------------
 
-    def adopt(self, view: Chains) -> Effects:
+    @event
+    def adopt(self, view: Chains) -> None:
         """Follows a view; one that is not newer is ignored, views in between may be missing."""
         core = self.core
         if view.epoch <= core.epoch:
-            return []
+            return
         changed = view.since > core.epoch
         core.epoch, core.view = view.epoch, view
         self.view_change.change_roles(view, changed)
@@ -215,7 +241,7 @@ class Replica:
             core.clocks.retire_rows(self.admission.roster)  # fillings have brought clocks of workers that have left
         self._resync_up(changed)
         self._hear_held()
-        return self._end()
+        self.admission.settle()
 
     def shared(self) -> Shared:
         """What stands until `version` changes. `seq`, `acked`, `joined` and the clocks are shared themselves."""
@@ -243,17 +269,20 @@ class Replica:
 
     # -- range recovery -----------------------------------------------------------------------------------------------
 
-    def bring_back(self, r: int, kind: int, payload: Payload) -> Effects:
+    @event
+    def bring_back(self, r: int, kind: int, payload: Payload) -> None:
         """What a checkpoint has of a range that is recovered here, as operations that no log has."""
-        return [Apply(Operation(kind, -1, 0, payload, 0), np.array([r]), self.core.seq[[r]], None)]
+        operation = Operation(kind, -1, 0, payload, 0)
+        self.core.effects.append(Apply(operation, np.array([r]), self.core.seq[[r]], None))
 
-    def brought_back(self, r: int) -> Effects:
+    @event
+    def brought_back(self, r: int) -> None:
         """All of it is there: the leader is told, who may make this the range's only replica."""
         core = self.core
         core.filled[r] = True
         self.transfer.reported[r] = int(core.neighbours.since[r])
         core.recode()
-        return [CaughtUp(r, int(core.neighbours.since[r]), core.me)]
+        core.effects.append(CaughtUp(r, int(core.neighbours.since[r]), core.me))
 
     def brings_back(self) -> Ranges:
         """The ranges that are to be brought back here, and have not been."""
@@ -266,7 +295,8 @@ class Replica:
 
     # -- links ------------------------------------------------------------------------------------------------------
 
-    def peer_up(self, peer: Member) -> Effects:
+    @event
+    def peer_up(self, peer: Member) -> None:
         """A new link to a peer, both ways FIFO; whatever was on an older one will not come any more."""
         core = self.core
         slot = core.neighbours.slot(peer)
@@ -275,14 +305,16 @@ class Replica:
         core.neighbours.linked[slot] = True
         core.version += 1
         self._resync_up(core.neighbours.up == slot)
-        return self._end()
+        self.admission.settle()
 
-    def peer_down(self, peer: Member) -> Effects:
+    @event
+    def peer_down(self, peer: Member) -> None:
         """The link is lost."""
         self._unlink(self.core.neighbours.slot(peer))
-        return self._end()
+        self.admission.settle()
 
-    def peer_full(self, peer: Member, full: bool) -> Effects:
+    @event
+    def peer_full(self, peer: Member, full: bool) -> None:
         """More waits on the link to a peer than its socket takes, or no longer so. That it does lets nobody go on: it
         may be told while effects are carried out, and no other may come in between."""
         core = self.core
@@ -294,8 +326,8 @@ class Replica:
         core.look_at_links()
         if full:
             self.admission.unsettled = self.admission.unsettled and not core.congested
-            return []
-        return self._end()
+            return
+        self.admission.settle()
 
     def _unlink(self, slot: int) -> None:
         core = self.core
@@ -319,19 +351,20 @@ class Replica:
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
-    def receive(self, peer: Member, message: Message) -> Effects:
+    @event
+    def receive(self, peer: Member, message: Message) -> None:
         """The next message on the current link to `peer`."""
         core = self.core
         slot = core.neighbours.slot(peer)
         if not core.neighbours.linked[slot]:
-            return []
+            return
         if message.epoch > core.epoch or self._held.get(slot):
             if not self._held.get(slot):
                 core.effects.append(NeedView(message.epoch))
             self._held.setdefault(slot, deque()).append(message)
-            return core.take_effects()
+            return
         self._hear(slot, message)
-        return self._end()
+        self.admission.settle()
 
     def holds(self, peer: Member) -> bool:
         """Whether messages of a peer wait here for the view that they speak of."""

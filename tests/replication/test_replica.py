@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from replication.chain import Chains
+from replication.core import ProtocolError
 from replication.effects import (
     Apply,
     Ask,
@@ -25,6 +27,7 @@ from replication.effects import (
     SnapshotRange,
     Status,
 )
+from replication.log import Log
 from replication.messages import Ack, Forward, Message, OperationKind, Resync
 from replication.progress import FIRST_ROWS
 from tests.replication.cluster import Cluster, P
@@ -44,6 +47,20 @@ def test_a_push_goes_down_the_chain_and_is_answered_when_the_tail_has_it() -> No
     assert c.replies() == [(("t", 1), Status.COMMITTED)]
     assert sorted(c.applied[head]) == sorted(c.applied[tail])
     assert c.replicas[head].log.nbytes == 0
+
+
+def test_an_event_that_ends_in_the_midst_leaves_nothing_for_the_next_which_is_refused() -> None:
+    """Its forwards are in no log: a successor that got them with another event would have what no head remembers."""
+    c = Cluster()
+    head, tail = c.view.members_of(0)
+    replica = c.replicas[head]
+    with patch.object(Log, "add", side_effect=MemoryError("no room")), pytest.raises(MemoryError):
+        c.push(head, 1)
+    with pytest.raises(ProtocolError, match=r"takes no more events: push ended in the midst, by MemoryError"):
+        replica.peer_down(tail)
+    with pytest.raises(ProtocolError, match="takes no more events"):
+        c.push(head, 2)
+    assert not c.queues.get((head, tail))
 
 
 def test_alone_a_head_commits_at_once() -> None:
