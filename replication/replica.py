@@ -71,13 +71,14 @@ _More = ParamSpec("_More")
 
 
 def event(method: Callable[Concatenate[Replica, _More], None]) -> Callable[Concatenate[Replica, _More], Effects]:
-    """Makes a method an event of the replica: what its parts have put into `core.effects` is returned.
+    """Makes a method an event of the replica, which returns what its parts have put into `core.effects`.
 
-    One that raises has changed some state and not all, and its effects are carried out by nobody: no event after it is
-    taken, so that none can return them as its own. What a peer has done wrong (PeerError) never gets here."""
+    An event that raises has changed part of the state, and nobody carries out its effects. So the replica takes no
+    event after it, which would return those effects as its own. PeerError, what a peer has done wrong, ends in `_hear`.
+    """
 
     @wraps(method)
-    def take(self: Replica, *more: _More.args, **named: _More.kwargs) -> Effects:
+    def take(self: Replica, /, *more: _More.args, **named: _More.kwargs) -> Effects:
         core = self.core
         if core.failed:
             raise ProtocolError(f"{self.me} takes no more events: {core.failed}")

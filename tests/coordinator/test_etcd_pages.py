@@ -37,8 +37,9 @@ async def fill(store: EtcdStore, count: int) -> list[str]:
     names = [f"last-worker/app/{i:05d}" for i in range(count)]
     for at in range(0, count, 100):  # etcd takes 128 operations in one transaction
         puts = [rpc.PutRequest(key=start + name.encode(), value=b"{}") for name in names[at : at + 100]]
-        request = rpc.TxnRequest(success=[rpc.RequestOp(request_put=put) for put in puts])
-        await store.call(lambda member, request=request: member.kv.Txn, request)
+        await store.call(
+            lambda member: member.kv.Txn, rpc.TxnRequest(success=[rpc.RequestOp(request_put=p) for p in puts])
+        )
     return names
 
 
