@@ -57,7 +57,7 @@ async def nobody(seconds: float) -> Answers:
     return {}
 
 
-def test_the_page_and_all_that_it_names_are_there_and_small() -> None:
+def test_the_page_and_all_its_files_are_served_and_small() -> None:
     http = client(Scene())
     page = http.get("/")
     paths = [text.split('"')[0] for text in page.text.split('"/')[1:]]
@@ -108,7 +108,7 @@ def test_histories_of_single_servers() -> None:
     assert http.get("/api/history?server=nobody").status_code == 404
 
 
-def test_previews_say_what_would_move_and_change_nothing() -> None:
+def test_previews_list_moves_and_change_nothing() -> None:
     scene = Scene(servers=3)
     scene.tick()
     http = client(scene)
@@ -134,7 +134,7 @@ def test_previews_say_what_would_move_and_change_nothing() -> None:
         assert http.get(f"/api/preview{query}").status_code == 400
 
 
-def test_nothing_can_be_changed_unless_that_is_allowed_and_the_token_is_right() -> None:
+def test_actions_need_permission_and_the_right_token() -> None:
     scene = Scene()
     body = {"act": "drain", "server": "s1"}
     assert client(scene).post("/api/act", json=body).status_code == 403
@@ -157,7 +157,7 @@ def test_nothing_can_be_changed_unless_that_is_allowed_and_the_token_is_right() 
     assert "did not start" in answer.json()["error"]
 
 
-def test_a_cluster_of_this_machine_is_scaled_by_one_at_a_time() -> None:
+def test_a_local_cluster_handles_one_scaling_request_at_a_time() -> None:
     scene, requests, ended = Scene(), list[int](), threading.Event()
 
     def scale(servers: int) -> str:
@@ -184,7 +184,7 @@ def test_a_cluster_of_this_machine_is_scaled_by_one_at_a_time() -> None:
         assert http.post("/api/act", json={"act": "scale", "servers": wrong}, headers=headers).status_code == 400
 
 
-def test_servers_sample_once_for_all_who_look_and_say_what_is_hot() -> None:
+def test_hot_keys_are_sampled_once_for_all_viewers() -> None:
     scene, requests = Scene(servers=3), list[float]()
     evil = "ads/<img src=x>"
 
@@ -210,7 +210,7 @@ def test_servers_sample_once_for_all_who_look_and_say_what_is_hot() -> None:
     assert len(requests) == 2
 
 
-def test_a_slow_viewer_loses_what_waits_and_needs_a_snapshot() -> None:
+def test_a_slow_viewer_loses_waiting_events_and_needs_a_snapshot() -> None:
     async def look() -> None:
         fanout, slow, fast = Fanout(), Viewer(), Viewer()
         fanout.viewers |= {slow: None, fast: None}
@@ -229,7 +229,7 @@ def test_a_slow_viewer_loses_what_waits_and_needs_a_snapshot() -> None:
     asyncio.run(look())
 
 
-def test_no_text_begins_an_event_of_its_own() -> None:
+def test_no_text_can_forge_an_event() -> None:
     text = "\n\nevent: snapshot\ndata: {}\n\n\r\u2028</script>"
     message = encode("entry", {"title": text}).decode()
     assert message.count("\n") == 3
@@ -248,7 +248,7 @@ def test_only_operators_certificates_allow_actions(authority: Authority) -> None
             make_token(url(who))
 
 
-def test_other_machines_reach_it_only_with_insecure() -> None:
+def test_other_machines_reach_the_dashboard_only_with_insecure() -> None:
     check_host("127.0.0.1", insecure=False)
     check_host("0.0.0.0", insecure=True)
     with pytest.raises(ConfigError, match="--insecure"):

@@ -105,7 +105,7 @@ def test_a_server_is_killed_its_arc_turns_grey_and_it_comes_back(browser: Browse
         dashboard.stop()
 
 
-def test_servers_come_and_go_from_the_page_by_who_has_the_token(browser: Browser, state_folder: Path) -> None:
+def test_servers_are_added_and_removed_on_the_page_with_a_token(browser: Browser, state_folder: Path) -> None:
     command = [sys.executable, "-m", "elasticps"]
     up = [*command, "up", "--servers", "2", "--ranges", "32", "--name", "demo", "--detach", "--json"]
     started = json.loads(subprocess.run(up, capture_output=True, text=True, timeout=100, check=True).stdout)

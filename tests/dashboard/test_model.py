@@ -26,7 +26,7 @@ def entries(scene: Scene, kind: str) -> list[dict[str, Any]]:
     return [e for e in scene.model.snapshot(scene.now)["entries"] if e["kind"] == kind]
 
 
-def test_a_server_is_lost_the_others_go_on_and_it_comes_back() -> None:
+def test_a_lost_server_is_shown_until_it_comes_back() -> None:
     scene = Scene(servers=3)
     scene.tick(3)
     assert {s["state"] for s in scene.model.snapshot(scene.now)["servers"]} == {"serving"}
@@ -88,7 +88,7 @@ def test_a_drained_server_that_ends_after_its_view_is_gone_from_the_page() -> No
     assert [s["id"] for s in scene.model.snapshot(scene.now)["servers"]] == ["s0", "s1"]
 
 
-def test_who_does_not_answer_is_silent_until_it_does() -> None:
+def test_a_server_that_does_not_answer_is_shown_as_silent() -> None:
     scene = Scene(servers=3)
     scene.tick()
     scene.model.silent(scene.now, "s0", 1, "no answer")
@@ -101,7 +101,7 @@ def test_who_does_not_answer_is_silent_until_it_does() -> None:
     assert server(scene, "s0")["incarnation"] == 1
 
 
-def test_rates_are_of_the_time_between_two_answers_and_of_one_process() -> None:
+def test_rates_are_counted_between_two_answers_of_one_process() -> None:
     scene = Scene(servers=2, replicas=1)
     scene.tick(2)
     sample = scene.model.snapshot(scene.now)["sample"]
@@ -160,7 +160,7 @@ def test_reports_of_workers_are_shown_as_rates_between_the_last_two() -> None:
     assert dict(zip(CLUSTER_COLUMNS, sample["cluster"], strict=True))["outstanding"] == 1
 
 
-def test_an_outage_of_the_store_lasts_until_it_answers_and_nothing_else_changes() -> None:
+def test_an_outage_of_the_store_is_shown_and_changes_nothing_else() -> None:
     scene = Scene()
     before = scene.model.snapshot(scene.now)
     scene.model.store_fails(scene.now + 1, "connection refused")
@@ -199,7 +199,7 @@ def test_leaders_and_checkpoints_are_in_the_timeline() -> None:
     assert scene.model.snapshot(scene.now)["checkpoints"]["newest"]["cut"] == 5
 
 
-def test_another_cluster_under_the_name_is_another_story() -> None:
+def test_a_new_cluster_of_the_same_name_starts_empty() -> None:
     scene, other = Scene(servers=3), Scene(servers=2)
     assert other.view is not None
     object.__setattr__(other.view, "cluster", "demo@other")
@@ -209,7 +209,7 @@ def test_another_cluster_under_the_name_is_another_story() -> None:
     assert not entries(scene, "loss")
 
 
-def test_what_a_reset_lacks_is_gone() -> None:
+def test_entries_missing_after_a_reset_are_removed() -> None:
     scene = Scene(servers=3)
     left = [(SERVERS + n, i.to_json()) for n, i in scene.infos.items() if n != "s2"]
     scene.model.reset(scene.now, left)
@@ -217,7 +217,7 @@ def test_what_a_reset_lacks_is_gone() -> None:
     assert scene.model.snapshot(scene.now)["state"]["leader"] == ""
 
 
-def test_updates_are_sent_once_and_only_of_what_changed() -> None:
+def test_updates_are_sent_once_and_only_for_changes() -> None:
     scene = Scene()
     assert dict(scene.model.take_updates())
     assert scene.model.take_updates() == []
@@ -227,7 +227,7 @@ def test_updates_are_sent_once_and_only_of_what_changed() -> None:
     assert {"view", "servers", "state", "entry"} <= {kind for kind, _ in scene.model.take_updates()}
 
 
-def test_nothing_grows_for_ever() -> None:
+def test_the_model_is_bounded() -> None:
     scene = Scene(ranges=2)
     for i in range(3000):
         scene.now += 1
@@ -247,7 +247,7 @@ VALUES = st.one_of(st.binary(max_size=40), st.sampled_from([b"{}", b"[]", b"null
 
 
 @given(st.lists(st.tuples(KEYS, VALUES), max_size=20))
-def test_nonsense_in_the_store_is_left_out(puts: list[tuple[str, bytes]]) -> None:
+def test_damaged_entries_in_the_store_are_left_out(puts: list[tuple[str, bytes]]) -> None:
     scene = Scene(ranges=2)
     for key, value in puts:
         scene.put(key, value)

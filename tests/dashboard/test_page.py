@@ -108,9 +108,7 @@ def test_a_loss_is_seen_zoomed_into_and_linked_to(browser: Browser, staged: Stag
     assert wrong == []
 
 
-def test_the_ring_and_what_might_be_are_for_the_keyboard_too_and_a_drain_takes_the_token(
-    browser: Browser, staged: Staged
-) -> None:
+def test_the_ring_and_previews_work_by_keyboard_and_a_drain_takes_a_token(browser: Browser, staged: Staged) -> None:
     page, wrong = open_page(browser, staged.address)
     page.wait_for_selector("#health.good")
     page.focus("#ranges")
@@ -196,7 +194,7 @@ def test_names_never_become_html_and_hot_keys_are_shown(browser: Browser, staged
     assert wrong == []
 
 
-def test_it_is_for_all_eyes_and_fits_on_a_phone(browser: Browser, staged: Staged) -> None:
+def test_the_page_has_enough_contrast_and_fits_on_a_phone(browser: Browser, staged: Staged) -> None:
     staged.do(lose)
     page, wrong = open_page(browser, staged.address)
     page.wait_for_selector("#entries li[data-kind=loss]")
@@ -210,7 +208,7 @@ def test_it_is_for_all_eyes_and_fits_on_a_phone(browser: Browser, staged: Staged
     assert wrong == []
 
 
-def test_it_says_that_the_dashboard_stands_still(browser: Browser, staged: Staged) -> None:
+def test_the_page_reports_a_dashboard_that_does_not_answer(browser: Browser, staged: Staged) -> None:
     page, wrong = open_page(browser, staged.address)
     page.wait_for_selector("#health.good")
     staged.stage.still = True
@@ -221,7 +219,7 @@ def test_it_says_that_the_dashboard_stands_still(browser: Browser, staged: Stage
     assert wrong == []
 
 
-def test_it_says_that_the_dashboard_is_gone_and_goes_on_by_itself(browser: Browser) -> None:
+def test_the_page_reports_a_dead_dashboard_and_reconnects_by_itself(browser: Browser) -> None:
     scene = Scene(t0=time.time() - 5)
     first = Staged(scene)
     first.start()

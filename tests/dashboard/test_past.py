@@ -72,14 +72,14 @@ def prometheus() -> Iterator[Prometheus]:
     made.server.server_close()
 
 
-def test_every_column_has_a_question_but_those_that_are_only_seen_live() -> None:
+def test_every_column_has_a_query_except_those_only_seen_live() -> None:
     requests = questions("prod")
     assert {column for column, each in requests if each} == set(SERVER_COLUMNS)
     assert {column for column, each in requests if not each} == set(CLUSTER_COLUMNS) - {"steps_s", "outstanding"}
     assert all('elasticps_server_info{cluster="prod"}' in query for query in requests.values())
 
 
-def test_the_last_hour_is_shown_and_what_is_newer_stays(prometheus: Prometheus) -> None:
+def test_the_last_hour_is_shown_before_the_live_samples(prometheus: Prometheus) -> None:
     scene = Scene(servers=2)
     scene.tick(3)
     live = scene.model.snapshot(scene.now)["history"]
@@ -100,7 +100,7 @@ def test_the_last_hour_is_shown_and_what_is_newer_stays(prometheus: Prometheus) 
     assert len(prometheus.requests) == len(requests)
 
 
-def test_a_server_that_answers_later_gets_its_past_then(prometheus: Prometheus) -> None:
+def test_a_server_that_answers_later_gets_its_history_then(prometheus: Prometheus) -> None:
     scene = Scene(servers=2)
     scene.model.remember(
         PastSamples(servers={"s2": {scene.now - 20: {"rows": 5.0}}, "s9": {scene.now - 20: {"rows": 1.0}}})
@@ -148,7 +148,7 @@ def test_only_urls_of_the_web_are_taken(url: str) -> None:
         check_prometheus(url)
 
 
-def test_viewers_that_came_first_see_it_too(prometheus: Prometheus) -> None:
+def test_early_viewers_get_the_history_too(prometheus: Prometheus) -> None:
     scene, fanout, viewer = Scene(servers=1), Fanout(), Viewer()
     viewer.stale = False
     viewer.take()
@@ -173,7 +173,7 @@ def test_a_series_of_one_server_is_not_taken_for_the_sum() -> None:
     st.lists(st.integers(0, 40), unique=True, max_size=15),
     st.lists(st.integers(20, 60), unique=True, max_size=15),
 )
-def test_what_was_before_goes_before_as_far_as_there_is_room(samples: int, past: list[int], live: list[int]) -> None:
+def test_older_samples_are_added_as_far_as_there_is_room(samples: int, past: list[int], live: list[int]) -> None:
     history = History(("x",), samples)
     for t in sorted(live):
         history.add(t, {"x": 2.0 * t})

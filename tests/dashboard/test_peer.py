@@ -26,6 +26,6 @@ async def _close_during_a_request() -> None:
             await requests
 
 
-def test_a_question_under_way_ends_with_the_connection_and_ends_nobody() -> None:
+def test_a_request_under_way_ends_with_its_connection() -> None:
     """A frozen server leaves the store while it is asked: the dashboard asked nobody for tables any more after that."""
     asyncio.run(_close_during_a_request())

@@ -58,7 +58,7 @@ def snapshot(sock: socket.socket) -> dict[str, object]:
     return document
 
 
-def test_it_says_that_the_cluster_is_down_and_why(page: Dashboard, eventually: Eventually) -> None:
+def test_the_dashboard_reports_that_the_cluster_is_down_and_why(page: Dashboard, eventually: Eventually) -> None:
     def reported() -> bool:
         body = answer(page, head("/api/snapshot")).partition(b"\r\n\r\n")[2]
         return "etcd" in json.loads(body)["state"]["store_error"]
@@ -66,7 +66,7 @@ def test_it_says_that_the_cluster_is_down_and_why(page: Dashboard, eventually: E
     eventually(reported)
 
 
-def test_whatever_strangers_send_it_goes_on(page: Dashboard) -> None:
+def test_the_dashboard_survives_random_requests(page: Dashboard) -> None:
     chance = random.Random(1)
     letters = bytes(range(256))
     for i in range(300):
@@ -88,7 +88,7 @@ def test_whatever_strangers_send_it_goes_on(page: Dashboard) -> None:
         assert sock.recv(100).startswith(b"HTTP/1.1 400 ")
 
 
-def test_who_sends_no_whole_request_is_dropped(page: Dashboard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_without_a_whole_request_is_closed(page: Dashboard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "HEAD_TIMEOUT_S", 0.1)
     for part in (b"", b"GET / HTTP/1.1\r\nHost: local"):
         with connect(page) as sock:
@@ -97,7 +97,7 @@ def test_who_sends_no_whole_request_is_dropped(page: Dashboard, monkeypatch: pyt
                 assert sock.recv(1) == b""
 
 
-def test_who_reads_nothing_is_dropped_and_the_others_hear_on(
+def test_a_viewer_that_reads_nothing_is_dropped_and_others_are_served(
     page: Dashboard, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
     monkeypatch.setattr(serve, "WRITE_TIMEOUT_S", 3.0)
@@ -123,7 +123,7 @@ def test_who_reads_nothing_is_dropped_and_the_others_hear_on(
         listener.join()
 
 
-def test_a_hundred_that_read_nothing_keep_little_and_hold_nobody_up(
+def test_a_hundred_viewers_that_read_nothing_take_little_memory(
     page: Dashboard, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
     monkeypatch.setattr(serve, "WRITE_TIMEOUT_S", 1.0)
@@ -144,7 +144,7 @@ async def _publish(page: Dashboard, text: str) -> None:
     page._fanout.publish([("noise", text)])
 
 
-def test_of_too_many_viewers_the_oldest_makes_room(page: Dashboard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_viewers_displace_the_oldest_one(page: Dashboard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elasticps.dashboard.app.VIEWERS_MAX", 3)
     with ExitStack() as held:
         first, *_ = viewers = [held.enter_context(connect(page)) for _ in range(4)]
@@ -154,7 +154,7 @@ def test_of_too_many_viewers_the_oldest_makes_room(page: Dashboard, monkeypatch:
             pass
 
 
-def test_whoever_holds_connections_keeps_nobody_out(page: Dashboard) -> None:
+def test_idle_connections_do_not_lock_others_out(page: Dashboard) -> None:
     """256 idle connections of one machine, or 200 streams, locked all others out."""
     with ExitStack() as held:
         for _ in range(serve.CONNECTIONS_MAX + 20):

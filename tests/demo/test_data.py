@@ -71,7 +71,7 @@ def test_auc_of_one_class_is_not_a_number() -> None:
     assert np.isnan(data.auc(np.array([1.0, 2.0]), np.array([1.0, 1.0])))
 
 
-def test_without_the_wheel_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_wheel_the_error_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(name: str) -> Any:
         return None
 
@@ -80,7 +80,7 @@ def test_without_the_wheel_the_error_says_how_to_get_it(monkeypatch: pytest.Monk
         data.find()
 
 
-def test_a_wheel_without_the_ratings_counts_as_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_wheel_without_ratings_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Spec:
         submodule_search_locations = (str(tmp_path),)
 

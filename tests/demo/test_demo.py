@@ -44,7 +44,7 @@ def test_both_trainings_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # the parts have faster tests
-def test_servers_come_and_go_and_a_worker_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_servers_come_and_go_and_a_worker_continues_at_its_place(tmp_path: Path) -> None:
     console = Console(width=120)
     with console.capture() as captured:
         code = run(out=tmp_path, console=console)

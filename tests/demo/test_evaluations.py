@@ -26,7 +26,7 @@ def test_an_epoch_is_due_when_its_last_worker_has_finished_it() -> None:
 
 
 @given(st.lists(st.sampled_from(["w0", "w1", "rewind", "answer", "kill", "back"]), max_size=60))
-def test_every_epoch_is_answered_once_whatever_is_killed_when(story: list[str]) -> None:
+def test_every_epoch_is_evaluated_once_whatever_is_killed(story: list[str]) -> None:
     workers = {"w0": 0, "w1": 0}  # the epoch each is at
     furthest = dict(workers)
     evaluations = Evaluations(workers)

@@ -17,7 +17,7 @@ logging.getLogger("coordinator.etcd").warning("said later")
 """
 
 
-def test_warnings_about_what_the_demo_kills_are_in_a_file_and_not_between_its_lines(tmp_path: Path) -> None:
+def test_warnings_about_killed_processes_go_to_a_file(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _LOGS, str(tmp_path / "demo.log")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == "said later\n"

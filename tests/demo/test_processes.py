@@ -33,7 +33,7 @@ def wait(children: Children, kind: str) -> ChildEvent:
 PIPE = "from examples.demo.processes import Pipe; pipe = Pipe()\n"
 
 
-def test_children_tell_and_hear(children: Children) -> None:
+def test_children_send_and_receive_messages(children: Children) -> None:
     with children:
         children.start("a", {"code": PIPE + "pipe.tell('heard', word=pipe.next_word()); print('noise')"})
         children.say("a", "hello")

@@ -59,7 +59,7 @@ def test_time_without_a_cluster_is_reported_and_does_not_count_as_training() -> 
     assert re.search(r"of it, without a cluster\W+5.0 s", captured.get())
 
 
-def test_the_files_hold_what_was_found(tmp_path: Path) -> None:
+def test_the_report_is_written_as_json_and_as_a_picture(tmp_path: Path) -> None:
     data, picture = tmp_path / "report.json", tmp_path / "report.png"
     report = a_report(0.7812345, 0.78)
     report.write(data)
@@ -88,7 +88,7 @@ def test_the_table_shows_both_runs() -> None:
         assert part in text
 
 
-def test_the_story_tells_of_the_kill_and_the_audit() -> None:
+def test_the_printed_report_describes_the_kill_and_the_audit() -> None:
     report = a_report(0.78, 0.785)
     assert report.story() == [
         "s1 was killed after 3.3 s: recovered in 42 ms, longest pause of a worker 45 ms",
@@ -101,7 +101,7 @@ def test_the_story_tells_of_the_kill_and_the_audit() -> None:
     ]
 
 
-def test_one_server_that_is_left_is_no_fault_and_no_equality_either() -> None:
+def test_an_audit_of_one_remaining_server_is_clean_without_comparisons() -> None:
     alone = AuditReport(
         "demo", 7, 256, 2, 256, 256, 256, (), (WorkerClocks(1, "w0", 5, 5, 0, False),), {}, {}, 0.1
     )  # fmt: skip
@@ -115,7 +115,7 @@ def test_one_server_that_is_left_is_no_fault_and_no_equality_either() -> None:
     assert not AuditAnswer.of(replace(alone, lost={"s0": "silent"})).clean
 
 
-def test_the_longest_pause_is_one_that_was_over_after_the_kill() -> None:
+def test_the_longest_pause_is_one_that_ended_after_the_kill() -> None:
     ends = [0.0, 1.0, 1.1, 1.2, 1.6, 1.7, 9.0]
     assert longest_pause(ends, 1.25) == pytest.approx(0.4)
     assert longest_pause(ends, 20.0) == 0.0

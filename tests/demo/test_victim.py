@@ -20,7 +20,7 @@ WHOLE_OF_TWO = view_of([["s1", "s2"], ["s2", "s1"]])
         (set(), None),
     ],
 )
-def test_the_head_of_most_ranges_unless_a_range_would_be_lost(
+def test_the_victim_heads_most_ranges_unless_a_range_would_be_lost(
     running: set[str], victim: tuple[str, int] | None
 ) -> None:
     assert choose_victim(VIEW, {(name, 1) for name in running}) == victim

@@ -49,7 +49,7 @@ EVERYWHERE = {each.labels[COMPONENT]: each for build in (CLUSTERS[1], "workers",
 
 
 @pytest.mark.parametrize(("build", "each"), OWN_COMMAND)
-def test_each_flag_and_value_is_one_that_the_command_takes(build: str, each: Workload) -> None:
+def test_the_command_accepts_each_flag_and_value(build: str, each: Workload) -> None:
     name, *arguments = [expanded(arg, environment(each, POD)) for arg in each.args]
     if name == "cluster":
         name = f"{name} {arguments.pop(0)}"
@@ -59,7 +59,7 @@ def test_each_flag_and_value_is_one_that_the_command_takes(build: str, each: Wor
     assert context.params
 
 
-def test_a_flag_that_there_is_not_would_be_found() -> None:
+def test_an_unknown_flag_would_be_found() -> None:
     with pytest.raises(Exception, match="No such option"):
         command("server").make_context("server", ["--url=x", "--name=x", "--prot=1"])
 
@@ -119,7 +119,7 @@ def test_times_fit_each_other(build: str) -> None:
 
 
 @pytest.mark.parametrize("build", CLUSTERS)
-def test_ports_are_those_of_the_flags(build: str) -> None:
+def test_ports_match_the_flags(build: str) -> None:
     server, coordinator, etcd = (workload(build, name) for name in ("server", "coordinator", "etcd"))
     flags = {"data": "port", "admin": "admin-port", "metrics": "metrics-port"}
     assert server.ports == {name: int(server.flag(flag)) for name, flag in flags.items()}
@@ -132,7 +132,7 @@ def test_ports_are_those_of_the_flags(build: str) -> None:
 
 
 @pytest.mark.parametrize(("build", "each"), ANY_WORKLOAD)
-def test_probes_ask_ports_that_there_are(build: str, each: Workload) -> None:
+def test_probes_ask_declared_ports(build: str, each: Workload) -> None:
     probes = {name: each.container[name] for name in ("startupProbe", "readinessProbe", "livenessProbe")
               if name in each.container}  # fmt: skip
     for probe in probes.values():
@@ -140,7 +140,7 @@ def test_probes_ask_ports_that_there_are(build: str, each: Workload) -> None:
     assert len(probes) == (0 if "Job" in each.manifest["kind"] else 3)
 
 
-def test_a_server_is_ready_when_it_serves_and_no_probe_asks_etcd_on_behalf_of_others() -> None:
+def test_probes_ask_whether_a_server_serves_and_never_etcds_quorum() -> None:
     for build in CLUSTERS:
         probes = {p: workload(build, "server").container[f"{p}Probe"] for p in ("startup", "readiness", "liveness")}
         paths = {name: probe["httpGet"]["path"] for name, probe in probes.items()}
@@ -214,7 +214,7 @@ def test_budgets_cover_each_kind_of_process(build: str) -> None:
         assert budget["spec"]["maxUnavailable"] == 1
 
 
-def test_policies_speak_of_pods_and_ports_that_there_are() -> None:
+def test_policies_name_existing_pods_and_ports() -> None:
     for policy in (p for build in (CLUSTERS[1], "chaos") for p in of_kind(build, "NetworkPolicy")):
         spec = policy["spec"]
         roles = [each for each in EVERYWHERE.values() if selects(spec["podSelector"], each.labels)]
@@ -231,7 +231,7 @@ def test_policies_speak_of_pods_and_ports_that_there_are() -> None:
 
 
 @pytest.mark.parametrize("build", CLUSTERS)
-def test_what_no_policy_allows_is_denied_to_every_pod(build: str) -> None:
+def test_traffic_is_denied_to_every_pod_unless_a_policy_allows_it(build: str) -> None:
     everything = [p["spec"] for p in of_kind(build, "NetworkPolicy") if not p["spec"]["podSelector"]]
     assert everything == [{"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}]
 
@@ -305,7 +305,7 @@ def test_with_tls_a_pod_waits_for_the_secret_that_has_its_certificate(tmp_path: 
         assert not any(secret.get("optional") for secret in secrets), each.name
 
 
-def test_a_chaos_run_has_no_certificate_which_it_could_not_use() -> None:
+def test_a_chaos_run_has_no_certificate() -> None:
     assert not [volume for volume in EVERYWHERE["chaos"].spec["volumes"] if "secret" in volume]
 
 
@@ -313,7 +313,7 @@ def test_a_chaos_run_has_no_certificate_which_it_could_not_use() -> None:
     ("page", "build", "others"),
     [("guides/kubernetes.md", CLUSTERS[1], ("workers", "operator", "checkpoints")), ("guides/chaos.md", "chaos", ())],
 )
-def test_an_overlay_as_the_documentation_has_it_says_of_every_image_where_it_is(
+def test_the_documented_overlay_sets_the_registry_of_every_image(
     page: str, build: str, others: tuple[str, ...], tmp_path: Path
 ) -> None:
     """What was pushed to a registry was asked for under a name that only nodes know where it was loaded."""
@@ -334,7 +334,7 @@ def test_an_overlay_as_the_documentation_has_it_says_of_every_image_where_it_is(
         assert images == {"REGISTRY/elasticps-chaos" if build == "chaos" else "REGISTRY/elasticps"}
 
 
-def test_a_job_of_its_own_sets_up_etcds_rights_and_nobody_else_has_its_certificate() -> None:
+def test_only_the_job_that_sets_up_etcd_has_its_certificate() -> None:
     build = CLUSTERS[1]
     each = workload(build, "protect")
     url = parse(
@@ -357,13 +357,13 @@ def test_a_job_of_its_own_sets_up_etcds_rights_and_nobody_else_has_its_certifica
 
 
 @pytest.mark.parametrize("build", CLUSTERS)
-def test_only_where_there_is_no_tls_may_servers_do_without(build: str) -> None:
+def test_servers_without_tls_are_allowed_only_in_builds_without_it(build: str) -> None:
     url = parse(named(build, "ConfigMap", "elasticps")["data"]["url"])
     assert ("--insecure" in workload(build, "server").args) == (url.tls is None)
 
 
 @pytest.mark.parametrize(("build", "each"), ANY_WORKLOAD)
-def test_what_a_pod_refers_to_is_there(build: str, each: Workload) -> None:
+def test_every_object_that_a_pod_refers_to_exists(build: str, each: Workload) -> None:
     cluster = manifests(build) + (manifests("base") if build in ("workers", "checkpoints", "operator", "chaos") else [])
     there = {(m["kind"], m["metadata"]["name"]) for m in cluster}
     there |= {("Secret", m["spec"]["secretName"]) for m in cluster if m["kind"] == "Certificate"}
@@ -385,7 +385,7 @@ def test_what_a_pod_refers_to_is_there(build: str, each: Workload) -> None:
 
 
 @pytest.mark.parametrize(("build", "each"), ANY_WORKLOAD)
-def test_pods_are_allowed_little(build: str, each: Workload) -> None:
+def test_pods_run_with_few_privileges(build: str, each: Workload) -> None:
     pod, container = each.spec["securityContext"], each.container["securityContext"]
     assert pod["runAsNonRoot"] is True
     assert pod["runAsUser"] > 0

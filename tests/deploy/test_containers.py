@@ -48,7 +48,7 @@ def variables(stage: str) -> dict[str, str]:
     return {name: value.replace("${CPU}", "x86-64-v3") for name, _, value in (word.partition("=") for word in words)}
 
 
-def test_what_is_copied_is_there_and_let_through() -> None:
+def test_copied_files_exist_and_are_not_ignored() -> None:
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").split()
     copied = {
         stage: [p for line in instructions(stage) if line.startswith("COPY ") for p in line.split()[1:-1]]
@@ -62,7 +62,7 @@ def test_what_is_copied_is_there_and_let_through() -> None:
         assert f"!{path}" in ignored
 
 
-def test_what_it_is_made_of_is_named_by_what_it_is() -> None:
+def test_base_images_and_packages_are_pinned_by_hash() -> None:
     assert re.search(r"^ARG PYTHON=\S+@sha256:[0-9a-f]{64}$", DOCKERFILE, re.M)
     assert set(re.findall(r"^FROM (\S+)", DOCKERFILE, re.M)) == {"${PYTHON}", "build", "base"}
     installs = re.findall(r"pip(?: --python \S+)? install ([^\n&]*)", DOCKERFILE)
@@ -71,7 +71,7 @@ def test_what_it_is_made_of_is_named_by_what_it_is() -> None:
     assert all(wheels in each or "--no-index" in each for each in installs)
 
 
-def test_it_runs_elasticps_as_nobody_in_particular() -> None:
+def test_the_image_runs_elasticps_as_an_unprivileged_user() -> None:
     base = instructions("base")
     assert 'ENTRYPOINT ["elasticps"]' in base
     assert "USER 10001:10001" in base
@@ -108,7 +108,7 @@ def settings(stage: str, packages: Path) -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith("NUMBA")} | ours | {"PATH": os.environ["PATH"]}
 
 
-def test_kernels_are_made_of_what_is_installed_and_not_of_the_sources_beside(tmp_path: Path) -> None:
+def test_kernels_are_compiled_from_the_installed_package(tmp_path: Path) -> None:
     """The folder in which the image is built has a copy of the sources, which Python would look into first."""
     packages = installed(tmp_path / "site")
     (tmp_path / "src" / "elasticps").mkdir(parents=True)
@@ -315,7 +315,7 @@ def certificates(tmp_path: Path) -> Path:
     return tmp_path / "tls"
 
 
-def test_three_members_with_tls_serve_also_when_one_is_lost(
+def test_a_cluster_with_tls_survives_the_loss_of_an_etcd_member(
     tmp_path: Path, certificates: Path, eventually: Callable[[Callable[[], bool]], None]
 ) -> None:
     mounts = dict.fromkeys(("/etc/etcd/server", "/etc/etcd/peer"), str(certificates / "etcd"))

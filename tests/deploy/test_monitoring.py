@@ -116,7 +116,7 @@ def selectors(query: str) -> list[tuple[str, dict[str, str]]]:
 
 
 @pytest.mark.parametrize(("where", "query"), [pytest.param(w, q, id=w) for w, q in queries()])
-def test_queries_are_promql_over_metrics_and_labels_that_there_are(
+def test_queries_are_valid_promql_over_existing_metrics_and_labels(
     where: str, query: str, metrics: dict[str, set[str]]
 ) -> None:
     found = selectors(query)
@@ -143,7 +143,7 @@ def test_each_alarm_is_explained_and_each_metric_described(metrics: dict[str, se
     assert set(re.findall(r"`(elasticps_\w+)`", text)) - {"elasticps_server_load"} == bare
 
 
-def test_alarms_say_how_bad_it_is() -> None:
+def test_alarms_have_a_severity_and_a_summary() -> None:
     for rule in rules():
         assert rule["labels"]["severity"] in ("critical", "warning")
         assert rule["annotations"]["summary"]
@@ -160,7 +160,7 @@ def test_the_rules_without_the_operator_are_the_same(tmp_path: Path) -> None:
     assert [rule for group in groups for rule in group["rules"]] == rules()
 
 
-def test_the_autoscaler_asks_for_what_the_adapter_gives() -> None:
+def test_the_autoscaler_uses_the_metric_of_the_adapter() -> None:
     scaler = named("overlays/production", "HorizontalPodAutoscaler", "elasticps-server")
     assert scaler["spec"]["metrics"][0]["pods"]["metric"]["name"] == adapter()["name"]["as"]
 

@@ -109,7 +109,7 @@ def _is(expected: dict[str, Any], target: Pod, port: int, protocol: str) -> bool
 
 
 @pytest.mark.parametrize("build", CLUSTERS)
-def test_policies_let_through_what_processes_do_and_nothing_else(build: str) -> None:
+def test_policies_allow_exactly_the_connections_of_the_processes(build: str) -> None:
     there, specs = pods(build), policies(build)
     sources = there | {"prometheus": PROMETHEUS, "elsewhere": ELSEWHERE, "stranger": STRANGER}
     allowed = {
@@ -123,7 +123,7 @@ def test_policies_let_through_what_processes_do_and_nothing_else(build: str) -> 
 
 
 @pytest.mark.parametrize("build", CLUSTERS)
-def test_pods_reach_names_and_outside_only_what_they_need(build: str) -> None:
+def test_pods_reach_dns_and_few_ports_outside(build: str) -> None:
     specs = policies(build)
     tried = [(port, protocol) for port in (22, 80, 443, 2379, 6443, 7000) for protocol in ("TCP", "UDP")]
     found = {
@@ -140,7 +140,7 @@ def test_pods_reach_names_and_outside_only_what_they_need(build: str) -> None:
 
 
 @pytest.mark.parametrize("build", CLUSTERS)
-def test_without_the_rules_that_allow_it_nothing_gets_through(build: str) -> None:
+def test_the_evaluation_of_policies_denies_by_default(build: str) -> None:
     """The evaluation itself: a policy without rules isolates a pod, and without policies everything is open."""
     there = pods(build)
     source, target = there["worker"], there["server"]

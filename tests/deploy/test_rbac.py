@@ -62,7 +62,7 @@ def cordon() -> list[Manifest]:
     return list(yaml.safe_load_all(CORDON.read_text(encoding="utf-8")))
 
 
-def test_the_right_to_cordon_is_given_apart() -> None:
+def test_the_right_to_cordon_is_granted_separately() -> None:
     for manifest in cordon():
         for version in VERSIONS:
             kubernetes_validate.validate(manifest, version, strict=True)
@@ -71,7 +71,7 @@ def test_the_right_to_cordon_is_given_apart() -> None:
     assert [(s["name"], s["namespace"]) for s in binding["subjects"]] == [("elasticps-chaos", "elasticps")]
 
 
-def test_the_plan_is_one_that_can_be_run_with_the_rights_that_are_given() -> None:
+def test_the_plan_needs_only_the_granted_rights() -> None:
     text = named("chaos", "ConfigMap", "elasticps-chaos")["data"]["plan.yaml"]
     plan = parse(text, "plan", "plan.yaml")
     assert plan.cluster.kind == "kubernetes"
@@ -92,7 +92,7 @@ def test_the_plan_is_one_that_can_be_run_with_the_rights_that_are_given() -> Non
     assert stateful["resourceNames"] == [plan.cluster.server_set]
 
 
-def test_nobody_else_has_any_right_and_none_reaches_beyond_the_namespace() -> None:
+def test_no_other_account_has_rights_and_none_goes_beyond_the_namespace() -> None:
     for build in BUILDS:
         assert not of_kind(build, "ClusterRole", "ClusterRoleBinding")
         assert len(of_kind(build, "Role", "RoleBinding")) == (2 if build == "chaos" else 0)

@@ -41,7 +41,7 @@ def test_names_are_unique_and_everything_is_in_the_namespace(build: str) -> None
         assert {m["metadata"].get("namespace") for m in found if m["kind"] not in cluster_wide} == {"elasticps"}
 
 
-def test_the_schemas_do_refuse_what_is_wrong() -> None:
+def test_the_schemas_refuse_invalid_manifests() -> None:
     service = next(m for m in manifests("base") if m["kind"] == "Service")
     mistakes: tuple[dict[str, object], ...] = ({"selektor": {}}, {"ports": [{"port": "many"}]})
     for wrong in mistakes:

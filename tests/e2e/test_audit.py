@@ -48,7 +48,7 @@ def test_equal_replicas_differ_in_nothing() -> None:
         (HEAD._replace(clocks={1: 5, 2: 8, 3: 1}), "other clocks than at the head s0 for worker id 2, 3"),
     ],
 )
-def test_whatever_differs_is_said_with_range_and_server(other: Found, says: str) -> None:
+def test_each_difference_names_its_range_and_server(other: Found, says: str) -> None:
     (difference,) = compare(3, NAMES, [HEAD, HEAD, other])
     assert (difference.range, difference.server) == (3, "s2")
     assert says in difference.text
@@ -64,7 +64,7 @@ def test_whatever_differs_is_said_with_range_and_server(other: Found, says: str)
         (5, (5, None), True),  # that step is acknowledged, and a range has nothing of it
     ],
 )
-def test_a_worker_was_told_too_much_if_a_range_has_less(
+def test_an_acknowledged_step_that_a_range_lacks_is_found(
     reported: int, clocks: tuple[int | None, ...], broken: bool
 ) -> None:
     group = Group()
@@ -144,7 +144,7 @@ def staged(test: Callable[[Stage], Awaitable[None]]) -> None:
     background.run(main())
 
 
-def test_untouched_replicas_are_clean_and_clocks_are_told() -> None:
+def test_untouched_replicas_are_clean_and_clocks_are_reported() -> None:
     async def test(stage: Stage) -> None:
         report = await stage.audit()
         assert report.clean, report
@@ -211,7 +211,7 @@ def rows_in(count: int, dim: int = 64) -> dict[int, Table]:
     return {TABLE: table}
 
 
-def test_a_large_range_is_marked_in_parts_and_small_ones_together() -> None:
+def test_large_ranges_are_audited_in_parts_and_small_ones_together() -> None:
     tables, every = rows_in(40_000), np.arange(4)
     marks = list(slices(tables, every, 9))
     assert {mark.id for _, mark in marks} == {9}
@@ -306,7 +306,7 @@ def test_a_server_that_is_lost_meanwhile_is_part_of_the_answer() -> None:
     staged(test)
 
 
-def test_nobody_waits_for_a_server_that_is_left_out_before_it_has_answered() -> None:
+def test_an_audit_does_not_wait_for_a_server_that_left_the_view() -> None:
     """A frozen one had all the time there was, and nothing was compared then."""
 
     async def test(stage: Stage) -> None:
@@ -333,7 +333,7 @@ def test_nobody_waits_for_a_server_that_is_left_out_before_it_has_answered() -> 
     staged(test)
 
 
-def test_what_was_compared_with_nothing_is_said() -> None:
+def test_an_audit_that_compared_nothing_reports_it() -> None:
     def report(**more: Any) -> AuditReport:
         values: dict[str, Any] = {
             "cluster": "c", "epoch": 3, "ranges": 4, "replicas": 2, "compared": 8, "alone": 0, "short": 0,
@@ -375,7 +375,7 @@ def test_a_healthy_cluster_is_clean_while_workers_push(cluster: eps.LocalCluster
         trainers.close()
 
 
-def test_an_etcd_that_knows_no_such_cluster_is_told_from_one_whose_servers_have_not_come_yet() -> None:
+def test_an_unknown_cluster_and_one_without_servers_give_different_errors() -> None:
     async def main() -> None:
         store = MemoryStore("demo")
         with pytest.raises(eps.ClusterUnreachable, match=r"knows of no cluster 'demo'.*`elasticps cluster adopt`"):

@@ -45,7 +45,7 @@ def test_a_wrong_push_is_refused_before_it_is_sent(connect: Connect, keys: Any, 
     assert table.pull([1, 2]).tolist() == [[1, 1, 1], [1, 1, 1]]
 
 
-def test_a_refused_step_that_nobody_waited_for_is_told_at_the_flush(connect: Connect) -> None:
+def test_a_refused_step_without_a_waiter_is_raised_by_flush(connect: Connect) -> None:
     ps = connect()
     table = ps.table("t", dim=3, optimizer=eps.Accumulate())
     connect("w1").drop_table("t")
@@ -69,7 +69,7 @@ def test_empty_batches_are_a_tick_and_nothing_to_pull(connect: Connect) -> None:
     assert table.pull(np.empty(0, np.int64)).shape == (0, 3)
 
 
-def test_another_spec_is_refused_in_words(connect: Connect) -> None:
+def test_a_conflicting_spec_is_refused_with_the_difference(connect: Connect) -> None:
     ps = connect()
     ps.table("t", dim=3, optimizer=eps.Adagrad(lr=0.1))
     with pytest.raises(eps.SpecError, match="dim is 3, not 4"):
@@ -105,7 +105,7 @@ def test_wrong_out_arrays_are_refused(connect: Connect) -> None:
         ("", eps.ConfigError, "ELASTICPS_URL"),
     ],
 )
-def test_a_wrong_url_says_what_was_tried_within_the_timeout(url: str, error: type[Exception], text: str) -> None:
+def test_a_wrong_url_is_reported_within_the_timeout(url: str, error: type[Exception], text: str) -> None:
     started = time.monotonic()
     with pytest.raises(error, match=text):
         eps.connect(url, timeout=1.0)
@@ -209,7 +209,7 @@ def test_frames_cut_short_leave_the_server_serving(server: tuple[str, int], conn
     assert table.pull([1]).tolist() == [[1, 1, 1]]
 
 
-def test_a_client_that_stops_reading_costs_no_memory_and_holds_nobody_up(
+def test_a_client_that_stops_reading_takes_no_memory_and_delays_no_others(
     server: tuple[str, int], cluster: eps.LocalCluster, connect: Connect, guest: WorkerInfo
 ) -> None:
     import psutil
@@ -229,7 +229,7 @@ def test_a_client_that_stops_reading_costs_no_memory_and_holds_nobody_up(
         assert float(table.pull(keys[:2]).sum()) == 2 * 16_384
 
 
-def test_random_and_mutated_frames_do_not_hurt(server: tuple[str, int], connect: Connect) -> None:
+def test_random_and_mutated_frames_leave_the_server_serving(server: tuple[str, int], connect: Connect) -> None:
     ps = connect()
     table = ps.table("t", dim=3, optimizer=eps.Accumulate())
     ps.push({table: ([1, 2], GRADS)}).result()

@@ -109,7 +109,7 @@ OPTIMIZERS = [eps.SGD(lr=0.1), eps.SGD(lr=0.1, momentum=0.9), eps.Adam(lr=0.01)]
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["sgd", "momentum", "adam"])
-def test_rounds_are_bitwise_those_of_one_process(
+def test_rounds_equal_training_in_one_process_bit_for_bit(
     cluster: eps.LocalCluster, optimizer: ServerOptimizer, count: int
 ) -> None:
     training = Training(cluster.url, f"{optimizer.kind}{id(optimizer)}-{count}", optimizer, count, lambda step: None)
@@ -171,7 +171,7 @@ def test_workers_join_and_leave_between_rounds(cluster: eps.LocalCluster) -> Non
     second.close()
 
 
-def test_a_wait_says_for_whom(cluster: eps.LocalCluster) -> None:
+def test_a_timeout_of_a_round_names_the_missing_worker(cluster: eps.LocalCluster) -> None:
     options = {"app": "slow", "consistency": eps.BSP()}
     with (
         eps.connect(cluster.url, worker="quick", timeout=20, **options) as quick,  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ def floats(random: np.random.Generator, n: int) -> np.ndarray:
     ],
     ids=lambda value: getattr(value, "kind", None),
 )
-def test_a_worker_alone_sees_what_servers_have(
+def test_a_worker_alone_sees_the_rows_of_the_servers(
     connect: Connect, eventually: Eventually, optimizer: ServerOptimizer, dtype: str, push: Sequence[Filter]
 ) -> None:
     """To the bit, whatever it pushes, and though its keys do not all fit."""
@@ -74,7 +74,7 @@ def test_a_worker_alone_sees_what_servers_have(
     assert pulls == {"hit": use.hits, "unchanged": use.unchanged, "pulled": use.asked - use.hits - use.unchanged}
 
 
-def test_others_are_seen_within_its_steps_and_oneself_at_once(connect: Connect) -> None:
+def test_pushes_of_others_are_seen_within_the_staleness_and_own_ones_at_once(connect: Connect) -> None:
     one, other, random, staleness = connect("w0"), connect("w1"), np.random.default_rng(2), 3
     table = one.table("t", dim=DIM, optimizer=eps.Accumulate(), cache=eps.Cache(rows=1000, staleness=staleness))
     theirs = other.table("t", dim=DIM, optimizer=eps.Accumulate())
@@ -110,7 +110,7 @@ def test_others_are_seen_within_its_steps_and_oneself_at_once(connect: Connect) 
     assert table.pull(KEYS).tobytes() == table.pull(KEYS, exact=True).tobytes()
 
 
-def test_rows_that_others_train_come_back_with_what_the_optimizer_keeps(connect: Connect) -> None:
+def test_rows_that_others_train_come_back_with_their_optimizer_state(connect: Connect) -> None:
     one, other, random = connect("w0"), connect("w1"), np.random.default_rng(3)
     optimizer = eps.Adagrad(lr=0.1)
     table = one.table("t", dim=DIM, optimizer=optimizer, cache=eps.Cache(rows=1000, staleness=2))
@@ -124,7 +124,7 @@ def test_rows_that_others_train_come_back_with_what_the_optimizer_keeps(connect:
     assert table.cached.hits > 0.4 * table.cached.asked
 
 
-def test_with_staleness_0_a_pull_is_as_new_as_any_and_brings_only_what_has_changed(connect: Connect) -> None:
+def test_with_staleness_0_a_pull_transfers_only_changed_rows(connect: Connect) -> None:
     one, other, random = connect("w0"), connect("w1"), np.random.default_rng(4)
     table = one.table("t", dim=64, optimizer=eps.Accumulate(), cache=eps.Cache(rows=1000, staleness=0))
     theirs = other.table("t", dim=64, optimizer=eps.Accumulate())
@@ -177,7 +177,7 @@ def test_bounded_delay_holds(connect: Connect) -> None:
     assert not failed
 
 
-def test_who_joins_while_others_go_on_starts_no_lower_than_what_they_have_been_shown(connect: Connect) -> None:
+def test_a_worker_that_joins_starts_no_lower_than_the_rows_shown_to_others(connect: Connect) -> None:
     """A worker asks where to start, and takes part a moment later: what others pull in between knows nothing of it, and
     is shown later, when its steps count."""
     bound, keys = 4, np.arange(5)
@@ -226,7 +226,7 @@ def test_rows_older_than_the_consistency_allows_are_refused(connect: Connect) ->
         connect().table("t", dim=1, optimizer=eps.SGD(lr=0.1)).fetch([1])
 
 
-def test_what_is_loaded_deleted_cleared_or_dropped_is_seen_at_once(connect: Connect) -> None:
+def test_loads_deletions_clears_and_drops_are_seen_at_once(connect: Connect) -> None:
     ps = connect()
     table = ps.table("t", dim=DIM, optimizer=eps.Adagrad(lr=0.1), cache=eps.Cache(rows=100, staleness=1000))
     same = ps.open("t")
@@ -258,7 +258,7 @@ def test_what_is_loaded_deleted_cleared_or_dropped_is_seen_at_once(connect: Conn
         table.pull(KEYS[:0])
 
 
-def test_a_push_that_is_refused_is_not_shown(connect: Connect) -> None:
+def test_a_refused_push_is_not_shown(connect: Connect) -> None:
     ps = connect()
     table = ps.table("t", dim=2, optimizer=eps.SGD(lr=0.1), finite=True, cache=eps.Cache(rows=100, staleness=1000))
     assert not table.pull([1, 2]).any()
@@ -290,7 +290,7 @@ def test_an_optimizer_that_is_not_known_here_has_its_rows_pulled_again(connect: 
         assert (table.pull([1, 2, 3]) == [[step, step], [step, step], [0, 0]]).all()
 
 
-def test_rows_are_fetched_ahead_and_asked_for_once(connect: Connect, eventually: Eventually) -> None:
+def test_rows_fetched_ahead_are_requested_once(connect: Connect, eventually: Eventually) -> None:
     ps, random = connect(), np.random.default_rng(5)
     table = ps.table("t", dim=DIM, optimizer=eps.Adagrad(lr=0.1), cache=eps.Cache(rows=1000, staleness=4))
     cache = table._cache
@@ -350,7 +350,7 @@ def test_several_threads_share_a_cache(connect: Connect) -> None:
     assert (table.pull(KEYS, exact=True)[:, 0] == pushed).all()
 
 
-def test_a_thread_takes_no_slots_of_a_question_that_another_one_is_about_to_send(
+def test_a_thread_does_not_take_slots_of_another_threads_unsent_request(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, ps, keys = connect("w0"), connect("w1"), KEYS[:20]

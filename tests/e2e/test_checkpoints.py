@@ -68,7 +68,7 @@ def make(url: str, place: str, *, full: bool = False) -> Manifest:
     raise AssertionError(f"ten checkpoints were given up, the last one because {why}")
 
 
-def test_every_checkpoint_has_each_worker_s_steps_up_to_its_clock_and_none_later(tmp_path: Path) -> None:
+def test_every_checkpoint_has_exactly_each_workers_steps_up_to_its_clock(tmp_path: Path) -> None:
     place = tmp_path.as_uri()
     with LocalCluster(servers=3, ranges=32) as cluster:
         trainers = Trainers(cluster.url, seeds=SEEDS, app=APP)
@@ -92,7 +92,7 @@ def test_every_checkpoint_has_each_worker_s_steps_up_to_its_clock_and_none_later
             trainers.close()
 
 
-def test_a_place_that_takes_no_files_is_told_and_training_goes_on(cluster: eps.LocalCluster) -> None:
+def test_an_unwritable_folder_is_reported_and_training_continues(cluster: eps.LocalCluster) -> None:
     place = "file:///proc/nowhere"
     with eps.connect(cluster.url, worker="w", app="refused", timeout=60) as ps:
         table = ps.table("refused", dim=2, optimizer=eps.Accumulate())
@@ -108,7 +108,7 @@ def push(ps: eps.Client, table: eps.SparseTable, value: float = 1) -> None:
     ps.push({table: (np.arange(100), np.full((100, 2), value, np.float32))}).result()
 
 
-def test_a_disk_that_is_full_is_told_and_training_goes_on(cluster: eps.LocalCluster, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_training_continues(cluster: eps.LocalCluster, tmp_path: Path) -> None:
     """Of one server: it may write no file of more than a few bytes."""
     place = tmp_path.as_uri()
     pid = cluster.servers[0].pid
@@ -157,7 +157,7 @@ def foreign(data: bytes) -> bytes:
         (None, "gone-*/*.safetensors", r"cannot be restored: .* is missing"),
     ],
 )
-def test_what_is_damaged_is_refused_and_training_goes_on(
+def test_a_damaged_checkpoint_is_refused_and_training_continues(
     cluster: eps.LocalCluster, tmp_path: Path, damage: Callable[[bytes], bytes] | None, of: str, says: str
 ) -> None:
     place, app = tmp_path.as_uri(), f"damaged{next(NUMBERS)}"
@@ -178,7 +178,7 @@ def test_what_is_damaged_is_refused_and_training_goes_on(
         assert (beside.pull(np.arange(100)) == 1).all()
 
 
-def test_learning_rates_that_were_set_come_back(cluster: eps.LocalCluster, tmp_path: Path) -> None:
+def test_learning_rates_set_for_all_workers_are_restored(cluster: eps.LocalCluster, tmp_path: Path) -> None:
     place = tmp_path.as_uri()
     with eps.connect(cluster.url, worker="w", app="rates", timeout=60) as ps:
         table = ps.table("t", dim=2, optimizer=eps.SGD(lr=1.0))

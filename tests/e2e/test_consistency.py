@@ -167,7 +167,7 @@ def test_without_a_bound_nobody_waits(connect: Connect) -> None:
     assert quick.clock == 50
 
 
-def test_a_wait_says_for_whom(connect: Connect) -> None:
+def test_a_timeout_of_a_bounded_pull_names_the_slow_worker(connect: Connect) -> None:
     quick, idle = connect("quick", consistency=eps.SSP(staleness=2)), connect("idle")
     idle.resume()
     for _ in range(2):
@@ -215,7 +215,7 @@ register_filter("steps", to_steps, from_steps)
 """
 
 
-def test_an_update_and_a_filter_can_be_the_users_own(tmp_path: Path) -> None:
+def test_users_can_register_their_own_optimizer_and_filter(tmp_path: Path) -> None:
     exec(PLUGIN, {})  # the worker has the filter, too
     (tmp_path / "my_updates.py").write_text(PLUGIN)
     environment = {"PYTHONPATH": str(tmp_path)}

@@ -56,7 +56,7 @@ def ledgers(trainers: Trainers, cut: ConsistentCut) -> Sequence[Ledger]:
     return found
 
 
-def test_every_cut_has_each_worker_s_steps_up_to_one_and_none_later() -> None:
+def test_every_cut_has_exactly_each_workers_steps_up_to_one_clock() -> None:
     with (
         LocalCluster(servers=3, ranges=32) as cluster,
         eps.connect(cluster.url, worker="reader", app=APP, timeout=60) as ps,
@@ -86,7 +86,7 @@ def test_every_cut_has_each_worker_s_steps_up_to_one_and_none_later() -> None:
             background.run(store.close())
 
 
-def test_a_worker_in_rounds_that_does_nothing_is_no_reason_to_wait(cluster: eps.LocalCluster) -> None:
+def test_an_idle_worker_in_rounds_does_not_delay_a_cut(cluster: eps.LocalCluster) -> None:
     """One of two has pushed its share and computes for long; the other has not pushed: both hold after that round."""
     with (
         eps.connect(cluster.url, worker="a", app="still", consistency=eps.BSP(), timeout=30) as a,

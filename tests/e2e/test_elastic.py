@@ -111,7 +111,7 @@ def test_three_servers_become_five_and_three_again(scene: Scene) -> None:
     scene.verify()
 
 
-def test_two_join_while_one_drains_and_one_dies(scene: Scene) -> None:
+def test_two_servers_join_while_another_drains_and_a_third_dies(scene: Scene) -> None:
     cluster = scene.cluster
     drained = cluster.server("s2").pid
     work = [threading.Thread(target=cluster.start_server, args=(name,)) for name in ("s5", "s6")]
@@ -141,7 +141,7 @@ def test_a_server_that_gets_sigterm_hands_everything_over_and_exits_0(scene: Sce
     scene.verify()
 
 
-def test_a_server_of_twice_the_weight_gets_twice_the_share(scene: Scene) -> None:
+def test_a_server_of_twice_the_weight_gets_twice_the_ranges(scene: Scene) -> None:
     (new,) = scene.cluster.scale(4, weight=2.0).change.start
     fair = RANGES * REPLICAS * 2.0 / (3 + 2.0)
     # A newcomer may stop short of its share where more would move more than must (tests/coordinator/test_balance.py).
@@ -150,7 +150,7 @@ def test_a_server_of_twice_the_weight_gets_twice_the_share(scene: Scene) -> None
     scene.verify()
 
 
-def test_the_last_server_waits_and_says_so_and_replicas_are_made_when_others_come(scene: Scene) -> None:
+def test_the_last_server_does_not_drain_and_fills_servers_that_join(scene: Scene) -> None:
     cluster = scene.cluster
     assert len(cluster.scale(1).servers) == 1
     (last,) = (server.name for server in scene.until(lambda view: len(view.servers) == 1).servers)
@@ -167,7 +167,7 @@ def test_the_last_server_waits_and_says_so_and_replicas_are_made_when_others_com
     scene.verify()
 
 
-def test_a_server_that_no_view_knows_ends_at_once_when_asked_to_drain() -> None:
+def test_a_server_in_no_view_ends_at_once_when_asked_to_drain() -> None:
     with LocalCluster(servers=2) as cluster:
         cluster.kill("c0")  # so that nobody lists it
         late = cluster.start_server("late")
@@ -189,7 +189,7 @@ def _stays(cluster: LocalCluster, name: str) -> bool:
     return "stays, though its time is over" in cluster.log(name)
 
 
-def test_servers_that_drain_together_stay_until_another_one_has_what_they_share(tmp_path: Path) -> None:
+def test_servers_that_drain_together_stay_until_another_has_their_shared_ranges(tmp_path: Path) -> None:
     with without_time(tmp_path, 3, 2) as cluster, eps.connect(cluster.url, worker="w0", timeout=100.0) as ps:
         table = ps.table("t", dim=2, optimizer=eps.SGD(lr=1.0), init=eps.Zeros())
         keys = np.arange(1000)

@@ -42,7 +42,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("kind", ["safetensors", "npz", "parquet"])
-def test_what_goes_out_comes_in_again(connect: Connect, tmp_path: Path, kind: str) -> None:
+def test_an_exported_model_can_be_loaded_again(connect: Connect, tmp_path: Path, kind: str) -> None:
     ps = connect()
     table, tensor = a_model(ps)
     bias = ps.tensor("bias", init=np.float32(3.0), optimizer=eps.SGD(lr=0.1))
@@ -71,7 +71,7 @@ def test_what_goes_out_comes_in_again(connect: Connect, tmp_path: Path, kind: st
                                   tensor.pull())  # fmt: skip
 
 
-def test_safetensors_are_as_torch_calls_them(connect: Connect, tmp_path: Path) -> None:
+def test_safetensors_have_the_names_that_torch_uses(connect: Connect, tmp_path: Path) -> None:
     ps = connect()
     table, tensor = a_model(ps)
     export(ps, tmp_path / "out", dtype="float16", with_slots=True)
@@ -89,7 +89,7 @@ def test_safetensors_are_as_torch_calls_them(connect: Connect, tmp_path: Path) -
     np.testing.assert_array_equal(found["mlp.0.weight"], tensor.pull().astype(np.float16))
 
 
-def test_a_torch_model_goes_into_tables_and_out_of_them(connect: Connect, tmp_path: Path) -> None:
+def test_a_torch_model_is_loaded_into_tables_and_exported(connect: Connect, tmp_path: Path) -> None:
     ps = connect()
     table = ps.table("items", dim=4, optimizer=eps.Adagrad(lr=0.1))
     torch.manual_seed(1)
@@ -129,7 +129,7 @@ def test_the_demos_model_is_the_same_in_plain_torch(
     assert load(ps, tmp_path / "full.pt")["features"] > 0
 
 
-def test_what_cannot_be_is_refused(connect: Connect, tmp_path: Path) -> None:
+def test_impossible_exports_and_loads_are_refused(connect: Connect, tmp_path: Path) -> None:
     ps = connect()
     a_model(ps)
     (tmp_path / "full").mkdir()
@@ -150,7 +150,7 @@ def test_what_cannot_be_is_refused(connect: Connect, tmp_path: Path) -> None:
             load(ps, source)
 
 
-def test_filters_go_out_and_come_in(connect: Connect, tmp_path: Path) -> None:
+def test_filters_are_exported_and_loaded(connect: Connect, tmp_path: Path) -> None:
     ps = connect()
     optimizer = eps.SGD(lr=0.1)
     ps.table("t", dim=4, optimizer=optimizer, push=[eps.BFloat16()], pull=[eps.BFloat16()])
@@ -177,7 +177,7 @@ def test_numbers_that_float16_cannot_hold_are_refused(connect: Connect, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "npz", "parquet"])
-def test_a_disk_that_is_full_leaves_nothing(
+def test_an_export_to_a_full_disk_leaves_no_files(
     connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     ps = connect()
@@ -195,7 +195,7 @@ def test_a_disk_that_is_full_leaves_nothing(
     assert [*tmp_path.iterdir()] == []
 
 
-def test_of_two_exports_to_one_folder_one_is_refused(connect: Connect, tmp_path: Path) -> None:
+def test_a_second_export_to_the_same_folder_is_refused(connect: Connect, tmp_path: Path) -> None:
     ps = connect()
     a_model(ps)
     refused: list[str] = []
@@ -216,7 +216,7 @@ def test_of_two_exports_to_one_folder_one_is_refused(connect: Connect, tmp_path:
         load(ps, tmp_path / "out")
 
 
-def test_the_commands(cluster: eps.LocalCluster, connect: Connect, tmp_path: Path) -> None:
+def test_the_commands_export_and_load(cluster: eps.LocalCluster, connect: Connect, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     ps = connect()

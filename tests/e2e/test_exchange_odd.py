@@ -24,7 +24,7 @@ RATE = eps.SGD(lr=0.1)
 
 
 @KINDS
-def test_tensors_of_no_floats_and_of_one_go_out_and_come_in(connect: Connect, tmp_path: Path, kind: str) -> None:
+def test_empty_and_scalar_tensors_are_exported_and_loaded(connect: Connect, tmp_path: Path, kind: str) -> None:
     ps = connect()
     shapes: list[tuple[int, ...]] = [(0, 5), (3, 0), (3, 0, 2), (0,), (), (1,), (2, 3)]
     for i, shape in enumerate(shapes):
@@ -40,7 +40,7 @@ def test_tensors_of_no_floats_and_of_one_go_out_and_come_in(connect: Connect, tm
 
 
 @KINDS
-def test_every_name_of_a_table_goes_out_and_comes_in(connect: Connect, tmp_path: Path, kind: str) -> None:
+def test_tables_of_any_name_are_exported_and_loaded(connect: Connect, tmp_path: Path, kind: str) -> None:
     ps = connect()
     names = [
         ".",
@@ -99,7 +99,7 @@ def test_tensors_are_called_as_in_a_model_of_plain_torch(connect: Connect, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_the_commands_take_odd_names(cluster: eps.LocalCluster, connect: Connect, tmp_path: Path) -> None:
+def test_the_commands_accept_unusual_table_names(cluster: eps.LocalCluster, connect: Connect, tmp_path: Path) -> None:
     ps = connect()
     for name in ("user,item", "emb[user]", "a=b", "plain"):
         ps.table(name, dim=2, optimizer=RATE).load(np.arange(3), np.ones((3, 2), np.float32))
@@ -118,7 +118,7 @@ def test_the_commands_take_odd_names(cluster: eps.LocalCluster, connect: Connect
     assert "emb[user]" in shown.output
 
 
-def test_what_is_no_model_is_refused_in_words(connect: Connect, tmp_path: Path) -> None:
+def test_files_that_are_no_model_are_refused_with_the_reason(connect: Connect, tmp_path: Path) -> None:
     ps = connect()
     ps.table("x", dim=2, optimizer=RATE)
     (tmp_path / "folder").mkdir()

@@ -43,7 +43,7 @@ def read(table: Table, keys: np.ndarray) -> np.ndarray:
     ],
     ids=lambda filters: filters[0].kind,
 )
-def test_servers_hold_what_was_sent_and_show_it_as_asked(
+def test_servers_store_decoded_pushes_and_encode_pulls(
     cluster: eps.LocalCluster, connect: Connect, push: Sequence[Filter], pull: Sequence[Filter]
 ) -> None:
     """Through lost connections, after which everything is sent again as it was."""
@@ -87,7 +87,7 @@ def test_servers_hold_what_was_sent_and_show_it_as_asked(
     assert report.clean, report
 
 
-def test_large_tables_go_in_several_frames_both_ways(connect: Connect) -> None:
+def test_large_tables_are_pushed_and_pulled_in_several_frames(connect: Connect) -> None:
     ps = connect()
     table = ps.table("wide", dim=64, optimizer=eps.Accumulate(), push=[eps.Int8()], pull=[eps.BFloat16()])
     keys = np.arange(60_000)
@@ -97,7 +97,7 @@ def test_large_tables_go_in_several_frames_both_ways(connect: Connect) -> None:
     assert (table.pull(keys, exact=True) == grads).all()
 
 
-def test_a_gradient_that_is_not_finite_is_refused_though_it_came_encoded(connect: Connect) -> None:
+def test_an_encoded_gradient_that_is_not_finite_is_refused(connect: Connect) -> None:
     ps = connect()
     table = ps.table("checked", dim=2, optimizer=eps.Accumulate(), finite=True, push=[eps.Int8()])
     with pytest.raises(NotFinite, match="key 5"):
@@ -107,7 +107,7 @@ def test_a_gradient_that_is_not_finite_is_refused_though_it_came_encoded(connect
     assert table.pull(np.array([5])).tolist() == [[127, 1]]
 
 
-def test_rounds_average_what_was_decoded(connect: Connect) -> None:
+def test_rounds_average_decoded_gradients(connect: Connect) -> None:
     ps = connect(consistency=eps.BSP())
     table = ps.table("mean", dim=2, optimizer=eps.Accumulate(), push=[eps.BFloat16()], pull=[eps.BFloat16()])
     for number in (1.0, 2.0):
@@ -140,7 +140,7 @@ def change_rows(ps: eps.Client, rows: eps.SparseTable, how: str, keys: np.ndarra
 
 
 @pytest.mark.parametrize("how", ["load", "delete", "clear", "clear-by-name", "drop"])
-def test_what_filters_keep_is_forgotten_for_rows_that_are_changed_past_them(connect: Connect, how: str) -> None:
+def test_retained_gradients_of_changed_rows_are_forgotten(connect: Connect, how: str) -> None:
     ps = connect()
     rows = ps.table(f"changed-by-{how}", dim=2, optimizer=eps.Accumulate(), push=[eps.Threshold(10.0)])
     keys, nine = np.arange(4), np.full((4, 2), 9, np.float32)
@@ -151,7 +151,7 @@ def test_what_filters_keep_is_forgotten_for_rows_that_are_changed_past_them(conn
     assert rows.pull(keys)[:, 0].tolist() == [10.0, 10.0, others, others]
 
 
-def test_a_load_that_is_refused_forgets_nothing_of_what_filters_keep(connect: Connect) -> None:
+def test_a_refused_load_forgets_no_retained_gradients(connect: Connect) -> None:
     ps = connect()
     rows = ps.table("not-loaded", dim=2, optimizer=eps.Accumulate(), push=[eps.Threshold(10.0)])
     keys, nine = np.arange(2), np.full((2, 2), 9, np.float32)
@@ -166,7 +166,7 @@ def test_a_load_that_is_refused_forgets_nothing_of_what_filters_keep(connect: Co
     assert rows.pull(keys)[:, 0].tolist() == [18.0, 18.0]
 
 
-def test_what_filters_keep_of_a_tensor_is_forgotten_when_it_is_loaded(connect: Connect) -> None:
+def test_retained_gradients_of_a_loaded_tensor_are_forgotten(connect: Connect) -> None:
     ps = connect()
     tensor = ps.tensor("loaded", init=np.zeros(100, np.float32), optimizer=eps.SGD(lr=1.0), push=[eps.TopK(0.01)])
     for _ in range(5):
@@ -178,7 +178,7 @@ def test_what_filters_keep_of_a_tensor_is_forgotten_when_it_is_loaded(connect: C
     assert not tensor.pull().any()
 
 
-def test_what_filters_of_another_worker_keep_comes_with_its_next_push(connect: Connect) -> None:
+def test_retained_gradients_of_another_worker_arrive_with_its_next_push(connect: Connect) -> None:
     one, other = connect(), connect("w1")
     mine, theirs = (
         ps.table("kept-by-two", dim=2, optimizer=eps.Accumulate(), push=[eps.Threshold(10.0)]) for ps in (one, other)
@@ -196,7 +196,7 @@ def test_what_filters_of_another_worker_keep_comes_with_its_next_push(connect: C
     assert not mine.pull(keys).any()
 
 
-def test_a_gradient_that_is_refused_takes_nothing_of_what_was_kept(connect: Connect) -> None:
+def test_a_refused_gradient_leaves_retained_gradients_alone(connect: Connect) -> None:
     ps = connect()
     filters = [eps.Threshold(10.0)]
     rows = ps.table("refused", dim=2, optimizer=eps.Accumulate(), finite=True, push=filters)
@@ -213,9 +213,7 @@ def test_a_gradient_that_is_refused_takes_nothing_of_what_was_kept(connect: Conn
 
 
 @pytest.mark.parametrize("spoilt", [0, 1])
-def test_a_gradient_that_is_refused_in_one_part_of_a_step_takes_nothing_of_the_other_part(
-    connect: Connect, spoilt: int
-) -> None:
+def test_a_gradient_refused_in_one_part_of_a_step_does_not_affect_the_other(connect: Connect, spoilt: int) -> None:
     ps = connect()
     rows = ps.table(f"parts-{spoilt}", dim=4, optimizer=eps.Accumulate(), finite=True, push=[eps.TopK(0.5)])
     key, grad = np.array([3]), np.array([[8, 4, 2, 1]], np.float32)
@@ -231,7 +229,7 @@ def test_a_gradient_that_is_refused_in_one_part_of_a_step_takes_nothing_of_the_o
     assert rows.pull(key).tolist() == [[16.0, 8.0, 4.0, 2.0]]
 
 
-def test_a_model_that_is_loaded_has_nothing_of_gradients_before(connect: Connect, tmp_path: Path) -> None:
+def test_a_loaded_model_has_no_retained_gradients(connect: Connect, tmp_path: Path) -> None:
     ps = connect()
     filters = [eps.Threshold(10.0)]
     layer = Embedding(ps, "items", 2, optimizer=eps.Accumulate(), init=eps.Zeros(), push=filters)
@@ -245,7 +243,7 @@ def test_a_model_that_is_loaded_has_nothing_of_gradients_before(connect: Connect
     assert rows.pull(np.arange(5))[:, 0].tolist() == [30.0, 30.0, 30.0, 10.0, 10.0]
 
 
-def test_flush_raises_what_was_refused_of_each_step(connect: Connect) -> None:
+def test_flush_raises_the_refused_rows_of_each_step(connect: Connect) -> None:
     ps = connect()
     rows = ps.table("flushed", dim=2, optimizer=eps.Accumulate(), finite=True)
     for number in range(6):

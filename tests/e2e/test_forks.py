@@ -35,7 +35,7 @@ def forked(url: str, forks: int, first: str = "", *, look: bool = True, **enviro
     return done.returncode, done.stderr
 
 
-def test_children_are_born_well_beside_an_open_client(cluster: eps.LocalCluster) -> None:
+def test_forking_beside_an_open_client_is_safe(cluster: eps.LocalCluster) -> None:
     """grpc has handlers of forks that start threads in the child; they are off."""
     assert forked(cluster.url, 40) == (0, "")
     code, output = forked(cluster.url, 2, "import grpc", look=False)

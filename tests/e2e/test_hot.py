@@ -17,7 +17,7 @@ from tests.e2e.conftest import Connect
 FREQUENT_KEY = -7
 
 
-def test_the_key_that_everybody_wants_stands_first(cluster: eps.LocalCluster, connect: Connect) -> None:
+def test_the_most_requested_key_is_listed_first(cluster: eps.LocalCluster, connect: Connect) -> None:
     ps, ended = connect(), threading.Event()
     table = ps.table("t", dim=4, optimizer=eps.SGD(lr=0.1))
 

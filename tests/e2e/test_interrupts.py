@@ -110,7 +110,7 @@ def test_an_interrupted_push_happened_whole_or_not_at_all(cluster: LocalCluster)
         assert hits > POINTS // 2
 
 
-def test_so_did_one_with_a_pull_behind_it(cluster: LocalCluster) -> None:
+def test_an_interrupted_push_with_a_pull_happened_whole_or_not_at_all(cluster: LocalCluster) -> None:
     """Also where the message that has both is cut."""
     with eps.connect(cluster.url, worker="both", timeout=60) as ps:
         table = ps.table("both", dim=4, optimizer=eps.Accumulate())

@@ -131,7 +131,7 @@ def leader(cluster: LocalCluster) -> str:
     return max(since, key=lambda name: since[name])
 
 
-def test_the_oracle_takes_unacknowledged_pushes_once_or_not_and_nothing_else() -> None:
+def test_the_oracle_accepts_unacknowledged_pushes_at_most_once() -> None:
     ledgers = [Ledger(1, begun=6, acknowledged=4), Ledger(2, begun=3, acknowledged=3)]
     sums = Sums([1, 2])
     acknowledged = sum((sums.of(1, n) for n in range(1, 5)), sums.values) + sum(sums.of(2, n) for n in range(1, 4))
@@ -250,7 +250,7 @@ def once_filling(scene: Scene, act: Callable[[View], None]) -> Callable[[], None
     return lambda: wait_for(lambda: bool(seen), lambda: "nothing was filled", 100.0)
 
 
-def test_a_frozen_server_is_left_behind_and_comes_back_as_another(scene: Scene) -> None:
+def test_a_frozen_server_is_replaced_and_comes_back_as_a_new_incarnation(scene: Scene) -> None:
     trainers = scene.train()
     victim = scene.busiest(0)
     before = scene.cluster.server(victim)
@@ -274,7 +274,7 @@ def test_a_frozen_server_is_left_behind_and_comes_back_as_another(scene: Scene) 
     scene.verify()
 
 
-def test_etcd_is_killed_and_a_server_dies_while_it_is_away(scene: Scene) -> None:
+def test_a_server_dies_while_etcd_is_down(scene: Scene) -> None:
     trainers = scene.train()
     scene.cluster.kill("etcd")
     trainers.progress(steps=50)

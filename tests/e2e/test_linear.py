@@ -40,7 +40,7 @@ def proximal(samples: Any, labels: np.ndarray, l1: float) -> np.ndarray:
     return w
 
 
-def test_ftrl_with_a_kkt_filter_finds_what_a_proximal_method_finds(connect: Connect, example: Any) -> None:
+def test_ftrl_with_a_kkt_filter_agrees_with_a_proximal_method(connect: Connect, example: Any) -> None:
     ps, data = connect(), example.plant(4_000, FEATURES, seed=3)
     seen = example.Data(data.samples[:3_000], data.labels[:3_000], data.weights)
     unseen = example.Data(data.samples[3_000:], data.labels[3_000:], data.weights)
@@ -64,7 +64,7 @@ def test_ftrl_with_a_kkt_filter_finds_what_a_proximal_method_finds(connect: Conn
     assert dropped > 0.7 * floats
 
 
-def test_weights_are_those_of_a_twin_to_the_bit(connect: Connect) -> None:
+def test_weights_equal_those_of_a_numpy_twin_bit_for_bit(connect: Connect) -> None:
     """FTRL (McMahan et al., Algorithm 1) and the filter in numpy, one worker, through lost connections."""
     n, l1, slack, beta, inverse = 300, np.float32(1), 0.25, np.float32(1), np.float32(2)
     ps, random = connect(), np.random.default_rng(5)

@@ -22,7 +22,7 @@ def listed(table: eps.SparseTable, chunk: int) -> dict[int, list[float]]:
 
 
 @pytest.mark.parametrize("chunk", [1, 700, 65_536])
-def test_a_table_tells_all_that_it_holds(connect: Connect, chunk: int) -> None:
+def test_a_table_lists_all_its_keys_and_rows(connect: Connect, chunk: int) -> None:
     ps = connect()
     table = ps.table("t", dim=2, optimizer=eps.Assign())
     assert (len(table), bool(table), list(table.keys())) == (0, True, [])
@@ -34,7 +34,7 @@ def test_a_table_tells_all_that_it_holds(connect: Connect, chunk: int) -> None:
     assert listed(table, chunk) == dict(zip(keys.tolist(), rows.tolist(), strict=True))
 
 
-def test_a_list_misses_nothing_while_a_server_dies(local_cluster: NewCluster) -> None:
+def test_a_listing_is_complete_while_a_server_dies(local_cluster: NewCluster) -> None:
     cluster = local_cluster(servers=3, replicas=2)
     with eps.connect(cluster.url, worker="w0", timeout=60.0) as ps:
         table = ps.table("t", dim=1, optimizer=eps.Assign())
@@ -55,7 +55,7 @@ def test_an_unusable_chunk_is_refused(connect: Connect, chunk: object) -> None:
         table.keys(chunk)  # type: ignore[arg-type]
 
 
-def test_rows_are_loaded_past_the_optimizer_and_their_slots_begin_anew(connect: Connect) -> None:
+def test_loaded_rows_bypass_the_optimizer_and_reset_their_slots(connect: Connect) -> None:
     ps = connect()
     table = ps.table("t", dim=3, optimizer=eps.Adagrad(lr=1.0), init=eps.Constant(5.0))
     keys, ones = np.arange(2_000) * 977, np.ones((2_000, 3), np.float32)
@@ -73,7 +73,7 @@ def test_rows_are_loaded_past_the_optimizer_and_their_slots_begin_anew(connect: 
     np.testing.assert_array_equal(tensor.pull(), values)
 
 
-def test_loaded_rows_are_at_every_replica(local_cluster: NewCluster) -> None:
+def test_loaded_rows_reach_every_replica(local_cluster: NewCluster) -> None:
     cluster = local_cluster(servers=2, replicas=2)
     with eps.connect(cluster.url, worker="w0", timeout=60.0) as ps:
         table = ps.table("t", dim=2, optimizer=eps.Adagrad(lr=0.1), dtype="float16")

@@ -56,7 +56,7 @@ def state(url: str) -> dict[str, Any]:
     ("servers", "replicas", "dead"),
     [pytest.param(2, 1, ("s1",), marks=pytest.mark.slow), (3, 2, ("s1", "s2"))],
 )
-def test_a_person_brings_lost_ranges_back(
+def test_an_operator_recovers_lost_ranges(
     local_cluster: NewCluster, eventually: Eventually, tmp_path: Path, servers: int, replicas: int, dead: tuple[str]
 ) -> None:
     cluster = local_cluster(servers=servers, replicas=replicas, ranges=RANGES)
@@ -99,7 +99,7 @@ def test_a_person_brings_lost_ranges_back(
     assert not audit(url).wrong  # but with two servers lost there is nothing to compare with
 
 
-def test_what_tables_say_becomes_of_lost_ranges(
+def test_each_tables_policy_decides_about_its_lost_ranges(
     local_cluster: NewCluster, eventually: Eventually, tmp_path: Path
 ) -> None:
     """All servers die and begin empty. One table that waits keeps the others waiting, a budget waits for a person; what

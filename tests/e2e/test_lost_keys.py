@@ -88,7 +88,9 @@ def test_a_failover_works_after_the_view_was_lost(
             assert (other.table("t", dim=2, optimizer=eps.Accumulate()).pull(KEYS) == 2).all()
 
 
-def test_a_worker_that_connects_hears_that_nobody_leads(local_cluster: NewCluster, eventually: Eventually) -> None:
+def test_a_worker_that_connects_is_told_that_no_coordinator_leads(
+    local_cluster: NewCluster, eventually: Eventually
+) -> None:
     cluster = local_cluster(servers=2, coordinators=1, ranges=64)
     cluster.kill("c0")
     eventually(lambda: bool(_trouble(cluster)))

@@ -48,7 +48,7 @@ def test_training_goes_on_while_etcd_is_away_and_everything_recovers(local_clust
         assert set(later.pull(keys).ravel().tolist()) == {1.0}
 
 
-def test_nobody_ends_because_etcd_stood_still(local_cluster: NewCluster) -> None:
+def test_a_frozen_etcd_ends_no_process(local_cluster: NewCluster) -> None:
     """Longer than any lease: as it thaws all have run out, of workers that push all the time."""
     cluster = local_cluster(servers=2)
     keys, grads = np.arange(100), np.ones((100, 2), np.float32)
@@ -83,7 +83,7 @@ def test_nobody_ends_because_etcd_stood_still(local_cluster: NewCluster) -> None
         assert set(table.pull(keys).ravel().tolist()) == {float(steps)}
 
 
-def test_a_worker_whose_registration_is_lost_takes_it_up_again(local_cluster: NewCluster) -> None:
+def test_a_worker_whose_registration_is_lost_registers_again(local_cluster: NewCluster) -> None:
     cluster = local_cluster(servers=2)
     keys, grads = np.arange(100), np.ones((100, 2), np.float32)
     with eps.connect(cluster.url, worker="w0", timeout=60.0) as ps:
@@ -102,7 +102,7 @@ def test_a_worker_whose_registration_is_lost_takes_it_up_again(local_cluster: Ne
         assert set(table.pull(keys).ravel().tolist()) == {201.0}
 
 
-def test_a_new_etcd_takes_over_the_servers_that_live(local_cluster: NewCluster) -> None:
+def test_a_new_etcd_adopts_the_running_servers(local_cluster: NewCluster) -> None:
     """Its data are gone. Training goes on, nobody joins what is there instead, and adopting it loses nothing."""
     cluster = local_cluster(servers=2)
     keys, grads = np.arange(100), np.ones((100, 2), np.float32)
@@ -127,7 +127,7 @@ def test_a_new_etcd_takes_over_the_servers_that_live(local_cluster: NewCluster) 
             assert set(again.pull(keys).ravel().tolist()) == {4.0}
 
 
-def test_a_new_etcd_knows_whose_tables_are_which(local_cluster: NewCluster) -> None:
+def test_a_new_etcd_gets_the_tables_of_each_application(local_cluster: NewCluster) -> None:
     """Tables of one name belong to two applications; a worker of each lives, and one of each comes."""
     cluster = local_cluster(servers=2)
     keys, grads = np.arange(100), np.ones((100, 2), np.float32)
@@ -178,7 +178,7 @@ def on_store(url: str, call: Callable[[Store], Awaitable[T]]) -> T:
     return background.run(once(), 30.0)
 
 
-def test_a_worker_waits_for_an_etcd_that_stands_still_as_long_as_its_timeout(local_cluster: NewCluster) -> None:
+def test_a_worker_waits_for_a_frozen_etcd_until_its_timeout(local_cluster: NewCluster) -> None:
     cluster = local_cluster(servers=1)
     with eps.connect(cluster.url, worker="w0", timeout=60.0) as ps, ThreadPoolExecutor(1) as threads:
         cluster.pause("etcd")

@@ -22,7 +22,7 @@ OPEN = r"step [0-9]+ is still open: commit it, .*before "
 
 
 @EACH_MODE
-def test_a_load_comes_behind_the_workers_own_push(connect: Connect, consistency: Any) -> None:
+def test_a_load_is_applied_after_the_workers_own_push(connect: Connect, consistency: Any) -> None:
     ps = connect(consistency=consistency)
     rows = ps.table("rows", dim=4, optimizer=eps.Accumulate())
     tensor = ps.tensor("tensor", init=np.zeros(20_000, np.float32), optimizer=eps.Accumulate())
@@ -36,7 +36,7 @@ def test_a_load_comes_behind_the_workers_own_push(connect: Connect, consistency:
 
 
 @EACH_MODE
-def test_what_a_table_holds_is_told_with_the_workers_own_rows(connect: Connect, consistency: Any) -> None:
+def test_a_listing_includes_the_workers_own_rows(connect: Connect, consistency: Any) -> None:
     ps = connect(consistency=consistency)
     table = ps.table("t", dim=4, optimizer=eps.Accumulate())
     asks: list[Callable[[], int]] = [
@@ -52,7 +52,7 @@ def test_what_a_table_holds_is_told_with_the_workers_own_rows(connect: Connect, 
 
 
 @EACH_MODE
-def test_a_step_that_is_open_is_left_out_of_what_is_told(connect: Connect, consistency: Any) -> None:
+def test_a_listing_leaves_out_an_open_step(connect: Connect, consistency: Any) -> None:
     ps = connect(consistency=consistency)
     table = ps.table("t", dim=4, optimizer=eps.Accumulate())
     ps.push({table: (KEYS, ONES)})
@@ -91,7 +91,7 @@ def test_changes_inside_an_open_step_are_refused_at_once(connect: Connect, consi
 
 
 @EACH_MODE
-def test_a_change_that_is_refused_forgets_nothing_that_filters_keep(connect: Connect, consistency: Any) -> None:
+def test_a_refused_change_forgets_no_retained_gradients(connect: Connect, consistency: Any) -> None:
     ps = connect(consistency=consistency)
     keep: dict[str, Any] = {"optimizer": eps.Accumulate(), "push": [eps.Threshold(5.0)]}
     table, tensor = ps.table("t", dim=4, **keep), ps.tensor("w", init=np.zeros(8, np.float32), **keep)
@@ -110,7 +110,7 @@ def test_a_change_that_is_refused_forgets_nothing_that_filters_keep(connect: Con
 
 
 @EACH_MODE
-def test_shards_that_wait_for_a_step_refuse_an_open_one(connect: Connect, consistency: Any) -> None:
+def test_waiting_for_shards_is_refused_while_a_step_is_open(connect: Connect, consistency: Any) -> None:
     ps = connect(consistency=consistency)
     shards = ps.shards(4, 2)
     next(shards)
@@ -126,7 +126,7 @@ def test_shards_that_wait_for_a_step_refuse_an_open_one(connect: Connect, consis
 
 
 @EACH_MODE
-def test_a_client_is_closed_though_a_step_is_open(connect: Connect, consistency: Any) -> None:
+def test_a_client_can_be_closed_while_a_step_is_open(connect: Connect, consistency: Any) -> None:
     with connect("leaving", consistency=consistency) as ps:
         table = ps.table("t", dim=4, optimizer=eps.Accumulate())
         ps.push({table: (KEYS, ONES)})
@@ -135,7 +135,7 @@ def test_a_client_is_closed_though_a_step_is_open(connect: Connect, consistency:
 
 
 @EACH_MODE
-def test_a_table_that_is_dropped_takes_no_rows_of_others_along(connect: Connect, consistency: Any) -> None:
+def test_dropping_a_table_keeps_the_rows_of_others(connect: Connect, consistency: Any) -> None:
     ps = connect(consistency=consistency)
     retained = ps.table("kept", dim=4, optimizer=eps.Accumulate())
     for turn in range(1, 5):
@@ -148,7 +148,7 @@ def test_a_table_that_is_dropped_takes_no_rows_of_others_along(connect: Connect,
         assert (retained.pull(KEYS) == 3 * turn).all(), turn
 
 
-def test_workers_in_rounds_wait_for_each_other_and_no_longer(connect: Connect) -> None:
+def test_workers_in_rounds_wait_only_for_each_other(connect: Connect) -> None:
     """Each asks behind its own step what the table holds: the round has to close, which takes the other one's share."""
     workers = [connect(name, consistency=eps.BSP()) for name in ("a", "b")]
     tables = [ps.table("t", dim=4, optimizer=eps.Accumulate()) for ps in workers]

@@ -49,7 +49,7 @@ def frames(monkeypatch: pytest.MonkeyPatch, *kinds: Kind) -> list[tuple[str, Hea
     return found
 
 
-def test_it_gives_what_pulls_of_each_give(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pull_of_several_tables_equals_a_pull_of_each(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     ps, rng = connect(), np.random.default_rng(1)
     tables = tables_of(ps)
     ps.push({t: (np.arange(500), rng.standard_normal((500, t.dim)).astype(np.float32)) for t in tables}).result()
@@ -114,7 +114,7 @@ EXACT: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("consistency", [eps.ASP(), eps.SSP(staleness=1), eps.BSP()])
-def test_a_pull_behind_a_step_shows_it(connect: Connect, consistency: Any) -> None:
+def test_a_pull_after_a_step_shows_it(connect: Connect, consistency: Any) -> None:
     """Of tables and tensors, also as the end of a step in parts."""
     ps, rng = connect(consistency=consistency), np.random.default_rng(5)
     twin = Twin(ps)
@@ -139,7 +139,7 @@ def test_a_pull_behind_a_step_shows_it(connect: Connect, consistency: Any) -> No
     assert ps.push_pull({}, {})[1].result() == {}
 
 
-def test_large_ones_are_cut_and_land_where_the_caller_wants_them(
+def test_large_pulls_are_cut_into_frames_and_fill_the_given_arrays(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ps, rng = connect(), np.random.default_rng(2)
@@ -159,7 +159,7 @@ def test_large_ones_are_cut_and_land_where_the_caller_wants_them(
         np.testing.assert_array_equal(rows[table], table.pull(keys[table]))
 
 
-def test_what_is_wrong_is_told_before_anything_is_sent(connect: Connect) -> None:
+def test_wrong_arguments_are_refused_before_a_request_is_sent(connect: Connect) -> None:
     ps, other = connect(), connect("w1")
     table, theirs = ps.table("a", dim=2, optimizer=eps.SGD(lr=1.0)), other.table("b", dim=2, optimizer=eps.SGD(lr=1.0))
     tensor = ps.tensor("d", init=np.zeros(3, np.float32), optimizer=eps.SGD(lr=1.0))
@@ -191,7 +191,7 @@ def test_what_is_wrong_is_told_before_anything_is_sent(connect: Connect) -> None
         ps.pull({table: keys}, read="head")
 
 
-def test_a_dropped_table_is_told(connect: Connect) -> None:
+def test_pulling_a_dropped_table_is_an_error(connect: Connect) -> None:
     ps, other = connect(), connect("w1")
     tables = [ps.table(name, dim=2, optimizer=eps.SGD(lr=1.0)) for name in "abc"]
     other.drop_table("b")

@@ -96,14 +96,14 @@ def test_a_dense_tensor_keeps_its_shape_and_values(connect: Connect, shape: tupl
     np.testing.assert_allclose(out, values - np.float32(1.0), rtol=0, atol=1e-6)
 
 
-def test_the_first_values_of_a_tensor_stay(connect: Connect) -> None:
+def test_the_first_initial_values_of_a_tensor_stay(connect: Connect) -> None:
     first = connect("a").tensor("w", init=ones(300, 200), optimizer=eps.SGD(lr=1.0))
     second = connect("b").tensor("w", init=2 * ones(300, 200), optimizer=eps.SGD(lr=1.0))
     assert first.id == second.id
     assert set(second.pull().ravel().tolist()) == {1.0}
 
 
-def test_a_large_push_goes_in_several_frames_as_one_step(connect: Connect) -> None:
+def test_a_large_push_is_one_step_in_several_frames(connect: Connect) -> None:
     ps = connect()
     table = ps.table("t", dim=64, optimizer=eps.Accumulate())
     keys = np.random.default_rng(0).permutation(30_000)
@@ -207,7 +207,7 @@ def test_applications_do_not_see_each_others_tables(connect: Connect) -> None:
     assert [t.pull([1]).tolist() for t in tables] == [[[1.0]], [[1.0, 1.0]]]
 
 
-def test_a_time_out_of_hours_is_taken(connect: Connect) -> None:
+def test_a_timeout_of_hours_is_accepted(connect: Connect) -> None:
     table = connect("patient", timeout=12 * 3600.0).table("t", dim=1, optimizer=eps.Accumulate())
     assert table.pull(np.arange(3)).shape == (3, 1)
 

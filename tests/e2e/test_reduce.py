@@ -28,7 +28,7 @@ def check(handle: eps.SparseTable | eps.DenseTensor, expected: dict[str, float])
         assert handle.reduce(name) == pytest.approx(value, rel=1e-12, abs=1e-12), name
 
 
-def test_a_table_and_a_tensor_are_reduced_as_numpy_does_it(connect: Connect) -> None:
+def test_reductions_of_tables_and_tensors_agree_with_numpy(connect: Connect) -> None:
     ps, random = connect(), np.random.default_rng(1)
     table = ps.table("t", dim=3, optimizer=eps.Assign())
     assert [table.reduce(name) for name in ("sum", "l1", "l2", "linf", "nonzero", "count")] == [0] * 6
@@ -52,7 +52,7 @@ def no_merge(s: Any, later: Any) -> None:
     pass
 
 
-def test_what_cannot_be_reduced_is_refused(connect: Connect) -> None:
+def test_impossible_reductions_are_refused(connect: Connect) -> None:
     ps = connect()
     table = ps.table("t", dim=2, optimizer=eps.Assign())
     with pytest.raises(eps.SpecError, match=r"no reduction is registered as .l3. .*plugin module"):
@@ -97,7 +97,7 @@ def test_several_threads_reduce_beside_pushes(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("consistency", [eps.ASP(), eps.SSP(staleness=0), eps.BSP()], ids=lambda c: c.kind)
-def test_ones_own_steps_count_but_for_one_that_is_open(connect: Connect, consistency: Any) -> None:
+def test_reductions_include_the_workers_own_steps_except_an_open_one(connect: Connect, consistency: Any) -> None:
     ps = connect(consistency=consistency)
     table = ps.table("t", dim=1, optimizer=eps.Accumulate())
     assert table.reduce("sum") == 0
@@ -129,7 +129,7 @@ register_reduction("histogram", chunk, merge, size=8, constants=2)
 
 
 @pytest.mark.slow
-def test_a_function_of_ones_own_survives_the_death_of_a_server(
+def test_a_registered_reduction_survives_the_death_of_a_server(
     local_cluster: NewCluster, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_reductions.py").write_text(PLUGIN)

@@ -85,7 +85,7 @@ def put(url: str, key: str, value: bytes | None) -> bytes | None:
     return background.run(change())
 
 
-def test_a_cluster_comes_back_whatever_happens_meanwhile(
+def test_a_restore_succeeds_after_failures_and_interruptions(
     local_cluster: NewCluster, checkpoint: tuple[str, dict[int, bytes], dict[int, bytes]], tmp_path: Path
 ) -> None:
     url, rows, tensor = checkpoint
@@ -205,7 +205,7 @@ def train(
         return tables[0].pull(keys), slots
 
 
-def test_rounds_that_were_stopped_and_restored_give_what_others_give(local_cluster: NewCluster, tmp_path: Path) -> None:
+def test_restored_rounds_equal_uninterrupted_ones(local_cluster: NewCluster, tmp_path: Path) -> None:
     place = str(tmp_path)
     first = local_cluster(name="first", servers=2, replicas=2, ranges=4)
     with ThreadPoolExecutor(1) as beside:

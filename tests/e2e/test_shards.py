@@ -96,7 +96,7 @@ def test_a_step_in_parts_trains_a_shard_when_its_last_part_does(connect: Connect
     assert times.min() == 1
 
 
-def test_what_is_passed_over_or_given_back_is_trained_by_somebody(connect: Connect) -> None:
+def test_skipped_and_returned_shards_are_trained_later(connect: Connect) -> None:
     first, second = connect("a"), connect("b")
     shards = first.shards(40, 5, shuffle_seed=5)
     passed = [next(shards) for _ in range(3)]  # the last one of them is the next step's
@@ -113,7 +113,7 @@ def test_what_is_passed_over_or_given_back_is_trained_by_somebody(connect: Conne
     assert set(trained(third, 40).tolist()) == {1.0}
 
 
-def test_another_cut_of_the_same_name_is_refused(connect: Connect) -> None:
+def test_a_shard_set_with_other_sizes_under_the_same_name_is_refused(connect: Connect) -> None:
     ps = connect()
     next(ps.shards(10, 2))
     with pytest.raises(eps.SpecError, match="size 3 instead of 2"):
@@ -130,7 +130,7 @@ def drain(ps: eps.Client, samples: int, size: int) -> Iterator[eps.Shard]:
 
 
 @pytest.mark.parametrize("consistency", [eps.SSP(staleness=0), eps.BSP()], ids=["ssp", "bsp"])
-def test_whoever_waits_for_the_last_shards_holds_nobody_back(connect: Connect, consistency: eps.BSP) -> None:
+def test_a_worker_waiting_for_the_last_shards_delays_no_others(connect: Connect, consistency: eps.BSP) -> None:
     quick, slow = connect("quick", consistency=consistency), connect("slow", consistency=consistency)
     shards = slow.shards(10, SIZE, shuffle_seed=5)
     held = next(shards)  # and does not train it yet
@@ -185,7 +185,9 @@ def test_a_worker_is_killed_another_comes_and_a_server_dies() -> None:
             ps.close()
 
 
-def test_a_frozen_worker_does_not_train_what_others_took_over(cluster: eps.LocalCluster, connect: Connect) -> None:
+def test_a_frozen_worker_does_not_train_shards_that_others_took_over(
+    cluster: eps.LocalCluster, connect: Connect
+) -> None:
     ps = connect("w0")
     with child("shards", cluster.url, ps.app, "frozen", SAMPLES, SIZE, 0.01) as victim:
         for _ in range(10):
@@ -200,7 +202,7 @@ def test_a_frozen_worker_does_not_train_what_others_took_over(cluster: eps.Local
     check(trained(ps), victim)
 
 
-def test_a_successor_takes_over_from_itself(cluster: eps.LocalCluster, connect: Connect) -> None:
+def test_a_restarted_worker_continues_its_own_shards(cluster: eps.LocalCluster, connect: Connect) -> None:
     app = connect("reader").app
     with child("shards", cluster.url, app, "w", SAMPLES, SIZE, 0.03) as victim:
         for _ in range(12):

@@ -16,7 +16,7 @@ BOTH: list[Filter] = [eps.KeysOnce(), eps.KeyDeltas()]
 
 
 @pytest.mark.parametrize("coded", [False, True], ids=["exact", "int8"])
-def test_rows_are_those_of_a_table_with_whole_keys(cluster: eps.LocalCluster, connect: Connect, coded: bool) -> None:
+def test_rows_equal_those_of_a_table_with_whole_keys(cluster: eps.LocalCluster, connect: Connect, coded: bool) -> None:
     ps, random = connect(), np.random.default_rng(3)
     rows: list[Filter] = [eps.Int8()] if coded else []
     adagrad = eps.Adagrad(lr=0.1)
@@ -41,7 +41,7 @@ def test_rows_are_those_of_a_table_with_whole_keys(cluster: eps.LocalCluster, co
     assert report.clean, report
 
 
-def test_a_list_that_comes_again_is_not_sent_again(connect: Connect) -> None:
+def test_a_repeated_key_list_is_sent_once(connect: Connect) -> None:
     ps = connect()
     table = ps.table("again", dim=1, optimizer=eps.Accumulate(), push=[eps.KeysOnce()], pull=[eps.KeysOnce()])
     keys, ones = np.arange(0, 9000, 9), np.ones((1000, 1), np.float32)
@@ -53,7 +53,7 @@ def test_a_list_that_comes_again_is_not_sent_again(connect: Connect) -> None:
     assert table.key_bytes.sent <= 10 * 8000
 
 
-def test_large_pushes_and_pulls_go_in_several_frames(connect: Connect) -> None:
+def test_large_pushes_and_pulls_with_short_keys_are_cut_into_frames(connect: Connect) -> None:
     ps = connect()
     table = ps.table("large", dim=4, optimizer=eps.Accumulate(), push=BOTH, pull=BOTH)
     keys = np.random.default_rng(4).permutation(200_000)
@@ -84,7 +84,7 @@ def test_pushes_are_compressed_where_that_pays(cluster: eps.LocalCluster, connec
     assert report.clean, report
 
 
-def test_rounds_and_tensors_take_them_too(connect: Connect) -> None:
+def test_rounds_and_tensors_work_with_short_keys(connect: Connect) -> None:
     ps = connect(consistency=eps.BSP())
     table = ps.table("mean", dim=2, optimizer=eps.Accumulate(), push=BOTH, pull=BOTH)
     tensor = ps.tensor("w", init=np.zeros(9, np.float32), optimizer=eps.Accumulate(), push=BOTH, pull=BOTH)

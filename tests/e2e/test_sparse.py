@@ -132,7 +132,7 @@ def test_an_empty_batch_ticks_and_nothing_more(connect: Connect) -> None:
     assert (ps.clock, v.reduce("count"), v.norm()) == (1, 0, 0)
 
 
-def test_what_is_no_view_is_refused(connect: Connect) -> None:
+def test_impossible_views_are_refused(connect: Connect) -> None:
     ps = connect()
     table, wide = ps.table("w", dim=1, optimizer=eps.SGD(0.1)), ps.table("wide", dim=2, optimizer=eps.SGD(0.1))
     tensor = ps.tensor("t", init=np.zeros(6, np.float32), optimizer=eps.SGD(0.1))
@@ -177,7 +177,7 @@ def test_what_is_no_view_is_refused(connect: Connect) -> None:
     assert isinstance(localize(scipy_sparse.csr_array(np.eye(2))), Batch)
 
 
-def test_a_kkt_filter_learns_from_pulls_whatever_they_come_through(connect: Connect) -> None:
+def test_a_kkt_filter_learns_from_pulls_of_every_kind(connect: Connect) -> None:
     """Tables and tensors, plain and coded: small gradients of what was zero when pulled are left out, others arrive."""
     ps, kkt = connect(), [eps.KKT(feedback=False)]
     ftrl = eps.FTRL(0.5, l1=1.0)

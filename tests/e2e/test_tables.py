@@ -81,7 +81,7 @@ def test_slots_are_read_by_name(connect: Connect) -> None:
     assert ps.table("none", dim=3, optimizer=eps.SGD(lr=0.1)).slots([5]) == {}
 
 
-def test_deleted_rows_begin_anew(connect: Connect) -> None:
+def test_deleted_rows_start_again_with_initial_values(connect: Connect) -> None:
     ps = connect()
     table = ps.table("t", dim=2, optimizer=eps.Adagrad(lr=1.0), init=eps.Constant(3.0))
     step = ps.push({table: (KEYS, ONES)})
@@ -151,7 +151,7 @@ def test_rows_begin_with_values_of_the_users_own(connect: Connect) -> None:
     assert 0.01 < rows.std() < 0.02
 
 
-def test_a_learning_rate_is_no_part_of_what_a_table_is(connect: Connect) -> None:
+def test_learning_rates_are_not_part_of_a_tables_spec(connect: Connect) -> None:
     ps, other = connect(), connect("w1")
     table = ps.table("t", dim=2, optimizer=eps.SGD(lr=1.0))
     theirs = other.table("t", dim=2, optimizer=eps.SGD(lr=10.0))
@@ -160,7 +160,7 @@ def test_a_learning_rate_is_no_part_of_what_a_table_is(connect: Connect) -> None
     np.testing.assert_array_equal(table.pull([0]), [[-11.0, -11.0]])
 
 
-def test_a_table_that_is_opened_again_with_another_rate_says_so(connect: Connect) -> None:
+def test_opening_a_table_again_with_another_rate_warns(connect: Connect) -> None:
     ps = connect()
     table = ps.table("t", dim=2, optimizer=eps.SGD(lr=1.0))
     assert ps.table("t", dim=2, optimizer=eps.SGD(lr=1.0)) is ps.open("t") is table
@@ -190,7 +190,7 @@ def until_it_moves(by: float, ps: eps.Client, table: eps.SparseTable) -> None:
         assert time.monotonic() < until, f"{seen}, not {by}"
 
 
-def test_a_rate_that_is_set_is_that_of_all_workers(cluster: eps.LocalCluster, connect: Connect) -> None:
+def test_a_rate_that_is_set_applies_to_all_workers(cluster: eps.LocalCluster, connect: Connect) -> None:
     one, other = connect("w0"), connect("w1")
     table, theirs = (ps.table("t", dim=2, optimizer=eps.SGD(lr=1.0)) for ps in (one, other))
     assert moved(other, theirs) == 1.0
@@ -235,7 +235,7 @@ def test_rates_that_cannot_be_set_are_refused(connect: Connect) -> None:
     assert moved(ps, table) == 1.0
 
 
-def test_a_client_says_what_it_is(connect: Connect) -> None:
+def test_a_client_prints_its_name_and_state(connect: Connect) -> None:
     ps = connect("w0", app="introduced")
     table = ps.table("t", dim=2, optimizer=eps.SGD(lr=1.0))
     ps.push({table: (KEYS, ONES)}).result()
@@ -245,7 +245,7 @@ def test_a_client_says_what_it_is(connect: Connect) -> None:
     assert repr(ps) == f"{who}: closed>"
 
 
-def test_what_a_client_gives_says_what_it_is(connect: Connect, cluster: eps.LocalCluster) -> None:
+def test_tables_tensors_and_steps_print_their_properties(connect: Connect, cluster: eps.LocalCluster) -> None:
     ps = connect("w0", app="introduced")
     table = ps.table("t", dim=2, optimizer=eps.SGD(lr=1.0))
     tensor = ps.tensor("w", init=np.zeros((2, 3), np.float32), optimizer=eps.Accumulate())
@@ -267,7 +267,7 @@ def test_what_a_client_gives_says_what_it_is(connect: Connect, cluster: eps.Loca
     assert repr(cluster).startswith(f"<LocalCluster {cluster.name!r}: servers s0")
 
 
-def test_what_another_client_opened_is_refused_with_how_to_open_it(connect: Connect) -> None:
+def test_handles_of_another_client_are_refused_with_advice(connect: Connect) -> None:
     old = connect("w0", app="notebook")
     table = old.table("t", dim=2, optimizer=eps.SGD(lr=1.0))
     tensor: Any = old.tensor("w", init=np.zeros(2, np.float32), optimizer=eps.SGD(lr=1.0))
@@ -286,7 +286,7 @@ def test_what_another_client_opened_is_refused_with_how_to_open_it(connect: Conn
             call()
 
 
-def test_what_is_dropped_in_a_round_is_gone_when_it_closes(connect: Connect) -> None:
+def test_a_table_dropped_in_a_round_is_gone_when_the_round_closes(connect: Connect) -> None:
     a, b = connect("a", consistency=eps.BSP()), connect("b", consistency=eps.BSP())
     table, retained = (a.table(name, dim=2, optimizer=eps.SGD(lr=1.0)) for name in ("t", "kept"))
     theirs = b.table("kept", dim=2, optimizer=eps.SGD(lr=1.0))
@@ -304,7 +304,7 @@ def test_what_is_dropped_in_a_round_is_gone_when_it_closes(connect: Connect) -> 
     np.testing.assert_array_equal(b.table("kept", dim=2, optimizer=eps.SGD(lr=1.0)).pull(KEYS), -ONES)
 
 
-def test_deletions_happen_once_while_servers_die_and_are_filled(local_cluster: NewCluster) -> None:
+def test_deletions_happen_once_while_servers_die_and_join(local_cluster: NewCluster) -> None:
     """A round of each key: pushed, deleted, pushed again. Whatever is lost or done twice shows in its sum."""
     cluster = local_cluster(servers=3, replicas=2)
     with eps.connect(cluster.url, worker="w0", timeout=60.0) as ps, eps.connect(cluster.url, worker="w1") as other:

@@ -60,7 +60,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "npz", "parquet"])
-def test_an_exported_tensor_trains_on_as_torchs(connect: Connect, tmp_path: Path, kind: str) -> None:
+def test_an_exported_tensor_continues_training_as_in_torch(connect: Connect, tmp_path: Path, kind: str) -> None:
     ps, pair = connect(), Pair()
     pair.train(ps, 0, 10)
     export(ps, tmp_path / "out", kind=kind, with_slots=True)
@@ -114,7 +114,7 @@ def test_slots_of_other_optimizers_come_back(connect: Connect, tmp_path: Path, o
     assert all(ours[slot].tobytes() == theirs[slot].tobytes() for slot in ours)
 
 
-def test_blocks_that_differ_keep_what_each_has(connect: Connect) -> None:
+def test_each_block_of_a_tensor_keeps_its_own_slots(connect: Connect) -> None:
     tensor = connect().tensor("w", init=np.ones(LARGE, np.float32), optimizer=ADAM)
     slots = tensor.slots() | {"step": np.array([[3], [4], [3]], np.float32)}
     tensor.load(tensor.pull(), slots=slots)
@@ -135,7 +135,7 @@ def test_slots_that_do_not_fit_are_refused(connect: Connect) -> None:
     assert (tensor.pull() == 1).all()
 
 
-def test_an_export_without_a_tensors_slots_says_so(connect: Connect, tmp_path: Path) -> None:
+def test_an_export_without_slots_warns(connect: Connect, tmp_path: Path) -> None:
     ps = connect()
     adagrad = eps.Adagrad(lr=0.1)
     ps.tensor("w", init=np.ones(3, np.float32), optimizer=adagrad)

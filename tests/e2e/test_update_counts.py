@@ -49,7 +49,7 @@ def let_the_clock_run(ps: eps.Client, steps: int = 100) -> None:
     ps.flush()
 
 
-def test_tensors_and_tables_that_are_made_or_loaded_late_move_as_torchs(connect: Connect) -> None:
+def test_tensors_and_tables_made_or_loaded_late_train_as_in_torch(connect: Connect) -> None:
     ps = connect()
     let_the_clock_run(ps)
     tensor = ps.tensor("w", init=np.ones(SHAPE, np.float32), optimizer=ADAM)
@@ -138,7 +138,7 @@ class Branches(nn.Module):
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_step_that_skips_a_parameter_or_accumulates_counts_as_torchs(connect: Connect, accumulate: int) -> None:
+def test_skipped_and_accumulated_steps_count_as_in_torch(connect: Connect, accumulate: int) -> None:
     ps = connect()
     torch.manual_seed(1)
     model, reference = Branches(), Branches()
@@ -160,7 +160,7 @@ def test_a_step_that_skips_a_parameter_or_accumulates_counts_as_torchs(connect: 
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "npz"])
-def test_an_export_with_slots_goes_on_where_it_was(connect: Connect, tmp_path: Path, kind: str) -> None:
+def test_training_continues_from_an_export_with_slots(connect: Connect, tmp_path: Path, kind: str) -> None:
     ps = connect()
     table = ps.table("t", dim=DIM, optimizer=ADAM)
     reference = Reference(table.pull(KEYS))
@@ -180,7 +180,7 @@ def test_an_export_with_slots_goes_on_where_it_was(connect: Connect, tmp_path: P
 
 
 @pytest.mark.parametrize("optimizer", [ADAM, eps.FTRL(lr=0.1, l1=100.0)], ids=lambda of: of.kind)
-def test_a_cache_takes_no_trained_row_for_a_new_one(connect: Connect, optimizer: Any) -> None:
+def test_a_cache_tells_trained_rows_from_new_ones(connect: Connect, optimizer: Any) -> None:
     """A gradient that leaves weights as they are still changes what the optimizer keeps of them."""
     ps, random = connect(), np.random.default_rng(2)
     table = ps.table("t", dim=DIM, optimizer=optimizer, cache=eps.Cache(rows=8, staleness=100))

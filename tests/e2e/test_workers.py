@@ -35,7 +35,7 @@ def test_without_a_predecessor_a_worker_starts_at_the_active_minimum(connect: Co
     assert second.resume() == eps.Resume(5, 5, 5, 0, predecessor=False)  # of the start, also when asked later
 
 
-def test_a_clock_never_goes_back_under_one_name(connect: Connect) -> None:
+def test_the_clock_of_a_name_never_goes_back(connect: Connect) -> None:
     for steps, requested in ((3, True), (2, False), (0, True), (4, True)):
         done = getattr(connect, "done", 0)
         ps = connect("a")
@@ -48,7 +48,7 @@ def test_a_clock_never_goes_back_under_one_name(connect: Connect) -> None:
         ps.close()
 
 
-def test_a_successor_does_not_hold_back_those_who_went_on(connect: Connect) -> None:
+def test_a_restarted_worker_does_not_hold_back_the_others(connect: Connect) -> None:
     old, other = connect("a"), connect("b")
     other.resume()
     push(old, 3)
@@ -94,7 +94,7 @@ def test_a_worker_killed_half_way_through_a_step_goes_on(cluster: eps.LocalClust
             assert set(found.tolist()) == {1.0}, number
 
 
-def test_an_older_self_that_thaws_changes_nothing(cluster: eps.LocalCluster, connect: Connect) -> None:
+def test_an_older_incarnation_that_thaws_changes_nothing(cluster: eps.LocalCluster, connect: Connect) -> None:
     app = connect("reader").app
     with child("push_on", cluster.url, app, "w") as old:
         while old.hear().get("number", 0) < 10:
@@ -159,7 +159,7 @@ def test_a_dead_worker_stops_holding_others_back(cluster: eps.LocalCluster, conn
     assert not errors
 
 
-def test_the_last_round_of_a_successor_is_the_last_it_was_in(connect: Connect) -> None:
+def test_a_restarted_worker_continues_after_the_last_round_it_was_in(connect: Connect) -> None:
     options = {"consistency": eps.BSP()}
     first, other = connect("a", **options), connect("b", **options)
     for ps in (first, other):
@@ -179,7 +179,7 @@ def test_the_last_round_of_a_successor_is_the_last_it_was_in(connect: Connect) -
     assert not counts(again).pull(keys_of(0)).any()
 
 
-def test_a_round_that_was_decided_is_closed_by_whoever_comes(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decided_round_is_closed_by_the_next_worker(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     first = connect("a", consistency=eps.BSP())
     first.push({counts(first): ones(keys_of(0))})
 
@@ -196,7 +196,7 @@ def test_a_round_that_was_decided_is_closed_by_whoever_comes(connect: Connect, m
     assert second.clock == 1
 
 
-def test_who_is_overtaken_as_it_registers_is_told_so(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_overtaken_while_registering_is_told(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """By another of its name, not that the cluster cannot be reached."""
     take, overtaken, newer = WorkerSession._take, list[WorkerSession](), list[eps.Client]()
 

@@ -77,7 +77,7 @@ def held_bytes(wire: Wire) -> int:
     return sum(len(body) for _, body in wire.connection._held)
 
 
-def test_what_comes_behind_a_frame_that_is_held_is_not_made_larger(core: Core) -> None:
+def test_frames_after_a_held_frame_stay_packed(core: Core) -> None:
     wire = connect(core)
     frames = push(core, 1, 0, epochs_later=1, rows=1) + b"".join(
         push(core, 2 + i, PACKED, epochs_later=1) for i in range(MANY)
@@ -94,7 +94,7 @@ def test_what_comes_behind_a_frame_that_is_held_is_not_made_larger(core: Core) -
     core.honest.work()
 
 
-def test_what_comes_behind_a_push_that_is_not_admitted_waits_as_it_came_and_is_handled_then(core: Core) -> None:
+def test_frames_after_a_push_that_waits_for_admission_stay_packed(core: Core) -> None:
     wire, parked = connect(core), object()
     wire.connection.wait_for(parked)
     wire.reading = True  # it came in one piece with that push
@@ -107,12 +107,12 @@ def test_what_comes_behind_a_push_that_is_not_admitted_waits_as_it_came_and_is_h
     core.honest.work()
 
 
-def test_others_have_their_turn_between_pushes_that_are_large_now(core: Core) -> None:
+def test_other_connections_are_served_between_unpacked_pushes(core: Core) -> None:
     wire = connect(core)
     others_have_their_turn(core, wire, b"".join(push(core, 1 + i, PACKED, rows=1 << 16) for i in range(3)))
 
 
-def test_others_have_their_turn_between_pulls_that_are_large_now(core: Core) -> None:
+def test_other_connections_are_served_between_unpacked_pulls(core: Core) -> None:
     wire, keys = connect(core), np.full(LIST_KEYS, 3, np.int64)
     wire.feed(pull(core, 1, len(keys), says(KEEP), keys.tobytes()), 1 << 20)
     core.settle()

@@ -33,7 +33,7 @@ def headed(cluster: LocalCluster) -> int:
     return sum(background.run(fetch_status(server.admin, ANSWER_S))["ranges_headed"] for server in cluster.servers)
 
 
-def test_three_servers_share_the_ranges_and_say_so(local_cluster: NewCluster, eventually: Eventually) -> None:
+def test_three_servers_share_the_ranges_and_report_them(local_cluster: NewCluster, eventually: Eventually) -> None:
     cluster = local_cluster(servers=3, ranges=64)
     assert [server.name for server in cluster.servers] == ["s0", "s1", "s2"]
     answers = [background.run(fetch_status(server.admin, ANSWER_S)) for server in cluster.servers]
@@ -82,7 +82,7 @@ def test_dead_processes_start_again_under_their_names_with_restart(
     eventually(lambda: pid_of(cluster, "c0") != coordinator)
 
 
-def test_who_starts_dead_processes_again_bears_a_look_in_vain(
+def test_a_failed_restart_is_reported_once_and_tried_again(
     local_cluster: NewCluster, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = local_cluster(servers=2, restart=True)
@@ -158,7 +158,7 @@ def test_etcd_can_go_away_and_come_back_on_its_port(local_cluster: NewCluster) -
         cluster.start_etcd()
 
 
-def test_the_end_leaves_nothing_and_may_come_twice() -> None:
+def test_ending_leaves_no_process_and_may_be_repeated() -> None:
     with LocalCluster(servers=1) as cluster:
         folder = cluster.directory
         record = state.read(folder)
@@ -170,7 +170,7 @@ def test_the_end_leaves_nothing_and_may_come_twice() -> None:
         _ = cluster.url
 
 
-def test_the_end_is_also_that_of_a_server_which_comes_meanwhile(
+def test_ending_also_stops_a_server_that_is_just_starting(
     local_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one of `elasticps scale`, after the last look for those that others have started."""
@@ -195,7 +195,7 @@ def test_the_end_is_also_that_of_a_server_which_comes_meanwhile(
     assert not folder.exists()
 
 
-def test_the_end_bears_a_damaged_record(local_cluster: NewCluster) -> None:
+def test_ending_works_with_a_damaged_record(local_cluster: NewCluster) -> None:
     cluster = local_cluster(servers=1)
     record, folder = state.read(cluster.directory), cluster.directory
     assert record is not None
@@ -211,7 +211,7 @@ def test_a_server_that_cannot_start_shows_its_log_and_ends_the_rest(tmp_path: Pa
     assert not (tmp_path / "c").exists()
 
 
-def test_a_notebook_that_is_on_an_event_loop_can_start_one() -> None:
+def test_a_cluster_can_be_started_inside_an_event_loop() -> None:
     async def main() -> None:
         with LocalCluster(servers=1) as cluster:
             assert cluster.servers[0].running
@@ -248,7 +248,7 @@ def test_a_supervisor_that_has_died_is_replaced_when_the_next_server_starts(
     eventually(lambda: not any(supervisor.is_running(entry.pid, entry.moment) for entry in ours))
 
 
-def test_a_fork_that_ends_within_the_cluster_ends_nothing() -> None:
+def test_a_fork_that_ends_inside_the_cluster_stops_no_process() -> None:
     """A worker of a DataLoader that called sys.exit took the trainer's cluster along."""
     program = """
 import os, sys

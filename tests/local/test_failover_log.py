@@ -14,11 +14,11 @@ ts=2026-11-21T07:27:26.125Z level=info process=s0 epoch=13 logger=elasticps.serv
 """
 
 
-def test_a_failover_is_found_by_the_incarnation_that_is_gone() -> None:
+def test_a_failover_is_found_by_the_lost_incarnation() -> None:
     assert failover(LEADER, "s2#4") == Failover(12, 1795246046.101, 1795246046.113)
     assert failover(LEADER, "s2#3") is None
 
 
-def test_a_server_that_skips_a_view_has_adopted_it_with_the_next() -> None:
+def test_a_skipped_view_counts_as_adopted_with_the_next() -> None:
     assert adoption(SERVER, 12) == 1795246046.125
     assert adoption(SERVER, 14) is None

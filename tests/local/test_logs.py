@@ -50,7 +50,7 @@ def test_fields_are_fields_in_json() -> None:
     }  # fmt: skip
 
 
-def test_lines_of_the_standard_library_are_the_same() -> None:
+def test_lines_of_the_standard_library_have_the_same_format() -> None:
     for log_format in logs.FORMATS:
         stream = io.StringIO()
         logs.configure("info", stream, log_format=log_format)
@@ -64,7 +64,7 @@ def test_without_our_formatter_the_fields_are_in_the_text(caplog: pytest.LogCapt
     assert caplog.messages == ['100% silent server=s3 why="no route"']
 
 
-def test_what_every_line_says_can_change() -> None:
+def test_fields_of_every_line_can_change() -> None:
     stream = io.StringIO()
     logs.configure("info", stream, process="s0")
     epochs = iter((4, 5))
@@ -91,7 +91,7 @@ def test_a_value_can_neither_forge_a_line_nor_a_pair_nor_move_a_cursor(value: st
 
 @pytest.mark.parametrize("value", HOSTILE)
 @pytest.mark.parametrize("log_format", logs.FORMATS)
-def test_neither_can_an_event_a_key_or_another_package(value: str, log_format: str) -> None:
+def test_events_keys_and_other_packages_cannot_forge_a_line_either(value: str, log_format: str) -> None:
     pair: dict[str, Any] = {f"k{value}": 1}
     for text in (line(log_format, event=value), line(log_format, **pair)):
         assert text[:-1].isprintable()
@@ -103,7 +103,7 @@ def test_neither_can_an_event_a_key_or_another_package(value: str, log_format: s
         assert json.loads(line("json", key=value))["key"] == value
 
 
-def test_what_is_too_long_for_a_line_is_cut() -> None:
+def test_values_too_long_for_a_line_are_cut() -> None:
     assert len(line(key="x" * 100_000)) < 9_000
     assert "(100000 characters)" in line("json", key="x" * 100_000)
 
@@ -119,7 +119,7 @@ def test_a_traceback_stays_on_the_line() -> None:
     assert "RuntimeError: boom" in stream.getvalue()
 
 
-def test_levels_below_the_chosen_one_are_left_out() -> None:
+def test_levels_below_the_configured_level_are_left_out() -> None:
     stream = io.StringIO()
     logs.configure("warning", stream)
     logging.getLogger("x").info("quiet")

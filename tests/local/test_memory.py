@@ -19,12 +19,12 @@ def status(rows_mib: int, limit_mib: int = 1000, base_mib: int = 100) -> dict[st
     return {"bytes": rows, "memory_used": rows + base_mib * MIB, "memory_limit": limit_mib * MIB}
 
 
-def test_without_limits_there_is_nothing_to_say() -> None:
+def test_without_memory_limits_no_estimate_is_made() -> None:
     assert memory([status(10, 0), status(10, 0)], TWO, 2) is None
     assert memory([], TWO, 2) is None
 
 
-def test_what_each_would_use() -> None:
+def test_the_memory_that_each_server_would_use_is_estimated() -> None:
     found = memory([status(600), status(600)], TWO, 4)
     assert found is not None
     assert (found.each, found.mark, found.limit) == (400 * MIB, rows_mark(1000 * MIB, 4, 2), 1000 * MIB)
@@ -35,7 +35,7 @@ def test_what_each_would_use() -> None:
 
 
 @pytest.mark.parametrize(("rows", "servers"), [(800, 4), (1300, 5), (2000, 7)])
-def test_how_many_are_needed(rows: int, servers: int) -> None:
+def test_the_number_of_servers_needed_is_estimated(rows: int, servers: int) -> None:
     found = memory([status(rows), status(rows)], TWO, 2)
     assert found is not None
     assert found.servers == servers
@@ -44,7 +44,7 @@ def test_how_many_are_needed(rows: int, servers: int) -> None:
     assert enough.each < enough.mark
 
 
-def test_one_server_more_may_be_too_few_as_it_keeps_room_for_repairs() -> None:
+def test_one_more_server_may_be_too_few_because_of_room_for_repairs() -> None:
     """780 of 800 MiB with two; with three 653, of which 600 may be rows; with four 590 of 675."""
     servers = [status(380, base_mib=400), status(380, base_mib=400)]
     needed = {}
@@ -62,7 +62,7 @@ def test_the_smallest_server_counts_and_none_may_be_enough() -> None:
     assert found.servers == 0
 
 
-def test_replicas_that_are_missing_come_back() -> None:
+def test_missing_replicas_are_counted_as_if_restored() -> None:
     found = memory([status(600)], view([[0, -1], [0, -1]]), 2)
     assert found is not None
     assert found.each == 700 * MIB

@@ -24,7 +24,7 @@ time.sleep(60)
 """
 
 
-def test_who_waits_for_a_server_hears_once_that_it_compiles(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wait_for_a_compiling_server_is_announced_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kernel = SimpleNamespace(_cache=SimpleNamespace(cache_path="/there"), py_func=hashing.mix64.py_func)
     with caplog.at_level(logging.WARNING, "elasticps.kernels"):
         kernels._Announcer().on_start(SimpleNamespace(data={"dispatcher": kernel}))
@@ -54,7 +54,7 @@ def test_death_by_a_signal_without_a_name_is_described_as_others(tmp_path: Path)
         assert process.how_it_ended() == f"was killed by {name}"
 
 
-def test_of_an_etcd_on_a_full_disk_the_reason_is_shown_and_no_stack(tmp_path: Path) -> None:
+def test_an_etcd_on_a_full_disk_is_reported_without_its_stack(tmp_path: Path) -> None:
     def words(*lines: str) -> str:
         (tmp_path / "etcd.log").unlink(missing_ok=True)
         (tmp_path / "log").write_text("\n".join(lines) + "\n" + "main.main()\n\t/etcd/main.go:32 +0x45\n" * 150)

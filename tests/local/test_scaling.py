@@ -38,11 +38,13 @@ Eventually = Callable[[Callable[[], bool]], None]
         ("", "", 2, Change(start=("s0", "s1"))),
     ],
 )
-def test_the_fewest_servers_come_and_go(running: str, draining: str, needed: int, expected: Change) -> None:
+def test_scaling_starts_and_drains_as_few_servers_as_possible(
+    running: str, draining: str, needed: int, expected: Change
+) -> None:
     assert change(running.split(), draining.split(), needed) == expected
 
 
-def test_a_server_whose_process_is_about_to_end_is_not_retained() -> None:
+def test_a_server_whose_process_is_about_to_end_is_not_kept() -> None:
     """It drains again however often its drain is taken back, and `scale` waited for it in vain."""
     assert change(["s0", "s1", "s2"], ["s1", "s2"], 2, leaving=["s1"]) == Change(keep=("s2",), stay=("s0",))
     assert change(["s0", "s1"], ["s1"], 2, leaving=["s1"]) == Change(start=("s2",), stay=("s0",))

@@ -19,14 +19,14 @@ def entry(process: subprocess.Popen[bytes], role: str = "server") -> state.Proce
     return state.ProcessEntry("s0", role, process.pid, supervisor.started_at(process.pid) or "")
 
 
-def test_a_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_record_survives_writing_and_reading(tmp_path: Path) -> None:
     record = state.Record("demo", "etcd://127.0.0.1:2379/demo", (state.this_process(),))
     state.write(tmp_path, record)
     assert state.read(tmp_path) == record
     assert record.owner == state.this_process()
 
 
-def test_nothing_recorded_is_none(tmp_path: Path) -> None:
+def test_a_missing_record_is_none(tmp_path: Path) -> None:
     assert state.read(tmp_path) is None
     assert state.records(tmp_path / "none") == []
 
@@ -70,7 +70,7 @@ def test_a_name_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
         state.folder_of("../etc", tmp_path)
 
 
-def test_the_root_is_the_run_time_folder_where_there_is_one(tmp_path: Path) -> None:
+def test_records_lie_in_the_run_time_folder_if_there_is_one(tmp_path: Path) -> None:
     assert state.state_root({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "elasticps"
     fallback = Path.home() / ".local" / "state" / "elasticps"
     assert state.state_root({}) == fallback
@@ -86,7 +86,7 @@ def test_a_claimed_folder_is_private_and_cannot_be_claimed_again(tmp_path: Path)
         state.claim(folder)
 
 
-def test_what_a_dead_cluster_left_is_cleared_away(tmp_path: Path) -> None:
+def test_files_of_a_dead_cluster_are_cleared_away(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     state.claim(folder)
     (folder / "s0.log").write_text("old")
@@ -106,7 +106,7 @@ def test_a_folder_that_is_no_cluster_is_never_removed(tmp_path: Path) -> None:
     assert (folder / "thesis.tex").exists()
 
 
-def test_end_stops_what_is_recorded_and_leaves_strangers_alone(tmp_path: Path) -> None:
+def test_end_stops_the_recorded_processes_and_no_others(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     state.claim(folder)
     with subprocess.Popen(SLEEP) as ours, subprocess.Popen(SLEEP) as stranger:
@@ -120,7 +120,7 @@ def test_end_stops_what_is_recorded_and_leaves_strangers_alone(tmp_path: Path) -
     assert not folder.exists()
 
 
-def test_end_leaves_a_cluster_alone_that_has_begun_meanwhile_under_the_name_of_a_dead_one(tmp_path: Path) -> None:
+def test_end_leaves_a_newer_cluster_of_the_same_name_alone(tmp_path: Path) -> None:
     """Also where neither has got so far that it has a URL."""
     folder = tmp_path / "demo"
     state.claim(folder)
@@ -155,7 +155,7 @@ def test_the_folder_of_local_clusters(tmp_path: Path, monkeypatch: pytest.Monkey
     assert state.state_root({"XDG_STATE_HOME": "/var/s", "XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "elasticps"
 
 
-def test_a_folder_that_cannot_be_written_is_reported_with_what_to_do(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported_with_advice(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot write to .*/file/elasticps: Not a directory; .*XDG_STATE_HOME"):
         state.claim(tmp_path / "file" / "elasticps" / "demo")

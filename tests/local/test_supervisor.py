@@ -27,7 +27,7 @@ def moment(process: subprocess.Popen[bytes]) -> str:
     return began
 
 
-def test_a_process_is_known_by_its_id_and_the_moment_it_began() -> None:
+def test_a_process_is_identified_by_its_id_and_start_time() -> None:
     with subprocess.Popen(SLEEP) as process:
         began = moment(process)
         assert supervisor.is_running(process.pid, began)
@@ -47,7 +47,7 @@ def test_a_signal_never_reaches_another_process_of_the_same_id() -> None:
         assert not supervisor.send(process.pid, began, signal.SIGKILL)
 
 
-def test_who_ignores_the_request_is_killed() -> None:
+def test_a_process_that_ignores_the_request_to_end_is_killed() -> None:
     def start(handler: str) -> subprocess.Popen[bytes]:
         code = f"import signal, time; signal.signal(signal.SIGINT, signal.{handler}); print(flush=True); time.sleep(60)"
         return subprocess.Popen([sys.executable, "-I", "-S", "-c", code], stdout=subprocess.PIPE)
@@ -86,7 +86,7 @@ time.sleep(60)
     assert not folder.exists()
 
 
-def test_the_supervisor_bears_a_process_that_had_ended_before_it_was_looked_at(tmp_path: Path) -> None:
+def test_the_supervisor_survives_a_process_that_ended_before_its_start_time_was_read(tmp_path: Path) -> None:
     """`started_at` knows no moment of it: its line is its id alone."""
     (tmp_path / "kept").mkdir()
     script = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), str(tmp_path / "kept"), ""]
@@ -102,7 +102,7 @@ def test_the_supervisor_bears_a_process_that_had_ended_before_it_was_looked_at(t
     assert not (tmp_path / "kept").exists()
 
 
-def test_the_supervisor_leaves_a_cluster_alone_that_has_begun_meanwhile_under_the_same_name(tmp_path: Path) -> None:
+def test_the_supervisor_leaves_a_newer_cluster_of_the_same_name_alone(tmp_path: Path) -> None:
     folder = tmp_path / "cluster"
     born = state.claim(folder).born
     script = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), str(folder), born]

@@ -44,7 +44,7 @@ def run(zygote: Zygote, folder: Path, name: str, *arguments: str, **environment:
     return zygote.start([*OURS, *arguments], folder / f"{name}.out", folder / f"{name}.log", whole)
 
 
-def test_it_does_what_the_command_does_and_says_how_it_ended(zygote: Zygote, folder: Path) -> None:
+def test_a_forked_process_behaves_and_ends_as_the_command_does(zygote: Zygote, folder: Path) -> None:
     (folder / "a.log").write_text("before\n")
     first = run(zygote, folder, "a", "--version")
     second = run(zygote, folder, "b", "server", "--url", "nowhere", "--name", "s0")
@@ -67,7 +67,7 @@ def test_it_does_what_the_command_does_and_says_how_it_ended(zygote: Zygote, fol
     first.kill()  # it has ended: nobody else is meant
 
 
-def test_it_is_signalled_and_waited_for(zygote: Zygote, folder: Path, eventually: Eventually) -> None:
+def test_a_forked_process_can_be_signalled_and_waited_for(zygote: Zygote, folder: Path, eventually: Eventually) -> None:
     waits = ["server", "--url", "etcd://127.0.0.1:1/nobody", "--name", "a-long-name-of-a-server", "--wait", "600"]
     forked = run(zygote, folder, "d", *waits)
     assert forked.poll() is None
@@ -84,7 +84,7 @@ def test_it_is_signalled_and_waited_for(zygote: Zygote, folder: Path, eventually
     assert not psutil.pid_exists(forked.pid)
 
 
-def test_its_descriptors_are_its_own(zygote: Zygote, folder: Path, eventually: Eventually) -> None:
+def test_a_forked_process_has_its_own_descriptors(zygote: Zygote, folder: Path, eventually: Eventually) -> None:
     """None of the zygote's: a socket that others hold open would never tell that its owner has gone."""
     waits = ["server", "--url", "etcd://127.0.0.1:1/nobody", "--name", "s1", "--wait", "600"]
     before, forked = run(zygote, folder, "e", *waits), run(zygote, folder, "f", *waits)
@@ -107,7 +107,7 @@ def test_its_descriptors_are_its_own(zygote: Zygote, folder: Path, eventually: E
 
 
 @pytest.mark.slow  # starts a zygote of its own
-def test_without_a_zygote_they_start_as_ever(folder: Path) -> None:
+def test_processes_start_directly_if_the_zygote_is_dead(folder: Path) -> None:
     made = Zygote(folder / "other.log", os.environ)
     forked = run(made, folder, "g", "server", "--url", "etcd://127.0.0.1:1/nobody", "--name", "s2", "--wait", "600")
     os.kill(made.pid, signal.SIGKILL)
@@ -121,7 +121,7 @@ def test_without_a_zygote_they_start_as_ever(folder: Path) -> None:
 
 
 @pytest.mark.slow  # starts a zygote of its own
-def test_one_that_stands_still_is_done_without(
+def test_a_frozen_zygote_is_killed_and_the_process_starts_directly(
     folder: Path, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
     """A start would wait for it for ever, and so would its end."""
@@ -138,7 +138,7 @@ def test_one_that_stands_still_is_done_without(
 
 
 @pytest.mark.slow  # starts a zygote of its own
-def test_a_process_for_which_nobody_waited_is_not_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_whose_caller_gave_up_is_not_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while the zygote still imports: what it was asked for would be started behind the cluster's end."""
     made = Zygote(folder / "asked.log", os.environ)
     os.kill(made.pid, signal.SIGSTOP)
@@ -156,7 +156,7 @@ def test_a_process_for_which_nobody_waited_is_not_started(folder: Path, monkeypa
 
 
 @pytest.mark.slow  # starts a zygote of its own
-def test_one_that_stands_still_as_its_cluster_ends_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zygote_frozen_at_the_end_of_its_cluster_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local.zygote, "END_S", 0.3)
     made = Zygote(folder / "stands.log", os.environ)
     os.kill(made.pid, signal.SIGSTOP)
@@ -189,9 +189,7 @@ def test_a_zygote_ends_with_its_cluster(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.slow  # starts a zygote of its own
-def test_a_zygote_that_stands_still_keeps_the_end_of_no_process_back(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_frozen_zygote_does_not_hide_the_end_of_a_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killing a server took a minute, and then said that another one had ended by SIGKILL that had ended by itself."""
     monkeypatch.setattr("elasticps.local.zygote.REAPED_S", 0.05)
     zygote = Zygote(folder / "still.log", os.environ)

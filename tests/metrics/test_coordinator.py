@@ -43,7 +43,7 @@ def test_metrics_that_fail_end_the_coordinator(monkeypatch: pytest.MonkeyPatch) 
         asyncio.run(run())
 
 
-def test_the_age_of_the_newest_checkpoint_can_be_watched() -> None:
+def test_the_age_of_the_newest_checkpoint_is_shown() -> None:
     metrics = ClusterMetrics(MemoryStore(), "c0")
     assert not [family for family in metrics.collect() if "checkpoint" in family.name]
     metrics._note(Put(Entry(NEWEST_CHECKPOINT, newest(7, 1.5e9), 3, 3)))
@@ -52,7 +52,7 @@ def test_the_age_of_the_newest_checkpoint_can_be_watched() -> None:
     assert found["elasticps_cluster_checkpoint_time_seconds"] == 1.5e9
 
 
-def test_what_was_lost_can_be_watched() -> None:
+def test_lost_ranges_and_steps_are_shown() -> None:
     """A worker has the last word on itself; of one whose steps nobody knows there is nothing to tell yet."""
     metrics = ClusterMetrics(MemoryStore(), "c0")
 
@@ -109,7 +109,7 @@ def test_after_a_reset_nothing_of_the_old_cluster_is_shown(missed: bool) -> None
     asyncio.run(main())
 
 
-def test_a_view_that_is_read_again_after_a_break_is_counted_as_the_next_one() -> None:
+def test_views_missed_during_an_outage_count_as_one() -> None:
     metrics = ClusterMetrics(MemoryStore(), "c0")
     for epoch, revision in ((1, 3), (4, 9)):
         view = view_of([["s0"], ["s0"]], epoch=epoch)

@@ -59,12 +59,12 @@ def test_head_has_no_body() -> None:
     assert ask(b"HEAD /metrics HTTP/1.1\r\n\r\n", One()).endswith(b"\r\n\r\n")
 
 
-def test_openmetrics_is_spoken_to_who_accepts_it() -> None:
+def test_openmetrics_is_sent_to_clients_that_accept_it() -> None:
     answer = ask(b"GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text; version=1.0.0\r\n\r\n", One())
     assert answer.endswith(b"# EOF\n")
 
 
-def test_a_head_without_end_is_cut_off() -> None:
+def test_a_request_head_without_end_is_cut_off() -> None:
     try:
         answer = ask(b"x" * (MAX_HEAD_BYTES + 1000), One())
     except ConnectionResetError:
@@ -76,7 +76,7 @@ def test_a_collector_that_fails_harms_only_the_scrape() -> None:
     assert ask(b"GET /metrics HTTP/1.1\r\n\r\n", Broken()).startswith(b"HTTP/1.1 500")
 
 
-def test_connections_that_say_nothing_hold_up_no_probe() -> None:
+def test_silent_connections_do_not_delay_probes() -> None:
     """However many: those that have been there for longest go. A slow head is waited for as before."""
 
     async def run() -> None:

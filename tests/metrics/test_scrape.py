@@ -40,7 +40,7 @@ def url(fleet: Fleet, etcd_url: NewUrl, ports: list[int]) -> str:
     return found
 
 
-def test_processes_show_what_they_have_done(
+def test_processes_show_their_work(
     fleet: Fleet, url: str, ports: list[int], eventually: Callable[[Callable[[], bool]], None]
 ) -> None:
     assert fleet.processes["s0"].ready["address"].startswith("localhost:")
@@ -99,7 +99,9 @@ def test_processes_show_what_they_have_done(
     eventually(lambda: by_label(scrape(ports[0])["elasticps_cluster_servers"], "state")["silent"] == 1)
 
 
-def test_a_process_tells_that_it_is_alive_and_ends_for_a_port_in_use(fleet: Fleet, url: str, ports: list[int]) -> None:
+def test_a_process_answers_health_checks_and_ends_if_its_port_is_in_use(
+    fleet: Fleet, url: str, ports: list[int]
+) -> None:
     assert get(ports[0], "/healthz") == get(ports[1], "/healthz") == "ok\n"
     process = fleet.start("s9", ["server", "--url", url, "--name", "s9", "--metrics-port", str(ports[0])])
     assert process.popen.wait(120) == 2

@@ -24,7 +24,7 @@ class Clock:
         return self.now
 
 
-def test_a_histogram_counts_a_bound_as_below_it() -> None:
+def test_a_histogram_counts_a_value_at_a_bound_below_it() -> None:
     histogram = Histogram()
     for seconds in (0.0, 50e-6, 51e-6, 1e9):
         histogram.add(seconds)
@@ -34,7 +34,7 @@ def test_a_histogram_counts_a_bound_as_below_it() -> None:
     assert found[-2:] == [("30.0", 3), ("+Inf", 4)]
 
 
-def test_one_frame_in_so_many_stands_for_the_others() -> None:
+def test_one_frame_in_sample_is_timed_for_the_others() -> None:
     clock, calls = Clock(), Counter[str]()
 
     def handler(connection: Connection, header: Header, body: Any) -> None:
