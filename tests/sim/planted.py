@@ -14,17 +14,19 @@ from chaos.sim.story import Kind
 from tests.sim import planted_caches as caches
 from tests.sim import planted_chain as chain
 from tests.sim import planted_cuts as cuts
-from tests.sim import planted_drops as drops
-from tests.sim import planted_kept as kept
-from tests.sim import planted_proven as proven
+from tests.sim import planted_dropped_tables as drops
+from tests.sim import planted_push_pull as together
+from tests.sim import planted_retained_copies as retained
 from tests.sim import planted_rounds as rounds
 from tests.sim import planted_shell as shell
-from tests.sim import planted_short as short
-from tests.sim import planted_together as together
+from tests.sim import planted_short_keys as short
+from tests.sim import planted_view_hints as hints
 from tests.sim.planting import Patch
 
+MODULES = (caches, chain, cuts, drops, together, retained, rounds, shell, short, hints)
+"""Every function of these that has no underscore before its name plants a bug."""
 STORIES = 50
-"""So many of its kind are told at most: what they do not find survives."""
+"""How many stories of its kind are played at most to find a bug: one that none of them finds survives."""
 
 # What has to go wrong for a bug to show, in what kind of training, and a story of that kind that finds it.
 PLANTED: dict[Patch, tuple[str, str, int]] = {
@@ -68,14 +70,14 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     chain.count_only_workers_that_have_pushed: ("calm", "bounded", 2),
     chain.wait_for_workers_that_pause: ("calm", "bounded", 30),
     chain.wait_for_workers_that_are_gone: ("ghosts", "bounded", 0),
-    kept.acknowledge_before_the_one_left_is_confirmed: ("suspicions", "free", 6),
-    kept.drop_the_copy_that_is_to_be_kept: ("suspicions", "free", 0),
-    kept.go_on_with_what_nobody_else_has: ("outcasts", "free", 2),
-    kept.confirm_at_once: ("suspicions", "free", 1),
-    kept.confirm_whom_nobody_has_heard: ("suspicions", "free", 1),
-    kept.forget_kept_copies_at_an_election: ("suspicions", "free", 0),
-    kept.keep_no_copy: ("suspicions", "free", 0),
-    kept.keep_no_copy_behind_one_that_takes_over: ("takers", "free", 32),
+    retained.acknowledge_before_the_one_left_is_confirmed: ("suspicions", "free", 6),
+    retained.drop_the_copy_that_is_to_be_kept: ("suspicions", "free", 0),
+    retained.go_on_with_what_nobody_else_has: ("outcasts", "free", 2),
+    retained.confirm_at_once: ("suspicions", "free", 1),
+    retained.confirm_whom_nobody_has_heard: ("suspicions", "free", 1),
+    retained.forget_kept_copies_at_an_election: ("suspicions", "free", 0),
+    retained.keep_no_copy: ("suspicions", "free", 0),
+    retained.keep_no_copy_behind_one_that_takes_over: ("takers", "free", 32),
     rounds.decide_again_after_the_head_of_the_home_range_moved: ("moves", "rounds", 0),
     rounds.wait_for_workers_that_died: ("ghosts", "rounds", 0),
     rounds.go_on_without_those_who_are_late: ("calm", "rounds", 0),
@@ -143,7 +145,7 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     caches.keep_rows_that_were_pushed_to_on_their_way: ("readers", "free", 2),
     caches.keep_rows_that_were_asked_for_in_an_open_step: ("readers", "free", 19),
     caches.take_rows_as_they_are_for_what_was_asked: ("calm", "free", 0),
-    proven.believe_a_server_that_the_store_does_not_bear_out: ("calm", "free", 0),
+    hints.believe_a_server_that_the_store_does_not_bear_out: ("calm", "free", 0),
     together.ask_as_if_nothing_had_been_pushed: ("calm", "free", 0),
     drops.log_what_waited_behind_the_end_of_its_table: ("limps", "free", 39),
     cuts.take_an_open_round_for_a_closed_one: ("calm", "rounds", 0),
@@ -181,11 +183,15 @@ ALONE: dict[Patch, tuple[str, str]] = {
 }
 
 
+_FLAGS = {"cuts": cuts, "short": short, "caches": caches, "together": together, "drops": drops, "proven": hints}
+"""What the stories of a module's bugs have, whatever their seeds."""
+
+
 def kind_of(plant: Patch) -> Kind:
-    """Of the stories that have to find it."""
+    """Returns the kind of the stories that have to find a bug."""
     flavour, training, _ = PLANTED[plant]
-    of = [plant.__module__ == module.__name__ for module in (cuts, short, caches, together, drops, proven)]
-    return Kind(flavour, training, *of)
+    flags = {flag: plant.__module__ == module.__name__ for flag, module in _FLAGS.items()}
+    return Kind(flavour, training, **flags)
 
 
 def find(plant: Patch, stories: int = STORIES) -> Result | None:

@@ -19,7 +19,7 @@ from chaos.sim.cluster import Cluster
 from chaos.sim.run import Result
 from chaos.sim.story import Kind
 from chaos.sim.totals import BROKEN_LISTED, duration
-from tests.sim.odd import BEGUN, stay, vanish
+from tests.sim.unfinished_stories import BEGUN, stay, vanish
 
 app = typer.Typer()
 app.command()(chaos.sim.cli.sim)

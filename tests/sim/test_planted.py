@@ -7,19 +7,7 @@ import inspect
 
 import pytest
 
-from tests.sim import (
-    planted_caches,
-    planted_chain,
-    planted_cuts,
-    planted_drops,
-    planted_kept,
-    planted_proven,
-    planted_rounds,
-    planted_shell,
-    planted_short,
-    planted_together,
-)
-from tests.sim.planted import ALONE, PLANTED, STORIES, find
+from tests.sim.planted import ALONE, MODULES, PLANTED, STORIES, find
 from tests.sim.planting import Patch
 
 
@@ -49,18 +37,7 @@ def test_a_test_of_one_part_finds(plant: Patch, monkeypatch: pytest.MonkeyPatch)
 def test_every_bug_has_its_story() -> None:
     written = {
         bug
-        for module in (
-            planted_caches,
-            planted_chain,
-            planted_cuts,
-            planted_drops,
-            planted_kept,
-            planted_proven,
-            planted_rounds,
-            planted_shell,
-            planted_short,
-            planted_together,
-        )
+        for module in MODULES
         for name, bug in inspect.getmembers(module, inspect.isfunction)
         if bug.__module__ == module.__name__ and not name.startswith("_")
     }
