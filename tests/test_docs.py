@@ -65,7 +65,7 @@ def test_the_code_of_a_page_runs(name: str, tmp_path: Path, monkeypatch: pytest.
                 end()
 
 
-def test_samples_for_a_cluster_that_is_there_run(
+def test_samples_for_an_existing_cluster_run(
     local_cluster: NewCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -135,7 +135,7 @@ def _methods(owner: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("heading", ORDERED)
-def test_the_tables_of_what_calls_are_behind_name_every_method(heading: str) -> None:
+def test_the_tables_of_call_order_name_every_method(heading: str) -> None:
     _, _, section = (
         (ROOT / "docs/concepts/consistency.md").read_text(encoding="utf-8").partition("## What a call is behind")
     )

@@ -7,7 +7,7 @@ import os
 import pytest
 
 
-def test_a_file_is_a_group(request: pytest.FixtureRequest) -> None:
+def test_tests_of_a_file_run_in_one_process(request: pytest.FixtureRequest) -> None:
     """Otherwise each process starts what the tests of a file, or those of `e2e`, share."""
     _, _, group = request.node.nodeid.partition("@")
     assert group == ("test_groups.py" if "PYTEST_XDIST_WORKER" in os.environ else "")

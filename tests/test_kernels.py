@@ -75,7 +75,7 @@ def read_only(tree: Path) -> str:
     )
 
 
-def test_a_kernel_is_compiled_again_when_what_it_inlines_has_changed(tree: Path) -> None:
+def test_a_kernel_is_compiled_again_when_an_inlined_file_has_changed(tree: Path) -> None:
     first, output = run(tree)
     assert first["hit"] == 0
     assert output.count("compiling kernels for this machine") == 1
@@ -107,7 +107,7 @@ def cut_times(tree: Path) -> None:
         os.utime(file, (seconds, seconds))
 
 
-def test_kernels_that_came_along_are_used_where_nothing_can_be_written(tree: Path) -> None:
+def test_shipped_kernels_are_used_if_no_cache_can_be_written(tree: Path) -> None:
     run(tree, after=LIST)
     cut_times(tree)
     found, output = run(tree, read_only(tree))
@@ -117,7 +117,7 @@ def test_kernels_that_came_along_are_used_where_nothing_can_be_written(tree: Pat
 
 
 @pytest.mark.parametrize("cause", ["a file", "the processor", "the list"])
-def test_a_process_says_why_it_compiles_though_kernels_came_along(tree: Path, cause: str) -> None:
+def test_a_process_logs_why_it_does_not_use_shipped_kernels(tree: Path, cause: str) -> None:
     first, _ = run(tree, after=LIST)
     before = read_only(tree)
     expected = {
@@ -151,7 +151,7 @@ def test_a_kernel_that_cannot_be_cached_is_used_all_the_same(tree: Path) -> None
     assert "not all that are needed here are among them" in output
 
 
-def test_what_a_kernel_may_have_compiled_in_is_found_by_its_imports() -> None:
+def test_the_sources_of_a_kernel_are_found_by_its_imports() -> None:
     package = ROOT / "elasticps"
     found = sources_of(package / "store" / "updates.py")
     names = {str(path.relative_to(package)) for path in found if path.is_relative_to(package)}
@@ -166,7 +166,7 @@ def test_what_a_kernel_may_have_compiled_in_is_found_by_its_imports() -> None:
     assert not {name for name in names if name.startswith(("cli/", "local/", "demo/", "torch/"))}
 
 
-def test_a_kernel_that_another_has_had_compiled_for_other_arrays_is_compiled_for_its_own() -> None:
+def test_a_kernel_is_compiled_for_each_kind_of_array() -> None:
     """As when the fast path of a server is compiled before any table is made."""
 
     @numba.njit
@@ -231,7 +231,7 @@ def test_a_kernel_from_the_cache_finds_the_machine_code_that_it_calls(tmp_path: 
     assert again["made"] == {"double": 0, "plus": 0}
 
 
-def test_a_kernel_that_calls_machine_code_takes_it_when_that_was_compiled_again(tmp_path: Path) -> None:
+def test_a_kernel_uses_recompiled_machine_code(tmp_path: Path) -> None:
     (tmp_path / "calls.py").write_text(MODULE, encoding="utf-8")
     cache = tmp_path / "cache"
     command = [sys.executable, "-c", CALLS, str(tmp_path)]

@@ -31,12 +31,12 @@ def second_version(root: Path, group: str, limit: str, used: int = 0, file: int 
     ("text", "nbytes"),
     [("1500000000", 1_500_000_000), ("512MiB", 512 * MIB), ("4G", 4 << 30), ("1.5 gb", 3 << 29), ("64k", 65536)],
 )
-def test_sizes(text: str, nbytes: int) -> None:
+def test_sizes_are_parsed(text: str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "much", "-1", "4X", "0", "1e9"])
-def test_no_sizes(text: str) -> None:
+def test_wrong_sizes_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="4GiB"):
         parse_size(text)
 
@@ -50,7 +50,7 @@ def test_the_smallest_limit_around_the_process_counts(tmp_path: Path) -> None:
     assert make_reader(tmp_path)().available == 150 * MIB  # pages of files are dropped, shared memory is not
 
 
-def test_a_group_that_is_mounted_as_the_root_of_a_container(tmp_path: Path) -> None:
+def test_the_limit_of_a_container_is_found(tmp_path: Path) -> None:
     put(tmp_path / "proc/self/cgroup", "5:cpu:/docker/1\n4:memory:/docker/1\n0::/\n")
     folder = tmp_path / "sys/fs/cgroup/memory"
     put(folder / "memory.limit_in_bytes", f"{200 * MIB}\n")
@@ -60,7 +60,7 @@ def test_a_group_that_is_mounted_as_the_root_of_a_container(tmp_path: Path) -> N
     assert make_reader(tmp_path)().available == 150 * MIB
 
 
-def test_without_a_limit_it_is_the_machine(tmp_path: Path) -> None:
+def test_without_a_limit_the_machines_memory_counts(tmp_path: Path) -> None:
     put(tmp_path / "proc/self/cgroup", "4:memory:/\n")
     put(tmp_path / "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
     assert find_limit(tmp_path) == psutil.virtual_memory().total
@@ -69,7 +69,7 @@ def test_without_a_limit_it_is_the_machine(tmp_path: Path) -> None:
     assert available > 0
 
 
-def test_marks() -> None:
+def test_new_rows_stop_below_the_limit() -> None:
     assert rows_mark(LIMIT, 2, 2) == int(0.8 * LIMIT)  # nowhere to fill when one dies
     assert rows_mark(LIMIT, 5, 1) == int(0.8 * LIMIT)
     for servers in range(3, 12):  # all others take what one had, evenly: it fits below the upper mark
@@ -78,14 +78,14 @@ def test_marks() -> None:
         assert mark > LIMIT // 2
 
 
-def test_marks_of_small_limits() -> None:
+def test_small_limits_keep_a_minimum_free() -> None:
     """What a process needs besides rows does not grow with them."""
     assert fill_mark(512 << 20) == (512 - 80) << 20
     assert fill_mark(200 << 20) == 150 << 20
     assert rows_mark(200 << 20, 2, 2) == 150 << 20
 
 
-def test_what_was_freed_between_what_is_kept_goes_back() -> None:
+def test_memory_freed_between_kept_blocks_is_returned() -> None:
     process = psutil.Process()
     some = [bytes(2000) for _ in range(50_000)]
     retained = some[::100]
@@ -96,7 +96,7 @@ def test_what_was_freed_between_what_is_kept_goes_back() -> None:
     assert len(retained) == 500
 
 
-def test_a_limit_of_the_process_is_one_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_the_process_counts_as_a_memory_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path / "proc/self/cgroup", "4:memory:/\n")
     limits = {resource.RLIMIT_AS: 64 << 40, resource.RLIMIT_DATA: resource.RLIM_INFINITY}
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limits[which], resource.RLIM_INFINITY))

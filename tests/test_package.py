@@ -16,24 +16,24 @@ from packaging.requirements import Requirement
 import elasticps
 
 
-def test_everything_that_is_listed_is_there() -> None:
+def test_every_public_name_exists() -> None:
     assert set(elasticps.__all__) <= set(dir(elasticps))
     for name in elasticps.__all__:
         assert getattr(elasticps, name) is not None
 
 
 @pytest.mark.parametrize("kind", [elasticps.Client, elasticps.SparseTable, elasticps.DenseTensor, elasticps.OpenStep])
-def test_whatever_users_can_call_is_described(kind: type) -> None:
+def test_every_public_method_has_a_docstring(kind: type) -> None:
     for name, what in inspect.getmembers(kind, lambda what: callable(what) or isinstance(what, property)):
         assert name.startswith("_") or what.__doc__, name
 
 
-def test_a_name_that_is_not_there_is_named() -> None:
+def test_a_missing_name_is_named() -> None:
     with pytest.raises(AttributeError, match="'elasticps' has no attribute 'Servr'"):
         _ = elasticps.Servr  # type: ignore[attr-defined]
 
 
-def test_commands_that_need_no_kernels_do_not_wait_for_them() -> None:
+def test_commands_that_need_no_kernels_do_not_import_them() -> None:
     code = "import sys, elasticps.cli.app; print(*(heavy for heavy in ('numba', 'torch') if heavy in sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == ""
@@ -51,7 +51,7 @@ import elasticps.server.process.main
 """
 
 
-def test_servers_and_workers_need_only_what_an_install_brings() -> None:
+def test_servers_and_workers_need_only_installed_packages() -> None:
     there = brought("elasticps")
     installed = importlib.metadata.packages_distributions()
     missing = {module for module, names in installed.items() if there.isdisjoint(map(normal, names))}

@@ -85,7 +85,7 @@ def test_json_keeps_a_dense_spec(shape: tuple[int, ...]) -> None:
         (lambda: TableSpec.from_json("{}"), "must be an object of"),
     ],
 )
-def test_an_error_names_what_is_wrong(make: Callable[[], object], words: str) -> None:
+def test_an_error_names_the_wrong_argument(make: Callable[[], object], words: str) -> None:
     with pytest.raises(SpecError, match=".*".join(words.split("*"))):
         make()
 
@@ -139,7 +139,7 @@ def test_a_difference_is_put_in_words() -> None:
     assert "name" not in words
 
 
-def test_another_rate_is_no_difference() -> None:
+def test_learning_rates_do_not_make_specs_differ() -> None:
     one, two = TableSpec("a", 32, spec.SGD(0.1)), TableSpec("a", 32, spec.SGD(lambda clock: 1 / clock))
     assert one != two
     assert one.difference(two) == two.difference(one) == ""
@@ -160,19 +160,19 @@ def test_schedules_are_a_property_of_the_step() -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.kind)
-def test_step_values_have_the_length_they_say(optimizer: spec.ServerOptimizer) -> None:
+def test_step_values_have_the_declared_length(optimizer: spec.ServerOptimizer) -> None:
     values = optimizer.step_values(7, lr=0.1)
     assert values.dtype == np.float32
     assert values.shape == (optimizer.step_floats,)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.kind)
-def test_a_workers_clock_says_nothing_to_optimizers_but_custom_ones(optimizer: spec.ServerOptimizer) -> None:
+def test_only_custom_optimizers_see_the_workers_clock(optimizer: spec.ServerOptimizer) -> None:
     early, late = (optimizer.step_values(clock, lr=0.1).tolist() for clock in (1, 5_000))
     assert (early == late) == (optimizer.kind != "custom")
 
 
-def test_adams_slots_are_called_as_torch_calls_them() -> None:
+def test_adams_slots_have_the_names_of_torch() -> None:
     weight = torch.nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.Adam([weight])
     weight.grad = torch.ones(3)
@@ -194,11 +194,11 @@ def test_a_scalar_is_one_block() -> None:
     assert TableSpec.dense("bias", (), spec.SGD(0.1)).blocks == 1
 
 
-def test_consistency_models_say_their_bound() -> None:
+def test_consistency_models_have_a_bound() -> None:
     assert (spec.ASP().bound, spec.SSP(4).bound, spec.BSP().bound) == (None, 4, None)
 
 
-def test_a_spec_is_read_once_as_each_piece_of_a_range_has_those_of_all_tables() -> None:
+def test_a_spec_is_parsed_once_and_cached() -> None:
     data = TableSpec("t", 4, spec.Adagrad(0.1), push=[spec.Int8()]).to_json()
     assert TableSpec.from_json(data) is TableSpec.from_json(data.encode().decode())
     long = data + " " * spec.REMEMBERED_CHARS

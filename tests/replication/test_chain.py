@@ -42,7 +42,7 @@ def test_a_member_finds_its_neighbours_and_the_joiner_is_the_tails_successor() -
     assert (stranger.down == -1).all()
 
 
-def test_a_head_orders_its_ranges_by_chain_so_that_a_successor_gets_one_slice() -> None:
+def test_a_head_orders_its_ranges_by_chain_so_that_each_successor_has_a_slice() -> None:
     v = view(1, "ac", "ab", "ba", "ac", "ab", "a")
     assert v.headed_by(0).tolist() == [5, 1, 4, 0, 3]
     assert v.headed_by(v.index(D)).tolist() == []
@@ -93,12 +93,12 @@ def test_a_head_orders_its_ranges_by_chain_so_that_a_successor_gets_one_slice() 
         ("a-b", "b-a", {}, "was not one of"),
     ],
 )
-def test_which_chain_may_follow_which(before: str, after: str, level: dict[int, int], fault: str) -> None:
+def test_only_lawful_chains_may_follow_each_other(before: str, after: str, level: dict[int, int], fault: str) -> None:
     text = unsafe_transition(view(1, before), view(2, after), level)
     assert (fault in text) if fault else text == ""
 
 
-def test_since_moves_with_the_chain_and_only_then() -> None:
+def test_since_changes_exactly_when_the_chain_does() -> None:
     assert "since moved" in unsafe_transition(view(1, "ab"), view(2, "ab"), {})
     assert "since says" in unsafe_transition(view(1, "ab"), view(2, "b", since=[1]), {})
     assert "epoch" in unsafe_transition(view(1, "ab"), view(3, "ab", since=[1]), {})

@@ -62,7 +62,7 @@ def test_while_the_link_to_a_joiner_is_full_its_tail_acknowledges_nothing(lost: 
     assert not c.replicas[head].log.nbytes
 
 
-def test_a_full_link_to_whom_nothing_is_filled_holds_up_nobody() -> None:
+def test_a_full_link_without_a_filling_delays_no_push() -> None:
     c = Cluster()
     head, tail = c.view.members_of(0)
     c.take(head, c.replicas[head].peer_full(tail, True))
@@ -108,7 +108,7 @@ def test_a_push_that_waited_for_the_drop_of_a_table_is_checked_again_once_the_ta
     assert len(looked) == 2
 
 
-def test_of_many_pushes_that_wait_some_are_let_in_before_the_link_is_looked_at_again() -> None:
+def test_waiting_pushes_are_admitted_a_few_at_a_time() -> None:
     c, head, tail, joiner = feeding(1)
     for worker in range(2, 6):
         c.push(head, 1, worker=worker, token=worker, nbytes=1 << 19)

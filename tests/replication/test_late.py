@@ -66,7 +66,7 @@ class Story:
 
 
 @pytest.mark.parametrize("successor", [True, False])
-def test_what_was_acknowledged_alone_comes_after_and_no_copy_is_made(successor: bool) -> None:
+def test_a_late_copy_gets_the_missing_operations_without_a_snapshot(successor: bool) -> None:
     story = Story(successor)
     c, left = story.c, story.left
     c.push(c.head(0), 1)
@@ -89,7 +89,7 @@ def test_what_was_acknowledged_alone_comes_after_and_no_copy_is_made(successor: 
     assert c.replies()[-1] == ("again", Status.COMMITTED)
 
 
-def test_a_former_head_with_operations_of_its_own_gets_nothing_and_leaders_hear_of_it() -> None:
+def test_a_former_head_with_operations_of_its_own_cannot_catch_up_and_is_reported() -> None:
     story = Story(successor=False)
     c, left = story.c, story.left
     c.push(c.head(0), 1, ranges=np.array([0, 1]))
@@ -144,7 +144,7 @@ def test_nothing_is_retained_where_a_table_was_dropped_before_the_copy_became_la
     assert c.applied[story.silent] == []
 
 
-def test_a_link_that_is_lost_in_the_middle_is_made_good() -> None:
+def test_a_link_lost_while_catching_up_is_repaired() -> None:
     story = Story(successor=True)
     c, left, silent = story.c, story.left, story.silent
     story.leave()
@@ -165,7 +165,7 @@ def test_a_link_that_is_lost_in_the_middle_is_made_good() -> None:
     assert [after >> 16 for _, after, r in c.applied[silent] if r == 0] == [1, 2, 3]
 
 
-def test_a_late_copy_is_not_heard_before_it_catches_up() -> None:
+def test_messages_of_a_late_copy_are_ignored_before_it_catches_up() -> None:
     story = Story(successor=True)
     c, left, silent = story.c, story.left, story.silent
     story.leave()

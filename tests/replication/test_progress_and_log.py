@@ -66,7 +66,7 @@ STORIES = st.lists(
 
 
 @given(STORIES)
-def test_who_has_left_is_remembered_as_everybody_is(story: list[tuple[Any, ...]]) -> None:
+def test_clocks_of_departed_workers_are_remembered(story: list[tuple[Any, ...]]) -> None:
     clocks, twin = Clocks(P), dict.fromkeys(range(1, 6), np.zeros(P, np.int64))
     for what, *known in story:
         if what == "push":
@@ -106,7 +106,7 @@ def test_who_has_left_is_remembered_as_everybody_is(story: list[tuple[Any, ...]]
         assert (clocks.row(worker) == row).all()
 
 
-def test_rows_of_those_who_have_left_are_used_again_and_what_they_did_stays_known() -> None:
+def test_rows_of_departed_workers_are_reused_and_their_clocks_stay_known() -> None:
     clocks = Clocks(256)
     for worker in range(1, 1001):
         clocks.row(worker)[::2] = worker << 16
@@ -175,7 +175,7 @@ def test_a_rebuild_splits_entries_among_new_successors_and_keeps_their_order() -
     assert log.nbytes == 0
 
 
-def test_a_workers_deletions_are_no_newer_worker() -> None:
+def test_deletions_of_a_worker_do_not_count_as_a_newer_worker() -> None:
     clocks = Clocks(4)
     for worker in (3, 9, 3 + ERASER):
         clocks.row(worker)[:] = 1 << 16

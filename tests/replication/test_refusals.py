@@ -66,7 +66,7 @@ def column(c: Cluster, member: Member, r: int = 0) -> list[RefusedStep]:
     return c.replicas[member].refusals.column(r)
 
 
-def test_a_repeat_of_what_was_refused_is_answered_with_that_by_whoever_heads_it_now() -> None:
+def test_a_repeated_refused_push_gets_the_same_refusal_from_a_new_head() -> None:
     c = Cluster(servers=4, replicas=3, alike=True)
     first, middle, last = c.view.members_of(0)
     c.push(first, 1, refusal=Refusal(WHY))
@@ -84,7 +84,7 @@ def test_a_repeat_of_what_was_refused_is_answered_with_that_by_whoever_heads_it_
     assert requested(c, middle, worker=2) == []
 
 
-def test_it_is_answered_only_when_the_tail_has_it() -> None:
+def test_a_refusal_is_answered_only_when_the_tail_has_it() -> None:
     c = Cluster()
     head = c.head(0)
     c.push(head, 1, refusal=Refusal(WHY))
@@ -94,7 +94,7 @@ def test_it_is_answered_only_when_the_tail_has_it() -> None:
     assert answers(c) == [(("t", 1), Status.COMMITTED, WHY), ("again", Status.COMMITTED, WHY)]
 
 
-def test_what_was_applied_is_done_though_it_would_be_refused_now() -> None:
+def test_a_repeated_applied_push_succeeds_though_it_would_be_refused_now() -> None:
     c = Cluster()
     head = c.head(0)
     c.push(head, 1)
@@ -104,7 +104,7 @@ def test_what_was_applied_is_done_though_it_would_be_refused_now() -> None:
     assert column(c, head) == []
 
 
-def test_of_a_frame_that_has_ticked_in_some_ranges_the_rest_is_judged_now() -> None:
+def test_ranges_that_a_repeated_frame_had_not_reached_are_judged_now() -> None:
     c = Cluster(servers=2, replicas=1)
     head = c.head(0)
     c.push(head, 1, token="a", ranges=np.array([0]), refusal=Refusal(WHY))
@@ -120,7 +120,7 @@ def test_of_a_frame_that_has_ticked_in_some_ranges_the_rest_is_judged_now() -> N
     assert [column(c, head, r) for r in range(3)] == [[RefusedStep(1, 1, WHY)], [], [RefusedStep(1, 1, "other")]]
 
 
-def test_what_the_worker_knows_is_forgotten_and_so_is_one_that_retires() -> None:
+def test_acknowledged_refusals_and_those_of_retired_workers_are_forgotten() -> None:
     c = Cluster()
     head, tail = c.view.members_of(0)
     for clock in (1, 2, 3, 4):
@@ -160,7 +160,7 @@ def test_the_answer_names_refused_rows_of_committed_ranges_only() -> None:
     ]
 
 
-def test_what_a_new_head_judges_again_is_answered_as_it_judges() -> None:
+def test_a_new_head_answers_with_its_own_judgement() -> None:
     c = Cluster(servers=4, replicas=2, alike=True)
     first, second = c.view.members_of(0)
     mine = c.view.headed_by(c.view.index(first))
@@ -175,7 +175,7 @@ def test_what_a_new_head_judges_again_is_answered_as_it_judges() -> None:
     assert [len(column(c, second, int(r))) for r in mine[:2]] == [1, 0]
 
 
-def test_it_goes_with_the_range() -> None:
+def test_refusals_move_with_their_range() -> None:
     c = Cluster(servers=4, replicas=2, alike=True)
     head, tail = c.view.members_of(0)
     c.push(head, 1, refusal=Refusal(WHY))
@@ -204,7 +204,7 @@ _DO = st.one_of(
 
 
 @given(st.lists(_DO, max_size=30))
-def test_refusals_are_what_a_list_of_all_would_be(story: list[tuple[Any, ...]]) -> None:
+def test_refusals_equal_a_list_of_all_refusals(story: list[tuple[Any, ...]]) -> None:
     found, twin = Refusals(P), set[tuple[int, int, int, str]]()
     for what, *known in story:
         if what == "note":
@@ -244,7 +244,7 @@ _DO_ROWS = st.one_of(
 
 
 @given(st.lists(_DO_ROWS, max_size=30))
-def test_refused_rows_are_what_a_list_of_all_would_be(story: list[tuple[Any, ...]]) -> None:
+def test_refused_rows_equal_a_list_of_all_refused_rows(story: list[tuple[Any, ...]]) -> None:
     found, twin = Refusals(P), set[tuple[int, int, int]]()  # worker, clock, key
     for what, *known in story:
         if what == "note":

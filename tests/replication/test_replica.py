@@ -69,7 +69,7 @@ def test_alone_a_head_commits_at_once() -> None:
     assert [type(e) for e in effects] == [Apply, Reply]
 
 
-def test_a_duplicate_is_answered_only_when_the_tail_has_what_it_repeats() -> None:
+def test_a_duplicate_is_answered_only_when_the_tail_has_the_original() -> None:
     c = Cluster()
     head, tail = c.view.members_of(0)
     c.push(head, 1)
@@ -106,7 +106,7 @@ def test_a_worker_that_starts_above_a_base_jumps_once() -> None:
     assert {after for _, after, _ in c.applied[head]} == {8 << 16}
 
 
-def test_a_frame_from_the_future_waits_for_its_view_and_one_from_the_past_is_refused() -> None:
+def test_frames_of_a_future_view_wait_and_those_of_a_past_view_are_refused() -> None:
     c = Cluster()
     head = c.head(0)
     effects = c.push(head, 1, epoch=2)
@@ -119,7 +119,7 @@ def test_a_frame_from_the_future_waits_for_its_view_and_one_from_the_past_is_ref
     assert c.replies()[-1] == (("t", 2), Status.STALE_VIEW)
 
 
-def test_when_the_head_dies_the_next_one_needs_nothing_from_it() -> None:
+def test_the_next_head_needs_nothing_from_a_dead_one() -> None:
     c = Cluster(servers=4, replicas=3)
     first, middle, last = c.view.members_of(0)
     c.push(first, 1)
@@ -148,7 +148,7 @@ def test_clocks_tell_applied_from_committed() -> None:
     assert set(answer.committed.tolist()) == {1 << 16}
 
 
-def test_a_lost_link_is_made_good_from_the_log() -> None:
+def test_a_lost_link_is_repaired_from_the_log() -> None:
     c = Cluster()
     head, tail = c.view.members_of(0)
     c.push(head, 1)
@@ -163,7 +163,7 @@ def test_a_lost_link_is_made_good_from_the_log() -> None:
     assert [after for _, after, r in c.applied[tail] if r == 0] == [1 << 16, 2 << 16]
 
 
-def test_what_a_former_neighbour_says_is_void() -> None:
+def test_messages_of_a_former_neighbour_are_ignored() -> None:
     c = Cluster(servers=4, replicas=3)
     first, middle, last = c.view.members_of(0)
     c.push(first, 1)
@@ -178,7 +178,7 @@ def test_what_a_former_neighbour_says_is_void() -> None:
     assert "left out" in effect.why
 
 
-def test_messages_of_a_neighbour_from_before_it_was_filled_again_are_void() -> None:
+def test_messages_of_a_neighbour_from_before_its_refilling_are_ignored() -> None:
     c = Cluster()
     head, tail = c.view.members_of(0)
     c.push(head, 1)
@@ -196,7 +196,7 @@ def test_messages_of_a_neighbour_from_before_it_was_filled_again_are_void() -> N
     assert sorted(e.range for _, e in c.effects if isinstance(e, SnapshotRange)) == list(range(P))
 
 
-def test_only_what_is_heard_is_judged() -> None:
+def test_ignored_messages_are_not_validated() -> None:
     """Found by the simulator (seed 332): a deposed head came back and sent again what it had in its log, of a table
     that had been dropped and forgotten meanwhile. Its link was cut, as if it had said what no correct server can."""
     c = Cluster()
@@ -217,7 +217,7 @@ def test_only_what_is_heard_is_judged() -> None:
     assert not [e for _, e in c.effects if isinstance(e, Distrust)]
 
 
-def test_what_is_heard_and_cannot_be_applied_changes_nothing() -> None:
+def test_a_message_that_cannot_be_applied_changes_nothing() -> None:
     c = Cluster()
     head, tail = c.view.members_of(0)
     c.push(head, 1)
@@ -238,7 +238,7 @@ def _operation() -> Any:
     return Operation(OperationKind.PUSH, 1, 1 << 16, None, 0)
 
 
-def test_a_move_fills_the_joiner_in_pieces_then_acknowledgements_wait_then_it_is_level() -> None:
+def test_a_move_fills_the_joiner_in_pieces_and_then_delays_acknowledgements() -> None:
     c = Cluster()
     joiner = c.members[-1]
     decision = plan_move(c.view, 0, joiner)
@@ -305,7 +305,7 @@ def test_a_worker_that_left_the_roster_is_fenced_and_a_new_one_is_waited_for() -
     assert dict(c.replies()) == {("t", 1): Status.COMMITTED, "new": Status.COMMITTED, "old": Status.FENCED}
 
 
-def test_workers_that_have_left_take_no_row_and_a_late_repeat_is_known_as_one() -> None:
+def test_departed_workers_take_no_row_and_their_late_repeats_are_recognised() -> None:
     c = Cluster(servers=3, replicas=2, alike=True)
     head, tail = c.view.members_of(0)
 
@@ -365,7 +365,7 @@ def test_an_operation_of_the_ranges_is_logged_like_a_push_and_a_retired_worker_i
     ],
     ids=["lost", "ahead", "acknowledged", "ack"],
 )
-def test_what_no_successor_can_say_ends_its_link_and_changes_nothing(message: Message) -> None:
+def test_an_impossible_message_of_a_successor_ends_its_link(message: Message) -> None:
     c = Cluster()
     head, tail = c.view.members_of(0)
     c.push(head, 1)
@@ -394,7 +394,7 @@ def test_ranges_that_leave_go_back_to_the_worker() -> None:
     assert 0 in reply.moved.tolist()
 
 
-def test_a_neighbour_gets_one_message_per_operation_and_answers_with_one_whatever_its_ranges_are_to_it() -> None:
+def test_a_neighbour_gets_and_answers_each_operation_with_one_message() -> None:
     c = Cluster(servers=3, replicas=3, alike=True)
     head, middle, tail = c.view.members_of(0)
     chains, joining, since = c.view.chains.copy(), c.view.joining.copy(), c.view.since.copy()

@@ -61,7 +61,7 @@ def joined() -> tuple[Cluster, Member, Member, dict[int, int]]:
     return c, head, other, {e.range: e.fill for _, e in c.effects if isinstance(e, CaughtUp)}
 
 
-def test_who_is_left_acknowledges_nothing_and_shows_nothing_until_it_is_confirmed() -> None:
+def test_the_remaining_replica_acknowledges_nothing_until_it_is_confirmed() -> None:
     c, head, tail = two()
     c.push(head, 1)
     c.adopt(without(c.view, tail), head)
@@ -76,7 +76,7 @@ def test_who_is_left_acknowledges_nothing_and_shows_nothing_until_it_is_confirme
     assert left.log.nbytes == 0
 
 
-def test_who_was_silent_takes_the_place_of_the_one_that_was_not_confirmed() -> None:
+def test_a_silent_replica_replaces_one_that_was_never_confirmed() -> None:
     c, head, tail = two()
     c.push(head, 1)
     c.settle()
@@ -107,7 +107,7 @@ def test_a_former_successor_continues_from_the_log_when_it_is_back() -> None:
     assert not any(isinstance(e, SnapshotRange) for _, e in c.effects)
 
 
-def test_a_former_predecessor_is_filled_from_nothing_since_it_may_have_operations_that_nobody_else_has() -> None:
+def test_a_former_predecessor_is_refilled_as_it_may_have_unreplicated_operations() -> None:
     c, head, tail = two()
     c.push(head, 1)
     c.adopt(without(c.view, head), tail)
@@ -141,7 +141,7 @@ def by_range(applied: tuple[int, int, int]) -> int:
 @pytest.mark.parametrize("outcome", OUTCOMES)
 @settings(deadline=None)
 @given(before=ACTIONS, apart=ACTIONS, together=ACTIONS, where=st.sampled_from(["behind", "before", "joined"]))
-def test_what_is_acknowledged_is_in_every_copy_that_goes_on(
+def test_acknowledged_operations_are_in_every_copy_that_continues(
     outcome: str, before: Sequence[str], apart: Sequence[str], together: Sequence[str], where: str
 ) -> None:
     """apart: only the one that is left knows the view; together: both do. where: the silent one stood, or the other one

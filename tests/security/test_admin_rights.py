@@ -38,7 +38,7 @@ async def serving(target: FakeServer, credentials: Credentials) -> AsyncIterator
     ("who", "may"),
     [("worker/ads/w0", False), ("server/s1", False), ("coordinator/c0", True), ("operator/me", True)],
 )
-def test_only_who_takes_checkpoints_has_one_written(holder: Holder, who: str, may: bool) -> None:
+def test_only_roles_that_take_checkpoints_may_have_files_written(holder: Holder, who: str, may: bool) -> None:
     """To ask how far it is begins it: too early, and the ranges that have not passed the cut make it fail."""
 
     async def test() -> None:
@@ -56,7 +56,7 @@ def test_only_who_takes_checkpoints_has_one_written(holder: Holder, who: str, ma
     asyncio.run(test())
 
 
-def test_who_connects_and_says_nothing_is_not_waited_for_long(holder: Holder) -> None:
+def test_silent_connections_are_closed_after_a_while(holder: Holder) -> None:
     """Each costs the server a descriptor: gRPC by itself would wait for two minutes."""
 
     async def test() -> None:
@@ -69,7 +69,7 @@ def test_who_connects_and_says_nothing_is_not_waited_for_long(holder: Holder) ->
     asyncio.run(test())
 
 
-def test_who_is_of_another_cluster_hears_nothing_of_its_health(
+def test_clients_of_another_cluster_get_no_health(
     authority: Authority, holder: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor takes the places of those who may ask: each that watches has one for as long as it likes."""
@@ -91,7 +91,7 @@ def test_who_is_of_another_cluster_hears_nothing_of_its_health(
     asyncio.run(test())
 
 
-def test_a_connection_is_worth_nothing_when_its_certificate_has_ended(
+def test_requests_are_refused_once_the_certificate_has_expired(
     authority: Authority, holder: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a key that was stolen would be good for as long as whoever has it stays connected."""

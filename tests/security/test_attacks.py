@@ -119,7 +119,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
         ("server/s1", PEER),
     ],
 )
-def test_who_is_who_they_say_comes_in(holder: Holder, who: str, hello: dict[str, Any]) -> None:
+def test_a_peer_with_a_matching_certificate_is_admitted(holder: Holder, who: str, hello: dict[str, Any]) -> None:
     async def main() -> None:
         async with target(holder("server/s0")) as s0:
             header, document = await ask(s0.port, holder(who), hello)
@@ -151,7 +151,7 @@ def test_who_is_who_they_say_comes_in(holder: Holder, who: str, hello: dict[str,
         ("server/s1", PEER | {"peer": ["s1", 2]}, "incarnation"),
     ],
 )
-def test_who_is_somebody_else_stays_out(holder: Holder, who: str, hello: dict[str, Any], code: str) -> None:
+def test_a_peer_with_another_identity_is_refused(holder: Holder, who: str, hello: dict[str, Any], code: str) -> None:
     async def main() -> None:
         async with target(holder("server/s0")) as s0:
             header, document = await ask(s0.port, holder(who), hello)
@@ -162,7 +162,7 @@ def test_who_is_somebody_else_stays_out(holder: Holder, who: str, hello: dict[st
 
 
 @pytest.mark.parametrize("who", ["train/operator/me", "train/server/s1", "train/worker/shop/w0", "prod/worker/ads/w9"])
-def test_nobody_takes_a_workers_place_by_the_name_of_one_that_is_unknown(
+def test_a_worker_unknown_to_the_roster_takes_no_workers_place(
     authority: Authority, holder: Holder, monkeypatch: pytest.MonkeyPatch, who: str
 ) -> None:
     """A hello of who is not in the roster yet waits for that, and has one of the places of workers meanwhile."""
@@ -201,7 +201,7 @@ def test_only_a_coordinators_view_counts(holder: Holder) -> None:
     run(main)
 
 
-def test_a_stranger_gets_nowhere_and_disturbs_nobody(
+def test_a_stranger_is_refused_and_disturbs_no_other(
     holder: Holder, authority: Authority, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     other = Authority.create(tmp_path_factory.mktemp("other") / "ca")
@@ -248,7 +248,7 @@ async def over(port: int, context: ssl.SSLContext) -> None:
         writer.transport.abort()
 
 
-def test_handshakes_that_stand_still_make_room_and_end(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_handshakes_make_room_and_time_out(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "MAX_HANDSHAKES", 8)
     monkeypatch.setattr(gate, "HANDSHAKE_S", 0.5)
 
@@ -265,7 +265,9 @@ def test_handshakes_that_stand_still_make_room_and_end(holder: Holder, monkeypat
     run(main)
 
 
-def test_who_is_refused_before_it_has_begun_leaves_nothing(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_refused_before_its_handshake_leaves_nothing(
+    holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gate, "MAX_HANDSHAKES", 0)
 
     async def main() -> None:
@@ -316,7 +318,7 @@ def test_a_connection_ends_with_its_certificate(
     run(main)
 
 
-def test_new_files_are_shown_to_whoever_connects_next(authority: Authority, holder: Holder) -> None:
+def test_new_certificates_are_used_for_the_next_connection(authority: Authority, holder: Holder) -> None:
     now = 0.0
     files = issued(authority, "server/s0")
     mine = Credentials(files, "train", clock=lambda: now)
@@ -337,7 +339,7 @@ def test_new_files_are_shown_to_whoever_connects_next(authority: Authority, hold
     run(main)
 
 
-def test_half_a_record_holds_up_nobody(holder: Holder) -> None:
+def test_half_a_tls_record_delays_no_other_connection(holder: Holder) -> None:
     """What a peer has sent of a record waits with its connection; others are answered, and so is it when it goes on."""
 
     async def main() -> None:

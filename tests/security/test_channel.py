@@ -46,7 +46,7 @@ def read(channel: Channel) -> bytes:
     return bytes(buffer[:filled])
 
 
-def test_two_that_have_proved_who_they_are_talk(holder: Holder) -> None:
+def test_two_authenticated_peers_exchange_data(holder: Holder) -> None:
     a, b = pair(holder("worker/ads/w0"), holder("server/s0"))
     carry(a, b)
     assert (str(a.peer), str(b.peer)) == (
@@ -91,7 +91,7 @@ def test_a_certificate_without_identity_and_an_unexpected_one_are_refused(holder
         carry(a, b)
 
 
-def test_what_was_changed_on_its_way_ends_the_connection(holder: Holder) -> None:
+def test_altered_bytes_end_the_connection(holder: Holder) -> None:
     a, b = pair(holder("worker/ads/w0"), holder("server/s0"))
     carry(a, b)
     a.write([b"push this"])
@@ -105,7 +105,7 @@ def test_what_was_changed_on_its_way_ends_the_connection(holder: Holder) -> None
 @pytest.mark.parametrize(
     "noise", [b"EPS1" * 100, b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x40\x00" + b"\x01" * 70_000]
 )
-def test_what_is_no_handshake_costs_little(holder: Holder, noise: bytes) -> None:
+def test_bytes_that_are_no_handshake_take_little_memory(holder: Holder, noise: bytes) -> None:
     channel = Channel(holder("server/s0"), anybody, server=True)
 
     def hear(text: bytes) -> None:
@@ -144,7 +144,7 @@ def stream_of(request: pytest.FixtureRequest) -> Callable[..., Secured]:
     return secured if request.param == "compiled" else TlsStream
 
 
-def test_a_stream_sends_and_receives_at_once_what_sockets_cannot_hold(
+def test_a_stream_sends_and_receives_more_than_sockets_hold_at_once(
     holder: Holder, stream_of: Callable[..., Secured]
 ) -> None:
     ours, theirs = socket.socketpair()

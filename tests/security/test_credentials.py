@@ -34,7 +34,7 @@ def test_files_are_the_owners_alone(authority: Authority) -> None:
     assert oct(authority.folder.stat().st_mode & 0o777) == "0o700"
 
 
-def test_a_certificate_is_good_for_what_its_holder_does(authority: Authority) -> None:
+def test_a_certificate_is_valid_only_for_the_role_of_its_holder(authority: Authority) -> None:
     server, worker = (
         x509.load_pem_x509_certificate(Path(issued(authority, who).cert).read_bytes())
         for who in ("server/s0", "worker/ads/w0")
@@ -71,7 +71,7 @@ def test_an_authority_that_was_not_finished_can_be_made_again(
     Credentials(issued(made, "server/s0"), "train").require(Role.SERVER, "s0")
 
 
-def test_credentials_say_whose_they_are(authority: Authority) -> None:
+def test_credentials_know_their_role_name_and_cluster(authority: Authority) -> None:
     found = Credentials(issued(authority, "server/s0"), "train")
     found.require(Role.SERVER, "s0")
     for role, name in ((Role.SERVER, "s1"), (Role.COORDINATOR, "s0")):

@@ -12,7 +12,7 @@ names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fullmatch=True)
 
 
 @given(names, st.sampled_from(Role), names | st.just("*"), names | st.just("*"))
-def test_an_identity_says_the_same_when_it_is_read_again(cluster: str, role: Role, name: str, app: str) -> None:
+def test_an_identity_survives_printing_and_parsing(cluster: str, role: Role, name: str, app: str) -> None:
     identity = Identity(cluster, role, name, app if role is Role.WORKER else "")
     assert Identity.parse(str(identity)) == identity
 
@@ -41,7 +41,7 @@ def test_an_identity_says_the_same_when_it_is_read_again(cluster: str, role: Rol
         "spiffe://elasticps/train/Server/s0",
     ],
 )
-def test_what_is_no_identity_is_refused(uri: str) -> None:
+def test_an_invalid_identity_is_refused(uri: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         Identity.parse(uri)
     with pytest.raises(NotAuthorised):
@@ -69,7 +69,7 @@ def test_a_certificate_has_one_identity() -> None:
         ("operator/*", False),
     ],
 )
-def test_a_worker_is_who_its_certificate_says(uri: str, right: bool) -> None:
+def test_a_workers_identity_must_match_its_certificate(uri: str, right: bool) -> None:
     identity = Identity.parse(f"spiffe://elasticps/train/{uri}")
     assert identity.covers(Role.WORKER, "w0", "ads") is right
     with pytest.raises(NotAuthorised, match="other/worker/ads/w0"):

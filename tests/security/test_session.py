@@ -123,7 +123,7 @@ def exchange(sender: TlsSession, receiver: TlsSession, buffers: Sequence[bytes],
     ids=lambda sizes: f"{len(sizes)}-of-{sizes[0]}",
 )
 @pytest.mark.parametrize("room", [1000, 1 << 20])
-def test_what_is_sent_arrives(direct: Ends, sizes: list[int], room: int) -> None:
+def test_sent_bytes_arrive(direct: Ends, sizes: list[int], room: int) -> None:
     buffers = [os.urandom(size) for size in sizes]
     assert exchange(direct.a, direct.b, buffers, room) == b"".join(buffers)
     assert exchange(direct.b, direct.a, buffers, room) == b"".join(buffers)
@@ -140,7 +140,7 @@ def test_records_may_come_byte_by_byte(by_hand: Ends) -> None:
     assert read(by_hand.b) == text
 
 
-def test_what_was_changed_ends_the_connection_after_what_came_before_it(by_hand: Ends) -> None:
+def test_altered_bytes_end_the_connection_after_earlier_bytes(by_hand: Ends) -> None:
     by_hand.a.sendmsg([memoryview(b"good")])
     good = by_hand.sent()
     by_hand.a.sendmsg([memoryview(b"bad")])
@@ -156,7 +156,7 @@ def test_what_was_changed_ends_the_connection_after_what_came_before_it(by_hand:
         by_hand.b.sendmsg([memoryview(b"too late")])
 
 
-def test_an_end_comes_after_what_was_sent_before_it(direct: Ends) -> None:
+def test_a_close_arrives_after_the_bytes_before_it(direct: Ends) -> None:
     direct.a.sendmsg([memoryview(b"the last words")])
     direct.a.say_goodbye()
     buffer = memoryview(bytearray(100))
@@ -165,7 +165,7 @@ def test_an_end_comes_after_what_was_sent_before_it(direct: Ends) -> None:
         direct.b.read_into(buffer)
 
 
-def test_one_that_ends_inside_a_record_is_over(by_hand: Ends) -> None:
+def test_a_connection_that_ends_inside_a_record_is_reset(by_hand: Ends) -> None:
     by_hand.a.sendmsg([memoryview(b"cut off")])
     by_hand.sockets[2].sendall(by_hand.sent()[:-3])
     assert read(by_hand.b) == b""
@@ -174,7 +174,7 @@ def test_one_that_ends_inside_a_record_is_over(by_hand: Ends) -> None:
         read(by_hand.b)
 
 
-def test_what_is_closed_does_nothing(direct: Ends) -> None:
+def test_a_closed_session_does_nothing(direct: Ends) -> None:
     direct.a.close()
     direct.a.close()
     direct.a.say_goodbye()
@@ -206,7 +206,7 @@ def test_keys_change_while_both_send(direct: Ends) -> None:
         assert exchange(theirs, ours, [b"y" * 100_000], 1 << 20) == b"y" * 100_000
 
 
-def test_who_asks_tls_for_answers_and_reads_none_is_cut_off(by_hand: Ends) -> None:
+def test_a_peer_that_floods_key_updates_without_reading_is_cut_off(by_hand: Ends) -> None:
     by_hand.sockets[3].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     buffer, rounds = memoryview(bytearray(100)), 0
 
@@ -227,7 +227,7 @@ def test_who_asks_tls_for_answers_and_reads_none_is_cut_off(by_hand: Ends) -> No
 @pytest.mark.parametrize(
     "noise", [b"EPS1" * 100, b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x40\x00" + b"\x01" * 70_000]
 )
-def test_what_is_no_handshake_costs_little(holder: Holder, noise: bytes) -> None:
+def test_bytes_that_are_no_handshake_take_little_memory(holder: Holder, noise: bytes) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)

@@ -8,7 +8,7 @@ from elasticps.errors import ConfigError
 from elasticps.server.process import addresses
 
 
-def test_a_server_is_found_where_it_listens_or_where_it_says() -> None:
+def test_a_server_advertises_where_it_listens_or_the_given_address() -> None:
     assert addresses.found_under("10.1.2.3", "", ["127.0.0.1:2379"]) == "10.1.2.3"
     assert addresses.found_under("0.0.0.0", "ps1.example", ["127.0.0.1:2379"]) == "ps1.example"
     assert addresses.joined("::1", 7) == "[::1]:7"
@@ -31,7 +31,7 @@ def test_every_address_is_no_address(host: str, monkeypatch: pytest.MonkeyPatch)
         addresses.found_under(host, host or "0.0.0.0", ["etcd1:2379"])
 
 
-def test_a_server_that_only_this_machine_can_reach_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_only_this_machine_can_reach_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {"here": ("192.0.2.7", "192.0.2.7"), "there": ("192.0.2.7", "192.0.2.8")}
     monkeypatch.setattr(addresses, "_way", lambda name, port: ways[name])
     assert addresses.hidden("127.0.0.1", ["here:2379", "there:2379"])
@@ -44,7 +44,7 @@ def test_the_way_to_an_etcd_here_is_loopback() -> None:
         addresses.found_under("0.0.0.0", "", ["127.0.0.1:2379"])
 
 
-def test_a_port_that_cannot_be_had_is_one_line() -> None:
+def test_a_port_that_is_taken_is_reported_in_one_line() -> None:
     with addresses.listen("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}: another process listens there; take another --port"):
@@ -56,6 +56,6 @@ def test_a_port_that_cannot_be_had_is_one_line() -> None:
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
-def test_ipv6() -> None:
+def test_an_ipv6_address_can_be_listened_on() -> None:
     with addresses.listen("::1", 0) as listening:
         assert listening.family is socket.AF_INET6

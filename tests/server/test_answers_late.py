@@ -74,7 +74,7 @@ class RealHead:
         self.perform(self.replica.receive, TAIL, Ack(1, at, self.replica.acked[at] + 1))
 
 
-def test_a_claim_that_waited_for_room_tells_no_decision_that_may_yet_be_lost() -> None:
+def test_an_answer_to_a_waiting_claim_reports_no_uncommitted_decision() -> None:
     """Found in a review. Whoever is told of a decision has it carried out, and another head may decide otherwise."""
     head, first, second = RealHead(), Worker(1), Worker(2)
     log = head.log()

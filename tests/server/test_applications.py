@@ -76,7 +76,7 @@ def dropping(worker: Worker, view: View, table: int) -> Answer:
     )
 
 
-def test_nobody_drops_a_table_of_others_before_it_is_made(run: Run) -> None:
+def test_a_table_of_another_application_cannot_be_dropped_before_it_exists(run: Run) -> None:
     """Its id would be remembered as one that never comes again: the owner could not make it any more."""
 
     async def test(group: Group) -> None:
@@ -107,7 +107,7 @@ def test_nobody_drops_a_table_of_others_before_it_is_made(run: Run) -> None:
     run(test)
 
 
-def test_a_table_that_nobody_knows_is_not_remembered_as_dropped(run: Run) -> None:
+def test_an_unknown_table_is_not_remembered_as_dropped(run: Run) -> None:
     """Whoever guesses ids would use them up. One that drops a table may all the same be told that it is, though
     somebody was faster, and the registry has forgotten the name."""
 
@@ -139,7 +139,7 @@ def test_a_table_that_nobody_knows_is_not_remembered_as_dropped(run: Run) -> Non
     run(test)
 
 
-def test_a_table_whose_owner_is_not_known_yet_is_dropped_by_nobody(run: Run) -> None:
+def test_a_table_whose_owner_is_unknown_cannot_be_dropped(run: Run) -> None:
     async def test(group: Group) -> None:
         for name in ("a", "b"):
             await group.start(name)
@@ -165,7 +165,7 @@ def test_a_table_whose_owner_is_not_known_yet_is_dropped_by_nobody(run: Run) -> 
     run(test)
 
 
-def test_a_server_that_made_a_table_by_anothers_word_looks_whose_it_is(run: Run) -> None:
+def test_a_server_reads_the_owner_of_a_table_it_learned_from_a_peer(run: Run) -> None:
     async def test(group: Group) -> None:
         for name in ("a", "b"):
             await group.start(name)
@@ -195,7 +195,7 @@ def test_a_server_that_made_a_table_by_anothers_word_looks_whose_it_is(run: Run)
     run(test)
 
 
-def test_a_server_reads_single_tables_that_are_made_and_not_the_whole_registry(run: Run) -> None:
+def test_a_server_reads_single_new_tables_and_not_the_whole_registry(run: Run) -> None:
     """It read all of them, and slept: 28 ms for a table at first, 45 with 600 tables."""
 
     class Counting(FaultyStore):
@@ -246,7 +246,7 @@ def test_a_server_reads_single_tables_that_are_made_and_not_the_whole_registry(r
     ],
     ids=["list", "number", "nested", "infinite id", "huge rate", "half a surrogate pair"],
 )
-def test_what_a_worker_has_put_in_the_place_of_a_table_ends_no_server(entry: bytes) -> None:
+def test_a_damaged_table_entry_ends_no_server(entry: bytes) -> None:
     """A server reads the registry as it starts, and when somebody speaks of a table that it does not know: all servers
     would end, again and again."""
 
@@ -272,7 +272,7 @@ def test_a_table_is_registered_under_its_own_name_or_not_at_all() -> None:
     assert asyncio.run(read()) == {1: RegisteredTable("ads", SPEC), 3: RegisteredTable("ads", None)}
 
 
-def test_a_server_knows_whose_a_table_is_that_is_about_to_go() -> None:
+def test_a_server_knows_the_owner_of_a_table_being_dropped() -> None:
     """Else it would have its owner wait who drops it."""
 
     async def known() -> dict[int, RegisteredTable]:
@@ -284,7 +284,7 @@ def test_a_server_knows_whose_a_table_is_that_is_about_to_go() -> None:
     assert asyncio.run(known()) == {TABLE: RegisteredTable("default", SPEC)}
 
 
-def test_a_table_stays_with_whose_it_was_whatever_others_register() -> None:
+def test_a_table_keeps_its_owner_whatever_others_register() -> None:
     async def read() -> dict[int, RegisteredTable]:
         store = MemoryStore()
         for app in ("default", "ads"):
@@ -294,7 +294,7 @@ def test_a_table_stays_with_whose_it_was_whatever_others_register() -> None:
     assert asyncio.run(read()) == {3: RegisteredTable("default", SPEC)}
 
 
-def test_a_server_keeps_the_owner_of_a_table_whatever_etcd_says_later(run: Run) -> None:
+def test_a_server_keeps_the_owner_of_a_table_whatever_etcd_holds_later(run: Run) -> None:
     """Who may write in etcd would take tables of others, with all their rows."""
 
     async def test(group: Group) -> None:
@@ -325,7 +325,7 @@ def test_a_server_keeps_the_owner_of_a_table_whatever_etcd_says_later(run: Run) 
     run(test)
 
 
-def test_a_server_looks_whose_a_table_is_until_the_store_has_said_it(run: Run) -> None:
+def test_a_server_retries_reading_an_owner_until_the_store_answers(run: Run) -> None:
     """Until then workers of every application reach the table."""
 
     async def test(group: Group) -> None:

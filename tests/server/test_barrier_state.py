@@ -51,13 +51,13 @@ def test_a_key_gets_the_rate_of_the_first_worker_that_has_it() -> None:
 
 
 @pytest.mark.parametrize("groups", [[[0], [1], [2], [3]], [[2, 3], [0, 1]], [[1, 2]], [[2]]])
-def test_replicas_of_other_ranges_apply_the_same(groups: list[list[int]]) -> None:
+def test_replicas_with_different_ranges_apply_the_same_means(groups: list[list[int]]) -> None:
     held = sorted(r for group in groups for r in group)
     means = closed([0, 1, 2, 3], [[0, 1, 2, 3]])
     assert closed(held, groups) == {key: mean for key, mean in means.items() if key // 10 in held}
 
 
-def test_the_last_rounds_that_are_forgotten_are_those_of_workers_that_have_long_been_away(
+def test_the_last_rounds_of_long_absent_workers_are_forgotten_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One of a low id that was in each round would be told that it was in none."""

@@ -57,7 +57,7 @@ def a_scene() -> Scene:
     return scene
 
 
-def test_own_steps_come_first_then_the_others() -> None:
+def test_a_pull_waits_for_own_steps_first_and_then_for_others() -> None:
     scene = a_scene()
     assert scene.blockers(10) == ["asker"]
     scene.join(2, 4)
@@ -67,7 +67,7 @@ def test_own_steps_come_first_then_the_others() -> None:
     assert scene.blockers(9, bound=4) == []
 
 
-def test_a_worker_that_pauses_or_leaves_holds_nobody_back_until_it_joins_again() -> None:
+def test_a_paused_or_departed_worker_holds_back_no_pull() -> None:
     scene = a_scene()
     scene.join(2, 4)
     scene.delay.pause(2)
@@ -104,7 +104,7 @@ def test_a_silent_worker_is_awaited_for_a_moment_when_ranges_come() -> None:
     assert scene.blockers(9) == []
 
 
-def test_one_that_joins_low_does_not_have_the_next_one_start_there() -> None:
+def test_a_worker_that_joins_low_does_not_lower_the_minimum() -> None:
     """The others had been shown each other's steps up to 9, and keep that for a while (seed 3100966)."""
     scene = Scene()
     scene.delay.serve(ALL, ALL)
@@ -118,7 +118,7 @@ def test_one_that_joins_low_does_not_have_the_next_one_start_there() -> None:
     assert scene.delay.minimum("a") == 0
 
 
-def test_one_that_connects_again_does_not_have_the_next_one_start_where_the_fast_ones_are() -> None:
+def test_a_reconnecting_worker_does_not_raise_the_minimum() -> None:
     scene = Scene()
     scene.delay.serve(ALL, ALL)
     scene.join(1, 0)
@@ -129,7 +129,7 @@ def test_one_that_connects_again_does_not_have_the_next_one_start_where_the_fast
     assert scene.delay.minimum("a") == 3
 
 
-def test_nor_does_one_that_comes_to_a_server_which_its_steps_came_to_before() -> None:
+def test_a_worker_connecting_after_its_steps_does_not_raise_the_minimum() -> None:
     scene = Scene()
     scene.delay.serve(ALL, ALL)
     for worker, clock in ((1, 100), (2, 3)):
@@ -139,7 +139,7 @@ def test_nor_does_one_that_comes_to_a_server_which_its_steps_came_to_before() ->
     assert scene.delay.minimum("a") == 3
 
 
-def test_one_that_never_speaks_is_not_awaited_for_ever() -> None:
+def test_a_worker_that_never_connects_is_not_awaited_for_ever() -> None:
     scene = Scene()
     scene.delay.serve(ALL, ALL)
     scene.join(1, 0)
@@ -149,7 +149,7 @@ def test_one_that_never_speaks_is_not_awaited_for_ever() -> None:
     assert scene.blockers(9) == []
 
 
-def test_a_pull_that_waited_too_long_names_everybody_that_it_waits_for_and_nobody_else() -> None:
+def test_a_pull_that_waited_too_long_names_exactly_the_workers_it_waits_for() -> None:
     scene = Scene()
     scene.delay.serve(ALL, ALL)
     scene.join(1, 9)

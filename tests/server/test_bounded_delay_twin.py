@@ -119,7 +119,9 @@ class Both:
 
 @given(st.lists(st.lists(events, max_size=4), max_size=25), st.booleans())
 @settings(max_examples=400, deadline=None)
-def test_both_let_the_same_pulls_go(story: list[list[tuple[Any, ...]]], awaited: bool) -> None:
+def test_the_incremental_and_the_simple_version_release_the_same_pulls(
+    story: list[list[tuple[Any, ...]]], awaited: bool
+) -> None:
     both = Both(awaited)
     for moment in story:
         for event in moment:

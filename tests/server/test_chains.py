@@ -183,7 +183,7 @@ def test_pulls_wait_at_the_tail_for_the_workers_own_pushes(run: Run) -> None:
     run(test)
 
 
-def test_keys_out_of_order_are_refused_and_tick_as_empty(run: Run) -> None:
+def test_keys_out_of_order_are_refused_and_their_step_counts(run: Run) -> None:
     async def test(group: Group) -> None:
         for name in ("s0", "s1"):
             await group.start(name)
@@ -251,7 +251,7 @@ def test_a_flood_of_pushes_leaves_the_loop_its_turns(run: Run, monkeypatch: pyte
     run(test)
 
 
-def test_a_pull_of_an_epoch_that_the_server_never_saw_is_refused(run: Run) -> None:
+def test_a_pull_of_an_unknown_epoch_is_refused(run: Run) -> None:
     async def test(group: Group) -> None:
         for name in ("s0", "s1"):
             await group.start(name)
@@ -268,7 +268,7 @@ def test_a_pull_of_an_epoch_that_the_server_never_saw_is_refused(run: Run) -> No
 
 
 @pytest.mark.parametrize("rows", [1, 100_000], ids=["small", "streamed"])
-def test_a_tail_does_not_show_what_its_level_joiner_may_lack(run: Run, rows: int) -> None:
+def test_a_tail_does_not_show_operations_that_its_level_joiner_may_lack(run: Run, rows: int) -> None:
     async def test(group: Group) -> None:
         for name in ("s0", "s1"):
             await group.start(name)

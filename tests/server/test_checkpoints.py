@@ -194,7 +194,7 @@ class _Nobody:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_is_written_is_what_there_was_at_the_cut(seed: int) -> None:
+def test_written_rows_are_those_at_the_cut(seed: int) -> None:
     story = CheckpointStory(seed, compiled=seed % 4 > 0)
     story.run(60)
     story.take_cut()
@@ -213,7 +213,7 @@ def a_story(aside_bytes: int = 1 << 20) -> CheckpointStory:
     return story
 
 
-def test_a_storage_that_refuses_ends_the_checkpoint_and_nothing_else() -> None:
+def test_a_storage_that_refuses_ends_only_the_checkpoint() -> None:
     story = a_story()
     for writer in story.writers.values():
         writer.refuses = True
@@ -227,7 +227,7 @@ def test_a_storage_that_refuses_ends_the_checkpoint_and_nothing_else() -> None:
     assert len(story.published) == 1
 
 
-def test_a_slow_storage_holds_up_the_scan_and_who_does_not_ask_any_more_ends_it() -> None:
+def test_a_slow_storage_delays_the_scan_and_a_silent_driver_ends_it() -> None:
     story = a_story()
     for writer in story.writers.values():
         writer.stuck = True
@@ -243,7 +243,7 @@ def test_a_slow_storage_holds_up_the_scan_and_who_does_not_ask_any_more_ends_it(
         assert server.checkpoints.aside_bytes == 0
 
 
-def test_pushes_wait_when_too_many_rows_are_retained_and_go_on_as_they_are_written() -> None:
+def test_pushes_wait_while_too_many_old_rows_are_kept_for_a_checkpoint() -> None:
     story = a_story(aside_bytes=3900)
     heads = [server for server in story.wires.servers.values() if server.checkpoints._scan is not None]
     for server in heads:
@@ -326,7 +326,7 @@ BUGS = (
 
 
 @pytest.mark.parametrize("plant", BUGS, ids=lambda bug: bug.__name__)
-def test_stories_find_what_is_wrong(
+def test_stories_find_planted_bugs_of_checkpoints(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)

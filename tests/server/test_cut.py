@@ -69,7 +69,7 @@ messages = st.one_of(
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(messages, st.sampled_from((0.0, 0.5, 3.0))), max_size=25))
-def test_a_worker_holds_if_its_newest_message_says_so_and_its_steps_are_committed(
+def test_a_worker_counts_as_holding_by_its_newest_message_and_its_commits(
     story: list[tuple[tuple[str, tuple[int, ...]], float]],
 ) -> None:
     holding, twin, now = CutHold(), HoldingTwin(), 0.0
@@ -93,7 +93,7 @@ def test_a_worker_holds_if_its_newest_message_says_so_and_its_steps_are_committe
         assert (0 if hold is None else hold.cut) == twin.current(now)[0]
 
 
-def test_whoever_has_a_round_open_is_waited_for_by_the_others_of_its_application_alone() -> None:
+def test_an_open_round_delays_only_workers_of_its_application() -> None:
     holding = CutHold()
     assert holding.begin(1, 5.0, 0.0)
     assert not holding.hear("a", HeldHeader(1, 5, 8), 1.0)
@@ -135,7 +135,7 @@ def test_only_the_newest_cut_is_noted_and_a_late_one_changes_nothing() -> None:
     assert apply(2, [0], "s1") == []
 
 
-def test_rounds_and_shards_are_noted_where_they_are() -> None:
+def test_rounds_and_shards_are_noted_at_their_home_range() -> None:
     notes, rounds, shards = CutNotes(), Rounds(2), ShardLedger(2)
     home = group_range("a", 2)
     rounds.enter("a", 1, [WORKER, 6])
@@ -191,7 +191,7 @@ async def three(group: Group) -> dict[str, Hook]:
     return hooks
 
 
-def test_every_replica_passes_a_cut_once_at_the_same_place_and_notes_the_same(run: Run) -> None:
+def test_every_replica_passes_a_cut_once_at_the_same_place_in_its_log(run: Run) -> None:
     async def test(group: Group) -> None:
         hooks = await three(group)
         assert group.view is not None
@@ -218,7 +218,7 @@ def test_every_replica_passes_a_cut_once_at_the_same_place_and_notes_the_same(ru
     run(test)
 
 
-def test_who_waits_for_what_is_written_hears_at_once_when_it_is(run: Run, tmp_path: Path) -> None:
+def test_a_request_waiting_for_written_files_is_answered_at_once(run: Run, tmp_path: Path) -> None:
     async def test(group: Group) -> None:
         await two(group)
         assert group.view is not None
@@ -284,7 +284,7 @@ def test_a_range_that_moves_takes_its_cut_along(run: Run) -> None:
     run(test)
 
 
-def test_a_cut_that_waited_with_pushes_notes_what_its_place_in_the_log_has(run: Run) -> None:
+def test_a_cut_that_waited_notes_the_clocks_of_its_place_in_the_log(run: Run) -> None:
     """All that waited for a view is let in at once: the clocks must be those of the cut's place, not of the end."""
 
     async def test(group: Group) -> None:
@@ -313,7 +313,7 @@ def test_a_cut_that_waited_with_pushes_notes_what_its_place_in_the_log_has(run: 
     run(test)
 
 
-def test_workers_hold_also_after_their_welcome_and_go_on_at_the_release(run: Run) -> None:
+def test_workers_that_connect_during_a_cut_hold_until_the_release(run: Run) -> None:
     async def test(group: Group) -> None:
         (second,) = group.enrol(1)
         server = await group.start("s0")
@@ -348,7 +348,7 @@ def test_workers_hold_also_after_their_welcome_and_go_on_at_the_release(run: Run
 
 
 @pytest.mark.parametrize("held", [HeldHeader(3, WORKER + 1, 8), HeldHeader(3, WORKER, 1 << 60)])
-def test_who_speaks_for_another_or_of_a_clock_that_cannot_be_loses_its_connection(run: Run, held: HeldHeader) -> None:
+def test_a_forged_hold_report_ends_its_connection(run: Run, held: HeldHeader) -> None:
     async def test(group: Group) -> None:
         server = await group.start("s0")
         group.adopt(group.make_view(lambda r: ["s0"]))

@@ -73,7 +73,7 @@ notes = st.tuples(st.integers(0, SPEC.total - 1), st.sampled_from(WORKERS), st.i
 
 @given(st.lists(takes | notes | st.just("move"), max_size=60))
 @settings(deadline=None)
-def test_shards_are_those_of_a_twin(events: list[object]) -> None:
+def test_a_shard_ledger_agrees_with_a_twin(events: list[object]) -> None:
     shards, twin = ShardLedger(P), Twin()
     shards.take(Claim("app", "train", SPEC, 3, 0, 0, (), (), ()))
     group = group_range("app", P)
@@ -111,7 +111,7 @@ def moved(shards: ShardLedger, group: int) -> ShardLedger:
     return other
 
 
-def test_a_lost_workers_shards_go_to_others_with_what_is_known_of_them() -> None:
+def test_a_lost_workers_shards_go_to_others_with_their_history() -> None:
     shards = ShardLedger(P)
 
     def take(worker: int, committed: int = 0, want: int = 4, **more: tuple[int, ...]) -> list[tuple[int, Used]]:
@@ -152,7 +152,7 @@ def test_sets_belong_to_their_application_and_home_range() -> None:
     assert [app for app in apps if shards.find(app, "train") is None] == [a for a in apps if group_range(a, P) == group]
 
 
-def test_another_cut_changes_nothing() -> None:
+def test_a_claim_with_another_shard_size_changes_nothing() -> None:
     shards = ShardLedger(P)
     shards.take(Claim("app", "train", SPEC, 3, 0, 2, (), (), ()))
     shards.take(Claim("app", "train", SPEC._replace(size=3), 4, 0, 2, (), (), ()))

@@ -30,7 +30,7 @@ async def two_servers(group: Group) -> View:
     return view
 
 
-def test_the_next_head_knows_what_was_handed_out_and_used(run: Run) -> None:
+def test_the_next_head_knows_the_assigned_and_used_shards(run: Run) -> None:
     async def test(group: Group) -> None:
         view = await two_servers(group)
         worker = await group.connect("s0")
@@ -75,7 +75,7 @@ def test_a_mark_of_another_application_is_left_out(run: Run) -> None:
      {"seed": 1.5}, {"done": 3}, {"back": ["a"]}, {"epochs": 1 << 40}, {"done": list(range(2000))}],
     ids=str,
 )  # fmt: skip
-def test_a_take_that_cannot_be_ends_the_connection(run: Run, wrong: dict[str, Any]) -> None:
+def test_an_impossible_take_ends_the_connection(run: Run, wrong: dict[str, Any]) -> None:
     async def test(group: Group) -> None:
         view = await two_servers(group)
         worker = await group.connect("s0")

@@ -89,7 +89,7 @@ async def scene_of(group: Group, *chain: str) -> AsyncIterator[Scene]:
             scene.draining.cancel()
 
 
-def test_two_that_drain_stay_until_a_server_that_stays_has_what_both_hold(
+def test_two_draining_servers_stay_until_a_third_has_their_shared_ranges(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test(group: Group) -> None:
@@ -105,9 +105,7 @@ def test_two_that_drain_stay_until_a_server_that_stays_has_what_both_hold(
     run(test)
 
 
-def test_what_a_server_waits_for_is_in_its_log_before_its_time_is_over(
-    run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_draining_server_logs_the_ranges_it_waits_for(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
 
     async def test(group: Group) -> None:
@@ -119,7 +117,7 @@ def test_what_a_server_waits_for_is_in_its_log_before_its_time_is_over(
     run(test)
 
 
-def test_it_ends_when_its_time_is_over_and_a_server_that_stays_has_all(run: Run) -> None:
+def test_a_draining_server_ends_on_time_if_another_has_all_its_ranges(run: Run) -> None:
     async def test(group: Group) -> None:
         async with scene_of(group, "a", "b", "c") as scene:
             await request_drain(scene.store, "b", leaves=True)
@@ -161,7 +159,7 @@ def test_a_copy_does_not_count_where_another_incarnation_answers(run: Run, caplo
     run(test)
 
 
-def test_where_all_are_about_to_end_none_waits(run: Run) -> None:
+def test_servers_that_all_end_do_not_wait_for_each_other(run: Run) -> None:
     async def test(group: Group) -> None:
         async with scene_of(group, "a", "b") as scene:
             for name in ("b", "c"):
@@ -185,7 +183,7 @@ def test_a_server_drained_by_an_operator_is_waited_for(run: Run, caplog: pytest.
     run(test)
 
 
-def test_a_request_that_is_taken_back_is_made_again_for_the_process_ends_anyway(run: Run) -> None:
+def test_a_cancelled_drain_is_requested_again_as_the_process_ends_anyway(run: Run) -> None:
     async def test(group: Group) -> None:
         async with scene_of(group, "a", "b") as scene:
             ends = scene.drain_a(60)
@@ -198,7 +196,7 @@ def test_a_request_that_is_taken_back_is_made_again_for_the_process_ends_anyway(
     run(test)
 
 
-def test_without_an_answer_from_the_store_it_stays_and_a_second_signal_ends_it_at_once(
+def test_a_draining_server_without_a_store_stays_until_a_second_signal(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody knows then which servers stay; nor does it have to wait out a question that is not answered."""
@@ -216,7 +214,7 @@ def test_without_an_answer_from_the_store_it_stays_and_a_second_signal_ends_it_a
 
 
 @pytest.mark.parametrize("sign", ["a server", "a coordinator"])
-def test_where_store_coordinators_and_all_others_have_gone_it_does_not_wait(
+def test_a_draining_server_ends_at_once_if_the_whole_cluster_is_gone(
     run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, sign: str
 ) -> None:
     """As when a namespace of Kubernetes is deleted."""
@@ -250,7 +248,7 @@ def test_where_store_coordinators_and_all_others_have_gone_it_does_not_wait(
     run(test)
 
 
-def test_it_waits_for_a_store_that_comes_back_before_all_seems_gone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draining_server_waits_for_a_store_that_comes_back(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(group: Group) -> None:
         async with scene_of(group, "a", "b", "c") as scene:
             scene.store.silent = True

@@ -52,7 +52,7 @@ async def say_what_cannot_be(sender: Server, receiver: Server, *messages: Messag
     await until(lambda: receiver.links.link(sender.member) not in (None, link))
 
 
-def test_a_close_of_a_round_that_fits_no_number_ends_its_connection_only(run: Run) -> None:
+def test_a_round_close_with_an_impossible_clock_ends_only_its_connection(run: Run) -> None:
     async def test(group: Group) -> None:
         await pair(group)
         worker, other = await group.connect("a"), await group.connect("a")
@@ -68,7 +68,7 @@ def test_a_close_of_a_round_that_fits_no_number_ends_its_connection_only(run: Ru
     run(test)
 
 
-def test_a_create_for_a_view_to_come_stops_no_other_and_ends_after_a_while(run: Run) -> None:
+def test_a_create_for_a_future_view_delays_no_other_and_times_out(run: Run) -> None:
     async def test(group: Group) -> None:
         (second,) = group.enrol(1)
         await pair(group)
@@ -87,7 +87,7 @@ def test_a_create_for_a_view_to_come_stops_no_other_and_ends_after_a_while(run: 
     run(test)
 
 
-def test_questions_for_a_view_to_come_wait_on_their_own_connection(run: Run) -> None:
+def test_requests_for_a_future_view_wait_on_their_own_connection(run: Run) -> None:
     async def test(group: Group) -> None:
         (second,) = group.enrol(1)
         await pair(group)
@@ -102,7 +102,7 @@ def test_questions_for_a_view_to_come_wait_on_their_own_connection(run: Run) -> 
     run(test)
 
 
-def test_a_peer_that_acknowledges_what_it_was_never_sent_loses_its_link_only(run: Run) -> None:
+def test_an_acknowledgement_of_unsent_operations_ends_only_the_link(run: Run) -> None:
     async def test(group: Group) -> None:
         await pair(group)
         worker = await group.connect("a")
@@ -115,7 +115,7 @@ def test_a_peer_that_acknowledges_what_it_was_never_sent_loses_its_link_only(run
     run(test)
 
 
-def test_a_neighbours_room_that_fits_no_number_is_not_taken_in(run: Run) -> None:
+def test_an_impossible_headroom_of_a_neighbour_is_ignored(run: Run) -> None:
     async def test(group: Group) -> None:
         await pair(group)
         head, tail = group.servers["a"], group.servers["b"]
@@ -128,7 +128,7 @@ def test_a_neighbours_room_that_fits_no_number_is_not_taken_in(run: Run) -> None
     run(test)
 
 
-def test_what_fails_as_held_frames_are_handled_stops_nobody_else(run: Run) -> None:
+def test_a_held_frame_that_fails_ends_only_its_connection(run: Run) -> None:
     async def test(group: Group) -> None:
         await pair(group)
         server = group.servers["a"]
@@ -159,7 +159,7 @@ def test_a_task_that_fails_ends_the_process(run: Run) -> None:
     run(test)
 
 
-def test_as_many_workers_as_there_may_be_keep_no_leader_and_no_server_out(run: Run) -> None:
+def test_the_maximum_of_workers_keeps_out_no_leader_and_no_server(run: Run) -> None:
     async def test(group: Group) -> None:
         with patch.object(handshake, "MAX_WORKERS", 3):
             ids = group.enrol(3)
@@ -182,7 +182,7 @@ def test_as_many_workers_as_there_may_be_keep_no_leader_and_no_server_out(run: R
     run(test)
 
 
-def test_a_line_to_a_server_that_has_just_gone_ends_as_connections_do(run: Run) -> None:
+def test_a_link_to_a_server_that_has_just_gone_is_closed(run: Run) -> None:
     """Before whoever reads from it is told, uvloop says so in a way of its own, which ended coordinators."""
 
     async def test(group: Group) -> None:
@@ -202,7 +202,7 @@ def test_a_line_to_a_server_that_has_just_gone_ends_as_connections_do(run: Run) 
     run(test)
 
 
-def test_connections_that_say_nothing_keep_nobody_out(run: Run) -> None:
+def test_silent_connections_keep_out_no_worker(run: Run) -> None:
     async def test(group: Group) -> None:
         with patch.object(handshake, "MAX_UNKNOWN", 4):
             await pair(group)
@@ -219,7 +219,7 @@ def test_connections_that_say_nothing_keep_nobody_out(run: Run) -> None:
     run(test)
 
 
-def test_connections_whose_hello_is_refused_keep_nobody_out(run: Run) -> None:
+def test_connections_with_a_refused_hello_keep_out_no_worker(run: Run) -> None:
     async def test(group: Group) -> None:
         with patch.object(handshake, "MAX_UNKNOWN", 4):
             await pair(group)
@@ -236,7 +236,7 @@ def test_connections_whose_hello_is_refused_keep_nobody_out(run: Run) -> None:
     run(test)
 
 
-def test_a_connection_that_has_let_refusals_pile_up_still_has_to_say_who_it_is(
+def test_a_connection_that_does_not_read_refusals_still_needs_a_hello(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found in a review: one timer was for both, and it stayed for ever."""

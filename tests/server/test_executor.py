@@ -21,7 +21,7 @@ class Second:
     """One that belongs behind it."""
 
 
-def test_an_event_in_the_midst_of_anothers_effects_lets_nobody_go_on_before_these_are_done() -> None:
+def test_waiting_pushes_are_admitted_after_all_effects_of_nested_events() -> None:
     """A link that is full as a frame is queued there, for example: pushes that waited come behind the frame's rest."""
     executor = Executor(Member("a", 1), RANGES, 1 << 20, FastPath(RANGES, 1 << 20))
     replica, done = executor.replica, list[str]()

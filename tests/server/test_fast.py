@@ -362,7 +362,7 @@ def test_compiled_and_python_give_the_same_bytes_and_the_same_state(seed: int, m
     assert outcomes[0][1] == outcomes[1][1]
 
 
-def test_what_a_joiner_has_not_taken_yet_is_not_received_over() -> None:
+def test_buffers_with_bytes_for_a_joiner_are_not_overwritten() -> None:
     """While a range is filled nothing is logged for its joiner, and nothing but its socket keeps what it is sent."""
     wires = Wires(1, compiled=True)
     for name in "ab":
@@ -408,7 +408,7 @@ def test_every_effect_is_carried_out() -> None:
     assert set(Wires(1, compiled=True).start("a", ()).executor.handlers) == set(get_args(Effect))
 
 
-def test_what_workers_were_told_stays_known_when_they_leave_and_is_not_taken_for_what_others_were_told() -> None:
+def test_acknowledged_clocks_of_departed_workers_stay_their_own() -> None:
     path = FastPath(RANGES, 1 << 20)
     executor = Executor(Member("s", 1), RANGES, 1 << 20, path)
 

@@ -70,7 +70,7 @@ def test_gradients_that_are_not_finite_are_refused_at_the_edge(run: Run, finite:
     run(story)
 
 
-def test_a_spec_says_whether_it_is_so() -> None:
+def test_finite_is_part_of_the_spec() -> None:
     spec = TableSpec("t", 4, Accumulate(), finite=True)
     assert TableSpec.from_json(spec.to_json()) == spec
     assert "finite is True, not False" in spec.difference(TableSpec("t", 4, Accumulate()))

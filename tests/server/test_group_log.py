@@ -103,7 +103,7 @@ class Head:
 
 
 @pytest.mark.parametrize("kind", [Kind.BARRIER_JOIN, Kind.CLAIM_SHARDS])
-def test_a_decision_that_may_yet_be_lost_is_not_told(kind: Kind) -> None:
+def test_an_uncommitted_decision_is_not_reported(kind: Kind) -> None:
     head, worker = Head(), Worker(1)
     handlers = head.barrier().handlers | ShardDispenser(head.log(), head.shards).handlers
     document = {"name": "train", "samples": 9, "size": 1, "epochs": 1, "seed": None, "want": 1, "done": [], "back": []}
@@ -115,7 +115,7 @@ def test_a_decision_that_may_yet_be_lost_is_not_told(kind: Kind) -> None:
     assert (answer["round"] if kind == Kind.BARRIER_JOIN else answer["decided"][0]) == 0
 
 
-def test_a_head_with_an_older_roster_takes_nobody_for_lost() -> None:
+def test_a_head_with_an_older_roster_takes_no_worker_for_lost() -> None:
     head, known, new = Head(), Worker(1), Worker(3)
     barrier, dispenser = head.barrier(), ShardDispenser(head.log(), head.shards)
     document = {"name": "train", "samples": 9, "size": 1, "epochs": 1, "seed": None, "want": 1, "done": [], "back": []}
@@ -194,7 +194,7 @@ def rounds() -> TwoWorkers:
     return TwoWorkers()
 
 
-def test_who_asks_again_while_the_decision_waits_for_room_in_the_log_hears_of_it(rounds: TwoWorkers) -> None:
+def test_a_repeated_request_gets_a_decision_that_waits_for_the_log(rounds: TwoWorkers) -> None:
     """It waited for the next one, as long as it had patience (seeds 3108831 and 3200942)."""
     rounds.head.full = True
     rounds.arrive(rounds.first)
@@ -206,7 +206,7 @@ def test_who_asks_again_while_the_decision_waits_for_room_in_the_log_hears_of_it
     assert rounds.second.answers == [{"round": 1, "workers": [1, 2]}]
 
 
-def test_who_was_away_at_the_decision_and_asks_before_it_is_made_is_told_so(rounds: TwoWorkers) -> None:
+def test_a_worker_absent_at_the_decision_is_told_that_it_was_left_out(rounds: TwoWorkers) -> None:
     rounds.head.full = True
     both = rounds.head.workers
     rounds.head.workers = {1: both[1]}
@@ -218,14 +218,14 @@ def test_who_was_away_at_the_decision_and_asks_before_it_is_made_is_told_so(roun
     assert rounds.head.refused == [(2, "left-out")]
 
 
-def test_who_asks_for_a_round_that_cannot_be_is_told_so() -> None:
+def test_a_request_for_an_impossible_round_is_refused() -> None:
     head, worker = Head(), Worker(1)
     barrier = head.barrier()
     barrier.handlers[Kind.BARRIER_ARRIVE](worker, Header(Kind.BARRIER_ARRIVE, epoch=1, clock=0), np.empty(0, np.uint8))
     assert head.refused == [(1, "left-out")]
 
 
-def test_who_asks_again_hears_of_its_round_though_the_next_is_decided_before_that_is_committed(
+def test_a_repeated_request_gets_its_own_round_though_the_next_is_decided(
     rounds: TwoWorkers,
 ) -> None:
     """Found in a review. It was told of the next round, took itself for left out, and pushed its step anew."""

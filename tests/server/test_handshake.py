@@ -12,7 +12,7 @@ from elasticps.wire.headers import JoinHeader, OkHeader
 from tests.server.conftest import WORKER, Group, Run, Worker, until
 
 
-def test_what_an_older_connection_still_holds_is_not_taken_for_something_newer(run: Run) -> None:
+def test_frames_held_on_an_older_connection_are_dropped(run: Run) -> None:
     """It said that the worker pauses, behind a frame that waits for a view; the worker had gone on meanwhile."""
 
     async def test(group: Group) -> None:
@@ -34,9 +34,7 @@ def test_what_an_older_connection_still_holds_is_not_taken_for_something_newer(r
     run(test)
 
 
-def test_one_that_connects_again_has_its_place_where_there_is_none_for_others(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reconnecting_worker_keeps_its_place_on_a_full_server(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of its older connection may not have come."""
     monkeypatch.setattr(handshake, "MAX_WORKERS", 2)
 
@@ -52,7 +50,7 @@ def test_one_that_connects_again_has_its_place_where_there_is_none_for_others(
     run(test)
 
 
-def test_an_older_connection_that_says_late_who_it_is_takes_no_place(run: Run) -> None:
+def test_a_late_hello_of_an_older_connection_takes_no_place(run: Run) -> None:
     """Its hello was lost on the way and sent again; the worker had given it up and come back meanwhile."""
 
     async def test(group: Group) -> None:

@@ -18,7 +18,7 @@ from tests.coordinator.support import until
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), MemoryError()])
-def test_what_the_system_refuses_is_logged_once_in_a_while_and_tried_again(
+def test_work_that_the_system_refuses_is_logged_seldom_and_tried_again(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -40,7 +40,7 @@ def test_what_the_system_refuses_is_logged_once_in_a_while_and_tried_again(
     assert caplog.text.count('the system refuses nothing more what="a look" failures=5') == 1
 
 
-def test_a_mistake_of_ours_is_no_refusal() -> None:
+def test_a_bug_is_not_taken_for_a_refusal_of_the_system() -> None:
     def work() -> None:
         raise KeyError
 
@@ -69,7 +69,7 @@ def test_a_limit_that_leaves_nothing_to_connections_is_refused() -> None:
         connections_for(143)
 
 
-def test_a_process_takes_as_many_files_as_it_may_have() -> None:
+def test_a_process_raises_its_limit_of_open_files() -> None:
     before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
@@ -80,7 +80,7 @@ def test_a_process_takes_as_many_files_as_it_may_have() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_what_counts_for_a_limit_of_the_process_is_used() -> None:
+def test_memory_that_counts_for_a_process_limit_is_used() -> None:
     """Addresses that hold nothing count for `ulimit -v`, so what is in memory says little of what is left."""
     headroom = Headroom("a", ServerMemory(1000, lambda: Reading(100, 10_000, left=300)))
     headroom.look(0)

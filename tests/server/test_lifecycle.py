@@ -69,7 +69,7 @@ def without(view: View, name: str) -> View:
                 np.full(shape[0], epoch, np.int64), "left out")  # fmt: skip
 
 
-def test_what_a_view_has_left_out_takes_no_part_in_later_ones(run: Run) -> None:
+def test_a_server_left_out_of_a_view_ignores_later_ones(run: Run) -> None:
     """Its leader may not know yet that it has given up, and lets it join again; what it would be given, it drops."""
 
     async def test(group: Group) -> None:
@@ -88,7 +88,7 @@ def test_what_a_view_has_left_out_takes_no_part_in_later_ones(run: Run) -> None:
     run(test)
 
 
-def test_what_a_server_logs_itself_after_it_was_left_out_is_never_committed(run: Run) -> None:
+def test_operations_logged_by_a_server_left_out_are_never_committed(run: Run) -> None:
     """Its copy is void: a task under way, such as a cut or a restore, must not take it for one that has the ranges."""
 
     async def test(group: Group) -> None:
@@ -111,7 +111,7 @@ def test_what_a_server_logs_itself_after_it_was_left_out_is_never_committed(run:
     run(test)
 
 
-def test_a_life_that_is_left_out_ends_though_the_store_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_left_out_ends_though_the_store_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A leader that reaches it would give it ranges again meanwhile, and count on its copies (seed 4223)."""
     store = MemoryStore("c")
     closed = asyncio.Event()
@@ -159,7 +159,7 @@ def test_a_life_that_is_left_out_ends_though_the_store_does_not_answer(monkeypat
     asyncio.run(test())
 
 
-def test_an_entry_that_cannot_be_read_ends_no_server_that_drains(run: Run) -> None:
+def test_a_damaged_entry_ends_no_draining_server(run: Run) -> None:
     """It would go with ranges that nobody else has."""
 
     async def test(group: Group) -> None:
@@ -172,7 +172,7 @@ def test_an_entry_that_cannot_be_read_ends_no_server_that_drains(run: Run) -> No
     run(test)
 
 
-def test_a_server_whose_own_entry_cannot_be_read_asks_again(run: Run) -> None:
+def test_a_server_with_a_damaged_entry_requests_its_drain_again(run: Run) -> None:
     """It writes its entry anew when it renews its lease."""
 
     async def test(group: Group) -> None:
@@ -182,7 +182,7 @@ def test_a_server_whose_own_entry_cannot_be_read_asks_again(run: Run) -> None:
     run(test)
 
 
-def test_a_name_whose_entry_cannot_be_read_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_with_a_damaged_entry_is_refused_with_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "_LEASE_S", 0.0)
 
     async def test() -> None:

@@ -65,7 +65,7 @@ def a_push_of_exactly(limit: int, routes: Routes) -> bytes:
 
 
 @pytest.mark.parametrize("flags", [0, ROUND, PACKED], ids=["plain", "round", "packed"])
-def test_a_push_of_exactly_the_limit_goes_along_the_chain(run: Run, flags: int) -> None:
+def test_a_push_of_exactly_the_limit_is_replicated(run: Run, flags: int) -> None:
     async def test(group: Group) -> None:
         for name in ("a", "b"):
             await group.start(name)
@@ -133,7 +133,7 @@ def test_a_control_frame_over_its_limit_ends_the_connection(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("part", "taken"), [(MAX_PARTS - 1, True), (MAX_PARTS, False)])
-def test_a_step_has_so_many_parts_and_no_more(run: Run, part: int, taken: bool) -> None:
+def test_a_step_has_a_maximum_of_parts(run: Run, part: int, taken: bool) -> None:
     async def test(group: Group) -> None:
         await group.start("a")
         group.adopt(group.make_view(lambda r: ["a"]))

@@ -68,7 +68,7 @@ def test_calls_that_cannot_be_read_are_logged_few_times(log: io.StringIO) -> Non
     assert 0 < log.getvalue().count("Traceback") <= logs.OTHERS_MOST
 
 
-def test_what_was_left_out_is_counted_and_our_own_lines_are_all_there() -> None:
+def test_suppressed_lines_are_counted_and_our_own_are_never_suppressed() -> None:
     now, left_out = 0.0, []
     others = logs._Others()
     others._sparing = Sparing(2, 10.0, lambda: now)

@@ -73,7 +73,7 @@ def test_compiled_code_finds_the_tables_that_are_there(path: FastPath) -> None:
     assert not any(found(number, 0) for number in range(1, MANY + 1))
 
 
-def test_a_look_at_memory_is_at_tables_with_dropped_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_memory_visits_only_tables_with_dropped_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was at all of them, ten times a second."""
     store, looked = Store(RANGES), list[int]()
     keys = np.arange(1000)

@@ -62,7 +62,7 @@ NAMES = ("sum", "l1", "l2", "linf", "max", "min", "nonzero")
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0, 1, 7, 300]), st.sampled_from(["float32", "bfloat16", "float16"]))
 @settings(max_examples=25)
-def test_it_is_what_numpy_gives_and_the_same_at_every_replica(seed: int, n: int, dtype: str) -> None:
+def test_reductions_agree_with_numpy_and_between_replicas(seed: int, n: int, dtype: str) -> None:
     random = np.random.default_rng(seed)
     spec = TableSpec("t", DIM, SGD(0.1), dtype=dtype)
     keys = random.choice(100_000, n, replace=False).astype(np.int64) - 50_000
@@ -92,7 +92,7 @@ def test_it_is_what_numpy_gives_and_the_same_at_every_replica(seed: int, n: int,
     assert reduced(one, "in-order", 0.25)[1] == reduced(other, "in-order", 0.25)[1]
 
 
-def test_a_tensor_is_reduced_without_what_fills_up_its_last_block() -> None:
+def test_a_tensor_is_reduced_without_the_padding_of_its_last_block() -> None:
     spec = TableSpec.dense("w", (401, 101), SGD(0.1))
     assert spec.blocks > 2
     assert spec.size % spec.dim
@@ -106,7 +106,7 @@ def test_a_tensor_is_reduced_without_what_fills_up_its_last_block() -> None:
     assert reduced(table, "sum")[0] == -spec.size * (spec.size + 1) / 2
 
 
-def test_what_is_no_number_stays() -> None:
+def test_nan_and_infinity_survive_reductions() -> None:
     for place in range(3):
         table = Table(TableSpec("t", 1, SGD(0.1)), 3, 2)
         rows = np.array([[1], [2], [3]], np.float32)
@@ -123,7 +123,7 @@ def test_what_is_no_number_stays() -> None:
     ]
 
 
-def test_what_cannot_be_registered_is_refused() -> None:
+def test_impossible_reductions_cannot_be_registered() -> None:
     register_reduction("in-order", in_order, one_after_the_other, size=2, constants=1)  # again
     with pytest.raises(SpecError, match="another reduction is already registered as 'in-order'"):
         register_reduction("in-order", in_order, one_after_the_other, size=3, constants=1)

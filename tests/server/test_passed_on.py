@@ -140,7 +140,7 @@ assert all(MAX_CONTROL_BYTES - 64 < len(body) <= MAX_CONTROL_BYTES for body in (
 @example([push(_JOINED + 1, lag=_JOINED + 1, table=99)])
 @example([claim(done=[False])])
 @given(st.lists(_FRAMES, max_size=8))
-def test_what_a_worker_says_never_ends_a_link_between_servers(compiled: bool, frames: list[Frame]) -> None:
+def test_no_frame_of_a_worker_ends_a_link_between_servers(compiled: bool, frames: list[Frame]) -> None:
     wires = Wires(1, compiled)
     head, tail = (wires.start(name, [WORKER]) for name in ("s0", "s1"))
     wires.adopt(lambda r: ["s0", "s1"])
@@ -178,7 +178,7 @@ def test_a_worker_gives_its_id_as_a_number(run: Run) -> None:
     run(test)
 
 
-def test_why_a_peer_ends_a_link_is_logged_where_it_came_from(run: Run) -> None:
+def test_the_reason_for_ending_a_link_is_logged_at_its_cause(run: Run) -> None:
     """What is wrong with it is mostly wrong there."""
 
     async def test(group: Group) -> None:

@@ -133,7 +133,7 @@ def rows(table: int, spec: str, keys: tuple[int, ...], stride: int) -> TableRows
     ],
     ids=["another spec", "unknown optimizer", "stride", "keys of other ranges", "dim of a share", "keys of a share"],
 )
-def test_a_piece_that_does_not_fit_the_tables_ends_the_link_only(run: Run, message: SnapshotChunk) -> None:
+def test_a_snapshot_piece_that_does_not_fit_the_tables_ends_the_link_only(run: Run, message: SnapshotChunk) -> None:
     async def test(group: Group) -> None:
         a, b = await tail_and_joiner(group)
         await say_what_cannot_be(a, b, message._replace(epoch=a.serving.epoch))
@@ -141,7 +141,7 @@ def test_a_piece_that_does_not_fit_the_tables_ends_the_link_only(run: Run, messa
     run(test)
 
 
-def test_an_operation_of_a_range_of_which_nothing_is_here_yet_ends_the_link_only(run: Run) -> None:
+def test_an_operation_of_a_range_that_is_not_here_ends_the_link_only(run: Run) -> None:
     async def test(group: Group) -> None:
         a, b = await tail_and_joiner(group)
         await say_what_cannot_be(a, b, pushed(block())(b)._replace(epoch=a.serving.epoch))
@@ -149,7 +149,7 @@ def test_an_operation_of_a_range_of_which_nothing_is_here_yet_ends_the_link_only
     run(test)
 
 
-def test_a_peer_that_is_wrong_again_and_again_gets_no_more_links_until_the_next_view(run: Run) -> None:
+def test_a_peer_that_keeps_sending_errors_gets_no_links_until_the_next_view(run: Run) -> None:
     async def test(group: Group) -> None:
         await pair(group)
         head, tail = group.servers["a"], group.servers["b"]
@@ -167,7 +167,7 @@ def test_a_peer_that_is_wrong_again_and_again_gets_no_more_links_until_the_next_
     run(test)
 
 
-def test_nothing_is_handled_after_a_message_that_cannot_be(run: Run) -> None:
+def test_no_message_is_handled_after_an_impossible_one(run: Run) -> None:
     """Above all not by compiled code, to which such a link is nobody, as is the predecessor of a head."""
 
     async def test(group: Group) -> None:
@@ -194,9 +194,7 @@ def test_nothing_is_handled_after_a_message_that_cannot_be(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("limit", "value"), [("MOST_BYTES", 100 << 10), ("HOLD_TIMEOUT_S", -1.0)])
-def test_what_waits_for_a_view_to_come_is_bounded_and_does_not_wait_for_ever(
-    run: Run, limit: str, value: float
-) -> None:
+def test_messages_for_a_future_view_wait_bounded_in_size_and_time(run: Run, limit: str, value: float) -> None:
     async def test(group: Group) -> None:
         await pair(group)
         head, tail = group.servers["a"], group.servers["b"]
@@ -215,7 +213,7 @@ def test_what_waits_for_a_view_to_come_is_bounded_and_does_not_wait_for_ever(
     run(test)
 
 
-def test_a_peer_that_asks_for_more_than_it_reads_loses_its_link(run: Run) -> None:
+def test_a_peer_that_requests_more_than_it_reads_loses_its_link(run: Run) -> None:
     async def test(group: Group) -> None:
         await pair(group)
         head, tail = group.servers["a"], group.servers["b"]
@@ -228,7 +226,7 @@ def test_a_peer_that_asks_for_more_than_it_reads_loses_its_link(run: Run) -> Non
     run(test)
 
 
-def test_a_table_that_a_head_knows_from_others_is_known_to_its_own_successor(run: Run) -> None:
+def test_a_table_that_a_head_learned_from_a_peer_reaches_its_successor(run: Run) -> None:
     """The log of its own ranges has not said so."""
 
     async def test(group: Group) -> None:
@@ -247,7 +245,7 @@ def test_a_table_that_a_head_knows_from_others_is_known_to_its_own_successor(run
     run(test)
 
 
-def test_one_table_with_two_specs_at_two_heads_is_the_registered_one_everywhere(run: Run) -> None:
+def test_a_table_with_two_specs_becomes_the_registered_one_everywhere(run: Run) -> None:
     async def test(group: Group) -> None:
         for name in ("a", "b"):
             await group.start(name)

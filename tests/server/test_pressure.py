@@ -54,7 +54,7 @@ def waiting_bytes(server: Server) -> int:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_a_worker_that_reads_nothing_costs_a_bounded_amount(run: Run, compiled: bool) -> None:
+def test_a_worker_that_reads_nothing_takes_bounded_memory(run: Run, compiled: bool) -> None:
     async def story(group: Group) -> None:
         (second,) = group.enrol(1)
         server = await group.start("a")
@@ -80,7 +80,7 @@ def test_a_worker_that_reads_nothing_costs_a_bounded_amount(run: Run, compiled: 
     run(story)
 
 
-def test_a_peer_that_goes_while_nothing_is_read_from_it_is_noticed(run: Run) -> None:
+def test_a_peer_that_leaves_while_reading_is_paused_is_noticed(run: Run) -> None:
     async def story(group: Group) -> None:
         server = await group.start("a")
         group.adopt(group.make_view(lambda r: ["a"]))
@@ -153,7 +153,7 @@ def push(group: Group, worker: Worker, clock: int) -> Answer:
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("chain", ["a", "ac"])
-def test_what_waits_for_a_joiner_that_reads_slowly_is_bounded(run: Run, chain: str, compiled: bool) -> None:
+def test_bytes_waiting_for_a_slow_joiner_are_bounded(run: Run, chain: str, compiled: bool) -> None:
     """Nothing of it is in a log, so the link itself is what holds pushes back: here, and by what it does not vouch for
     at the heads. The joiner is filled meanwhile."""
 

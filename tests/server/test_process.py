@@ -58,9 +58,7 @@ def test_the_name_of_a_living_server_is_refused(local_cluster: NewCluster, event
         assert "waiting until the lease" not in heir.communicate(timeout=100)[1]
 
 
-def test_one_that_was_frozen_leaves_its_name_to_who_took_it_meanwhile(
-    local_cluster: NewCluster, eventually: Eventually
-) -> None:
+def test_a_frozen_server_gives_up_its_name_to_a_newer_one(local_cluster: NewCluster, eventually: Eventually) -> None:
     cluster = local_cluster(servers=2, ranges=32)
     cluster.pause("s1")
     with server(cluster.url, "--name", "s1") as heir:
@@ -91,7 +89,9 @@ def test_the_last_server_ends_at_once(local_cluster: NewCluster, eventually: Eve
         ("x = (", "SyntaxError"),
     ],
 )
-def test_a_plugin_that_fails_is_one_line(text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_that_fails_is_reported_in_one_line(
+    text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_plugin.py").write_text(f"{text}\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="plug-in 'my_plugin' cannot be imported") as caught:
@@ -116,7 +116,7 @@ def test_a_plugin_is_found_where_the_server_was_started(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("name", ["no_such_plugin", "no_such_plugin.inner", ".relative"])
-def test_a_plugin_that_is_not_there(name: str) -> None:
+def test_a_missing_plugin_is_reported_in_one_line(name: str) -> None:
     with pytest.raises(ConfigError, match="cannot be imported") as caught:
         load_plugin(name)
     assert "\n" not in str(caught.value)

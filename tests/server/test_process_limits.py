@@ -101,7 +101,7 @@ def _files(pid: int) -> int:
 
 
 @pytest.mark.slow
-def test_a_limit_of_addresses_from_outside_is_a_limit_of_memory(tmp_path: Path) -> None:
+def test_an_address_space_limit_counts_as_a_memory_limit(tmp_path: Path) -> None:
     with (
         limited(tmp_path, resource.RLIMIT_AS, ADDRESS_BYTES, ADDRESS_BYTES) as servers,
         eps.connect(servers.cluster.url, worker="w0", timeout=100.0) as ps,

@@ -41,7 +41,7 @@ async def read_rows(reader: asyncio.StreamReader, requests: int) -> dict[int, ND
     return {request: np.frombuffer(b"".join(parts), np.float32).reshape(-1, DIM) for request, parts in chunks.items()}
 
 
-def test_large_answers_that_wait_have_the_requested_rows(run: Run) -> None:
+def test_large_waiting_answers_have_the_requested_rows(run: Run) -> None:
     async def story(group: Group) -> None:
         await group.start("a")
         view = group.make_view(lambda r: ["a"])
@@ -61,7 +61,7 @@ def test_large_answers_that_wait_have_the_requested_rows(run: Run) -> None:
     run(story)
 
 
-def test_keys_are_listed_by_their_tail_and_by_nobody_else(run: Run) -> None:
+def test_keys_are_listed_only_by_their_tail(run: Run) -> None:
     async def story(group: Group) -> None:
         for name in "ab":
             await group.start(name)
@@ -82,7 +82,7 @@ def test_keys_are_listed_by_their_tail_and_by_nobody_else(run: Run) -> None:
     run(story)
 
 
-def test_digests_are_those_of_the_rows_that_a_pull_shows(run: Run) -> None:
+def test_digests_match_the_rows_of_a_pull(run: Run) -> None:
     async def story(group: Group) -> None:
         await group.start("a")
         view = group.make_view(lambda r: ["a"])

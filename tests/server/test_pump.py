@@ -37,7 +37,7 @@ def transports(server: Server) -> list[Transport]:
     return [c.transport for c in server.handshake.connections if isinstance(c.transport, Transport)]
 
 
-def test_descriptors_beyond_those_known_and_used_again_reach_their_own_connection(run: Run) -> None:
+def test_new_and_reused_descriptors_reach_their_own_connection(run: Run) -> None:
     """Each of many connections, of which some end and others take their descriptors, gets its own answers."""
 
     async def test(group: Group) -> None:
@@ -63,7 +63,7 @@ def test_descriptors_beyond_those_known_and_used_again_reach_their_own_connectio
     run(test)
 
 
-def test_a_peer_that_resets_while_nothing_is_read_from_it_is_noticed(run: Run) -> None:
+def test_a_reset_while_reading_is_paused_is_noticed(run: Run) -> None:
 
     async def test(group: Group) -> None:
         server = await started(group)
@@ -79,7 +79,7 @@ def test_a_peer_that_resets_while_nothing_is_read_from_it_is_noticed(run: Run) -
     run(test)
 
 
-def test_what_a_socket_does_not_take_leaves_later_and_in_order(run: Run) -> None:
+def test_bytes_that_a_full_socket_refuses_leave_later_in_order(run: Run) -> None:
     """A reader that rests: the socket takes a part, Python keeps the rest, and what follows waits behind it."""
 
     async def test(group: Group) -> None:
@@ -134,7 +134,7 @@ def test_without_descriptors_nothing_is_accepted_until_there_are_some(
     run(test)
 
 
-def test_an_error_of_ours_ends_one_connection_and_no_other(run: Run) -> None:
+def test_a_bug_in_a_handler_ends_only_one_connection(run: Run) -> None:
 
     async def test(group: Group) -> None:
         server = await started(group)
@@ -166,7 +166,7 @@ def port_of(group: Group) -> int:
     return int(group.infos["a"].address.rpartition(":")[2])
 
 
-def test_looking_at_the_time_leaves_alone_to_whom_messages_go() -> None:
+def test_polling_leaves_message_addresses_empty() -> None:
     """The kernel refuses a message whose header names an address, and then all of it would go through Python."""
     path = FastPath(4, 1 << 20)
     with select.epoll() as waits:

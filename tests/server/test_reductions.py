@@ -64,7 +64,7 @@ def test_every_replica_computes_the_same_bits_and_only_the_tail_answers(run: Run
     run(story)
 
 
-def test_others_have_their_turn_between_slices(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_requests_are_served_between_slices(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partial, "SLICE_ROWS", 1)
 
     async def story(group: Group) -> None:
@@ -91,9 +91,7 @@ def test_others_have_their_turn_between_slices(run: Run, monkeypatch: pytest.Mon
     run(story)
 
 
-def test_a_range_that_leaves_is_requested_elsewhere_and_requests_of_a_lost_connection_are_dropped(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_for_moved_ranges_and_lost_connections_are_dropped(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partial, "SLICE_ROWS", 1)
 
     async def story(group: Group) -> None:
@@ -122,7 +120,7 @@ def test_a_range_that_leaves_is_requested_elsewhere_and_requests_of_a_lost_conne
     run(story)
 
 
-def test_nothing_is_shown_that_a_level_joiner_may_lack(run: Run) -> None:
+def test_a_reduction_leaves_out_operations_that_a_level_joiner_may_lack(run: Run) -> None:
     """It may be the next tail: as with pulls."""
 
     async def story(group: Group) -> None:
@@ -165,7 +163,7 @@ def nothing(s: Any, later: Any) -> None:
     pass
 
 
-def test_what_cannot_be_reduced_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_reductions_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     register_reduction("fails", fails, nothing, constants=1)
     monkeypatch.setattr(reductions, "MAX_WAITING", 1)
 

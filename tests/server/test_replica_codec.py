@@ -223,7 +223,7 @@ def test_damaged_messages_raise_frame_errors_only(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("field", ["clock", "epoch"])
-def test_positions_that_no_log_has_are_refused(field: str) -> None:
+def test_impossible_log_positions_are_refused(field: str) -> None:
     codec = ReplicaCodec({}, P)
     for message in (ChunkAck(4, 3, 2, 7, True, 55), Ack(4, numbers(1), numbers(10))):
         frame = b"".join(bytes(part) for part in codec.encode(message))
@@ -235,7 +235,7 @@ def test_positions_that_no_log_has_are_refused(field: str) -> None:
 @pytest.mark.parametrize(
     "spec", [(0, 7, 2, 5), (100, 0, 2, 5), (100, 7.5, 2, None), ("x", 7, 2, 5), (100, 7, 2, "s"), (1,)]
 )
-def test_a_take_of_shards_that_cannot_be_is_refused(spec: tuple[object, ...]) -> None:
+def test_an_impossible_take_of_shards_is_refused(spec: tuple[object, ...]) -> None:
     take = A_TAKE._replace(spec=spec)  # type: ignore[arg-type]
     with pytest.raises(FrameError, match="CLAIM_SHARDS cannot be read"):
         through_the_wire(
@@ -253,12 +253,12 @@ def test_a_take_of_shards_that_cannot_be_is_refused(spec: tuple[object, ...]) ->
         Operation(OperationKind.PUSH, 5, 7 << 16, RowBlocks([], ONE, positions_of(ONE, P)), 10, Refusal(WHY, 1 << 70)),
     ],
 )
-def test_what_cannot_have_been_refused_is_refused(operation: Operation) -> None:
+def test_impossible_refusals_are_rejected(operation: Operation) -> None:
     with pytest.raises(FrameError):
         through_the_wire(Forward(4, ONE, numbers(9), operation), a_store())
 
 
-def test_why_something_is_refused_is_never_too_long_to_be_replicated() -> None:
+def test_reasons_for_refusals_are_short_enough_to_be_replicated() -> None:
     written = why({"code": "memory", "message": '"' * 2000, "table": "\x00" * 2000})
     assert len(written) <= MAX_WHY
     assert error_of(written)["code"] == "memory"
@@ -266,7 +266,7 @@ def test_why_something_is_refused_is_never_too_long_to_be_replicated() -> None:
 
 @given(st.text(st.characters(exclude_categories=()), max_size=5000))
 @example("t\ud800")
-def test_what_is_refused_can_be_told_whatever_words_of_a_peer_are_in_it(words: str) -> None:
+def test_refusals_with_arbitrary_text_can_be_encoded(words: str) -> None:
     """Half a surrogate pair in a table's name ended the servers that it was pushed to: telling is a part of what must
     not fail."""
     document = {"code": "not-finite", "message": f"table {words!r}", "table": words}

@@ -26,7 +26,7 @@ class Connection:
         self.sent.append(json_frame(Kind.VIEW, {}))
 
 
-def test_a_refused_push_whose_range_moves_is_told_of_both() -> None:
+def test_a_refused_push_whose_range_moves_gets_both_answers() -> None:
     connection = Connection()
     ticket = RequestTicket(cast(Any, connection), 5)
     two = np.arange(2)

@@ -55,7 +55,7 @@ async def answered(restorer: Restorer, spec: RestoreSpec) -> RestoreProgress:
             await asyncio.sleep(0.01)
 
 
-def test_what_failed_is_tried_again() -> None:
+def test_a_failed_restore_is_tried_again() -> None:
     url = f"memory://{uuid.uuid4()}"
 
     async def story() -> None:
@@ -74,7 +74,7 @@ def test_what_failed_is_tried_again() -> None:
     asyncio.run(story())
 
 
-def test_rows_are_cut_by_the_ranges_that_are_here() -> None:
+def test_rows_are_split_by_local_ranges() -> None:
     keys = np.arange(1000)
     rows = np.arange(24_000, dtype=np.uint32).astype(np.uint8).reshape(1000, 24)
     here = np.array([True, False, True, False, False, False, True, False])
@@ -121,7 +121,7 @@ def test_rows_of_one_range_are_not_copied() -> None:
     assert list(cut_up(RangeRows(3, keys, rows, np.zeros(len(keys), np.int32)), 7, ~here)) == []
 
 
-def test_a_range_gets_the_clocks_of_the_one_that_it_was() -> None:
+def test_a_range_gets_the_clocks_of_its_range_in_the_checkpoint() -> None:
     manifest = Manifest(
         "c@1", 5, 0, 4, 0.0, {}, (), {"a": WorkerEntry(3, "default", 7)}, {2: 4}, {9: (0, 1 << 16, 0, 3 << 16)},
         {"default": 7},
@@ -132,7 +132,7 @@ def test_a_range_gets_the_clocks_of_the_one_that_it_was() -> None:
         assert clocks == {2: 4 << 16, 3: 7 << 16} | ({9: lost << 16} if lost else {})
 
 
-def test_what_is_committed_is_not_read_again_when_ranges_move(
+def test_committed_ranges_are_not_read_again_after_a_move(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither by who has done it, nor by who heads it afterwards."""

@@ -54,7 +54,7 @@ async def two_with_all(group: Group, spec: RestoreSpec) -> None:
     assert await all_done(group, 1, spec) == ""
 
 
-def test_what_was_undone_and_is_begun_again_ends_no_server(run: Run, tmp_path: Path, ended: list[str]) -> None:
+def test_a_restore_repeated_after_its_undo_ends_no_server(run: Run, tmp_path: Path, ended: list[str]) -> None:
     """Whoever undid it was killed before `restoring` went: the next one goes on with tables that were dropped."""
     spec = place(tmp_path)
 
@@ -70,7 +70,7 @@ def test_what_was_undone_and_is_begun_again_ends_no_server(run: Run, tmp_path: P
     run(test)
 
 
-def test_an_aborted_one_and_a_failover(run: Run, tmp_path: Path, ended: list[str]) -> None:
+def test_an_aborted_restore_followed_by_a_failover_ends_no_server(run: Run, tmp_path: Path, ended: list[str]) -> None:
     """s1 headed ranges as it was asked, and then only followed; s0 has ended it and dropped the table; s0 dies."""
     spec = place(tmp_path)
 
@@ -91,7 +91,7 @@ def test_an_aborted_one_and_a_failover(run: Run, tmp_path: Path, ended: list[str
     run(test)
 
 
-def test_who_was_away_as_it_ended_brings_nothing_back(run: Run, tmp_path: Path, ended: list[str]) -> None:
+def test_a_server_absent_at_the_end_of_a_restore_restores_nothing(run: Run, tmp_path: Path, ended: list[str]) -> None:
     """s2 headed some ranges, was frozen and left out; the others have done all, and workers have trained since. It
     comes back, and heads them."""
     spec = place(tmp_path)
@@ -122,7 +122,7 @@ def test_who_was_away_as_it_ended_brings_nothing_back(run: Run, tmp_path: Path, 
     run(test)
 
 
-def test_an_end_that_comes_late_ends_nothing_of_who_has_gone_on(run: Run, tmp_path: Path, ended: list[str]) -> None:
+def test_a_late_end_of_an_older_restore_is_ignored(run: Run, tmp_path: Path, ended: list[str]) -> None:
     """Said by a driver that has died, to a server that was frozen."""
     spec = place(tmp_path)
 

@@ -108,7 +108,7 @@ def values(group: Group, keys: list[int]) -> list[float]:
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("who", ["a", "b", "c"])
-def test_a_push_adds_no_rows_where_anybody_in_the_chain_is_full(run: Run, who: str, compiled: bool) -> None:
+def test_a_push_adds_no_rows_if_a_server_of_the_chain_is_full(run: Run, who: str, compiled: bool) -> None:
     async def story(group: Group) -> None:
         gauges, worker, view = await begin(group, "abc", compiled)
         assert await code(worker.push(view, "a", 1, KEYS, 1.0)) == "ok"
@@ -147,7 +147,7 @@ def test_a_push_adds_no_rows_where_anybody_in_the_chain_is_full(run: Run, who: s
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_room_is_used_up_between_two_looks(run: Run, compiled: bool) -> None:
+def test_headroom_is_counted_down_between_two_measurements(run: Run, compiled: bool) -> None:
     """Nothing is read or told meanwhile: the head counts what it gives away."""
 
     async def story(group: Group) -> None:
@@ -166,7 +166,7 @@ def test_room_is_used_up_between_two_looks(run: Run, compiled: bool) -> None:
     run(story)
 
 
-def test_initial_values_are_refused_and_nothing_is_made(run: Run) -> None:
+def test_refused_initial_values_make_no_rows(run: Run) -> None:
     async def story(group: Group) -> None:
         gauges, worker, view = await begin(group, "ab")
         gauges["a"].used = LIMIT
@@ -181,7 +181,7 @@ def test_initial_values_are_refused_and_nothing_is_made(run: Run) -> None:
     run(story)
 
 
-def test_what_the_machine_has_left_counts_too(run: Run) -> None:
+def test_memory_left_on_the_machine_counts_too(run: Run) -> None:
     async def story(group: Group) -> None:
         gauges, worker, view = await begin(group, "ab")
         gauges["b"].available = 10 << 20
@@ -191,7 +191,7 @@ def test_what_the_machine_has_left_counts_too(run: Run) -> None:
     run(story)
 
 
-def test_dropped_rows_are_room(run: Run) -> None:
+def test_dropped_rows_give_headroom(run: Run) -> None:
     async def story(group: Group) -> None:
         gauges, worker, view = await begin(group, "a")
         server = group.servers["a"]
@@ -207,7 +207,7 @@ def test_dropped_rows_are_room(run: Run) -> None:
     run(story)
 
 
-def test_memory_of_ranges_that_have_moved_goes_back(run: Run) -> None:
+def test_memory_of_moved_ranges_is_returned(run: Run) -> None:
     """What one table had is no room for another one, and a server would go beyond its limit."""
 
     async def test(group: Group) -> None:
@@ -227,7 +227,7 @@ def test_memory_of_ranges_that_have_moved_goes_back(run: Run) -> None:
     run(test)
 
 
-def test_what_one_table_dropped_is_hardly_room_for_others(run: Run) -> None:
+def test_memory_freed_by_one_table_is_hardly_headroom_for_others(run: Run) -> None:
     """Whose rows take new memory: at 512 MiB servers came to 620, after ranges had moved and other tables grew."""
 
     async def test(group: Group) -> None:
@@ -245,7 +245,7 @@ def test_what_one_table_dropped_is_hardly_room_for_others(run: Run) -> None:
     run(test)
 
 
-def test_heads_share_a_room(run: Run) -> None:
+def test_heads_share_the_headroom_of_a_tail(run: Run) -> None:
     """By the ranges that they have of what the full server holds: a has a quarter of c's ranges, and so has b."""
 
     async def story(group: Group) -> None:
@@ -262,7 +262,7 @@ def test_heads_share_a_room(run: Run) -> None:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_whoever_follows_the_head_that_refused_says_the_same(run: Run, compiled: bool) -> None:
+def test_the_successor_of_a_refusing_head_gives_the_same_refusal(run: Run, compiled: bool) -> None:
     """The worker may have heard nothing of it: its head, or the connection, may have been gone before."""
 
     async def story(group: Group) -> None:
@@ -293,7 +293,7 @@ def test_whoever_follows_the_head_that_refused_says_the_same(run: Run, compiled:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_the_last_part_of_a_step_is_answered_with_what_was_refused_of_all_parts(run: Run, compiled: bool) -> None:
+def test_the_last_part_of_a_step_is_answered_with_refusals_of_all_parts(run: Run, compiled: bool) -> None:
     """The head that was to say so of the first part is gone, and it is not asked for that again."""
 
     async def story(group: Group) -> None:
@@ -331,7 +331,7 @@ async def refused(worker: Worker, epoch: int) -> list[int]:
     return [clock for clock, _, _ in refused]
 
 
-def test_a_refused_push_is_not_retained(run: Run) -> None:
+def test_the_rows_of_a_refused_push_are_freed(run: Run) -> None:
     """Nor what it brought: nothing of it waits for the collector, which seldom comes by."""
 
     def held() -> list[object]:
@@ -368,9 +368,7 @@ def close_round(worker: Worker, view: View, clock: int) -> Answer:
     return worker.ask(Header(Kind.BARRIER_CLOSE, epoch=view.epoch), body)
 
 
-def test_shares_of_a_round_take_no_more_than_some_bytes_of_a_full_server(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shares_of_a_round_take_bounded_memory_of_a_full_server(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are no new rows, and were taken without an end, past the limit."""
 
     async def story(group: Group) -> None:
@@ -423,7 +421,7 @@ def test_a_worker_cannot_push_for_many_open_rounds(run: Run) -> None:
     run(story)
 
 
-def test_of_a_share_without_room_only_new_rows_are_refused(run: Run) -> None:
+def test_a_share_on_a_full_server_loses_only_its_new_rows(run: Run) -> None:
     async def story(group: Group) -> None:
         gauges, worker, view = await begin(group, "ab")
         assert await code(worker.push(view, "a", 1, KEYS, 1.0)) == "ok"

@@ -26,7 +26,7 @@ async def code(answer: Any) -> str:
     return str(json_body(body)["code"]) if header.kind == Kind.ERROR else Kind(header.kind).name
 
 
-def test_a_share_is_taken_whatever_is_not_closed_yet_where_ranges_are_filled(
+def test_shares_are_accepted_while_ranges_are_filled_at_different_speeds(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found in a review. c is filled by a and b. What a tells it of range 0 comes to rest after round 1's share, what b

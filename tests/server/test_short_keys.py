@@ -98,7 +98,7 @@ shorts = st.builds(Short, st.booleans(), st.booleans())
 
 @settings(max_examples=60)
 @given(st.lists(lists, min_size=1, max_size=4), shorts, st.lists(st.integers(0, 3), min_size=1, max_size=12))
-def test_pulls_are_what_they_were(known: list[Keys], short: Short, numbers: list[int]) -> None:
+def test_shortened_pulls_are_expanded_to_the_originals(known: list[Keys], short: Short, numbers: list[int]) -> None:
     worker, server = ShortKeys(), Receiver()
     for number in numbers:
         frame = pull_of(known[number % len(known)])
@@ -117,7 +117,7 @@ blocks = st.lists(st.tuples(st.integers(1, 3), lists, st.integers(0, 5), st.inte
 @settings(max_examples=60)
 @given(st.lists(blocks, min_size=1, max_size=4), shorts, st.lists(st.integers(0, 3), max_size=8), st.integers(-1, 3))
 @example([[(1, np.arange(9), 1, 0), (1, np.arange(9), 2, 0), (2, np.arange(20), 1, 1)]], Short(True, True), [0, 0], 1)
-def test_pushes_are_what_they_were(
+def test_shortened_pushes_are_expanded_to_the_originals(
     known: list[list[tuple[int, Keys, int, int]]], short: Short, numbers: list[int], ranges: int
 ) -> None:
     """Tables 1 and 2 ask for it, table 3 does not."""
@@ -135,7 +135,7 @@ def test_pushes_are_what_they_were(
 
 @settings(max_examples=60)
 @given(st.lists(blocks, min_size=1, max_size=4), shorts, st.lists(st.integers(0, 3), max_size=8))
-def test_pulls_of_several_tables_are_what_they_were(
+def test_shortened_pulls_of_several_tables_are_expanded_to_the_originals(
     known: list[list[tuple[int, Keys, int, int]]], short: Short, numbers: list[int]
 ) -> None:
     """Tables 1 and 2 ask for it, table 3 does not."""
@@ -171,7 +171,7 @@ def packed_push(dim: int, rows: NDArray[np.float32]) -> tuple[Header, bytes]:
     return header, header.pack() + body
 
 
-def test_a_body_is_compressed_where_that_pays_and_is_what_it_was() -> None:
+def test_bodies_are_compressed_if_that_pays_and_expanded_again() -> None:
     worker, short = ShortKeys(), Short(once=True, zstd=True)
     zeros = np.zeros((50, 4), np.float32)
     noise = np.frombuffer(np.random.default_rng(1).bytes(50 * 160), np.float32).reshape(50, 40)
@@ -216,12 +216,12 @@ def test_a_body_is_compressed_where_that_pays_and_is_what_it_was() -> None:
         (64).to_bytes(8, "little") + b"\x28\xb5\x2f\xfd\xc0\x88" + (64).to_bytes(8, "little") + bytes(32),  # 128 MiB
     ],
 )
-def test_a_body_that_was_not_compressed_so_is_refused(body: bytes) -> None:
+def test_a_damaged_compressed_body_is_refused(body: bytes) -> None:
     with pytest.raises(FrameError, match="packed body"):
         unpack(Header(Kind.PUSH, PACKED, len(body)), body, 1 << 11)
 
 
-def test_differences_are_sent_where_they_are_shorter() -> None:
+def test_keys_are_sent_as_differences_if_that_is_shorter() -> None:
     found = differences(np.arange(10_000, 20_000, 100))
     assert found is not None
     assert found.coded == 3 + 2 * 99
@@ -230,7 +230,7 @@ def test_differences_are_sent_where_they_are_shorter() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, MOST_KEYS)), max_size=60))
-def test_a_list_that_is_found_has_not_been_written_over(steps: list[tuple[int, int]]) -> None:
+def test_a_remembered_key_list_has_not_been_overwritten(steps: list[tuple[int, int]]) -> None:
     """A twin that remembers who wrote each key last."""
     lists, memory = KeyLists(), np.full(LIST_KEYS, -1)
     sizes: dict[int, int] = {}
@@ -244,7 +244,7 @@ def test_a_list_that_is_found_has_not_been_written_over(steps: list[tuple[int, i
         assert (memory[place : place + sizes[name]] == name).all()
 
 
-def test_a_frame_that_has_no_room_asks_for_it_and_is_left_as_it_was() -> None:
+def test_a_frame_without_room_requests_memory_and_stays_unchanged() -> None:
     worker, short, keys = ShortKeys(), Short(once=False, deltas=True), np.arange(1000)
     header, frame = push_of([(1, keys, 1, 0)], -1)
     shorter = sent(worker.push(memoryview(frame), header, {1: short}))
@@ -288,13 +288,13 @@ def wrong_pull(declared: int, n: int, body: bytes) -> bytes:
         Header(Kind.PUSH, SHORT | ALL_RANGES, 24, items=1).pack() + block_head(1, 2**32 - 1, 2**32 - 1, NO_VALUES),
     ],
 )
-def test_what_cannot_be_read_is_refused(frame: bytes) -> None:
+def test_unreadable_short_frames_are_refused(frame: bytes) -> None:
     assert Receiver().write_out(frame) == at.UNREADABLE
 
 
 @settings(max_examples=300)
 @given(st.data())
-def test_whatever_stands_there_nothing_is_written_elsewhere(data: st.DataObject) -> None:
+def test_damaged_short_frames_are_never_written_out_of_bounds(data: st.DataObject) -> None:
     worker, server = ShortKeys(), Receiver(1 << 13)
     short = Short(once=True, deltas=True)
     header, frame = push_of([(1, np.arange(3 * LEAST_KEYS), 2, 1), (2, np.arange(7, 900, 30), 1, 0)], 3)

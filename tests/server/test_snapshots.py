@@ -132,13 +132,13 @@ def _doing(one: ShardSet) -> list[tuple[int, list[tuple[int, int, Used]]]]:
 
 
 @given(contents)
-def test_what_a_piece_holds_arrives_as_it_was(content: ChunkContent) -> None:
+def test_a_snapshot_piece_survives_encoding_and_decoding(content: ChunkContent) -> None:
     assert plain(through_the_wire(content)) == plain(content)
 
 
 @given(contents, st.integers(0, 600))
 @settings(max_examples=200)
-def test_cut_into_several_it_gives_the_same(content: ChunkContent, most_bytes: int) -> None:
+def test_a_snapshot_cut_into_several_pieces_gives_the_same_state(content: ChunkContent, most_bytes: int) -> None:
     content = content._replace(rounds=content.rounds._replace(more=False))
     parts = [through_the_wire(part) for part in pack(content, most_bytes)]
     assert all(part.rounds.more for part in parts[1:])
@@ -184,7 +184,7 @@ def _shares(found: Rounds) -> dict[Any, list[Any]]:
 
 @given(contents, st.data())
 @settings(max_examples=150)
-def test_nonsense_is_refused(content: ChunkContent, data: st.DataObject) -> None:
+def test_damaged_snapshot_pieces_raise_frame_errors_only(content: ChunkContent, data: st.DataObject) -> None:
     body = bytearray(b"".join(map(bytes, encode_content(content))))
     body = body[: data.draw(st.integers(0, len(body)))]
     for _ in range(data.draw(st.integers(0, 3)) if body else 0):
@@ -196,7 +196,7 @@ def test_nonsense_is_refused(content: ChunkContent, data: st.DataObject) -> None
 
 
 @given(st.binary(max_size=300), st.integers(0, 3))
-def test_random_bytes_are_refused_or_mean_something(body: bytes, count: int) -> None:
+def test_random_bytes_are_refused_or_decoded(body: bytes, count: int) -> None:
     body += bytes(-len(body) % 8)
     try:
         found = decode_content(count, np.frombuffer(body, np.uint8), 0)

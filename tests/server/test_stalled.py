@@ -85,7 +85,7 @@ class Tail:
         return found
 
 
-def test_a_joiner_that_installs_nothing_is_reported_and_one_that_gets_on_is_not() -> None:
+def test_a_joiner_that_installs_nothing_is_reported_and_a_slow_one_is_not() -> None:
     tail = Tail()
     tail.start(B, 1)
     for _ in range(3):  # slowly, but it gets on
@@ -109,7 +109,7 @@ def test_the_last_piece_counts_as_well_until_the_joiner_has_all() -> None:
     assert not tail.run(STALLED_S + 1)
 
 
-def test_one_range_is_sent_after_another_but_last_pieces_after_all_others() -> None:
+def test_ranges_are_sent_one_by_one_with_all_last_pieces_at_the_end() -> None:
     tail = Tail()
     for r in range(P):
         tail.snapshots.start(SnapshotRange(B, r, 3, r))
@@ -131,7 +131,7 @@ def test_a_joiner_that_reads_nothing_is_reported() -> None:
     assert not tail.delivered
 
 
-def test_beginning_again_and_again_is_no_progress() -> None:
+def test_restarting_a_filling_is_not_progress() -> None:
     """The joiner installs the first piece, and ends the link because of the second."""
     tail = Tail()
     found = set()
@@ -143,7 +143,7 @@ def test_beginning_again_and_again_is_no_progress() -> None:
     assert found == {B}
 
 
-def test_another_joiner_and_another_filling_of_the_same_one_have_time_of_their_own() -> None:
+def test_each_filling_has_its_own_time_limit() -> None:
     tail = Tail()
     tail.start(B, 1)
     assert tail.run(STALLED_S + 1) == {B}
@@ -157,7 +157,7 @@ def test_another_joiner_and_another_filling_of_the_same_one_have_time_of_their_o
     assert tail.run(2) == {C}
 
 
-def test_a_tail_that_was_stopped_blames_nobody() -> None:
+def test_a_tail_that_was_stopped_reports_no_joiner() -> None:
     tail = Tail()
     tail.start(B, 1)
     tail.run(1)
@@ -167,7 +167,7 @@ def test_a_tail_that_was_stopped_blames_nobody() -> None:
     assert tail.run(2) == {B}
 
 
-def test_a_server_reports_a_joiner_that_stands_still(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_reports_a_stalled_joiner(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshots, "STALLED_S", 0.4)
 
     async def test(group: Group) -> None:

@@ -50,7 +50,7 @@ def frames_received(listeners: list[Any]) -> int:
     return sum(len(one.frames) for one in listeners)
 
 
-def test_everybody_gets_the_same_frame_some_in_each_turn() -> None:
+def test_all_connections_get_the_same_frame_some_in_each_turn() -> None:
     loop, listeners = Loop(), [listener() for _ in range(3 * NOTIFIED_PER_TURN)]
     notifier = ViewNotifier(loop.soon)
     notifier.adopt(VIEW)
@@ -64,7 +64,7 @@ def test_everybody_gets_the_same_frame_some_in_each_turn() -> None:
     assert all(len(one.frames) == 1 for one in listeners)
 
 
-def test_a_view_that_comes_in_between_is_told_to_those_who_have_not_heard_and_the_newcomers() -> None:
+def test_a_newer_view_replaces_the_older_one_for_connections_still_waiting() -> None:
     loop, listeners = Loop(), [listener() for _ in range(2 * NOTIFIED_PER_TURN)]
     notifier = ViewNotifier(loop.soon)
     notifier.adopt(VIEW)
@@ -78,7 +78,7 @@ def test_a_view_that_comes_in_between_is_told_to_those_who_have_not_heard_and_th
     assert epochs == [[1, 2]] + [[1]] * (NOTIFIED_PER_TURN - 1) + [[2]] * NOTIFIED_PER_TURN
 
 
-def test_who_reads_nothing_is_told_when_it_asks() -> None:
+def test_a_connection_that_reads_nothing_gets_a_view_on_request() -> None:
     notifier, idle = ViewNotifier(Loop().soon), listener(MAX_WAITING_BYTES)
     notifier.adopt(VIEW)
     notifier.tell_all([idle])
@@ -131,7 +131,7 @@ def test_a_view_that_cannot_be_read_ends_its_link_and_nothing_else(run: Run) -> 
     run(test)
 
 
-def test_a_server_that_gets_ranges_tells_its_workers_once(run: Run) -> None:
+def test_a_server_that_gets_ranges_sends_its_workers_the_view_once(run: Run) -> None:
     async def test(group: Group) -> None:
         ids = group.enrol(3)
         for name in ("a", "b"):
@@ -146,7 +146,7 @@ def test_a_server_that_gets_ranges_tells_its_workers_once(run: Run) -> None:
     run(test)
 
 
-def test_who_asks_again_and_again_and_reads_nothing_is_told_no_more() -> None:
+def test_repeated_requests_without_reading_get_no_more_views() -> None:
     notifier, serving = ViewNotifier(Loop().soon), SimpleNamespace(epoch=VIEW.epoch)
     notifier.adopt(VIEW)
     held = HeldFrames(cast(Any, serving), notifier, lambda: 0.0, lambda: None, lambda: None)

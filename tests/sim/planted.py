@@ -162,7 +162,7 @@ ALONE: dict[Patch, tuple[str, str]] = {
     ),
     chain.accept_words_from_before_the_chain_changed: (
         "replication.test_replica",
-        "test_messages_of_a_neighbour_from_before_it_was_filled_again_are_void",
+        "test_messages_of_a_neighbour_from_before_its_refilling_are_ignored",
     ),
     cuts.note_what_was_let_in_behind_the_cut: (
         "replication.test_full_links",
@@ -170,11 +170,11 @@ ALONE: dict[Patch, tuple[str, str]] = {
     ),
     cuts.tell_nobody_that_a_round_has_begun: (
         "server.test_cut",
-        "test_whoever_has_a_round_open_is_waited_for_by_the_others_of_its_application_alone",
+        "test_an_open_round_delays_only_workers_of_its_application",
     ),
     rounds.mark_a_shard_done_when_it_is_used: (
         "server.test_data_shard_sets",
-        "test_a_lost_workers_shards_go_to_others_with_what_is_known_of_them",
+        "test_a_lost_workers_shards_go_to_others_with_their_history",
     ),
     rounds.take_what_is_applied_for_committed: (
         "client.test_shards",

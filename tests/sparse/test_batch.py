@@ -29,7 +29,7 @@ def dense_of(batch: Batch, columns: int) -> np.ndarray:
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 9), st.integers(1, 40), st.sampled_from(FORMATS), st.booleans())
 @settings(max_examples=60)
-def test_it_is_the_same_matrix_in_any_format(seed: int, n: int, columns: int, form: str, sorts: bool) -> None:
+def test_a_batch_is_the_same_matrix_in_any_format(seed: int, n: int, columns: int, form: str, sorts: bool) -> None:
     random = np.random.default_rng(seed)
     dense = np.where(random.random((n, columns)) < 0.2, random.normal(size=(n, columns)), 0).astype(np.float32)
     if n == 0 and form in ("bsr", "dia", "lil"):
@@ -64,7 +64,7 @@ def test_columns_have_keys_of_their_own_and_may_share_them() -> None:
     assert batch.gradient(np.ones(2)).tolist() == [13, 2]
 
 
-def test_entries_that_come_twice_and_columns_without_end() -> None:
+def test_repeated_entries_and_huge_column_numbers_are_allowed() -> None:
     data, columns = np.array([1, 2, 4], np.int16), np.array([2**62, 3, 2**62])
     matrix = scipy_sparse.csr_array((data, columns, np.array([0, 3])), shape=(1, 2**63 - 1))
     batch = localize(matrix)
@@ -76,7 +76,7 @@ def test_entries_that_come_twice_and_columns_without_end() -> None:
     assert empty.gradient(np.zeros((0, 2), np.float32)).shape == (0, 2)
 
 
-def test_the_callers_matrix_is_left_alone() -> None:
+def test_the_callers_matrix_is_not_changed() -> None:
     matrix = scipy_sparse.csr_array(np.array([[0, 1.5], [2.5, 0]]))
     before = matrix.copy()
     batch = localize(matrix)
@@ -101,7 +101,7 @@ def test_the_callers_matrix_is_left_alone() -> None:
         (lambda: localize(scipy_sparse.csr_array(np.eye(3))).dot(np.array(["a"] * 3)), "numbers are expected"),
     ],
 )
-def test_what_is_no_batch_is_refused(make: Any, text: str) -> None:
+def test_impossible_batches_are_refused(make: Any, text: str) -> None:
     with pytest.raises(InputError, match=text):
         make()
 

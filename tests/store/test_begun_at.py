@@ -47,7 +47,7 @@ def what_there_is(store: Store) -> dict[int, bytes]:
 
 
 @pytest.mark.parametrize("between", [False, True])
-def test_an_increment_on_a_checkpoint_that_the_range_has_not_come_from_holds_it_whole(between: bool) -> None:
+def test_an_increment_holds_a_range_restored_from_another_checkpoint_whole(between: bool) -> None:
     """Checkpoints 1 and 2 went to two places; range R was lost, and came back from checkpoint 1."""
     store = Store(2)
     table = store.create(SPEC, 7)
@@ -73,7 +73,7 @@ def test_an_increment_on_a_checkpoint_that_the_range_has_not_come_from_holds_it_
     assert cut(store, 4, 2, second) == what_there_is(store)
 
 
-def test_rows_that_come_back_where_cuts_have_passed_are_in_the_next_checkpoint() -> None:
+def test_rows_restored_after_a_cut_are_in_the_next_checkpoint() -> None:
     """A cluster that has taken checkpoints of its own, and then gets what another one had at its 100th."""
     store = Store(2)
     for number in (1, 2, 3):

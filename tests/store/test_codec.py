@@ -64,7 +64,7 @@ def bfloat16_twin(x: float) -> float:
 
 
 @given(rows_of(anything))
-def test_bfloat16_is_the_nearest(rows: Floats) -> None:
+def test_bfloat16_rounds_to_the_nearest(rows: Floats) -> None:
     expected = np.array([[bfloat16_twin(float(x)) for x in row] for row in rows], np.float32).reshape(rows.shape)
     assert same(through([BFloat16()], rows), expected)
 
@@ -87,7 +87,7 @@ def test_int8_is_within_half_a_step_of_the_groups_largest(rows: Floats) -> None:
 
 
 @given(rows_of(usual), st.sampled_from([math.nan, math.inf, -math.inf]))
-def test_int8_hands_on_that_a_group_is_not_finite(rows: Floats, wrong: float) -> None:
+def test_int8_preserves_that_a_group_is_not_finite(rows: Floats, wrong: float) -> None:
     if not rows.size:
         return
     rows = rows.copy()
@@ -100,13 +100,13 @@ def test_int8_hands_on_that_a_group_is_not_finite(rows: Floats, wrong: float) ->
 
 
 @given(rows_of(usual), st.sampled_from([[BFloat16()], [Float16()], [Int8()]]))
-def test_what_is_coded_stays_the_same_when_it_is_coded_again(rows: Floats, filters: list[Filter]) -> None:
+def test_encoding_twice_equals_encoding_once(rows: Floats, filters: list[Filter]) -> None:
     once = through(filters, rows)
     assert np.allclose(through(filters, once), once, rtol=1e-6, atol=0)
 
 
 @given(rows_of(usual), st.sampled_from([0.01, 0.3, 1.0]), st.sampled_from([[], [Int8()], [BFloat16()]]))
-def test_top_k_keeps_the_largest_of_each_row_and_what_follows_codes_those(
+def test_top_k_keeps_the_largest_floats_of_each_row_for_later_filters(
     rows: Floats, fraction: float, more: list[Filter]
 ) -> None:
     found, k = through([TopK(fraction), *more], rows), max(1, math.ceil(fraction * rows.shape[1]))
@@ -137,12 +137,12 @@ def test_random_k_draws_each_float_as_often_and_the_sum_is_right_on_average(dim:
 
 
 @given(rows_of(usual), st.sampled_from([0.0, 1.0, 50.0]))
-def test_a_threshold_leaves_out_what_is_below(rows: Floats, value: float) -> None:
+def test_a_threshold_leaves_out_smaller_floats(rows: Floats, value: float) -> None:
     assert same(through([Threshold(value)], rows), np.where(np.abs(rows) >= value, rows, np.float32(0)))
 
 
 @pytest.mark.parametrize("filters", [[TopK(0.2)], [RandomK(0.2)], [Threshold(2), TopK(0.2), BFloat16()]])
-def test_sparse_filters_hand_on_that_a_row_is_not_finite(filters: list[Filter]) -> None:
+def test_sparse_filters_preserve_that_a_row_is_not_finite(filters: list[Filter]) -> None:
     found = through(filters, np.array([[1, np.nan, 3, 4, 5], [1, 2, 3, -np.inf, 5], [1, 2, 3, 4, 5]], np.float32))
     assert np.isfinite(found).all(axis=1).tolist() == [False, False, True]
 
@@ -151,7 +151,7 @@ LISTS = [[TopK(0.3)], [TopK(0.6), Int8()], [RandomK(0.4)], [RandomK(0.4), Float1
 
 
 @given(st.binary(min_size=8 * 4, max_size=8 * 4), st.sampled_from([*LISTS, [Int8()], [Threshold(1)], [TopK(1)]]))
-def test_whatever_was_sent_can_be_decoded_and_the_compiled_path_does_the_same(sent: bytes, filters: Any) -> None:
+def test_any_bytes_can_be_decoded_and_compiled_code_agrees(sent: bytes, filters: Any) -> None:
     dim = 8 if Threshold(1) in filters[:1] else 5
     codec = Codec(filters, dim)
     assert codec.words <= 8
@@ -192,7 +192,9 @@ def test_without_filters_nothing_is_copied() -> None:
         ([TopK(0.07)], 100, 4 + 7, None),
     ],
 )
-def test_what_a_row_takes(filters: list[Filter], dim: int, words: int, code: int | None) -> None:
+def test_a_codec_knows_the_size_of_an_encoded_row(
+    filters: list[Filter], dim: int, words: int, code: int | None
+) -> None:
     codec = Codec(filters, dim)
     assert codec.words == words
     assert codec.code > INT8 if code is None else codec.code == code
@@ -201,7 +203,7 @@ def test_what_a_row_takes(filters: list[Filter], dim: int, words: int, code: int
 # --- in a table's spec ------------------------------------------------------------------------------------------------
 
 
-def test_a_spec_keeps_them() -> None:
+def test_filters_are_part_of_the_spec() -> None:
     spec = TableSpec("t", 4, SGD(0.1), push=[Int8()], pull=[BFloat16()])
     again = TableSpec.from_json(spec.to_json())
     assert again == spec
@@ -211,7 +213,7 @@ def test_a_spec_keeps_them() -> None:
     assert "push is" in spec.difference(other)
 
 
-def test_without_them_a_spec_is_written_as_before_there_were_any() -> None:
+def test_a_spec_without_filters_has_the_old_format() -> None:
     text = TableSpec("t", 4, SGD(0.1)).to_json()
     assert "push" not in text
     assert "pull" not in text
@@ -228,14 +230,14 @@ def test_without_them_a_spec_is_written_as_before_there_were_any() -> None:
         ([Int8] * 1, "list of filters"),
     ],
 )
-def test_what_cannot_follow_each_other_is_refused(filters: Any, words: str) -> None:
+def test_impossible_sequences_of_filters_are_refused(filters: Any, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         TableSpec("t", 4, SGD(0.1), push=filters)
     with pytest.raises(SpecError, match=words):
         TableSpec("t", 4, SGD(0.1), pull=filters)
 
 
-def test_what_only_suits_gradients_is_refused_for_rows_that_are_read() -> None:
+def test_filters_for_gradients_are_refused_for_pulls() -> None:
     with pytest.raises(SpecError, match=r"pull: TopK.* is for pushes"):
         TableSpec("t", 4, SGD(0.1), pull=[TopK(0.1)])
     with pytest.raises(SpecError, match="leaves nothing for TopK"):
@@ -258,7 +260,7 @@ def test_what_only_suits_gradients_is_refused_for_rows_that_are_read() -> None:
         (lambda: TopK(WRONG), "must be a number"),
     ],
 )
-def test_what_a_filter_is_made_of_is_checked(make: Callable[[], Filter], words: str) -> None:
+def test_arguments_of_filters_are_checked(make: Callable[[], Filter], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         make()
 

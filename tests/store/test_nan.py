@@ -53,7 +53,7 @@ def pushed(optimizer: ServerOptimizer, dtype: str, strange: np.ndarray) -> Table
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: f"{optimizer.kind}")
-def test_all_that_are_no_numbers_have_the_same_bits(optimizer: ServerOptimizer, dtype: str) -> None:
+def test_every_nan_has_the_same_bits(optimizer: ServerOptimizer, dtype: str) -> None:
     digests = set()
     for strange in STRANGE.view(np.uint32):
         table = pushed(optimizer, dtype, strange)
@@ -66,7 +66,7 @@ def test_all_that_are_no_numbers_have_the_same_bits(optimizer: ServerOptimizer, 
     assert len(digests) == 1
 
 
-def test_infinities_and_numbers_stay_as_they_are() -> None:
+def test_infinities_and_numbers_are_unchanged() -> None:
     table = Table(TableSpec("t", DIM, Assign()), 3, 2)
     row = np.array([np.inf, -np.inf, 0.0, -0.0, 1e-45, 3.4e38, *range(DIM - 6)], np.float32)
     table.apply(np.array([5]), row[None], np.empty(0, np.float32))
@@ -76,7 +76,7 @@ def test_infinities_and_numbers_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, STRANGE[2]])
-def test_finite(bad: float) -> None:
+def test_finite_rows_are_told_from_others(bad: float) -> None:
     values = np.array([0.0, -0.0, 3.4e38, -1e-45] * 9, np.float32)
     assert all_finite(values.ctypes.data, len(values))
     assert all_finite(values.ctypes.data, 0)

@@ -212,7 +212,7 @@ TestCuts = CutMachine.TestCase
 TestCuts.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 
-def test_small_blocks_untidy_tables_and_few_notes(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_rows_at_a_cut_are_right_with_small_blocks_and_few_notes(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """The same with limits so small that they are met all the time."""
     monkeypatch.setattr(table, "_RECLAIM_BYTES", 1)
     monkeypatch.setattr(retained, "_PART_ROWS", 4)
@@ -222,7 +222,7 @@ def test_small_blocks_untidy_tables_and_few_notes(monkeypatch) -> None:  # type:
     TestCuts("runTest").runTest()
 
 
-def test_what_is_not_known_in_full_is_noted_nowhere() -> None:
+def test_incompletely_known_deletions_are_not_kept() -> None:
     """Or a replica that had it before its range was cleared would differ from one that was filled later."""
     notes, filled = Deletions(2), Deletions(2)
     notes.note(1, np.array([3, 4]), 1)

@@ -89,7 +89,7 @@ def test_two_keys_that_swap_their_rows_change_the_digest() -> None:
     assert made.digest_range(0) != digest
 
 
-def test_slices_of_a_received_frame_are_taken_as_they_are() -> None:
+def test_unaligned_slices_of_a_received_frame_are_accepted() -> None:
     made = table()
     grads = np.arange(12, dtype=np.float32).reshape(3, 4)
     frame = b"x" + np.array([1, 2, 3]).tobytes() + grads.tobytes() + np.array([0.5], np.float32).tobytes()
@@ -124,7 +124,7 @@ def test_arrays_that_do_not_fit_change_nothing(keys: Any, grads: Any, values: An
     assert made.rows == 0
 
 
-def test_a_range_takes_only_what_belongs_to_it() -> None:
+def test_a_range_accepts_only_its_own_keys() -> None:
     made, keys = table(), np.arange(20)
     fill(made, keys)
     r = int(ranges_of(made, keys[:1])[0])
@@ -137,7 +137,7 @@ def test_a_range_takes_only_what_belongs_to_it() -> None:
         made.first_foreign(keys, np.ones(4, np.bool_))
 
 
-def test_an_empty_batch_is_nothing() -> None:
+def test_an_empty_batch_changes_nothing() -> None:
     made, none = table(), np.empty(0, np.int64)
     fill(made, none)
     assert read(made, none).shape == (0, 4)
@@ -161,7 +161,7 @@ def unmixed(hashed: int, table_id: int) -> int:
     return z - (1 << 64) if z >> 63 else z
 
 
-def test_keys_that_all_probe_from_one_entry_are_found() -> None:
+def test_colliding_keys_are_found() -> None:
     made = table(ranges=2)
     for place in (0, 0x12345678, 0xFFFFFFFF):
         keys = np.array([unmixed(1 << 63 | place << 31 | low, made.table_id) for low in range(300)])
@@ -193,7 +193,7 @@ def test_keys_in_the_order_of_another_index_do_not_pile_up() -> None:
     assert np.mean(distance) < 3
 
 
-def test_memory_is_small_for_small_tensors_and_goes_back() -> None:
+def test_memory_is_small_for_small_tensors_and_is_returned() -> None:
     store = Store(256)
     for i in range(300):
         bias = store.create(TableSpec.dense(f"bias{i}", (10,), spec.Adam()), i)
@@ -233,7 +233,7 @@ def test_a_store_knows_its_tables() -> None:
         store.create(TableSpec("a", 8, spec.SGD(0.1)), 5)
 
 
-def test_a_dropped_table_stays_until_all_replicas_of_what_is_held_have_dropped_it() -> None:
+def test_a_dropped_table_stays_until_all_replicas_have_dropped_it() -> None:
     store, acked = Store(4), np.array([10, 10, -1, 10])
     keys = np.arange(200)
     made = store.create(TableSpec("a", 4, spec.SGD(0.1)), 5)
@@ -259,7 +259,7 @@ def test_a_dropped_table_stays_until_all_replicas_of_what_is_held_have_dropped_i
     assert store.bury(acked) == [5]
 
 
-def test_what_was_dropped_is_remembered_in_few_bytes() -> None:
+def test_dropped_tables_are_remembered_in_few_bytes() -> None:
     ranges = 65_536
     store, every = Store(ranges), np.arange(ranges)
     store.create(TableSpec("a", 4, spec.SGD(0.1)), 5)
@@ -328,7 +328,7 @@ def reclaimed(made: Table, rows: int = 5_000, most: int = 400) -> None:
         made.reclaim(rows)
 
 
-def test_memory_of_dropped_rows_goes_back() -> None:
+def test_memory_of_dropped_rows_is_returned() -> None:
     """Only its own table could use it: with several tables a server would use more than it may."""
     made, keys = table(dim=64), np.arange(40_000)
     fill(made, keys)

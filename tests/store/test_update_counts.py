@@ -74,7 +74,7 @@ class Reference:
 
 
 @each_pair
-def test_a_table_that_is_made_late_moves_as_torchs(ours: spec.ServerOptimizer, theirs: Torch) -> None:
+def test_a_table_made_late_trains_as_in_torch(ours: spec.ServerOptimizer, theirs: Torch) -> None:
     table = a_table(ours)
     reference = Reference(theirs, weights(table))
     for step in range(1, 31):
@@ -84,7 +84,7 @@ def test_a_table_that_is_made_late_moves_as_torchs(ours: spec.ServerOptimizer, t
 
 
 @each_pair
-def test_a_row_that_is_touched_late_or_seldom_moves_as_torchs(ours: spec.ServerOptimizer, theirs: Torch) -> None:
+def test_a_row_touched_late_or_seldom_trains_as_in_torch(ours: spec.ServerOptimizer, theirs: Torch) -> None:
     table = a_table(ours)
     reference = Reference(theirs, weights(table))
     for step in range(1, 61):
@@ -96,7 +96,7 @@ def test_a_row_that_is_touched_late_or_seldom_moves_as_torchs(ours: spec.ServerO
         assert slots(table)[i, 0] == float(optimizer.state[reference.rows[i]]["step"])
 
 
-def test_the_first_steps_of_a_late_table_are_those_of_the_first_ones() -> None:
+def test_the_first_steps_of_a_late_table_equal_those_of_an_early_one() -> None:
     """A constant gradient moves each weight by the rate in each step: torch's 0.01, where clocks gave 0.0315."""
     table, optimizer = a_table(spec.Adam(0.01)), spec.Adam(0.01)
     before = weights(table)
@@ -105,7 +105,7 @@ def test_the_first_steps_of_a_late_table_are_those_of_the_first_ones() -> None:
         np.testing.assert_allclose(weights(table) - before, -0.01 * step, rtol=1e-5, atol=1e-7)
 
 
-def test_a_loaded_row_begins_again_and_one_with_slots_goes_on() -> None:
+def test_a_loaded_row_starts_its_count_again_unless_loaded_with_slots() -> None:
     optimizer = spec.Adam(0.01)
     table, other = a_table(optimizer), a_table(optimizer, 9)
     for step in range(1, 21):
@@ -136,7 +136,7 @@ def test_a_range_that_moves_takes_its_counts_along() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 100, 16_383, 16_384, 16_385, 100_000, (1 << 24) - 1, 1 << 24, np.inf])
-def test_any_count_is_corrected_as_its_powers_say(count: float) -> None:
+def test_the_correction_of_any_count_follows_its_powers(count: float) -> None:
     beta1, beta2, rate = 0.5, 0.99999, 0.01
     optimizer = spec.Adam(rate, betas=(beta1, beta2))
     table = a_table(optimizer)
@@ -151,7 +151,7 @@ def test_any_count_is_corrected_as_its_powers_say(count: float) -> None:
 
 
 @pytest.mark.parametrize("count", [np.nan, -np.inf, -3.0, -1.0, 0.0, 1e-30])
-def test_what_is_loaded_for_a_count_and_is_none_counts_as_nothing(count: float) -> None:
+def test_an_impossible_loaded_count_counts_as_zero(count: float) -> None:
     optimizer = spec.Adam(0.01)
     table = a_table(optimizer)
     row = np.zeros((len(KEYS), DIM + table.slot_floats), np.float32)
@@ -186,7 +186,7 @@ def amsgrad(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
         w[j] -= rate * s[j] / (np.sqrt(s[2 * n + j]) * scale + eps)
 
 
-def test_an_optimizer_of_ones_own_counts_in_its_row_slots() -> None:
+def test_a_custom_optimizer_counts_in_its_row_slots() -> None:
     register_optimizer("amsgrad", amsgrad, slots=3, row_slots=2)
     ours = spec.Custom("amsgrad", lr=0.01, constant_values=(0.9, 0.99, 1e-8), slots=3, row_slots=2)
     table = a_table(ours)

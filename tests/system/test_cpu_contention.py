@@ -38,14 +38,14 @@ class Kernel:
 
 
 @pytest.mark.parametrize("pressure", [True, False])
-def test_contention_is_seen_and_its_end_too(tmp_path: Path, pressure: bool) -> None:
+def test_contention_and_its_end_are_noticed(tmp_path: Path, pressure: bool) -> None:
     kernel = Kernel(tmp_path, pressure=pressure)
     assert not kernel.contended(20, 0.1)
     assert kernel.contended(20, 0.9)
     assert not kernel.contended(20, 0.1)
 
 
-def test_one_look_is_no_contention_but_a_long_wait_is(tmp_path: Path) -> None:
+def test_a_long_wait_is_contention_and_a_single_sample_is_not(tmp_path: Path) -> None:
     kernel = Kernel(tmp_path, pressure=True)
     assert not kernel.contended(20, 0.0)
     assert not kernel.contended(1, 1.0)
@@ -53,7 +53,7 @@ def test_one_look_is_no_contention_but_a_long_wait_is(tmp_path: Path) -> None:
     assert kernel.contention.contended(kernel.now)
 
 
-def test_where_the_kernel_counts_nothing_nobody_waits(tmp_path: Path) -> None:
+def test_without_kernel_counters_there_is_no_contention(tmp_path: Path) -> None:
     contention = CpuContention(str(tmp_path / "a"), str(tmp_path / "b"))
     assert not contention.contended(1.0)
     (tmp_path / "a").write_text("nothing of this kind")

@@ -173,7 +173,7 @@ class Foreign:
         self.variable_stride_per_key = lambda: strides
 
 
-def test_batches_of_other_kinds() -> None:
+def test_batches_of_unusual_kinds_are_accepted() -> None:
     configs = [TableConfig("users", 4, ["user", "friend"]), TableConfig("items", 4)]
     layer = Scene(EmbeddingBagCollection, configs).layer
     batch = Jagged.of(
@@ -300,7 +300,7 @@ def test_frozen_tables_and_evaluation_train_nothing(ps: Any) -> None:
         assert not model(a_batch()).requires_grad
 
 
-def test_prefetched_rows_are_those_of_that_moment(ps: Any) -> None:
+def test_prefetched_rows_are_those_at_the_time_of_the_prefetch(ps: Any) -> None:
     layer = Model(ps).rows
     ids = torch.tensor([[1, 2, 3, 4], [1, 1, 5, 6]])
     names = ["x", "y", "b", "c"]
@@ -378,7 +378,7 @@ def test_a_compiled_model_goes_on_after_a_collection(ps: Any) -> None:
     assert set(ps.targets["b"].weights) == {3, 5}
 
 
-def test_rows_are_of_the_models_type_and_on_the_device_of_ids(ps: Any, device: str) -> None:
+def test_rows_have_the_type_of_the_model_and_the_device_of_the_ids(ps: Any, device: str) -> None:
     layer = Model(ps).rows.to(device, torch.bfloat16)
     batch = Jagged.columns(["x", "y", "b", "c"], torch.tensor([[1, 2, 3, 4]], device=device))
     shown = layer(batch).values()

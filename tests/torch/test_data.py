@@ -52,7 +52,7 @@ def test_a_dataset_gives_batches_of_items(ps: eps.Client) -> None:
     assert everything[:SAMPLES] != everything[SAMPLES:]
 
 
-def test_without_a_dataset_it_gives_indices(ps: eps.Client) -> None:
+def test_without_a_dataset_batches_are_indices(ps: eps.Client) -> None:
     found = batches(ps, ShardedDataset(ps, SAMPLES, 10))
     assert [each.tolist() for each in found] == [list(range(a, min(a + 10, SAMPLES))) for a in (0, 10, 20)]
     assert found[0].dtype == torch.int64
@@ -64,7 +64,7 @@ def test_a_sampler_lets_the_loader_fetch(ps: eps.Client) -> None:
     assert batches(ps, ShardSampler(ps, SAMPLES, 5)) == []  # all is done
 
 
-def test_a_loop_that_breaks_gives_back_what_it_held(ps: eps.Client) -> None:
+def test_a_loop_that_breaks_gives_back_its_shards(ps: eps.Client) -> None:
     for at, _ in enumerate(ShardSampler(ps, SAMPLES, 5)):
         if at == 2:
             break

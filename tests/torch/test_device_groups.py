@@ -25,7 +25,7 @@ ONE = nn.Linear(2, 2)
 CUDA = torch.cuda.device_count()
 
 
-def test_threads_have_what_the_caller_has() -> None:
+def test_threads_inherit_the_modes_of_the_caller() -> None:
     group = DeviceGroup(lambda: nn.Linear(2, 2), ["cpu"] * 2)
 
     def look(model: nn.Module, device: torch.device, number: int) -> tuple[int, bool, bool, torch.dtype]:
@@ -42,7 +42,7 @@ def test_threads_have_what_the_caller_has() -> None:
     assert group.run(look, []) == []
 
 
-def test_models_begin_as_the_first(ps: Any) -> None:
+def test_models_start_as_copies_of_the_first(ps: Any) -> None:
     class Random(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -57,7 +57,7 @@ def test_models_begin_as_the_first(ps: Any) -> None:
 
 
 @pytest.mark.parametrize(("devices", "failing"), [(3, 0), (3, 2), (1, 0)])
-def test_an_error_of_one_device_ends_the_step_and_the_next_one_is_clean(devices: int, failing: int) -> None:
+def test_an_error_of_one_device_ends_only_its_step(devices: int, failing: int) -> None:
     ps: Any = FakeClient()
     group = DeviceGroup(lambda: Net(ps), ["cpu"] * devices)
     optimizer = Optimizer(ps, group, eps.Adam(lr=0.05), pipeline=True)
@@ -98,7 +98,7 @@ def test_an_error_of_one_device_ends_the_step_and_the_next_one_is_clean(devices:
         (lambda: nn.LazyLinear(2), ["cpu", "cpu"], "no shape yet"),
     ],
 )
-def test_what_is_no_group_of_devices_is_refused(build: Any, devices: Any, match: str) -> None:
+def test_impossible_device_groups_are_refused(build: Any, devices: Any, match: str) -> None:
     with pytest.raises((eps.ConfigError, eps.InputError), match=match):
         DeviceGroup(build, devices)
 
@@ -126,7 +126,7 @@ def test_too_many_batches_and_copies_are_refused() -> None:
     assert len(group) == 2
 
 
-def test_what_the_page_on_groups_shows_runs() -> None:
+def test_the_sample_on_the_page_about_groups_runs() -> None:
     page = (Path(__file__).parents[2] / "docs/guides/groups.md").read_text(encoding="utf-8")
     block = (
         re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)[1].replace("cuda:0", "cpu").replace("cuda:1", "cpu")
@@ -139,7 +139,7 @@ def test_what_the_page_on_groups_shows_runs() -> None:
     assert len(scope["losses"]) == 2
 
 
-def test_a_group_that_nobody_has_goes_and_its_threads_end(eventually: Callable[[Callable[[], bool]], None]) -> None:
+def test_an_unreferenced_group_ends_its_threads(eventually: Callable[[Callable[[], bool]], None]) -> None:
     group = DeviceGroup(lambda: nn.Linear(2, 2), ["cpu", "cpu"])
     threads = group.run(lambda *_: threading.current_thread(), [1, 2])
     gone = weakref.ref(group)

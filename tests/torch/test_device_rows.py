@@ -39,7 +39,7 @@ def test_each_row_is_pulled_once_in_a_step() -> None:
     assert ps.tables["rows"].pulls == [[5], [5]]
 
 
-def test_rows_that_did_not_come_are_pulled_again() -> None:
+def test_rows_that_did_not_arrive_are_pulled_again() -> None:
     ps: Any = FakeClient()
     group = DeviceGroup(lambda: Embedding(ps, "rows", 3, optimizer=eps.SGD(lr=1.0)), ["cpu"] * 2)
     optimizer = Optimizer(ps, group)
@@ -66,7 +66,7 @@ def test_rows_that_did_not_come_are_pulled_again() -> None:
     optimizer.step()
 
 
-def test_rows_that_are_expected_come_with_the_step() -> None:
+def test_expected_rows_arrive_with_the_step() -> None:
     ps: Any = FakeClient()
     group = DeviceGroup(lambda: Net(ps), ["cpu"] * 3)
     optimizer = Optimizer(ps, group, eps.Adam(lr=0.05))

@@ -87,7 +87,7 @@ def train(cluster: eps.LocalCluster, app: str, consistency: Any, devices: int, k
     return states[0]
 
 
-def test_steps_are_those_of_one_model_while_a_server_dies(local_cluster: NewCluster) -> None:
+def test_steps_equal_those_of_one_model_while_a_server_dies(local_cluster: NewCluster) -> None:
     cluster = local_cluster(servers=3, replicas=2, ranges=32)
     for consistency, kill in ((eps.ASP(), ""), (eps.BSP(), "s1")):
         expected = train(cluster, f"one-{kill}", consistency, 1)

@@ -41,7 +41,9 @@ DEVICES = [
 @pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize("computes", [at_once, one_after_another])
 @pytest.mark.parametrize("options", [{}, {"pipeline": True}, {"overlap": False}])
-def test_training_is_bit_for_bit_that_of_one_model(devices: list[str], computes: Any, options: dict[str, Any]) -> None:
+def test_training_equals_that_of_one_model_bit_for_bit(
+    devices: list[str], computes: Any, options: dict[str, Any]
+) -> None:
     ps: Any = FakeClient()
     group = DeviceGroup(lambda: Net(ps), devices)
     optimizer = Optimizer(ps, group, eps.Adam(lr=0.05), **options)
@@ -61,7 +63,7 @@ def test_training_is_bit_for_bit_that_of_one_model(devices: list[str], computes:
                 np.testing.assert_array_equal(parameter.detach().cpu().numpy(), ps.weight(f"model.{name}"))
 
 
-def test_gradients_are_clipped_as_one_models() -> None:
+def test_gradients_are_clipped_as_with_one_model() -> None:
     ps: Any = FakeClient()
     group, norms = DeviceGroup(lambda: Net(ps), ["cpu"] * 3), list[float]()
 
@@ -80,7 +82,7 @@ def test_gradients_are_clipped_as_one_models() -> None:
 
 
 @pytest.mark.parametrize("before", [lambda optimizer, step: optimizer.zero_grad(set_to_none=False), lambda *_: None])
-def test_gradients_of_earlier_steps_add_up_or_are_zeros_as_one_models(before: Step) -> None:
+def test_gradients_of_earlier_steps_add_up_as_with_one_model(before: Step) -> None:
     ps: Any = FakeClient()
     group = DeviceGroup(lambda: Net(ps), ["cpu"] * 3)
     optimizer = Optimizer(ps, group, eps.Adam(lr=0.05))
@@ -91,7 +93,7 @@ def test_gradients_of_earlier_steps_add_up_or_are_zeros_as_one_models(before: St
     same(ps, alone(3, before=before))
 
 
-def test_half_precision_adds_up_as_one_model_does() -> None:
+def test_half_precision_gradients_add_up_as_with_one_model() -> None:
     def build(ps: Any) -> nn.Module:
         return Net(ps).bfloat16()
 
@@ -116,7 +118,7 @@ def test_half_precision_adds_up_as_one_model_does() -> None:
     same(ps, single)
 
 
-def test_layers_of_one_table_and_a_shared_parameter_train_as_at_one_model() -> None:
+def test_shared_tables_and_parameters_train_as_with_one_model() -> None:
     class Tied(nn.Module):
         def __init__(self, ps: Any) -> None:
             super().__init__()
@@ -185,7 +187,7 @@ def test_a_frozen_layer_is_trained_on_no_device() -> None:
     assert ps.targets["model.top.weight"].slots
 
 
-def test_ranks_with_several_devices_each_add_up_what_these_have() -> None:
+def test_ranks_with_several_devices_add_up_their_gradients() -> None:
     """As ranks that have one model each, and run its batches one after another."""
 
     def of_rank(step: int, rank: int) -> list[Batch]:

@@ -162,7 +162,7 @@ def test_frozen_layers_are_not_trained(ps: Any, what: str) -> None:
     assert rows(embedding.table, [1]).abs().sum() > 0
 
 
-def test_what_torchs_users_look_for(ps: Any) -> None:
+def test_attributes_that_torch_users_expect_exist_or_are_explained(ps: Any) -> None:
     embedding = Embedding(ps, "users", 2, optimizer=SGD(lr=1.0))
     assert (embedding.embedding_dim, embedding.num_embeddings) == (2, None)
     assert not hasattr(embedding, "weight")
@@ -310,7 +310,7 @@ def test_an_incomplete_state_is_warned_of_once(ps: Any) -> None:
 
 
 @pytest.mark.parametrize("layer", [Embedding, EmbeddingBag])
-def test_with_a_number_of_embeddings_ids_are_those_of_torch(ps: Any, layer: Any) -> None:
+def test_with_num_embeddings_ids_are_checked_as_in_torch(ps: Any, layer: Any) -> None:
     users = layer(ps, "users", 2, optimizer=SGD(lr=1.0), num_embeddings=10, padding_idx=-1)
     assert (users.num_embeddings, users.padding_idx, users.max_norm) == (10, 9, None)
     assert repr(users) == f"{layer.__name__}('users', dim=2, num_embeddings=10, padding_idx=9)"
@@ -322,7 +322,7 @@ def test_with_a_number_of_embeddings_ids_are_those_of_torch(ps: Any, layer: Any)
         layer(ps, "users", 2, optimizer=SGD(lr=1.0), num_embeddings=10, padding_idx=-11)
 
 
-def test_what_torch_has_and_servers_have_not_is_refused_in_a_line(ps: Any) -> None:
+def test_unsupported_options_of_torch_are_refused_in_one_line(ps: Any) -> None:
     with pytest.raises(ConfigError, match=r"max_norm is not to be had"):
         Embedding(ps, "users", 2, optimizer=SGD(lr=1.0), max_norm=1.0)
     for given, instead in (

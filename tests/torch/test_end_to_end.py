@@ -239,7 +239,7 @@ def test_a_whole_model_is_saved_and_comes_back_elsewhere(connect: Connect, tmp_p
     assert torch.equal(first(users, words), second(users, words))
 
 
-def test_a_rate_that_is_set_for_all_workers_is_that_of_the_group(connect: Connect) -> None:
+def test_a_rate_set_for_all_workers_is_shown_in_the_param_group(connect: Connect) -> None:
     ps = connect()
     users = Embedding(ps, "users", 1, optimizer=eps.SGD(lr=1.0), init=eps.Zeros())
     optimizer = Optimizer(ps, users)

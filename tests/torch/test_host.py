@@ -7,7 +7,7 @@ import torch
 from elasticps.torch.host import fetched, room, sent, staged
 
 
-def test_what_devices_have_comes_as_float32_of_its_shape(device: str) -> None:
+def test_tensors_of_devices_are_fetched_as_float32(device: str) -> None:
     values = torch.arange(24, dtype=torch.float32).view(2, 3, 4)
     given = [
         values, values.bfloat16(), values.half().permute(2, 0, 1), values[:, 1], values[0, 0, 0], values[:, :0],
@@ -28,7 +28,7 @@ def test_floats_of_the_cpu_are_not_copied() -> None:
     assert staged(values, [torch.device("cpu")]) is values
 
 
-def test_what_is_sent_arrives_though_its_room_is_given_back(device: str) -> None:
+def test_sent_values_arrive_though_their_memory_is_reused(device: str) -> None:
     """Many at once, and parts of them: a GPU reads rooms that nobody here has any more."""
     place, arrived = torch.device(device), []
     for number in range(200):
@@ -43,7 +43,7 @@ def test_what_is_sent_arrives_though_its_room_is_given_back(device: str) -> None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_what_goes_to_gpus_lies_in_pinned_memory() -> None:
+def test_memory_for_gpus_is_pinned() -> None:
     gpu = torch.device("cuda:0")
     assert room(3, device=gpu).is_pinned()
     values = torch.rand(5, 3)

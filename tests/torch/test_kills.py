@@ -105,7 +105,7 @@ def train(cluster: eps.LocalCluster, app: str, kill: str = "") -> dict[str, Any]
         }
 
 
-def test_a_server_that_dies_changes_nothing() -> None:
+def test_a_server_that_dies_does_not_change_training() -> None:
     with eps.LocalCluster("torch-kills", servers=3, replicas=2, ranges=32) as cluster:
         undisturbed, disturbed = train(cluster, "calm"), train(cluster, "killed", kill="s1")
         assert undisturbed.keys() == disturbed.keys()

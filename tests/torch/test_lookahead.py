@@ -226,7 +226,7 @@ def rounds(
     return [found[0], found[1]]
 
 
-def test_rounds_come_out_the_same_to_the_bit(connect: Connect) -> None:
+def test_rounds_with_prefetch_are_the_same_bit_for_bit(connect: Connect) -> None:
     plain, depth = rounds(connect, "plain", 0), rounds(connect, "ahead", 3)
     for one, other in zip(plain, depth, strict=True):
         assert one.keys() == other.keys()
@@ -235,7 +235,7 @@ def test_rounds_come_out_the_same_to_the_bit(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("explicit", [False, True])
-def test_so_do_those_of_collections(connect: Connect, explicit: bool) -> None:
+def test_rounds_of_collections_with_prefetch_are_the_same_bit_for_bit(connect: Connect, explicit: bool) -> None:
     plain = rounds(connect, f"plain-bags-{explicit}", 0, Collected, explicit)
     depth = rounds(connect, f"bags-ahead-{explicit}", 3, Collected, explicit)
     for one, other in zip(plain, depth, strict=True):
@@ -244,9 +244,7 @@ def test_so_do_those_of_collections(connect: Connect, explicit: bool) -> None:
             assert value.numpy().tobytes() == other[name].numpy().tobytes(), name
 
 
-def test_one_message_to_a_server_has_the_end_of_a_step_and_the_pull_after_it(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_a_step_and_the_next_pull_share_a_message(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[list[Kind]] = []
     send = Link.send
 
@@ -282,7 +280,7 @@ def test_one_message_to_a_server_has_the_end_of_a_step_and_the_pull_after_it(
 
 @pytest.mark.parametrize("cache", [None, eps.Cache(rows=7, staleness=5), eps.Cache(rows=100, staleness=0)])
 @pytest.mark.parametrize("kind", [Model, Collected])
-def test_a_worker_alone_gets_what_it_would_get_without(
+def test_a_worker_alone_gets_the_same_rows_with_prefetch(
     connect: Connect, cache: eps.Cache | None, kind: type[Model | Collected]
 ) -> None:
     """Also where not all keys of a batch fit into the cache."""

@@ -18,7 +18,7 @@ RATE = SGD(lr=1.0)
 
 
 @pytest.mark.parametrize("layer", [Embedding, EmbeddingBag])
-def test_torchs_arguments_are_refused_with_ours(ps: Any, layer: Any) -> None:
+def test_arguments_of_torch_are_refused_with_the_right_name(ps: Any, layer: Any) -> None:
     with pytest.raises(ConfigError, match=rf"write {layer.__name__}\(ps, 'name', 16, num_embeddings=1000, optimizer="):
         layer(1000, 16)
     with pytest.raises(ConfigError, match="num_embeddings=1000"):
@@ -30,7 +30,7 @@ def test_torchs_arguments_are_refused_with_ours(ps: Any, layer: Any) -> None:
         layer(ps, "t", 16, optimizer=RATE, nonsense=1)
 
 
-def test_a_layer_of_somebodys_own_has_its_own_arguments(ps: Any) -> None:
+def test_subclasses_of_layers_may_have_their_own_arguments(ps: Any) -> None:
     class Mine(Embedding):
         def __init__(self, count: int, device: str) -> None:
             super().__init__(ps, "mine", 4, optimizer=RATE, num_embeddings=count)
@@ -38,7 +38,7 @@ def test_a_layer_of_somebodys_own_has_its_own_arguments(ps: Any) -> None:
     assert Mine(10, device="cpu").num_embeddings == 10
 
 
-def test_ids_that_are_none_are_refused_in_words(ps: Any) -> None:
+def test_invalid_ids_are_refused_with_the_reason(ps: Any) -> None:
     layer = Embedding(ps, "t", 4, optimizer=RATE)
     wrong: Any
     for wrong, says in (
@@ -66,7 +66,7 @@ def test_ids_without_lengths_are_not_dropped(ps: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["user id", "country/US", "x" * 200])
-def test_a_module_whose_name_can_be_no_tensor_s_is_named(ps: Any, name: str) -> None:
+def test_a_module_with_an_impossible_tensor_name_is_named(ps: Any, name: str) -> None:
     model = nn.ModuleDict({name: nn.Linear(2, 1)})
     with pytest.raises(
         SpecError, match=rf"parameter '{name}\.weight' would be the tensor .* give the module another name"
@@ -75,7 +75,7 @@ def test_a_module_whose_name_can_be_no_tensor_s_is_named(ps: Any, name: str) -> 
     assert not ps.targets
 
 
-def test_what_belongs_to_a_process_is_not_pickled() -> None:
+def test_objects_of_a_process_are_not_pickled() -> None:
     from elasticps.client import Client, DenseTensor, SparseTable
     from elasticps.torch import GroupClient
 

@@ -57,7 +57,7 @@ def test_gradients_leave_while_the_backward_pass_runs(ps: Any) -> None:
     assert len(ps.parts) == 6
 
 
-def test_layers_and_the_optimizer_hand_on_filters(ps: Any) -> None:
+def test_layers_and_the_optimizer_pass_filters_to_tables(ps: Any) -> None:
     mine: Any = {"push": [Int8()], "pull": [BFloat16()]}
     model = nn.Sequential(Embedding(ps, "rows", 2, optimizer=SGD(0.1), **mine), nn.Linear(2, 1))
     EmbeddingBag(ps, "bags", 2, optimizer=SGD(0.1), **mine)
@@ -87,7 +87,7 @@ def test_a_second_worker_starts_from_the_servers_values(ps: Any) -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_tied_frozen_and_unused_parameters(ps: Any) -> None:
+def test_tied_frozen_and_unused_parameters_train_as_in_torch(ps: Any) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -52,7 +52,7 @@ def test_tables_have_a_group_and_a_rate_of_their_own(ps: Any) -> None:
     assert ps.tables["users"].row(1).tolist() == [0, 0, 0]
 
 
-def test_an_optimizer_for_each_parameter(ps: Any) -> None:
+def test_each_parameter_may_have_its_own_optimizer(ps: Any) -> None:
     model = nn.Linear(3, 1)
     optimizer = Optimizer(ps, model, optimizer=lambda name, _: SGD(lr=1.0) if name == "bias" else Adagrad(lr=0.1))
     assert [(len(group["params"]), group["lr"]) for group in optimizer.param_groups] == [(1, 0.1), (1, 1.0)]
@@ -152,7 +152,7 @@ def test_the_state_of_another_optimizer_is_refused(ps: Any) -> None:
         users.load_state_dict(torch.optim.SGD([torch.zeros(1)], lr=0.1).state_dict())
 
 
-def test_what_is_fixed_at_the_servers_cannot_be_changed_in_a_group(ps: Any) -> None:
+def test_options_fixed_at_the_servers_cannot_be_changed_in_a_group(ps: Any) -> None:
     model = nn.Linear(3, 1)
     optimizer = Optimizer(ps, model, optimizer=Adam(lr=0.1, weight_decay=0.01))
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)

@@ -125,7 +125,7 @@ def test_nothing_of_a_failed_pass_that_had_not_left_is_sent_later(ps: Any) -> No
     assert ps.log == [1]  # an empty step is a tick
 
 
-def test_zero_grad_between_forward_and_backward(ps: Any) -> None:
+def test_zero_grad_may_be_called_between_forward_and_backward(ps: Any) -> None:
     model = perceptron()
     optimizer = Optimizer(ps, model, optimizer=SGD(lr=0.1), bucket_bytes=1)
     for _ in range(3):
@@ -179,7 +179,7 @@ def twice(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_clipping_counts_rows(ps: Any, norm_type: float) -> None:
+def test_clipping_includes_gradients_of_rows(ps: Any, norm_type: float) -> None:
     model, plain, (ours, theirs) = halves(ps, overlap=False)
     for _ in range(3):
         for net, optimizer in ((model, ours), (plain, theirs)):
@@ -193,7 +193,7 @@ def test_clipping_counts_rows(ps: Any, norm_type: float) -> None:
         torch.testing.assert_close(rows, plain[0].weight.detach())  # type: ignore[index]
 
 
-def test_clipping_rows_needs_gradients_that_are_here(ps: Any) -> None:
+def test_clipping_rows_needs_local_gradients(ps: Any) -> None:
     _, _, (ours, _) = halves(ps)
     with pytest.raises(ConfigError, match="overlap=False"):
         ours.clip_grad_norm_(1.0)
@@ -285,7 +285,7 @@ def test_a_model_moves_while_gradients_of_rows_wait(ps: Any) -> None:
     assert ps.tables["users"].row(1).all()
 
 
-def test_without_torch_one_line_says_what_to_install() -> None:
+def test_without_torch_the_error_names_the_package_to_install() -> None:
     code = """
 import importlib.util
 find = importlib.util.find_spec

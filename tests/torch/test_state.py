@@ -49,7 +49,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 IDS = torch.tensor([7, -3, 2**40, 5, 11, 12, 13])
 
 
-def test_what_is_saved_is_the_model_again_when_it_is_loaded(ps: Any, tmp_path: Path) -> None:
+def test_a_saved_model_is_the_same_when_loaded(ps: Any, tmp_path: Path) -> None:
     model = a_model(ps)
     optimizer = Optimizer(ps, model, Adam(lr=0.1))
     train(model, optimizer, IDS)
@@ -72,7 +72,7 @@ def test_what_is_saved_is_the_model_again_when_it_is_loaded(ps: Any, tmp_path: P
     train(model, optimizer, IDS)
 
 
-def test_a_model_that_is_loaded_before_it_has_an_optimizer(ps: Any) -> None:
+def test_a_model_can_be_loaded_before_it_has_an_optimizer(ps: Any) -> None:
     model = a_model(ps)
     train(model, Optimizer(ps, model, Adam(lr=0.1)), IDS)
     weights = full_state_dict(model) | {"deep.bias": torch.tensor([5.0])}
@@ -86,7 +86,7 @@ def test_a_model_that_is_loaded_before_it_has_an_optimizer(ps: Any) -> None:
     assert bias.tolist() == [6.0]  # once
 
 
-def test_with_a_number_of_embeddings_the_state_is_that_of_torchs_layers(ps: Any, tmp_path: Path) -> None:
+def test_with_num_embeddings_the_state_has_the_format_of_torch(ps: Any, tmp_path: Path) -> None:
     model = a_model(ps, num_embeddings=20, padding_idx=3)
     train(model, Optimizer(ps, model, Adam(lr=0.1)), torch.arange(4, 9))
     plain = nn.Embedding(20, 3, padding_idx=3)
@@ -133,7 +133,7 @@ def test_a_full_disk_is_an_error_that_names_the_file_and_nothing_is_left(
     assert (small_disk / "model.pt").read_text() == "old"
 
 
-def test_room_is_written_where_a_file_system_cannot_reserve_it(
+def test_zeros_are_written_if_a_file_system_cannot_reserve_space(
     ps: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object) -> None:
@@ -166,7 +166,7 @@ def test_states_that_do_not_fit_are_refused_before_anything_is_written(ps: Any) 
     assert np.isfinite(ps.weight("model.deep.weight")).all()
 
 
-def test_rows_that_a_layer_has_not_are_refused_as_torch_does(ps: Any, tmp_path: Path) -> None:
+def test_unknown_rows_are_refused_as_in_torch(ps: Any, tmp_path: Path) -> None:
     model = nn.ModuleDict({"users": Embedding(ps, "users", 3, optimizer=SGD(lr=1.0), num_embeddings=10)})
     for count in (12, 4):
         torch.save({"users.weight": torch.ones(count, 3)}, tmp_path / "x.pt")
@@ -184,7 +184,7 @@ def test_rows_that_a_layer_has_not_are_refused_as_torch_does(ps: Any, tmp_path: 
     assert (model["users"](torch.arange(10)) == 1).all()
 
 
-def test_the_names_of_a_wrapped_model_are_those_of_the_model_inside(ps: Any) -> None:
+def test_a_wrapped_model_has_the_names_of_the_inner_model(ps: Any) -> None:
     model = a_model(ps)
     train(model, Optimizer(ps, model, Adam(lr=0.1)), IDS)
     whole = full_state_dict(model)
@@ -196,7 +196,7 @@ def test_the_names_of_a_wrapped_model_are_those_of_the_model_inside(ps: Any) -> 
     assert torch.equal(full_state_dict(inner)["module.users.weight"], whole["users.weight"])
 
 
-def test_files_that_torch_did_not_write_or_that_were_cut_off_are_refused_in_words(ps: Any, tmp_path: Path) -> None:
+def test_foreign_and_truncated_files_are_refused_with_the_reason(ps: Any, tmp_path: Path) -> None:
     model = nn.ModuleDict({"users": Embedding(ps, "users", 3, optimizer=SGD(lr=1.0))})
     state = {"users.weight": torch.ones(1000, 3)}
     for zipped in (False, True):

@@ -34,7 +34,7 @@ asks = st.tuples(st.booleans(), st.sampled_from(["", "a", "b"]), st.dictionaries
 
 
 @given(st.lists(asks, max_size=20), st.randoms())
-def test_rows_are_those_of_a_pull_of_their_own_and_pulled_once(steps: list[Any], random: Any) -> None:
+def test_rows_of_a_step_equal_separate_pulls_and_are_pulled_once(steps: list[Any], random: Any) -> None:
     rows, tables, clock = StepRows[Table](), {name: Table(name) for name in TABLES}, 0
     requested: set[tuple[str, int, int, int]] = set()
     waiting: list[tuple[Any, dict[Table, Any], dict[Table, Any], int]] = []
@@ -69,7 +69,7 @@ def test_rows_are_those_of_a_pull_of_their_own_and_pulled_once(steps: list[Any],
             np.testing.assert_array_equal(outs[table], expected)
 
 
-def test_no_more_pulls_are_remembered_than_a_step_has() -> None:
+def test_only_the_pulls_of_one_step_are_remembered() -> None:
     rows, table = StepRows[Table](), Table("a")
     for key in range(3 * MAX_PULLS):
         out = np.empty((1, 1), np.float32)

@@ -56,7 +56,7 @@ def write(device: LazyDevice, into: Tensor, value: float) -> None:
 
 
 @given(st.integers(0, 1 << 32))
-def test_what_is_copied_is_what_the_compute_stream_has_there(seed: int) -> None:
+def test_copies_have_the_values_of_the_compute_stream(seed: int) -> None:
     """Values pass both ways, in any order of all that may go at once; memory is used again as soon as it may be."""
     with lazy(seed, late=True) as device:
         coming: list[tuple[int, Fetch]] = []
@@ -93,7 +93,7 @@ def test_what_is_copied_is_what_the_compute_stream_has_there(seed: int) -> None:
         assert np.array_equal(arrived, np.where(arrived != 0, np.arange(len(arrived)), 0))
 
 
-def test_stubs_of_the_cpu_have_all_that_a_copy_down_needs() -> None:
+def test_cpu_stubs_have_all_methods_that_a_copy_needs() -> None:
     there, here = torch.arange(6.0).half().view(2, 3), torch.zeros(2, 3)
     done = SideStreams(CPU, torch.cpu).fetch(there, here)
     done.synchronize()
@@ -145,7 +145,7 @@ def weights(ps: FakeClient) -> dict[str, dict[int, list[float]]]:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("options", [{"bucket_bytes": 1}, {"pipeline": True}, {"overlap": False}])
-def test_training_is_bit_for_bit_the_same(seed: int, devices: int, options: Any) -> None:
+def test_training_with_side_streams_is_the_same_bit_for_bit(seed: int, devices: int, options: Any) -> None:
     def trained() -> Any:
         ps: Any = FakeClient()
         model = Net(ps) if devices == 1 else DeviceGroup(lambda: Net(ps), ["cpu"] * devices)
@@ -159,7 +159,7 @@ def test_training_is_bit_for_bit_the_same(seed: int, devices: int, options: Any)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_ranks_of_a_group_add_up_what_has_come_from_their_devices(overlap: bool) -> None:
+def test_ranks_of_a_group_add_up_gradients_from_their_devices(overlap: bool) -> None:
     def rank(ps: Any) -> None:
         model = Net(ps)
         train(ps, model, Optimizer(ps, model, eps.Adam(lr=0.1), overlap=overlap), first=10 * ps.rank)
@@ -176,7 +176,7 @@ def test_ranks_of_a_group_add_up_what_has_come_from_their_devices(overlap: bool)
 
 
 @pytest.mark.parametrize("soon", [True, False])
-def test_a_gradient_leaves_once_it_is_here_and_nobody_waits_for_it_before_step(
+def test_a_gradient_is_sent_once_copied_and_awaited_only_by_step(
     ps: Any, soon: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Net(ps)
@@ -230,7 +230,7 @@ def test_a_step_that_is_dropped_takes_its_copies_along(monkeypatch: pytest.Monke
     assert weights(ps) == weights(clean)
 
 
-def test_a_second_gradient_in_one_step_is_refused_while_the_first_is_on_its_way(ps: Any) -> None:
+def test_a_second_gradient_is_refused_while_the_first_is_being_copied(ps: Any) -> None:
     model = Net(ps)
     optimizer = Optimizer(ps, model, eps.SGD(lr=0.5))
     with lazy(5):
@@ -288,7 +288,7 @@ def test_rows_and_weights_are_exact_though_the_device_is_late(ps: Any, device: s
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_many_large_gradients_pass_through_memory_that_is_used_again(ps: Any, device: str, overlap: bool) -> None:
+def test_many_large_gradients_reuse_pinned_memory(ps: Any, device: str, overlap: bool) -> None:
     size = 1 << (18 if device == "cuda" else 10)
     parameters = nn.ParameterList([nn.Parameter(torch.zeros(size, device=device)) for _ in range(8)])
     optimizer = Optimizer(ps, parameters, eps.SGD(lr=1.0), overlap=overlap, bucket_bytes=1)
@@ -325,7 +325,7 @@ def test_a_gpu_is_neither_waited_for_nor_overtaken() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_rows_that_are_freed_while_a_gpu_has_still_to_read_them() -> None:
+def test_freed_rows_stay_intact_until_a_gpu_has_read_them() -> None:
     gpu, sums = torch.device("cuda:0"), list[Tensor]()
     for number in range(50):
         here = room(1 << 16, device=gpu).fill_(number)

@@ -16,13 +16,15 @@ pairs = st.tuples(counts, counts).map(lambda pair: (max(pair), min(pair)))
 
 
 @given(pairs, counts, counts, pairs, counts)
-def test_it_comes_back(steps: tuple[int, int], sent: int, received: int, rows: tuple[int, int], shards: int) -> None:
+def test_an_activity_survives_encoding_and_decoding(
+    steps: tuple[int, int], sent: int, received: int, rows: tuple[int, int], shards: int
+) -> None:
     use = Activity(*steps, sent, received, *rows, shards)
     assert Activity.of(use.body()) == use
     assert struct.unpack("<8q", use.body()) == (*use, 0)
 
 
-def test_the_headers_are_the_smallest_there_are() -> None:
+def test_activity_headers_survive_encoding_and_decoding() -> None:
     header = unpack_header(UseHeader(11).header().pack())
     assert (header.kind, header.body, UseHeader.of(header)) == (Kind.USE, 64, UseHeader(11))
     packed = WatchHeader().header().pack()

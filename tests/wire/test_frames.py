@@ -40,7 +40,7 @@ GOLDEN_BLOCK = bytes.fromhex(
 )  # fmt: skip
 
 
-def test_golden_push() -> None:
+def test_a_push_frame_has_the_golden_bytes() -> None:
     header = Header(Kind.PUSH, LAST | ALL_RANGES, 56, 7, 5, 9, 11, 0, 2, 0, 1)
     assert header.pack() == GOLDEN_HEADER
     assert unpack_header(GOLDEN_HEADER) == header
@@ -112,7 +112,7 @@ def test_left_over_bytes_are_refused() -> None:
 
 
 @given(st.binary(max_size=400), st.integers(0, 5), st.integers(0, 3))
-def test_no_body_makes_the_decoder_do_anything_but_refuse(body: bytes, count: int, flags: int) -> None:
+def test_any_body_is_decoded_or_refused(body: bytes, count: int, flags: int) -> None:
     body = body[: len(body) & ~7]
     try:
         _, blocks = read_push(bool(flags & ALL_RANGES), count, np.frombuffer(body, np.uint8))
@@ -134,7 +134,7 @@ GOLDEN_TABLES = bytes.fromhex(
 )  # fmt: skip
 
 
-def test_a_pull_of_several_tables_has_keys_and_nothing_else() -> None:
+def test_a_pull_of_several_tables_has_only_keys() -> None:
     keys = np.array([-1, 5])
     assert table_block(3, 2) + keys.tobytes() + table_block(4, 0) == GOLDEN_TABLES
     body = np.frombuffer(GOLDEN_TABLES, np.uint8)

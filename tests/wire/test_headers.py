@@ -110,7 +110,7 @@ def test_each_field_has_its_place(one: Any, body_bytes: int, numbers: tuple[int,
     assert type(one).of(unpack_header(header.pack())) == one
 
 
-def test_the_version_is_the_third() -> None:
+def test_the_protocol_version_is_3() -> None:
     assert VERSION == 3
     assert JoinHeader().header().pack()[:6].hex() == "455053310306"
 
@@ -121,7 +121,7 @@ lags = st.none() | st.integers(1, (1 << 32) - 1)
 
 
 @given(u62, u62, u62, u32, u32, u16, u16, st.tuples(*[st.booleans()] * 4), lags, shards)
-def test_any_push_comes_back(
+def test_any_push_header_survives_encoding_and_decoding(
     request_: int, epoch: int, clock: int, worker: int, blocks: int, first: int, part: int,
     flags: tuple[bool, bool, bool, bool], lag: int | None, shard: ShardRef | None,
 ) -> None:  # fmt: skip
@@ -136,13 +136,13 @@ pulls = st.tuples(
 
 
 @given(pulls)
-def test_any_pull_comes_back(fields: tuple[Any, ...]) -> None:
+def test_any_pull_header_survives_encoding_and_decoding(fields: tuple[Any, ...]) -> None:
     pull = PullHeader(*fields)
     assert PullHeader.of(unpack_header(pull.header().pack())) == pull
 
 
 @given(u62, u62, u62, u32, st.integers(0, 4096), st.integers(0, 1 << 20), st.booleans())
-def test_any_pull_of_several_tables_comes_back(
+def test_any_header_of_a_pull_of_several_tables_survives_encoding(
     request_: int, epoch: int, clock: int, worker: int, blocks: int, words: int, coded: bool
 ) -> None:
     pull = PullHeader(request_, epoch, clock, worker, 0, 0, coded=coded, blocks=blocks)
@@ -165,7 +165,7 @@ def test_every_class_of_headers_is_tested_here() -> None:
     st.text(st.characters(codec="utf-8"), max_size=200),
     st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=9),
 )
-def test_the_name_of_a_function_and_its_constants_come_back(name: str, constants: list[float]) -> None:
+def test_a_functions_name_and_constants_survive_encoding(name: str, constants: list[float]) -> None:
     body = function_body(name, constants)
     assert len(body) % 8 == 0
     assert read_function(body) == (name, tuple(constants))
@@ -181,6 +181,6 @@ def test_the_name_of_a_function_and_its_constants_come_back(name: str, constants
         b'{"name":"' + b"x" * 201 + b'","constants":[]}', b'{"name":"\\ud800","constants":[]}',
     ],
 )  # fmt: skip
-def test_what_names_no_function_is_refused(body: bytes) -> None:
+def test_a_body_without_a_function_name_is_refused(body: bytes) -> None:
     with pytest.raises(FrameError):
         read_function(body)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from elasticps.wire.pool import LARGEST_BYTES, Pool
 
 
-def test_memory_is_used_again_when_nobody_refers_to_it() -> None:
+def test_memory_is_reused_once_unreferenced() -> None:
     pool = Pool(10 << 20)
     first = pool.take(1000)
     address = first.ctypes.data
@@ -18,7 +18,7 @@ def test_memory_is_used_again_when_nobody_refers_to_it() -> None:
     assert pool.take(1000).ctypes.data == address
 
 
-def test_a_slice_of_another_type_keeps_it_in_use() -> None:
+def test_a_slice_of_another_type_keeps_memory_in_use() -> None:
     pool = Pool(10 << 20)
     body = pool.take(1 << 20)
     address = body.ctypes.data

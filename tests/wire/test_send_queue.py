@@ -47,7 +47,7 @@ def test_everything_leaves_once_and_in_order(rounds: list[list[bytes]], takes: l
     assert queue.nbytes == 0
 
 
-def test_a_socket_that_took_a_part_is_not_tried_again_at_once() -> None:
+def test_a_socket_that_accepted_a_part_is_not_tried_again_at_once() -> None:
     queue, socket = SendQueue(), Socket([3])
     queue.add((b"abc", b"def"))
     assert not queue.send(socket)

@@ -25,13 +25,13 @@ def test_a_newer_view_is_read() -> None:
     assert read_view(header, body, above=6) == a_view(7)
 
 
-def test_one_that_is_known_is_not_even_looked_at() -> None:
+def test_a_known_view_is_not_decoded() -> None:
     header, body = taken_apart(view_frame(a_view(7)))
     assert read_view(header, body, above=7) is None
     assert read_view(header, np.zeros_like(body), above=7) is None
 
 
-def test_what_cannot_be_read_is_a_broken_frame() -> None:
+def test_a_view_that_cannot_be_decoded_is_a_frame_error() -> None:
     header, body = taken_apart(view_frame(a_view(7)))
     with pytest.raises(FrameError, match="cannot be read"):
         read_view(header, np.zeros_like(body), above=6)

@@ -33,7 +33,7 @@ def failing(does: Callable[[GroupClient], object], error: type[Exception], match
         together(run, group)
 
 
-def test_ranks_that_do_different_things_learn_which() -> None:
+def test_ranks_that_call_different_methods_are_told_which() -> None:
     def differ(ps: GroupClient) -> None:
         table = ps.table("rows" if ps.rank < 2 else "others", dim=2, optimizer=eps.SGD(lr=1.0))
         table.pull([1])
@@ -41,7 +41,7 @@ def test_ranks_that_do_different_things_learn_which() -> None:
     failing(differ, eps.GroupLost, "rank 0 does \"table 'rows'.*while rank 2 does \"table 'others'")
 
 
-def test_what_rank_0_raises_all_raise_and_may_go_on() -> None:
+def test_an_error_of_rank_0_is_raised_at_every_rank() -> None:
     def refuse(ps: GroupClient) -> None:
         def full() -> None:
             raise eps.ServerError("no room")
@@ -70,7 +70,7 @@ def test_a_rank_that_ends_ends_the_group(dead: int) -> None:
         together(end, group)
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
+def test_a_missing_rank_is_named() -> None:
     with linked(3, timeout_s=0.05) as links:
         requested = threading.Event()  # rank 2 has, before rank 0 begins to wait
 
@@ -91,7 +91,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         together(ask, links)
 
 
-def test_a_forked_child_has_no_part_of_it() -> None:
+def test_a_forked_child_leaves_the_group() -> None:
     with linked(2) as links:
         child = os.fork()
         if child == 0:
@@ -105,7 +105,7 @@ def test_a_forked_child_has_no_part_of_it() -> None:
         together(ask, links)
 
 
-def test_errors_come_with_all_that_they_say() -> None:
+def test_errors_reach_other_ranks_with_all_their_details() -> None:
     def refuse(ps: GroupClient) -> None:
         def full() -> None:
             error = eps.ServerFull("there is no room", "s1", "rows", 96)
@@ -130,7 +130,7 @@ def test_errors_come_with_all_that_they_say() -> None:
         together(refuse, group)
 
 
-def test_errors_with_what_only_one_process_knows_come_as_the_kind_above() -> None:
+def test_errors_with_local_details_reach_other_ranks_as_their_base_class() -> None:
     def refuse(ps: GroupClient) -> None:
         def lost() -> None:
             raise eps.DataLost("2 ranges were lost", object())
@@ -143,7 +143,7 @@ def test_errors_with_what_only_one_process_knows_come_as_the_kind_above() -> Non
         together(refuse, group)
 
 
-def test_bad_input_is_refused_before_anybody_hears_of_it() -> None:
+def test_bad_input_is_refused_before_other_ranks_are_contacted() -> None:
     def wrong(ps: GroupClient) -> None:
         table = ps.table("rows", dim=2, optimizer=eps.SGD(lr=1.0))
         tensor = ps.tensor("w", init=np.zeros(2, np.float32), optimizer=eps.SGD(lr=1.0))
@@ -202,7 +202,7 @@ def test_a_push_that_fails_leaves_all_ranks_with_as_much_room() -> None:
     assert {key: row[0] for key, row in ps.targets["t"].weights.items()} == expected
 
 
-def test_pulls_that_rank_0_cannot_begin_take_no_memory_with_them() -> None:
+def test_failed_pulls_of_rank_0_return_their_memory() -> None:
     class Failing(FakeClient):
         def pull_async(self, keys: Mapping[Any, Any], out: Mapping[Any, Any], **_: Any) -> Any:
             raise eps.Timeout("the servers do not answer")
@@ -220,7 +220,7 @@ def test_pulls_that_rank_0_cannot_begin_take_no_memory_with_them() -> None:
         together(pull, group)
 
 
-def test_whoever_is_another_user_holds_nobody_up() -> None:
+def test_a_process_of_another_user_does_not_delay_the_group() -> None:
     """Any user may call an abstract address, and say nothing."""
 
     class Silent:

@@ -87,7 +87,7 @@ def alone(ranks: int) -> FakeClient:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_collection_trains_bit_for_bit_as_at_one_worker(ranks: int) -> None:
+def test_a_collection_trains_bit_for_bit_as_with_one_worker(ranks: int) -> None:
     shared, single = FakeClient(), FakeClient()
 
     def train(ps: GroupClient) -> None:
@@ -130,7 +130,7 @@ def test_ranks_that_pull_other_tables_end_the_group() -> None:
     ("options", "ranks"), [({}, 1), ({}, 2), ({"pipeline": True}, 3), ({"overlap": False, "pipeline": True}, 2)]
 )
 @pytest.mark.parametrize("little", [0, LITTLE])
-def test_training_is_bit_for_bit_that_of_one_worker(options: dict[str, Any], ranks: int, little: int) -> None:
+def test_training_equals_that_of_one_worker_bit_for_bit(options: dict[str, Any], ranks: int, little: int) -> None:
     shared = FakeClient()
 
     def train(ps: GroupClient) -> dict[str, torch.Tensor]:
@@ -163,7 +163,7 @@ def test_training_is_bit_for_bit_that_of_one_worker(options: dict[str, Any], ran
 
 
 @pytest.mark.parametrize("mean", [False, True])
-def test_sums_are_the_same_whoever_makes_them(mean: bool) -> None:
+def test_sums_are_the_same_whichever_rank_adds_them(mean: bool) -> None:
     """All ranks together; rank 0 as long as there is little, and when there suddenly is more than there is room for."""
     found = []
     for little in (0, 600, 1 << 30):
@@ -218,7 +218,7 @@ def test_each_key_is_pulled_once_for_all_ranks() -> None:
             np.testing.assert_array_equal(row, shared.tables["rows"].row(key))
 
 
-def test_rows_of_several_tables_are_pulled_with_one_question() -> None:
+def test_rows_of_several_tables_are_pulled_with_one_request() -> None:
     shared = FakeClient()
     keys: dict[str, list[list[int]]] = {"a": [[5, 7], [], [7]], "b": [[], [1], [2, 1]], "c": [[], [], []]}
 
@@ -247,7 +247,7 @@ def test_rows_of_several_tables_are_pulled_with_one_question() -> None:
                 np.testing.assert_array_equal(row, shared.tables[name].row(key))
 
 
-def test_rows_that_are_expected_are_those_of_a_later_load() -> None:
+def test_expected_rows_are_those_after_a_later_load() -> None:
     ids = torch.arange(5)
 
     def work(ps: GroupClient) -> list[float]:
@@ -281,7 +281,7 @@ def test_early_pulls_may_be_taken_in_any_order_or_not_at_all() -> None:
         together(look, group)
 
 
-def test_weights_that_somebody_looks_at_stay_what_they_are() -> None:
+def test_weights_in_use_are_not_overwritten() -> None:
     shared = FakeClient()
 
     def look(ps: GroupClient) -> None:
@@ -322,7 +322,7 @@ def test_a_rank_may_have_no_gradient_and_the_mean_is_of_all() -> None:
     assert shared.clock == 2
 
 
-def test_rank_0_looks_by_itself() -> None:
+def test_rank_0_may_read_alone() -> None:
     shared = FakeClient()
 
     def look(ps: GroupClient) -> None:
@@ -389,7 +389,7 @@ def test_ranks_train_parts_of_a_shard() -> None:
     np.testing.assert_array_equal(shared.weight("w"), [-2.0 * sum(range(23))])
 
 
-def test_what_nobody_hears_yet_holds_nobody_up() -> None:
+def test_unread_results_delay_no_rank() -> None:
     shared, met = FakeClient(), threading.Barrier(2)
     keys = np.arange(300_000)  # more than a socket takes
 

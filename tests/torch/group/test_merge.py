@@ -75,7 +75,7 @@ def test_floats_are_summed_in_the_order_of_the_ranks(mean: bool) -> None:
 
 
 @given(st.integers(0, 50), st.integers(1, 9))
-def test_shares_are_all_of_it_and_as_equal_as_can_be(total: int, parts: int) -> None:
+def test_shares_cover_everything_and_are_as_equal_as_possible(total: int, parts: int) -> None:
     bounds = [share(total, part, parts) for part in range(parts)]
     assert [i for low, high in bounds for i in range(low, high)] == list(range(total))
     sizes = [high - low for low, high in bounds]
@@ -87,7 +87,7 @@ TARGETS = st.lists(st.builds(GradientSize, *TENSOR) | st.builds(GradientSize, *T
 
 
 @given(TARGETS, st.integers(1, 4), st.integers(1, 50), st.data())
-def test_nothing_lies_where_something_else_does(
+def test_parts_of_the_layout_do_not_overlap(
     targets: list[GradientSize], size: int, chunk: int, data: st.DataObject
 ) -> None:
     counts = st.lists(st.integers(ABSENT, 6), min_size=len(targets), max_size=len(targets))
@@ -113,7 +113,7 @@ def test_nothing_lies_where_something_else_does(
             assert region(targets, has, plan.chunk, rank * room) == own
 
 
-def test_what_does_not_fit_is_known() -> None:
+def test_a_layout_that_does_not_fit_is_recognised() -> None:
     targets, few, many = [GradientSize(0, 4)], np.array([2]), np.array([900])
     room = room_for(targets, [few, few], 8)
     nbytes = layout(targets, [few, few], 8, room).nbytes

@@ -43,7 +43,7 @@ def run(url: str, meeting: Path, die_at: int) -> tuple[list[int], list[str]]:
 
 
 @pytest.mark.slow
-def test_a_group_that_loses_a_rank_goes_on_exactly_once(local_cluster: NewCluster, tmp_path: Path) -> None:
+def test_a_group_that_loses_a_rank_counts_every_step_once(local_cluster: NewCluster, tmp_path: Path) -> None:
     url = local_cluster(servers=2).url
     codes, outputs = run(url, tmp_path / "first", die_at=5)
     assert codes == [3, -9]
@@ -74,7 +74,7 @@ def test_torchrun_starts_the_example(local_cluster: NewCluster, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_torchrun_starts_a_group_again_and_it_goes_on_exactly_once(local_cluster: NewCluster, tmp_path: Path) -> None:
+def test_torchrun_restarts_a_group_and_every_step_counts_once(local_cluster: NewCluster, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = [str(Path(__file__).parent / "restarted_rank.py"), local_cluster(servers=1).url, str(STEPS), "5"]
     done = subprocess.run(

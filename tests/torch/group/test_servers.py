@@ -46,7 +46,7 @@ def alone(url: str) -> dict[str, torch.Tensor]:
         return full_state_dict(model)
 
 
-def test_rounds_of_a_group_are_those_of_one_worker_while_a_server_dies(
+def test_rounds_of_a_group_equal_those_of_one_worker_while_a_server_dies(
     local_cluster: NewCluster, tmp_path: Path
 ) -> None:
     cluster = local_cluster(servers=3, replicas=2)

@@ -27,7 +27,7 @@ def test_every_id_is_found_at_its_position(some: list[int], padding: int | None)
 
 
 @pytest.mark.parametrize("step", [1, 2**32, -(2**40)])
-def test_many_that_lie_regularly(step: int) -> None:
+def test_many_ids_at_regular_distances_are_found(step: int) -> None:
     ids = np.repeat(np.arange(5000, dtype=np.int64) * step, 2)
     keys, positions, _ = distinct(ids, None)
     assert np.array_equal(keys[positions], ids)
