@@ -4,12 +4,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 CODE := $(patsubst %/__init__.py,%,$(wildcard */__init__.py)) tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all soak stories lint docs format bench dist proto hashes clean distclean
+.PHONY: help setup demo test test-slow test-ci test-all ci soak stories lint docs format bench dist proto hashes clean \
+	distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,7 +25,7 @@ MOTO = moto boto3 botocore s3transfer jmespath responses xmltodict py-partiql-pa
 
 # editable_mode=compat: mypy finds the packages of an installation by a path, and not by an import hook.
 # recbole is taken for the ratings in its wheel and never imported: without its dependencies, which nobody needs.
-$(READY): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "elasticps needs Python 3.11 or later: make $(MAKECMDGOALS) PYTHON=/path/to/python3"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
@@ -32,6 +34,10 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt setuptools
 	$(PIP) install -c constraints.txt --no-build-isolation --config-settings editable_mode=compat -e '.[dev]'
 	$(PIP) install -c constraints.txt --no-deps recbole $(MOTO)
+	@touch $@
+
+# Apart, for what runs nothing: it need not wait for a compiler.
+$(READY): $(INSTALLED)
 	@echo "compiling kernels for this machine; this takes up to a minute"
 	@$(BIN)/python -m elasticps.warm 2>/dev/null
 	@touch $@
@@ -49,6 +55,13 @@ test: $(READY) ## Run the tests
 test-slow: $(READY) ## Run the slow tests, but those that take minutes each
 	$(BIN)/python -m pytest $(PARALLEL) -m 'slow and not long'
 
+test-ci: $(READY) ## Run the tests, and of the slow ones those that every change must pass
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow or ci'
+
+# Both at once: to lint takes one core, and tests wait for their processes now and then. What each says comes at its end.
+ci: $(INSTALLED) ## What every change must pass: lint and test-ci, at the same time
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint test-ci
+
 test-all: $(READY) ## Run all tests, slow ones too
 	$(BIN)/python -m pytest $(PARALLEL) -m 'slow or not slow'
 
@@ -62,16 +75,16 @@ soak: $(READY) ## Random examples; fifty stories for each planted bug; ten milli
 stories: $(READY) ## Stories on all cores until stopped, or RUNS=N in all; goes on behind tests/sim/played.json, or from SEED=N on
 	$(BIN)/elasticps sim --runs $(or $(RUNS),0) $(if $(SEED),--seed $(SEED),--record tests/sim/played.json)
 
-lint: $(READY) docs ## ruff, mypy --strict, the contracts on who imports whom, and broken links in the docs
+lint: $(INSTALLED) docs ## ruff, mypy --strict, the contracts on who imports whom, and broken links in the docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(CODE)
 	$(BIN)/lint-imports
 
-docs: $(READY) ## Build the site into docs/_build/html; a broken link or reference fails
+docs: $(INSTALLED) ## Build the site into docs/_build/html; a broken link or reference fails
 	$(BIN)/python -m sphinx -E -W --keep-going -q -b html docs docs/_build/html
 
-format: $(READY) ## Sort imports and format
+format: $(INSTALLED) ## Sort imports and format
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
@@ -84,18 +97,18 @@ bench: $(READY) ## Measure pulls and pushes against this machine's own limits, r
 	$(BIN)/elasticps bench control
 	$(BIN)/elasticps bench train
 
-proto: $(READY) ## Generate the gRPC stubs again
+proto: $(INSTALLED) ## Generate the gRPC stubs again
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. elasticps/admin/admin.proto
 
 # For Python 3.12, as the image has it; a release's hashes are those of all its files, for other processors too.
 HASHES = echo setuptools | $(BIN)/uv pip compile -q --generate-hashes --no-header --no-annotate -c constraints.txt \
 	--python-version 3.12 --python-platform x86_64-unknown-linux-gnu pyproject.toml -
 
-dist: $(READY) ## Build the wheel and the source distribution into dist/
+dist: $(INSTALLED) ## Build the wheel and the source distribution into dist/
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 
-hashes: $(READY) ## Write down again what images install, with hashes, after constraints.txt has changed
+hashes: $(INSTALLED) ## Write down again what images install, with hashes, after constraints.txt has changed
 	$(PIP) install -c constraints.txt uv
 	$(HASHES) -o deploy/requirements.txt
 	$(HASHES) --extra chaos --extra kubernetes -o deploy/requirements-chaos.txt

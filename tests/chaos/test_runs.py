@@ -68,6 +68,7 @@ def run(tmp_path: Path, text: str) -> dict[str, object]:
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.timeout(320)
 def test_a_short_run_keeps_every_promise_and_writes_its_report(tmp_path: Path) -> None:
     found = run(tmp_path, SHORT)

@@ -17,7 +17,7 @@ from tests.conftest import NewCluster
 
 Eventually = Callable[[Callable[[], bool]], None]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.ci]
 
 KEYS, ONES = np.arange(300), np.ones((300, 2), np.float32)
 

@@ -27,6 +27,7 @@ def check_all_is_there(cluster: LocalCluster, trainers: Trainers) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_a_server_left_out_while_frozen_takes_over_when_the_other_is_killed() -> None:
     with LocalCluster("suspected", servers=2, replicas=2, ranges=32) as cluster:
         watcher, trainers = Watcher(cluster.url), Trainers(cluster.url, SEEDS, app=APP)
@@ -58,6 +59,7 @@ def test_a_server_left_out_while_frozen_takes_over_when_the_other_is_killed() ->
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_a_frozen_server_catches_up_with_the_copies_it_had() -> None:
     with LocalCluster("late", servers=2, replicas=2, ranges=32) as cluster:
         watcher, trainers = Watcher(cluster.url), Trainers(cluster.url, SEEDS, app=APP)

@@ -107,6 +107,7 @@ def test_a_forked_process_has_its_own_descriptors(zygote: Zygote, folder: Path, 
 
 
 @pytest.mark.slow  # starts a zygote of its own
+@pytest.mark.ci
 def test_processes_start_directly_if_the_zygote_is_dead(folder: Path) -> None:
     made = Zygote(folder / "other.log", os.environ)
     forked = run(made, folder, "g", "server", "--url", "etcd://127.0.0.1:1/nobody", "--name", "s2", "--wait", "600")
@@ -121,6 +122,7 @@ def test_processes_start_directly_if_the_zygote_is_dead(folder: Path) -> None:
 
 
 @pytest.mark.slow  # starts a zygote of its own
+@pytest.mark.ci
 def test_a_frozen_zygote_is_killed_and_the_process_starts_directly(
     folder: Path, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
@@ -138,6 +140,7 @@ def test_a_frozen_zygote_is_killed_and_the_process_starts_directly(
 
 
 @pytest.mark.slow  # starts a zygote of its own
+@pytest.mark.ci
 def test_a_process_whose_caller_gave_up_is_not_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while the zygote still imports: what it was asked for would be started behind the cluster's end."""
     made = Zygote(folder / "asked.log", os.environ)
@@ -156,6 +159,7 @@ def test_a_process_whose_caller_gave_up_is_not_started(folder: Path, monkeypatch
 
 
 @pytest.mark.slow  # starts a zygote of its own
+@pytest.mark.ci
 def test_a_zygote_frozen_at_the_end_of_its_cluster_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local.zygote, "END_S", 0.3)
     made = Zygote(folder / "stands.log", os.environ)
@@ -189,6 +193,7 @@ def test_a_zygote_ends_with_its_cluster(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.slow  # starts a zygote of its own
+@pytest.mark.ci
 def test_a_frozen_zygote_does_not_hide_the_end_of_a_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killing a server took a minute, and then said that another one had ended by SIGKILL that had ended by itself."""
     monkeypatch.setattr("elasticps.local.zygote.REAPED_S", 0.05)
