@@ -122,6 +122,7 @@ def test_kernels_are_compiled_from_the_installed_package(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(650)  # compiles every kernel: a minute alone, ten beside other tests
 def test_kernels_of_the_image_serve_where_nothing_can_be_written(tmp_path: Path) -> None:
     packages, sources = installed(tmp_path / "site"), installed(tmp_path / "src")
     subprocess.run([sys.executable, *warming()], cwd=sources, env=settings("build", packages), check=True)
