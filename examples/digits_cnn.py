@@ -11,8 +11,6 @@ import argparse
 import contextlib
 
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import nn
 
 import elasticps as eps
@@ -38,6 +36,9 @@ def network() -> nn.Sequential:
 
 def digits(seed: int) -> list[torch.Tensor]:
     """Training images, test images, training labels, test labels."""
+    from sklearn.datasets import load_digits  # only here: scikit-learn takes a second to import
+    from sklearn.model_selection import train_test_split
+
     images, labels = load_digits(return_X_y=True)
     parts = train_test_split(
         images.reshape(-1, 1, 8, 8) / 16.0, labels, test_size=0.2, random_state=seed, stratify=labels

@@ -144,10 +144,10 @@ def found() -> dict[str, list[str]]:
     imports: dict[str, set[str]] = defaultdict(set)
     for name in files:
         text = (ROOT / name).read_text(encoding="utf-8")
-        tree, lines = ast.parse(text), text.split("\n")
+        nodes, lines = list(ast.walk(ast.parse(text))), text.split("\n")
         if len(lines) - 1 > MOST_LINES:
             problems[name].add("lines")
-        used = Counter(each for node in ast.walk(tree) for each in _names(node))
+        used = Counter(each for node in nodes for each in _names(node))
         used[Path(name).stem if not Path(name).stem.startswith("test_") else ""] += 1
         for identifier in used:
             if name.startswith("tests/") and identifier.count("_") >= SENTENCE:
@@ -160,7 +160,7 @@ def found() -> dict[str, list[str]]:
         if name.startswith("tests/"):
             continue
         module = _module(name)
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.ClassDef):
                 classes[module.split(".")[0], node.name].append(name)
                 count, bare = _attributes(node, lines)

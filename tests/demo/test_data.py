@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.metrics import roc_auc_score
 
 from elasticps.errors import ConfigError
 from examples.demo import data
@@ -61,6 +60,8 @@ def test_epochs_have_orders_of_their_own() -> None:
 
 @pytest.mark.parametrize("levels", [2, 10, 100_000])
 def test_auc_agrees_with_scikit_learns(levels: int) -> None:
+    from sklearn.metrics import roc_auc_score  # only here: every process of a run would wait a second for it
+
     random = np.random.default_rng(levels)
     labels = (random.random(2000) < 0.3).astype(np.float32)
     scores = (random.integers(0, levels, 2000) + labels * levels / 4).astype(np.float32)

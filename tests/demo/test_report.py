@@ -10,7 +10,6 @@ from PIL import Image
 from rich.console import Console
 
 from elasticps.admin.audit import AuditReport, WorkerClocks
-from examples.demo.picture import draw
 from examples.demo.report import (
     AuditAnswer,
     Evaluation,
@@ -60,6 +59,8 @@ def test_time_without_a_cluster_is_reported_and_does_not_count_as_training() -> 
 
 
 def test_the_report_is_written_as_json_and_as_a_picture(tmp_path: Path) -> None:
+    from examples.demo.picture import draw  # only here, as in the demo: matplotlib takes half a second
+
     data, picture = tmp_path / "report.json", tmp_path / "report.png"
     report = a_report(0.7812345, 0.78)
     report.write(data)

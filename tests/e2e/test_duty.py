@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 import time
 from pathlib import Path
 
@@ -14,6 +13,10 @@ from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.storage import Storage
 from elasticps.local import LocalCluster
+from elasticps.local.process import Process
+from elasticps.local.zygote import OURS
+from tests.e2e.oracle import PAUSE_S
+from tests.zygotes import Shared
 
 KEYS = np.arange(100)
 
@@ -22,21 +25,22 @@ def test_a_coordinator_takes_checkpoints_every_so_often_and_when_a_worker_asks(t
     place = (tmp_path / "saved").as_uri()
     with LocalCluster(servers=1, replicas=1) as cluster, eps.connect(cluster.url, worker="w0", timeout=30.0) as ps:
         table = ps.table("t", dim=2, optimizer=eps.Accumulate())
-        command = [sys.executable, "-m", "elasticps", "coordinator", "--url", cluster.operator_url, "--name", "c1"]
+        command = [*OURS, "coordinator", "--url", cluster.operator_url, "--name", "c1"]
         command += ["--checkpoint-every", "1s", "--checkpoint-url", place]
-        with (tmp_path / "c1.log").open("wb") as log:
-            coordinator = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
+        zygote = Shared(tmp_path / "zygote.log", os.environ) if Shared.possible() else None
+        coordinator = Process.start("c1", "coordinator", command, tmp_path, None, zygote)
         try:
             cluster.kill("c0")  # it comes to lead
             steps, deadline = 0, time.monotonic() + 120
             while len(catalog.cuts_of(Storage(place))) < 2:
-                assert time.monotonic() < deadline, (tmp_path / "c1.log").read_text()
+                assert time.monotonic() < deadline, coordinator.log.read_text()
                 ps.push({table: (KEYS, np.ones((len(KEYS), 2), np.float32))}).result()
                 steps += 1
+                time.sleep(PAUSE_S)
             cut = ps.checkpoint().result(120)
         finally:
-            coordinator.terminate()
-            coordinator.wait()
+            coordinator.popen.terminate()
+            coordinator.popen.wait()
     contents = Contents(Storage(place), catalog.chain(Storage(place), cut))
     assert contents.manifest.workers["w0"].clock == steps
     ((number, spec),) = contents.manifest.tables.values()

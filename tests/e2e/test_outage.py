@@ -20,7 +20,7 @@ from coordinator.core.store import Store
 from coordinator.core.view import Roster
 from elasticps.system import background
 from tests.conftest import NewCluster
-from tests.e2e.oracle import Watcher, owners, wait_for
+from tests.e2e.oracle import PAUSE_S, Watcher, owners, wait_for
 
 T = TypeVar("T")
 
@@ -38,6 +38,7 @@ def test_training_goes_on_while_etcd_is_away_and_everything_recovers(local_clust
         while time.monotonic() < ends:
             ps.push({table: (keys, grads)}).result()
             steps += 1
+            time.sleep(PAUSE_S)
         cluster.start_etcd()
         later = ps.table("later", dim=2, optimizer=eps.Accumulate())  # needs etcd
         ps.push({table: (keys, grads), later: (keys, grads)}).result()
@@ -58,7 +59,7 @@ def test_a_frozen_etcd_ends_no_process(local_cluster: NewCluster) -> None:
         with eps.connect(cluster.url, worker=name, timeout=60.0) as ps:
             table = ps.table("t", dim=2, optimizer=eps.Accumulate())
             steps = 0
-            while not over.is_set():
+            while not over.wait(PAUSE_S):
                 ps.push({table: (keys, grads)}).result()
                 steps += 1
             return steps

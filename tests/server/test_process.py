@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from elasticps.errors import ConfigError
+from elasticps.local.process import Process
+from elasticps.local.zygote import OURS
 from elasticps.server.process.main import load_plugin
 from tests.conftest import NewCluster
+from tests.zygotes import Shared
 
 Eventually = Callable[[Callable[[], bool]], None]
 
@@ -23,28 +26,32 @@ def server(url: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def refusal(url: str, *arguments: str) -> str:
-    """The one line that a server says that does not start."""
-    with server(url, *arguments) as process:
-        _, errors = process.communicate(timeout=120)
-    assert process.returncode == 2, errors
+def refusal(folder: Path, url: str, *arguments: str) -> str:
+    """The one line that a server says that does not start, forked from a zygote."""
+    zygote = Shared(folder / "zygote.log", os.environ) if Shared.possible() else None
+    refused = Process.start("refused", "server", [*OURS, "server", "--url", url, *arguments], folder, None, zygote)
+    code, errors = refused.popen.wait(120), refused.log.read_text()
+    assert code == 2, errors
     assert "Traceback" not in errors
     return errors.strip().splitlines()[-1]
 
 
-def test_the_name_of_a_living_server_is_refused(local_cluster: NewCluster, eventually: Eventually) -> None:
+def test_the_name_of_a_living_server_is_refused(
+    local_cluster: NewCluster, eventually: Eventually, tmp_path: Path
+) -> None:
     cluster = local_cluster(servers=2, ranges=32)
-    text = refusal(cluster.url, "--name", "s0")
+    text = refusal(tmp_path, cluster.url, "--name", "s0")
     assert f"a server called 's0' is alive at {cluster.server('s0').address}" in text
     assert cluster.server("s0").running
     assert cluster.server("s0").incarnation == 1
 
     port = cluster.server("s0").address.rpartition(":")[2]
-    assert f"cannot listen on 127.0.0.1:{port}: another process" in refusal(cluster.url, "--name", "x", "--port", port)
-    text = refusal(cluster.url, "--name", "x", "--admin-port", port)
+    text = refusal(tmp_path, cluster.url, "--name", "x", "--port", port)
+    assert f"cannot listen on 127.0.0.1:{port}: another process" in text
+    text = refusal(tmp_path, cluster.url, "--name", "x", "--admin-port", port)
     assert f"the admin port 127.0.0.1:{port} cannot be had: another process listens there" in text
     assert "GRPC_VERBOSITY" not in text
-    text = refusal(cluster.url, "--name", "x", "--memory-limit", "20MiB")
+    text = refusal(tmp_path, cluster.url, "--name", "x", "--memory-limit", "20MiB")
     assert "--memory-limit 20,971,520 bytes: an empty server uses " in text
 
     with server(cluster.url, "--name", "s0", "--take-over") as taker:
