@@ -26,7 +26,7 @@ from coordinator.core.keys import (
     record_key,
     shown,
 )
-from coordinator.core.last_good import LastGood
+from coordinator.core.lost_keys import LastGood
 from coordinator.core.store import Change, Delete, Entry, Guard, Listing, Put, Reset, Store
 from coordinator.core.view import ClusterConfig, Roster, View
 

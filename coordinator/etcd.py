@@ -49,7 +49,7 @@ from coordinator.etcd_channel import (
     signature,
     tls_credentials,
 )
-from coordinator.forks import use_grpc
+from coordinator.grpc_limits import use_grpc
 
 log = fields.logger(__name__)
 

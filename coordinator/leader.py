@@ -25,11 +25,11 @@ from coordinator.core import fields
 from coordinator.core.errors import Fenced, StoreUnavailable, TooLarge, WritesRefused
 from coordinator.core.health import TICK_S, Dial
 from coordinator.core.keys import CONFIG, ROSTER, VIEW
-from coordinator.core.last_good import LastGood
+from coordinator.core.lost_keys import LastGood
 from coordinator.core.lease_grace import LeaseGrace
 from coordinator.core.lost_view import REMEDY, UNHEARD, is_outdated, put_back
 from coordinator.core.names import check_name
-from coordinator.core.pace import Pace
+from coordinator.core.patience import Pace
 from coordinator.core.planner import Health, Members, Plan, RosterPlan, UnsafePlan, plan, plan_roster
 from coordinator.core.repair import Limits
 from coordinator.core.store import Guard, Listing, Store

@@ -16,7 +16,7 @@ from coordinator.core import fields
 from coordinator.core.errors import Fenced, LeaseLost, StoreUnavailable
 from coordinator.core.health import TICK_S
 from coordinator.core.keys import ELECTION
-from coordinator.core.last_good import LastGood
+from coordinator.core.lost_keys import LastGood
 from coordinator.core.store import Guard, Store
 from coordinator.server_links import ServerLinks
 from coordinator.sparing import Sparing

@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.core.errors import ForkedProcess
 from coordinator.core.view import Roster, View
-from coordinator.forks import use_grpc
+from coordinator.grpc_limits import use_grpc
 from elasticps.admin import admin_pb2, admin_pb2_grpc
 from elasticps.errors import ClusterUnreachable, ConfigError, Error, ServerError
 from elasticps.security.identity import host_name

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.core.view import View, WorkerInfo
-from coordinator.forks import REMEDY
+from coordinator.grpc_limits import REMEDY
 from elasticps.client.connections import (
     Participation,
     PeerConnections,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from coordinator.core.keys import DRAINS, ELECTION
-from coordinator.core.pace import Pace
+from coordinator.core.patience import Pace
 from coordinator.core.planner import Health
 from coordinator.core.view import ServerInfo, View
 from coordinator.membership import cancel_drain, list_drains, request_drain

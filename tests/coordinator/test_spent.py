@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 
 from coordinator.core.health import Report
-from coordinator.core.last_good import LastGood
+from coordinator.core.lost_keys import LastGood
 from coordinator.core.store import Guard
 from coordinator.core.view import ServerInfo, View
 from coordinator.leader import _Term
