@@ -1,9 +1,10 @@
-"""Who is in the cluster and who owns what: views, placement, membership and leadership, kept in etcd.
+"""Who is in the cluster and who owns which ranges: views, placement, membership and leadership, kept in etcd.
 
-Knows nothing of tensors, tables or the data plane. Pure: `ring` places ranges, `draft` has the rules of the next view's
-chains, `repair` chooses whom to fill, `balance` what moves to keep loads near their `share`, `planner` decides with
-these and `wording` says why, `forecast` runs it ahead, `health` says who is gone, `pace` when. `store` states the laws
-that `etcd` and `memory` both keep; `membership`, `world`, `lines` and `leader` are written against those laws alone.
+Knows nothing of tensors, tables or the data plane. The pure part is `core`: `ring` places ranges, `draft` has the rules
+of the next view's chains, `repair` chooses the servers to fill, `balance` the ranges to move, to keep each load near
+its `share`; `planner` decides with these and `reasons` says why, `dry_run` runs it ahead of time; `health` judges who
+is gone, `patience` how long a leader waits, `lost_keys` what it puts back. `store` states the laws that `etcd` and
+`memory` both keep; `membership`, `cluster_tracker`, `server_links` and `leader` are written against those laws alone.
 """
 
 import os

@@ -34,7 +34,7 @@ from coordinator.core.keys import (
     server_of,
     table_key,
 )
-from coordinator.core.lost_view import UNHEARD
+from coordinator.core.lost_keys import UNHEARD
 from coordinator.core.records import left_out, read
 from coordinator.core.store import Entry, Listing, Store
 from coordinator.core.view import ClusterConfig, Roster, View, WorkerInfo

@@ -1,7 +1,8 @@
-"""From a cluster's URL to its store."""
+"""Opens the store that a cluster's URL names, and says which releases of etcd will do."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -13,9 +14,9 @@ from coordinator.core.url import parse
 from coordinator.etcd import EtcdStore
 
 T = TypeVar("T")
-_AGAIN_S = 0.1
-
-_HUNG_UP = "Socket closed"  # what gRPC calls a peer that has taken the connection and ended it
+OLDEST = (3, 4)  # of etcd; Debian 12's, 3.4.23, was tried
+_AGAIN_S = 0.1  # between two attempts
+_HUNG_UP = "Socket closed"  # what gRPC says of a peer that has accepted the connection and ended it
 
 
 async def open_store(url: str, timeout_s: float = 10.0, *, call_timeout_s: float = 5.0) -> Store:
@@ -36,13 +37,9 @@ async def open_store(url: str, timeout_s: float = 10.0, *, call_timeout_s: float
     return store
 
 
-async def release_of(store: Store) -> str:
-    """Which release of etcd keeps it; "" where that is not known."""
-    return await store.release() if isinstance(store, EtcdStore) else ""
-
-
 async def insist(call: Callable[[], Awaitable[T]], timeout_s: float) -> T:
-    """What `call` returns; made again while the store gives no answer. StoreUnavailable after `timeout_s` seconds."""
+    """Repeats `call` while the store gives no answer, and returns what it returns. Raises StoreUnavailable after
+    `timeout_s` seconds."""
     again = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception_type(StoreUnavailable),
         stop=tenacity.stop_after_delay(timeout_s),
@@ -50,7 +47,28 @@ async def insist(call: Callable[[], Awaitable[T]], timeout_s: float) -> T:
         reraise=True,
     )
 
-    async def attempt() -> T:  # tenacity awaits only what is declared so
+    async def attempt() -> T:  # tenacity awaits only functions that are declared async
         return await call()
 
     return await again(attempt)
+
+
+async def release_of(store: Store) -> str:
+    """Returns the release of etcd that keeps the store, such as "3.5.9"; "" if it is unknown."""
+    return await store.release() if isinstance(store, EtcdStore) else ""
+
+
+def release_warning(release: str) -> str:
+    """Warns of a release of etcd that is too old or damages data; returns "" for any other, and for an unknown one."""
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", release)
+    if found is None:
+        return ""
+    major, minor, patch = (int(number or 0) for number in found.groups())
+    if (major, minor) < OLDEST:
+        return f"etcd {release} is older than any that was tried: take 3.4, or better 3.5.3 or later"
+    if (major, minor) == (3, 5) and patch <= 2:
+        return (
+            f"etcd {release} may corrupt its data when it is killed under load, and its makers advise against it: it "
+            "will do for trying out; else take etcd 3.5.3 or later"
+        )
+    return ""

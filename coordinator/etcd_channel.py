@@ -14,9 +14,9 @@ import grpc
 from aetcd import rpc
 from grpc.aio import AioRpcError
 
-from coordinator import cancelled
 from coordinator.core.errors import CoordinationError, LeaseLost, NotPermitted, WritesRefused
 from coordinator.core.url import TlsFiles
+from coordinator.grpc_limits import task_cancelled
 
 _CHANNEL_OPTIONS = (
     # Endpoints are asked directly, and each client finds out for itself whether one is back.
@@ -66,7 +66,7 @@ def open_member(address: str, credentials: grpc.ChannelCredentials | None) -> Me
 def raise_definite(error: BaseException) -> None:
     """Raises what a retry would not change."""
     if isinstance(error, asyncio.CancelledError):
-        if cancelled.ourselves():
+        if task_cancelled():
             raise error
         return
     if isinstance(error, AioRpcError):

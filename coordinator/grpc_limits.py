@@ -1,12 +1,9 @@
-"""Refuses gRPC in a child that was forked from a process that uses gRPC.
-
-gRPC's threads do not exist in such a child, but its descriptors do: a call there waits for ever, and takes wake-ups
-that were the parent's, whose calls then wait, too, until leases run out. gRPC's own handling of forks does not cover
-asyncio.
-"""
+"""Two things in which gRPC is unlike other asyncio code: it does not survive a fork, and it raises CancelledError in
+tasks that nobody has cancelled."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 
 from coordinator.core.errors import ForkedProcess
@@ -18,12 +15,16 @@ REMEDY = (
 )
 
 _user: int | None = None
-"""The process that used gRPC first: this one, or one that this one was forked from."""
+"""The process that used gRPC first: this process, or one that it was forked from."""
 
 
 def use_grpc() -> None:
-    """Notes that this process uses gRPC; called before its first channel is made. Raises ForkedProcess in a child of a
-    process that did so before the fork."""
+    """Notes that this process uses gRPC; to be called before its first channel is made.
+
+    Raises ForkedProcess in a process that was forked from one that uses gRPC. The threads of gRPC do not exist in such
+    a child, but its descriptors do: a call there waits for ever, and takes wake-ups that were the parent's, whose calls
+    then wait too, until leases run out. The handling of forks that gRPC has does not cover asyncio.
+    """
     global _user
     if _user is None:
         _user = os.getpid()
@@ -32,3 +33,10 @@ def use_grpc() -> None:
             f"process {os.getpid()} was forked from process {_user}, which had connected to a cluster before; gRPC,"
             f" which speaks to etcd, does not work across a fork. {REMEDY}"
         )
+
+
+def task_cancelled() -> bool:
+    """Whether the running task itself was cancelled. If not, the CancelledError that it has caught comes from gRPC,
+    which raises it in every call on a channel that is closed."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -6,7 +6,7 @@ and rides out an outage of the store in office.
 
 A leader remembers nothing that its successor needs: what was decided is in the view, and what servers report they tell
 each coordinator. So a standby, which keeps its lines to the servers warm, goes on in the middle of a repair at once.
-What the store loses while servers live is put back, see `last_good` and `lost_view`.
+A leader puts back what the store loses while servers live, see `lost_keys`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from coordinator.core import fields
 from coordinator.core.errors import Fenced, StoreUnavailable, TooLarge, WritesRefused
 from coordinator.core.health import TICK_S, Dial
 from coordinator.core.keys import CONFIG, ROSTER, VIEW
-from coordinator.core.lost_keys import LastGood
-from coordinator.core.lease_grace import LeaseGrace
-from coordinator.core.lost_view import REMEDY, UNHEARD, is_outdated, put_back
+from coordinator.core.lost_keys import REMEDY, UNHEARD, LastGood, is_outdated, put_back
 from coordinator.core.names import check_name
-from coordinator.core.patience import Pace
+from coordinator.core.patience import LeaseGrace, Pace
 from coordinator.core.planner import Health, Members, Plan, RosterPlan, UnsafePlan, plan, plan_roster
 from coordinator.core.repair import Limits
 from coordinator.core.store import Guard, Listing, Store

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 from coordinator.cluster_tracker import ClusterTracker
 from coordinator.core import fields
-from coordinator.core.health import TICK_S, Detector, Dial, Gone, Load, Report, ServerLink
+from coordinator.core.health import BEAT_S, TICK_S, Detector, Dial, Gone, Load, Report, ServerLink, Succession
 from coordinator.core.planner import Health
-from coordinator.core.succession import BEAT_S, Succession
 from coordinator.core.view import ServerInfo, View
 from replication.chain import Member
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from coordinator.core.errors import CoordinationError, Unreadable, WritesRefused
 from coordinator.core.keys import CONFIG, ELECTION, RESTORING, ROSTER, VIEW, config_of, roster_of, shown, view_of
-from coordinator.core.lost_view import REMEDY
+from coordinator.core.lost_keys import REMEDY
 from coordinator.core.records import read
 from coordinator.core.store import Store
 from coordinator.core.view import View

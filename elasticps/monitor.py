@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from coordinator.core.health import Dial, Memory, Report, ServerLink
-from coordinator.core.succession import Tenure
+from coordinator.core.health import Dial, Memory, Report, ServerLink, Tenure
 from coordinator.core.view import ServerInfo, View
 from elasticps.security.channel import proved, renew_at
 from elasticps.security.identity import NotAuthorised, Role

@@ -44,7 +44,7 @@ FIELD_TERMS = {
     ("elasticps/security/credentials.py", "subject"): "of an X.509 certificate",
     ("elasticps/security/session.py", "subject"): "the same",
     ("elasticps/security/openssl.py", "ahead"): "OpenSSL's name for reading more than a record",
-    ("coordinator/core/lease_grace.py", "grace"): "the time that a lease lasts beyond its owner's silence",
+    ("coordinator/core/patience.py", "grace"): "the time that a lease lasts beyond its owner's silence",
     ("coordinator/leader.py", "grace"): "the same",
     ("tests/coordinator/test_absent_workers.py", "grace"): "`LeaseGrace`",
     ("tests/e2e/test_caches.py", "asked"): "public: `CacheUse.asked`",

@@ -1,50 +1,76 @@
-"""Failure detection faster than leases: what a leader hears from servers, and what it makes of that. Pure.
+"""Failure detection faster than leases: which servers are gone, and whether the leader is gone. Pure.
 
-A connection that ends and is refused when made again: dead, now. Silence: suspect, and treated as gone until it is
-heard again. Silence of all at the same time, or of more than half of them while they renew their leases: it is the
-leader that is ill, and nobody is gone for it. Leases are the backstop, and alone they prove nothing: after an outage of
-the store they have all run out, of healthy servers too. So a server without its key is gone only if it is not heard
-either. A wrong suspicion costs a repair, never correctness.
+`Detector` judges servers by what a coordinator hears from them. A server whose connection ends, and which refuses the
+next one, is dead at once. A silent server is suspected, and treated as gone until it is heard again. If all fall silent
+at the same time, or more than half do while they renew their leases, it is the leader that is ill, and no server is
+given up. Leases are the backstop, and alone they prove nothing: after an outage of the store all of them have run out,
+those of healthy servers too. So a server without its key is gone only if it is not heard either. A wrong suspicion
+costs a repair, never correctness.
+
+`Succession` judges the leader by what its servers hear from it. The leader's lease says the same, seconds later;
+servers notice at once that the leader's connections end, or that its beats do. So a standby listens to the servers, and
+ends the term of a leader that at least half of them have lost and none still has. A wrong judgement costs an election:
+the key of the office is deleted at its own revision, and a deposed leader cannot write.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
 from coordinator.core.planner import Health
 from coordinator.core.repair import Capacity
-from coordinator.core.succession import Tenure
 from coordinator.core.view import ServerInfo, View
 from replication.chain import Member
 from replication.effects import CaughtUp
 
-SILENCE_S = 0.7  # without a word: suspect
+# Of servers. They report ten times a second.
+SILENCE_S = 0.7  # a server that is silent for so long is suspected
 TOGETHER_S = 0.3  # silences that begin within this time have one cause
-UNREGISTERED_S = 0.1  # without a connection and without a key: gone; the connection may just be made again
-WELL_S = 0.25  # reports come ten times a second
-SUSPECTED_S = 1.0  # a peer has not been reached by another for so long: the two are cut off from each other
-OVERDUE_S = 3.0  # so long after it was given up nobody waits any more for one that may be heard again
-STALLED_S = 30.0  # who could not be filled by a server is not filled by it again for so long
-CUT_S = 10.0  # a cut is remembered after it was last reported: nobody reports on a peer that is no neighbour any more
+UNREGISTERED_S = 0.1  # a server without a key and, for so long, without a connection is gone
+WELL_S = 0.25  # a server that was heard within this time is well
+SUSPECTED_S = 1.0  # two servers are cut off from each other if one has not reached the other for so long
+OVERDUE_S = 3.0  # so long after a server was given up it is no longer expected back
+STALLED_S = 30.0  # for so long a server does not fill again a joiner that it could not fill
+CUT_S = 10.0  # for so long a cut is remembered: servers that are neighbours no more do not report it again
 TICK_S = 0.05  # how often `tick` is to be called
 LATE_S = 0.2  # a tick that comes this much later than planned: the leader was suspended, and heard nobody
-_STEPS = 50
-STALE_S = 0.5  # so long after that a report may be an old one, which waited to be read
+STALE_S = 0.5  # for so long after a suspension reports may be old: they waited to be read
+
+# Of the leader.
+BEAT_S = 0.1  # how often a leader speaks to each server
+LOST_S = 0.05  # without a connection for so long a leader is lost: one that lives connects again much sooner
+SILENT_S = 2.0  # a leader silent for so long on open connections is lost; plans of large views take a while
+FRESH_S = 0.3  # reports that are older say nothing of the leader now
+
+_STEPS = 50  # in which a server's memory is measured, for `Load.step`
+
+
+class Tenure(NamedTuple):
+    """What a server knows of the leader.
+
+    term       of the newest leader that has spoken to the server, 0 for none
+    connected  whether that leader has a connection to it
+    silent_s   for how long the leader has said nothing there, or has had no connection
+    """
+
+    term: int = 0
+    connected: bool = False
+    silent_s: float = 0.0
 
 
 class Memory(NamedTuple):
-    """Bytes that a server uses; up to where ranges may move to it, and up to where it may be filled in a repair. All 0:
-    it has no limit."""
+    """The memory of a server, in bytes: used; mark, up to which ranges may move to it; full, up to which repairs may
+    fill it. All are 0 for a server without a limit."""
 
     used: int = 0
     mark: int = 0
     full: int = 0
 
     def capacity(self, range_bytes: float) -> Capacity:
-        """How many more ranges of that size it has memory for."""
+        """Returns for how many more ranges of that size the server has memory."""
         size = max(1.0, range_bytes)
         return Capacity(int((self.full - self.used) / size), int((self.mark - self.used) / size))
 
@@ -55,17 +81,17 @@ _NO_LEADER = Tenure()
 
 @dataclass(frozen=True)
 class Report:
-    """What a server tells a leader, many times a second: its silence is news too.
+    """The state of a server, which it reports to every coordinator ten times a second; a missing report is a sign, too.
 
-    epoch     of the view that it acts under
-    levels    joining replicas that are level, as its tails found: state, told again in every report
+    epoch     of the view that it follows
+    levels    joining replicas that are level, as this server finds as their tail; repeated in every report
     suspects  members that it has not been able to reach, and for how many seconds
-    stalled   joining replicas that have not got on with what it fills them with, for longer than is bearable
+    stalled   joining replicas that it fills and that have made no progress for too long
     tenure    what it knows of the leader
-    nbytes    stored there; requests: done since it started
-    memory    what it uses of what it may
-    alone     it has lived on for a while as the single replica, beside kept copies, of ranges since up to this epoch
-    spent     (range, fill) of late copies for which it no longer has what they lack: state, told again as levels are
+    nbytes    of the rows stored there; requests: done since it started
+    memory    what it uses of what it may use
+    alone     it has been, for a while, the only replica beside retained copies, of ranges since up to this epoch
+    spent     (range, fill) of late copies whose missing operations it no longer has; repeated in every report
     """
 
     epoch: int
@@ -81,30 +107,32 @@ class Report:
 
 
 class ServerLink(Protocol):
-    """A coordinator's connection to one server. Reports end, or raise OSError, when the connection does."""
+    """A coordinator's connection to one server. No method but `reports` waits."""
 
     def reports(self) -> AsyncIterator[Report | View]:
-        """What the server says, as it comes; a view, where it was asked for it."""
+        """Yields the server's reports as they come, and the view that `ask_view` asked for. Ends, or raises OSError,
+        when the connection ends."""
 
     def beat(self, term: int) -> None:
-        """Tells it, without waiting, that the leader of that term is there."""
+        """Tells the server that the leader of that term is there."""
 
     def send_view(self, view: View) -> None:
-        """Gives it a view without waiting; it ignores one that it has."""
+        """Sends a view, which a server that has it ignores."""
 
     def ask_view(self) -> None:
-        """Asks for the view that it follows, without waiting."""
+        """Asks for the view that the server follows."""
 
 
 Dial: TypeAlias = Callable[[ServerInfo, str], AbstractAsyncContextManager[ServerLink]]
-"""Connects to a server, of a cluster with that identity. ConnectionRefusedError: nobody listens there. ConnectionError
-or another OSError: try again.
-PermissionError: it is another incarnation, or another cluster's, that answers there."""
+"""Connects to a server of the cluster with that identity.
+
+Raises ConnectionRefusedError if nobody listens there, PermissionError if another incarnation answers, or a server of
+another cluster, and any other OSError if a later attempt may succeed."""
 
 
 class Gone(NamedTuple):
-    """Why a member is not counted on, and since when (on the clock of the events). ended: it has, for all we know; else
-    it may be heard again."""
+    """Why a member is not counted on, and since when, on the clock of the events. ended: its process has ended, as far
+    as is known; otherwise it may be heard again."""
 
     why: str
     at: float
@@ -112,7 +140,7 @@ class Gone(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Bytes stored at a server, requests done since it started, and its memory."""
+    """The bytes stored at a server, the requests done since it started, and its memory."""
 
     nbytes: int
     requests: int
@@ -120,7 +148,7 @@ class Load(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Changes when the memory in use has changed so much that the planner should look again."""
+        """The memory in use in coarse steps: the planner looks again when it changes."""
         return _STEPS * self.memory.used // max(1, self.memory.full)
 
 
@@ -128,13 +156,16 @@ class Load(NamedTuple):
 class _Peer:
     """What was heard of one member.
 
-    heard    last sign of life; at first, when we began to listen
-    met      it has reported; load: what it said last of its bytes and requests
-    lost     when its connection ended, None while there is one or it was never made
-    alone    as it reported last, on the connection that there is: with that it may have ended
-    epoch    of the view that it follows, as it reported last; 0 for none
-    back     since when it has been there, after it had not
-    overdue  it has been gone for so long that nobody waits for it
+    heard       when it last gave a sign of life; at first, when this coordinator began to listen
+    registered  its key is in the store
+    met         it has reported
+    lost        when its connection ended; None while there is one, or if there never was one
+    gone        why it is not counted on; None if it is
+    load        its bytes, requests and memory, as reported last
+    alone       as reported last; 0 once the connection is lost, because the process may have ended with it
+    epoch       of the view that it follows, as reported last; 0 for none
+    back        when it was last heard again after it had been gone
+    overdue     it has been gone for so long that it is no longer expected back
     """
 
     heard: float
@@ -150,7 +181,8 @@ class _Peer:
 
 
 class Detector:
-    """Events in, with the time; who is gone out. Each event returns whether anything changed for the planner."""
+    """Takes events, each with its time, and says which members are gone. An event returns whether the planner should
+    look again. ill: this coordinator hears so few servers that it must be what is ill, and not they."""
 
     def __init__(self) -> None:
         self.ill = False
@@ -165,7 +197,7 @@ class Detector:
     # -- events -----------------------------------------------------------------------------------------------------
 
     def watch(self, members: Mapping[Member, bool], now: float) -> None:
-        """These are the members to judge, all others are forgotten; True: its key is in the store."""
+        """Judges these members from now on, and forgets all others. members: whether each has its key in the store."""
         for member, registered in members.items():
             peer = self._peers.setdefault(member, _Peer(now, registered))
             peer.registered = registered
@@ -173,20 +205,20 @@ class Detector:
             del self._peers[member]
 
     def reset_epochs(self) -> None:
-        """The servers are another cluster's from now on, whose epochs begin at 1 again."""
+        """Forgets all epochs: the servers are another cluster's from now on, whose epochs begin at 1 again."""
         self._levels.clear()
         self._spent.clear()
         for peer in self._peers.values():
             peer.epoch = 0
 
     def connected(self, member: Member, now: float) -> None:
-        """It answered, and it is the incarnation that was called. Only its reports show that it does its work."""
+        """The member answered a call. Only its reports show that it works."""
         peer = self._peers.get(member)
         if peer is not None:
             peer.heard, peer.lost = now, None
 
     def heard(self, member: Member, report: Report, now: float) -> bool:
-        """It told how it is."""
+        """The member has reported."""
         changed = self._alive(member, now)
         if member in self._peers:
             before = self._peers[member].load
@@ -213,21 +245,21 @@ class Detector:
         return changed
 
     def lost(self, member: Member, now: float) -> bool:
-        """The connection ended. Nothing is known yet: the next attempt tells."""
+        """The connection ended; the next attempt will show whether the member is gone."""
         peer = self._peers.get(member)
         if peer is not None and peer.lost is None:
             peer.lost, peer.alone = now, 0
         return False
 
     def refused(self, member: Member, why: str, now: float) -> bool:
-        """Nobody listens at its address, or somebody else does."""
+        """Nobody listens at the member's address, or another server does."""
         peer = self._peers.get(member)
         if peer is None:
             return False
         return self._give_up(peer, why if peer.lost is None else f"connection lost, then {why}", now, ended=True)
 
     def tick(self, now: float) -> bool:
-        """Time has passed. To be called every TICK_S, and late only if nothing could be heard meanwhile."""
+        """Time has passed. To be called every TICK_S; a late call means that nothing could be heard meanwhile."""
         late = self._is_late(now)
         self._ticked = now
         if late:
@@ -247,23 +279,24 @@ class Detector:
 
     @property
     def gone(self) -> dict[Member, Gone]:
-        """The members that must not be counted on."""
+        """The members that must not be counted on, and why."""
         return {member: peer.gone for member, peer in self._peers.items() if peer.gone is not None}
 
     @property
     def loads(self) -> dict[Member, Load]:
-        """What each server that has reported said last."""
+        """The newest load of each server that has reported."""
         return {member: peer.load for member, peer in self._peers.items() if peer.load is not None}
 
     def heard_at(self, member: Member) -> float:
-        """When it was last heard."""
+        """Returns when a member was last heard."""
         return self._peers[member].heard
 
     def health(self, view: View | None) -> Health:
-        """What the planner needs, of this view.
+        """Returns what the planner needs to know of the servers of this view.
 
-        A level joiner stays level whatever becomes of who reported it, because acknowledgements wait for it until a
-        view ends that; so a report is good for as long as the filling that it speaks of is the present one.
+        A joiner stays level even if the server that reported it dies, because acknowledgements wait for the joiner
+        until a view ends that. So a report of a level joiner counts as long as the filling that it names is the present
+        one.
         """
         level: dict[int, int] = {}
         if view is not None:
@@ -303,10 +336,12 @@ class Detector:
         return changed
 
     def _suspected(self, by: Member, suspect: Member, now: float) -> bool:
-        """Only where both are well: who is silent towards us too is judged by that, a little later. Else a frozen
-        server that we have not known for long would cost its healthy neighbours their ranges; so would one that died
-        while we were suspended, and whose last reports we read only now. Who has just come back, and whoever cannot
-        reach it, speak of the time before."""
+        """Notes that two members cannot reach each other. Returns whether that is new.
+
+        Only if both are well: a suspect that is silent towards this coordinator, too, is judged by its silence a little
+        later. Otherwise a frozen server that has not been known for long would cost its healthy neighbours their
+        ranges; so would one that died while this coordinator was suspended, and whose last reports are read only now.
+        A member that has just come back, and any that cannot reach it, report on the time before."""
         if self._is_late(now) or now - self._late < STALE_S:
             return False
         peer = self._peers.get(suspect)
@@ -331,7 +366,7 @@ class Detector:
     def _judge_silence(self, now: float) -> bool:
         present = [peer for peer in self._peers.values() if peer.gone is None]
         silent = [peer for peer in present if now - peer.heard > SILENCE_S]
-        # Whoever still spoke when others had been silent for a while shows that our ears are in order.
+        # A member that still spoke when others had been silent for a while shows that this coordinator can hear.
         newest = max((peer.heard for peer in present), default=now)
         doubtful = [peer for peer in silent if len(present) > 1 and newest - peer.heard <= TOGETHER_S]
         many = [peer for peer in silent if peer.registered and self._with_most(peer)]
@@ -346,8 +381,8 @@ class Detector:
         return changed
 
     def _with_most(self, silent: _Peer) -> bool:
-        """Whether more than half fell silent together with it, of those that were present then: leases of some may have
-        run out since."""
+        """Whether more than half of the members that were present then fell silent together with this one. It counts
+        members that were given up since because their leases ran out."""
         together = others = 0
         for peer in self._peers.values():
             if abs(peer.heard - silent.heard) <= TOGETHER_S:
@@ -357,7 +392,8 @@ class Detector:
         return together > others
 
     def _unheard(self, peer: _Peer, now: float) -> bool:
-        """Lease and connection say the same, and they fail for different reasons: no need for a third sign."""
+        """Whether a member without a lease is without a connection, too. The two fail for different reasons, so that no
+        third sign is needed."""
         return now - peer.heard > SILENCE_S or (peer.lost is not None and now - peer.lost > UNREGISTERED_S)
 
     def _listen_afresh(self, now: float) -> None:
@@ -365,3 +401,27 @@ class Detector:
             peer.heard = max(peer.heard, now)
             if peer.lost is not None:
                 peer.lost = now
+
+
+class Succession:
+    """What the servers report of the leader, as a standby hears it."""
+
+    def __init__(self) -> None:
+        self._reports: dict[Member, tuple[Tenure, float]] = {}
+
+    def heard(self, member: Member, tenure: Tenure, now: float) -> None:
+        """The member has reported what it knows of the leader."""
+        self._reports[member] = tenure, now
+
+    def lost_term(self, servers: Collection[Member], now: float) -> int:
+        """Returns the term of the leader if at least half of these servers have lost it and none still has it; else
+        0."""
+        self._reports = {member: reports for member, reports in self._reports.items() if member in servers}
+        fresh = [(tenure, now - at) for tenure, at in self._reports.values() if now - at <= FRESH_S]
+        term = max((tenure.term for tenure, _ in fresh), default=0)
+        lost = [
+            tenure.silent_s + since > (SILENT_S if tenure.connected else LOST_S)
+            for tenure, since in fresh
+            if tenure.term == term
+        ]
+        return term if lost and all(lost) and 2 * len(lost) >= len(servers) else 0

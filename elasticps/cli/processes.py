@@ -15,8 +15,8 @@ import typer
 import uvloop
 
 from coordinator.adoption import restore_config
-from coordinator.connect import insist, open_store, release_of
-from coordinator.core import fields, releases
+from coordinator.connect import insist, open_store, release_of, release_warning
+from coordinator.core import fields
 from coordinator.core.names import check_name
 from coordinator.core.store import Store
 from coordinator.core.url import parse
@@ -253,7 +253,7 @@ async def _begin(
         check_name("coordinator", name)
         store = await open_store(url, timeout_s=timeout_s)
         stack.push_async_callback(store.close)
-        if text := releases.warning(await release_of(store)):
+        if text := release_warning(await release_of(store)):
             log.warning("an unsuitable etcd", reason=text)
         await insist(lambda: _create(store, chosen, restore), timeout_s)
     except ValueError as error:

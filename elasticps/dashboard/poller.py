@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from coordinator import cancelled
 from coordinator.connect import open_store
 from coordinator.core import fields
 from coordinator.core.errors import CoordinationError
 from coordinator.core.keys import CONFIG
 from coordinator.core.store import Change, Delete, Put, Reset, Store
 from coordinator.core.url import parse
+from coordinator.grpc_limits import task_cancelled
 from elasticps.admin import admin_pb2, admin_pb2_grpc
 from elasticps.admin.client import generation_of, open_channel
 from elasticps.dashboard.core.model import Model
@@ -81,7 +81,7 @@ class ServerConnection:
         try:
             return await getattr(self._stub, method)(request, timeout=timeout_s)
         except asyncio.CancelledError:
-            if cancelled.ourselves():
+            if task_cancelled():
                 raise
             raise grpc.aio.UsageError(f"the connection to {self.admin} was closed") from None
 

@@ -15,7 +15,7 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-from coordinator.core import releases
+from coordinator.connect import release_warning
 from coordinator.core.url import TlsFiles
 from elasticps.errors import ConfigError
 
@@ -46,7 +46,7 @@ def warning(binary: Path) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     found = re.search(r"^etcd Version: (\S+)", printed, re.MULTILINE)
-    text = releases.warning(found[1]) if found is not None else ""
+    text = release_warning(found[1]) if found is not None else ""
     return f"{text}, and put it on PATH" if text else ""
 
 

@@ -8,9 +8,8 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
-from coordinator.core.health import Report, ServerLink
+from coordinator.core.health import Report, ServerLink, Tenure
 from coordinator.core.store import Store
-from coordinator.core.succession import Tenure
 from coordinator.core.view import ServerInfo, View
 from replication.chain import Member
 from replication.effects import CaughtUp

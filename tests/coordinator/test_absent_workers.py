@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from coordinator.core.lease_grace import AWAY_S, COME_BACK_S, LeaseGrace
+from coordinator.core.patience import AWAY_S, COME_BACK_S, LeaseGrace
 from coordinator.core.store import Store
 from coordinator.core.view import ClusterConfig, Roster, WorkerInfo
 from coordinator.leader import run_coordinator

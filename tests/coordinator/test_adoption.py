@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from coordinator.adoption import CannotAdopt, Witness, adopt, look_at_dead, plan_adoption, reset, restore_config
-from coordinator.core.lost_view import UNHEARD
+from coordinator.core.lost_keys import UNHEARD
 from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from coordinator.leader import run_coordinator
 from coordinator.membership import create_cluster, new_number

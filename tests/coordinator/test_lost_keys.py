@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator.core.keys import ELECTION
-from coordinator.core.lost_view import UNHEARD, is_outdated, put_back
+from coordinator.core.lost_keys import UNHEARD, is_outdated, put_back
 from coordinator.core.planner import Plan
 from coordinator.core.store import Entry, Store
 from coordinator.core.view import ClusterConfig, Roster, View

@@ -8,9 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from coordinator.core.health import Report, ServerLink
+from coordinator.core.health import FRESH_S, LOST_S, SILENT_S, Report, ServerLink, Succession, Tenure
 from coordinator.core.keys import ELECTION
-from coordinator.core.succession import FRESH_S, LOST_S, SILENT_S, Succession, Tenure
 from coordinator.core.view import ClusterConfig, ServerInfo, View
 from coordinator.leader import run_coordinator
 from coordinator.membership import create_cluster
