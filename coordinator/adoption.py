@@ -86,9 +86,9 @@ class Adoption:
 
 
 def plan_adoption(witnesses: Sequence[Witness], given_up: Collection[str], app: str) -> Adoption:
-    """Plans an adoption from what the servers of a cluster know. given_up: names of servers that cannot answer; app: the
-    application of each table whose application no server knows. Raises CannotAdopt if a server is missing, or if they
-    belong to several clusters."""
+    """Plans an adoption from what the servers of a cluster know. Raises CannotAdopt if a server is missing, or if they
+    belong to several clusters. given_up: names of servers that cannot answer; app: the application of tables whose
+    application no server knows."""
     clusters = sorted({witness.view.cluster for witness in witnesses})
     if len(clusters) != 1:
         raise CannotAdopt(f"these servers belong to {len(clusters)} clusters: {', '.join(clusters) or 'none'}")

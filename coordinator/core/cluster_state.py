@@ -22,6 +22,7 @@ from coordinator.core.keys import (
     LOSSES,
     NEWEST_CHECKPOINT,
     RANGE_RECOVERY,
+    RATES,
     RESTORE_FILLS,
     RESTORING,
     ROSTER,
@@ -59,6 +60,13 @@ class Drain(NamedTuple):
     leaves: bool
 
 
+class Rate(NamedTuple):
+    """A learning rate that was set for all workers, of the table with this id."""
+
+    table: int
+    lr: object
+
+
 class Record(NamedTuple):
     """The worker that took part last under a name, and the revision of that record."""
 
@@ -92,6 +100,7 @@ class ClusterState:
     losses: Mapping[str, bytes] = field(default_factory=dict)  # below LOSSES and KNOWN, as `merge_losses` takes them
     held_up: str = ""  # why lost ranges do not come back
     tables: Mapping[str, Entry] = field(default_factory=dict)  # as registered, by key; see `keys.table_of`
+    rates: Mapping[str, Rate] = field(default_factory=dict)  # by key
     nonsense: Mapping[str, str] = field(default_factory=dict)  # why an entry makes no sense, by key
 
     @classmethod
@@ -233,6 +242,9 @@ class _Edit:
             self.section("drains")[key.removeprefix(DRAINS)] = drain
         elif key.startswith(TABLES):
             self.section("tables")[key] = entry
+        elif key.startswith(RATES):
+            found = read(key, value, table=int, lr=object)
+            self.section("rates")[key] = Rate(found["table"], found["lr"])
         elif key.startswith((LOSSES, KNOWN)):
             if key.startswith(LOSSES):
                 read(key, value, ranges=list, cut=int, url=str, rows=int, lacking=list)
@@ -283,6 +295,7 @@ _BELOW = (
     (LAST_WORKER, "records"),
     (DRAINS, "drains"),
     (TABLES, "tables"),
+    (RATES, "rates"),
     (LOSSES, "losses"),
     (KNOWN, "losses"),
 )

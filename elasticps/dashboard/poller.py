@@ -18,7 +18,7 @@ from coordinator.connect import open_store
 from coordinator.core import fields
 from coordinator.core.errors import CoordinationError
 from coordinator.core.keys import CONFIG
-from coordinator.core.store import Change, Delete, Put, Reset, Store
+from coordinator.core.store import Change, Reset, Store
 from coordinator.core.url import parse
 from coordinator.grpc_limits import task_cancelled
 from elasticps.admin import admin_pb2, admin_pb2_grpc
@@ -169,12 +169,7 @@ class ClusterPoller:
 
     def _note(self, change: Change) -> None:
         now = time.time()
-        if isinstance(change, Reset):
-            self._model.reset(now, ((entry.key, entry.value) for entry in change.listing.entries))
-        elif isinstance(change, Put):
-            self._model.put(now, change.entry.key, change.entry.value)
-        elif isinstance(change, Delete):
-            self._model.delete(now, change.key)
+        self._model.follow(now, change)
         if self._model.urgent(now):
             self._hurry.set()
         self._tell()

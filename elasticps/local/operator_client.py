@@ -16,7 +16,6 @@ from coordinator import membership
 from coordinator.connect import open_store
 from coordinator.core import keys
 from coordinator.core.dry_run import dry_run
-from coordinator.core.keys import RATES
 from coordinator.core.planner import Members
 from coordinator.core.records import read
 from coordinator.core.view import ClusterConfig, ServerInfo, View
@@ -24,7 +23,7 @@ from elasticps.admin import fetch_status
 from elasticps.errors import ClusterUnreachable, ConfigError, Error, Timeout
 from elasticps.security import credentials_of
 from elasticps.system import background
-from elasticps.system.coordination import read_servers, read_tables
+from elasticps.system.coordination import read_servers, read_state, tables_among
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
@@ -119,10 +118,9 @@ class OperatorClient:
 
     def members(self) -> Members:
         """The registered servers, as the planner sees them."""
-        servers, drains = self.registered(), self._run(membership.read_drains(self._store))
-        draining = frozenset(server.member for server in servers) & drains.keys()
-        leaving = frozenset(member for member in draining if drains[member])
-        return Members(self._store.cluster, servers, draining, leaving=leaving)
+        state = self._run(read_state(self._store))
+        here = {server.member for server in state.registered}
+        return Members(state.cluster, state.registered, state.draining & here, leaving=state.leaving & here)
 
     def config(self) -> ClusterConfig:
         """What the cluster was created with."""
@@ -134,16 +132,14 @@ class OperatorClient:
     def tables(self) -> dict[int, dict[str, Any]]:
         """The application and the spec of each table, as plain values, by the table's id; lr_set: a rate that was set
         for all workers."""
-        found = {}
-        for table in self._run(read_tables(self._store)):
-            with suppress(ValueError):  # workers say so, here and below
+        state, found = self._run(read_state(self._store)), {}
+        for table in tables_among(state.tables.values()):
+            with suppress(ValueError):  # workers report it
                 spec = read(table.name, table.spec.encode(), name=str)
                 found[table.id] = {"app": table.name.partition("/")[0], **spec, "lr_set": None}
-        for entry in self._run(self._store.list(RATES)).entries:
-            with suppress(ValueError):
-                document = read(entry.key, entry.value, table=int, lr=object)
-                if (one := found.get(document["table"])) is not None:
-                    one["lr_set"] = document["lr"]
+        for rate in state.rates.values():
+            if rate.table in found:
+                found[rate.table]["lr_set"] = rate.lr
         return found
 
     def statuses(self) -> dict[str, dict[str, Any]]:

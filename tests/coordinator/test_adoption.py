@@ -252,3 +252,13 @@ async def test_a_dead_cluster_whose_view_makes_no_sense_is_reset() -> None:
     assert (await look_at_dead(store)).ranges == 0
     await reset(store, "three")
     assert [await store.get(key) for key in ("view", "roster")] == [None, None]
+
+
+async def test_a_registration_that_makes_no_sense_is_no_server() -> None:
+    """It has no lease that ends: nobody could end that server first."""
+    store = MemoryStore("test")
+    await create_cluster(store, ClusterConfig(2, id="two"))
+    await store.put("servers/x", b'{"name": "x"')
+    assert (await look_at_dead(store)).servers == ()
+    await adopt(store, plan_adoption([witness("a"), witness("b")], (), "x"))
+    assert (await reset(store, "three")).id == "three"

@@ -130,8 +130,8 @@ def test_a_damaged_entry_of_a_worker_about_a_loss_ends_no_coordinator(value: byt
 )
 def test_damaged_keys_end_no_dashboard(key: str, value: bytes) -> None:
     model = Model("c", 0.0)
-    model.put(1.0, key, value)
-    model.put(2.0, "rates/ads/u", b'{"table": 4, "lr": 1}')
+    model.follow(1.0, Put(Entry(key, value, 1, 1)))
+    model.follow(2.0, Put(Entry("rates/ads/u", b'{"table": 4, "lr": 1}', 2, 2)))
 
 
 @pytest.mark.parametrize("value", [*VALUES, b"{}", b'{"tables": {"t": 7}}', b"\0" * 40])

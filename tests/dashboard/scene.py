@@ -9,6 +9,7 @@ import numpy as np
 
 from coordinator.core.keys import CONFIG, ELECTION, FAILOVER, ROSTER, SERVERS, VIEW, Failover
 from coordinator.core.planner import Health, Members, plan
+from coordinator.core.store import Delete, Entry, Put
 from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from elasticps.dashboard.core.model import Model
 from replication.chain import Member
@@ -25,6 +26,7 @@ class Scene:
         self, servers: int = 3, ranges: int = 16, replicas: int = 2, workers: int = 2, zones: int = 1, t0: float = T0
     ) -> None:
         self.now = t0
+        self.revision = 0  # of the store
         self.model = Model("demo", t0)
         self.config = ClusterConfig(ranges=ranges, replicas=replicas, min_servers=servers)
         self.view: View | None = None
@@ -43,8 +45,14 @@ class Scene:
         self.tick()
 
     def put(self, key: str, value: bytes) -> None:
-        """Has the store say so."""
-        self.model.put(self.now, key, value)
+        """Writes a key of the store."""
+        self.revision += 1
+        self.model.follow(self.now, Put(Entry(key, value, self.revision, self.revision)))
+
+    def delete(self, key: str) -> None:
+        """Deletes a key of the store."""
+        self.revision += 1
+        self.model.follow(self.now, Delete(key, self.revision))
 
     def register(self, name: str, zone: str = "", incarnation: int = 1) -> None:
         """A server takes its name."""
@@ -75,7 +83,7 @@ class Scene:
         self.model.silent(self.now, name, self.infos[name].incarnation, "the connection broke")
         self.now += 0.02
         self.plan(name)
-        self.model.delete(self.now, SERVERS + name)
+        self.delete(SERVERS + name)
         del self.infos[name]
 
     def answer(self, *names: str, pushes: int = 100) -> None:

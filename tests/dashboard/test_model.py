@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.core.keys import DRAINS, ELECTION, NEWEST_CHECKPOINT, ROSTER, SERVERS, VIEW
+from coordinator.core.store import Entry, Listing, Reset
 from coordinator.core.view import Roster, WorkerInfo
 from elasticps.dashboard.core.history import History
 from elasticps.dashboard.core.samples import CLUSTER_COLUMNS, SERVER_COLUMNS, percentile
@@ -83,7 +84,7 @@ def test_a_drained_server_that_ends_after_its_view_is_gone_from_the_page() -> No
     assert server(scene, "s2")["held"] == 0
     assert server(scene, "s2")["state"] == "draining"  # it holds nothing, and has not ended yet
     scene.model.silent(scene.now, "s2", 1, "connection refused")
-    scene.model.delete(scene.now, SERVERS + "s2")
+    scene.delete(SERVERS + "s2")
     scene.model.tick(scene.now)
     assert [s["id"] for s in scene.model.snapshot(scene.now)["servers"]] == ["s0", "s1"]
 
@@ -190,7 +191,7 @@ def test_views_of_one_cause_are_one_entry() -> None:
 
 def test_leaders_and_checkpoints_are_in_the_timeline() -> None:
     scene = Scene()
-    scene.model.delete(scene.now, ELECTION)
+    scene.delete(ELECTION)
     scene.put(ELECTION, b'{"name": "c1"}')
     assert [e["title"] for e in entries(scene, "election")] == ["c0 leads", "no coordinator leads", "c1 leads"]
     for cut in (0, 4, 5):
@@ -211,8 +212,8 @@ def test_a_new_cluster_of_the_same_name_starts_empty() -> None:
 
 def test_entries_missing_after_a_reset_are_removed() -> None:
     scene = Scene(servers=3)
-    left = [(SERVERS + n, i.to_json()) for n, i in scene.infos.items() if n != "s2"]
-    scene.model.reset(scene.now, left)
+    left = [Entry(SERVERS + n, i.to_json(), 1, 1) for n, i in scene.infos.items() if n != "s2"]
+    scene.model.follow(scene.now, Reset(Listing(tuple(left), scene.revision)))
     assert set(scene.model.fleet.registered) == {"s0", "s1"}
     assert scene.model.snapshot(scene.now)["state"]["leader"] == ""
 
@@ -233,7 +234,7 @@ def test_the_model_is_bounded() -> None:
         scene.now += 1
         scene.put(ELECTION, json.dumps({"name": f"c{i}"}).encode())
         scene.register(f"x{i}")
-        scene.model.delete(scene.now, SERVERS + f"x{i}")
+        scene.delete(SERVERS + f"x{i}")
         scene.model.tick(scene.now)
     found = scene.model.snapshot(scene.now)
     assert len(found["entries"]) <= 2000
@@ -251,7 +252,7 @@ def test_damaged_entries_in_the_store_are_left_out(puts: list[tuple[str, bytes]]
     scene = Scene(ranges=2)
     for key, value in puts:
         scene.put(key, value)
-        scene.model.delete(scene.now, key)
+        scene.delete(key)
     json.dumps(scene.model.snapshot(scene.now), allow_nan=False)
     json.dumps(scene.model.take_updates(), allow_nan=False)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from coordinator.core.keys import DRAINS, NEWEST_CHECKPOINT, SERVERS, TABLES
+from coordinator.core.store import Entry
 from coordinator.core.view import Roster, WorkerInfo
 from elasticps.system import background
 from tests.dashboard.chromium import chromium, faults, needs_chromium, open_page, picture, wait
@@ -165,9 +166,8 @@ def test_names_never_become_html_and_hot_keys_are_shown(browser: Browser, staged
     def name(scene: Scene) -> None:
         scene.model._roster = Roster(2, workers, "demo")
         scene.put(TABLES + "default/t", b'{"id": 7, "spec": "x"}')
-        scene.model.tables._known["x"] = {
-            "id": 7, "app": EVIL, "shape": EVIL, "filters": [EVIL], **spec,
-        }  # fmt: skip
+        described = {"id": 7, "app": EVIL, "shape": EVIL, "filters": [EVIL], **spec}
+        scene.model.tables._known["x"] = Entry("x", b"", 1, 1), described
         scene.put(NEWEST_CHECKPOINT, b'{"cut": 3, "time": 1763840000.0}')
         scene.model.catalog({"url": EVIL, "error": EVIL, "checkpoints": [{"cut": 3, "error": EVIL}]})
         scene.model.timeline.note(scene.now, "server", EVIL, EVIL)

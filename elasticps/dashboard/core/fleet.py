@@ -57,15 +57,14 @@ class Fleet:
 
     def __init__(self) -> None:
         self.servers: dict[str, ServerState] = {}
-        self.registered: dict[str, ServerInfo] = {}
-        self.drains: dict[str, int] = {}
+        self.registered: Mapping[str, ServerInfo] = {}
+        self.drains: Mapping[str, int] = {}
         self.gone: dict[str, float] = {}
         self._drained: dict[Member, None] = {}  # to drain, ever; the newest of them
 
-    def register(self, now: float, name: str, info: ServerInfo) -> None:
+    def register(self, now: float, info: ServerInfo) -> None:
         """Takes a server's registration."""
-        self.registered[name] = info
-        known = self.servers.get(name)
+        known = self.servers.get(info.name)
         if known is None or known.info.incarnation < info.incarnation:
             self._renew(now, info)
 

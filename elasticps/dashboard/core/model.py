@@ -6,25 +6,12 @@ entries, and servers that have left for some minutes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from coordinator.core.keys import (
-    CONFIG,
-    DRAINS,
-    ELECTION,
-    FAILOVER,
-    NEWEST_CHECKPOINT,
-    RESTORING,
-    ROSTER,
-    SERVERS,
-    VIEW,
-    Failover,
-    drained,
-    server_of,
-)
+from coordinator.core.cluster_state import ClusterState, Drain
 from coordinator.core.planner import Members
-from coordinator.core.records import read
+from coordinator.core.store import Change
 from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View
 from elasticps.dashboard.core import ring
 from elasticps.dashboard.core.fleet import Fleet
@@ -45,6 +32,7 @@ class Model:
 
     def __init__(self, name: str, now: float, samples: int = 3600) -> None:
         self.name = name  # the cluster's
+        self._store = ClusterState(name)  # what the store says
         self.view: View | None = None  # the newest
         self.config: ClusterConfig | None = None  # as it was created
         self.fleet = Fleet()  # servers
@@ -67,70 +55,30 @@ class Model:
 
     # --- the store --------------------------------------------------------------------------------------------------
 
-    def reset(self, now: float, entries: Iterable[tuple[str, bytes]]) -> None:
-        """Takes all entries of the store; keys that it lacks are gone."""
-        there = dict(entries)
-        self.fleet.registered = {n: s for n, s in self.fleet.registered.items() if SERVERS + n in there}
-        self.fleet.drains = {n: i for n, i in self.fleet.drains.items() if DRAINS + n in there}
-        self.tables.keep(there)
-        for key in (ELECTION, RESTORING):
-            if key not in there:
-                self.delete(now, key)
-        for key in sorted(there, key=lambda key: key == VIEW):  # the view last: it is told with who is there
-            self.put(now, key, there[key])
-        self._change("servers")
-
-    def put(self, now: float, key: str, value: bytes) -> None:
-        """Takes a key that was written. Leaves out a value that cannot be read: others report it."""
-        try:
-            self._put(now, key, value)
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            return
-
-    def _put(self, now: float, key: str, value: bytes) -> None:
-        if key == VIEW:
-            self._adopt(now, View.decode(value))
-        elif key == ROSTER:
-            self._enrol(now, Roster.decode(value))
-        elif key == CONFIG:
-            self.config = ClusterConfig.from_json(value)
-        elif key == ELECTION:
-            self._elect(now, read(key, value, name=str)["name"])
-        elif key == NEWEST_CHECKPOINT:
-            newest = read(key, value, cut=int, time=float)
-            self._newest_checkpoint(now, newest["cut"], newest["time"])
-        elif key == FAILOVER:
-            found = Failover.from_json(value)
-            self._recoveries.detected(found.epoch, found.written - found.detected)
-        elif key == RESTORING and self._restore is None:
-            self._restore = self.timeline.note(now, "checkpoint", "restore from a checkpoint", lasts=True)
-        elif key.startswith(SERVERS):
-            self._register(now, server_of(key, value))
-        elif key.startswith(DRAINS):
-            name, incarnation = drained(key, value)
-            if self.fleet.drains.get(name) != incarnation:
-                self.timeline.note(now, "drain", f"drain of {name} asked")
-            self.fleet.drains[name] = incarnation
-            self._change("servers")
-        elif self.tables.put(key, value):
+    def follow(self, now: float, change: Change) -> None:
+        """Takes a change of the store. Entries that make no sense are left out: others report them."""
+        before, state = self._store, self._store.apply(change)
+        self._store = state
+        self.config = state.config or self.config
+        if state.leader or not state.term:  # a leader may have left no name
+            self._elect(now, state.leader)
+        if state.checkpoint is not None and state.checkpoint != before.checkpoint:
+            self._newest_checkpoint(now, *state.checkpoint)
+        if state.failover is not None and state.failover != before.failover:
+            self._recoveries.detected(state.failover.epoch, state.failover.written - state.failover.detected)
+        if state.restoring != before.restoring:
+            self._restoring(now, state.restoring)
+        if state.servers is not before.servers:
+            self._register(now, before.servers, state.servers)
+        if state.drains is not before.drains:
+            self._drain(now, before.drains, state.drains)
+        if state.tables is not before.tables or state.rates is not before.rates:
+            self.tables.follow(state.tables, state.rates)
             self._change("tables")
-
-    def delete(self, now: float, key: str) -> None:
-        """Takes a key that was deleted."""
-        if key == ELECTION and self._leader:
-            self.timeline.note(now, "election", "no coordinator leads", f"{self._leader} gave up, or its lease ended")
-            self._leader = ""
-            self._change("state")
-        elif key == RESTORING and self._restore is not None:
-            self.timeline.end(self._restore, now)
-            self._restore = None
-        elif key.startswith(SERVERS):
-            self.fleet.registered.pop(key.removeprefix(SERVERS), None)
-            self._change("servers")
-        elif key.startswith(DRAINS):
-            self._drain_over(now, key.removeprefix(DRAINS))
-        elif self.tables.delete(key):
-            self._change("tables")
+        if state.roster is not None and state.roster is not before.roster:
+            self._enrol(now, state.roster)
+        if state.view is not None and state.view is not before.view:  # last: its entry names the servers that are there
+            self._adopt(now, state.view)
 
     def store_answers(self, now: float) -> None:
         """Notes that the store answers."""
@@ -197,10 +145,21 @@ class Model:
         self._change("workers")
 
     def _elect(self, now: float, leader: str) -> None:
-        if leader != self._leader:
+        if leader == self._leader:
+            return
+        if leader:
             self.timeline.note(now, "election", f"{leader} leads")
+        else:
+            self.timeline.note(now, "election", "no coordinator leads", f"{self._leader} gave up, or its lease ended")
         self._leader = leader
         self._change("state")
+
+    def _restoring(self, now: float, begins: bool) -> None:
+        if begins:
+            self._restore = self.timeline.note(now, "checkpoint", "restore from a checkpoint", lasts=True)
+        elif self._restore is not None:
+            self.timeline.end(self._restore, now)
+            self._restore = None
 
     def _newest_checkpoint(self, now: float, cut: int, made: float) -> None:
         if cut and (self._checkpoint is None or self._checkpoint["cut"] != cut):
@@ -209,19 +168,26 @@ class Model:
             self._checkpoint = {"cut": cut, "time": made}
             self._change("checkpoints")
 
-    def _register(self, now: float, info: ServerInfo) -> None:
-        name = info.name
-        known = self.fleet.servers.get(name)
-        if known is not None and known.info.incarnation < info.incarnation and known.status:
-            self.timeline.note(now, "server", f"{name} has registered again", f"as incarnation {info.incarnation}")
-        self.fleet.register(now, name, info)
+    def _register(self, now: float, before: Mapping[str, ServerInfo], servers: Mapping[str, ServerInfo]) -> None:
+        for name, info in servers.items():
+            known = self.fleet.servers.get(name)
+            if before.get(name) == info:
+                continue
+            if known is not None and known.info.incarnation < info.incarnation and known.status:
+                self.timeline.note(now, "server", f"{name} has registered again", f"as incarnation {info.incarnation}")
+            self.fleet.register(now, info)
+        self.fleet.registered = servers
         self._change("servers")
 
-    def _drain_over(self, now: float, name: str) -> None:
-        drained_at = self.fleet.drains.pop(name, None)
-        there = self.fleet.registered.get(name)
-        if there is not None and there.incarnation == drained_at:
-            self.timeline.note(now, "drain", f"{name} is asked to drain no more")
+    def _drain(self, now: float, before: Mapping[str, Drain], drains: Mapping[str, Drain]) -> None:
+        for name, drain in drains.items():
+            if name not in before or before[name].member != drain.member:
+                self.timeline.note(now, "drain", f"drain of {name} asked")
+        for name in before.keys() - drains.keys():
+            there = self.fleet.registered.get(name)
+            if there is not None and there.member == before[name].member:
+                self.timeline.note(now, "drain", f"{name} is asked to drain no more")
+        self.fleet.drains = {name: drain.member.incarnation for name, drain in drains.items()}
         self._change("servers")
 
     # --- the servers ------------------------------------------------------------------------------------------------
@@ -310,9 +276,8 @@ class Model:
 
     def members(self) -> Members:
         """The registered servers, as the planner sees them."""
-        servers = tuple(self.fleet.registered.values())
-        draining = frozenset(s.member for s in servers if self.fleet.drains.get(s.name) == s.incarnation)
-        return Members(self.name, servers, draining)
+        servers = self._store.registered
+        return Members(self.name, servers, self._store.draining & {server.member for server in servers})
 
     def _change(self, *kinds: str) -> None:
         self._changed.update(dict.fromkeys(kinds))

@@ -2,48 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from coordinator.core.keys import RATES, TABLES, table_of
+from coordinator.core.cluster_state import Rate
+from coordinator.core.keys import table_of
 from coordinator.core.records import read
+from coordinator.core.store import Entry
 
 TABLES_MAX = 1000  # shown
 
 
 class TableStates:
-    """The tables by their keys in the store."""
+    """The tables of a cluster, as the page shows them."""
 
     def __init__(self) -> None:
-        self._known: dict[str, dict[str, Any]] = {}
-        self._rates: dict[str, tuple[int, Any]] = {}
+        self._known: dict[str, tuple[Entry, dict[str, Any] | None]] = {}  # by key; None: not to be shown
+        self._rates: dict[int, object] = {}  # learning rates that were set, by table id
         self._counts: dict[int, tuple[int, int, int]] = {}  # rows, bytes, servers
 
-    def put(self, key: str, value: bytes) -> bool:
-        """Takes a key that was written; returns whether it is about tables."""
-        if key.startswith(TABLES):
-            if (table := table_of(key, value)) is None:
-                self._known.pop(key, None)
-                return True
-            app = table.name.partition("/")[0]
-            self._known[key] = {"id": table.id, "app": app, **_shape(read(key, table.spec.encode(), name=str))}
-        elif key.startswith(RATES):
-            document = read(key, value, table=int, lr=object)
-            self._rates[key] = document["table"], document["lr"]
-        else:
-            return False
-        return True
-
-    def delete(self, key: str) -> bool:
-        """Takes a key that was deleted; returns whether it was about tables."""
-        return self._known.pop(key, None) is not None or self._rates.pop(key, None) is not None
-
-    def keep(self, keys: Collection[str]) -> None:
-        """Forgets all tables but those of these keys."""
-        for known in (self._known, self._rates):
-            for key in list(known):
-                if key not in keys:
-                    del known[key]
+    def follow(self, tables: Mapping[str, Entry], rates: Mapping[str, Rate]) -> None:
+        """Takes the tables and learning rates that the store has now."""
+        before = self._known
+        self._known = {
+            key: before[key] if key in before and before[key][0] is entry else (entry, _described(entry))
+            for key, entry in tables.items()
+        }
+        self._rates = {rate.table: rate.lr for rate in rates.values()}
 
     def count(self, answers: Mapping[str, list[dict[str, Any]]]) -> None:
         """Takes the tables' sizes (TableStatus) at each server that answers."""
@@ -55,13 +40,31 @@ class TableStates:
 
     def document(self) -> list[dict[str, Any]]:
         """The tables as the page gets them; rows are None before a server has answered."""
-        rates = dict(self._rates.values())
         found = []
-        for table in sorted(self._known.values(), key=lambda t: (t["app"], t["name"]))[:TABLES_MAX]:
+        shown = [table for _, table in self._known.values() if table is not None]
+        for table in sorted(shown, key=lambda t: (t["app"], t["name"]))[:TABLES_MAX]:
             rows, nbytes, servers = self._counts.get(table["id"], (None, None, 0))
-            more = {"rows": rows, "bytes": nbytes, "servers": servers, "lr_set": rates.get(table["id"])}
+            more = {"rows": rows, "bytes": nbytes, "servers": servers, "lr_set": self._rates.get(table["id"])}
             found.append({**table, **more})
         return found
+
+
+def _described(entry: Entry) -> dict[str, Any] | None:
+    """Describes a table for the page; None if it is being dropped, or if its entry makes no sense."""
+    try:
+        if (table := table_of(entry.key, entry.value)) is None:
+            return None
+        app = table.name.partition("/")[0]
+        return {"id": table.id, "app": app, **_shape(read(entry.key, table.spec.encode(), name=str))}
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ):  # a spec may have anything in any place
+        return None
 
 
 def _shape(spec: Mapping[str, Any]) -> dict[str, Any]:
