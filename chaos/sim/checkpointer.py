@@ -24,7 +24,7 @@ PERSON = "person"
 
 
 class Checkpointer:
-    """Makes checkpoints as long as `on()`; made: those that came about."""
+    """Makes checkpoints as long as `on()`; made: the manifests of those that succeeded, by cut."""
 
     def __init__(self, cluster: Cluster, on: Callable[[], bool]) -> None:
         self.made: dict[int, Manifest] = {}
@@ -34,7 +34,7 @@ class Checkpointer:
         storage.delete([path for path, _ in storage.files()])
 
     def start(self) -> None:
-        """Begins, on a host of its own."""
+        """Starts making checkpoints, on a host of its own."""
         self._cluster.start_task("keeper", self._run)
 
     async def _run(self) -> None:
@@ -56,7 +56,7 @@ class Checkpointer:
         await recovery
 
     def have_brought_back(self, report: Callable[[dict[str, Any]], None]) -> None:
-        """A person gives up all that is lost, and has it brought back; what is lost is told."""
+        """Gives up all lost ranges and restores them from the newest checkpoint, as a person would by command."""
         store = self._cluster.store.client(PERSON, STORE_TIMEOUT_S)
 
         async def work() -> None:
@@ -66,7 +66,7 @@ class Checkpointer:
 
 
 async def ask_restore(cluster: Cluster, address: str, request: RestoreRequest) -> RestoreResponse:
-    """As `elasticps.admin.client.ask_restore`: of whoever lives at an address."""
+    """Asks the server at an address to restore, as `elasticps.admin.client.ask_restore` does."""
     found = cluster.servers.get(address.partition(":")[0])
     if found is None or found.now is None:
         await asyncio.sleep(ANSWER_S)

@@ -1,4 +1,4 @@
-"""One time for all processes, and whose turn it is. Chance comes from the seed, and orders what happens at one moment.
+"""One virtual time for all processes, which take turns. Chance comes from the seed, and orders events of one moment.
 
 A `Process` is what an operating system would run: it has turns, in which its event loop and its threads go on. It can
 be stalled (turns wait, its sockets stay open) and killed (no more turns).
@@ -18,7 +18,7 @@ _NEVER = math.inf
 
 
 class Clock:
-    """Virtual time: what is to happen when. trace: what has happened, in words, unless nobody wants to know."""
+    """Virtual time, and the events that are due. trace: what has happened, in words; None: no trace is kept."""
 
     def __init__(self, seed: int) -> None:
         self.now = 0.0
@@ -31,16 +31,16 @@ class Clock:
         self._serial = 0
 
     def note(self, text: str) -> None:
-        """One line of the trace, if there is one."""
+        """Adds a line to the trace, if one is kept."""
         if self.trace is not None:
             self.trace.append(f"{self.now:.6f} {text}")
 
     def chance(self, name: str) -> Random:
-        """A source of chance of one's own: what others draw does not change what one draws."""
+        """Returns a random generator for `name`: what others draw does not change what it draws."""
         return Random(f"{name} {self._seed}")
 
     def at(self, when: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Calls back at a moment; at once if that has passed."""
+        """Calls back at a time, or at once if it has passed."""
         self._serial += 1
         now = self.now
         entry = (when if when > now else now, self._draw(), self._serial, call, arguments)
@@ -51,7 +51,7 @@ class Clock:
         self.at(self.now + delay_s, call, *arguments)
 
     def run(self, until: float, done: Callable[[], bool] = lambda: False) -> None:
-        """Lets everything happen up to a moment, or until `done()`, which is asked after each event."""
+        """Runs all events up to a time, or until `done()`, which is called after each event."""
         heap = self._heap
         while heap and heap[0][0] <= until and not done():
             entry = heappop(heap)
@@ -63,7 +63,7 @@ class Clock:
 
 
 class Process:
-    """One process on a host. `turn` is called when it is its turn, and says when it wants the next one, or None."""
+    """One process on a host. `turn` runs it, and returns when it wants its next turn, or None."""
 
     def __init__(self, clock: Clock, name: str, host: str) -> None:
         self.clock = clock
@@ -84,7 +84,7 @@ class Process:
         return self.name
 
     def wake(self, when: float | None = None) -> None:
-        """Asks for a turn at a moment, or now."""
+        """Asks for a turn at a time, by default now."""
         if when is None:
             when = self.clock.now
         if when < self._free_s:
@@ -94,25 +94,25 @@ class Process:
             self.clock.at(when, self._takes_turn, when)
 
     def stall(self) -> None:
-        """No turns from now on; sockets stay open, timers wait."""
+        """Suspends the process: it has no turns; its sockets stay open, its timers wait."""
         self.stalled = True
 
     def thaw(self) -> None:
-        """It goes on where it was."""
+        """Lets the process go on where it was."""
         self.stalled = False
         if self._missed:
             self._missed = False
             self.wake()
 
     def kill(self) -> None:
-        """It is gone in the middle of whatever it did."""
+        """Ends the process in the middle of whatever it does."""
         if self.alive:
             self.alive = False
             for call in list(self.on_death):
                 call()
 
     def revive(self) -> None:
-        """Has turns again, whatever became of it: to clear up after a story."""
+        """Gives the process turns again, dead or suspended: to clear up after a story."""
         self.alive, self.stalled, self._next_s = True, False, _NEVER
 
     def _turn(self, when: float) -> None:

@@ -1,4 +1,4 @@
-"""The processes of a simulated cluster: made of what real ones are made of, killed and started again like them."""
+"""The processes of a simulated cluster: built from the code of real ones, killed and started again like them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ WORKER_TIMEOUT_S = 300.0  # longer than any story: whoever waits in vain is foun
 
 
 class Still(BusyPoll):
-    """Polling on virtual time would never end: a server sleeps at once."""
+    """Takes the place of a server's busy polling, which would never end on virtual time: the server sleeps at once."""
 
     def __init__(self) -> None:
         pass
@@ -63,12 +63,13 @@ class Still(BusyPoll):
 
 
 class Gone(BaseException):
-    """The process has ended itself."""
+    """Raised where a process ends itself by `os._exit`."""
 
 
 @dataclass
 class ServerProcess:
-    """A server's process; `now`: the life that serves, None between two. `draining` to leave, `left` when it has."""
+    """A server's process. now: the incarnation that serves, None between two; draining: it was asked to leave; left: it
+    has left."""
 
     process: Process
     loop: Loop
@@ -80,14 +81,14 @@ class ServerProcess:
 
 
 class Cluster:
-    """Everything that runs, and the first promise that was broken."""
+    """All processes of a story, and the first promise that was broken."""
 
     def __init__(
         self, seed: int, weather: Weather, config: ClusterConfig, calm: bool = False, admin: bool = False,
         proven: bool = False,
     ) -> None:  # fmt: skip
-        """admin: servers say where they can be asked: views are longer then, and stories others. proven: everybody is
-        taken to prove who they are."""
+        """admin: servers register the address of their admin service, which makes views longer, and stories others.
+        proven: every peer counts as having proven who it is."""
         self.clock = Clock(seed)  # virtual time, chance and the trace
         self.network = Network(self.clock, weather)  # hosts and the links between them
         self.servers: dict[str, ServerProcess] = {}  # by name, also those that have ended
@@ -115,7 +116,7 @@ class Cluster:
         self._revision = 0  # of the newest view
 
     def broken(self, violation: Violation) -> None:
-        """A promise is broken: the first one counts."""
+        """Notes that a promise is broken; the first one counts."""
         if self.violation is None and not self.over:
             self.violation = violation
             self.clock.note(f"BROKEN {violation}")
@@ -127,7 +128,7 @@ class Cluster:
             self.broken(violation)
 
     def running(self) -> str:
-        """Whose turn it is."""
+        """Names the process whose turn it is."""
         thread, loop = getcurrent(), events._get_running_loop()
         if isinstance(thread, Thread):
             return str(thread)
@@ -148,7 +149,7 @@ class Cluster:
     # --- processes --------------------------------------------------------------------------------------------------
 
     def _process(self, name: str) -> Process:
-        """A process on the host of its name. Each start is one more incarnation of the process."""
+        """Makes a process on the host of its name. Each start of a name is one more incarnation of the process."""
         number = self._numbers[name] = self._numbers.get(name, 0) + 1
         self.clock.note(f"{name} starts, for the {number}. time")
         return Process(self.clock, f"{name}.{number}", name)
@@ -167,14 +168,14 @@ class Cluster:
             self.broken(Violation("no exception is lost", f"{process}: {message}\n{text}"))
 
     def exited(self, code: int) -> None:
-        """What `os._exit` does here: the running process is gone."""
+        """Takes the place of `os._exit`: the running process is gone."""
         loop = cast(Loop, events._get_running_loop())
         self.broken(Violation("no process ends itself", f"{loop.process} ends with {code}:\n{traceback.format_exc()}"))
         loop.process.kill()
         raise Gone
 
     def kill(self, process: Process, power: bool) -> None:
-        """A process dies; with its host, nobody is told."""
+        """Kills a process. power: its host loses its power, too, and peers are not told."""
         if process.alive:
             self.clock.note(f"{process} {'loses its power' if power else 'is killed'}")
             if power:
@@ -184,7 +185,7 @@ class Cluster:
     # --- servers ----------------------------------------------------------------------------------------------------
 
     def start_server(self, name: str) -> None:
-        """A server's process starts, under a name that may have been used before."""
+        """Starts a server's process, under a name that may have been used before."""
         if self.over:
             return
         self.network.lighten(name)
@@ -213,7 +214,7 @@ class Cluster:
         try:
             await serve_until(around, registration, found.stop, found.leave, wait_s=1e9,
                        drain_timeout_s=self.drain_timeout_s)  # fmt: skip
-        except Exception as error:
+        except Exception as error:  # any: that a server ends by an error breaks a promise
             self._failed(found.process, error, "a server ended")
         self.clock.note(f"{found.process} ends: {found.stop.result() if found.stop.done() else ''}")
         found.left = found.draining
@@ -222,7 +223,7 @@ class Cluster:
         found.process.kill()
 
     async def _serves(self, asks: str, server: ServerInfo) -> bool:
-        """What its health service would answer to a server that asks."""
+        """Returns what a server's health service would answer to the server `asks`."""
         found, reaches = self.servers.get(server.name), self.network.reaches
         if found is None or not (reaches(asks, server.name) and reaches(server.name, asks)):
             return False
@@ -238,8 +239,7 @@ class Cluster:
         return again
 
     def _check_drained(self, member: Member) -> None:
-        """A server has nothing any more when it ends; or if it had no time, nothing of which no other server keeps a
-        copy."""
+        """Checks that a server which ends holds nothing; or, if it had no time, nothing that only it has a copy of."""
         view = self.view
         index = -1 if view is None else view.as_chains.index(member)
         if view is None or index < 0:
@@ -258,7 +258,7 @@ class Cluster:
         return self.drain_timeout_s < DRAIN_TIMEOUT_S
 
     def _stays(self, name: str) -> bool:
-        """Whether a server's copies may be counted on: it does not end by itself at any moment."""
+        """Whether a server's copies count: it may not end by itself at any moment."""
         return not (self._hurried and self.servers[name].draining)
 
     def _outstays(self, member: Member, other: str) -> bool:
@@ -277,7 +277,7 @@ class Cluster:
         return life is not None and drain_revisions.get(life.serving.me, never) > drain_revisions.get(member, never)
 
     def drain(self, name: str) -> None:
-        """As SIGTERM: a server is asked to move what it has to others, and to end."""
+        """Does what SIGTERM does: asks a server to move what it has to others, and to end."""
         found = self.servers[name]
         found.draining = True
         self.views.on_drain(name, self.clock.now)
@@ -287,7 +287,7 @@ class Cluster:
     # --- leaders ----------------------------------------------------------------------------------------------------
 
     def start_leader(self, name: str) -> None:
-        """A coordinator starts: it leads, or stands by."""
+        """Starts a coordinator, which leads or stands by."""
         if self.over:
             return
         self.network.lighten(name)
@@ -308,20 +308,20 @@ class Cluster:
     async def _lead(self, process: Process, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
             await work()
-        except Exception as error:
+        except Exception as error:  # any: that a leader ends by an error breaks a promise
             self._failed(process, error, "a leader ended")
 
     # --- whoever takes cuts -----------------------------------------------------------------------------------------
 
     def start_task(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """A process that does one thing."""
+        """Starts a process that runs `work` and nothing else."""
         process = self._process(name)
         self._loop(process).create_task(self._lead(process, work))
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
     def start_worker(self, name: str, program: Callable[[Threads], None]) -> Threads:
-        """A worker's process starts and runs a program in its main thread."""
+        """Starts a worker's process, which runs a program in its main thread."""
         process = self._process(name)
         threads = Threads(process, self._loop(process), self.network, self.network.weather.preempted)
         self._threads.append(threads)
@@ -331,14 +331,14 @@ class Cluster:
                 program(threads)
             except Violation as violation:
                 self.broken(violation)
-            except Exception as error:
+            except Exception as error:  # any: that a worker ends by an error breaks a promise
                 self._failed(process, error, "a worker ended")
 
         threads.spawn("main", main)
         return threads
 
     def connect(self, threads: Threads, worker: str, consistency: Consistency, window: int, app: str) -> Client:
-        """What `elasticps.connect` does."""
+        """Connects a worker's client, as `elasticps.connect` does."""
         store = self.store.client(threads.process.host, WORKER_TIMEOUT_S)
         control = Registry(store, threads, "virtual")
         control.authenticated = self._proven
@@ -348,26 +348,26 @@ class Cluster:
 
     @property
     def view(self) -> View | None:
-        """The view that stands."""
+        """The newest view, as the store has it."""
         entry = self.store.run(self.store.data.get(VIEW))
         return None if entry is None else View.decode(entry.value)
 
     @property
     def counted(self) -> set[int]:
-        """The ids of the workers in the roster that stands."""
+        """Returns the ids of the workers in the roster, as the store has it."""
         entry = self.store.run(self.store.data.get(ROSTER))
         return set() if entry is None else {worker.id for worker in Roster.decode(entry.value).workers}
 
     def life(self, name: str, incarnation: int) -> Server | None:
-        """A server that runs under that incarnation, if it does."""
+        """Returns the server of that name if it runs as that incarnation."""
         found = self.servers.get(name)
         if found is None or not found.process.alive or found.now is None:
             return None
         return found.now if found.now.me.incarnation == incarnation else None
 
     def whole(self, without: str = "") -> bool:
-        """Whether every range has all its replicas, alive, well and in the newest view, and would keep one without a
-        server."""
+        """Whether every range has all its replicas, alive and in the newest view, and would keep one without the server
+        `without`."""
         view = self.view
         if view is None:
             return False
@@ -383,9 +383,10 @@ class Cluster:
         return True
 
     def uncopied(self, without: str, stays: Callable[[str], bool] | None = None) -> set[int]:
-        """The ranges that have no complete copy, by the newest view, in a process that lives and stays, without a
-        server. A copy that is kept counts until the one that is left has asked to go on without it: that may be on its
-        way. stays: whether a server's copies count; None: as long as it cannot end by itself."""
+        """Returns the ranges of the newest view that have no complete copy in a process that lives and stays, other
+        than the server `without`. A retained copy counts until the replica that is left has asked to go on without it:
+        that request may be on its way. stays: whether a server's copies count; by default, unless it may end by itself.
+        """
         view, stays = self.view, stays or self._stays
         assert view is not None
         servers = [self.life(s.name, s.incarnation) for s in view.servers]
@@ -406,7 +407,7 @@ class Cluster:
         return server is not None and not self.servers[name].process.stalled and server.serving.epoch == epoch
 
     def settled(self) -> str:
-        """What is not yet as it should be when nothing goes wrong any more; "" if all is."""
+        """Says what is not yet as it should be after the last fault; "" if all is."""
         view = self.view
         if view is None:
             return "there is no view"
@@ -426,7 +427,7 @@ class Cluster:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def end(self) -> list[str]:
-        """Ends everything, quietly, so that nothing is left open; what has not ended nevertheless."""
+        """Ends all processes quietly, so that nothing is left open. Returns the tasks that did not end, in words."""
         self.over = True
         self.store.up = True
         for threads in self._threads:
@@ -449,12 +450,13 @@ class Cluster:
         return [str(task) for task in self._tasks()]
 
     def _tasks(self) -> list[asyncio.Task[Any]]:
-        """Those that have not ended, also such as others began in their last turns."""
+        """Returns the tasks that have not ended, with those that others began in their last turns."""
         return [task for loop in self._loops for task in loop.tasks if not task.done()]
 
 
 def _build(session: ServerSession, cluster: str, ranges: int, loop: asyncio.AbstractEventLoop) -> Server:
-    """Every other server is measured, as all are that serve metrics: that is another shell around the same core."""
+    """Builds a server. Every other one is measured, as servers with metrics are: that is another shell around the same
+    core."""
     measured = int(session.info.name[1:]) % 2
     return (partial(TimedServer, Meter(loop.time, sample=1)) if measured else Server)(
         session.info, cluster, ranges, loop, ServerOptions(

@@ -1,4 +1,4 @@
-"""Which code stories play, as a number: stories of several sittings can be counted together if it stays the same.
+"""A digest of the code that stories play: stories of several runs can be counted together if it stays the same.
 
 It is of all modules that a story imports, as Python reads them, so that comments, docstrings and line breaks do not
 count, nor does what no story has to do with (command line, dashboard, torch). Asked for in a process of its own: only
@@ -19,13 +19,13 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def digest() -> str:
-    """That of the code as it stands on disk, in 16 hexadecimal digits."""
+    """Returns the digest of the code as it stands on disk: 16 hexadecimal digits."""
     command = [sys.executable, "-c", f"from {__name__} import played; print(played())"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def played() -> str:
-    """As `digest`, of a process that has imported nothing else of these packages."""
+    """Returns the digest, in a process that has imported nothing else of these packages."""
     import chaos.sim.run  # noqa: F401
 
     modules = {name: m.__file__ for name, m in list(sys.modules.items()) if name.partition(".")[0] in ROOTS}
@@ -34,7 +34,7 @@ def played() -> str:
 
 
 def of(modules: Iterable[tuple[str, bytes]]) -> str:
-    """That of modules: their names, and their sources."""
+    """Returns the digest of modules, given their names and sources."""
     found = hashlib.sha256()
     for name, source in modules:
         found.update(f"{name}\n{ast.dump(_undocumented(ast.parse(source)))}\n".encode())

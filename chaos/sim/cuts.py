@@ -1,5 +1,5 @@
-"""Takes cuts again and again while a story goes on, as a coordinator would, and has each that is said to be consistent
-looked at."""
+"""Takes cuts again and again while a story goes on, as a coordinator would, and checks each that counts as
+consistent."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Afar:
         return await self._call(lambda server: server.cuts.take(cut, since, url))
 
     async def state(self, cut: int) -> CutState:
-        """Has it written, too: not everybody asks for that here."""
+        """Returns the server's state at a cut, and has the server write the cut, which real drivers ask for apart."""
 
         async def state(server: AdminInterface) -> CutState:
             await server.cuts.written(cut, 0.0)
@@ -69,7 +69,7 @@ class Afar:
         return await self._call(lambda server: server.cuts.written(cut, min(wait_s, ANSWER_S / 2)))
 
     async def restore(self, request: RestoreRequest) -> RestoreResponse:
-        """Its part of bringing back what was lost."""
+        """Asks the server to restore lost ranges."""
         return await self._call(lambda server: Admin(lambda: server, None).Restore(request, None))  # type: ignore[arg-type]
 
     async def _call(self, call: Callable[[AdminInterface], Coroutine[Any, Any, T]]) -> T:
@@ -114,10 +114,15 @@ async def _now(value: T) -> T:
 
 
 class Cutter:
-    """Takes cuts as long as `on()`; counts those that were consistent. calm: no process and no link is slow, so
-    all come about but those in which a worker dies, the last at `died_s`, and those shorter than a worker may take for
-    a step. One may fail, but not two in a row: who pulls in the midst of a step may wait for one that holds already,
-    under bounded delay; think_s: the mean between two things that one does."""
+    """Takes cuts as long as `on()`.
+
+    taken    how many were consistent
+    died_s   when a worker died last
+    calm     no process and no link is slow, so that every cut succeeds unless a worker dies in it, or unless it is
+             shorter than a worker may take for a step. One other cut may fail, but not two in a row: under bounded
+             delay a worker that pulls in the midst of a step may wait for a worker that holds already
+    think_s  the mean time between two calls of a worker
+    """
 
     def __init__(self, cluster: Cluster, check: CutCheck, on: Callable[[], bool], calm: bool, think_s: float) -> None:
         self.taken = 0
@@ -130,7 +135,7 @@ class Cutter:
         self._on = on
 
     def start(self) -> None:
-        """Begins, on a host of its own."""
+        """Starts taking cuts, on a host of its own."""
         self._cluster.start_task(HOST, self._run)
 
     async def _run(self) -> None:
@@ -144,7 +149,7 @@ class Cutter:
             driver = CutTaker(store, lambda info: Afar(cluster, info, random), hold_s)
             try:
                 cut = await driver.attempt("")
-            except Inconsistent as error:  # what proves it is there for the worst: all keep their word here
+            except Inconsistent as error:  # the proof is for peers that break the protocol: here none does
                 if isinstance(error, RoundsDiffer) and began_s < self.died_s + CLOSED_S:
                     continue
                 cluster.broken(Violation("who holds writes nothing", str(error)))

@@ -1,4 +1,4 @@
-"""Does what a story says, by its name for it."""
+"""The faults that a story may name, and how each is done."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIE = 1 << 40  # epochs above the one that is
 
 
 def inject(injector: Injector, fault: Fault) -> None:
-    """It is time for a fault."""
+    """Does a fault whose time has come."""
     if not injector.over:
         KINDS[fault.what](injector, fault)
 
@@ -70,13 +70,13 @@ def server_drains(injector: Injector, fault: Fault) -> None:
 
 
 def servers_drain(injector: Injector, fault: Fault) -> None:
-    """Several at once."""
+    """Drains several servers at once."""
     for which in (fault.pick, 0.0, 0.99):
         server_drains(injector, replace(fault, pick=which))
 
 
 def server_lies(injector: Injector, fault: Fault) -> None:
-    """As one that was taken over could: of a view that nobody has written, in which it heads everything."""
+    """A server shows workers a view that no leader has written, in which it heads everything, as an attacker might."""
 
     def lie(name: str) -> None:
         injector.recovered(name)
@@ -97,7 +97,7 @@ def server_lies(injector: Injector, fault: Fault) -> None:
 
 
 def flood(injector: Injector, fault: Fault) -> None:
-    """More connect to a server than it allows, and say nothing."""
+    """Opens more connections to a server than it allows, which say nothing."""
 
     def come(name: str) -> None:
         strangers = Process(injector.cluster.clock, "crowd", "crowd")
@@ -141,7 +141,7 @@ def worker_apart(injector: Injector, fault: Fault) -> None:
 
 
 def leader_apart(injector: Injector, fault: Fault) -> None:
-    """From a server, while no other suffers."""
+    """Cuts a leader off from a server, while no other server is hit."""
     leader, server = pick(list(injector.cluster.leaders), fault), pick(list(injector.cluster.servers), fault)
 
     def cut(name: str) -> None:
@@ -155,7 +155,7 @@ def leader_without_store(injector: Injector, fault: Fault) -> None:
 
 
 def store_apart(injector: Injector, fault: Fault) -> None:
-    """From one process of any kind."""
+    """Cuts one process of any kind off from the store."""
     cluster = injector.cluster
     injector.cut_both(pick([*cluster.servers, *cluster.leaders, *injector.workers], fault), STORE_HOST, fault.for_s)
 
@@ -165,7 +165,7 @@ def store_away(injector: Injector, fault: Fault) -> None:
 
 
 def reset(injector: Injector, fault: Fault) -> None:
-    """One connection breaks."""
+    """Breaks one connection."""
     sockets = list(injector.cluster.network.sockets)
     if sockets:
         sock = pick(sockets, fault)
@@ -174,7 +174,7 @@ def reset(injector: Injector, fault: Fault) -> None:
 
 
 def tear(injector: Injector, fault: Fault) -> None:
-    """One connection breaks, at one end only for a while."""
+    """Breaks one connection, for a while at one end only."""
     sockets = list(injector.cluster.network.sockets)
     if sockets:
         sock = pick(sockets, fault)
@@ -184,7 +184,7 @@ def tear(injector: Injector, fault: Fault) -> None:
 
 
 def reset_all(injector: Injector, fault: Fault) -> None:
-    """All connections of a server or worker break."""
+    """Breaks all connections of a server or worker."""
     host = pick([*injector.cluster.servers, *injector.workers], fault)
     injector.note(f"all connections of {host} break")
     injector.reset(lambda sock: sock.process.host == host)
@@ -215,14 +215,14 @@ def worker_restarts(injector: Injector, fault: Fault) -> None:
 
 
 def worker_dies_cut_off(injector: Injector, fault: Fault) -> None:
-    """What it has sent to a server arrives when its successor has come."""
+    """Restarts a worker, whose last bytes to a server arrive only after its successor has started."""
     worker, server = pick(list(injector.workers), fault), injector.random.choice(list(injector.cluster.servers))
     injector.cut([(worker, server)], 0.3 + fault.for_s)
     injector.after(injector.random.uniform(0, 0.2), injector.restart_worker, fault)
 
 
 def worker_doubles(injector: Injector, fault: Fault) -> None:
-    """It stalls, another one takes its name, and then it wakes up."""
+    """Stalls a worker, starts a successor under its name, and then wakes it up."""
     name = pick(list(injector.workers), fault)
     process = injector.workers[name].process
     if process.alive and not process.stalled:

@@ -1,4 +1,4 @@
-"""What faults are made of: whom they may hit, what is done to them, and how it is undone."""
+"""The parts of faults: which processes they may hit, what they do to them, and how that is undone."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Injector:
         cluster.lasting.on_level = self._level
 
     def note(self, text: str) -> None:
-        """A fault has happened."""
+        """Notes that a fault has happened."""
         self.happened.append(text)
         self.cluster.clock.note(f"fault: {text}")
 
     def end(self) -> None:
-        """Nothing goes wrong any more; what does is mended, who died comes back."""
+        """Ends all faults: undoes those that go on, and starts dead processes again."""
         self.over = True
         self._of_views.clear()
         self._of_joiners.clear()
@@ -70,7 +70,7 @@ class Injector:
         self.cluster.clock.after(delay_s, lambda: None if self.over else call(*arguments))
 
     def later(self, delay_s: float, undo: Callable[[], None]) -> Callable[[], None]:
-        """Undoes a fault after a while, or when faults end, or when what is returned is called: once."""
+        """Undoes a fault once: after a while, when faults end, or when the returned function is called."""
         key = next(self._serial)
 
         def once() -> None:
@@ -82,11 +82,11 @@ class Injector:
         return once
 
     def watch_views(self, seen: Callable[[View], bool]) -> None:
-        """Shows it every new view, until it says that it has seen the one it waits for."""
+        """Calls `seen` with every new view until it returns that this is the one it waits for."""
         self._of_views.append(seen)
 
     def watch_joiners(self, seen: Callable[[Member, CaughtUp], bool]) -> None:
-        """Shows it every joiner that a tail reports level, likewise; who came first sees them alone."""
+        """Calls `seen` likewise with every joiner that a tail reports level; the first caller sees them alone."""
         self._of_joiners.append(seen)
 
     def _view(self, view: View) -> None:
@@ -101,7 +101,7 @@ class Injector:
     # --- servers ----------------------------------------------------------------------------------------------------
 
     def server(self, fault: Fault, use: Callable[[str], None], tries: float = PATIENCE_S) -> None:
-        """Picks a server that can be spared, as soon as there is one. It suffers until it has `recovered`."""
+        """Picks a server that can be spared, as soon as there is one. It counts as hit until it has `recovered`."""
         if self.over or tries <= 0:
             return
         cluster = self.cluster
@@ -116,15 +116,15 @@ class Injector:
         use(name)
 
     def nobody_suffers(self) -> bool:
-        """Whether no server does."""
+        """Whether no server is hit now."""
         return not self._suffer
 
     def suffers(self, name: str) -> None:
-        """No other server is hit meanwhile."""
+        """Marks a server as hit: no other server is hit meanwhile."""
         self._suffer[name] = None
 
     def recovered(self, name: str) -> None:
-        """Others may be hit again."""
+        """The server has recovered: others may be hit again."""
         self._suffer.pop(name, None)
 
     def is_alive(self, name: str) -> bool:
@@ -133,11 +133,11 @@ class Injector:
         return process.alive and not process.stalled
 
     def others(self, name: str) -> list[str]:
-        """The other servers."""
+        """Returns the names of the other servers."""
         return [n for n in self.cluster.servers if n != name]
 
     def die(self, name: str, power: bool = False) -> None:
-        """A server dies, and starts again."""
+        """Kills a server, and starts it again."""
         self.note(f"{name} {'loses its power' if power else 'dies'}")
         self.suffers(name)
         self.cluster.kill(self.cluster.servers[name].process, power)
@@ -149,7 +149,7 @@ class Injector:
         self.later(RESTART_S * self.random.uniform(0.1, 3), again)
 
     def die_if_spared(self, name: str, power: bool = False) -> None:
-        """A server that suffers dies, unless a range's last replica would die with it."""
+        """Kills a server that is hit already, unless a range's last replica would die with it."""
         if not self.is_alive(name) or self.cluster.uncopied(without=name):
             self.recovered(name)
         else:
@@ -158,7 +158,7 @@ class Injector:
     # --- other processes --------------------------------------------------------------------------------------------
 
     def stall(self, process: Process, for_s: float, healed: Callable[[], None] = lambda: None) -> None:
-        """A process stands still for a while."""
+        """Suspends a process for a while."""
 
         def thaw() -> None:
             process.thaw()
@@ -170,19 +170,19 @@ class Injector:
             self.later(for_s, thaw)
 
     def kill_leader(self, name: str) -> None:
-        """A leader dies, and starts again."""
+        """Kills a coordinator, and starts it again."""
         self.note(f"leader {name} dies")
         self.cluster.kill(self.cluster.leaders[name], power=False)
         self.later(RESTART_S * self.random.uniform(0.1, 3), lambda: self.cluster.start_leader(name))
 
     def restart_worker(self, fault: Fault) -> None:
-        """A worker dies and starts again."""
+        """Kills a worker, and starts it again."""
         name = pick(list(self.workers), fault)
         self.note(f"{name} dies and starts again")
         self.restart(name)
 
     def store_away(self, for_s: float) -> None:
-        """Nobody is answered by the store."""
+        """Lets the store answer nobody for a while."""
         self.note(f"the store is away for {for_s:.3f} s")
         self.cluster.store.up = False
 
@@ -194,7 +194,7 @@ class Injector:
     # --- links ------------------------------------------------------------------------------------------------------
 
     def cut(self, pairs: Sequence[Pair], for_s: float, healed: Callable[[], None] = lambda: None) -> Callable[[], None]:
-        """What the first of each pair sends to the second is lost. Returns what heals it."""
+        """Loses what the first host of each pair sends to the second. Returns a function that ends it."""
         network = self.cluster.network
         self.note(f"{', '.join(f'{a} → {b}' for a, b in pairs)} lost for {for_s:.3f} s")
         for pair in pairs:
@@ -208,20 +208,20 @@ class Injector:
         return self.later(for_s, heal)
 
     def cut_both(self, a: str, b: str, for_s: float, healed: Callable[[], None] = lambda: None) -> None:
-        """What two send to each other is lost."""
+        """Loses what two hosts send to each other."""
         self.cut([(a, b), (b, a)], for_s, healed)
 
     def reset(self, which: Callable[[Socket], bool]) -> None:
-        """Connections break."""
+        """Breaks the connections of all sockets that `which` chooses."""
         for sock in [s for s in self.cluster.network.sockets if which(s)]:
             self.cluster.network.reset(sock)
 
 
 def pick(some: Sequence[T], fault: Fault) -> T:
-    """Whom a fault hits."""
+    """Returns which of `some` a fault hits."""
     return some[int(fault.pick * len(some))]
 
 
 def peer_host(sock: Socket) -> str | None:
-    """The host at the other end of a connection."""
+    """Returns the host at the other end of a connection."""
     return None if sock.peer is None else sock.peer.process.host

@@ -21,7 +21,7 @@ Failed = Callable[[Process, BaseException | None, str], None]
 
 
 class Loop(asyncio.AbstractEventLoop):
-    """As much of a loop as servers, leaders and sessions use. `failed` hears of exceptions that nobody caught."""
+    """As much of an event loop as servers, leaders and sessions use. `failed` gets exceptions that nobody caught."""
 
     def __init__(self, process: Process, network: Network, failed: Failed) -> None:
         self.process = process
@@ -35,7 +35,7 @@ class Loop(asyncio.AbstractEventLoop):
         self.quiet = False  # the end: who is cancelled now may fail as he likes
 
     def turn(self) -> float | None:
-        """Runs what is ready; returns when there will be more."""
+        """Runs the handles that are ready; returns when the next one will be."""
         now, timers, ready = self.process.clock.now, self._timers, self._ready
         while timers and timers[0][0] <= now:
             timer = heappop(timers)[2]
@@ -62,7 +62,7 @@ class Loop(asyncio.AbstractEventLoop):
         return timers[0][0] if timers else None
 
     def flush_later(self, transport: Transport) -> None:
-        """What was written leaves at the end of the turn."""
+        """Sends what a transport has written at the end of the turn."""
         self._unflushed[transport] = None
         self.process.wake()
 
@@ -79,7 +79,7 @@ class Loop(asyncio.AbstractEventLoop):
         return handle
 
     def run_soon(self, handle: asyncio.Handle) -> None:
-        """Runs it in the next turn: a handle may be used again when it has run."""
+        """Runs a handle in the next turn: it may be used again when it has run."""
         self._ready.append(handle)
         self.process.wake()
 
@@ -121,11 +121,11 @@ class Loop(asyncio.AbstractEventLoop):
         return task
 
     def run_in_executor(self, executor: object, func: Callable[[Unpack[Ts]], T], *args: *Ts) -> asyncio.Future[T]:
-        """Done at once, by whoever asks: what threads do takes no time here."""
+        """Runs `func` at once, in the caller: work of threads takes no virtual time."""
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))
-        except Exception as error:
+        except Exception as error:  # any: whoever waits for the future gets it, as with a real executor
             future.set_exception(error)
         return future
 

@@ -23,8 +23,8 @@ MOST_CUTS = 4
 
 @dataclass(frozen=True)
 class Weather:
-    """How bad all links are, and the machines. short: how often a socket takes or gives less than it could; cut: how
-    often bytes that were sent together arrive in several pieces; preempted: how often a thread is stopped at a lock."""
+    """How bad all links and machines are. short: how often a socket takes or gives less than it could; cut: how often
+    bytes that were sent together arrive in several pieces; preempted: how often a thread is stopped at a lock."""
 
     latency_s: float = 0.0003
     bytes_per_s: float = 200e6
@@ -35,7 +35,7 @@ class Weather:
 
 
 class Network:
-    """All hosts, and which of them hear which."""
+    """All hosts, their sockets, and which host reaches which."""
 
     def __init__(self, clock: Clock, weather: Weather) -> None:
         self.clock = clock
@@ -52,11 +52,11 @@ class Network:
     # --- faults -----------------------------------------------------------------------------------------------------
 
     def lose(self, source: str, target: str) -> None:
-        """Nothing that one host sends reaches the other, until `heal`."""
+        """Loses everything that `source` sends to `target`, until `heal`."""
         self._lost[source, target] = self._lost.get((source, target), 0) + 1
 
     def heal(self, source: str, target: str) -> None:
-        """It does again; what was sent meanwhile is sent again."""
+        """Lets it arrive again; what was sent meanwhile is sent again."""
         left = self._lost.pop((source, target)) - 1
         if left:
             self._lost[source, target] = left
@@ -64,13 +64,13 @@ class Network:
         self._resume()
 
     def darken(self, host: str) -> None:
-        """A host loses its power: nobody hears of it, nor it of anybody, and what it had still to send is gone."""
+        """Takes a host's power: it sends and receives nothing, its peers are not told, and unsent bytes are gone."""
         self._dark.add(host)
         for sock in [s for s in self.sockets if s.process.host == host]:
             sock.vanish()
 
     def lighten(self, host: str) -> None:
-        """It has power again: what its processes had open is closed."""
+        """Gives a host power again; the connections that its processes had open are closed."""
         self._dark.discard(host)
         self._resume()
 
@@ -81,7 +81,7 @@ class Network:
 
     @property
     def troubled(self) -> bool:
-        """Whether anybody cannot reach somebody."""
+        """Whether some host cannot reach another."""
         return bool(self._dark or self._lost)
 
     def reaches(self, source: str, target: str) -> bool:
@@ -91,24 +91,24 @@ class Network:
         return source == target or (source, target) not in self._lost
 
     def reset(self, sock: Socket) -> None:
-        """A connection breaks: both ends learn of it, each in its time; what was under way is lost."""
+        """Breaks a connection: both ends learn of it, each in its time; bytes under way are lost."""
         for end in (sock, sock.peer):
             if end is not None:
                 self.clock.after(self.delay(end.random), end.broken)
 
     def tear(self, sock: Socket, late_s: float) -> None:
-        """A connection breaks at one end. What that end has sent still arrives, late, and only then the other end
-        learns of it: so a peer may be back on a new connection before the old one is read to its end."""
+        """Breaks a connection at one end. The bytes which that end has sent still arrive, late, and only then does the
+        other end learn of it: so a peer may be back on a new connection before the old one is read to its end."""
         sock.torn(late_s)
 
     def delay(self, random: Random) -> float:
-        """A message's way."""
+        """Draws how long a message travels, in seconds."""
         return self.weather.latency_s * (0.5 + random.random())
 
     # --- sockets ----------------------------------------------------------------------------------------------------
 
     def listen(self, process: Process, port: int, limit: int = BACKLOG) -> Listener:
-        """A socket that others may connect to, before anybody accepts."""
+        """Opens a port: others may connect to it, also before somebody accepts."""
         listener = Listener(self, process, (process.host, port), limit)
         self._listeners[process.host, port] = listener
         process.on_death[listener.shut] = None
@@ -128,12 +128,12 @@ class Network:
         return sock
 
     def forget(self, listener: Listener) -> None:
-        """Nobody listens there any more."""
+        """Removes a port: connections to it are refused."""
         if self._listeners.get(listener.address) is listener:
             del self._listeners[listener.address]
 
     def _arrive(self, sock: Socket, address: Address) -> None:
-        """Somebody knocks."""
+        """A request to connect has arrived at `address`."""
         if sock.closed:
             return
         host = address[0]
@@ -150,12 +150,12 @@ class Network:
             self.clock.after(self.delay(sock.random), sock.opened)
 
     def hold(self, pipe: _Pipe) -> None:
-        """What travels there waits until a fault has gone."""
+        """Keeps the bytes of a pipe until a fault has gone."""
         self._held.append(pipe)
 
 
 class Listener:
-    """A listening socket. Connections wait in it, also while nobody serves. `dup` is one more name for it."""
+    """A listening socket. Connections wait in it, also while nobody accepts. `dup` is one more name for it."""
 
     def __init__(self, network: Network, process: Process, address: Address, limit: int) -> None:
         self.process = process
@@ -174,18 +174,18 @@ class Listener:
         return self
 
     def serve(self, notify: Callable[[], object]) -> None:
-        """Somebody accepts from now on, until `close`; `notify` is called when there is something to accept."""
+        """Begins to accept, until `close`; `notify` is called when there is a connection to accept."""
         self.serving, self._notify = True, notify
         notify()
 
     def arrived(self, sock: Socket) -> None:
-        """A connection, complete as far as its other end knows."""
+        """Takes a connection, which is complete as far as its other end knows."""
         self._waiting.append(sock)
         if self.serving:
             self._notify()
 
     def accept(self) -> Socket | None:
-        """The next one."""
+        """Accepts the next connection."""
         while self._waiting:
             sock = self._waiting.popleft()
             if not sock.closed:
@@ -193,11 +193,11 @@ class Listener:
         return None
 
     def close(self) -> None:
-        """Nobody accepts any more; connections wait."""
+        """Ceases to accept; connections wait."""
         self.serving = False
 
     def shut(self) -> None:
-        """The port is closed."""
+        """Closes the port."""
         self.serving = False
         self._network.forget(self)
         while (sock := self.accept()) is not None:
@@ -222,7 +222,7 @@ class _Pipe:
         return self._buffer_bytes - self._flying - len(self.target.arrived)
 
     def send(self, data: bytes) -> None:
-        """Puts bytes on their way, in pieces; b"": the end."""
+        """Sends bytes, in pieces; b"" marks the end of the stream."""
         network, random = self.network, self.source.random
         weather, now = network.weather, network.clock.now
         self._flying += len(data)
@@ -238,7 +238,7 @@ class _Pipe:
             self._next()
 
     def resume(self) -> None:
-        """What was lost is sent again."""
+        """Sends lost bytes again."""
         random = self.source.random
         self._last_s = max(self._last_s, self.network.clock.now + RETRY_S * random.uniform(0.1, 1))
         self.network.clock.at(self._last_s, self._deliver)
@@ -261,13 +261,13 @@ class _Pipe:
         self._next()
 
     def delay(self, late_s: float) -> float:
-        """What is under way arrives later than it would; when it all has."""
+        """Delays the bytes under way; returns when all of them have arrived."""
         self._under_way = deque((due + late_s, data) for due, data in self._under_way)
         self._last_s = max(self._last_s, self.network.clock.now) + late_s
         return self._last_s
 
     def drop(self) -> None:
-        """Nothing of it arrives any more."""
+        """Drops the bytes under way."""
         self._under_way.clear()
         self._flying = 0
 
@@ -299,7 +299,7 @@ class Socket:
         return self.number
 
     def join(self, other: Socket) -> None:
-        """The two are ends of one connection."""
+        """Connects two sockets, the ends of one connection."""
         self.peer, other.peer = other, self
         self._out, other._out = _Pipe(self._network, self, other), _Pipe(self._network, other, self)
         other.connected = True
@@ -327,7 +327,7 @@ class Socket:
         self.notify()
 
     def torn(self, late_s: float) -> None:
-        """Broken here; the other end hears of it after all that was sent, and late."""
+        """Breaks this end; the other end learns of it late, after all bytes that were sent."""
         if self.closed or self._error is not None or self._out is None or self.peer is None:
             return
         self._network.clock.at(self._out.delay(late_s), self.peer.broken)
@@ -335,7 +335,7 @@ class Socket:
         self.notify()
 
     def vanish(self) -> None:
-        """Its host has lost its power: nothing arrives any more of what it sent, but the end when the host is back."""
+        """The host has lost its power: of the bytes sent nothing arrives, and the end only when the host is back."""
         if self._out is not None:
             self._out.drop()
 
@@ -353,7 +353,7 @@ class Socket:
             self.notify()
 
     def freed(self) -> None:
-        """The other end has read: there may be room."""
+        """The other end has read: there may be room to write."""
         if self._starved and self.writable:
             self._starved = False
             self.notify()
@@ -374,16 +374,16 @@ class Socket:
 
     @property
     def broken_off(self) -> bool:
-        """The connection is broken: a poller says so whatever it was asked for."""
+        """Whether the connection is broken: a poller reports that whatever it was asked for."""
         return self._error is not None
 
     def check(self) -> None:
-        """Raises what has broken the connection."""
+        """Raises the error that has broken the connection, if one has."""
         if self._error is not None:
             raise self._error
 
     def sendmsg(self, buffers: Sequence[memoryview], /) -> int:
-        """Sends what there is room for, and sometimes less. BlockingIOError if there is none."""
+        """Sends as much as there is room for, and sometimes less. Raises BlockingIOError if there is no room."""
         self._check_open()
         out = self._out
         if not self.connected or out is None or (most := out.room) <= 0:
@@ -403,7 +403,8 @@ class Socket:
         return len(data)
 
     def recv_into(self, buffer: memoryview, /) -> int:
-        """Takes what has arrived, sometimes less; 0 at the end. BlockingIOError if there is nothing."""
+        """Reads what has arrived, sometimes less; returns 0 at the end of the stream. Raises BlockingIOError if nothing
+        has arrived."""
         arrived, peer = self.arrived, self.peer
         n = min(len(arrived), len(buffer))
         if not n or self.closed:
@@ -424,7 +425,8 @@ class Socket:
         return n
 
     def close(self) -> None:
-        """Gives it up: the other end learns of it after what was sent, or at once if not all was read here."""
+        """Closes this end. The other end learns of it after the bytes that were sent, or at once if bytes that arrived
+        here were not read."""
         if self.closed:
             return
         self.closed = True

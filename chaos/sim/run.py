@@ -1,4 +1,4 @@
-"""A story from beginning to end: train while things go wrong, let everything come to rest, and look what is there."""
+"""Plays a story from beginning to end: training under faults, then rest, then a check of everything that is stored."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BOUND_S = 25.0  # after faults have ended, everything must have come to rest
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a seed. invariant: the promise that was broken, "" if none was; story: where and how."""
+    """The result of one seed. invariant: the promise that was broken, "" if none was; story: where and how."""
 
     seed: int
     kind: Kind = ANY
@@ -76,7 +76,7 @@ class Result:
 
     @property
     def options(self) -> str:
-        """Of the command that repeats it."""
+        """The options of the command that repeats the story."""
         kind = self.kind
         flavour = f" --flavour {kind.flavour}" * bool(kind.flavour)
         training = f" --training {kind.training!r}" * bool(kind.training)
@@ -111,7 +111,7 @@ class Scene:
             self.cluster.on_server = lambda server: check.follow(server, self.cluster.broken)
 
     def begin(self) -> None:
-        """Starts everything, and has faults come in their time."""
+        """Starts all processes, and schedules the faults."""
         story = self.story
         for leader in ("c0", "c1"):
             self.cluster.start_leader(leader)
@@ -147,7 +147,7 @@ class Scene:
             self.processes[name] = self.cluster.start_worker(name, self.workers[name].run)
 
     def restart(self, name: str) -> None:
-        """A worker dies, and its successor starts a little later."""
+        """Kills a worker, and starts its successor a little later."""
         process = self.processes[name].process
         if not process.alive or self.workers[name].done:
             return
@@ -157,7 +157,7 @@ class Scene:
         self.cluster.clock.after(RESTART_S, self._start, name)
 
     def double(self, name: str) -> None:
-        """A worker's successor starts while it lives."""
+        """Starts a worker's successor while the worker lives."""
         self.cutter.died_s = self.cluster.clock.now
         self.workers[name].fenced()
         self._doubled.setdefault(name, []).append(self.workers[name])
@@ -165,7 +165,7 @@ class Scene:
         self._start(name)
 
     def _tables(self) -> dict[int, tuple[str, str]]:
-        """Application and name of all that are registered, by id."""
+        """The application and name of each registered table, by id."""
         store = self.cluster.store
         entries = store.run(store.data.list("tables/")).entries
         found = ((json.loads(entry.value)["id"], *entry.key.split("/")[1:]) for entry in entries)
@@ -174,7 +174,7 @@ class Scene:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def play(self) -> None:
-        """All of it. Raises the first promise that was broken."""
+        """Plays the whole story. Raises Violation for the first promise that was broken."""
         self.begin()
         clock = self.cluster.clock
 
@@ -201,7 +201,7 @@ class Scene:
             raise Violation("progress", f"{BOUND_S:g} s after the last fault {why}")
 
     def unfinished(self) -> str:
-        """What has not come to rest; "" if all has."""
+        """Says what has not come to rest; "" if all has."""
         for name, worker in self.workers.items():
             # one that stood still as it registered may have taken the name from its successor
             if not worker.done and not (worker.lost and any(each.done for each in self._doubled.get(name, ()))):
@@ -209,7 +209,7 @@ class Scene:
         return self.cluster.settled()
 
     def _audit(self) -> None:
-        """A worker of each application looks at everything; then all replicas are compared."""
+        """Lets a worker of each application check all that it can read, then compares all replicas."""
         ended: list[str] = []
         for app in self.story.apps:
 
@@ -239,7 +239,7 @@ class Scene:
             raise Violation("replicas agree", different)
 
     def _different(self) -> str:
-        """A range whose replicas are not the same, and they; "" if all are."""
+        """Says which range has replicas that differ, and which; "" if all agree."""
         view = self.cluster.view
         assert view is not None
         for r, chain in enumerate(view.chains.tolist()):
@@ -276,7 +276,7 @@ def _play(story: Story, trace: bool, machine: Machine) -> Result:
 
 
 def _promises(scene: Scene) -> tuple[str, str]:
-    """Plays it; the promise that was broken, and how."""
+    """Plays a story; returns the promise that was broken, and how."""
     try:
         scene.play()
     except Violation as violation:
@@ -308,7 +308,7 @@ def _result(scene: Scene, invariant: str, text: str) -> Result:
 
 
 class Trace(logging.Handler):
-    """Log lines of all processes become lines of the trace."""
+    """Turns the log lines of all processes into lines of the trace."""
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(logging.INFO)
@@ -319,7 +319,7 @@ class Trace(logging.Handler):
 
 
 class Machine:
-    """What speaks of the running cluster where a process would speak of its machine."""
+    """Takes the place of a process's machine (its clock, its end, its log), by the cluster that runs now."""
 
     cluster: Cluster | None = None
 
@@ -340,15 +340,15 @@ class Machine:
         return await ask_restore(self.cluster, address, request)
 
     def distrust(self, effect: Distrust) -> None:
-        """In place of a method of links: no peer of a correct server is wrong."""
+        """Takes the place of the links' method: here every peer is correct, so that distrust breaks a promise."""
         assert self.cluster is not None
         self.cluster.broken(Violation("no peer says what no correct one can", effect.why))
 
 
 @contextmanager
 def virtual() -> Iterator[Machine]:
-    """No clock but that of the cluster that what is given here is called with, no process ends but in it, and none of
-    its log lines reach the terminal."""
+    """Puts the yielded machine in the place of the real one: its cluster's clock is the only one, processes end in it
+    alone, and no log line reaches the terminal."""
     table_store.warm()
     machine = Machine()
     with ExitStack() as stack:
@@ -364,10 +364,10 @@ def virtual() -> Iterator[Machine]:
 
 @contextmanager
 def _collected_afterwards() -> Iterator[None]:
-    """What a story leaves is collected after it, not in the middle, where it would end things at odd moments."""
+    """Collects a story's garbage after it, not in the middle, where finalizers would run at odd moments."""
     enabled = gc.isenabled()
     gc.disable()
-    gc.freeze()  # what was there before need not be looked at
+    gc.freeze()  # objects of before need not be looked at
     try:
         yield
     finally:
@@ -379,7 +379,7 @@ def _collected_afterwards() -> Iterator[None]:
 
 @contextmanager
 def _traced(cluster: Cluster) -> Iterator[None]:
-    """Has everything that happens told in the cluster's trace."""
+    """Writes everything that happens into the cluster's trace."""
     cluster.clock.trace = []
     root, level, handler = logging.getLogger(), logging.getLogger().level, Trace(cluster)
     root.addHandler(handler)

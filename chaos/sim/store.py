@@ -22,7 +22,7 @@ LOOK_S = 0.05  # how soon a watch goes on after an outage
 
 
 class StoreProcess:
-    """Where the data are. up: it answers."""
+    """The store's process, with its data. up: whether it answers."""
 
     def __init__(self, loop: Loop, network: Network, cluster: str) -> None:
         self.loop = loop
@@ -32,7 +32,7 @@ class StoreProcess:
         self.written: Callable[[], None] = lambda: None  # called after each call that may have written
 
     def client(self, host: str, timeout_s: float) -> VirtualStore:
-        """A client of a process on a host."""
+        """Makes a client for a process on a host."""
         return VirtualStore(self, host, timeout_s)
 
     def hears(self, host: str) -> bool:
@@ -44,7 +44,7 @@ class StoreProcess:
         return self.up and self.network.reaches(self.loop.process.host, host)
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
-        """Does one call: those of a memory store never wait. Leases run on the store's own loop."""
+        """Runs one call to its end: calls of a memory store never wait. Leases run on the store's own loop."""
         before = events._get_running_loop()
         events._set_running_loop(self.loop)
         try:

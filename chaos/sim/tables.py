@@ -27,14 +27,14 @@ ONE = np.float32(1)
 
 @dataclass
 class Known:
-    """What can be in a table, by its id: pushes of 1 that have been begun, by key; and whether rows may have gone."""
+    """What a table can hold. begun: pushes of 1 that have been begun, by key; forgotten: rows may have been dropped."""
 
     begun: NDArray[np.int64] = field(default_factory=lambda: np.zeros(KEYS, np.int64))
     forgotten: bool = False
 
 
 class Fickle(Worker):
-    """Makes tables, uses them, and drops them; `known` is of all of them, by a table's id."""
+    """A worker that makes, uses and drops tables. known: what each table can hold, by id, for all workers."""
 
     def __init__(self, cluster: Cluster, name: str, app: App, training: Training, known: dict[int, Known]) -> None:
         super().__init__(cluster, name, app, training)
@@ -92,7 +92,7 @@ class Fickle(Worker):
 
 @contextmanager
 def _gone_is_fine() -> Iterator[None]:
-    """Somebody has dropped the table that is used, or is about to."""
+    """Suppresses the error that the table in use has been dropped, or is about to be."""
     try:
         yield
     except UnknownTable:

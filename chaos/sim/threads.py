@@ -1,4 +1,4 @@
-"""The threads of one client process, and all else that its `Runtime` gives it, on virtual time.
+"""The threads of one client process, and everything else that its `Runtime` provides, on virtual time.
 
 A thread is a greenlet: it runs until it waits, so which thread goes on is the seed's choice, and the same each time.
 Taking or giving back a lock is a place where another may go first, as the system's scheduler would have it.
@@ -24,7 +24,7 @@ EVENTS_PER_POLL = 64
 
 
 class Threads(Runtime):
-    """What a client needs of its machine. Its `Process` takes turns: first the control loop, then each ready thread.
+    """A client's `Runtime`. Its `Process` takes turns: first the control loop, then each ready thread.
 
     preempted: how often a thread that takes or gives back a lock is stopped just then.
     """
@@ -55,7 +55,7 @@ class Threads(Runtime):
         return self.process.clock.now if self._ready else again
 
     def park(self, deadline_s: float | None = None) -> None:
-        """The running thread waits until `unpark` or the deadline, whichever comes first."""
+        """Suspends the running thread until `unpark` or the deadline, whichever comes first."""
         thread = getcurrent()
         assert isinstance(thread, Thread)
         if self.over:
@@ -70,7 +70,7 @@ class Threads(Runtime):
             raise GreenletExit
 
     def unpark(self, thread: Thread) -> None:
-        """A thread may go on."""
+        """Lets a thread go on."""
         if thread.parked:
             thread.parked = False
             self._ready.append(thread)
@@ -81,7 +81,7 @@ class Threads(Runtime):
             self.unpark(thread)
 
     def preempt(self) -> None:
-        """Sometimes another thread goes first."""
+        """Lets another thread go first, sometimes."""
         if not self.over and self._draw() < self._preempted:
             self.park(self.process.clock.now)
 
@@ -185,14 +185,14 @@ class Thread(greenlet):
     def _main(self) -> None:
         try:
             self._target()
-        except Exception as error:
+        except Exception as error:  # any: the handler breaks the promise that no thread of a process fails
             self._threads.loop.call_exception_handler({"message": f"thread {self.name}", "exception": error})
         for joiner in self.joiners:
             self._threads.unpark(joiner)
 
 
 class Lock:
-    """A lock; `again`: its holder may take it again."""
+    """A lock. again: its holder may take it again."""
 
     def __init__(self, threads: Threads, again: bool) -> None:
         self._threads = threads
@@ -248,7 +248,7 @@ class Lock:
 
 
 class Condition(Lock):
-    """With a lock of its own."""
+    """A condition variable with a lock of its own."""
 
     def __init__(self, threads: Threads) -> None:
         super().__init__(threads, again=True)
@@ -348,7 +348,7 @@ class VirtualPoller(SocketPoller):
         return events
 
     def poke(self) -> None:
-        """A socket may have changed."""
+        """Wakes the threads that poll: a socket may have changed."""
         waiting, self._waiting = self._waiting, []
         for thread in waiting:
             self._threads.unpark(thread)

@@ -1,4 +1,4 @@
-"""What stories came to: sums over all that were played, in this sitting and, with a record, in earlier ones."""
+"""Sums over all stories that were played, in this run and, with a record, in earlier ones."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MINUTE_S = 60
 
 
 class RecordError(Exception):
-    """A file that is to be gone on with cannot be: it says why, and what to do."""
+    """A record cannot be continued; the text says why, and what to do."""
 
 
 @dataclass
 class Totals:
-    """What has been played: sums over all stories, the first ones that broke a promise, and what it took."""
+    """The stories that were played: sums, the first ones that broke a promise, and the time that they took."""
 
     first: int
     last: int = -1
@@ -40,7 +40,7 @@ class Totals:
     began_s: float = field(default_factory=time.monotonic)
 
     def add(self, result: Result, cpu_s: float) -> None:
-        """One more. They come in the order of their seeds."""
+        """Adds a story's result. Results come in the order of their seeds."""
         self.runs += 1
         self.last = result.seed
         self.cpu_s += cpu_s
@@ -53,7 +53,7 @@ class Totals:
 
     @property
     def took_s(self) -> float:
-        """Real seconds so far, of all sittings."""
+        """The real seconds of all runs so far."""
         return self.before_s + time.monotonic() - self.began_s
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class Totals:
         return f"{counts}: {self.failed} broke a promise"
 
     def speed(self, jobs: int) -> str:
-        """Which seeds, how long, how many a second. As other runs of the same seeds would not say it."""
+        """Says which seeds were played, how long that took, and how many a second: all that differs between runs."""
         took_s, processes = self.took_s, "1 process" if jobs == 1 else f"{jobs} processes"
         if not self.runs:
             return f"no story came to its end within {duration(took_s)} in {processes}"
@@ -69,7 +69,7 @@ class Totals:
         return f"seeds {self.first} to {self.last} took {duration(took_s)} in {processes}: {rates}"
 
     def as_json(self, jobs: int) -> dict[str, Any]:
-        """For machines to read."""
+        """The totals as plain values, for JSON."""
         seeds = {"first": self.first, "last": self.last} if self.runs else {}
         took = {"jobs": jobs, "took_s": round(self.took_s, 3), "cpu_s": round(self.cpu_s, 3)}
         return {"runs": self.runs, **self.counts, **seeds, **took, "failed": self.failed, "broken": self.broken}
@@ -77,16 +77,16 @@ class Totals:
 
 @dataclass(frozen=True)
 class Record:
-    """A file that says what the stories of one code and kind came to, and where to go on."""
+    """A file with the totals of the stories of one code and kind, and the seed to go on from."""
 
     path: Path
     code: str  # of `chaos.sim.code`
     kind: dict[str, Any]
 
     def read(self) -> Totals | None:
-        """What earlier sittings came to; None if there were none, or they played other code.
+        """Returns the totals of earlier runs; None if there were none, or if they played other code.
 
-        Raises RecordError if it cannot be read, is no record, or is of another kind of story."""
+        Raises RecordError if the file cannot be read, is no record, or is of another kind of story."""
         try:
             found = json.loads(self.path.read_text())
             totals = Totals(
@@ -107,7 +107,7 @@ class Record:
         return totals
 
     def write(self, totals: Totals, jobs: int) -> None:
-        """In place of what was there, once there is a story. Raises RecordError where that cannot be done."""
+        """Replaces the file, once a story was played. Raises RecordError if that fails."""
         text = {"code": self.code, "kind": self.kind, **totals.as_json(jobs)}
         with self._beside(json.dumps(text, indent=1) + "\n") as written:
             if totals.runs:
@@ -115,7 +115,7 @@ class Record:
 
     @contextmanager
     def _beside(self, text: str) -> Iterator[Path]:
-        """A file beside it, for as long as it takes to put that in its place."""
+        """Makes a file beside the record, which may take its place; removes it at the end."""
         beside = temporary.new_path(self.path.parent)
         try:
             with temporary.create(beside) as file:
@@ -129,7 +129,7 @@ class Record:
 
 
 def duration(seconds: float) -> str:
-    """Said as people say it: 4.1 s, 3 min 20 s, 2 h 5 min."""
+    """Formats seconds for people: 4.1 s, 3 min 20 s, 2 h 5 min."""
     if seconds < MINUTE_S:
         return f"{seconds:.1f} s"
     minutes, left_s = divmod(round(seconds), MINUTE_S)

@@ -52,7 +52,7 @@ class Transport(SocketTransport[asyncio.BaseProtocol]):
             except OSError as error:
                 self.end(error)
                 return
-            except Exception as error:  # the protocol's own
+            except Exception as error:  # any: a bug of the protocol, reported as asyncio's own transports do
                 self._loop.call_exception_handler({"message": "a protocol failed", "exception": error})
                 self.end(error)
                 return

@@ -1,4 +1,4 @@
-"""Faults that wait for their moment: for a step that nobody else has, a suspicion, a joiner that is level."""
+"""Faults that wait for an event: a step that only one server has, a suspicion, a level joiner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AT_ONCE_S = 0.05  # so soon after one is suspected the other dies
 
 
 def server_limps(injector: Injector, fault: Fault) -> None:
-    """A server loses its neighbours, then its workers, and its life at last: what it did alone must not count."""
+    """Cuts a server off from its neighbours, then from its workers, and kills it: what it did alone must not count."""
     random = injector.random
 
     def lose_workers(name: str) -> None:
@@ -37,8 +37,8 @@ def server_limps(injector: Injector, fault: Fault) -> None:
 
 
 def server_and_worker_die(injector: Injector, fault: Fault) -> None:
-    """A server can pass nothing on. A worker dies of whom it has a step that nobody else has, its heir looks around,
-    and then the server dies."""
+    """Lets a server forward nothing. A worker dies of which only that server has a step; the worker's successor asks
+    for its clocks; then the server dies."""
     random = injector.random
 
     def cut(name: str) -> None:
@@ -59,8 +59,8 @@ def server_and_worker_die(injector: Injector, fault: Fault) -> None:
 
 
 def other_dies(injector: Injector, fault: Fault) -> None:
-    """A server stalls until it is suspected; at once one dies that is left alone with some of its ranges, and
-    sometimes a leader too."""
+    """Stalls a server until it is suspected; then kills at once a server that is left alone with some of its ranges,
+    and sometimes a leader, too."""
     cluster = injector.cluster
 
     def stall(name: str) -> None:
@@ -102,8 +102,8 @@ def other_dies(injector: Injector, fault: Fault) -> None:
 
 
 def server_cut_off(injector: Injector, fault: Fault) -> None:
-    """Nothing that a server says reaches other servers or leaders, but its workers still talk to it, until it is
-    suspected: it comes back with what nobody else has."""
+    """Loses all that a server sends to other servers and leaders, but not to workers, until it is suspected: it comes
+    back with steps that only it has."""
 
     def cut(name: str) -> None:
         others = [*injector.others(name), *injector.cluster.leaders]
@@ -122,7 +122,7 @@ def server_cut_off(injector: Injector, fault: Fault) -> None:
 
 
 def level_joiner_cut_off(injector: Injector, fault: Fault) -> None:
-    """The next joiner that is level is cut off from its tail at once; sometimes leaders are gone, too."""
+    """Cuts the next level joiner off from its tail at once; sometimes kills the leaders, too."""
     random = injector.random
 
     def level(tail: Member, level: CaughtUp) -> bool:
@@ -147,8 +147,8 @@ def level_joiner_cut_off(injector: Injector, fault: Fault) -> None:
 
 
 def level_joiner_takes_over(injector: Injector, fault: Fault) -> None:
-    """No view can be written as the next joiner is level, and its tail falls silent. So it takes that one's place, and
-    mostly dies at once: the silent one's copy is the only other."""
+    """Keeps views from being written when the next joiner is level, and silences its tail. So the joiner takes the
+    tail's place, and mostly dies at once: the only other copy is that of the silent tail."""
     cluster = injector.cluster
 
     def level(tail: Member, level: CaughtUp) -> bool:

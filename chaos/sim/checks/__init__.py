@@ -1,4 +1,5 @@
-"""What must hold. Whoever trains says what it is about to do and what it sees; nothing here knows the protocol.
+"""What must hold in every story. Workers report what they are about to do and what they see; no check knows the
+protocol.
 
 sums    contents of every pull under no bound and under bounded delay, and what is left at the end
 rounds  one decision for each round, of everybody who takes part, its mean in the order of worker ids

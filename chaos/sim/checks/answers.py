@@ -1,4 +1,4 @@
-"""What connections promise: each answer goes to the connection that asked, once. Reads the bytes that travel."""
+"""The promise of connections: each answer goes once, to the connection that asked. Reads the bytes that travel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FIRST_OF_REPLICAS, _FIRST_LATER, _FIRST_ANSWER = 16, 48, 64
 
 
 class _Stream:
-    """One direction of a connection: where in a frame it is."""
+    """One direction of a connection, and its position in a frame."""
 
     __slots__ = ("head", "skip")
 
@@ -23,7 +23,7 @@ class _Stream:
 
 
 class Answers:
-    """Follows all that servers and those who are connected to them send."""
+    """Follows all bytes that servers and their peers send."""
 
     def __init__(self) -> None:
         self._streams: dict[Hashable, _Stream] = {}  # by who sends
@@ -31,7 +31,7 @@ class Answers:
         self._partly: dict[Hashable, set[int]] = {}  # refused, maybe only a part: one more answer may follow
 
     def sent(self, source: Hashable, target: Hashable, data: bytes) -> None:
-        """Bytes leave."""
+        """Takes bytes that were sent."""
         stream = self._streams.get(source)
         if stream is None:
             stream = self._streams[source] = _Stream()
@@ -53,7 +53,7 @@ class Answers:
                     stream.head.clear()
 
     def _frame(self, source: Hashable, target: Hashable, data: bytes | bytearray, at: int) -> int:
-        """A frame begins there; the length of what follows its header."""
+        """Reads the header of a frame; returns how many bytes follow it."""
         magic, kind, flags, body, request = _START.unpack_from(data, at)
         if magic != MAGIC:
             raise Violation("frames", f"{source} sends {target} what is no frame")

@@ -1,5 +1,5 @@
-"""What a consistent cut promises: in each range exactly the steps 1 … c of each worker, whatever died meanwhile; and
-what a CUT promises: it passes each replica once, at the same place of the log, over the same content."""
+"""The promise of a consistent cut: each range has exactly the steps 1 … c of each worker, whatever died meanwhile. And
+the promise of a CUT: it passes each replica once, at the same place of the log, over the same content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ ALL = np.arange(KEYS)
 
 
 class CutContent(NamedTuple):
-    """A range as a cut passed it at one replica: place in the log, what was noted, rows of all keys in it by table."""
+    """A range as a cut passed it at one replica: its place in the log, its notes, and the rows of all its keys by
+    table."""
 
     seq: int
     noted: Noted | None
@@ -30,7 +31,7 @@ class CutContent(NamedTuple):
 
 
 class CutCheck:
-    """Of one story. tables: application and name by id, as the registry has them now."""
+    """Checks the cuts of one story. tables: application and name by id, as the registry has them now."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class CutCheck:
         self._at: set[tuple[int, int, Member]] = set()  # by cut, range and replica, as long as it keeps its copy
 
     def follow(self, server: Server, broken: Callable[[Violation], None]) -> None:
-        """Looks at what a server does, from its beginning."""
+        """Follows a server from its start."""
         executor = server.executor
         before = executor.cut_passed
 
@@ -89,7 +90,7 @@ class CutCheck:
     # --- a cut that is said to be consistent ------------------------------------------------------------------------
 
     def consistent(self, cut: ConsistentCut) -> None:
-        """Every row of every range is the sum of the steps that the cut says, and of no others."""
+        """Checks that every row of every range is the sum of exactly those steps that the cut says."""
         writer = {r: m for m, state in cut.states.items() for one in state.taken for r in one.ranges}
         contents = {r: self._passed[cut.number, r, m] for r, m in writer.items()}
         if sorted(contents) != list(range(cut.view.ranges)):

@@ -1,6 +1,6 @@
-"""What a chain promises: whatever was acknowledged, or shown by a tail, is in every complete copy of its range, and in
-a joiner that was reported level: each of them may be all that is left a moment later. No server goes back to a view
-that it has left, or applies what is of ranges that it has left. Looks into servers."""
+"""The promise of a chain: every operation that was acknowledged, or shown by a tail, is in every complete copy of its
+range, and in every joiner that was reported level, because each may be the only copy a moment later. No server goes
+back to a view that it has left, or applies operations of ranges that it has left. Looks into servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OUT = int(Role.OUT)
 
 
 class _Seen:
-    """What was looked at after a server's last turn."""
+    """What was seen after a server's last turn."""
 
     __slots__ = ("epoch", "looked_at", "view")
 
@@ -30,8 +30,8 @@ class _Seen:
 
 
 class Lasting:
-    """Follows the view that stands, and servers after each of their turns. life: the server of a member, if it lives;
-    on_level: hears of each tail that reports a joiner level."""
+    """Follows the newest view, and each server after each of its turns. life: returns the server of a member, if it
+    lives; on_level: called for each tail that reports a joiner level."""
 
     def __init__(self, ranges: int, life: Callable[[Member], Server | None]) -> None:
         self.on_level: Callable[[Member, CaughtUp], None] = lambda tail, level: None
@@ -43,7 +43,7 @@ class Lasting:
         self._seen: dict[Server, _Seen] = {}
 
     def on_write(self, view: View) -> None:
-        """A view was written."""
+        """Takes a view that was written."""
         self._view = view
         copies = view.as_chains.copies
         self._replicas = [(s.member, np.flatnonzero((copies == i).any(axis=1))) for i, s in enumerate(view.servers)]
@@ -52,7 +52,7 @@ class Lasting:
         self._check_acknowledged()
 
     def turned(self, server: Server) -> None:
-        """A server had its turn."""
+        """Looks at a server after its turn."""
         seen = self._seen.get(server)
         if seen is None:
             seen = self._seen[server] = _Seen()
@@ -84,7 +84,7 @@ class Lasting:
             self._check_acknowledged()
 
     def shown(self, table: int, keys: Keys, rows: Rows) -> None:
-        """A tail has shown rows of sums, which only grow."""
+        """Checks rows of sums, which only grow, that a tail has shown."""
         for server, ranges, what in self._copies():
             mine = server.store.tables.get(table)
             if mine is None:
@@ -110,7 +110,7 @@ class Lasting:
                 raise Violation("what is acknowledged lasts", f"{text}{server.replica.seq[r]}")
 
     def _copies(self) -> Iterator[tuple[Server, np.ndarray, str]]:
-        """Who lives and has all of which ranges."""
+        """Yields the servers that live, and the ranges of which each has a complete copy."""
         for member, ranges in self._replicas:
             server = self._life(member)
             if server is not None:

@@ -1,5 +1,5 @@
-"""What synchronous rounds promise: one decision for each, made of everybody who takes part, that lasts; the mean of
-exactly its workers' gradients, added up in the order of their ids, in every range; nothing in between to be seen.
+"""The promise of synchronous rounds: one lasting decision for each round, made of everybody who takes part; in every
+range the mean of exactly their gradients, added up in the order of worker ids; and no intermediate state to be seen.
 
 Every worker pushes every key in every round: a share into a column of its own, so that what is read says whose pushes
 made a round, and into the last column a number whose float32 sum depends on the order.
@@ -29,21 +29,21 @@ class Rounds:
         self._seen: dict[int, Rows] = {0: np.zeros((KEYS, COLUMNS), np.float32)}
 
     def start(self, worker: int) -> int:
-        """A worker's incarnation, of this id, begins: its column."""
+        """Adds an incarnation of a worker, by its id; returns its column."""
         self._workers.append(worker)
         assert len(self._workers) <= ODD
         return len(self._workers) - 1
 
     def grads(self, column: int, keys: Keys) -> Rows:
-        """What a worker pushes in a round."""
+        """Returns the gradients that a worker pushes in a round."""
         grads = np.zeros((len(keys), COLUMNS), np.float32)
         grads[:, column] = SHARE * units(keys, SHARE_UNITS)
         grads[:, ODD] = odd(column, keys)
         return grads
 
     def check(self, name: str, column: int, clock: int, rows: Rows, *, late: bool = False) -> None:
-        """A worker has pulled all keys after round `clock`, which it was in: the sum of so many rounds' means, the same
-        for all. late: a step of its own was to be part of an earlier one."""
+        """Checks all rows, as a worker of round `clock` has pulled them after it: the sum of so many rounds' means, the
+        same for all. late: a step of this worker should have been part of an earlier round."""
         self.result(name, clock, rows)
         if late and self.calm:
             raise Violation("everybody in", f"{self.app}: {name} is in round {clock}, an earlier one went without it")
@@ -57,7 +57,7 @@ class Rounds:
                     )
 
     def result(self, name: str, clock: int, rows: Rows) -> None:
-        """Somebody has seen all keys as round `clock` has left them."""
+        """Checks all rows as round `clock` has left them."""
         total = rows[:, :ODD].astype(np.float64).sum(axis=1) / (SHARE * units(np.arange(KEYS), SHARE_UNITS))
         if not (total == clock).all():
             at = int(np.flatnonzero(total != clock)[0])
@@ -67,7 +67,7 @@ class Rounds:
             raise Violation("one decision", f"{self.app}: {name} sees another result of round {clock} than others do")
 
     def _check_round(self, clock: int, before: Rows, after: Rows) -> list[int]:
-        """What a round has changed is the mean of its workers' gradients: their columns."""
+        """Checks that a round has added the mean of its workers' gradients, by their columns."""
         grown = after[:, :ODD] - before[:, :ODD]
         members: list[int] = np.flatnonzero(grown.any(axis=0)).tolist()
         keys = np.arange(KEYS)
@@ -85,5 +85,5 @@ class Rounds:
 
 
 def odd(column: int, keys: Keys) -> NDArray[np.float32]:
-    """Numbers whose float32 sum depends on the order."""
+    """Returns numbers whose float32 sum depends on the order."""
     return (((column + 1) * 7919 + keys * 104729) % 10007 / 3).astype(np.float32)

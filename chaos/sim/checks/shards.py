@@ -1,5 +1,5 @@
-"""What shards promise: each is trained, by one living worker at a time, and again only if that was lost; once a worker
-knows that its step is committed, it is done for good.
+"""The promise of data shards: each is trained, by one living worker at a time, and again only if that work was lost;
+once a worker knows that its step is committed, the shard is done for good.
 
 A shard is a key, and each incarnation of a worker has a column: so the table says who trained what.
 """
@@ -17,7 +17,7 @@ TRAINED = 12  # what a step adds; under rounds the mean of up to four workers
 
 
 class Hand:
-    """What one worker incarnation, of id `worker`, has done. ended: killed, or fenced."""
+    """The steps of one worker incarnation, of id `worker`. ended: it was killed or fenced."""
 
     def __init__(self, column: int, worker: int) -> None:
         self.column = column
@@ -27,7 +27,7 @@ class Hand:
 
 
 class Handed:
-    """An application that trains shards."""
+    """The shards of one application, and who trains them."""
 
     def __init__(self, app: str, shards: int) -> None:
         self.app = app
@@ -38,20 +38,20 @@ class Handed:
         self._begun: set[int] = set()  # some step has trained it
 
     def start(self, worker: int) -> Hand:
-        """A worker's incarnation begins."""
+        """Adds an incarnation of a worker."""
         hand = Hand(len(self._hands), worker)
         self._hands.append(hand)
         return hand
 
     def grads(self, hand: Hand) -> Rows:
-        """What it pushes for a shard."""
+        """Returns the gradients that a worker pushes for a shard."""
         grads = np.zeros((1, COLUMNS), np.float32)
         grads[:, hand.column] = TRAINED
         return grads
 
     def take(self, hand: Hand, shard: int, counted: Collection[int]) -> None:
-        """A worker is given a shard. counted: the ids of the workers that the cluster knows now. One that is lost need
-        not know that yet: its steps do not count."""
+        """A worker was given a shard. counted: the ids of the workers that the cluster knows now. A worker that the
+        cluster has forgotten may not know that yet: its steps do not count."""
         if hand.worker not in counted:
             return
         if shard in self._done:
@@ -64,7 +64,7 @@ class Handed:
         self._holder[shard] = hand
 
     def pass_over(self, hand: Hand, shard: int) -> None:
-        """It will not train it."""
+        """The worker will not train its shard."""
         if self._holder.get(shard) is hand:
             del self._holder[shard]
 
