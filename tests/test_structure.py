@@ -49,9 +49,9 @@ FIELD_TERMS = {
     ("tests/coordinator/test_absent_workers.py", "grace"): "`LeaseGrace`",
     ("tests/e2e/test_caches.py", "asked"): "public: `CacheUse.asked`",
     ("tests/security/test_credentials.py", "subject"): "of an X.509 certificate",
-    ("tests/server/test_pump.py", "linger"): "the socket option SO_LINGER",
+    ("tests/server/test_compiled_sockets.py", "linger"): "the socket option SO_LINGER",
     ("tests/torch/test_lookahead.py", "ahead"): "the argument of `prefetch`",
-    ("tests/torch/test_passes.py", "world"): "torch.distributed's world size",
+    ("tests/torch/test_backward_passes.py", "world"): "torch.distributed's world size",
     ("tests/torch/group/rank_process.py", "world"): "torch.distributed's world size",
 }
 FORMATS = {

@@ -22,7 +22,7 @@ from elasticps.wire.frames import ALL_RANGES, LAST, Header, Kind, json_body
 from replication.messages import OperationKind
 from tests.coordinator.support import FaultyStore
 from tests.server.conftest import DIM, SPEC, TABLE, WORKER, Answer, Group, Run, Worker, until
-from tests.server.test_edge import body_of, create
+from tests.server.test_malformed_requests import body_of, create
 
 STRANGER = 6
 KEYS = np.arange(20)

@@ -319,7 +319,7 @@ def moved_without_deletions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 begin, take, dump_stamped, add = RetainedRows.begin, RetainedRows.take, Table.dump_stamped, cuts.Deletions.add
-# Stamps that do not move with their rows are found by tests/store/test_stamps.py.
+# Stamps that do not move with their rows are found by tests/store/test_rows_at_a_cut.py.
 BUGS = (
     not_retained, retained_after_its_update, written_twice, cursor_too_far, no_deletions, moved_without_deletions,
 )  # fmt: skip

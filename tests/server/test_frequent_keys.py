@@ -1,4 +1,4 @@
-"""FrequentKey keys: the sketch against a counter, and what is sampled of a server's frames."""
+"""Frequent keys: the sketch against a counter, and what is sampled of a server's frames."""
 
 from __future__ import annotations
 

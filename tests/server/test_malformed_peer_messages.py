@@ -30,7 +30,7 @@ from elasticps.wire.frames import Block, Header, Kind, json_body
 from replication.effects import Send
 from replication.messages import Ack, Forward, Operation, OperationKind, SnapshotChunk
 from tests.server.conftest import DIM, RANGES, SPEC, TABLE, WORKER, Group, Run, until
-from tests.server.test_edge import LATER, NOW, create, pair, say_what_cannot_be
+from tests.server.test_malformed_requests import LATER, NOW, create, pair, say_what_cannot_be
 
 EVERY = np.arange(RANGES, dtype=np.int64)
 NO_VALUES = np.empty(0, np.float32)

@@ -36,7 +36,7 @@ from elasticps.wire.frames import (
 from replication.messages import MAX_WORKER, OperationKind
 from replication.progress import MAX_CLOCK, MAX_PARTS
 from tests.server.conftest import DIM, SPEC, TABLE, WORKER, Group, Run, until
-from tests.server.test_edge import pair
+from tests.server.test_malformed_requests import pair
 from tests.server.wires import Wires
 
 Frame = tuple[Header, bytes]

@@ -12,7 +12,7 @@ from coordinator.memory import MemoryStore
 from elasticps.checkpoint.restore import driving
 from tests.coordinator.test_adoption import witness
 from tests.server.conftest import Group, Run
-from tests.server.test_restoring_late import all_done, place
+from tests.server.test_late_restore import all_done, place
 
 
 def test_a_restore_after_the_store_was_rebuilt_succeeds(run: Run, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from elasticps.client.parts import Parts
 from elasticps.wire.activity import UseHeader, WatchHeader
 from elasticps.wire.frames import Kind
 from tests.client.fake_cluster import KEYS, ONES, Cluster
-from tests.client.test_hold import eventually
+from tests.client.test_checkpoint_hold import eventually
 
 
 def test_a_worker_reports_its_traffic_only_when_it_is_asked(cluster: Cluster) -> None:
