@@ -1,11 +1,22 @@
 """Failure detection faster than leases: which servers are gone, and whether the leader is gone. Pure.
 
-`Detector` judges servers by what a coordinator hears from them. A server whose connection ends, and which refuses the
-next one, is dead at once. A silent server is suspected, and treated as gone until it is heard again. If all fall silent
-at the same time, or more than half do while they renew their leases, it is the leader that is ill, and no server is
-given up. Leases are the backstop, and alone they prove nothing: after an outage of the store all of them have run out,
-those of healthy servers too. So a server without its key is gone only if it is not heard either. A wrong suspicion
-costs a repair, never correctness.
+`Detector` judges servers by what a coordinator hears from them. Each word below has one meaning here:
+
+- *lost*: the connection to a server has ended. Alone it proves nothing: the next attempt shows more.
+- *silent*: nothing has been heard of a server for SILENCE_S, with or without a connection.
+- *ended*: the process is over, as far as is known. A connection was refused, or another process answered.
+- *gone*: not counted on, until it is heard again. A server is gone when it has ended; when it is silent; and when it
+  has no key in the store and has been lost for UNREGISTERED_S.
+- *overdue*: gone for OVERDUE_S. The planner no longer keeps its late copies for it, and repairs their ranges.
+- *unreachable*: a pair of servers that are both well, of which one has not reached the other for SUSPECTED_S.
+- *stalled*: a pair of servers, one of which fills the other and makes no progress.
+- *ill*: the coordinator itself, which hears badly. All servers fell silent within TOGETHER_S; or more than half of them
+  did, and those that are silent have their keys, which only living servers renew. No server is gone for such a silence.
+  A coordinator that was suspended (its tick came LATE_S too late) counts every server as heard just now.
+
+docs/internals/failures.md has the same as a table. Leases are the backstop, and alone they prove nothing: after an
+outage of the store all of them have run out, those of healthy servers too. A wrong verdict costs a repair, never
+correctness.
 
 `Succession` judges the leader by what its servers hear from it. The leader's lease says the same, seconds later;
 servers notice at once that the leader's connections end, or that its beats do. So a standby listens to the servers, and
@@ -27,14 +38,14 @@ from replication.chain import Member
 from replication.effects import CaughtUp
 
 # Of servers. They report ten times a second.
-SILENCE_S = 0.7  # a server that is silent for so long is suspected
+SILENCE_S = 0.7  # a server of which nothing is heard for so long is silent
 TOGETHER_S = 0.3  # silences that begin within this time have one cause
 UNREGISTERED_S = 0.1  # a server without a key and, for so long, without a connection is gone
 WELL_S = 0.25  # a server that was heard within this time is well
-SUSPECTED_S = 1.0  # two servers are cut off from each other if one has not reached the other for so long
-OVERDUE_S = 3.0  # so long after a server was given up it is no longer expected back
+SUSPECTED_S = 1.0  # a pair of servers is unreachable if one has not reached the other for so long
+OVERDUE_S = 3.0  # a server that is gone for so long is overdue
 STALLED_S = 30.0  # for so long a server does not fill again a joiner that it could not fill
-CUT_S = 10.0  # for so long a cut is remembered: servers that are neighbours no more do not report it again
+UNREACHABLE_S = 10.0  # for so long an unreachable pair is remembered: former neighbours do not report it again
 TICK_S = 0.05  # how often `tick` is to be called
 LATE_S = 0.2  # a tick that comes this much later than planned: the leader was suspended, and heard nobody
 STALE_S = 0.5  # for so long after a suspension reports may be old: they waited to be read
@@ -189,7 +200,7 @@ class Detector:
         self._peers: dict[Member, _Peer] = {}
         self._levels: dict[int, CaughtUp] = {}
         self._spent: dict[int, int] = {}  # range -> fill
-        self._cuts: dict[tuple[Member, Member], float] = {}
+        self._unreachable: dict[tuple[Member, Member], float] = {}  # until when
         self._stalled: dict[tuple[Member, Member], float] = {}  # until when
         self._ticked: float | None = None
         self._late = -STALE_S  # when the leader was last found to have been suspended
@@ -266,7 +277,7 @@ class Detector:
             self._late = now
             self._listen_afresh(now)
         expired = False
-        for pairs in (self._cuts, self._stalled):
+        for pairs in (self._unreachable, self._stalled):
             for pair in [pair for pair, until in pairs.items() if until <= now]:
                 del pairs[pair]
                 expired = True
@@ -312,7 +323,7 @@ class Detector:
         return Health(
             gone={member: gone.why for member, gone in self.gone.items()},
             level=level,
-            cut=frozenset(self._cuts),
+            cut=frozenset(self._unreachable),
             stalled=frozenset(self._stalled),
             pending=frozenset(member for member, peer in self._peers.items() if not peer.met),
             silent=frozenset(member for member, gone in self.gone.items() if not gone.ended),
@@ -350,8 +361,8 @@ class Detector:
         if not peer.met or now - peer.heard > WELL_S or now - max(peer.back, self._peers[by].back) < SUSPECTED_S:
             return False
         pair = (min(by, suspect), max(by, suspect))
-        fresh = pair not in self._cuts
-        self._cuts[pair] = now + CUT_S
+        fresh = pair not in self._unreachable
+        self._unreachable[pair] = now + UNREACHABLE_S
         return fresh
 
     def _is_late(self, now: float) -> bool:

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.core.health import (
-    CUT_S,
     LATE_S,
     OVERDUE_S,
     SILENCE_S,
@@ -17,6 +16,7 @@ from coordinator.core.health import (
     SUSPECTED_S,
     TICK_S,
     TOGETHER_S,
+    UNREACHABLE_S,
     UNREGISTERED_S,
     Detector,
     Report,
@@ -327,7 +327,7 @@ def test_peers_that_cannot_reach_each_other_count_as_cut_off_for_a_while() -> No
     assert not story.detector.heard(B, Report(1, suspects={A: SUSPECTED_S * 1.5}), story.now), "the same pair"
     assert story.detector.health(None).cut == {(A, B)}
     assert not story.gone
-    story.run(CUT_S - 1, A, B, C)
+    story.run(UNREACHABLE_S - 1, A, B, C)
     assert story.detector.health(None).cut
     story.run(2, A, B, C)
     assert not story.detector.health(None).cut
