@@ -45,6 +45,12 @@ def up(
     dashboard: Annotated[
         bool, typer.Option("--dashboard", help="Serve a page that shows it, and print its address.")
     ] = False,
+    metrics_port: Annotated[
+        int,
+        typer.Option(
+            min=0, max=65535, help="Serve Prometheus metrics: c0 at this port, s0 and so on at the next ones."
+        ),
+    ] = 0,
     restart: Annotated[
         bool, typer.Option("--restart", help="Start servers and coordinators that die again under their names.")
     ] = False,
@@ -87,6 +93,7 @@ def up(
             memory_limit=memory_limit,
             plugins=plugin or (),
             measure=dashboard,
+            metrics_port=metrics_port,
             directory=state.folder_of(name),
             detach=detach,
             restart=restart,

@@ -60,6 +60,7 @@ class LocalCluster:
     memory_limit  what each server may use, such as "4GiB"; "": what its control group or the machine has
     plugins      modules that every server imports, for instance to register an optimizer
     measure      servers time requests, for the dashboard
+    metrics_port  serve Prometheus metrics: c0 at this port, then the other coordinators, s0, s1, …; 0: none
     directory    for state, data and logs; must not exist. None: a temporary folder. Removed at the end
     detach       leave everything running when this process ends; otherwise it all ends with this process, even killed
     restart      start servers and coordinators that have died again under their names
@@ -82,6 +83,7 @@ class LocalCluster:
         memory_limit: str = "",
         plugins: Iterable[str] = (),
         measure: bool = False,
+        metrics_port: int = 0,
         directory: Path | None = None,
         detach: bool = False,
         restart: bool = False,
@@ -105,6 +107,8 @@ class LocalCluster:
         self._first_servers = [f"s{i}" for i in range(servers)]  # names that `start` starts
         self._coordinators = [f"c{i}" for i in range(coordinators)]  # names, likewise
         self._given_directory = directory  # None: make a temporary one
+        scaling.metrics_options(metrics_port, coordinators + servers - 1)  # of the last process: it needs a port, too
+        self._metrics_port = metrics_port  # of the first process; 0: none
         self._detach = detach  # leave everything running
         self._tls = tls  # certificates for every process
         self._urls: dict[Role, str] = {}  # made so far, with their certificates
@@ -167,10 +171,9 @@ class LocalCluster:
             self._progress("etcd is there; starting the coordinator and the servers")
             if self.config.replicas > len(self._first_servers):
                 self._progress(f"{self.config.replicas} replicas need as many servers; until then there are fewer")
-            for name in self._coordinators:
-                self._spawn(name, "coordinator", [])
-            for name in self._first_servers:
-                self._spawn(name, "server", [])
+            for at, name in enumerate([*self._coordinators, *self._first_servers]):
+                role = "coordinator" if name in self._coordinators else "server"
+                self._spawn(name, role, scaling.metrics_options(self._metrics_port, at))
             notice = CompilationNotice([process.log for process in self._processes.values()], self._progress)
             for process in self._processes.values():
                 process.wait_ready(deadline, notice)
@@ -248,7 +251,7 @@ class LocalCluster:
         for server in self.servers:
             if server.name == name:
                 return server
-        there = _there([server.name for server in self.servers])
+        there = scaling.existing([server.name for server in self.servers])
         raise ConfigError(f"the local cluster {self.name!r} has no server called {name!r}{there}")
 
     def log(self, name: str) -> str:
@@ -389,7 +392,9 @@ class LocalCluster:
             process = self._etcd if name == "etcd" else self._processes.get(name)
             there = [*(["etcd"] if self._etcd is not None else []), *sorted(self._processes, key=scaling.by_number)]
         if process is None:
-            raise ConfigError(f"the local cluster {self.name!r} has no process called {name!r}{_there(there)}")
+            raise ConfigError(
+                f"the local cluster {self.name!r} has no process called {name!r}{scaling.existing(there)}"
+            )
         return process
 
     def _start_again(self, name: str, role: str, options: list[str]) -> None:
@@ -486,11 +491,6 @@ class LocalCluster:
                 )  # fmt: skip
 
             state.update(self.directory, change)
-
-
-def _there(names: Iterable[str]) -> str:
-    """The names there are, for whoever asked for another one."""
-    return f"; there are {', '.join(names)}" if names else "; there are none"
 
 
 def _shown(process: Process) -> ServerProcess:

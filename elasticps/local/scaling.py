@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -50,6 +50,18 @@ class ScaleResult:
     copies: int
     epoch: int
     seconds: float
+
+
+def metrics_options(first_port: int, position: int) -> list[str]:
+    """Options of the process at this position of a cluster whose first one serves metrics at that port; 0: none."""
+    if first_port and first_port + position > 65535:
+        raise ConfigError(f"there are not enough ports from {first_port} on for metrics: take a lower --metrics-port")
+    return ["--metrics-port", str(first_port + position)] if first_port else []
+
+
+def existing(names: Iterable[str]) -> str:
+    """The existing names, for the message to a caller who asked for another one."""
+    return f"; there are {', '.join(names)}" if names else "; there are none"
 
 
 def change(running: Collection[str], draining: Collection[str], servers: int, leaving: Collection[str] = ()) -> Change:

@@ -78,6 +78,7 @@ def test_an_unknown_command_is_a_usage_error() -> None:
         (["audit", "--url", "etcd://127.0.0.1:1/x", "--name", "x"], "--url and --name exclude each other"),
         (["up", "--ranges", "100"], "power of two"),
         (["up", "--servers", "1000"], "1 to 64 servers"),
+        (["up", "--servers", "3", "--metrics-port", "65533"], "not enough ports from 65533"),
         (["up", "--name", "../x"], "usable cluster name"),
         (["down"], "no local cluster is there; start one with: elasticps up"),
         (["down", "--name", "nobody"], "no local cluster is called 'nobody'"),

@@ -25,6 +25,7 @@ from elasticps.errors import ClusterUnreachable
 from elasticps.local import LocalCluster, state
 from tests.checkpoint.writer import Change, write
 from tests.conftest import NewUrl
+from tests.metrics.fleet import scrape
 
 Eventually = Callable[[Callable[[], bool]], None]
 
@@ -44,8 +45,23 @@ def status(*arguments: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
+def three_free_ports() -> int:
+    """The first of three ports in a row that nobody uses now."""
+    return next(port for port in range(20_000, 30_000, 3) if all(map(is_free, range(port, port + 3))))
+
+
+def is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
 def test_a_detached_cluster_from_up_to_down(state_folder: Path, eventually: Eventually) -> None:
-    up = run("up", "--servers", "2", "--ranges", "32", "--name", "demo", "--detach", "--json")
+    port = three_free_ports()
+    options = ["--servers", "2", "--ranges", "32", "--name", "demo", "--metrics-port", str(port)]
+    up = run("up", *options, "--detach", "--json")
     assert up.returncode == ExitCode.OK, up.stderr
     started = json.loads(up.stdout)
     assert started["url"].startswith("etcd://127.0.0.1:")
@@ -70,6 +86,9 @@ def test_a_detached_cluster_from_up_to_down(state_folder: Path, eventually: Even
         assert shown.returncode == ExitCode.OK
         assert started["servers"][0]["address"] in shown.stdout
 
+        assert "elasticps_coordinator_leader" in scrape(port)
+        for number in (0, 1):
+            assert f"s{number}" in str(scrape(port + 1 + number)["elasticps_server_info"])
         assert "is running" in run("up", "--name", "demo").stderr
 
         with eps.connect(started["url"], worker="w0", app="ads") as ps:
