@@ -1,17 +1,14 @@
-"""Takes a consistent cut through all ranges of a live cluster, and proves that it is one.
+"""Takes a consistent cut through all ranges of a live cluster, and has it proven.
 
 1. All servers have their workers hold. 2. When every worker of the roster reports that it holds, the heads log the cut,
-each in its ranges. 3. Workers go on. 4. `judge` proves from what the ranges had as the cut passed whether it was
-consistent; if not, the cut is given up, and taken again under the next number. Nothing depends on which process takes
-it, or on whether that process dies.
+each in its ranges. 3. Workers go on. 4. `prove_cut` proves the steps in the cut from the vector clocks of the ranges
+(`checkpoint.core.cut_proof` says what that proves, and what not). If they differ, the cut is given up, and taken again
+under the next number. Nothing depends on which process takes it, or on whether that process dies.
 
-Proof: each range reports how far every worker had come as the cut passed it. The cut is the state after exactly the
-steps 1 … c of each worker if and only if every range has the same closed step c of it. Deletions, which are counted
-under the worker's id + 2³¹, need no such proof: a worker that holds has none under way, and a deletion that was given
-up halfway (its caller was told so) stays that way.
-
-Clocks prove steps, not rows that were loaded past them. So a cut counts only if it was through all ranges before the
-first worker may have gone on by itself, by the clock of the process that takes it, and if every server was told.
+Initial values, loads and deletions are no steps, so no clock proves them. For these a cut relies on the hold: a worker
+that holds writes nothing. So a cut counts only if every server has told its workers to hold, and if it was through all
+ranges before the first worker may have gone on by itself, by the clock of the process that takes it. A deletion that
+was given up halfway, as its caller was told, stays that way in the cut.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -28,12 +25,12 @@ from coordinator.core import fields
 from coordinator.core.keys import ROSTER, roster_of
 from coordinator.core.store import Entry, Store
 from coordinator.core.view import ServerInfo, View, WorkerInfo
-from elasticps.admin.interface import CutState, CutTaken
+from elasticps.admin.interface import CutState
+from elasticps.checkpoint.core.cut_proof import Verdict, prove_cut, uncovered
 from elasticps.errors import CheckpointError, Error
 from elasticps.system.coordination import read_view
 from elasticps.wire.headers import MAX_CUT
 from replication.chain import Member
-from replication.progress import MAX_CLOCK, PART_BITS
 
 log = fields.logger(__name__)
 
@@ -44,7 +41,7 @@ HOLD_S = 5.0
 _MARGIN = 0.9  # of that time whoever takes a cut relies on: no two clocks run alike
 ATTEMPTS = 5
 _POLL_S, _POLL_MOST_S = 0.002, 0.02
-_SHOWN = 5
+_NAMES_SHOWN = 5  # of servers or workers, in a message
 
 
 class CutServer(Protocol):
@@ -133,7 +130,7 @@ class CutTaker:
         taken = [one for state in states.values() for one in state.taken]
         if why := uncovered(view.ranges, taken):
             raise GivenUp(f"cut {number} is lost in part: {why}")
-        verdict = judge(taken, {worker.id: worker.app for worker in roster}, written)
+        verdict = prove_cut(taken, {worker.id: worker.app for worker in roster}, written)
         if verdict.why:
             error = RoundsDiffer if verdict.rounds_torn else Inconsistent
             raise error(f"cut {number} was not consistent: {verdict.why}")
@@ -247,81 +244,6 @@ def _last_number(entry: Entry | None) -> int:
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-
-
-# --- the proof: pure ------------------------------------------------------------------------------------------------
-
-_SHOWN = 5
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The verdict on a cut. why: what is wrong, "" if the cut is consistent.
-
-    clocks        worker id, also of deletions -> the step up to which all of its are in the cut, and none later
-    left_out      the same -> range -> progress, of workers that are gone, in the midst of a step perhaps
-    rounds        application -> the last round that is closed, in all ranges
-    rounds_torn   the same by range, of applications without workers, the last of whom went while a round was closed;
-                  in a cut that is not consistent for that alone, of the one that has some
-    """
-
-    why: str = ""
-    clocks: Mapping[int, int] = field(default_factory=dict)
-    left_out: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
-    rounds: Mapping[str, int] = field(default_factory=dict)
-    rounds_torn: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
-
-
-def judge(taken: Sequence[CutTaken], present: Mapping[int, str], written: Mapping[int, int]) -> Verdict:
-    """Judges a cut through all ranges. present: the application of each worker in the roster after the cut; written:
-    the clock up to which each worker has reported all its steps committed."""
-    clocks: dict[int, int] = {}
-    left_out: dict[int, dict[int, int]] = {}
-    waiting = {worker for one in taken for _, _, worker in one.waiting_shares}
-    for worker in sorted({worker for one in taken for worker in one.clocks} | waiting):
-        found = {one.clocks.get(worker, 0) for one in taken}
-        least = min(found)
-        whole = len(found) == 1 and least & ((1 << PART_BITS) - 1) == 0 and worker not in waiting
-        if not whole and worker in present:
-            state = "waits for its round" if worker in waiting else f"differs: {_as_steps(found)}"
-            return Verdict(f"what ranges have of worker {worker} {state}")
-        if not whole:
-            left_out[worker] = {r: one.clocks.get(worker, 0) for one in taken for r in one.ranges}
-        elif written.get(worker, MAX_CLOCK) < least >> PART_BITS:  # less is there of one that has gone on above a base
-            return Verdict(f"worker {worker} holds at step {written[worker]}, and ranges have {least >> PART_BITS}")
-        else:
-            clocks[worker] = least >> PART_BITS
-    rounds: dict[str, int] = {}
-    torn: dict[str, dict[int, int]] = {}
-    for app in sorted({app for one in taken for app in one.closed}):
-        closed = {one.closed.get(app, 0) for one in taken}
-        by_range = {r: one.closed.get(app, 0) for one in taken for r in one.ranges}
-        if len(closed) == 1:
-            rounds[app] = closed.pop()
-        elif app in present.values():
-            why = f"the rounds of {app!r} that are closed differ: {sorted(closed)}"
-            return Verdict(why, rounds_torn={app: by_range})
-        else:
-            torn[app] = by_range
-    for worker in present:
-        clocks.setdefault(worker, written.get(worker, 0))
-    return Verdict("", clocks, left_out, rounds, torn)
-
-
-def uncovered(ranges: int, taken: Sequence[CutTaken]) -> str:
-    """Why a cut does not cover each of so many ranges once; "" if it does."""
-    count = [0] * ranges
-    for one in taken:
-        for r in one.ranges:
-            count[r] += 1
-    missing, twice = [r for r in range(ranges) if not count[r]], [r for r in range(ranges) if count[r] > 1]
-    if missing:
-        return f"{len(missing)} ranges have no server that writes them, such as {missing[0]}"
-    return f"{len(twice)} ranges were cut twice, such as {twice[0]}" if twice else ""
-
-
-def _as_steps(found: set[int]) -> str:
-    steps = [f"{progress >> PART_BITS}" + " and a part" * bool(progress & ((1 << PART_BITS) - 1)) for progress in
-            sorted(found)[:_SHOWN]]  # fmt: skip
-    return "steps " + ", ".join(steps)
+    return ", ".join(names[:_NAMES_SHOWN]) + (
+        f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    )

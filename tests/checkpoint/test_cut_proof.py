@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticps.admin.interface import CutTaken
-from elasticps.checkpoint.cuts import judge, uncovered
+from elasticps.checkpoint.core.cut_proof import prove_cut, uncovered
 from replication.messages import ERASER
 
 P = 4
@@ -55,7 +55,7 @@ def test_a_cut_is_consistent_if_all_ranges_have_the_same_steps(
     taken = [CutTaken(tuple(r for r in range(P) if where[r] == i), *columns[i]) for i in sorted(set(where))]
     written = {worker: clock for worker, clock in written.items() if worker in present}
     assert uncovered(P, taken) == ""
-    verdict = judge(taken, present, written)
+    verdict = prove_cut(taken, present, written)
     assert (not verdict.why) == consistent(taken, present, written), verdict
     if not verdict.why:
         by_range = {r: one for one in taken for r in one.ranges}
@@ -92,15 +92,15 @@ def test_a_cut_goes_through_every_range_once(taken: list[CutTaken], says: str) -
 )
 def test_the_verdict_names_what_is_inconsistent(other: dict[str, object], says: str) -> None:
     taken = [WHOLE._replace(ranges=(0, 1)), WHOLE._replace(ranges=(2, 3), **other)]  # type: ignore[arg-type]
-    verdict = judge(taken, {1: "a", 2: "a"}, {})
+    verdict = prove_cut(taken, {1: "a", 2: "a"}, {})
     assert verdict.why == says
 
 
 def test_a_worker_that_wrote_while_it_held_is_found() -> None:
-    assert judge([WHOLE], {1: "a"}, {1: 2}).why == "worker 1 holds at step 2, and ranges have 3"
-    assert judge([WHOLE], {1: "a", 9: "a"}, {1: 3, 9: 7}).clocks == {1: 3, 2: 5, 9: 7}
+    assert prove_cut([WHOLE], {1: "a"}, {1: 2}).why == "worker 1 holds at step 2, and ranges have 3"
+    assert prove_cut([WHOLE], {1: "a", 9: "a"}, {1: 3, 9: 7}).clocks == {1: 3, 2: 5, 9: 7}
 
 
 def test_a_worker_above_its_base_without_a_push_since_is_consistent() -> None:
     """Found by the simulator: after a pause a worker goes on at the clock of the others."""
-    assert judge([WHOLE], {1: "a"}, {1: 9}).clocks == {1: 3, 2: 5}
+    assert prove_cut([WHOLE], {1: "a"}, {1: 9}).clocks == {1: 3, 2: 5}

@@ -10,7 +10,8 @@ import pytest
 
 import elasticps.checkpoint.cuts as checkpoint_cuts
 import replication.admission
-from elasticps.checkpoint.cuts import CutTaker, Verdict, judge
+from elasticps.checkpoint.core.cut_proof import Verdict, prove_cut
+from elasticps.checkpoint.cuts import CutTaker
 from elasticps.client.core.hold import Hold
 from elasticps.server.core.cut import CutHold
 from elasticps.server.roles.cuts import CutHandler
@@ -112,16 +113,16 @@ def wait_for_no_workers(patch: pytest.MonkeyPatch) -> None:
 
 def judge_but_one_range(patch: pytest.MonkeyPatch) -> None:
     push_on_while_held(patch)
-    patch.setattr(checkpoint_cuts, "judge", lambda taken, present, said: judge(taken[:1], present, {}))
+    patch.setattr(checkpoint_cuts, "prove_cut", lambda taken, present, reported: prove_cut(taken[:1], present, {}))
 
 
 def take_a_worker_that_was_left_out_for_whole(patch: pytest.MonkeyPatch) -> None:
     def mutant(*given: Any) -> Verdict:
-        found = judge(*given)
+        found = prove_cut(*given)
         whole = {worker: max(progress.values()) >> 16 for worker, progress in found.left_out.items()}
         return dataclasses.replace(found, clocks={**found.clocks, **whole}, left_out={})
 
-    patch.setattr(checkpoint_cuts, "judge", mutant)
+    patch.setattr(checkpoint_cuts, "prove_cut", mutant)
 
 
 def take_an_open_round_for_a_closed_one(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,1 @@
+"""Decisions about checkpoints, without I/O."""
