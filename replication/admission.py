@@ -181,7 +181,7 @@ class Admission:
             operation = Operation(push.kind, push.worker, after, push.payload, push.nbytes, push.refusal)
             self._log_operation(push, operation, ranges, expected, self._refused(push, ranges, NO_RANGES))
             return
-        fresh, repeated = self._judge(push, have, expected, after)
+        fresh, repeated = self._next_or_duplicate(push, have, expected, after)
         unapplied = np.count_nonzero(fresh)
         if unapplied + np.count_nonzero(repeated) < ranges.shape[0] or (unapplied and push.repeat):
             self._refuse(push, Status.GAP)
@@ -215,10 +215,10 @@ class Admission:
                 refused.append(Refused(push.clock, push.refusal.why, rows))
         return refused
 
-    def _judge(
+    def _next_or_duplicate(
         self, push: Push, have: Progress, expected: int, after: int
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """(next, duplicate) per range. A worker that starts above a base jumps over what lies below it."""
+        """Whether the push is (next, a duplicate), per range. Steps below the base of a worker count as applied."""
         reached = np.maximum(have, push.base << 16) if push.base else have
         return reached == expected, reached >= after
 

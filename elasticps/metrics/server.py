@@ -134,7 +134,14 @@ def _traffic(server: Server, status: dict[str, Any]) -> Iterator[Metric]:
     rows.add_metric(["push"], status["rows_pushed"])
     rows.add_metric(["pull"], status["rows_pulled"])
     yield rows
-    yield _counter("refused", "Frames refused with an error.", status["refused"])
+    refused = CounterMetricFamily(
+        "elasticps_server_refused",
+        "Frames answered with an error, by kind of frame and code of the error.",
+        labels=["kind", "code"],
+    )
+    for (kind, code), count in server.notifier.errors.counts.items():
+        refused.add_metric([kind, code], count)
+    yield refused
     yield _counter("applied_operations", "Operations applied, as head or follower.", server.executor.applied)
     yield _counter("applied_rows", "Rows updated, as head or follower.", server.executor.rows_applied)
     yield _counter("fill_sent_bytes", "Rows sent to replicas that joined.", status["sent_bytes"])

@@ -109,7 +109,7 @@ class ServerAdmin:
             "memory_limit": self._headroom.limit,
             "connections": len(self._handshake.connections),
             **{what: self._executor.counts.count(what) for what in COUNTED},
-            "refused": self._notifier.refused,
+            "refused": self._notifier.errors.total,
             "parked": len(self._delay),
             "log_bytes": replica.log.nbytes + replica.retained.nbytes,
             "sent_bytes": self._snapshots.sent_bytes,

@@ -169,10 +169,10 @@ class Server:
         log.info("adopted", epoch=view.epoch, headed=len(serving.headed), reason=view.reason)
         if serving.concerns_workers():
             self.notifier.tell_all(self.handshake.workers)
-        self._judge()
+        self._recheck_waiting()
 
     def follow(self, roster: Roster) -> None:
-        """Takes a newer roster: fences older incarnations, forgets who left, lets what waits be judged again."""
+        """Takes a newer roster: fences older incarnations, forgets who left, rechecks what waits."""
         if roster.version <= self.serving.roster_version or roster.cluster != self.cluster:
             return
         before = self.serving.workers
@@ -182,29 +182,30 @@ class Server:
         self.pulls.came_back(c for c in self.handshake.workers if c.worker in workers.keys() - before.keys())
         self.handshake.follow()
         self.executor.perform(self.replica.adopt_roster, roster.version, frozenset(workers))
-        self._judge()
+        self._recheck_waiting()
 
     def know_tables(self, entries: Mapping[int, RegisteredTable]) -> None:
         """These tables are registered, by id."""
         self.registered.follow(entries)
         self.fast.sync()
-        self._judge()
+        self._recheck_waiting()
 
     def learn_tables(self, entries: Mapping[int, RegisteredTable]) -> None:
         """These tables are registered, too."""
         self.registered.learn(entries)
         self.fast.sync()
-        self._judge()
+        self._recheck_waiting()
 
     def tick(self) -> None:
         """Called a few times a second: ends waits that took too long, beats."""
         self.stall_detector.beat()
-        self._judge()
+        self._recheck_waiting()
         self.links.tick()
         self.registered.look_for_owners()
         self.handshake.tick()
 
-    def _judge(self) -> None:
+    def _recheck_waiting(self) -> None:
+        """Handles again what waits for a view, a roster, tables, other workers or time."""
         self.held.release()
-        self._barrier.judge()
-        self.pulls.judge()
+        self._barrier.recheck()
+        self.pulls.answer_waiting()

@@ -69,6 +69,7 @@ def test_processes_show_their_work(
     assert total("elasticps_server_ranges", "role") == {"head": 8, "held": 16, "joining": 0}
     assert total("elasticps_server_received_bytes_total")["push"] >= STEPS * 100 * (8 + 16)
     assert total("elasticps_server_received_bytes_total")["forward"] >= STEPS * 100 * (8 + 16)
+    assert {"push", "pull"} <= total("elasticps_server_refused_total").keys()
     for i, server in enumerate(servers):
         assert server["elasticps_server_rows"] == {(): 100}
         assert server["elasticps_server_log_operations"] == {(): 0}

@@ -112,7 +112,7 @@ class BoundedDelayTwin:
         return self._clocks.known(worker) and bool(self._clocks.row(worker)[ranges].any())
 
     def park(self, read: PullRequest) -> None:
-        """Keeps a pull until `judge` lets it go. Raises `RequestError` when too many wait."""
+        """Keeps a pull until `release` lets it go. Raises `RequestError` when too many wait."""
         if len(self._parked) >= MAX_PARKED:
             raise RequestError("busy", f"this server already has {MAX_PARKED} pulls waiting; try again later")
         wait_s = read.header.wait_ms / 1e3 or DEFAULT_WAIT_S
@@ -123,7 +123,7 @@ class BoundedDelayTwin:
         if self._parked:
             self._parked = [read for read in self._parked if read.connection is not connection]
 
-    def judge(self, tail_since: int, full_since: int) -> list[tuple[PullRequest, RequestError | None]]:
+    def release(self, tail_since: int, full_since: int) -> list[tuple[PullRequest, RequestError | None]]:
         """The pulls that need not wait any more, with the reason why if they cannot be answered."""
         if not self._parked:
             return []

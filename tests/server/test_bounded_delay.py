@@ -162,7 +162,7 @@ def test_a_pull_that_waited_too_long_names_exactly_the_workers_it_waits_for() ->
         scene.join(worker, base)
     scene.park(9, CONNECT_WAIT_S + 1)
     scene.now = CONNECT_WAIT_S + 1
-    ((_, refusal),) = scene.delay.judge(0, 0)
+    ((_, refusal),) = scene.delay.release(0, 0)
     assert refusal is not None
     assert refusal.document["behind"] == ["other", "slow"]
     assert not len(scene.delay)

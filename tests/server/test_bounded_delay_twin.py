@@ -111,7 +111,7 @@ class Both:
     def check(self) -> None:
         for app in ("a", "b"):
             assert self.fast.minimum(app) == self.slow.minimum(app)
-        fast, slow = self.fast.judge(*self.epochs), self.slow.judge(*self.epochs)
+        fast, slow = self.fast.release(*self.epochs), self.slow.release(*self.epochs)
         assert [read.header.request for read, _ in fast] == [read.header.request for read, _ in slow]
         assert [r and r.document for _, r in fast] == [r and r.document for _, r in slow]
         assert len(self.fast) == len(self.slow)

@@ -92,7 +92,7 @@ class Head:
         else:
             self.shards.take(step)
 
-    def refuse(self, asker: Worker, request: int, error: RequestError) -> None:
+    def refuse(self, asker: Worker, kind: int, request: int, error: RequestError) -> None:
         self.refused.append((asker.worker, error.document["code"]))
 
     def need_roster(self) -> None:
@@ -139,7 +139,7 @@ def test_a_head_with_an_older_roster_takes_no_worker_for_lost() -> None:
     assert found is not None
     assert sorted(found.doing) == [1, 3]
     head.roster_version = 5  # and it is gone
-    barrier.judge()
+    barrier.recheck()
     assert head.rounds.groups[APP].workers == (1,)
     ask(known, Kind.CLAIM_SHARDS, take)
     assert sorted(found.doing) == [1]
@@ -156,7 +156,7 @@ def test_nothing_is_decided_while_a_member_waits_for_room_in_the_log() -> None:
     assert head.rounds.groups[APP].decided == 0
     head.apply(head.logged[1])
     head.waiting.clear()
-    barrier.judge()
+    barrier.recheck()
     assert head.rounds.groups[APP].decided == 0  # the second one is in it
     barrier.handlers[Kind.BARRIER_ARRIVE](second, Header(Kind.BARRIER_ARRIVE, epoch=1, clock=1), np.empty(0, np.uint8))
     assert head.rounds.groups[APP].workers == (1, 2)
@@ -184,7 +184,7 @@ class TwoWorkers:
             self.head.apply(push)
             self.head.commit(push)
         done = len(self.head.logged)
-        self.barrier.judge()
+        self.barrier.recheck()
         for push in self.head.logged[done:]:
             self.head.commit(push)
 

@@ -153,7 +153,7 @@ def test_a_peer_that_keeps_sending_errors_gets_no_links_until_the_next_view(run:
     async def test(group: Group) -> None:
         await pair(group)
         head, tail = group.servers["a"], group.servers["b"]
-        for _ in range(replica_links.MOST_REFUSED):
+        for _ in range(replica_links.MOST_REJECTIONS):
             await until(lambda: None not in (head.links.link(tail.member), tail.links.link(head.member)))
             link, wrong = tail.links.link(head.member), head.links.link(tail.member)
             assert wrong is not None

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from elasticps.server.core.error_replies import ErrorReplies
 from elasticps.server.core.requests import RequestTicket
 from elasticps.wire.frames import HEADER_BYTES, REFUSED, Buffer, Kind, json_frame, unpack_header
 from elasticps.wire.refusals import RefusedRows, decode_refused, why
@@ -17,6 +18,7 @@ class Connection:
     """Keeps what is sent."""
 
     def __init__(self) -> None:
+        self.errors = ErrorReplies()
         self.sent: list[bytes] = []
 
     def send(self, frame: Buffer) -> None:
@@ -28,7 +30,7 @@ class Connection:
 
 def test_a_refused_push_whose_range_moves_gets_both_answers() -> None:
     connection = Connection()
-    ticket = RequestTicket(cast(Any, connection), 5)
+    ticket = RequestTicket(cast(Any, connection), Kind.PUSH, 5)
     two = np.arange(2)
     document, rows = {"code": "shape", "message": "it has dim 3"}, RefusedRows({4: np.arange(3)}, 8)
     ticket.reply(Reply(ticket, Status.COMMITTED, 2, two, two + 2, [Refused(1, why(document), rows)]))

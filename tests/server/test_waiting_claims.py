@@ -45,7 +45,7 @@ class RealHead:
     def wait_for_view(self, *_: object) -> bool:
         return False
 
-    def refuse(self, asker: Worker, request: int, error: Any) -> None:
+    def refuse(self, asker: Worker, kind: int, request: int, error: Any) -> None:
         self.refused.append((asker.worker, error.document["code"]))
 
     def perform(self, event: Any, *arguments: Any) -> None:

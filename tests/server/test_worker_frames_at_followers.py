@@ -187,10 +187,10 @@ def test_the_reason_for_ending_a_link_is_logged_at_its_cause(run: Run) -> None:
         link, wrong = a.links.link(b.member), b.links.link(a.member)
         assert link is not None
         with patch.object(replica_links, "log", Mock()) as log:
-            link.refuse(FrameError("cannot be"))
+            link.reject(FrameError("cannot be"))
             await until(lambda: b.links.link(a.member) not in (None, wrong))
         ((_, logged),) = log.warning.call_args_list
         assert logged == {"peer": a.member, "reason": "cannot be"}
-        assert (a.links._refused, b.links._refused) == ({b.member: 1}, {a.member: 1})
+        assert (a.links._rejections, b.links._rejections) == ({b.member: 1}, {a.member: 1})
 
     run(test)

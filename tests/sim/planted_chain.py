@@ -19,7 +19,7 @@ from coordinator.membership import request_drain
 from elasticps.client.core.session import PushSession, resume
 from elasticps.client.push_batch import PackedPart
 from elasticps.server.core.bounded_delay import BoundedDelay
-from elasticps.server.core.reads import Judge
+from elasticps.server.core.reads import AnswerGate
 from elasticps.server.fast.recent_log import RecentLog
 from elasticps.server.process import draining, lifecycle
 from elasticps.server.roles.handshake import HelloHandler
@@ -41,10 +41,10 @@ from tests.sim.planting import leave_every_frame_to_python
 def skip_the_duplicate_check(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
 
-    def judge(self: Admission, push: Any, have: Any, expected: int, after: int) -> Any:
+    def mutant(self: Admission, push: Any, have: Any, expected: int, after: int) -> Any:
         return np.ones(have.shape, dtype=np.bool_), np.zeros(have.shape, dtype=np.bool_)
 
-    patch.setattr(Admission, "_judge", judge)
+    patch.setattr(Admission, "_next_or_duplicate", mutant)
 
 
 def acknowledge_a_duplicate_before_the_tail_has_it(patch: pytest.MonkeyPatch) -> None:
@@ -184,10 +184,10 @@ def send_what_the_caller_s_arrays_hold_later(patch: pytest.MonkeyPatch) -> None:
 def accept_a_step_beyond_the_next(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
 
-    def judge(self: Admission, push: Any, have: Any, expected: int, after: int) -> Any:
+    def mutant(self: Admission, push: Any, have: Any, expected: int, after: int) -> Any:
         return have <= expected, have > expected
 
-    patch.setattr(Admission, "_judge", judge)
+    patch.setattr(Admission, "_next_or_duplicate", mutant)
 
 
 def accept_pushes_of_old_epochs(patch: pytest.MonkeyPatch) -> None:
@@ -288,13 +288,13 @@ def answer_a_pull_before_its_worker_s_pushes_are_applied(patch: pytest.MonkeyPat
 
 def show_at_a_tail_what_its_level_joiner_lacks(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
-    patch.setattr(Judge, "guarded", lambda self: False)
+    patch.setattr(AnswerGate, "guarded", lambda self: False)
 
 
 def read_at_heads_what_may_not_last(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
     patch.setattr(View, "tails", property(lambda self: self.heads))
-    patch.setattr(Judge, "guarded", lambda self: False)
+    patch.setattr(AnswerGate, "guarded", lambda self: False)
 
 
 def let_a_stale_tail_answer_for_a_view_it_has_not_seen(patch: pytest.MonkeyPatch) -> None:

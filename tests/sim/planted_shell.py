@@ -37,13 +37,13 @@ from tests.sim.planting import leave_every_frame_to_python
 
 
 def keep_the_keys_of_a_pull_as_a_view_of_a_buffer_that_is_used_again(patch: pytest.MonkeyPatch) -> None:
-    def answer(read: Any, judge: Any, done: int = 0) -> None:
+    def answer(read: Any, gate: Any, done: int = 0) -> None:
         rows, dim = len(read.keys), read.table.spec.dim
-        if not done and rows * dim * 4 <= reads.CHUNK_BYTES and not judge.guarded():
+        if not done and rows * dim * 4 <= reads.CHUNK_BYTES and not gate.guarded():
             out = np.empty((rows, dim), np.float32)
             read.connection.send_all(reads._chunk(read, read.keys, out, 0, last=True))
         else:
-            read.connection.stream(reads._chunks(read, judge, done))
+            read.connection.stream(reads._chunks(read, gate, done))
 
     leave_every_frame_to_python(patch)
     patch.setattr(pulls, "answer", answer)

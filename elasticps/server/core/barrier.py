@@ -52,7 +52,7 @@ class _SharedTicket(NoTicket):
 
 
 class BarrierCoordinator:
-    """Handles the four requests; `judge` looks at all barriers again when something has changed."""
+    """Handles the four requests; `recheck` looks at all barriers again when something has changed."""
 
     def __init__(self, log: GroupLog, clock: Callable[[], float]) -> None:
         self._group = log
@@ -85,7 +85,7 @@ class BarrierCoordinator:
             }  # fmt: skip
             return json_frame(Kind.BARRIER_DECISION, document, request=header.request, epoch=self._serving.epoch)
 
-        ticket = self._group.ticket(connection, header.request, answer)
+        ticket = self._group.ticket(connection, header.kind, header.request, answer)
         self._group.log(
             ticket, OperationKind.BARRIER_JOIN, RoundStep(app, self._serving.roster_version, (worker,)), group
         )
@@ -97,7 +97,7 @@ class BarrierCoordinator:
         group = self._group.group_range(connection, header, body)
         if group is None:
             return
-        ticket = RequestTicket(connection, header.request)
+        ticket = RequestTicket(connection, header.kind, header.request)
         self._group.log(ticket, OperationKind.BARRIER_LEAVE, RoundStep(app, 0, (worker,)), group)
         self._decide(app)  # the others need not wait for it any more
 
@@ -108,7 +108,7 @@ class BarrierCoordinator:
             return
         state, arrival = self._rounds.groups.get(app, BarrierGroup()), BarrierArriveHeader.of(header)
         if arrival.clock <= state.decided:
-            self._repeat(app, arrival.clock, worker, RequestTicket(connection, header.request))
+            self._repeat(app, arrival.clock, worker, RequestTicket(connection, header.kind, header.request))
             return
         if worker not in state.members or arrival.clock != state.decided + 1:
             raise RequestError(
@@ -124,7 +124,7 @@ class BarrierCoordinator:
             state = self._rounds.groups[app]
             return self._decision(header.request, state.decided, state.workers)
 
-        return self._group.ticket(connection, header.request, answer)
+        return self._group.ticket(connection, header.kind, header.request, answer)
 
     def _decision(self, request: int, clock: int, workers: tuple[int, ...]) -> bytes:
         document = {"round": clock, "workers": list(workers)}
@@ -135,11 +135,13 @@ class BarrierCoordinator:
         round may be decided, so the answer is fixed here."""
         state = self._rounds.groups.get(app, BarrierGroup())
         if clock < state.decided or worker not in state.workers:
-            self._group.notifier.refuse(ticket.connection, ticket.request, _left_out(clock, app))
+            self._group.refuse(ticket, _left_out(clock, app))
             return
         workers, request = state.workers, ticket.request
         group = np.array([group_range(app, self._serving.ranges)], np.int64)
-        arrival = self._group.ticket(ticket.connection, request, lambda: self._decision(request, clock, workers))
+        arrival = self._group.ticket(
+            ticket.connection, ticket.kind, request, lambda: self._decision(request, clock, workers)
+        )
         self._group.log(arrival, OperationKind.BARRIER_DECISION, RoundStep(app, clock, workers), group)
 
     def _decide(self, app: str) -> None:
@@ -162,9 +164,9 @@ class BarrierCoordinator:
         self._group.log(_SharedTicket(group, tickets), OperationKind.BARRIER_DECISION, step, group)
         for worker in [w for w, one in waiting.items() if one.clock <= clock]:  # it was away: what it waits for is over
             one = waiting.pop(worker)
-            self._group.notifier.refuse(one.ticket.connection, one.ticket.request, _left_out(one.clock, app))
+            self._group.refuse(one.ticket, _left_out(one.clock, app))
 
-    def judge(self) -> None:
+    def recheck(self) -> None:
         """Looks at all barriers again: the roster or the view has changed, or time has passed."""
         headed = set(self._serving.headed.tolist())
         for app in list(self._waiting):
@@ -174,7 +176,7 @@ class BarrierCoordinator:
                 self._end_waits(app)
             else:
                 for waiting in self._waiting.pop(app).values():
-                    self._group.stale(waiting.ticket.connection, waiting.ticket.request)
+                    self._group.refuse(waiting.ticket, self._group.stale())
 
     def _answer_decided(self, app: str) -> None:
         """Answers workers that asked again, on a new connection, while the decision waited for room in the log."""
@@ -193,7 +195,7 @@ class BarrierCoordinator:
             if now >= one.deadline_s:
                 del waiting[worker]
                 text = f"round {one.clock} of {app!r} waited too long for worker {', '.join(names)}"
-                self._group.notifier.refuse(one.ticket.connection, one.ticket.request, waited_too_long(text, names))
+                self._group.refuse(one.ticket, waited_too_long(text, names))
 
     # --- all ranges ---------------------------------------------------------------------------------------------------
 
@@ -205,7 +207,7 @@ class BarrierCoordinator:
         if len(workers) > WORKERS_MAX or len(set(workers)) != len(workers):
             raise FrameError(f"a close names at most {WORKERS_MAX} workers, each of them once")
         step = RoundStep(connection.app, clock, workers)
-        ticket = RequestTicket(connection, header.request)
+        ticket = RequestTicket(connection, header.kind, header.request)
         newest, shared = self._closing.get(step.app, (0, None))
         headed = self._serving.headed
         if shared is not None and newest == clock and shared.headed is headed and header.epoch == self._serving.epoch:

@@ -128,7 +128,7 @@ class BoundedDelay:
 
     What it costs does not grow with the workers. In the ranges that are read progress only grows, so of each
     application only the slowest worker is looked at; and a pull that waits is looked at when that one has come to where
-    the pull waits for it, or its own worker has, or its time is up. A view with other ranges has all judged anew.
+    the pull waits for it, or its own worker has, or its time is up. A view with other ranges has all looked at again.
     """
 
     def __init__(self, ranges: int, clocks: Clocks, clock: Callable[[], float]) -> None:
@@ -149,7 +149,7 @@ class BoundedDelay:
         self._own: dict[tuple[int, bool], tuple[Reached, Numbers]] = {}  # wait for their worker's own steps
         self._bound: dict[tuple[str, bool], Numbers] = {}  # wait for the slowest of their application
         self._deadlines: list[tuple[float, int]] = []  # a heap of (when a pull gives up, its number)
-        self._judged_by: tuple[int, int] | None = None  # the epochs of the last `judge`; None: it has to look at all
+        self._released_under: tuple[int, int] | None = None  # epochs at the last `release`; None: it looks at all
 
     def __len__(self) -> int:
         return len(self._parked)
@@ -161,7 +161,7 @@ class BoundedDelay:
             self._awaited = {w for w in self._workers if w not in self._bases and w not in self._paused}
         if not np.array_equal(tailed, self.tailed) or not np.array_equal(held, self.held):
             self._cohorts.clear()
-            self._judged_by = None
+            self._released_under = None
         self.tailed, self.held = tailed, held
 
     # --- who holds others back --------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class BoundedDelay:
     # --- pulls that wait --------------------------------------------------------------------------------------------
 
     def park(self, read: PullRequest) -> None:
-        """Has a pull wait until `judge` releases it. Raises `RequestError` if too many wait."""
+        """Has a pull wait until `release` releases it. Raises `RequestError` if too many wait."""
         if len(self._parked) >= MAX_PARKED:
             raise RequestError("busy", f"this server already has {MAX_PARKED} pulls waiting; try again later")
         wait_s = read.header.wait_ms / 1e3 or DEFAULT_WAIT_S
@@ -288,9 +288,9 @@ class BoundedDelay:
         self._of_asker.setdefault(id(read.connection), set()).add(self._count)
         heappush(self._deadlines, (read.deadline_s, self._count))
         if len(self._deadlines) > 2 * MAX_PARKED:
-            self._judged_by = None  # most of these were forgotten
+            self._released_under = None  # most of these were forgotten
         if not self._wait(self._count, read):
-            self._judged_by = None  # time has passed
+            self._released_under = None  # time has passed
 
     def _wait(self, number: int, read: PullRequest) -> bool:
         """Registers what a pull waits for first; False if it need not wait."""
@@ -316,7 +316,7 @@ class BoundedDelay:
         for number in self._of_asker.pop(id(connection), ()):
             del self._parked[number]
 
-    def judge(self, tail_since: int, full_since: int) -> list[tuple[PullRequest, RequestError | None]]:
+    def release(self, tail_since: int, full_since: int) -> list[tuple[PullRequest, RequestError | None]]:
         """Releases pulls that need not wait any more, in the order in which they came; with an error if they fail.
 
         tail_since, full_since: the epochs in which the ranges that are tailed, or held, last changed.
@@ -324,13 +324,13 @@ class BoundedDelay:
         if not self._parked:
             return []
         done: dict[int, RequestError | None] = {}
-        if self._judged_by != (tail_since, full_since):
-            self._judged_by = tail_since, full_since
-            self._judge_all(done)
+        if self._released_under != (tail_since, full_since):
+            self._released_under = tail_since, full_since
+            self._release_all(done)
         else:
-            self._judge_own(done)
-            self._judge_bounds(done)
-        self._judge_deadlines(done)
+            self._release_own(done)
+            self._release_bounds(done)
+        self._release_deadlines(done)
         return [(self._leave(number), done[number]) for number in sorted(done)]
 
     def _leave(self, number: int) -> PullRequest:
@@ -341,9 +341,9 @@ class BoundedDelay:
             del self._of_asker[id(read.connection)]
         return read
 
-    def _judge_all(self, done: dict[int, RequestError | None]) -> None:
-        assert self._judged_by is not None
-        tail_since, full_since = self._judged_by
+    def _release_all(self, done: dict[int, RequestError | None]) -> None:
+        assert self._released_under is not None
+        tail_since, full_since = self._released_under
         self._own, self._bound = {}, {}
         self._deadlines = sorted((read.deadline_s, number) for number, read in self._parked.items())
         for number, read in self._parked.items():
@@ -352,8 +352,8 @@ class BoundedDelay:
             elif not self._wait(number, read):
                 done[number] = None
 
-    def _judge_own(self, done: dict[int, RequestError | None]) -> None:
-        """Judges pulls that wait for their own worker's steps; they may have to wait for others' then."""
+    def _release_own(self, done: dict[int, RequestError | None]) -> None:
+        """Releases pulls that waited for their own worker's steps; they may have to wait for others' then."""
         for key, (reached, numbers) in list(self._own.items()):
             clock = reached.now()
             while numbers:
@@ -367,8 +367,8 @@ class BoundedDelay:
             if not numbers:
                 self._own.pop(key, None)
 
-    def _judge_bounds(self, done: dict[int, RequestError | None]) -> None:
-        """Judges pulls that wait for the slowest worker of their application."""
+    def _release_bounds(self, done: dict[int, RequestError | None]) -> None:
+        """Releases pulls that waited for the slowest worker of their application."""
         for (app, anywhere), numbers in list(self._bound.items()):
             while numbers:
                 floor, number = numbers[0]
@@ -380,7 +380,7 @@ class BoundedDelay:
             if not numbers:
                 del self._bound[app, anywhere]
 
-    def _judge_deadlines(self, done: dict[int, RequestError | None]) -> None:
+    def _release_deadlines(self, done: dict[int, RequestError | None]) -> None:
         now = self._clock()
         late: dict[tuple[str, bool, int], list[str]] = {}  # many end at once that wait for the same workers
         while self._deadlines and self._deadlines[0][0] <= now:

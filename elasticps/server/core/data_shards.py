@@ -287,7 +287,10 @@ class ShardDispenser:
         if self._rounds.groups.get(claim.app, BarrierGroup()).roster < version:  # by which whoever asks is known
             self._group.log(NoTicket(), OperationKind.BARRIER_JOIN, RoundStep(claim.app, version, ()), group)
         self._group.log(
-            self._group.ticket(connection, header.request, answer), OperationKind.CLAIM_SHARDS, claim, group
+            self._group.ticket(connection, header.kind, header.request, answer),
+            OperationKind.CLAIM_SHARDS,
+            claim,
+            group,
         )
 
     def _document(self, found: ShardSet, claim: Claim) -> dict[str, object]:

@@ -27,8 +27,10 @@ class AnswerTicket(RequestTicket):
 
     __slots__ = ("_answer", "_answered", "_made", "_notifier", "_open")
 
-    def __init__(self, notifier: ViewNotifier, connection: Asker, request: int, answer: Callable[[], bytes]) -> None:
-        super().__init__(connection, request)
+    def __init__(
+        self, notifier: ViewNotifier, connection: Asker, kind: int, request: int, answer: Callable[[], bytes]
+    ) -> None:
+        super().__init__(connection, kind, request)
         self._notifier = notifier
         self._answer = answer
         self._made: bytes | RequestError | None = None
@@ -63,7 +65,7 @@ class AnswerTicket(RequestTicket):
             return
         made = self._made or self._make()
         if isinstance(made, RequestError):
-            self._notifier.refuse(self.connection, self.request, made)
+            self._notifier.refuse(self.connection, self.kind, self.request, made)
         else:
             self.connection.send(made)
 
@@ -106,15 +108,15 @@ class GroupLog:
         self.perform = perform
 
     def group_range(self, connection: Asker, header: Header, body: Body) -> Ranges | None:
-        """The group range of the asker's application; None if the request waits for a view, or has another head."""
+        """The group range of the asker's application; None if the request waits for a view. Raises `RequestError` if
+        it has another head."""
         if self.held.wait_for_view(connection, header, body):
             return None
         if connection.worker not in self.serving.workers:
             raise RequestError("unlisted", f"worker {connection.worker_name!r} is not in the roster now")
         group = group_range(connection.app, self.serving.ranges)
         if not np.count_nonzero(self.serving.headed == group):
-            self.stale(connection, header.request)
-            return None
+            raise self.stale()
         return np.array([group], np.int64)
 
     def knows_the_lost(self, app: str) -> bool:
@@ -125,14 +127,18 @@ class GroupLog:
         self.held.need_roster()
         return False
 
-    def stale(self, connection: Asker, request: int) -> None:
-        """Refuses a request: another server heads the asker's group range."""
+    def stale(self) -> RequestError:
+        """The refusal of a request whose group range is headed by another server."""
         text = "the application's group range has another head"
-        self.notifier.refuse(connection, request, RequestError("stale-view", text, epoch=self.serving.epoch))
+        return RequestError("stale-view", text, epoch=self.serving.epoch)
 
-    def ticket(self, connection: Asker, request: int, answer: Callable[[], bytes]) -> AnswerTicket:
-        """The ticket of a request that is answered with `answer()`."""
-        return AnswerTicket(self.notifier, connection, request, answer)
+    def refuse(self, ticket: RequestTicket, error: RequestError) -> None:
+        """Refuses a request that has waited."""
+        self.notifier.refuse(ticket.connection, ticket.kind, ticket.request, error)
+
+    def ticket(self, connection: Asker, kind: int, request: int, answer: Callable[[], bytes]) -> AnswerTicket:
+        """The ticket of a request of this kind that is answered with `answer()`."""
+        return AnswerTicket(self.notifier, connection, kind, request, answer)
 
     def log(self, ticket: object, kind: OperationKind, payload: Any, ranges: Ranges) -> None:
         """Logs an operation of a group range."""

@@ -12,7 +12,7 @@ from elasticps.server.core.requests import Asker
 from elasticps.server.core.serving import Serving
 from elasticps.store import Table
 from elasticps.store.codec import WORDS, digests
-from elasticps.wire.frames import Buffer, Kind, json_frame
+from elasticps.wire.frames import Buffer, Kind
 from elasticps.wire.headers import PullHeader, RowsHeader
 from replication.replica import Replica
 
@@ -68,9 +68,10 @@ def _at_once() -> bool:
     return True
 
 
-class Judge:
-    """Decides about one answer while it is being made. A tail whose joiner is level does not show what the joiner may
-    lack, as that may be the next tail. unshown: connections whose answers wait for that, to be tried again."""
+class AnswerGate:
+    """Says whether the rows of one answer may be sent, while it is being made. A tail whose joiner is level does not
+    show what the joiner may lack, as that may be the next tail. unshown: connections whose answers wait for that, to
+    be tried again."""
 
     def __init__(self, read: PullRequest, serving: Serving, replica: Replica, unshown: dict[Asker, None]) -> None:
         self._read = read
@@ -113,17 +114,17 @@ def shown_when(
     return shown
 
 
-def answer(read: PullRequest, judge: Judge, done: int = 0) -> None:
+def answer(read: PullRequest, gate: AnswerGate, done: int = 0) -> None:
     """Gathers and sends the rows as they are now, from row `done` on.
 
     A large answer is gathered bit by bit; it ends as stale when its ranges are no longer served here.
     """
     floats = sum([len(each.keys) * each.floats(read.header) for each in read.parts])
-    if not done and floats * 4 <= CHUNK_BYTES and not judge.guarded():
+    if not done and floats * 4 <= CHUNK_BYTES and not gate.guarded():
         out = np.empty(floats, np.float32)
         read.connection.send_all(_chunk(read, read.parts, out, 0, last=True))
     else:  # it is made later, chunk by chunk, and the frame that the keys are a view of is gone by then
-        read.connection.stream(_chunks(read.detached(), judge, done))
+        read.connection.stream(_chunks(read.detached(), gate, done))
 
 
 def pieces(read: PullRequest, done: int) -> Iterator[list[TableKeys]]:
@@ -144,7 +145,7 @@ def pieces(read: PullRequest, done: int) -> Iterator[list[TableKeys]]:
     yield piece  # of an answer without rows, too
 
 
-def _chunks(read: PullRequest, judge: Judge, done: int) -> Iterator[list[Buffer]]:
+def _chunks(read: PullRequest, gate: AnswerGate, done: int) -> Iterator[list[Buffer]]:
     """The answer in pieces of CHUNK_BYTES: while the peer receives one, the next is gathered. Nothing (an empty list)
     as long as a piece must not be shown.
 
@@ -155,14 +156,14 @@ def _chunks(read: PullRequest, judge: Judge, done: int) -> Iterator[list[Buffer]
     out = np.empty(max(floats), np.float32)
     for part, size in zip(pieces(read, done), floats, strict=True):
         count = sum([len(each.keys) for each in part])
-        chunk = _chunk(read, part, out[:size], at, last=at + count >= rows) if judge.served() else []
+        chunk = _chunk(read, part, out[:size], at, last=at + count >= rows) if gate.served() else []
         at += count
-        may_show = judge.shown_when(part)
-        while judge.served() and not may_show():
+        may_show = gate.shown_when(part)
+        while gate.served() and not may_show():
             yield []
-        if not judge.served():
+        if not gate.served():
             document = {"code": "stale-view", "message": "the ranges left this server in the middle of the answer"}
-            yield [json_frame(Kind.ERROR, document, request=header.request, epoch=header.epoch)]
+            yield [read.connection.errors.for_request(Kind.PULL, header.request, document, header.epoch)]
             return
         yield chunk
         if read.connection.waiting_bytes:  # it is still being sent from

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.wire.frames import Buffer, Header, Kind, clocks_frame, json_frame, partly_frame
+from elasticps.server.core.error_replies import ErrorReplies
+from elasticps.wire.frames import Buffer, Header, clocks_frame, partly_frame
 from elasticps.wire.headers import OkHeader
-from elasticps.wire.refusals import encode_refused, refused_frame
+from elasticps.wire.refusals import encode_refused
 from replication.effects import ClocksReply, Reply, Status
 
 Body = NDArray[np.uint8]
@@ -29,6 +30,10 @@ class Asker(Protocol):
     base: int
     notified_epoch: int
     holding: bool
+
+    @property
+    def errors(self) -> ErrorReplies:
+        """Makes and counts the server's ERROR frames."""
 
     def send(self, frame: Buffer) -> None:
         """Queues a small frame."""
@@ -83,10 +88,11 @@ def waited_too_long(message: str, workers: list[str]) -> RequestError:
 class RequestTicket:
     """A worker's request that waits for the replica's answer."""
 
-    __slots__ = ("connection", "request")
+    __slots__ = ("connection", "kind", "request")
 
-    def __init__(self, connection: Asker, request: int) -> None:
+    def __init__(self, connection: Asker, kind: int, request: int) -> None:
         self.connection = connection
+        self.kind = kind  # of the request's frame
         self.request = request
 
     def reply(self, reply: Reply) -> None:
@@ -95,11 +101,11 @@ class RequestTicket:
             self._refuse(reply.status, reply.epoch)
         elif reply.moved.shape[0]:
             if reply.refused:
-                self.connection.send(refused_frame(self.request, reply.epoch, reply.refused, last=False))
+                self._send_refused_rows(reply, last=False)
             self.connection.send(partly_frame(self.request, reply.epoch, reply.committed, reply.moved))
             self.connection.tell_view()
         elif reply.refused:
-            self.connection.send(refused_frame(self.request, reply.epoch, reply.refused, last=True))
+            self._send_refused_rows(reply, last=True)
         else:
             self.connection.send(OkHeader(self.request, reply.epoch).header().pack())
 
@@ -122,10 +128,11 @@ class RequestTicket:
         if status is Status.STALE_VIEW:
             self.connection.tell_view()
         code, text = _REFUSALS[status]
-        self._tell({"code": code, "message": text, "epoch": epoch}, epoch)
+        document = {"code": code, "message": text, "epoch": epoch}
+        self.connection.send(self.connection.errors.for_request(self.kind, self.request, document, epoch))
 
-    def _tell(self, document: dict[str, Any], epoch: int) -> None:
-        self.connection.send(json_frame(Kind.ERROR, document, request=self.request, epoch=epoch))
+    def _send_refused_rows(self, reply: Reply, *, last: bool) -> None:
+        self.connection.send(self.connection.errors.for_rows(self.request, reply.epoch, reply.refused, last=last))
 
 
 _REFUSALS = {

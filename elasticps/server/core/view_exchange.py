@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from coordinator.core.view import View
+from elasticps.server.core.error_replies import ErrorReplies
 from elasticps.server.core.requests import Asker, Body, RequestError
 from elasticps.server.core.serving import Serving
-from elasticps.wire.frames import Header, Kind, json_frame, view_frame
+from elasticps.wire.frames import Header, Kind, view_frame
 from elasticps.wire.headers import GetViewHeader
 
 NOTIFIED_PER_TURN = 64  # then frames of others have theirs
@@ -16,14 +17,14 @@ MAX_WAITING_BYTES = 4 << 20  # who leaves so much unread is told when it asks, o
 
 class ViewNotifier:
     """Sends the newest view, once per connection and epoch, and refusals. `soon(f)` calls f in the loop's next turn;
-    refused: how many requests were refused."""
+    errors: makes and counts the server's ERROR frames."""
 
     def __init__(self, soon: Callable[[Callable[[], None]], object]) -> None:
         self._soon = soon
         self._view: View | None = None
         self._frame = b""
         self._left: list[Asker] = []  # to be told in turns to come
-        self.refused = 0
+        self.errors = ErrorReplies()
 
     def adopt(self, view: View) -> None:
         """Takes the view to send from now on."""
@@ -37,13 +38,12 @@ class ViewNotifier:
             asker.notified_epoch = view.epoch
             asker.send(self._frame)
 
-    def refuse(self, asker: Asker, request: int, error: RequestError) -> None:
-        """Answers why a request was not done; first sends the view, if that is the reason."""
-        self.refused += 1
+    def refuse(self, asker: Asker, kind: int, request: int, error: RequestError) -> None:
+        """Answers why a request of this kind was not done; first sends the view, if that is the reason."""
         if error.document["code"] == "stale-view":
             self.tell(asker)
         epoch = 0 if self._view is None else self._view.epoch
-        asker.send(json_frame(Kind.ERROR, error.document, request=request, epoch=epoch))
+        asker.send(self.errors.for_request(kind, request, error.document, epoch))
 
     def tell_all(self, askers: Iterable[Asker]) -> None:
         """Sends the view to all, a few in each turn. Connections left from an earlier call get the newer view, too."""

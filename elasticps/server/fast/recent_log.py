@@ -118,7 +118,9 @@ class RecentEntries:
         if row[at.F_CONNECTION] >= 0:
             connection = self._slots[row[at.F_CONNECTION]]
             alive = self._shared[at.H_CONNECTIONS][row[at.F_CONNECTION], at.C_SERIAL] == row[at.F_SERIAL]
-            token = RequestTicket(connection, row[at.F_REQUEST]) if connection is not None and alive else _GONE
+            token = (
+                RequestTicket(connection, Kind.PUSH, row[at.F_REQUEST]) if connection is not None and alive else _GONE
+            )
         return Frame(operation, token, ranges)
 
 

@@ -14,6 +14,7 @@ from coordinator.core import fields
 from coordinator.sparing import Sparing
 from elasticps.security.channel import Proof
 from elasticps.security.identity import Identity, NotAuthorised
+from elasticps.server.core.error_replies import ErrorReplies
 from elasticps.server.core.requests import Body, RequestError
 from elasticps.server.core.view_exchange import ViewNotifier
 from elasticps.server.fast import layout as at
@@ -28,7 +29,6 @@ from elasticps.wire.frames import (
     Header,
     Kind,
     VersionError,
-    json_frame,
 )
 from replication.chain import Member
 
@@ -101,7 +101,7 @@ class Connection(asyncio.BufferedProtocol):
         self._channel: Proof | None = None  # TLS, and what it has proved
         self.peer = "?"  # its address, for the log
         self.known = False  # HELLO or WELCOME was accepted
-        self.refused = False  # it sent what no correct peer does
+        self.discarding = False  # what arrives is not handled: the stream was wrong, or there is a newer connection
         self.worker = 0  # id of a worker; 0 for any other peer
         self.worker_name = self.app = ""  # of a worker
         self.member: Member | None = None  # of a replica
@@ -141,14 +141,14 @@ class Connection(asyncio.BufferedProtocol):
         try:
             self._path.received(self, nbytes)
         except FrameError as error:
-            self.refuse(error)
+            self.reject(error)
 
     def unusual(self, reason: int) -> None:
         """Handles what compiled code has received and leaves to Python."""
         try:
             self._path.go_on(self, reason)
         except FrameError as error:
-            self.refuse(error)
+            self.reject(error)
 
     @property
     def heard_s(self) -> float:
@@ -249,8 +249,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def frame(self, header: Header, body: Body, answered: int) -> None:
         """Handles a frame that compiled code leaves to Python. answered: rows of a pull that have been sent."""
-        if self.refused:
-            return  # it came together with the frame that was refused
+        if self.discarding:
+            return  # it came together with the frame that was wrong
         if self.holding:
             if len(self._held) >= MAX_HELD_FRAMES:
                 raise FrameError(f"more than {MAX_HELD_FRAMES} frames arrived while one was held")
@@ -270,7 +270,7 @@ class Connection(asyncio.BufferedProtocol):
             else:
                 handler(self, header, body)
         except RequestError as error:
-            self._notifier.refuse(self, header.request, error)
+            self._notifier.refuse(self, header.kind, header.request, error)
 
     def leave(self) -> None:
         """Leaves received bytes until reading goes on."""
@@ -309,10 +309,10 @@ class Connection(asyncio.BufferedProtocol):
         self.holding = False
         self._choose_path()
         try:
-            while self._held and not (self.holding or self.refused):
+            while self._held and not (self.holding or self.discarding):
                 self._handle(*self._held.popleft())
         except FrameError as error:
-            self.refuse(error)
+            self.reject(error)
         except Exception as error:
             self.fail(error)
         self._go_on_reading()
@@ -370,16 +370,16 @@ class Connection(asyncio.BufferedProtocol):
         except OSError:  # it is closed here
             return False
 
-    def refuse(self, error: FrameError | NotAuthorised) -> None:
-        """Tells the peer why it is refused, and closes: a stream that was wrong once cannot be trusted."""
-        self.refused = True
+    def reject(self, error: FrameError | NotAuthorised) -> None:
+        """Tells the peer why it is rejected, and closes: a stream that was wrong once cannot be trusted."""
+        self.discarding = True
         if self.slot >= 0:
             self._set(at.C_ROLE, at.ROLE_OTHER)
         self._log_some(log.warning, "refused", reason=error)
         code = "version" if isinstance(error, VersionError) else "malformed"
         code = "identity" if isinstance(error, NotAuthorised) else code
         if not self.transport.is_closing():
-            self.transport.write(json_frame(Kind.ERROR, {"code": code, "message": str(error)}))
+            self.transport.write(self.errors.for_connection(code, str(error)))
             self.transport.close()
 
     def give_up(self) -> None:
@@ -390,6 +390,11 @@ class Connection(asyncio.BufferedProtocol):
     def tell_view(self) -> None:
         """Sends the newest view unless it was sent on this connection before."""
         self._notifier.tell(self)
+
+    @property
+    def errors(self) -> ErrorReplies:
+        """Makes and counts the server's ERROR frames."""
+        return self._notifier.errors
 
     # --- answers ------------------------------------------------------------------------------------------------
 
@@ -459,7 +464,7 @@ class Connection(asyncio.BufferedProtocol):
     def _no_hello(self) -> None:
         self._hello = None
         if not self.known:
-            self.refuse(FrameError(f"no hello within {HELLO_TIMEOUT_S:.0f} s"))
+            self.reject(FrameError(f"no hello within {HELLO_TIMEOUT_S:.0f} s"))
 
     def _stalled(self) -> None:
         self._log_some(log.warning, "cut off", read_nothing_s=STALLED_TIMEOUT_S)

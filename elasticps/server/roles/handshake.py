@@ -70,7 +70,7 @@ class HelloHandler:
             connection.set_rostered(connection.worker in workers)
             if newest.get((connection.app, connection.worker_name), 0) > connection.worker > 0:
                 text = _STARTED_AGAIN.format(connection.worker_name)
-                connection.send(json_frame(Kind.ERROR, {"code": "fenced", "message": text}))
+                connection.send(connection.errors.for_connection("fenced", text))
                 connection.transport.close()
 
     def tick(self) -> None:
@@ -100,7 +100,7 @@ class HelloHandler:
             oldest = next(iter(self._unknown))
             del self._unknown[oldest]
             text = f"more than {most} connections have not said who they are{self._because(most < MAX_UNKNOWN)}"
-            oldest.refuse(FrameError(text))
+            oldest.reject(FrameError(text))
 
     def _because(self, of_files: bool) -> str:
         """The reason for a limit, where it is that of open files."""
@@ -127,7 +127,7 @@ class HelloHandler:
         try:
             self._hear(connection, header, body)
         except NotAuthorised as error:
-            connection.refuse(error)
+            connection.reject(error)
 
     def _hear(self, connection: Connection, header: Header, body: Body) -> None:
         document, me = json_body(body.data), self._me
@@ -172,7 +172,7 @@ class HelloHandler:
             raise NotAuthorised(f"worker {worker} is {known.name!r} of {known.app!r}, not {name!r} of {app!r}")
         before = self._of_worker.get(worker)
         if before is not None and before.arrival > connection.arrival:  # the worker has given this one up
-            connection.refused = True
+            connection.discarding = True
             connection.give_up()
             return
         connection.is_worker(worker, known.name, known.app)

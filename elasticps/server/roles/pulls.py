@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from elasticps.server.core.bounded_delay import BoundedDelay
-from elasticps.server.core.reads import Judge, PullRequest, TableKeys, answer, shown_when
+from elasticps.server.core.reads import AnswerGate, PullRequest, TableKeys, answer, shown_when
 from elasticps.server.core.requests import Asker, Body, RequestError
 from elasticps.server.core.validation import unknown_table
 from elasticps.server.network.connection import Connection, Handler
@@ -50,7 +50,7 @@ class PullHandler:
             if request.pause:
                 self._participation[connection] = None
                 self._delay.pause(connection.worker)
-                self.judge()
+                self.answer_waiting()
             minimum = self._delay.minimum(connection.app)
         connection.send(OkHeader(header.request, self._serving.epoch, minimum).header().pack())
 
@@ -132,16 +132,16 @@ class PullHandler:
     def _answer(self, read: PullRequest, done: int = 0) -> None:
         if (dropped := read.dropped()) is not None:  # while it waited
             refusal = unknown_table(self._serving.me.name, dropped.table.table_id)
-            self._notifier.refuse(read.connection, read.header.request, refusal)
+            self._notifier.refuse(read.connection, Kind.PULL, read.header.request, refusal)
             return
-        answer(read, Judge(read, self._serving, self._replica, self._unshown), done)
+        answer(read, AnswerGate(read, self._serving, self._replica, self._unshown), done)
 
     def changed(self) -> None:
         """An operation was applied or acknowledged: pulls that wait may go on."""
         if self._delay or self._unshown:
-            self.judge()
+            self.answer_waiting()
 
-    def judge(self) -> None:
+    def answer_waiting(self) -> None:
         """Answers pulls that need not wait any longer, and refuses those that waited too long."""
         if self._unshown:
             connections = list(self._unshown)
@@ -151,12 +151,12 @@ class PullHandler:
                     connection.go_on()
                 except Exception as failure:
                     connection.fail(failure)
-        for read, error in self._delay.judge(self._serving.tail_since, self._serving.full_since):
+        for read, error in self._delay.release(self._serving.tail_since, self._serving.full_since):
             try:
                 if error is None:
                     self._answer(read)
                 else:
-                    self._notifier.refuse(read.connection, read.header.request, error)
+                    self._notifier.refuse(read.connection, Kind.PULL, read.header.request, error)
             except Exception as failure:
                 read.connection.fail(failure)
 

@@ -50,7 +50,6 @@ class PushHandler:
     def __init__(self, context: Context, memory: MemoryLimit) -> None:
         self._serving = context.serving
         self._held = context.held
-        self._notifier = context.notifier
         self._executor = executor = context.executor
         self._store, self._replica = executor.store, executor.replica
         self._memory = memory
@@ -112,7 +111,7 @@ class PushHandler:
         ranges: Ranges | None = None,
     ) -> None:  # fmt: skip
         """Logs an operation that belongs to no step of a worker; the request is answered when it is committed."""
-        ticket = RequestTicket(connection, header.request)
+        ticket = RequestTicket(connection, header.kind, header.request)
         push = Push(ticket, -1, header.epoch, 0, 0, True, ranges, payload, nbytes, kind=kind)
         self._executor.perform(self._replica.push, push)
 
@@ -155,8 +154,8 @@ class PushHandler:
             payload = RowBlocks(blocks, ranges, positions)
         # A lower number that has not arrived by now never will: its worker has given it up.
         push = Push(
-            RequestTicket(connection, header.request), connection.worker | ERASER, header.epoch, request.number, 0,
-            True, ranges, payload, len(body) + 64, request.number - 1, kind=request.kind,
+            RequestTicket(connection, header.kind, header.request), connection.worker | ERASER, header.epoch,
+            request.number, 0, True, ranges, payload, len(body) + 64, request.number - 1, kind=request.kind,
         )  # fmt: skip
         self._executor.perform(self._replica.push, push)
         self._executor.note_change()
@@ -195,7 +194,7 @@ class PushHandler:
         if self._held.wait_for_view(connection, header, body):
             return
         request = GetClocksHeader.of(header)
-        ask = Ask(RequestTicket(connection, request.request), request.worker, request.epoch)
+        ask = Ask(RequestTicket(connection, header.kind, request.request), request.worker, request.epoch)
         self._executor.perform(self._replica.ask, ask)
 
     def _push(self, connection: Connection, header: Header, body: Body) -> None:
@@ -225,7 +224,6 @@ class PushHandler:
             rows.refuse_not_finite(self._store.live)
             self._memory.limit(rows, rounds.size(rows.blocks) if request.round else 0, rounds.nbytes)
         refusal, blocks = rows.refusal(request.committed or 0, self._serving.ranges), rows.blocks
-        self._notifier.refused += refusal is not None
         mark = None
         if request.shard is not None and self._executor.shards.owns(connection.app, request.shard.set):
             connection.set_shards(request.shard.set)
@@ -234,8 +232,8 @@ class PushHandler:
         if request.round:
             content = Contribution(connection.app, request.clock, blocks, ranges, positions, mark)
         push = Push(
-            RequestTicket(connection, request.request), connection.worker, request.epoch, request.clock, request.part,
-            request.last, None if named is None else ranges, content, len(body), connection.base,
+            RequestTicket(connection, header.kind, request.request), connection.worker, request.epoch, request.clock,
+            request.part, request.last, None if named is None else ranges, content, len(body), connection.base,
             repeat=request.repeat, first=request.first, refusal=refusal,
         )  # fmt: skip
         self._counts["pushes"] += 1
@@ -264,7 +262,6 @@ class PushHandler:
             return
         push.payload = content.only(rows.blocks)
         if push.kind == OperationKind.PUSH:
-            self._notifier.refused += push.refusal is None
             push.refusal = rows.refusal(0, self._serving.ranges, push.refusal)
 
     def forget(self, connection: Connection) -> None:

@@ -17,7 +17,7 @@ from elasticps.server.roles.context import Context
 from elasticps.server.roles.pulls import PullHandler
 from elasticps.store import Table
 from elasticps.store.reductions import reduction
-from elasticps.wire.frames import Buffer, FrameError, Header, Kind, json_frame
+from elasticps.wire.frames import Buffer, FrameError, Header, Kind
 from elasticps.wire.reducing import ReducedHeader, ReduceHeader, read_function
 
 log = fields.logger(__name__)
@@ -103,7 +103,7 @@ class ReduceHandler:
             done = self._work(connection, job)
         except RequestError as error:
             done = True
-            self._notifier.refuse(connection, job.request.request, error)
+            self._notifier.refuse(connection, Kind.REDUCE, job.request.request, error)
         except Exception as error:
             done = True
             connection.fail(error)
@@ -137,7 +137,7 @@ class ReduceHandler:
             yield []
         if not self._serves(request):
             document = {"code": "stale-view", "message": "the range left this server before it could be shown"}
-            yield [json_frame(Kind.ERROR, document, request=request.request, epoch=self._serving.epoch)]
+            yield [connection.errors.for_request(Kind.REDUCE, request.request, document, self._serving.epoch)]
             return
         floats = 0 if partial.state is None else len(partial.state)
         header = ReducedHeader(request.request, request.epoch, request.range, partial.rows, floats).header().pack()

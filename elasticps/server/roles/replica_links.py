@@ -49,8 +49,8 @@ RETRY_FIRST_S = 0.005
 RETRY_MOST_S = 0.2
 CONNECT_TIMEOUT_S = 1.0
 BEAT_S = 0.25
-MOST_REFUSED = 8  # links to one neighbour in one view that end over a message
-SILENCE_S = 1.5  # a link on which nothing came for so long is dropped: the peer beats too
+MOST_REJECTIONS = 8  # links to one neighbour in one view that end over a message
+SILENT_LINK_S = 1.5  # a link on which nothing came for so long is dropped: the peer beats too
 MOST_BYTES = 320 << 20  # waiting for a view, or on a link: more than a correct peer's log can hold
 MESSAGE_BYTES = 1024  # the least that a waiting message counts
 
@@ -83,7 +83,7 @@ class ReplicaLinks:
         self._missing: dict[Member, float] = {}  # neighbours without a link, since when
         self._early: dict[Member, tuple[float, int]] = {}  # messages wait for a view: since when, bytes
         self._dials: dict[Member, asyncio.Task[None]] = {}  # in progress
-        self._refused: Counter[Member] = Counter()  # links of this view that ended over a message
+        self._rejections: Counter[Member] = Counter()  # links of this view that ended over a message
         self._number = 0  # of the newest link that was dialled
         self._epoch = 0  # of the view that is followed
         self._ticked_s = self._woke_s = loop.time()  # last tick; end of the last time that this process was stopped
@@ -91,12 +91,12 @@ class ReplicaLinks:
         self.handlers: dict[int, Handler] = dict.fromkeys(
             (Kind.FORWARD, Kind.ACK, Kind.RESYNC, Kind.SNAPSHOT_CHUNK, Kind.CHUNK_ACK), self.receive
         )
-        self.handlers[Kind.ERROR] = self._refused_there
+        self.handlers[Kind.ERROR] = self._rejected_there
 
     def adopt(self, view: View) -> None:
         """Follows a view: dials the servers that share ranges with us, and drops links to all others."""
         self._epoch = view.epoch
-        self._refused.clear()
+        self._rejections.clear()
         members, everyone = view.as_chains.members, np.column_stack((view.chains, view.joining))
         me = view.as_chains.index(self._me)
         indices = np.unique(everyone[(everyone == me).any(axis=1)]).tolist()
@@ -158,9 +158,9 @@ class ReplicaLinks:
                 if nbytes > MOST_BYTES:
                     self._end(member, "too much waits for a view that it speaks of")
 
-    def _refused_there(self, connection: Connection, header: Header, body: Body) -> None:
+    def _rejected_there(self, connection: Connection, header: Header, body: Body) -> None:
         """The peer ends the link over a message from here. It counts as if we had ended it: either may be wrong."""
-        connection.refused = True
+        connection.discarding = True
         message = json_body(body.data).get("message")
         log.warning("a peer refuses what was sent to it", peer=connection.member, reason=f"{message!s:.1000}")
         connection.transport.abort()
@@ -170,7 +170,7 @@ class ReplicaLinks:
         link = self._links.get(effect.peer)
         log.error("a peer is wrong", peer=effect.peer, reason=effect.why)
         if link is not None:
-            link.refuse(FrameError(effect.why))
+            link.reject(FrameError(effect.why))
 
     def suspects(self) -> dict[Member, float]:
         """Neighbours that cannot be reached, and for how many seconds."""
@@ -189,7 +189,9 @@ class ReplicaLinks:
     def tick(self) -> None:
         """A few times a second: beats, which also ask for a newer view, and drops links that have gone silent."""
         now = self._loop.time()
-        if now - self._ticked_s > SILENCE_S / 2:  # we were stopped: what peers have sent meanwhile is still to be read
+        if (
+            now - self._ticked_s > SILENT_LINK_S / 2
+        ):  # we were stopped: what peers have sent meanwhile is still to be read
             self._woke_s = now
         self._ticked_s = now
         self.ask_for_view()
@@ -198,7 +200,7 @@ class ReplicaLinks:
             if not self._replica.holds(member):
                 self._early.pop(member, None)
             early_since, _ = self._early.get(member, (now, 0))
-            if now - heard_s > SILENCE_S:
+            if now - heard_s > SILENT_LINK_S:
                 self._end(member, f"silent for {now - heard_s:.1f} s")
                 self._missing[member] = heard_s
             elif now - early_since > HOLD_TIMEOUT_S:
@@ -236,7 +238,7 @@ class ReplicaLinks:
             return
         del self._links[member]
         self._down(member)
-        self._refused[member] += connection.refused
+        self._rejections[member] += connection.discarding
         if member in self._neighbours:
             self._missing[member] = self._loop.time()
             if self._given_up(member):
@@ -248,7 +250,7 @@ class ReplicaLinks:
     def _given_up(self, member: Member) -> bool:
         """Whether links to a peer have ended so often over a message that it counts as unreachable. The next view will
         do without one of the two."""
-        return self._refused[member] >= MOST_REFUSED
+        return self._rejections[member] >= MOST_REJECTIONS
 
     def _up(self, member: Member, connection: Connection) -> None:
         log.info("peer up", peer=member)
