@@ -11,12 +11,16 @@ replicas of a chain hold prefixes of one history, longer towards the head. A vie
 ones, so this survives it. A message is heard only if sender and receiver agree on r's chain (both epochs are >=
 since[r], and a chain does not change between since[r] and now): what a deposed head or a former neighbour says is void.
 
-Ack safety. acked[r] grows at the tail, to seq, or to min(seq, the joiner's) once acknowledgements wait for a joiner;
-elsewhere it is what came up the chain. All before the tail have at least what the tail has. So at that moment every
-full and level replica has applied it. Later full replicas are filled from one that has it, and are level only when they
-have all that was ever acknowledged (see `snapshot_transfer`); or they were full and are kept (see `chain`): until the
-one that is left hears of it acked grows with them in the chain, from then on it waits for them as joiners. When it
-does so no longer they are late: what they lack is kept (see `retained`) until they are level, as any joiner has to be.
+Ack safety. Take the chain [a, b, c]. The tail c acknowledges what it has applied: there acked[r] grows to seq. At b and
+a acked[r] is what came up the chain, so each keeps an operation in its log until c has it. a and b applied it before c
+did. So when acked[r] covers an operation, every full replica has applied it. Three kinds of replicas come later:
+
+- A joiner is filled from a full replica. It becomes full when it has all that was ever acknowledged: once it is level,
+  acked[r] grows at the tail only to min(seq, joined), with what the joiner has (see `snapshot_transfer`).
+- A copy is retained (see `chain`): b is removed from [a, b] as silent, and keeps its copy. Until a adopts that view,
+  acked grew with b in the chain. From then on a waits for b as for a level joiner. So b's copy is complete.
+- A copy is late: a stopped waiting for b. What b lacks from there on is kept (see `retained`). b becomes full when it
+  has caught up and is level, as any joiner.
 
 Nothing acknowledged is lost, and nothing logged is: the log keeps acked < seq, RESYNC gives the successor's seq, which
 is >= acked of everyone before it, so what is missing is in the log of any predecessor, whoever died between.

@@ -139,8 +139,11 @@ HEAD = """# A push and a pull, function by function
 
 Written by `python -m tests.walk` from a trace of real processes; do not edit. Each line is a function that begins, with
 `→` where it stands in another file than its caller. `tests/test_walk.py` fails when a push crosses files more often
-than the contract allows. Servers answer while the worker waits in `Driver.wait`; their side is in the design pages.
+than the contract allows. Servers answer while the worker waits in `LinkDriver.wait`:
+[their half of a push](#the-servers-half-of-a-push) is the last section, written by hand.
 """
+
+BY_HAND = "## The server's half of a push"  # compiled functions leave no trace; this section stays as it is
 
 
 def section(name: str, servers: int, walk: Walk) -> str:
@@ -160,8 +163,8 @@ def main() -> None:
         for name, walk in measure(servers, replicas)
         if servers == 1 or name == "push"
     ]
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text("\n".join([HEAD, *parts]))
+    by_hand = "".join(PAGE.read_text("utf-8").partition(BY_HAND)[1:])
+    PAGE.write_text("\n".join([HEAD, *parts, by_hand]))
     sys.stdout.write("".join(line + "\n" for part in parts for line in part.splitlines() if "crossings" in line))
 
 

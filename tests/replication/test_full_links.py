@@ -62,6 +62,24 @@ def test_while_the_link_to_a_joiner_is_full_its_tail_acknowledges_nothing(lost: 
     assert not c.replicas[head].log.nbytes
 
 
+def test_each_replica_logs_a_push_until_the_tail_has_it_and_not_only_its_successor() -> None:
+    c = Cluster(servers=4, replicas=3, alike=True)
+    a, b, tail = c.view.members_of(0)
+    c.push(a, 1)
+    c.deliver(a, b)  # the link from b to the tail is held up
+    c.deliver(b, a)
+    assert c.replicas[b].seq[0] == 1
+    for member in (a, b):
+        assert c.replicas[member].acked[0] == 0
+        assert len(c.replicas[member].log) > 0
+    assert c.replies() == []
+    c.settle()
+    for member in (a, b, tail):
+        assert c.replicas[member].acked[0] == 1
+        assert len(c.replicas[member].log) == 0
+    assert c.replies() == [(("t", 1), Status.COMMITTED)]
+
+
 def test_a_full_link_without_a_filling_delays_no_push() -> None:
     c = Cluster()
     head, tail = c.view.members_of(0)
