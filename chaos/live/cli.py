@@ -1,6 +1,6 @@
-"""`elasticps chaos run PLAN`, `plans` and `summary`: faults on purpose, and whether the promises hold.
+"""`elasticps chaos run PLAN`, `plans` and `summary`: injects faults on purpose, and checks whether the promises hold.
 
-Found by the command line as an entry point: so what belongs to the command line is imported only when it runs.
+The command line finds this module as an entry point, so modules of the command line are imported only when it runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elasticps.errors import ConfigError
 
 
 class What(enum.StrEnum):
-    """What `elasticps chaos` can do."""
+    """The subcommands of `elasticps chaos`."""
 
     RUN = "run"
     PLANS = "plans"
@@ -79,14 +79,14 @@ def chaos(
 
 
 def ready_plans() -> dict[str, str]:
-    """The plans that come with elasticps: name -> YAML text."""
+    """Returns the plans that come with elasticps: YAML texts by name."""
     folder = resources.files("chaos.live") / "plans"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".yaml")), key=lambda file: file.name)
     return {file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8") for file in files}
 
 
 def find_plan(which: str) -> Plan:
-    """A plan by the name of a ready one, or by its file. PlanError says what is wrong with it."""
+    """Reads a plan, by the name of a ready one or by its file. Raises PlanError, which says what is wrong with it."""
     ready = ready_plans()
     if which in ready:
         return parse(ready[which], which, f"plan {which}")
@@ -139,7 +139,7 @@ def _run(plan: Plan, seed: int, duration: float | None, output: Path | None, com
 
 @contextmanager
 def _errors_only() -> Iterator[None]:
-    """That etcd is away is what was asked for."""
+    """Silences warnings that etcd is away, which is what the run is for."""
     logger = logging.getLogger("coordinator")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -178,7 +178,7 @@ def _tell(report: dict[str, object], folder: Path) -> None:
 
 
 def main() -> None:
-    """`python -m chaos.live.cli chaos run …`: as `elasticps chaos run …`, for a run that moves into namespaces."""
+    """Runs `python -m chaos.live.cli chaos run …`, as `elasticps chaos run …`, for a run that moves into namespaces."""
     from elasticps.cli.output import guarded
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -1,4 +1,4 @@
-"""The etcd of a chaos run: where its members listen, and what can happen to them beyond signals."""
+"""The etcd of a chaos run: where its members listen, and the faults of etcd beyond signals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Member:
 
 
 class Etcd:
-    """Its members. tls: their certificate, None for none; to be set before the first command."""
+    """The members of etcd. tls: their certificate, None for none; to be set before the first command."""
 
     def __init__(self, count: int, network: ProcessNetwork, folder: Path) -> None:
         self.members = [_place(f"e{i}", network) for i in range(count)]
@@ -35,11 +35,11 @@ class Etcd:
 
     @property
     def hosts(self) -> list[str]:
-        """All names under which members are dialled."""
+        """Returns all host names under which members are dialled."""
         return sorted({host for each in self.members for host in (each.host, each.public.rpartition(":")[0])})
 
     def url(self, cluster: str, *, public: bool) -> str:
-        """The cluster's URL; `public` is how the processes of the network reach it."""
+        """Returns the cluster's URL; with `public` the one by which the processes of the network reach etcd."""
         endpoints = (each.public if public else f"{each.host}:{each.client}" for each in self.members)
         return f"etcd://{','.join(endpoints)}/{cluster}"
 
@@ -55,11 +55,11 @@ class Etcd:
         ]
 
     def healthy(self, member: Member) -> bool:
-        """Whether it serves."""
+        """Whether a member serves."""
         return healthy(member.host, member.client, self.tls)
 
     def forget(self) -> None:
-        """The data of all members, none of which runs, are lost."""
+        """Deletes the data of all members, none of which may run."""
         for member in self.members:
             shutil.rmtree(self._data(member.name))
 
@@ -79,7 +79,7 @@ class Etcd:
         return False
 
     def _alarm(self, member: Member, action: str) -> bool:
-        """Whether it answers."""
+        """Changes the alarm at a member; returns whether it answers."""
         body = json.dumps({"action": action, "alarm": "NOSPACE", "memberID": _ALARM_OF})
         return ask(member.host, member.client, self.tls, "/v3/maintenance/alarm", body)[0] == 200
 

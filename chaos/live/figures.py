@@ -1,4 +1,4 @@
-"""What the ledgers of a run tell: how long each fault was felt, the longest stall, how much was done. Pure."""
+"""Figures from the ledgers of a run: how long each fault was felt, the longest stall, how much was done. Pure."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from chaos.live.load import BEGUN, COMMITTED, FAILED, READ, READ_FAILED, STALE
 
 Records = NDArray[np.void]
 
-AFTERMATH_S = 3.0  # a silent leader's office is free after so long
+AFTERMATH_S = 3.0  # after so long another coordinator leads in place of a silent one
 ALONE = ", leader or etcd away"
 
 
 @dataclass(frozen=True)
 class Life:
-    """The records of one life of one worker; times are seconds since the start of the load. ended: when it was over by
-    then, because its worker was started again or asked to end; NaN where nobody knows."""
+    """The records of one life of one worker. Times are seconds since the start of the load. ended: when the life was
+    over at the latest, because its worker was started again or asked to end; NaN if unknown."""
 
     worker: str
     number: int
@@ -39,9 +39,9 @@ class Stall:
 
 
 def recovery(incarnations: Iterable[Life], at: float) -> dict[str, float]:
-    """For each worker that was at work, seconds from `at` until a step was committed that it began at `at` or later.
-    Every step goes to every range, so that is when all ranges served again. A worker whose life ended before it got so
-    far is left out."""
+    """Returns for each worker that was at work the seconds from `at` until the first commit of a step that it began at
+    `at` or later. Every step goes to every range, so all ranges serve again by then. Leaves out workers whose life
+    ended before."""
     found: dict[str, float] = {}
     for life in incarnations:
         begun = life.records[life.records["kind"] == BEGUN]
@@ -55,7 +55,7 @@ def recovery(incarnations: Iterable[Life], at: float) -> dict[str, float]:
 
 
 def progressed(incarnations: Iterable[Life], at: float) -> bool:
-    """Whether anything was committed that had begun after `at`."""
+    """Whether any step was committed that had begun after `at`."""
     return any(
         np.isin(
             life.records["step"][(life.records["kind"] == BEGUN) & (life.records["time"] >= at)],
@@ -66,13 +66,13 @@ def progressed(incarnations: Iterable[Life], at: float) -> bool:
 
 
 def idle(incarnations: Iterable[Life]) -> list[Life]:
-    """Those that have left nothing, not even the beginning of a step."""
+    """Returns the lives without a record, not even of the beginning of a step."""
     return [life for life in incarnations if not life.records.size]
 
 
 def longest_stall(incarnations: Iterable[Life], excused: Mapping[str, Sequence[tuple[float, float]]]) -> Stall:
-    """Over all lives; `excused`: per worker, times in which the worker itself was paused, cut off or not there, which
-    do not count. What comes before a life's first step, such as imports, is no stall; all that it waits for then is."""
+    """Returns the longest stall of all lives. excused: times, by worker, that do not count, because the worker itself
+    was paused, cut off or not there. The time before a life's first step, such as for imports, is no stall."""
     worst = Stall(0.0, "", 0.0)
     for life in incarnations:
         times = _signs(life)
@@ -87,8 +87,8 @@ def longest_stall(incarnations: Iterable[Life], excused: Mapping[str, Sequence[t
 
 
 def _signs(life: Life) -> NDArray[np.float64]:
-    """When a life showed that it goes on: as it began steps, until the first was committed, and with each commit. At
-    last when it ended, if it had not shown that it was done: who is asked to end waits for its commits."""
+    """Returns when a life showed progress: at the beginnings of steps until the first commit, and at each commit. Its
+    end is the last of these times: a worker that is asked to end waits for its commits first."""
     kinds, times = life.records["kind"], life.records["time"]
     first = int(np.argmax(kinds == COMMITTED)) if (kinds == COMMITTED).any() else len(kinds)
     signs = times[(kinds == COMMITTED) | ((kinds == BEGUN) & (np.arange(len(kinds)) < first))]
@@ -96,7 +96,7 @@ def _signs(life: Life) -> NDArray[np.float64]:
 
 
 def _free(start: float, end: float, excused: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The longest part of a time in which nothing is excused: how long it is, and when it begins."""
+    """Returns the longest part of a time that is not excused: its length, and when it begins."""
     parts = []
     for first, last in sorted(excused):
         parts.append((min(first, end) - start, start))
@@ -105,7 +105,7 @@ def _free(start: float, end: float, excused: Sequence[tuple[float, float]]) -> t
 
 
 def counts(incarnations: Iterable[Life]) -> dict[str, int]:
-    """Operations by what became of them."""
+    """Counts operations by their outcome."""
     kinds = {"steps_begun": BEGUN, "steps_committed": COMMITTED, "steps_failed": FAILED, "pulls": READ,
              "pulls_failed": READ_FAILED, "pulls_stale": STALE}  # fmt: skip
     totals = dict.fromkeys(kinds, 0)
@@ -116,7 +116,7 @@ def counts(incarnations: Iterable[Life]) -> dict[str, int]:
 
 
 def throughput(incarnations: Iterable[Life], seconds: float, bucket_s: float) -> NDArray[np.float64]:
-    """Commits per second in each bucket of the run."""
+    """Returns the commits per second in each bucket of the run."""
     edges = np.arange(0.0, seconds + bucket_s, bucket_s)
     total = np.zeros(len(edges) - 1)
     for life in incarnations:
@@ -125,9 +125,9 @@ def throughput(incarnations: Iterable[Life], seconds: float, bucket_s: float) ->
 
 
 def by_kind(reports: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Recovery times in ms from reports of runs, per kind of fault and what it hit: of each fault, those of its slowest
-    worker. Workers that were hit themselves meanwhile are left out, and servers that were hit when nobody could decide
-    on it, because etcd or the leader was away, are a kind of their own."""
+    """Returns recovery times in ms from reports of runs, by kind of fault and of target: for each fault that of the
+    slowest worker. Leaves out workers that were hit themselves meanwhile. Faults of servers while etcd or the leader
+    was away, so that no view could be written, are a kind of their own."""
     found: dict[str, list[float]] = {}
     for report in reports:
         faults = [fault for fault in report["faults"] if fault["began"] >= 0]
@@ -149,11 +149,11 @@ def _hit(fault: Mapping[str, Any], worker: str) -> bool:
 
 
 def _decides(fault: Mapping[str, Any]) -> bool:
-    """Whether it hit somebody without whom no view is written."""
+    """Whether a fault hit a process without which no view is written."""
     return bool(fault["do"] == "etcd-outage" or fault["role"] in ("coordinator", "etcd")) and fault["do"] != "restart"
 
 
 def _goes_on(fault: Mapping[str, Any], first: float, last: float) -> bool:
-    """Whether a fault, or what follows from it, touches this time."""
+    """Whether a fault, or its aftermath, overlaps with this time."""
     ended = fault["ended"] if fault["ended"] >= 0 else fault["began"]
     return bool(fault["began"] <= last and first <= ended + AFTERMATH_S)

@@ -1,5 +1,5 @@
-"""A peer that wishes servers ill: noise, malformed frames, frames that never come to an end, crowds of connections,
-questions without end whose answers nobody reads; with TLS also strangers' certificates and hellos in others' names.
+"""A hostile peer of servers: noise, malformed frames, frames that never end, floods of connections, endless requests
+whose answers nobody reads; with TLS also certificates of strangers, and hellos in the names of others.
 
 What it does is drawn anew at each turn, against one server of the newest view. It is a worker of the cluster itself, so
 it gets past the hello; but it pushes to no table, since whoever may train may also change every row. Whether servers
@@ -50,7 +50,7 @@ _CONTROL = (
 
 
 class Hostile:
-    """One of them, for as long as `run` goes on."""
+    """One hostile peer, for as long as `run` goes on."""
 
     def __init__(self, url: str, name: str, folder: Path) -> None:
         self._ps = eps.connect(url, worker=name, app=name, timeout=TIMEOUT_S)
@@ -73,7 +73,7 @@ class Hostile:
             self._turns += [self._other_authority, self._in_others_names]
 
     async def run(self, seconds: float) -> None:
-        """Several things at once, one after the other."""
+        """Attacks with several tasks at once, each doing one thing after another."""
         end = time.monotonic() + seconds
 
         async def go_on() -> None:
@@ -130,7 +130,7 @@ class Hostile:
         writer.transport.abort()
 
     def _nonsense(self) -> bytes:
-        """A frame that is well formed up to a point."""
+        """Returns a frame that is well formed up to some point."""
         chance, epoch = self._random, self._ps.view.epoch + self._random.choice((0, 0, 0, -1, 1, 1 << 60))
         if (draw := chance.random()) < 0.6:
             fields = {name: self._absurd() for name in chance.sample(_FIELDS, chance.randrange(1, 6))}
@@ -170,7 +170,7 @@ class Hostile:
         return await asyncio.open_connection(host.strip("[]"), int(port), ssl=context)
 
     async def _say(self, stream: Stream, data: bytes) -> None:
-        """Sends it, and waits for a while for the server to end the connection."""
+        """Sends bytes, then waits a while for the server to end the connection."""
         reader, writer = stream
         writer.write(data)
         with suppress(TimeoutError):
@@ -179,7 +179,7 @@ class Hostile:
 
 
 def main(arguments: Sequence[str] = sys.argv) -> None:
-    """Goes on for some seconds."""
+    """Runs a hostile peer for some seconds."""
     with tempfile.TemporaryDirectory(prefix="elasticps-hostile-") as folder:
         hostile = Hostile(arguments[1], arguments[2], Path(folder))
         say_ready()

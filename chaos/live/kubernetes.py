@@ -48,7 +48,7 @@ _COMMANDS = {"server": "server", "coordinator": "coordinator", "etcd": ""}
 
 
 class Api(Protocol):
-    """What is asked of Kubernetes. Pods are as the client gives them."""
+    """The part of the API of Kubernetes that is used. Pods are objects of its client."""
 
     def pods(self, labels: str) -> list[Any]: ...
     def delete_pod(self, name: str, uid: str, grace_s: int | None) -> None: ...
@@ -60,11 +60,11 @@ class Api(Protocol):
 
 
 class _Unanswered(Error):
-    """It may be answered when it is asked again."""
+    """The API gave no answer; a later request may get one."""
 
 
 class NotSignalled(Error):
-    """A process in a pod is as it was."""
+    """A process in a pod was not signalled."""
 
 
 class OfficialApi:
@@ -102,7 +102,7 @@ class OfficialApi:
         return list(self._call(f"list pods of {labels}", call, self._namespace, label_selector=labels).items)
 
     def delete_pod(self, name: str, uid: str, grace_s: int | None) -> None:
-        """That one, and none that has come in its place; nothing if it is gone."""
+        """Deletes the pod with this uid, and none that has come in its place. Does nothing if the pod is gone."""
         options: dict[str, Any] = {"preconditions": {"uid": uid}}
         if grace_s is not None:
             options["gracePeriodSeconds"] = grace_s
@@ -127,9 +127,9 @@ class OfficialApi:
         self._call(f"scale {stateful_set} to {replicas}", call, stateful_set, self._namespace, body)
 
     def _executed(self, name: str, command: list[str], _request_timeout: tuple[float, float]) -> str:
-        """What the command wrote, or why it failed if it wrote nothing. In a thread: nothing that the client takes
-        bounds how long a stream may take to open. What came before a stream that did not end in time is not told, since
-        it would look like all of it."""
+        """Returns what the command wrote, or why it failed if it wrote nothing. Runs in a thread, because no option of
+        the client bounds how long a stream may take to open. Raises TimeoutError for a stream that does not end in
+        time, without its output, which would look complete."""
         reported, failed = list[str](), list[Exception]()
 
         def run() -> None:
@@ -144,9 +144,11 @@ class OfficialApi:
                     why = f"{end.get('status')}: {end.get('message')}" if end.get("status") == "Failure" else ""
                     reported.append(opened.read_all() or why)
                 opened.sock.shutdown()  # the socket, which the client leaves open
-            except self._answers as error:  # raised again where it was asked
+            except self._answers as error:  # raised again in the caller's thread
                 failed.append(error)
-            except Exception as error:  # of the websocket, which the client lets through: the stream broke
+            # Any: the client documents no error for a stream that breaks, and lets those of its websocket library, of
+            # ssl and of a half-read channel through.
+            except Exception as error:
                 failed.append(OSError(f"{type(error).__name__}: {error}"))
 
         thread = threading.Thread(target=run, name=f"exec-{name}", daemon=True)
@@ -161,7 +163,8 @@ class OfficialApi:
     def _call(
         self, what: str, call: Callable[..., Any], *arguments: Any, fine: Container[int] = (), **options: Any
     ) -> Any:
-        """what: in words, for messages; fine: statuses of a refusal that says that all is as it was to be."""
+        """Makes a call, again while the API gives no answer. what: the call in words, for errors; fine: statuses of
+        refusals that mean that nothing was left to do."""
         again = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(_Unanswered),
             stop=tenacity.stop_after_delay(PATIENCE_S),

@@ -49,7 +49,7 @@ RECORD = np.dtype([("kind", "<u4"), ("step", "<u4"), ("time", "<f8")])
 
 @dataclass(frozen=True)
 class Job:
-    """What one life of one worker does, as its process is told."""
+    """What one life of one worker is to do: the arguments of its process."""
 
     url: str
     seed: int
@@ -76,7 +76,7 @@ class Part:
 
 
 def part(job: Job, step: int) -> Part:
-    """What step `step`, from 1, of that life adds. The lower a key the more often it is touched."""
+    """Returns what step `step` (from 1) of a life adds. The lower a key, the more often it is touched."""
     random = np.random.default_rng((job.seed, job.worker, job.life, step))
     keys = np.unique((job.keys * random.random(TOUCHED) ** 2).astype(np.int64))
     rows = random.integers(-3, 4, (len(keys), DIM)).astype(np.float32)
@@ -84,7 +84,7 @@ def part(job: Job, step: int) -> Part:
 
 
 def own_keys(worker: int, life: int, ranges: int, salt: np.uint64) -> NDArray[np.int64]:
-    """A key in each range that only this life of this worker touches: int64 [ranges]."""
+    """Returns a key in each range that only this life of this worker touches: int64 [ranges]."""
     start = OWN_FROM + (worker * 4096 + life) * OWN_SPAN
     chosen = np.full(ranges, -1, np.int64)
     for begin in range(start, start + OWN_SPAN, 16 * ranges):
@@ -97,7 +97,7 @@ def own_keys(worker: int, life: int, ranges: int, salt: np.uint64) -> NDArray[np
 
 
 def ranges_of(keys: NDArray[np.int64], ranges: int, salt: np.uint64) -> NDArray[np.int32]:
-    """The range of each key of the table with that salt."""
+    """Returns the range of each key of the table with that salt."""
     out = np.empty(len(keys), np.int32)
     key_ranges(keys, salt, range_shift(ranges), out)
     return out
@@ -111,17 +111,17 @@ FILTERED: dict[str, dict[str, Any]] = {
     },
     "rounded": {"push": [eps.TopK(0.5), eps.Int8(), eps.KeysOnce()], "pull": [eps.Int8()]},
 }
-"""Tables that get what "counted" gets."""
+"""Tables that get the same pushes as the table "counted", through filters."""
 
 
 def open_filtered(ps: eps.Client) -> tuple[eps.SparseTable, eps.SparseTable]:
-    """The same of tables with filters."""
+    """Opens the tables of `FILTERED`."""
     first, second = (ps.table(name, dim=DIM, optimizer=eps.Accumulate(), **kind) for name, kind in FILTERED.items())
     return first, second
 
 
 def open_tables(ps: eps.Client) -> tuple[eps.SparseTable, eps.DenseTensor]:
-    """The tables of the load."""
+    """Opens the table and the tensor of the load."""
     table = ps.table("counted", dim=DIM, optimizer=eps.Accumulate())
     return table, ps.tensor("summed", init=np.zeros(SHAPE, np.float32), optimizer=eps.Accumulate())
 
@@ -130,7 +130,7 @@ def open_tables(ps: eps.Client) -> tuple[eps.SparseTable, eps.DenseTensor]:
 
 
 def read_ledger(path: Path) -> NDArray[np.void]:
-    """The records of a life so far; one that was being written is left out."""
+    """Reads the records of a life so far, without one that is just being written."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -139,7 +139,8 @@ def read_ledger(path: Path) -> NDArray[np.void]:
 
 
 def newest(path: Path, kind: int) -> int:
-    """The highest step of that kind among the last records of a life, 0 if there is none; reads no more than these."""
+    """Returns the highest step of a kind among the last records of a life, 0 if there is none. Reads no other
+    records."""
     try:
         with path.open("rb") as file:
             size = path.stat().st_size // RECORD.itemsize
@@ -152,13 +153,13 @@ def newest(path: Path, kind: int) -> int:
 
 
 class LedgerFile:
-    """A ledger that is being written."""
+    """Writes the ledger of one life."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def note(self, kind: int, step: int, text: str = "") -> None:
-        """One record; what is to be said about it goes to the log."""
+        """Writes one record; `text`, if any, goes to the log."""
         os.write(self._file, np.array((kind, step, time.time()), RECORD).tobytes())
         if text:
             sys.stderr.write(f"{text}\n")
@@ -167,7 +168,7 @@ class LedgerFile:
 
 @dataclass(frozen=True)
 class Ledger:
-    """How far a life of a worker came: steps begun, and those up to which all are known to be committed."""
+    """How far a life of a worker came: the last step begun, and the step up to which it knew all to be committed."""
 
     job: Job
     begun: int
@@ -175,7 +176,7 @@ class Ledger:
 
     @classmethod
     def of(cls, job: Job) -> Ledger:
-        """As its file tells."""
+        """Reads the ledger's file."""
         records = read_ledger(Path(job.ledger))
         begun = int((records["kind"] == BEGUN).sum())
         committed = records["step"][records["kind"] == COMMITTED]
@@ -190,8 +191,8 @@ class Ledger:
 
 @dataclass(frozen=True)
 class ServerContent:
-    """What the servers hold: own float64 [lives, ranges, DIM], rows float64 [keys, DIM], dense float64 [SHAPE]; and in
-    which range each row of the shared table, and the tensor, lies."""
+    """The values that servers hold: own float64 [lives, ranges, DIM], rows float64 [keys, DIM], dense float64 [SHAPE];
+    and the range of each row of the shared table, and of the tensor."""
 
     own: NDArray[np.float64]
     rows: NDArray[np.float64]
@@ -216,8 +217,8 @@ def read_content(ps: eps.Client, ledgers: Sequence[Ledger], table: eps.SparseTab
 
 
 def check_content(content: ServerContent, ledgers: Sequence[Ledger]) -> list[str]:
-    """What is wrong with the content, a sentence each; empty if it is the exact sum of the acknowledged pushes and, of
-    the unacknowledged ones, of the first few of each life in each range."""
+    """Says what is wrong with the content, a sentence each. Nothing is if it is the exact sum of all acknowledged
+    pushes and, for each life in each range, of the first few unacknowledged ones."""
     wrong = []
     applied = content.own[:, :, 0]
     for ledger, counts, own in zip(ledgers, applied, content.own, strict=True):
@@ -247,7 +248,7 @@ def check_content(content: ServerContent, ledgers: Sequence[Ledger]) -> list[str
 def _expected(
     content: ServerContent, ledgers: Sequence[Ledger], applied: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The shared rows and the tensor after the steps that each range has applied."""
+    """Returns the shared rows and the tensor after the steps that each range has applied."""
     rows, dense = np.zeros_like(content.rows), np.zeros_like(content.dense)
     for ledger, counts in zip(ledgers, applied, strict=True):
         for step in range(1, ledger.begun + 1):
@@ -263,7 +264,7 @@ def _expected(
 
 
 class LoadWorker:
-    """One life: pushes until it is asked to end, and checks now and then that it reads what it wrote."""
+    """One life of a worker: pushes until it is asked to end, and checks now and then that it reads what it wrote."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -279,7 +280,7 @@ class LoadWorker:
         self._ledger = LedgerFile(Path(job.ledger))
 
     def step(self) -> None:
-        """Pushes once; waits for the oldest step where the window is full."""
+        """Pushes one step; waits for the oldest step first if the window is full."""
         self._begun += 1
         now = part(self.job, self._begun)
         self._note(BEGUN, self._begun)
@@ -298,7 +299,7 @@ class LoadWorker:
             self._confirm()
 
     def finish(self) -> None:
-        """Waits for what is outstanding, and leaves the cluster."""
+        """Waits for the outstanding steps, and leaves the cluster."""
         while self._waiting:
             self._confirm()
         self._read(self._ps.pull_async(self._own))
@@ -334,17 +335,18 @@ class LoadWorker:
 
 
 def command_of(job: Job) -> list[str]:
-    """The command that runs a worker."""
+    """Returns the command that runs a worker."""
     return [sys.executable, "-m", "chaos.live.load", json.dumps(asdict(job))]
 
 
 def open_filled(ps: eps.Client) -> eps.SparseTable:
-    """The table that `fill` fills; of the same application, into which `cluster adopt` takes all tables."""
+    """Opens the table that `fill` fills. It belongs to the same application, to which `cluster adopt` gives all
+    tables."""
     return ps.table("heavy", dim=16, optimizer=eps.Accumulate())
 
 
 def _pieces(rows: int) -> list[NDArray[np.int64]]:
-    """The keys of so many rows, as many at once as are pushed or pulled at once."""
+    """Splits the keys of so many rows into batches to push or pull."""
     return np.array_split(np.arange(rows), max(1, rows // 25_000))
 
 
@@ -358,7 +360,7 @@ def fill(url: str, rows: int) -> None:
 
 
 def make_rows(url: str, workers: int, keys: int, ranges: int) -> None:
-    """Makes all rows that the load will touch, as zeros: a server that takes no new rows refuses none of them."""
+    """Makes all rows that the load will touch, as zeros, so that a server without room for new rows refuses none."""
     with eps.connect(url, worker="filler", app=APP, timeout=TIMEOUT_S) as ps:
         table, _ = open_tables(ps)
         filtered, rounded = open_filtered(ps)
@@ -373,7 +375,7 @@ def make_rows(url: str, workers: int, keys: int, ranges: int) -> None:
 
 
 def check_run(url: str, ledgers: Sequence[Ledger], filling: int) -> list[str]:
-    """Holds what the servers have against the ledgers of all workers, and against what `fill` stored."""
+    """Compares the content of the servers with the ledgers of all workers and with the rows that `fill` stored."""
     return _check_tables(url, ledgers) + _check_filled(url, filling)
 
 
@@ -398,7 +400,7 @@ def _check_filled(url: str, filling: int) -> list[str]:
 
 
 def check_filling(rows: NDArray[np.float32], first: int) -> list[str]:
-    """What is wrong with rows that `fill` stored, from key `first` on: nobody has touched them since."""
+    """Says what is wrong with rows that `fill` stored, from key `first` on; nobody has touched them since."""
     if not (where := np.flatnonzero((rows != 1).any(axis=1))).size:
         return []
     return [
@@ -408,7 +410,7 @@ def check_filling(rows: NDArray[np.float32], first: int) -> list[str]:
 
 
 def heat(url: str, keys: int, ranges: int) -> NDArray[np.float64]:
-    """How often the load touches each range, up to a factor: float64 [ranges]."""
+    """Returns how often the load touches each range, up to a factor: float64 [ranges]."""
     with eps.connect(url, worker="measure", app=APP, timeout=TIMEOUT_S) as ps:
         table, _ = open_tables(ps)
         every = np.arange(keys, dtype=np.int64)
@@ -417,7 +419,7 @@ def heat(url: str, keys: int, ranges: int) -> NDArray[np.float64]:
 
 
 def say_ready() -> None:
-    """The line that says so to whoever started this process."""
+    """Prints the line that tells the parent process that this one is ready."""
     sys.stdout.write(json.dumps({"ready": True}) + "\n")
     sys.stdout.flush()
 

@@ -26,7 +26,7 @@ PAUSE_S = 0.02
 
 
 class MemoryFiller:
-    """rows: batches of keys that were pushed at least once, and how often each of their rows was added to."""
+    """A worker that fills servers. It knows which batches of keys it has pushed, and what their rows must hold."""
 
     def __init__(self, url: str, name: str) -> None:
         self.refused = 0
@@ -37,7 +37,7 @@ class MemoryFiller:
         self._table = self._ps.table(name, dim=DIM, optimizer=eps.Accumulate())
 
     def step(self) -> None:
-        """Adds rows, or updates or reads some that are there."""
+        """Adds rows, or updates or reads rows that exist."""
         turn = self._random.random()
         if not self._rows or (not self.refused or turn < 0.2):
             self._add()
@@ -47,7 +47,7 @@ class MemoryFiller:
             self._check(int(self._random.integers(len(self._rows))))
 
     def close(self) -> None:
-        """Looks at everything once more, and leaves the cluster."""
+        """Checks all rows once more, and leaves the cluster."""
         for batch in range(len(self._rows)):
             self._check(batch)
         self._ps.close()
@@ -87,7 +87,7 @@ def _keys(batch: int) -> NDArray[np.int64]:
 
 
 def main(arguments: Sequence[str] = sys.argv) -> None:
-    """Hoards for some seconds."""
+    """Fills servers for some seconds."""
     filler = MemoryFiller(arguments[1], arguments[2])
     say_ready()
     end = time.monotonic() + float(arguments[3])

@@ -1,5 +1,5 @@
-"""Carries a timeline out on a stage: begins each fault when its time has come and the promises allow it, ends it when
-its time is over, and keeps a record of both."""
+"""Carries out a timeline of faults on a stage: begins each when its time has come and the promises allow it, ends it
+when its time is over, and records both."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from chaos.live.targets import Situation, choose, group, whole
 PATIENCE_S = 30.0  # how long a fault waits for a moment in which it may be done
 DRAINS = ("terminate", "restart", "shrink")
 ENDING = ("kill", *DRAINS)
-PEERS = ("hoard", "hostile")  # who have nothing to do with the load, and say when they are ready
+PEERS = ("hoard", "hostile")  # peers of the cluster beside the load, which say when they are ready
 BESIDE = ("hog", *PEERS)
 ALONE_PATIENCE_S = 120.0  # with a fault that nothing else may go on beside
 _ALONE = "alone:"
 
 
 class Stage(Protocol):
-    """What a nemesis needs of the place; by names of processes."""
+    """The place where faults happen, as a nemesis uses it. Processes go by their names."""
 
     @property
     def network(self) -> ProcessNetwork: ...
@@ -68,7 +68,7 @@ class FaultRecord:
     names: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """The record as plain values, for the report in JSON."""
         action = self.action
         return {
             "number": action.number, "do": action.do, "target": self.target, "role": self.role, "planned_at": action.at,
@@ -163,7 +163,7 @@ class Nemesis:
         return [str(fault)]
 
     def _in_the_way(self, fault: FaultRecord, scene: Situation, waiting: Sequence[FaultRecord]) -> str:
-        """Why a fault does not begin where it, or another one, is to be alone; "" if it may."""
+        """Says why a fault must wait because it, or another one, has to be alone; "" if it may begin."""
         if fault.action.do in BESIDE:
             return ""
         at_work = [each for each in self.faults if each.state == "running" and each.action.do not in BESIDE]
@@ -177,7 +177,7 @@ class Nemesis:
         return f"{_ALONE} {missing}" if missing else ""
 
     def _too_few(self, action: Action, scene: Situation) -> str:
-        """A drain ends only where the others can hold all replicas."""
+        """Says why a drain must not begin: it ends only if the other servers can hold all replicas; "" if it may."""
         view = scene.view
         if action.do not in DRAINS or view is None:
             return ""
@@ -265,7 +265,8 @@ class Nemesis:
         return self._over(fault, now)
 
     def _in_vain(self, fault: FaultRecord, idle: Sequence[str], now: float) -> list[str]:
-        """The end of processes beside the cluster of which some have done nothing; where all have, nothing was done."""
+        """Ends a fault of processes beside the cluster, some of which did nothing. If none did anything, the fault was
+        not done."""
         for name in idle:
             self._stage.kill(name)  # nor are they to be started again
         when = f"from {fault.began:.1f} s to {now:.1f} s"
@@ -276,7 +277,7 @@ class Nemesis:
         return [f"skipped {fault}: {fault.note}"]
 
     def _come_back(self, fault: FaultRecord, now: float) -> list[str]:
-        """A process that was killed or asked to end: dead, started again if the plan says so, ready."""
+        """Follows a process that was killed or asked to end until it is dead, and ready again if the plan says so."""
         action, stage, name = fault.action, self._stage, fault.target
         if name in self._left and not stage.running(name):
             return self._over(fault, now)
@@ -295,7 +296,8 @@ class Nemesis:
         return []
 
     def _renew(self, fault: FaultRecord, now: float) -> list[str]:
-        """An etcd that was killed: empty, started, left alone for a while, told to adopt the cluster."""
+        """Follows an etcd that was killed: empties it, starts it, leaves it alone for a while, has it adopt the
+        cluster."""
         stage, names = self._stage, fault.names
         if fault.stage == "ending" and not any(stage.running(name) for name in names):
             stage.forget_etcd()
@@ -321,7 +323,7 @@ class Nemesis:
         return replace(scene, down=scene.down | down)
 
     def _count_out(self, fault: FaultRecord, scene: Situation) -> None:
-        """Nobody counts on this incarnation while the fault goes on, nor later if it has ended."""
+        """Notes which incarnation is not to be counted on while the fault goes on, or ever again if it ends it."""
         if fault.role == "server" and scene.view is not None and (index := scene.view.index(fault.target)) >= 0:
             fault.member = fault.target, scene.view.servers[index].incarnation
             if fault.action.do in ENDING:

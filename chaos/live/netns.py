@@ -32,8 +32,8 @@ _PROXY_HINT = "use the user-space proxy instead: in the plan, cluster: {kind: lo
 
 
 def enter() -> None:
-    """Starts this very command line again inside namespaces of its own, in this process; returns only in there.
-    ConfigError where that is not possible."""
+    """Executes this command line again inside namespaces of its own; returns only in there. Raises ConfigError if that
+    is not possible."""
     if os.environ.get(_INSIDE):
         return
     if why := refused():
@@ -47,7 +47,7 @@ def enter() -> None:
 
 @cache
 def refused() -> str:
-    """Why network namespaces cannot be made here; "" if they can."""
+    """Says why network namespaces cannot be made here; "" if they can."""
     if missing := [tool for tool in ("unshare", "nsenter", "ip", "tc") if shutil.which(tool) is None]:
         return f"{', '.join(missing)} (util-linux, iproute2) {'is' if len(missing) == 1 else 'are'} not on PATH"
     script = (
@@ -64,7 +64,7 @@ def _unshare() -> list[str]:
 
 
 class Namespaces:
-    """The network; to be made after `enter`."""
+    """The network of namespaces; to be made after `enter`."""
 
     def __init__(self) -> None:
         if not os.environ.get(_INSIDE):
@@ -107,7 +107,7 @@ class Namespaces:
         return f"{host}:{port}"
 
     def started(self, name: str, pid: int) -> None:
-        """Nothing to do: it is in its namespace."""
+        """Does nothing: the process is in its namespace already."""
 
     def cut(self, pairs: Sequence[tuple[str, str]]) -> None:
         self._neighbours(pairs, "replace {} lladdr " + _NOBODY + " dev eth0 nud permanent")
@@ -124,14 +124,14 @@ class Namespaces:
                 _run(*tc, "qdisc", "replace", "dev", device, "root", *_discipline(shape))
 
     def close(self) -> None:
-        """Nothing to do: the kernel removes all of it with the last process."""
+        """Does nothing: the kernel removes the namespaces with their last process."""
 
     def _address(self, name: str) -> str:
         number = self._numbers[name]
         return f"{_BLOCK}.{number >> 8}.{number & 255}"
 
     def _neighbours(self, pairs: Sequence[tuple[str, str]], change: str) -> None:
-        """Changes neighbour entries in all namespaces at the same time, or as near to that as can be."""
+        """Changes neighbour entries in all namespaces, as nearly at the same time as possible."""
         running = []
         for sender in sorted({sender for sender, _ in pairs}):
             lines = "".join(f"neigh {change.format(self._address(to))}\n" for who, to in pairs if who == sender)

@@ -1,4 +1,4 @@
-"""How the processes of a chaos run reach each other, and what can be done to that; loopback, where nothing is."""
+"""How the processes of a chaos run reach each other, and how that is disturbed; loopback, which cannot be."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from elasticps.errors import Error
 
 @dataclass(frozen=True)
 class Shape:
-    """What a process's packets suffer: ms later (plus or minus jitter), percent of them lost, at most mbit per second
-    (0: no limit)."""
+    """How a process's packets are disturbed: ms later (plus or minus jitter), percent of them lost, at most mbit per
+    second (0: no limit)."""
 
     ms: float = 0.0
     jitter: float = 0.0
@@ -24,32 +24,32 @@ class ProcessNetwork(Protocol):
     """How processes reach each other, and how that is disturbed."""
 
     def join(self, name: str) -> str:
-        """The address on which a process of this name is to listen. May be called again."""
+        """Returns the address on which the process of this name is to listen. May be called again."""
 
     def command(self, name: str, command: Sequence[str]) -> list[str]:
-        """The command that runs `command` as this process of the network."""
+        """Returns the command that runs `command` as this process of the network."""
 
     def publish(self, name: str, host: str, port: int) -> str:
-        """ "host:port" under which others are to find what listens there; the port is the same."""
+        """Returns the "host:port" under which others reach a port of this process; the port is the same."""
 
     def started(self, name: str, pid: int) -> None:
-        """A process of this name runs now."""
+        """Notes that the process of this name has been started."""
 
     def cut(self, pairs: Sequence[tuple[str, str]]) -> None:
-        """From now on nothing that the first of a pair sends gets to the second."""
+        """Loses everything that the first of each pair sends to the second, until `mend`."""
 
     def mend(self, pairs: Sequence[tuple[str, str]]) -> None:
-        """The end of that."""
+        """Ends the cuts of these pairs."""
 
     def shape(self, name: str, shape: Shape) -> None:
-        """What this process's packets suffer from now on; `Shape()`: nothing."""
+        """Disturbs this process's packets from now on; `Shape()` ends that."""
 
     def close(self) -> None:
-        """Removes what was made."""
+        """Removes the network."""
 
 
 class Loopback:
-    """Everything on 127.0.0.1: a network that nobody disturbs."""
+    """The network of 127.0.0.1, which cannot be disturbed."""
 
     def join(self, name: str) -> str:
         return "127.0.0.1"

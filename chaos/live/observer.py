@@ -1,7 +1,8 @@
-"""A worker that only reads: again and again all that the others have pushed, and holds it against their ledgers.
+"""A worker that only reads: it pulls all that the other workers have pushed, again and again, and compares it with
+their ledgers.
 
-What every range shows of a life's steps is at least what was acknowledged before the pull began, at most what was begun
-when it ended, and never less than what was shown before.
+Of a life's steps every range shows at least those acknowledged before the pull began, at most those begun when it
+ended, and never fewer than before.
 
 Run as `python -m chaos.live.observer URL FOLDER RANGES`; its own ledger, observer.ledger in that folder, tells how its
 pulls ended.
@@ -40,7 +41,7 @@ PAUSE_S = 0.2
 
 
 class Observer:
-    """Looks once at each call of `look`."""
+    """Compares once at each call of `look`."""
 
     def __init__(self, url: str, folder: Path, ranges: int) -> None:
         self._folder = folder
@@ -85,8 +86,8 @@ class Observer:
 
 
 def judge(rows: NDArray[np.float32], before: NDArray[np.float32], low: int, high: int) -> str:
-    """What is wrong with a life's rows, float32 [ranges, DIM]; "" if nothing. before: float32 [ranges], the steps that
-    were shown last; low: those acknowledged before the pull, high: those begun after it."""
+    """Says what is wrong with a life's rows, float32 [ranges, DIM]; "" if nothing is. before: the steps shown last,
+    float32 [ranges]; low: the steps acknowledged before the pull; high: the steps begun after it."""
     counts = rows[:, 0]
     for bad, what in (
         ((rows != rows[:, :1]).any(axis=1), "half a push"),
@@ -102,12 +103,12 @@ def judge(rows: NDArray[np.float32], before: NDArray[np.float32], low: int, high
 
 
 def ledger_of(folder: Path) -> Path:
-    """Where it notes how its pulls ended."""
+    """Returns the path of the observer's ledger, of how its pulls ended."""
     return folder / f"{NAME}.ledger"
 
 
 def main(arguments: Sequence[str] = sys.argv) -> None:
-    """Looks until SIGTERM."""
+    """Runs an observer until SIGTERM."""
     ended: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: ended.append(number))

@@ -1,8 +1,8 @@
 """Chaos plans as data: which cluster, which load, which faults when. Pure.
 
-A plan is a YAML file (`load`), checked against the tables below; a message names the file, the path in it, and what is
+A plan is a YAML file (`parse`), checked against the tables below; an error names the file, the path in it, and what is
 allowed there. `expand` makes a timeline of it: the same plan, seed and duration give the same faults at the same times.
-Whom a fault hits is decided when its time has come (`chaos.live.targets`), by a number that is drawn here.
+The process that a fault hits is chosen when its time has come (`chaos.live.targets`), by a number that is drawn here.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ Span = tuple[float, float]  # a number drawn evenly from low to high; both are e
 
 
 class PlanError(ConfigError):
-    """A plan cannot be used: where in it, and what is allowed there."""
+    """A plan cannot be used; the text says where, and what is allowed there."""
 
 
 @dataclass(frozen=True)
 class Verb:
     """A fault that plans may name.
 
-    roles   whom it may hit; the first is the role that the target `random` means
+    roles   of processes that it may hit; the first is the role that the target `random` means
     needs   fields that must be given; `takes`: that may be. Each is a number or [low, high]
     hurts   it can take a server's copies away: done only while every range has another full replica
     network it needs a network of our own (namespaces, or the proxy)
     pods    it can be done to pods as well
-    alone   it begins when all ranges are whole, no other fault goes on that hits a process, and none begins meanwhile
+    alone   it begins when all ranges are whole and no fault of a process goes on; no other fault begins meanwhile
     """
 
     about: str
@@ -90,9 +90,9 @@ WORD_ROLES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """What the faults happen to. proxy: servers and etcd are reached through a proxy that can cut and delay; memory:
-    what each server may use, "" for any; `url`, `namespace`, `server_labels` and the like are for Kubernetes, where the
-    cluster is there already."""
+    """The cluster of a run. proxy: servers and etcd are reached through a proxy that can cut and delay; memory: of each
+    server at most, "" for any. url, namespace, server_labels and the like are for Kubernetes, where the cluster exists
+    before the run."""
 
     kind: str = "local"
     servers: int = 4
@@ -113,7 +113,7 @@ class ClusterPlan:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What goes on meanwhile: workers that push whole numbers (the audit load), or copies of a training command.
+    """The load of a run: workers that push whole numbers (the audit load), or copies of a training command.
 
     keys     rows that all workers share; `filling`: rows more, so that filling a replica takes a moment
     window   steps that a worker leaves unacknowledged; `pause_ms`: between two steps of one worker
@@ -130,8 +130,8 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """One entry of `faults`: what, to whom, and when: `at` a time, `every` so many seconds on average, or `times`
-    evenly drawn moments; the latter two from `start` until `until` (None: until the calm at the end)."""
+    """One entry of `faults`: the fault, its target, and when it is done: `at` a time, `every` so many seconds on
+    average, or `times` times, evenly drawn; the latter two from `start` until `until` (None: the calm at the end)."""
 
     do: str
     target: str = ""
@@ -147,8 +147,8 @@ class FaultPlan:
 
 @dataclass(frozen=True)
 class Promises:
-    """What is asked of the run beyond exactness: seconds within which all ranges are whole again at the end, and the
-    longest time that a worker may go without a commit (None: only reported)."""
+    """The promises of a run beyond exact content. settle_s: within so many seconds all ranges are whole at the end;
+    stall_s: the longest time that a worker may go without a commit (None: it is only reported)."""
 
     settle_s: float = 60.0
     stall_s: float | None = None
@@ -182,7 +182,7 @@ class Action:
     way: str = "both"
 
     def value(self, name: str, otherwise: float = 0.0) -> float:
-        """A field's value, or `otherwise` where the plan does not give it."""
+        """Returns a field's value, or `otherwise` if the plan does not give it."""
         return self.values.get(name, otherwise)
 
 
@@ -190,8 +190,8 @@ class Action:
 
 
 def expand(plan: Plan, seed: int, duration: float | None = None) -> tuple[Action, ...]:
-    """The timeline of a plan under a seed, in order of time. A shorter duration leaves out what would begin later; what
-    begins earlier is the same as without it, except for entries that say `times`."""
+    """Returns the timeline of a plan under a seed, in order of time. A shorter duration leaves out the faults that
+    would begin later; the others stay the same, except those of entries that say `times`."""
     length = plan.duration if duration is None else duration
     last = max(0.0, length - plan.calm)
     drawn: list[tuple[float, int, FaultPlan, float, dict[str, float]]] = []
@@ -232,7 +232,7 @@ def _draw(span: Span, chance: random.Random) -> float:
 
 
 def parse(text: str, name: str, source: str) -> Plan:
-    """Reads a plan from YAML text; `source` is what messages call the file. PlanError where it is not usable."""
+    """Reads a plan from YAML text. Raises PlanError if it cannot be used; `source` names the file in errors."""
     try:
         import yaml
     except ImportError:
@@ -256,7 +256,7 @@ class _Place:
         return PlanError(f"{self.source}: {self.path or 'the plan'}: {text}")
 
     def fields(self, known: Iterable[str]) -> dict[str, _Place]:
-        """The parts of a mapping; unknown ones are refused."""
+        """Returns the fields of a mapping. Raises PlanError for unknown ones."""
         known = list(known)
         if not isinstance(self.value, dict):
             raise self.error(f"must be a mapping with some of {', '.join(known)}, not {self.value!r}")
@@ -277,7 +277,7 @@ class _Place:
         return self.value
 
     def size(self) -> str:
-        """A size of memory, as the command line takes it."""
+        """Returns a size of memory, as the command line takes it."""
         try:
             parse_size(text := self.text())
         except ConfigError as error:
@@ -301,7 +301,7 @@ class _Place:
         return float(self.value)
 
     def span(self, low: float, high: float) -> Span:
-        """A number, or [low, high] to draw from."""
+        """Returns a number, or [low, high] to draw from."""
         if not isinstance(self.value, list):
             number = self.number(low, high)
             return number, number

@@ -38,7 +38,7 @@ LOOK_EVERY_S = 0.02  # for processes that have come back
 
 
 class Proxy:
-    """The network as `chaos.live.stage` wants it, by a proxy process."""
+    """A `ProcessNetwork` by a proxy process."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "chaos.live.proxy"]
@@ -92,7 +92,7 @@ class Proxy:
 
 
 class Fabric:
-    """What the network does now: who is cut off from whom, and how slow each is."""
+    """The disturbances that the proxy makes now: which processes are cut off from which, and how slow each is."""
 
     def __init__(self, chance: random.Random) -> None:
         self.cuts: set[tuple[str, str]] = set()
@@ -101,7 +101,7 @@ class Fabric:
         self._chance = chance
 
     def order(self, cut: Any = (), mend: Any = (), shape: Any = None) -> None:
-        """Carries out what the other side has asked for."""
+        """Carries out an order of the other side."""
         self.cuts |= {(a, b) for a, b in cut}
         self.cuts -= {(a, b) for a, b in mend}
         if shape is not None:
@@ -110,12 +110,12 @@ class Fabric:
         self.changed = asyncio.Event()
 
     async def passable(self, sender: str, receiver: str) -> None:
-        """Returns when nothing is cut between them."""
+        """Waits until the sender is not cut off from the receiver."""
         while (sender, receiver) in self.cuts:
             await self.changed.wait()
 
     def due(self, now: float, last: float, size: int, sender: str, receiver: str) -> float:
-        """When bytes handed over now arrive, those before them arriving at `last`."""
+        """Returns when bytes that are sent now arrive, if those before them arrive at `last`."""
         at = now
         for name in (sender, receiver):
             shape = self.shapes.get(name)
@@ -145,7 +145,8 @@ class _Direction:
         self._room = asyncio.Event()
 
     async def run(self) -> bool:
-        """Until the source has ended and all of it has arrived; True if it ended in order, not by a reset."""
+        """Forwards until the source has ended and all bytes have arrived. Returns whether it ended in order, not by a
+        reset."""
         reading = asyncio.create_task(self._read())
         try:
             return await self._write()
@@ -190,7 +191,7 @@ class _Direction:
 
 
 class _Node:
-    """A process that is reached through here: a port that is open as long as the process's own is."""
+    """A process that is reached through the proxy, by a port that is open as long as the process's own port is."""
 
     def __init__(self, fabric: Fabric, pids: dict[int, str], name: str, public: str, host: str, port: int) -> None:
         self._fabric, self._pids = fabric, pids
@@ -199,7 +200,7 @@ class _Node:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Opens the port whenever the process is there."""
+        """Opens the port whenever the process listens."""
         while True:
             if self._listener is None and await self._alive():
                 self._listener = await asyncio.start_server(self._accept, self._public, self._port, limit=CHUNK)
@@ -214,8 +215,8 @@ class _Node:
         return True
 
     async def _look(self) -> None:
-        """After a connection was lost: closes the port before anybody learns of the loss, if the process is dead. A
-        dying process loses its connections a moment before its port, so one that seems alive is looked at again."""
+        """Closes the port of a process that is dead, before anybody learns that a connection was lost. A dying process
+        loses its connections a moment before its port, so a process that seems alive is checked twice."""
         for pause in (0.0, DYING_S):
             await asyncio.sleep(pause)
             if not await self._alive():
@@ -251,7 +252,7 @@ class _Node:
 
 
 def owner_of(port: int, to: int, pids: dict[int, str]) -> str:
-    """Which of these processes has the loopback connection from `port` to `to`; "" if none."""
+    """Returns which of these processes has the loopback connection from `port` to `to`; "" if none has."""
     for line in Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]:
         fields = line.split()
         if fields[1].endswith(f":{port:04X}") and fields[2].endswith(f":{to:04X}"):
@@ -270,7 +271,7 @@ def _holds(pid: int, expected: str) -> bool:
 
 
 async def serve(reader: asyncio.StreamReader, fabric: Fabric) -> None:
-    """Carries out orders until there are no more."""
+    """Carries out orders until standard input ends."""
     pids: dict[int, str] = {}
     tasks = []
     while line := await reader.readline():

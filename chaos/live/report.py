@@ -1,4 +1,4 @@
-"""What is kept of a chaos run: report.json for programs, timeline.png, and index.html, one page that needs no other."""
+"""The report of a chaos run: report.json for programs, timeline.png, and index.html, which needs no other file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COLOURS = {"server": "#c0392b", "coordinator": "#8e44ad", "worker": "#2471a3", 
 
 
 def as_dict(outcome: Outcome) -> dict[str, Any]:
-    """The whole run as plain values."""
+    """Returns the whole run as plain values."""
     report = outcome.audit
     return {
         "plan": outcome.plan.name,
@@ -54,7 +54,7 @@ def as_dict(outcome: Outcome) -> dict[str, Any]:
 
 
 def verdict(report: Mapping[str, Any]) -> str:
-    """How a run ended, in a few words; also of a report that earlier versions wrote."""
+    """Says in a few words how a run ended; also reads reports of earlier versions."""
     if report["broken"]:
         return f"{len(report['broken'])} promises were broken"
     if report.get("tried", True):
@@ -64,7 +64,8 @@ def verdict(report: Mapping[str, Any]) -> str:
 
 
 def write(outcome: Outcome, folder: Path) -> dict[str, Any]:
-    """Writes the three files into `folder`; the report as plain values. Without matplotlib there is no picture."""
+    """Writes the three files into `folder`, and returns the report as plain values. Without matplotlib there is no
+    picture."""
     folder.mkdir(parents=True, exist_ok=True)
     found = as_dict(outcome)
     (folder / "report.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -80,7 +81,7 @@ def _throughput(outcome: Outcome) -> Any:
 
 
 def _picture(outcome: Outcome, ended: str) -> bytes:
-    """The timeline as PNG, b"" where matplotlib is missing."""
+    """Draws the timeline as PNG; returns b"" if matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -109,7 +110,7 @@ def _picture(outcome: Outcome, ended: str) -> bytes:
 
 
 def _bars(axes: Any, outcome: Outcome) -> None:
-    """Each fault as a bar from its beginning to its end."""
+    """Draws each fault as a bar from its beginning to its end."""
     done = [fault for fault in outcome.faults if fault.began >= 0]
     for row, fault in enumerate(done):
         length = max(0.1, fault.ended - fault.began)
@@ -125,7 +126,7 @@ def _bars(axes: Any, outcome: Outcome) -> None:
 
 
 def page(report: Mapping[str, Any], picture: bytes) -> str:
-    """The report as one HTML page."""
+    """Returns the report as one HTML page."""
     parts = [
         f"<h1>{_text(report['plan'])}, seed {report['seed']}: "
         f"<span class={'good' if report['kept'] else 'bad'}>{verdict(report)}</span></h1>",
@@ -187,7 +188,7 @@ def _fault_row(fault: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def recovery_rows(kinds: Mapping[str, list[float]]) -> list[tuple[str, ...]]:
-    """Per kind of fault: how many, and p50, p99 and the most of the recovery times, in ms."""
+    """Returns a row for each kind of fault: how many there were, and p50, p99 and maximum of the recovery in ms."""
     return [
         (kind, str(len(times)), *(f"{np.percentile(times, q):.0f}" for q in (50, 99, 100)))
         for kind, times in kinds.items()
@@ -216,7 +217,7 @@ _STYLE = (
 
 
 def summary(folders: Iterable[Path]) -> str:
-    """A Markdown table over the reports in these folders, and in folders in them: recovery per kind of fault."""
+    """Returns a Markdown table of recovery by kind of fault, over all reports in these folders and below."""
     files = sorted({file for folder in folders for file in folder.rglob("report.json")})
     if not files:
         raise ConfigError("there is no report.json in these folders; a run writes one into its --out")

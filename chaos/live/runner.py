@@ -1,4 +1,4 @@
-"""One chaos run: a cluster under load, faults by a plan, and afterwards whether every promise was kept."""
+"""Runs chaos against real processes: a cluster under load, faults by a plan, then a check of every promise."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ T = TypeVar("T")
 
 @dataclass
 class Outcome:
-    """Everything about a run that has ended. broken: promises that were not kept, a sentence each; empty is success.
-    notes: what is worth knowing, and no broken promise."""
+    """The result of a run. broken: the promises that were not kept, a sentence each; notes: other things worth
+    knowing."""
 
     plan: Plan
     seed: int
@@ -62,35 +62,35 @@ class Outcome:
 
     @property
     def tried(self) -> bool:
-        """Whether any of the faults was done, where the plan names some: without, promises are kept easily."""
+        """Whether any fault was done, if the plan names some: without faults, promises are kept easily."""
         return not self.plan.faults or any(fault.began >= 0 for fault in self.faults)
 
     @property
     def passed(self) -> bool:
-        """Whether every promise was, though something was tried."""
+        """Whether every promise was kept, and some fault was done."""
         return self.tried and not self.broken
 
     def recovery_ms(self, fault: FaultRecord) -> dict[str, float]:
-        """Per worker, from the fault to the next step that went through."""
+        """Returns for each worker the milliseconds from the fault to the next step that was committed."""
         if fault.began < 0:
             return {}
         return {name: round(s * 1e3, 1) for name, s in figures.recovery(self.incarnations, fault.began).items()}
 
 
 class Load:
-    """The workers of a run, and the files that tell what each life of them did."""
+    """The workers of a run, and the ledgers of their lives."""
 
     def __init__(self, plan: Plan, seed: int, stage: Processes) -> None:
         self.jobs: list[load.Job] = []
-        self._started: list[float] = []  # when each of them was, and
-        self._stop_requested: dict[str, float] = {}  # when those who ran at the end were asked to end: time.time()
+        self._started: list[float] = []  # when each job was started, time.time()
+        self._stop_requested: dict[str, float] = {}  # when each worker that ran at the end was asked to end, likewise
         self._plan = plan
         self._seed = seed
         self._stage = stage
         self.names = [f"w{i}" for i in range(plan.load.workers)]
 
     def start(self) -> None:
-        """Starts all workers; returns when each is ready."""
+        """Starts all workers, and waits until each is ready."""
         for number, name in enumerate(self.names):
             says_ready = not self._plan.load.command
             self._stage.add_worker(name, partial(self._command, number), says_ready=says_ready)
@@ -116,7 +116,7 @@ class Load:
         return load.command_of(job)
 
     def finish(self) -> list[str]:
-        """Asks the workers to end when all is acknowledged, and waits; what went wrong with that."""
+        """Asks the workers to end when all their steps are acknowledged, and waits. Returns what went wrong."""
         running = [name for name in self.names if self._stage.running(name)]
         for name in running:
             self._stop_requested[name] = time.time()
@@ -132,7 +132,7 @@ class Load:
         return wrong
 
     def incarnations(self, began: float) -> list[figures.Life]:
-        """What the files tell, in seconds since the load began."""
+        """Reads the ledgers of all lives; times are seconds since the load began."""
         found = [
             figures.Life(job.name, job.life, _records(Path(job.ledger), began), self._ended(number) - began)
             for number, job in enumerate(self.jobs)
@@ -140,14 +140,14 @@ class Load:
         return [*found, figures.Life(observer.NAME, 1, _records(observer.ledger_of(self._stage.folder), began))]
 
     def _ended(self, number: int) -> float:
-        """When that life, of all, was over at the latest; NaN where nobody knows."""
+        """Returns when the life with this index was over at the latest; NaN if unknown."""
         worker = self.jobs[number].worker
         later = (at for at, job in zip(self._started, self.jobs, strict=True) if job.worker == worker)
         after = next(itertools.islice(later, self.jobs[number].life, None), None)
         return self._stop_requested.get(self.jobs[number].name, math.nan) if after is None else after
 
     def committed(self) -> int:
-        """Steps so far."""
+        """Returns how many steps have been committed so far."""
         return sum(load.newest(Path(job.ledger), load.COMMITTED) for job in self.jobs)
 
 
@@ -161,7 +161,7 @@ Show = Callable[["Run"], None]
 
 
 class Run:
-    """A run under way. show: called about ten times a second for whoever shows it."""
+    """A run under way. progress: called with each phase, in words; show: called about ten times a second."""
 
     def __init__(
         self, plan: Plan, seed: int, *, duration: float | None = None, command: str = "",
@@ -180,7 +180,7 @@ class Run:
         self._progress = progress
         self._show = show
         self._shown = self._weighed = 0.0
-        self._over_limit: set[str] = set()  # those who used too much
+        self._over_limit: set[str] = set()  # servers that have used too much memory
         self._heat: NDArray[np.float64] = np.empty(0)
 
     @property
@@ -189,8 +189,8 @@ class Run:
         return time.time() - self.began
 
     def carry_out(self, logs_to: Path | None = None) -> Outcome:
-        """Everything from the first process to the last check. Processes are gone and temporary files removed when
-        this returns or raises."""
+        """Runs everything from the first process to the last check. When this returns or raises, all processes have
+        ended and temporary files are removed."""
         self._progress("making the network")
         stage = open_stage(self._plan, self.actions, self._progress)
         try:
@@ -198,7 +198,7 @@ class Run:
             self._with_cluster(stage)
         except BaseException:
             for left in stage.close(logs_to):
-                self._progress(left)  # there will be no report that could tell it
+                self._progress(left)  # there will be no report to say it
             raise
         self.outcome.broken += stage.close(logs_to)
         return self.outcome
@@ -225,7 +225,7 @@ class Run:
             self.watch.close()
 
     def _torment(self, stage: Any) -> None:
-        """The faults, under load."""
+        """Does the faults, under load."""
         assert self.watch is not None
         self.began = time.time()
         self.watch.seen[:] = [replace(seen, at=0.0) for seen in self.watch.seen[-1:]]
@@ -238,15 +238,15 @@ class Run:
         self._tell(self.nemesis.stop(self.now))
 
     def _unfinished(self) -> bool:
-        """Faults that were due before the end are begun, and what has begun is not cut short."""
+        """Whether faults that were due before the end still wait or go on: none is cut short."""
         return self.nemesis is not None and self.nemesis.busy
 
     def _judge(self, stage: Any) -> None:
-        """The end: everything is to become whole, workers get their last answers, then all is checked."""
+        """Waits until all ranges are whole and workers have their last answers, then checks everything."""
         assert self.nemesis is not None
         assert self.load is not None
         outcome, started = self.outcome, time.monotonic()
-        patience_s = max(START_S, self._plan.promises.settle_s)  # who drains copies all that it has, and starts again
+        patience_s = max(START_S, self._plan.promises.settle_s)  # a server that drains copies all that it has first
         while self.nemesis.busy and time.monotonic() - started < patience_s:
             self._tell(self.nemesis.step(self.now))
             self._look_after(stage)
@@ -268,7 +268,7 @@ class Run:
         self._check_ledgers()
         self._progress("comparing every value with the pushes, and every replica with the others")
         self._check_content(stage)
-        self._note_deaths(stage.ended())  # nobody has looked since all was whole
+        self._note_deaths(stage.ended())  # the last look was when all was whole
 
     # ------------------------------------------------------------------------------------------------------ the checks
 
@@ -315,7 +315,7 @@ class Run:
     # -------------------------------------------------------------------------------------------------------- plumbing
 
     def _settle(self, stage: Any, seconds: float) -> tuple[float, str]:
-        """Waits until all ranges are whole; how long that took, and what is missing if it was too long."""
+        """Waits until all ranges are whole. Returns how long that took, and what is missing if it took too long."""
         assert self.watch is not None
         watch = self.watch
 
@@ -325,7 +325,7 @@ class Run:
         return self._wait(stage, seconds, missing)
 
     def _wait(self, stage: Any, seconds: float, missing: Callable[[], T]) -> tuple[float, T]:
-        """Waits until nothing is missing; how long that took, and what is missing if it was too long."""
+        """Waits until nothing is missing. Returns how long that took, and what is missing if it took too long."""
         began = time.monotonic()
         while (what := missing()) and time.monotonic() - began < seconds:
             self._look_after(stage)
@@ -356,7 +356,7 @@ class Run:
             self._tell([f"{'' if why else 'BROKEN: '}{line}"])
 
     def _weigh(self, stage: Any) -> None:
-        """Nobody may use more than the plan's limit; that is looked at a few times a second, once a name is told."""
+        """Checks a few times a second that no server uses more memory than the plan allows; names each server once."""
         limit, now = self._plan.cluster.memory, time.monotonic()
         if not limit or now - self._weighed < LOOK_S:
             return
@@ -374,7 +374,7 @@ class Run:
 
 
 def open_stage(plan: Plan, actions: tuple[Action, ...], progress: Callable[[str], None]) -> Any:
-    """The place that a plan names; PlanError where it cannot be had here."""
+    """Makes the stage that a plan names. Raises PlanError if this machine cannot provide it."""
     if plan.cluster.kind == "kubernetes":
         from chaos.live.kubernetes import KubernetesStage
 
@@ -393,7 +393,7 @@ def open_stage(plan: Plan, actions: tuple[Action, ...], progress: Callable[[str]
 
 
 def changed(plan: Plan, *, proxy: bool = False, tls: bool = False, replicas: int | None = None) -> Plan:
-    """The same plan with the user-space proxy as its network, with TLS, with another number of replicas."""
+    """Returns the plan with the user-space proxy as its network, with TLS, or with another number of replicas."""
     cluster = plan.cluster
     if cluster.kind == "kubernetes" and (proxy or tls or replicas):
         raise PlanError(f"plan {plan.name}: its cluster is there already, so nothing about it can be changed")

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on."""
+"""The progress of a run, as a person sees it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REFRESH_S = 0.5
 
 @contextmanager
 def screen(console: Console) -> Iterator[Show]:
-    """Gives what is to be called with the run as it is: a live table on a terminal, a line per fault elsewhere."""
+    """Yields a function that shows a run: as a live table on a terminal, elsewhere with a line for each fault."""
     if not console.is_terminal:
         yield _Lines(console)
         return

@@ -1,5 +1,5 @@
-"""Where chaos happens on one machine: etcd members, coordinators, servers and workers as processes, each started,
-signalled and started again by name, over a network that may be disturbed.
+"""A cluster for chaos runs on one machine: etcd members, coordinators, servers and workers as processes, which are
+started, signalled and started again by name, over a network that may be disturbed.
 
 Unlike `elasticps.local.LocalCluster` nothing here waits: starting and ending are asked for, and looked at later, so
 that one loop carries out faults which overlap. Everything ends with this process, however that ends (`supervisor`).
@@ -43,7 +43,7 @@ RETRY_S = 1.0  # before a process that ended before it was ready is started agai
 
 @dataclass
 class _Job:
-    """How a process is started, and whether it should be running. since: of the newest start, time.monotonic()."""
+    """How a process is started, and whether it should run. since: when it was last started, time.monotonic()."""
 
     name: str
     role: str
@@ -58,8 +58,10 @@ class _Job:
 
 
 class Processes:
-    """Processes by name: started, signalled, started again, and all ended at the end. url: the cluster's, for workers;
-    for this process, which is no part of a network that is disturbed, own_url as an operator, reader_url as a worker.
+    """Starts, signals and ends processes by name.
+
+    url                  of the cluster, for workers
+    own_url, reader_url  for this process, as an operator and as a worker: its network is not disturbed
     """
 
     def __init__(self, network: ProcessNetwork) -> None:
@@ -70,8 +72,8 @@ class Processes:
         self._supervisor = Supervisor(self.folder, "")
 
     def close(self, logs_to: Path | None = None) -> list[str]:
-        """Ends everything and removes the folder; logs go to `logs_to` first. Returns what is there nevertheless, and
-        what could not be kept."""
+        """Ends all processes and removes the folder, whose logs go to `logs_to` first. Returns, in words, what is left
+        nevertheless, and what could not be kept."""
         processes = [job.process for job in self._jobs.values() if job.process is not None]
         cluster = ("coordinator", "server", "etcd")
         for roles in ({p.role for p in processes} - {*cluster}, *({role} for role in cluster)):
@@ -84,7 +86,7 @@ class Processes:
         return left + ([f"the folder {self.folder} was left"] if self.folder.exists() else [])
 
     def _keep_logs(self, folder: Path) -> list[str]:
-        """Copies them; says what went wrong, for there is more to end."""
+        """Copies the logs. Returns what went wrong instead of raising it: there is more to end."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for log in self.folder.glob("*.log"):
@@ -94,7 +96,7 @@ class Processes:
         return []
 
     def wait_ready(self, names: Sequence[str]) -> None:
-        """Returns when all of these are ready; Error with the end of the log of one that is not."""
+        """Waits until all of these processes are ready. Raises Error with the end of the log of one that is not."""
         deadline = time.monotonic() + START_TIMEOUT_S
         for name in names:
             job = self._jobs[name]
@@ -102,7 +104,7 @@ class Processes:
             job.process.wait_until(partial(self.ready, name), deadline)
 
     def names(self, role: str, *, paused: bool = True) -> list[str]:
-        """Processes of a role that run; without those that are paused if `paused` is False."""
+        """Returns the processes of a role that run; with paused=False, without those that are paused."""
         found = (job for job in self._jobs.values() if job.role == role and _runs(job))
         return [job.name for job in found if paused or not job.paused]
 
@@ -110,24 +112,24 @@ class Processes:
         return _runs(self._jobs[name])
 
     def ready(self, name: str) -> bool:
-        """Whether it has said that it serves, since it was last started."""
+        """Whether a process has said that it is ready, since it was last started."""
         job = self._jobs[name]
         if job.process is None or not job.process.running:
             return False
         return job.healthy() if job.healthy is not None else bool(job.process.newest_ready())
 
     def worked(self, name: str) -> bool:
-        """Whether it has ever said that it was ready."""
+        """Whether a process of this name has ever said that it was ready."""
         job = self._jobs[name]
         return job.worked or (job.process is not None and bool(job.process.newest_ready()))
 
     def code(self, name: str) -> int | None:
-        """The exit code of a process that has ended."""
+        """Returns the exit code of a process; None if it runs, or never ran."""
         process = self._jobs[name].process
         return None if process is None else process.popen.poll()
 
     def poll(self) -> list[tuple[str, str]]:
-        """As `ended`; what is to run is started again."""
+        """Returns what `ended` returns, and starts those of these processes again that should run."""
         gone = [job for job in self._jobs.values() if job.process is not None and not _runs(job)]
         ended, now = self.ended(), time.monotonic()  # who has ended since then may be done: that is seen next time
         for job in gone:
@@ -136,8 +138,8 @@ class Processes:
         return ended
 
     def ended(self) -> list[tuple[str, str]]:
-        """What has ended though nobody asked it to, since this was asked last, and in which words. Of one that was
-        never ready, because etcd was away for instance, there is not a word."""
+        """Returns the processes that have ended unasked since the last call, with their last words. Leaves out those
+        that were never ready, for instance because etcd was away."""
         ended = list[tuple[str, str]]()
         for job in self._jobs.values():
             if not job.should_run or _runs(job) or job.process is None:
@@ -154,7 +156,7 @@ class Processes:
         return ended
 
     def late(self, names: Iterable[str]) -> list[str]:
-        """Which of these are to run, and are not ready yet."""
+        """Returns which of these processes should run and are not ready yet."""
         return [name for name in names if self._jobs[name].should_run and not self.ready(name)]
 
     def start(self, name: str) -> None:
@@ -168,11 +170,11 @@ class Processes:
         self._supervisor.watch(job.process.pid, job.process.moment)
 
     def kill(self, name: str) -> None:
-        """SIGKILL; returns at once."""
+        """Sends SIGKILL; returns at once."""
         self._signal(name, signal.SIGKILL, should_run=False)
 
     def terminate(self, name: str) -> None:
-        """SIGTERM; returns at once."""
+        """Sends SIGTERM; returns at once."""
         self._signal(name, signal.SIGTERM, should_run=False)
 
     def pause(self, name: str) -> None:
@@ -186,8 +188,8 @@ class Processes:
         self._signal(name, signal.SIGCONT, should_run=job.should_run)
 
     def beside(self, do: str, count: int, seconds: float) -> list[str]:
-        """Starts processes that are no part of the cluster: hogs do nothing but compute, until they are killed; those
-        of PROGRAMS end after so many seconds. Returns their names."""
+        """Starts processes beside the cluster, and returns their names. Hogs only compute, until they are killed; those
+        of PROGRAMS end after so many seconds."""
         names = [f"{do}{len(self._jobs) + i}" for i in range(count)]
         for name in names:
             if do == "hog":
@@ -199,7 +201,7 @@ class Processes:
         return names
 
     def memory_used(self, name: str) -> int:
-        """Bytes that a process has in memory of its own; 0 if it does not run."""
+        """Returns the bytes of memory that a process has of its own; 0 if it does not run."""
         process = self._jobs[name].process
         try:
             now = psutil.Process(process.pid).memory_info() if process is not None and process.running else None
@@ -208,15 +210,15 @@ class Processes:
         return 0 if now is None else now.rss - now.shared
 
     def cordon(self, name: str) -> str:
-        """Refused: processes of one machine have no nodes."""
+        """Raises Error: processes of one machine have no nodes."""
         raise Error(f"{name} has no node that could be cordoned")
 
     def uncordon(self, node: str) -> None:
-        """Refused as well."""
+        """Raises Error, as `cordon` does."""
         raise Error(f"there is no node {node}")
 
     def fill_etcd(self, full: bool) -> bool:
-        """Refused, as are the next two: the etcd of a cluster that was there before is not ours to ruin."""
+        """Raises Error, as the next two do: the etcd of a cluster that was there before the run is not to be ruined."""
         raise Error("this etcd is not the run's own")
 
     def forget_etcd(self) -> None:
@@ -226,7 +228,8 @@ class Processes:
         raise Error("this etcd is not the run's own")
 
     def add_worker(self, name: str, command: Callable[[], list[str]], *, says_ready: bool = True) -> None:
-        """Starts a worker; `command` is asked at each start. One that does not say when it is ready is taken to be."""
+        """Starts a worker by what `command` returns, at each start. One that does not say when it is ready counts as
+        ready."""
         self.network.join(name)
         job = self._add(name, "worker", command, {**os.environ, "ELASTICPS_URL": self.url})
         if not says_ready:
@@ -263,7 +266,7 @@ class LocalStage(Processes):
         self.reader_url = self._url(Role.WORKER, public=False)
 
     def start_all(self) -> None:
-        """Starts etcd, coordinators and servers; returns when each is ready. The view may come a little later."""
+        """Starts etcd, coordinators and servers, and waits until each is ready. The view may come a little later."""
         self._progress("starting etcd")
         for each in self._etcd.members:
             job = self._add(each.name, "etcd", partial(self._etcd.command, each), EtcdPlan.environment())
@@ -278,7 +281,7 @@ class LocalStage(Processes):
         self.wait_ready(self.names("coordinator") + self.names("server"))
 
     def grow(self) -> str:
-        """Starts one more server; its name. Returns at once."""
+        """Starts one more server; returns its name at once."""
         name = next(name for i in range(1000) if (name := f"s{i}") not in self._jobs)
         host, (port, admin) = self.network.join(name), free_ports(2)
         public = self.network.publish(name, host, port).rpartition(":")[0]
@@ -294,20 +297,20 @@ class LocalStage(Processes):
         return name
 
     def shrink(self, name: str) -> str:
-        """Has a server drain and end for good; its name."""
+        """Lets a server drain and end for good; returns its name."""
         self.terminate(name)
         return name
 
     def fill_etcd(self, full: bool) -> bool:
-        """Has etcd refuse every write, or take them again; False if it does not answer."""
+        """Makes etcd refuse every write, or take writes again; returns False if it does not answer."""
         return self._etcd.set_full(full)
 
     def forget_etcd(self) -> None:
-        """What etcd held is lost; no member of it may run."""
+        """Deletes all data of etcd, of which no member may run."""
         self._etcd.forget()
 
     def adopt(self) -> str:
-        """Starts what an operator does for an etcd that was made anew: `elasticps cluster adopt`. Its name."""
+        """Starts `elasticps cluster adopt`, as an operator does for an etcd that lost its data; returns its name."""
         name = f"adopt{len(self._jobs)}"
         words = ["cluster", "adopt", "--url", self.own_url, "--app", APP, "--timeout", "20", "--server"]
         command = [sys.executable, "-m", "elasticps", *words, self._admin[self.names("server")[0]]]
@@ -335,7 +338,7 @@ def _runs(job: _Job) -> bool:
 
 
 def _marked(folder: str) -> Iterator[tuple[int, str]]:
-    """Processes that were started by the run in that folder, and their command lines."""
+    """Yields the processes that the run in that folder has started, and their command lines."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.environ().get(MARK) == folder:

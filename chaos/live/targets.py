@@ -1,7 +1,7 @@
-"""Whom a fault hits, and whether the promises allow it now. Pure.
+"""Which process a fault hits, and whether the promises allow the fault now. Pure.
 
-The promise is that up to R-1 replicas of a range may go and nothing acknowledged is lost. So a fault that can take a
-server's copies away waits until every range has another full replica: without that, a lost push would prove nothing.
+The promise is that a range may lose up to R-1 replicas and no acknowledged push. So a fault that can take a server's
+copies away waits until every range has another full replica: without one, a lost push would prove nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from coordinator.core.view import View
 
 @dataclass(frozen=True)
 class Situation:
-    """What is there when a fault's time has come.
+    """The cluster when a fault's time has come.
 
     view     the newest one known; None before the first
     running  role -> names of the processes that run and are not paused
     down     members (name, incarnation) that are not to be counted on: killed, paused, cut off, or leaving
-    leader   the coordinator in office, "" where nobody knows
+    leader   the coordinator that leads, "" if unknown
     heat     float [ranges], how much of the load each range gets; empty: all the same
     """
 
@@ -34,20 +34,20 @@ class Situation:
     heat: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
 
     def role(self, name: str) -> str:
-        """The role of a process that runs, "" for any other."""
+        """Returns the role of a process that runs, "" for any other."""
         return next((role for role, names in self.running.items() if name in names), "")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Who is hit; or nobody, and why not yet."""
+    """The process that is hit; or "", and why none is yet."""
 
     name: str = ""
     why: str = ""
 
 
 def choose(action: Action, scene: Situation) -> Choice:
-    """The target of an action as things are now. Without a name it may be tried again later."""
+    """Chooses the target of an action. Without a target, the action may be tried again later."""
     verb = VERBS[action.do]
     candidates = _candidates(action.target, scene, verb.roles)
     if not candidates:
@@ -63,7 +63,7 @@ def choose(action: Action, scene: Situation) -> Choice:
 
 
 def unsafe(name: str, scene: Situation) -> str:
-    """Why this server must not be lost now; "" if it may."""
+    """Says why this server must not be lost now; "" if it may."""
     view = scene.view
     if view is None:
         return "there is no view yet"
@@ -80,7 +80,7 @@ def unsafe(name: str, scene: Situation) -> str:
 
 
 def heads_most(view: View, heat: NDArray[np.float64], column: str) -> str:
-    """The head (or tail) of the hottest range; among equally hot ones, of those that it heads most."""
+    """Returns the head (or tail) of the hottest range; of equally hot ranges, the server that heads (or ends) most."""
     members = view.heads if column == "head" else view.tails
     warmth = heat if heat.size == view.ranges else np.ones(view.ranges)
     hottest = np.flatnonzero(warmth == warmth.max())
@@ -92,7 +92,7 @@ def heads_most(view: View, heat: NDArray[np.float64], column: str) -> str:
 
 
 def _candidates(word: str, scene: Situation, roles: tuple[str, ...]) -> list[str]:
-    """Everyone that a plan's word can mean now, in a fixed order."""
+    """Returns every process that a plan's word can mean now, in a fixed order."""
     view, servers = scene.view, set(scene.running.get("server", ()))
     if word == "random":
         return sorted(scene.running.get(roles[0], ())) if roles else []
@@ -120,7 +120,7 @@ def _in_view(word: str, view: View, heat: NDArray[np.float64]) -> list[str]:
 
 
 def group(word: str, target: str, scene: Situation) -> list[str]:
-    """Whom a plan's `to` means, without the target itself."""
+    """Returns the processes that a plan's `to` means, without the target itself."""
     roles = {"others": "server", "etcd": "etcd"} | {f"{role}s": role for role in ("server", "coordinator", "worker")}
     if word == "everyone":
         names = sorted(name for there in scene.running.values() for name in there)
@@ -132,8 +132,8 @@ def group(word: str, target: str, scene: Situation) -> list[str]:
 
 
 def whole(view: View, servers: Collection[str]) -> str:
-    """Why the view is not what it should end as, with these servers running; "" if it is: every range has all the
-    replicas that so many servers can hold, all of them on these, and none is being filled."""
+    """Says why the view is not what it should end as with these servers; "" if it is: every range has as many replicas
+    as so many servers can hold, all of them on these servers, and none is being filled."""
     listed = {server.name for server in view.servers}
     if absent := sorted(set(servers) - listed):
         return f"{', '.join(absent)} not in the view"

@@ -1,4 +1,4 @@
-"""What a run that has ended says of the promises. Pure."""
+"""Which promises a run has broken, by its records. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from chaos.live.nemesis import FaultRecord
 from chaos.live.watch import Seen
 from elasticps.admin.audit import AuditReport
 
-GIVEN_UP_S = 3.2  # a worker renews its lease of 5 s three times in that
-ADMIT_S = 15.0  # after it is back, until it is told
-FORGOTTEN = ("the cluster no longer knows worker", "the cluster has forgotten it")  # what it ends with then
+GIVEN_UP_S = 3.2  # a worker that is away for so long counts as dead: it renews its lease of 5 s three times meanwhile
+ADMIT_S = 15.0  # a worker that is back learns of that within this time
+FORGOTTEN = ("the cluster no longer knows worker", "the cluster has forgotten it")  # the errors with which it ends
 
 
 def excused(faults: list[FaultRecord]) -> dict[str, list[tuple[float, float]]]:
-    """When workers could not go on because of what was done to themselves."""
+    """Returns for each worker when it could not go on because a fault had hit the worker itself."""
     times: dict[str, list[tuple[float, float]]] = {}
     for fault in faults:
         if fault.role == "worker" and fault.began >= 0:
@@ -26,8 +26,8 @@ def excused(faults: list[FaultRecord]) -> dict[str, list[tuple[float, float]]]:
 
 
 def given_up(name: str, faults: Iterable[FaultRecord], now: float, text: str) -> str:
-    """Why a worker may have ended by itself now, as `text` tells: others take it for dead when they do not hear of it,
-    and it is told so when it is back. "" if there is no such reason, or it has ended of another one."""
+    """Says why a worker may end by itself now, with the error `text`: the cluster takes a worker for dead that it does
+    not hear, and tells it so when it is back. "" if the worker was not away, or ended for another reason."""
     if not any(words in text for words in FORGOTTEN):
         return ""
     for fault in faults:
@@ -40,8 +40,8 @@ def given_up(name: str, faults: Iterable[FaultRecord], now: float, text: str) ->
 
 
 def epochs_back(views: Iterable[Seen], faults: Iterable[FaultRecord]) -> list[str]:
-    """Where a view was not newer than the one before. An etcd that was made anew may lack the last one: nobody acted on
-    that, since servers tell the new etcd what they know."""
+    """Says where a view was not newer than the one before. An etcd that has lost its data may lack the last view:
+    nobody acts on that, since servers tell the new etcd what they know."""
     renewed = [(fault.began, fault.ended) for fault in faults if fault.action.do == "etcd-new" and fault.began >= 0]
     wrong, newest = list[str](), -1
     for seen in views:

@@ -1,4 +1,4 @@
-"""What etcd tells somebody outside of the cluster while a run goes on: views, who leads, and which servers drain."""
+"""Follows a cluster from outside while a run goes on, through etcd: views, the leader, and the servers that drain."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from coordinator.membership import ViewFollower, read_drains
 from elasticps.system import background
 from replication.chain import Member
 
-LOOK_S = 0.25  # between two looks at who leads, and which servers drain
+LOOK_S = 0.25  # between two reads of the leader and of the servers that drain
 START_S = 60.0
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A view, when it was seen (seconds since the start of the load)."""
+    """A view, and when it was seen, in seconds since the start of the load."""
 
     at: float
     epoch: int
@@ -34,8 +34,8 @@ class Seen:
 
 
 class Watch:
-    """The newest view and leader, and the members that drain, as etcd tells them to somebody outside. seen: each view
-    that etcd held, also one that is not newer than that before, which no follower would adopt."""
+    """Follows the newest view, the leader, and the members that drain. seen: every view that etcd held, also one that
+    is not newer than the one before, which no follower would adopt."""
 
     def __init__(self, url: str, began: Callable[[], float]) -> None:
         self.seen: list[Seen] = []
@@ -71,7 +71,7 @@ class Watch:
 
     def _note(self, listing: Listing) -> None:
         for entry in listing.entries:
-            if entry.key == VIEW and entry.value != self._newest:  # a watch that begins again tells it again
+            if entry.key == VIEW and entry.value != self._newest:  # a watch that begins again repeats it
                 self._newest, view = entry.value, View.decode(entry.value)
                 short, joining = int((view.chains < 0).any(axis=1).sum()), int((view.joining >= 0).sum())
                 self.seen.append(Seen(time.time() - self._began(), view.epoch, short, joining, view.reason))
@@ -91,5 +91,5 @@ class Watch:
         await self._follower.close()
         await self._store.close()
         for error in ended:
-            if isinstance(error, Exception):  # it has seen nothing from then on
+            if isinstance(error, Exception):  # from then on it has seen no view
                 raise error

@@ -1,4 +1,4 @@
-"""`elasticps sim`: whole clusters under faults, in virtual time. Found by the command line as an entry point,
+"""`elasticps sim`: whole clusters under faults, in virtual time. The command line finds this module as an entry point,
 because elasticps itself never imports chaos."""
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def sim(
 
 
 def _begin(record: Record | None, seed: int | None) -> Totals:
-    """Where a record has come to, or nothing yet."""
+    """Returns the totals of a record, or empty ones."""
     totals = None if record is None else record.read()
     if record is None or totals is None:
         if record is not None and record.path.exists():
@@ -107,7 +107,7 @@ def _begin(record: Record | None, seed: int | None) -> Totals:
 def _play_all(
     totals: Totals, record: Record | None, kind: Kind, runs: int, jobs: int, *, trace: bool, as_json: bool
 ) -> bool:
-    """Plays what is wanted beyond what has been told. Whether it was stopped before that."""
+    """Plays the stories beyond those in the totals. Returns whether it was stopped before their end."""
     if record is not None:
         record.write(totals, jobs)  # where that cannot be done, better now than after hours
     begin = totals.last + 1 if totals.runs else totals.first
@@ -174,7 +174,7 @@ def _kind(flavour: str, training: str, **flags: bool) -> Kind:
 
 
 def _results(seeds: Iterable[int], kind: Kind, trace: bool, jobs: int, as_json: bool) -> Iterable[tuple[Result, float]]:
-    """What came of each, in their order, and the CPU seconds that it took."""
+    """Yields the result of each seed, in their order, and the CPU seconds that it took."""
     play = partial(_play, kind=kind, trace=trace)
     quiet = as_json or not isinstance(seeds, range) or len(seeds) < 2
     totals = track(seeds, "simulating", console=Console(stderr=True), disable=quiet, transient=True)
@@ -191,7 +191,7 @@ def _results(seeds: Iterable[int], kind: Kind, trace: bool, jobs: int, as_json: 
                 yield under_way.popleft().result()
         while under_way:
             yield under_way.popleft().result()
-    except BaseException:  # nobody waits for stories that are not told
+    except BaseException:  # whatever ends this, such as Ctrl-C: nobody waits for the stories under way
         for process in set(multiprocessing.active_children()) - others:
             process.terminate()
         raise
@@ -210,7 +210,7 @@ def _play(seed: int, kind: Kind, trace: bool) -> tuple[Result, float]:
 
 @contextmanager
 def _patience() -> Iterator[None]:
-    """Whatever takes longer than MOST_CPU_S breaks the promise that all come to rest."""
+    """Breaks the promise that every story comes to rest if it takes longer than MOST_CPU_S."""
 
     def give_up(_: int, frame: FrameType | None) -> None:
         from chaos.sim.checks.violation import Violation
@@ -228,7 +228,7 @@ def _patience() -> Iterator[None]:
 
 
 def _leave_interrupts() -> None:
-    """Ctrl-C reaches all processes of a terminal: whoever gave out the seeds ends the others."""
+    """Ignores Ctrl-C, which reaches all processes of a terminal: the one that gave out the seeds ends the others."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

@@ -1,4 +1,4 @@
-"""What workers do, through the public client: training loops whose every pull is checked."""
+"""The programs of workers, on the public client: training loops whose every pull is checked."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ STILL = np.arange(11, dtype=np.float32)  # a tensor that nobody pushes to
 
 
 class Training(Protocol):
-    """What programs know of the story. on: steps are still begun."""
+    """The part of a story that its programs know. on: workers begin new steps."""
 
     on: bool
     story: Story
 
 
 def sums_table(ps: Client, name: str, short: bool, cache: Cache | None = None) -> SparseTable:
-    """A table of sums."""
+    """Opens a table of sums."""
     push, pull = (SHORT_PUSH, SHORT_PULL) if short else ((), ())
     return ps.table(name, dim=COLUMNS, optimizer=Accumulate(), push=push, pull=pull, cache=cache)
 
 
 class Worker:
-    """What all kinds of workers are: a name, an application, a cluster to train on."""
+    """The base of all workers: a name, an application, a cluster to train on."""
 
     consistency: Consistency = ASP()
 
@@ -76,7 +76,7 @@ class Worker:
         self.pulls = 0
 
     def run(self, threads: Threads) -> None:
-        """The program of one incarnation."""
+        """Runs one incarnation of the worker."""
         self.done = self.lost = False
         self.threads = threads
         self.random = self.cluster.clock.chance(f"program of {threads.process}")
@@ -96,7 +96,7 @@ class Worker:
         raise NotImplementedError
 
     def fenced(self) -> None:
-        """It has lost its place and begins again."""
+        """The worker has been fenced, and begins again."""
 
     def think(self) -> None:
         self.threads.sleep(self.random.expovariate(1 / self.app.think_s))
@@ -106,7 +106,7 @@ class Worker:
         return self.cluster.clock.now
 
     def some_keys(self, most: int = KEYS) -> NDArray[np.int64]:
-        """Where lists of keys are kept, often one of a few."""
+        """Draws keys; where servers keep lists of keys, often one of a few lists."""
         keys = self.random.sample(range(KEYS), self.random.randint(1, most))
         if self.training.story.short and keys[0] % 3:
             first = 12 * (keys[0] % 8)
@@ -115,7 +115,7 @@ class Worker:
 
 
 class Free(Worker):
-    """Pushes and pulls as it likes, under no bound or under bounded delay."""
+    """A worker that pushes and pulls freely, under no bound or under bounded delay."""
 
     def __init__(self, cluster: Cluster, name: str, app: App, training: Training, sums: Sums, tight: bool) -> None:
         super().__init__(cluster, name, app, training)
@@ -199,8 +199,8 @@ class Free(Worker):
         return read
 
     def pause(self, ps: Client, table: SparseTable, column: Column) -> None:
-        """Trains what shards there are: when there are no more, it holds nobody back. It goes on when all others have
-        gone on without it."""
+        """Trains the data shards that there are, after which the worker holds nobody back, and pauses. Goes on when all
+        others have gone on without it."""
         others = [c for c in self.sums.columns if c is not column and not c.ended and c.joined_s < float("inf")]
         if self.sums.pausing is not None or not others or self.app.readers:
             return
@@ -228,7 +228,7 @@ class Free(Worker):
         return step
 
     def keys_to_push(self, ps: Client, table: SparseTable) -> Keys:
-        """Any; where frames are small, often as many as just fit into one, all of one head."""
+        """Draws any keys; where frames are small, often as many of one head as just fit into one frame."""
         if not self.tight:
             return self.some_keys()
         ranges = np.empty(KEYS, np.int32)
@@ -263,7 +263,7 @@ class Free(Worker):
         self.pulls += 1
 
     def pull_many(self, ps: Client, table: SparseTable, fixed: SparseTable, column: Column) -> None:
-        """Several at once, answered while others are still being sent."""
+        """Starts several pulls at once, some of which are answered while others are still being sent."""
         if self.together is not None and self.random.random() < OFTEN:
             self.together.pull(column)
             return
@@ -300,14 +300,14 @@ class Free(Worker):
 
 
 class Together:
-    """What a worker asks for together: rows of both tables and a tensor, behind a push, too; and sums of all rows."""
+    """Combined pulls of a worker: rows of both tables and a tensor at once, also behind a push; sums of all rows."""
 
     def __init__(self, worker: Free, ps: Client, table: SparseTable, fixed: SparseTable) -> None:
         self.worker, self.ps, self.table, self.fixed = worker, ps, table, fixed
         self.tensor = ps.tensor("still", init=STILL, optimizer=Accumulate())
 
     def push(self, column: Column, keys: Keys, at: int) -> Step:
-        """Pushes, and pulls behind it, or behind the last part of it."""
+        """Pushes, and pulls behind the push, or behind its last part."""
         worker, ps = self.worker, self.ps
         grads, keys_of = worker.sums.grads(column, keys), self._some_keys()
         pulled = worker.sums.ask(column, keys_of[self.table], worker.now, tail=True, max_age=worker.max_age)
@@ -358,7 +358,7 @@ class Together:
 
 
 class Synchronous(Worker):
-    """Trains in rounds."""
+    """A worker that trains in synchronous rounds."""
 
     consistency = BSP()
 
@@ -390,7 +390,7 @@ class Synchronous(Worker):
 
 
 class Sharded(Worker):
-    """Trains shards as they are handed out; sometimes in synchronous rounds."""
+    """A worker that trains data shards as they are handed out, sometimes in synchronous rounds."""
 
     def __init__(self, cluster: Cluster, name: str, app: App, training: Training, handed: Handed) -> None:
         super().__init__(cluster, name, app, training)
@@ -422,7 +422,7 @@ class Sharded(Worker):
         self.settled(ps, hand)
 
     def settled(self, ps: Client, hand: Hand) -> None:
-        """Tells what it knows to count for good, unless it is lost and does not know that."""
+        """Reports the steps that the worker knows to be committed, unless it is fenced and does not know that."""
         ps.flush()
         if ps.worker.id in self.cluster.counted:
             self.handed.committed(hand, ps.committed)

@@ -1,7 +1,7 @@
 """Limits that some stories make so small that they are met all the time.
 
-Compiled code has them from the arrays that it works on, never from a module: what is set before a server is built
-counts for both.
+Compiled code reads limits from the arrays that it works on, never from a module: so a limit that is set before a server
+is built holds for Python and for compiled code.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ TIGHT: dict[str, int] = {
     "elasticps.server.roles.snapshots.MOST_BYTES": TIGHT_MOST_BYTES,
     "elasticps.server.roles.snapshots.PIECE_BYTES": TIGHT_MOST_BYTES // 4,  # as everywhere: larger ones are cut
 }
-"""Of frames. What workers send has to fit: see `Free`."""
+"""Limits of frames. What workers send has to fit, see `Free`."""
 SHORT: dict[str, int] = {
     "elasticps.client.short_keys.LIST_KEYS": 150,
     "elasticps.client.short_keys.MOST_KEYS": 70,
     "elasticps.client.short_keys.LEAST_KEYS": 2,
 }
-"""Of the lists of keys that workers have servers keep: their memory is used again all the time."""
+"""Limits of the lists of keys that servers keep for workers: their memory is used again all the time."""
 
 
 @contextmanager
 def turned(small: bool, tight: bool, short: bool) -> Iterator[None]:
-    """Makes them small."""
+    """Makes these limits small until the block ends."""
     limits = (SMALL if small else {}) | (TIGHT if tight else {}) | (SHORT if short else {})
     with ExitStack() as stack:
         for path, value in limits.items():

@@ -1,4 +1,4 @@
-"""What happens under a seed: who there is, how bad the links are, and what goes wrong when."""
+"""A story, drawn from a seed: which processes there are, how bad the links are, and which faults happen when."""
 
 from __future__ import annotations
 
@@ -94,16 +94,16 @@ _MOST = {
     "resets": 16, "readers": 12, "calm": 3, "limps": 3, "flaps": 24, "tangles": 10, "ghosts": 10, "levels": 12,
     "heirs": 3, "frozen": 2,
 }  # fmt: skip
-"""Faults of a story; 7 of others."""
+"""How many faults a story of this flavour has; others have 7."""
 _LONG_S = {
     "terms": (1.5, 3.0), "flaps": (0.02, 0.2), "limps": (1.0, 1.6), "levels": (0.05, 0.6), "outcasts": (0.0, 0.1),
     "frozen": (LEASE_S + 0.5, LEASE_S + 2),
 }  # fmt: skip
-"""How long they last; of others of any length between an instant and more than a lease."""
+"""How long faults last, from and to; in other flavours between an instant and more than a lease."""
 _HURRY_S = (0.005, 0.05, 0.3)
-"""So long servers have to hand over all they have in stories in which they have no time."""
+"""How long a server that drains has to hand over its ranges, in stories of the flavour "hurried"."""
 _LASTS_S = {"limps": 1.7, "heirs": 1.7, "takers": 2.5, "terms": 1.0, "frozen": LEASE_S + 2}
-"""So long before the end of training no more begins: it would not come to its end."""
+"""How long before the end of training the last fault begins: a later one would be cut short."""
 
 
 _THINK_S = {
@@ -117,7 +117,7 @@ _THINK_S = {
 
 @dataclass(frozen=True)
 class Fault:
-    """At a moment something goes wrong, for a while; `pick` chooses whom it hits."""
+    """A fault: when, which (a name of `faults.KINDS`), and for how long; `pick`, in [0, 1), chooses what it hits."""
 
     at_s: float
     what: str
@@ -127,9 +127,16 @@ class Fault:
 
 @dataclass(frozen=True)
 class App:
-    """An application: kind as in TRAININGS, its workers; bound: of its staleness; large: some of its pulls are;
-    readers: threads of each worker that pull beside the one that trains; think_s: the mean between what it does; eager:
-    its workers look where they start, and what there is to train, before they make sure that there are tables."""
+    """An application.
+
+    kind     how it trains, as in TRAININGS
+    workers  how many
+    bound    of its staleness
+    large    some of its pulls are large
+    readers  threads of each worker that pull beside the one that trains
+    think_s  the mean time between two calls of a worker
+    eager    its workers ask for their start, and for data shards, before they make sure that the tables exist
+    """
 
     name: str
     kind: str
@@ -144,11 +151,18 @@ class App:
 
 @dataclass(frozen=True, order=True)
 class Kind:
-    """What stories have in common: what goes wrong in them, and how they train; "": as chance has it. cuts: consistent
-    cuts are taken meanwhile. short: workers shorten what they send. caches: those that push as they like keep rows.
-    together: these pull several tables and tensors at once, and behind pushes, and ask for sums of all rows. drops:
-    there is an application beside whose tables come and go. proven: as with certificates, workers take no server's word
-    for a view while the store answers: in calm ones, servers lie."""
+    """What a set of stories has in common.
+
+    flavour   which faults happen; "": drawn by the seed
+    training  how workers train; "": drawn by the seed
+    cuts      consistent cuts are taken meanwhile
+    short     workers shorten what they send
+    caches    workers that push freely cache rows
+    together  these workers pull several tables and tensors at once, and behind pushes, and ask for sums of all rows
+    drops     one more application makes and drops tables
+    proven    as with certificates, workers take views from the store alone while it answers; in calm stories servers
+              send forged ones
+    """
 
     flavour: str = ""
     training: str = ""
@@ -168,7 +182,7 @@ SHARE = 0.25  # of the stories of any kind have what a kind may ask for
 
 @dataclass(frozen=True)
 class Story:
-    """A seed's plan. small: limits of the servers are so low that they are met all the time."""
+    """The plan of one seed. small: limits of the servers are so low that they are met all the time."""
 
     seed: int
     kind: Kind
@@ -184,7 +198,7 @@ class Story:
 
     @property
     def drain_timeout_s(self) -> float | None:
-        """After so long servers end that were asked to; None: they have time."""
+        """After how long a server ends that was asked to drain; None: it has all the time it needs."""
         return Random(f"hurry {self.seed}").choice(_HURRY_S) if self.flavour == "hurried" else None
 
     @property
@@ -198,22 +212,22 @@ class Story:
 
     @property
     def short(self) -> bool:
-        """Whether keys go once or as differences, and pushes compressed."""
+        """Whether workers send keys once or as differences, and compress pushes."""
         return self._has("short")
 
     @property
     def caches(self) -> bool:
-        """Whether workers keep rows."""
+        """Whether workers cache rows."""
         return self._has("caches")
 
     @property
     def together(self) -> bool:
-        """Whether pulls are of several tables, and behind pushes."""
+        """Whether workers pull several tables at once, and behind pushes."""
         return self._has("together")
 
     @property
     def proven(self) -> bool:
-        """Whether the store has the last word of views."""
+        """Whether workers take views from the store alone."""
         return self._has("proven")
 
     def _has(self, what: str) -> bool:
@@ -221,7 +235,7 @@ class Story:
 
     @property
     def tight(self) -> bool:
-        """Whether frames may be but small."""
+        """Whether the limit of a frame is small."""
         return self.flavour == "tight"
 
 
@@ -231,7 +245,7 @@ def _has(seed: int, kind: Kind, what: str) -> bool:
 
 
 def tell(seed: int, kind: Kind = ANY) -> Story:
-    """The story of a seed, of a kind."""
+    """Draws the story of a seed, of a kind."""
     random = Random(f"story {seed} {kind.flavour} {kind.training}")
     flavour = kind.flavour or FLAVOURS[seed % len(FLAVOURS)]
     servers = random.choice((2, 3, 3, 4)) + {"drains": 1, "exodus": 2, "hurried": 2}.get(flavour, 0)

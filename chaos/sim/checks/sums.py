@@ -1,7 +1,7 @@
-"""The contents of every pull, and what is left at the end. Knows what workers pushed, and nothing else.
+"""Checks the content of every pull, and the rows that are left at the end. Knows what workers pushed, and nothing else.
 
-Each incarnation of a worker adds to a column of its own in the rows of an application's table: with each step, a key's
-unit. So a value says how many of whose steps it holds, and a row that belongs to another key says so too.
+Each incarnation of a worker has a column of its own in the rows of an application's table, and adds a key's unit to it
+with each step. So a value says how many steps of which worker it holds, and a row that belongs to another key shows.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ SLACK_S = 1.0  # a view reaches everybody within this while nothing is wrong wit
 
 
 def units(keys: Keys, most: int = 1 << 30) -> Counts:
-    """A key's own amount; no two keys below KEYS have the same, nor sums of few."""
+    """Returns the amount that each key's steps add; no two keys below KEYS have the same, nor small multiples."""
     return (2 * keys + 1) % most
 
 
 @dataclass
 class Column:
-    """One worker incarnation's steps. counts: how often each key was pushed, by step; pushed: the newest step of which
-    all is on its way; ended: killed, or fenced."""
+    """The steps of one worker incarnation. counts: how often each key was pushed, by step; pushed: the newest step that
+    was sent as a whole; ended: the worker was killed or fenced."""
 
     index: int
     name: str
@@ -65,12 +65,12 @@ class Column:
         self.counts.append(total)
 
     def commit(self, now: float, clock: int) -> None:
-        """It knows that its steps up to `clock` are committed."""
+        """The worker knows that its steps up to `clock` are committed."""
         if clock > self.acknowledged[-1][1]:
             self.acknowledged.append((now, clock))
 
     def forget(self, clock: int) -> None:
-        """No server has, or will have, seen anything of later steps."""
+        """Forgets the steps after `clock`: no server has seen anything of them, or will."""
         while self.clocks[-1] > clock and len(self.clocks) > 1:
             self.clocks.pop()
             self.counts.pop()
@@ -78,11 +78,11 @@ class Column:
         self.sealed = True
 
     def step_upto(self, clock: int) -> int:
-        """The newest step up to a clock, which it may have got to without one."""
+        """Returns the newest step up to a clock, which may have ticked without a step."""
         return self.clocks[self._at(clock)]
 
     def upto(self, clock: int) -> Counts:
-        """Pushes of the steps up to a clock."""
+        """Returns the pushes of the steps up to a clock."""
         return self.counts[self._at(clock)]
 
     def _at(self, clock: int) -> int:
@@ -92,16 +92,19 @@ class Column:
         return at
 
     def committed(self, before_s: float) -> Counts:
-        """Pushes that it knew to be committed before a moment."""
+        """Returns the pushes that the worker knew to be committed at a time."""
         clock = next(clock for when, clock in reversed(self.acknowledged) if when <= before_s)
         return self.upto(clock)
 
 
 @dataclass
 class Pulled:
-    """A pull under way, at its worker's step `clock`: what it must show at least, [columns, keys of the table].
-    company: those whom it may have to wait for, and what it must show of each unless that one ends. max_age: it may
-    show steps of its own worker that are not committed."""
+    """A pull under way, at its worker's step `clock`.
+
+    least    what it must show at least, [columns, keys of the table]
+    company  the workers for which it may have to wait, and what it must show of each unless that worker ends
+    max_age  it may show steps of its own worker that are not committed
+    """
 
     column: Column
     keys: Keys
@@ -113,7 +116,7 @@ class Pulled:
 
 
 class Sums:
-    """The table of an application whose workers push when they like."""
+    """The table of an application whose workers push freely."""
 
     def __init__(self, app: str, bound: int | None) -> None:
         self.app = app
@@ -126,7 +129,7 @@ class Sums:
         self._seen: dict[int, Counts] = {}  # by each incarnation, at tails
 
     def start(self, name: str) -> Column:
-        """A worker's incarnation begins; the one before it of that name has ended."""
+        """Adds an incarnation of a worker; the one before it of that name has ended."""
         self._predecessor[name] = next((c for c in reversed(self.columns) if c.name == name and c.pushed), None)
         for column in self.columns:
             column.ended |= column.name == name
@@ -138,7 +141,7 @@ class Sums:
         return column
 
     def resume(self, column: Column, now: float, begun: int, trained: int) -> None:
-        """A worker is told what has become of its predecessor: steps up to `trained` count, those above `begun` never
+        """A worker learns what has become of its predecessor: steps up to `trained` count, steps above `begun` never
         will."""
         before = self._predecessor[column.name]
         if before is None:
@@ -151,20 +154,20 @@ class Sums:
         before.forget(begun)
 
     def grads(self, column: Column, keys: Keys) -> Rows:
-        """What a step pushes: float32 [n, COLUMNS]."""
+        """Returns the gradients of a step: float32 [n, COLUMNS]."""
         grads = np.zeros((len(keys), COLUMNS), np.float32)
         grads[:, column.index] = units(keys)
         return grads
 
     def mark(self, column: Column, now: float) -> None:
-        """A worker that keeps rows has made a step: pulls that begin now have to show what this says."""
+        """Notes that a worker that caches rows has made a step, and what its pulls must show at least from now on."""
         least = np.zeros((COLUMNS, KEYS), np.int64)
         for other in self.columns if self.calm else ():
             least[other.index] = other.committed(now - SLACK_S)
         column.marks = [*column.marks[-MARKS:], (column.pushed, least)]
 
     def ask(self, column: Column, keys: Keys, now: float, *, tail: bool, max_age: int | None = None) -> Pulled:
-        """A pull is about to begin. max_age: of a worker that keeps rows, by how many of its steps they may be old."""
+        """Notes that a pull begins. max_age: of a worker that caches rows, by how many of its steps they may be old."""
         clock = column.pushed
         least = np.zeros((COLUMNS, KEYS), np.int64)
         if max_age is not None and max_age > 0:
