@@ -1,11 +1,11 @@
-"""Which range moves where: servers that drain are emptied, servers that came get their share, loads stay even. Pure.
+"""Which range moves where: servers that drain are emptied, new servers get their share, loads stay even. Pure.
 
-A move joins a server at the tail of a range's chain and takes another replica out of it. A chain is ordered by age and
-never reordered, so whoever leaves decides who heads the range, and whoever joins is its tail.
+A move joins a server at the tail of a range's chain and takes another replica out of the chain. A chain is ordered by
+age and never reordered: so the replica that leaves decides which one heads the range, and the new one is its tail.
 
 Every state has a cost: replicas on draining servers, then zones that hold a range twice, then loads outside their
-bounds, then distances from fair shares. A move is made only if it lowers the cost by a good deal. So moves come to an
-end, differences of a range or two move nothing, and each move is the best one left: what newcomers get they get once.
+bounds, then distances from fair shares. A move is made only if it lowers the cost by a good deal, and each is the best
+one left. So moves come to an end, differences of a range or two move nothing, and no range moves to a newcomer twice.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from replication.chain import Member
 _DRAINING = 1000.0  # cost of a replica on a draining server
 _SAME_ZONE = 100.0  # of a replica in a zone that has the range already
 _OUTSIDE = 10.0  # of a range outside the bounds of a load
-_WORTH = 1.1  # what a move has to gain; less while a load is above its bounds: the way there may be longer
+_WORTH = 1.1  # what a move has to gain; less while a load is above its bounds, which may take several moves to mend
 _WORTH_LESS = 0.6
 _WORTH_FRESH = 0.2  # where nothing is copied
 _NEW_PAIR, _PAIR_TOO_MANY = 0.1, 0.5  # against a successor that a server does not have yet
 _NOISE = 0.02  # equal moves are told apart by hashes, so that ranges that move are spread, and the same each time
 _EQUAL = 2.0  # targets that gain about as much as the neediest
 _ANY: Mapping[Member, Capacity] = {}
-_TARGETS = 6  # looked at together, of all zones; two at least of each
+_TARGETS = 6  # servers that are compared at once, of all zones together; at least two of each
 
 _Rows = NDArray[np.int32]
 
@@ -60,11 +60,13 @@ def start_moves(
 ) -> list[Move]:
     """Starts the fillings of moves, as many as limits allow, and returns them.
 
-    sites: the live servers that may hold ranges. draining: live servers whose ranges are to go to those. Without
-    `even`, nothing else is moved. capacity: what they have memory for; who is not in it has no limit. rows: the ranges
-    that may move, bool [ranges]; left out: all.
+    sites     the live servers that may hold ranges
+    draining  live servers whose ranges go to those
+    even      False: only ranges of draining servers move
+    capacity  for how many more ranges servers have memory; a server that is not in it has no limit
+    rows      bool [ranges]: the ranges that may move, by default all
 
-    A tail fills one server at a time: what reaches it goes on to everyone that it fills, as a message to each.
+    A tail fills one server at a time: it sends each operation once more for every server that it fills.
     """
     room = limits.fills - int(np.count_nonzero(draft.filling))
     if room <= 0 or not sites or (rows is not None and not rows.any()):
@@ -74,7 +76,7 @@ def start_moves(
     tails, filling = draft.tails, draft.filling
     into = np.bincount(draft.joining[filling], minlength=n)
     out_of = np.bincount(tails[filling], minlength=n)
-    fills = np.full(n, -1, np.int32)  # whom each tail fills
+    fills = np.full(n, -1, np.int32)  # the server that each tail fills
     fills[tails[filling]] = draft.joining[filling]
     live = field.able | field.draining
     movable = ~filling & live[tails] & (draft.lengths == draft.replicas)
@@ -100,7 +102,7 @@ def start_moves(
 
 
 def even_out(chains: _Rows, members: tuple[Member, ...], nodes: Mapping[Member, Node]) -> _Rows:
-    """Chains that hold no data yet, changed by the same rules until no move is worth it."""
+    """Evens out chains that hold no data yet, by the same rules, until no move is worth it."""
     draft = Draft.fresh(chains, members)
     field = _Field(draft.settled(()), draft, nodes, (), (), _WORTH_FRESH)
     movable = draft.lengths == draft.replicas
@@ -111,8 +113,8 @@ def even_out(chains: _Rows, members: tuple[Member, ...], nodes: Mapping[Member, 
 
 
 def missing(draft: Draft, sites: Mapping[Member, Node], draining: Collection[Member]) -> Counts:
-    """How many ranges each member should get, about, fillings under way not counted: int64 [members]. Balance stops
-    somewhere between the lower bound and the share."""
+    """Returns about how many ranges each member lacks, not counting fillings under way: int64 [members]. Balancing
+    stops somewhere between the lower bound and the share, so this measures up to the middle of the two."""
     field = _Field(draft.chains, draft, sites, draining, ())
     less: Counts = np.maximum(0, np.rint((field.held.share + field.held.low) / 2) - field.holds).astype(np.int64)
     return less
@@ -122,7 +124,7 @@ class _Field:
     """The state that moves start from, as if every filling under way were done. Arrays are over the draft's members.
 
     chains, replicas  int32 [P, R]: the members of each chain; and R
-    able, draining    bool: who may get ranges; who gives them away
+    able, draining    bool: the members that may get ranges; those that give them away
     holds, heads, tails, _pairs  how many ranges each member has, heads, ends; how many each pair shares
     held, _headed, _tailed       the bands in which these numbers may lie
     _zone, _zoned, _zones, _zone_shared  each member's zone; whether there are zones, how many; whether a replica
@@ -173,7 +175,7 @@ class _Field:
         self._tailed = Band.around(one, 0.0, 1.3, _OUTSIDE / 3, 0.5 if replicas > 1 else 0.0)
 
     def apply(self, move: Move) -> None:
-        """The range's chain as it will be."""
+        """Makes a move: changes the range's chain and all counts."""
         row = self.chains[move.r]
         self._count(row, -1)
         staying = row[row != move.leaver]
@@ -189,12 +191,14 @@ class _Field:
         self._pairs[row[:-1], row[1:]] += sign
 
     def best(self, movable: Flags, startable: Flags, only: NDArray[np.int32], full: Flags, roomy: Flags) -> Move | None:
-        """The best move that may start now, of a range both movable and startable, to a server that is not full.
+        """Returns the best move that may start now, of a range both movable and startable, to a server that is not
+        full.
 
-        only: per range, the one server that it may go to, or -1. full: for now; roomy: it has the memory.
+        only: for each range, the one server that it may go to, or -1. full: servers that are being filled with as many
+        ranges as may be; roomy: servers with memory for one more.
 
-        None if there is none worth it, or if one that is better has to wait its turn: what the neediest are to get is
-        not given to others meanwhile.
+        None if no move is worth it, or if a better one has to wait its turn: ranges for the neediest servers are not
+        given to others meanwhile.
         """
         gain_in, gain_out = self._gains()
         above = (self.holds > self.held.high) | (self.heads > self._headed.high)
@@ -213,8 +217,8 @@ class _Field:
         return None
 
     def _neediest(self, order: list[int], gain_in: Floats) -> list[int]:
-        """Of each zone those that gain about as much as its neediest; so a range always finds the zone it should have.
-        `order`: by what they gain, most first."""
+        """Returns of each zone the servers that gain about as much as its neediest one; so a range always finds the
+        zone it should have. order: all servers, by what they gain, most first."""
         first: dict[int, float] = {}
         count: dict[int, int] = {}
         chosen = []
@@ -235,7 +239,7 @@ class _Field:
         gain_in: Floats,
         gain_out: Floats,
     ) -> tuple[Move | None, bool]:
-        """The best move to one of the targets, and whether there is one worth it that cannot start yet."""
+        """Returns the best move to one of the targets, and whether one that is worth it cannot start yet."""
         found: tuple[float, Move] | None = None
         waits = False
         chains = np.ascontiguousarray(self.chains[rows].T)  # numpy is slow along short rows
@@ -254,7 +258,8 @@ class _Field:
         return (None if found is None else found[1]), waits
 
     def _gains(self) -> tuple[Floats, Floats]:
-        """What the cost falls by when a server joins a range [members], and when one leaves it [ranges, replicas]."""
+        """Returns by how much the cost falls when a server joins a range [members], and when one leaves it [ranges,
+        replicas]."""
         more = [b.cost(q) - b.cost(q + 1) for b, q in self._kinds()]
         less = [b.cost(q) - b.cost(q - 1) for b, q in self._kinds()]
         for gains in (more, less):
@@ -273,8 +278,8 @@ class _Field:
         return (self.held, self.holds), (self._headed, self.heads), (self._tailed, self.tails)
 
     def _scores(self, target: int, rows: Counts, chains: _Rows, base: Floats, many: Flags) -> Floats:
-        """[replicas, rows]: `base` of each replica's leaving, less what it costs that `target` takes its place there.
-        Minus infinity where it cannot. many: who has many successors already."""
+        """Returns the gain of each replaced replica, [replicas, rows]: its `base`, less the cost of `target` in its
+        place; minus infinity where `target` cannot take it. many: members that have many successors already."""
         scores = base - _noise(rows, self._salt[target])
         here = chains == target
         scores[:, here.any(axis=0)] = -np.inf
@@ -292,14 +297,14 @@ class _Field:
         return scores
 
     def _same_zone(self, chains: _Rows) -> Flags:
-        """[ranges, replicas]: whether another replica of the range is in the same zone."""
+        """bool [ranges, replicas]: whether another replica of the range is in the same zone."""
         zones = self._zone[chains]
         shared: Flags = (zones[:, :, None] == zones[:, None, :]).sum(axis=2) > 1
         return shared
 
 
 def _loads(chains: _Rows, n: int) -> tuple[Counts, Counts, Counts]:
-    """Ranges held, headed and tailed by each member."""
+    """Counts the ranges that each member holds, heads and ends."""
     lengths = np.count_nonzero(chains >= 0, axis=1)
     last = chains[np.arange(len(chains)), np.maximum(lengths, 1) - 1]
     held, heads, tails = (np.bincount(x.ravel() + 1, minlength=n + 1)[1:] for x in (chains, chains[:, 0], last))
@@ -307,7 +312,7 @@ def _loads(chains: _Rows, n: int) -> tuple[Counts, Counts, Counts]:
 
 
 def _pairs(chains: _Rows, n: int) -> Counts:
-    """int64 [n, n]: ranges in which the second stands right behind the first."""
+    """int64 [n, n]: the number of ranges in which the second member stands right behind the first."""
     first, second = chains[:, :-1].ravel().astype(np.int64), chains[:, 1:].ravel()
     there = (first >= 0) & (second >= 0)
     return np.bincount(first[there] * n + second[there], minlength=n * n).reshape(n, n)
@@ -319,7 +324,7 @@ def _hash(name: str) -> int:
 
 
 def _noise(rows: Counts, salt: np.uint64) -> Floats:
-    """From 0 to _NOISE, by range and server (the finalizer of splitmix64)."""
+    """Returns a number from 0 to _NOISE for each range and a server (the finalizer of splitmix64)."""
     x = rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ salt
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

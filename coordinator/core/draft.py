@@ -1,4 +1,4 @@
-"""The chains of the next view while they are decided: the rules of `replication.chain` as steps over all ranges. Pure.
+"""The chains of the next view in the making: the rules of `replication.chain` as steps over all ranges. Pure.
 
 Each step is one that `replication.chain.unsafe_transition` allows: members leave, a level joiner becomes the tail, a
 filling starts or is given up. A range whose replicas are all gone keeps its chain, and waits for one of them to come
@@ -21,7 +21,7 @@ Pair: TypeAlias = tuple[Member, Member]
 
 
 class Removal(NamedTuple):
-    """What taking members out has done.
+    """The result of taking members out of chains.
 
     removed    those that are in fewer chains than before, or joining in fewer
     heads      ranges with a new head; promoted: with a level joiner that became a replica at once
@@ -60,7 +60,7 @@ class Draft:
 
     @classmethod
     def fresh(cls, chains: NDArray[np.int32], members: Sequence[Member]) -> Draft:
-        """From chains of which nobody has heard yet."""
+        """Makes a draft from chains of a cluster without a view."""
         nobody = np.full(len(chains), -1, np.int32)
         return cls(Chains(0, tuple(members), chains, nobody, np.zeros(len(chains), np.int64)))
 
@@ -71,37 +71,37 @@ class Draft:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """int64 [P]: full replicas of each range."""
+        """int64 [P]: the number of full replicas of each range."""
         lengths: NDArray[np.int64] = np.count_nonzero(self.chains >= 0, axis=1)
         return lengths
 
     @property
     def tails(self) -> NDArray[np.int32]:
-        """int32 [P]: the last full replica of each range, -1 where there is none."""
+        """int32 [P]: the last full replica of each range, -1 if there is none."""
         tails: NDArray[np.int32] = self.chains[np.arange(len(self.chains)), np.maximum(self.lengths, 1) - 1]
         return tails
 
     @property
     def complete(self) -> Flags:
-        """bool [P]: the ranges whose joiner has kept all that was acknowledged."""
+        """bool [P]: the ranges whose joiner has a retained copy with all acknowledged operations."""
         complete: Flags = np.isin(self.copy_state, COMPLETE)
         return complete
 
     @property
     def away(self) -> Flags:
-        """bool [P]: the ranges whose joiner keeps its copy while it is not counted on, or was not a moment ago."""
+        """bool [P]: the ranges whose joiner has a retained copy, complete or late."""
         away: Flags = self.complete | (self.copy_state == CopyState.LATE)
         return away
 
     @property
     def filling(self) -> Flags:
-        """bool [P]: the ranges of which somebody is being filled."""
+        """bool [P]: the ranges of which a member is being filled."""
         filling: Flags = (self.joining >= 0) & ~self.away
         return filling
 
     @property
     def owners(self) -> set[Member]:
-        """The members that are in some chain, or joining one."""
+        """The members that are in a chain, or join one."""
         used = set(np.unique(self.chains).tolist()) | set(np.unique(self.joining).tolist())
         return {self.members[i] for i in used - {-1}}
 
@@ -111,11 +111,11 @@ class Draft:
         return only
 
     def flags(self, members: Collection[Member]) -> Flags:
-        """bool [members + 1]: who is among them. Its last element is False, so that index -1 never is."""
+        """bool [members + 1]: which members of the draft are among these. The last element, of index -1, is False."""
         return np.array([*(m in members for m in self.members), False])
 
     def pairs(self, pairs: Collection[Pair]) -> Flags:
-        """bool [members + 1, members + 1]: which two are a pair, either way round; index -1 is in none."""
+        """bool [members + 1, members + 1]: which two members are a pair, in either order; index -1 is in none."""
         at = {m: i for i, m in enumerate(self.members)}
         table = np.zeros((len(at) + 1, len(at) + 1), dtype=np.bool_)
         for a, b in pairs:
@@ -172,27 +172,27 @@ class Draft:
         self.recovery_epoch[rows] = self.view.epoch + 1
 
     def bring_back(self, r: int, member: int) -> None:
-        """Has a member, an index, restore range r, whose content was given up."""
+        """Lets a member, given by index, restore range r, whose content was given up."""
         self.joining[r], self.copy_state[r] = member, CopyState.RECOVERING
 
     def begin(self, level: Mapping[int, int]) -> int:
-        """Has those that have brought back a range be its replicas; returns in how many."""
+        """Makes members that have restored a range its replicas; returns in how many ranges."""
         ready = self._level(level) & (self.copy_state == CopyState.RECOVERING)
         self.chains = self.chains.copy()
         self._append(ready)
         return int(np.count_nonzero(ready))
 
     def returned(self, gone: Collection[Member], cut: Collection[Pair]) -> dict[int, int]:
-        """The ranges whose joiner retains its copy, answers again and may be the tail, as if they had been reported
-        level."""
+        """Returns the ranges whose joiner has retained its copy, answers again and may be the tail, in the form of
+        reports of level joiners."""
         back = (self.copy_state == CopyState.SUCCESSOR) & ~self.flags(gone)[self.joining]
         back &= ~self.pairs(cut)[self.tails, self.joining]
         return {r: int(self.view.since[r]) for r in np.flatnonzero(back).tolist()}
 
     def confirm(self, alone: Mapping[Member, int], ended: Collection[Member], returned: Collection[int]) -> int:
-        """Lets the single replicas of ranges go on without the copies kept, which are late then: those that have lived
-        on for a while (see `Health.alone`), or whose other one has ended. Not of ranges in `returned`. Returns how
-        many."""
+        """Lets the single replicas of ranges go on without the retained copies, which are late from then on: replicas
+        that have been alone for a while (see `Health.alone`), or whose retained copy has ended. Leaves out ranges in
+        `returned`. Returns in how many ranges."""
         epochs = np.array([*(alone.get(m, 0) for m in self.members), 0])
         done = self.complete & ((epochs[self.tails] >= self.view.since) | self.flags(ended)[self.joining])
         done[list(returned)] = False
@@ -207,10 +207,10 @@ class Draft:
         cut: Collection[Pair],
         spent: Mapping[int, int],
     ) -> tuple[int, int]:
-        """Asks late copies back whose servers are there again, and gives up those whose servers have ended, and those
-        that nobody waits for: of members that are `overdue`, cut off from the one that is left, or `spent`: range ->
-        fill id of which that one no longer has what they lack. These not where that one is gone: such a copy is the
-        last there is. Returns how many."""
+        """Lets late copies catch up whose servers are there again, and gives up the late copies whose servers have
+        ended, are overdue, or are cut off from the replica that is left, and those that are `spent` (fill ids by
+        range): that replica no longer has the operations that they lack. While that replica is gone, only copies whose
+        servers have ended are given up: any other may be the last. Returns how many."""
         late, there = self.copy_state == CopyState.LATE, ~self.flags(gone)[self.tails]
         lost = self.flags(overdue)[self.joining] | self.pairs(cut)[self.tails, self.joining] | self._reported(spent)
         lost = (lost & there | self.flags(ended)[self.joining]) & (late | (self.copy_state == CopyState.CATCHING_UP))
@@ -220,8 +220,8 @@ class Draft:
         return int(np.count_nonzero(back)), int(np.count_nonzero(lost))
 
     def promote(self, level: Mapping[int, int], draining: Collection[Member] = ()) -> int:
-        """Makes level joiners tails; returns how many. In a full chain they take the place of one that drains, or of
-        the one that is to leave, or of the head.
+        """Makes level joiners tails; returns how many. In a full chain a joiner takes the place of a member that
+        drains, or of the member that is to leave, or of the head.
 
         For a draft in which nothing was lost: a chain that changed has to be reported level again.
         """
@@ -232,7 +232,7 @@ class Draft:
         return int(np.count_nonzero(ready))
 
     def settled(self, draining: Collection[Member]) -> NDArray[np.int32]:
-        """int32 [P, R]: the chains when every filling under way is level."""
+        """int32 [P, R]: the chains as they will be when every filling under way is level."""
         after = copy(self)
         after.chains, after.joining, after.copy_state = self.chains.copy(), self.joining.copy(), self.copy_state.copy()
         ready = (after.joining >= 0) & (after.lengths > 0)
@@ -243,7 +243,7 @@ class Draft:
         return chains
 
     def fill(self, r: int, member: int, leaving: int = -1) -> None:
-        """Starts to fill a member with range r; another is to leave when it is level, -1 for none. Both are indices."""
+        """Starts to fill a member with range r; `leaving` leaves when it is level, -1 for none. Both are indices."""
         self.joining[r], self.copy_state[r] = member, CopyState.NONE
         self.leaving[r] = leaving
 
@@ -254,15 +254,16 @@ class Draft:
         return int(np.count_nonzero(ended))
 
     def stop(self, pairs: Collection[Pair], level: Mapping[int, int]) -> list[Member]:
-        """Ends the fillings between the two of each pair, but for what is level; returns who was being filled."""
+        """Ends the fillings between the two members of each pair, except level ones; returns the members that were
+        being filled."""
         ended = self.pairs(pairs)[self.tails, self.joining] & ~self._level(level) & ~self.away
         joiners = [self.members[i] for i in np.unique(self.joining[ended]).tolist()]
         self._end(ended)
         return joiners
 
     def release(self, draining: Collection[Member], live: Collection[Member]) -> int:
-        """Takes those that drain out of chains for which there is nobody else, but never the last one of `live`, which
-        has the others that serve. Returns how many replicas are given up."""
+        """Takes members that drain out of chains which no other member can join, but never the last replica that
+        serves, of `live`. Returns how many replicas are given up."""
         out = self.flags(draining)[self.chains]
         serving = np.array([*(m in live for m in self.members), False])
         held = np.count_nonzero(serving[self.chains], axis=1)
@@ -283,7 +284,7 @@ class Draft:
         return changed
 
     def build(self, members: Sequence[Member]) -> Chains:
-        """The next view's chains, over `members`, which has all owners."""
+        """Returns the next view's chains, over `members`, which contains all owners."""
         index = self.indices(members)
         since = np.where(self.changed, self.view.epoch + 1, self.view.since)
         joining = index[self.joining]
@@ -298,13 +299,13 @@ class Draft:
         )
 
     def indices(self, members: Sequence[Member]) -> NDArray[np.int32]:
-        """int32 [members + 1]: where each member of the draft is in `members`; index -1 stays -1."""
+        """int32 [members + 1]: the index in `members` of each member of the draft; index -1 stays -1."""
         at = {m: i for i, m in enumerate(members)}
         return np.array([*(at.get(m, -1) for m in self.members), -1], dtype=np.int32)
 
     @property
     def intended(self) -> NDArray[np.int32]:
-        """int32 [P]: who is to leave when the joiner is level, -1 where that is nobody (any more)."""
+        """int32 [P]: the member that leaves when the joiner is level, -1 if none does (any more)."""
         there = (self.chains == self.leaving[:, None]).any(axis=1) & (self.joining >= 0)
         intended: NDArray[np.int32] = np.where(there & (self.lengths == self.replicas), self.leaving, np.int32(-1))
         return intended
@@ -323,7 +324,7 @@ class Draft:
         return flags
 
     def _level(self, level: Mapping[int, int]) -> Flags:
-        """What is reported of the joiner that there is now; a late one is never level."""
+        """bool [P]: the ranges whose present joiner is reported level; a late one never is."""
         ready: Flags = self._reported(level) & (self.copy_state != CopyState.LATE)
         return ready
 
@@ -334,7 +335,7 @@ class Draft:
         return reported
 
     def _part(self, out: Flags, rows: Flags, cut: Flags, level: Flags) -> Flags:
-        """Marks in `out` who stands behind one that it cannot reach; returns the ranges that this changes."""
+        """Marks in `out` each member behind a neighbour that it cannot reach; returns the ranges that this changes."""
         parted = np.zeros(len(out), dtype=np.bool_)
         before = np.full(len(out), -1, dtype=np.int32)
         for column in range(self.replicas):
@@ -350,7 +351,7 @@ class Draft:
         return parted
 
     def _compact(self, out: Flags) -> None:
-        """Takes the replicas marked out of their chains; the others keep their order."""
+        """Takes the replicas marked in `out` out of their chains; the others keep their order."""
         rows = np.flatnonzero(out.any(axis=1))
         chains = np.where(out[rows], np.int32(-1), self.chains[rows])
         order = np.argsort(chains < 0, axis=1, kind="stable")
@@ -358,19 +359,19 @@ class Draft:
         self.chains[rows] = np.take_along_axis(chains, order, axis=1)
 
     def _append(self, rows: Flags) -> None:
-        """The joiners of these ranges become their tails."""
+        """Makes the joiners of these ranges their tails."""
         at = np.flatnonzero(rows)
         self.chains[at, self.lengths[at]] = self.joining[at]
         self._end(rows)
 
     def _end(self, rows: Flags) -> None:
-        """Nobody joins these ranges any more."""
+        """Ends the fillings of these ranges: no member joins them any more."""
         self.joining[rows] = -1
         self.copy_state[rows] = CopyState.NONE
 
     def _keep(self, out: Flags, before: NDArray[np.int32], promoted: Flags) -> int:
-        """Where one replica is left of the chains `before`, or one is there that joined them, the last of those marked
-        in `out` keeps its copy; returns in how many ranges."""
+        """Lets the last member marked in `out` retain its copy, in ranges where one replica of the chains `before`, or
+        of their joiners, is left. Returns in how many ranges."""
         at = np.flatnonzero(out.any(axis=1) & (self.lengths == 1))
         stood = out.shape[1] - 1 - np.argmax(out[at, ::-1], axis=1)
         left = np.argmax(before[at] == self.chains[at, :1], axis=1)

@@ -1,9 +1,9 @@
-"""What the next view and roster should be, and why. Pure: the leader writes what is decided here.
+"""Decides the next view and roster, and why. Pure: the leader writes what is decided here.
 
-One view is one step. Deaths come first, and by themselves: who is gone leaves every chain that another full or level
-replica survives, and nothing else is decided, so that nothing delays it. Then repair: level joiners become replicas,
-and ranges that have too few get a new one, some at a time. Then servers that drain are emptied; then what is uneven,
-such as after a server came, is evened out. What is under way is in the view: a new leader goes on with it.
+One view is one step. Deaths come first, and alone: a member that is gone leaves every chain that has another full or
+level replica, and nothing else is decided, so that nothing delays it. Then repair: level joiners become replicas, and
+ranges with too few replicas get a new one, some ranges at a time. Then servers that drain are emptied. Then loads are
+evened out, for instance after a server came. All that is under way is in the view: a new leader goes on with it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class UnsafePlan(AssertionError):
 class Members:
     """The servers registered now, in the cluster with the identity `cluster`; names are distinct.
 
-    draining: incarnations that were asked to hand over all they hold. recoverable: ranges that begin again, from a
-    checkpoint, when nobody is left who has them and could come back; given_up: members that a person says cannot.
-    restores: rows come back from a checkpoint, which takes longer where ranges move meanwhile: nothing is evened out.
-    leaving: those of `draining` whose processes are about to end: if all drain, none of these is the one that stays.
+    draining     incarnations that were asked to hand over all they hold
+    recoverable  ranges that are restored from a checkpoint when no member is left that has them and could come back
+    given_up     members that cannot come back, as a person says
+    restores     rows come back from a checkpoint; moves would slow that down, so nothing is evened out
+    leaving      those of `draining` whose processes are about to end: if all drain, none of these stays
     """
 
     cluster: str
@@ -52,20 +53,20 @@ class Members:
 
 @dataclass(frozen=True)
 class Health:
-    """What is known of the servers beyond who is registered.
+    """What is known of the servers, beyond their registrations.
 
-    gone     members that must not be counted on, dead or suspected, each with the evidence
-    level    range -> fill id that its tail reported level: valid while it is the view's `since` of the range
-    cut      pairs of members that cannot reach each other, though both are well
-    stalled  pairs of members of which one could not fill the other: it is given up, and not tried again for a while
-    pending  members that have not been heard yet: they are not listed, or if they are, given nothing to do
-    capacity   for how many more ranges a member has memory; who is not in it has no limit
-    silent   those of `gone` that may live: nothing but their silence says otherwise
-    overdue  those of `silent` for whom nobody waits any more
-    spent    range -> fill id of a late copy for which nobody has any more what it lacks
-    alone    members that have lived on for a while as the single replica of ranges since up to an epoch
-    epochs   of the views that members follow which are heard now, 0 for none
-    ripe     False: what is level may wait a little for the others under way, so that one view serves for all
+    gone      members that must not be counted on, dead or suspected, each with the evidence
+    level     fill ids by range, of joiners reported level: valid while the fill id is the view's `since` of the range
+    cut       pairs of members that cannot reach each other, though both are well
+    stalled   pairs of members of which one could not fill the other: given up, and not tried again for a while
+    pending   members that have not been heard yet: they are not listed, or if they are, get no ranges
+    capacity  for how many more ranges members have memory; a member that is not in it has no limit
+    silent    those of `gone` that may live: only their silence says otherwise
+    overdue   those of `silent` that are no longer expected back
+    spent     fill ids by range, of late copies whose missing operations no server has any more
+    alone     members that have been, for a while, the single replica of ranges since up to an epoch
+    epochs    of the views that the members follow that are heard now, 0 for none
+    ripe      False: level joiners may wait a little for others under way, so that one view promotes all
     """
 
     gone: Mapping[Member, str] = field(default_factory=dict)
@@ -108,9 +109,9 @@ class RosterPlan:
 def plan(
     view: View | None, members: Members, config: ClusterConfig, health: Health = _WELL, limits: Limits = _LIMITS
 ) -> Plan | None:
-    """The next step from `view` (None: none was ever written). None when all is well as it is.
+    """Decides the next step from `view` (None: none was ever written). Returns None if nothing is to be done.
 
-    UnsafePlan if it is one that `unsafe_transition` refuses, which only a bug here can bring about.
+    Raises UnsafePlan for a step that `unsafe_transition` refuses, which only a bug here can cause.
     """
     if view is None:
         return _first(members, config, health)
@@ -118,10 +119,10 @@ def plan(
 
 
 def plan_roster(roster: Roster | None, workers: Iterable[WorkerInfo], cluster: str = "") -> RosterPlan | None:
-    """The next roster if the workers registered now are not those of `roster` (None: none was ever written).
+    """Decides the next roster if the workers registered now are not those of `roster` (None: none was ever written).
 
-    One that the store would not take is never planned: who is listed stays, and newcomers wait for room, lowest ids
-    first. Nor is one with an id or a name twice: workers say themselves who they are, and who is listed is right.
+    It never plans a roster that is too large for the store: listed workers stay, and newcomers wait for room, lowest
+    ids first. Nor one with an id or a name twice: workers choose what they register, so the listed worker is right.
     """
     before = () if roster is None else roster.workers
     known = {worker.id for worker in before}  # an id is never used again
@@ -143,7 +144,7 @@ def plan_roster(roster: Roster | None, workers: Iterable[WorkerInfo], cluster: s
 
 
 def _distinct(workers: Iterable[WorkerInfo]) -> list[WorkerInfo]:
-    """The first of each id and each name."""
+    """Returns the first worker of each id and each name."""
     ids: set[int] = set()
     names_: set[str] = set()
     found = []
@@ -156,7 +157,7 @@ def _distinct(workers: Iterable[WorkerInfo]) -> list[WorkerInfo]:
 
 
 def _roster(version: int, ordered: Sequence[WorkerInfo], cluster: str) -> Roster:
-    """A roster of the first of these workers, as many as fit."""
+    """Returns a roster of the first of these workers, as many as fit."""
     count = min(len(ordered), WORKERS_MAX)
     while True:
         roster = Roster(version, tuple(sorted(ordered[:count], key=lambda worker: worker.id)), cluster)
@@ -175,7 +176,7 @@ def _first(members: Members, config: ClusterConfig, health: Health) -> Plan:
         return Plan(None, f"waiting for servers: {count} of {config.min_servers} registered")
     dead = health.gone.keys() - health.silent
     if unheard := [s.name for s in members.servers if s.member in health.pending - dead]:
-        # One that follows a view already shows that this would not be the first one.
+        # A server that follows a view already shows that this would not be the first one.
         return Plan(None, f"waiting to hear {names(sorted(unheard))} before the first view")
     servers = tuple(present)
     nodes = {server.member: _node(server) for server in servers}
@@ -259,7 +260,7 @@ class _Step:
         return Plan(self._checked(servers, reason), reason, lost)
 
     def _given_up(self, removal: Removal) -> Ranges:
-        """The ranges to recover: nobody who has all that was acknowledged can come back."""
+        """Returns the ranges to recover: no member that has all acknowledged operations can come back."""
         ended = np.array([*(m in self.ended for m in self.view.as_chains.members), True])
         stuck = removal.stuck[ended[self.view.as_chains.copies[removal.stuck]].all(axis=1)]
         return stuck[np.isin(stuck, list(self.recoverable))]
@@ -269,9 +270,10 @@ class _Step:
         return now if now is not None and now.incarnation > server.incarnation else None
 
     def _sort(self) -> None:
-        """Who may be in the next view: owners as they are, then spares that are still here, then new servers by name.
-        Each name once: a name whose old incarnation may be the last to have some range stays with that. New ones are
-        listed once they are heard: a key outlives its server, and a new leader does not know yet which."""
+        """Returns the servers that may be in the next view: owners as they are, then spares that are still here, then
+        new servers by name. Each name comes once: if its old incarnation may be the last with some range, the name
+        stays with that. A new server is listed once it is heard: a key outlives its server, and a new leader does not
+        know yet which servers live."""
         owners = self.draft.owners
         for server in self.view.servers:
             now = self._newer(server)
@@ -289,21 +291,21 @@ class _Step:
         self.serving = {m: s for m, s in here.items() if m not in self.draining}
 
     def _last(self, candidates: Iterable[Member]) -> Member | None:
-        """Who stays when all are asked to go: the one that holds most, so that it is the same one until the others have
-        left; one that is about to end only where all are."""
+        """Returns the member that stays when all are asked to drain: the one that holds most, so that the choice stays
+        the same until the others have left. A member that is about to end is chosen only if all are."""
         chains, members = self.draft.chains, self.draft.members
         held = np.bincount(chains[chains >= 0], minlength=len(members))
         return min(candidates, key=lambda m: (m in self.leaving, -held[members.index(m)], m), default=None)
 
     def _listed(self) -> tuple[ServerInfo, ...]:
-        """Who is in the next view: without those who have drained."""
+        """Returns the servers of the next view, without those that have drained."""
         owners = self.draft.owners
         return tuple(s for s in self.known if s.member in owners or s.member in self.serving)
 
     # -- progress ---------------------------------------------------------------------------------------------------
 
     def _progress(self, limits: Limits) -> list[str]:
-        """Repair, then drains, then balance; returns the reasons."""
+        """Plans repair, then drains, then balance; returns the reasons."""
         draft, health = self.draft, self.health
         draft.give_up(self.draining)
         stopped, apart = draft.stop(health.stalled, health.level), health.cut | health.stalled
@@ -365,7 +367,7 @@ class _Step:
         return reasons + ([f"{names(back)} came back, spare"] if back else [])
 
     def _standing(self, stuck: Ranges) -> list[str]:
-        """What cannot be done as things are: who is waited for and by how many ranges, and what servers are missing."""
+        """Says what cannot be done now: which members are waited for, by how many ranges, and how many servers lack."""
         draft, parts = self.draft, []
         waited = self.view.as_chains.copies[stuck]
         for member in sorted(self.lost):
@@ -422,7 +424,7 @@ def _node(server: ServerInfo) -> Node:
 
 
 def _unlawful(old: Chains, new: Chains, level: Mapping[int, int], ended: Collection[Member]) -> str:
-    """`unsafe_transition`, candidates only about the ranges that changed: it takes its time for each."""
+    """Calls `unsafe_transition` for the ranges that changed alone: it takes its time for each."""
     at = {m: i for i, m in enumerate(new.members)}
     index = np.array([*(at.get(m, -2) for m in old.members), -1])
     same: Flags = (index[old.chains] == new.chains).all(axis=1) & (index[old.joining] == new.joining)

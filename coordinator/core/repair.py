@@ -34,21 +34,21 @@ class Limits:
 
     @classmethod
     def by_bytes(cls, nbytes: float) -> Limits:
-        """For ranges of that many bytes on average: a view costs every range of it a pause, so small ranges go many at
-        a time; large ones a few, which keep a link busy."""
+        """Returns the limits for ranges of `nbytes` bytes on average. A view makes all its ranges pause, so small
+        ranges are filled many at a time; of large ones a few keep a link busy."""
         per_server = int(min(_FILLS_MOST, max(_FILLS_LEAST, _FLIGHT_BYTES / max(1.0, nbytes))))
         return cls(4 * per_server, per_server)
 
 
 class Capacity(NamedTuple):
-    """For how many more ranges a server has memory: in a repair, and in a move, which keeps some free for repairs."""
+    """For how many more ranges a server has memory: repairs may use all, moves leave some free for repairs."""
 
     repairs: int
     moves: int
 
 
 class Fills(NamedTuple):
-    """How many fillings were started, and how many ranges wait only because as many run as may."""
+    """How many fillings were started, and how many ranges wait for nothing but the limits."""
 
     started: int
     later: int
@@ -63,8 +63,8 @@ def start_fills(
     capacity: Mapping[Member, Capacity] = _ANY,
     rows: Flags | None = None,
 ) -> Fills:
-    """Starts fillings of the ranges that have too few replicas, the fewest first; of those in `rows` [ranges] only, if
-    that is given.
+    """Starts fillings of ranges that have too few replicas, those with the fewest first. rows: bool [ranges], the
+    ranges to look at, by default all.
 
     sites: the live servers that may be filled. Only they and those in `sources` fill others. capacity: what they have
     memory for; who is not in it has no limit.
@@ -92,8 +92,8 @@ def start_fills(
 
 
 def start_restores(draft: Draft, sites: Mapping[Member, Node], capacity: Mapping[Member, Capacity] = _ANY) -> int:
-    """Has servers bring back the ranges that begin anew, each server as many as evens out what all hold; returns for
-    how many nobody has memory. All at once: nobody is served there before."""
+    """Lets servers restore the ranges that begin again from a checkpoint, spread so that all hold about the same;
+    returns for how many no server has memory. All start at once: these ranges serve nobody before."""
     rows = np.flatnonzero((draft.lengths == 0) & (draft.joining < 0))
     n = len(draft.members)
     weight = np.array([sites[m].weight if m in sites else np.nan for m in draft.members])
@@ -111,7 +111,7 @@ def start_restores(draft: Draft, sites: Mapping[Member, Node], capacity: Mapping
 
 
 class _Cluster:
-    """The servers' loads, kept while fillings are added. Arrays over the draft's members."""
+    """The loads of servers, kept up to date while fillings are added. Arrays are over the draft's members."""
 
     def __init__(
         self,
@@ -142,7 +142,8 @@ class _Cluster:
         self._cap = np.ceil(SLACK * replicas * self._weight / max(1e-9, float(self._weight[self._live].sum())))
 
     def choose(self, chain: NDArray[np.int32], source: int) -> int:
-        """The best member to fill from `source`, the tail of `chain`; _LATER if limits are in the way, or _NOBODY."""
+        """Returns the best member to fill from `source`, the tail of `chain`; _LATER if limits forbid it now, _NOBODY
+        if there is none."""
         chain = chain[chain >= 0]
         free: Flags = self._live & ~self._cut[source]
         free &= self._into < self._capacity
@@ -172,7 +173,7 @@ class _Cluster:
         return int(at[best])
 
     def count(self, source: int, target: int) -> None:
-        """A filling was started."""
+        """Counts a filling that was started."""
         self._out_of[source] += 1
         self._into[target] += 1
         self._held[target] += 1

@@ -31,7 +31,7 @@ _CIRCLE = 1 << 64
 
 @dataclass(frozen=True)
 class Node:
-    """A server as the ring sees it: its name capacity it, `weight` > 0 sizes it, `zone` "" is unknown."""
+    """A server as the ring sees it: its name places it, `weight` > 0 sizes its share, `zone` "" is unknown."""
 
     name: str
     weight: float = 1.0
@@ -39,7 +39,7 @@ class Node:
 
 
 def place(nodes: Sequence[Node], ranges: int, replicas: int) -> NDArray[np.int32]:
-    """Chains for `ranges` ranges: int32 [ranges, replicas] of indices into `nodes`, head first, -1 past the last node.
+    """Places ranges: int32 [ranges, replicas] of indices into `nodes`, head first, -1 past the last node.
 
     Depends on the set of nodes only, not on their order. Replicas of a range are on distinct nodes, and in distinct
     zones where there are enough. Nodes without a zone count as each in its own. ValueError if two share a name.
@@ -72,12 +72,13 @@ class _Ring:
         self.after = {i: by_token[at + 1 :] + by_token[:at] for at, i in enumerate(by_token)}
 
     def caps(self, copies: int) -> list[int]:
-        """How many ranges each node may hold when every range has `copies` replicas; they sum to enough for all."""
+        """Returns how many ranges each node may hold when every range has `copies` replicas: in total enough for
+        all."""
         shares = [copies * self.ranges * node.weight / self.total_weight for node in self.nodes]
         return [max(math.floor(SLACK * share), math.ceil(share)) for share in shares]
 
     def heads(self) -> list[int]:
-        """The head of each range."""
+        """Returns the head of each range."""
         circle = sorted(
             (token, i)
             for i, node in enumerate(self.nodes)
@@ -110,7 +111,7 @@ class _Ring:
             self.load[chosen] += 1
 
     def _new_zones(self, row: list[int]) -> list[int]:
-        """Who may follow in this chain, nearest first: those in zones that it does not use yet, or else anybody."""
+        """Returns the nodes that may follow in a chain, nearest first: of zones that it does not use yet, else any."""
         free = [i for i in self.after[row[-1]] if i not in row]
         used = {self.nodes[i].zone for i in row} - {""}
         return [i for i in free if self.nodes[i].zone not in used] or free
@@ -118,7 +119,7 @@ class _Ring:
 
 @lru_cache(maxsize=4 * 1024)
 def _tokens(circle: str, name: str, count: int) -> tuple[int, ...]:
-    """`count` points of 64 bits; a larger count only adds points, so that a change of weight moves little."""
+    """Returns `count` points of 64 bits; a larger count only adds points, so that a change of weight moves little."""
     digests = (blake2b(f"{circle}/{name}/{i}".encode()).digest() for i in range(-(-count // 8)))
     points = [int.from_bytes(digest[at : at + 8], "little") for digest in digests for at in range(0, 64, 8)]
     return tuple(points[:count])
@@ -134,5 +135,6 @@ def _preference(r: int, node: Node) -> float:
 
 @lru_cache(maxsize=8)
 def _shuffled(ranges: int) -> tuple[int, ...]:
-    """A fixed order of ranges that mixes near and far: a full node's overflow comes from all over the circle."""
+    """Returns a fixed order of ranges that mixes near and far: a full node's overflow comes from all over the
+    circle."""
     return tuple(sorted(range(ranges), key=lambda r: blake2b(r.to_bytes(4, "little"), digest_size=8).digest()))

@@ -1,7 +1,7 @@
 """Each server's fair share of the replicas, and when a load is too far from it. Pure.
 
-A server's share follows its weight, as far as ranges allow: it holds a range once at most, and a zone holds each range
-as few times as there are zones for. What is too much for one goes to the others, in proportion.
+A server's share follows its weight, within two limits: it holds each range at most once, and a zone holds each range no
+more often than the number of zones requires. The rest goes to other servers, in proportion.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _HALVINGS = 60
 
 @lru_cache(maxsize=64)  # every plan asks, and servers rarely change
 def held_shares(nodes: tuple[Node, ...], ranges: int, replicas: int, total: int) -> Floats:
-    """How many of `total` replicas each node should hold: float64 [nodes], read-only; their sum is `total` if possible.
+    """Returns how many of `total` replicas each node should hold: float64 [nodes], read-only; in sum `total` if
+    possible.
 
     No node holds more than `ranges`, no zone more than distinct zones require. Nodes without a zone are each their own.
     """
@@ -51,10 +52,12 @@ def held_shares(nodes: tuple[Node, ...], ranges: int, replicas: int, total: int)
 
 
 class Band(NamedTuple):
-    """One kind of load of every server, and how far from its share it may be: arrays over servers.
+    """One kind of load, and how far from its share it may be: arrays over servers.
 
-    share  what it should be; low, high: bounds, whole numbers around the share
-    price  of each range outside the bounds; pull: of distance from the share
+    share      the load that each server should have
+    low, high  the bounds of the load, whole numbers around the share
+    price      the cost of each range outside the bounds
+    pull       the cost of distance from the share
     """
 
     share: Floats
@@ -65,11 +68,12 @@ class Band(NamedTuple):
 
     @classmethod
     def around(cls, share: Floats, low: float, high: float, price: float, pull: float) -> Band:
-        """Bounds as multiples of the share. They always leave room for the two whole numbers next to it."""
+        """Makes a band whose bounds are multiples of the share. It always contains the two whole numbers next to the
+        share."""
         return cls(share, np.floor(low * share), np.maximum(np.ceil(share), np.floor(high * share)), price, pull)
 
     def cost(self, load: Counts) -> Floats:
-        """Convex in each load: what lowers the sum brings loads together."""
+        """Returns the cost of each load. It is convex, so that a lower sum means more even loads."""
         far = (load - self.share) ** 2 / np.maximum(1.0, self.share)
         outside = np.maximum(0.0, load - self.high) + np.maximum(0.0, self.low - load)
         cost: Floats = self.pull * far + self.price * outside
@@ -82,7 +86,7 @@ def _poured(weight: Floats, total: float, cap: int) -> Floats:
 
 
 def _level(amount: Callable[[float], float], total: float, high: float) -> float:
-    """The level, at most `high`, at which a growing amount reaches the total."""
+    """Returns the level, at most `high`, at which a growing amount reaches the total."""
     low = 0.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
