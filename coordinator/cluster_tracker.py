@@ -1,5 +1,5 @@
-"""A coordinator's picture of its cluster: the store's state as of the last change, corrected where the store has lost
-or damaged a key that the cluster cannot do without."""
+"""A coordinator's state of its cluster: that of the store as of the last change, with the last good value in place of
+each key that the store has lost or damaged and that the cluster cannot do without."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ from coordinator.core.view import ClusterConfig, Roster, View
 
 log = fields.logger(__name__)
 
-REMEMBERED = 4096  # names of workers that have left: who comes back under one of them goes on where it was
+REMEMBERED = 4096  # names of workers that have left: a worker that comes back under one goes on where it was
 AT_ONCE = 64  # names forgotten in one go
 
 
 class Impact(Enum):
-    """What a change of the store means to the planner. DEATH: a server has left, or is another one now."""
+    """What a change of the store means to the planner. DEATH: a server has left, or another incarnation has its
+    name."""
 
     NOTHING = 0
     CHANGE = 1
@@ -48,10 +49,10 @@ class ClusterTracker:
     """The cluster as of the last change seen.
 
     state    what the store says
-    config, view, roster  as the store says, or the last good values where it has lost them; None where none is known
+    config, view, roster  as the store says, or the last good values if it has lost them; None if none is known
     damage   what is wrong with the store's config, view or roster, by key: it is gone, makes no sense, or is older than
              one before
-    certain  the view was lost under our eyes, so that the last good one is the newest that was ever written
+    certain  this tracker saw the view go, so that the last good one is the newest that was ever written
     """
 
     def __init__(self, cluster: str, listing: Listing, last_good: LastGood | None = None) -> None:
@@ -81,7 +82,7 @@ class ClusterTracker:
         self._follows = True
 
     async def follow(self, store: Store, on_change: Callable[[Impact], None]) -> None:
-        """Keeps this up to date; ends only with the store or an error."""
+        """Follows the store; ends only with the store or an error."""
         async with aclosing(store.watch("", after=self._seen)) as changes:
             async for change in changes:
                 impact = self._apply(change)
@@ -89,7 +90,7 @@ class ClusterTracker:
                     on_change(impact)
 
     def check_leadership(self, guard: Guard) -> None:
-        """Raises Fenced if we lead no longer."""
+        """Raises Fenced if the office is no longer the one of `guard`."""
         if self.state.term != guard.create_revision:
             raise Fenced("somebody else has the office" if self.state.term else "the office is vacant")
 
@@ -100,13 +101,14 @@ class ClusterTracker:
 
     @property
     def number(self) -> int:
-        """A number above all that this cluster gave out, and above its rosters' versions: each took a write."""
+        """A number above all that this cluster gave out, and above its rosters' versions, each of which took a
+        write."""
         base = 0 if self.config is None else self.config.base
         return base + max(0, self.state.revision - self.last_good.created) + 1
 
     def drains_done(self) -> list[tuple[str, int]]:
-        """Keys and revisions of requests about incarnations that are gone: replaced, or neither registered nor
-        listed."""
+        """Returns keys and revisions of requests to drain incarnations that are gone: replaced, or neither registered
+        nor listed."""
         done = []
         for name, (member, revision, _) in self.state.drains.items():
             server = self.state.servers.get(member.name)
@@ -116,7 +118,8 @@ class ClusterTracker:
         return done
 
     def forgotten(self) -> list[tuple[str, int]]:
-        """Keys and revisions of records to drop: of the workers not listed the newest `REMEMBERED` stay."""
+        """Returns keys and revisions of records to drop: of workers that are not listed, the newest `REMEMBERED`
+        stay."""
         records = self.state.records
         if len(records) <= REMEMBERED:
             return []
@@ -146,7 +149,7 @@ class ClusterTracker:
             return Impact.CHANGE
         key = change.entry.key if isinstance(change, Put) else change.key
         if key in SINGLE and change.revision <= self.state.revisions[key]:
-            return Impact.NOTHING  # our own write, known since it was answered, or a loss that we have repaired since
+            return Impact.NOTHING  # this leader's own write, known since it was answered, or a loss repaired since
         before, self.state = self.state, self.state.apply(change)
         if isinstance(change, Put):
             return self._put(change.entry)
@@ -205,7 +208,7 @@ class ClusterTracker:
             elif state.config is not None:
                 other = good.take_config(state.config, state.config_created)
                 self.config = state.config
-                if other:  # what was foreign may be ours now, and the other way round
+                if other:  # a foreign view or roster may be this cluster's now, and the other way round
                     self.view, self.roster = None, None
                     for each in (VIEW, ROSTER):
                         if state.revisions[each]:
@@ -220,7 +223,7 @@ class ClusterTracker:
         return b"" if value is None else value.to_json() if isinstance(value, ClusterConfig) else value.encode()
 
     def _lose(self, key: str) -> None:
-        """The key of the config, the view or the roster is not there. Only what the cluster has had is lost."""
+        """Notes that the key of the config, the view or the roster is absent: lost, if the cluster has had it."""
         self._fall_back(key)
         if {CONFIG: self.config, VIEW: self.view, ROSTER: self.roster}[key] is None:
             self.damage.pop(key, None)

@@ -1,12 +1,12 @@
 """The store's laws on etcd.
 
-Of aetcd this uses the generated messages and stubs, over channels of our own: with TLS, one for each endpoint, and a
+Of aetcd this uses the generated messages and stubs, over channels of its own: with TLS, one for each endpoint, and a
 deadline on every call. A call that fails on one endpoint goes to the next until the time-out; a watch does the same for
 as long as it takes, and resumes after the last revision that it has yielded.
 
-Everything of a cluster is below `elasticps/<cluster>/`: its keys below `keys/`, and below `by/` who last wrote a key by
-compare-and-set. That mark, written in the same transaction, tells whether a write without an answer was ours, even when
-two writers write the same bytes.
+Everything of a cluster is below `elasticps/<cluster>/`: its keys below `keys/`, and below `by/` a mark of the last
+compare-and-set of each key. The mark is written in the same transaction, and tells whether a write without an answer
+was this client's, even when two clients write the same bytes.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ ATTEMPT_S = 2.0  # the longest that one endpoint may take to answer before the n
 PAGE_KEYS = 1000  # of one answer: thousands of workers' records must not fill a message, nor keep etcd from others
 LOOK_S = 1.0  # between looks at whether certificates were replaced
 _RETRY_MAX_S = 0.5
-_ODD_SHOWN = 64  # keys that are none of which the log speaks; and of each so many bytes
+_ODD_SHOWN = 64  # unusable keys that are logged; and how many bytes of each
 _CHANCE = secrets.SystemRandom()
 
-# A member cut off from the others must end our watch rather than keep it silent.
+# A member that is cut off from the others must end a watch rather than keep it silent.
 _REQUIRE_LEADER = (("hasleader", "true"),)
 
 
@@ -70,7 +70,7 @@ class _TryNext(Exception):
 
 @dataclass
 class _Trouble:
-    """What went wrong while one call was tried: the newest failure of each endpoint."""
+    """The failures of one call so far: the newest of each endpoint."""
 
     began: float = field(default_factory=time.monotonic)
     attempts: int = 0
@@ -84,8 +84,8 @@ class _Trouble:
 class EtcdStore:
     """A `Store` on etcd, for the cluster that `url` names.
 
-    `timeout_s` bounds each call, over all its attempts. Opens no connection until the first call. ValueError if a TLS
-    file cannot be read; ForkedProcess in a child of a process that uses gRPC.
+    `timeout_s` bounds each call, over all its attempts. Opens no connection until the first call. Raises ValueError if
+    a TLS file cannot be read, ForkedProcess in a child of a process that uses gRPC.
     """
 
     def __init__(self, url: ClusterUrl, *, timeout_s: float = 5.0) -> None:
@@ -278,7 +278,7 @@ class EtcdStore:
                 await self._pause(min(_RETRY_MAX_S, 0.02 * 2 ** min(out.attempts, 6)))
 
     async def ping(self, timeout_s: float) -> None:
-        """Makes sure that etcd answers; StoreUnavailable after `timeout_s` seconds."""
+        """Makes sure that etcd answers. Raises StoreUnavailable after `timeout_s` seconds."""
         await self._call(lambda m: m.kv.Range, rpc.RangeRequest(key=self._key("config")), timeout_s=timeout_s)
 
     async def close(self) -> None:
@@ -288,7 +288,7 @@ class EtcdStore:
         await asyncio.gather(*(member.channel.close(None) for member in members), *self._leaving)
 
     async def release(self) -> str:
-        """Which release of etcd answers, such as "3.5.9"; "" where it does not say."""
+        """Returns the release of the etcd that answers, such as "3.5.9"; "" if it does not say."""
         try:
             response, _ = await self._call(lambda m: rpc.MaintenanceStub(m.channel).Status, rpc.StatusRequest())
         except CoordinationError:
@@ -296,8 +296,8 @@ class EtcdStore:
         return str(response.version)
 
     async def _gap(self, response: Any, prefix: str, seen: int, known: Any) -> Reset | None:
-        """The state now, if changes after `seen` were compacted away or etcd has lost what we have seen: also one that
-        was made anew, and has come as far."""
+        """Returns the state now if changes after `seen` were compacted away, or if etcd has lost what this watch has
+        seen, as one that was replaced has, even if it has come as far."""
         other = response.created and not await self._had(known)
         if not (response.compact_revision or other or (response.created and response.header.revision < seen)):
             return None
@@ -310,7 +310,7 @@ class EtcdStore:
         return response.kvs[0] if response.kvs else None
 
     async def _had(self, known: Any) -> bool:
-        """Whether etcd had this where it stood; not if it cannot tell any more."""
+        """Whether etcd had this entry at its revision; False if it cannot tell any more."""
         if known is None:
             return True
         request = rpc.RangeRequest(key=known.key, revision=known.mod_revision)
@@ -321,7 +321,7 @@ class EtcdStore:
         return bool(response.kvs) and response.kvs[0] == known
 
     async def _responses(self, member: Member, prefix: str, seen: int) -> AsyncGenerator[Any, None]:
-        """The answers of one watch stream on one endpoint. Raises when it breaks, ends when the store is closed."""
+        """Yields the answers of one watch on one endpoint. Raises when the stream breaks, ends with the store."""
         start = (self._keys + prefix).encode()
         create = rpc.WatchCreateRequest(key=start, range_end=_end(start), start_revision=seen + 1)
         call = member.watch.Watch(metadata=_REQUIRE_LEADER)
@@ -348,19 +348,20 @@ class EtcdStore:
             await asyncio.gather(read, closed, return_exceptions=True)
 
     async def call(self, method: Callable[[Member], Any], request: Any) -> Any:
-        """The answer to a request of a kind that a `Store` has none of; see `_call`."""
+        """Makes a call that `Store` has no method for; see `_call`."""
         response, _ = await self._call(method, request, writes=True)
         return response
 
     def spans(self, prefix: str) -> Sequence[tuple[bytes, bytes]]:
-        """Where etcd has the keys that begin with `prefix`, and their marks: from, and up to."""
+        """Returns where etcd has the keys that begin with `prefix`, and their marks: from, and up to."""
         starts = [(part + prefix).encode() for part in (self._keys, self._marks)]
         return [(start, _end(start)) for start in starts]
 
     async def _call(
         self, method: Callable[[Member], Any], request: Any, *, writes: bool = False, timeout_s: float = 0.0
     ) -> tuple[Any, int]:
-        """The answer, and after how many attempts. Asks each endpoint in turn until the time-out (0: the usual)."""
+        """Asks each endpoint in turn until the time-out (0: the store's); returns the answer and how many attempts were
+        made."""
         timeout_s = timeout_s or self._timeout_s
         trouble = _Trouble()
         end = trouble.began + timeout_s
@@ -403,7 +404,7 @@ class EtcdStore:
         return self._members[address]
 
     def _follow_files(self) -> None:
-        """Connects anew when certificates were replaced. Calls under way end on the old channels; watches resume."""
+        """Connects again when certificates were replaced. Calls under way end on the old channels; watches resume."""
         tls, now = self._url.tls, time.monotonic()
         if tls is None or now - self._looked < LOOK_S:
             return
@@ -440,7 +441,7 @@ class EtcdStore:
         return (self._marks + key).encode()
 
     def _entry(self, kv: Any) -> Entry | None:
-        """None for a key that is none: etcd takes any bytes from whoever may write below a prefix."""
+        """Returns the entry; None for an unusable key: etcd takes any bytes from a client that may write there."""
         raw = kv.key[len(self._keys) :]
         try:
             return Entry(check_key(raw.decode()), kv.value, kv.mod_revision, kv.create_revision)
@@ -484,7 +485,7 @@ async def _one_answer(member: Member, request: Any, timeout: float) -> Any:
 
 
 def _jitter(state: tenacity.RetryCallState) -> float:
-    """Up to a bound that doubles. Not of the module `random`: what a program has seeded stays as it is."""
+    """Draws a pause up to a bound that doubles; not from the module `random`, whose seed belongs to the program."""
     return _CHANCE.uniform(0.0, min(_RETRY_MAX_S, 0.02 * 2 ** min(state.attempt_number, 6)))
 
 
@@ -495,5 +496,5 @@ def _compare(key: bytes, target: str, revision: int) -> Any:
 
 
 def _end(start: bytes) -> bytes:
-    """The first key after all that begin with `start`, whose last byte is ASCII."""
+    """Returns the first key after all that begin with `start`, whose last byte is ASCII."""
     return start[:-1] + bytes([start[-1] + 1])

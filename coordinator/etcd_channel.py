@@ -64,7 +64,7 @@ def open_member(address: str, credentials: grpc.ChannelCredentials | None) -> Me
 
 
 def raise_definite(error: BaseException) -> None:
-    """Raises what a retry would not change."""
+    """Raises the error of a call that no retry would change; returns if another endpoint may answer."""
     if isinstance(error, asyncio.CancelledError):
         if task_cancelled():
             raise error

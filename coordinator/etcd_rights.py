@@ -1,4 +1,4 @@
-"""Has etcd ask who may write what: users by the common names of their certificates, with rights by prefix.
+"""Turns on access control in etcd: users by the common names of their certificates, with rights by prefix.
 
 Sources: etcd's guides "Role-based access control" and "Authentication"; users without a password are those that
 `--client-cert-auth` knows by their certificates.
@@ -13,15 +13,15 @@ from aetcd import rpc
 
 from coordinator.etcd import EtcdStore
 
-ROOT = "root"  # etcd's own name for who may change rights, and for what they may do
+ROOT = "root"  # etcd's own name for the user, and the role, that may change rights
 
 
 async def protect(store: EtcdStore, writers: Mapping[str, Sequence[str]]) -> None:
-    """Lets each user read all keys of this store's cluster and write those that begin with one of its prefixes, and
-    nobody else do anything. Other clusters' users keep their rights.
+    """Lets each user read all keys of this store's cluster, and write those that begin with one of its prefixes; nobody
+    else may do anything. Users of other clusters keep their rights.
 
-    May be repeated, while they work, when there is more to be granted or less: nobody has fewer rights meanwhile than
-    before or afterwards. It takes `ROOT`'s certificate then. Raises as the store does.
+    May be repeated with more rights or fewer while users work: no right that a user has before and afterwards is
+    missing meanwhile. Needs the certificate of `ROOT` then. Raises as the store does.
     """
 
     async def ask(method: str, request: Any) -> Any:

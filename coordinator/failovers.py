@@ -1,4 +1,4 @@
-"""Leaves in the store how the newest failover came about: for those who look, nothing else reads it."""
+"""Writes into the store how long the newest failover took: for people, nothing else reads it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = fields.logger(__name__)
 
 
 class Failovers:
-    """Writes beside the leader, who waits for none of it; what cannot be written is left out."""
+    """Writes failovers beside the leader, which waits for none of it; a failover that cannot be written is left out."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -21,12 +21,12 @@ class Failovers:
         self._noted = asyncio.Event()
 
     def note(self, epoch: int, detected: float, written: float) -> None:
-        """There was one."""
+        """Notes a failover, to be written."""
         self._newest = Failover(epoch, detected, written)
         self._noted.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Writes noted failovers until cancelled."""
         while True:
             await self._noted.wait()
             self._noted.clear()

@@ -1,11 +1,11 @@
-"""The leader: plan, write views and the roster, step down; standbys wait to be one.
+"""The leader: plans, writes views and the roster, and steps down; standbys wait to lead.
 
 Every write of the leader is a compare-and-set over the revision that it planned from, guarded by the fencing token of
 its office: a deposed leader cannot write, however late its message arrives. So the leader needs no clock to be safe,
-and rides out an outage of the store in office.
+and stays in office during an outage of the store.
 
-A leader remembers nothing that its successor needs: what was decided is in the view, and what servers report they tell
-each coordinator. So a standby, which keeps its lines to the servers warm, goes on in the middle of a repair at once.
+A leader remembers nothing that its successor needs: decisions are in the view, and servers report to every coordinator.
+So a standby, which has lines to the servers as well, goes on at once in the middle of a repair.
 A leader puts back what the store loses while servers live, see `lost_keys`.
 """
 
@@ -43,14 +43,14 @@ log = fields.logger(__name__)
 WhileLeading = Callable[[], Coroutine[Any, Any, None]]
 OnFailover = Callable[[int, float, float], None]
 
-_SPARING = Sparing(2, 60.0)  # lines of one outage of the store, which is told by
-_ERROR_PREFIX = 20  # the first characters of its error
+_SPARING = Sparing(2, 60.0)  # limits the lines of one outage of the store, which is identified by
+_ERROR_PREFIX = 20  # so many first characters of its error
 _REFUSED_S = 1.0  # pause while the store takes no writes: each attempt lists all keys
 _RETRY_S = 0.2  # pause after an outage; each attempt waits for the store's time-out as well
-_ILL_S, _ILL_MOST_S = 2.0, 60.0  # after so long an ill leader gives up; doubled each time that nobody did better
-_ASK_AGAIN_S = 1.0  # servers are asked for a view that was lost so often
-_JUDGED_S = 1.0  # a view that could not be written for so long is planned anew: who was silent may have spoken since,
-# and who was to stand in for it may be gone
+_ILL_S, _ILL_MOST_S = 2.0, 60.0  # after so long an ill leader steps down; doubled each time that no other did better
+_ASK_AGAIN_S = 1.0  # between requests to servers for a view that the store has lost
+_JUDGED_S = 1.0  # a view that could not be written for so long is planned again: a server that was silent may have
+# spoken since, and the one that was to replace it may be gone
 
 
 async def run_coordinator(
@@ -65,13 +65,13 @@ async def run_coordinator(
     while_leading: WhileLeading | None = None,
     on_failover: OnFailover = lambda epoch, detected, written: None,
 ) -> None:
-    """Leads the cluster, or stands by to, until `stop` is set; then gives the office up so that a standby takes over.
+    """Leads the cluster, or stands by, until `stop` is set; then gives the office up so that a standby takes over.
 
     Waits for the cluster's config.
 
     ttl_s          how long a leader that has gone silent stays the leader
-    settle_s       how long changes are gathered before a view is written; deaths are not
-    dial           connects to a server; without it only leases tell who is gone
+    settle_s       how long changes are gathered before a view is written; a death is not delayed
+    dial           connects to a server; without it only leases tell which servers are gone
     on_ill         called when this coordinator begins, and ceases, to hear so few servers that it must be what is ill
     while_leading  work done while it leads, which never ends by itself
     on_failover    called for each view without servers that were lost: its epoch, and in Unix time when the first of
@@ -119,11 +119,11 @@ async def _serve(
 
 
 class _Ill(Fenced):
-    """This leader gives its office up."""
+    """This leader hears too few servers, and gives its office up."""
 
 
 async def _while_well(lines: ServerLinks, patience_s: float) -> None:
-    """Ends when this leader has been ill for so long that another one might do better."""
+    """Raises _Ill when this leader has been ill for so long that another one might do better."""
     loop = asyncio.get_running_loop()
     well = loop.time()
     while loop.time() - well < patience_s:
@@ -134,7 +134,7 @@ async def _while_well(lines: ServerLinks, patience_s: float) -> None:
 
 
 class _Alarm:
-    """Something is to be planned. since: loop time of the first call after it was cleared."""
+    """A flag that something is to be planned. since: loop time of the first ring after it was cleared."""
 
     def __init__(self) -> None:
         self.since = 0.0
@@ -153,7 +153,7 @@ class _Alarm:
         self._urgent.clear()
 
     async def wait(self, settle_s: float) -> None:
-        """Until it rings; then `settle_s` more for whatever comes with it, unless it is urgent."""
+        """Waits until it rings; then `settle_s` more for changes that come together, unless it is urgent."""
         await self._rung.wait()
         with suppress(TimeoutError):
             async with asyncio.timeout(settle_s):  # `wait_for` may swallow a cancellation before Python 3.12
@@ -163,12 +163,13 @@ class _Alarm:
 class _Term:
     """One term of a leader.
 
-    _store, _guard, _last_good       what is read and written, under which condition, and the last good values
-    _settle_s, _timer, _roster_timer, _ask_timer  how long changes are gathered (seconds), and the timers of plans,
-                                     of rosters, and of questions to servers
-    _lines, _alarm, _on_failover     connections to servers, the metric of trouble, and who hears of failovers
-    _pace, _lease_grace, _identity, _view, _last_reason  how fast plans follow; how long leases last beyond silence;
-                                     the cluster's id; the view as written; why it was
+    _store, _guard, _last_good  the store, the condition of each write, and the last good values
+    _settle_s                   for how many seconds changes are gathered
+    _timer, _roster_timer, _ask_timer  the timers of plans, of rosters, and of requests to servers for their view
+    _lines, _alarm, _on_failover  the lines to servers, the flag to plan, and what is called for failovers
+    _pace, _lease_grace         when level joiners are promoted, and which missing workers may still come back
+    _identity, _view            the cluster's identity, and the newest view
+    _last_reason                why no view was written, as logged last
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class _Term:
         self._lease_grace = LeaseGrace(asyncio.get_running_loop().time())
         self._identity: str | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._paced_by: Health | None = None  # as of the last plan, levels left out, if what is level waits
+        self._paced_by: Health | None = None  # as of the last plan, without levels, while level joiners wait
         self._roster_timer: asyncio.TimerHandle | None = None
         self._ask_timer: asyncio.TimerHandle | None = None
         self._view: View | None = None
@@ -209,7 +210,7 @@ class _Term:
         self._lease_grace.answered(asyncio.get_running_loop().time())
 
     async def _follow_store(self) -> None:
-        """After a lost race or an outage it starts from a fresh listing. The lines to servers stay."""
+        """Leads from a fresh listing, again after each lost race or outage. The lines to servers stay."""
         while True:
             try:
                 await self._lead_from(await self._store.list(""))
@@ -234,8 +235,8 @@ class _Term:
         await first_of(self._write(tracker), tracker.follow(self._store, changed))
 
     def _heard(self, death: bool) -> None:
-        """Impact from the lines. When all that is being filled is level there is nothing more to gather; as long as
-        what is level waits for more of it, that there is more is no reason to plan."""
+        """Takes a change from the lines. When all joiners are level, there is nothing more to gather; while level
+        joiners wait for others, one more level joiner is no reason to plan."""
         urgent = death
         if not urgent and self._lines is not None and self._view is not None:
             health = self._lines.health()
@@ -245,14 +246,14 @@ class _Term:
         self._alarm.ring(urgent)
 
     def _look_at(self, tracker: ClusterTracker) -> None:
-        if tracker.identity != self._identity:  # whose members have yet to register
+        if tracker.identity != self._identity:  # another cluster's: its members have yet to register
             self._identity, self._lease_grace = tracker.identity, LeaseGrace(asyncio.get_running_loop().time())
         self._view = tracker.view
         if self._lines is not None:
             self._lines.look_at(tracker)
 
     async def _write(self, tracker: ClusterTracker) -> None:
-        """Writes what is planned at each alarm. Ends if a race was lost: then the tracker is another than we know."""
+        """Writes what is planned at each alarm. Ends if a race was lost: then the tracker is not up to date."""
         while True:
             self._alarm.clear()
             tracker.check_leadership(self._guard)
@@ -265,7 +266,8 @@ class _Term:
             await self._alarm.wait(self._settle_s)
 
     async def _mend(self, tracker: ClusterTracker) -> bool:
-        """Puts a config back that the store has lost, and tables that nobody has dropped. False if a race was lost."""
+        """Puts back a config that the store has lost, and tables that nobody has dropped. Returns False if a race was
+        lost."""
         good = self._last_good
         if not tracker.state.servers:
             return True
@@ -315,7 +317,8 @@ class _Term:
         return done
 
     def _decide_roster(self, tracker: ClusterTracker, identity: str) -> RosterPlan | None:
-        """One that was lost, or is the first though workers have taken part, gets a version above all that were."""
+        """Decides the next roster. In place of a lost one, or as the first though workers have taken part, it gets a
+        version above all that were."""
         damage = tracker.damage.get(ROSTER) if tracker.state.servers else None
         decision = plan_roster(tracker.roster, self._present(tracker), identity)
         if damage is not None and decision is None and tracker.roster is not None:
@@ -327,7 +330,7 @@ class _Term:
         return RosterPlan(dataclasses.replace(decision.roster, version=version), reason)
 
     def _present(self, tracker: ClusterTracker) -> list[WorkerInfo]:
-        """The workers to list; looks again when those who are missing can no longer come back."""
+        """Returns the workers to list, and plans again when missing workers can no longer come back."""
         loop = asyncio.get_running_loop()
         present = self._lease_grace.present(
             tracker.roster, tracker.state.workers.values(), tracker.state.signed_off, loop.time()
@@ -375,7 +378,7 @@ class _Term:
             return None
 
     def _decide_lost(self, tracker: ClusterTracker, health: Health) -> Plan:
-        """The view in place of one that the store has lost."""
+        """Decides the view to write in place of one that the store has lost."""
         damage = (
             "is gone" if tracker.view is None else f"is of epoch {tracker.view.epoch}, and servers follow a newer one"
         )
@@ -395,14 +398,14 @@ class _Term:
         self._alarm.ring(False)
 
     def _limits(self, tracker: ClusterTracker) -> Limits:
-        """How much may move at once, by what servers report of their size."""
+        """Returns how much may move at once, given the sizes that servers report."""
         if self._lines is None or tracker.view is None:
             return Limits()
         held = int(np.count_nonzero(tracker.view.chains >= 0))
         return Limits.by_bytes(sum(load.nbytes for load in self._lines.loads().values()) / max(1, held))
 
     def _paced(self, tracker: ClusterTracker, health: Health) -> Health:
-        """Lets what is level wait for the rest of its batch, and looks again in time."""
+        """Lets level joiners wait for the rest of their batch, and plans again in time."""
         loop = asyncio.get_running_loop()
         left_s = 0.0 if tracker.view is None else self._pace.wait(health, tracker.view, loop.time())
         if self._timer is not None:

@@ -1,4 +1,4 @@
-"""The office of the leader: how a coordinator gets it, keeps it, and takes it from one that the servers have lost.
+"""The office of the leader: how a coordinator gets it, keeps it, and ends the term of one that the servers have lost.
 
 The office is the key `election` under a lease; its create revision, the term, is the fencing token.
 """
@@ -24,14 +24,15 @@ from coordinator.sparing import Sparing
 log = fields.logger(__name__)
 
 _SPARING = Sparing(2, 60.0)
-RENEW_S = 1.0  # how often the store is asked at least, whether the office is still ours
+RENEW_S = 1.0  # how often a leader renews its lease, at least
 OTHERS_FIRST_S = 1.0  # for so long a coordinator that hears too few servers leaves a vacant office to others
 
 
 async def campaign(
     store: Store, name: str, ttl_s: float, lines: ServerLinks | None, last_good: LastGood
 ) -> tuple[int, Guard]:
-    """Waits until the office is ours; returns its lease and its fencing token. Keeps `last_good` up to date."""
+    """Waits until this coordinator has the office; returns its lease and its fencing token. Keeps `last_good` up to
+    date."""
     while True:
         await _vacancy(store, lines, last_good)
         if lines is not None and lines.ill:
@@ -45,7 +46,7 @@ async def campaign(
 
 
 async def _vacancy(store: Store, lines: ServerLinks | None, last_good: LastGood) -> None:
-    """Stands by until nobody has the office."""
+    """Stands by until the office is vacant."""
     tracker, vacant = ClusterTracker(store.cluster, await store.list(""), last_good), asyncio.Event()
 
     def changed(_: object = None) -> None:
@@ -71,7 +72,7 @@ async def _depose(store: Store, tracker: ClusterTracker, lines: ServerLinks) -> 
 
 
 async def keep_leadership(store: Store, lease: int, ttl_s: float, answered: Callable[[], None]) -> None:
-    """Renews the lease of the office; Fenced when it is lost. `answered` hears of each answer of the store."""
+    """Renews the lease of the office. Raises Fenced when it is lost. answered: called at each answer of the store."""
     while True:
         await asyncio.sleep(min(RENEW_S, ttl_s / 3))
         try:

@@ -1,6 +1,6 @@
-"""What members find in the store, and where: the cluster, its keys and numbers, requests to drain, views and rosters.
+"""What members read and write in the store: the cluster, its numbers, requests to drain, views and rosters.
 
-Who is a member, and stays one, is in `sessions`.
+How a process becomes a member, and stays one, is in `sessions`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FAREWELL_S = 1.0  # a lease that the store does not take back by then runs out b
 
 
 async def farewell(store: Store, lease: int) -> None:
-    """Gives a lease back, if the store takes it within `FAREWELL_S`: who ends does not wait for longer."""
+    """Gives a lease back, if the store takes it within `FAREWELL_S`: a process that ends waits no longer."""
     with suppress(StoreUnavailable, TimeoutError):
         async with asyncio.timeout(FAREWELL_S):
             await store.revoke(lease)
@@ -61,7 +61,7 @@ async def farewell(store: Store, lease: int) -> None:
 async def create_cluster(store: Store, config: ClusterConfig) -> ClusterConfig:
     """Creates the cluster, or returns the config of the one that exists.
 
-    ValueError names both configs if the existing one differs in more than `min_servers`.
+    Raises ValueError, which names both configs, if the existing one differs in more than `min_servers`.
     """
     made = config if config.id else replace(config, id=secrets.token_hex(6))
     while (entry := await store.get(CONFIG)) is None:
@@ -74,7 +74,7 @@ async def create_cluster(store: Store, config: ClusterConfig) -> ClusterConfig:
 
 
 async def new_number(store: Store) -> int:
-    """A number above 0 that nobody gets again in this cluster, and above all that were given out before."""
+    """Returns a number above 0 that this cluster never gives out again, above all that it gave out before."""
     entry = await store.get(CONFIG)
     while True:
         revision = await store.put(NUMBERS, b"")
@@ -85,8 +85,8 @@ async def new_number(store: Store) -> int:
 
 
 async def new_numbers(store: Store, count: int) -> tuple[list[int], Entry | None]:
-    """Numbers as `new_number` gives them, many at once, and the config that they are counted from: they are good where
-    that has not changed."""
+    """Returns many numbers at once, as `new_number` gives them, and the config that they count from: they hold as long
+    as it has not changed."""
     entry = await store.get(CONFIG)
     revisions: list[int] = []
     while len(revisions) < count:
@@ -96,11 +96,11 @@ async def new_numbers(store: Store, count: int) -> tuple[list[int], Entry | None
 
 
 async def request_drain(store: Store, name: str, *, leaves: bool = False) -> ServerInfo:
-    """Asks for everything that a server holds to be moved to others; returns the incarnation that this is about.
+    """Asks for everything that a server holds to be moved to others; returns the incarnation that is to drain.
 
-    leaves: its process has been asked to end, so that it is no server that stays, whatever becomes of this request.
-    Not refused where others cannot take it all, such as by the last server: it waits, and the view's reason says so.
-    When nothing is left there, a view leaves the server out. UnknownServer if none of that name is registered.
+    leaves: the server's process has been asked to end, so that it does not stay, whatever becomes of this request. A
+    request that the others cannot fulfil, such as for the last server, waits, and the view's reason says so. When
+    nothing is left at the server, a view leaves it out. Raises UnknownServer if none of that name is registered.
     """
     while True:
         entry = await store.get(SERVERS + check_name("server", name))
@@ -123,18 +123,18 @@ async def request_drain(store: Store, name: str, *, leaves: bool = False) -> Ser
 
 
 async def cancel_drain(store: Store, name: str) -> bool:
-    """Takes the request back; what has moved stays where it is. False if there was none (any more)."""
+    """Takes a request to drain back; ranges that have moved stay where they are. Returns False if there was none."""
     return await store.delete(DRAINS + check_name("server", name))
 
 
 async def list_drains(store: Store) -> dict[str, int]:
-    """The servers that are asked to drain, and which incarnations of them."""
+    """Returns the servers that are asked to drain, and which incarnation of each."""
     return {member.name: member.incarnation for member in await read_drains(store)}
 
 
 async def read_drains(store: Store) -> dict[Member, bool]:
-    """The members that are asked to drain, and of each whether its process is about to end, as after SIGTERM. Without
-    that a server serves on as long as it holds anything."""
+    """Returns the members that are asked to drain, and for each whether its process is about to end, as after SIGTERM.
+    A server whose process is not serves on as long as it holds anything."""
     return _drains((await store.list(DRAINS)).entries)
 
 
@@ -147,8 +147,8 @@ def _drains(entries: Iterable[Entry]) -> dict[Member, bool]:
 
 
 class ViewFollower:
-    """The newest view and roster, as the store tells them. Callbacks run in the event loop, in order. ended: is called
-    with a task that follows, when it is over."""
+    """Follows the newest view and roster in the store. Callbacks run in the event loop, in order. ended: called with
+    each task that follows, when it is over."""
 
     def __init__(self, store: Store, ended: Callable[[asyncio.Task[None]], object] = lambda task: None) -> None:
         self._ended = ended
@@ -161,7 +161,7 @@ class ViewFollower:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Reads what there is, then follows."""
+        """Reads the present view and roster, then follows them."""
         for key, adopt in ((VIEW, self._adopt_view), (ROSTER, self._adopt_roster)):
             listing = await self._store.list(key)
             for entry in listing.entries:
@@ -184,7 +184,8 @@ class ViewFollower:
             callback(self.roster)
 
     async def wait_for(self, predicate: Callable[[View], bool], timeout_s: float) -> View:
-        """The first view seen, from the present one on, that satisfies `predicate`. TimeoutError says where we are."""
+        """Waits for a view, from the present one on, that satisfies `predicate`. Raises TimeoutError, which says what
+        the newest view is."""
 
         try:
             async with asyncio.timeout(timeout_s), self._changed:
@@ -231,7 +232,7 @@ _T = TypeVar("_T")
 
 
 def _adopt_if_good(entry: Entry, adopt: Callable[[Entry], None]) -> None:
-    """One bad value must not end the following."""
+    """Adopts an entry, or logs why not: one bad value must not end the following."""
     try:
         adopt(entry)
     except Unreadable as error:
@@ -242,13 +243,13 @@ def _tell(callbacks: list[Callable[[_T], None]], value: _T) -> None:
     for callback in callbacks:
         try:
             callback(value)
-        except Exception:  # a subscriber's failure is its own: the others still hear the news
+        except Exception:  # any: a subscriber's failure is its own, and the others must get the value
             log.exception("a subscriber failed")
 
 
 async def last_workers(store: Store) -> dict[str, Entry]:
-    """The records below `last-worker/` by the workers' names. Of two records of one name, that of an earlier version
-    is the older one."""
+    """Returns the records below `last-worker/` by the workers' names. Of two records of one name, the one that an
+    earlier version wrote is older."""
     entries = (await store.list(LAST_WORKER)).entries
     paths = sorted((entry.key.removeprefix(LAST_WORKER) for entry in entries), key=lambda path: "/" in path)
     by_path = {entry.key.removeprefix(LAST_WORKER): entry for entry in entries}
@@ -256,7 +257,7 @@ async def last_workers(store: Store) -> dict[str, Entry]:
 
 
 async def losses_of(store: Store) -> list[dict[str, Any]]:
-    """The records of what range recoveries lost, oldest first, without those that make no sense."""
+    """Returns the records of what range recoveries lost, oldest first, without those that make no sense."""
     found = {}
     for entry in [*(await store.list(LOSSES)).entries, *(await store.list(KNOWN)).entries]:
         with left_out():

@@ -1,7 +1,7 @@
 """The store's laws in memory, for the simulator and fast tests.
 
-Leases run on the event loop's clock, so a loop with virtual time drives them. Watchers read one bounded history; who
-falls behind it gets a `Reset`, as after a compaction in etcd.
+Leases run on the event loop's clock, so a loop with virtual time drives them. Watchers read one bounded history; one
+that falls behind it gets a `Reset`, as after a compaction in etcd.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Lease:
 
 @dataclass
 class _Data:
-    """What all clients of one memory store share."""
+    """The data that all clients of one memory store share."""
 
     revision: int = 1
     compacted: int = 0  # changes up to this revision are no longer in the history
@@ -51,7 +51,7 @@ class _Data:
 
 
 class MemoryStore:
-    """A `Store` in this process's memory. `client()` gives further clients of the same data."""
+    """A `Store` in this process's memory. `client()` makes further clients of the same data."""
 
     def __init__(self, cluster: str = "test", *, shared: _Data | None = None) -> None:
         self._cluster = check_name("cluster", cluster)
@@ -60,7 +60,7 @@ class MemoryStore:
         self._watching: dict[asyncio.Event, None] = {}
 
     def client(self) -> MemoryStore:
-        """Another client of the same data."""
+        """Makes another client of the same data."""
         return MemoryStore(self._cluster, shared=self._data)
 
     def compact(self) -> None:

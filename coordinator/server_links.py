@@ -1,9 +1,9 @@
-"""A coordinator's lines to the servers: kept open, listened to, and used by a leader to tell views, and that it is
-there. The only I/O of failure detection. Standbys have them too: who takes office knows at once how the servers are.
+"""A coordinator's lines to the servers: it hears their reports, and as the leader sends views and beats. The only I/O
+of failure detection. Standbys have lines too, so that a new leader knows at once how the servers are.
 
-One task per incarnation of a server calls it, again at once when the connection ends; what happens goes to the pure
-`Detector`. A line that stays silent is given up after a while and called anew: packets held back by a network that was
-cut come seconds after it is whole again, a new connection at once.
+One task for each incarnation of a server connects to it, again at once when the connection ends. All that it hears goes
+to the pure `Detector`. A line that stays silent is replaced after a while: after a cut of the network, packets that
+were held back come seconds late, and a new connection works at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Open:
 class ServerLinks:
     """Lines to the servers that `look_at` shows, while `run` runs.
 
-    on_ill  called when this side of the lines begins, and when it ceases, to be what is ill
+    on_ill  called when this coordinator begins, and ceases, to hear so few servers that it must be what is ill
     """
 
     def __init__(self, dial: Dial, on_ill: Callable[[bool], None]) -> None:
@@ -62,7 +62,7 @@ class ServerLinks:
         self._over = False  # all lines have been closed
 
     async def run(self) -> None:
-        """Judges silence, and beats, until cancelled; then closes all lines. Raises what a line failed with."""
+        """Judges silence, and beats, until cancelled; then closes all lines. Raises the error of a line that failed."""
         loop, ill = asyncio.get_running_loop(), False
         try:
             while True:
@@ -90,27 +90,27 @@ class ServerLinks:
             await asyncio.gather(*self._ending, return_exceptions=True)
 
     def lead(self, term: int, on_change: Callable[[bool], None]) -> None:
-        """We lead from now on: servers hear it, and are told views. `on_change` is called when the planner should look
-        again; its argument says that a member is newly gone."""
+        """Leads from now on: sends beats and views. on_change: called when the planner should look again; its argument
+        says that a member is newly gone."""
         self._term, self._on_change = term, on_change
         self._beat()
 
     def stand_by(self) -> None:
-        """We do not lead any more."""
+        """Ceases to lead: sends no more beats and views."""
         self._term, self._on_change = 0, _nothing
 
     @property
     def ill(self) -> bool:
-        """Whether so few servers are heard that the trouble must be on this side."""
+        """Whether so few servers are heard that this coordinator must be what is ill."""
         return self._detector.ill
 
     def lost_term(self) -> int:
-        """The term of a leader that the servers have lost, 0 for none."""
+        """Returns the term of a leader that the servers have lost, 0 for none."""
         members = self._calls if self._view is None else self._view.as_chains.members
         return self._succession.lost_term(members, _now())
 
     def look_at(self, tracker: ClusterTracker) -> None:
-        """Follows what the store knows of servers and views."""
+        """Takes the servers and the view that the store has now."""
         if tracker.identity is not None:
             listed = () if tracker.view is None else tracker.view.servers
             self.follow(tracker.identity, listed, tracker.state.servers.values())
@@ -118,8 +118,8 @@ class ServerLinks:
                 self.announce(tracker.view)
 
     def follow(self, cluster: str, listed: Iterable[ServerInfo], registered: Iterable[ServerInfo]) -> None:
-        """These are the servers of the view and those whose keys are in the store: keeps a line to each. `cluster`: the
-        identity of theirs."""
+        """Keeps a line to each server that the view lists or the store has registered. cluster: their cluster's
+        identity."""
         if cluster != self._cluster:
             self._cluster = cluster
             self._views.clear()
@@ -134,7 +134,7 @@ class ServerLinks:
             self._call(servers[member])
 
     def announce(self, view: View) -> None:
-        """There is a newer view: a leader tells it to every server that is connected, and to each that connects."""
+        """Takes a newer view: a leader sends it to every server that is connected, and to each that connects."""
         if self._view is not None and view.epoch <= self._view.epoch and view.cluster == self._view.cluster:
             return
         self._view = view
@@ -143,7 +143,7 @@ class ServerLinks:
                 self._send(opened, view)
 
     def health(self) -> Health:
-        """What the planner needs to know of the servers, in the view announced last."""
+        """Returns what the planner needs to know of the servers of the newest view."""
         return self._detector.health(self._view)
 
     def ask_views(self) -> None:
@@ -153,15 +153,15 @@ class ServerLinks:
                 opened.line.ask_view()
 
     def views(self) -> dict[Member, View]:
-        """The views that servers follow, of this cluster, as they said when they were asked last."""
+        """Returns the views of this cluster that servers follow, by their newest answers to `ask_views`."""
         return {member: view for member, view in self._views.items() if view.cluster == self._cluster}
 
     def gone(self) -> dict[Member, Gone]:
-        """Who is gone, why, and since when, in the time of the event loop."""
+        """Returns the members that are gone, why, and since when, in the time of the event loop."""
         return self._detector.gone
 
     def loads(self) -> dict[Member, Load]:
-        """What servers said last of their bytes and requests."""
+        """Returns the newest load of each server."""
         return self._detector.loads
 
     # -- one line ---------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class ServerLinks:
                 log.debug("a line ended", member=member, error=error)
                 failures = 0 if _now() - began > _LASTING_S else failures + 1
                 pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(failures, 10)) if failures else 0.0
-            except Exception:  # a server that talks nonsense is as good as silent; the others are still heard
+            except Exception:  # any: a server that sends nonsense counts as silent, and the others must be heard
                 log.exception("a line failed", member=member)
                 pause = _RETRY_S
             await asyncio.sleep(pause)
@@ -234,7 +234,7 @@ class ServerLinks:
                 self._detector.lost(member, _now())
 
     def _repeat_view(self, opened: _Open, report: Report) -> None:
-        """It may have missed a view, by whatever accident: told once more."""
+        """Sends the view once more to a server whose report shows that it does not follow it."""
         view = self._view
         if not self._term or view is None or report.epoch >= view.epoch or opened.repeated >= view.epoch:
             return
@@ -275,7 +275,7 @@ class ServerLinks:
 
 
 def _nothing(death: bool) -> None:
-    """Nobody plans."""
+    """Does nothing: a standby does not plan."""
 
 
 def _now() -> float:

@@ -1,9 +1,9 @@
 """A registered name, kept by renewing its lease through outages of the store.
 
-A name belongs to its newest incarnation. A server's is counted by name; a worker's is its id, which is taken from the
-revision of a write, so that any number of workers may start at once. Losing the store for a while is no reason to give
-up a name; a newer incarnation is. A store that holds another cluster under our name, as its data were lost and it was
-made anew, is as good as lost: nobody registers there.
+A name belongs to its newest incarnation. Incarnations of servers are counted by name; a worker's incarnation is its id,
+the revision of a write, so that any number of workers may start at once. A newer incarnation ends a session; an outage
+of the store does not. A store that holds another cluster under the same name, because its data were lost, counts as
+out: no member registers there.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ Info = TypeVar("Info", bound=_Info)
 class Session(ABC, Generic[Info]):
     """A registered name, kept by renewing a lease every third of its life until closed or fenced.
 
-    info      who we are
-    cluster   the identity of the cluster that we have registered in; base: numbers given out there are above it
-    lease     the lease that our key is under now; another one after an outage that outlived the first
-    deadline  loop time until which the store will keep our key, counted from when the last renewal was sent
+    info      the member that is registered
+    cluster   the identity of the cluster in which it is registered
+    base      the numbers that the cluster gives out are above it
+    lease     the lease of the key; another one after an outage that outlived the first
+    deadline  loop time until which the store will keep the key, counted from when the last renewal was sent
     """
 
     def __init__(self, store: Store, key: str, info: Info, ttl_s: float, on_lost: Callable[[str], None]) -> None:
@@ -75,12 +76,12 @@ class Session(ABC, Generic[Info]):
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Takes the name, from an older incarnation if need be, and begins to renew. Fenced if a newer one has it."""
+        """Takes the name, also from an older incarnation, and begins to renew. Raises Fenced if a newer one has it."""
         await self._take()
         self._task = asyncio.create_task(self._renew(), name=f"lease of {self._key}")
 
     async def close(self) -> None:
-        """Stops renewing and gives the name up at once, or leaves that to the lease's end if the store is out."""
+        """Stops renewing, and gives the name up at once; if the store is out, the name ends with its lease."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -88,7 +89,7 @@ class Session(ABC, Generic[Info]):
 
     @abstractmethod
     async def newest(self) -> int:
-        """The newest incarnation that the store remembers for our name, whether it is registered or not."""
+        """Returns the newest incarnation of this name that the store remembers, registered or not."""
 
     async def _take(self) -> None:
         sent = asyncio.get_running_loop().time()
@@ -111,10 +112,11 @@ class Session(ABC, Generic[Info]):
                 return
 
     async def restore(self) -> None:
-        """Registered, perhaps in a store that was made anew and has taken our cluster over."""
+        """Called when the member has registered, also in a new store that has adopted the cluster."""
 
     async def our_cluster(self) -> Guard | None:
-        """What holds while the store holds the cluster that we belong to. OtherCluster if it does not."""
+        """Returns a condition that holds while the store holds this member's cluster. Raises OtherCluster if it does
+        not."""
         entry = await self._store.get(CONFIG)
         found = identity_of(self._store, entry)
         if self.cluster and found != self.cluster:
@@ -124,7 +126,8 @@ class Session(ABC, Generic[Info]):
         return None if entry is None else Guard(CONFIG, entry.create_revision)
 
     async def _check_newest(self) -> Entry | None:
-        """What is registered under our name. Fenced if that, or what the store remembers, is newer than we are."""
+        """Returns the entry that is registered under this name. Raises Fenced if it, or the incarnation that the store
+        remembers, is newer than this one."""
         newest = await self.newest()
         entry = await self._store.get(self._key)
         newest = max(newest, _incarnation(entry))
@@ -169,7 +172,7 @@ class Session(ABC, Generic[Info]):
 
 
 class ServerSession(Session[ServerInfo]):
-    """A server's. Its incarnations are counted by name."""
+    """The session of a server. Its incarnations are counted by name."""
 
     async def newest(self) -> int:
         key, ours = INCARNATIONS + self._key, self.info.incarnation
@@ -191,10 +194,11 @@ class ServerSession(Session[ServerInfo]):
 
 
 class WorkerSession(Session[WorkerInfo]):
-    """A worker's. Its incarnation is its id. took_part: its own record is in the store; without it the cluster has
-    forgotten the worker, which must not come back then, unless the store was made anew meanwhile.
+    """The session of a worker, whose incarnation is its id.
 
-    belongings  what this worker has written, by key: put back, where nobody else has, into a store made anew
+    took_part   the worker's record is in the store; without it the cluster has forgotten the worker, which must not
+                come back then, unless the store was replaced meanwhile
+    belongings  values that this worker has written, by key: put back into a new store where no other worker has
     """
 
     took_part = False
@@ -242,7 +246,7 @@ class WorkerSession(Session[WorkerInfo]):
         return entry is not None and self.info in roster_of(entry).workers
 
     async def close(self) -> None:
-        """Says that it leaves, so that nobody waits for it to come back; then as any member."""
+        """Signs the worker off, so that it is not expected back, then closes as any session does."""
         if self._task is not None:
             self._task.cancel()
         with suppress(StoreUnavailable, LeaseLost, TimeoutError):
@@ -265,7 +269,7 @@ async def register_server(
     on_lost: Callable[[str], None],
     cluster: str = "",
 ) -> ServerSession:
-    """Registers a server under a new incarnation and keeps it registered, through outages of the store too.
+    """Registers a server under a new incarnation, and keeps it registered through outages of the store.
 
     `address` and `admin` are "host:port". `on_lost(reason)` is called once, and only when a newer incarnation has the
     name: then this one must not serve on. `cluster`: the identity that the store's cluster must have. Raises ValueError
@@ -306,12 +310,12 @@ async def register_worker(
 
 
 async def newest_incarnation(store: Store, server: str) -> int:
-    """The last one that was given to a server of that name; 0 if there never was one."""
+    """Returns the newest incarnation of a server; 0 if there never was one."""
     return _count(await store.get(INCARNATIONS + SERVERS + server))
 
 
 async def _next_incarnation(store: Store, key: str) -> int:
-    """Takes the next number, from 1, of the counter under `key`; nobody else gets the same one."""
+    """Takes the next number, from 1, of the counter under `key`; every caller gets another one."""
     while True:
         entry = await store.get(key)
         number = _count(entry) + 1
@@ -321,7 +325,7 @@ async def _next_incarnation(store: Store, key: str) -> int:
 
 
 def _incarnation(entry: Entry | None) -> int:
-    """Whose key it is; 0 for nobody's, and for what is no registration."""
+    """Returns the incarnation in a registration; 0 if there is none, or if it makes no sense."""
     try:
         number: int = 0 if entry is None else read("a registration", entry.value, incarnation=int)["incarnation"]
     except ValueError:

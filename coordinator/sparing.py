@@ -1,11 +1,11 @@
-"""Limits how often what others bring about is logged, so that nobody fills a disk, or hides a line among many."""
+"""Limits how often events are logged that others cause, so that no peer fills a disk, or hides a line among many."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
 
-KINDS_MAX = 256  # that are told apart; when there are more, counts begin again
+KINDS_MAX = 256  # kinds that are told apart; when there are more, counts begin again
 
 
 class Sparing:
@@ -18,7 +18,8 @@ class Sparing:
         self._kinds: dict[Hashable, tuple[float, int, int]] = {}  # when its window began, let through, left out
 
     def due(self, kind: Hashable) -> int | None:
-        """There is one more event of a kind. None if it is to be left out; else how many were since the last one."""
+        """Counts one more event of a kind. Returns None if it is not to be logged, else how many were left out since
+        the last one."""
         now = self._clock()
         began, through, left_out = self._kinds.get(kind, (now, 0, 0))
         if now - began >= self._every_s:

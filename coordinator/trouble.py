@@ -1,4 +1,5 @@
-"""What keeps a cluster from changing while training goes on: nobody leads, etcd takes no writes, or has lost keys."""
+"""Finds what keeps a cluster from changing while training goes on: no leader, an etcd that takes no writes, lost
+keys."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ _NEVER = 1 << 62  # a revision that no key has
 
 
 async def check_writes(store: Store, timeout_s: float = 0.0) -> None:
-    """Makes sure that the store takes writes, by one whose condition never holds: it goes through all that a write
-    does, and leaves nothing. WritesRefused, or another error of the store, if not."""
+    """Makes sure that the store takes writes, by one whose condition never holds: it passes through all that a write
+    does, and leaves nothing. Raises WritesRefused, or another error of the store, if not."""
     await store.compare_and_set(PROBE, b"", expect=_NEVER, timeout_s=timeout_s)
 
 
 async def find_trouble(store: Store) -> list[str]:
-    """What is wrong, each with what to do; empty if all is well, or there is no cluster. StoreUnavailable if the store
-    does not answer."""
+    """Says what is wrong, and for each what to do; empty if all is well, or there is no cluster. Raises
+    StoreUnavailable if the store does not answer."""
     keys = ELECTION, CONFIG, VIEW, ROSTER, RESTORING
     election, config, view, roster, restoring = await asyncio.gather(*map(store.get, keys))
     found = []
@@ -55,14 +56,14 @@ async def find_trouble(store: Store) -> list[str]:
         await check_writes(store)
     except WritesRefused as error:
         found.append(str(error))
-    except CoordinationError:  # whoever asks may not write there: then it tells nothing
+    except CoordinationError:  # the caller may have no right to write there: then the probe says nothing
         pass
     return found
 
 
 async def find_lost_view(store: Store, epochs: Collection[int]) -> str:
-    """What to say if servers that answer follow newer views than etcd has, as they said before this is called; "" if
-    they do not."""
+    """Says that servers follow newer views than etcd has; "" if they do not. epochs: of the views that servers follow,
+    as they answered before this call."""
     heard = [epoch for epoch in epochs if epoch]
     if not heard:
         return ""
@@ -70,7 +71,7 @@ async def find_lost_view(store: Store, epochs: Collection[int]) -> str:
     try:
         view: View | None = None if entry is None else view_of(entry)
     except Unreadable:
-        return ""  # which is told as such
+        return ""  # `find_trouble` says so
     if view is not None and min(heard) <= view.epoch:
         return ""
     there = "is gone" if view is None else f"is of epoch {view.epoch}"

@@ -1,8 +1,8 @@
-"""What the store holds of a cluster, parsed: one immutable value, followed from change to change. Pure.
+"""The content of the store of a cluster, parsed: one immutable value, followed from change to change. Pure.
 
-Whoever looks at a cluster parses its keys here: the leader, `status`, metrics. An entry that makes no sense never keeps
-the others from being read: it is left out, and `nonsense` says why. Of the config, the view and the roster the value
-that was read last stays as long as the key exists.
+All readers of a cluster's keys parse them here: the leader, `status`, metrics, the dashboard. An entry that makes no
+sense never keeps the others from being read: it is left out, and `nonsense` says why. Of the config, the view and the
+roster the last good value stays as long as the key exists.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class ClusterState:
 
     @classmethod
     def parse(cls, cluster: str, listing: Listing, before: ClusterState | None = None) -> ClusterState:
-        """The state that a listing of all keys shows. before: an earlier state; its config, view and roster stay where
-        the present ones make no sense."""
+        """Parses a listing of all keys. before: an earlier state, whose config, view and roster stay where the present
+        ones make no sense."""
         made = _Edit(cls(cluster))
         there = {entry.key: entry for entry in listing.entries}
         if before is not None:
@@ -117,7 +117,7 @@ class ClusterState:
         return made.build(listing.revision)
 
     def apply(self, change: Change) -> ClusterState:
-        """The state after a change of the store."""
+        """Returns the state after a change of the store."""
         if isinstance(change, Reset):
             return ClusterState.parse(self.cluster, change.listing, self)
         made = _Edit(self)
@@ -128,7 +128,7 @@ class ClusterState:
         return made.build(max(self.revision, change.revision))
 
     def written(self, key: str, value: ClusterConfig | View | Roster, revision: int) -> ClusterState:
-        """The state after a write of the config, the view or the roster of which we know the outcome before the watch
+        """Returns the state after a write of the config, the view or the roster whose outcome is known before the watch
         shows it."""
         made = _Edit(self)
         made.values[key] = value
@@ -145,7 +145,7 @@ class ClusterState:
 
     @property
     def leaving(self) -> frozenset[Member]:
-        """Those of them whose processes are about to end."""
+        """The incarnations that are asked to drain because their processes are about to end."""
         return frozenset(drain.member for drain in self.drains.values() if drain.leaves)
 
     @property

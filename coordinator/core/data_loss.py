@@ -1,7 +1,7 @@
 """Which ranges have no replica left, and whether their data can come back. Pure.
 
-The last replica of a range stays in the view when it dies, and the range waits for it. It can come back only as what it
-was: a server that has registered again as a newer incarnation has begun empty.
+The last replica of a range stays in the view when it dies, and the range waits for it. Its data come back only with the
+same incarnation: a server that registers again as a newer incarnation begins empty.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _SHOWN = 8  # spans of ranges
 
 @dataclass(frozen=True)
 class DataLoss:
-    """What is lost, or may be, of a view.
+    """The ranges of a view that are lost, or may be.
 
-    lost     ranges [n] whose every replica has come back empty: their data are gone
+    lost     ranges [n] all replicas of which have come back empty: their data are gone
     waiting  ranges [n] without a replica that is registered, one of which may still come back as it was
     empty    the members that have come back empty, and as which incarnation
     away     the members, of chains of those ranges, that are not registered
-    coming   ranges [n] that begin anew, and come back from a checkpoint
+    coming   ranges [n] that are being restored from a checkpoint
     """
 
     lost: NDArray[np.int64]
@@ -41,7 +41,7 @@ class DataLoss:
 
     @property
     def lines(self) -> list[str]:
-        """What happened, and what is to be done, for people."""
+        """Says for people what happened, and what to do."""
         lines = []
         if self.lost.size:
             who = ", ".join(
@@ -65,7 +65,7 @@ class DataLoss:
 
 
 def find_loss(view: View, registered: Iterable[ServerInfo]) -> DataLoss:
-    """What a view has lost, by who is registered now."""
+    """Finds what a view has lost, given the servers that are registered now."""
     now = {server.name: server.incarnation for server in registered}
     here = np.array([*(now.get(s.name) == s.incarnation for s in view.servers), False])
     empty = np.array([*(now.get(s.name, 0) > s.incarnation for s in view.servers), True])
@@ -85,7 +85,7 @@ def find_loss(view: View, registered: Iterable[ServerInfo]) -> DataLoss:
 
 
 def describe_loss(loss: Mapping[str, Any]) -> list[str]:
-    """What is missing where ranges began anew, an entry below `losses/`, for people."""
+    """Says for people what is missing in recovered ranges, from an entry below `losses/`."""
     ranges = np.array(loss["ranges"], np.int64)
     lines = [
         f"{len(ranges)} ranges ({spans(ranges)}) began anew in epoch {loss['epoch']}, from checkpoint {loss['cut']} "
@@ -99,7 +99,7 @@ def describe_loss(loss: Mapping[str, Any]) -> list[str]:
 
 
 def spans(ranges: NDArray[np.int64]) -> str:
-    """Ranges in ascending order as people write them: "0-3, 7", not too long."""
+    """Formats ascending ranges as people write them: "0-3, 7", not too long."""
     parts = np.split(ranges, np.flatnonzero(np.diff(ranges) != 1) + 1) if ranges.size else []
     texts = [f"{part[0]}" if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts]
     more = len(texts) - _SHOWN

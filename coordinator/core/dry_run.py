@@ -1,4 +1,5 @@
-"""What would move if the cluster were another: the planner run to its end on a copy, fillings level at once. Pure."""
+"""Predicts what would move if the cluster changed, by running the planner on a copy to its end. Fillings are level at
+once. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _VIEWS_MAX = 2000
 
 @dataclass
 class Work:
-    """What one kind of work amounts to. ranges: distinct ones; copies: replicas filled; nbytes: estimated."""
+    """The amount of one kind of work. ranges: how many different ones; copies: replicas filled; nbytes: estimated."""
 
     ranges: int = 0
     copies: int = 0
@@ -46,12 +47,12 @@ class DryRun:
 
     @property
     def copies(self) -> int:
-        """Replicas filled, of all kinds."""
+        """The replicas filled, by work of all kinds."""
         return sum(work.copies for work in self.kinds.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes sent for that, estimated."""
+        """The bytes sent for that, estimated."""
         return sum(work.nbytes for work in self.kinds.values())
 
 
@@ -63,7 +64,7 @@ def dry_run(
     nbytes: Mapping[str, int] | None = None,
     limits: Limits = _LIMITS,
 ) -> DryRun:
-    """What the planner would do if these were the servers, all well, until there is nothing left to do.
+    """Predicts what the planner would do until nothing is left to do, if these were the servers and all were well.
 
     view: the present one. nbytes: bytes stored by each server, by name; a range counts as much as its source's mean.
     """
@@ -81,7 +82,7 @@ def dry_run(
 
 
 def _well(view: View | None, members: Members) -> Health:
-    """All who are registered are well, and nobody else."""
+    """Returns the health of a cluster in which the registered servers are well, and no others."""
     if view is None:
         return Health()
     here = {s.member for s in members.servers}
@@ -91,7 +92,7 @@ def _well(view: View | None, members: Members) -> Health:
 
 
 def _mean_sizes(view: View | None, nbytes: Mapping[str, int]) -> dict[str, float]:
-    """Bytes per range held, by server."""
+    """Returns the bytes per range held, by server."""
     if view is None:
         return {}
     held = np.bincount(view.chains[view.chains >= 0], minlength=len(view.servers)).tolist()
@@ -100,7 +101,7 @@ def _mean_sizes(view: View | None, nbytes: Mapping[str, int]) -> dict[str, float
 
 @dataclass
 class _Book:
-    """What was started so far."""
+    """The fillings that were started so far."""
 
     copies: Counter[str] = field(default_factory=Counter)
     nbytes: Counter[str] = field(default_factory=Counter)
@@ -128,5 +129,5 @@ class _Book:
 
 
 def _mean(size: dict[str, float]) -> float:
-    """For a source that holds nothing yet in the present view."""
+    """Returns the size of a range for a source that holds nothing yet in the present view."""
     return sum(size.values()) / max(1, len(size))

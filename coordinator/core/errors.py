@@ -1,4 +1,4 @@
-"""What coordination raises on purpose. A race that was lost is a value, never one of these."""
+"""The errors of coordination. A lost race is a value, never an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StoreUnavailable(CoordinationError):
 
 
 class Fenced(CoordinationError):
-    """Somebody else now has our name or our office; what we write under it would be refused."""
+    """Another process now has this one's name or office; its writes under that would be refused."""
 
 
 class LeaseLost(CoordinationError):
@@ -28,24 +28,24 @@ class LeaseLost(CoordinationError):
 
 
 class OtherCluster(StoreUnavailable):
-    """The store holds another cluster under our name, or none: its data were lost, or it was made anew."""
+    """The store holds another cluster of this name, or none: it has lost its data, or was replaced."""
 
 
 class NotPermitted(CoordinationError):
-    """The store does not let whoever our certificate names do this."""
+    """The store does not allow this to the user that the certificate names."""
 
 
 class WritesRefused(StoreUnavailable):
-    """The store answers reads and takes no write; the text says why, and what to do. The write did not happen."""
+    """The store answers reads but takes no writes; the text says why, and what to do. The write did not happen."""
 
 
 class Unreadable(StoreUnavailable, ValueError):
-    """The view, the roster or the config in the store makes no sense. It may again soon: a leader that knows the last
-    good one puts it back. The text says which key, what is in it, and what to do else."""
+    """The view, the roster or the config in the store makes no sense. That may pass: a leader that knows the last good
+    value puts it back. The text says which key it is, what it holds, and what to do otherwise."""
 
 
 class TooLarge(CoordinationError, ValueError):
-    """The store does not take so much under one key. Nothing was written."""
+    """The value is too large for the store. Nothing was written."""
 
 
 class UnknownServer(CoordinationError, ValueError):
@@ -53,7 +53,7 @@ class UnknownServer(CoordinationError, ValueError):
 
 
 class Damaged(CoordinationError, ValueError):
-    """What is under a key of the store makes no sense; the text says what to put there."""
+    """The value under a key of the store makes no sense; the text says what to put there."""
 
 
 class ForkedProcess(CoordinationError, ValueError):

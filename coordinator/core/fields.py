@@ -3,8 +3,8 @@
     log = fields.logger(__name__)
     log.info("view adopted", epoch=7, reason=reason)
 
-Where the process has configured nothing, such as a training script, that is a line of the standard library's logging,
-"view adopted epoch=7 reason=…", with the fields in the record as well: whoever formats it finds them there.
+In a process that configures nothing, such as a training script, this makes a line of the standard library's logging,
+"view adopted epoch=7 reason=…"; the record has the fields as well, for any other format.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 def logger(name: str) -> structlog.stdlib.BoundLogger:
-    """The logger of that name."""
+    """Returns the logger of that name."""
     made: structlog.stdlib.BoundLogger = structlog.wrap_logger(
         logging.getLogger(name),
         processors=[structlog.stdlib.filter_by_level, _to_record],
@@ -44,7 +44,7 @@ def _to_record(_: WrappedLogger, method: str, event: EventDict) -> tuple[tuple[s
 
 
 def pair(key: str, value: Any) -> str:
-    """ "key=value", with quotes around the value where it has blanks, quotes or what cannot be seen."""
+    """Formats "key=value", with quotes around a value that has blanks, quotes or invisible characters."""
     shown = text(value)
     if shown and shown.isprintable() and _NEEDS_QUOTES.isdisjoint(shown):
         return f"{safe(key)}={shown}"
@@ -52,13 +52,13 @@ def pair(key: str, value: Any) -> str:
 
 
 def text(value: Any) -> str:
-    """The value as text, cut where it is too long for a line."""
+    """Returns a value as text, cut if it is too long for a line."""
     found = value if isinstance(value, str) else str(value)
     return found if len(found) <= VALUE_MAX else f"{found[:VALUE_MAX]}… ({len(found)} characters)"
 
 
 def plain(value: Any) -> bool | int | float | str | None:
-    """The value as JSON has it: numbers as numbers, what it has no word for as text."""
+    """Returns a value for JSON: numbers as numbers, values of other types as text."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Integral):  # NumPy's too
@@ -67,8 +67,8 @@ def plain(value: Any) -> bool | int | float | str | None:
 
 
 def safe(line: str) -> str:
-    """The text with an escape for every character that is not seen, such as control characters, marks that turn the
-    direction of text, and separators of lines: so nothing that a peer says can forge a line or move a cursor."""
+    """Escapes every invisible character of a text, such as control characters, marks that turn the direction of text,
+    and line separators: so no text of a peer can forge a line or move a cursor."""
     return line if line.isprintable() else "".join(c if c.isprintable() else _escape(c) for c in line)
 
 

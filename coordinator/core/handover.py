@@ -1,7 +1,7 @@
-"""What servers that drain still have, and which of it has no copy at a server that stays. Pure.
+"""What a draining server still holds, and which of these ranges have no copy at a server that stays. Pure.
 
-A server that drains counts for nobody as a copy that stays: it may be about to end. So two that hold the same range and
-drain together both have its last copy, until another server has one.
+A copy at a server that drains does not count: that server may be about to end. So if two servers with the same range
+drain together, both have its last copy, until another server has one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from replication.chain import Member, Ranges
 
 @dataclass(frozen=True)
 class Handover:
-    """What one server that drains still has of a view.
+    """What one draining server still holds.
 
-    held     ranges [n] of which it has all that was acknowledged
-    last     those of them of which no server that stays is a full replica
-    holders  the servers that stay and are full replicas of any of the ranges held
-    others   the other members that have copies of the last ones, but do not count as servers that stay
+    held     ranges [n] of which it has all acknowledged operations
+    last     those of `held` of which no server that stays is a full replica
+    holders  the servers that stay and are full replicas of any range in `held`
+    others   other members with copies of ranges in `last` that do not count as servers that stay
     stay     how many servers stay
     """
 
@@ -45,8 +45,8 @@ class Handover:
 
 
 def find_handover(view: View, member: Member, staying: Collection[Member]) -> Handover:
-    """What `member` has to hand over. staying: the registered servers that are not asked to drain, without those that
-    are known not to answer."""
+    """Finds what `member` has to hand over. staying: the registered servers that were not asked to drain, without those
+    that are known not to answer."""
     chains = view.as_chains
     me, copies = chains.index(member), chains.copies
     held = np.flatnonzero((copies == me).any(axis=1) & (me >= 0))

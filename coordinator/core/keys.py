@@ -1,6 +1,6 @@
 """The keys of a cluster in the store, and how to read the value under each. Pure.
 
-Anybody with the right to write to etcd may have written anything. So a value that makes no sense raises ValueError, and
+A client with the right to write to etcd may have written anything. So a value that makes no sense raises ValueError, or
 `Unreadable` under the three keys that a cluster cannot do without: the config, the view and the roster.
 """
 
@@ -27,7 +27,7 @@ LAST_WORKER = "last-worker/"
 """By application and name, JSON with the `id` of the worker that took part last: no older one may come back."""
 NUMBERS = "numbers"  # written to get a number: the revision of the write
 SIGNED_OFF = b"signed off"
-"""A worker's last word under its key: it is not coming back, whatever becomes of the lease."""
+"""What a worker writes under its key when it leaves: it does not come back, whatever becomes of the lease."""
 
 DRAINS = "drains/"
 LEAVES = "leaves"  # true in a request to drain: the server's process has been asked to end
@@ -80,17 +80,17 @@ def known_key(epoch: int, worker: int, name: str) -> str:
 
 
 def config_of(entry: Entry) -> ClusterConfig:
-    """Reads the value of `config`; Unreadable if it makes no sense."""
+    """Reads the value of `config`. Raises Unreadable if it makes no sense."""
     return _readable(entry, ClusterConfig.from_json)
 
 
 def view_of(entry: Entry) -> View:
-    """Reads the value of `view`; Unreadable if it makes no sense."""
+    """Reads the value of `view`. Raises Unreadable if it makes no sense."""
     return _readable(entry, View.decode)
 
 
 def roster_of(entry: Entry) -> Roster:
-    """Reads the value of `roster`; Unreadable if it makes no sense."""
+    """Reads the value of `roster`. Raises Unreadable if it makes no sense."""
     return _readable(entry, Roster.decode)
 
 
@@ -105,25 +105,25 @@ def _readable(entry: Entry, decode: Callable[[bytes], _Value]) -> _Value:
 
 
 def shown(value: bytes) -> str:
-    """The beginning of a value that makes no sense, for people."""
+    """Returns the beginning of a value that makes no sense, for people."""
     return repr(value[:SHOWN_BYTES]) + (f" ({len(value)} bytes)" if len(value) > SHOWN_BYTES else "")
 
 
 def number_of(config: Entry | None, revision: int) -> int:
-    """The number that stands for a revision, of a write while the config was this: above those of all writes before,
-    also in stores that this one has taken the cluster over from."""
+    """Returns the number for the revision of a write that happened under this config: above those of all writes before,
+    also in stores from which this one has adopted the cluster."""
     if config is None:
         return revision
     return config_of(config).base + revision - config.create_revision
 
 
 def identity_of(store: Store, config: Entry | None) -> str:
-    """The identity of the cluster that a store holds, "" if it holds none; `config`: the entry under that key."""
+    """Returns the identity of the cluster that a store holds, "" if it holds none. config: the entry under that key."""
     return "" if config is None else config_of(config).identity(store.cluster)
 
 
 def other_cluster(ours: str, found: str) -> str:
-    """The error text for a store that holds another cluster than ours, or none."""
+    """Returns the error text for a store that holds another cluster than ours, or none."""
     there = f"holds cluster {found}" if found else "holds no cluster"
     return f"the store {there}, not {ours}: its data were lost, or it was made anew; see `elasticps cluster --help`"
 
@@ -132,7 +132,7 @@ def other_cluster(ours: str, found: str) -> str:
 
 
 def server_of(key: str, value: bytes) -> ServerInfo:
-    """Reads a registration below `servers/`. ValueError if it makes no sense."""
+    """Reads a registration below `servers/`. Raises ValueError if it makes no sense."""
     server = ServerInfo.from_json(value)
     if server.name != key.removeprefix(SERVERS):
         raise ValueError(f"{key} names a server {server.name!r:.200}")
@@ -140,7 +140,7 @@ def server_of(key: str, value: bytes) -> ServerInfo:
 
 
 def worker_of(key: str, value: bytes) -> WorkerInfo:
-    """Reads a registration below `workers/`. ValueError if it makes no sense, as for a worker that claims another
+    """Reads a registration below `workers/`. Raises ValueError if it makes no sense, or if the worker claims another
     application than the one that may write there."""
     worker = WorkerInfo.from_json(value)
     path = key.removeprefix(WORKERS)
@@ -152,7 +152,7 @@ def worker_of(key: str, value: bytes) -> WorkerInfo:
 
 
 def last_worker(value: bytes) -> int:
-    """Reads the id in a record below `last-worker/`. ValueError if there is none."""
+    """Reads the id in a record below `last-worker/`. Raises ValueError if there is none."""
     number: int = read("a record of a worker", value, id=int)["id"]
     return number
 
@@ -161,7 +161,7 @@ def last_worker(value: bytes) -> int:
 
 
 def drained(key: str, value: bytes) -> Member:
-    """Reads the member that a request below `drains/` is about. ValueError if it makes no sense."""
+    """Reads the member that a request below `drains/` names. Raises ValueError if it makes no sense."""
     name = check_name("server", key.removeprefix(DRAINS))
     number: int = read("a request to drain", value, incarnation=int)["incarnation"]
     if not number:
@@ -170,15 +170,16 @@ def drained(key: str, value: bytes) -> Member:
 
 
 def leaves(value: bytes) -> bool:
-    """Whether a request to drain says that the server's process is about to end. ValueError if it makes no sense."""
+    """Whether a request to drain says that the server's process is about to end. Raises ValueError if it makes no
+    sense."""
     return read("a request to drain", value).get(LEAVES) is True
 
 
 class RangeRecovery(NamedTuple):
     """A request to recover ranges that no server has any more.
 
-    ranges    they begin again, from a checkpoint
-    given_up  members that a person says cannot come back
+    ranges    the ranges to restore from a checkpoint
+    given_up  members that cannot come back, as a person says
     """
 
     ranges: frozenset[int] = frozenset()
@@ -186,7 +187,7 @@ class RangeRecovery(NamedTuple):
 
 
 def range_recovery_of(value: bytes) -> RangeRecovery:
-    """Reads the value of RANGE_RECOVERY. ValueError if it makes no sense."""
+    """Reads the value of RANGE_RECOVERY. Raises ValueError if it makes no sense."""
     record = read(RANGE_RECOVERY, value, ranges=list, given_up=list)
     try:
         given_up = frozenset(Member(str(name), int(incarnation)) for name, incarnation in record["given_up"])
@@ -200,7 +201,7 @@ def range_recovery_of(value: bytes) -> RangeRecovery:
 
 @dataclass(frozen=True)
 class TableEntry:
-    """A table as the store has it. name: "application/name"; spec: as JSON; restored: it came from a checkpoint."""
+    """A table in the store. name: "application/name"; spec: as JSON; restored: it came from a checkpoint."""
 
     name: str
     id: int
@@ -210,7 +211,7 @@ class TableEntry:
 
 def table_of(key: str, value: bytes, *, dropping: bool = False) -> TableEntry | None:
     """Reads a table's entry. Returns None for a table that is being dropped, unless `dropping` asks for those as well.
-    ValueError if it makes no sense."""
+    Raises ValueError if it makes no sense."""
     document = read(key, value)
     if document.get("dropping") and not dropping:
         return None
@@ -222,11 +223,11 @@ def table_of(key: str, value: bytes, *, dropping: bool = False) -> TableEntry | 
 
 
 def merge_losses(entries: Mapping[str, bytes]) -> list[dict[str, Any]]:
-    """The records below LOSSES, oldest first, each with what workers have added below KNOWN. ValueError if one makes no
-    sense.
+    """Reads the records below LOSSES, oldest first, each with what workers have added below KNOWN. Raises ValueError if
+    one makes no sense.
 
-    The leader notes which ranges were recovered, and of each worker the steps that are missing, as far as servers know.
-    A worker that lives knows it exactly, and has the last word on itself.
+    The leader notes which ranges were recovered, and which steps of each worker are missing there, as far as servers
+    know. A worker that lives knows its own missing steps exactly, so its note replaces the leader's.
     """
     found = []
     for key in sorted(key for key in entries if key.startswith(LOSSES)):
@@ -243,7 +244,7 @@ def merge_losses(entries: Mapping[str, bytes]) -> list[dict[str, Any]]:
 
 
 class Failover(NamedTuple):
-    """How the newest failover came about, for people.
+    """The newest failover, for people.
 
     epoch              of the view without the lost servers
     detected, written  Unix time, by the leader's clock
@@ -259,7 +260,7 @@ class Failover(NamedTuple):
 
     @classmethod
     def from_json(cls, value: bytes) -> Failover:
-        """The inverse of `to_json`. ValueError for anything else."""
+        """The inverse of `to_json`. Raises ValueError for anything else."""
         record = read(FAILOVER, value, epoch=int, detected=float, written=float)
         found = cls(record["epoch"], record["detected"], record["written"])
         if not 0 <= found.written - found.detected < 3600:

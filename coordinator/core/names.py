@@ -1,4 +1,4 @@
-"""What may serve as a name or an address. Names become parts of store keys and appear in logs and tables."""
+"""The rules for names and addresses. Names become parts of store keys, and appear in logs and tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\]|[A-Za-z0-9._-]+):
 
 
 def check_name(what: str, name: object) -> str:
-    """Returns `name` if it may name a `what` ("server", "cluster", …); ValueError says the rule otherwise."""
+    """Returns `name` if it may name a `what` ("server", "cluster", …). Raises ValueError with the rule otherwise."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(
             f"{name!r} is no usable {what} name: take 1 to {NAME_MAX} letters, digits, '.', '_' or '-', "
@@ -30,30 +30,30 @@ def check_identity(text: object) -> str:
 
 
 def check_worker(name: object) -> None:
-    """ValueError if `name` cannot be a worker's: a name, or an application's and a name with "/" between."""
+    """Raises ValueError unless `name` can be a worker's: a name, or an application and a name with "/" between."""
     for part in name.split("/", 1) if isinstance(name, str) else [name]:
         check_name("worker", part)
 
 
 def worker_path(name: str) -> str:
-    """Returns "application/name" for a worker's name, which leaves the default application out: the end of its keys.
+    """Returns the end of a worker's keys, "application/name", for its name, which leaves the default application out.
     So all keys of one application's workers begin alike, and etcd can give rights to them."""
     return name if "/" in name else f"{DEFAULT_APP}/{name}"
 
 
 def worker_name(path: str) -> str:
-    """Returns the worker's name for the end of one of its keys. Earlier versions left the default application out
-    there as well."""
+    """Returns the worker's name for the end of one of its keys, also if that lacks the default application, as in
+    earlier versions."""
     return path.removeprefix(f"{DEFAULT_APP}/")
 
 
 def app_of_worker(name: str) -> str:
-    """Returns the application that a worker's name says."""
+    """Returns the application in a worker's name."""
     return worker_path(name).partition("/")[0]
 
 
 def check_host(host: str) -> str:
-    """Returns `host` if a resolver takes it, known or not; ValueError otherwise."""
+    """Returns `host` if it has a form that resolvers accept. Raises ValueError otherwise."""
     try:
         encoded = host.encode("idna")
     except UnicodeError as error:

@@ -1,7 +1,7 @@
-"""How decisions are told to people. Pure.
+"""Words for decisions: the reasons of views, for people. Pure.
 
-A view's reason says what it does, and after WAITING what stands in the way of more. The second part stays the same
-from view to view until the trouble is over.
+A view's reason says what the view does, and after WAITING what stands in the way of more. The second part stays the
+same from view to view until the trouble is over.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ _NAMES_SHOWN = 5
 
 
 def names(some: Sequence[str]) -> str:
-    """A list for people, not too long."""
+    """Lists names for people, not too many."""
     shown = ", ".join(some[:_NAMES_SHOWN])
     return shown if len(some) <= _NAMES_SHOWN else f"{shown} and {len(some) - _NAMES_SHOWN} more"
 
 
 def whole_reason(done: Sequence[str], standing: str) -> str:
-    """What is done, as far as there is room, and all that stands in the way."""
+    """Joins what is done, as far as there is room, and all that stands in the way."""
     tail = f"{WAITING}{standing}" if standing else ""
     return "; ".join(done)[: REASON_MAX - len(tail)] + tail
 
 
 def standing_part(parts: Sequence[str]) -> str:
-    """What stands in the way, in one text that fits."""
+    """Joins what stands in the way into one text that fits."""
     return "; ".join(parts)[: REASON_MAX // 2]
 
 
 def standing_of(reason: str) -> str:
-    """The standing part of a view's reason."""
+    """Returns the standing part of a view's reason."""
     return reason.partition(WAITING)[2]
 
 
 def evidence(lost: Sequence[Member], why: Mapping[Member, str]) -> str:
-    """Who is lost and how we know; said once if it is the same for all."""
+    """Says which members are lost, and the evidence; once if it is the same for all."""
     if len({why[m] for m in lost}) == 1:
         return f"{names([m.name for m in lost])} lost ({why[lost[0]]})"
     return names([f"{m.name} ({why[m]})" for m in lost]) + " lost"
 
 
 def stalled(joiners: Collection[Member]) -> list[str]:
-    """Fillings that were given up because they made no progress."""
+    """Says which fillings were given up because they made no progress."""
     return [f"{names([m.name for m in joiners])} could not be filled: given up for now"] if joiners else []
 
 
 def losses(
     removal: Removal, why: Mapping[Member, str], cut: Collection[tuple[Member, Member]], recovering: int
 ) -> list[str]:
-    """What deaths and cuts have done; recovering: so many ranges are given up."""
+    """Says what deaths and cuts have done. recovering: how many ranges are given up, to be recovered."""
     reasons = []
     if lost := [m for m in removal.removed if m in why]:
         text = (
@@ -77,25 +77,25 @@ def losses(
 
 
 def confirmed(count: int) -> list[str]:
-    """Ranges that no longer wait for a copy that was kept."""
+    """Says how many ranges no longer wait for a retained copy."""
     return [f"{count} ranges go on with the replica that is left"] if count else []
 
 
 def fetched(returned: int, lost: int) -> list[str]:
-    """Late copies: of which there are again, and of which nobody waits for any more."""
+    """Says how many late copies have returned, and how many are given up."""
     reasons = [f"{returned} ranges have their second copy again, which gets what it lacks"] if returned else []
     return reasons + ([f"{lost} late copies are given up"] if lost else [])
 
 
 def restores(draft: Draft, begun: int) -> list[str]:
-    """What comes back from a checkpoint: ranges that have a replica again, and those under way."""
+    """Says how many ranges come back from a checkpoint: those that have a replica again, and those under way."""
     coming = np.count_nonzero(draft.copy_state == CopyState.RECOVERING)
     parts = [f"{begun} ranges are brought back"] if begun else []
     return parts + ([f"{coming} ranges come back from a checkpoint"] if coming else [])
 
 
 def repairs(draft: Draft, promoted: int, started: Flags) -> list[str]:
-    """What repair does in this view: ranges that got their replica, and fillings started [ranges]."""
+    """Says what repair does in this view. promoted: ranges that got a replica; started: fillings, bool [ranges]."""
     if not promoted and not started.any():
         return []
     parts = [f"{promoted} ranges got a level replica"] if promoted else []
@@ -108,7 +108,7 @@ def repairs(draft: Draft, promoted: int, started: Flags) -> list[str]:
 
 
 def drains(draft: Draft, draining: Collection[Member]) -> list[str]:
-    """How far each drain is."""
+    """Says how far each drain is."""
     held = np.bincount(draft.chains[draft.chains >= 0], minlength=len(draft.members))
     left = {m: int(held[draft.members.index(m)]) for m in sorted(draining) if m in draft.members}
     reasons = [f"{m.name} drains: {count} ranges left" for m, count in left.items() if count]
@@ -117,7 +117,7 @@ def drains(draft: Draft, draining: Collection[Member]) -> list[str]:
 
 
 def moves(draft: Draft, moved: int, missing: Counts) -> list[str]:
-    """What is under way to newcomers, as far as they miss some of their share [members], and to others."""
+    """Says how many ranges are under way to newcomers, and to others. missing: of each member's share, [members]."""
     filling = (draft.joining >= 0) & (draft.lengths == draft.replicas)
     into = np.bincount(draft.joining[filling], minlength=len(draft.members))
     new = [i for i in np.flatnonzero(into).tolist() if 2 * missing[i] > into[i]]
@@ -137,7 +137,7 @@ def moves(draft: Draft, moved: int, missing: Counts) -> list[str]:
 def no_memory(
     draft: Draft, serving: Collection[Member], draining: Collection[Member], capacity: Mapping[Member, Capacity]
 ) -> list[str]:
-    """Ranges that wait because servers have no memory for them."""
+    """Says how many ranges wait because servers have no memory for them."""
     full = sorted(m.name for m in serving if m in capacity and capacity[m].repairs < 1)
     without_spare = sorted(m.name for m in serving if m in capacity and capacity[m].moves < 1)
     still = draft.joining < 0
@@ -153,7 +153,7 @@ def no_memory(
 
 
 def too_few(short: int, replicas: int, servers: int) -> str:
-    """Ranges cannot have their replicas."""
+    """Says that ranges cannot have all their replicas."""
     return f"{short} ranges have fewer than {replicas} replicas, with {servers} {_plural(servers, 'server')} left"
 
 

@@ -1,5 +1,5 @@
-"""JSON objects that the store has under keys. Whoever may write there may have written anything: what is not what it
-should be is a ValueError, so that who reads on can leave it out."""
+"""Reads the JSON objects in the store. A client with the right to write may have written anything: an unusable object
+raises ValueError, so that the caller can leave it out."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MOST = (1 << 63) - 1
 
 
 def read(key: str, value: bytes, **kinds: type) -> dict[str, Any]:
-    """The object under a key, which has at least these fields, of these types; whole numbers are from 0 to `MOST`,
-    floats finite, and `object` is anything. ValueError for all else, by name."""
+    """Reads the object under a key. Raises ValueError unless it has at least these fields, of these types: whole
+    numbers from 0 to `MOST`, finite floats; `object` is anything."""
     try:
         record = json.loads(value)
     except (ValueError, RecursionError) as error:
@@ -30,7 +30,7 @@ def read(key: str, value: bytes, **kinds: type) -> dict[str, Any]:
 
 
 def check(key: str, record: dict[str, Any], **kinds: type) -> None:
-    """The object under a key has these fields, as for `read`. ValueError if not."""
+    """Raises ValueError unless an object has these fields, as for `read`."""
     for name, kind in kinds.items():
         if name not in record or not _fits(record[name], kind):
             raise ValueError(f"{key} has no {name} that is a {kind.__name__}")
@@ -38,7 +38,7 @@ def check(key: str, record: dict[str, Any], **kinds: type) -> None:
 
 @contextmanager
 def left_out() -> Iterator[None]:
-    """What is read within, and makes no sense, is left out with a warning."""
+    """Turns a ValueError within, of an entry that makes no sense, into a warning."""
     try:
         yield
     except ValueError as error:

@@ -44,7 +44,7 @@ class Listing:
 
 
 class Guard(NamedTuple):
-    """Holds while `key` exists and is the one created at `create_revision`: the fencing token of an office."""
+    """A condition of a write, the fencing token of an office: `key` exists, and was created at `create_revision`."""
 
     key: str
     create_revision: int
@@ -72,7 +72,7 @@ class Delete:
 
 @dataclass(frozen=True)
 class Reset:
-    """The changes since the last one are no longer to be had; this is the state now."""
+    """Changes since the last one are lost, such as after a compaction; `listing` is the state now."""
 
     listing: Listing
 
@@ -97,10 +97,10 @@ class Store(Protocol):
         """The cluster whose keys this store sees."""
 
     async def get(self, key: str, *, timeout_s: float = 0.0) -> Entry | None:
-        """The entry under `key`, None if absent. `timeout_s` bounds this call; 0: the store's time-out."""
+        """Returns the entry under `key`, None if absent. timeout_s: bounds this call; 0: the store's time-out."""
 
     async def list(self, prefix: str) -> Listing:
-        """All entries whose key begins with `prefix`; "" means the whole cluster."""
+        """Returns all entries whose key begins with `prefix`, as of one revision; "" means the whole cluster."""
 
     async def put(self, key: str, value: bytes, *, lease: int | None = None) -> int:
         """Writes and returns the revision. For keys with one writer: after an outage it may have been written twice.
@@ -118,22 +118,23 @@ class Store(Protocol):
         guard: Guard | None = None,
         timeout_s: float = 0.0,
     ) -> int | None:
-        """Writes if the key's revision is `expect` (0: absent) and the guard holds. The new revision, or None if lost.
+        """Writes if the key's revision is `expect` (0: absent) and the guard holds. Returns the new revision, or None
+        if not.
 
-        `timeout_s` as for `get`: for what must not be written late.
+        timeout_s: as for `get`, for a value that must not be written late.
 
-        None can also mean that our write did happen, during an outage, and somebody has replaced it since.
-        Raises LeaseLost if `lease` no longer exists.
+        None can also mean that this write did happen, during an outage, and somebody has replaced it since. Raises
+        LeaseLost if `lease` no longer exists.
         """
 
     async def compare_and_set_all(
         self, writes: Mapping[str, tuple[bytes, int]], *, unchanged: Entry | None = None
     ) -> int | None:
-        """Writes all of these values, or none: each key's revision has to be the one beside its value (0: absent), and
-        `unchanged` what it was, with its value: another store may have come as far. The revision of all writes, or
-        None if lost, as for `compare_and_set`.
+        """Writes all of these values, or none, if each key's revision is the one beside its value (0: absent). Returns
+        the revision of all writes, or None, as `compare_and_set` does.
 
-        ValueError for no key, for more than `WRITES_MAX` or for more than VALUE_MAX bytes together.
+        unchanged: an entry that must have the same revision and the same value: another store may have come as far.
+        Raises ValueError for no key, for more than `WRITES_MAX`, or for more than VALUE_MAX bytes together.
         """
 
     async def delete(self, key: str, *, expect: int | None = None, guard: Guard | None = None) -> bool:
@@ -143,37 +144,39 @@ class Store(Protocol):
         """
 
     async def grant(self, ttl_s: float) -> int:
-        """A new lease that lives `ttl_s` seconds (etcd rounds up to whole seconds, two at least) beyond a renewal."""
+        """Returns a new lease, which lives `ttl_s` seconds (etcd rounds up to whole seconds, at least two) beyond each
+        renewal."""
 
     async def keep_alive(self, lease: int) -> float:
-        """Renews once; returns the seconds left, counted from a moment after this call began. LeaseLost if it ended."""
+        """Renews a lease once; returns the seconds left, counted from a moment after this call began. Raises LeaseLost
+        if it has ended."""
 
     async def revoke(self, lease: int) -> None:
-        """Ends the lease and deletes its keys; nothing happens if it has ended already."""
+        """Ends a lease and deletes its keys; does nothing if it has ended already."""
 
     def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Change, None]:
-        """Changes below `prefix` with revisions above `after`. Close the generator (`aclose`) to stop early."""
+        """Yields the changes below `prefix` with revisions above `after`. Close the generator (`aclose`) to stop."""
 
     async def close(self) -> None:
         """Ends all watches and frees the connection. Leases are left to run out."""
 
 
 def check_key(key: object) -> str:
-    """Returns the key if usable; ValueError otherwise."""
+    """Returns the key if it is usable. Raises ValueError otherwise."""
     if not isinstance(key, str) or not 0 < len(key) <= KEY_MAX or key[0] in "/." or not key.isprintable():
         raise ValueError(f"unusable key {key!r}: 1 to {KEY_MAX} printable characters, not beginning with '/' or '.'")
     return key
 
 
 def check_writes(writes: Mapping[str, tuple[bytes, int]]) -> None:
-    """ValueError for writes that no call takes."""
+    """Raises ValueError for writes that no call takes."""
     if not 0 < len(writes) <= WRITES_MAX:
         raise ValueError(f"{len(writes)} keys cannot be written at once: 1 to {WRITES_MAX} can")
     check_value(next(iter(writes)), b"".join([value for value, _ in writes.values()]))
 
 
 def check_value(key: str, value: bytes) -> bytes:
-    """Returns the value if it fits; `TooLarge` otherwise."""
+    """Returns the value if it fits. Raises TooLarge otherwise."""
     if len(value) > VALUE_MAX:
         raise TooLarge(f"the value of {key!r} has {len(value)} bytes; the store takes {VALUE_MAX} at most")
     return value

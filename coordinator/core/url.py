@@ -13,7 +13,8 @@ DEFAULT_PORT = 2379
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """Paths of PEM files: `ca` signs the servers ("" = the system's roots); `cert` and `key` identify us, or are ""."""
+    """Paths of PEM files: `ca` signs the servers ("" = the system's roots); `cert` and `key` identify the client, or
+    are ""."""
 
     ca: str = ""
     cert: str = ""
@@ -22,7 +23,7 @@ class TlsFiles:
 
 @dataclass(frozen=True)
 class ClusterUrl:
-    """Where a cluster's store is: etcd endpoints as "host:port", the cluster's name, TLS files (None = plain TCP)."""
+    """The parts of a cluster's URL: etcd endpoints as "host:port", the cluster's name, TLS files (None = plain TCP)."""
 
     endpoints: tuple[str, ...]
     cluster: str
@@ -35,7 +36,7 @@ class ClusterUrl:
 
 
 def parse(url: str) -> ClusterUrl:
-    """Reads a cluster URL; ValueError says what is wrong and shows a good one."""
+    """Reads a cluster URL. Raises ValueError, which says what is wrong and shows a good one."""
     try:
         return _parse(url)
     except ValueError as error:

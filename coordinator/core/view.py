@@ -60,7 +60,7 @@ class ServerInfo:
 
     @property
     def member(self) -> Member:
-        """Who this is to replication."""
+        """The server as replication names it."""
         return Member(self.name, self.incarnation)
 
     def to_json(self) -> bytes:
@@ -82,15 +82,15 @@ class View:
     joining  int32 [ranges]: index of the replica being filled, -1 = none
     since    int64 [ranges]: the epoch in which the range's chain or joining replica last changed
     reason   why the leader wrote this view, for people
-    leaving  int32 [ranges]: index of the replica whose place the joining one is to take when it is level, -1 = none or
-             not decided. An intention, which the next view may change; left out, nobody leaves.
-    copy_state  int32 [ranges]: a `CopyState` of the joining replica. One that was a full replica until it fell silent
-             has a complete copy. Acknowledgements wait for it until the replica that is left is confirmed; then it is
-             late, until its server is heard again and it gets what it lacks. Left out: NONE.
+    leaving  int32 [ranges]: index of the replica whose place the joining one takes when it is level, -1 = none or not
+             decided. An intention, which the next view may change. By default none leaves.
+    copy_state  int32 [ranges]: the `CopyState` of the joining replica. A full replica that fell silent has a complete
+             copy. Acknowledgements wait for it until the replica that is left is confirmed; from then on it is late,
+             until its server is heard again and it gets what it lacks. By default NONE.
     recovery_epoch  int64 [ranges]: the epoch in which the content of a range was given up, because no server has it any
-             more: it is recovered from a checkpoint; 0 = never. Until a server has restored it it has no replica.
-    empty    (name, incarnation): what is listed here under that name has ended, and keeps its place because nobody
-             else has what it had; it has registered again as that newer incarnation, without its data
+             more, to be recovered from a checkpoint; 0 = never. Until a server has restored it, it has no replica.
+    empty    (name, incarnation) of servers that have registered again, as that newer incarnation, without their data.
+             The incarnation listed here has ended, and keeps its place because no other server has its data.
     """
 
     cluster: str
@@ -177,7 +177,7 @@ class View:
 
     @cached_property
     def as_chains(self) -> Chains:
-        """The same as replication sees it; members have the indices of `servers`."""
+        """The view's chains, as replication sees them; members have the indices of `servers`."""
         members = tuple(server.member for server in self.servers)
         return Chains(self.epoch, members, self.chains, self.joining, self.since, self.copy_state, self.recovery_epoch)
 
@@ -273,8 +273,8 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class Roster:
-    """The workers that live now, ordered by id. `version` grows by one whenever the leader writes it; `cluster`: its
-    identity, as in views."""
+    """The workers that live now, ordered by id. version: grows by one whenever the leader writes the roster; cluster:
+    the cluster's identity, as in views."""
 
     version: int
     workers: tuple[WorkerInfo, ...]
@@ -304,7 +304,7 @@ class Roster:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """What is fixed when a cluster is created.
+    """The properties of a cluster that are fixed when it is created.
 
     ranges       P, a power of two of at least 2
     replicas     R, servers per range
@@ -331,7 +331,7 @@ class ClusterConfig:
         _check_count("base", self.base, 0, 1 << 31)
 
     def identity(self, name: str) -> str:
-        """What views, rosters and hellos of this cluster say of themselves, given its name."""
+        """Returns the identity of the cluster with this name, which its views, rosters and hellos bear."""
         return f"{name}@{self.id}" if self.id else name
 
     def to_json(self) -> bytes:
@@ -345,7 +345,7 @@ class ClusterConfig:
 
 
 def check_ranges(ranges: int) -> None:
-    """ValueError unless `ranges` is a power of two from 2 to RANGES_MAX."""
+    """Raises ValueError unless `ranges` is a power of two from 2 to RANGES_MAX."""
     _check_count("the number of ranges", ranges, 2, RANGES_MAX)
     if ranges & (ranges - 1):
         raise ValueError(f"the number of ranges must be a power of two, got {ranges}")
@@ -372,7 +372,7 @@ def _read_only(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _frozen(what: str, array: Any, dtype: type[np.generic], shape: tuple[int, ...]) -> NDArray[Any]:
-    """A private, read-only copy, so that nobody changes a view through the array it was made from."""
+    """Returns a private, read-only copy, so that nobody changes a view through the array it was made from."""
     source = np.asarray(array)
     if source.shape != shape or source.dtype.kind != "i":
         raise ValueError(f"{what} must be integers of shape {shape}, got {source.dtype} of shape {source.shape}")
@@ -400,7 +400,7 @@ def _json(what: str, data: bytes) -> Any:
 
 
 def _fields(what: str, data: bytes, cls: type[Any]) -> dict[str, Any]:
-    """The arguments for `cls`, a dataclass, in a JSON object; their values are for `cls` to check."""
+    """Returns the arguments for `cls`, a dataclass, in a JSON object; `cls` checks their values."""
     found = _json(what, data)
     if not isinstance(found, dict):
         raise ValueError(f"not a {what}: expected a JSON object")
