@@ -102,7 +102,7 @@ class EtcdStore:
         self._members: dict[str, Member] = {}
         self._leaving: set[asyncio.Task[None]] = set()  # channels with certificates that were replaced
         self._at = 0  # the endpoint in use
-        self._odd: set[bytes] = set()  # keys of which the log has spoken
+        self._odd: set[bytes] = set()  # unusable keys that were logged
         self._closed = asyncio.Event()
 
     @property
@@ -112,7 +112,7 @@ class EtcdStore:
 
     @property
     def secure(self) -> bool:
-        """Whether etcd knows by certificates who asks."""
+        """Whether etcd identifies clients by certificates."""
         return self._url.tls is not None
 
     async def get(self, key: str, *, timeout_s: float = 0.0) -> Entry | None:
@@ -247,7 +247,7 @@ class EtcdStore:
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Change, None]:
         """See `Store.watch`."""
         seen, out = after, _Trouble()
-        known: Any = None  # something that is, or was, in the store that we watch
+        known: Any = None  # an entry that is, or was, in the store that is watched
         while not self._closed.is_set():
             at = self._at
             member = self._member(at)
@@ -390,7 +390,7 @@ class EtcdStore:
             return await retrying(attempt), trouble.attempts
         except _TryNext as error:
             raise StoreUnavailable(str(trouble), indefinite=writes) from error.__cause__
-        except StoreUnavailable as error:  # closed, also while we were asking
+        except StoreUnavailable as error:  # closed, before or during the call
             raise type(error)(str(error), indefinite=writes and bool(trouble.failures)) from None
 
     def _member(self, at: int) -> Member:
@@ -447,7 +447,7 @@ class EtcdStore:
             return Entry(check_key(raw.decode()), kv.value, kv.mod_revision, kv.create_revision)
         except ValueError as error:
             shown = raw[:_ODD_SHOWN]
-            if shown not in self._odd and len(self._odd) < _ODD_SHOWN:  # who writes many must not fill logs
+            if shown not in self._odd and len(self._odd) < _ODD_SHOWN:  # a client that writes many must not fill logs
                 self._odd.add(shown)
                 log.warning("an entry is left out", key=shown, why=error)
             return None

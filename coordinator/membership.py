@@ -80,7 +80,7 @@ async def new_number(store: Store) -> int:
         revision = await store.put(NUMBERS, b"")
         before, entry = entry, await store.get(CONFIG)
         if entry == before:
-            break  # else the store may have been made anew in between, where numbers count otherwise
+            break  # else the store may have been replaced in between, and numbers count from another base
     return number_of(entry, revision)
 
 

@@ -26,7 +26,7 @@ _SECOND_TRY_S = 0.003  # between the two refusals that mean death
 _RETRY_S = 0.25  # between attempts to reach one that is dead
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1  # doubled between attempts that end at once and tell nothing
 _LASTING_S = 0.02  # an attempt that lasted this long is made again at once
-_REDIAL_S = 2.0  # a line or an attempt from which nothing comes for so long is made anew
+_REDIAL_S = 2.0  # a line or an attempt that is silent for so long is replaced
 _VIEW_LAG_S = 0.1  # a report this soon after a view may have been sent before the view came
 
 
@@ -49,7 +49,7 @@ class ServerLinks:
         self._dial = dial
         self._on_ill = on_ill
         self._on_change: Callable[[bool], None] = _nothing
-        self._term = 0  # while we lead
+        self._term = 0  # while this coordinator leads, else 0
         self._beaten = 0.0
         self._detector = Detector()
         self._succession = Succession()
@@ -167,7 +167,7 @@ class ServerLinks:
     # -- one line ---------------------------------------------------------------------------------------------------
 
     def _call(self, server: ServerInfo) -> None:
-        if self._over:  # whoever follows the store is about to end, too
+        if self._over:  # the task that follows the store is about to end, too
             return
         task = asyncio.create_task(self._keep(server), name=f"line to {server.member}")
         self._calls[server.member] = (server, _now(), task)

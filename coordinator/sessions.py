@@ -164,7 +164,7 @@ class Session(ABC, Generic[Info]):
             await self._take()
             return
         entry = await self._check_newest()
-        if entry is None or entry.value != self.info.to_json():  # nobody would find us by what else is there
+        if entry is None or entry.value != self.info.to_json():  # peers could not find this member by any other value
             await self._take()
         else:
             self.deadline = sent + left
@@ -185,7 +185,7 @@ class ServerSession(Session[ServerInfo]):
                 raise Fenced(
                     f"{self._key} belongs to incarnation {other}, of a store that was made anew; this is {ours}"
                 )
-        except Damaged as error:  # ours is the newest of which anybody knows
+        except Damaged as error:  # then this incarnation is the newest that is known
             why = str(error)
         log.warning("put back", key=key, reason=why)
         expect = 0 if entry is None else entry.revision
@@ -228,14 +228,14 @@ class WorkerSession(Session[WorkerInfo]):
             return 0
         else:
             await self.our_cluster()
-            if self.base != self._restored:  # a store that was made anew, into which all of ours is put back
+            if self.base != self._restored:  # a new store, into which all belongings are put back
                 return 0
             if ours is None or not await self._listed():
                 raise Fenced(
                     f"{self._key} was away for so long that the cluster has forgotten it: there is no {key}, and the "
                     "roster does not list it"
                 )
-            why = "somebody has deleted it"  # no leader: it forgets nobody whom the roster lists
+            why = "somebody has deleted it"  # not a leader: a leader forgets no listed worker
         log.warning("put back", key=key, reason=why)
         await self._store.compare_and_set(key, ours, expect=0 if record is None else record.revision)
         return last_worker(ours)

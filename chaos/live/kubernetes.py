@@ -199,7 +199,7 @@ class KubernetesStage(Processes):
         self._cordoned: Counter[str] = Counter()  # by how many faults; nodes that others have cordoned are not in it
         self._restarts: dict[str, int] = {}  # by uid, of pods that have been ready: how often they were started again
         self._looked = 0.0
-        self._uids: dict[str, str] = {}  # of pods that were told to end: one of the same name and another uid is new
+        self._uids: dict[str, str] = {}  # of pods that are to end: a pod of the same name with another uid is new
 
     def start_all(self) -> None:
         """The cluster is there already; Error if it is not."""
@@ -223,7 +223,7 @@ class KubernetesStage(Processes):
         return pod is not None and _ready(pod)
 
     def ended(self) -> list[tuple[str, str]]:
-        """As of processes here; and what Kubernetes has started again in a pod that had been ready."""
+        """Returns what `Processes.ended` returns, and the pods that had been ready and were restarted by Kubernetes."""
         return super().ended() + self._restarted()
 
     def start(self, name: str) -> None:
@@ -290,8 +290,8 @@ class KubernetesStage(Processes):
             self._cordoned[node] -= 1
 
     def close(self, logs_to: Path | None = None) -> list[str]:
-        """Ends the workers, and whatever was done to pods and nodes and can be undone: all of it is tried, and what
-        could not be is told with what is left here."""
+        """Ends the workers, and undoes what was done to pods and nodes. It tries all of it, and returns what could not
+        be undone together with what is left here."""
         left = []
         for node in sorted(self._cordoned):
             try:

@@ -42,7 +42,7 @@ TIMEOUT_S = 60.0
 APP = "chaos"
 
 BEGUN, COMMITTED, FAILED, READ, READ_FAILED, STALE = range(1, 7)
-INCARNATIONS_MADE = 64  # of each worker, whose rows `make_rows` makes
+INCARNATIONS_MADE = 64  # of each worker: so many lives get their rows by `make_rows`
 _NEWEST = 256  # records that are read to see how far a worker is
 RECORD = np.dtype([("kind", "<u4"), ("step", "<u4"), ("time", "<f8")])
 
@@ -309,7 +309,7 @@ class LoadWorker:
         number, step = self._waiting.popleft()
         try:
             step.result()
-        except eps.Closed:  # this life is over, and whoever runs us judges why
+        except eps.Closed:  # this life is over, and the runner judges why
             raise
         except eps.Error as error:
             self._note(FAILED, number, f"step {number} failed: {error}")

@@ -106,7 +106,7 @@ class Nemesis:
         self._clock = clock
         self._least = least
         self._dead: set[tuple[str, int]] = set()  # incarnations that were killed, or are on their way out
-        self._left: set[str] = set()  # who was taken away for good, perhaps while another fault was to bring them back
+        self._left: set[str] = set()  # servers taken away for good, perhaps while another fault is to restart them
         self._shapes: dict[str, list[FaultRecord]] = {}
         self._stopped = False
 

@@ -24,9 +24,9 @@ from chaos.live.network import Shape
 from elasticps.errors import ConfigError, Error
 
 _INSIDE = "ELASTICPS_CHAOS_NETNS"
-_BLOCK = "10.77"  # of the namespace that we are in alone
+_BLOCK = "10.77"  # of the run's own namespace, which has no other network
 _BRIDGE = "chaos0"
-_NOBODY = "02:de:ad:00:00:00"  # a local hardware address that no interface of ours has
+_NOBODY = "02:de:ad:00:00:00"  # a local hardware address that no interface has
 _RUN = Path("/run/netns")
 _PROXY_HINT = "use the user-space proxy instead: in the plan, cluster: {kind: local, proxy: true}, or --proxy"
 

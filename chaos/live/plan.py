@@ -156,7 +156,7 @@ class Promises:
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole plan. duration: seconds of load; calm: the last of them, in which no fault begins."""
+    """A plan. duration: seconds of load; calm: the last of them, in which no fault begins."""
 
     name: str
     about: str

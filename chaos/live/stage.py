@@ -50,7 +50,7 @@ class _Job:
     command: Callable[[], list[str]]
     environment: Mapping[str, str]
     process: Process | None = None
-    should_run: bool = False  # it is to run: if it ends, nobody asked for that
+    should_run: bool = False  # if it ends meanwhile, it ends unasked
     paused: bool = False
     since: float = 0.0
     worked: bool = False  # a process of this name, before this one, has said that it was ready
@@ -131,7 +131,7 @@ class Processes:
     def poll(self) -> list[tuple[str, str]]:
         """Returns what `ended` returns, and starts those of these processes again that should run."""
         gone = [job for job in self._jobs.values() if job.process is not None and not _runs(job)]
-        ended, now = self.ended(), time.monotonic()  # who has ended since then may be done: that is seen next time
+        ended, now = self.ended(), time.monotonic()  # a process that has ended since is seen next time
         for job in gone:
             if job.should_run and now - job.since > RETRY_S:
                 self.start(job.name)

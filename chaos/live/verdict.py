@@ -53,7 +53,7 @@ def epochs_back(views: Iterable[Seen], faults: Iterable[FaultRecord]) -> list[st
 
 
 def audit_words(report: AuditReport) -> list[str]:
-    """What an audit has found wrong, a sentence each."""
+    """Says what an audit has found wrong, a sentence each."""
     words = [f"range {each.range} at {each.server}: {each.text}" for each in report.differences[:10]]
     if len(report.differences) > 10:
         words.append(f"and {len(report.differences) - 10} more replicas differ")

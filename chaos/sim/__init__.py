@@ -1,12 +1,12 @@
-"""Servers, leaders and clients as they are, in one process, on virtual time and links that break when told to.
+"""Real servers, leaders and clients in one process, on virtual time and on links that break by a plan.
 
-What runs is `elasticps.server`, `elasticps.client` and `coordinator` themselves, with their event loops, threads and
-sockets; what is virtual is what an operating system gives them. So nothing here knows the protocol but the checks.
+The code that runs is `elasticps.server`, `elasticps.client` and `coordinator` themselves; virtual are the things that
+an operating system provides: time, event loops, threads and sockets. So nothing here knows the protocol but the checks.
 
-    clock      one time for all, and whose turn it is          loop       an event loop on it, one per process
+    clock      one time for all processes, which take turns    loop       an event loop on it, one per process
     network    sockets whose bytes travel over bad links       transport  asyncio's transports over such sockets
     threads    a client's threads, sockets and waits           store      the coordination store behind such links
-    cluster    builds and kills processes                      programs   what workers do
-    story      a seed's plan: who, and what goes wrong         checks     what must hold
-    run        a seed from beginning to end
+    cluster    builds and kills processes                      programs   the programs of workers
+    story      a seed's plan: processes and faults             checks     the promises, each checked
+    run        plays a seed from beginning to end
 """

@@ -49,7 +49,7 @@ DRAIN_TIMEOUT_S = 60.0
 LOG_BUDGET_BYTES = 256 << 20
 LEADER_LEASE_S = 1.5
 END_S = 60.0  # of virtual time, in which what is cancelled ends
-WORKER_TIMEOUT_S = 300.0  # longer than any story: whoever waits in vain is found by the story's own bound
+WORKER_TIMEOUT_S = 300.0  # longer than any story, whose own bound finds a worker that waits in vain
 
 
 class Still(BusyPoll):
@@ -108,7 +108,7 @@ class Cluster:
         # Checks: of views, of copies that have to last, of answers.
         self.views = Views(config.replicas, config.ranges, lambda m: self.life(m.name, m.incarnation) is not None, calm)
         self.lasting = Lasting(config.ranges, lambda m: self.life(m.name, m.incarnation))  # whatever was acknowledged
-        self.answers = Answers()  # whether each goes to who asked
+        self.answers = Answers()  # checks that each answer goes to the connection that asked
         self.network.tap = self._sent
         self.store.written = self._written
         self.on_view: Callable[[View], None] = lambda view: None  # called with each view that is written
@@ -155,7 +155,7 @@ class Cluster:
         return Process(self.clock, f"{name}.{number}", name)
 
     def _loop(self, process: Process) -> Loop:
-        loop = Loop(process, self.network, self._failed)  # type: ignore[abstract]  # what it lacks nobody calls
+        loop = Loop(process, self.network, self._failed)  # type: ignore[abstract]  # it lacks only methods that nobody calls
         process.turn = loop.turn
         self._loops.append(loop)
         return loop
@@ -311,7 +311,7 @@ class Cluster:
         except Exception as error:  # any: that a leader ends by an error breaks a promise
             self._failed(process, error, "a leader ended")
 
-    # --- whoever takes cuts -----------------------------------------------------------------------------------------
+    # --- tasks beside -----------------------------------------------------------------------------------------
 
     def start_task(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Starts a process that runs `work` and nothing else."""
@@ -344,7 +344,7 @@ class Cluster:
         control.authenticated = self._proven
         return Client(control, worker, consistency, window, WORKER_TIMEOUT_S, app)
 
-    # --- what there is ----------------------------------------------------------------------------------------------
+    # --- state ----------------------------------------------------------------------------------------------
 
     @property
     def view(self) -> View | None:

@@ -22,7 +22,7 @@ from chaos.sim.triggered_faults import (
 from coordinator.core.view import View
 from elasticps.wire.frames import view_frame
 
-FLOOD = 60  # more than a server whose limits are small allows
+FLOOD = 60  # connections: more than a server with small limits allows
 MOST_JOIN = 2
 LIE = 1 << 40  # epochs above the one that is
 

@@ -105,7 +105,7 @@ class Injector:
         if self.over or tries <= 0:
             return
         cluster = self.cluster
-        alone = cluster.config.replicas == 1  # nobody dies there
+        alone = cluster.config.replicas == 1  # then no server is killed
         spared = [n for n, s in cluster.servers.items() if not (s.left or s.draining) and n not in self._suffer]
         spared = [n for n in spared if self.is_alive(n) and cluster.whole(without="" if alone else n)]
         if not spared or self._suffer:

@@ -32,7 +32,7 @@ class Loop(asyncio.AbstractEventLoop):
         self._serial = itertools.count()
         self.tasks: dict[asyncio.Task[Any], None] = {}
         self._unflushed: dict[Transport, None] = {}
-        self.quiet = False  # the end: who is cancelled now may fail as he likes
+        self.quiet = False  # the end: tasks that are cancelled now may fail
 
     def turn(self) -> float | None:
         """Runs the handles that are ready; returns when the next one will be."""

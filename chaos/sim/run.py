@@ -40,7 +40,7 @@ from elasticps.server.core.operations import AuditMark
 from elasticps.server.roles.replica_links import ReplicaLinks
 from replication.effects import Distrust
 
-SETTLED_S = 1.0  # what nobody waits for has come to all replicas
+SETTLED_S = 1.0  # after so long all replicas have what no worker waits for
 BOUND_S = 25.0  # after faults have ended, everything must have come to rest
 
 

@@ -119,7 +119,7 @@ class VirtualStore:
         try:
             async for change in changes:
                 await asyncio.sleep(self._server.network.delay(self._random))
-                while not self._server.answers(self._host):  # noqa: ASYNC110  # nobody tells when an outage ends
+                while not self._server.answers(self._host):  # noqa: ASYNC110  # the end of an outage is no event
                     await asyncio.sleep(LOOK_S * self._random.uniform(0.5, 1))
                 yield change
         finally:
@@ -134,7 +134,7 @@ class VirtualStore:
         server, clock = self._server, self._server.network.clock
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
-        late = self._random.random() < LATE  # what nobody waits for any more may still arrive
+        late = self._random.random() < LATE  # a call that timed out may still arrive
 
         def arrive() -> None:
             if answer.done() and not late:

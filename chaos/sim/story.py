@@ -14,7 +14,7 @@ FLAVOURS = (
     "limps", "tangles", "terms", "ghosts", "flaps", "alone", "drains", "tight", "suspicions", "levels",
     "outcasts", "heirs", "exodus", "takers", "hurried",
 )  # fmt: skip
-ON_REQUEST = ("frozen",)  # told only when asked for: workers that stand still for longer than their leases
+ON_REQUEST = ("frozen",)  # played only on request: workers that stall for longer than their leases
 TRAININGS = ("free", "bounded", "rounds", "shards", "shards in rounds")
 CALM = (
     "calm",
@@ -151,7 +151,7 @@ class App:
 
 @dataclass(frozen=True, order=True)
 class Kind:
-    """What a set of stories has in common.
+    """A kind of stories: what a set of them has in common.
 
     flavour   which faults happen; "": drawn by the seed
     training  how workers train; "": drawn by the seed
@@ -277,7 +277,7 @@ def tell(seed: int, kind: Kind = ANY) -> Story:
 def _app(random: Random, index: int, flavour: str, training: str) -> App:
     kinds = TRAININGS[:1] if flavour == "tight" else TRAININGS[:2] if flavour == "readers" else TRAININGS
     chosen = random.choice((*kinds, "free"))
-    kind = training if training and flavour != "tight" else chosen  # whose frames have room for nothing else
+    kind = training if training and flavour != "tight" else chosen  # its small frames have room for nothing else
     return App(
         f"app{index}",
         kind,

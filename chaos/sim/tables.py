@@ -53,7 +53,7 @@ class Fickle(Worker):
                     ps.drop_table(table.name)
             self.think()
         while True:
-            with _gone_is_fine():  # of each step that was refused it is told once
+            with _gone_is_fine():  # each refused step is reported once
                 ps.flush()
                 break
 

@@ -215,7 +215,7 @@ class Lock:
                     return False
                 self._waiting.append(me)
                 threads.park(until)
-                if me in self._waiting:  # its time is over: whoever waits behind it is to be woken
+                if me in self._waiting:  # its time is over: the thread that waits behind it is woken
                     self._waiting.remove(me)
         self._holder, self._depth = me, 1
         threads.preempt()
@@ -260,7 +260,7 @@ class Condition(Lock):
         self.release()
         woken = False
         try:
-            if me in self._sleepers:  # not told while it was stopped on its way
+            if me in self._sleepers:  # not notified while it was stopped on its way
                 self._threads.park(None if timeout is None else self._threads.monotonic() + timeout)
             woken = me not in self._sleepers
             if not woken:

@@ -10,7 +10,7 @@ from coordinator.core.view import View
 from replication.chain import Member
 from replication.effects import CaughtUp
 
-HEIR_S = 1.4  # before a server is suspected that nobody but workers and leaders hears
+HEIR_S = 1.4  # before a server is suspected that only workers and leaders hear
 SUSPECTED_S = 1.0  # a server that is silent for so long is suspected
 AT_ONCE_S = 0.05  # so soon after one is suspected the other dies
 
@@ -28,7 +28,7 @@ def server_limps(injector: Injector, fault: Fault) -> None:
         injector.cut((out, back, out + back)[int(fault.pick * 1000) % 3], fault.for_s + 1.0)
         for _ in range(random.randint(0, 3)):
             injector.after(random.uniform(0, fault.for_s), lose_workers, name)
-        if random.random() < 0.7:  # its successor asks how far it was, and is told before the server dies
+        if random.random() < 0.7:  # its successor asks for its clocks, and gets them before the server dies
             before_s = fault.for_s - 2 * RESTART_S
             injector.after(random.uniform(0, before_s), injector.restart_worker, fault)
         injector.after(fault.for_s, injector.die_if_spared, name, fault.pick < 0.3)

@@ -327,7 +327,7 @@ class _Step:
             draft.release(self.draining, self.serving)
         able = {m: _node(s) for m, s in self.serving.items() if m not in health.pending}
         self.homeless = start_restores(draft, able, health.capacity)
-        # What only servers that drain have is as badly off as what nobody has; the rest can wait for repairs.
+        # Ranges that only draining servers have are as urgent as ranges without replicas; the rest can wait.
         # Who has not been heard yet may be well: what it holds is no reason to move anything.
         unsafe, heard = draft.only_at(self.draining), not (health.pending & draft.owners)
         start_fills(draft, able, limits, apart, self.draining, health.capacity, unsafe)

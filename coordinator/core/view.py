@@ -1,4 +1,4 @@
-"""The view: an immutable snapshot of who owns what, and its codec. Pure.
+"""The view: an immutable snapshot of the owners of all ranges, and its codec. Pure.
 
 Only the leader writes views, each with an epoch one above the last. A view says for every range of the key space which
 servers hold it, head first, and since which epoch they have done so. The roster of workers has a version of its own, so
@@ -75,7 +75,7 @@ class ServerInfo:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """Who owns what, in one epoch. Checked when made; arrays are read-only; equal by value.
+    """The owners of all ranges in one epoch. Checked when made; arrays are read-only; equal by value.
 
     cluster  its identity: the name, and what distinguishes it from others of that name
     chains   int32 [ranges, replicas]: indices into `servers`, head first; -1 = no replica there, only after the last

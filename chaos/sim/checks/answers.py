@@ -26,8 +26,8 @@ class Answers:
     """Follows all bytes that servers and their peers send."""
 
     def __init__(self) -> None:
-        self._streams: dict[Hashable, _Stream] = {}  # by who sends
-        self._requests: dict[Hashable, set[int]] = {}  # by who has asked: requests without an answer
+        self._streams: dict[Hashable, _Stream] = {}  # by sender
+        self._requests: dict[Hashable, set[int]] = {}  # unanswered requests by the peer that asked
         self._partly: dict[Hashable, set[int]] = {}  # refused, maybe only a part: one more answer may follow
 
     def sent(self, source: Hashable, target: Hashable, data: bytes) -> None:

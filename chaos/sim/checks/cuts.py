@@ -42,7 +42,7 @@ class CutCheck:
         self._sums = sums
         self._rounds = rounds
         self._tables = tables
-        self._passed: dict[tuple[int, int, Member], CutContent] = {}  # by cut, range, and who logged it
+        self._passed: dict[tuple[int, int, Member], CutContent] = {}  # by cut, range, and the head that logged it
         self._at: set[tuple[int, int, Member]] = set()  # by cut, range and replica, as long as it keeps its copy
 
     def follow(self, server: Server, broken: Callable[[Violation], None]) -> None:

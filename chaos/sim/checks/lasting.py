@@ -38,7 +38,7 @@ class Lasting:
         self._life = life
         self._view: View | None = None
         self._acked = np.zeros(ranges, np.int64)  # ever, by anybody
-        self._levels: dict[CaughtUp, Member] = {}  # those of the view that stands, with who has reported them
+        self._levels: dict[CaughtUp, Member] = {}  # level joiners of the newest view, with the tail that reported each
         self._replicas: list[tuple[Member, np.ndarray]] = []  # of the view that stands, with the ranges of each
         self._seen: dict[Server, _Seen] = {}
 
@@ -47,7 +47,7 @@ class Lasting:
         self._view = view
         copies = view.as_chains.copies
         self._replicas = [(s.member, np.flatnonzero((copies == i).any(axis=1))) for i, s in enumerate(view.servers)]
-        self._acked[view.recovery_epoch == view.epoch] = 0  # nobody is left who has it
+        self._acked[view.recovery_epoch == view.epoch] = 0  # no server has its content any more
         self._levels = {level: tail for level, tail in self._levels.items() if view.since[level.range] == level.fill}
         self._check_acknowledged()
 

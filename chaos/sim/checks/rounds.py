@@ -23,8 +23,8 @@ class Rounds:
 
     def __init__(self, app: str) -> None:
         self.app = app
-        self.rounds = 0  # the newest that somebody has seen closed
-        self.calm = False  # no link and no process is slow: nobody is taken for lost who lives
+        self.rounds = 0  # the newest round that a worker has seen closed
+        self.calm = False  # no link and no process is slow: no living worker is taken for lost
         self._workers: list[int] = []  # by column
         self._seen: dict[int, Rows] = {0: np.zeros((KEYS, COLUMNS), np.float32)}
 

@@ -23,7 +23,7 @@ class Hand:
         self.column = column
         self.worker = worker
         self.ended = False
-        self.steps: list[tuple[int, int]] = []  # clock, shard: of which it does not know yet whether they count
+        self.steps: list[tuple[int, int]] = []  # clock and shard of each step not known to be committed
 
 
 class Handed:
@@ -77,7 +77,7 @@ class Handed:
         hand.steps.append((clock, shard))
 
     def over(self, hand: Hand, counted: Collection[int]) -> None:
-        """A worker is told that all shards are done."""
+        """Checks that all shards are done, as a worker was told."""
         left = set(range(self.shards)) - self._begun
         if left and hand.worker in counted:
             text = f"worker {hand.worker} is told that all is done, nobody has trained shards {sorted(left)}"
@@ -93,7 +93,7 @@ class Handed:
         hand.steps = [step for step in hand.steps if step[0] > clock]
 
     def check_end(self, rows: Rows) -> None:
-        """All has come to rest: who trained which shard."""
+        """Checks, when everything has come to rest, which workers trained each shard."""
         odd = [value for value in np.unique(rows).tolist() if value not in (0, *(TRAINED / n for n in (1, 2, 3, 4)))]
         if odd:
             raise Violation("shards", f"{self.app}: a shard was trained by {odd[0] / TRAINED} steps of one worker")

@@ -47,7 +47,7 @@ class Column:
     pushed: int = 0
     worker: int = -1
     ended: bool = False
-    sealed: bool = False  # its successor was told how far it had come
+    sealed: bool = False  # its successor has learned how far it had come
 
     @property
     def begun(self) -> int:
@@ -123,7 +123,7 @@ class Sums:
         self.bound = bound
         self.columns: list[Column] = []
         self.calm = False  # no link and no process is slow: what was committed a while ago is seen by everybody
-        self.pausing: Column | None = None  # who waits until others have gone on without it
+        self.pausing: Column | None = None  # the worker that waits until others have gone on without it
         self._predecessor: dict[str, Column | None] = {}
         self._shown = np.zeros((COLUMNS, KEYS), np.int64)  # by any tail
         self._seen: dict[int, Counts] = {}  # by each incarnation, at tails
@@ -180,7 +180,7 @@ class Sums:
         least[column.index] = np.maximum(least[column.index], column.upto(clock))
         if self.bound is None:
             return Pulled(column, keys, least, tail, max_age is not None)
-        slack_s = 0.0 if self.calm else SLACK_S  # who has joined has told all servers that there were then
+        slack_s = 0.0 if self.calm else SLACK_S  # a worker that has joined has told all servers of that time
         heard = (c for c in self.columns if not c.ended and c.joined_s < now - slack_s)
         company = tuple((other, other.upto(clock - self.bound)) for other in heard)
         return Pulled(column, keys, least, tail, max_age is not None, clock, company)
@@ -229,7 +229,7 @@ class Sums:
             self._shown[:, keys] = np.maximum(self._shown[:, keys], counts)
 
     def check_end(self, rows: Rows, ranges: NDArray[np.int64]) -> None:
-        """What all keys hold when everything has come to rest; `ranges` of the keys."""
+        """Checks all keys when everything has come to rest. ranges: of the keys."""
         keys = np.arange(KEYS)
         whole = Column(COLUMNS - 1, "the auditor")
         self._seen[whole.index] = self._shown  # what a tail has shown stays

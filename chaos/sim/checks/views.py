@@ -1,5 +1,5 @@
-"""What views promise: one after another, none leaves a range to the dead, those that drain are given nothing, and where
-nothing goes wrong only what must move is copied."""
+"""The promise of views: each follows from the one before, none leaves a range to dead servers, servers that drain get
+no ranges, and without faults only ranges that must move are copied."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chaos.sim.checks.violation import Violation
 from coordinator.core.view import View
 from replication.chain import Chains, Member, Ranges, unsafe_transition
 
-LATE_S = 0.05  # a leader that is well knows so soon who drains
+LATE_S = 0.05  # a leader that is well learns of a drain within this time
 MOST_COPIES = 1.25  # for each one that changes ask for; later changes undo some of what earlier ones began
 FEW_COPIES = 1  # and so many besides for each change: small numbers are not even (seed 3001711: 39, of 29.7 ideal)
 
@@ -98,5 +98,5 @@ def left_alone(before: View | None, view: View, name: str) -> Ranges:
 
 
 def _copies(chains: Chains, r: int) -> list[Member]:
-    """Who has a complete copy of a range."""
+    """Returns the members with a complete copy of a range."""
     return [chains.members[i] for i in chains.copies[r].tolist() if i >= 0]

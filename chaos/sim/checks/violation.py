@@ -1,4 +1,4 @@
-"""What a check that fails raises."""
+"""The error that a failed check raises."""
 
 from __future__ import annotations
 
