@@ -1,23 +1,18 @@
 """Limits that keep the code easy to read: the field's names, small files and classes, no folders in a circle.
 
-Exceptions stand here with their reasons. `tests/structure_todo.json` lists what does not meet the limits yet; it may
-only shrink, and `python -m tests.test_structure` writes it again.
+Exceptions stand here with their reasons.
 """
 
 from __future__ import annotations
 
 import ast
-import json
 import re
 import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
-TODO = ROOT / "tests/structure_todo.json"
 
 _GIVEN_UP = """
 told anew lane lanes young vouch vouches vouched treatment treatments world worlds wording forecast
@@ -203,21 +198,8 @@ def _folder(module: str, modules: dict[str, str]) -> str:
     return module if modules[module].endswith("__init__.py") else module.rpartition(".")[0]
 
 
-@pytest.fixture(scope="module")
-def problems() -> dict[str, list[str]]:
-    return found()
-
-
-def test_nothing_new_breaks_the_limits(problems: dict[str, list[str]]) -> None:
-    todo = json.loads(TODO.read_text(encoding="utf-8"))
-    new = {name: sorted(set(each) - set(todo.get(name, []))) for name, each in problems.items()}
-    assert not {name: each for name, each in new.items() if each}
-
-
-def test_what_is_mended_is_taken_off_the_list(problems: dict[str, list[str]]) -> None:
-    todo = json.loads(TODO.read_text(encoding="utf-8"))
-    mended = {name: sorted(set(each) - set(problems.get(name, []))) for name, each in todo.items()}
-    assert not {name: each for name, each in mended.items() if each}, "python -m tests.test_structure"
+def test_files_classes_and_names_keep_the_limits() -> None:
+    assert not found()
 
 
 def test_paths_that_the_internals_name_exist() -> None:
@@ -227,7 +209,3 @@ def test_paths_that_the_internals_name_exist() -> None:
         paths = set(re.findall(r"`((?:[\w]+/)+[\w]+\.py)\b", page.read_text(encoding="utf-8")))
         lost += [f"{page.name}: {path}" for path in paths if not any((ROOT / root / path).exists() for root in roots)]
     assert not lost
-
-
-if __name__ == "__main__":
-    TODO.write_text(json.dumps(found(), indent=1) + "\n", encoding="utf-8")

@@ -214,8 +214,8 @@ def main(names: list[str]) -> int:
             plant(patch)
             found = find(plant)
         survived += found is None
-        told = "SURVIVED" if found is None else f'("{flavour}", "{training}", {found.seed}),  # {found.invariant}'
-        sys.stdout.write(f"    {plant.__name__}: {told}\n")
+        outcome = "SURVIVED" if found is None else f'("{flavour}", "{training}", {found.seed}),  # {found.invariant}'
+        sys.stdout.write(f"    {plant.__name__}: {outcome}\n")
         sys.stdout.flush()
     return survived
 

@@ -23,9 +23,9 @@ def keep_rows_that_were_pushed_to_on_their_way(patch: pytest.MonkeyPatch) -> Non
     def follow(self: CacheIndex, keys: Ints, *, applies: bool) -> Ints:
         where = self.look(keys)
         known = where[where >= 0]
-        asked = self._fields[known, FETCHED_BY]
+        fetched_by = self._fields[known, FETCHED_BY]
         found = pushed(self, keys, applies=applies)
-        self._fields[known, FETCHED_BY] = asked
+        self._fields[known, FETCHED_BY] = fetched_by
         return found
 
     pushed = CacheIndex.pushed
@@ -44,7 +44,7 @@ def keep_rows_that_were_asked_for_in_an_open_step(patch: pytest.MonkeyPatch) -> 
 def take_rows_as_they_are_for_what_was_asked(patch: pytest.MonkeyPatch) -> None:
     """The digest of a row is compared with itself."""
 
-    def compare(self: RowCache, batch: CacheBatch, said: Any, clock: int) -> None:
+    def compare(self: RowCache, batch: CacheBatch, versions: Any, clock: int) -> None:
         compared(self, batch, batch.digests, clock)  # type: ignore[arg-type]
 
     compared = RowCache._compare

@@ -246,13 +246,13 @@ def drop_the_log_of_a_middle_replica(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(self: Replica, slot: int, message: Any) -> None:
         forward(self, slot, message)
-        for lane in list(self.log._queues.values()):
-            kept = [e for e in lane if e.frame.token is not None]
-            for entry in lane:
+        for queue in list(self.log._queues.values()):
+            unanswered = [e for e in queue if e.frame.token is not None]
+            for entry in queue:
                 if entry.frame.token is None:
                     self.log.done(entry.frame)
-            lane.clear()
-            lane.extend(kept)
+            queue.clear()
+            queue.extend(unanswered)
 
     patch.setattr(Replica, "_forward", mutant)
 
@@ -326,10 +326,10 @@ def leave_out_parts_that_have_rows_for_a_head(patch: pytest.MonkeyPatch) -> None
 
 def keep_only_pushes_for_a_new_successor(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
-    lane = RecentLog.waiting_for
+    waiting_for = RecentLog.waiting_for
 
     def mutant(self: RecentLog, number: int) -> Iterator[Any]:
-        return (e for e in lane(self, number) if e.frame.operation.kind == OperationKind.PUSH)
+        return (e for e in waiting_for(self, number) if e.frame.operation.kind == OperationKind.PUSH)
 
     patch.setattr(RecentLog, "waiting_for", mutant)
 
@@ -380,9 +380,9 @@ def tell_only_one_leader_who_is_level(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
 
     def levels(self: Replica) -> list[CaughtUp]:
-        told = self.__dict__.setdefault("told", set())
-        fresh = [level for level in all_levels(self) if level not in told]
-        told.update(fresh)
+        reported = self.__dict__.setdefault("reported_levels", set())
+        fresh = [level for level in all_levels(self) if level not in reported]
+        reported.update(fresh)
         return fresh
 
     all_levels = Replica.levels
@@ -431,12 +431,12 @@ def move_more_than_must(patch: pytest.MonkeyPatch) -> None:
 
 def take_a_bounded_delay_one_step_too_long(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
-    behind = BoundedDelay.blockers
+    blockers = BoundedDelay.blockers
 
     def mutant(self: BoundedDelay, read: Any) -> list[str]:
         header = read.header
         bound = None if header.bound is None else header.bound + 1
-        return behind(self, read._replace(header=header._replace(bound=bound)))
+        return blockers(self, read._replace(header=header._replace(bound=bound)))
 
     patch.setattr(BoundedDelay, "blockers", mutant)
 

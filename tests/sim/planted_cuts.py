@@ -35,9 +35,9 @@ def push_on_while_held(patch: pytest.MonkeyPatch) -> None:
 def go_on_at_the_release_of_an_older_cut(patch: pytest.MonkeyPatch) -> None:
     hear = Hold.hear
 
-    def mutant(self: Hold, server: Any, told: Any, now: float) -> None:
-        hear(self, server, told, now)
-        if told.cut % 2 == 0 and len(self._reports) > 1:
+    def mutant(self: Hold, server: Any, header: Any, now: float) -> None:
+        hear(self, server, header, now)
+        if header.cut % 2 == 0 and len(self._reports) > 1:
             self.cut = 0
 
     patch.setattr(Hold, "hear", mutant)
@@ -127,7 +127,7 @@ def take_a_worker_that_was_left_out_for_whole(patch: pytest.MonkeyPatch) -> None
 
 def take_an_open_round_for_a_closed_one(patch: pytest.MonkeyPatch) -> None:
     hear = CutHold.hear
-    patch.setattr(CutHold, "hear", lambda self, app, said, now: hear(self, app, said._replace(open=False), now))
+    patch.setattr(CutHold, "hear", lambda self, app, header, now: hear(self, app, header._replace(open=False), now))
 
 
 def tell_nobody_that_a_round_has_begun(patch: pytest.MonkeyPatch) -> None:

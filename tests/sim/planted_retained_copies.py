@@ -16,13 +16,13 @@ from replication.chain import Chains, CopyState, Role, place
 from replication.view_change import ViewChange
 
 
-def _as_if(patch: pytest.MonkeyPatch, role: Role, kept: CopyState) -> None:
+def _as_if(patch: pytest.MonkeyPatch, role: Role, state: CopyState) -> None:
     """Replicas of a role take every joiner for one that is kept, or not."""
     change = ViewChange.change_roles
 
     def mutant(self: ViewChange, view: Chains, changed: Any) -> None:
         mine = place(view, self._core.me).role == role
-        change(self, replace(view, copy_state=np.where(mine & (view.joining >= 0), kept, view.copy_state)), changed)
+        change(self, replace(view, copy_state=np.where(mine & (view.joining >= 0), state, view.copy_state)), changed)
 
     patch.setattr(ViewChange, "change_roles", mutant)
 

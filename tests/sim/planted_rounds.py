@@ -87,10 +87,10 @@ def close_a_round_twice(patch: pytest.MonkeyPatch) -> None:
     close = Rounds.close
 
     def mutant(self: Rounds, app: str, clock: int, workers: Any, ranges: Any, tables: Any) -> Any:
-        kept = copy.deepcopy(self._retained)
+        retained = copy.deepcopy(self._retained)
         before = self.closed(app).copy()
         blocks = close(self, app, clock, workers, ranges, tables)
-        self._retained = kept
+        self._retained = retained
         if (before[ranges] == clock).all():
             self.closed(app)[ranges] = clock - 1
             blocks = close(self, app, clock, workers, ranges, tables)
@@ -306,8 +306,8 @@ def take_a_share_that_arrived_for_a_round_that_was_made(patch: pytest.MonkeyPatc
 
 
 def end_when_nothing_is_left_to_hand_out(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: Any, found: ShardSet, asked: Claim) -> Any:
-        document_ = document(self, found, asked)
+    def mutant(self: Any, found: ShardSet, claim: Claim) -> Any:
+        document_ = document(self, found, claim)
         left = found.returned or found.upcoming < found.spec.total
         return document_ if left else document_ | {"done": found.spec.total}
 

@@ -33,7 +33,7 @@ def coming(cluster: Cluster) -> bool:
 def while_ranges_come(cluster: Cluster, change: Callable[[Any, Any], Any], look: Callable[[Any, Any], Any]) -> Any:
     """What `look` shows when all is back, after a worker has made a change while ranges of s0 had no head."""
     reported, found, on = list[str](), list[Any](), [True]
-    keeper = Checkpointer(cluster, lambda: on[0])
+    checkpointer = Checkpointer(cluster, lambda: on[0])
 
     def program(threads: Threads) -> None:
         with cluster.connect(threads, "w0", ASP(), 4, "app") as ps:
@@ -50,8 +50,8 @@ def while_ranges_come(cluster: Cluster, change: Callable[[Any, Any], Any], look:
 
     cluster.start_worker("w0", program)
     wait_for(cluster, lambda: "pushed" in reported)
-    keeper.start()
-    wait_for(cluster, lambda: bool(keeper.made))
+    checkpointer.start()
+    wait_for(cluster, lambda: bool(checkpointer.made))
     on[0] = False
     cluster.clock.run(cluster.clock.now + 1.0)
     cluster.kill(cluster.servers["s0"].process, power=False)

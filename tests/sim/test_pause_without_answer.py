@@ -20,16 +20,16 @@ ROW, ONE = np.array([1]), np.ones((1, 1), np.float32)
 def test_a_worker_whose_word_was_written_without_an_answer_pauses_again(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep, lost, said, over = Registry.keep, list[PastRun](), list[str](), list[bool]()
+    keep, lost, errors, over = Registry.keep, list[PastRun](), list[str](), list[bool]()
 
-    def kept(self: Registry, past: PastRun, timeout_s: float) -> int | None:
+    def keep_or_fail(self: Registry, past: PastRun, timeout_s: float) -> int | None:
         found = keep(self, past, timeout_s)
         if self._name.endswith("w1") and past.steps > 0 and not lost:
             lost.append(past)
             raise ClusterUnreachable("etcd gave no answer")
         return found
 
-    monkeypatch.setattr(Registry, "keep", kept)
+    monkeypatch.setattr(Registry, "keep", keep_or_fail)
 
     def program(threads: Threads) -> None:
         name = threads.process.host
@@ -46,11 +46,11 @@ def test_a_worker_whose_word_was_written_without_an_answer_pauses_again(
                     if over:
                         break
             except Error as error:
-                said.append(f"{name}: {error!r}")
+                errors.append(f"{name}: {error!r}")
             over.append(True)
 
     for name in ("w0", "w1"):
         cluster.start_worker(name, program)
     wait_for(cluster, lambda: len(over) == 2, 60.0)
     assert lost
-    assert said == [], said
+    assert errors == [], errors

@@ -69,7 +69,7 @@ class Scene:
         self.seed, self.cluster, self._policy = seed, cluster, (on_loss, budget)
         self.on = True
         self.random = Random(f"losses {seed}")
-        self.keeper = Checkpointer(cluster, lambda: self.on)
+        self.checkpointer = Checkpointer(cluster, lambda: self.on)
         self.pushers = [Pusher(self, column) for column in range(WORKERS)]
         self.ranges = np.empty(KEYS, np.int32)
         for leader in ("c0", "c1"):
@@ -78,7 +78,7 @@ class Scene:
             cluster.start_server(name)
         for pusher in self.pushers:
             cluster.start_worker(pusher.name, pusher.run)
-        self.keeper.start()
+        self.checkpointer.start()
 
     def open(self, ps: Any) -> Any:
         on_loss, budget = self._policy
@@ -94,7 +94,7 @@ class Scene:
 
     def train(self) -> None:
         """Until there is a checkpoint, and a bit longer."""
-        self.wait(lambda: bool(self.keeper.made) and self.well() and min(len(p.steps) for p in self.pushers) > 10)
+        self.wait(lambda: bool(self.checkpointer.made) and self.well() and min(len(p.steps) for p in self.pushers) > 10)
         self.pass_s(self.random.uniform(0.05, 0.8))
 
     def pass_s(self, seconds: float) -> None:
@@ -102,7 +102,7 @@ class Scene:
         assert self.cluster.violation is None, self.cluster.violation
 
     @property
-    def begun_anew(self) -> bool:
+    def recovered(self) -> bool:
         """Whether any range has."""
         view = self.cluster.view
         return view is not None and bool(view.recovery_epoch.any())
@@ -163,7 +163,7 @@ class Scene:
         """What is missing begins behind the checkpoint, and ends no earlier than what was known to be committed."""
         assert losses
         for loss in losses:
-            workers = self.keeper.made[loss.cut].workers
+            workers = self.checkpointer.made[loss.cut].workers
             for pusher in self.pushers:
                 name = next(name for name in workers if name.endswith(pusher.name))
                 first, last = loss.missing.get(name, (workers[name].clock + 1, workers[name].clock))
@@ -186,7 +186,7 @@ def test_what_is_lost_comes_back_by_itself(seed: int) -> None:
     with scene(seed, "restore") as story:
         story.train()
         known = story.lose()
-        story.wait(lambda: story.begun_anew and story.well())
+        story.wait(lambda: story.recovered and story.well())
         story.pass_s(0.5)
         if seed % 2:  # and again
             story.train()
@@ -201,9 +201,9 @@ def test_what_waits_comes_back_when_a_person_says_so(seed: int) -> None:
         story.train()
         known = story.lose()
         story.pass_s(15)
-        assert not story.begun_anew
+        assert not story.recovered
         reported: list[dict[str, Any]] = []
-        story.keeper.have_brought_back(reported.append)
+        story.checkpointer.have_brought_back(reported.append)
         story.wait(lambda: bool(reported) and story.well())
         losses = story.finish()
         story.check(losses, known)
@@ -217,9 +217,9 @@ def test_what_is_above_the_budget_waits_for_a_person(seed: int) -> None:
         known = story.lose()
         story.wait(lambda: story.get(HELD_UP) is not None)
         assert "steps would be lost, table app/t allows 0" in story.get(HELD_UP)["reason"]
-        assert not story.begun_anew
+        assert not story.recovered
         reported: list[dict[str, Any]] = []
-        story.keeper.have_brought_back(reported.append)
+        story.checkpointer.have_brought_back(reported.append)
         story.wait(lambda: bool(reported) and story.well())
         story.wait(lambda: story.get(HELD_UP) is None)
         story.check(story.finish(), known)
@@ -237,5 +237,5 @@ def test_who_was_only_frozen_brings_all_back(seed: int, on_loss: str) -> None:
         for process in frozen:
             process.thaw()
         story.wait(story.well)
-        assert not story.begun_anew
+        assert not story.recovered
         assert story.finish() == []

@@ -44,7 +44,7 @@ def stories(monkeypatch: pytest.MonkeyPatch) -> Stories:
 
 
 def sit(path: Path, *options: str) -> tuple[int, str]:
-    """One sitting: the exit code, and what is said."""
+    """Runs the command once: its exit code and its output."""
     result = CliRunner().invoke(app, ["--jobs", "1", "--record", str(path), *options])
     return result.exit_code, result.output
 
@@ -55,11 +55,11 @@ def test_a_sitting_goes_on_behind_the_one_before(stories: Stories, tmp_path: Pat
     assert sit(path, "--seed", "10", "--runs", "200")[0] == chaos.sim.cli.STOPPED
     assert json.loads(path.read_text())["last"] == 129
     stories.stop = -1
-    exit_code, said = sit(path, "--runs", "200")
+    exit_code, output = sit(path, "--runs", "200")
     assert exit_code == 0
     assert stories.played == list(range(10, 210))
-    assert "200 runs, 2,000 events" in said
-    assert "seeds 10 to 209 took" in said
+    assert "200 runs, 2,000 events" in output
+    assert "seeds 10 to 209 took" in output
     reported = json.loads(path.read_text())
     assert (reported["first"], reported["last"], reported["runs"], reported["failed"]) == (10, 209, 200, 0)
     assert reported["steps"] == sum(range(10, 210))
@@ -72,10 +72,10 @@ def test_a_broken_promise_of_an_earlier_sitting_still_counts(stories: Stories, t
     path = tmp_path / "played.json"
     stories.broken = {1}
     assert sit(path, "--runs", "3")[0] == 1
-    exit_code, said = sit(path, "--runs", "5")
+    exit_code, output = sit(path, "--runs", "5")
     assert exit_code == 1
-    assert "1 broke a promise" in said
-    assert "elasticps sim --seed 1 --trace" in said
+    assert "1 broke a promise" in output
+    assert "elasticps sim --seed 1 --trace" in output
 
 
 def test_other_code_begins_anew_and_says_so(stories: Stories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,9 +83,9 @@ def test_other_code_begins_anew_and_says_so(stories: Stories, tmp_path: Path, mo
     sit(path, "--seed", "7", "--runs", "3")
     monkeypatch.setattr(chaos.sim.cli, "_code", lambda: "changed")
     stories.stop = 20
-    exit_code, said = sit(path, "--seed", "20", "--runs", "3")
+    exit_code, output = sit(path, "--seed", "20", "--runs", "3")
     assert exit_code == chaos.sim.cli.STOPPED
-    assert "is of other code than this: it begins anew" in said
+    assert "is of other code than this: it begins anew" in output
     assert json.loads(path.read_text())["last"] == 9, "nothing has been played that could take its place"
     stories.stop = -1
     assert sit(path, "--seed", "20", "--runs", "3")[0] == 0
@@ -110,16 +110,16 @@ def test_what_cannot_be_gone_on_with_is_refused_and_kept(
     if text is not None:
         path.write_text(text)
     before = path.read_text()
-    exit_code, said = sit(path, *options)
+    exit_code, output = sit(path, *options)
     assert exit_code == 2
-    assert why in " ".join(said.replace("│", " ").split())
+    assert why in " ".join(output.replace("│", " ").split())
     assert path.read_text() == before
 
 
 def test_a_record_that_cannot_be_written_is_refused_before_anything_is_played(stories: Stories, tmp_path: Path) -> None:
-    exit_code, said = sit(tmp_path / "nowhere" / "played.json", "--runs", "3")
+    exit_code, output = sit(tmp_path / "nowhere" / "played.json", "--runs", "3")
     assert exit_code == 2
-    assert "cannot be written" in " ".join(said.replace("│", " ").split())
+    assert "cannot be written" in " ".join(output.replace("│", " ").split())
     assert stories.played == []
 
 

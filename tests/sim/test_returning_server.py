@@ -59,10 +59,10 @@ class Pushing:
 def leave_out(cluster: Cluster, name: str) -> None:
     """A server stands still until the other goes on without it."""
     cluster.servers[name].process.stall()
-    wait_for(cluster, lambda: kept(cluster) == {CopyState.LATE})
+    wait_for(cluster, lambda: copy_states(cluster) == {CopyState.LATE})
 
 
-def kept(cluster: Cluster) -> set[int]:
+def copy_states(cluster: Cluster) -> set[int]:
     view = cluster.view
     assert view is not None
     return set(view.copy_state.tolist())
@@ -104,7 +104,7 @@ def test_who_was_away_is_back_with_the_same_copies(cluster: Cluster, name: str) 
 def test_who_stays_away_is_waited_for_no_longer(cluster: Cluster) -> None:
     pushing = Pushing(cluster)
     leave_out(cluster, "s0")
-    wait_for(cluster, lambda: kept(cluster) == {CopyState.NONE})
+    wait_for(cluster, lambda: copy_states(cluster) == {CopyState.NONE})
     cluster.servers["s0"].process.thaw()
     rest_on(cluster, "s0", "s1")
     found = cluster.servers["s0"].now
@@ -202,7 +202,7 @@ def test_who_falls_silent_as_one_that_is_level_takes_its_place_keeps_its_copy(cl
     if dies:
         cluster.kill(cluster.servers["s1"].process, power=True)
     else:
-        wait_for(cluster, lambda: kept(cluster) == {CopyState.LATE})
+        wait_for(cluster, lambda: copy_states(cluster) == {CopyState.LATE})
         pushing.go_on()
     cluster.servers["s0"].process.thaw()
     if dies:
