@@ -1,4 +1,4 @@
-"""What every test finds: folders of its own, etcd, clusters of real processes, and a look for what was left behind."""
+"""Fixtures of all tests: folders, etcd, clusters of real processes, and a check for leftovers."""
 
 from __future__ import annotations
 

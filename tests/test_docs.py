@@ -1,4 +1,4 @@
-"""What the documentation shows can be typed: its Python runs, its commands and their options exist."""
+"""Samples in the documentation run, and its commands and options exist."""
 
 from __future__ import annotations
 

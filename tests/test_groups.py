@@ -1,4 +1,4 @@
-"""Which tests go to one process: xdist reads that behind the last @ of their ids."""
+"""Tests of a file run in one process: xdist reads the group behind the last @ of their ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels are compiled once, and anew when what they inline has changed; also where the code cannot be written."""
+"""Kernels are compiled once, and again when an inlined file has changed; also if the code folder is read-only."""
 
 from __future__ import annotations
 

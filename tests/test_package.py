@@ -1,4 +1,4 @@
-"""What `import elasticps` gives, and what it leaves for later."""
+"""Contents of `import elasticps`, and imports that it postpones."""
 
 from __future__ import annotations
 

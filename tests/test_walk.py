@@ -1,4 +1,4 @@
-"""How many files a reader opens, and how often, who follows a push from the caller to the socket and back."""
+"""Files and crossings on the way of a push, from its caller to the socket and back."""
 
 from __future__ import annotations
 

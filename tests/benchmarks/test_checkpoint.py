@@ -1,4 +1,4 @@
-"""What `elasticps bench checkpoint` makes of the times that it takes."""
+"""Times of operations in `elasticps bench checkpoint`."""
 
 from __future__ import annotations
 

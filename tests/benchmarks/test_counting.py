@@ -1,4 +1,4 @@
-"""What the benchmarks count, without their times."""
+"""The counts of the benchmarks, without their times."""
 
 from __future__ import annotations
 

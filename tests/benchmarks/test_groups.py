@@ -1,4 +1,4 @@
-"""What `elasticps bench allreduce` and `bench groups` say, and that they run."""
+"""Results of `elasticps bench allreduce` and `bench groups`."""
 
 from __future__ import annotations
 

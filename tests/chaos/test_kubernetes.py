@@ -1,4 +1,4 @@
-"""Which calls faults on pods make, on an API that only notes them."""
+"""The calls that faults on pods make, on an API that only records them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ledgers tell, and what is made of it."""
+"""Figures and reports made of the workers' ledgers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run makes of what its stage tells, without processes."""
+"""Verdicts of a run on the reports of its stage, without processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom a fault hits, and when the promises allow it."""
+"""The processes that a fault hits, and when it is allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is seen from outside."""
+"""Views that the watcher of a run records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A place of checkpoints is kept in order by whoever leads, while more are made."""
+"""The leader merges long chains and deletes old checkpoints while new ones are made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chains of increments: what is read is what there was, whatever happened between cuts."""
+"""Chains of increments give the content at each cut, whatever happened in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints are made of what servers report that they have written, or given up; the servers are fakes."""
+"""Checkpoints are made of the files that servers report; the servers are fakes."""
 
 from __future__ import annotations
 

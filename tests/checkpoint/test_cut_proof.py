@@ -1,4 +1,4 @@
-"""The proof that a cut was consistent, held against a check of every range and every worker, one by one."""
+"""The proof that a cut is consistent, beside a check of every range and worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an export writes: into a folder of its own, whatever lies beside it."""
+"""An export writes into a folder of its own and leaves its neighbours alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that `load` reads may be damaged, or anything else: it says so, whatever they are."""
+"""Damaged and foreign files are refused by `load` with the reason."""
 
 from __future__ import annotations
 

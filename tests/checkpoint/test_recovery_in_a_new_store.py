@@ -1,4 +1,4 @@
-"""Ranges come back from a checkpoint as the store is lost: the one that takes the cluster over goes on with that."""
+"""A recovery of ranges under way when the store is lost continues in the store that adopts the cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A restore that failed, and whose driver died as it undid that; servers are fakes."""
+"""A restore that failed and whose driver died while undoing it is repeated; servers are fakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server reads to bring back its ranges: all of it once, in portions that are complete each for itself."""
+"""A server reads a checkpoint in portions: every range once, whole ranges in each portion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nobody will ever need goes, and nothing that somebody may be writing."""
+"""Cleaning deletes files that no checkpoint needs, and none that may still be written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows as files: what was put in comes out, and torch's and numpy's readers see the same."""
+"""Rows survive writing and reading, and readers of torch and numpy see the same values."""
 
 from __future__ import annotations
 

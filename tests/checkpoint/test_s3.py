@@ -1,4 +1,4 @@
-"""A bucket that is slow to please: somebody was first, errors that pass and that do not, parts of files."""
+"""S3 storage: conditional writes, temporary and permanent errors, large files in parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The leader makes checkpoints on time and on request, and remembers which requests it has answered."""
+"""The leader makes checkpoints on time and on request, and remembers answered requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: folders and memory keep the same promises."""
+"""Folders and memory keep the same promises as storage of checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom `elasticps cluster adopt` asks, and what it makes of the answers; servers and etcd are fakes."""
+"""`elasticps cluster adopt`: the servers it contacts and how it uses their answers; servers and etcd are fakes."""
 
 from __future__ import annotations
 

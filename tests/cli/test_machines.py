@@ -1,4 +1,4 @@
-"""What docs/guides/machines.md says can be typed, and its file can be read."""
+"""Commands and the options file on docs/guides/machines.md can be parsed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where values of options come from: argument, environment, file."""
+"""Values of options come from the argument, the environment or a file, in this order."""
 
 from __future__ import annotations
 

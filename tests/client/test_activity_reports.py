@@ -1,4 +1,4 @@
-"""What a worker says of itself when a server asks."""
+"""A worker reports its activity when a server asks."""
 
 from __future__ import annotations
 

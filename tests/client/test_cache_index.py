@@ -1,4 +1,4 @@
-"""The places of a cache against a dictionary and a list."""
+"""The index of a cache beside a dictionary and a list."""
 
 from __future__ import annotations
 

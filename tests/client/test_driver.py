@@ -1,4 +1,4 @@
-"""Who reads and writes the sockets, where two threads meet."""
+"""Two threads that read and write the same sockets."""
 
 from __future__ import annotations
 

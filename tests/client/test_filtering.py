@@ -1,4 +1,4 @@
-"""What a worker's filters drop is kept, within bounds, and pushed with the next gradient of the same key."""
+"""Gradients that filters drop are retained, within bounds, and pushed with the next gradient of their key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forked child does with what its parent had."""
+"""A forked child and the objects of its parent."""
 
 from __future__ import annotations
 

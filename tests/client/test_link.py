@@ -1,4 +1,4 @@
-"""What one turn of reading leaves behind where a poller does not see it."""
+"""Decrypted bytes that a poller does not see are read in the same turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step carries stays the same bytes, range by range, whatever view it is sent under."""
+"""The bytes of a step stay the same, range by range, whatever view it is sent under."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the registry makes of entries that none of us has written: any worker's certificate may write some of them."""
+"""The registry and entries of the store that other workers or versions have written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must not end, wedge or mislead a client: changed arguments, forks, failures of its own."""
+"""Changed arguments, forks and internal failures neither end nor mislead a client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several threads of a worker and one cache: what is shown are the servers' rows, whoever asks for them."""
+"""Threads of a worker that share a cache all get the servers' rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker does with shards that it was given, without a cluster."""
+"""A worker and its shards, without a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a client learns of a newer view: from servers, from the store, and which of them it believes."""
+"""A client learns of newer views from servers and from the store; which of them it believes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a process becomes a worker: the name that it gets where it says none."""
+"""Names of workers: given ones are checked, and a process without one gets one."""
 
 from __future__ import annotations
 

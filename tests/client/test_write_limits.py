@@ -1,4 +1,4 @@
-"""What is too large for the wire is refused before it is sent."""
+"""Writes too large for the wire are refused before they are sent."""
 
 from __future__ import annotations
 

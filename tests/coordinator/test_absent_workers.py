@@ -1,4 +1,4 @@
-"""Whose absence counts: nobody's after the store was away, until a lease has passed."""
+"""Missing workers count as departed only after a lease in which the store was available."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that is given up may have told workers of views that nobody else knows: those of the new store are newer."""
+"""Views of an adopted cluster are newer than those of a server that was given up."""
 
 from __future__ import annotations
 

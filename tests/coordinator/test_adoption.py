@@ -1,4 +1,4 @@
-"""Which writes let a new store hold a cluster whose servers live, and what a reset gives up."""
+"""Plans that let a new store adopt a running cluster, and the reset of a dead one."""
 
 from __future__ import annotations
 

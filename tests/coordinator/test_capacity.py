@@ -1,4 +1,4 @@
-"""Servers are filled as far as they have memory: repairs use what moves keep free, and nobody is filled beyond it."""
+"""Servers are filled as far as they have memory; repairs use the room that moves keep free."""
 
 from __future__ import annotations
 

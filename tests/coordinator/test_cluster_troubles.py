@@ -1,4 +1,4 @@
-"""What keeps a cluster from changing is found by whoever looks, and said with what to do."""
+"""Troubles of a cluster are found and reported with advice."""
 
 from __future__ import annotations
 

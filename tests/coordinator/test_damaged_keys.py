@@ -1,4 +1,4 @@
-"""What others have written into the store, and cannot be read, is left out by who reads it, and ends nobody."""
+"""Damaged keys in the store are left out by every reader and end no process."""
 
 from __future__ import annotations
 

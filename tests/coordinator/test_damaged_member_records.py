@@ -1,4 +1,4 @@
-"""A member's own record in the store is damaged while it works: it is put back, and the member goes on."""
+"""The damaged record of a running member is put back, and the member continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The leader with servers that come and go on purpose, while it hears them and while it does not."""
+"""The leader while servers join and drain, with and without their reports."""
 
 from __future__ import annotations
 

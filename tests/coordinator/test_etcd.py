@@ -1,4 +1,4 @@
-"""What only real etcd can show: restarts, compaction, TLS, several endpoints, answers that get lost."""
+"""Behaviour of real etcd: restarts, compaction, TLS, several endpoints, lost answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may write what in an etcd with rights; they are given again while a cluster runs, and are then those of now."""
+"""Rights of roles in etcd, also renewed while a cluster runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the newest failover came about, left in the store for those who look."""
+"""Records of the newest failover in the store."""
 
 from __future__ import annotations
 

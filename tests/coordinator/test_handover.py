@@ -1,4 +1,4 @@
-"""What servers that drain still have to hand over."""
+"""The ranges that draining servers still have to hand over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The failure detector: what is heard, in which order and when, and who is gone for it."""
+"""The failure detector: reports, silence and refusals in, lost servers out."""
 
 from __future__ import annotations
 

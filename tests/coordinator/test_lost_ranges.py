@@ -1,4 +1,4 @@
-"""Ranges without a replica: whether their data are gone, or whom they wait for."""
+"""Ranges without a replica: lost, or waiting for a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A number that is asked for as the store is made anew and takes the cluster over is nobody else's, either."""
+"""A number requested while a new store adopts the cluster is given only once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner decides, and the reason it gives."""
+"""Decisions of the planner and their reasons."""
 
 from __future__ import annotations
 

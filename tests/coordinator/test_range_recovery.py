@@ -1,4 +1,4 @@
-"""Ranges of which nobody is left begin anew: only when nobody can come back, and only with what was brought back."""
+"""Lost ranges are recovered only if no replica can come back, and served only once restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the store has under keys that others may write is read with care."""
+"""Values that others may write into the store are checked when read."""
 
 from __future__ import annotations
 

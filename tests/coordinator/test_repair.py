@@ -1,4 +1,4 @@
-"""The leader with lines to its servers: failover, repair, standbys that go on with it, and illnesses of its own."""
+"""The leader with links to its servers: failover, repair, standbys, and faults of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What servers report is believed only where it can be: one that was taken over ends no coordinator."""
+"""Reports of servers are validated: a compromised server ends no coordinator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ranges go: bounded, distinct, stable."""
+"""Placement of ranges on the ring: bounded, distinct, stable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rosters are planned."""
+"""Rosters that the leader plans."""
 
 from __future__ import annotations
 

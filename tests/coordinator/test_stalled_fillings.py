@@ -1,4 +1,4 @@
-"""A filling that stands still is given up, and begun elsewhere."""
+"""A stalled filling is given up and started elsewhere."""
 
 from __future__ import annotations
 

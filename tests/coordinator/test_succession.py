@@ -1,4 +1,4 @@
-"""Who takes the office from a leader that is gone, or ill, long before its lease says so."""
+"""A standby replaces a dead or isolated leader long before its lease ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the port answers: the page, streams, and refusals."""
+"""Answers of the dashboard's port: the page, streams and refusals."""
 
 from __future__ import annotations
 

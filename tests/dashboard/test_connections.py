@@ -1,4 +1,4 @@
-"""The port itself: strangers, slow ones, and many at once. The cluster behind it does not exist, which is shown."""
+"""The dashboard's port with strangers, slow viewers and many viewers."""
 
 from __future__ import annotations
 

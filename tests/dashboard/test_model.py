@@ -1,4 +1,4 @@
-"""What the page is told, from what the store and the servers say."""
+"""The model behind the page, made of the store's keys and the servers' answers."""
 
 from __future__ import annotations
 

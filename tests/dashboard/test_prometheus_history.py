@@ -1,4 +1,4 @@
-"""The hour before the dashboard began: what Prometheus is asked, and what becomes of its answers."""
+"""The hour before the dashboard began, read from Prometheus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom the demo kills, above all when somebody else has just killed one by hand."""
+"""The server that the demo kills, also after a person has just killed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demo's own process logs while it kills others."""
+"""Logs of the demo's own process while it kills others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit: what it compares, and that it finds what is wrong."""
+"""The audit compares replicas and finds differences."""
 
 from __future__ import annotations
 

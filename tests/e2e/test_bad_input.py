@@ -1,4 +1,4 @@
-"""Whatever is wrong is told to whoever did it, and the servers serve on."""
+"""Bad input is reported to its caller, and the servers keep serving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Synchronous rounds: bit for bit what one process gives that averages the same gradients, whoever dies."""
+"""Synchronous rounds equal one process that averages the same gradients, bit for bit, whatever dies."""
 
 from __future__ import annotations
 

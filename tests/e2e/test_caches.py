@@ -1,4 +1,4 @@
-"""Rows that a worker keeps: what it is shown is what servers have, as of no more steps ago than was allowed."""
+"""Rows in a worker's cache are those of the servers, within the allowed staleness."""
 
 from __future__ import annotations
 

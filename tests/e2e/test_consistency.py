@@ -1,4 +1,4 @@
-"""What the consistency models promise, by what each pull saw; and the classic store: push, pull, sums, applications."""
+"""Promises of the consistency models, checked by what each pull saw; sums, applications and custom functions."""
 
 from __future__ import annotations
 

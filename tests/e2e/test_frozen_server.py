@@ -1,4 +1,4 @@
-"""One of two replicas is suspected though it lives, and the other dies at once: training goes on with the first."""
+"""One of two replicas is suspected though it lives, and the other dies: training continues with the first."""
 
 from __future__ import annotations
 

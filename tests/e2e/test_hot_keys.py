@@ -1,4 +1,4 @@
-"""`elasticps status --hot` on real servers: who is asked for most stands first."""
+"""`elasticps status --hot` on real servers lists the most requested keys first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of etcd are lost, or nobody leads, while real processes train."""
+"""Keys of etcd are lost, or no coordinator leads, while real processes train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call comes behind all that the same worker did before."""
+"""A call comes after everything that the same worker did before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real workers, real servers, real etcd: what is pushed is what is pulled."""
+"""Real workers, servers and etcd: pulls show the pushed sums."""
 
 from __future__ import annotations
 

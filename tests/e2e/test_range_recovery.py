@@ -1,4 +1,4 @@
-"""Every replica of some ranges is gone: they come back from a checkpoint, and what is missing in them is told."""
+"""Ranges that lost every replica are recovered from a checkpoint, and their lost steps are reported."""
 
 from __future__ import annotations
 

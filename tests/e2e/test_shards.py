@@ -1,4 +1,4 @@
-"""Samples in shards, while workers and servers come and die: each is trained, and none twice but what is allowed."""
+"""Samples in shards while workers and servers come and die: each is trained, none twice beyond what is allowed."""
 
 from __future__ import annotations
 

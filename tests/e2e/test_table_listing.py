@@ -1,4 +1,4 @@
-"""What a table holds, told by its servers, beside what was pushed."""
+"""Keys and rows that servers list of a table, beside the pushed ones."""
 
 from __future__ import annotations
 

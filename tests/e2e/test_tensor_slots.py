@@ -1,4 +1,4 @@
-"""What an optimizer keeps of a dense tensor goes out, comes in, and trains on as torch's."""
+"""Optimizer state of dense tensors is exported, loaded, and continues training as in torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster of real processes with TLS: it trains, survives a kill, renews its certificates, lets nobody else in."""
+"""A cluster of real processes with TLS trains, survives a kill, renews certificates and refuses strangers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adam moves tensors and rows as torch's does, whenever they were made and whoever trains them."""
+"""Adam updates tensors and rows as torch does, whenever they were made and whichever worker trains them."""
 
 from __future__ import annotations
 

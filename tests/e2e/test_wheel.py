@@ -1,4 +1,4 @@
-"""What people install, where nothing else is: the wheel brings all that a cluster and a worker need."""
+"""The wheel in an empty environment has everything that a cluster and a worker need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers are killed, frozen and started again under their names: nothing they did counts twice but what they say."""
+"""Workers that are killed, frozen and restarted under their names count each step once."""
 
 from __future__ import annotations
 

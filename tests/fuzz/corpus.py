@@ -1,4 +1,4 @@
-"""What workers, servers and leaders say to each other, recorded from stories of the simulator."""
+"""Messages of workers, servers and leaders, recorded from stories of the simulator."""
 
 from __future__ import annotations
 

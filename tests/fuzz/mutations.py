@@ -1,4 +1,4 @@
-"""Frames made wrong, by somebody who knows how they are made."""
+"""Mutations of frames that know the frames' format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One seed: bursts of frames from whoever, between views, while an honest worker works."""
+"""One seed: bursts of frames from every kind of peer, between views, while an honest worker works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever workers, servers and leaders send: no server ends, nothing is left of them, nobody beside them notices."""
+"""Whatever peers send: no server ends, nothing is leaked, and an honest worker notices nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames of a few bytes that stand for many: no more of them are written out than a server can look at."""
+"""Packed frames: a server expands no more of them than it can handle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many servers it takes, by the memory that they have."""
+"""Estimates of how many servers are needed, by their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which servers come and go, and the record of servers that another process than the owner has started."""
+"""Servers that scaling starts and drains, and the record that several processes change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that are forked from one that has imported everything: they are as those are that start by themselves."""
+"""Processes forked from one that has imported everything behave like directly started ones."""
 
 from __future__ import annotations
 

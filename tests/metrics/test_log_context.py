@@ -1,4 +1,4 @@
-"""What every line of a process's log says beside its event."""
+"""Fields that every line of a process's log has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What real processes show when they are scraped."""
+"""Metrics of real processes."""
 
 from __future__ import annotations
 

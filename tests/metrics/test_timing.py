@@ -1,4 +1,4 @@
-"""What is timed, and that nothing else is touched."""
+"""Timing of frames leaves their handling unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links that are full: what waits behind them, and what does not."""
+"""Full links: which pushes wait for them."""
 
 from __future__ import annotations
 

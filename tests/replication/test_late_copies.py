@@ -1,5 +1,4 @@
-"""A copy whose server was away while the other replica went on gets what it lacks from what was kept for it: all of it,
-or nothing."""
+"""A copy whose server was away gets all missing operations from the retained log, or nothing."""
 
 from __future__ import annotations
 

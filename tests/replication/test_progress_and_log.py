@@ -1,4 +1,4 @@
-"""Progress arithmetic, snapshots of a range's clocks, and the log's lanes."""
+"""Progress arithmetic, clocks of ranges, and the queues of the log."""
 
 from __future__ import annotations
 

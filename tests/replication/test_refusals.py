@@ -1,4 +1,4 @@
-"""What a head has refused: whoever follows it says the same."""
+"""Refusals are replicated: a new head gives the same answer as the one before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The replica's stories, one at a time: three of them joined by hand-carried messages."""
+"""Three replicas joined by hand-carried messages, one scenario at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who fell silent keeps its copy until the other is confirmed: what is acknowledged is in whichever goes on."""
+"""A silent replica keeps its copy until the other is confirmed: whichever continues has every acknowledged push."""
 
 from __future__ import annotations
 

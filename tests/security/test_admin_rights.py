@@ -1,4 +1,4 @@
-"""Who may ask what of a server's administration."""
+"""Rights of roles on a server's administration port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server with TLS, as strangers and wrong ones of its own cluster find it."""
+"""A server with TLS among strangers and compromised members of its own cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is who, and who may do what."""
+"""Identities in certificates and the rights of roles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables belong to applications: a worker of another one neither reads nor changes them, whatever number it names."""
+"""Tables belong to applications: workers of another one can neither read nor change them."""
 
 from __future__ import annotations
 

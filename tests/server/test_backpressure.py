@@ -1,4 +1,4 @@
-"""Peers that do not read, and peers that go while nobody reads from them."""
+"""Peers that do not read, and peers that leave while reading is paused."""
 
 from __future__ import annotations
 

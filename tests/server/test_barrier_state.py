@@ -1,4 +1,4 @@
-"""Rounds without a server: what replicas make of the same shares, however many ranges they hold and close at once."""
+"""The state of rounds at replicas, without a server."""
 
 from __future__ import annotations
 

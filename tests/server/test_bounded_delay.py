@@ -1,4 +1,4 @@
-"""Who holds a pull back: workers that take part, also those that have not connected to this server yet."""
+"""Workers that hold back a pull, also those that have not connected to this server yet."""
 
 from __future__ import annotations
 

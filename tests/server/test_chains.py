@@ -1,4 +1,4 @@
-"""Servers that replicate over real sockets: what is acknowledged is everywhere, and survives whoever goes."""
+"""Replication over real sockets: acknowledged pushes are on every replica and survive failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers write what there was at a cut, while everything goes on: random stories, held against dumps at the cut."""
+"""Servers write their rows at a cut while training goes on: random stories beside dumps at the cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sockets that compiled code receives from and sends to, and what of them is left to Python."""
+"""Sockets that compiled code reads and writes, and the parts left to Python."""
 
 from __future__ import annotations
 

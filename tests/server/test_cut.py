@@ -1,4 +1,4 @@
-"""Cuts at servers: who holds, once in each log, the same at every replica, with a range that moves."""
+"""Checkpoint cuts at servers: holding workers, marks in the log, and ranges that move."""
 
 from __future__ import annotations
 

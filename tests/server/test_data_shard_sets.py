@@ -1,4 +1,4 @@
-"""Shards against a twin that keeps one entry for each of them, and the arithmetic of cutting and shuffling."""
+"""Shard sets beside a twin with an entry for each shard, and the arithmetic of shuffling."""
 
 from __future__ import annotations
 

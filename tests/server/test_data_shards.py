@@ -1,4 +1,4 @@
-"""TAKE over real sockets: what was handed out and used is known to whoever heads the group range next."""
+"""TAKE over real sockets: the next head of the group range knows the assigned and used shards."""
 
 from __future__ import annotations
 

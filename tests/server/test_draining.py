@@ -1,4 +1,4 @@
-"""When a server that drains may end: several drain together, and have too little time."""
+"""The end of draining servers: several drain together, or have too little time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled path and Python, on the same bytes: the same bytes come out, and the same state is left."""
+"""The compiled path and Python give the same bytes and the same state."""
 
 from __future__ import annotations
 

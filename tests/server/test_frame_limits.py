@@ -1,4 +1,4 @@
-"""Frames at the limits of what is accepted: they go all the way, or are refused at the edge."""
+"""Frames at the size limits are accepted all the way or refused at the edge."""
 
 from __future__ import annotations
 

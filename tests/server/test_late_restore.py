@@ -1,4 +1,4 @@
-"""Who restores late, or again."""
+"""Restores that are late, repeated or aborted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What servers report of the leader."""
+"""Servers' reports about the leader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that is to go, in a store that others write too."""
+"""A server that leaves, with a store that others also write."""
 
 from __future__ import annotations
 

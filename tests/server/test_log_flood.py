@@ -1,4 +1,4 @@
-"""Whoever reaches a port of a server makes it log a few lines, however often they knock, and not one each time."""
+"""Connections of strangers make a server log a few lines, however many they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What another server says and cannot be ends the link to it, is refused by all alike, and ends no process."""
+"""An impossible message of another server ends its link, is refused by every replica, and ends no process."""
 
 from __future__ import annotations
 

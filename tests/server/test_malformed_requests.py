@@ -1,4 +1,4 @@
-"""What comes from a worker or another server and makes no sense ends a connection at most, and stops nobody else."""
+"""Malformed requests of workers and servers end at most their own connection."""
 
 from __future__ import annotations
 

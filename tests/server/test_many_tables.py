@@ -1,4 +1,4 @@
-"""What one more table costs a server does not depend on how many there are."""
+"""The cost of one more table does not depend on how many there are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers near their memory limit: pushes may add no rows, whoever down the chain is full; all else goes on."""
+"""Servers near their memory limit refuse new rows along the whole chain; all else goes on."""
 
 from __future__ import annotations
 

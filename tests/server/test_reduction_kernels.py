@@ -1,4 +1,4 @@
-"""What reductions make of ranges, beside numpy: it depends on the rows alone, not on how they lie in memory."""
+"""Reductions over ranges beside numpy; they depend on the rows, not on their layout in memory."""
 
 from __future__ import annotations
 

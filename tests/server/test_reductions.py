@@ -1,4 +1,4 @@
-"""Reductions over real sockets: asked of tails, computed a slice at a time while others have their turn."""
+"""Reductions over real sockets, computed at tails in slices between other requests."""
 
 from __future__ import annotations
 

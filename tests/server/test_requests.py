@@ -1,4 +1,4 @@
-"""How the outcome of a push is told."""
+"""Answers to pushes by their outcome."""
 
 from __future__ import annotations
 

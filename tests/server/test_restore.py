@@ -1,4 +1,4 @@
-"""A server that cannot read a checkpoint says so once, and tries again when it is asked again."""
+"""A server that cannot read a checkpoint reports it once and tries again on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a piece of a range holds survives the wire and being cut, whatever it holds; nonsense is refused."""
+"""Pieces of a range survive encoding and splitting; damaged ones are refused."""
 
 from __future__ import annotations
 

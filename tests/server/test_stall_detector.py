@@ -1,4 +1,4 @@
-"""A server that was stopped lets pushes wait, before any of those that came meanwhile is handled."""
+"""A server that was suspended delays pushes until it has read newer views."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tail notices that a joiner gets no further, and says so."""
+"""A tail reports a joiner that makes no progress."""
 
 from __future__ import annotations
 

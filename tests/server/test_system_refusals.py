@@ -1,4 +1,4 @@
-"""What a server does beside its work, where the system refuses something."""
+"""Periodic work of a server while the system refuses calls, and limits of the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Telling views: encoded once, once per connection and epoch, in turns, and nothing to who reads nothing."""
+"""Views are encoded once and sent once per connection, some connections in each turn."""
 
 from __future__ import annotations
 

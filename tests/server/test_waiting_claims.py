@@ -1,4 +1,4 @@
-"""What an answer tells that had to wait for room in the log, with a replica as it is."""
+"""An answer that waited for room in the log, with a real replica."""
 
 from __future__ import annotations
 

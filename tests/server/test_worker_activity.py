@@ -1,4 +1,4 @@
-"""Workers are asked what they do while somebody looks: each by one server, and never otherwise."""
+"""Workers are asked for their activity by one server each, only while an operator looks."""
 
 from __future__ import annotations
 

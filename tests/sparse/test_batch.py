@@ -1,4 +1,4 @@
-"""A batch says what its matrix says, with fewer columns."""
+"""A batch is its matrix with fewer columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filters against a dumb twin: what they write, what is read back, and what may follow what."""
+"""Filters beside a simple twin: encoding, decoding and allowed sequences."""
 
 from __future__ import annotations
 

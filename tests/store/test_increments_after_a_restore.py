@@ -1,4 +1,4 @@
-"""A range that came back from a checkpoint older than the newest one, and the increment after that."""
+"""Increments after a range was restored from an older checkpoint."""
 
 from __future__ import annotations
 

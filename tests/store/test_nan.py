@@ -1,4 +1,4 @@
-"""What is not a number has the same bits in every replica, whatever CPU made it or handed it on."""
+"""NaN has the same bits in every replica, whatever CPU produced or passed it on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows as they were at a cut: random changes, cuts and scans on a table, and on a dict."""
+"""Rows at a cut under random changes and scans, beside a dict."""
 
 from __future__ import annotations
 

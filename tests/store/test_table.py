@@ -1,4 +1,4 @@
-"""Tables and stores: what the twin does not tell."""
+"""Tables and stores: properties that the twin does not cover."""
 
 from __future__ import annotations
 

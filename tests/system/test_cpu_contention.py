@@ -1,4 +1,4 @@
-"""Whether there are more threads than cores, from what the kernel counts."""
+"""Detection of more threads than cores from the kernel's counters."""
 
 from __future__ import annotations
 

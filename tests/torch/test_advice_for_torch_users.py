@@ -1,4 +1,4 @@
-"""What those write who know torch's own layers: the error says what to write instead."""
+"""Errors for users of torch's own layers name what to write instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group of devices in itself: what it is made of, its threads, what it refuses, its end."""
+"""A group of devices: its models, threads, refusals and end."""
 
 from __future__ import annotations
 

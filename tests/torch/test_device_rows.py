@@ -1,4 +1,4 @@
-"""Rows that several devices of one process want are asked for together."""
+"""Rows for several devices of one process are requested together."""
 
 from __future__ import annotations
 

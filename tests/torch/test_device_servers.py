@@ -1,4 +1,4 @@
-"""Several devices of one process on real servers, of which one dies; beside one model that runs all batches."""
+"""Several devices of one process on real servers, one of which dies, beside one model."""
 
 from __future__ import annotations
 

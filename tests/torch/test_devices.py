@@ -1,4 +1,4 @@
-"""Several devices of one process train what one model does that runs their batches one after another."""
+"""Several devices of one process train as one model that runs their batches in turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server dies while a model trains with filters, caches and collections: what comes out is the same to the bit."""
+"""A server dies while a model trains with filters, caches and collections: results are the same bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking ahead: what is asked for when, and that results stay what they are."""
+"""Prefetching: when rows are requested, and that results stay the same."""
 
 from __future__ import annotations
 

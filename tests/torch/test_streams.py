@@ -1,4 +1,4 @@
-"""Copies on side streams: with a device that makes them when it likes, and on a GPU where there is one."""
+"""Copies on side streams, with a simulated lazy device and on a GPU if there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many files a reader opens, and how often, who follows a training step of torch to the servers and back."""
+"""Files and crossings on the way of a training step of torch, to the servers and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker says that it does: comes back as it was, and what nobody can have done is refused."""
+"""Activity of workers survives encoding, and impossible values are refused."""
 
 from __future__ import annotations
 

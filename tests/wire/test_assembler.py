@@ -1,4 +1,4 @@
-"""However a stream is cut by the network, the same frames come out."""
+"""The same frames come out however the network cuts a stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that somebody still looks at is never handed out again."""
+"""Memory in use is never handed out again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong at a rank of a group: all ranks are told, and who may go on does."""
+"""Errors at a rank of a group reach all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks in threads, on real servers of which one dies."""
+"""Ranks in threads on real servers, one of which dies."""
 
 from __future__ import annotations
 
