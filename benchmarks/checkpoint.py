@@ -14,9 +14,11 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.table import Table
 
-from benchmarks.memory import rss_bytes
-from benchmarks.sparse import fill
+from benchmarks.machine import rss_bytes
+from benchmarks.runner import Progress, Result, percentiles, silent, table
+from benchmarks.speed import fill
 from coordinator.connect import open_store
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import Contents
@@ -44,9 +46,8 @@ _AFTER_S = 0.05  # at most, from the end of a hold until it is known whether the
 
 
 def run(
-    *, rows: int = 1_000_000, dim: int = 64, servers: int = 3, seconds: float = 5.0,
-    progress: Callable[[str], None] = lambda text: None,
-) -> dict[str, Any]:  # fmt: skip
+    *, rows: int = 1_000_000, dim: int = 64, servers: int = 3, seconds: float = 5.0, progress: Progress = silent
+) -> Result:
     """Rows of `dim` float32 with Adagrad at two replicas, while a worker pulls and pushes batches of 256: before, and
     while 20 cuts are taken, and while a full checkpoint is written to a temporary folder; then, without work beside,
     some of 1 % changed rows, and full ones. Beside that, one plain process writes as much to the same folder. At last a
@@ -54,12 +55,35 @@ def run(
     find nothing in the system's cache, and memory that nobody has used for a while."""
     with tempfile.TemporaryDirectory() as folder:
         found = _write(Path(folder).as_uri(), rows, dim, servers, seconds, progress)
-        return found | _read(Path(folder).as_uri(), servers, progress)
+        found |= _read(Path(folder).as_uri(), servers, progress)
+    return Result(found, [_shown(found)])
 
 
-def _write(
-    place: str, rows: int, dim: int, servers: int, seconds: float, progress: Callable[[str], None]
-) -> dict[str, Any]:
+def _shown(found: dict[str, Any]) -> Table:
+    """Beside what is required."""
+
+    def both(name: str) -> str:
+        return f"{found[f'{name}_ms_p50']:.1f} and {found[f'{name}_ms_p99']:.1f} ms"
+
+    lines = [
+        ("workers are held by a cut, p50 and p99", both("held"), ""),
+        ("a push waits for it, beyond its usual time", both("waited"), "p99 ≤ 50 ms"),
+        ("throughput while it is written, of before", f"{found['throughput_while_writing']:.2f}", "≥ 0.85"),
+        ("p99 of an operation, of before", f"{found['p99_while_writing']:.2f}", "≤ 2"),
+        ("memory of all servers, of before", f"{found['memory_while_writing']:.2f}", "≤ 1.1"),
+        ("written, without work beside it", f"{found['bytes_per_s'] / 1e6:,.0f} MB/s", ""),
+        ("of what one plain process writes", f"{found['of_plain_process']:.2f}", "≥ 0.6"),
+        ("an increment of 1 %: bytes, of all", f"{found['increment_bytes']:.3f}", "≤ 0.02"),
+        ("time, of all", f"{found['increment_time']:.3f}", "≤ 0.10"),
+        ("restored in", f"{found['restore_s']:.2f} s", ""),
+        ("speed, of reading it into a bare store", f"{found['restore_of_bare_store']:.2f}", "≥ 0.5"),
+    ]
+    title = f"a checkpoint of {found['bytes'] / 1e9:.2f} GB, {found['servers']} servers"
+    columns = [("", lambda line: line[0]), ("measured", lambda line: line[1]), ("asked", lambda line: line[2])]
+    return table(title, lines, columns)
+
+
+def _write(place: str, rows: int, dim: int, servers: int, seconds: float, progress: Progress) -> dict[str, Any]:
     with (
         LocalCluster(servers=servers, replicas=2) as cluster,
         connect(cluster.url, worker="bench", timeout=120.0) as ps,
@@ -103,7 +127,7 @@ def _write(
     }  # fmt: skip
 
 
-def _read(place: str, servers: int, progress: Callable[[str], None]) -> dict[str, Any]:
+def _read(place: str, servers: int, progress: Progress) -> dict[str, Any]:
     """The newest checkpoint."""
     with LocalCluster(servers=servers, replicas=2) as cluster:
         progress("restoring it")
@@ -204,7 +228,7 @@ def _timed(make: Callable[[], Manifest]) -> tuple[float, Manifest]:
 
 
 def _percentiles(name: str, some_s: list[float]) -> dict[str, float]:
-    return {f"{name}_ms_p{p}": 1e3 * float(np.percentile(some_s, p)) for p in (50, 99)}
+    return {f"{name}_ms_{q}": 1e3 * value for q, value in percentiles(some_s, 50, 99).items()}
 
 
 def _held_s(url: str, place: str) -> list[tuple[float, float]]:

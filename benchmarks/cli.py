@@ -5,15 +5,12 @@ from __future__ import annotations
 import enum
 import json
 import sys
-from collections.abc import Iterable
-from dataclasses import asdict, is_dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks import show
+from benchmarks.runner import Result
 from elasticps.cli.output import sigterm_interrupts
 
 app = typer.Typer(help="Measure this machine, and elasticps on it.", no_args_is_help=True)
@@ -34,27 +31,19 @@ def _progress(text: str) -> None:
     Console(stderr=True).print(f"[dim]{text}…[/dim]")
 
 
-def _finish(found: Any, as_json: bool, shown: Iterable[Table | str], *, ok: bool = True) -> None:
-    """Prints what a benchmark has measured: as JSON, or as tables and lines for people. Exit code 1 unless `ok`."""
+def _print(result: Result, as_json: bool) -> None:
+    """Prints a result: as JSON, or as tables and lines for people."""
     if as_json:
-        typer.echo(json.dumps(_plain(found), indent=2))
+        typer.echo(json.dumps(result.document, indent=2))
     else:
         out = Console(width=None if sys.stdout.isatty() else 120)
-        for part in shown:
+        for part in result.shown:
             if isinstance(part, str):
                 typer.echo(part)
             else:
                 out.print(part)
-    if not ok:
+    if not result.ok:
         raise typer.Exit(1)
-
-
-def _plain(found: Any) -> Any:
-    if isinstance(found, list):
-        return [_plain(each) for each in found]
-    if hasattr(found, "as_dict"):
-        return found.as_dict()
-    return asdict(found) if is_dataclass(found) and not isinstance(found, type) else found
 
 
 @app.command()
@@ -72,13 +61,15 @@ def sparse(
     as_json: Json = False,
 ) -> None:
     """Pull and push rows of a sparse table with Adagrad."""
-    from benchmarks import sparse as bench
+    from benchmarks import speed
 
-    found = bench.run(batches=batch or bench.BATCHES, rows=rows, dim=dim, servers=servers, replicas=replicas or [1],
-                      window=window, tls=tls, seconds=seconds, progress=_progress)  # fmt: skip
-    title = f"sparse: {rows:,} rows x {dim} float32, {servers} server(s), one worker{', TLS' * tls}"
-    lines = list(found)
-    _finish(lines, as_json, show.speeds(lines, title, "batch"))
+    _print(
+        speed.sparse(
+            batches=batch or speed.BATCHES, rows=rows, dim=dim, servers=servers, replicas=replicas or [1],
+            window=window, tls=tls, seconds=seconds, progress=_progress,
+        ),
+        as_json,
+    )  # fmt: skip
 
 
 @app.command()
@@ -89,10 +80,9 @@ def dense(
     as_json: Json = False,
 ) -> None:
     """Pull and push dense tensors with SGD."""
-    from benchmarks import dense as bench
+    from benchmarks import speed
 
-    lines = list(bench.run(sizes_mb=size or bench.SIZES_MB, servers=servers, seconds=seconds, progress=_progress))
-    _finish(lines, as_json, show.speeds(lines, f"dense: {servers} server(s), one worker", "MB"))
+    _print(speed.dense(sizes_mb=size or speed.SIZES_MB, servers=servers, seconds=seconds, progress=_progress), as_json)
 
 
 class Model(enum.StrEnum):
@@ -125,9 +115,13 @@ def train(
 
     if line:
         model, workers, replicas, servers, batch = [Model.DEEPFM], [1], [2], 3, 256
-    lines = list(bench.run(models=model or list(Model), workers=workers or bench.WORKERS, batch=batch, servers=servers,
-                           replicas=replicas or bench.REPLICAS, seconds=seconds, progress=_progress))  # fmt: skip
-    _finish(lines, as_json, show.training(lines))
+    _print(
+        bench.run(
+            models=model or list(Model), workers=workers or bench.WORKERS, replicas=replicas or bench.REPLICAS,
+            servers=servers, batch=batch, seconds=seconds, progress=_progress,
+        ),
+        as_json,
+    )  # fmt: skip
 
 
 class Signal(enum.StrEnum):
@@ -151,8 +145,7 @@ def failover(
     """
     from benchmarks import failover as bench
 
-    run = bench.run(kills=kills, stop=signal is Signal.STOP, rows=rows, tls=tls, progress=_progress)
-    _finish(run, as_json, show.failover(run), ok=not run.wrong and run.clean)
+    _print(bench.run(kills=kills, stop=signal is Signal.STOP, rows=rows, tls=tls, progress=_progress), as_json)
 
 
 @app.command()
@@ -165,8 +158,7 @@ def checkpoint(
     """What a checkpoint costs a worker that pulls and pushes all the time, and how fast it is written."""
     from benchmarks import checkpoint as bench
 
-    found = bench.run(rows=rows, servers=servers, seconds=seconds, progress=_progress)
-    _finish(found, as_json, show.checkpoint(found))
+    _print(bench.run(rows=rows, servers=servers, seconds=seconds, progress=_progress), as_json)
 
 
 @app.command()
@@ -188,9 +180,12 @@ def traffic(
     over slow links, and AUC or accuracy beside that without them."""
     from benchmarks import traffic as bench
 
-    lines = list(bench.run(filters=filters or (), mbit=mbit or bench.MBIT, seeds=seeds, steps=steps,
-                           batch=batch, progress=_progress))  # fmt: skip
-    _finish(lines, as_json, show.traffic(lines, batch, seeds))
+    _print(
+        bench.run(
+            filters=filters or (), mbit=mbit or bench.MBIT, seeds=seeds, steps=steps, batch=batch, progress=_progress
+        ),
+        as_json,
+    )
 
 
 @app.command("ahead")
@@ -203,10 +198,11 @@ def prefetch(
     as_json: Json = False,
 ) -> None:
     """What looking ahead saves on a link with a delay: samples/s of DLRM, beside rows that never leave the worker."""
-    from benchmarks import prefetch as bench
+    from benchmarks.traffic import prefetching
 
-    lines = bench.run(delay_ms=delay, batches=batches, batch=batch, steps=steps, turns=turns, progress=_progress)
-    _finish(lines, as_json, show.prefetch(lines, batch, delay, batches))
+    _print(
+        prefetching(delay_ms=delay, batches=batches, batch=batch, steps=steps, turns=turns, progress=_progress), as_json
+    )
 
 
 @app.command()
@@ -224,8 +220,7 @@ def elastic(
     """
     from benchmarks import elastic as bench
 
-    run = bench.run(rows=rows, batch=batch, rate=rate, progress=_progress)
-    _finish(run, as_json, show.elastic(run), ok=not run.failed and not run.wrong and run.clean)
+    _print(bench.run(rows=rows, batch=batch, rate=rate, progress=_progress), as_json)
 
 
 @app.command()
@@ -233,9 +228,7 @@ def control(as_json: Json = False) -> None:
     """What a view of 1,024 ranges, 100 servers and 1,000 workers costs to send, to adopt and to plan."""
     from benchmarks import control as bench
 
-    _progress("planning")
-    costs = bench.run()
-    _finish(costs, as_json, show.control(costs))
+    _print(bench.run(progress=_progress), as_json)
 
 
 @app.command()
@@ -250,8 +243,7 @@ def tables(
     """Many tables in one layer, with one pull and one push a step, beside as many layers: the worker's CPU time."""
     from benchmarks import tables as bench
 
-    found = bench.run(tables=count, batch=batch, dim=dim, servers=servers, seconds=seconds, progress=_progress)
-    _finish(found, as_json, show.tables(found))
+    _print(bench.run(tables=count, batch=batch, dim=dim, servers=servers, seconds=seconds, progress=_progress), as_json)
 
 
 @app.command()
@@ -261,33 +253,25 @@ def memory(
     as_json: Json = False,
 ) -> None:
     """Memory that a server takes for each row."""
-    from benchmarks import memory as bench
+    from benchmarks import server
 
-    figures = bench.run(rows=rows, dim=dim, progress=_progress)
-    text = (
-        f"{figures['bytes_per_row']:.0f} bytes per row of {dim} floats and as many slots "
-        f"({figures['row_and_slots_bytes']:.0f} bytes); allowed {figures['allowed_bytes_per_row']:.0f}"
-    )
-    _finish(figures, as_json, [text])
+    _print(server.memory(rows=rows, dim=dim, progress=_progress), as_json)
 
 
 @app.command()
 def startup(as_json: Json = False) -> None:
     """Time from starting a server to its being registered, kernels warm."""
-    from benchmarks import memory as bench
+    from benchmarks import server
 
-    figures = bench.startup(progress=_progress)
-    _finish(figures, as_json, [f"ready in {figures['ready_s']:.2f} s"])
+    _print(server.startup(progress=_progress), as_json)
 
 
 @app.command()
 def store(as_json: Json = False) -> None:
     """Lookup, gather and Adagrad on one core, without sockets."""
-    from benchmarks.store import bench_store
+    from benchmarks import server
 
-    _progress("filling 1,000,000 rows")
-    lines = bench_store()
-    _finish(lines, as_json, show.store(lines))
+    _print(server.store(progress=_progress), as_json)
 
 
 @app.command()
@@ -309,9 +293,13 @@ def allreduce(
     the bandwidths of this machine say."""
     from benchmarks import allreduce as bench
 
-    run = bench.run(sizes_mb=size or bench.SIZES_MB, processes=processes or bench.PROCESSES,
-                        servers=servers or bench.SERVERS, steps=steps, progress=_progress)  # fmt: skip
-    _finish(run, as_json, show.allreduce(run))
+    _print(
+        bench.run(
+            sizes_mb=size or bench.SIZES_MB, processes=processes or bench.PROCESSES, servers=servers or bench.SERVERS,
+            steps=steps, progress=_progress,
+        ),
+        as_json,
+    )  # fmt: skip
 
 
 @app.command()
@@ -327,5 +315,6 @@ def groups(
     clicks that are made up, and a model whose weights are all dense."""
     from benchmarks import groups as bench
 
-    lines = list(bench.run(processes=processes, mbit=mbit, batch=batch, dim=dim, seconds=seconds, progress=_progress))
-    _finish(lines, as_json, show.groups(lines, processes, batch, mbit))
+    _print(
+        bench.run(processes=processes, mbit=mbit, batch=batch, dim=dim, seconds=seconds, progress=_progress), as_json
+    )

@@ -1,4 +1,4 @@
-"""What a view costs: its size, how long workers take to adopt it, how long the planner thinks, who is told of workers.
+"""What a view costs: its size, the time to adopt and to plan it, and what a worker that comes or goes changes.
 
 No process is started: the leader runs here, on a coordination store in memory.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.runner import Progress, Result, figures, percentiles, seconds_of, silent
 from coordinator.core.keys import ROSTER, VIEW
 from coordinator.core.planner import Health, Members, Plan, plan, plan_roster
 from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
@@ -54,8 +55,9 @@ class ViewCosts:
         return {"ranges": RANGES, "servers": SERVERS, "workers": WORKERS, "replicas": REPLICAS, **asdict(self)}
 
 
-def run(*, rounds: int = ROUNDS) -> ViewCosts:
+def run(*, rounds: int = ROUNDS, progress: Progress = silent) -> Result:
     """Measures with 1,024 ranges, 100 servers and 1,000 workers. Error if a worker's coming writes a view."""
+    progress("planning")
     config = ClusterConfig(RANGES, REPLICAS)
     servers = tuple(
         ServerInfo(
@@ -81,10 +83,20 @@ def run(*, rounds: int = ROUNDS) -> ViewCosts:
     views, rosters = background.run(_workers_come_and_go())
     if views:
         raise Error(f"{views} views were written because workers came and went: none should be")
-    return ViewCosts(
+    found = ViewCosts(
         len(encoded), len(roster.encode()), _timed(view.encode, rounds), _timed(lambda: _adopt(encoded), rounds), plans,
         _timed(lambda: plan_roster(roster, more), rounds), views, rosters,
     )  # fmt: skip
+    kinds = {"a worker adopts a view": found.adopt, "the leader encodes it": found.encode}
+    kinds |= {f"planned when a server {change}": times for change, times in found.plan.items()}
+    kinds |= {"planned when a worker joins": found.roster_plan}
+    title = f"control: {RANGES:,} ranges, {SERVERS} servers, {WORKERS:,} workers"
+    shown = figures(title, kinds, ("p50", "max"), digits=2, unit=" ms")
+    text = (
+        f"a view has {found.view_bytes:,} bytes, the roster {found.roster_bytes:,}; ten workers that came and went "
+        f"changed {found.views_for_workers} views and {found.rosters_for_workers} rosters"
+    )
+    return Result(found, [shown, text])
 
 
 def _adopt(encoded: bytes) -> Routes:
@@ -102,12 +114,7 @@ def _view(decided: Plan | None) -> View:
 def _timed(work: Callable[[], object], rounds: int) -> dict[str, float]:
     for _ in range(3):
         work()
-    times = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return {"p50": round(float(np.median(times)) * 1e3, 3), "max": round(max(times) * 1e3, 3)}
+    return percentiles([1e3 * seconds_of(work) for _ in range(rounds)], 50, 100, digits=3)
 
 
 async def _workers_come_and_go() -> tuple[int, int]:

@@ -1,33 +1,30 @@
-"""What workers notice of servers that come and go: 3 servers become 5 and 3 again, with and without work."""
+"""What workers notice as servers come and go: 3 servers become 5 and 3 again, with and without work."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.table import Table
 
-from benchmarks.pusher import COUNTED, DIM, STORED
-from benchmarks.sparse import fill
-from benchmarks.workers import Worker
+from benchmarks.counting import COUNTED, DIM, STORED_DIM, judge, prepare, start_workers, steps_of
+from benchmarks.runner import Progress, Result, figures, percentiles, silent
+from benchmarks.workers import Process
 from coordinator.core.view import View
 from elasticps.admin import fetch_status
-from elasticps.admin.audit import audit
-from elasticps.client import connect
-from elasticps.errors import ClusterUnreachable, Error
+from elasticps.errors import ClusterUnreachable
 from elasticps.local import LocalCluster
 from elasticps.local.operator_client import OperatorClient
-from elasticps.model.spec import Accumulate, Adagrad
 from elasticps.system import background
 
 SERVERS, MORE, REPLICAS, WORKERS = 3, 5, 2, 2
-AUDIT_TIMEOUT_S = 300.0
 STEADY_S = 5.0
 BATCH = 256
 _SAMPLE_S = 0.2  # asking costs the servers time, too
@@ -159,9 +156,7 @@ class _Observer:
         self._thread.join()
 
 
-def run(
-    *, rows: int = 1_000_000, batch: int = BATCH, rate: float = 0.0, progress: Callable[[str], None] = lambda text: None
-) -> ElasticRun:
+def run(*, rows: int = 1_000_000, batch: int = BATCH, rate: float = 0.0, progress: Progress = silent) -> Result:
     """Stores `rows` x 64 float32 with Adagrad, works on `batch` of them at a time with two processes while the cluster
     grows and shrinks, checks every value and replica, and lets the cluster grow again without work.
 
@@ -170,17 +165,10 @@ def run(
     load = os.getloadavg()[0]
     progress("starting a cluster")
     with LocalCluster("elastic", servers=SERVERS, replicas=REPLICAS) as cluster, ExitStack() as stack:
-        with connect(cluster.url, worker="filler", timeout=120.0) as ps:
-            ps.table("counted", dim=DIM, optimizer=Accumulate())
-            progress(f"filling {rows:,} rows of 64 floats")
-            fill(ps, ps.table(STORED, dim=64, optimizer=Adagrad(lr=0.01)), rows)
+        prepare(cluster, rows, progress)
         observer = _Observer(stack.enter_context(OperatorClient(cluster.operator_url)))
         stack.callback(observer.close)
-        workers = []
-        for number in range(WORKERS):
-            workers.append(Worker("benchmarks.mover", cluster.url, f"mover{number}", str(number), str(rows),
-                                  str(batch), str(rate)))  # fmt: skip
-            stack.callback(workers[-1].close)
+        workers = start_workers(stack, cluster, WORKERS, rows=rows, batch=batch, rate=rate, pulls=True)
         phases, calm, moves = list[Phase](), list[Spans](), list[Spans]()
         for size, now in ((MORE, SERVERS), (SERVERS, MORE)):
             progress(f"working with {now} servers")
@@ -194,12 +182,7 @@ def run(
         ended = time.time()
         _work(workers)
         answers = [worker.ask("end") for worker in workers]
-        counts = np.sum([answer["counts"] for answer in answers], axis=0)
-        progress("comparing every value with the pushes, and every replica with the others")
-        with connect(cluster.url, worker="reader", timeout=120.0) as ps:
-            found = ps.table("counted", dim=DIM, optimizer=Accumulate()).pull(np.arange(COUNTED))
-        wrong = int((found != counts[:, None]).any(axis=1).sum())
-        clean = audit(cluster.operator_url, AUDIT_TIMEOUT_S).clean
+        verdict = judge(cluster, [answer["counts"] for answer in answers], progress)
         idle = _change(cluster, observer, MORE, rows, progress)
         head_moves = [t for t in observer.head_moves if t <= ended]
     pulls, pushes = (
@@ -210,16 +193,40 @@ def run(
     moving = [_rate(both, spans) for spans in moves]
     spans = [span for some in moves for span in some]
     heads = _within(pushes, [(t - _HEAD_S, t + _HEAD_S) for t in head_moves])
-    return ElasticRun(
-        rows, batch, rate, round(load, 2), sum(len(a["failed"]) for a in answers), wrong, clean, int(counts.sum()),
-        _figures(_within(both, calm[0])), _figures(_within(both, spans)), _figures(_within(pulls, spans)),
-        _figures(_within(pushes, spans)), _figures(heads), tuple(round(rate, 1) for rate in rates),
-        round(_rate(both, spans) / rates[0], 3),
+    found = ElasticRun(
+        rows, batch, rate, round(load, 2), sum(len(a["failed"]) for a in answers), verdict.wrong, verdict.clean,
+        verdict.updates, _figures(_within(both, calm[0])), _figures(_within(both, spans)),
+        _figures(_within(pulls, spans)), _figures(_within(pushes, spans)), _figures(heads),
+        tuple(round(rate, 1) for rate in rates), round(_rate(both, spans) / rates[0], 3),
         tuple(round(now / before, 3) for now, before in zip(moving, rates, strict=True)), tuple(phases), idle,
     )  # fmt: skip
+    shown = [*_shown(found), f"{found.failed} operations failed; {verdict.text}"]
+    return Result(found, shown, ok=not found.failed and not verdict.wrong and verdict.clean)
 
 
-def _change(cluster: LocalCluster, observer: _Observer, size: int, rows: int, progress: Callable[[str], None]) -> Phase:
+def _shown(run: ElasticRun) -> list[Table | str]:
+    kinds = {
+        "before": run.before, "while ranges move": run.during, "  pulls": run.pulls, "  pushes": run.pushes,
+        "pushes as heads move": run.heads,
+    }  # fmt: skip
+    title = f"elastic: {run.rows:,} rows, {run.batch:,} at a time, ms that an operation took"
+    measured = {name: each for name, each in kinds.items() if each}
+    shown: list[Table | str] = [figures(title, measured, ("count", "p50", "p99", "max"), digits=1)]
+    for phase, how in (*((phase, "") for phase in run.phases), (run.idle, " without work")):
+        shown.append(
+            f"to {phase.to} servers{how}: {phase.moved_bytes / 1e6:,.0f} MB, {phase.ratio:.2f} of the least "
+            f"possible, in {phase.seconds:.1f} s: {phase.mb_per_s:,.0f} MB/s"
+        )
+    (three, five), (growing, shrinking) = run.operations_per_s, run.of_steady
+    shown.append(
+        f"{three:,.0f} operations/s with 3 servers, {five:,.0f} with 5; while ranges move "
+        f"{run.throughput:.0%} of the first: {growing:.0%} of what it was before as it grows, {shrinking:.0%} "
+        "as it shrinks"
+    )
+    return shown
+
+
+def _change(cluster: LocalCluster, observer: _Observer, size: int, rows: int, progress: Progress) -> Phase:
     before = observer.servers
     sent, views, began = observer.sent, observer.views, time.time()
     cluster.scale(size)
@@ -227,20 +234,18 @@ def _change(cluster: LocalCluster, observer: _Observer, size: int, rows: int, pr
     ended = time.time()
     spans = observer.spans(began, ended)
     seconds = spans[-1][1] - spans[0][0] if spans else 0.0
-    whole = rows * (8 + 2 * 64 * 4) + COUNTED * (8 + DIM * 4)  # keys, weights and slots
+    whole = rows * (8 + 2 * STORED_DIM * 4) + COUNTED * (8 + DIM * 4)  # keys, weights and slots
     least = abs(size - before) / max(size, before) * REPLICAS * whole
     phase = Phase(size, round(seconds, 3), observer.sent - sent, round(least), observer.views - views)
     progress(f"{size} servers: {phase.moved_bytes / 1e6:.0f} MB in {phase.seconds:.1f} s")
     return phase
 
 
-def _work(workers: Sequence[Worker], steps: int = 200) -> None:
-    """Waits until each has done so many more steps."""
-    goals = [worker.ask("done")["done"] + steps for worker in workers]
+def _work(workers: Sequence[Process], steps: int = 200) -> None:
+    """Waits until each has done so many more steps. Error if an operation failed."""
+    goals = [steps_of(worker) + steps for worker in workers]
     for worker, goal in zip(workers, goals, strict=True):
-        while (answer := worker.ask("done"))["done"] < goal:
-            if answer["failed"]:
-                raise Error(f"an operation of the benchmark failed: {answer['failed'][0]}")
+        while steps_of(worker) < goal:
             time.sleep(0.05)
 
 
@@ -259,7 +264,7 @@ def _rate(operations: NDArray[np.float64], spans: Spans) -> float:
 
 
 def _figures(operations: NDArray[np.float64]) -> dict[str, float]:
+    """Of their latencies, in ms."""
     if not len(operations):
         return {}
-    p50, p99, most = np.percentile(operations[:, 1], (50, 99, 100)) * 1e3
-    return {"count": len(operations), "p50": round(p50, 2), "p99": round(p99, 2), "max": round(most, 2)}
+    return {"count": len(operations), **percentiles(operations[:, 1] * 1e3, 50, 99, 100, digits=2)}

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from benchmarks.pusher import COUNTED, DIM, STORED
-from benchmarks.sparse import fill
-from benchmarks.workers import Worker
+from benchmarks.counting import judge, prepare, start_workers, steps_of
+from benchmarks.runner import Progress, Result, figures, percentiles, silent
+from benchmarks.workers import Process
 from coordinator.core.view import View
 from elasticps.admin import fetch_status
-from elasticps.admin.audit import audit
-from elasticps.client import connect
 from elasticps.errors import Timeout
 from elasticps.local import LocalCluster
 from elasticps.local.failover_log import Failover, adoption, failover
-from elasticps.model.spec import Accumulate, Adagrad
 from elasticps.security import credentials_of
 from elasticps.system import background
 from elasticps.system.coordination import opened, read_view
@@ -30,8 +27,14 @@ from elasticps.system.coordination import opened, read_view
 SERVERS, REPLICAS, WORKERS = 3, 2, 2
 RECOVERY_TIMEOUT_S = 60.0
 REPAIR_TIMEOUT_S = 600.0
-AUDIT_TIMEOUT_S = 300.0
+BATCH = 64
 STEADY_STEPS = 50  # committed by each worker between two kills, at least
+
+
+PARTS = {
+    "detected": "death detected", "written": "view written", "adopted": "view adopted by all servers",
+    "commits": "next push committed",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,80 +73,48 @@ class FailoverRun:
     wrong: int
     clean: bool
 
-    def percentile(self, part: str, q: float) -> float:
-        """Over all kills; `commits`: over all kills and workers."""
-        values: list[float] = []
-        for kill in self.kills:
-            values += kill.commits if part == "commits" else (getattr(kill, part),)
-        return float(np.percentile(values, q))
+    def since_signal(self, part: str) -> list[float]:
+        """Of all kills; `commits`: of all kills and workers."""
+        if part == "commits":
+            return [ms for kill in self.kills for ms in kill.commits]
+        return [getattr(kill, part) for kill in self.kills]
 
     def as_dict(self) -> dict[str, Any]:
         """For programs."""
-        parts = ("detected", "written", "adopted", "commits")
-        summary = {
-            part: {f"p{q}" if q < 100 else "max": round(self.percentile(part, q), 1) for q in (50, 99, 100)}
-            for part in parts
-        }
-        return {
-            "servers": SERVERS,
-            "replicas": REPLICAS,
-            "workers": WORKERS,
-            "unit": "ms since the signal",
-            **summary,
-            **asdict(self),
-        }
+        parts = {part: percentiles(self.since_signal(part), 50, 99, 100, digits=1) for part in PARTS}
+        shape = {"servers": SERVERS, "replicas": REPLICAS, "workers": WORKERS, "unit": "ms since the signal"}
+        return {**shape, **parts, **asdict(self)}
 
 
 def run(
-    *,
-    kills: int = 20,
-    stop: bool = False,
-    rows: int = 0,
-    tls: bool = False,
-    progress: Callable[[str], None] = lambda text: None,
-) -> FailoverRun:
+    *, kills: int = 20, stop: bool = False, rows: int = 0, tls: bool = False, progress: Progress = silent
+) -> Result:
     """Kills, or with `stop` freezes, the server that heads most ranges, `kills` times, with a repair between them.
 
     `rows` x 64 float32 with Adagrad are stored first. Two worker processes push all the time; at the end every replica
     is audited, and every value compared with the pushes acknowledged. Raises Timeout where recovery does not come.
     """
     progress("starting a cluster")
-    with LocalCluster("failover", servers=SERVERS, replicas=REPLICAS, tls=tls) as cluster:
-        with connect(cluster.url, worker="filler", timeout=120.0) as ps:
-            ps.table("counted", dim=DIM, optimizer=Accumulate())
-            if rows:
-                progress(f"filling {rows:,} rows of 64 floats")
-                fill(ps, ps.table(STORED, dim=64, optimizer=Adagrad(lr=0.01)), rows)
-        with _workers(cluster.url, rows) as workers:
-            _steady(workers)
-            done = []
-            for number in range(kills):
-                done.append(_round(cluster, workers, stop))
-                progress(f"{number + 1} of {kills}: {max(done[-1].commits):.0f} ms")
-            counts = np.sum([worker.ask("end")["counts"] for worker in workers], axis=0)
-            progress("comparing every value with the pushes, and every replica with the others")
-            with connect(cluster.url, worker="reader", timeout=120.0) as ps:
-                found = ps.table("counted", dim=DIM, optimizer=Accumulate()).pull(np.arange(COUNTED))
-            wrong = int((found != counts[:, None]).any(axis=1).sum())
-            report = audit(cluster.operator_url, AUDIT_TIMEOUT_S)
+    with LocalCluster("failover", servers=SERVERS, replicas=REPLICAS, tls=tls) as cluster, ExitStack() as stack:
+        prepare(cluster, rows, progress)
+        workers = start_workers(stack, cluster, WORKERS, rows=rows, batch=BATCH)
+        _steady(workers)
+        done = []
+        for number in range(kills):
+            done.append(_round(cluster, workers, stop))
+            progress(f"{number + 1} of {kills}: {max(done[-1].commits):.0f} ms")
+        verdict = judge(cluster, [worker.ask("end")["counts"] for worker in workers], progress)
     name = signal.SIGSTOP.name if stop else signal.SIGKILL.name
-    return FailoverRun(name, rows, tuple(done), int(counts.sum()), wrong, report.clean)
+    found = FailoverRun(name, rows, tuple(done), verdict.updates, verdict.wrong, verdict.clean)
+    shown = figures(
+        f"failover: ms since {name}, {kills} times, {rows:,} rows stored",
+        {text: percentiles(found.since_signal(part), 50, 99, 100) for part, text in PARTS.items()},
+        ("p50", "p99", "max"),
+    )
+    return Result(found, [shown, verdict.text], ok=not verdict.wrong and verdict.clean)
 
 
-@contextmanager
-def _workers(url: str, rows: int) -> Iterator[list[Worker]]:
-    workers: list[Worker] = []
-    try:
-        while len(workers) < WORKERS:
-            number = str(len(workers))
-            workers.append(Worker("benchmarks.pusher", url, f"pusher{number}", number, str(rows)))
-        yield workers
-    finally:
-        for worker in workers:
-            worker.close()
-
-
-def _round(cluster: LocalCluster, workers: Sequence[Worker], stop: bool) -> Kill:
+def _round(cluster: LocalCluster, workers: Sequence[Process], stop: bool) -> Kill:
     # Also a server that was only suspected, wrongly, leaves ranges with one copy for a while: that is not the time.
     view: View = _until(partial(_whole, cluster), REPAIR_TIMEOUT_S, "the repair did not end")
     heads = np.bincount(view.heads, minlength=len(view.servers))
@@ -161,7 +132,7 @@ def _round(cluster: LocalCluster, workers: Sequence[Worker], stop: bool) -> Kill
         RECOVERY_TIMEOUT_S, "the leader wrote no view without the dead server",
     )  # fmt: skip
     commits = [
-        _until(partial(_first_after, worker, end.written), RECOVERY_TIMEOUT_S, "no push was committed")
+        _until(partial(worker.ask, "first_after", unix_s=end.written), RECOVERY_TIMEOUT_S, "no push was committed")
         for worker in workers
     ]
     others = [server.name for server in view.servers if server.name != victim.name]
@@ -185,16 +156,6 @@ def _round(cluster: LocalCluster, workers: Sequence[Worker], stop: bool) -> Kill
     )  # fmt: skip
 
 
-def _first_after(worker: Worker, t: float) -> float | None:
-    """When a worker first got a commit later than `t`."""
-    first: float | None = worker.ask(f"after {t}")["first"]
-    return first
-
-
-def _has_committed(worker: Worker, steps: int) -> bool:
-    return bool(worker.ask(f"after {time.time()}")["steps"] >= steps)
-
-
 def _adoption(cluster: LocalCluster, name: str, epoch: int) -> float | None:
     return adoption(cluster.log(name), epoch)
 
@@ -207,10 +168,15 @@ def _whole(cluster: LocalCluster) -> View | None:
     return view if all_listed and bool((view.chains >= 0).all()) and bool((view.joining < 0).all()) else None
 
 
-def _steady(workers: Sequence[Worker]) -> None:
+def _steady(workers: Sequence[Process]) -> None:
+    """Waits until each worker has committed some more steps."""
     for worker in workers:
-        goal = worker.ask(f"after {time.time()}")["steps"] + STEADY_STEPS
-        _until(partial(_has_committed, worker, goal), RECOVERY_TIMEOUT_S, "no push was committed")
+        goal = steps_of(worker) + STEADY_STEPS
+        _until(partial(_has_done, worker, goal), RECOVERY_TIMEOUT_S, "no push was committed")
+
+
+def _has_done(worker: Process, steps: int) -> bool:
+    return steps_of(worker) >= steps
 
 
 def _view(cluster: LocalCluster) -> View:

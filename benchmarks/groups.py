@@ -1,20 +1,23 @@
 """What a `LocalGroup` saves: bytes of a step, and its speed over a link, beside as many separate workers.
 
-The same processes do both, in turns, through one relay: the link of their machine. "dlrm" is mostly rows, of categories
-drawn by a power law; "dense" has no rows at all. A step is one batch of each process.
+The same processes do both, one after the other, through one relay: the link of their machine. "dlrm" is mostly rows, of
+categories drawn by a power law; "dense" has no rows at all. A step is one batch of each process.
 """
 
 from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.limits import cpu_seconds
-from benchmarks.workers import Team, Worker
+from benchmarks.machine import cpu_seconds
+from benchmarks.relay import Link
+from benchmarks.runner import Progress, Result, Side, Turn, in_turns, silent, table
+from benchmarks.train import took_s
+from benchmarks.workers import Team
 from elasticps.local import LocalCluster
 
 MODELS, WAYS = ("dense", "dlrm"), ("separate", "group")
@@ -29,8 +32,8 @@ class GroupLine:
     of_separate                  all of them, by those of separate workers
     samples_per_s                of all processes together, over the link: the median of the rounds
     faster                       that, by what separate workers reached
-    worker_cpu_us_per_sample     CPU time of all processes, for each sample; of the servers
-    server_cpu_us_per_sample
+    worker_cpu_us_per_sample     CPU time of all processes, for each sample
+    server_cpu_us_per_sample     CPU time of all servers, for each sample
     """
 
     model: str
@@ -46,14 +49,14 @@ class GroupLine:
     server_cpu_us_per_sample: float
 
 
-@dataclass
-class _GroupTally:
-    up: float = 0.0
-    down: float = 0.0
-    speeds: list[float] = field(default_factory=list)
-    samples: int = 0
-    worker_s: float = 0.0
-    server_s: float = 0.0
+@dataclass(frozen=True)
+class Trained:
+    """How one way went. up, down: bytes of a step, of all processes; its turns have CPU times of "workers" and
+    "servers"."""
+
+    up: float
+    down: float
+    turns: Sequence[Turn]
 
 
 def run(
@@ -64,64 +67,66 @@ def run(
     dim: int = 16,
     servers: int = 2,
     seconds: float = 6.0,
-    progress: Callable[[str], None] = lambda text: None,
-) -> Iterator[GroupLine]:
-    """Yields two lines for each model. Trains each way for about `seconds`; rows of DLRM have `dim` floats."""
+    progress: Progress = silent,
+) -> Result:
+    """Measures both ways of each model, each for about `seconds`; rows of DLRM have `dim` floats."""
+    lines: list[GroupLine] = []
     with tempfile.TemporaryDirectory(prefix="elasticps-groups-") as folder, ExitStack() as stack:
-        progress(f"starting {servers} servers and {processes} processes")
+        progress(f"starting {servers} servers")
         cluster = stack.enter_context(LocalCluster(servers=servers, replicas=1))
-        addresses = [server.address for server in cluster.servers]
-        relay = Worker("benchmarks.relay", *addresses)
-        stack.callback(relay.close)
-        ports = dict(zip(addresses, relay.answer(), strict=True))
-        common = {"processes": processes, "batch": batch, "dim": dim, "url": cluster.url, "ports": ports}
-        common["meeting"] = str(Path(folder) / "meeting")
-        team = Team("benchmarks.groups_worker", [{**common, "rank": rank} for rank in range(processes)])
-        stack.callback(team.close)
+        link = stack.enter_context(Link([server.address for server in cluster.servers]))
+        pids = [server.pid for server in cluster.servers]
         for model in MODELS:
-            tallies = {}
-            for way in WAYS:
-                progress(f"{model}, {way}")
-                pids = [server.pid for server in cluster.servers]
-                tallies[way] = _trained(team, relay, pids, model, way, processes, mbit, batch, seconds)
-            yield from _lines(model, tallies, processes, mbit)
+            job = {"model": model, "batch": batch, "workers": processes, "meeting": str(Path(folder) / model)}
+            with Team("training:Trainer", [{**job, "rank": rank} for rank in range(processes)]) as team:
+                both = {}
+                for way in WAYS:
+                    progress(f"{model}, {way}")
+                    where = {"url": cluster.url, "ports": link.ports, "app": f"{model}-{way}"}
+                    link.limit(0)
+                    team.ask(processes, "build_grouped", way=way, dim=dim, **where)
+                    both[way] = _trained(team, link, pids, way, mbit, seconds)
+            lines += lines_of(model, both, processes, mbit, batch)
+    title = f"{processes} processes, {batch:,} samples each, a link of {mbit:,} Mbit/s, {servers} servers"
+    shown = table(title, lines, [
+        ("model", lambda line: line.model), ("way", lambda line: line.way),
+        ("KB up", lambda line: f"{line.up_per_step / 1e3:,.0f}"),
+        ("KB down", lambda line: f"{line.down_per_step / 1e3:,.0f}"),
+        ("of separate", lambda line: f"{line.of_separate:.3f}"),
+        ("samples/s", lambda line: f"{line.samples_per_s:,.0f}"), ("faster", lambda line: f"{line.faster:.2f}"),
+        ("CPU µs/sample", lambda line: f"{line.worker_cpu_us_per_sample:.1f}"),
+        ("of servers", lambda line: f"{line.server_cpu_us_per_sample:.1f}"),
+    ], left=("way",))  # fmt: skip
+    return Result(lines, [shown])
 
 
-def _trained(
-    team: Team, relay: Worker, servers: Sequence[int], model: str, way: str, processes: int, mbit: int, batch: int,
-    seconds: float,
-) -> _GroupTally:  # fmt: skip
-    tally, steps = _GroupTally(), WARM_STEPS
-    relay.ask("limit 0")
-    team.ask(f"build {model} {way}", processes)
-    team.ask(f"train {WARM_STEPS}", processes)
-    before = relay.ask("count")
-    relay.ask(f"limit {mbit}")
-    took_s = _took(team, steps, processes)
-    after = relay.ask("count")
-    tally.up, tally.down = ((after[each] - before[each]) / steps for each in ("up", "down"))
+def _trained(team: Team, link: Link, servers: Sequence[int], way: str, mbit: int, seconds: float) -> Trained:
     workers = [worker.pid for worker in team.workers]
-    worker_s, server_s = cpu_seconds(workers), cpu_seconds(servers)
-    for _ in range(ROUNDS):
-        steps = max(LEAST_STEPS, int(steps * seconds / ROUNDS / took_s))
-        took_s = _took(team, steps, processes)
-        tally.speeds.append(steps * processes * batch / took_s)
-        tally.samples += steps * processes * batch
-    tally.worker_s, tally.server_s = cpu_seconds(workers) - worker_s, cpu_seconds(servers) - server_s
-    return tally
+
+    def train(steps: int) -> float:
+        return took_s(team.ask(len(workers), "train", way=way, steps=steps))
+
+    side = Side(train, WARM_STEPS, lambda: {"workers": cpu_seconds(workers), "servers": cpu_seconds(servers)})
+    side.turn()
+    before = link.count()
+    link.limit(mbit)
+    first = side.turn()
+    up, down = ((now - then) / first.steps for now, then in zip(link.count(), before, strict=True))
+    side.fit(first, seconds / ROUNDS, LEAST_STEPS)
+    return Trained(up, down, in_turns({way: side}, ROUNDS, seconds=seconds, least=LEAST_STEPS)[way])
 
 
-def _took(team: Team, steps: int, processes: int) -> float:
-    answers = team.ask(f"train {steps}", processes)
-    return float(max(answer["ended"] for answer in answers) - min(answer["began"] for answer in answers))
-
-
-def _lines(model: str, tallies: dict[str, _GroupTally], processes: int, mbit: int) -> Iterator[GroupLine]:
-    apart = tallies["separate"]
-    for way, tally in tallies.items():
-        speed, theirs = statistics.median(tally.speeds), statistics.median(apart.speeds)
+def lines_of(model: str, both: Mapping[str, Trained], processes: int, mbit: int, batch: int) -> Iterator[GroupLine]:
+    """The lines of both ways of a model."""
+    separate = both["separate"]
+    samples = processes * batch  # of a step
+    speeds = {way: statistics.median(turn.steps * samples / turn.seconds for turn in made.turns)
+              for way, made in both.items()}  # fmt: skip
+    for way, made in both.items():
+        whole = sum(turn.steps for turn in made.turns) * samples
         yield GroupLine(
-            model, way, processes, mbit, round(tally.up), round(tally.down),
-            round((tally.up + tally.down) / (apart.up + apart.down), 3), round(speed, 1), round(speed / theirs, 3),
-            *(round(used / tally.samples * 1e6, 2) for used in (tally.worker_s, tally.server_s)),
+            model, way, processes, mbit, round(made.up), round(made.down),
+            round((made.up + made.down) / (separate.up + separate.down), 3),
+            round(speeds[way], 1), round(speeds[way] / speeds["separate"], 3),
+            *(round(sum(turn.cpu_s[name] for turn in made.turns) / whole * 1e6, 2) for name in ("workers", "servers")),
         )  # fmt: skip

@@ -1,23 +1,71 @@
-"""A slow link: `python -m benchmarks.relay HOST:PORT …` is a process between one worker and its servers.
-
-It prints the ports at which it stands in for them, as JSON. A line on standard input asks, a line of JSON answers:
-
-    delay MS      every byte takes so long from now on, in each direction
-    limit MBIT    so much leaves it each second in each direction from now on, all connections together; 0: any amount
-    count         {"up", "down"}: bytes towards the servers, and from them, so far
-"""
+"""A slow link: a process between workers and servers, which counts bytes and holds them back."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
+from collections.abc import Iterable, Sequence
 
-import uvloop
+from benchmarks.workers import Process
+from elasticps.system import background
 
 CHUNK = 64 << 10
 BURST_S = 0.002  # what may leave at once
 ON_THE_LINE = 1024  # chunks
+
+
+class Link:
+    """A relay in a process of its own, before these servers. ports: for each server's address, the port of this
+    machine at which the relay stands in for it."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._process = Process("relay:Relay", addresses=addresses)
+        self.ports: dict[str, int] = self._process.ask("ports")
+
+    def limit(self, mbit: float) -> None:
+        """Lets at most so many Mbit leave it each second from now on, in each direction; 0: any amount."""
+        self._process.ask("limit", mbit=mbit)
+
+    def delay(self, ms: float) -> None:
+        """Holds every byte back for so long from now on, in each direction."""
+        self._process.ask("delay", ms=ms)
+
+    def count(self) -> tuple[int, int]:
+        """Bytes so far, towards the servers and from them."""
+        up, down = self._process.ask("count")
+        return up, down
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.close()
+
+
+class Relay:
+    """The relay in its process: all connections together share one bucket for each direction."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._up, self._down = Bucket(), Bucket()
+        self._servers = background.run(self._listen(addresses))
+
+    async def _listen(self, addresses: Iterable[str]) -> dict[str, asyncio.Server]:
+        return {address: await stand_in(address, self._up, self._down) for address in addresses}
+
+    def ports(self) -> dict[str, int]:
+        return {address: server.sockets[0].getsockname()[1] for address, server in self._servers.items()}
+
+    def limit(self, mbit: float) -> None:
+        self._up.per_s = self._down.per_s = mbit * 1e6 / 8
+
+    def delay(self, ms: float) -> None:
+        self._up.delay_s = self._down.delay_s = ms / 1e3
+
+    def count(self) -> tuple[int, int]:
+        return self._up.bytes, self._down.bytes
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            server.close()
 
 
 class Bucket:
@@ -85,23 +133,3 @@ async def stand_in(address: str, up: Bucket, down: Bucket) -> asyncio.Server:
             side.close()
 
     return await asyncio.start_server(accept, "127.0.0.1", 0, limit=CHUNK)
-
-
-async def main(addresses: list[str]) -> None:
-    """Stands in for these servers until standard input ends."""
-    up, down = Bucket(), Bucket()
-    servers = [await stand_in(address, up, down) for address in addresses]
-    print(json.dumps([server.sockets[0].getsockname()[1] for server in servers]), flush=True)
-    reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    while line := (await reader.readline()).decode():
-        word, _, rest = line.strip().partition(" ")
-        if word == "limit":
-            up.per_s = down.per_s = float(rest) * 1e6 / 8
-        elif word == "delay":
-            up.delay_s = down.delay_s = float(rest) / 1e3
-        print(json.dumps({"up": up.bytes, "down": down.bytes}), flush=True)
-
-
-if __name__ == "__main__":
-    uvloop.run(main(sys.argv[1:]))

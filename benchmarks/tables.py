@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import elasticps as eps
+from benchmarks.runner import Progress, Result, Side, in_turns, silent, table
 from elasticps.local import LocalCluster
 from elasticps.torch import EmbeddingBag, EmbeddingBagCollection, Jagged, Optimizer, TableConfig
 
@@ -69,68 +70,53 @@ class OneLayer(nn.Module):
         return rows
 
 
-class _Side:
-    """One of both, and what its rounds took."""
-
-    def __init__(self, url: str, make: Callable[[eps.Client, int, int], nn.Module], tables: int, dim: int) -> None:
-        self._ps = eps.connect(url, worker=make.__name__.lower())
-        self._model = make(self._ps, tables, dim)
-        self._optimizer = Optimizer(self._ps, self._model)
-        self.cpu_ms: list[float] = []
-        self.ms: list[float] = []
-
-    def train(self, batches: list[Tensor], steps: int) -> float:
-        """Some steps; seconds that each took."""
-        cpu, began = time.process_time(), time.perf_counter()
-        for step in range(steps):
-            self._model(batches[step % len(batches)]).sum().backward()
-            self._optimizer.step()
-        self._ps.flush()
-        took = (time.perf_counter() - began) / steps
-        self.cpu_ms.append((time.process_time() - cpu) / steps * 1e3)
-        self.ms.append(took * 1e3)
-        return took
-
-    def forget(self) -> None:
-        """What came so far was to warm up."""
-        self.cpu_ms, self.ms = [], []
-
-    def close(self) -> None:
-        """Leaves the cluster."""
-        self._ps.close()
-
-
 def run(
     *, tables: int = 26, batch: int = 256, dim: int = 16, servers: int = 3, seconds: float = 10.0,
-    progress: Callable[[str], None] = lambda text: None,
-) -> TablesComparison:  # fmt: skip
+    progress: Progress = silent,
+) -> Result:  # fmt: skip
     """Trains both for about `seconds` together."""
     random, threads = np.random.default_rng(SEED), torch.get_num_threads()
     drawn = [random.zipf(EXPONENT, (batch, tables)) % IDS for _ in range(POOL)]
     batches = [torch.from_numpy(ids.astype(np.int64)) for ids in drawn]
     progress(f"starting {servers} servers")
-    sides: list[_Side] = []
-    with LocalCluster(servers=servers) as cluster:
+    with LocalCluster(servers=servers) as cluster, ExitStack() as stack:
         torch.set_num_threads(1)
-        try:
-            for make in (ManyLayers, OneLayer):
-                progress(f"warming up: {make.__name__.lower()}")
-                sides.append(_Side(cluster.url, make, tables, dim))
-                sides[-1].train(batches, WARM_STEPS)
-            steps = [max(5, int(seconds / 2 / ROUNDS / side.train(batches, WARM_STEPS))) for side in sides]
-            for side in sides:
-                side.forget()
-            for number in range(ROUNDS):
-                progress(f"round {number + 1} of {ROUNDS}")
-                for side, count in zip(sides, steps, strict=True):
-                    side.train(batches, count)
-        finally:
-            torch.set_num_threads(threads)
-            for side in sides:
-                side.close()
-    separate, collected = sides
-    before, after = (round(statistics.median(side.cpu_ms), 3) for side in sides)
-    return TablesComparison(
-        tables, batch, dim, servers, before, after, round(statistics.median(separate.ms), 3),
-        round(statistics.median(collected.ms), 3), round(after / before, 3),
+        stack.callback(torch.set_num_threads, threads)
+        sides = {}
+        for make in (ManyLayers, OneLayer):
+            name = make.__name__.lower()
+            progress(f"warming up: {name}")
+            ps = stack.enter_context(eps.connect(cluster.url, worker=name))
+            sides[make] = side = _side(ps, make(ps, tables, dim), batches)
+            side.turn()
+            side.fit(side.turn(), seconds / 2 / ROUNDS, 5)
+        turns = in_turns(sides, ROUNDS, lambda text: progress(text.rpartition(": ")[2]))
+    cpu_ms = [_median([turn.cpu_s["worker"] * 1e3 / turn.steps for turn in turns[make]]) for make in sides]
+    ms = [_median([turn.seconds * 1e3 / turn.steps for turn in turns[make]]) for make in sides]
+    of_separate = round(cpu_ms[1] / cpu_ms[0], 3)
+    found = TablesComparison(tables, batch, dim, servers, cpu_ms[0], cpu_ms[1], ms[0], ms[1], of_separate)
+    shown = table(
+        f"{tables} tables, {batch:,} samples a step, {servers} server(s)",
+        zip(("one for each table", "one for all"), cpu_ms, ms, strict=True),
+        [("layers", lambda line: line[0]), ("worker CPU ms/step", lambda line: f"{line[1]:.2f}"),
+         ("ms/step", lambda line: f"{line[2]:.2f}")],
     )  # fmt: skip
+    return Result(found, [shown, f"one for all takes {found.of_separate:.2f} of the worker's CPU time"])
+
+
+def _median(values: list[float]) -> float:
+    return round(statistics.median(values), 3)
+
+
+def _side(ps: eps.Client, model: nn.Module, batches: list[Tensor]) -> Side:
+    optimizer = Optimizer(ps, model)
+
+    def train(steps: int) -> float:
+        began = time.perf_counter()
+        for step in range(steps):
+            model(batches[step % len(batches)]).sum().backward()
+            optimizer.step()
+        ps.flush()
+        return time.perf_counter() - began
+
+    return Side(train, WARM_STEPS, lambda: {"worker": time.process_time()})

@@ -1,6 +1,8 @@
-"""Worker processes of benchmarks: how the parent starts and asks them, and how they answer.
+"""Processes beside a benchmark: how it starts and asks them, and how they answer.
 
-A line on standard input is a request, a line of JSON on standard output is the answer.
+`python -m benchmarks.workers MODULE:CLASS JOB` makes `CLASS(**JOB)`; JOB is JSON. A line on standard input,
+`[METHOD, ARGUMENTS]` as JSON, asks for a call of that method, and a line on standard output has what it returned. The
+process ends as standard input does.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ import subprocess
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
 
 from elasticps.errors import Error
 
@@ -23,12 +26,12 @@ ANSWER_S = 180.0  # a worker that has not answered so long after its time hangs
 # --- the parent's side
 
 
-class Worker:
-    """A process of a benchmark, `python -m MODULE ARGUMENTS`, that answers each line with a line of JSON."""
+class Process:
+    """A process that makes one object and answers for it. kind: "MODULE:CLASS", the module one of `benchmarks`."""
 
-    def __init__(self, module: str, *arguments: str) -> None:
+    def __init__(self, kind: str, **job: object) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [sys.executable, "-m", "benchmarks.workers", f"benchmarks.{kind}", json.dumps(job)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -39,24 +42,26 @@ class Worker:
     def pid(self) -> int:
         return self._process.pid
 
-    def ask(self, request: str) -> dict[str, Any]:
-        """Sends a request; its answer. Error if the worker has ended."""
+    def ask(self, method: str, **arguments: object) -> Any:
+        """Calls a method of the object, and returns its answer. Error if the process has ended."""
         assert self._process.stdin is not None
-        with suppress(OSError):  # it has ended
-            self._process.stdin.write(request + "\n")
-            self._process.stdin.flush()
-        answer: dict[str, Any] = self.answer()
-        return answer
-
-    def answer(self) -> Any:
-        """The next line that it writes."""
         assert self._process.stdout is not None
+        with suppress(OSError):  # it has ended
+            self._process.stdin.write(json.dumps([method, arguments]) + "\n")
+            self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
             raise Error(f"a worker of the benchmark ended with exit code {self._process.wait()}; its error is above")
         return json.loads(line)
 
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
+        """Ends the process."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -64,36 +69,34 @@ class Worker:
                 pipe.close()
 
 
-@contextmanager
-def started(module: str, *arguments: str) -> Iterator[Worker]:
-    """A worker process, until the block ends."""
-    worker = Worker(module, *arguments)
-    try:
-        yield worker
-    finally:
-        worker.close()
-
-
 class Team:
-    """Worker processes of one module, `python -m MODULE JOB`, one for each job. A request goes to the first few of them
-    at once; each answers within `answer_s`."""
+    """Processes of one kind, one for each job. The first few of them are asked at once; each answers within
+    `answer_s`."""
 
-    def __init__(self, module: str, jobs: Sequence[Mapping[str, object]], answer_s: float = ANSWER_S) -> None:
+    def __init__(self, kind: str, jobs: Sequence[Mapping[str, object]], answer_s: float = ANSWER_S) -> None:
         self._answer_s = answer_s
-        self.workers = [Worker(module, json.dumps(job)) for job in jobs]
+        self.workers = [Process(kind, **job) for job in jobs]
         self._threads = ThreadPoolExecutor(len(jobs))
 
-    def ask(self, request: str, count: int) -> list[dict[str, Any]]:
-        """The answers. Error if one ends, or does not answer in time; then all of them are ended."""
-        answers = [self._threads.submit(worker.ask, request) for worker in self.workers[:count]]
+    def ask(self, count: int, method: str, **arguments: object) -> list[Any]:
+        """The answers of the first `count`. Error if one ends, or does not answer in time; then all of them are
+        ended."""
+        answers = [self._threads.submit(worker.ask, method, **arguments) for worker in self.workers[:count]]
         done, waiting = wait(answers, self._answer_s, FIRST_EXCEPTION)
         failed = next((f.exception() for f in done if f.exception() is not None), None)
         if failed is not None or waiting:
             self.close()  # the others may wait for the one that ended
-            raise failed or Error(f"a worker of the benchmark did not answer {request!r} within {self._answer_s:g} s")
+            raise failed or Error(f"a worker of the benchmark did not answer {method!r} within {self._answer_s:g} s")
         return [future.result() for future in answers]
 
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
+        """Ends all of them."""
         for worker in self.workers:
             worker.close()
         self._threads.shutdown()
@@ -103,50 +106,49 @@ class Team:
 
 
 class BusyWorker(ABC):
-    """A worker process that works in one thread, until `ended` is set, and answers requests in another."""
+    """A worker that works in a thread of its own while it answers, from `begin` to `end`."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
+        self._done: Future[None] | None = None
 
     @abstractmethod
     def run(self) -> None:
-        """Works until `ended` is set, then tells the outcome."""
+        """Works until `ended` is set."""
 
-    @abstractmethod
-    def answer(self, word: str, rest: str) -> dict[str, object]:
-        """The answer to a line, of its first word and what follows."""
+    def begin(self) -> None:
+        """Starts the work."""
+        threads = ThreadPoolExecutor(1, thread_name_prefix="work")
+        self._done = threads.submit(self.run)
+        threads.shutdown(wait=False)
 
-    def serve(self) -> None:
-        """Works in this thread and answers in another."""
-        threading.Thread(target=self._listen, name="answers", daemon=True).start()
-        self.run()
+    def check(self) -> None:
+        """Raises what ended the work too early."""
+        if self._done is not None and self._done.done():
+            self._done.result()
 
-    def tell(self, **values: object) -> None:
-        """Writes one answer; ends if nobody is there to read it."""
-        try:
-            print(json.dumps(values), flush=True)
-        except BrokenPipeError:
-            self.ended.set()
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - or the interpreter tries once more when it ends
-
-    def _listen(self) -> None:
-        for line in sys.stdin:
-            word, _, rest = line.strip().partition(" ")
-            if word == "end":
-                break
-            self.tell(**self.answer(word, rest))
+    def close(self) -> None:
+        """Ends the work and waits until it has ended."""
         self.ended.set()
+        if self._done is not None:
+            self._done.result()
 
 
-def answers() -> TextIO:
-    """Standard output, for answers alone: what libraries print from now on goes nowhere."""
+def main() -> None:
+    """Makes the object that the command line names, and answers for it."""
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    with open(os.devnull, "w") as nowhere:
+    with open(os.devnull, "w") as nowhere:  # what libraries print goes there
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
-    return out
-
-
-def answer_all(out: TextIO, answer: Callable[[str], object]) -> None:
-    """Answers each line of standard input with one of JSON, until it ends."""
+    module, _, name = sys.argv[1].partition(":")
+    worker = getattr(import_module(module), name)(**json.loads(sys.argv[2]))
     for line in sys.stdin:
-        print(json.dumps(answer(line)), file=out, flush=True)
+        method, arguments = json.loads(line)
+        try:
+            print(json.dumps(getattr(worker, method)(**arguments)), file=out, flush=True)
+        except BrokenPipeError:
+            break
+    worker.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from benchmarks import trainer
+from benchmarks import training
 from benchmarks.core.criteo import ALPHA, CARDINALITIES, CATEGORIES, CLICKS, NUMBERS, Clicks, Source
 from examples.demo.data import auc
 
@@ -78,9 +78,9 @@ def test_labels_can_be_learned_but_not_perfectly() -> None:
 
 @pytest.mark.slow  # that the labels can be learned has a test of its own
 def test_dlrm_learns_the_made_up_clicks() -> None:
-    source = trainer.DLRMTraining(batch=512, rank=0, workers=1)
+    source = training.DLRMTraining(batch=512, rank=0, workers=1)
     what = source.local()
-    test = Source(trainer.SEED).batch(10_000, 10_000)
+    test = Source(training.SEED).batch(10_000, 10_000)
     inputs = torch.from_numpy(test.numbers), torch.from_numpy(test.categories)
 
     def score() -> float:

@@ -15,7 +15,8 @@ from benchmarks import groups
 from benchmarks.allreduce import AllReduceLine, concluded
 from benchmarks.cli import app
 from benchmarks.core.cost import Machine, here_s, links_s, work
-from benchmarks.groups import _GroupTally, _lines
+from benchmarks.groups import Trained, lines_of
+from benchmarks.runner import Turn
 
 HERE = Machine(memory_per_s=1e10, loopback_per_s=1e9, turn_s=1e-5, cores=2)
 
@@ -51,11 +52,11 @@ def test_the_summary_names_the_fastest_way_for_each_size() -> None:
 
 
 def test_a_group_stands_beside_separate_workers() -> None:
-    tallies = {
-        "separate": _GroupTally(100.0, 300.0, [10.0, 30.0, 20.0], 10, 0.01, 0.02),
-        "group": _GroupTally(40.0, 60.0, [50.0, 30.0, 90.0], 20, 0.01, 0.01),
+    both = {
+        "separate": Trained(100.0, 300.0, [Turn(5, s, {"workers": 0.04, "servers": 0.08}) for s in (4.0, 2.0, 0.5)]),
+        "group": Trained(40.0, 60.0, [Turn(5, s, {"workers": 0.02, "servers": 0.02}) for s in (1.0, 0.8, 0.1)]),
     }
-    apart, group = _lines("dense", tallies, 4, 1000)
+    apart, group = lines_of("dense", both, 4, 1000, batch=2)
     assert (apart.of_separate, apart.samples_per_s, apart.faster) == (1.0, 20.0, 1.0)
     assert (group.up_per_step, group.down_per_step, group.of_separate, group.faster) == (40, 60, 0.25, 2.5)
     assert (apart.worker_cpu_us_per_sample, apart.server_cpu_us_per_sample) == (1000.0, 2000.0)

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks import traffic
 from benchmarks.relay import BURST_S, CHUNK, Bucket, pass_on, stand_in
-from benchmarks.traffic import _line, _Run
-from benchmarks.traffic_worker import FILTERS
+from benchmarks.traffic import FilterRun, line_of
+from benchmarks.training import FILTERS
 from elasticps.model.spec import SGD, TableSpec
 
 
@@ -101,16 +101,16 @@ def test_bytes_beyond_the_rate_wait_for_tokens(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_each_result_is_compared_with_the_same_seed_without_filters() -> None:
-    none = [_Run(100.0, 100.0, 0.75, {0: 10.0, 100: 1.0}), _Run(120.0, 80.0, 0.77, {0: 30.0, 100: 3.0})]
+    none = [FilterRun(100.0, 100.0, 0.75, {0: 10.0, 100: 1.0}), FilterRun(120.0, 80.0, 0.77, {0: 30.0, 100: 3.0})]
     runs = [
-        _Run(50.0, 30.0, 0.74, {0: 20.0, 100: 4.0}, (1, 4), (1, 8), 3),
-        _Run(60.0, 20.0, 0.77, {0: 10.0, 100: 8.0}, (3, 4), (5, 8), 2),
+        FilterRun(50.0, 30.0, 0.74, {0: 20.0, 100: 4.0}, (1, 4), (1, 8), 3),
+        FilterRun(60.0, 20.0, 0.77, {0: 10.0, 100: 8.0}, (3, 4), (5, 8), 2),
     ]
-    line = _line("dlrm", "int8", runs, none)
+    line = line_of("dlrm", "int8", runs, none)
     assert (line.up_per_step, line.down_per_step, line.of_none) == (55, 25, 0.4)
     assert (line.up_of_none, line.keys_of_none, line.rows_of_none, line.oldest) == (0.5, 0.5, 0.375, 3)
     assert (line.score, line.lost) == ([0.74, 0.77], 0.005)
-    assert _line("dlrm", "none", none, none).keys_of_none == 1
+    assert line_of("dlrm", "none", none, none).keys_of_none == 1
     assert line.samples_per_s == {0: 15.0, 100: 6.0}
 
 

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from benchmarks import train
 from benchmarks.cli import app
-from benchmarks.train import TrainingLine, Way
+from benchmarks.runner import Turn
+from benchmarks.train import TrainingLine, Way, line_of
 from benchmarks.workers import Team
 from elasticps.errors import Error
 
@@ -36,40 +37,30 @@ def test_every_way_trains_and_is_counted() -> None:
 
 @pytest.mark.slow  # the next one goes the same way
 def test_a_worker_that_fails_ends_the_whole_team(capfd: pytest.CaptureFixture[str]) -> None:
-    job = {"model": "deepfm", "batch": 10_000_000, "rank": 0, "workers": 1, "groups": [], "urls": {}, "meeting": ""}
-    team = Team("benchmarks.trainer", [job, job])
-    try:
-        with pytest.raises(Error, match="a worker of the benchmark ended with exit code 1"):
-            team.ask("build alone", 2)
-    finally:
-        team.close()
+    job = {"model": "deepfm", "batch": 10_000_000}
+    with (
+        Team("training:Trainer", [job, job]) as team,
+        pytest.raises(Error, match="a worker of the benchmark ended with exit code 1"),
+    ):
+        team.ask(2, "build", way="alone")
     assert "no batch of 10000000 samples" in capfd.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_worker_that_hangs_is_given_up(capfd: pytest.CaptureFixture[str]) -> None:
-    job = {
-        "model": "deepfm",
-        "batch": 64,
-        "rank": 0,
-        "workers": 2,
-        "groups": [2],
-        "urls": {},
-        "meeting": "nowhere/at-all",
-    }
-    team = Team("benchmarks.trainer", [job], answer_s=0.1)
-    try:
-        with pytest.raises(Error, match=r"did not answer 'build alone' within 0\.1 s"):
-            team.ask("build alone", 1)
-    finally:
-        team.close()
+    job = {"model": "deepfm", "batch": 64, "workers": 2, "groups": [2], "meeting": "nowhere/at-all"}
+    with (
+        Team("training:Trainer", [job], answer_s=0.1) as team,
+        pytest.raises(Error, match=r"did not answer 'build' within 0\.1 s"),
+    ):
+        team.ask(1, "build", way="alone")
 
 
 def test_cpu_and_speed_are_shown_beside_one_process() -> None:
-    tally = train._Tally(steps=10, speeds=[100.0, 300.0, 200.0], samples=10 * 256, worker_s=0.256)
-    alone = train._line("deepfm", 256, Way("alone"), tally, 3, None)
+    turns = [Turn(2, 5.12, {"": 0.056}), Turn(6, 5.12, {"": 0.15}), Turn(2, 2.56, {"": 0.05})]
+    alone = line_of("deepfm", 256, Way("alone"), turns, 3, None)
     assert (alone.samples_per_s, alone.worker_cpu_us_per_sample, alone.steps) == (200.0, 100.0, 10)
-    tally = train._Tally(10, [50.0], 10 * 256, 0.384, {"s0": 0.0128, "s1": 0.0064})
-    line = train._line("deepfm", 256, Way("servers", 1, 2), tally, 3, alone)
+    turns = [Turn(10, 51.2, {"": 0.384, "s0": 0.0128, "s1": 0.0064})]
+    line = line_of("deepfm", 256, Way("servers", 1, 2), turns, 3, alone)
     assert (line.of_alone, line.worker_cpu_of_alone) == (0.25, 1.5)
     assert line.server_cpu_ms_per_step == {"s0": 1.28, "s1": 0.64}

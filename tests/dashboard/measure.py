@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 import elasticps as eps
-from benchmarks.limits import cpu_seconds
+from benchmarks.machine import cpu_seconds
 from coordinator.connect import open_store
 from coordinator.core.keys import NEWEST_CHECKPOINT
 from coordinator.core.store import Store

@@ -1,4 +1,4 @@
-"""What this machine can do at all, measured in the same run as what elasticps does on it."""
+"""What this machine can do at all, measured beside elasticps, and what processes use of it."""
 
 from __future__ import annotations
 
@@ -32,6 +32,14 @@ def cpu_seconds(pids: Sequence[int]) -> float:
     """CPU time that these processes have used so far, in user mode and in the kernel, from /proc."""
     fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
     return sum(int(each[11]) + int(each[12]) for each in fields) / os.sysconf("SC_CLK_TCK")
+
+
+def rss_bytes(pid: int) -> int:
+    """Resident memory of a process, from /proc."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise ProcessLookupError(f"process {pid} shows no resident memory")
 
 
 class SocketPair:
