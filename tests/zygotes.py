@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -15,12 +14,12 @@ _begun: dict[object, Zygote] = {}
 
 
 class Shared(Zygote):
-    """In place of a cluster's own: one for all that have one environment and working folder."""
+    """In place of a cluster's own: one for all that have one environment."""
 
     folder: Path  # of their logs
 
     def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
-        kind = os.getcwd(), frozenset(item for item in environment.items() if item[0] not in _OF_A_TEST)
+        kind = frozenset(item for item in environment.items() if item[0] not in _OF_A_TEST)
         if kind in _begun and supervisor.started_at(_begun[kind].pid) is None:  # a test has killed it
             _begun.pop(kind).close()
         if kind not in _begun:

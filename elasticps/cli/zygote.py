@@ -36,8 +36,10 @@ def serve(sock: socket.socket) -> list[str] | None:
 
 
 def _become(request: Mapping[str, Any]) -> None:
-    """Gives a forked process its session, environment, output files and name."""
+    """Gives a forked process its session, environment, working folder, output files and name."""
     os.setsid()
+    with suppress(OSError):  # it was removed: then in the zygote's
+        os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
     for path, descriptor in ((request["out"], 1), (request["log"], 2)):

@@ -74,6 +74,7 @@ class Zygote:
             "out": str(out),
             "log": str(log),
             "environment": dict(environment),
+            "folder": _working_folder(),
         }
         return Forked(self, self.ask(request))
 
@@ -157,6 +158,13 @@ class Forked:
     def kill(self) -> None:
         """Sends SIGKILL."""
         self.send_signal(signal.SIGKILL)
+
+
+def _working_folder() -> str:
+    """This process's working folder, as a process has it that starts here now; "" if it was removed."""
+    with suppress(OSError):
+        return os.getcwd()
+    return ""
 
 
 def _exit_code(pid: int) -> int | None:

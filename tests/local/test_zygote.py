@@ -84,6 +84,18 @@ def test_a_forked_process_can_be_signalled_and_waited_for(zygote: Zygote, folder
     assert not psutil.pid_exists(forked.pid)
 
 
+def test_a_forked_process_works_in_the_folder_of_its_owner(
+    zygote: Zygote, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    """Where it looks for plug-ins, as a process does that starts directly."""
+    monkeypatch.chdir(tmp_path)
+    waits = ["server", "--url", "etcd://127.0.0.1:1/nobody", "--name", "s0", "--wait", "600"]
+    forked = run(zygote, folder, "k", *waits)
+    eventually(lambda: os.readlink(f"/proc/{forked.pid}/cwd") == str(tmp_path))
+    forked.kill()
+    assert forked.wait(60) < 0
+
+
 def test_a_forked_process_has_its_own_descriptors(zygote: Zygote, folder: Path, eventually: Eventually) -> None:
     """None of the zygote's: a socket that others hold open would never tell that its owner has gone."""
     waits = ["server", "--url", "etcd://127.0.0.1:1/nobody", "--name", "s1", "--wait", "600"]
