@@ -9,6 +9,9 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 CODE := $(patsubst %/__init__.py,%,$(wildcard */__init__.py)) tests
 
+# Where it is set every process of the tests would compile each module that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-ci test-all ci soak stories lint docs format bench dist proto hashes clean \
 	distclean

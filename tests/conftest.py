@@ -33,6 +33,9 @@ settings.load_profile("fixed")
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would each compile two hundred modules
 
+# Threads of OpenMP wait for each other awake: beside other processes a small model's step takes ten times the CPU time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background: what tests start would ignore Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -176,7 +179,7 @@ def _descendants(mark: str) -> list[str]:
 def clusters_share_zygotes(
     no_process_outlives_the_run: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """All clusters that tests start in this process, with one environment and folder, fork from one zygote."""
+    """All clusters that tests start in this process, with one environment, fork from one zygote."""
     from elasticps.local import cluster
     from tests.zygotes import Shared, end
 
