@@ -24,6 +24,7 @@ from elasticps.errors import (
     VersionMismatch,
 )
 from elasticps.model.caching import Cache
+from elasticps.model.policies import Capacity, IdleFor, MinCount, MinCountSketch, Probability, SmallNorm
 from elasticps.model.spec import (
     ASP,
     BSP,
@@ -89,6 +90,7 @@ __all__ = [
     "BFloat16",
     "Cache",
     "CacheUse",
+    "Capacity",
     "CheckpointError",
     "Client",
     "Closed",
@@ -103,6 +105,7 @@ __all__ = [
     "Error",
     "Float16",
     "GroupLost",
+    "IdleFor",
     "Indefinite",
     "InputError",
     "Int8",
@@ -110,9 +113,12 @@ __all__ = [
     "KeysOnce",
     "LocalCluster",
     "Loss",
+    "MinCount",
+    "MinCountSketch",
     "Normal",
     "NotFinite",
     "OpenStep",
+    "Probability",
     "RandomK",
     "Resume",
     "RowAdagrad",
@@ -120,6 +126,7 @@ __all__ = [
     "ServerFull",
     "Shard",
     "Shards",
+    "SmallNorm",
     "SparseTable",
     "SpecError",
     "Step",

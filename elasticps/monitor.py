@@ -120,7 +120,7 @@ class _Line:
                 raise ConnectionResetError(str(error)) from None
 
     def beat(self, term: int) -> None:
-        self._write(GetViewHeader(0, term).header().pack())
+        self._write(GetViewHeader(0, term, int(time.time())).header().pack())
 
     def send_view(self, view: View) -> None:
         self._write(view_frame(view))

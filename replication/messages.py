@@ -43,6 +43,9 @@ class OperationKind(IntEnum):
     CUT = 14
     RESTORE = 15
     RESTORED = 16
+    TIME = 17
+    EVICT = 18
+    POLICY = 19
 
 
 ERASER = 1 << 31

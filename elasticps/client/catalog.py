@@ -223,7 +223,8 @@ class TableCatalog:
             found = self._registry.open_tables(worker.app, to_register, worker.id, self._timeout_s)
             going = [table for table in found if table.dropping]
             for one, table in zip(requests, found, strict=True):
-                if not table.dropping and (difference := table.spec.difference(one.spec)):
+                wanted = one.spec.with_usage_of(table.spec)
+                if not table.dropping and (difference := table.spec.difference(wanted)):
                     self._take_back(found)
                     raise SpecError(f"table {table.spec.name!r} exists with another spec: its {difference}. Use the "
                                     "same spec or another name")  # fmt: skip

@@ -32,6 +32,7 @@ from elasticps.client.tables import DenseTensor, H, SparseTable, TableInfo, chec
 from elasticps.client.warm import warm
 from elasticps.errors import ConfigError, Timeout
 from elasticps.model.caching import Cache
+from elasticps.model.policies import Admission, Eviction, check_evictions
 from elasticps.model.sharding import checked_spec
 from elasticps.model.spec import ASP, BSP, SSP, Consistency, Filter, Init, ServerOptimizer, TableSpec, Zeros
 
@@ -91,7 +92,8 @@ class Client:
     def table(
         self, name: str, *, dim: int, optimizer: ServerOptimizer, init: Init | None = None, dtype: str = "float32",
         finite: bool = False, push: Filters = (), pull: Filters = (), on_loss: str | None = None,
-        max_lost_steps: int | None = None, cache: Cache | None = None,
+        max_lost_steps: int | None = None, cache: Cache | None = None, admission: Admission | None = None,
+        eviction: Eviction | Sequence[Eviction] = (), usage: str = "",
     ) -> SparseTable:  # fmt: skip
         """Opens a sparse table, creating it if it is new. `SpecError` if it exists with another spec.
 
@@ -100,8 +102,14 @@ class Client:
         on_loss, max_lost_steps: as for `SparseTable.set_on_loss`; None leaves what was set before.
         cache: rows that this worker keeps, `eps.Cache(rows=…, staleness=…)` (docs/guides/caches.md); None leaves the
         cache as it is. It is no part of the table: other workers have their own, or none.
+        admission, eviction: which keys get a row, and which rows are forgotten (docs/guides/growing-tables.md). A table
+        that exists keeps its policies: `SparseTable.set_policies` changes them.
+        usage: what rows keep of their use, "count" (last use and count) or "score"; at least what the policies need.
         """
-        spec = TableSpec(name, dim, optimizer, init or Zeros(), dtype, finite=finite, push=push, pull=pull)
+        spec = TableSpec(
+            name, dim, optimizer, init or Zeros(), dtype, finite=finite, push=push, pull=pull, admission=admission,
+            eviction=check_evictions(eviction, f"table {name!r}: "), usage=usage,
+        )  # fmt: skip
         return self._tables.sparse(spec, on_loss, max_lost_steps, cache)
 
     def tensor(

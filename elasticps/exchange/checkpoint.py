@@ -95,7 +95,7 @@ def _in_order(
     spec: TableSpec, count: int, pieces: Iterator[Any], with_slots: bool, dtype: str, part: Path
 ) -> Generator[Columns, None, None]:
     """Rows of the keys 0 … count - 1: of those that are not there initial values, and slots of new rows."""
-    from elasticps.store.table import initial_rows  # compiles kernels
+    from elasticps.store.store import initial_rows  # compiles kernels
 
     step = max(1, CHUNK_BYTES // (8 + 4 * spec.dim))
     with tempfile.TemporaryDirectory(dir=part) as folder:

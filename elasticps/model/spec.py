@@ -10,12 +10,12 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
 from elasticps.errors import SpecError
-from elasticps.model import filters
+from elasticps.model import filters, policies
 from elasticps.model.filters import (
     KKT,
     BFloat16,
@@ -49,6 +49,7 @@ from elasticps.model.optimizers import (
     number,
     text,
 )
+from elasticps.model.policies import Admission, Eviction
 
 __all__ = [
     "ASP",
@@ -260,6 +261,9 @@ class TableSpec(Checked):
     With a `shape` it is a dense tensor, C-ordered and cut into rows of `dim` floats whose keys are 0..blocks-1, the
     last padded with zeros. Slots are float32 whatever the weights' dtype. finite: gradients are refused that hold NaN
     or infinity. push, pull: how gradients, and rows that are read, are shortened on their way (docs/guides/filters.md).
+    admission, eviction: which keys of a sparse table get a row, and which rows are forgotten. usage: what rows keep of
+    their use, "" for nothing, "count" for last use and count, "score" for a score too; at least what the policies need.
+    A row's usage is part of its layout, and never changes; policies of a living table may (`with_policies`).
     """
 
     name: str
@@ -271,6 +275,9 @@ class TableSpec(Checked):
     finite: bool = False
     push: Sequence[Filter] = ()
     pull: Sequence[Filter] = ()
+    admission: Admission | None = None
+    eviction: Sequence[Eviction] = ()
+    usage: str = policies.NO_USAGE
 
     def __post_init__(self) -> None:
         if len(text(self.name, "a table name")) > MAX_NAME or "/" in self.name or not shows(self.name):
@@ -293,6 +300,7 @@ class TableSpec(Checked):
         for each in self.push:
             if isinstance(each, KKT):
                 each.bound(self.optimizer)
+        self._check_policies(where)
         if self.shape is not None:
             self._check_dense(where, self.shape)
         if (size := len(self.to_json())) > MAX_JSON:
@@ -306,6 +314,44 @@ class TableSpec(Checked):
             raise SpecError(f"{where}a dense tensor's blocks have at most {MAX_BLOCK} floats, got {self.dim}")
         if isinstance(self.optimizer, RowAdagrad):
             raise SpecError(f"{where}RowAdagrad keeps one accumulator per row, and a dense tensor has no rows")
+
+    def _check_policies(self, where: str) -> None:
+        admission = policies.check_admission(self.admission, where)
+        self._set(admission=admission, eviction=policies.check_evictions(self.eviction, where))
+        if self.usage not in tuple(policies.USAGE_FLOATS):
+            raise SpecError(f'{where}usage must be "", "count" or "score", got {self.usage!r}')
+        needed = policies.usage_of(self.admission, self.eviction)
+        if policies.USAGE_FLOATS[needed] > policies.USAGE_FLOATS[self.usage]:
+            self._set(usage=needed)
+        if self.usage and self.shape is not None:
+            raise SpecError(f"{where}a dense tensor's rows are its blocks: it has no admission, eviction or usage")
+        if self.usage == policies.SCORES and self.push:
+            raise SpecError(f"{where}a table with scores takes no push filters: scores travel beside the gradients")
+
+    @property
+    def usage_floats(self) -> int:
+        """Words of 4 bytes that a row has for its usage."""
+        return policies.USAGE_FLOATS[self.usage]
+
+    @property
+    def push_width(self) -> int:
+        """Floats of a row that is pushed without filters: a gradient, and a score where the table keeps scores."""
+        return self.dim + (self.usage == policies.SCORES)
+
+    def with_usage_of(self, other: TableSpec) -> TableSpec:
+        """This spec with the usage of `other`, if that is more: whoever opens a table need not name what rows keep."""
+        return replace(self, usage=other.usage) if other.usage_floats > self.usage_floats else self
+
+    def with_policies(self, admission: Admission | None, eviction: Sequence[Eviction]) -> TableSpec:
+        """The same table under other policies. Raises SpecError if they need more than its rows keep of their usage."""
+        needed = policies.usage_of(admission, policies.check_evictions(eviction, f"table {self.name!r}: "))
+        if policies.USAGE_FLOATS[needed] > self.usage_floats:
+            kept = f"keep usage={self.usage!r}" if self.usage else "keep no usage"
+            raise SpecError(
+                f"table {self.name!r}: its rows {kept}, and these policies need usage={needed!r}; a row's layout is "
+                f"fixed when its table is made: make another table with usage={needed!r}, and load the rows into it"
+            )
+        return replace(self, admission=admission, eviction=eviction)
 
     @classmethod
     def dense(
@@ -339,8 +385,14 @@ class TableSpec(Checked):
             "shape": self.shape,
             "finite": self.finite,
         }
-        # Left out where there are none: what knows no filters reads such a spec, and refuses one with them.
+        # Left out where there are none: a version that knows no filters or policies reads that, and refuses others.
         values |= {which: [each.to_dict() for each in found] for which, found in self._filters().items() if found}
+        if self.admission is not None:
+            values["admission"] = self.admission.to_dict()
+        if self.eviction:
+            values["eviction"] = [each.to_dict() for each in self.eviction]
+        if self.usage:
+            values["usage"] = self.usage
         return json.dumps(values, separators=(",", ":"))
 
     @classmethod
@@ -353,10 +405,12 @@ class TableSpec(Checked):
 
     def difference(self, other: TableSpec) -> str:
         """What differs from `other`, in words: "dim is 64, not 32". Empty when rows of the one are rows of the other:
-        another learning rate is no difference."""
+        another learning rate is no difference, nor are other policies."""
         if other is self:
             return ""
-        same = {"optimizer"} if self.optimizer.same_rows(other.optimizer) else ()
+        same = {"admission", "eviction"}
+        if self.optimizer.same_rows(other.optimizer):
+            same.add("optimizer")
         pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self) if f.name not in same)
         return "; ".join(f"{name} is {mine!r}, not {theirs!r}" for name, mine, theirs in pairs if mine != theirs)
 
@@ -367,7 +421,7 @@ def _read(data: str | bytes) -> TableSpec:
     except (ValueError, RecursionError) as error:
         raise SpecError(f"a table's spec is not JSON: {error}") from error
     if isinstance(values, dict):
-        values = {"push": [], "pull": []} | values
+        values = {"push": [], "pull": [], "admission": None, "eviction": [], "usage": policies.NO_USAGE} | values
     names = [f.name for f in fields(TableSpec)]
     if not isinstance(values, dict) or values.keys() != set(names):
         raise SpecError(f"a table's spec must be an object of {names}, got {values!r:.200}")
@@ -376,6 +430,9 @@ def _read(data: str | bytes) -> TableSpec:
         raise SpecError(f"a table's shape must be a list or null, got {shape!r}")
     if not (isinstance(values["push"], list) and isinstance(values["pull"], list)):
         raise SpecError("a table's filters must be lists")
+    admission, eviction = values["admission"], values["eviction"]
+    if not isinstance(eviction, list):
+        raise SpecError("a table's eviction policies must be a list")
     return TableSpec(
         name=values["name"],
         dim=values["dim"],
@@ -386,7 +443,20 @@ def _read(data: str | bytes) -> TableSpec:
         finite=values["finite"],
         push=tuple(_from_dict(filters.KINDS, each, "filter") for each in values["push"]),
         pull=tuple(_from_dict(filters.KINDS, each, "filter") for each in values["pull"]),
+        admission=None if admission is None else read_admission(admission),
+        eviction=read_evictions(eviction),
+        usage=values["usage"],
     )
+
+
+def read_admission(values: object) -> Admission | None:
+    """The admission policy that `to_dict` wrote, or None. Raises SpecError for one that this version does not know."""
+    return None if values is None else _from_dict(policies.ADMISSIONS, values, "admission policy")
+
+
+def read_evictions(values: Sequence[object]) -> tuple[Eviction, ...]:
+    """The eviction policies that `to_dict` wrote. Raises SpecError for one that this version does not know."""
+    return tuple(_from_dict(policies.EVICTIONS, each, "eviction policy") for each in values)
 
 
 # A piece of a range names all tables, and a server that is filled gets one for each range: read and compared anew each

@@ -25,6 +25,7 @@ class ServerOptions:
     gate: lets connections pass, with TLS or in the clear.
     connections: how many workers and unknown peers may connect.
     clock: seconds, never going back, and not standing still while the event loop does.
+    wall: seconds since 1970.
     busy_poll: keeps the loop awake between requests; None for one of its own.
     row_writer: writes the files of checkpoints; None for threads.
     """
@@ -34,6 +35,7 @@ class ServerOptions:
     gate: Gate = field(default_factory=Gate)
     connections: ConnectionLimits = MANY
     clock: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
     busy_poll: BusyPoll | None = None
     row_writer: RowWriter | None = None
 

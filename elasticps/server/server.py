@@ -41,6 +41,7 @@ from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.server.roles.restoring import BUFFER_BYTES, Restorer
 from elasticps.server.roles.snapshots import SnapshotSender
 from elasticps.server.roles.stall_detector import StallDetector
+from elasticps.server.roles.sweeper import Sweeper
 from elasticps.server.roles.updates import UpdateRequests
 from elasticps.server.roles.worker_activity import WorkerActivity
 from replication.chain import Member
@@ -101,6 +102,8 @@ class Server:
 
         # Requests of coordinators, and of operators by the admin service.
         self.leaders = Leaders(context, self.links, self.snapshots, self.headroom)  # get reports
+        self.sweeper = Sweeper(context, self.leaders, self.headroom, options.wall)  # forgets rows by tables' policies
+        self.pushes.stamp_time = self.sweeper.stamp
         self.restoring = Restorer(context, self.memory, memory.share(BUFFER_BYTES))  # reads checkpoints
         row_writer = options.row_writer or ThreadRowWriter(loop)
         aside_bytes = memory.share(ASIDE_BYTES)
@@ -203,6 +206,7 @@ class Server:
         self.links.tick()
         self.registered.look_for_owners()
         self.handshake.tick()
+        self.sweeper.tick()
 
     def _recheck_waiting(self) -> None:
         """Handles again what waits for a view, a roster, tables, other workers or time."""

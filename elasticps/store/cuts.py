@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.store.eviction import MOST_SWEEPS, Sweep, add_sweep
 from elasticps.store.native import MAX_STAMP
 
 
@@ -38,6 +39,7 @@ class PassedCuts:
         return max(0, cut - int(self.base[r]))
 
 
+_MASK = (1 << 64) - 1
 SHARE, LEAST = 64, 64  # one in so many rows, but so many of a small range
 _M1, _M2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0x9FB21C651E98DF25)
 
@@ -47,15 +49,17 @@ NO_NOTES: Notes = np.empty((0, 2), np.int64)
 
 
 class Deletions:
-    """The deleted keys of one table. floor: int64 [ranges]; deletions after an earlier cut are not known in full."""
+    """The rows of one table that went: deleted keys, and sweeps. floor: int64 [ranges]; what went after an earlier cut
+    is not known in full."""
 
     def __init__(self, ranges: int) -> None:
         self.floor = np.zeros(ranges, np.int64)
         self._notes: dict[int, list[Notes]] = {}
+        self._sweeps: dict[int, list[Sweep]] = {}
 
     def ranges(self) -> set[int]:
-        """The ranges with notes."""
-        return set(self._notes)
+        """The ranges with notes or sweeps."""
+        return self._notes.keys() | self._sweeps.keys()
 
     def of(self, r: int) -> Notes:
         """The notes of a range."""
@@ -88,20 +92,40 @@ class Deletions:
             self.floor[r] = floor
             notes = self.of(r)
             self._notes[r] = [notes[notes[:, 1] >= floor]]
+            if r in self._sweeps:
+                self._sweeps[r] = [sweep for sweep in self._sweeps[r] if sweep.cut >= floor]
+
+    def sweep(self, r: int, sweep: Sweep) -> None:
+        """Notes a sweep of a range. Before the first cut nobody needs to know. Of too many the oldest are forgotten."""
+        if sweep.cut and sweep.cut >= self.floor[r]:
+            sweeps = self._sweeps.setdefault(r, [])
+            add_sweep(sweeps, sweep)
+            if len(sweeps) > MOST_SWEEPS:
+                self.forget(r, sorted(known.cut for known in sweeps)[len(sweeps) - MOST_SWEEPS - 1] + 1)
+
+    def sweeps(self, r: int) -> list[Sweep]:
+        """The sweeps of a range, in order."""
+        return self._sweeps.get(r, [])
 
     def erase(self, r: int) -> None:
         """Forgets a range that is not here any more."""
         self.floor[r] = 0
         self._notes.pop(r, None)
+        self._sweeps.pop(r, None)
 
     def between(self, r: int, since: int, before: int) -> NDArray[np.int64]:
         """Keys of rows that went after cut `since` and before cut `before`, each once."""
         notes = self.of(r)
         return np.unique(notes[(since <= notes[:, 1]) & (notes[:, 1] < before), 0])
 
+    def swept_between(self, r: int, since: int, before: int) -> list[Sweep]:
+        """Sweeps after cut `since` and before cut `before`, in order."""
+        return [sweep for sweep in self.sweeps(r) if since <= sweep.cut < before]
+
     def words(self, r: int) -> tuple[int, int]:
-        """A digest of all notes of a range, whatever their order."""
+        """A digest of all notes and sweeps of a range, whatever their order."""
         notes = self.of(r).astype(np.uint64)
         mixed = (notes[:, 0] * _M1 ^ notes[:, 1]) * _M2
         total = np.sum(mixed ^ mixed >> np.uint64(32), dtype=np.uint64)
-        return int(self.floor[r]), int(total.astype(np.int64))
+        swept = sum(sweep.word for sweep in self.sweeps(r))
+        return int(self.floor[r]), int((total + np.uint64(swept & _MASK)).astype(np.int64))

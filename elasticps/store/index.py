@@ -340,9 +340,26 @@ def free_rows(h: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
 
 
 @kernel
+def close_gap(gap: int | np.int64, salt: np.uint64, range_bits: np.uint64, base: int, capacity: int) -> None:
+    """Empties an entry. Entries behind it move up into the gap, unless that would bring them before their first entry:
+    so probes never meet a gap, and nothing marks where a key was."""
+    entry = gap + ENTRY
+    word = load64(entry + 8)
+    while word != 0:
+        key = load64(entry)
+        if first_entry(hash_key(key, salt), range_bits, base, capacity) <= gap:
+            store64(gap, key)
+            store64(gap + 8, word)
+            gap = entry
+        entry += ENTRY
+        word = load64(entry + 8)
+    store64(gap, 0)
+    store64(gap + 8, 0)
+
+
+@kernel
 def remove(h: NDArray[np.int64], keys: NDArray[np.int64]) -> int:
-    """Forgets the rows of keys, those that have one; returns how many. Entries behind a gap move up into it, unless
-    that would bring them before their first entry: so probes never meet a gap, and nothing marks where a key was."""
+    """Forgets the rows of keys, those that have one; returns how many."""
     salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
     range_bits = _S64 - np.uint64(h[H_SHIFT])
     counts = carray(pointer(h[H_COUNTS]), (1 << (64 - h[H_SHIFT]),), np.int64)
@@ -363,18 +380,7 @@ def remove(h: NDArray[np.int64], keys: NDArray[np.int64]) -> int:
         h[H_ROWS] -= 1
         counts[r] -= 1
         removed += 1
-        entry = gap + ENTRY
-        row = load64(entry + 8)
-        while row != 0:
-            other = load64(entry)
-            if first_entry(hash_key(other, salt), range_bits, base, capacity) <= gap:
-                store64(gap, other)
-                store64(gap + 8, row)
-                gap = entry
-            entry += ENTRY
-            row = load64(entry + 8)
-        store64(gap, 0)
-        store64(gap + 8, 0)
+        close_gap(gap, salt, range_bits, base, capacity)
     return removed
 
 

@@ -13,19 +13,22 @@ from elasticps.store.native import ADDRESS, H_SLOTS_AT, STAMP_BIT, copy, kernel,
 
 
 class RowLayout(NamedTuple):
-    """A row in bytes: weights in the spec's dtype, float32 slots from a multiple of 4 on, zeros to a multiple of 8."""
+    """A row in bytes: weights in the spec's dtype, float32 slots from a multiple of 4 on, usage (words of 4 bytes, see
+    `elasticps.store.usage`) where the table keeps it, zeros to a multiple of 8. usage_at: 0 if there is none."""
 
     weight_bytes: int
     slots_at: int
     stride: int
+    usage_at: int = 0
 
     @classmethod
     def of(cls, spec: TableSpec) -> RowLayout:
         """The layout of a table's rows."""
         weight_bytes = spec.dim * (4 if spec.dtype == "float32" else 2)
         slots_at = -(-weight_bytes // 4) * 4
-        end = slots_at + 4 * spec.optimizer.slot_floats(spec.dim)
-        return cls(weight_bytes, slots_at, -(-end // 8) * 8)
+        usage_at = slots_at + 4 * spec.optimizer.slot_floats(spec.dim)
+        end = usage_at + 4 * spec.usage_floats
+        return cls(weight_bytes, slots_at, -(-end // 8) * 8, usage_at if spec.usage_floats else 0)
 
 
 @kernel

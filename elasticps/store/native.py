@@ -62,9 +62,18 @@ _compile_inline: Any = njit(nogil=True, cache=True, error_model="numpy", inline=
     H_RETAINED_NEXT,  # unused part of the newest block of records
     H_RETAINED_END,
     H_RETAINED_ROOM,  # records that can be had
+    H_USAGE_AT,  # byte in the row where its usage starts: last use, count, and a score; 0 if rows keep none
+    H_USAGE_FLOATS,  # 2, or 3 with a score
+    H_TIMES,  # address of int64 [ranges]: cluster time of a range in seconds
+    H_POLICIES,  # address of float64 [ranges, POLICY]: see P_…
+    H_ADMITS,  # 1 if keys without a row may have to wait for one
     HEADER_SIZE,
-) = range(35)
+) = range(40)
 NEED_SLAB = -1
+
+# Of a range: the share of a half-life in a second, 0 if counts never fall; the number of the admission policy, see
+# `admission`, and its threshold.
+P_DECAY, P_ADMISSION, P_THRESHOLD, POLICY = 0, 1, 2, 3
 
 # Of a range: where its index segment lies, its capacity, the stamp of rows that change now, and from which stamp on
 # rows are kept aside before they do.

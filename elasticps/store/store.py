@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.errors import SpecError
-from elasticps.model.spec import TableSpec
+from elasticps.model.spec import Assign, Init, TableSpec
 from elasticps.store.cuts import PassedCuts
 from elasticps.store.memory import Allocator
 from elasticps.store.table import Table
@@ -25,7 +25,7 @@ class Store:
     tables: all of them, also those; live: without those. dropped: for each id that was dropped, the ranges in which it
     was, as packed bits, the lowest first. new: live tables made since somebody has emptied it. changed: ids of tables
     that were made, dropped or given an owner since somebody has emptied it. unowned: live tables whose application is
-    not known.
+    not known. times: cluster time of each range in seconds, int64 [ranges], 0 where none was logged.
     """
 
     def __init__(self, ranges: int) -> None:
@@ -39,6 +39,7 @@ class Store:
         self.unowned: set[int] = set()
         self._apps: dict[int, str] = {}
         self.cuts = PassedCuts(ranges)
+        self.times = np.zeros(ranges, np.int64)
         self._memory = Allocator()
 
     def create(self, spec: TableSpec, table_id: int, app: str = "") -> Table:
@@ -46,7 +47,7 @@ class Store:
         Raises SpecError if the one that exists differs, saying in what."""
         table = self.tables.get(table_id)
         if table is None:
-            table = self.tables[table_id] = Table(spec, table_id, self.ranges, self._memory, self.cuts)
+            table = self.tables[table_id] = Table(spec, table_id, self.ranges, self._memory, self.cuts, self.times)
             table.dropped = table_id in self.dropped
             table.app = app or self._apps.get(table_id, "")
             if not table.dropped:
@@ -155,14 +156,27 @@ class Store:
         for table in self.tables.values():
             table.pass_cut(ranges, ranges[:0])
 
-    def cut_words(self, r: int) -> list[int]:
-        """A digest of what range r knows of cuts, without rows' stamps."""
-        words = [int(self.cuts.newest[r]), int(self.cuts.base[r])]
+    def words(self, r: int) -> list[int]:
+        """Numbers beside the rows on which replicas of range r must agree: time, cuts, deletions, and of tables that
+        keep usage, keys that wait and policies."""
+        words = [int(self.times[r]), int(self.cuts.newest[r]), int(self.cuts.base[r])]
         for number in sorted(self.tables):
-            noted = self.tables[number].deletions.words(r)
+            table = self.tables[number]
+            noted = table.deletions.words(r)
             if any(noted):
                 words += number, *noted
+            if table.lifecycle is not None:
+                words += number, *table.lifecycle.words(r)
         return words
+
+    def advance(self, ranges: NDArray[np.int64], seconds: int) -> None:
+        """Sets the cluster time of some ranges; it never goes back."""
+        before = self.times[ranges]
+        self.times[ranges] = np.maximum(before, seconds)
+        for table in self.tables.values():
+            if table.lifecycle is not None:
+                for r, earlier in zip(ranges.tolist(), before.tolist(), strict=True):
+                    table.lifecycle.advance(r, earlier, int(self.times[r]))
 
     def erase(self, ranges: NDArray[np.int64]) -> None:
         """Forgets everything about ranges that are not here any more."""
@@ -172,10 +186,13 @@ class Store:
         for positions in self._dropped_at.values():
             positions[ranges] = -1
         self._set_cuts(ranges, 0, 0)
+        self.times[ranges] = 0
         for table in self.tables.values():
             for r in ranges.tolist():
                 table.deletions.erase(r)
                 table.drop_range(r)
+                if table.lifecycle is not None:
+                    table.lifecycle.erase(r)
 
     def bury(self, acked: NDArray[np.int64]) -> list[int]:
         """Gives back what is left of tables that were dropped in every range held here, where all replicas are known to
@@ -214,3 +231,11 @@ class Store:
     def reusable_bytes(self) -> int:
         """Bytes of dropped rows of all tables, which their next rows take first."""
         return sum(self.tables[number].reusable_bytes for number in self._memory.with_holes)
+
+
+def initial_rows(init: Init, keys: NDArray[np.int64], dim: int, dtype: str = "float32") -> NDArray[np.float32]:
+    """What rows of a table with this initialiser read as before their first push: float32 [n, dim]."""
+    keys = np.ascontiguousarray(keys, np.int64)
+    out = np.empty((len(keys), dim), np.float32)
+    Table(TableSpec("initial", dim, Assign(), init, dtype), 0, 2).gather(keys, out)
+    return out

@@ -10,22 +10,21 @@ from numpy.typing import NDArray
 
 from elasticps.errors import InputError
 from elasticps.kernels import hashing
-from elasticps.model.spec import DTYPES, Constant, Init, TableSpec, Zeros
-from elasticps.model.spec import Assign as _Assign
+from elasticps.model.spec import DTYPES, Constant, TableSpec, Zeros
 from elasticps.store import index, intervals, layout, stamps
 from elasticps.store import native as field
 from elasticps.store.codec import Codec
 from elasticps.store.corrections import constants_of
 from elasticps.store.cuts import Deletions, PassedCuts
+from elasticps.store.eviction import Predicate, Sweep
+from elasticps.store.lifecycle import Lifecycle
 from elasticps.store.memory import Allocator
 from elasticps.store.registry import load_kernels, update_kernel
 from elasticps.store.retained import Allowance, RetainedRows
+from elasticps.store.slabs import Slabs
 from elasticps.store.values import INIT_KINDS, init_values
 
-_LAST_SLAB = 1 << 26  # bytes
-_RECLAIM_BYTES, _RECLAIM_SHARE = 4 << 20, 8  # with so much of it dropped, and such a part, a table gives memory back
 _NO_VALUES = np.empty((0, 0), np.float32)
-_SLAB_FIELDS = [field.H_FREE, field.H_NEXT, field.H_END, field.H_LOW, field.H_HIGH, field.H_ASIDE, field.H_UNSWEPT]
 _EMPTY_SEGMENT = np.zeros(2, np.int64)  # one empty entry, for ranges without rows
 
 
@@ -37,9 +36,10 @@ class Table:
 
     def __init__(
         self, spec: TableSpec, table_id: int, ranges: int, memory: Allocator | None = None,
-        cuts: PassedCuts | None = None,
+        cuts: PassedCuts | None = None, times: NDArray[np.int64] | None = None,
     ) -> None:  # fmt: skip
-        """Raises SpecError for a custom optimizer that is not registered here."""
+        """times: cluster time of the ranges, for the usage of rows. Raises SpecError for a custom optimizer that is not
+        registered here."""
         load_kernels()
         row = layout.RowLayout.of(spec)
         self.spec, self.table_id, self.ranges = spec, table_id, ranges  # as given
@@ -55,9 +55,7 @@ class Table:
         self._update = update_kernel(spec.optimizer)  # the compiled step
         self._dim, self._step_floats = spec.dim, spec.optimizer.step_floats  # of a row; that come with a step
         self._memory = Allocator() if memory is None else memory  # of the store: for slabs and index segments
-        self._slabs: dict[int, int] = {}  # address -> bytes
-        self._slab_bytes = self._segment_bytes = 0  # taken by slabs, and by index segments
-        self._emptied_ranges = 0  # ranges that have no row any more in the slab that is being emptied
+        self._segment_bytes = 0  # taken by index segments
         # Arrays that kernels reach through the header, by address: they must live as long as the table.
         self._descriptors = np.zeros((ranges, field.DESCRIPTOR), np.int64)  # of ranges: segment, stamps
         self._descriptors[:, field.D_SEGMENT] = _EMPTY_SEGMENT.ctypes.data
@@ -83,6 +81,11 @@ class Table:
         h[field.H_CONSTANT_COUNT] = len(self._constants) - 1
         h[field.H_SCRATCH] = self._scratch.ctypes.data
         h[field.H_FINITE] = spec.finite
+        self._slabs = Slabs(h, self._counts, self._memory)
+        self.lifecycle: Lifecycle | None = None  # of a table that keeps its rows' usage
+        if spec.usage:
+            times = np.zeros(ranges, np.int64) if times is None else times
+            self.lifecycle = Lifecycle(spec, h, row.usage_at, times, self._memory)
         every = np.arange(ranges)
         self.pass_cut(every, every[:0])
 
@@ -93,20 +96,18 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of slabs and index segments."""
-        return self._slab_bytes + self._segment_bytes
+        """Bytes of slabs, index segments, and keys that wait for a row."""
+        waiting = self.lifecycle.waiting.nbytes if self.lifecycle else 0
+        return self._slabs.nbytes + self._segment_bytes + waiting
 
     @property
     def reusable_bytes(self) -> int:
-        """Bytes of dropped rows, which the next rows take first."""
-        h = self._header
-        return self._slab_bytes - int(h[field.H_END] - h[field.H_NEXT]) - self.rows * self.stride
+        """See `Slabs.reusable_bytes`."""
+        return self._slabs.reusable_bytes
 
     def missing(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of keys [n] have no row."""
-        rows = self._scratch_rows(len(keys))
-        index.find(self._header, keys, rows)
-        return rows[: len(keys)] == 0
+        return self.find(keys)[0] == 0
 
     # --- batches ------------------------------------------------------------------------------------------------------
 
@@ -117,24 +118,48 @@ class Table:
             raise InputError(f"{self._name}: {n} keys need an array of {(n, self._dim)}, got {out.shape}")
         index.gather(self._header, keys, out, self._scratch_rows(n))
 
-    def apply(self, keys: NDArray[np.int64], grads: NDArray[np.float32], step_values: NDArray[np.float32]) -> None:
-        """One optimizer step on the rows of keys [n] with grads [n, dim]; rows that are absent are made first.
+    def apply(
+        self, keys: NDArray[np.int64], grads: NDArray[np.float32], step_values: NDArray[np.float32], worker: int = 0,
+        clock: int = 0,
+    ) -> None:  # fmt: skip
+        """One optimizer step on the rows of keys [n] with grads [n, spec.push_width]; rows that are absent are made
+        first, as far as the table's policies admit them in this step of a worker.
 
         An equal key counts as often as it comes, in order.
         """
         n = len(keys)
-        if grads.shape != (n, self._dim) or len(step_values) != self._step_floats:
+        if grads.shape != (n, self.spec.push_width) or len(step_values) != self._step_floats:
             raise InputError(
-                f"{self._name}: {n} keys need gradients of {(n, self._dim)} and {self._step_floats} step values, "
-                f"got {grads.shape} and {len(step_values)}"
+                f"{self._name}: {n} keys need gradients of {(n, self.spec.push_width)} and {self._step_floats} step "
+                f"values, got {grads.shape} and {len(step_values)}"
             )
+        if self.lifecycle is not None:
+            self.lifecycle.apply(self, keys, grads, step_values, worker, clock)
+            return
         rows = self._scratch_rows(n)
         if self.retained is not None:
             index.find(self._header, keys, rows)
         elif not self._update(self._header, keys, grads, step_values, rows, False):
             return
+        self.change(keys, rows)
+        self._update(self._header, keys, grads, step_values, rows, True)
+
+    def find(self, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+        """Addresses of the rows of keys [n], 0 where there is none, int64 [n]; and how many there are none of."""
+        rows = np.empty(len(keys), np.int64)
+        return rows, int(index.find(self._header, keys, rows))
+
+    def change(self, keys: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        """Prepares rows that `find` has just found for a change, and makes those that are missing (0), with initial
+        values; `rows` gets their addresses."""
         self._touch(keys, rows)
         self._insert(keys, rows, _NO_VALUES, index.INITIALISE)
+
+    def update(
+        self, keys: NDArray[np.int64], grads: NDArray[np.float32], step_values: NDArray[np.float32],
+        rows: NDArray[np.int64],
+    ) -> None:  # fmt: skip
+        """Runs the optimizer on rows that are there, at these addresses."""
         self._update(self._header, keys, grads, step_values, rows, True)
 
     @property
@@ -156,7 +181,10 @@ class Table:
             raise InputError(f"{self._name}: {n} keys need values of {(n, self._dim)}, got {values.shape}")
         rows = self._scratch_rows(n)
         if index.find(self._header, keys, rows):
+            new = rows[:n] == 0
             self._insert(keys, rows, values, index.TAKE_VALUES)
+            if self.lifecycle is not None:
+                self.lifecycle.loaded(keys[new], rows[:n][new])
         return self.rows - before
 
     def put(self, keys: NDArray[np.int64], values: NDArray[np.float32]) -> None:
@@ -172,6 +200,8 @@ class Table:
         index.overwrite(self._header, weights, rows)
         if slots.shape[1]:
             layout.write_slots(self._header, np.ascontiguousarray(slots), rows)
+        if self.lifecycle is not None:
+            self.lifecycle.loaded(keys, rows[:n])
 
     @property
     def put_widths(self) -> tuple[int, int]:
@@ -190,25 +220,39 @@ class Table:
     def delete(self, keys: NDArray[np.int64]) -> int:
         """Forgets the rows of keys [n], those that have one, and notes which; returns how many. Their memory serves the
         next rows."""
-        rows = self._scratch_rows(len(keys))
-        self._find_to_change(keys, rows)
-        gone = np.unique(keys[rows[: len(keys)] != 0])
+        if self.lifecycle is not None:
+            self.lifecycle.waiting.remove(keys)
+        gone = np.unique(keys[~self.missing(keys)])
         if not len(gone):
             return 0
         if self._cuts.newest.any():
             ranges = self.ranges_of(gone)
             for r in np.unique(ranges).tolist():
-                self.deletions.note(r, gone[ranges == r], int(self._cuts.newest[r]))
-        index.remove(self._header, gone)
-        self._memory.with_holes.add(self.table_id)
-        if not self._header[field.H_ROWS]:
-            self.clear()
+                self.note_deleted(r, gone[ranges == r])
+        self.forget(gone)
         return len(gone)
 
-    def bound_deletions(self, ranges: list[int]) -> None:
-        """Forgets what is more than ranges may note."""
-        for r in ranges:
-            self.deletions.bound(r, self.count_range(r))
+    def note_deleted(self, r: int, keys: NDArray[np.int64]) -> None:
+        """Notes keys of range r whose rows are forgotten, for increments."""
+        self.deletions.note(r, keys, int(self._cuts.newest[r]))
+
+    def forget(self, keys: NDArray[np.int64]) -> None:
+        """Forgets the rows of keys [n], each of which has one, and comes once."""
+        self._find_to_change(keys, self._scratch_rows(len(keys)))
+        index.remove(self._header, keys)
+        self._memory.with_holes.add(self.table_id)
+        if not self._header[field.H_ROWS]:
+            self._release_rows()
+
+    def evict(self, r: int, low: int, high: int, predicate: Predicate, bound: int = intervals.HASH_END) -> int:
+        """Forgets the rows, or candidates, of range r at hashes low..high-1 that a predicate chooses, and notes it as
+        one sweep; returns how many went. bound: hash up to which the range has arrived here. Of a table with usage."""
+        assert self.lifecycle is not None
+        newest, stamp = int(self._cuts.newest[r]), int(self._descriptors[r, field.D_STAMP])
+        gone = self.lifecycle.evict(self, r, low, min(high, bound), predicate, stamp)
+        if not predicate.of_candidates:
+            self.deletions.sweep(r, Sweep(newest, predicate, low, high))
+        return gone
 
     def first_foreign(self, keys: NDArray[np.int64], allowed: NDArray[np.bool_]) -> int:
         """Index of the first key whose range is not allowed (bool [ranges]), or -1."""
@@ -274,14 +318,14 @@ class Table:
 
     def dump_interval(self, r: int, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
         """The same for the keys of range r whose hashes are in low..high-1."""
-        keys, words = self._list_interval(r, low, high)
+        keys, words = self.list_words(r, low, high)
         return keys, stamps.rows_at(words, self.stride)
 
     def dump_stamped(
         self, r: int, low: int, high: int
     ) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.uint16]]:
         """The same, and the rows' stamps."""
-        keys, words = self._list_interval(r, low, high)
+        keys, words = self.list_words(r, low, high)
         return keys, stamps.rows_at(words, self.stride), stamps.stamps_in(words)
 
     def load_range(
@@ -306,10 +350,14 @@ class Table:
 
     def drop_interval(self, r: int, low: int, high: int) -> None:
         """Forgets the keys of range r whose places are in low..high-1."""
-        self.delete(self._list_interval(r, low, high)[0])
+        self.delete(self.list_words(r, low, high)[0])
+        if self.lifecycle is not None:
+            self.lifecycle.waiting.drop_interval(r, low, high)
 
     def drop_range(self, r: int) -> None:
         """Forgets range r. Its rows' memory serves the table's next rows, or goes back, see `reclaim`."""
+        if self.lifecycle is not None:
+            self.lifecycle.waiting.drop_range(r)
         if not self.count_range(r):
             return
         keys, rows = self._list(r)
@@ -320,7 +368,7 @@ class Table:
         self._release_segment(r)
         self._counts[r] = 0
         if not self._header[field.H_ROWS]:
-            self._release_slabs()
+            self._release_rows()
 
     def digest_range(self, r: int, part: int = 0, parts: int = 1) -> int:
         """64-bit digest of range r's keys, weights and slots, bit for bit; the rows' order plays no part. Or of one of
@@ -330,12 +378,19 @@ class Table:
         return int(intervals.digest_interval(self._header, r, low, high))
 
     def clear(self) -> None:
-        """Forgets every row and gives the memory back."""
+        """Forgets every row, and every key that waits for one, and gives the memory back."""
+        if self.lifecycle is not None:
+            for r in range(self.ranges):
+                self.lifecycle.waiting.drop_range(r)
+        self._release_rows()
+
+    def _release_rows(self) -> None:
         for r in np.flatnonzero(self._descriptors[:, field.D_CAPACITY]).tolist():
             self._release_segment(r)
         self._counts[:] = 0
         self._header[field.H_ROWS] = 0
-        self._release_slabs()
+        self._slabs.release()
+        self._memory.with_holes.discard(self.table_id)
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -391,7 +446,9 @@ class Table:
             self.make_room(stale)
             stamps.touch(self._header, keys, rows)
 
-    def _list_interval(self, r: int, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def list_words(self, r: int, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Keys of range r whose hashes are in low..high-1, and the words of their rows (address and stamp): int64 [n]
+        each."""
         keys, words = np.empty(self.count_range(r), np.int64), np.empty(self.count_range(r), np.int64)
         n = intervals.list_interval(self._header, r, low, high, keys, words)
         return keys[:n], words[:n]
@@ -407,7 +464,7 @@ class Table:
         while at < len(keys):
             need = int(self._header[field.H_NEED])
             if need == field.NEED_SLAB:
-                self._add_slab()
+                self._slabs.add()
             else:
                 self._grow(need, int(self._descriptors[need, 1]) * 3 // 2)
             at = index.insert(self._header, keys, values, mode, rows, at)
@@ -438,61 +495,6 @@ class Table:
             self._descriptors[r, : field.D_STAMP] = _EMPTY_SEGMENT.ctypes.data, 0
             self._memory.free(segment)
 
-    def _add_slab(self) -> None:
-        """The next slab doubles the table, up to 64 MB: a tensor of one row costs one row."""
-        nbytes = max(min(self._slab_bytes, _LAST_SLAB) // self.stride, 1) * self.stride
-        slab = self._memory.allocate(nbytes)
-        self._slabs[slab] = nbytes
-        self._slab_bytes += nbytes
-        self._header[field.H_NEXT] = slab
-        self._header[field.H_END] = slab + nbytes
-
-    def _release_slabs(self) -> None:
-        for slab in self._slabs:
-            self._memory.free(slab)
-        self._slabs.clear()
-        self._slab_bytes = 0
-        self._header[_SLAB_FIELDS] = 0
-        self._memory.with_holes.discard(self.table_id)
-
     def reclaim(self, rows: int) -> int:
-        """Gives memory of dropped rows back to the system, by moving others together, a slab at a time and about `rows`
-        rows in a call. Returns how many are left for other tables."""
-        h = self._header
-        if not h[field.H_LOW] and not self._choose_slab():
-            return rows
-        rows -= int(index.sweep(h, rows))
-        while rows > 0 and self._emptied_ranges < self.ranges:
-            if not index.move_out(h, self._emptied_ranges):
-                index.keep_slab(h)
-                return rows
-            rows -= 1 + self.count_range(self._emptied_ranges)
-            self._emptied_ranges += 1
-        if not h[field.H_UNSWEPT] and self._emptied_ranges == self.ranges:
-            slab = int(h[field.H_LOW])
-            self._slab_bytes -= self._slabs.pop(slab)
-            self._memory.free(slab)
-            h[field.H_LOW] = h[field.H_HIGH] = h[field.H_ASIDE] = 0
-        return rows
-
-    def _choose_slab(self) -> bool:
-        """Begins to empty the largest slab whose rows fit elsewhere, with room to spare, if there is much to be won."""
-        h, free = self._header, self.reusable_bytes
-        if free < max(_RECLAIM_BYTES, self._slab_bytes // _RECLAIM_SHARE):
-            return False
-        newest = int(h[field.H_END]) if h[field.H_NEXT] < h[field.H_END] else 0
-        fitting = [(n, at) for at, n in self._slabs.items() if n + n // 4 <= free and at + n != newest]
-        if not fitting:
-            return False
-        nbytes, slab = max(fitting)
-        h[field.H_LOW], h[field.H_HIGH] = slab, slab + nbytes
-        h[field.H_UNSWEPT], h[field.H_FREE], self._emptied_ranges = h[field.H_FREE], 0, 0
-        return True
-
-
-def initial_rows(init: Init, keys: NDArray[np.int64], dim: int, dtype: str = "float32") -> NDArray[np.float32]:
-    """What rows of a table with this initialiser read as before their first push: float32 [n, dim]."""
-    keys = np.ascontiguousarray(keys, np.int64)
-    out = np.empty((len(keys), dim), np.float32)
-    Table(TableSpec("initial", dim, _Assign(), init, dtype), 0, 2).gather(keys, out)
-    return out
+        """See `Slabs.reclaim`."""
+        return self._slabs.reclaim(rows)

@@ -238,19 +238,21 @@ class GetClocksHeader(NamedTuple):
 
 
 class GetViewHeader(NamedTuple):
-    """GET_VIEW: send a view newer than that of `epoch`, if there is one. term: of the leader whose beat it is."""
+    """GET_VIEW: send a view newer than that of `epoch`, if there is one. term: of the leader whose beat it is; seconds:
+    the time by its clock, since 1970, 0 if it does not say."""
 
     epoch: int
     term: int = 0
+    seconds: int = 0
 
     def header(self) -> Header:
         """The 64 bytes' fields; there is no body."""
-        return Header(Kind.GET_VIEW, epoch=self.epoch, clock=self.term)
+        return Header(Kind.GET_VIEW, epoch=self.epoch, clock=self.term, table=self.seconds)
 
     @classmethod
     def of(cls, h: Header) -> GetViewHeader:
         """The inverse of `header`."""
-        return cls(h.epoch, h.clock)
+        return cls(h.epoch, h.clock, h.table)
 
 
 class BarrierJoinHeader(NamedTuple):

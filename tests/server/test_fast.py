@@ -266,7 +266,7 @@ class Story:
                 server = self.wires.servers[name]
                 if server.replica.role[r] == Role.FULL:
                     tables = {n: t.digest_range(r) for n, t in server.store.tables.items() if t.count_range(r)}
-                    words = server.store.dropped_in(r), server.store.cut_words(r)
+                    words = server.store.dropped_in(r), server.store.words(r)
                     rows = tables, words, server.replica.clocks.column(r)[1].tolist()
                     assert found.setdefault(int(server.replica.seq[r]), rows) == rows
 

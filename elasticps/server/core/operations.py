@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from elasticps.model.sharding import GROUP_BITS, ShardSpec
 from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds, Selecting
 from elasticps.server.core.data_shards import MAX_SETS, Doing, RangeShards, ShardMark, ShardSet, Used
 from elasticps.store.cuts import NO_NOTES, Notes
+from elasticps.store.eviction import TIE_END, Measure, Predicate, Reason, Sweep
 from elasticps.store.intervals import HASH_END
 from elasticps.wire.frames import Block, FrameError, text, whole, wholes
 from replication.chain import Ranges
@@ -130,6 +131,51 @@ class Dropped(NamedTuple):
     table: int
 
 
+class TimeMark(NamedTuple):
+    """A TIME: cluster time of ranges is `seconds`, since 1970 by the clock of their head."""
+
+    seconds: int
+
+
+class SweptInterval(NamedTuple):
+    """An EVICT: in each of its ranges, the rows of a table whose hashes are in low..high-1, and that the predicate
+    chooses, are forgotten."""
+
+    table: int
+    low: int
+    high: int
+    predicate: Predicate
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> SweptInterval:
+        """From JSON. FrameError for what it cannot be."""
+        table, low, high = whole(document.get("id"), _MAX_WORKER, 1), document.get("low"), document.get("high")
+        return cls(table, whole(low, HASH_END), whole(high, HASH_END), predicate_of(document.get("predicate")))
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"id": self.table, "low": self.low, "high": self.high, "predicate": list(self.predicate)}
+
+
+class ChangedPolicies(NamedTuple):
+    """A POLICY: from this place of their logs on a table's ranges are under the policies of `spec`, as JSON."""
+
+    table: int
+    spec: str
+
+
+def predicate_of(values: object) -> Predicate:
+    """A predicate from a list of numbers, as `list(predicate)` gives them. FrameError for what it cannot be."""
+    try:
+        measure, reason, below, tie, now, decay = cast(list[Any], values)
+        if not isinstance(decay, int | float) or not 0 <= decay <= 1:
+            raise ValueError(f"{decay!r} half-lives a second")
+        bounds = whole(below, _MAX), whole(tie, TIE_END), whole(now, _MAX)
+        return Predicate(Measure(measure), Reason(reason), *bounds, float(decay))
+    except (TypeError, ValueError) as error:
+        raise FrameError(f"a predicate of an EVICT cannot be read: {error}") from None
+
+
 class AuditMark(NamedTuple):
     """An AUDIT: every replica notes the digest of a part of its ranges at this place of their logs, under `id`."""
 
@@ -149,10 +195,21 @@ class CutMark(NamedTuple):
     url: str
 
 
+class WaitingKeys(NamedTuple):
+    """What a piece has of a table that keeps its rows' usage: candidates and their words, int64 [m] each; the sketch's
+    blocks from hash `low` on, uint8 [k, width]; in the first piece the range's sweeps."""
+
+    keys: NDArray[np.int64]
+    words: NDArray[np.int64]
+    low: int
+    blocks: NDArray[np.uint8]
+    sweeps: Sequence[Sweep] = ()
+
+
 class TableRows(NamedTuple):
     """One table's rows in a piece: keys int64 [n], whole rows uint8 [n, stride], stamps uint16 [n]. spec: as JSON, ""
-    if the table was dropped in this range. notes: deletions in the piece's interval; floor: the cut from which
-    on they are all known (`elasticps.store.cuts`)."""
+    if the table was dropped in this range; with the range's policies. notes: deletions in the piece's interval; floor:
+    the cut from which on they are all known (`elasticps.store.cuts`). waiting: keys that wait for a row."""
 
     table: int
     spec: str
@@ -161,18 +218,20 @@ class TableRows(NamedTuple):
     stamps: NDArray[np.uint16]
     notes: Notes = NO_NOTES
     floor: int = 0
+    waiting: WaitingKeys | None = None
 
 
 class ChunkContent(NamedTuple):
     """What a piece of a range carries: every table, also those without rows there, so that the joiner knows them all;
     and what is kept for synchronous rounds. The first one has the range's sets of shards. cut: the newest that the
-    range has passed; base: what stamps count from."""
+    range has passed; base: what stamps count from; time: the range's, in seconds."""
 
     tables: list[TableRows]
     rounds: RangeRounds
     shards: RangeShards
     cut: int = 0
     base: int = 0
+    time: int = 0
 
 
 def positions_of(ranges: Ranges, count: int) -> NDArray[np.int64]:

@@ -22,6 +22,7 @@ from elasticps.server.core.barrier_state import RoundStep
 from elasticps.server.core.data_shards import Claim, ShardMark
 from elasticps.server.core.operations import (
     AuditMark,
+    ChangedPolicies,
     ChunkContent,
     Cleared,
     Contribution,
@@ -33,6 +34,8 @@ from elasticps.server.core.operations import (
     RestoredState,
     RowBlocks,
     SlicedTable,
+    SweptInterval,
+    TimeMark,
     positions_of,
 )
 from elasticps.server.core.snapshot import block_buffers, decode_content, encode_content
@@ -73,6 +76,7 @@ from replication.progress import MAX_CLOCK
 _MAX_POSITION = 1 << 62  # of progress, of logs, of epochs: int64 with room for sums
 MAX_NAME = 255
 MAX_TABLE = (1 << 32) - 1
+MAX_SECONDS = (1 << 32) - 1  # of cluster time, which rows keep in 32 bits
 _ROWS = (OperationKind.PUSH, OperationKind.INIT, OperationKind.LOAD, OperationKind.DELETE)
 _ROUND_STEPS = (
     OperationKind.BARRIER_JOIN,
@@ -147,6 +151,12 @@ class ReplicaCodec:
             parts.append(_json(documents[0] if len(documents) == 1 else {"tables": documents}))
         elif isinstance(payload, Cleared | Dropped):
             parts.append(_json({"id": payload.table}))
+        elif isinstance(payload, TimeMark):
+            parts.append(_json({"seconds": payload.seconds}))
+        elif isinstance(payload, SweptInterval):
+            parts.append(_json(payload.document()))
+        elif isinstance(payload, ChangedPolicies):
+            parts.append(_json({"id": payload.table, "spec": payload.spec}))
         elif isinstance(payload, RestoredRows):
             rows, stride = payload.rows.shape
             parts.append(_section({"id": payload.table, "rows": rows, "stride": stride}))
@@ -252,6 +262,12 @@ class ReplicaCodec:
             payload = AuditMark(whole(document.get("id"), (1 << 64) - 1), whole(document.get("part"), parts - 1), parts)
         elif fields.kind == OperationKind.CUT:
             payload = cut_mark(_document(body, at))
+        elif fields.kind == OperationKind.TIME:
+            payload = TimeMark(whole(_document(body, at).get("seconds"), MAX_SECONDS))
+        elif fields.kind == OperationKind.EVICT:
+            payload = SweptInterval.of(_document(body, at))
+        elif fields.kind == OperationKind.POLICY:
+            payload = changed_policies(_document(body, at))
         elif fields.kind in _ROUND_STEPS:
             document = _document(body, at)
             clock, workers = whole(document.get("id"), _MAX_POSITION), wholes(document.get("workers"), MAX_WORKER, 1)
@@ -370,6 +386,15 @@ def _new_table(document: object) -> CreatedTable:
     spec = TableSpec.from_json(text(document.get("spec"), MAX_CONTROL_BYTES))
     app = text(document.get("app", ""), MAX_NAME)
     return CreatedTable(whole(document.get("id"), MAX_TABLE, 1), spec.to_json(), app)
+
+
+def changed_policies(document: dict[str, Any]) -> ChangedPolicies:
+    """Decodes a POLICY. `FrameError` for policies that this version does not know."""
+    try:
+        spec = TableSpec.from_json(text(document.get("spec"), MAX_CONTROL_BYTES))
+    except SpecError as error:
+        raise FrameError(f"a POLICY has a spec that this server cannot use: {error}") from None
+    return ChangedPolicies(whole(document.get("id"), MAX_TABLE, 1), spec.to_json())
 
 
 def cut_mark(document: dict[str, Any]) -> CutMark:

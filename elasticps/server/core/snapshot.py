@@ -16,13 +16,18 @@ from numpy.typing import NDArray
 from elasticps.model.sharding import ShardSpec
 from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds
 from elasticps.server.core.data_shards import Doing, RangeShards, ShardSet, Used
-from elasticps.server.core.operations import ChunkContent, TableRows
+from elasticps.server.core.operations import ChunkContent, TableRows, WaitingKeys, predicate_of
 from elasticps.store.cuts import NO_NOTES
+from elasticps.store.eviction import Sweep
+from elasticps.store.intervals import HASH_END
 from elasticps.wire.frames import Block, Buffer, FrameError, block_head, grads_padding, padded, read_blocks
 
 _TABLE = struct.Struct("<IIQQqQ")  # id, bytes of the spec, rows, stride, first cut with all deletions, how many
-_STATE = struct.Struct("<IIIIIIq")  # names, closed rounds, retained shares, groups, sets, whether the piece before goes
-# on, what stamps count from
+_WAITING_BIT = 1 << 31  # beside the bytes of the spec: a section of waiting keys follows
+_WAITING = struct.Struct("<QQQQQ")  # candidates, first hash of the sketch's blocks, how many, their width, sweeps
+_SWEEP_WORDS = 9  # cut, low, high, the predicate's five numbers, the bits of its decay
+_STATE = struct.Struct("<IIIIIIqq")  # names, closed rounds, retained shares, groups, sets, whether the piece before
+# goes on, what stamps count from, the range's time
 _MAX_STRIDE = 1 << 26
 _MAX_ROWS = 1 << 40
 
@@ -36,18 +41,46 @@ flat = chain.from_iterable
 def encode_content(content: ChunkContent) -> list[Buffer]:
     """The content as buffers; rows are not copied."""
     parts: list[Buffer] = []
-    for table, spec, keys, values, stamps, notes, floor in content.tables:
+    for table, spec, keys, values, stamps, notes, floor, waiting in content.tables:
         text = spec.encode()
-        parts.append(padded(_TABLE.pack(table, len(text), *values.shape, floor, len(notes)) + text))
+        size = len(text) | (_WAITING_BIT if waiting is not None else 0)
+        parts.append(padded(_TABLE.pack(table, size, *values.shape, floor, len(notes)) + text))
         if len(keys):
             parts += [keys.data.cast("B"), values.data.cast("B"), padded(stamps.tobytes())]
         if len(notes):
             parts.append(notes.tobytes())
+        if waiting is not None:
+            parts.append(_encode_waiting(waiting))
     parts.append(_encode_state(content))
     for _, _, _, blocks in content.rounds.retained:
         for block in blocks:
             parts += block_buffers(block)
     return parts
+
+
+def _encode_waiting(waiting: WaitingKeys) -> bytes:
+    sweeps = [
+        (cut, low, high, *predicate[:5], struct.unpack("<q", struct.pack("<d", predicate.decay))[0])
+        for cut, predicate, low, high in waiting.sweeps
+    ]
+    head = _WAITING.pack(len(waiting.keys), waiting.low, *waiting.blocks.shape, len(sweeps))
+    blocks = padded(waiting.blocks.tobytes())
+    return b"".join((head, waiting.keys.tobytes(), waiting.words.tobytes(), blocks, _int64(flat(sweeps))))
+
+
+def _read_waiting(body: Bytes, at: int) -> tuple[WaitingKeys, int]:
+    reader = _Reader(body, at)
+    candidates, low, count, width, sweeps = _WAITING.unpack(reader.take(_WAITING.size).tobytes())
+    if max(candidates, count, width, sweeps) > len(body) or low > HASH_END:
+        raise FrameError(f"a SNAPSHOT_CHUNK of {candidates} candidates does not fit in {len(body)} bytes")
+    keys, words = (reader.take(8 * candidates).view(np.int64) for _ in range(2))
+    blocks = reader.take(count * width).reshape(count, width)
+    reader.take(-(count * width) % 8)
+    found = []
+    for cut, first, end, *numbers, bits in reader.rows(sweeps, _SWEEP_WORDS):
+        predicate = predicate_of([*numbers, struct.unpack("<d", struct.pack("<q", bits))[0]])
+        found.append(Sweep(cut, predicate, first, end))
+    return WaitingKeys(keys, words, low, blocks, found), reader.at
 
 
 def block_buffers(block: Block) -> list[Buffer]:
@@ -75,7 +108,9 @@ def _encode_state(content: ChunkContent) -> bytes:
     groups = [_encode_group(number(app), group) for app, group in rounds.groups.items()]
     sets = [_encode_set(number(app), number(name), one) for app, of in shards.items() for name, one in of.items()]
     texts = [name.encode() for name in names]
-    head = _STATE.pack(len(names), len(closed), len(retained), len(groups), len(sets), rounds.more, content.base)
+    head = _STATE.pack(
+        len(names), len(closed), len(retained), len(groups), len(sets), rounds.more, content.base, content.time
+    )
     written = padded(b"".join(len(text).to_bytes(2, "little") + text for text in texts))
     return b"".join((head, written, _int64(flat(closed)), _int64(flat(retained)), *groups, *sets))
 
@@ -113,10 +148,10 @@ def decode_content(tables: int, body: Bytes, at: int) -> ChunkContent:
         rows.append(one)
     reader = _Reader(body, at)
     try:
-        rounds, shards, base = _decode_state(reader)
+        rounds, shards, base, time = _decode_state(reader)
     except (IndexError, ValueError) as error:
         raise FrameError(f"a SNAPSHOT_CHUNK's rounds or shards cannot be read: {error}") from None
-    return ChunkContent(rows, rounds, shards, base=base)
+    return ChunkContent(rows, rounds, shards, base=base, time=time)
 
 
 class _Reader:
@@ -154,8 +189,8 @@ class _Reader:
         return found
 
 
-def _decode_state(reader: _Reader) -> tuple[RangeRounds, RangeShards, int]:
-    names, closed, retained, groups, sets, more, base = _STATE.unpack(reader.take(_STATE.size).tobytes())
+def _decode_state(reader: _Reader) -> tuple[RangeRounds, RangeShards, int, int]:
+    names, closed, retained, groups, sets, more, base, time = _STATE.unpack(reader.take(_STATE.size).tobytes())
     name = dict(enumerate(reader.texts(names)))
     try:
         rounds = RangeRounds({name[app]: clock for app, clock in reader.rows(closed, 2)}, {}, [], bool(more))
@@ -173,7 +208,7 @@ def _decode_state(reader: _Reader) -> tuple[RangeRounds, RangeShards, int]:
         rounds.retained.extend((name[app], clock, worker, list(islice(blocks, n))) for app, clock, worker, n in owners)
     except KeyError as error:
         raise FrameError(f"there is no name {error} among {names}") from None
-    return rounds, shards, base
+    return rounds, shards, base, time
 
 
 def _decode_group(reader: _Reader) -> tuple[int, BarrierGroup]:
@@ -199,6 +234,7 @@ def _read_rows(body: Bytes, at: int) -> tuple[TableRows, int]:
     if at + _TABLE.size > len(body):
         raise FrameError("a SNAPSHOT_CHUNK ends inside a table's header")
     table, text, rows, stride, floor, notes = _TABLE.unpack_from(body.data, at)
+    waits, text = bool(text & _WAITING_BIT), text & ~_WAITING_BIT
     keys_at = (at + _TABLE.size + text + 7) & ~7
     rows_at = keys_at + 8 * rows
     stamps_at = rows_at + rows * stride
@@ -210,7 +246,11 @@ def _read_rows(body: Bytes, at: int) -> tuple[TableRows, int]:
     keys = body[keys_at:rows_at].view(np.int64)
     values = body[rows_at:stamps_at].reshape(rows, stride)
     stamps = body[stamps_at : stamps_at + 2 * rows].view(np.uint16)
-    return TableRows(table, spec, keys, values, stamps, body[notes_at:end].view(np.int64).reshape(-1, 2), floor), end
+    notes_found = body[notes_at:end].view(np.int64).reshape(-1, 2)
+    waiting = None
+    if waits:
+        waiting, end = _read_waiting(body, end)
+    return TableRows(table, spec, keys, values, stamps, notes_found, floor, waiting), end
 
 
 _ENTRY_BYTES = 40  # a shard in a worker's hands; a member of a round takes less
@@ -277,7 +317,7 @@ class _Packer:
             to = at + rows
             part = table._replace(keys=table.keys[at:to], rows=table.rows[at:to], stamps=table.stamps[at:to])
             if at:
-                part = part._replace(notes=NO_NOTES)
+                part = part._replace(notes=NO_NOTES, waiting=None)
             self.room(_table_bytes(part)).tables.append(part)
 
     def add_retained(self, app: str, clock: int, worker: int, block: Block) -> None:
@@ -296,7 +336,9 @@ def _name_bytes(table: TableRows) -> int:
 
 
 def _rows_bytes(table: TableRows) -> int:
-    return sum(array.nbytes for array in (table.keys, table.rows, table.stamps, table.notes))
+    waiting = table.waiting
+    more = waiting.keys.nbytes + waiting.words.nbytes + waiting.blocks.nbytes if waiting is not None else 0
+    return sum(array.nbytes for array in (table.keys, table.rows, table.stamps, table.notes)) + more
 
 
 def _block_bytes(block: Block) -> int:

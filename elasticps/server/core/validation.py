@@ -12,10 +12,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.errors import InputError, SpecError
+from elasticps.model.policies import SCORES
 from elasticps.model.spec import TableSpec
-from elasticps.server.core.operations import ChunkContent, Cleared, CreatedTables, RestoredRows, RowBlocks
+from elasticps.server.core.operations import (
+    ChangedPolicies,
+    ChunkContent,
+    Cleared,
+    CreatedTables,
+    RestoredRows,
+    RowBlocks,
+    SweptInterval,
+    WaitingKeys,
+)
 from elasticps.server.core.requests import RequestError
 from elasticps.store import Store, Table
+from elasticps.store.eviction import Measure
 from elasticps.store.native import MAX_STAMP
 from elasticps.wire.frames import Block
 from elasticps.wire.refusals import refused_rows, why
@@ -37,7 +48,8 @@ def check_block(
     if table is None:
         raise unknown_table(server, block.table)
     name, gradients = table.spec.name, kind == OperationKind.PUSH
-    dims: tuple[int, ...] = (table.push.words if gradients else 0 if kind == OperationKind.DELETE else table.spec.dim,)
+    width = table.push.words + table.spec.push_width - table.spec.dim  # with a score, where the table keeps scores
+    dims: tuple[int, ...] = (width if gradients else 0 if kind == OperationKind.DELETE else table.spec.dim,)
     if kind == OperationKind.LOAD:
         dims = table.put_widths
     expected = table.spec.optimizer.step_floats if gradients else 0
@@ -55,7 +67,8 @@ def not_finite(table: Table, block: Block) -> NDArray[np.bool_]:
     """bool [n]: which gradients of a valid block have NaN or infinity, if its table takes finite ones only."""
     if not table.spec.finite:
         return np.zeros(len(block.keys), np.bool_)
-    return ~np.asarray(np.isfinite(table.push.decode(block.grads)).all(axis=1))
+    grads = block.grads if table.spec.push_width > table.spec.dim else table.push.decode(block.grads)
+    return ~np.asarray(np.isfinite(grads).all(axis=1))
 
 
 def _check_gradients(store: Store, block: Block, positions: NDArray[np.int64], server: str, kind: int) -> None:
@@ -88,8 +101,26 @@ def _check_operation(store: Store, server: str, message: Forward) -> None:
             _check_gradients(store, block, payload.positions, server, message.operation.kind)
     elif isinstance(payload, RestoredRows):
         check_rows(store, server, int(message.ranges[0]), payload)
+    elif isinstance(payload, SweptInterval | ChangedPolicies):
+        check_policies(store, server, payload)
     elif isinstance(payload, Cleared) and payload.table not in store.tables and payload.table not in store.dropped:
         raise unknown_table(server, payload.table)
+
+
+def check_policies(store: Store, server: str, payload: SweptInterval | ChangedPolicies) -> None:
+    """A sweep or a change of policies fits its table. Raises RequestError, SpecError."""
+    table = store.tables.get(payload.table)
+    if table is None:
+        if payload.table not in store.dropped:
+            raise unknown_table(server, payload.table)
+        return
+    if table.lifecycle is None:
+        raise SpecError(f"table {table.spec.name!r} keeps no usage of its rows: it has no policies")
+    if isinstance(payload, ChangedPolicies):
+        spec = TableSpec.from_json(payload.spec)
+        table.spec.with_policies(spec.admission, spec.eviction)
+    elif payload.predicate.measure == Measure.SCORE and table.spec.usage != SCORES:
+        raise SpecError(f"table {table.spec.name!r} keeps no scores of its rows")
 
 
 def check_rows(store: Store, server: str, r: int, restored: RestoredRows) -> None:
@@ -116,11 +147,13 @@ def _check_chunk(store: Store, server: str, r: int, content: ChunkContent) -> No
     positions[r] = 0
     if not 0 <= content.base <= content.cut <= content.base + MAX_STAMP:
         raise InputError(f"a piece of range {r} has cut {content.cut} and stamps that count from {content.base}")
-    for number, spec, keys, rows, stamped, notes, floor in content.tables:
+    for number, spec, keys, rows, stamped, notes, floor, waiting in content.tables:
         if not spec and not len(keys):  # it was dropped
             continue
         table = store.create(TableSpec.from_json(spec), number)
         _check_whole_rows(table, r, keys, rows, positions)
+        if waiting is not None:
+            _check_waiting(table, r, waiting, positions)
         if stamped.max(initial=0) > content.cut - content.base:
             raise InputError(f"a piece of range {r} has rows of table {table.spec.name!r} from after cut {content.cut}")
         last = max(floor - 1, int(notes[:, 1].max(initial=0)))
@@ -131,6 +164,14 @@ def _check_chunk(store: Store, server: str, r: int, content: ChunkContent) -> No
     for _, _, _, blocks in content.rounds.retained:
         for block in blocks:
             _check_gradients(store, block, positions, server, OperationKind.PUSH)
+
+
+def _check_waiting(table: Table, r: int, waiting: WaitingKeys, positions: NDArray[np.int64]) -> None:
+    """Candidates lie in range r. Raises InputError."""
+    if table.lifecycle is None:
+        raise InputError(f"a piece of range {r} has usage of table {table.spec.name!r}, which keeps none")
+    if len(waiting.keys) and (table.first_misplaced(waiting.keys, positions) >= 0 or waiting.words.min() <= 0):
+        raise InputError(f"a piece of range {r} has candidates of table {table.spec.name!r} that cannot be")
 
 
 Mask = NDArray[np.bool_]

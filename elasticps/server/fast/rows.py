@@ -44,9 +44,10 @@ from elasticps.server.fast.layout import (
     T_QUIET,
 )
 from elasticps.server.fast.memory import floats, load64, matrix, store64, words
-from elasticps.store import index, stamps, updates
+from elasticps.store import index, stamps, updates, usage
 from elasticps.store.codec import decode_rows
 from elasticps.store.native import (
+    H_ADMITS,
     H_DIM,
     H_FINITE,
     H_RETAINED,
@@ -55,6 +56,8 @@ from elasticps.store.native import (
     H_SHIFT,
     H_STALE,
     H_STRIDE,
+    H_USAGE_AT,
+    H_USAGE_FLOATS,
     HEADER_SIZE,
     copy,
     kernel,
@@ -118,6 +121,8 @@ def find_rows(h, first, blocks, room):
         header = words(load64(b + 8 * B_HEADER), HEADER_SIZE)
         keys, rows = words(load64(b + 8 * B_KEYS_AT), n), words(h[H_ROWS] + 8 * load64(b + 8 * B_FIRST), n)
         missing = index.find(header, keys, rows)
+        if (missing and header[H_ADMITS]) or header[H_USAGE_FLOATS] > 2:
+            return SLOW  # Python counts keys without a row, and takes scores
         needed += missing * (header[H_STRIDE] + INDEX_BYTES)
         store64(b + 8 * B_STALE, header[H_STALE])
         stale += header[H_STALE]  # of all blocks, for several may be of this table
@@ -196,6 +201,8 @@ def apply(h, first, blocks):
             keys, rows = words(keys_at + 8 * first, k), words(rows_at + 8 * first, k)
             grads = matrix(gradients(h, b, first, k), k, header[H_DIM])
             updates.apply(update, header, keys, grads, v, rows, True)
+            if header[H_USAGE_AT]:
+                usage.use(header, keys, rows, floats(rows_at, 0))
         h[H_ROWS_APPLIED] += n
         b += 8 * BLOCK
     h[H_APPLIED] += 1

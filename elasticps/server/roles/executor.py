@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from elasticps.admin.interface import MarkedRange
 from elasticps.model.spec import TableSpec
@@ -23,6 +24,7 @@ from elasticps.server.core.cut import CutNotes
 from elasticps.server.core.data_shards import Claim, ShardLedger, ShardMark, group_of
 from elasticps.server.core.operations import (
     AuditMark,
+    ChangedPolicies,
     ChunkContent,
     Cleared,
     Contribution,
@@ -32,6 +34,8 @@ from elasticps.server.core.operations import (
     RestoredRows,
     RestoredState,
     RowBlocks,
+    SweptInterval,
+    TimeMark,
 )
 from elasticps.server.core.validation import wrong
 from elasticps.server.fast import layout as at
@@ -51,7 +55,7 @@ from replication.effects import (
     Release,
     Reply,
 )
-from replication.messages import OperationKind, Seqs
+from replication.messages import Operation, OperationKind, Seqs
 from replication.progress import PART_BITS
 from replication.replica import Replica
 
@@ -199,7 +203,15 @@ class Executor:
             self._apply_rows(effect, payload)
         elif isinstance(payload, CreatedTables):
             for new in payload.tables:
-                self.store.create(TableSpec.from_json(new.spec), new.table, new.app)
+                spec = TableSpec.from_json(new.spec)
+                self.store.create(spec, new.table, new.app)
+                self._set_policies(effect.ranges, new.table, spec)
+        elif isinstance(payload, TimeMark):
+            self.store.advance(effect.ranges, payload.seconds)
+        elif isinstance(payload, SweptInterval):
+            self._evict(effect, payload)
+        elif isinstance(payload, ChangedPolicies):
+            self._set_policies(effect.ranges, payload.table, TableSpec.from_json(payload.spec))
         elif isinstance(payload, Cleared):
             self._clear(effect, payload.table)
         elif isinstance(payload, Dropped):
@@ -245,11 +257,33 @@ class Executor:
             whole = [r for r in effect.ranges.tolist() if r not in unfinished]
             for table, keys, _, _ in blocks:
                 tables[table].delete(keys)
-                tables[table].bound_deletions(whole)
+                for r in whole:
+                    tables[table].deletions.bound(r, tables[table].count_range(r))
         else:
             for table, keys, grads, step_values in blocks:
-                tables[table].apply(keys, tables[table].push.decode(grads), step_values)
+                self._update(tables[table], keys, grads, step_values, operation)
                 self._rows_applied += len(keys)
+
+    @staticmethod
+    def _update(
+        table: Table, keys: NDArray[np.int64], grads: NDArray[np.float32], step_values: NDArray[np.float32],
+        operation: Operation,
+    ) -> None:  # fmt: skip
+        if table.spec.push_width == table.spec.dim:  # else it has no filters
+            grads = table.push.decode(grads)
+        table.apply(keys, grads, step_values, operation.worker, operation.after)
+
+    def _evict(self, effect: Apply, swept: SweptInterval) -> None:
+        table, unfinished = self.store.tables.get(swept.table), effect.inside or {}
+        if table is not None:
+            for r in effect.ranges.tolist():
+                table.evict(r, swept.low, swept.high, swept.predicate, unfinished.get(r, HASH_END))
+
+    def _set_policies(self, ranges: Ranges, table: int, spec: TableSpec) -> None:
+        found = self.store.tables.get(table)
+        if found is not None and found.lifecycle is not None:
+            for r in ranges.tolist():
+                found.lifecycle.set_policies(r, spec.admission, spec.eviction)
 
     def _clear(self, effect: Apply, table: int) -> None:
         unfinished = effect.inside or {}
@@ -285,7 +319,7 @@ class Executor:
             for table, keys, grads, values in self.rounds.close(
                 step.app, step.clock, step.workers, effect.ranges, tables
             ):
-                tables[table].apply(keys, grads, values)
+                tables[table].apply(keys, grads, values, 0, step.clock)
                 self._rows_applied += len(keys)
 
     def _mark(self, effect: Apply, mark: AuditMark) -> None:
@@ -299,7 +333,7 @@ class Executor:
 
     def words(self, r: int) -> list[int]:
         """Numbers beside the rows on which replicas of a range must agree, for digests."""
-        return [*self.store.cut_words(r), *self.rounds.words(r), *self.shards.words(r)]
+        return [*self.store.words(r), *self.rounds.words(r), *self.shards.words(r)]
 
     def _cut(self, effect: Apply, mark: CutMark) -> None:
         # A late cut, or one that two heads have logged one after the other, changes nothing.
@@ -318,15 +352,22 @@ class Executor:
     def _install(self, effect: Install) -> None:
         content: ChunkContent = effect.payload  # type: ignore[assignment]
         self.store.load_cut(effect.range, content.cut, content.base)
-        for number, spec, keys, values, stamped, notes, floor in content.tables:
+        self.store.advance(np.array([effect.range], np.int64), content.time)
+        for number, spec, keys, values, stamped, notes, floor, waiting in content.tables:
             if not spec:
                 self.store.drop(number, np.array([effect.range], np.int64), np.zeros(1, np.int64))
                 continue
-            table = self.store.create(TableSpec.from_json(spec), number)
+            policies = TableSpec.from_json(spec)
+            table = self.store.create(policies, number)
             table.deletions.add(effect.range, notes)
             table.deletions.forget(effect.range, floor)
             if len(keys):
                 table.load_range(effect.range, keys, values, stamped)
+            if waiting is not None and table.lifecycle is not None:
+                table.lifecycle.set_policies(effect.range, policies.admission, policies.eviction)
+                table.lifecycle.load(effect.range, waiting.keys, waiting.words, waiting.low, waiting.blocks)
+                for sweep in waiting.sweeps:
+                    table.deletions.sweep(effect.range, sweep)
         self.rounds.load(effect.range, content.rounds)
         self.shards.load(content.shards, content.rounds.more)
 

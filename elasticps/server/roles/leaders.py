@@ -44,6 +44,7 @@ class Leaders:
         self._term = 0  # the newest that was heard
         self._spoken: Connection | None = None  # the connection it was heard on, while that lasts
         self._spoken_at = loop.time()  # when it was heard last, or when that connection ended
+        self._wall_s = 0.0  # the time that it said then, seconds since 1970
         self._report_due = False  # a report is due soon
         self.alone = 0
 
@@ -79,13 +80,20 @@ class Leaders:
     def beat(self, connection: Connection, header: Header, body: Body) -> None:
         """GET_VIEW with a term is the beat of the coordinator that leads. After the store was rebuilt terms begin low
         again. Without a term a coordinator asks for the view that is followed here, as the store has lost it."""
-        term, now = GetViewHeader.of(header).term, self._loop.time()
+        beat, now = GetViewHeader.of(header), self._loop.time()
+        term = beat.term
         if not term:
             if self._serving.view is not None:
                 connection.send(view_frame(self._serving.view))
             return
         if term >= self._term or now - self._spoken_at > FORGOTTEN_S:
             self._term, self._spoken, self._spoken_at = term, connection, now
+            self._wall_s = float(beat.seconds)
+
+    def wall_s(self) -> float:
+        """The time by the leader's clock, seconds since 1970; 0 if no leader was heard for FORGOTTEN_S."""
+        silent_s = self._loop.time() - self._spoken_at
+        return self._wall_s + silent_s if self._wall_s and silent_s < FORGOTTEN_S else 0.0
 
     def report(self) -> bytes:
         """The REPORT frame, with the present state."""

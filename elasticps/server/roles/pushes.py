@@ -6,7 +6,7 @@ operation that another replica cannot read would end the link to it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,7 @@ class PushHandler:
         self._memory = memory
         self._registered = context.registered
         self._counts = executor.counts
+        self.stamp_time: Callable[[], None] = lambda: None  # logs the present time where usage is about to be kept
         self._last_served = context.last_served
         self._order = NO_RANGES, positions_of(NO_RANGES, self._serving.ranges)  # the newest answer of `_order_of`
         self._replica.admission.look_again = self._look_again
@@ -86,6 +87,8 @@ class PushHandler:
                 made.append(new._replace(app=self._store.create(spec, new.table).app))
         except SpecError as error:
             raise RequestError("spec", str(error)) from None
+        if any(self._store.tables[new.table].lifecycle is not None for new in made):
+            self.stamp_time()  # before a row of theirs is used
         size = sum([len(new.spec) for new in made])
         self._control(connection, header, OperationKind.CREATE, CreatedTables(tuple(made)), size)
 

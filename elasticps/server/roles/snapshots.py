@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elasticps.server.core.operations import ChunkContent, TableRows
+from elasticps.server.core.operations import ChunkContent, TableRows, WaitingKeys
 from elasticps.server.core.snapshot import pack, size_by_place, size_of
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.replica_links import ReplicaLinks
@@ -199,9 +199,10 @@ class SnapshotSender:
     def _content(self, r: int, low: int, upto: int) -> ChunkContent:
         """An interval of hash positions of range r."""
         tables = (self._table_rows(number, table, r, low, upto) for number, table in self._tables.items())
-        rows = [one for one in tables if len(one.keys) or len(one.notes) or one.floor]
+        rows = [one for one in tables if len(one.keys) or len(one.notes) or one.floor or one.waiting is not None]
         rounds, cuts = self._rounds.dump(r, low, upto, self._tables), self._store.cuts
-        return ChunkContent(rows, rounds._replace(groups={}), {}, int(cuts.newest[r]), int(cuts.base[r]))
+        time_s = int(self._store.times[r])
+        return ChunkContent(rows, rounds._replace(groups={}), {}, int(cuts.newest[r]), int(cuts.base[r]), time_s)
 
     def _table_rows(self, number: int, table: Table, r: int, low: int, upto: int) -> TableRows:
         notes = table.deletions.of(r)
@@ -209,13 +210,19 @@ class SnapshotSender:
             hashes = table.hashes_of(np.ascontiguousarray(notes[:, 0]))
             notes = notes[(low <= hashes) & (hashes < upto)]
         rows = table.dump_stamped(r, low, upto)
-        return TableRows(number, table.spec.to_json(), *rows, notes, int(table.deletions.floor[r]))
+        floor, lifecycle = int(table.deletions.floor[r]), table.lifecycle
+        if lifecycle is None:
+            return TableRows(number, table.spec.to_json(), *rows, notes, floor)
+        candidates, blocks = lifecycle.waiting.list_interval(r, low, upto), lifecycle.waiting.read_blocks(r, low, upto)
+        sweeps = table.deletions.sweeps(r) if low == r * self._width else ()
+        waiting = WaitingKeys(*candidates, low, blocks.copy(), tuple(sweeps))
+        return TableRows(number, lifecycle.spec_of(r).to_json(), *rows, notes, floor, waiting)
 
     def _with_state(self, content: ChunkContent, r: int) -> ChunkContent:
         """Adds to the first interval of range r the state of the whole range, and every table."""
         there, dropped = {one.table: one for one in content.tables}, self._store.dropped_in(r)
         rows = [
-            there.get(number) or self._table_rows(number, table, r, 0, 0)
+            there.get(number) or self._table_rows(number, table, r, r * self._width, r * self._width)
             for number, table in self._tables.items()
             if number not in dropped
         ]

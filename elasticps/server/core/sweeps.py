@@ -1,0 +1,199 @@
+"""Plans sweeps: which ranges, or which part of one, are looked at next, and by what predicate rows go. Pure.
+
+A head plans for the ranges that it heads. What it chooses becomes an EVICT in the range's log, so that nothing here has
+to be the same on other servers: a new head begins its own rounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.model.policies import (
+    LAST_USED,
+    MOST_USED,
+    Admission,
+    Capacity,
+    Eviction,
+    IdleFor,
+    MinCount,
+    SmallNorm,
+    half_life_of,
+)
+from elasticps.store import eviction
+from elasticps.store.eviction import Measure, Predicate, Reason
+from elasticps.store.intervals import HASH_END
+
+SLICE_ROWS = 8_192  # rows that are looked at in one go: some 0.2 ms
+SLACK = 0.01  # ranges are made smaller once they are so much above their share, to so much below it
+NORM_EVERY_S = 60.0  # between two looks at all norms of a range
+IDLE_SHARE = 32  # of an idle time lies between two looks at a range
+_LEAST_S, _MOST_S = 1.0, 600.0
+
+
+class Slice(NamedTuple):
+    """What is looked at in one go: several ranges of a table as a whole, or hashes low..high-1 of a single one."""
+
+    table: int
+    ranges: tuple[int, ...]
+    low: int
+    high: int
+
+
+Policies = tuple[Admission | None, tuple[Eviction, ...]]
+
+
+class SweptTable(Protocol):
+    """A table, as planning needs it."""
+
+    def policies(self, r: int) -> Policies:
+        """The policies that range r is under."""
+
+    def count(self, r: int, of_candidates: bool) -> int:
+        """Rows or candidates of range r."""
+
+
+def share_of(rows: int, r: int, ranges: int) -> int:
+    """The part of `rows` that range r of so many may have."""
+    return rows // ranges + (r < rows % ranges)
+
+
+def predicates(
+    admission: Admission | None, evictions: Iterable[Eviction], now: int
+) -> list[tuple[Predicate, float, int]]:
+    """What each policy compares: (predicate, seconds between two looks, rows to which a table is held).
+
+    The predicate's bound is final where the rows are 0 (no bound on rows); else it is to be chosen, see `bounded`. A
+    policy that evicts nothing now has the bound 0.
+    """
+    evictions = tuple(evictions)
+    half_life = half_life_of(evictions)
+    decay = 1.0 / half_life if half_life else 0.0
+    found: list[tuple[Predicate, float, int]] = []
+    for policy in evictions:
+        if isinstance(policy, IdleFor):
+            idle = float(policy.idle)  # type: ignore[arg-type]
+            by = Predicate(Measure.LAST_USE, Reason.IDLE, max(0, math.ceil(now - idle)))
+            found.append((by, _pause(idle), 0))
+        elif isinstance(policy, SmallNorm):
+            bound = int((np.float32(policy.below) * np.float32(policy.below)).view(np.uint32))
+            found.append((Predicate(Measure.NORM, Reason.SMALL_NORM, bound), NORM_EVERY_S, 0))
+        elif isinstance(policy, Capacity):
+            if policy.keep == LAST_USED:
+                by = Predicate(Measure.LAST_USE, Reason.CAPACITY, 0)
+            else:
+                measure = Measure.COUNT if policy.keep == MOST_USED else Measure.SCORE
+                by = Predicate(measure, Reason.CAPACITY, 0, 0, now, decay)
+            found.append((by, 0.0, policy.rows))
+    if isinstance(admission, MinCount):
+        if admission.forget_after is not None:
+            age = float(admission.forget_after)  # type: ignore[arg-type]
+            by = Predicate(Measure.CANDIDATE_AGE, Reason.FORGOTTEN, max(0, math.ceil(now - age)))
+            found.append((by, _pause(age), 0))
+        if admission.most is not None:
+            found.append((Predicate(Measure.CANDIDATE, Reason.FORGOTTEN, 0), 0.0, admission.most))
+    return found
+
+
+def _pause(age: float) -> float:
+    return min(max(age / IDLE_SHARE, _LEAST_S), _MOST_S)
+
+
+def excess(count: int, share: int) -> int:
+    """How many of `count` rows go so that ranges are held to their share; 0 while they are not far enough above it."""
+    slack = math.ceil(SLACK * share)
+    return count - max(share - slack, 0) if count > share + slack else 0
+
+
+def bounded(by: Predicate, keys: NDArray[np.int64], ranks: NDArray[np.int64], share: float) -> Predicate:
+    """The predicate with the bound by which such a share of rows goes, chosen from some of them: int64 [n] each."""
+    going = min(len(ranks), round(share * len(ranks)))
+    if going < 1:
+        return by
+    below, tie = eviction.threshold(keys, ranks, going)
+    return by._replace(below=below, tie=tie)
+
+
+@dataclass
+class _Round:
+    """When the next look of a policy at the ranges headed here may begin."""
+
+    due_s: float = -math.inf
+
+
+class SweepPlan:
+    """Chooses what is looked at next. width: hashes of a range."""
+
+    def __init__(self, ranges: int, width: int) -> None:
+        self._ranges, self._width = ranges, width
+        self._rounds: dict[tuple[int, Predicate], _Round] = {}
+
+    def slices(
+        self, tables: Mapping[int, SweptTable], headed: Sequence[int], now: int, clock_s: float, hurry: bool
+    ) -> Iterator[tuple[Slice, Predicate, float]]:
+        """The slices that are due, with a predicate each, and the share of rows that has to go where its bound is to be
+        chosen, 0 where it is final. hurry: memory is short, so all policies are due. Rows may come and go between two
+        slices."""
+        for number, table in sorted(tables.items()):
+            for policies, ranges in _by_policies(table, headed).items():
+                for by, pause_s, rows in predicates(*policies, now):
+                    if rows or self._due(number, by, pause_s, clock_s, hurry):
+                        yield from self._sweep(number, table, ranges, by, rows)
+
+    def _due(self, table: int, by: Predicate, pause_s: float, clock_s: float, hurry: bool) -> bool:
+        """Whether a policy without a bound on rows looks at all ranges now; begins its pause."""
+        state = self._rounds.setdefault((table, by._replace(below=0, now=0)), _Round())
+        if by.below == 0 or (clock_s < state.due_s and not hurry):
+            return False
+        state.due_s = clock_s + pause_s
+        return True
+
+    def _sweep(
+        self, number: int, table: SweptTable, ranges: Sequence[int], by: Predicate, rows: int
+    ) -> Iterator[tuple[Slice, Predicate, float]]:
+        for some in _grouped(table, ranges, by.of_candidates):
+            count, share = sum(table.count(r, by.of_candidates) for r in some), 0.0
+            if rows:
+                going = excess(count, sum(share_of(rows, r, self._ranges) for r in some))
+                share = going / count if going else 0.0
+            if count == 0 or (rows and not share):
+                continue
+            if len(some) > 1 or count <= SLICE_ROWS:
+                yield Slice(number, tuple(some), 0, HASH_END), by, share
+                continue
+            parts, begin = -(-count // SLICE_ROWS), some[0] * self._width
+            for part in range(parts):
+                low, high = (begin + self._width * edge // parts for edge in (part, part + 1))
+                yield Slice(number, tuple(some), low, high), by, share
+
+    def forget(self, live: Iterable[int]) -> None:
+        """Forgets tables that are not here any more."""
+        there = set(live)
+        self._rounds = {at: state for at, state in self._rounds.items() if at[0] in there}
+
+
+def _by_policies(table: SweptTable, headed: Iterable[int]) -> dict[Policies, list[int]]:
+    found: dict[Policies, list[int]] = {}
+    for r in headed:
+        found.setdefault(table.policies(r), []).append(r)
+    return found
+
+
+def _grouped(table: SweptTable, ranges: Iterable[int], of_candidates: bool) -> Iterator[list[int]]:
+    """Ranges in groups of at most SLICE_ROWS rows, or single ones that have more."""
+    group: list[int] = []
+    rows = 0
+    for r in ranges:
+        count = table.count(r, of_candidates)
+        if group and rows + count > SLICE_ROWS:
+            yield group
+            group, rows = [], 0
+        group.append(r)
+        rows += count
+    if group:
+        yield group

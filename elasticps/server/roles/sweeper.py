@@ -1,0 +1,168 @@
+"""Logs cluster time, and sweeps: forgets rows of tables with eviction policies, a slice at a time, at a bounded pace.
+
+A sweep uses the smaller of this server's clock and the leader's, and none without a leader: a clock that is hours ahead
+keeps rows too long, and evicts none. What is logged as time is the larger one, so a clock that is behind makes no row
+look older than it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from coordinator.core import fields
+from elasticps.server.core.headroom import Headroom
+from elasticps.server.core.operations import SweptInterval, TimeMark
+from elasticps.server.core.sweeps import Policies, Slice, SweepPlan, bounded
+from elasticps.server.roles.context import Context
+from elasticps.server.roles.leaders import Leaders
+from elasticps.store import Table
+from elasticps.store.eviction import Predicate, Reason
+from elasticps.store.intervals import HASH_END
+from replication.messages import OperationKind
+
+log = fields.logger(__name__)
+
+TIME_EVERY_S = 1.0  # cluster time goes on in such steps
+SHARE, HURRIED_SHARE = 0.05, 0.5  # of this thread's time that sweeps take; and where memory is short
+MOST_SKEW_S = 60.0  # between this server's clock and the leader's, before that is logged
+OPERATION_BYTES = 96
+
+
+class _Swept:
+    """A table, as `SweepPlan` needs it."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+
+    def policies(self, r: int) -> Policies:
+        """The policies that range r is under."""
+        assert self.table.lifecycle is not None
+        spec = self.table.lifecycle.spec_of(r)
+        return spec.admission, tuple(spec.eviction)
+
+    def count(self, r: int, of_candidates: bool) -> int:
+        """Rows or candidates of range r."""
+        assert self.table.lifecycle is not None
+        return self.table.lifecycle.waiting.count_range(r) if of_candidates else self.table.count_range(r)
+
+
+class Sweeper:
+    """Time and sweeps of the ranges that this server heads. wall: seconds since 1970.
+
+    swept_rows: rows that were looked at; slowest_s: the longest that a slice has taken.
+    """
+
+    def __init__(self, context: Context, leaders: Leaders, headroom: Headroom, wall: Callable[[], float]) -> None:
+        self._loop, self._executor, self._serving = context.loop, context.executor, context.serving
+        self._store = context.executor.store
+        self._leaders, self._headroom, self._wall = leaders, headroom, wall
+        self._plan = SweepPlan(self._serving.ranges, HASH_END // self._serving.ranges)
+        self._slices: Iterator[tuple[Slice, Predicate, float]] = iter(())
+        self._running = False
+        self._skewed = False
+        self._time_due_s = 0.0
+        self.swept_rows = 0
+        self.slowest_s = 0.0
+
+    def _tables(self) -> dict[int, Table]:
+        return {number: table for number, table in self._store.live.items() if table.lifecycle is not None}
+
+    def stamp(self) -> None:
+        """Logs the present time in all ranges headed here in which it has gone on. Before a table that keeps usage is
+        made, and once a second while there is one."""
+        now = int(max(self._wall(), self._leaders.wall_s(), 1.0))
+        headed = self._serving.headed
+        ranges = headed[self._store.times[headed] < now]
+        if len(ranges):
+            self._executor.log(self._serving.epoch, OperationKind.TIME, ranges, TimeMark(now), OPERATION_BYTES)
+
+    def tick(self) -> None:
+        """Called a few times a second."""
+        if not self._tables():
+            return
+        if self._loop.time() >= self._time_due_s:
+            self._time_due_s = self._loop.time() + TIME_EVERY_S
+            self._compare_clocks()
+            self.stamp()
+        if not self._running:
+            self._running = True
+            self._begin()
+
+    def _compare_clocks(self) -> None:
+        leader_s = self._leaders.wall_s()
+        skew = self._wall() - leader_s if leader_s else 0.0
+        if (abs(skew) > MOST_SKEW_S) != self._skewed:
+            self._skewed = abs(skew) > MOST_SKEW_S
+            text = "this server's clock differs from the leader's" if self._skewed else "clocks agree again"
+            log.warning(text, seconds=round(skew, 1))
+
+    @property
+    def skew_s(self) -> float:
+        """Seconds by which this server's clock is ahead of the leader's; 0 while no leader is known."""
+        leader_s = self._leaders.wall_s()
+        return self._wall() - leader_s if leader_s else 0.0
+
+    def _begin(self) -> None:
+        tables, leader_s = self._tables(), self._leaders.wall_s()
+        if not tables or not leader_s or not len(self._serving.headed):
+            self._running = False
+            return
+        now, swept = int(min(self._wall(), leader_s)), {number: _Swept(table) for number, table in tables.items()}
+        self._plan.forget(tables)
+        headed = self._serving.headed.tolist()
+        self._slices = self._plan.slices(swept, headed, now, self._loop.time(), self._headroom.short)
+        self._loop.call_soon(self._step)
+
+    def _step(self) -> None:
+        began = time.thread_time()
+        found = next(self._slices, None)
+        if found is None:
+            self._running = False
+            return
+        self._sweep(*found)
+        spent = time.thread_time() - began
+        self.slowest_s = max(self.slowest_s, spent)
+        share = HURRIED_SHARE if self._headroom.short else SHARE
+        self._loop.call_later(spent * (1 - share) / share, self._step)
+
+    def _sweep(self, at: Slice, by: Predicate, share: float) -> None:
+        """Looks at a slice, and logs an EVICT if anything goes."""
+        table = self._store.live.get(at.table)
+        if table is None or table.lifecycle is None:
+            return
+        headed = set(self._serving.headed.tolist())
+        ranges = [r for r in at.ranges if r in headed]
+        by, looked, going = choose(table, ranges, at, by, share)
+        self.swept_rows += looked
+        if going:
+            payload = SweptInterval(at.table, at.low, at.high, by)
+            ordered = np.array(ranges, np.int64)
+            self._executor.log(self._serving.epoch, OperationKind.EVICT, ordered, payload, OPERATION_BYTES)
+
+    def due(self, number: int) -> dict[Reason, int]:
+        """How many rows, and candidates, of a table would go now, of the ranges headed here. Looks at all of them."""
+        table, found = self._store.live.get(number), dict.fromkeys(Reason, 0)
+        if table is None or table.lifecycle is None:
+            return found
+        now = int(min(self._wall(), self._leaders.wall_s() or self._wall()))
+        plan = SweepPlan(self._serving.ranges, HASH_END // self._serving.ranges)
+        headed = self._serving.headed.tolist()
+        for at, by, share in plan.slices({number: _Swept(table)}, headed, now, self._loop.time(), True):
+            by, _, going = choose(table, at.ranges, at, by, share)
+            found[by.reason] += going
+        return found
+
+
+def choose(table: Table, ranges: Sequence[int], at: Slice, by: Predicate, share: float) -> tuple[Predicate, int, int]:
+    """The predicate for a slice with its bound chosen, how many rows there are, and how many of them go."""
+    assert table.lifecycle is not None
+    measured = [table.lifecycle.measure(table, r, at.low, at.high, by) for r in ranges]
+    if not measured:
+        return by, 0, 0
+    keys, ranks = (np.concatenate([one[i] for one in measured]) for i in (0, 2))
+    if share:
+        by = bounded(by, keys, ranks, share)
+    return by, len(keys), int(np.count_nonzero(by.chosen(keys, ranks)))

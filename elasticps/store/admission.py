@@ -1,0 +1,368 @@
+"""Decides which keys that are pushed get a row: by counting their pushes, exactly or in a sketch, or by chance.
+
+A key that waits for a row is a candidate. Candidates have an index of their own, of the same form as the table's
+(`elasticps.store.index`), in which an entry's second word is no address but the candidate's count (16 bits) and the
+time of its last push (32 bits): 16 bytes an entry, 20 to 30 with the empty ones.
+
+A sketch is a count-min sketch with conservative update. It is cut into blocks by intervals of a range's hashes, so that
+an interval can be handed to another replica with the counters of its own keys, and those of no others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.kernels.hashing import hash_key as _hash_key
+from elasticps.kernels.hashing import mix64 as _mix64
+from elasticps.model.policies import Admission, MinCount, MinCountSketch, Probability
+from elasticps.store import index, intervals
+from elasticps.store import native as field
+from elasticps.store.intervals import HASH_END
+from elasticps.store.memory import Allocator
+from elasticps.store.native import (
+    DESCRIPTOR,
+    H_COUNTS,
+    H_DESCRIPTORS,
+    H_NEED,
+    H_POLICIES,
+    H_ROWS,
+    H_SALT,
+    H_SHIFT,
+    H_TIMES,
+    P_ADMISSION,
+    P_THRESHOLD,
+    POLICY,
+    carray,
+    kernel,
+    load64,
+    pointer,
+    store64,
+)
+
+hash_key: Any = _hash_key
+mix64: Any = _mix64
+
+EVERY_KEY, MIN_COUNT, SKETCH, PROBABILITY = 0, 1, 2, 3  # admission policies, as kernels know them
+WAITS = -1  # in place of a row's address: the key gets none yet
+BLOCKS = 64  # of a range's sketch
+_DEPTH = 4  # counters of a key
+_TIME_BIT = 16  # of a candidate's word
+_COUNT_MASK = (1 << _TIME_BIT) - 1
+_ADMITTED = _COUNT_MASK  # as a count: the key gets its row with this batch
+_S64, _S58, _S11 = np.uint64(64), np.uint64(58), np.uint64(11)
+_UNIT = 2.0**-53
+_EMPTY_SEGMENT = np.zeros(2, np.int64)
+
+
+def numbers_of(policy: Admission | None) -> tuple[int, float]:
+    """A policy's number and its threshold, as kernels know them."""
+    if isinstance(policy, MinCount):
+        return (MIN_COUNT if policy.count > 1 else EVERY_KEY), policy.count
+    if isinstance(policy, MinCountSketch):
+        return (SKETCH if policy.count > 1 else EVERY_KEY), policy.count
+    if isinstance(policy, Probability):
+        return PROBABILITY, policy.p
+    return EVERY_KEY, 0.0
+
+
+@kernel
+def _chance(key: int, worker: int, clock: int) -> float:
+    """A number in [0, 1) that depends on a key and the step that pushes it."""
+    step = mix64(np.uint64(clock) ^ mix64(np.uint64(worker)))
+    return np.int64(mix64(np.uint64(key) ^ step) >> _S11) * _UNIT
+
+
+@kernel
+def _sketched(sketch: int, width: int, hashed: np.uint64, range_bits: np.uint64, threshold: np.int64) -> bool:
+    """Counts a key in the sketch of its range; whether it has come `threshold` times, as far as the sketch can tell."""
+    block = np.int64((hashed << range_bits) >> _S58)
+    counters = carray(pointer(sketch + block * width), (width,), np.uint8)
+    part = width // _DEPTH
+    mixed = hashed
+    least = np.int64(255)
+    for d in range(_DEPTH):
+        mixed = mix64(mixed + np.uint64(d + 1))
+        least = min(least, np.int64(counters[d * part + np.int64(mixed % np.uint64(part))]))
+    if least + 1 >= threshold:
+        return True
+    mixed = hashed
+    for d in range(_DEPTH):
+        mixed = mix64(mixed + np.uint64(d + 1))
+        at = d * part + np.int64(mixed % np.uint64(part))
+        if counters[at] == least:
+            counters[at] = np.uint8(least + 1)
+    return False
+
+
+@kernel
+def admit(
+    h: NDArray[np.int64], c: NDArray[np.int64], sketches: NDArray[np.int64], width: int, keys: NDArray[np.int64],
+    rows: NDArray[np.int64], worker: int, clock: int, start: int, counts: NDArray[np.float32],
+) -> int:  # fmt: skip
+    """Counts the pushes of keys [n] without a row (rows[i] = 0), from `start` on. Sets rows[i] to WAITS where the key
+    gets none, and counts[i], float32 [n], to the pushes before this one where it does, -1 where it has one already.
+
+    h: the table's header; c: of its candidates. Returns the index to go on from: n when done, else the segment of range
+    c[H_NEED] must grow first.
+    """
+    salt, shift = np.uint64(c[H_SALT]), np.uint64(c[H_SHIFT])
+    range_bits = _S64 - shift
+    ranges = 1 << (64 - c[H_SHIFT])
+    descriptors = index.descriptors_of(c)
+    held = carray(pointer(c[H_COUNTS]), (ranges,), np.int64)
+    times = carray(pointer(h[H_TIMES]), (ranges,), np.int64)
+    policies = carray(pointer(h[H_POLICIES]), (ranges * POLICY,), np.float64)
+    for i in range(start, keys.shape[0]):
+        counts[i] = np.float32(0)
+        if rows[i] != 0:
+            continue
+        key = keys[i]
+        hashed = hash_key(key, salt)
+        r = np.int64(hashed >> shift)
+        kind, threshold = np.int64(policies[r * POLICY + P_ADMISSION]), policies[r * POLICY + P_THRESHOLD]
+        base, capacity = descriptors[DESCRIPTOR * r], descriptors[DESCRIPTOR * r + 1]
+        entry = index.first_entry(hashed, range_bits, base, capacity)
+        word = load64(entry + 8)
+        while load64(entry) != key and word != 0:
+            entry += index.ENTRY
+            word = load64(entry + 8)
+        if word & _COUNT_MASK == _ADMITTED:  # it came before in this batch
+            counts[i] = np.float32(-1)
+            continue
+        if kind == EVERY_KEY:
+            counts[i] = np.float32(word & _COUNT_MASK)
+            admitted = True
+        elif kind == PROBABILITY:
+            admitted = _chance(key, worker, clock) < threshold
+        elif kind == SKETCH:
+            admitted = _sketched(sketches[r], width, hashed, range_bits, np.int64(threshold))
+            counts[i] = np.float32(threshold - 1)
+        else:
+            admitted = (word & _COUNT_MASK) + 1 >= np.int64(threshold)
+            counts[i] = np.float32(word & _COUNT_MASK)
+        if not admitted:
+            rows[i] = WAITS
+            if kind != MIN_COUNT:
+                continue
+        if word == 0:
+            if held[r] >= index.row_limit(capacity) or entry >= base + (capacity + min(capacity, 32) - 1) * index.ENTRY:
+                c[H_NEED] = r
+                rows[i] = 0
+                return i
+            store64(entry, key)
+            held[r] += 1
+            c[H_ROWS] += 1
+        count = _ADMITTED if admitted else (word & _COUNT_MASK) + 1
+        store64(entry + 8, times[r] << _TIME_BIT | count)
+    return keys.shape[0]
+
+
+@kernel
+def remove(c: NDArray[np.int64], keys: NDArray[np.int64]) -> int:
+    """Forgets the candidates among keys; how many they were."""
+    salt, shift = np.uint64(c[H_SALT]), np.uint64(c[H_SHIFT])
+    range_bits = _S64 - shift
+    held = carray(pointer(c[H_COUNTS]), (1 << (64 - c[H_SHIFT]),), np.int64)
+    removed = 0
+    for i in range(keys.shape[0]):
+        hashed = hash_key(keys[i], salt)
+        r = np.int64(hashed >> shift)
+        base, capacity = index.segment_of(c, r)
+        entry = index.first_entry(hashed, range_bits, base, capacity)
+        word = load64(entry + 8)
+        while load64(entry) != keys[i] and word != 0:
+            entry += index.ENTRY
+            word = load64(entry + 8)
+        if word != 0:
+            index.close_gap(entry, salt, range_bits, base, capacity)
+            held[r] -= 1
+            c[H_ROWS] -= 1
+            removed += 1
+    return removed
+
+
+@kernel
+def _put(c: NDArray[np.int64], keys: NDArray[np.int64], words: NDArray[np.int64], start: int) -> int:
+    """Stores candidates with their words, replacing those of equal keys, from `start` on; returns as `admit` does."""
+    salt, shift = np.uint64(c[H_SALT]), np.uint64(c[H_SHIFT])
+    held = carray(pointer(c[H_COUNTS]), (1 << (64 - c[H_SHIFT]),), np.int64)
+    for i in range(start, keys.shape[0]):
+        hashed = hash_key(keys[i], salt)
+        r = np.int64(hashed >> shift)
+        base, capacity = index.segment_of(c, r)
+        entry = index.first_entry(hashed, _S64 - shift, base, capacity)
+        word = load64(entry + 8)
+        while load64(entry) != keys[i] and word != 0:
+            entry += index.ENTRY
+            word = load64(entry + 8)
+        if word == 0:
+            if held[r] >= index.row_limit(capacity) or entry >= base + (capacity + min(capacity, 32) - 1) * index.ENTRY:
+                c[H_NEED] = r
+                return i
+            store64(entry, keys[i])
+            held[r] += 1
+            c[H_ROWS] += 1
+        store64(entry + 8, words[i])
+    return keys.shape[0]
+
+
+def rank(words: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Ranks of candidates, int64 [n], smaller for those that are to go first: pushed less often, or longer ago."""
+    return (words & _COUNT_MASK) << 32 | words >> _TIME_BIT
+
+
+def last_push(words: NDArray[np.int64]) -> NDArray[np.int64]:
+    """When candidates were pushed last: seconds of cluster time, int64 [n]."""
+    return words >> _TIME_BIT
+
+
+class Waiting:
+    """The keys of one table that wait for a row, by range: candidates, and the table's sketch.
+
+    header: the table's, by whose policies and times keys are counted."""
+
+    def __init__(self, header: NDArray[np.int64], ranges: int, memory: Allocator) -> None:
+        self._table, self._memory, self._ranges = header, memory, ranges
+        self._descriptors = np.zeros((ranges, DESCRIPTOR), np.int64)
+        self._descriptors[:, field.D_SEGMENT] = _EMPTY_SEGMENT.ctypes.data
+        self._counts = np.zeros(ranges, np.int64)
+        self._sketches: dict[int, NDArray[np.uint8]] = {}  # by range, uint8 [BLOCKS, width]
+        self._sketch_at = np.zeros(ranges, np.int64)  # their addresses
+        self._width = 0  # bytes of a block
+        self.segment_bytes = 0  # of index segments
+        c = self._header = np.zeros(field.HEADER_SIZE, np.int64)
+        c[H_DESCRIPTORS], c[H_COUNTS] = self._descriptors.ctypes.data, self._counts.ctypes.data
+        c[H_SALT], c[H_SHIFT] = header[H_SALT], header[H_SHIFT]
+
+    @property
+    def candidates(self) -> int:
+        """Keys that are counted exactly."""
+        return int(self._header[H_ROWS])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of index segments and sketches."""
+        return self.segment_bytes + sum(sketch.nbytes for sketch in self._sketches.values())
+
+    def count_range(self, r: int) -> int:
+        """Candidates of range r."""
+        return int(self._counts[r])
+
+    def admit(self, keys: NDArray[np.int64], rows: NDArray[np.int64], worker: int, clock: int) -> NDArray[np.float32]:
+        """Counts the pushes of keys [n] without a row (rows[i] = 0), in step `clock` of a worker; sets rows[i] to WAITS
+        where the key gets none yet. Returns how often each was counted before: float32 [n]."""
+        c, counts = self._header, np.empty(len(keys), np.float32)
+        at = 0
+        while True:
+            at = admit(self._table, c, self._sketch_at, self._width, keys, rows, worker, clock, at, counts)
+            if at == len(keys):
+                break
+            self._grow(int(c[H_NEED]))
+        if self.candidates:
+            remove(c, keys[rows == 0])
+        return counts
+
+    def remove(self, keys: NDArray[np.int64]) -> int:
+        """Forgets the candidates among keys [n]; returns how many they were."""
+        return int(remove(self._header, keys)) if self.candidates else 0
+
+    def list_interval(self, r: int, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Candidates of range r whose hashes are in low..high-1: keys and words, int64 [n] each, in no order."""
+        keys, words = np.empty(self.count_range(r), np.int64), np.empty(self.count_range(r), np.int64)
+        n = intervals.list_interval(self._header, r, low, high, keys, words)
+        return keys[:n], words[:n]
+
+    def put(self, keys: NDArray[np.int64], words: NDArray[np.int64]) -> None:
+        """Stores candidates with their words, int64 [n] each."""
+        at = _put(self._header, keys, words, 0)
+        while at < len(keys):
+            self._grow(int(self._header[H_NEED]))
+            at = _put(self._header, keys, words, at)
+
+    def drop_interval(self, r: int, low: int, high: int) -> None:
+        """Forgets the candidates of range r whose hashes are in low..high-1, and the blocks of its sketch."""
+        self.remove(self.list_interval(r, low, high)[0])
+        if r in self._sketches:
+            self._blocks(r, low, high)[:] = 0
+
+    def drop_range(self, r: int) -> None:
+        """Forgets the candidates of range r, and its sketch; gives their memory back."""
+        segment, capacity = self._descriptors[r, : field.D_STAMP].tolist()
+        if capacity:
+            self._header[H_ROWS] -= self._counts[r]
+            self._counts[r] = 0
+            self.segment_bytes -= index.segment_entries(capacity) * index.ENTRY
+            self._descriptors[r, : field.D_STAMP] = _EMPTY_SEGMENT.ctypes.data, 0
+            self._memory.free(segment)
+        if r in self._sketches:
+            self._sketches[r][:] = 0
+
+    # --- sketches -----------------------------------------------------------------------------------------------------
+
+    def use_sketch(self, r: int, policy: Admission | None) -> None:
+        """Range r is under this policy: makes its sketch, or gives it back."""
+        if isinstance(policy, MinCountSketch):
+            width = max(_DEPTH, policy.nbytes // (self._ranges * BLOCKS) // _DEPTH * _DEPTH)
+            if self._width != width:
+                self._sketches.clear()  # counters of another width say nothing
+                self._width = width
+            if r not in self._sketches:
+                self._sketches[r] = np.zeros((BLOCKS, width), np.uint8)
+                self._sketch_at[r] = self._sketches[r].ctypes.data
+        elif r in self._sketches:
+            del self._sketches[r]
+
+    def halve(self, r: int) -> None:
+        """Halves the counters of range r's sketch."""
+        if r in self._sketches:
+            self._sketches[r] >>= 1
+
+    def read_blocks(self, r: int, low: int, high: int) -> NDArray[np.uint8]:
+        """The blocks of range r's sketch that begin in low..high-1: uint8 [n, width], n = 0 without a sketch."""
+        return self._blocks(r, low, high) if r in self._sketches else np.empty((0, 0), np.uint8)
+
+    def write_blocks(self, r: int, low: int, blocks: NDArray[np.uint8]) -> None:
+        """Stores what `read_blocks` gave from `low` on."""
+        first = self._first_block(r, low)
+        self._sketches[r][first : first + len(blocks)] = blocks
+
+    def _blocks(self, r: int, low: int, high: int) -> NDArray[np.uint8]:
+        return self._sketches[r][self._first_block(r, low) : self._first_block(r, high)]
+
+    def _first_block(self, r: int, hash_: int) -> int:
+        """The first block that begins at a hash or above it."""
+        width = HASH_END // self._ranges
+        return -(-min(max(hash_ - r * width, 0), width) * BLOCKS // width)
+
+    def words(self, r: int) -> list[int]:
+        """Numbers on which replicas of range r must agree, for digests."""
+        found = []
+        if self._counts[r]:
+            keys, words = self.list_interval(r, 0, HASH_END)
+            mixed = (keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) ^ words.astype(np.uint64)
+            mixed *= np.uint64(0x9FB21C651E98DF25)
+            total = np.sum(mixed ^ mixed >> np.uint64(32), dtype=np.uint64)
+            found += [len(keys), int(total.astype(np.int64))]
+        if r in self._sketches and self._sketches[r].any():
+            counters = self._sketches[r].ravel().astype(np.uint64)
+            weights = np.arange(1, len(counters) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+            found.append(int(np.sum(counters * weights, dtype=np.uint64).astype(np.int64)))
+        return found
+
+    def _grow(self, r: int) -> None:
+        capacity = max(int(self._descriptors[r, field.D_CAPACITY]) * 3 // 2, index.FIRST_CAPACITY)
+        old, old_capacity = self._descriptors[r, : field.D_STAMP].tolist()
+        while True:
+            nbytes = index.segment_entries(capacity) * index.ENTRY
+            segment = self._memory.allocate(nbytes)
+            if index.regrow(self._header, r, segment, capacity):
+                break
+            self._memory.free(segment)
+            capacity += capacity // 8 + 1
+        self.segment_bytes += nbytes
+        if old_capacity:
+            self.segment_bytes -= index.segment_entries(old_capacity) * index.ENTRY
+            self._memory.free(old)

@@ -1,0 +1,190 @@
+"""The life of one table's rows: which keys get a row, what rows keep of their use, which rows are forgotten.
+
+Policies are state of a range, as rows are: they change at a place of its log. So is time. What this does depends on
+nothing else, so replicas that apply the same log hold the same rows, candidates and counts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.model.policies import Admission, Eviction, half_life_of
+from elasticps.model.spec import TableSpec
+from elasticps.store import admission, usage
+from elasticps.store import native as field
+from elasticps.store.admission import WAITS, Waiting
+from elasticps.store.eviction import Measure, Predicate, Reason
+from elasticps.store.memory import Allocator
+from elasticps.store.native import H_ADMITS, H_POLICIES, H_TIMES, H_USAGE_AT, H_USAGE_FLOATS
+
+_NO_FLOATS = np.empty(0, np.float32)
+Keys = NDArray[np.int64]
+Rows = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+class StoredRows(Protocol):
+    """The table, as its lifecycle needs it."""
+
+    def find(self, keys: Keys) -> tuple[Rows, int]:
+        """Addresses of the rows of keys [n], 0 where there is none, and how many there are none of."""
+
+    def change(self, keys: Keys, rows: Rows) -> None:
+        """Prepares rows that `find` has just found for a change, and makes those that are missing (0)."""
+
+    def update(self, keys: Keys, grads: Floats, step_values: Floats, rows: Rows) -> None:
+        """Runs the optimizer on rows that are there."""
+
+    def list_words(self, r: int, low: int, high: int) -> tuple[Keys, Rows]:
+        """Keys of range r whose hashes are in low..high-1, and the words of their rows."""
+
+    def forget(self, keys: Keys) -> None:
+        """Forgets rows that are there."""
+
+    def note_deleted(self, r: int, keys: Keys) -> None:
+        """Notes keys of range r whose rows are forgotten, for increments."""
+
+
+class Lifecycle:
+    """Admission, usage and eviction of a table whose rows keep their usage.
+
+    times: cluster time of each range in seconds, int64 [ranges], shared by all tables of a store. admitted: rows made;
+    evicted: rows and candidates that went, by reason.
+    """
+
+    def __init__(
+        self, spec: TableSpec, header: NDArray[np.int64], usage_at: int, times: NDArray[np.int64], memory: Allocator,
+    ) -> None:  # fmt: skip
+        self.spec = spec  # as the table was made here
+        self.times = times
+        self.waiting = Waiting(header, len(times), memory)
+        self.admitted = 0
+        self.evicted: Counter[Reason] = Counter()
+        self._header = header
+        self._policies = np.zeros((len(times), field.POLICY), np.float64)
+        self._changed: dict[int, TableSpec] = {}  # specs of ranges whose policies are others than the table's
+        header[H_USAGE_AT], header[H_USAGE_FLOATS] = usage_at, spec.usage_floats
+        header[H_TIMES], header[H_POLICIES] = times.ctypes.data, self._policies.ctypes.data
+        for r in range(len(times)):
+            self._set(r, spec)
+
+    def spec_of(self, r: int) -> TableSpec:
+        """The table's spec with the policies that range r is under."""
+        return self._changed.get(r, self.spec)
+
+    def set_policies(self, r: int, chosen: Admission | None, evictions: Sequence[Eviction]) -> None:
+        """Puts range r under these policies. SpecError if the rows do not keep what they need."""
+        self._set(r, self.spec.with_policies(chosen, evictions))
+
+    def _set(self, r: int, spec: TableSpec) -> None:
+        if (spec.admission, spec.eviction) == (self.spec.admission, self.spec.eviction):
+            self._changed.pop(r, None)
+        else:
+            self._changed[r] = spec
+        half_life = half_life_of(spec.eviction)
+        number, threshold = admission.numbers_of(spec.admission)
+        self._policies[r] = 1.0 / half_life if half_life else 0.0, number, threshold
+        self.waiting.use_sketch(r, spec.admission)
+        self._header[H_ADMITS] = bool(self._policies[:, field.P_ADMISSION].any()) or self.waiting.candidates > 0
+
+    # --- pushes -------------------------------------------------------------------------------------------------------
+
+    def apply(self, table: StoredRows, keys: Keys, grads: Floats, step_values: Floats, worker: int, clock: int) -> int:
+        """One optimizer step of a worker on the rows of keys [n] with grads [n, dim], or [n, dim + 1] with scores.
+
+        Keys that get no row yet are counted, and left out. Returns the rows updated.
+        """
+        scores = _NO_FLOATS
+        if self.spec.push_width > self.spec.dim:
+            scores, grads = grads[:, -1].copy(), np.ascontiguousarray(grads[:, :-1])
+        rows, missing = table.find(keys)
+        counts = _NO_FLOATS
+        if missing and self._header[H_ADMITS]:
+            counts = self.waiting.admit(keys, rows, worker, clock)
+            there = rows != WAITS
+            if not there.all():
+                keys, grads, rows, counts = keys[there], grads[there], rows[there], counts[there]
+                scores = scores[there] if len(scores) else scores
+        new = rows == 0
+        table.change(keys, rows)
+        if len(counts):
+            usage.begin(self._header, keys[new], rows[new], counts[new])
+        self.admitted += int(np.count_nonzero(new))
+        table.update(keys, grads, step_values, rows)
+        usage.use(self._header, keys, rows, scores)
+        return len(keys)
+
+    def load(self, r: int, keys: Keys, words: Keys, low: int, blocks: NDArray[np.uint8]) -> None:
+        """Stores keys of range r that wait for a row, and blocks of its sketch from hash `low` on."""
+        self.waiting.put(keys, words)
+        if blocks.size:
+            self.waiting.write_blocks(r, low, blocks)
+        if len(keys):
+            self._header[H_ADMITS] = True
+
+    def loaded(self, keys: Keys, rows: Rows) -> None:
+        """Notes that rows of keys [n] were loaded: used now, never pushed to; they wait no more."""
+        usage.begin(self._header, keys, rows, _NO_FLOATS)
+        self.waiting.remove(keys)
+
+    # --- eviction -----------------------------------------------------------------------------------------------------
+
+    def measure(self, table: StoredRows, r: int, low: int, high: int, by: Predicate) -> tuple[Keys, Rows, Keys]:
+        """(keys, words, ranks), int64 [n] each, of what a predicate is about, in range r and at hashes low..high-1."""
+        if by.of_candidates:
+            keys, words = self.waiting.list_interval(r, low, high)
+            rank = admission.rank if by.measure == Measure.CANDIDATE else admission.last_push
+            return keys, words, rank(words)
+        keys, words = table.list_words(r, low, high)
+        ranks = np.empty(len(keys), np.int64)
+        usage.measure(self._header, words, int(by.measure), by.now, by.decay, ranks)
+        return keys, words, ranks
+
+    def evict(self, table: StoredRows, r: int, low: int, high: int, by: Predicate, stamp: int) -> int:
+        """Forgets the rows, or candidates, of range r at hashes low..high-1 that a predicate chooses; returns how many.
+
+        stamp: of rows that change now. A row with it may have an older version in a file that the predicate does not
+        choose, unless that is monotone: such keys are noted.
+        """
+        keys, words, ranks = self.measure(table, r, low, high, by)
+        chosen = by.chosen(keys, ranks)
+        gone = keys[chosen]
+        if by.of_candidates:
+            self.waiting.remove(gone)
+        elif len(gone):
+            if not by.monotone:
+                table.note_deleted(r, gone[words[chosen] >> field.STAMP_BIT == stamp])
+            table.forget(gone)
+        self.evicted[by.reason] += len(gone)
+        return len(gone)
+
+    def read_usage(self, table: StoredRows, keys: Keys) -> NDArray[np.uint32]:
+        """The usage of keys [n]: uint32 [n, 3], see `usage.read_usage`."""
+        rows, _ = table.find(keys)
+        out = np.empty((len(keys), usage.USAGE), np.uint32)
+        usage.read_usage(self._header, rows, out)
+        return out
+
+    def words(self, r: int) -> list[int]:
+        """Numbers on which replicas of range r must agree: of its policies, and of keys that wait for a row."""
+        spec = self.spec_of(r)
+        policies = repr((spec.admission, spec.eviction)).encode()
+        return [int.from_bytes(blake2b(policies, digest_size=7).digest(), "little"), *self.waiting.words(r)]
+
+    def erase(self, r: int) -> None:
+        """Forgets a range that is not here any more."""
+        self._set(r, self.spec)
+
+    def advance(self, r: int, before: int, now: int) -> None:
+        """Cluster time of range r has gone on, from `before` to `now`: halves its sketch where that is due."""
+        policy = self.spec_of(r).admission
+        every = getattr(policy, "halve_after", None)
+        if every and before:
+            for _ in range(min(int(now // every) - int(before // every), 8)):
+                self.waiting.halve(r)

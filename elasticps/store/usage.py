@@ -1,0 +1,191 @@
+"""Kernels over the usage of rows: when a row was used last, how often, and the caller's score.
+
+Usage lies at the end of a row, in words of 4 bytes: last use uint32, seconds of cluster time; count float32, pushes;
+and in tables with scores, score float32. Counts and scores may fall by half in a time: that is computed when a row is
+used or compared, from its last use, with multiplications and additions alone, so every replica and every reader of a
+file gets the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.kernels.hashing import hash_key as _hash_key
+from elasticps.kernels.hashing import mix64 as _mix64
+from elasticps.store.native import (
+    ADDRESS,
+    FLOATS,
+    H_DIM,
+    H_DTYPE,
+    H_POLICIES,
+    H_SALT,
+    H_SCRATCH,
+    H_SHIFT,
+    H_TIMES,
+    H_USAGE_AT,
+    H_USAGE_FLOATS,
+    KEYS,
+    P_DECAY,
+    POLICY,
+    WORDS,
+    carray,
+    float32_bits,
+    float64_from_bits,
+    kernel,
+    linked,
+    pointer,
+    prefetch,
+)
+from elasticps.store.values import unpack
+
+hash_key: Any = _hash_key
+mix64: Any = _mix64
+
+LAST_USE, COUNT, SCORE, NORM = 0, 1, 2, 3  # measures of a row, see `measure`
+USAGE = 3  # words that `read_usage` writes for a row
+MAX_COUNT = np.float32(1 << 22)  # above it one push more would be lost in a float32's rounding
+_AHEAD = 12  # rows between a prefetch and its use
+_TIE_SEED = np.uint64(0xD6E8FEB86659FD93)
+_LOW32 = np.uint64(0xFFFFFFFF)
+# Taylor's series of 2^-f = exp(-f ln 2), whose error on [0, 1) is below 1e-9.
+_C1, _C2, _C3, _C4 = -0.6931471805599453, 0.2402265069591007, -0.05550410866482158, 0.009618129107628477
+_C5, _C6, _C7 = -0.0013333558146428443, 0.0001540353039338161, -1.525273380405984e-05
+_C8, _C9, _C10 = 1.3215486790144307e-06, -1.0178086009239696e-07, 7.054911620801121e-09
+
+
+@kernel
+def falling(half_lives: float) -> float:
+    """2^-x for x >= 0, the same bits on any CPU; 0 from 140 on."""
+    if half_lives >= 140.0:
+        return 0.0
+    n = np.int64(half_lives)
+    f = half_lives - n
+    p = _C10
+    p = _C9 + f * p
+    p = _C8 + f * p
+    p = _C7 + f * p
+    p = _C6 + f * p
+    p = _C5 + f * p
+    p = _C4 + f * p
+    p = _C3 + f * p
+    p = _C2 + f * p
+    p = _C1 + f * p
+    return (1.0 + f * p) * float64_from_bits((1023 - n) << 52)
+
+
+@kernel
+def _usage(row: int, floats: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
+    return carray(pointer(row), (floats,), np.uint32), carray(pointer(row), (floats,), np.float32)
+
+
+@linked(WORDS, KEYS, WORDS, FLOATS)
+def use(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64], scores: NDArray[np.float32]) -> None:
+    """Notes a push to the rows of keys [n] at their ranges' time. scores: float32 [n], or empty if there are none."""
+    at, floats = h[H_USAGE_AT], h[H_USAGE_FLOATS]
+    salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
+    ranges = 1 << (64 - h[H_SHIFT])
+    times = carray(pointer(h[H_TIMES]), (ranges,), np.int64)
+    policies = carray(pointer(h[H_POLICIES]), (ranges * POLICY,), np.float64)
+    for i in range(keys.shape[0]):
+        r = np.int64(hash_key(keys[i], salt) >> shift)
+        word, value = _usage(rows[i] + at, floats)
+        now, decay = times[r], policies[r * POLICY + P_DECAY]
+        count = value[1]
+        elapsed = now - np.int64(word[0])
+        share = 1.0
+        if decay > 0.0 and elapsed > 0:
+            share = falling(elapsed * decay)
+            count = np.float32(count * share)
+        value[1] = min(count + np.float32(1), MAX_COUNT)
+        if floats > 2:
+            score = np.float32(value[2] * share)
+            value[2] = min(score + scores[i], MAX_COUNT) if scores.shape[0] else score
+        word[0] = np.uint32(now)
+
+
+@kernel
+def begin(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64], counts: NDArray[np.float32]) -> None:
+    """Sets the usage of the rows of keys [n]: last used now, with these counts, float32 [n], or none if it is empty. A
+    negative count leaves its row as it is."""
+    at, floats = h[H_USAGE_AT], h[H_USAGE_FLOATS]
+    salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
+    times = carray(pointer(h[H_TIMES]), (1 << (64 - h[H_SHIFT]),), np.int64)
+    for i in range(keys.shape[0]):
+        if counts.shape[0] and counts[i] < 0:
+            continue
+        word, value = _usage(rows[i] + at, floats)
+        word[0] = np.uint32(times[np.int64(hash_key(keys[i], salt) >> shift)])
+        value[1] = counts[i] if counts.shape[0] else np.float32(0)
+        if floats > 2:
+            value[2] = np.float32(0)
+
+
+@kernel
+def read_usage(h: NDArray[np.int64], rows: NDArray[np.int64], out: NDArray[np.uint32]) -> None:
+    """Writes the usage of rows as uint32 [n, USAGE]: seconds, and the bits of count and score. A row that is not there
+    (0), or has no score, reads as NaN."""
+    at, floats = h[H_USAGE_AT], h[H_USAGE_FLOATS]
+    for i in range(rows.shape[0]):
+        out[i, 0], out[i, 1], out[i, 2] = 0, 0x7FC00000, 0x7FC00000
+        if rows[i] != 0 and at != 0:
+            word, _ = _usage((rows[i] & ADDRESS) + at, floats)
+            for j in range(floats):
+                out[i, j] = word[j]
+
+
+@kernel
+def _squares(w: NDArray[np.float32]) -> np.float32:
+    """Sum of squares, in four fixed sums, which a compiler may take side by side."""
+    n = w.shape[0]
+    a0 = a1 = a2 = a3 = np.float32(0)
+    for j in range(0, n - 3, 4):
+        a0 += w[j] * w[j]
+        a1 += w[j + 1] * w[j + 1]
+        a2 += w[j + 2] * w[j + 2]
+        a3 += w[j + 3] * w[j + 3]
+    for j in range(n & -4, n):
+        a0 += w[j] * w[j]
+    return (a0 + a1) + (a2 + a3)
+
+
+@kernel
+def measure(
+    h: NDArray[np.int64], rows: NDArray[np.int64], what: int, now: int, decay: float, out: NDArray[np.int64]
+) -> None:
+    """Writes a rank of each row, int64 [n], smaller for those that are to go first. rows: addresses or words, [n].
+
+    what: LAST_USE; COUNT or SCORE, fallen to what they are at `now` with `decay` half-lives a second; NORM of weights.
+    Ranks of floats are their bits, which are in the order of the floats, as none is negative.
+    """
+    at, floats, n = h[H_USAGE_AT], h[H_USAGE_FLOATS], rows.shape[0]
+    begins = 0 if what == NORM else at
+    for i in range(min(n, _AHEAD)):
+        prefetch((rows[i] & ADDRESS) + begins)
+    for i in range(n):
+        if i + _AHEAD < n:
+            prefetch((rows[i + _AHEAD] & ADDRESS) + begins)
+        row = rows[i] & ADDRESS
+        if what == NORM:
+            weights = row
+            if h[H_DTYPE] != 0:
+                weights = h[H_SCRATCH]
+                unpack(row, carray(pointer(weights), (h[H_DIM],), np.float32), h[H_DTYPE])
+            out[i] = float32_bits(_squares(carray(pointer(weights), (h[H_DIM],), np.float32)))
+        else:
+            word, value = _usage(row + at, floats)
+            if what == LAST_USE:
+                out[i] = word[0]
+            else:
+                elapsed: Any = now - np.int64(word[0])
+                share = falling(max(elapsed, 0) * decay)
+                out[i] = float32_bits(np.float32(value[what] * share))
+
+
+@kernel
+def ties(keys: NDArray[np.int64], out: NDArray[np.int64]) -> None:
+    """Writes a number of 32 bits for each key, which decides among rows of equal rank, whatever the key's range."""
+    for i in range(keys.shape[0]):
+        out[i] = np.int64(mix64(np.uint64(keys[i]) ^ _TIE_SEED) & _LOW32)
