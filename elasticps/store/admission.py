@@ -315,6 +315,10 @@ class Waiting:
         elif r in self._sketches:
             del self._sketches[r]
 
+    def has_sketch(self, r: int) -> bool:
+        """Whether range r counts keys in a sketch."""
+        return r in self._sketches
+
     def halve(self, r: int) -> None:
         """Halves the counters of range r's sketch."""
         if r in self._sketches:

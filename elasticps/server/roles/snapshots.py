@@ -13,6 +13,7 @@ from elasticps.server.core.snapshot import pack, size_by_place, size_of
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.store import Table
+from elasticps.store.admission import BLOCKS
 from elasticps.store.intervals import HASH_END
 from replication.chain import Member
 from replication.effects import NextChunk, SnapshotRange
@@ -172,10 +173,11 @@ class SnapshotSender:
         snapshot, now, began = self._snapshots[r], self._loop.time(), time.thread_time()
         first = snapshot.low == r * self._width
         while True:
+            snapshot.step = self._step(r, snapshot.step)
             upto = min(snapshot.low + snapshot.step, snapshot.end)
             content = self._content(r, snapshot.low, upto)
             rows = size_by_place(content)
-            if rows <= MOST_BYTES or upto == snapshot.low + 1:
+            if rows <= MOST_BYTES or snapshot.step == self._step(r, 1):
                 break
             snapshot.step = max(1, (upto - snapshot.low) * PIECE_BYTES // rows)
         snapshot.low = upto
@@ -195,6 +197,14 @@ class SnapshotSender:
         if self._last_served.within(BUSY_S):
             pause_s = max((time.thread_time() - began) / BUSY_SHARE, size / BUSY_BYTES_PER_S)
             self._free_s = now + min(pause_s, LONGEST_PAUSE_S)
+
+    def _step(self, r: int, step: int) -> int:
+        """Hash positions of a piece, about `step`: whole blocks of a sketch, if a table has one in range r."""
+        lifecycles = [table.lifecycle for table in self._tables.values() if table.lifecycle is not None]
+        if not any(lifecycle.waiting.has_sketch(r) for lifecycle in lifecycles):
+            return step
+        block = self._width // BLOCKS
+        return max(1, step // block) * block
 
     def _content(self, r: int, low: int, upto: int) -> ChunkContent:
         """An interval of hash positions of range r."""
