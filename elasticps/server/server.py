@@ -33,6 +33,7 @@ from elasticps.server.roles.cuts import CutHandler
 from elasticps.server.roles.executor import Executor
 from elasticps.server.roles.handshake import HelloHandler
 from elasticps.server.roles.leaders import Leaders
+from elasticps.server.roles.lifecycle import LifecycleHandler
 from elasticps.server.roles.memory_limit import MemoryLimit
 from elasticps.server.roles.pulls import PullHandler
 from elasticps.server.roles.pushes import PushHandler
@@ -104,6 +105,7 @@ class Server:
         self.leaders = Leaders(context, self.links, self.snapshots, self.headroom)  # get reports
         self.sweeper = Sweeper(context, self.leaders, self.headroom, options.wall)  # forgets rows by tables' policies
         self.pushes.stamp_time = self.sweeper.stamp
+        self._lifecycle = LifecycleHandler(context, self.sweeper)  # policies and sweeps that workers ask for
         self.restoring = Restorer(context, self.memory, memory.share(BUFFER_BYTES))  # reads checkpoints
         row_writer = options.row_writer or ThreadRowWriter(loop)
         aside_bytes = memory.share(ASIDE_BYTES)
@@ -115,8 +117,9 @@ class Server:
         handlers = {
             **self.pushes.handlers, **self.pulls.handlers, **self._barrier.handlers, **shards.handlers,
             **cuts.handlers, **self.held.handlers, **self.reductions.handlers, **activity.handlers,
+            **self._lifecycle.handlers,
         }  # fmt: skip
-        forget = self.pulls.forget, self.pushes.forget, self.reductions.forget, activity.forget
+        forget = self.pulls.forget, self.pushes.forget, self.reductions.forget, activity.forget, self._lifecycle.forget
         self.worker = PeerKind(handlers, *forget, rest=self.pulls.rest)  # frames of workers
         handlers = {**self.links.handlers, **self.memory.handlers, **self.held.handlers, **updates.handlers}
         self.peer = PeerKind(handlers, self.links.lost)  # frames of other replicas
@@ -144,6 +147,7 @@ class Server:
         """Drops every connection, and gives up what is being written of a checkpoint, or read."""
         self.checkpoints.close()
         self.restoring.close()
+        self._lifecycle.close()
         self.links.close()
         self.handshake.close()
         self.streams.close()

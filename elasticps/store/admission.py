@@ -185,7 +185,7 @@ def remove(c: NDArray[np.int64], keys: NDArray[np.int64]) -> int:
 
 
 @kernel
-def _put(c: NDArray[np.int64], keys: NDArray[np.int64], words: NDArray[np.int64], start: int) -> int:
+def put(c: NDArray[np.int64], keys: NDArray[np.int64], words: NDArray[np.int64], start: int) -> int:
     """Stores candidates with their words, replacing those of equal keys, from `start` on; returns as `admit` does."""
     salt, shift = np.uint64(c[H_SALT]), np.uint64(c[H_SHIFT])
     held = carray(pointer(c[H_COUNTS]), (1 << (64 - c[H_SHIFT]),), np.int64)
@@ -277,10 +277,10 @@ class Waiting:
 
     def put(self, keys: NDArray[np.int64], words: NDArray[np.int64]) -> None:
         """Stores candidates with their words, int64 [n] each."""
-        at = _put(self._header, keys, words, 0)
+        at = put(self._header, keys, words, 0)
         while at < len(keys):
             self._grow(int(self._header[H_NEED]))
-            at = _put(self._header, keys, words, at)
+            at = put(self._header, keys, words, at)
 
     def drop_interval(self, r: int, low: int, high: int) -> None:
         """Forgets the candidates of range r whose hashes are in low..high-1, and the blocks of its sketch."""

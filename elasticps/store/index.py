@@ -318,20 +318,6 @@ def regrow(h: NDArray[np.int64], r: int, segment: int, capacity: int) -> bool:
 
 
 @kernel
-def list_range(h: NDArray[np.int64], r: int, keys: NDArray[np.int64], rows: NDArray[np.int64]) -> int:
-    """Writes range r's keys and the words of their rows (address and stamp), in the segment's order; how many."""
-    base, capacity = segment_of(h, r)
-    n = 0
-    for i in range(capacity + min(capacity, 32)):
-        row = load64(base + i * ENTRY + 8)
-        if row != 0:
-            keys[n] = load64(base + i * ENTRY)
-            rows[n] = row
-            n += 1
-    return n
-
-
-@kernel
 def free_rows(h: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
     """Gives rows' memory back to the table, the first of `rows` to be taken first."""
     for i in range(rows.shape[0] - 1, -1, -1):

@@ -22,6 +22,7 @@ from elasticps.store.admission import WAITS, Waiting
 from elasticps.store.eviction import Measure, Predicate, Reason
 from elasticps.store.memory import Allocator
 from elasticps.store.native import H_ADMITS, H_POLICIES, H_TIMES, H_USAGE_AT, H_USAGE_FLOATS
+from elasticps.store.registry import load_lifecycle
 
 _NO_FLOATS = np.empty(0, np.float32)
 Keys = NDArray[np.int64]
@@ -61,6 +62,7 @@ class Lifecycle:
     def __init__(
         self, spec: TableSpec, header: NDArray[np.int64], usage_at: int, times: NDArray[np.int64], memory: Allocator,
     ) -> None:  # fmt: skip
+        load_lifecycle()
         self.spec = spec  # as the table was made here
         self.times = times
         self.waiting = Waiting(header, len(times), memory)
@@ -163,13 +165,6 @@ class Lifecycle:
             table.forget(gone)
         self.evicted[by.reason] += len(gone)
         return len(gone)
-
-    def read_usage(self, table: StoredRows, keys: Keys) -> NDArray[np.uint32]:
-        """The usage of keys [n]: uint32 [n, 3], see `usage.read_usage`."""
-        rows, _ = table.find(keys)
-        out = np.empty((len(keys), usage.USAGE), np.uint32)
-        usage.read_usage(self._header, rows, out)
-        return out
 
     def words(self, r: int) -> list[int]:
         """Numbers on which replicas of range r must agree: of its policies, and of keys that wait for a row."""

@@ -14,7 +14,7 @@ from numba.core.dispatcher import Dispatcher
 from elasticps.errors import SpecError
 from elasticps.kernels import compiled_once
 from elasticps.model.spec import Custom, ServerOptimizer
-from elasticps.store import codec, index, intervals, layout, reductions, sparse, stamps, updates
+from elasticps.store import admission, codec, index, intervals, layout, reductions, sparse, stamps, updates, usage
 from elasticps.store.native import FLOATS, INT, KEYS, MATRIX, WORDS, signature_of
 from elasticps.store.values import canonical
 
@@ -25,7 +25,6 @@ _SIGNATURES: tuple[tuple[Any, tuple[Any, ...]], ...] = (
     (index.insert, signature_of(index.insert)),
     (index.overwrite, (WORDS, MATRIX, WORDS)),
     (index.regrow, (WORDS, INT, INT, INT)),
-    (index.list_range, (WORDS, INT, WORDS, WORDS)),
     (index.free_rows, (WORDS, WORDS)),
     (index.remove, (WORDS, KEYS)),
     (index.copy_slots, (WORDS, WORDS, types.Array(types.float32, 2, "C"))),
@@ -61,6 +60,19 @@ _SIGNATURES: tuple[tuple[Any, tuple[Any, ...]], ...] = (
     (sparse.spread_rows, (INT,) * 7),
     (sparse.draw_rows, (INT,) * 8),
 )
+_LIFECYCLE: tuple[tuple[Any, tuple[Any, ...]], ...] = (
+    (usage.use, signature_of(usage.use)),
+    (usage.begin, (WORDS, KEYS, WORDS, FLOATS)),
+    (usage.read_usage, (WORDS, WORDS, types.Array(types.uint32, 2, "C"))),
+    (usage.measure, (WORDS, WORDS, INT, INT, types.float64, WORDS)),
+    (usage.ties, (KEYS, WORDS)),
+    (
+        admission.admit,
+        (WORDS, WORDS, WORDS, INT, KEYS, WORDS, INT, INT, INT, types.Array(types.float32, 1, "C")),
+    ),
+    (admission.remove, (WORDS, KEYS)),
+    (admission.put, (WORDS, KEYS, KEYS, INT)),
+)
 Update = Callable[..., int]
 
 
@@ -95,10 +107,17 @@ def load_kernels() -> None:
         _load(kernel, signature)
 
 
+def load_lifecycle() -> None:
+    """Compiles, or loads from the cache, what a table needs that keeps usage."""
+    for kernel, signature in _LIFECYCLE:
+        _load(kernel, signature)
+
+
 def warm() -> None:
     """Compiles, or loads from the cache, every built-in kernel: afterwards no operation waits for a compiler."""
     with compiled_once(__file__):
         load_kernels()
+        load_lifecycle()
         reductions.load()
 
 

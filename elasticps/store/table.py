@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from elasticps.errors import InputError
 from elasticps.kernels import hashing
 from elasticps.model.spec import DTYPES, Constant, TableSpec, Zeros
-from elasticps.store import index, intervals, layout, stamps
+from elasticps.store import index, intervals, layout, stamps, usage
 from elasticps.store import native as field
 from elasticps.store.codec import Codec
 from elasticps.store.corrections import constants_of
@@ -213,9 +213,13 @@ class Table:
         n = len(keys)
         if out.shape != (n, self.slot_floats):
             raise InputError(f"{self._name}: {n} keys need an array of {(n, self.slot_floats)}, got {out.shape}")
-        rows = self._scratch_rows(n)
-        index.find(self._header, keys, rows)
-        index.copy_slots(self._header, rows, out)
+        index.copy_slots(self._header, self.find(keys)[0], out)
+
+    def read_usage(self, keys: NDArray[np.int64]) -> NDArray[np.uint32]:
+        """The usage of the rows of keys [n]: uint32 [n, 3], see `usage.read_usage`."""
+        out = np.empty((len(keys), usage.USAGE), np.uint32)
+        usage.read_usage(self._header, self.find(keys)[0], out)
+        return out
 
     def delete(self, keys: NDArray[np.int64]) -> int:
         """Forgets the rows of keys [n], those that have one, and notes which; returns how many. Their memory serves the
@@ -296,7 +300,7 @@ class Table:
 
     def range_keys(self, r: int) -> NDArray[np.int64]:
         """Keys of range r, in no order that means anything. Time is proportional to the range."""
-        return self._list(r)[0]
+        return self.list_words(r, 0, intervals.HASH_END)[0]
 
     def list_keys(self, r: int, place: int, most: int) -> tuple[NDArray[np.int64], int]:
         """Keys of range r from a hash on (see `intervals`), about `most` of them, and at most twice as many; and the
@@ -360,7 +364,7 @@ class Table:
             self.lifecycle.waiting.drop_range(r)
         if not self.count_range(r):
             return
-        keys, rows = self._list(r)
+        keys, rows = self.list_words(r, 0, intervals.HASH_END)
         if self.retained is not None:
             self._find_to_change(keys, np.empty(len(keys), np.int64))
         index.free_rows(self._header, rows)
@@ -452,12 +456,6 @@ class Table:
         keys, words = np.empty(self.count_range(r), np.int64), np.empty(self.count_range(r), np.int64)
         n = intervals.list_interval(self._header, r, low, high, keys, words)
         return keys[:n], words[:n]
-
-    def _list(self, r: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        n = self.count_range(r)
-        keys, rows = np.empty(n, np.int64), np.empty(n, np.int64)
-        index.list_range(self._header, r, keys, rows)
-        return keys, rows
 
     def _insert(self, keys: NDArray[np.int64], rows: NDArray[np.int64], values: NDArray[np.float32], mode: int) -> None:
         at = index.insert(self._header, keys, values, mode, rows, 0)

@@ -63,6 +63,8 @@ class Kind(IntEnum):
     HELD = 32
     USE = 33
     REDUCE = 48
+    SET_POLICIES = 49
+    SWEEP = 50
     WELCOME = 64
     OK = 65
     ROWS = 66
@@ -78,6 +80,7 @@ class Kind(IntEnum):
     RELEASE = 76
     REDUCED = 77
     WATCH = 78
+    SWEPT = 81
 
 
 LAST = 1  # PUSH: the step's last part, it ticks the clock. ROWS: the answer's last chunk. JOIN, HELD: see headers
@@ -92,6 +95,7 @@ CODED = 256  # PULL: the rows as the table's filters for pulls make them
 SHORT = 512  # PULL, PUSH: some keys are left out, or stand as differences, see `keys`
 PACKED = 1024  # PUSH: the body is compressed, see `packed`
 DIGESTS = 2048  # PULL: what the rows hash to, instead of them
+USAGE = 16384  # PULL: when the rows were used last, how often, and their score, instead of their weights
 TABLES = 4096  # PULL: of several tables, in blocks as a PUSH has them, of keys alone
 REFUSED = 8192  # FORWARD: a PUSH without refused rows, which it names. SNAPSHOT_CHUNK, CLOCKS, ERROR: with such rows
 

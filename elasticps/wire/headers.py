@@ -135,7 +135,8 @@ class PullHeader(NamedTuple):
     """PULL: the rows of `keys` keys of a table, by a worker at `clock`. bound: of the delay, None for none; wait_ms:
     how long the server may let it wait, 0 for as long as usual. anywhere: any full replica may answer. slots: what the
     optimizer keeps of the rows, instead of their weights. coded: as the table's filters make them. digests: what their
-    weights hash to, instead of them. blocks: of several tables, so many; each says how many keys it has."""
+    weights hash to, instead of them. blocks: of several tables, so many; each says how many keys it has. usage: when
+    rows were used last, how often, and their score, in three words each, instead of their weights."""
 
     request: int
     epoch: int
@@ -150,6 +151,7 @@ class PullHeader(NamedTuple):
     coded: bool = False
     digests: bool = False
     blocks: int | None = None
+    usage: bool = False
 
     def header(self, body_bytes: int | None = None) -> Header:
         """The 64 bytes' fields; the body is the keys, or `body_bytes` of blocks."""
@@ -169,12 +171,12 @@ class PullHeader(NamedTuple):
         return cls(
             h.request, h.epoch, h.clock, h.worker, h.table, keys, bound, h.wait_ms, bool(h.flags & ANY),
             bool(h.flags & SLOTS), bool(h.flags & frames.CODED), bool(h.flags & frames.DIGESTS),
-            h.items if several else None,
+            h.items if several else None, bool(h.flags & frames.USAGE),
         )  # fmt: skip
 
     @property
     def _flags(self) -> int:
-        of = self.slots * SLOTS | self.coded * frames.CODED | self.digests * frames.DIGESTS
+        of = self.slots * SLOTS | self.coded * frames.CODED | self.digests * frames.DIGESTS | self.usage * frames.USAGE
         return self.anywhere * ANY | of | (self.blocks is not None) * frames.TABLES
 
 
@@ -199,6 +201,22 @@ class ListKeysHeader(NamedTuple):
     def of(cls, h: Header) -> ListKeysHeader:
         """The inverse of `header`."""
         return cls(h.table, h.worker, h.clock, h.items, h.request, h.epoch)
+
+
+class PoliciesHeader(NamedTuple):
+    """SET_POLICIES and SWEEP: of `table`; the body is a JSON object."""
+
+    kind: Kind
+    table: int
+
+    def header(self, body_bytes: int) -> Header:
+        """The 64 bytes' fields, before a body of so many bytes."""
+        return Header(self.kind, LAST, body_bytes, table=self.table)
+
+    @classmethod
+    def of(cls, h: Header) -> PoliciesHeader:
+        """The inverse of `header`."""
+        return cls(Kind(h.kind), h.table)
 
 
 class JoinHeader(NamedTuple):

@@ -184,7 +184,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             found |= {k: (w & 0xFFFF, w >> 16) for k, w in zip(waiting.tolist(), words.tolist(), strict=True)}
         assert found == self.model.waiting
         there = np.array(list(self.model.rows), np.int64)
-        usage = lifecycle.read_usage(self.table, there)
+        usage = self.table.read_usage(there)
         assert usage[:, 0].tolist() == [row.last for row in self.model.rows.values()]
         counts = [row.count for row in self.model.rows.values()]
         np.testing.assert_allclose(usage[:, 1].view(f32), counts, rtol=1e-5)
@@ -212,8 +212,7 @@ def test_a_key_that_comes_often_in_one_batch_gets_its_row_in_the_midst_of_it() -
     weights = np.empty((1, 1), f32)
     table.gather(np.array([9]), weights)
     assert weights[0, 0] == 3  # the third push is the first that is applied
-    assert table.lifecycle is not None
-    assert table.lifecycle.read_usage(table, np.array([9])).view(f32)[0, 1] == 5
+    assert table.read_usage(np.array([9])).view(f32)[0, 1] == 5
 
 
 def test_chance_admits_a_share_and_decides_a_retried_push_as_before() -> None:

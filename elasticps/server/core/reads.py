@@ -12,6 +12,7 @@ from elasticps.server.core.requests import Asker
 from elasticps.server.core.serving import Serving
 from elasticps.store import Table
 from elasticps.store.codec import WORDS, digests
+from elasticps.store.usage import USAGE
 from elasticps.wire.frames import Buffer, Kind
 from elasticps.wire.headers import PullHeader, RowsHeader
 from replication.replica import Replica
@@ -34,6 +35,8 @@ class TableKeys(NamedTuple):
             return self.table.slot_floats
         if header.digests:
             return WORDS
+        if header.usage:
+            return USAGE
         return self.table.pull.words if header.coded else self.table.spec.dim
 
 
@@ -192,6 +195,8 @@ def _gather(header: PullHeader, parts: TableKeys, out: NDArray[np.float32]) -> N
     table, keys = parts
     if header.slots:
         table.read_slots(keys, out)
+    elif header.usage:
+        out.view(np.uint32)[:] = table.read_usage(keys)
     elif header.coded:
         rows = np.empty((len(keys), table.spec.dim), np.float32)
         table.gather(keys, rows)

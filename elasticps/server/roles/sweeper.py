@@ -7,6 +7,7 @@ look older than it is.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -17,6 +18,7 @@ from elasticps.server.core.headroom import Headroom
 from elasticps.server.core.operations import SweptInterval, TimeMark
 from elasticps.server.core.sweeps import Policies, Slice, SweepPlan, bounded
 from elasticps.server.roles.context import Context
+from elasticps.server.roles.executor import FutureTicket
 from elasticps.server.roles.leaders import Leaders
 from elasticps.store import Table
 from elasticps.store.eviction import Predicate, Reason
@@ -128,31 +130,40 @@ class Sweeper:
         share = HURRIED_SHARE if self._headroom.short else SHARE
         self._loop.call_later(spent * (1 - share) / share, self._step)
 
-    def _sweep(self, at: Slice, by: Predicate, share: float) -> None:
-        """Looks at a slice, and logs an EVICT if anything goes."""
+    def _sweep(self, at: Slice, by: Predicate, share: float) -> tuple[Predicate, int, FutureTicket | None]:
+        """Looks at a slice, and logs an EVICT if anything goes: how many rows, and a ticket."""
         table = self._store.live.get(at.table)
         if table is None or table.lifecycle is None:
-            return
+            return by, 0, None
         headed = set(self._serving.headed.tolist())
         ranges = [r for r in at.ranges if r in headed]
         by, looked, going = choose(table, ranges, at, by, share)
         self.swept_rows += looked
-        if going:
-            payload = SweptInterval(at.table, at.low, at.high, by)
-            ordered = np.array(ranges, np.int64)
-            self._executor.log(self._serving.epoch, OperationKind.EVICT, ordered, payload, OPERATION_BYTES)
+        if not going:
+            return by, 0, None
+        payload, ordered = SweptInterval(at.table, at.low, at.high, by), np.array(ranges, np.int64)
+        ticket = self._executor.log(self._serving.epoch, OperationKind.EVICT, ordered, payload, OPERATION_BYTES)
+        return by, going, ticket
 
-    def due(self, number: int) -> dict[Reason, int]:
-        """How many rows, and candidates, of a table would go now, of the ranges headed here. Looks at all of them."""
-        table, found = self._store.live.get(number), dict.fromkeys(Reason, 0)
-        if table is None or table.lifecycle is None:
-            return found
-        now = int(min(self._wall(), self._leaders.wall_s() or self._wall()))
+    async def sweep(self, table: Table, dry_run: bool) -> dict[Reason, int]:
+        """How many rows, and keys that wait for one, of a table go now, by reason, in the ranges headed here; unless
+        it is a dry run, they are gone at all replicas when this returns. Half of this thread's time goes into it."""
+        found, tickets = dict.fromkeys(Reason, 0), []
+        now = int(min(self._wall(), self._leaders.wall_s() or (self._wall() if dry_run else 0.0)))
         plan = SweepPlan(self._serving.ranges, HASH_END // self._serving.ranges)
-        headed = self._serving.headed.tolist()
-        for at, by, share in plan.slices({number: _Swept(table)}, headed, now, self._loop.time(), True):
-            by, _, going = choose(table, at.ranges, at, by, share)
+        swept, headed = {table.table_id: _Swept(table)}, self._serving.headed.tolist()
+        for at, by, share in plan.slices(swept, headed, now, self._loop.time(), True):
+            began = time.thread_time()
+            if table.dropped:
+                break
+            if dry_run:
+                by, _, going = choose(table, at.ranges, at, by, share)
+            else:
+                by, going, ticket = self._sweep(at, by, share)
+                tickets += [] if ticket is None else [ticket.future]
             found[by.reason] += going
+            await asyncio.sleep(time.thread_time() - began)
+        await asyncio.gather(*tickets)
         return found
 
 
