@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from numpy.typing import NDArray
 
 from elasticps.model import spec
-from elasticps.store import Store, Table, cuts, retained, table
+from elasticps.store import Store, Table, cuts, retained, slabs
 from elasticps.store.cuts import Deletions, PassedCuts
 from elasticps.store.intervals import HASH_END
 from elasticps.store.native import MAX_STAMP
@@ -215,7 +215,7 @@ TestCuts.settings = settings(max_examples=80, stateful_step_count=30, deadline=N
 
 def test_rows_at_a_cut_are_right_with_small_blocks_and_few_notes(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """The same with limits so small that they are met all the time."""
-    monkeypatch.setattr(table, "_RECLAIM_BYTES", 1)
+    monkeypatch.setattr(slabs, "_RECLAIM_BYTES", 1)
     monkeypatch.setattr(retained, "_PART_ROWS", 4)
     monkeypatch.setattr(retained, "_FIRST_RECORDS", 1)
     monkeypatch.setattr(retained, "_BLOCK", 200)

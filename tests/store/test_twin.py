@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from numpy.typing import NDArray
 
 from elasticps.model import spec
-from elasticps.store import Table, table
+from elasticps.store import Table, slabs
 from elasticps.store.intervals import HASH_END
 from tests.store.twin import TwinTable
 
@@ -123,7 +123,7 @@ class TableMachine(RuleBasedStateMachine):
     @rule(rows=st.integers(1, 300))
     def reclaim(self, rows: int) -> None:
         before = [self.table.digest_range(r) for r in range(RANGES)]
-        with patch.object(table, "_RECLAIM_BYTES", 1):
+        with patch.object(slabs, "_RECLAIM_BYTES", 1):
             self.table.reclaim(rows)
         assert [self.table.digest_range(r) for r in range(RANGES)] == before
         assert 0 <= self.table.reusable_bytes <= self.table.nbytes
