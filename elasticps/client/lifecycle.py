@@ -1,0 +1,110 @@
+"""What a worker asks about the lives of a table's rows: their usage, sweeps, policies."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.client.core.fan_out import Answer, Ask, Questions, of_heads
+from elasticps.errors import ServerError, SpecError
+from elasticps.model.spec import TableSpec
+from elasticps.store.usage import USAGE
+from elasticps.wire.frames import HEADER_BYTES, FrameError, Kind, json_body, json_frame, unpack_header, whole, wholes
+
+_MOST = 1 << 62
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The usage of rows, NaN where there is no row: last_use float64 [n], seconds since 1970 of the last push; count
+    float32 [n], pushes, fallen to what they were then; score float32 [n], NaN in tables without scores."""
+
+    last_use: NDArray[np.float64]
+    count: NDArray[np.float32]
+    score: NDArray[np.float32]
+
+
+class TableState(NamedTuple):
+    """What a table's rows are like. rows, candidates: how many there are, and how many keys wait for one. admitted,
+    evicted: rows that servers have made and forgotten since they started, the latter by reason. ages, counts: how many
+    of some rows were used last 2^i to 2^(i+1) seconds ago, and how many have that count; bin 0 has what is below."""
+
+    rows: int
+    candidates: int
+    admitted: int
+    evicted: Mapping[str, int]
+    ages: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+def usage_of(words: NDArray[np.float32]) -> Usage:
+    """What an answer of usage says: words [n, 3], of which the first are whole numbers."""
+    numbers = words.view(np.uint32).reshape(-1, USAGE)
+    count, score = (np.ascontiguousarray(numbers[:, i]).view(np.float32) for i in (1, 2))
+    last_use = np.where(np.isnan(count), np.nan, numbers[:, 0].astype(np.float64))
+    return Usage(last_use, count, score)
+
+
+def need_usage(spec: TableSpec) -> None:
+    """SpecError unless rows of the table keep their usage."""
+    if not spec.usage:
+        raise SpecError(
+            f"table {spec.name!r} keeps no usage of its rows: make a table with admission=…, eviction=… or "
+            'usage="count", and load the rows into it'
+        )
+
+
+def _asked(kind: Kind, table: int, document: dict[str, Any]) -> Questions:
+    frame = json_frame(kind, document)
+    header = unpack_header(frame)._replace(table=table)
+    return of_heads(header, frame[HEADER_BYTES:], all_ranges=False)
+
+
+def set_policies(table: int, spec: TableSpec) -> Questions:
+    """Puts a table under the policies of its spec, at the heads of all ranges."""
+    return _asked(Kind.SET_POLICIES, table, {"spec": spec.to_json()})
+
+
+def sweep(ask: Ask, table: int, name: str, dry_run: bool) -> dict[str, int]:
+    """Sweeps a table at all heads, or counts what a sweep would forget: rows by reason."""
+    what = f"sweeping table {name!r}"
+    questions = _asked(Kind.SWEEP, table, {"what": "dry-run" if dry_run else "sweep"})
+    total: Counter[str] = Counter()
+    for document in _documents(ask(questions, what)):
+        total.update(_counts(document.get("going")))
+    return dict(total)
+
+
+def state(ask: Ask, table: int, name: str) -> TableState:
+    """What a table's rows are like, at the heads of all its ranges."""
+    found = _documents(ask(_asked(Kind.SWEEP, table, {"what": "state"}), f"looking at table {name!r}"))
+    evicted: Counter[str] = Counter()
+    for document in found:
+        evicted.update(_counts(document.get("evicted")))
+    rows, candidates, admitted = (sum(whole(one.get(key), _MOST) for one in found) for key in _NUMBERS)
+    ages, counts = (
+        tuple(np.sum([wholes(one.get(key), _MOST) for one in found], axis=0).tolist()) for key in ("ages", "counts")
+    )
+    return TableState(rows, candidates, admitted, dict(evicted), ages, counts)
+
+
+_NUMBERS = ("rows", "candidates", "admitted")
+
+
+def _documents(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    try:
+        return [json_body(answer.body) for answer in answers]
+    except FrameError as error:
+        raise ServerError(f"a server's answer to a SWEEP cannot be read: {error}") from None
+
+
+def _counts(found: object) -> dict[str, int]:
+    if not isinstance(found, dict):
+        raise ServerError(f"a server's answer to a SWEEP has no counts: {json.dumps(found)[:80]}")
+    return {str(reason): whole(count, _MOST) for reason, count in found.items()}
