@@ -35,7 +35,7 @@ def test_every_package_of_the_tree_is_found(project: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("module", ["not_installed.cli:app", "tests.not_there.cli:app"])
-def test_the_command_of_a_package_that_is_not_installed_is_hidden_and_says_how_to_get_it(
+def test_commands_of_missing_packages_are_hidden_and_name_how_to_install_them(
     module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "entry_points", lambda group: [EntryPoint("bench", module, group)])

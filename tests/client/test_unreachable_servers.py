@@ -39,7 +39,7 @@ def alone(cluster: Cluster) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("accepts", [True, False])
-def test_a_frozen_server_blocks_nobody_else(cluster: Cluster, accepts: bool) -> None:
+def test_a_frozen_server_delays_no_other(cluster: Cluster, accepts: bool) -> None:
     frozen = socket.create_server(("127.0.0.1", 0), backlog=5 if accepts else 0)  # the system accepts, nobody speaks
     waiting = [] if accepts else [socket.socket() for _ in range(3)]
     for sock in waiting:  # with a full backlog connections neither succeed nor fail

@@ -386,7 +386,7 @@ async def test_tls_with_certificates_on_both_sides(new_etcd: NewEtcd, certificat
 
 
 @pytest.mark.slow
-async def test_a_frozen_endpoint_is_noticed_by_a_watch_that_hears_nothing(new_etcd: NewEtcd, shared_etcd: Etcd) -> None:
+async def test_a_frozen_endpoint_is_noticed_by_a_silent_watch(new_etcd: NewEtcd, shared_etcd: Etcd) -> None:
     frozen = new_etcd()
     url = fresh_url(frozen)
     store = EtcdStore(replace(url, endpoints=(frozen.endpoint, shared_etcd.endpoint)))

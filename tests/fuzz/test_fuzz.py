@@ -31,7 +31,7 @@ def recorded() -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_no_promise_is_broken_and_compiled_code_says_the_same_as_python(seed: int) -> None:
+def test_no_promise_is_broken_and_compiled_code_agrees_with_python(seed: int) -> None:
     reported = []
     for compiled in (False, True):
         with watched():
