@@ -100,7 +100,7 @@ def _names(node: ast.AST) -> Iterator[str]:
 
 
 def _attributes(node: ast.ClassDef, lines: list[str]) -> tuple[int, list[str]]:
-    """How many attributes a class has, and which of them have neither a comment nor a place in its docstring."""
+    """The number of a class's attributes, and those with neither a comment nor a place in its docstring."""
     found: dict[str, int] = {}
     for each in node.body:
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
@@ -127,7 +127,7 @@ def _parameters(method: ast.FunctionDef) -> int:
 
 
 def found() -> dict[str, list[str]]:
-    """What does not meet the limits, by file."""
+    """Everything that exceeds the limits, by file."""
     listed = subprocess.check_output(["git", "ls-files", "*.py"], cwd=ROOT, text=True).split()
     files = [name for name in listed if "_pb2" not in name and (ROOT / name).exists()]
     modules = {_module(name): name for name in files if not name.startswith("tests/")}

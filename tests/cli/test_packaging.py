@@ -73,7 +73,7 @@ def test_an_image_installs_only_pinned_packages(image: str, project: dict[str, A
 
 
 def _needs(name: str) -> Iterator[str]:
-    """What an installed package needs on Linux with the image's Python."""
+    """The requirements of an installed package on Linux with the image's Python."""
     for requirement in map(Requirement, requires(name) or ()):
         environment = {"extra": "", "python_version": "3.12", "python_full_version": "3.12.0"}
         if requirement.marker is None or requirement.marker.evaluate(environment):

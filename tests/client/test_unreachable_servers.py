@@ -20,7 +20,7 @@ from tests.client.fake_cluster import KEYS, ONES, RANGES, Cluster, chains
 
 
 def pending(wait: Callable[[float], object], *words: str) -> str:
-    """What a wait that times out again and again says as soon as all of the words are in it."""
+    """Waits with short timeouts until the error contains all of the words; the error's text."""
     text, deadline_s = "", time.monotonic() + 40
     while not all(word in text for word in words):
         assert time.monotonic() < deadline_s, f"{words} not in: {text}"

@@ -223,7 +223,7 @@ ODD = (b"workers/\xff", b"drains/\x01", b"last-worker/\xe2\x80\xae", b"/", b"rat
 
 
 async def _put_odd(store: EtcdStore) -> None:
-    """As who has a right to the prefix can, with any client of etcd."""
+    """Writes a key that our client refuses, as any other client of etcd with a right to the prefix can."""
     (start, _), _ = store.spans("")
     for odd in ODD:
         await store.call(lambda m: m.kv.Put, rpc.PutRequest(key=start + odd, value=b'{"incarnation": 1, "id": 1}'))

@@ -397,7 +397,7 @@ async def test_a_workers_own_keys_are_put_back_into_a_replaced_store() -> None:
 
 
 class StopsOnce(FaultyStore):
-    """It gives no answer to the first write of a key."""
+    """A store that does not answer the first write of a key."""
 
     first = "rates/x/t"
 

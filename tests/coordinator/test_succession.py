@@ -72,7 +72,7 @@ async def test_a_standby_takes_over_from_a_leader_that_died_with_a_server_before
 
 
 class Earless:
-    """How a leader calls servers whose answers do not all reach it."""
+    """Dials servers for a leader, and drops the answers of some."""
 
     def __init__(self, rack: Rack) -> None:
         self.rack = rack

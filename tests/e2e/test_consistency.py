@@ -32,7 +32,7 @@ class Life:
 
 @dataclass
 class Pull:
-    """What a worker saw at its clock: for each row, how many steps."""
+    """The counts of steps that a worker saw in each row at its clock."""
 
     life: Life
     clock: int

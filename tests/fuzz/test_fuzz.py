@@ -41,7 +41,7 @@ def test_no_promise_is_broken_and_compiled_code_agrees_with_python(seed: int) ->
 
 
 class Sequences(RuleBasedStateMachine):
-    """Who connects, says what, goes, and how views change meanwhile: in any order."""
+    """Connections, frames, ends and views in any order."""
 
     def __init__(self) -> None:
         super().__init__()
