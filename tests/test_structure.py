@@ -24,7 +24,6 @@ GIVEN_UP = set(_GIVEN_UP.split())
 """Words that say little, of which code made names once. docs/reference/glossary.md has those that it uses instead."""
 
 FIELD_TERMS = {
-    ("elasticps/model/optimizers.py", "moments"): "Adam's first and second moments",
     ("elasticps/security/authority.py", "subject"): "of an X.509 certificate",
     ("elasticps/torch/__init__.py", "ahead"): "public: `Ahead`, which `prefetch(loader, model, ahead=…)` gives",
     ("elasticps/torch/lookahead.py", "ahead"): "the same",
