@@ -95,7 +95,7 @@ def _shares_a_cluster(item: pytest.Item, path: str) -> bool:
 
 
 def _shares_a_fixture(item: pytest.Item) -> bool:
-    """Whether the test uses something that its file makes once."""
+    """Returns whether the test uses a fixture that its file makes once."""
     info = getattr(item, "_fixtureinfo", None)
     return info is not None and any(found[-1].scope == "module" for found in info.name2fixturedefs.values())
 
@@ -191,7 +191,7 @@ def clusters_share_zygotes(
 
 
 class NewUrl(Protocol):
-    """Makes the URL of a cluster that nobody has used."""
+    """Makes the URL of an unused cluster."""
 
     def __call__(self, name: str = "test") -> str: ...
 

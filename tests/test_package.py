@@ -61,7 +61,7 @@ def test_servers_and_workers_need_only_installed_packages() -> None:
 
 
 def brought(name: str) -> set[str]:
-    """All that comes with a distribution, without extras."""
+    """All packages that come with a distribution, without extras."""
     found, new = set(), {normal(name)}
     while new:
         found |= new

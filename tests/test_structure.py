@@ -24,7 +24,6 @@ GIVEN_UP = set(_GIVEN_UP.split())
 """Words that say little, of which code made names once. docs/reference/glossary.md has those that it uses instead."""
 
 FIELD_TERMS = {
-    ("elasticps/model/optimizers.py", "moments"): "Adam's first and second moments",
     ("elasticps/security/authority.py", "subject"): "of an X.509 certificate",
     ("elasticps/torch/__init__.py", "ahead"): "public: `Ahead`, which `prefetch(loader, model, ahead=…)` gives",
     ("elasticps/torch/lookahead.py", "ahead"): "the same",
@@ -100,7 +99,7 @@ def _names(node: ast.AST) -> Iterator[str]:
 
 
 def _attributes(node: ast.ClassDef, lines: list[str]) -> tuple[int, list[str]]:
-    """How many attributes a class has, and which of them have neither a comment nor a place in its docstring."""
+    """The number of a class's attributes, and those with neither a comment nor a place in its docstring."""
     found: dict[str, int] = {}
     for each in node.body:
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
@@ -127,7 +126,7 @@ def _parameters(method: ast.FunctionDef) -> int:
 
 
 def found() -> dict[str, list[str]]:
-    """What does not meet the limits, by file."""
+    """Everything that exceeds the limits, by file."""
     listed = subprocess.check_output(["git", "ls-files", "*.py"], cwd=ROOT, text=True).split()
     files = [name for name in listed if "_pb2" not in name and (ROOT / name).exists()]
     modules = {_module(name): name for name in files if not name.startswith("tests/")}

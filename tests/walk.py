@@ -41,23 +41,23 @@ class Call(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """One run of a call of user code."""
+    """The functions of one call of user code."""
 
     steps: tuple[Call, ...]
 
     @property
     def calls(self) -> int:
-        """How many functions began."""
+        """The number of functions that began."""
         return len(self.steps)
 
     @property
     def files(self) -> int:
-        """How many files these functions stand in."""
+        """The number of files of these functions."""
         return len({step.file for step in self.steps})
 
     @property
     def crossings(self) -> int:
-        """How many of the calls go to another file."""
+        """The number of calls that go to another file."""
         return sum(step.crosses for step in self.steps)
 
 
@@ -70,7 +70,7 @@ class Trace:
         self._running: dict[int, list[str]] = {}  # by thread, the files of the functions that are running
 
     def profile(self, frame: FrameType, event: str, argument: object) -> None:
-        """As `sys.setprofile` calls it."""
+        """Records calls as a callback of `sys.setprofile`."""
         if not self._recording or event not in ("call", "return"):
             return
         file = frame.f_code.co_filename

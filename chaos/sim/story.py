@@ -25,7 +25,7 @@ CALM = (
     "exodus",
 )  # stories in which no process and no link is slow
 
-_USUAL: dict[str, tuple[str, ...]] = {
+FAULTS: dict[str, tuple[str, ...]] = {
     "calm": ("worker restarts", "reset"),
     "kills": ("server dies", "server dies", "worker restarts", "leader dies", "host dies"),
     "stalls": ("server stalls", "server stalls", "worker stalls", "leader stalls", "worker restarts"),
@@ -87,8 +87,8 @@ _USUAL: dict[str, tuple[str, ...]] = {
     "outcasts": ("server cut off", "server cut off", "server cut off", "leader stalls", "worker restarts"),
     "frozen": ("worker stalls",),
 }
-_USUAL["resets"] += ("tear", "tear")
-_USUAL["mixed"] = tuple(sorted({what for some in _USUAL.values() for what in some}))
+FAULTS["resets"] += ("tear", "tear")
+FAULTS["mixed"] = tuple(sorted({what for some in FAULTS.values() for what in some}))
 
 _MOST = {
     "resets": 16, "readers": 12, "calm": 3, "limps": 3, "flaps": 24, "tangles": 10, "ghosts": 10, "levels": 12,
@@ -292,7 +292,7 @@ def _app(random: Random, index: int, flavour: str, training: str) -> App:
 
 
 def _faults(random: Random, flavour: str, training_s: float, *, lies: bool) -> list[Fault]:
-    usual = _USUAL[flavour] + ("server lies",) * (lies and flavour in CALM)  # else the store may be far away
+    usual = FAULTS[flavour] + ("server lies",) * (lies and flavour in CALM)  # else the store may be far away
     count = random.randint(2, _MOST.get(flavour, 7))
     least_s, most_s = _LONG_S.get(flavour, (0.0, 0.0))
     return [

@@ -112,12 +112,12 @@ class AuditReport:
 
     @property
     def idle(self) -> bool:
-        """Nothing was compared with anything, though there should be several replicas."""
+        """Whether no range had two replicas to compare, though the cluster is meant to have several."""
         return self.replicas > 1 and self.alone + len(self.unjudged) == self.ranges
 
     @property
     def wrong(self) -> bool:
-        """A replica differs, or a worker knows of a committed step that is not there."""
+        """Whether a replica differs, or a step that a worker knows to be committed is missing."""
         return bool(self.differences) or any(worker.broken for worker in self.workers)
 
     def as_dict(self) -> dict[str, Any]:
@@ -271,7 +271,7 @@ def _clocks(worker: int, name: str, acknowledged: int, clocks: Sequence[int], re
 
 
 async def _round(store: Store, view: View, judged: Judged, deadline: float, credentials: Credentials | None) -> None:
-    """One mark through the open ranges."""
+    """Sends one mark through the open ranges and compares what replicas noted at it."""
     mark = secrets.randbelow(1 << MARK_BITS) + 1
     heads = np.unique(view.heads[sorted(judged.open)])
     marked = {view.servers[i].member: _mark(view.servers[i], mark, deadline, credentials) for i in heads if i >= 0}
@@ -312,7 +312,7 @@ async def _while_listed(store: Store, calls: Mapping[Member, Coroutine[Any, Any,
 async def _ask(
     store: Store, servers: Iterable[ServerInfo], mark: int, deadline: float, credentials: Credentials | None
 ) -> tuple[dict[str, admin_pb2.MarkedResponse], dict[str, str]]:
-    """What servers noted at a mark, by name, and why the others did not answer."""
+    """Asks servers what they noted at a mark. Returns the answers by name, and why the others did not answer."""
     answers: dict[str, admin_pb2.MarkedResponse] = {}
     unreachable: dict[str, str] = {}
 

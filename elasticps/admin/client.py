@@ -179,7 +179,7 @@ def generation_of(credentials: Credentials | None) -> int:
 
 
 def failure(address: str, timeout_s: float, error: grpc.aio.AioRpcError) -> Error:
-    """The error that a failed call raises."""
+    """Returns the error to raise for a failed call."""
     if error.code() is grpc.StatusCode.PERMISSION_DENIED:
         return ServerError(f"the server at {address} refused: {error.details()}")
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:

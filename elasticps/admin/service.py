@@ -41,7 +41,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class Admin(admin_pb2_grpc.AdminServicer):
-    """The names of the methods are the protocol's."""
+    """Answers the calls of admin.proto, whose names its methods have."""
 
     def __init__(self, target: Callable[[], AdminInterface | None], credentials: Credentials | None) -> None:
         self._find = target
@@ -177,7 +177,7 @@ def _fields(progress: RestoreProgress) -> dict[str, Any]:
 
 
 def _objection(context: Context, act: Act, cluster: str) -> str:
-    """Why the caller may not do that, or ""."""
+    """Returns why the caller may not make this call, "" if it may."""
     proof = context.auth_context()
     if proof.get("ssl_tls_version") != [b"TLSv1.3"]:
         return "TLS 1.3 is required"
@@ -195,7 +195,7 @@ def _objection(context: Context, act: Act, cluster: str) -> str:
 
 @lru_cache(maxsize=256)
 def _ends(pem: bytes) -> float:
-    """When a certificate ends, in Unix time."""
+    """Returns when a certificate ends, in Unix time."""
     return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
 
 

@@ -17,8 +17,8 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Streams that our caller has closed (`>&-`) lead nowhere: Python has None for them, and the next file that
-    anybody opened would have their number, and get what is printed."""
+    """Opens /dev/null in place of standard streams that the caller has closed (`>&-`): Python has None for them, and
+    the next file that is opened would have their number, and get what is printed."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # for good

@@ -1,4 +1,4 @@
-"""`elasticps audit`: are all replicas equal, and is all there that workers were told?"""
+"""`elasticps audit`: are all replicas equal, and has every acknowledged step been applied?"""
 
 from __future__ import annotations
 

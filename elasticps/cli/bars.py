@@ -50,7 +50,7 @@ def _progress(*columns: ProgressColumn) -> Progress:
 
 @contextmanager
 def bar(title: str, total: int | None, *columns: ProgressColumn) -> Iterator[Callable[[int], None]]:
-    """A progress bar; what it gives is called with how much more is done."""
+    """Shows a progress bar; yields a function that is called with how much more is done."""
     with _progress(*columns) as progress:
         task = progress.add_task(title, total=total)
         yield lambda more: progress.advance(task, more)

@@ -1,4 +1,4 @@
-"""`elasticps checkpoint` and `restore`: what is there, whether it is whole, and a cluster that comes back."""
+"""`elasticps checkpoint` and `restore`: make, list, verify and delete checkpoints; bring clusters back from them."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def _numbers(text: str) -> set[int]:
 
 
 def parse_keep(text: str) -> Keep:
-    """What `--keep` says."""
+    """Parses `--keep`."""
     from elasticps.checkpoint.retention import Keep
 
     found = {}

@@ -1,4 +1,4 @@
-"""`elasticps export` and `import`: models go out and come in."""
+"""`elasticps export` and `import`: write tables into files that others read, and load tables from files."""
 
 from __future__ import annotations
 

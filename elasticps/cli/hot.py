@@ -36,7 +36,7 @@ async def look(url: str, seconds: float, timeout_s: float) -> dict[str, Any]:
 
 
 def render(found: dict[str, Any]) -> Group:
-    """For people: shares of what was sampled of a table, and of a server."""
+    """Shows for people which share of a table's and of a server's samples each key has."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("server", "table", "keys sampled", "heaviest keys"):
         table.add_column(column, justify="right" if column == "keys sampled" else "left", overflow="fold")

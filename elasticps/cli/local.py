@@ -192,7 +192,7 @@ def down(url: Url = None, name: Name = None, every: Every = False) -> None:
 
 
 class Signal(enum.StrEnum):
-    """What `kill` can send."""
+    """A signal that `kill` can send."""
 
     KILL = "KILL"
     TERM = "TERM"
@@ -223,7 +223,7 @@ def kill(
 
 
 def find(url: str | None, name: str | None) -> state.Record:
-    """The recorded local cluster of that URL or name; without either, the only one there is."""
+    """Finds a recorded local cluster by URL or name; without either, returns the only one that is recorded."""
     _one_of(url, name)
     if name is not None:
         record = state.read(state.folder_of(name))
@@ -270,7 +270,7 @@ def worker_target(url: str | None, name: str | None) -> str:
 
 
 def processes(incomplete: str) -> list[str]:
-    """For shell completion."""
+    """Lists the processes, for shell completion."""
     names = {p.name for record in state.records() for p in record.processes if p.role != "owner"}
     return sorted(name for name in names if name.startswith(incomplete))
 

@@ -1,4 +1,4 @@
-"""`elasticps logs`: what the processes of a local cluster say."""
+"""`elasticps logs`: shows what the processes of a local cluster have logged."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _show(found: list[tuple[str, str]]) -> None:
 
 
 class _Log:
-    """One growing file."""
+    """A log file that grows."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

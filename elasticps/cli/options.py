@@ -49,7 +49,7 @@ def _names() -> list[str]:
 
 
 def usable_host(value: str) -> str:
-    """For options that take a host. BadParameter for what no resolver takes."""
+    """Checks an option that is a host. BadParameter for a text that no resolver takes."""
     try:
         return check_host(value)
     except ValueError as error:
@@ -83,7 +83,7 @@ def number(text: str, most: int) -> int | None:
 
 
 def names(text: str) -> list[str]:
-    """Names with commas in between; one that has a comma itself stands in double quotes."""
+    """Splits names at commas; a name with a comma in it stands in double quotes."""
     return [name for line in csv.reader([text], skipinitialspace=True) for each in line if (name := each.strip())]
 
 
@@ -182,14 +182,14 @@ def _defaults(ctx: typer.Context, document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chain(ctx: typer.Context) -> Iterator[typer.Context]:
-    """The contexts from the one below the root to this one."""
+    """Returns the contexts from below the root to this one."""
     if ctx.parent is not None:
         yield from _chain(ctx.parent)  # type: ignore[arg-type]
         yield ctx
 
 
 def _all(command: Any) -> Iterator[Any]:
-    """A command and all below it."""
+    """Yields a command and all its subcommands."""
     yield command
     for one in getattr(command, "commands", {}).values():
         yield from _all(one)
@@ -210,7 +210,7 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def seconds(text: str) -> float:
-    """Of "30s", "5m", "2h", "1d". Raises ConfigError."""
+    """Parses "30s", "5m", "2h" or "1d". Raises ConfigError."""
     number, unit = text.strip()[:-1], text.strip()[-1:]
     try:
         found = float(number) * _UNITS_S[unit]

@@ -1,4 +1,4 @@
-"""Where a command writes, and how it ends."""
+"""Output and exit codes of commands."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class ExitCode(enum.IntEnum):
 
 
 def print_json(value: Any) -> None:
-    """One line of JSON on standard output."""
+    """Prints one line of JSON to standard output."""
     print(json.dumps(value, separators=(",", ":")), flush=True)
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """Formats bytes for people."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

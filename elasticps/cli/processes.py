@@ -262,11 +262,11 @@ async def _begin(
 
 
 def _nothing(ill: bool) -> None:
-    """Nobody asks for metrics."""
+    """Stands in for the metrics of a coordinator that serves none."""
 
 
 async def _restore(store: Store, credentials: Credentials | None) -> None:
-    """Never ends: this coordinator does not, when it is done."""
+    """Goes on with restores that were begun. Never returns, as this coordinator goes on when they are done."""
     from elasticps.checkpoint.restore import keep_restoring
 
     await keep_restoring(store, credentials)
@@ -274,7 +274,7 @@ async def _restore(store: Store, credentials: Credentials | None) -> None:
 
 
 async def _see_to_data(store: Store, credentials: Credentials | None, url: str, every_s: float, keep: str) -> None:
-    """While this coordinator leads: checkpoints are made and tidied, and what is lost comes back from them."""
+    """Makes checkpoints, removes old ones, and restores lost ranges from them while this coordinator leads."""
     from elasticps.checkpoint.create import by_grpc, checkpoint
     from elasticps.checkpoint.loss_policy import LossPolicy
     from elasticps.checkpoint.schedule import CheckpointSchedule, Cleaner

@@ -166,7 +166,7 @@ def _fullness(memory: dict[str, int] | None, servers: int) -> list[Text]:
 
 @contextmanager
 def _bar(title: str, total: int) -> Iterator[Callable[[ChangeProgress], None]]:
-    """A bar of copies done, and what is waited for beneath it."""
+    """Shows a bar of the copies made, and beneath it the reason for waiting."""
     columns = (
         TextColumn("[bold]{task.description}"), BarColumn(bar_width=28), TextColumn("{task.fields[left]} ranges left"),
         TimeElapsedColumn(), TextColumn("{task.fields[waiting]}", style="yellow", markup=False),

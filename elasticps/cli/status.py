@@ -291,7 +291,7 @@ def _render(found: dict[str, Any]) -> Group:
 
 
 def _fullness(servers: Sequence[dict[str, Any]]) -> Iterator[Text]:
-    """Who takes no new rows any more, and who soon will not."""
+    """Says which servers take no new rows, and which soon will not."""
     for server in servers:
         used, mark = server["memory_used"], server["memory_mark"]
         if not mark or used < WARN_SHARE * mark:

@@ -1,4 +1,4 @@
-"""`elasticps tables`: what a cluster stores, and what it is to store no more."""
+"""`elasticps tables`: lists, clears and drops a cluster's tables."""
 
 from __future__ import annotations
 

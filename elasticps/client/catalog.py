@@ -161,7 +161,9 @@ class TableCatalog:
         self._dispatcher.check()
         found = self._registry.find(self._app, name, self._timeout_s)
         if found is None:
-            raise UnknownTable(f"application {self._app!r} has no table {name!r}")
+            raise UnknownTable(
+                f"application {self._app!r} has no table {name!r}: `elasticps tables` lists those that there are"
+            )
         return found
 
     def _drop(self, registration: Registration) -> None:
@@ -226,8 +228,7 @@ class TableCatalog:
                 wanted = one.spec.with_usage_of(table.spec)
                 if not table.dropping and (difference := table.spec.difference(wanted)):
                     self._take_back(found)
-                    raise SpecError(f"table {table.spec.name!r} exists with another spec: its {difference}. Use the "
-                                    "same spec or another name")  # fmt: skip
+                    raise SpecError(_differs(table.spec, one.spec, difference))
             if not going:
                 return found
             for table in going:  # somebody has begun that, and was stopped
@@ -308,11 +309,24 @@ def _initial(tensor: DenseTensor, values: object, routes: Routes) -> Write:
 
 
 def _new_tensor(init: object, spec: Callable[[tuple[int, ...]], TableSpec]) -> TableRequest:
+    if init is None:  # numpy makes NaN of it
+        raise InputError("a tensor needs init=, float32 values of its shape, got None")
     shape = getattr(init, "shape", None)
     described = spec(np.asarray(init, np.float32).shape if shape is None else tuple(shape))
     return TableRequest(
         described, checked_floats(f"tensor {described.name!r}: init", init, described.shape or ()).copy()
     )
+
+
+def _differs(there: TableSpec, described: TableSpec, difference: str) -> str:
+    """How what is opened differs from what is there, for people."""
+    if (there.shape is None) != (described.shape is None):
+        what, call = f"a table of dim {there.dim}", "ps.table"
+        if there.shape is not None:
+            what, call = f"a dense tensor of shape {there.shape}", "ps.tensor"
+        return f"{there.name!r} exists, as {what}. Open it with {call}, or use another name"
+    kind = "table" if there.shape is None else "tensor"
+    return f"{kind} {there.name!r} exists with another spec: its {difference}. Use the same spec or another name"
 
 
 def _named(tables: Sequence[Registration]) -> str:

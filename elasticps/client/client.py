@@ -30,7 +30,7 @@ from elasticps.client.runtime import Runtime
 from elasticps.client.steps import OpenStep, Rates, Step, Values
 from elasticps.client.tables import DenseTensor, H, SparseTable, TableInfo, checked_handles
 from elasticps.client.warm import warm
-from elasticps.errors import ConfigError, Timeout
+from elasticps.errors import ConfigError, InputError, Timeout
 from elasticps.model.caching import Cache
 from elasticps.model.policies import Admission, Eviction, check_evictions
 from elasticps.model.sharding import checked_spec
@@ -215,6 +215,10 @@ class Client:
     ) -> list[ServerPull]:
         """Asks for several tensors now, each server once; the `result()` of each pull, in their order, waits for it.
         Into `outs`, as many arrays, if given."""
+        tensors = list(tensors)
+        for tensor in tensors:
+            if not isinstance(tensor, DenseTensor):
+                raise InputError(f"pull_many takes tensors, as ps.tensor(…) returns them, got {tensor!r:.200}")
         pairs = ((tensor, None) for tensor in tensors) if outs is None else zip(tensors, outs, strict=True)
         return self._parts.reads.start_tensors([tensor.prepare(out, "tail") for tensor, out in pairs])
 

@@ -11,6 +11,13 @@ from elasticps.errors import ConfigError, InputError
 
 _INT64 = np.dtype(np.int64)
 _FLOAT32 = np.dtype(np.float32)
+_NUMBER = "a key is an integer: number what it stands for, or hash it to int64"
+_KEY_HINTS = {
+    "f": "keys are integers; NaN and fractions have no row",
+    "u": "convert with .astype(np.int64); keys may be negative",
+    "b": "take the positions that a mask selects with np.flatnonzero(mask)",
+}
+"""What to do about keys that are no int64, by the kind of their dtype."""
 
 
 def refuse_pickling(what: str) -> NoReturn:
@@ -35,8 +42,8 @@ def checked_keys(name: str, keys: object) -> NDArray[np.int64]:
     if array.ndim == 1 and not array.size and not isinstance(keys, np.ndarray):
         return np.empty(0, np.int64)
     if array.dtype.kind not in "iu" or array.dtype == np.uint64:
-        hint = "keys are integers; NaN and fractions have no row" if array.dtype.kind == "f" else "pass int64"
-        raise InputError(f"table {name!r}: keys must be int64, got {array.dtype}: {hint}")
+        got = array.dtype if array.dtype.kind != "O" else type(keys).__name__ if array.ndim == 0 else "objects"
+        raise InputError(f"table {name!r}: keys must be int64, got {got}: {_KEY_HINTS.get(array.dtype.kind, _NUMBER)}")
     if array.ndim != 1:
         raise InputError(f"table {name!r}: keys must have one dimension, got shape {array.shape}; flatten them first")
     return np.ascontiguousarray(array, np.int64)
@@ -45,13 +52,15 @@ def checked_keys(name: str, keys: object) -> NDArray[np.int64]:
 def checked_gradients(name: str, pair: object, dim: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """The keys int64 [n] and gradients float32 [n, dim] that a table is pushed; InputError for anything else."""
     if not isinstance(pair, tuple) or len(pair) != 2:
-        raise InputError(f"table {name!r}: push a pair (keys, grads), got {type(pair).__name__}")
+        got = f"a tuple of {len(pair)}" if isinstance(pair, tuple) else type(pair).__name__
+        raise InputError(f"table {name!r}: push a pair (keys, grads), got {got}")
     keys = checked_keys(name, pair[0])
-    return keys, checked_floats(f"table {name!r}: grads", pair[1], (len(keys), dim))
+    return keys, checked_floats(f"table {name!r}: grads", pair[1], (len(keys), dim), "a row for each key")
 
 
-def checked_floats(what: str, values: object, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Values as a C-contiguous float32 array of `shape`; InputError otherwise. Lists are converted, arrays are not."""
+def checked_floats(what: str, values: object, shape: tuple[int, ...], why: str = "") -> NDArray[np.float32]:
+    """Values as a C-contiguous float32 array of `shape`; InputError otherwise. Lists are converted, arrays are not.
+    why: what gives the shape, in words."""
     if (
         type(values) is np.ndarray
         and values.dtype is _FLOAT32
@@ -59,17 +68,21 @@ def checked_floats(what: str, values: object, shape: tuple[int, ...]) -> NDArray
         and values.flags.c_contiguous
     ):  # fmt: skip
         return values
+    if values is None:  # numpy makes NaN of it
+        raise InputError(f"{what} must be float32 of shape {shape}, got None")
     try:
         array = np.asarray(values) if hasattr(values, "dtype") else np.asarray(values, np.float32)
     except (TypeError, ValueError) as error:
+        hint = f"it holds what is no number, or lists of different lengths ({error})"
+        if hasattr(values, "detach"):
+            hint = f"{error}; of a tensor of torch's take values.detach().float().cpu()"
         raise InputError(
-            f"{what} must be float32 of shape {shape}, and this {type(values).__name__} is no such array: {error}; of "
-            "a tensor of torch's take values.detach().float().cpu()"
+            f"{what} must be float32 of shape {shape}, and this {type(values).__name__} is no such array: {hint}"
         ) from None
     if array.dtype != np.float32:
         raise InputError(f"{what} must be float32, got {array.dtype}; convert with .astype(np.float32)")
     if array.shape != shape:
-        raise InputError(f"{what} must have shape {shape}, got {array.shape}")
+        raise InputError(f"{what} must have shape {shape}, got {array.shape}{f': {why}' * bool(why)}")
     return np.asarray(array, order="C")  # ascontiguousarray would give a scalar a dimension
 
 

@@ -12,7 +12,7 @@ from elasticps.client.core.routing import Readers, Routes
 from elasticps.client.pull import PullPart, ServerPull
 from elasticps.client.pull_batch import OWNERS, P_FIELDS, PULL, SMALL_BYTES, Landing
 from elasticps.client.short_keys import ShortKeys
-from elasticps.errors import Error
+from elasticps.errors import Error, UnknownTable
 from elasticps.wire.frames import HEADER_BYTES, LAST, Buffer, Header
 from elasticps.wire.pool import Pool
 from replication.chain import Member
@@ -134,6 +134,8 @@ class PullsInFlight:
         part = self._parts.get(request)
         if part is None:
             return False
+        if isinstance(error, UnknownTable):  # servers know numbers
+            error = UnknownTable(f"table {part.pull.name!r}: {error}; open it again with ps.table(…) or ps.tensor(…)")
         part.pull.error = part.pull.error or error
         self.arrived(request)
         return True

@@ -426,7 +426,10 @@ def checked_handles(opened: Mapping[str, Handle], values: Mapping[H, object], ca
 
 def refuse_values(call: str, values: object) -> NoReturn:
     """Raises InputError: what `call` was given is no mapping."""
-    raise InputError(f"{call} takes a mapping whose keys are tables and tensors, got {values!r:.200}")
+    raise InputError(
+        f"{call} takes a mapping from tables and tensors, as {{table: (keys, grads), tensor: grad}}, got "
+        f"{type(values).__name__}"
+    )
 
 
 def refuse_handle(call: str, handle: object) -> NoReturn:
@@ -435,8 +438,8 @@ def refuse_handle(call: str, handle: object) -> NoReturn:
         raise InputError(f"{call} takes tables and tensors as keys, as ps.table(…) returns them, got {handle!r:.200}")
     again = "ps.tensor" if isinstance(handle, DenseTensor) else "ps.table"
     raise InputError(
-        f"{call}: {handle!r} is not open on this client: it was dropped, or another client opened it, such as one that"
-        f" a notebook's cell made before. Open it on this one: {again}({handle.name!r}, …)"
+        f"{call}: {handle.name!r} is not open on this client: it was dropped, or another client opened it, such as "
+        f"one that a notebook's cell made before. Open it on this one: {again}({handle.name!r}, …)"
     )
 
 

@@ -222,7 +222,7 @@ class LocalCluster:
 
     @property
     def operator_url(self) -> str:
-        """The cluster's URL for whoever looks after it; the same as `url` without TLS."""
+        """The cluster's URL for an operator; without TLS the same as `url`."""
         return self._url_of(Role.OPERATOR)
 
     def _url_of(self, role: Role) -> str:
@@ -353,7 +353,7 @@ class LocalCluster:
     # --------------------------------------------------------------------------------------------- plumbing
 
     def _make_folder(self) -> tuple[Path, str]:
-        """The folder, and what its record is known by."""
+        """Makes the folder. Returns it, and the birth by which its record is known."""
         if self._given_directory is None:
             folder = Path(tempfile.mkdtemp(prefix=f"elasticps-{self.name}-"))
             return folder, state.begin(folder, self.name).born

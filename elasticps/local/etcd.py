@@ -40,7 +40,7 @@ def etcd_binary() -> Path:
 
 
 def warning(binary: Path) -> str:
-    """What is to be said about the etcd that runs; "" if nothing."""
+    """Returns a warning about the etcd that runs, "" if there is none."""
     try:
         printed = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -90,7 +90,7 @@ class EtcdPlan:
         self.endpoint = f"127.0.0.1:{self.client_port}"
 
     def url(self, cluster: str) -> str:
-        """Of a cluster on it, without certificates."""
+        """Returns the URL of a cluster on this etcd, without certificates."""
         return f"etcd://{self.endpoint}/{cluster}"
 
     def command(self) -> list[str]:
@@ -122,7 +122,7 @@ class EtcdPlan:
 
 
 def healthy(host: str, port: int, tls: TlsFiles | None) -> bool:
-    """Whether the etcd there serves."""
+    """Whether the etcd at this address serves."""
     _, text = ask(host, port, tls, "/health")
     try:
         answer = json.loads(text)
@@ -149,7 +149,7 @@ def ask(host: str, port: int, tls: TlsFiles | None, path: str, body: str | None 
 
 
 def tls_options(tls: TlsFiles) -> list[str]:
-    """Of an etcd that everybody needs a certificate for."""
+    """Returns the options of an etcd that asks every client for a certificate."""
     return [
         *("--cert-file", tls.cert, "--key-file", tls.key, "--trusted-ca-file", tls.ca),
         "--client-cert-auth",

@@ -28,7 +28,7 @@ def failover(log: str, member: str) -> Failover | None:
 
 
 def adoption(log: str, epoch: int) -> float | None:
-    """When a server adopted the view of that epoch, or a later one; None if it has not."""
+    """Returns when a server adopted the view of that epoch or a later one; None if it has not."""
     for found in _ADOPTED.finditer(log):
         if int(found[2]) >= epoch:
             return datetime.fromisoformat(found[1].replace("Z", "+00:00")).timestamp()

@@ -123,7 +123,7 @@ class OperatorClient:
         return Members(state.cluster, state.registered, state.draining & here, leaving=state.leaving & here)
 
     def config(self) -> ClusterConfig:
-        """What the cluster was created with."""
+        """The configuration with which the cluster was created."""
         entry = self._run(self._store.get(keys.CONFIG))
         if entry is None:
             raise ConfigError(f"cluster {self._store.cluster!r} does not exist")

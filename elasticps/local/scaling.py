@@ -86,7 +86,7 @@ def by_number(name: str) -> tuple[str, int, str]:
 
 
 def options(zone: str, weight: float) -> list[str]:
-    """Of the command that starts a server."""
+    """Returns the options of the command that starts a server."""
     return ["--zone", zone, "--weight", str(weight)]
 
 
@@ -98,7 +98,7 @@ def predict(
     weight: float = 1.0,
     nbytes: Mapping[str, int] | None = None,
 ) -> DryRun:
-    """What that change would move, without making it. ValueError for a zone or weight that cannot be."""
+    """Computes what a change would move, without making it. ValueError for a zone or weight that cannot be."""
     view, now = operator.view, operator.members()
     new = tuple(ServerInfo(name, 1 << 40, "127.0.0.1:1", "", zone, weight) for name in planned.start)
     draining = {m for m in now.draining if m.name not in planned.keep}
@@ -125,7 +125,7 @@ class MemoryEstimate:
 
 
 def memory(statuses: Collection[Mapping[str, Any]], view: View, servers: int) -> MemoryEstimate | None:
-    """Of `servers` servers like those whose statuses these are; None if they have no limits."""
+    """Estimates the memory of `servers` servers like those with these statuses; None if they have no limits."""
     limit = min((status["memory_limit"] for status in statuses), default=0)
     if not limit:
         return None

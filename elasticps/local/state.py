@@ -85,14 +85,14 @@ def state_root(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def _say_where(root: Path) -> str:
-    """What to do where `root` is unusable: with a run-time folder that can be written, XDG_STATE_HOME has no effect."""
+    """Returns what to do if `root` is unusable. A run-time folder that can be written overrides XDG_STATE_HOME."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     variable = "XDG_RUNTIME_DIR" if runtime and root.parent == Path(runtime) else "XDG_STATE_HOME"
     return f"name a folder that can be written in {variable}"
 
 
 def folder_of(name: str, root: Path | None = None) -> Path:
-    """Where the cluster called `name` keeps its state, data and logs."""
+    """Returns the folder in which the cluster called `name` keeps its state, data and logs."""
     try:
         return (root or state_root()) / check_name("cluster", name)
     except ValueError as error:
@@ -100,7 +100,7 @@ def folder_of(name: str, root: Path | None = None) -> Path:
 
 
 def read(folder: Path) -> Record | None:
-    """The record in `folder`, None where there is none. ConfigError where it cannot be read."""
+    """Reads the record in `folder`; None if there is none, ConfigError if it cannot be read."""
     file = folder / _FILE
     try:
         return _record(json.loads(file.read_text(encoding="utf-8")))
@@ -152,7 +152,7 @@ def update(folder: Path, change: Callable[[Record], Record]) -> Record:
 
 
 def records(root: Path | None = None) -> list[Record]:
-    """All recorded clusters, by name, running or not; without those whose records cannot be read."""
+    """Returns all recorded clusters by name, running or not, without those whose records cannot be read."""
     return survey(root)[0]
 
 
@@ -264,7 +264,7 @@ def _remove_if_ended(folder: Path, born: str) -> Record | None:
 
 
 def remove(folder: Path) -> None:
-    """Removes the folder of a cluster that has ended; refuses a folder that is none."""
+    """Removes the folder of a cluster that has ended; refuses a folder that is not a cluster's."""
     if not (folder / _FILE).exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty and holds no cluster of elasticps; remove or rename it first")
     shutil.rmtree(folder)

@@ -28,7 +28,7 @@ _CLOSE_S = 1.0  # for a supervisor that reads no more
 
 
 def started_at(pid: int) -> str | None:
-    """A text that no other process of this id ever has; None where none runs (a zombie does not)."""
+    """Returns a text that tells a process from later ones with the same id; None if none runs (a zombie does not)."""
     if sys.platform == "linux":
         try:
             stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
@@ -121,7 +121,7 @@ def _recorded(folder: Path, born: str) -> list[tuple[int, str]]:
 
 
 def _record(folder: Path) -> dict[str, Any]:
-    """Empty where there is none that can be read."""
+    """Reads the record; empty if it is missing or unreadable."""
     with suppress(OSError, ValueError):
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         return record if isinstance(record, dict) else {}
@@ -144,7 +144,7 @@ class Supervisor:
         return self._process.pid
 
     def watch(self, pid: int, moment: str) -> None:
-        """Adds a process to those that it ends. A supervisor that has died meanwhile is replaced."""
+        """Adds a process that the supervisor is to end. Replaces a supervisor that has died meanwhile."""
         with self._lock:
             self._supervised.append((pid, moment))
             try:

@@ -53,7 +53,7 @@ class Zygote:
 
     @staticmethod
     def possible() -> bool:
-        """Whether this system can tell the end of a process that is not a child."""
+        """Whether this system reports the end of a process that is no child of the caller."""
         return hasattr(os, "pidfd_open")
 
     @property
@@ -113,7 +113,7 @@ class Zygote:
 
 
 class Forked:
-    """A process that a zygote has started, as far as it is used like a `subprocess.Popen`."""
+    """A process that a zygote has started, with the methods of `subprocess.Popen` that callers use."""
 
     def __init__(self, zygote: Zygote, pid: int) -> None:
         self.pid = pid

@@ -54,7 +54,7 @@ class ClusterMetrics(Collector):
         self._scrape = await Scrape.start(host, port, [self])
 
     async def follow(self) -> None:
-        """Follows the keys until cancelled. Raises what nobody has thought of: the figures would stand still."""
+        """Follows the keys until cancelled. Unexpected errors are raised: figures that stand still would mislead."""
         await first_of(self._follow(), self._probe())
 
     async def close(self) -> None:
@@ -63,7 +63,7 @@ class ClusterMetrics(Collector):
             await self._scrape.close()
 
     def on_ill(self, ill: bool) -> None:
-        """This coordinator hears so few servers that the trouble must be its own, or does so no more."""
+        """Notes whether this coordinator hears so few servers that the trouble must be its own."""
         self._ill = ill
 
     # --- the store --------------------------------------------------------------------------------------------------
@@ -210,14 +210,14 @@ def holders(view: View) -> set[Member]:
 
 
 def lost(before: View, after: View) -> set[Member]:
-    """Who held ranges and is listed no more: it died, was taken for dead, or its last range has just moved off."""
+    """Finds servers that held ranges and left the view: they died, were taken for dead, or gave up their last range."""
     listed = {server.member for server in after.servers}
     full = {before.servers[i].member for i in np.unique(before.chains).tolist() if i >= 0}
     return full - listed
 
 
 def moved(before: View, after: View) -> int:
-    """In how many ranges the replica that was joining is a full one now."""
+    """Counts the ranges whose joining replica has become a full one."""
     index = {server.member: i for i, server in enumerate(after.servers)}
     translated = np.array([index.get(server.member, -2) for server in before.servers] + [-2])
     joined = translated[before.joining]  # index -1, nobody, finds the last -2
@@ -225,7 +225,7 @@ def moved(before: View, after: View) -> int:
 
 
 def waiting(view: View, registered: Set[Member]) -> int:
-    """How many ranges have no replica whose server is registered."""
+    """Counts the ranges without a replica on a registered server."""
     there = np.array([server.member in registered for server in view.servers] + [False])
     return int((~there[view.chains].any(axis=1)).sum())  # index -1, nobody, finds the last
 

@@ -33,12 +33,12 @@ class ServerMetrics(Collector):
         self._scrape.ready = False
 
     def set_serving(self, serving: bool) -> None:
-        """What `/readyz` answers from now on."""
+        """Sets what `/readyz` answers."""
         if self._scrape is not None:
             self._scrape.ready = serving
 
     async def close(self) -> None:
-        """Serves them no more."""
+        """Closes the port."""
         if self._scrape is not None:
             await self._scrape.close()
 
@@ -50,7 +50,7 @@ class ServerMetrics(Collector):
         loop: asyncio.AbstractEventLoop,
         options: ServerOptions,
     ) -> Server:
-        """A server that is measured; from now on the one that is shown."""
+        """Builds a measured server, and shows it from now on."""
         self._session = session
         self._server = TimedServer(self.meter, session.info, cluster, ranges, loop, options)
         return self._server

@@ -91,7 +91,7 @@ class Meter:
 
     @property
     def busy_s(self) -> float:
-        """About how long the loop has been busy with frames: the sampled ones stand for the others."""
+        """Estimates how long the loop has been busy with frames, from the sampled ones."""
         return self._sample * sum(histogram.total for histogram in self.handling.values())
 
     def counts_by_time(self) -> tuple[Sequence[float], dict[str, Sequence[int]]]:
@@ -124,11 +124,11 @@ class Meter:
                 self.waiting[kind].add(took)
 
     def counts(self, kind: str, count: Callable[[], int]) -> None:
-        """`count()` bytes of that kind were received elsewhere."""
+        """Adds bytes of a kind that are counted elsewhere: `count()` is asked for them at each scrape."""
         self._received[kind].append(count)
 
     def timed(self, kind: str, handler: Handler) -> Handler:
-        """The same handler, measured."""
+        """Returns the handler, measured."""
         frames, nbytes, clock = 0, 0, self.clock  # in cells: nothing is counted faster
         self._received[kind].append(lambda: nbytes)
         note = self.handling[kind].add
@@ -175,7 +175,7 @@ class TimedServer(Server):
 
 
 class TimedConnection(Connection):
-    """Looks at answers only while timed requests wait for one."""
+    """A connection that looks at answers only while timed requests wait for one."""
 
     def __init__(self, meter: Meter, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -183,7 +183,7 @@ class TimedConnection(Connection):
         self._since: dict[int, tuple[str, float]] = {}  # request number -> kind, when it came
 
     def wait_from(self, request: int, kind: str, began: float) -> None:
-        """The answer to this request is to be timed."""
+        """Times the answer to this request."""
         if len(self._since) < MAX_WAITED_FOR:
             self._since[request] = kind, began
 

@@ -287,7 +287,10 @@ class TableSpec(Checked):
             )
         where = f"table {self.name!r}: "
         if not isinstance(self.optimizer, ServerOptimizer):
-            raise SpecError(f"{where}optimizer must be one of elasticps' optimizers, got {self.optimizer!r}")
+            raise SpecError(
+                f"{where}optimizer must be one of elasticps' optimizers, such as SGD(lr=0.1), got "
+                f"{_shown(self.optimizer)}"
+            )
         if not isinstance(self.init, Init):
             raise SpecError(f"{where}init must be one of elasticps' initialisers, got {self.init!r}")
         if self.dtype not in DTYPES:
@@ -413,6 +416,11 @@ class TableSpec(Checked):
             same.add("optimizer")
         pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self) if f.name not in same)
         return "; ".join(f"{name} is {mine!r}, not {theirs!r}" for name, mine, theirs in pairs if mine != theirs)
+
+
+def _shown(value: object) -> str:
+    """A value in an error; a class that should have been called by its name."""
+    return f"the class {value.__name__}" if isinstance(value, type) else repr(value)
 
 
 def _read(data: str | bytes) -> TableSpec:

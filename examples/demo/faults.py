@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from coordinator.core.data_loss import spans
 from elasticps.checkpoint.create import checkpoint_cluster
 from elasticps.checkpoint.restore import restore_cluster
-from elasticps.errors import ConfigError
+from elasticps.errors import ConfigError, Error
 from elasticps.local import LocalCluster
 
 if TYPE_CHECKING:
     from coordinator.core.view import View
 
+LOST_S = 2.0  # by then a newer view has come, if these ranges have a replica that runs
 _MARK = ".demo"  # a file in a folder that a demo has made
+
+
+class ReplicasLost(Error):
+    """Every replica of some ranges died before another server had a copy."""
 
 
 class DemoCheckpoints:
@@ -55,6 +63,50 @@ def kill_everything(cluster: LocalCluster) -> None:
     for name in [*(server.name for server in cluster.servers if server.running), "c0", "etcd"]:
         cluster.kill(name)
     cluster.stop()
+
+
+class LossWatch:
+    """Looks for ranges all of whose replicas have died: workers would wait for them until their time-outs."""
+
+    def __init__(self) -> None:
+        self._whole: View | None = None  # the last view of whose ranges each had a replica that ran
+        self._since: float | None = None  # when ranges without one were first seen
+
+    def check(self, view: View | None, cluster: LocalCluster, patience_s: float = LOST_S) -> None:
+        """Raises ReplicasLost once there have been such ranges for `patience_s`."""
+        if view is None:
+            return
+        lost = without_replica(
+            view, {(server.name, server.incarnation) for server in cluster.servers if server.running}
+        )
+        if not lost.size:
+            self._whole, self._since = view, None
+            return
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        if now - self._since >= patience_s:
+            raise ReplicasLost(lost_text(self._whole or view, lost))
+
+
+def without_replica(view: View, running: Collection[tuple[str, int]]) -> NDArray[np.int64]:
+    """Ranges none of whose replicas runs. running: names and incarnations of the servers that run."""
+    runs = [(server.name, server.incarnation) in running for server in view.servers]
+    return np.flatnonzero(~np.isin(view.chains, np.flatnonzero(runs)).any(axis=1))
+
+
+def lost_text(whole: View, lost: NDArray[np.int64]) -> str:
+    """What is lost with all replicas of some ranges, and how to avoid it. whole: the last view before."""
+    ranges, copies = whole.chains.shape
+    held = np.unique(whole.chains[lost])
+    dead = " and ".join(sorted(whole.servers[i].name for i in held[held >= 0].tolist()))
+    replicas = {1: "their only replica", 2: "both replicas"}.get(copies, f"all {copies} replicas")
+    return (
+        f"{dead} died before other servers had copies: {lost.size} of {ranges} ranges ({spans(lost)}) have lost "
+        f"{replicas}, and what the model had learnt there is gone, in all tables. Ranges live on if fewer servers than "
+        f"--replicas ({copies}) die before the others have copied what those had, which takes seconds: give the demo "
+        f"--replicas {copies + 1} and at least as many --servers, or wait between two kills until `elasticps status` "
+        "shows that every range has all its replicas"
+    )
 
 
 def choose_victim(view: View, running: Collection[tuple[str, int]]) -> tuple[str, int] | None:

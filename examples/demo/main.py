@@ -27,7 +27,7 @@ from elasticps.local.failover_log import failover
 from elasticps.local.operator_client import OperatorClient, held
 from examples.demo import data
 from examples.demo.evaluations import Evaluations
-from examples.demo.faults import DemoCheckpoints, choose_victim, kill_everything
+from examples.demo.faults import DemoCheckpoints, LossWatch, choose_victim, kill_everything
 from examples.demo.processes import ChildEvent, Children
 from examples.demo.report import AGREE, AuditAnswer, Evaluation, Kill, Moment, Report, Run, longest_pause
 from examples.demo.screen import Screen
@@ -161,6 +161,7 @@ class _Demo:
         self._due: deque[tuple[float, str]] = deque()  # what is still to be done at which share of the samples
         self._change: threading.Thread | None = None  # of the number of servers, or a checkpoint
         self._quiet_from = 0.0  # time of day
+        self._loss = LossWatch()  # of ranges
         self._messages: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()  # text and kind, from other threads
         self._ranges: list[tuple[float, dict[str, int]]] = []  # time of day
         self._view: View | None = None  # the newest
@@ -224,7 +225,11 @@ class _Demo:
             self._console.print(f"look on while it trains: [bold]{self._page.address}[/]", highlight=False)
             with ExitStack() as self._page_stack, Children(self._out) as children:
                 self._follow()
-                return self._train_and_evaluate(children)
+                try:
+                    return self._train_and_evaluate(children)
+                except Error:
+                    self._loss.check(self._view, self._cluster, patience_s=0.0)  # that is why a worker fails
+                    raise
         finally:
             self._page.stop()
             self._cluster.stop()
@@ -437,6 +442,7 @@ class _Demo:
                 names.remove(event.source)
 
     def _watch(self, screen: Screen) -> None:
+        self._loss.check(self._view, self._cluster)
         self._hear(screen)
         for text in self._cluster.ended():
             if "as it was asked to" not in text:

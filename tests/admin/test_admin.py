@@ -76,7 +76,7 @@ class Cuts:
 
 
 class FakeServer:
-    """What a server tells of itself."""
+    """The admin side of a server with fixed answers."""
 
     epoch = 7
     me = ServerInfo("s0", 3, "127.0.0.1:4000", "127.0.0.1:4001")

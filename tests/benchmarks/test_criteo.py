@@ -58,7 +58,7 @@ def test_about_a_quarter_are_clicks(seed: int) -> None:
 
 
 def log_odds(clicks: Clicks) -> NDArray[np.float64]:
-    """What naive Bayes learns of each id."""
+    """The log odds that naive Bayes learns for each id."""
     seen = np.bincount(clicks.categories.ravel(), minlength=SOURCE.values)
     clicked = np.bincount(clicks.categories[clicks.clicked > 0.5].ravel(), minlength=SOURCE.values)
     share = (clicked + CLICKS * 10) / (seen + 10)

@@ -47,7 +47,7 @@ LEDGERS = [Ledger(job(0), begun=9, acknowledged=7), Ledger(job(0, 2), begun=3, a
 
 
 def content_after(applied: list[list[int]]) -> ServerContent:
-    """What servers hold after each range has applied so many steps of each life."""
+    """The content of the servers once each range has applied so many steps of each incarnation."""
     rows, dense = np.zeros((KEYS, DIM)), np.zeros(SHAPE)
     for ledger, counts in zip(LEDGERS, applied, strict=True):
         for step in range(1, ledger.begun + 1):

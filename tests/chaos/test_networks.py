@@ -71,7 +71,7 @@ def receives(connection: socket.socket, data: bytes, seconds: float = PATIENCE_S
 
 
 def dial(address: str) -> socket.socket:
-    """Connects as soon as somebody listens."""
+    """Connects as soon as a process listens."""
     host, _, port = address.rpartition(":")
     for _ in range(1000):
         try:
@@ -176,7 +176,7 @@ class Client:
 
 
 def inside() -> None:
-    """What is checked in a namespace of its own."""
+    """The checks made inside a namespace."""
     network = netns.Namespaces()
     hosts = {name: network.join(name) for name in ("s0", "s1")}
     dialler = (

@@ -58,7 +58,7 @@ def test_a_worker_that_was_not_running_at_the_fault_does_not_count_for_recovery(
 def stall_of(
     incarnations: list[Life], excused: dict[str, list[tuple[float, float]]] | None = None
 ) -> tuple[float, str, float]:
-    """How long, whose, and since when."""
+    """The longest stall: seconds, worker, and start."""
     stall = figures.longest_stall(incarnations, excused or {})
     return round(stall.seconds, 6), stall.worker, round(stall.at, 6)
 

@@ -32,7 +32,7 @@ CLEAN = AuditReport("c", 1, 2, 2, 4, 0, 0, (), (), {}, {}, 0.1)
 
 
 class FakeStage:
-    """One that does as its attributes say."""
+    """A stage that behaves as its attributes say."""
 
     url = own_url = reader_url = ""
 
@@ -86,7 +86,7 @@ def stage() -> FakeStage:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, stage: FakeStage) -> Run:
-    """One whose faults are over, and that is to be judged."""
+    """A run whose faults are over, to be judged."""
     monkeypatch.setattr(runner, "audit", lambda url, timeout_s: CLEAN)
     monkeypatch.setattr(load_module, "check_run", lambda *arguments: [])
     run = Run(PLAN, 0)

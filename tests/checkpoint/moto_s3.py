@@ -16,7 +16,7 @@ from tests.checkpoint.fake_s3 import BUCKET, Trouble
 
 
 class MotoS3:
-    """As `FakeS3`."""
+    """The same interface as `FakeS3`."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, str]] = []

@@ -23,7 +23,7 @@ OLD_S = 1_000_000.0
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A folder of somebody else, with an old file and an empty folder."""
+    """A foreign folder with an old file and an empty folder."""
     home = tmp_path / "home"
     (home / "empty" / "deeper").mkdir(parents=True)
     (home / "thesis").write_text("years of work")

@@ -60,7 +60,7 @@ def begin(storage: Storage, cluster: str = "c@1") -> list[Manifest]:
 
 
 def age(folder: Path, seconds: float = 7200) -> None:
-    """As if nobody had written there for so long."""
+    """Makes all files below a folder older by so many seconds."""
     for path in folder.rglob("*"):
         if path.is_file():
             at = path.stat().st_mtime - seconds

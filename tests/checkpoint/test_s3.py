@@ -34,7 +34,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
 
 @pytest.fixture(params=[FakeS3, MotoS3])
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3 | MotoS3]:
-    """Ours, and somebody else's."""
+    """Our own fake of S3 and moto's."""
     yield from _bucket(request.param(), monkeypatch)
 
 

@@ -16,6 +16,7 @@ from elasticps.checkpoint.manifest import Manifest
 from elasticps.checkpoint.schedule import CheckpointSchedule
 from replication.messages import ERASER
 from tests.checkpoint.fake_servers import ONE, Scene
+from tests.coordinator.support import until_key
 from tests.server.conftest import until
 
 ANSWER = b'{"full": false, "cut": 3}'
@@ -83,17 +84,9 @@ def test_the_leader_makes_checkpoints_on_time_and_on_request(scene: Scene, monke
             return manifest
 
         async def answer(key: str) -> dict[str, Any]:
-            found: dict[str, Any] = {}
-
-            async def look() -> None:
-                entry = await scene.store.get(key)
-                found.update(json.loads(entry.value) if entry is not None else {})
-
-            for _ in range(10_000):
-                await look()
-                if len(found) > 1:
-                    break
-                await asyncio.sleep(0.001)
+            entry = await until_key(scene.store, key, lambda entry: entry and len(json.loads(entry.value)) > 1)
+            assert entry is not None
+            found: dict[str, Any] = json.loads(entry.value)
             return found
 
         async def newest() -> int:
@@ -102,10 +95,7 @@ def test_the_leader_makes_checkpoints_on_time_and_on_request(scene: Scene, monke
 
         assert await newest() == -1
         schedule = asyncio.create_task(CheckpointSchedule(scene.store, take, 60.0).run())
-        for _ in range(10_000):  # from when on somebody waits for the first one
-            if await newest() >= 0:
-                break
-            await asyncio.sleep(0.001)
+        await until_key(scene.store, NEWEST_CHECKPOINT, lambda entry: entry)  # somebody waits for the first one
         assert await newest() == 0
         schedule.cancel()
         schedule = asyncio.create_task(CheckpointSchedule(scene.store, take, 0.01).run())

@@ -28,7 +28,7 @@ def ranges_of(table: int, keys: Sequence[int], ranges: int) -> NDArray[np.int32]
 
 @dataclass
 class Change:
-    """What an increment has of a table: rows by key, keys deleted before, ranges that are written whole."""
+    """The part of a table in an increment: rows by key, keys deleted before, ranges written whole."""
 
     rows: Rows
     deleted: set[int] = field(default_factory=set)

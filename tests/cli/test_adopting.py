@@ -36,7 +36,7 @@ class Scene:
         self.known[server.admin] = Known(server.name, server.incarnation, view, roster, 40)
 
     def adopt(self, *options: str) -> str:
-        """What it says."""
+        """Runs the command; its output."""
         requests = ["cluster", "adopt", "--url", "etcd://nowhere/test", "--server", "a:1", *options]
         return " ".join(CliRunner().invoke(app, requests).output.split())
 

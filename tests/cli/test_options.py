@@ -28,7 +28,7 @@ def plain(result: Result) -> str:
 
 @pytest.fixture
 def recorded(state_folder: Path) -> None:
-    """A local cluster called "here", of which nothing runs any more."""
+    """A local cluster called "here" whose processes have all ended."""
     state.claim(state_folder / "here")
     entry = state.ProcessEntry("s0", "server", 2**22 + 1, "never")
     state.write(state_folder / "here", state.Record("here", HERE, (entry,)))

@@ -35,7 +35,7 @@ def test_every_package_of_the_tree_is_found(project: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("module", ["not_installed.cli:app", "tests.not_there.cli:app"])
-def test_the_command_of_a_package_that_is_not_installed_is_hidden_and_says_how_to_get_it(
+def test_commands_of_missing_packages_are_hidden_and_name_how_to_install_them(
     module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "entry_points", lambda group: [EntryPoint("bench", module, group)])
@@ -73,7 +73,7 @@ def test_an_image_installs_only_pinned_packages(image: str, project: dict[str, A
 
 
 def _needs(name: str) -> Iterator[str]:
-    """What an installed package needs on Linux with the image's Python."""
+    """The requirements of an installed package on Linux with the image's Python."""
     for requirement in map(Requirement, requires(name) or ()):
         environment = {"extra": "", "python_version": "3.12", "python_full_version": "3.12.0"}
         if requirement.marker is None or requirement.marker.evaluate(environment):

@@ -46,7 +46,7 @@ def status(*arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 def three_free_ports() -> int:
-    """The first of three ports in a row that nobody uses now."""
+    """The first of three unused ports in a row."""
     return next(port for port in range(20_000, 30_000, 3) if all(map(is_free, range(port, port + 3))))
 
 

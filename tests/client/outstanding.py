@@ -24,5 +24,5 @@ class Outstanding:
         return np.array(self._full if issubclass(why, ServerFull) else self._refused, np.int64)
 
     def end(self, refused: list[int], full: Sequence[int] = ()) -> None:
-        """It is committed, but for these rows. full: those of them that servers had no memory for."""
+        """The step is committed without these rows. full: the rows that servers had no memory for."""
         self.done, self._refused, self._full = True, [*refused, *full], [*full]

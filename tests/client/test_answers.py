@@ -31,7 +31,7 @@ WINDOW = 8
 
 
 class Twin:
-    """A worker that is told what to ask, and what was received. compiled: with the compiled call."""
+    """A worker whose requests and received bytes are given. compiled: it uses the compiled call."""
 
     def __init__(self, servers: int, compiled: bool) -> None:
         chains = [[r % servers] for r in range(16)]
@@ -113,14 +113,14 @@ class Twin:
 
 
 def shown(read: ServerPull) -> list[NDArray[np.float32]]:
-    """What has come, or is where it belongs already."""
+    """The rows that have arrived, or lie in the caller's array already."""
     if isinstance(read.layout, SeveralTables):
         return [one.arrived() if read.done() else one.value for one in read.layout.members]
     return [read.result() if read.done() else read.value]
 
 
 def answers_of(rng: np.random.Generator, twin: Twin) -> list[bytes]:
-    """What each server may answer, the answers to several requests mixed; now and then one is wrong."""
+    """Possible answers of each server to several requests, mixed; now and then a wrong one."""
     dispatcher = twin.dispatcher
     found: list[list[list[bytes]]] = [[] for _ in dispatcher.routes.members]
     for request, sent in dispatcher.pushes._sent.items():

@@ -14,7 +14,7 @@ from elasticps.client.core.cache_index import AS_OF, SLOTS_FETCHED_BY, CacheInde
 
 @dataclass
 class Entry:
-    """What the twin knows of a key."""
+    """The twin's knowledge of a key."""
 
     as_of: int = -1
     fetched_by_batch: int = 0

@@ -53,7 +53,7 @@ def test_an_applied_step_is_repeated_without_its_rows(cluster: Cluster) -> None:
     assert (resent.clock, resent.items, bool(resent.flags & REPEAT)) == (2, 0, True)
 
 
-def test_every_connection_hears_the_base_before_any_push(cluster: Cluster) -> None:
+def test_every_connection_gets_the_base_before_any_push(cluster: Cluster) -> None:
     ps = cluster.connect()
     for _ in range(3):
         ps.push({}).result()

@@ -79,7 +79,7 @@ class Gate:
 
 
 class Machine(Runtime):
-    """One on which a test says when the background thread goes on and when a signal comes."""
+    """A runtime on which a test decides when the background thread runs and when a signal comes."""
 
     def __init__(self) -> None:
         self.gates: list[Gate] = []

@@ -37,7 +37,7 @@ def done(step: StepState) -> bool:
 
 
 class Wire:
-    """What was sent, and to whom."""
+    """Records sent frames and their receivers."""
 
     def __init__(self, window: int = 4) -> None:
         self.sent: list[tuple[Member, Header]] = []

@@ -144,7 +144,7 @@ class Simulation:
         raise AssertionError(f"{self.session.outstanding} steps are never committed")
 
     def follow(self, new: Chains) -> None:
-        """As the dispatcher does."""
+        """Follows a view as the dispatcher does."""
         if (new.recovery_epoch > self.session.epoch).any() and self.session.epoch:
             self.committed_before = self.session.committed
             if self.bugs != "no base":

@@ -59,7 +59,7 @@ def test_initial_values_are_copied(cluster: Cluster, monkeypatch: pytest.MonkeyP
 
 
 def in_child(action: Callable[[], object]) -> str:
-    """What an action raises in a forked child."""
+    """The error that an action raises in a forked child, as text."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

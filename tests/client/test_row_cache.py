@@ -24,7 +24,7 @@ KEYS = np.arange(10, 18)
 
 
 def rows_of(keys: Keys) -> Rows:
-    """What the servers have."""
+    """The servers' rows of these keys."""
     return (keys[:, None] * 10 + np.arange(DIM)).astype(np.float32)
 
 

@@ -20,7 +20,7 @@ from tests.client.fake_cluster import KEYS, ONES, RANGES, Cluster, chains
 
 
 def pending(wait: Callable[[float], object], *words: str) -> str:
-    """What a wait that times out again and again says as soon as all of the words are in it."""
+    """Waits with short timeouts until the error contains all of the words; the error's text."""
     text, deadline_s = "", time.monotonic() + 40
     while not all(word in text for word in words):
         assert time.monotonic() < deadline_s, f"{words} not in: {text}"
@@ -39,7 +39,7 @@ def alone(cluster: Cluster) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("accepts", [True, False])
-def test_a_frozen_server_blocks_nobody_else(cluster: Cluster, accepts: bool) -> None:
+def test_a_frozen_server_delays_no_other(cluster: Cluster, accepts: bool) -> None:
     frozen = socket.create_server(("127.0.0.1", 0), backlog=5 if accepts else 0)  # the system accepts, nobody speaks
     waiting = [] if accepts else [socket.socket() for _ in range(3)]
     for sock in waiting:  # with a full backlog connections neither succeed nor fail

@@ -58,7 +58,7 @@ def dead_port() -> Iterator[int]:
 
 
 def fresh_url(etcd: Etcd) -> ClusterUrl:
-    """A cluster that nobody has used."""
+    """The URL of an unused cluster."""
     return ClusterUrl((etcd.endpoint,), f"test-{uuid.uuid4().hex[:12]}")
 
 

@@ -194,7 +194,7 @@ async def test_a_reset_ends_a_restore_and_a_request_for_range_recovery() -> None
 
 
 async def damaged_cluster(*, lost: tuple[str, ...], value: bytes | None = None) -> MemoryStore:
-    """A cluster with registered servers whose store has lost keys, or has nonsense there."""
+    """A cluster with registered servers whose store has lost or damaged keys."""
     store = MemoryStore("test")
     await adopt(store, plan_adoption([witness("a"), witness("b")], (), "x"))
     for info in SERVERS:

@@ -49,7 +49,7 @@ def held(view: View, member: Member) -> int:
     return int((view.chains == view.as_chains.index(member)).any(axis=1).sum())
 
 
-def test_a_repair_stops_where_memory_ends_and_says_so() -> None:
+def test_a_repair_stops_where_memory_ends_and_the_reason_names_it() -> None:
     view = first()
     capacity = {A: Capacity(2, -3), B: Capacity(2, -3), C: Capacity(2, -3)}
     after, reason = run(view, SERVERS, capacity, {D: "killed"})

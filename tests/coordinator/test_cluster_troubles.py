@@ -86,7 +86,7 @@ async def test_a_reader_without_the_right_to_write_finds_no_trouble_with_writes(
     assert await find_trouble(Closed(await healthy())) == []
 
 
-async def test_an_etcd_that_has_used_its_space_up_says_so_at_once(new_etcd: Callable[..., Etcd]) -> None:
+async def test_an_etcd_without_space_is_reported_at_once(new_etcd: Callable[..., Etcd]) -> None:
     etcd = new_etcd()
     store = EtcdStore(fresh_url(etcd), timeout_s=3600)  # a test of its own would end before that
     await create_cluster(store, ClusterConfig(ranges=2, replicas=1))

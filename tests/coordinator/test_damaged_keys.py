@@ -100,7 +100,7 @@ async def test_a_request_to_drain_an_impossible_server_is_left_out(name: str) ->
 
 
 @pytest.mark.parametrize("value", [DEEP, b'{"epoch": 1e999, "detected": 1, "written": 2}'])
-def test_a_failover_that_cannot_be_read_says_so(value: bytes) -> None:
+def test_a_damaged_failover_is_reported(value: bytes) -> None:
     with pytest.raises(ValueError, match="failover"):
         Failover.from_json(value)
 

@@ -74,7 +74,7 @@ async def test_a_server_whose_drain_is_cancelled_is_a_newcomer() -> None:
         await it.follower.wait_for(lambda view: whole(view) and holds(view, "b") >= 6, WAIT_S)
 
 
-async def test_a_standby_goes_on_with_a_drain() -> None:
+async def test_a_standby_continues_a_drain() -> None:
     async with cluster("a", "b", "c") as it:
         it.rack.find_level(False)
         await request_drain(it.memory, "b")

@@ -223,7 +223,7 @@ ODD = (b"workers/\xff", b"drains/\x01", b"last-worker/\xe2\x80\xae", b"/", b"rat
 
 
 async def _put_odd(store: EtcdStore) -> None:
-    """As who has a right to the prefix can, with any client of etcd."""
+    """Writes a key that our client refuses, as any other client of etcd with a right to the prefix can."""
     (start, _), _ = store.spans("")
     for odd in ODD:
         await store.call(lambda m: m.kv.Put, rpc.PutRequest(key=start + odd, value=b'{"incarnation": 1, "id": 1}'))
@@ -386,7 +386,7 @@ async def test_tls_with_certificates_on_both_sides(new_etcd: NewEtcd, certificat
 
 
 @pytest.mark.slow
-async def test_a_frozen_endpoint_is_noticed_by_a_watch_that_hears_nothing(new_etcd: NewEtcd, shared_etcd: Etcd) -> None:
+async def test_a_frozen_endpoint_is_noticed_by_a_silent_watch(new_etcd: NewEtcd, shared_etcd: Etcd) -> None:
     frozen = new_etcd()
     url = fresh_url(frozen)
     store = EtcdStore(replace(url, endpoints=(frozen.endpoint, shared_etcd.endpoint)))

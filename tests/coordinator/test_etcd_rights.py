@@ -91,7 +91,7 @@ CONSTANTS = (
 
 
 def documented() -> dict[str, str]:
-    """Who may write each key, in the words of SECURITY.md: the keys of the table there and its second column."""
+    """The roles that may write each key by SECURITY.md: the keys of its table and their second column."""
     rows = [line.split("|")[1:3] for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if "| `" in line[:3]]
     return {key: who.strip() for keys, who in rows for key in re.findall(r"`([^`]+)`", keys)}
 

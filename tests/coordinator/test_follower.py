@@ -72,7 +72,7 @@ async def test_a_follower_keeps_the_newest_view_and_survives_damaged_ones() -> N
     await follower.close()
 
 
-async def test_waiting_for_a_view_in_vain_says_where_the_cluster_is() -> None:
+async def test_a_timeout_without_a_view_names_the_cluster() -> None:
     store = MemoryStore("demo")
     follower = ViewFollower(store)
     await follower.start()
@@ -85,7 +85,7 @@ async def test_waiting_for_a_view_in_vain_says_where_the_cluster_is() -> None:
     await follower.close()
 
 
-async def test_a_follower_whose_task_fails_says_so() -> None:
+async def test_a_follower_whose_task_fails_reports_it() -> None:
     store, ended = MemoryStore(), asyncio.Queue[asyncio.Task[None]]()
     with patch.object(store, "watch", Mock(side_effect=LookupError("gone"))):
         follower = ViewFollower(store, ended.put_nowait)

@@ -302,7 +302,7 @@ def test_without_key_and_connection_a_server_is_gone() -> None:
     assert story.why(A) == "not registered and not heard"
 
 
-def test_leases_are_the_backstop_when_nobody_is_heard() -> None:
+def test_leases_decide_if_no_server_reports() -> None:
     story = Story(A, B)
     story.run(5)
     assert not story.gone

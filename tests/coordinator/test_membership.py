@@ -190,7 +190,7 @@ async def test_a_name_taken_during_an_outage_is_lost() -> None:
     await new.close()
 
 
-async def test_registering_without_a_store_says_so() -> None:
+async def test_registering_without_a_store_is_an_error() -> None:
     faulty = FaultyStore(MemoryStore())
     faulty.out = True
     with pytest.raises(StoreUnavailable):
@@ -397,7 +397,7 @@ async def test_a_workers_own_keys_are_put_back_into_a_replaced_store() -> None:
 
 
 class StopsOnce(FaultyStore):
-    """It gives no answer to the first write of a key."""
+    """A store that does not answer the first write of a key."""
 
     first = "rates/x/t"
 
@@ -408,7 +408,7 @@ class StopsOnce(FaultyStore):
         return await super().compare_and_set(key, value, **how)
 
 
-async def test_a_worker_goes_on_putting_back_after_a_new_store_has_stood_still() -> None:
+async def test_a_worker_restores_its_keys_after_a_new_store_was_frozen() -> None:
     """Many others do the same just then. Its tables, rates that were set and what becomes of losses were forgotten."""
     store = StopsOnce(MemoryStore())
     config = await create_cluster(store, ClusterConfig(4))

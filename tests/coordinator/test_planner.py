@@ -147,7 +147,7 @@ def test_a_filling_ends_with_its_target_and_starts_again_with_another_source() -
     assert waits == Plan(None, "8 ranges have fewer than 3 replicas, with 2 servers left")
 
 
-def test_a_level_report_of_another_filling_promotes_nobody() -> None:
+def test_a_level_report_of_another_filling_promotes_no_joiner() -> None:
     gone = lost(server("b"))
     busy = repaired_once(gone)
     r = int(np.flatnonzero(busy.joining >= 0)[0])

@@ -44,7 +44,7 @@ class History:
             self.step(every=what == "step", salt=i)
 
     def step(self, every: bool = True, salt: int = 0) -> bool:
-        """One decision; whether there was one."""
+        """Makes one decision; returns whether there was one."""
         view = self.view
         filling = np.flatnonzero(view.joining >= 0).tolist()
         alive = [r for r in filling if view.servers[view.joining[r]].member not in self.gone]

@@ -274,7 +274,7 @@ async def test_all_connections_reset_at_once_change_nothing() -> None:
         assert it.view == first
 
 
-async def test_leases_that_ran_out_in_an_outage_take_nobody_out() -> None:
+async def test_leases_that_ran_out_in_an_outage_remove_no_server() -> None:
     async with cluster("a", "b", "c") as it:
         first = it.view
         it.faulty.out = True

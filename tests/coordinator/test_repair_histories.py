@@ -37,7 +37,7 @@ class Cluster:
         self.present[name] = server(name, self.incarnations[name])
 
     def kill(self, name: str) -> None:
-        """It ends; its key stays until the lease runs out."""
+        """Ends a server; its key stays until the lease runs out."""
         if name in self.present:
             self.lost.add(self.present[name].member)
 
@@ -71,7 +71,7 @@ class Cluster:
         return set() if self.view is None else {s.member for s in self.view.servers if s.name not in self.present}
 
     def _impossible(self, view: View, r: int) -> bool:
-        """Who is gone becomes level no more."""
+        """Servers that are gone can no longer become level."""
         return view.as_chains.joiner_of(r) in self.lost | self.silent
 
     def _check(self, old: View | None, new: View, level: dict[int, int]) -> None:

@@ -136,7 +136,7 @@ async def test_a_lease_takes_its_keys_with_it(clients: Clients) -> None:
             await store.compare_and_set("a", b"1", expect=0, lease=lease)
 
 
-async def test_a_lease_that_nobody_renews_runs_out(clients: Clients) -> None:
+async def test_a_lease_that_is_not_renewed_runs_out(clients: Clients) -> None:
     async with clients() as store:
         lease = await store.grant(0.3)
         after = await store.put("a", b"1", lease=lease)

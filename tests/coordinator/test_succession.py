@@ -37,7 +37,7 @@ HAS, LOST = Tenure(7, True, 0.1), Tenure(7, False, 2 * LOST_S)
         ([], 0),
     ],
 )
-def test_a_leader_is_lost_when_half_of_the_servers_say_so_and_none_denies(reports: list[Tenure], term: int) -> None:
+def test_a_leader_is_lost_if_half_of_the_servers_report_it_and_none_denies(reports: list[Tenure], term: int) -> None:
     succession = Succession()
     for member, tenure in zip(SERVERS, reports, strict=False):
         succession.heard(member, tenure, 10.0)
@@ -72,7 +72,7 @@ async def test_a_standby_takes_over_from_a_leader_that_died_with_a_server_before
 
 
 class Earless:
-    """How a leader calls servers whose answers do not all reach it."""
+    """Dials servers for a leader, and drops the answers of some."""
 
     def __init__(self, rack: Rack) -> None:
         self.rack = rack

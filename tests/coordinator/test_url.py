@@ -51,7 +51,7 @@ def test_valid_urls_are_parsed(url: str, expected: ClusterUrl) -> None:
         ("etcd://a/x?cert=a", "go together"),
     ],
 )
-def test_bad_urls_say_what_is_wrong_and_show_a_good_one(url: str, complaint: str) -> None:
+def test_bad_urls_are_refused_with_the_reason_and_an_example(url: str, complaint: str) -> None:
     with pytest.raises(ValueError, match="cannot use") as error:
         parse(url)
     assert complaint in str(error.value)

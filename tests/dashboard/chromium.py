@@ -29,7 +29,7 @@ needs_chromium = pytest.mark.skipif(
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """One, until the end of the block."""
+    """Runs a Chromium until the end of the block."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -64,7 +64,7 @@ def wait(page: Page, expression: str) -> None:
 
 
 def faults(page: Page) -> list[str]:
-    """What axe-core calls serious or worse."""
+    """The faults of a page that axe-core calls serious or worse."""
     from axe_playwright_python.sync_playwright import Axe
 
     found: list[dict[str, Any]] = Axe().run(page).response["violations"]

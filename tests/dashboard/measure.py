@@ -49,7 +49,7 @@ FRAMES = """(seconds) => new Promise((done) => { const times = []; const end = p
 
 
 def tell(**found: Any) -> None:
-    """One line."""
+    """Prints one line."""
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()
 
@@ -84,7 +84,7 @@ def training(url: str) -> Iterator[None]:
 
 @contextmanager
 def dashboard_process(url: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """One of its own, and its address."""
+    """Starts a dashboard in a process of its own; yields its address."""
     command = [sys.executable, "-m", "elasticps", "dashboard", "--url", url, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -96,7 +96,7 @@ def dashboard_process(url: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @contextmanager
 def viewers(address: str, number: int) -> Iterator[None]:
-    """So many that read what they get, from one thread."""
+    """Opens so many streams and reads them in one thread."""
     where = urlsplit(address)
     with ExitStack() as stack:
         socks: list[socket] = []
@@ -117,7 +117,7 @@ def viewers(address: str, number: int) -> Iterator[None]:
 
 
 def shares(pids: dict[str, int]) -> dict[str, float]:
-    """Of a core, in percent, in the next seconds."""
+    """CPU use of processes in the next seconds, in percent of a core."""
     before, began = {name: cpu_seconds([pid]) for name, pid in pids.items()}, time.monotonic()
     time.sleep(SPAN_S)
     span = time.monotonic() - began
@@ -187,7 +187,7 @@ def events() -> None:
 
 
 def cpu() -> None:
-    """Of the dashboard, and of a server without and with it."""
+    """Measures the CPU use of the dashboard, and of a server without and with it."""
     with LocalCluster(servers=3, ranges=64) as cluster:
         with training(cluster.url):
             time.sleep(1)

@@ -100,7 +100,7 @@ class Scene:
             self.model.activity(self.now, name, activity(incarnation, ids, steps, count))
 
     def tick(self, seconds: int = 1) -> None:
-        """So much time passes; every server is asked each second."""
+        """Lets time pass; every server is asked each second."""
         for _ in range(seconds):
             self.now += 1.0
             self.answer()

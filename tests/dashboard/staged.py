@@ -40,7 +40,7 @@ class Stage:
         self._fanout.publish(self.scene.model.take_updates())
 
     async def ask_hot(self, seconds: float) -> dict[str, dict[str, Any] | None]:
-        """As a poller does."""
+        """Asks for hot keys as a poller does."""
         return self.hot
 
 
@@ -54,7 +54,7 @@ class Staged(Dashboard):
         self._poller = self.stage  # type: ignore[assignment]
 
     def do(self, *acts: Callable[[Scene], object]) -> None:
-        """These happen, one after the other, and viewers hear of each."""
+        """Performs events one after the other; viewers get each."""
 
         async def done() -> None:
             for act in acts:

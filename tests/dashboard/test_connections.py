@@ -38,7 +38,7 @@ def head(path: str = "/", host: str = "localhost", more: str = "") -> bytes:
 
 
 def answer(page: Dashboard, request: bytes) -> bytes:
-    """All that is said until the connection is closed, which is asked for."""
+    """All bytes of an answer until the connection is closed."""
     with connect(page) as sock:
         sock.sendall(request.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
         found = b""

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from elasticps.local import LocalCluster
+from examples.demo import main
 from examples.demo.faults import DemoCheckpoints
 from examples.demo.main import INTERRUPTED, run
 
@@ -63,6 +65,36 @@ def test_servers_come_and_go_and_a_worker_continues_at_its_place(tmp_path: Path)
     assert sum(report["ranges"][-1][1].values()) == 512
     assert report["elasticps"]["samples"] == 14 * 80_000
     assert report["audit"]["clean"]
+
+
+@pytest.mark.slow
+def test_two_servers_that_die_at_once_are_explained_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clusters: list[LocalCluster] = []
+    progress = main._Demo._progress
+
+    class Recorded(LocalCluster):
+        def start(self) -> None:
+            clusters.append(self)
+            super().start()
+
+    def kill_two(*arguments: Any) -> None:
+        progress(*arguments)
+        while clusters:
+            cluster = clusters.pop()
+            for name in ("s0", "s1"):
+                os.kill(cluster.server(name).pid, signal.SIGKILL)
+
+    monkeypatch.setattr(main, "LocalCluster", Recorded)
+    monkeypatch.setattr(main._Demo, "_progress", staticmethod(kill_two))
+    console = Console(width=1000)
+    with console.capture() as captured:
+        code = run(out=tmp_path, epochs=1, kill=False, elastic=False, lose=False, console=console)
+    text = captured.get()
+    assert code == 1, text
+    assert "Traceback" not in text
+    assert "error: s0 and s1 died before other servers had copies: " in text
+    assert "have lost both replicas, and what the model had learnt there is gone, in all tables" in text
+    assert "--replicas 3" in text
 
 
 def test_checkpoints_that_are_not_the_demos_stay(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ Manifest = dict[str, Any]
 
 @functools.cache
 def rendered(build: str) -> str:
-    """What a folder below deploy/kubernetes gives. Skips the test where there is nothing to render it with."""
+    """The manifests of a folder below deploy/kubernetes. Skips the test if no tool can render them."""
     folder = DEPLOY / "kubernetes" / build
     for tool, arguments in (("kubectl", ["kustomize"]), ("kustomize", ["build"])):
         if path := shutil.which(tool):
@@ -44,7 +44,7 @@ def manifests(build: str) -> list[Manifest]:
 
 
 def of_kind(build: str, *kinds: str) -> list[Manifest]:
-    """Those of some kinds."""
+    """The manifests of some kinds."""
     return [found for found in manifests(build) if found["kind"] in kinds]
 
 
@@ -97,7 +97,7 @@ def workload(build: str, component: str) -> Workload:
 
 
 def selects(selector: Manifest, labels: dict[str, str]) -> bool:
-    """Whether a label selector, or a Service's plain one, matches."""
+    """Returns whether a label selector, or a Service's plain one, matches."""
     if "matchLabels" not in selector and "matchExpressions" not in selector:
         return selector.items() <= labels.items()
     expressions = selector.get("matchExpressions", ())

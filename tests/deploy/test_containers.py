@@ -43,7 +43,7 @@ def instructions(stage: str) -> list[str]:
 
 
 def variables(stage: str) -> dict[str, str]:
-    """What ENV sets there."""
+    """The variables that ENV sets in a stage."""
     words = [word for line in instructions(stage) if line.startswith("ENV ") for word in shlex.split(line[4:])]
     return {name: value.replace("${CPU}", "x86-64-v3") for name, _, value in (word.partition("=") for word in words)}
 
@@ -91,7 +91,7 @@ def test_the_kernels_are_compiled_for_the_processors_that_use_them() -> None:
 
 
 def warming() -> list[str]:
-    """How the image has its interpreter compile kernels: the arguments."""
+    """The arguments with which the image's interpreter compiles kernels."""
     (found,) = re.findall(r"/opt/elasticps/bin/python ([^&|]*-m elasticps\.warm)", "\n".join(instructions("build")))
     return shlex.split(found)
 
@@ -302,7 +302,7 @@ def test_the_containers_make_a_cluster_that_trains(pods: Pods) -> None:
 
 @pytest.fixture
 def certificates(tmp_path: Path) -> Path:
-    """What cert-manager would put into the secrets: a folder for each, with files of their names, for 127.0.0.1."""
+    """Folders with the files that cert-manager would put into each secret, for 127.0.0.1."""
     authority = Authority.create(tmp_path / "authority")
     issued = {"etcd": authority.issue_etcd(["127.0.0.1"])}
     for manifest in of_kind("overlays/production", "Certificate"):

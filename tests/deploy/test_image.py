@@ -49,7 +49,7 @@ exec chroot --userspec=10001:10001 "$root" env -i "$@"
 
 
 class Image:
-    """One target, unpacked."""
+    """One unpacked target of the image's file."""
 
     def __init__(self, buildah: Callable[..., str], name: str) -> None:
         self._buildah = buildah
@@ -67,7 +67,7 @@ class Image:
             )
 
     def run(self, *arguments: str, log: Path) -> str:
-        """What it writes; it has to end with 0."""
+        """Runs a command in the image; its output. The command has to end with 0."""
         assert self.popen(*arguments, log=log).wait(300) == 0, log.read_text(encoding="utf-8")
         return log.read_text(encoding="utf-8")
 

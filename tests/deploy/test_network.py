@@ -69,7 +69,7 @@ def policies(build: str) -> list[dict[str, Any]]:
 
 
 def lets_through(specs: Iterable[dict[str, Any]], source: Pod, target: Pod, port: int, protocol: str = "TCP") -> bool:
-    """Whether the policies of this namespace allow a connection."""
+    """Returns whether the policies of this namespace allow a connection."""
     specs = list(specs)
     egress = _allows(specs, "Egress", source, target, target, port, protocol)
     return egress and _allows(specs, "Ingress", target, source, target, port, protocol)
@@ -78,7 +78,7 @@ def lets_through(specs: Iterable[dict[str, Any]], source: Pod, target: Pod, port
 def _allows(
     specs: list[dict[str, Any]], direction: str, made: Pod, peer: Pod, target: Pod, port: int, protocol: str
 ) -> bool:
-    """One direction, of the pod that the policies are about."""
+    """Returns whether the policies of a pod allow one direction of a connection."""
     if made.namespace != NAMESPACE:
         return True
     about = [s for s in specs if direction in s["policyTypes"] and selects(s["podSelector"], made.labels)]

@@ -33,7 +33,7 @@ CORDON = DEPLOY / "kubernetes/chaos/cordon.yaml"  # rights for plans with the fa
 
 
 def calls() -> Iterator[tuple[Right, Path]]:
-    """What code that the chaos Job runs asks of the API server."""
+    """The requests that code of the chaos Job sends to the API server."""
     for path in sorted((ROOT / "chaos").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and (found := _CALL.fullmatch(node.attr)):

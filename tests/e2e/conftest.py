@@ -40,7 +40,7 @@ def ended() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def cluster(ended: None) -> eps.LocalCluster:
-    """One for all modules here that do it no harm: starting it costs more than most of their tests."""
+    """A cluster shared by all modules that leave it running: starting it costs more than most of their tests."""
     if not _running:
         _running.append(_shared.enter_context(eps.LocalCluster(servers=3)))
     return _running[0]

@@ -36,7 +36,7 @@ PAUSE_S = 0.004  # the cores are shared with servers and other tests
 
 @dataclass(frozen=True)
 class Part:
-    """What one step adds: `rows` float32 [TOUCHED, DIM] to `keys`, `dense` float32 of SHAPE to the tensor."""
+    """The update of one step: `rows` float32 [TOUCHED, DIM] for `keys`, `dense` float32 of SHAPE for the tensor."""
 
     keys: NDArray[np.int64]
     rows: NDArray[np.float32]
@@ -44,7 +44,7 @@ class Part:
 
 
 def part(seed: int, number: int) -> Part:
-    """What step `number` (from 1) of worker `seed` pushes."""
+    """The update that worker `seed` pushes in step `number` (from 1)."""
     random = np.random.default_rng((seed, number))
     keys = random.choice(KEYS, TOUCHED, replace=False)
     rows = random.integers(-3, 4, (TOUCHED, DIM)).astype(np.float32)
@@ -53,7 +53,8 @@ def part(seed: int, number: int) -> Part:
 
 @dataclass(frozen=True)
 class Ledger:
-    """How far a worker came: steps begun, and the first of them, `acknowledged`, that it knows to be committed."""
+    """The progress of a worker: steps begun, and `acknowledged` ones, the first of them that it knows to be
+    committed."""
 
     seed: int
     begun: int
@@ -68,7 +69,7 @@ class Sums:
         self.values = np.zeros(len(KEYS) * DIM + len(seeds) + int(np.prod(SHAPE)))
 
     def of(self, seed: int, number: int) -> NDArray[np.float64]:
-        """What one step adds, as a vector."""
+        """The update of one step as a vector."""
         step = part(seed, number)
         rows = np.zeros((len(KEYS), DIM))
         rows[step.keys] = step.rows
@@ -76,7 +77,7 @@ class Sums:
         return np.concatenate([rows.ravel(), own, step.dense.ravel()])
 
     def read(self, ps: eps.Client) -> NDArray[np.float64]:
-        """What the servers hold, as such a vector."""
+        """The content of the servers as a vector."""
         table, tensor = open_tables(ps)
         own = table.pull(np.array([OWN_KEYS + seed for seed in self._seeds]))
         assert (own == own[:, :1]).all()
@@ -150,7 +151,7 @@ class Trainer:
 
 
 class Trainers:
-    """Trainers in threads of their own; the first error of any is raised by whoever waits for them."""
+    """Trainers in threads of their own; waiting for them raises their first error."""
 
     def __init__(self, url: str, seeds: Sequence[int], app: str) -> None:
         self.all = [Trainer(url, seed, app) for seed in seeds]

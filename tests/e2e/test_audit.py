@@ -107,7 +107,7 @@ class Stage:
         return await audit_store(self.store, timeout_s)
 
     async def lose_s2(self) -> None:
-        """It is left out of the view."""
+        """Server s2 is left out of the view."""
         view = self.group.make_view(lambda r: NAMES[:2])
         await self.write(replace(view, servers=view.servers[:2], reason="s2 lost (silent for 0.8 s)"))
 

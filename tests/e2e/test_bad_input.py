@@ -138,7 +138,7 @@ def ask(server: tuple[str, int], data: bytes, count: int = 0) -> list[tuple[Head
 
 
 def frames_in(received: bytes) -> list[tuple[Header, bytes]]:
-    """Those that are whole."""
+    """The whole frames in some bytes."""
     frames = []
     while len(received) >= 64 and len(received) >= 64 + (header := unpack_header(received)).body:
         frames.append((header, received[64 : 64 + header.body]))

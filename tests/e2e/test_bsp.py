@@ -22,7 +22,7 @@ STEPS = 12
 
 
 def gradients(worker: int, step: int) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
-    """What a worker pushes in a round: keys, rows and a tensor's gradient."""
+    """The push of a worker in a round: keys, rows and a tensor's gradient."""
     random = np.random.default_rng((worker, step))
     keys = random.choice(KEYS, 100, replace=False)
     return keys, random.normal(size=(100, DIM)).astype(np.float32), random.normal(size=SHAPE).astype(np.float32)

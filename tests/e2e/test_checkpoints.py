@@ -29,7 +29,7 @@ NUMBERS = itertools.count()
 
 
 def values_of(storage: Storage, cut: int) -> NDArray[np.float64]:
-    """What a checkpoint has, as the oracle's vector."""
+    """The content of a checkpoint as the oracle's vector."""
     contents = Contents(storage, catalog.chain(storage, cut))
     found: dict[str, dict[int, NDArray[np.float32]]] = {}
     for name, (number, spec) in contents.manifest.tables.items():

@@ -32,7 +32,7 @@ class Life:
 
 @dataclass
 class Pull:
-    """What a worker saw at its clock: for each row, how many steps."""
+    """The counts of steps that a worker saw in each row at its clock."""
 
     life: Life
     clock: int
@@ -158,7 +158,7 @@ def test_the_oracle_notices_a_broken_bound() -> None:
         History(2, [quick], [Pull(quick, 9, 1.0, 2.0, [8.0, 4.0])]).check(9)
 
 
-def test_without_a_bound_nobody_waits(connect: Connect) -> None:
+def test_without_a_bound_no_pull_waits(connect: Connect) -> None:
     quick, idle = connect("quick", timeout=10), connect("idle")
     idle.resume()
     for _ in range(50):

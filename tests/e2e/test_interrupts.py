@@ -26,13 +26,13 @@ LOOKS = {"RESUME", "JUMP_BACKWARD", "CALL", "CALL_KW", "CALL_FUNCTION_EX"}
 
 @cache
 def handler(code: CodeType, offset: int) -> int:
-    """Where an exception at this instruction goes, -1 for the caller."""
+    """The address of the handler of an exception at this instruction, -1 for the caller."""
     entries: Any = vars(dis.Bytecode(code))["exception_entries"]
     return next((entry.target for entry in entries if entry.start <= offset < entry.end), -1)
 
 
 class Stop(Exception):
-    """What a handler raises, unlike `KeyboardInterrupt` an Exception."""
+    """An error raised by a signal handler; unlike `KeyboardInterrupt` an Exception."""
 
 
 class Interrupt:

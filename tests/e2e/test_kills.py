@@ -123,7 +123,7 @@ def running(cluster: LocalCluster, name: str) -> bool:
 
 
 def leader(cluster: LocalCluster) -> str:
-    """Who of the coordinators came into office last."""
+    """The coordinator that became leader last."""
     since = {}
     for name in ("c0", "c1"):
         lines = [line for line in cluster.log(name).splitlines() if "leads cluster" in line]

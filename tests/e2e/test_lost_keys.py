@@ -47,7 +47,7 @@ def _epoch(cluster: LocalCluster) -> int:
 
 
 def _lists(cluster: LocalCluster, name: str, incarnation: int) -> bool:
-    """Whether the view lists this incarnation: before, a death that nobody has noticed yet looks healthy."""
+    """Returns whether the view lists this incarnation: an unnoticed death looks healthy before."""
     value = background.run(_read(cluster.url, "view"))
     servers = () if value is None else View.decode(value).servers
     return any((server.name, server.incarnation) == (name, incarnation) for server in servers)

@@ -26,7 +26,7 @@ def status(url: str) -> dict[str, Any]:
     return found
 
 
-def test_a_table_that_grows_to_the_limit_is_refused_and_nobody_dies() -> None:
+def test_a_table_that_grows_to_the_limit_is_refused_and_no_process_dies() -> None:
     with (
         eps.LocalCluster(servers=3, replicas=2, ranges=32, memory_limit=LIMIT) as cluster,
         eps.connect(cluster.url, worker="w0", timeout=60) as ps,

@@ -86,7 +86,7 @@ class Twin:
         self.values = {tensor: np.zeros(tensor.shape, np.float32) for tensor in self.tensors}
 
     def gradients(self, rng: np.random.Generator) -> dict[Any, Any]:
-        """Of some of them, whole numbers."""
+        """Whole-number gradients of some of the tables."""
         found: dict[Any, Any] = {}
         for table in self.tables:
             keys = rng.integers(0, 900, int(rng.integers(0, 60)))

@@ -178,7 +178,7 @@ def test_threads_share_a_client(connect: Connect) -> None:
     assert ps.committed == 4 * 29
 
 
-def test_rows_never_pushed_have_the_same_values_for_everybody(connect: Connect) -> None:
+def test_rows_never_pushed_have_the_same_values_for_every_worker(connect: Connect) -> None:
     keys = np.arange(-50, 50)
     pulled = []
     for worker in ("a", "b"):
@@ -253,7 +253,7 @@ class TestBoundedDelay:
         slow.push({}).result()
         read.result(timeout=60)
 
-    def test_a_worker_that_leaves_holds_nobody_back(self, connect: Connect) -> None:
+    def test_a_worker_that_leaves_does_not_hold_back_others(self, connect: Connect) -> None:
         slow, fast = connect("slow"), connect("fast", consistency=eps.SSP(staleness=0))
         table = fast.table("t", dim=1, optimizer=eps.Accumulate())
         slow.push({}).result()

@@ -48,7 +48,7 @@ def kill(cluster: LocalCluster, *names: str) -> None:
 
 
 def state(url: str) -> dict[str, Any]:
-    """What `elasticps status` shows."""
+    """The state that `elasticps status` shows."""
     return background.run(look(url, 20.0))
 
 

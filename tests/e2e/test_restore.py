@@ -59,7 +59,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[int,
 
 
 def altered(url: str, to: Path) -> str:
-    """A copy of which one byte of a row is another."""
+    """A copy of a checkpoint with one altered byte of a row."""
     copied = Storage(to.as_uri())
     storage = Storage(url)
     for path, _ in storage.files():
@@ -163,7 +163,7 @@ def cluster_rows(url: str) -> int:
 
 
 def check_rows(table: eps.SparseTable, rows: dict[int, bytes]) -> None:
-    """All that there is, weights and slots, to the bit."""
+    """Compares all rows, weights and slots, bit for bit."""
     keys = np.array(sorted(rows))
     assert len(table) == len(rows)
     assert table.pull(keys).tobytes() == weights(rows, ROWS).tobytes()

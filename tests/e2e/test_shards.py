@@ -47,7 +47,7 @@ class Trainer(threading.Thread):
 
 
 def trained(ps: eps.Client, samples: int = SAMPLES) -> np.ndarray:
-    """How often each sample was."""
+    """How often each sample was trained."""
     return counts(ps).pull(np.arange(samples))[:, 0]
 
 

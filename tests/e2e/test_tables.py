@@ -59,7 +59,7 @@ def test_the_tensors_of_a_model_are_opened_together(connect: Connect) -> None:
     again = other.tensors(values, optimizer=sgd)
     np.testing.assert_array_equal(again["layer9"].pull(), values["layer9"] - 0.5)
     new = {"new": values["layer2"], "layer4": values["layer4"]}
-    with pytest.raises(eps.SpecError, match="table 'layer4' exists with another spec: its optimizer"):
+    with pytest.raises(eps.SpecError, match="tensor 'layer4' exists with another spec: its optimizer"):
         ps.tensors(new, optimizer=adam)
     with pytest.raises(eps.UnknownTable):  # none of them was made
         ps.open("new")

@@ -29,7 +29,7 @@ def counts(ps: eps.Client) -> eps.SparseTable:
 
 
 def ones(keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """What adds 1 to rows."""
+    """Gradients that add 1 to rows."""
     return keys, np.ones((len(keys), 1), np.float32)
 
 
@@ -127,7 +127,7 @@ class Child:
         return self.lines[-1]
 
     def rest(self) -> Iterator[dict[str, Any]]:
-        """What it still told before it ended."""
+        """The remaining messages of the process until its end."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.endswith("\n"):

@@ -102,7 +102,7 @@ class Wire(FakeTransport):
 
     @property
     def waits(self) -> bool:
-        """Whether nothing can be sent."""
+        """Returns whether nothing can be sent."""
         return self.closed or not self.reading
 
     # --- the other end ----------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class Core:
             self.settle()
 
     def open(self, reads: bool) -> Wire:
-        """A connection of somebody who has said nothing yet."""
+        """Opens a connection that has sent no hello."""
         wire = Wire(self, reads)
         self._connections.append(weakref.ref(wire.connection))
         return wire
@@ -212,7 +212,7 @@ class Core:
             raise Broken(f"{held} messages of servers wait for a view")
 
     def end_burst(self, wires: list[Wire]) -> None:
-        """All go: nothing is left of them."""
+        """Closes all connections; checks that nothing is left of them."""
         while wires:
             wires.pop().abort()
         self.settle()

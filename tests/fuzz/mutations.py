@@ -30,7 +30,7 @@ _DEEP = "[" * 20_000
 
 
 def mutate(random: Random, frame: bytearray, others: Sequence[bytes]) -> bytearray:
-    """The frame with something about it changed; others: what somebody else might say."""
+    """A frame with a mutation. others: frames that other peers might send."""
     return frame if len(frame) < HEADER_BYTES else random.choice(_WAYS)(random, frame, others)
 
 

@@ -24,7 +24,7 @@ _WRONG = (0.0, 0.0, 0.05, 0.05, 0.3, 1.0)
 
 
 class Reported(NamedTuple):
-    """How many frames were heard, of how many connections; digest: of everything that the server said."""
+    """Counts of heard frames and connections. digest: of everything that the server sent."""
 
     frames: int
     connections: int
@@ -32,7 +32,7 @@ class Reported(NamedTuple):
 
 
 class Talk:
-    """One connection of somebody."""
+    """One connection of a peer."""
 
     def __init__(self, wire: Wire, role: str, worker: int) -> None:
         self.wire, self.role, self.worker = wire, role, worker
@@ -82,7 +82,7 @@ class Story:
         self._digest = zlib.crc32(wire.digest.to_bytes(4, "little"), self._digest)
 
     def _batch(self, voices: Voices) -> None:
-        """One of them says something."""
+        """Sends some frames on one of the connections."""
         random = self.random
         for talk in [talk for talk in self._talks if talk.wire.closed]:
             self._end(talk)

@@ -31,7 +31,7 @@ def recorded() -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_no_promise_is_broken_and_compiled_code_says_the_same_as_python(seed: int) -> None:
+def test_no_promise_is_broken_and_compiled_code_agrees_with_python(seed: int) -> None:
     reported = []
     for compiled in (False, True):
         with watched():
@@ -41,7 +41,7 @@ def test_no_promise_is_broken_and_compiled_code_says_the_same_as_python(seed: in
 
 
 class Sequences(RuleBasedStateMachine):
-    """Who connects, says what, goes, and how views change meanwhile: in any order."""
+    """Connections, frames, ends and views in any order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -79,7 +79,7 @@ class Voices:
     # --- first words ------------------------------------------------------------------------------------------------
 
     def hello(self, role: str, worker: int) -> bytearray:
-        """Who they are; of a worker, also that it takes part."""
+        """The hello of a peer; for a worker, also that it takes part."""
         self._links += 1
         if role == WORKER:
             who = {"cluster": CLUSTER, "worker": worker, "name": f"w{worker}", "app": APPS[worker]}

@@ -53,7 +53,7 @@ def test_the_users_own_etcd_settings_do_not_leak_in(tmp_path: Path, monkeypatch:
     assert environment["ETCD_UNSUPPORTED_ARCH"] == environment["ETCD_UNSAFE_NO_FSYNC"] == "something"
 
 
-def test_an_etcd_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_an_etcd_that_cannot_start_is_reported_with_the_reason(tmp_path: Path) -> None:
     plan = etcd.EtcdPlan(tmp_path / "data")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", plan.client_port))
@@ -96,7 +96,7 @@ def test_free_ports_are_distinct_and_outside_the_ephemeral_range() -> None:
     assert all(20000 <= port < 32768 for port in ports)
 
 
-def test_the_error_of_a_machine_without_loopback_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_loopback_is_reported_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(self: socket.socket, address: object) -> None:
         raise OSError(errno.ENETUNREACH, "Network is unreachable")
 
@@ -124,7 +124,9 @@ def test_releases_that_corrupt_their_data_or_were_never_tried_are_warned_of(
     assert etcd.warning(tmp_path / "nothing") == ""
 
 
-def test_a_cluster_without_an_etcd_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_without_etcd_is_reported_with_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="a local cluster needs etcd"):

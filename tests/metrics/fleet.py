@@ -53,6 +53,6 @@ def scrape(port: int) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
 
 
 def get(port: int, path: str) -> str:
-    """What is at a path of a process's endpoint."""
+    """The body at a path of a process's endpoint."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
         return str(answer.read().decode())

@@ -34,7 +34,7 @@ def test_context_bound_later_is_in_every_line_and_computed_each_time() -> None:
     assert " epoch=8 logger=x " in second
 
 
-def test_json_lines_say_the_same() -> None:
+def test_json_lines_have_the_same_fields() -> None:
     stream = io.StringIO()
     logs.configure("info", stream, log_format="json", cluster="train")
     logging.getLogger("x").info('it said "no"\n', extra={"epoch": 7, "who": {1}})

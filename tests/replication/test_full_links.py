@@ -18,8 +18,7 @@ from tests.replication.views import plan_move
 
 
 def feeding(replicas: int) -> tuple[Cluster, Member, Member, Member]:
-    """Range 0, of which a joiner has a first piece: with its head, its tail and the joiner. The link to the joiner is
-    full."""
+    """A cluster whose joiner of range 0 has a first piece, and a full link: with its head, tail and joiner."""
     c = Cluster(replicas=replicas, alike=True)
     chain = c.view.members_of(0)
     head, tail = chain[0], chain[-1]

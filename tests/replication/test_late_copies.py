@@ -55,7 +55,7 @@ class Story:
         self.c.settle()
 
     def end(self) -> list[int]:
-        """What is level becomes the tail; which ranges that are."""
+        """Level copies become tails; returns their ranges."""
         self.c.adopt(whole(self.c, self.left))
         return [r for r in ALL if self.c.view.members_of(r) == (self.left, self.silent)]
 

@@ -74,7 +74,7 @@ async def target(credentials: Credentials) -> AsyncIterator[Target]:
 
 
 async def ask(port: int, credentials: Credentials, hello: dict[str, Any]) -> tuple[Header, dict[str, Any]]:
-    """What a server answers to a hello over TLS."""
+    """The answer of a server to a hello over TLS."""
     async with connected(port, credentials) as (reader, writer):
         writer.write(json_frame(Kind.HELLO, hello, epoch=1))
         return await answer(reader)

@@ -140,7 +140,7 @@ def test_a_connection_is_stale_when_certificates_are_renewed_or_about_to_end(
 
 @pytest.fixture(params=["compiled", "python"])
 def stream_of(request: pytest.FixtureRequest) -> Callable[..., Secured]:
-    """How a worker's connection gets TLS."""
+    """Each way to make a TLS stream of a worker's socket: compiled, and with `ssl`."""
     return secured if request.param == "compiled" else TlsStream
 
 

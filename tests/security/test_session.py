@@ -43,7 +43,7 @@ class Ends:
         self.carry()
 
     def sent(self) -> bytes:
-        """What `a` has sent since, of connections that are not direct."""
+        """The bytes that `a` has sent since the last call, for connections that are not direct."""
         found = bytearray()
         with suppress(BlockingIOError):
             while data := self.sockets[1].recv(1 << 20):
@@ -87,7 +87,7 @@ def read(session: TlsSession, room: int = 1 << 20) -> bytes:
 
 
 def exchange(sender: TlsSession, receiver: TlsSession, buffers: Sequence[bytes], room: int) -> bytes:
-    """What arrives of buffers that are more than sockets hold."""
+    """The bytes that arrive of buffers larger than sockets hold."""
     queue, size = [memoryview(buffer) for buffer in buffers], sum(map(len, buffers))
     got = bytearray()
     while len(got) < size:

@@ -42,13 +42,13 @@ class BoundedDelayTwin:
         self.tailed, self.held = tailed, held
 
     def follow(self, workers: Mapping[int, WorkerInfo]) -> None:
-        """The roster: whoever is not in it holds nobody back."""
+        """Follows a roster: workers that are not in it hold back no pull."""
         self._workers = workers
         self._bases = {worker: base for worker, base in self._bases.items() if worker in workers}
         self._paused &= workers.keys()
 
     def pause(self, worker: int) -> None:
-        """A worker holds nobody back until it joins again."""
+        """A worker holds back no pull until it joins again."""
         self._bases.pop(worker, None)
         self._awaited.pop(worker, None)
         if worker in self._workers:

@@ -138,7 +138,7 @@ class Group:
         self.roster = Roster(1, (WorkerInfo(WORKER, "w", 1, "default"),), "c")
 
     def enrol(self, count: int) -> list[int]:
-        """So many more workers, whom servers started from now on know; their ids."""
+        """Adds workers to the roster of servers started from now on; returns their ids."""
         ids = list(range(WORKER + 1, WORKER + 1 + count))
         infos = (WorkerInfo(id_, f"w{id_}", 1, "default") for id_ in ids)
         self.roster = Roster(1, (*self.roster.workers, *infos), "c")

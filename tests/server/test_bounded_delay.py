@@ -27,14 +27,14 @@ class Scene:
         self.delay.follow(self.roster)
 
     def join(self, worker: int, base: int) -> int:
-        """It is active from now on."""
+        """Makes a worker active from now on."""
         return self.delay.join(worker, base, "a")
 
     def at(self, worker: int, clock: int) -> None:
         self.clocks.row(worker)[:] = clock << 16
 
     def blockers(self, clock: int, bound: int = 0) -> list[str]:
-        """Whom a pull of the asker, at its clock, waits for."""
+        """The workers that a pull of the asker, at its clock, waits for."""
         return self.delay.blockers(self._pull(clock, bound, 0.0))
 
     def park(self, clock: int, wait_s: float) -> None:

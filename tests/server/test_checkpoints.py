@@ -136,7 +136,7 @@ class CheckpointStory(Story):
             server.checkpoints.writing(self.cut_number)
 
     def collect(self) -> None:
-        """Has the checkpoint at hand come to an end, and publishes it if nobody has failed."""
+        """Finishes the checkpoint at hand, and publishes it unless a server failed."""
         if self.cut_number not in self.at_cuts or self.cut_number in self.published:
             return
         for _ in range(100_000):
@@ -203,7 +203,7 @@ def test_written_rows_are_those_at_the_cut(seed: int) -> None:
 
 
 def a_story(aside_bytes: int = 1 << 20) -> CheckpointStory:
-    """Many rows, and a cut of which nothing is written yet."""
+    """A story with many rows, and a cut with no written rows yet."""
     story = CheckpointStory(3)
     for server in story.wires.servers.values():
         server.checkpoints._aside_bytes = aside_bytes

@@ -26,7 +26,7 @@ KEYS = list(range(1, 9))
 
 
 async def started(group: Group) -> Server:
-    """One server, that heads every range."""
+    """Starts one server that heads every range."""
     server = await group.start("a")
     assert isinstance(server.streams, Pump)
     group.adopt(group.make_view(lambda r: ["a"]))

@@ -34,7 +34,7 @@ P = 8
 
 
 class HoldingTwin:
-    """All that was ever said, looked through from the beginning each time."""
+    """Decides from all messages that ever came, looked through from the beginning each time."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, tuple[int, ...], float]] = []
@@ -169,7 +169,7 @@ def test_rounds_and_shards_are_noted_at_their_home_range() -> None:
 
 
 class Hook:
-    """What each replica is told as a cut passes."""
+    """Records what each replica reports as a cut passes."""
 
     def __init__(self, server: Server) -> None:
         self.seen: list[tuple[int, int, CutMark]] = []

@@ -14,11 +14,11 @@ RANGES = 4
 
 
 class First:
-    """An effect in the midst of which something happens."""
+    """An effect during which another event happens."""
 
 
 class Second:
-    """One that belongs behind it."""
+    """An effect that belongs after the first one."""
 
 
 def test_waiting_pushes_are_admitted_after_all_effects_of_nested_events() -> None:

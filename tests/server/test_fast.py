@@ -64,7 +64,7 @@ def one_pace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Story:
-    """What one seed does to a group of servers."""
+    """A random story on a group of servers, made from one seed."""
 
     def __init__(self, seed: int, compiled: bool) -> None:
         self.random, self.tables_random = random.Random(seed), random.Random(f"tables {seed}")
@@ -152,7 +152,7 @@ class Story:
                         self.wires.link(a, b)
 
     def cut(self) -> None:
-        """A link between servers, or a worker's connection, ends and begins anew."""
+        """Breaks a link between servers, or a worker's connection; it connects again."""
         if self.random.random() < 0.5:
             a, b = sorted(self.random.sample(SERVERS, 2))
             link = self.wires.servers[a].links.link(self.wires.servers[b].member)
@@ -259,7 +259,7 @@ class Story:
         return found
 
     def check_replicas(self) -> None:
-        """Those that are at the same place of a range's log have the same."""
+        """Checks that replicas at the same place of a range's log have the same content."""
         for r in range(RANGES):
             found: dict[int, Any] = {}
             for name in self.chains[r]:

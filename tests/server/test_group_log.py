@@ -46,7 +46,7 @@ class Worker(SimpleNamespace):
         """Nothing more is read."""
 
     def admitted(self, ticket: object) -> None:
-        """It is again."""
+        """Handles the request again."""
 
 
 class Head:
@@ -178,7 +178,7 @@ class TwoWorkers:
         )
 
     def decide(self) -> None:
-        """Whatever waits for room in the log is logged, and committed; time passes."""
+        """Logs and commits everything that waits for room in the log; time passes."""
         self.head.full = False
         for push in self.head.logged[2:]:
             self.head.apply(push)

@@ -23,7 +23,7 @@ KNOCKS = 100
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    """What a process logs."""
+    """Captures the log as a server process writes it."""
     root, written = logging.getLogger(), io.StringIO()
     handlers, level = root.handlers[:], root.level
     monkeypatch.setattr(connection, "_SPARING", Sparing(10, 3600.0))

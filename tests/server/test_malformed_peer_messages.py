@@ -64,7 +64,7 @@ def shared(one: Block) -> Callable[[Server], Forward]:
 
 
 async def tail_and_joiner(group: Group) -> tuple[Server, Server]:
-    """Of all ranges, linked; the one does not fill the other by itself."""
+    """A linked tail and joiner of all ranges; the tail does not fill the joiner by itself."""
     await pair(group)
     a, b = group.servers["a"], group.servers["b"]
     group.adopt(group.make_view(lambda r: ["a"]))

@@ -45,7 +45,7 @@ async def pair(group: Group) -> None:
 
 
 async def say_what_cannot_be(sender: Server, receiver: Server, *messages: Message) -> None:
-    """One server tells another what ends their link; another link comes."""
+    """Sends an impossible message to a peer, and waits until their link is replaced."""
     link, wrong = receiver.links.link(sender.member), sender.links.link(receiver.member)
     assert wrong is not None
     wrong.send_all([buffer for message in messages for buffer in sender.links._codec.encode(message)])

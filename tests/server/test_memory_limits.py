@@ -40,7 +40,7 @@ MORE = list(range(200, 400))
 
 @dataclass
 class Gauge:
-    """What a server is told of its memory."""
+    """The memory readings of a server."""
 
     used: int = 100 << 20
     available: int = LIMIT
@@ -80,7 +80,7 @@ def look(group: Group) -> None:
 
 
 async def until_full(group: Group, head: str, nbytes: int = 0) -> None:
-    """The head has heard that somebody behind it has no more than so much room."""
+    """Waits until the head knows that a server behind it has no more than so much headroom."""
     look(group)
     await until(lambda: group.servers[head].fast.room <= nbytes)
 
@@ -96,7 +96,7 @@ def digests(server: Server) -> list[int]:
 
 
 def values(group: Group, keys: list[int]) -> list[float]:
-    """That of all weights of these rows, at each server."""
+    """The value of all weights of these rows at each server."""
     found = []
     for server in group.servers.values():
         out = np.empty((len(keys), DIM), np.float32)

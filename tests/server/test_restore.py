@@ -46,7 +46,7 @@ class Nothing:
 
 
 async def answered(restorer: Restorer, spec: RestoreSpec) -> RestoreProgress:
-    """What it says when it has tried."""
+    """The answer to a restore request once it was tried."""
     async with asyncio.timeout(60):
         while True:
             answer = restorer.go_on(5, spec)

@@ -51,7 +51,7 @@ class Receiver:
         self.conn[at.C_LIMIT], self.conn[at.C_LISTS] = MAX_BODY_BYTES, self.lists.ctypes.data
 
     def write_out(self, frame: bytes) -> int:
-        """What becomes of a frame and what stands behind it; why it stopped."""
+        """Expands a frame and the bytes after it; the reason why it stopped."""
         self.conn[at.C_START], self.conn[at.C_END] = FRONT, FRONT + len(frame) + len(NEXT_FRAME)
         self.chunk[FRONT : self.conn[at.C_END]] = np.frombuffer(frame + NEXT_FRAME, np.uint8)
         self.chunk[:FRONT] = 7

@@ -100,7 +100,7 @@ async def a_peer(group: Group, of: str, name: str) -> tuple[asyncio.StreamReader
 
 
 async def all_kinds(reader: asyncio.StreamReader) -> list[Kind]:
-    """What comes until the connection ends."""
+    """The kinds of all frames until the connection ends."""
     kinds = []
     while head := await reader.read(HEADER_BYTES):
         header = unpack_header(head)

@@ -25,7 +25,7 @@ from tests.server.conftest import RANGES
 
 
 class Clock:
-    """As much of an event loop as a server asks for."""
+    """The part of an event loop that a server needs."""
 
     def __init__(self) -> None:
         self.now = 1000.0

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from coordinator.core.view import View
 from elasticps.metrics.timing import TimedConnection
-from elasticps.server.core import reads
 from elasticps.server.core.bounded_delay import BoundedDelay
+from elasticps.server.core.reads import PullRequest
 from elasticps.server.core.serving import Serving
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.buffers import Chunks
@@ -23,7 +22,7 @@ from elasticps.server.fast.recent_log import RecentLog
 from elasticps.server.fast.shared import ReplicaMirror
 from elasticps.server.network import connection
 from elasticps.server.network.connection import Connection
-from elasticps.server.roles import pulls, updates
+from elasticps.server.roles import updates
 from elasticps.server.roles.pushes import PushHandler
 from elasticps.server.server import Server
 from elasticps.wire.frames import Buffer, Header, Kind, read_view
@@ -37,16 +36,8 @@ from tests.sim.planting import leave_every_frame_to_python
 
 
 def keep_the_keys_of_a_pull_as_a_view_of_a_buffer_that_is_used_again(patch: pytest.MonkeyPatch) -> None:
-    def answer(read: Any, gate: Any, done: int = 0) -> None:
-        rows, dim = len(read.keys), read.table.spec.dim
-        if not done and rows * dim * 4 <= reads.CHUNK_BYTES and not gate.guarded():
-            out = np.empty((rows, dim), np.float32)
-            read.connection.send_all(reads._chunk(read, read.keys, out, 0, last=True))
-        else:
-            read.connection.stream(reads._chunks(read, gate, done))
-
     leave_every_frame_to_python(patch)
-    patch.setattr(pulls, "answer", answer)
+    patch.setattr(PullRequest, "detached", lambda self: self)
     patch.setattr(Chunks, "pinned", lambda self, number: False)
 
 

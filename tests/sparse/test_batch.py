@@ -18,7 +18,7 @@ FORMATS = ("csr", "csc", "coo", "lil", "dok", "bsr", "dia")
 
 
 def dense_of(batch: Batch, columns: int) -> np.ndarray:
-    """What it stands for, entry by entry."""
+    """The dense matrix of a batch, entry by entry."""
     found = np.zeros((batch.rows, columns), np.float32)
     matrix = batch.matrix
     for i in range(batch.rows):

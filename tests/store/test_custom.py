@@ -58,7 +58,7 @@ def test_the_pages_filter_sends_a_bit_of_each_float() -> None:
     assert Codec([signs], 64).words == 3
 
 
-def test_a_filter_that_nobody_knows_is_refused() -> None:
+def test_an_unregistered_filter_is_refused() -> None:
     with pytest.raises(SpecError, match=r"no filter is registered as 'unheard'.*register_filter"):
         Table(TableSpec("t", DIM, spec.SGD(0.1), push=[spec.CustomFilter("unheard", bits=1)]), 3, 8)
     with pytest.raises(SpecError, match="does not compile"):

@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """What was there at the cut, what of it a checkpoint is to hold, and what was found so far."""
+    """The rows at a cut, the part that a checkpoint has to hold, and the rows found so far."""
 
     since: int
     cut: int

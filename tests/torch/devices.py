@@ -77,7 +77,7 @@ def plainly(optimizer: Optimizer, step: int) -> None:
 
 
 def alone(devices: int, build: Callable[[Any], nn.Module] = Net, device: str = "cpu", **options: Any) -> FakeClient:
-    """One model runs the batches one after another."""
+    """Trains one model on the batches, one after another."""
     ps: Any = FakeClient()
     model = build(ps).to(device)
     before, after = options.pop("before", plainly), options.pop("after", None)

@@ -76,7 +76,7 @@ class LazyEvent:
 
 
 class LazyDevice:
-    """What torch's modules of devices have."""
+    """The interface of torch's device modules."""
 
     def __init__(self, seed: int) -> None:
         self.random, self.streams = Random(seed), list[LazyStream]()
@@ -168,7 +168,7 @@ class LazyDevice:
 
     @staticmethod
     def seen(tensor: Tensor) -> Any:
-        """What lies where a tensor does, without holding it."""
+        """The value at a tensor's memory, without holding the tensor."""
         array = tensor.detach().numpy()
         raw: Any = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
         return np.ndarray(array.shape, array.dtype, raw, strides=array.strides)

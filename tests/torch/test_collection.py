@@ -46,7 +46,7 @@ class Scene:
         return torch.from_numpy(np.array([self.ps.tables[name].row(key) for key in range(IDS)]))
 
     def bags(self, batch: dict[str, list[list[int]]], weights: dict[str, list[list[float]]] | None) -> Tensor:
-        """What torch makes of it, feature by feature and list by list."""
+        """The results of torch's own bags, feature by feature and list by list."""
         columns = []
         for name in self.layer.features:
             config = self.table_of(name)
@@ -165,7 +165,7 @@ def test_distinct_ids_of_several_tables(features: list[list[int]], random: Any) 
 
 
 class Foreign:
-    """As torchrec's KeyedJaggedTensor, as far as a collection looks at it."""
+    """The part of torchrec's KeyedJaggedTensor that a collection uses."""
 
     def __init__(self, batch: Jagged, strides: bool = False) -> None:
         self.keys, self.values, self.lengths = batch.keys, batch.values, batch.lengths

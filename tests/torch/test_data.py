@@ -33,7 +33,7 @@ def ps(url: str) -> Iterator[eps.Client]:
 
 
 def batches(ps: eps.Client, loader: Any) -> list[Any]:
-    """What a training loop gets that makes a step of each batch."""
+    """The batches that a training loop gets if it makes a step of each."""
     found = []
     for batch in loader:
         found.append(batch)

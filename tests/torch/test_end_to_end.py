@@ -56,7 +56,7 @@ def connect(url: str) -> Iterator[Connect]:
 
 
 class Tower(nn.Module):
-    """Embeddings, a bag, and layers of which one is larger than a block of the servers."""
+    """Embeddings, a bag, and layers, one of them larger than a block of the servers."""
 
     def __init__(self, users: nn.Module, words: nn.Module) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ NAMES = [f"c{i}" for i in range(TABLES)]
 
 
 class Clicks(nn.Module):
-    """As DLRM has them: a vector for each of many features, and layers on top."""
+    """A model as DLRM: a vector for each of many features, and layers on top."""
 
     def __init__(self, ps: eps.Client, **options: Any) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ Connect = Callable[..., eps.Client]
 
 
 class Model(nn.Module):
-    """Two layers, of which one sees a batch's ids as they are, and another padding."""
+    """Two layers: one sees a batch's ids as they are, the other with padding."""
 
     def __init__(self, ps: Any, **options: Any) -> None:
         super().__init__()

@@ -74,7 +74,7 @@ def test_control_frames_are_padded_json() -> None:
     assert json_body(frame[64:]) == {"worker": 1}
 
 
-def test_opaque_frames_say_how_long_their_content_is() -> None:
+def test_opaque_frames_carry_the_length_of_their_content() -> None:
     frame = bytes_frame(Kind.VIEW, b"12345", epoch=4)
     header = unpack_header(frame)
     assert frame[64 : 64 + header.items] == b"12345"
@@ -92,7 +92,9 @@ def test_opaque_frames_say_how_long_their_content_is() -> None:
         ({8: struct.pack("<Q", 12)}, FrameError, "multiple of 8"),
     ],
 )
-def test_a_header_that_cannot_be_accepted_says_why(change: dict[int, bytes], error: type[Exception], text: str) -> None:
+def test_a_header_that_cannot_be_accepted_is_refused_with_the_reason(
+    change: dict[int, bytes], error: type[Exception], text: str
+) -> None:
     data = bytearray(GOLDEN_HEADER)
     for at, value in change.items():
         data[at : at + len(value)] = value

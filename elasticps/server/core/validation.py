@@ -36,7 +36,7 @@ from replication.refusals import Refusal
 
 def unknown_table(server: str, table: int) -> RequestError:
     """Refusal of a request for a table that is not here."""
-    return RequestError("unknown-table", f"server {server} has no table with id {table}")
+    return RequestError("unknown-table", f"server {server} has no table with id {table}: it was dropped")
 
 
 def check_block(

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client.filtering import Feedback
-from elasticps.client.inputs import checked_floats, checked_keys, checked_out, refuse_pickling
+from elasticps.client.inputs import checked_floats, checked_gradients, checked_keys, checked_out, refuse_pickling
 from elasticps.client.short_keys import Saved
-from elasticps.errors import ConfigError, InputError
+from elasticps.errors import ConfigError
 from elasticps.model.spec import ServerOptimizer
 from elasticps.torch.group.layout import GradientSize
 from elasticps.torch.group.ranks import Ranks
@@ -135,10 +135,7 @@ class GroupTable(_Handle["SparseTable"]):
 
     def checked(self, value: object) -> tuple[NDArray[np.int64], Floats]:
         """Checks a gradient: (keys int64 [n], float32 [n, dim]). InputError for anything else."""
-        if not isinstance(value, tuple) or len(value) != 2:
-            raise InputError(f"table {self.name!r}: push a pair (keys, grads), got {type(value).__name__}")
-        keys = checked_keys(self.name, value[0])
-        return keys, checked_floats(f"table {self.name!r}: grads", value[1], (len(keys), self.dim))
+        return checked_gradients(self.name, value, self.dim)
 
     def delete(self, keys: object) -> None:
         """As the client's, of the keys that rank 0 gives; every rank calls it."""

@@ -30,14 +30,14 @@ def linked(size: int, timeout_s: float = TIMEOUT_S) -> Iterator[list[Links]]:
 
 @contextmanager
 def clients(ps: Any, size: int, **options: Any) -> Iterator[list[GroupClient]]:
-    """The clients of `size` ranks, of which rank 0 has `ps`."""
+    """The clients of `size` ranks; rank 0 has `ps`."""
     options = {"mean": False} | options
     with linked(size) as links:
         yield [GroupClient(each, None if each.rank else ps, **options) for each in links]
 
 
 def together(does: Callable[[Any], Result], ranks: list[Any]) -> list[Result]:
-    """What `does` gives for each of the ranks, all at once; the first error that one raises."""
+    """Calls `does` for all ranks at once; their results, or the first error that one raises."""
 
     def ended(rank: Any) -> Result:
         try:

@@ -23,7 +23,7 @@ from tests.torch.group.ranks import clients, linked, together
 
 
 def failing(does: Callable[[GroupClient], object], error: type[Exception], match: str, **options: Any) -> None:
-    """All ranks get this error."""
+    """Checks that all ranks get this error."""
 
     def run(ps: GroupClient) -> None:
         with pytest.raises(error, match=match):

@@ -42,7 +42,7 @@ def model_of(ps: Any) -> nn.Sequential:
 
 
 class Several(nn.Module):
-    """Two tables in one layer, of which one has no ids in some batches of one rank."""
+    """Two tables in one layer; one has no ids in some batches of one rank."""
 
     def __init__(self, ps: Any) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 
 
 def alone(ranks: int) -> FakeClient:
-    """One worker that adds up the gradients of what the ranks have, in their order."""
+    """Trains one worker that adds up the gradients of all ranks in their order."""
     ps: Any = FakeClient()
     model = model_of(ps)
     optimizer = Optimizer(ps, model, eps.Adam(lr=0.05), overlap=False)
@@ -345,7 +345,7 @@ def test_rank_0_may_read_alone() -> None:
 
 
 class Shards:
-    """As rank 0's client hands them out."""
+    """Shards as rank 0's client hands them out."""
 
     def __init__(self, shards: Iterator[Shard]) -> None:
         self._shards = shards

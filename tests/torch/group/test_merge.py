@@ -29,7 +29,7 @@ KEYS = st.lists(st.integers(-3, 12) | st.sampled_from([-(2**63), 2**63 - 1]), ma
 
 
 def rows(keys: list[int], dim: int, seed: int) -> Rank:
-    """Numbers of which sums depend on the order."""
+    """Numbers whose sums depend on the order."""
     numbers = np.random.default_rng(seed)
     values = numbers.normal(size=(len(keys), dim)) * 10.0 ** numbers.integers(-6, 7, (len(keys), dim))
     return np.array(keys, np.int64), values.astype(np.float32)

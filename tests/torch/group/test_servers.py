@@ -33,7 +33,7 @@ def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 
 
 def alone(url: str) -> dict[str, torch.Tensor]:
-    """One worker adds up what the ranks have."""
+    """Trains one worker that adds up the gradients of all ranks."""
     with eps.connect(url, worker="w", app="alone", consistency=eps.BSP()) as ps:
         model = model_of(ps)
         optimizer = Optimizer(ps, model, eps.Adam(lr=0.05), overlap=False)
