@@ -105,6 +105,7 @@ class Server:
         self.leaders = Leaders(context, self.links, self.snapshots, self.headroom)  # get reports
         self.sweeper = Sweeper(context, self.leaders, self.headroom, options.wall)  # forgets rows by tables' policies
         self.pushes.stamp_time = self.sweeper.stamp
+        self._barrier.take_sweeps = self.sweeper.take
         self._lifecycle = LifecycleHandler(context, self.sweeper)  # policies and sweeps that workers ask for
         self.restoring = Restorer(context, self.memory, memory.share(BUFFER_BYTES))  # reads checkpoints
         row_writer = options.row_writer or ThreadRowWriter(loop)

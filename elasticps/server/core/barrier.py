@@ -18,6 +18,7 @@ from elasticps.server.core.barrier_state import BarrierGroup, RoundStep
 from elasticps.server.core.group_log import GroupLog, NoTicket
 from elasticps.server.core.reads import DEFAULT_WAIT_S
 from elasticps.server.core.requests import Asker, Body, RequestError, RequestTicket, waited_too_long
+from elasticps.server.core.sweeps import SweptInterval
 from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame, whole, wholes
 from elasticps.wire.headers import BarrierArriveHeader, BarrierJoinHeader, OkHeader
 from replication.chain import Ranges
@@ -61,6 +62,7 @@ class BarrierCoordinator:
         self._waiting: dict[str, dict[int, _Waiting]] = {}  # app -> worker
         self._joining: dict[str, list[RequestTicket]] = {}  # app -> those that wait for room in the log
         self._closing: dict[str, tuple[int, _SharedTicket]] = {}  # app -> the newest round closed here
+        self.take_sweeps: Callable[[str], tuple[SweptInterval, ...]] = lambda app: ()  # that wait for a round to close
         self.handlers: dict[int, Callable[[Asker, Header, Body], None]] = {
             Kind.BARRIER_JOIN: self._join,
             Kind.BARRIER_LEAVE: self._leave,
@@ -217,6 +219,7 @@ class BarrierCoordinator:
             if shared.tickets:
                 shared.tickets.append(ticket)
                 return
+        step = step._replace(sweeps=self.take_sweeps(step.app))
         shared = _SharedTicket(headed, [ticket])
         self._closing[step.app] = clock, shared
         push = Push(shared, -1, header.epoch, 0, 0, True, None, step, 64, kind=OperationKind.BARRIER_CLOSE)

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.kernels.hashing import group_range
+from elasticps.server.core.sweeps import SweptInterval
 from elasticps.store.intervals import HASH_END
 from elasticps.wire.frames import Block
 from replication.chain import Ranges
@@ -85,11 +86,12 @@ class BarrierGroup:
 
 class RoundStep(NamedTuple):
     """BARRIER_JOIN, LEAVE, DECISION or CLOSE: workers become members, by the roster of version `clock`; one is none any
-    more; a round is made of `workers`; it closes."""
+    more; a round is made of `workers`; it closes, and rows are forgotten by `sweeps`."""
 
     app: str
     clock: int
     workers: tuple[int, ...]
+    sweeps: tuple[SweptInterval, ...] = ()
 
 
 class RangeRounds(NamedTuple):
@@ -119,6 +121,10 @@ class Rounds:
         if app not in self._closed:
             self._closed[app] = np.zeros(self._ranges, np.int64)
         return self._closed[app]
+
+    def active(self, app: str) -> bool:
+        """Whether an application has closed a round in a range that is held here."""
+        return app in self._closed and bool(self._closed[app].any())
 
     def keep(self, app: str, clock: int, worker: int, ranges: Ranges, blocks: list[Block]) -> None:
         """A worker's share of round `clock` in `ranges`; what comes after the round has closed is dropped."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from elasticps.model.sharding import GROUP_BITS, ShardSpec
 from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds, Selecting
 from elasticps.server.core.data_shards import MAX_SETS, Doing, RangeShards, ShardMark, ShardSet, Used
 from elasticps.store.cuts import NO_NOTES, Notes
-from elasticps.store.eviction import TIE_END, Measure, Predicate, Reason, Sweep
+from elasticps.store.eviction import Sweep
 from elasticps.store.intervals import HASH_END
 from elasticps.wire.frames import Block, FrameError, text, whole, wholes
 from replication.chain import Ranges
@@ -137,43 +137,11 @@ class TimeMark(NamedTuple):
     seconds: int
 
 
-class SweptInterval(NamedTuple):
-    """An EVICT: in each of its ranges, the rows of a table whose hashes are in low..high-1, and that the predicate
-    chooses, are forgotten."""
-
-    table: int
-    low: int
-    high: int
-    predicate: Predicate
-
-    @classmethod
-    def of(cls, document: Mapping[str, Any]) -> SweptInterval:
-        """From JSON. FrameError for what it cannot be."""
-        table, low, high = whole(document.get("id"), _MAX_WORKER, 1), document.get("low"), document.get("high")
-        return cls(table, whole(low, HASH_END), whole(high, HASH_END), predicate_of(document.get("predicate")))
-
-    def document(self) -> dict[str, Any]:
-        """As JSON."""
-        return {"id": self.table, "low": self.low, "high": self.high, "predicate": list(self.predicate)}
-
-
 class ChangedPolicies(NamedTuple):
     """A POLICY: from this place of their logs on a table's ranges are under the policies of `spec`, as JSON."""
 
     table: int
     spec: str
-
-
-def predicate_of(values: object) -> Predicate:
-    """A predicate from a list of numbers, as `list(predicate)` gives them. FrameError for what it cannot be."""
-    try:
-        measure, reason, below, tie, now, decay = cast(list[Any], values)
-        if not isinstance(decay, int | float) or not 0 <= decay <= 1:
-            raise ValueError(f"{decay!r} half-lives a second")
-        bounds = whole(below, _MAX), whole(tie, TIE_END), whole(now, _MAX)
-        return Predicate(Measure(measure), Reason(reason), *bounds, float(decay))
-    except (TypeError, ValueError) as error:
-        raise FrameError(f"a predicate of an EVICT cannot be read: {error}") from None
 
 
 class AuditMark(NamedTuple):

@@ -34,11 +34,11 @@ from elasticps.server.core.operations import (
     RestoredState,
     RowBlocks,
     SlicedTable,
-    SweptInterval,
     TimeMark,
     positions_of,
 )
 from elasticps.server.core.snapshot import block_buffers, decode_content, encode_content
+from elasticps.server.core.sweeps import SweptInterval
 from elasticps.store.intervals import HASH_END
 from elasticps.wire.frames import (
     MAX_CONTROL_BYTES,
@@ -164,7 +164,10 @@ class ReplicaCodec:
         elif isinstance(payload, AuditMark | CutMark | RestoredState):
             parts.append(_json(payload._asdict()))
         elif isinstance(payload, RoundStep):
-            parts.append(_json({"id": payload.clock, "app": payload.app, "workers": payload.workers}))
+            document = {"id": payload.clock, "app": payload.app, "workers": payload.workers}
+            if payload.sweeps:
+                document["sweeps"] = [sweep.document() for sweep in payload.sweeps]
+            parts.append(_json(document))
         elif isinstance(payload, Claim):
             parts.append(_json({"id": payload.worker, "take": payload}))
         header = ForwardHeader(
@@ -273,7 +276,8 @@ class ReplicaCodec:
             clock, workers = whole(document.get("id"), _MAX_POSITION), wholes(document.get("workers"), MAX_WORKER, 1)
             if fields.kind == OperationKind.BARRIER_LEAVE and len(workers) != 1:
                 raise FrameError("a FORWARD's BARRIER_LEAVE names one worker")
-            payload = RoundStep(text(document.get("app"), MAX_NAME), clock, workers)
+            sweeps = tuple(SweptInterval.of(one) for one in _list(document.get("sweeps", [])))
+            payload = RoundStep(text(document.get("app"), MAX_NAME), clock, workers, sweeps)
         elif fields.kind == OperationKind.CLAIM_SHARDS:
             payload = _take(_document(body, at).get("take"))
         else:
@@ -410,6 +414,12 @@ def shard_mark(header: Header) -> ShardMark | None:
     """The shard that a PUSH trains, if it names one."""
     shard = PushHeader.of(header).shard
     return None if shard is None else ShardMark(*shard)
+
+
+def _list(found: object) -> list[Any]:
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise FrameError("a BARRIER_CLOSE has a list of sweeps that is none")
+    return found
 
 
 def _document(body: Bytes, at: int) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from elasticps.model.sharding import ShardSpec
 from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds
 from elasticps.server.core.data_shards import Doing, RangeShards, ShardSet, Used
-from elasticps.server.core.operations import ChunkContent, TableRows, WaitingKeys, predicate_of
+from elasticps.server.core.operations import ChunkContent, TableRows, WaitingKeys
+from elasticps.server.core.sweeps import predicate_of
 from elasticps.store.cuts import NO_NOTES
 from elasticps.store.eviction import Sweep
 from elasticps.store.intervals import HASH_END

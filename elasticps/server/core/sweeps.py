@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,14 +26,54 @@ from elasticps.model.policies import (
     half_life_of,
 )
 from elasticps.store import eviction
-from elasticps.store.eviction import Measure, Predicate, Reason
+from elasticps.store.eviction import TIE_END, Measure, Predicate, Reason
 from elasticps.store.intervals import HASH_END
+from elasticps.wire.frames import MAX_RANGES, FrameError, whole, wholes
 
 SLICE_ROWS = 8_192  # rows that are looked at in one go: some 0.2 ms
 SLACK = 0.01  # ranges are made smaller once they are so much above their share, to so much below it
 NORM_EVERY_S = 60.0  # between two looks at all norms of a range
 IDLE_SHARE = 32  # of an idle time lies between two looks at a range
 _LEAST_S, _MOST_S = 1.0, 600.0
+
+
+MAX_TABLE = (1 << 32) - 1
+_MAX = 1 << 62
+
+
+class SweptInterval(NamedTuple):
+    """An EVICT: in each of its ranges, the rows of a table whose hashes are in low..high-1, and that the predicate
+    chooses, are forgotten. ranges: of a sweep that is part of a BARRIER_CLOSE, in which ranges."""
+
+    table: int
+    low: int
+    high: int
+    predicate: Predicate
+    ranges: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> SweptInterval:
+        """From JSON. FrameError for what it cannot be."""
+        table, low, high = whole(document.get("id"), MAX_TABLE, 1), document.get("low"), document.get("high")
+        ranges, predicate = wholes(document.get("ranges", []), MAX_RANGES - 1), predicate_of(document.get("predicate"))
+        return cls(table, whole(low, HASH_END), whole(high, HASH_END), predicate, ranges)
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        found = {"id": self.table, "low": self.low, "high": self.high, "predicate": list(self.predicate)}
+        return found | ({"ranges": list(self.ranges)} if self.ranges else {})
+
+
+def predicate_of(values: object) -> Predicate:
+    """A predicate from a list of numbers, as `list(predicate)` gives them. FrameError for what it cannot be."""
+    try:
+        measure, reason, below, tie, now, decay = cast(list[Any], values)
+        if not isinstance(decay, int | float) or not 0 <= decay <= 1:
+            raise ValueError(f"{decay!r} half-lives a second")
+        bounds = whole(below, _MAX), whole(tie, TIE_END), whole(now, _MAX)
+        return Predicate(Measure(measure), Reason(reason), *bounds, float(decay))
+    except (TypeError, ValueError) as error:
+        raise FrameError(f"a predicate of an EVICT cannot be read: {error}") from None
 
 
 class Slice(NamedTuple):

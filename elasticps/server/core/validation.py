@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from elasticps.errors import InputError, SpecError
 from elasticps.model.policies import SCORES
 from elasticps.model.spec import TableSpec
+from elasticps.server.core.barrier_state import RoundStep
 from elasticps.server.core.operations import (
     ChangedPolicies,
     ChunkContent,
@@ -21,10 +22,10 @@ from elasticps.server.core.operations import (
     CreatedTables,
     RestoredRows,
     RowBlocks,
-    SweptInterval,
     WaitingKeys,
 )
 from elasticps.server.core.requests import RequestError
+from elasticps.server.core.sweeps import SweptInterval
 from elasticps.store import Store, Table
 from elasticps.store.eviction import Measure
 from elasticps.store.native import MAX_STAMP
@@ -103,6 +104,9 @@ def _check_operation(store: Store, server: str, message: Forward) -> None:
         check_rows(store, server, int(message.ranges[0]), payload)
     elif isinstance(payload, SweptInterval | ChangedPolicies):
         check_policies(store, server, payload)
+    elif isinstance(payload, RoundStep):
+        for sweep in payload.sweeps:
+            check_policies(store, server, sweep)
     elif isinstance(payload, Cleared) and payload.table not in store.tables and payload.table not in store.dropped:
         raise unknown_table(server, payload.table)
 

@@ -34,9 +34,9 @@ from elasticps.server.core.operations import (
     RestoredRows,
     RestoredState,
     RowBlocks,
-    SweptInterval,
     TimeMark,
 )
+from elasticps.server.core.sweeps import SweptInterval
 from elasticps.server.core.validation import wrong
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.path import FastPath
@@ -209,7 +209,7 @@ class Executor:
         elif isinstance(payload, TimeMark):
             self.store.advance(effect.ranges, payload.seconds)
         elif isinstance(payload, SweptInterval):
-            self._evict(effect, payload)
+            self._evict(effect, payload, effect.ranges.tolist())
         elif isinstance(payload, ChangedPolicies):
             self._set_policies(effect.ranges, payload.table, TableSpec.from_json(payload.spec))
         elif isinstance(payload, Cleared):
@@ -273,10 +273,10 @@ class Executor:
             grads = table.push.decode(grads)
         table.apply(keys, grads, step_values, operation.worker, operation.after)
 
-    def _evict(self, effect: Apply, swept: SweptInterval) -> None:
+    def _evict(self, effect: Apply, swept: SweptInterval, ranges: Iterable[int]) -> None:
         table, unfinished = self.store.tables.get(swept.table), effect.inside or {}
         if table is not None:
-            for r in effect.ranges.tolist():
+            for r in ranges:
                 table.evict(r, swept.low, swept.high, swept.predicate, unfinished.get(r, HASH_END))
 
     def _set_policies(self, ranges: Ranges, table: int, spec: TableSpec) -> None:
@@ -316,11 +316,14 @@ class Executor:
             self.rounds.decide(step.app, step.clock, step.workers)
         else:
             tables = self.store.tables
+            closing = set(effect.ranges[self.rounds.closed(step.app)[effect.ranges] < step.clock].tolist())
             for table, keys, grads, values in self.rounds.close(
                 step.app, step.clock, step.workers, effect.ranges, tables
             ):
                 tables[table].apply(keys, grads, values, 0, step.clock)
                 self._rows_applied += len(keys)
+            for sweep in step.sweeps:  # between two rounds: all workers of one see the same rows
+                self._evict(effect, sweep, [r for r in sweep.ranges if r in closing])
 
     def _mark(self, effect: Apply, mark: AuditMark) -> None:
         unfinished = effect.inside or {}

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from coordinator.core import fields
 from elasticps.server.core.headroom import Headroom
-from elasticps.server.core.operations import SweptInterval, TimeMark
-from elasticps.server.core.sweeps import Policies, Slice, SweepPlan, bounded
+from elasticps.server.core.operations import TimeMark
+from elasticps.server.core.sweeps import Policies, Slice, SweepPlan, SweptInterval, bounded
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.executor import FutureTicket
 from elasticps.server.roles.leaders import Leaders
@@ -31,6 +32,8 @@ TIME_EVERY_S = 1.0  # cluster time goes on in such steps
 SHARE, HURRIED_SHARE = 0.05, 0.5  # of this thread's time that sweeps take; and where memory is short
 MOST_SKEW_S = 60.0  # between this server's clock and the leader's, before that is logged
 OPERATION_BYTES = 96
+ROUND_S = 30.0  # sweeps of an application with synchronous rounds wait so long for one to close
+MOST_IN_A_ROUND = 256  # sweeps that one round takes
 
 
 class _Swept:
@@ -51,6 +54,14 @@ class _Swept:
         return self.table.lifecycle.waiting.count_range(r) if of_candidates else self.table.count_range(r)
 
 
+@dataclass
+class _Waiting:
+    """Sweeps that wait for a round to close. since_s: loop time of the first one."""
+
+    since_s: float
+    sweeps: list[SweptInterval]
+
+
 class Sweeper:
     """Time and sweeps of the ranges that this server heads. wall: seconds since 1970.
 
@@ -64,6 +75,7 @@ class Sweeper:
         self._plan = SweepPlan(self._serving.ranges, HASH_END // self._serving.ranges)
         self._slices: Iterator[tuple[Slice, Predicate, float]] = iter(())
         self._running = False
+        self._for_rounds: dict[str, _Waiting] = {}  # by application
         self._skewed = False
         self._time_due_s = 0.0
         self.swept_rows = 0
@@ -83,6 +95,7 @@ class Sweeper:
 
     def tick(self) -> None:
         """Called a few times a second."""
+        self._forget_late()
         if not self._tables():
             return
         if self._loop.time() >= self._time_due_s:
@@ -130,8 +143,21 @@ class Sweeper:
         share = HURRIED_SHARE if self._headroom.short else SHARE
         self._loop.call_later(spent * (1 - share) / share, self._step)
 
+    def take(self, app: str) -> tuple[SweptInterval, ...]:
+        """Sweeps that have waited for a round of an application to close: they become part of that operation, so that
+        all workers of a round see the same rows."""
+        waiting = self._for_rounds.pop(app, None)
+        return () if waiting is None else tuple(waiting.sweeps[:MOST_IN_A_ROUND])
+
+    def _forget_late(self) -> None:
+        """Gives up sweeps that no round has taken: the application closes none any more, or begins to."""
+        for app, waiting in list(self._for_rounds.items()):
+            if self._loop.time() - waiting.since_s > ROUND_S:
+                del self._for_rounds[app]
+
     def _sweep(self, at: Slice, by: Predicate, share: float) -> tuple[Predicate, int, FutureTicket | None]:
-        """Looks at a slice, and logs an EVICT if anything goes: how many rows, and a ticket."""
+        """Looks at a slice, and logs an EVICT if anything goes, or has the next round take it: how many rows, and a
+        ticket."""
         table = self._store.live.get(at.table)
         if table is None or table.lifecycle is None:
             return by, 0, None
@@ -141,7 +167,10 @@ class Sweeper:
         self.swept_rows += looked
         if not going:
             return by, 0, None
-        payload, ordered = SweptInterval(at.table, at.low, at.high, by), np.array(ranges, np.int64)
+        payload, ordered = SweptInterval(at.table, at.low, at.high, by, tuple(ranges)), np.array(ranges, np.int64)
+        if self._executor.rounds.active(table.app):
+            self._for_rounds.setdefault(table.app, _Waiting(self._loop.time(), [])).sweeps.append(payload)
+            return by, going, None
         ticket = self._executor.log(self._serving.epoch, OperationKind.EVICT, ordered, payload, OPERATION_BYTES)
         return by, going, ticket
 
