@@ -18,6 +18,7 @@ from elasticps.client.core.fan_out import Ask, of_heads
 from elasticps.client.core.routing import Routes
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.inputs import checked_floats
+from elasticps.client.lifecycle import ChangePolicies, set_policies
 from elasticps.client.loading import NO_STEP_VALUES, fill
 from elasticps.client.reads import Reads
 from elasticps.client.registrations import Registration, TableToRegister
@@ -267,6 +268,20 @@ class TableCatalog:
         self._dispatcher.check()
         value = json.dumps({"table": number, "on_loss": policy, "max_lost_steps": max_lost_steps}).encode()
         self._registry.put(f"{ON_LOSS}{self._app}/{table}", value, self._timeout_s, ours=True)
+
+    def set_policies(self, table: str, number: int, change: ChangePolicies) -> TableSpec:
+        """Puts a table under other policies, at all servers, and returns its spec. Of two workers that change it at the
+        same time each goes on until servers have what is registered, so the later one counts everywhere."""
+        self._dispatcher.check()
+        found = self._registry.set_policies(self._app, table, number, change, self._timeout_s)
+        while True:
+            if found is None:
+                raise UnknownTable(f"table {table!r} was dropped meanwhile, or made again: open it again")
+            questions, what = set_policies(number, found), f"setting policies of table {table!r}"
+            self._dispatcher.ask_all(questions, self._timeout_s, what, writes=True)
+            sent, found = found, self._registry.policies(self._app, table, number, self._timeout_s)
+            if found == sent:
+                return sent
 
     def _create(self, tables: Sequence[Registration]) -> None:
         """Makes tables known to the heads of all ranges, which tell their successors; to absent ones later, but before

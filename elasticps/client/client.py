@@ -101,7 +101,7 @@ class Client:
         cache: rows that this worker keeps, `eps.Cache(rows=…, staleness=…)` (docs/guides/caches.md); None leaves the
         cache as it is. It is no part of the table: other workers have their own, or none.
         admission, eviction: which keys get a row, and which rows are forgotten (docs/guides/growing-tables.md). A table
-        that exists keeps its policies: `SparseTable.set_policies` changes them.
+        that exists keeps its policies: `SparseTable.set_admission` and `set_eviction` change them.
         usage: what rows keep of their use, "count" (last use and count) or "score"; at least what the policies need.
         """
         spec = TableSpec(
@@ -161,6 +161,8 @@ class Client:
 
     def push(self, values: Values, *, lr: Rates = None, copy: bool = True) -> Step:
         """Sends one step: {table: (keys int64 [n], grads float32 [n, dim]), tensor: grad float32 of its shape}.
+        Of tables that keep scores {table: (keys, grads, scores float32 [n], finite and at least 0)}; without scores
+        they count as 0.
 
         Returns at once, unless `window` steps are outstanding already. Gradients of keys that repeat are summed. An
         empty mapping, or empty keys, is a step that only ticks the clock. `lr` overrides the optimizers' rates, for

@@ -340,7 +340,15 @@ class Dispatcher:
                 self.pushes.clocks(request, header.epoch, ranges, applied, committed, refused)
             elif kind == Kind.PARTLY:
                 self._stall(request, owner, header.epoch)
-            elif kind in (Kind.OK, Kind.CLOCKS, Kind.BARRIER_DECISION, Kind.SHARDS, Kind.KEYS, Kind.REDUCED):
+            elif kind in (
+                Kind.OK,
+                Kind.CLOCKS,
+                Kind.BARRIER_DECISION,
+                Kind.SHARDS,
+                Kind.KEYS,
+                Kind.REDUCED,
+                Kind.SWEPT,
+            ):
                 self._fan_outs.answered(header, body.tobytes())
             elif kind == Kind.ERROR and header.flags & REFUSED:
                 refused = refused_by(link.server.name, body, self.routes.view.ranges)

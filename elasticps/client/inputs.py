@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.errors import ConfigError, InputError
+from elasticps.model.policies import SCORES
 from elasticps.model.spec import TableSpec
 from elasticps.wire.frames import MAX_BLOCKS
 
@@ -66,13 +67,32 @@ def checked_keys(name: str, keys: object) -> NDArray[np.int64]:
     return np.ascontiguousarray(array, np.int64)
 
 
-def checked_gradients(name: str, pair: object, dim: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """The keys int64 [n] and gradients float32 [n, dim] that a table is pushed; InputError for anything else."""
-    if not isinstance(pair, tuple) or len(pair) != 2:
+def checked_gradients(
+    name: str, pair: object, dim: int, scored: bool = False
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The keys int64 [n] and gradients float32 [n, dim] that a table is pushed; of one that keeps scores, float32
+    [n, dim + 1] with the scores, zeros if there are none. InputError for anything else."""
+    if not isinstance(pair, tuple) or len(pair) not in (2, 3):
         got = f"a tuple of {len(pair)}" if isinstance(pair, tuple) else type(pair).__name__
         raise InputError(f"table {name!r}: push a pair (keys, grads), got {got}")
     keys = checked_keys(name, pair[0])
-    return keys, checked_floats(f"table {name!r}: grads", pair[1], (len(keys), dim), "a row for each key")
+    grads = checked_floats(f"table {name!r}: grads", pair[1], (len(keys), dim), "a row for each key")
+    if len(pair) == 2 and not scored:
+        return keys, grads
+    if not scored:
+        raise InputError(f'table {name!r} keeps no scores: push a pair (keys, grads), or make it with usage="score"')
+    return keys, _with_scores(name, keys, grads, pair[2] if len(pair) == 3 else np.zeros(len(keys), np.float32))
+
+
+def _with_scores(name: str, keys: NDArray[np.int64], grads: NDArray[np.float32], given: object) -> NDArray[np.float32]:
+    scores = checked_floats(f"table {name!r}: scores", given, (len(keys),), "one for each key")
+    wrong = ~(scores >= 0) | ~np.isfinite(scores)  # NaN is not below 0
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise InputError(
+            f"table {name!r}: scores must be finite and at least 0, that of key {keys[at]} is {scores[at]}"
+        )
+    return np.concatenate([grads, scores[:, None]], axis=1)
 
 
 def checked_floats(what: str, values: object, shape: tuple[int, ...], why: str = "") -> NDArray[np.float32]:
@@ -177,16 +197,16 @@ def checked_rows(
 def checked_push(
     opened: Mapping[str, TargetT], values: Mapping[TargetT, object]
 ) -> list[tuple[TargetT, NDArray[np.int64] | None, NDArray[np.float32]]]:
-    """Returns the gradients of a push: of each table its keys, int64 [n], and float32 [n, dim]; of a tensor None, and
-    float32 of its shape. InputError for unusable arguments."""
+    """Returns the gradients of a push: of each table its keys, int64 [n], and float32 [n, push_width]; of a tensor
+    None, and float32 of its shape. InputError for unusable arguments."""
     handles = checked_handles(opened, values, "push")
     if len(values) > MAX_BLOCKS:
         raise InputError(f"a push of {len(values)} tables is over the limit of {MAX_BLOCKS}; push them in parts")
     checked: list[tuple[TargetT, NDArray[np.int64] | None, NDArray[np.float32]]] = []
     for handle, value in handles:
-        name, shape = handle.name, handle.spec.shape
+        name, spec, shape = handle.name, handle.spec, handle.spec.shape
         if shape is None:
-            checked.append((handle, *checked_gradients(name, value, handle.spec.dim)))
+            checked.append((handle, *checked_gradients(name, value, spec.dim, spec.usage == SCORES)))
         else:
             checked.append((handle, None, checked_floats(f"tensor {name!r}", value, shape)))
     return checked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +18,9 @@ from elasticps.store.usage import USAGE
 from elasticps.wire.frames import HEADER_BYTES, FrameError, Kind, json_body, json_frame, unpack_header, whole, wholes
 
 _MOST = 1 << 62
+
+ChangePolicies = Callable[[TableSpec], TableSpec]
+"""Gives a table's spec with other policies, from the newest that is registered. SpecError if that cannot be."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def need_usage(spec: TableSpec) -> None:
 def _asked(kind: Kind, table: int, document: dict[str, Any]) -> Questions:
     frame = json_frame(kind, document)
     header = unpack_header(frame)._replace(table=table)
-    return of_heads(header, frame[HEADER_BYTES:], all_ranges=False)
+    return of_heads(header, frame[HEADER_BYTES:])
 
 
 def set_policies(table: int, spec: TableSpec) -> Questions:

@@ -29,7 +29,18 @@ from elasticps.client.short_keys import Short, ShortKeys
 from elasticps.kernels import njit
 from elasticps.kernels.hashing import hash_key
 from elasticps.store.codec import Codec
-from elasticps.wire.frames import ANY, BLOCK_BYTES, CODED, DIGESTS, HEADER_BYTES, SLOTS, TABLES, Buffer, table_block
+from elasticps.wire.frames import (
+    ANY,
+    BLOCK_BYTES,
+    CODED,
+    DIGESTS,
+    HEADER_BYTES,
+    SLOTS,
+    TABLES,
+    USAGE,
+    Buffer,
+    table_block,
+)
 from elasticps.wire.headers import PullHeader
 
 Positions = NDArray[np.int64] | None  # where keys stand among the pull's own; None: they are all of them
@@ -41,7 +52,7 @@ _ALL = np.empty(0, np.int64)
 class Query:
     """What a pull asks of one table. dim: floats of a row as it travels; any_replica: committed or not, from whichever
     copy; slots: the optimizer's state instead of weights; coded: as the table's pull filters make them; digests: of
-    rows instead of rows."""
+    rows instead of rows; usage: when rows were used last, how often, and their score."""
 
     table_id: int
     salt: np.uint64
@@ -51,11 +62,13 @@ class Query:
     slots: bool = False
     coded: bool = False
     digests: bool = False
+    usage: bool = False
 
     @property
     def flags(self) -> int:
         """Those of the PULL header."""
-        return self.any_replica * ANY | self.slots * SLOTS | self.coded * CODED | self.digests * DIGESTS
+        asked = self.slots * SLOTS | self.coded * CODED | self.digests * DIGESTS | self.usage * USAGE
+        return self.any_replica * ANY | asked
 
 
 class DecodedRows:
@@ -176,7 +189,7 @@ class PullLayout:
         pull, query = part.pull, part.pull.query
         header = PullHeader(
             part.request, epoch, pull.clock, worker, query.table_id, part.count, pull.bound, pull.wait_ms,
-            query.any_replica, query.slots, query.coded, query.digests,
+            query.any_replica, query.slots, query.coded, query.digests, usage=query.usage,
         )  # fmt: skip
         return [header.header().pack(), part.keys.data.cast("B")]
 

@@ -38,6 +38,7 @@ from coordinator.membership import new_number
 from coordinator.sessions import WorkerSession, register_worker
 from coordinator.trouble import find_trouble
 from elasticps.client.core.join import PastRun
+from elasticps.client.lifecycle import ChangePolicies
 from elasticps.client.rates import SetRate, SetRates
 from elasticps.client.registrations import (
     Registrar,
@@ -50,6 +51,7 @@ from elasticps.client.registrations import (
 )
 from elasticps.client.runtime import Runtime
 from elasticps.errors import CheckpointError, Closed, ClusterUnreachable, ConfigError, Timeout
+from elasticps.model.spec import TableSpec
 from elasticps.security import credentials_of
 from elasticps.security.identity import Role
 from elasticps.system.coordination import entries_of
@@ -295,6 +297,33 @@ class Registry:
             except ConfigError as error:
                 log.warning("%s", error)
         return found
+
+    def policies(self, app: str, name: str, number: int, timeout_s: float) -> TableSpec | None:
+        """The spec of a table by its name and id, with the policies that are registered; None if it is no more."""
+        found = self.find(app, name, timeout_s)
+        return None if found is None or found.id != number or found.dropping else found.spec
+
+    def set_policies(
+        self, app: str, name: str, number: int, change: ChangePolicies, timeout_s: float
+    ) -> TableSpec | None:
+        """Registers other policies of a table; returns its spec with these, None if there is no such table any more.
+        SpecError from `change`, before anything is written."""
+        key = table_key(app, name)
+        found = self.call(self._set_policies(key, number, change), timeout_s)
+        if found is not None and self._worker is not None and key in self._worker.belongings:
+            self._worker.belongings[key] = registry_value(found)
+        return None if found is None else found.spec
+
+    async def _set_policies(self, key: str, number: int, change: ChangePolicies) -> Registration | None:
+        while True:
+            entry = await self._store.get(key)
+            found = None if entry is None else registration_of(entry)
+            if found is None or found.id != number or found.dropping:
+                return None
+            changed = replace(found, spec=change(found.spec))
+            revision = await self._store.compare_and_set(key, registry_value(changed), expect=found.revision)
+            if revision is not None:
+                return replace(changed, revision=revision)
 
     def begin_drop(self, app: str, table: Registration, timeout_s: float) -> Registration | None:
         """Marks a table as one that is about to go; None if there is no such table, or another one of its name."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +27,7 @@ from elasticps.client.cache_batches import (
     Rows,
     SlotQuestion,
     Where,
+    same_rows,
 )
 from elasticps.client.core.cache_index import CacheIndex, State
 from elasticps.client.filtering import summed
@@ -60,7 +60,7 @@ class RowCache:
         self._name, self._id, self._salt = spec.name, table_id, table_salt(table_id)
         self._dim = spec.dim  # floats of a row
         self._lock = reads.lock()  # of the rows here
-        plain = replace(spec, push=(), pull=(), finite=False)
+        plain = replace(spec, push=(), pull=(), finite=False, admission=None, eviction=(), usage="")
         bare = replace(plain, optimizer=Assign())
         try:
             # Rows by entry, and whether own pushes are applied to them.
@@ -73,6 +73,7 @@ class RowCache:
         self._shows_training = spec.optimizer.shows_training and spec.dtype == "float32"
         self._push = Codec(spec.push, spec.dim)  # what push filters make of gradients
         self._compares = not Codec(spec.pull, spec.dim).code  # a rounded row has another digest
+        self._admits = bool(spec.usage)  # whether a key may be pushed to, and get no row
         # Which keys have an entry, and what is known of their rows.
         self.index = CacheIndex(options.rows, slots=self._slot_floats > 0)
         self._batches: dict[int, CacheBatch] = {}  # by number, those on their way
@@ -273,7 +274,7 @@ class RowCache:
         known, same = self.index.known(where), np.zeros(len(where), np.bool_)
         known &= self.index.fetched_by(where, batch.number)
         if known.any():
-            same[known] = _equal(self._rows_at(where[known]), rows[known])
+            same[known] = same_rows(self._rows_at(where[known]), rows[known])
             self._tell(same, known, batch.often[batch.fetched])
         whole = batch.often[batch.fetched] & (self._slot_floats > 0)
         has = self._slots_known(keys, rows, where, same)
@@ -294,7 +295,7 @@ class RowCache:
             return known
         initial = np.empty((len(keys), self._dim), np.float32)
         self._initial.gather(keys, initial)
-        return _equal(initial, rows) | known
+        return same_rows(initial, rows) | known
 
     def _compare(self, batch: CacheBatch, answered: NDArray[np.uint64], clock: int) -> None:
         """Digests [n] have come of rows that were too old."""
@@ -415,13 +416,22 @@ class RowCache:
         keys, grads = source.keys, source.grads
         if self._push.code:
             grads = self._push.decode(grads)
-        keys, grads = summed(keys, grads)
+        keys, grads = summed(keys, np.ascontiguousarray(grads[:, : self._dim]))  # without scores
         with self._guarded():
+            if self._admits:
+                self._drop_initial(keys)
             where = self.index.pushed(keys, applies=self.applies)
             if (some := where >= 0).all():
                 self._table.apply(where, grads, source.step_values)
             elif some.any():
                 self._table.apply(where[some], np.ascontiguousarray(grads[some]), source.step_values)
+
+    def _drop_initial(self, keys: Keys) -> None:
+        """Drops rows that are as new ones are: servers may have none, and make none for a push that they only count."""
+        keys = keys[self.index.look(keys) >= 0]
+        initial = np.empty((len(keys), self._dim), np.float32)
+        self._initial.gather(keys, initial)
+        self.index.drop(keys[same_rows(self._rows_at(self.index.look(keys)), initial)])
 
     def drop(self, keys: Keys) -> None:
         """Rows of keys [n] are not what they were."""
@@ -488,8 +498,3 @@ class CachedPull:
         if self.on_rows is not None:
             self.on_rows(self._out)
         return self._out
-
-
-def _equal(one: Rows, other: Rows) -> Flags:
-    """Which rows are the same, bit for bit."""
-    return cast(Flags, (one.view(np.int32) == other.view(np.int32)).all(axis=1))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client import loading, scans
+from elasticps.client import lifecycle, loading, scans
 from elasticps.client.cache_batches import NOT_USED, CacheUse, check_cache
 from elasticps.client.core.routing import PushPlan, Routes, plan_push
 from elasticps.client.filtering import Sent
@@ -28,7 +28,9 @@ from elasticps.client.target import Changes, PushTarget
 from elasticps.client.writes import LentRows, Write, check_size
 from elasticps.errors import ConfigError, InputError
 from elasticps.model.caching import Cache
+from elasticps.model.policies import Admission, Eviction, check_admission, check_evictions
 from elasticps.model.spec import TableSpec
+from elasticps.store.usage import USAGE
 from replication.messages import OperationKind
 
 LOADED_BYTES = 8 << 20  # sent at once
@@ -44,6 +46,7 @@ class SparseTable(PushTarget):
         self.changes = 0  # how often this client has changed rows past its steps
         self._cache: RowCache | None = None
         self._source: PushSource | None = None  # given last, of a table whose rows are kept
+        self._push_width = spec.push_width  # floats of a row that is pushed without filters
         if self._short is not None and self._short.shortens_keys:
             self._push = self._push or self._push_filter()
             self.remembers_pushes = True
@@ -240,6 +243,54 @@ class SparseTable(PushTarget):
         with self._forgotten(doing):
             self._reads.delete(questions, doing)
 
+    # --- admission, usage and eviction: docs/guides/growing-tables.md -------------------------------------------------
+
+    def usage(self, keys: object) -> lifecycle.Usage:
+        """When the rows of `keys`, int64 [n], were pushed to last, how often, and their score, in the order of the
+        keys; NaN where there is no row. SpecError for a table that keeps no usage; else errors as for `pull`."""
+        lifecycle.need_usage(self.spec)
+        array = checked_keys(self.name, keys).copy()
+        words = np.empty((len(array), USAGE), np.float32)
+        self._reads.pulled(ServerPull(self._reads.finish, replace(self._query, dim=USAGE, usage=True), array, words))
+        return lifecycle.usage_of(words)
+
+    def state(self) -> lifecycle.TableState:
+        """How many rows there are, how many keys wait for one, what was admitted and evicted, and how old and used rows
+        are; behind this client's own steps so far. SpecError for a table that keeps no usage; `Timeout`."""
+        lifecycle.need_usage(self.spec)
+        return lifecycle.state(self._reads.after_own_steps(), self.id, self.name)
+
+    def evict(self, dry_run: bool = False) -> dict[str, int]:
+        """Sweeps the whole table now, behind this client's own steps so far, and returns how many rows went, and keys
+        that waited for one, by reason. Returns when they are gone at all replicas; under BSP they go when the next
+        round closes. dry_run: counts what would go, and forgets nothing.
+
+        SpecError for a table that keeps no usage, `Timeout`.
+        """
+        lifecycle.need_usage(self.spec)
+        going = lifecycle.sweep(self._reads.after_own_steps(), self.id, self.name, bool(dry_run))
+        if not dry_run:
+            self.forget()
+        return going
+
+    def set_admission(self, policy: Admission | None) -> None:
+        """Puts the table under another admission policy, None for none: for all workers, from now on, and for those
+        that open it later. Keys that wait keep their counts. Returns when all servers have it.
+
+        SpecError if its rows do not keep what the policy needs: nothing is changed then. `Timeout`: call again.
+        """
+        chosen = check_admission(policy, f"table {self.name!r}: ")
+        self._set_policies(lambda spec: spec.with_policies(chosen, spec.eviction))
+
+    def set_eviction(self, policies: Eviction | Sequence[Eviction] | None) -> None:
+        """Puts the table under other eviction policies, none for no eviction; otherwise as `set_admission`."""
+        chosen = check_evictions(policies, f"table {self.name!r}: ")
+        self._set_policies(lambda spec: spec.with_policies(spec.admission, chosen))
+
+    def _set_policies(self, change: lifecycle.ChangePolicies) -> None:
+        lifecycle.need_usage(self.spec)
+        self.spec = self._changes.set_policies(self.name, self.id, change)
+
     @contextmanager
     def _forgotten(self, doing: str, keys: NDArray[np.int64] | None = None) -> Iterator[None]:
         """Servers change rows of `keys`, or all, past this client's steps: nothing is added to them later that filters
@@ -254,10 +305,10 @@ class SparseTable(PushTarget):
     def source(
         self, keys: NDArray[np.int64] | None, grads: NDArray[np.float32], step_values: NDArray[np.float32]
     ) -> PushSource:
-        """What pushing gradients sends: keys int64 [n], grads float32 [n, dim]."""
+        """What pushing gradients sends: keys int64 [n], grads float32 [n, push_width]."""
         assert keys is not None
         if self._push is None:
-            source = PushSource(self.id, self._signed_salt, self.dim, -1, keys, grads, step_values)
+            source = PushSource(self.id, self._signed_salt, self._push_width, -1, keys, grads, step_values)
         else:
             source = self._push.source(self.id, self._signed_salt, keys, grads, step_values)
         if self._cache is not None:

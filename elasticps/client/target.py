@@ -16,6 +16,7 @@ from elasticps.client.core.routing import Routes
 from elasticps.client.filtering import Feedback, PushFilter, Sent
 from elasticps.client.inputs import refuse_pickling
 from elasticps.client.kkt_filter import Screened, screen_of
+from elasticps.client.lifecycle import ChangePolicies
 from elasticps.client.loading import fill
 from elasticps.client.pull import ServerPull, coded_pull
 from elasticps.client.pull_layouts import Query
@@ -36,6 +37,7 @@ class Changes(Protocol):
 
     def set_rate(self, table: str, number: int, lr: float | None) -> None: ...
     def set_on_loss(self, table: str, number: int, policy: str, max_lost_steps: int | None) -> None: ...
+    def set_policies(self, table: str, number: int, change: ChangePolicies) -> TableSpec: ...
 
 
 def _warn(text: str) -> None:

@@ -6,7 +6,6 @@ nothing else, so replicas that apply the same log hold the same rows, candidates
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Protocol
@@ -36,6 +35,9 @@ class StoredRows(Protocol):
     def find(self, keys: Keys) -> tuple[Rows, int]:
         """Addresses of the rows of keys [n], 0 where there is none, and how many there are none of."""
 
+    def ranges_of(self, keys: Keys) -> Keys:
+        """The range of each of keys [n]."""
+
     def change(self, keys: Keys, rows: Rows) -> None:
         """Prepares rows that `find` has just found for a change, and makes those that are missing (0)."""
 
@@ -55,8 +57,8 @@ class StoredRows(Protocol):
 class Lifecycle:
     """Admission, usage and eviction of a table whose rows keep their usage.
 
-    times: cluster time of each range in seconds, int64 [ranges], shared by all tables of a store. admitted: rows made;
-    evicted: rows and candidates that went, by reason.
+    times: cluster time of each range in seconds, int64 [ranges], shared by all tables of a store. admitted: keys that
+    an admission policy gave a row, int64 [ranges]; evicted: rows and candidates that went, int64 [reasons, ranges].
     """
 
     def __init__(
@@ -66,8 +68,8 @@ class Lifecycle:
         self.spec = spec  # as the table was made here
         self.times = times
         self.waiting = Waiting(header, len(times), memory)
-        self.admitted = 0
-        self.evicted: Counter[Reason] = Counter()
+        self.admitted = np.zeros(len(times), np.int64)
+        self.evicted = np.zeros((len(Reason), len(times)), np.int64)
         self._header = header
         self._policies = np.zeros((len(times), field.POLICY), np.float64)
         self._changed: dict[int, TableSpec] = {}  # specs of ranges whose policies are others than the table's
@@ -117,7 +119,7 @@ class Lifecycle:
         table.change(keys, rows)
         if len(counts):
             usage.begin(self._header, keys[new], rows[new], counts[new])
-        self.admitted += int(np.count_nonzero(new))
+            np.add.at(self.admitted, table.ranges_of(keys[new][counts[new] >= 0]), 1)
         table.update(keys, grads, step_values, rows)
         usage.use(self._header, keys, rows, scores)
         return len(keys)
@@ -163,7 +165,7 @@ class Lifecycle:
             if not by.monotone:
                 table.note_deleted(r, gone[words[chosen] >> field.STAMP_BIT == stamp])
             table.forget(gone)
-        self.evicted[by.reason] += len(gone)
+        self.evicted[by.reason, r] += len(gone)
         return len(gone)
 
     def words(self, r: int) -> list[int]:

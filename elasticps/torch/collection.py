@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from elasticps.errors import ConfigError, InputError
 from elasticps.model.caching import Cache
+from elasticps.model.policies import Admission, Eviction
 from elasticps.model.spec import Filter, Init, ServerOptimizer
 from elasticps.torch.embedding import MAX_PREFETCHED, ExpectedRows, TableLayer, may_share_rows, take_gradients
 from elasticps.torch.host import moved, room, sent
@@ -52,6 +53,9 @@ class TableConfig:
     push: Sequence[Filter] | None = None
     pull: Sequence[Filter] | None = None
     cache: Cache | None = None
+    admission: Admission | None = None
+    eviction: Eviction | Sequence[Eviction] = ()
+    usage: str = ""
 
     @property
     def feature_names(self) -> list[str]:
@@ -177,6 +181,7 @@ class Collection(nn.Module):
                 ps, config.name, config.dim, optimizer=chosen, init=config.init, dtype=config.dtype,
                 num_embeddings=config.num_embeddings, push=push if config.push is None else config.push,
                 pull=pull if config.pull is None else config.pull, cache=config.cache,
+                admission=config.admission, eviction=config.eviction, usage=config.usage,
             )  # fmt: skip
         self._tables = [made[config.name] for config in layout.configs]
         self._prefetched: deque[_BatchLookup] = deque(maxlen=MAX_PREFETCHED)

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from elasticps.errors import ConfigError, InputError
 from elasticps.model.caching import Cache
+from elasticps.model.policies import Admission, Eviction
 from elasticps.model.spec import Filter, Init, Normal, ServerOptimizer
 from elasticps.torch.arguments import check_ids, refuse_arguments, refuse_torchs
 from elasticps.torch.host import moved, room, sent
@@ -156,6 +157,9 @@ class TableLayer(nn.Module):
         push: Sequence[Filter] = (),
         pull: Sequence[Filter] = (),
         cache: Cache | None = None,
+        admission: Admission | None = None,
+        eviction: Eviction | Sequence[Eviction] = (),
+        usage: str = "",
     ) -> None:
         super().__init__()
         refuse_torchs(optimizer)
@@ -175,8 +179,9 @@ class TableLayer(nn.Module):
             init = Normal(std=1.0, seed=zlib.crc32(name.encode()))
         # The handle of the table at the servers.
         self.table: SparseTable | GroupTable = ps.table(
-            name, dim=dim, optimizer=optimizer, init=init, dtype=dtype, push=push, pull=pull, cache=cache
-        )
+            name, dim=dim, optimizer=optimizer, init=init, dtype=dtype, push=push, pull=pull, cache=cache,
+            admission=admission, eviction=eviction, usage=usage,
+        )  # fmt: skip
         self.ps = ps  # as whose steps this layer is trained
         self.optimizer = optimizer  # of the servers, for the rows
         self.dim = dim  # floats of a row
@@ -410,8 +415,10 @@ class Embedding(TableLayer):
 
     `optimizer` updates the rows at the servers, `init` gives the values of rows never trained (default: torch's normal
     distribution), `dtype` is the servers' storage type, `push` and `pull` are the table's filters, `cache` says which
-    rows this worker keeps (docs/guides/caches.md). An id equal to `padding_idx` gives zeros and is not trained. With
-    `num_embeddings` ids are 0 … n - 1 only, as torch has them, and `full_state_dict` has a row for each.
+    rows this worker keeps (docs/guides/caches.md), `admission` and `eviction` which ids get a row and which rows go,
+    and `usage` what rows keep of their use (docs/guides/growing-tables.md). An id equal to `padding_idx` gives zeros
+    and is not trained. With `num_embeddings` ids are 0 … n - 1 only, as torch has them, and `full_state_dict` has a row
+    for each.
     Rows are trained by passes in training mode; after `eval()` or `requires_grad_(False)`, of the layer or a model
     around it, and under `torch.no_grad()` they are only pulled.
     Train it with `elasticps.torch.Optimizer`. The output is on the device of the ids.
@@ -444,12 +451,16 @@ class EmbeddingBag(TableLayer):
         push: Sequence[Filter] = (),
         pull: Sequence[Filter] = (),
         cache: Cache | None = None,
+        admission: Admission | None = None,
+        eviction: Eviction | Sequence[Eviction] = (),
+        usage: str = "",
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise ConfigError(f"EmbeddingBag's mode must be 'sum', 'mean' or 'max', got {mode!r}")
         super().__init__(
             ps, name, dim, optimizer=optimizer, init=init, dtype=dtype, padding_idx=padding_idx,
             num_embeddings=num_embeddings, max_norm=max_norm, push=push, pull=pull, cache=cache,
+            admission=admission, eviction=eviction, usage=usage,
         )  # fmt: skip
         self.mode = mode
         self.include_last_offset = include_last_offset

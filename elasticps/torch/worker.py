@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from elasticps.model.caching import Cache
+from elasticps.model.policies import Admission, Eviction
 from elasticps.model.spec import Filter, Init, ServerOptimizer
 
 
@@ -31,6 +32,7 @@ class Worker(Protocol):
     def table(
         self, name: str, *, dim: int, optimizer: ServerOptimizer, init: Init | None = None, dtype: str = "float32",
         push: Sequence[Filter] = (), pull: Sequence[Filter] = (), cache: Cache | None = None,
+        admission: Admission | None = None, eviction: Eviction | Sequence[Eviction] = (), usage: str = "",
     ) -> Any:  # fmt: skip
         """Opens a sparse table."""
 

@@ -17,6 +17,7 @@ from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.sweeper import Sweeper
 from elasticps.store import Table
+from elasticps.store.eviction import Reason
 from elasticps.wire.frames import MAX_CONTROL_BYTES, FrameError, Header, Kind, json_body, json_frame, text
 from elasticps.wire.headers import PoliciesHeader
 from replication.effects import Push
@@ -122,8 +123,8 @@ def state(table: Table, headed: NDArray[np.int64], times: NDArray[np.int64]) -> 
     return {
         "rows": sum(table.count_range(r) for r in headed.tolist()),
         "candidates": sum(waiting.count_range(r) for r in headed.tolist()),
-        "admitted": table.lifecycle.admitted,
-        "evicted": {reason.name.lower(): count for reason, count in table.lifecycle.evicted.items()},
+        "admitted": int(table.lifecycle.admitted[headed].sum()),
+        "evicted": {reason.name.lower(): int(table.lifecycle.evicted[reason, headed].sum()) for reason in Reason},
         "ages": ages.tolist(),
         "counts": counts.tolist(),
     }

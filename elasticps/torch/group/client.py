@@ -14,6 +14,7 @@ from elasticps.client.client import of_name
 from elasticps.client.core.join import Resume
 from elasticps.client.inputs import checked_keys, checked_out, refuse_pickling
 from elasticps.errors import ConfigError, InputError
+from elasticps.model.policies import SCORES, Admission, Eviction
 from elasticps.model.sharding import checked_spec
 from elasticps.model.spec import Filter, Init, ServerOptimizer, TableSpec, Zeros
 from elasticps.torch.group.layout import CHUNK
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 Filters = Sequence[Filter]
 Rates = float | Mapping[Handle, float] | None
+_NEW, _SCORED = 1, 2  # what rank 0 tells of a handle: it is another one than before; its table keeps scores
 
 
 class GroupStep:
@@ -109,19 +111,23 @@ class GroupClient(Ranks):
 
     def table(
         self, name: str, *, dim: int, optimizer: ServerOptimizer, init: Init | None = None, dtype: str = "float32",
-        finite: bool = False, push: Filters = (), pull: Filters = (), **options: Any,
+        finite: bool = False, push: Filters = (), pull: Filters = (), admission: Admission | None = None,
+        eviction: Eviction | Sequence[Eviction] = (), usage: str = "", **options: Any,
     ) -> GroupTable:  # fmt: skip
         """Opens a sparse table, as `Client.table`."""
-        TableSpec(name, dim, optimizer, init or Zeros(), dtype, finite=finite, push=push, pull=pull)  # or raises
+        policies: dict[str, Any] = {"admission": admission, "eviction": eviction, "usage": usage}
+        TableSpec(  # or raises
+            name, dim, optimizer, init or Zeros(), dtype, finite=finite, push=push, pull=pull, **policies
+        )
 
         def opened(client: Client) -> Any:
             return client.table(
                 name, dim=dim, optimizer=optimizer, init=init, dtype=dtype, finite=finite, push=push, pull=pull,
-                **options,
+                **policies, **options,
             )  # fmt: skip
 
-        def made(number: int, real: Any) -> Handle:
-            return GroupTable(self, name, number, optimizer, dim, real)
+        def made(number: int, real: Any, scored: bool) -> Handle:
+            return GroupTable(self, name, number, optimizer, dim, real, scored=scored)
 
         handle = self._opened(f"table {name!r} of {dim} floats", name, opened, made)
         return cast(GroupTable, handle)
@@ -138,7 +144,7 @@ class GroupClient(Ranks):
                 name, init=init, optimizer=optimizer, dtype=dtype, finite=finite, push=push, pull=pull, **options
             )
 
-        def made(number: int, real: Any) -> Handle:
+        def made(number: int, real: Any, scored: bool) -> Handle:
             return GroupTensor(self, name, number, optimizer, shape, real)
 
         handle = self._opened(f"tensor {name!r} of shape {shape}", name, opened, made)
@@ -158,7 +164,7 @@ class GroupClient(Ranks):
         def opened(client: Client) -> list[Any]:
             return list(client.tensors(values, optimizer=optimizer, **options).values())
 
-        def made(name: str, number: int, real: Any) -> Handle:
+        def made(name: str, number: int, real: Any, scored: bool) -> Handle:
             return GroupTensor(self, name, number, of_name(optimizer, name), shapes[name], real)
 
         what = f"{len(shapes)} tensors, with names and shapes of digest {alike}"
@@ -166,30 +172,34 @@ class GroupClient(Ranks):
         return {name: cast(GroupTensor, handle) for name, handle in zip(values, handles, strict=True)}
 
     def _opened(
-        self, what: str, name: str, opened: Callable[[Client], Any], made: Callable[[int, Any], Handle]
+        self, what: str, name: str, opened: Callable[[Client], Any], made: Callable[[int, Any, bool], Handle]
     ) -> Handle:
         (handle,) = self._all_opened(
-            what, [name], lambda client: [opened(client)], lambda _, number, real: made(number, real)
+            what, [name], lambda client: [opened(client)], lambda _, number, real, scored: made(number, real, scored)
         )
         return handle
 
     def _all_opened(
         self, what: str, names: Sequence[str], opened: Callable[[Client], list[Any]],
-        made: Callable[[str, int, Any], Handle],
+        made: Callable[[str, int, Any, bool], Handle],
     ) -> list[Handle]:  # fmt: skip
         reals: list[Any] = [None] * len(names)
         known = [self._named.get(name) for name in names]
 
         def open_here(client: Client) -> list[int]:
             reals[:] = opened(client)
-            return [before is None or before.real is not real for before, real in zip(known, reals, strict=True)]
+            pairs = zip(known, reals, strict=True)
+            return [
+                _NEW * (before is None or before.real is not real) + _SCORED * (real.spec.usage == SCORES)
+                for before, real in pairs
+            ]
 
-        is_new = self.at_rank_0(what, open_here).tolist()
+        found = self.at_rank_0(what, open_here).tolist()
         handles = list[Handle]()
-        for name, before, new, real in zip(names, known, is_new, reals, strict=True):
+        for name, before, flags, real in zip(names, known, found, reals, strict=True):
             handle = before
-            if handle is None or new:
-                handle = self._named[name] = made(name, len(self._handles), real)
+            if handle is None or flags & _NEW:
+                handle = self._named[name] = made(name, len(self._handles), real, bool(flags & _SCORED))
                 self._handles.append(handle)
             handles.append(handle)
         return handles
@@ -198,9 +208,9 @@ class GroupClient(Ranks):
 
     def push(self, values: Mapping[Any, object], *, lr: Rates = None) -> GroupStep:
         """One step of all ranks: sums their gradients, {table: (keys, grads), tensor: grad} as for `Client.push`,
-        in the order of the ranks, and pushes the sums. A rank may leave out tables and tensors of which it has no
-        gradient. `lr` counts at rank 0. InputError before other ranks are involved; an error of rank 0's push is raised
-        by the others with their next step."""
+        in the order of the ranks, and pushes the sums; scores beside them likewise. A rank may leave out tables and
+        tensors of which it has no gradient. `lr` counts at rank 0. InputError before other ranks are involved; an error
+        of rank 0's push is raised by the others with their next step."""
         self._refuse_alone("push")
         for handle in values:
             if self._named.get(getattr(handle, "name", "")) is not handle:
@@ -214,7 +224,7 @@ class GroupClient(Ranks):
             return step
         with self.links.leading(number):
             rates: Any = {h.real: rate for h, rate in lr.items()} if isinstance(lr, Mapping) else lr
-            real: dict[Any, Any] = {handle.real: summed for handle, summed in sums.items()}
+            real: dict[Any, Any] = {handle.real: handle.pushed(summed) for handle, summed in sums.items()}
             step = GroupStep(self, self.client.push(real, lr=rates))
             self._heard_push(self.links.answer(number, np.append(self.clocks(), self._summing.room)))
         step.ticked = self._clocks[0]

@@ -151,7 +151,7 @@ class Summing:
                 yield handle, total.reshape(handle.shape)
                 continue
             most = sum(len(keys) for keys, _ in some)
-            keys, rows = np.empty(most, np.int64), np.empty((most, handle.dim), np.float32)
+            keys, rows = np.empty(most, np.int64), np.empty((most, targets[number].dim), np.float32)
             count = merged(some, 0, 1, keys, rows)
             if self._mean:
                 rows[:count] /= np.float32(len(given))
@@ -253,7 +253,7 @@ class Summing:
         for i, (number, shares) in enumerate(plan.sums.items()):
             table: Any = self._handles[number]
             if not shares[0].n:
-                yield table, (np.empty(0, np.int64), np.empty((0, table.dim), np.float32))
+                yield table, (np.empty(0, np.int64), np.empty((0, table.target.dim), np.float32))
                 continue
             memory = self._links.memory(GRADIENTS)
             parts = [memory.rows(place, int(each[i])) for place, each in zip(shares, requests, strict=True)]

@@ -13,6 +13,7 @@ from elasticps.client.filtering import Feedback
 from elasticps.client.inputs import checked_floats, checked_gradients, checked_keys, checked_out, refuse_pickling
 from elasticps.client.short_keys import Saved
 from elasticps.errors import ConfigError
+from elasticps.model.policies import Admission, Eviction
 from elasticps.model.spec import ServerOptimizer
 from elasticps.torch.group.layout import GradientSize
 from elasticps.torch.group.ranks import Ranks
@@ -20,6 +21,7 @@ from elasticps.torch.group.reads import ClientRead, GroupPull, GroupRead, Weight
 
 if TYPE_CHECKING:
     from elasticps.client import DenseTensor, SparseTable
+    from elasticps.client.lifecycle import TableState, Usage
     from elasticps.client.pull import ServerPull
     from elasticps.client.rates import SetRate
     from elasticps.client.row_cache import CachedPull
@@ -98,11 +100,14 @@ class GroupTable(_Handle["SparseTable"]):
     """A sparse table; made by `GroupClient.table`."""
 
     def __init__(
-        self, ps: Ranks, name: str, number: int, optimizer: ServerOptimizer, dim: int, real: SparseTable | None
-    ) -> None:
+        self, ps: Ranks, name: str, number: int, optimizer: ServerOptimizer, dim: int, real: SparseTable | None, *,
+        scored: bool = False,
+    ) -> None:  # fmt: skip
+        """scored: it keeps scores, which are a last column beside the gradients."""
         super().__init__(ps, name, number, optimizer, real)
         self.dim = dim
-        self.target = GradientSize(0, dim)
+        self.target = GradientSize(0, dim + scored)
+        self._scored = scored
 
     @property
     def key_bytes(self) -> Saved:
@@ -134,8 +139,36 @@ class GroupTable(_Handle["SparseTable"]):
         return self.pull_async(keys, out, read=read, exact=exact).result()
 
     def checked(self, value: object) -> tuple[NDArray[np.int64], Floats]:
-        """Checks a gradient: (keys int64 [n], float32 [n, dim]). InputError for anything else."""
-        return checked_gradients(self.name, value, self.dim)
+        """Checks a gradient: (keys int64 [n], float32 [n, dim]), [n, dim + 1] with scores. InputError for anything
+        else."""
+        return checked_gradients(self.name, value, self.dim, self._scored)
+
+    def pushed(self, summed: tuple[NDArray[np.int64], Floats]) -> tuple[Any, ...]:
+        """What the client's push takes of sums of what `checked` returned."""
+        keys, sums = summed
+        if not self._scored:
+            return keys, sums
+        return keys, np.ascontiguousarray(sums[:, : self.dim]), np.ascontiguousarray(sums[:, self.dim])
+
+    def usage(self, keys: object) -> Usage:
+        """As the client's, at rank 0. ConfigError elsewhere."""
+        return self._here("usage()").usage(keys)
+
+    def state(self) -> TableState:
+        """As the client's, at rank 0. ConfigError elsewhere."""
+        return self._here("state()").state()
+
+    def evict(self, dry_run: bool = False) -> dict[str, int]:
+        """As the client's, at rank 0. ConfigError elsewhere."""
+        return self._here("evict()").evict(dry_run)
+
+    def set_admission(self, policy: Admission | None) -> None:
+        """As the client's; every rank calls it."""
+        self._ps.together(f"set_admission of {self.name!r}", lambda: self._here("").set_admission(policy))
+
+    def set_eviction(self, policies: Eviction | Sequence[Eviction] | None) -> None:
+        """As the client's; every rank calls it."""
+        self._ps.together(f"set_eviction of {self.name!r}", lambda: self._here("").set_eviction(policies))
 
     def delete(self, keys: object) -> None:
         """As the client's, of the keys that rank 0 gives; every rank calls it."""
@@ -185,6 +218,10 @@ class GroupTensor(_Handle["DenseTensor"]):
     def checked(self, value: object) -> Floats:
         """Checks a gradient, and returns it flat. InputError for anything but float32 of the tensor's shape."""
         return checked_floats(f"tensor {self.name!r}", value, self.shape).reshape(-1)
+
+    def pushed(self, summed: Floats) -> Floats:
+        """What the client's push takes of a sum."""
+        return summed
 
 
 Handle = GroupTable | GroupTensor
