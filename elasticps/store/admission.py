@@ -48,6 +48,7 @@ mix64: Any = _mix64
 EVERY_KEY, MIN_COUNT, SKETCH, PROBABILITY = 0, 1, 2, 3  # admission policies, as kernels know them
 WAITS = -1  # in place of a row's address: the key gets none yet
 BLOCKS = 64  # of a range's sketch
+NO_BLOCKS = np.empty((0, 0), np.uint8)
 _DEPTH = 4  # counters of a key
 _TIME_BIT = 16  # of a candidate's word
 _COUNT_MASK = (1 << _TIME_BIT) - 1
@@ -99,13 +100,14 @@ def _sketched(sketch: int, width: int, hashed: np.uint64, range_bits: np.uint64,
 
 @kernel
 def admit(
-    h: NDArray[np.int64], c: NDArray[np.int64], sketches: NDArray[np.int64], width: int, keys: NDArray[np.int64],
-    rows: NDArray[np.int64], worker: int, clock: int, start: int, counts: NDArray[np.float32],
+    h: NDArray[np.int64], c: NDArray[np.int64], sketches: NDArray[np.int64], widths: NDArray[np.int64],
+    keys: NDArray[np.int64], rows: NDArray[np.int64], worker: int, clock: int, start: int, counts: NDArray[np.float32],
 ) -> int:  # fmt: skip
     """Counts the pushes of keys [n] without a row (rows[i] = 0), from `start` on. Sets rows[i] to WAITS where the key
     gets none, and counts[i], float32 [n], to the pushes before this one where it does, -1 where it has one already.
 
-    h: the table's header; c: of its candidates. Returns the index to go on from: n when done, else the segment of range
+    h: the table's header; c: of its candidates; sketches, widths: by range, the address of its sketch and the bytes of
+    a block. Returns the index to go on from: n when done, else the segment of range
     c[H_NEED] must grow first.
     """
     salt, shift = np.uint64(c[H_SALT]), np.uint64(c[H_SHIFT])
@@ -138,7 +140,7 @@ def admit(
         elif kind == PROBABILITY:
             admitted = _chance(key, worker, clock) < threshold
         elif kind == SKETCH:
-            admitted = _sketched(sketches[r], width, hashed, range_bits, np.int64(threshold))
+            admitted = _sketched(sketches[r], widths[r], hashed, range_bits, np.int64(threshold))
             counts[i] = np.float32(threshold - 1)
         else:
             admitted = (word & _COUNT_MASK) + 1 >= np.int64(threshold)
@@ -231,7 +233,7 @@ class Waiting:
         self._counts = np.zeros(ranges, np.int64)
         self._sketches: dict[int, NDArray[np.uint8]] = {}  # by range, uint8 [BLOCKS, width]
         self._sketch_at = np.zeros(ranges, np.int64)  # their addresses
-        self._width = 0  # bytes of a block
+        self._widths = np.zeros(ranges, np.int64)  # bytes of a block of each
         self.segment_bytes = 0  # of index segments
         c = self._header = np.zeros(field.HEADER_SIZE, np.int64)
         c[H_DESCRIPTORS], c[H_COUNTS] = self._descriptors.ctypes.data, self._counts.ctypes.data
@@ -257,7 +259,7 @@ class Waiting:
         c, counts = self._header, np.empty(len(keys), np.float32)
         at = 0
         while True:
-            at = admit(self._table, c, self._sketch_at, self._width, keys, rows, worker, clock, at, counts)
+            at = admit(self._table, c, self._sketch_at, self._widths, keys, rows, worker, clock, at, counts)
             if at == len(keys):
                 break
             self._grow(int(c[H_NEED]))
@@ -306,12 +308,9 @@ class Waiting:
         """Range r is under this policy: makes its sketch, or gives it back."""
         if isinstance(policy, MinCountSketch):
             width = max(_DEPTH, policy.nbytes // (self._ranges * BLOCKS) // _DEPTH * _DEPTH)
-            if self._width != width:
-                self._sketches.clear()  # counters of another width say nothing
-                self._width = width
-            if r not in self._sketches:
+            if r not in self._sketches or self._widths[r] != width:  # counters of another width say nothing
                 self._sketches[r] = np.zeros((BLOCKS, width), np.uint8)
-                self._sketch_at[r] = self._sketches[r].ctypes.data
+                self._sketch_at[r], self._widths[r] = self._sketches[r].ctypes.data, width
         elif r in self._sketches:
             del self._sketches[r]
 
@@ -326,12 +325,19 @@ class Waiting:
 
     def read_blocks(self, r: int, low: int, high: int) -> NDArray[np.uint8]:
         """The blocks of range r's sketch that begin in low..high-1: uint8 [n, width], n = 0 without a sketch."""
-        return self._blocks(r, low, high) if r in self._sketches else np.empty((0, 0), np.uint8)
+        return self._blocks(r, low, high) if r in self._sketches else NO_BLOCKS
 
     def write_blocks(self, r: int, low: int, blocks: NDArray[np.uint8]) -> None:
         """Stores what `read_blocks` gave from `low` on."""
         first = self._first_block(r, low)
         self._sketches[r][first : first + len(blocks)] = blocks
+
+    def restore_sketch(self, r: int, blocks: NDArray[np.uint8], bound: int) -> None:
+        """Stores those blocks of a whole sketch of range r, uint8 [BLOCKS, width], that begin below a hash. Counters of
+        another width, or of a range that has no sketch, say nothing: then it stays as it is."""
+        if r in self._sketches and blocks.shape == self._sketches[r].shape:
+            n = self._first_block(r, bound)
+            self._sketches[r][:n] = blocks[:n]
 
     def _blocks(self, r: int, low: int, high: int) -> NDArray[np.uint8]:
         return self._sketches[r][self._first_block(r, low) : self._first_block(r, high)]

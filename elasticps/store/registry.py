@@ -68,7 +68,7 @@ _LIFECYCLE: tuple[tuple[Any, tuple[Any, ...]], ...] = (
     (usage.ties, (KEYS, WORDS)),
     (
         admission.admit,
-        (WORDS, WORDS, WORDS, INT, KEYS, WORDS, INT, INT, INT, types.Array(types.float32, 1, "C")),
+        (WORDS, WORDS, WORDS, WORDS, KEYS, WORDS, INT, INT, INT, types.Array(types.float32, 1, "C")),
     ),
     (admission.remove, (WORDS, KEYS)),
     (admission.put, (WORDS, KEYS, KEYS, INT)),
