@@ -426,20 +426,33 @@ class TablesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TableStatus(_message.Message):
-    __slots__ = ("id", "rows_headed", "rows", "bytes", "spec", "app")
+    __slots__ = ("id", "rows_headed", "rows", "bytes", "spec", "app", "candidates", "admitted", "evicted")
+    class EvictedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     ID_FIELD_NUMBER: _ClassVar[int]
     ROWS_HEADED_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     APP_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
     id: int
     rows_headed: int
     rows: int
     bytes: int
     spec: str
     app: str
-    def __init__(self, id: _Optional[int] = ..., rows_headed: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., spec: _Optional[str] = ..., app: _Optional[str] = ...) -> None: ...
+    candidates: int
+    admitted: int
+    evicted: _containers.ScalarMap[str, int]
+    def __init__(self, id: _Optional[int] = ..., rows_headed: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., spec: _Optional[str] = ..., app: _Optional[str] = ..., candidates: _Optional[int] = ..., admitted: _Optional[int] = ..., evicted: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class ClusterRequest(_message.Message):
     __slots__ = ()

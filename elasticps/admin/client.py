@@ -47,8 +47,10 @@ async def fetch_tables(address: str, timeout_s: float, credentials: Credentials 
             answer = await admin_pb2_grpc.AdminStub(channel).Tables(admin_pb2.TablesRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise failure(address, timeout_s, error) from error
-    fields = ("id", "rows_headed", "rows", "bytes", "spec", "app")
-    return [{field: getattr(table, field) for field in fields} for table in answer.tables]
+    fields = ("id", "rows_headed", "rows", "bytes", "spec", "app", "candidates", "admitted")
+    return [
+        {field: getattr(table, field) for field in fields} | {"evicted": dict(table.evicted)} for table in answer.tables
+    ]
 
 
 async def fetch_hot(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,11 +17,13 @@ from elasticps.admin import fetch_tables
 from elasticps.cli.local import target, worker_target
 from elasticps.cli.options import Json, Name, Url, command
 from elasticps.cli.output import ExitCode, out, print_json, size
+from elasticps.cli.policies import read_admission, read_evictions, shown
 from elasticps.errors import ClusterUnreachable, ConfigError, UnknownTable
 from elasticps.local.operator_client import OperatorClient
 from elasticps.system import background
 
 if TYPE_CHECKING:
+    from elasticps.client import SparseTable
     from elasticps.security.credentials import Credentials
 
 
@@ -28,10 +31,19 @@ Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds to wait for etcd,
 Which = Annotated[str, typer.Argument(metavar="TABLE", help="The name of a table or tensor.")]
 Application = Annotated[str, typer.Option("--app", help="The application that it belongs to.")]
 Rate = Annotated[str, typer.Argument(help="A number, or 'none': each worker has its own again.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Count what would go, and forget nothing.")]
+AdmissionText = Annotated[
+    str | None, typer.Option("--admission", metavar="POLICY", help="Which keys get a row; 'none' for all.")
+]
+EvictionTexts = Annotated[
+    list[str] | None,
+    typer.Option("--eviction", metavar="POLICY", help="Which rows go; 'none' for none. May be given several times."),
+]
 Sure = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 app = typer.Typer(
-    help="Show a cluster's tables; clear or drop one, set its learning rate.", invoke_without_command=True
+    help="Show a cluster's tables; clear, sweep or drop one, set its learning rate and its policies.",
+    invoke_without_command=True,
 )
 
 
@@ -64,11 +76,63 @@ def list_command(url: Url = None, name: Name = None, as_json: Json = False, time
 def show(
     table: Which, url: Url = None, name: Name = None, app: Application = "default", timeout: Timeout = 3.0
 ) -> None:
-    """Print all that is known of a table, as JSON. The exit code is 2 if there is none of that name."""
+    """Print all that is known of a table, as JSON. The exit code is 2 if there is none of that name.
+
+    Of a table that keeps the usage of its rows also keys that wait for a row, what was admitted and evicted by reason
+    since servers started, and how many of some rows were used last 2^i to 2^(i+1) seconds ago (ages) and so often
+    (counts).
+    """
     found = next((t for t in _found(url, name, timeout)["tables"] if (t["app"], t["name"]) == (app, table)), None)
     if found is None:
         raise ConfigError(f"application {app!r} has no table {table!r}")
+    if found.get("usage"):
+        with _opened(worker_target(url, name), app, table, timeout) as handle:
+            found |= handle.state()._asdict()
     print_json(found)
+
+
+@app.command()
+@command
+def evict(
+    table: Which, url: Url = None, name: Name = None, app: Application = "default", dry_run: DryRun = False,
+    as_json: Json = False, timeout: Timeout = 120.0,
+) -> None:  # fmt: skip
+    """Sweep a table now: forget the rows that its policies choose, and say how many went, by reason."""
+    with _opened(worker_target(url, name), app, table, timeout) as handle:
+        going = handle.evict(dry_run)
+    if as_json:
+        print_json({"table": table, "app": app, "dry_run": dry_run, "rows": going})
+    else:
+        counts = ", ".join(f"{reason} {count:,}" for reason, count in going.items() if count)
+        out.print(f"evict: {table}, {counts or 'nothing'}{' would go' * dry_run}")
+
+
+@app.command("set")
+@command
+def set_policies(
+    table: Which, url: Url = None, name: Name = None, app: Application = "default", admission: AdmissionText = None,
+    eviction: EvictionTexts = None, as_json: Json = False, timeout: Timeout = 30.0,
+) -> None:  # fmt: skip
+    """Put a table under other policies, for all workers: which keys get a row, and which rows are forgotten.
+
+    A policy is written KIND:VALUE,NAME=VALUE…, as min_count:5,forget_after=7d, min_count_sketch:5,nbytes=67108864,
+    probability:0.1; idle_for:30d, capacity:50000000,keep=most_used,half_life=7d, small_norm:0.0001; or none.
+    """
+    if admission is None and not eviction:
+        raise ConfigError("say which: --admission POLICY, --eviction POLICY or both")
+    chosen = None if admission is None else read_admission(admission)
+    evictions = read_evictions(eviction or [])
+    with _opened(worker_target(url, name), app, table, timeout) as handle:
+        if eviction:  # before admission: what is refused is refused before anything changes
+            handle.set_eviction(evictions)
+        if admission is not None:
+            handle.set_admission(chosen)
+        spec = handle.spec
+    policies = {"admission": None if spec.admission is None else spec.admission.to_dict()}
+    if as_json:
+        print_json({"table": table, "app": app, **policies, "eviction": [each.to_dict() for each in spec.eviction]})
+    else:
+        out.print(f"set: {table}, admission {shown([spec.admission])}, eviction {shown(spec.eviction)}")
 
 
 @app.command()
@@ -108,6 +172,21 @@ def set_lr(
         except UnknownTable as error:
             raise ConfigError(str(error)) from None
     out.print(f"set-lr: {table}, {'each worker its own again' if lr is None else f'{lr:g} for all workers'}")
+
+
+@contextmanager
+def _opened(url: str, app: str, table: str, timeout_s: float) -> Iterator[SparseTable]:
+    """Opens a sparse table as a worker does. ConfigError if there is none of that name."""
+    from elasticps.client import SparseTable, connect
+
+    with connect(url, app=app, timeout=timeout_s) as ps:
+        try:
+            handle = ps.open(table)
+        except UnknownTable as error:
+            raise ConfigError(str(error)) from None
+        if not isinstance(handle, SparseTable):
+            raise ConfigError(f"{table!r} is a tensor, and has neither admission nor eviction")
+        yield handle
 
 
 def _number(text: str) -> float:
@@ -157,7 +236,8 @@ async def _look(
 ) -> dict[str, Any]:
     requests = (fetch_tables(server.admin, timeout_s, credentials) for server in servers)
     answers = await asyncio.gather(*requests, return_exceptions=True)
-    tables = {number: {**spec, "rows": 0, "bytes": 0, "servers": {}} for number, spec in known.items()}
+    nothing: dict[str, int] = {"rows": 0, "bytes": 0, "candidates": 0}
+    tables = {number: {**spec, **nothing, "servers": {}} for number, spec in known.items()}
     silent = {}
     for server, answer in zip(servers, answers, strict=True):
         if isinstance(answer, ClusterUnreachable):
@@ -169,19 +249,21 @@ async def _look(
                 if (table := tables.get(there["id"])) is not None:
                     table["rows"] += there["rows_headed"]
                     table["bytes"] += there["bytes"]
+                    table["candidates"] += there["candidates"]
                     table["servers"][server.name] = {"rows": there["rows"], "bytes": there["bytes"]}
     return {"tables": sorted(tables.values(), key=lambda t: (t["app"], t["name"])), "silent": silent}
 
 
 def _render(found: dict[str, Any]) -> Group:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("app", "table", "shape", "type", "optimizer", "rows", "memory", "servers"):
-        table.add_column(column, justify="right" if column in ("rows", "memory", "servers") else "left")
+    table, waiting = Table(box=None, header_style="bold", pad_edge=False), any(t["candidates"] for t in found["tables"])
+    numbers = ["rows", *["waiting"] * waiting, "memory", "servers"]
+    for column in ("app", "table", "shape", "type", "optimizer", *numbers):
+        table.add_column(column, justify="right" if column in numbers else "left")
     for each in found["tables"]:
         shape = f"[keys, {each['dim']}]" if each["shape"] is None else str(each["shape"])
         table.add_row(
             each["app"], Text(each["name"]), Text(shape), each["dtype"], Text(_optimizer(each)),
-            f"{each['rows']:,}", size(each["bytes"]), str(len(each["servers"])),
+            f"{each['rows']:,}", *[f"{each['candidates']:,}"] * waiting, size(each["bytes"]), str(len(each["servers"])),
         )  # fmt: skip
     silent = [Text(f"{name}: {error}; its rows are not counted", "red") for name, error in found["silent"].items()]
     return Group(table if found["tables"] else Text("no worker has made a table yet"), *silent)

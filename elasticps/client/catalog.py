@@ -226,8 +226,8 @@ class TableCatalog:
             found = self._registry.open_tables(worker.app, to_register, worker.id, self._timeout_s)
             going = [table for table in found if table.dropping]
             for one, table in zip(requests, found, strict=True):
-                wanted = one.spec.with_usage_of(table.spec)
-                if not table.dropping and (difference := table.spec.difference(wanted)):
+                described = one.spec.with_usage_of(table.spec)
+                if not table.dropping and (difference := table.spec.difference(described)):
                     self._take_back(found)
                     raise SpecError(_differs(table.spec, one.spec, difference))
             if not going:

@@ -25,7 +25,7 @@ from elasticps.client.connections import (
     server_error,
     what_is_lost,
 )  # fmt: skip
-from elasticps.client.core.fan_out import Answer, FanOut, FanOuts, Questions, Script, T, carry_out
+from elasticps.client.core.fan_out import FAN_OUT_ANSWERS, Answer, FanOut, FanOuts, Questions, Script, T, carry_out
 from elasticps.client.core.new_views import NewViews, ReadStore
 from elasticps.client.core.routing import Routes
 from elasticps.client.core.session import PushSession
@@ -340,15 +340,7 @@ class Dispatcher:
                 self.pushes.clocks(request, header.epoch, ranges, applied, committed, refused)
             elif kind == Kind.PARTLY:
                 self._stall(request, owner, header.epoch)
-            elif kind in (
-                Kind.OK,
-                Kind.CLOCKS,
-                Kind.BARRIER_DECISION,
-                Kind.SHARDS,
-                Kind.KEYS,
-                Kind.REDUCED,
-                Kind.SWEPT,
-            ):
+            elif kind in FAN_OUT_ANSWERS:
                 self._fan_outs.answered(header, body.tobytes())
             elif kind == Kind.ERROR and header.flags & REFUSED:
                 refused = refused_by(link.server.name, body, self.routes.view.ranges)

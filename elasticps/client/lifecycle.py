@@ -24,7 +24,7 @@ ChangePolicies = Callable[[TableSpec], TableSpec]
 
 
 @dataclass(frozen=True)
-class Usage:
+class RowUsage:
     """The usage of rows, NaN where there is no row: last_use float64 [n], seconds since 1970 of the last push; count
     float32 [n], pushes, fallen to what they were then; score float32 [n], NaN in tables without scores."""
 
@@ -46,12 +46,12 @@ class TableState(NamedTuple):
     counts: tuple[int, ...]
 
 
-def usage_of(words: NDArray[np.float32]) -> Usage:
+def usage_of(words: NDArray[np.float32]) -> RowUsage:
     """What an answer of usage says: words [n, 3], of which the first are whole numbers."""
     numbers = words.view(np.uint32).reshape(-1, USAGE)
     count, score = (np.ascontiguousarray(numbers[:, i]).view(np.float32) for i in (1, 2))
     last_use = np.where(np.isnan(count), np.nan, numbers[:, 0].astype(np.float64))
-    return Usage(last_use, count, score)
+    return RowUsage(last_use, count, score)
 
 
 def need_usage(spec: TableSpec) -> None:
@@ -63,7 +63,7 @@ def need_usage(spec: TableSpec) -> None:
         )
 
 
-def _asked(kind: Kind, table: int, document: dict[str, Any]) -> Questions:
+def _question(kind: Kind, table: int, document: dict[str, Any]) -> Questions:
     frame = json_frame(kind, document)
     header = unpack_header(frame)._replace(table=table)
     return of_heads(header, frame[HEADER_BYTES:])
@@ -71,13 +71,13 @@ def _asked(kind: Kind, table: int, document: dict[str, Any]) -> Questions:
 
 def set_policies(table: int, spec: TableSpec) -> Questions:
     """Puts a table under the policies of its spec, at the heads of all ranges."""
-    return _asked(Kind.SET_POLICIES, table, {"spec": spec.to_json()})
+    return _question(Kind.SET_POLICIES, table, {"spec": spec.to_json()})
 
 
 def sweep(ask: Ask, table: int, name: str, dry_run: bool) -> dict[str, int]:
     """Sweeps a table at all heads, or counts what a sweep would forget: rows by reason."""
     what = f"sweeping table {name!r}"
-    questions = _asked(Kind.SWEEP, table, {"what": "dry-run" if dry_run else "sweep"})
+    questions = _question(Kind.SWEEP, table, {"what": "dry-run" if dry_run else "sweep"})
     total: Counter[str] = Counter()
     for document in _documents(ask(questions, what)):
         total.update(_counts(document.get("going")))
@@ -86,7 +86,7 @@ def sweep(ask: Ask, table: int, name: str, dry_run: bool) -> dict[str, int]:
 
 def state(ask: Ask, table: int, name: str) -> TableState:
     """What a table's rows are like, at the heads of all its ranges."""
-    found = _documents(ask(_asked(Kind.SWEEP, table, {"what": "state"}), f"looking at table {name!r}"))
+    found = _documents(ask(_question(Kind.SWEEP, table, {"what": "state"}), f"looking at table {name!r}"))
     evicted: Counter[str] = Counter()
     for document in found:
         evicted.update(_counts(document.get("evicted")))

@@ -67,8 +67,8 @@ class Query:
     @property
     def flags(self) -> int:
         """Those of the PULL header."""
-        asked = self.slots * SLOTS | self.coded * CODED | self.digests * DIGESTS | self.usage * USAGE
-        return self.any_replica * ANY | asked
+        content = self.slots * SLOTS | self.coded * CODED | self.digests * DIGESTS | self.usage * USAGE
+        return self.any_replica * ANY | content
 
 
 class DecodedRows:

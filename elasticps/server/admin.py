@@ -168,15 +168,16 @@ class ServerAdmin:
 
     def tables(self) -> list[dict[str, Any]]:
         """What `elasticps tables` shows of this server."""
-        headed = self._serving.headed.tolist()
+        headed = self._serving.headed
         return [
             {
                 "id": table.table_id,
-                "rows_headed": sum(table.count_range(r) for r in headed),
+                "rows_headed": sum(table.count_range(r) for r in headed.tolist()),
                 "rows": table.rows,
                 "bytes": table.nbytes,
                 "spec": table.spec.to_json(),
                 "app": table.app,
+                **({} if table.lifecycle is None else table.lifecycle.counts(headed)),
             }
             for table in self._executor.store.live.values()
         ]

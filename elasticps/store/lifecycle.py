@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -167,6 +167,15 @@ class Lifecycle:
             table.forget(gone)
         self.evicted[by.reason, r] += len(gone)
         return len(gone)
+
+    def counts(self, ranges: NDArray[np.int64]) -> dict[str, Any]:
+        """What there is and what has happened here in ranges [n]: keys that wait for a row, keys that a policy gave
+        one, and what was forgotten, by reason."""
+        return {
+            "candidates": sum(self.waiting.count_range(r) for r in ranges.tolist()),
+            "admitted": int(self.admitted[ranges].sum()),
+            "evicted": {reason.name.lower(): int(self.evicted[reason, ranges].sum()) for reason in Reason},
+        }
 
     def words(self, r: int) -> list[int]:
         """Numbers on which replicas of range r must agree: of its policies, and of keys that wait for a row."""

@@ -106,7 +106,7 @@ def test_unusable_scores_are_refused_before_anything_is_sent(connect: Connect) -
     ):
         with pytest.raises(InputError, match=text):
             ps.push({table: (keys, ones(keys), scores)})
-    with pytest.raises(InputError, match='keeps no scores.*usage="score"'):
+    with pytest.raises(InputError, match=r'keeps no scores.*usage="score"'):
         ps.push({counted: (keys, ones(keys), np.ones(2, np.float32))})
     assert ps.clock == 0
 
@@ -123,7 +123,8 @@ def test_a_sweep_forgets_the_rows_with_the_least_scores(connect: Connect, cluste
     assert 0 <= table.evict(dry_run=True)["capacity"] <= 3_100  # servers sweep by themselves meanwhile
     table.evict()
     left = np.concatenate([*table.keys()])
-    assert 900 <= len(left) <= 1_100 and table.state().evicted["capacity"] == 4_000 - len(left)
+    assert 900 <= len(left) <= 1_100
+    assert table.state().evicted["capacity"] == 4_000 - len(left)
     assert table.usage(left).score.min() >= 50  # those with the most
     gone = np.setdiff1d(keys, left)
     assert not table.pull(gone).any()  # also past the worker's cache
@@ -230,7 +231,8 @@ def test_workers_of_a_round_see_the_same_rows(connect: Connect) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(seen[0, step] == seen[1, step] for step in range(6)) and len(set(seen.values())) > 1
+    assert all(seen[0, step] == seen[1, step] for step in range(6))
+    assert len(set(seen.values())) > 1
     assert tables[0].state().evicted["capacity"] > 0
 
 
@@ -256,4 +258,5 @@ def test_counts_are_exact_through_a_killed_server() -> None:
         for table in tables:
             model.check(table, keys)
         report = audit(cluster.url, 30.0)
-        assert report.compared > 0 and not report.differences
+        assert report.compared > 0
+        assert not report.differences

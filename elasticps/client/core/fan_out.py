@@ -14,12 +14,15 @@ import numpy as np
 
 from elasticps.client.core.routing import Routes
 from elasticps.kernels.hashing import group_range
-from elasticps.wire.frames import Buffer, Header, read_clocks
+from elasticps.wire.frames import Buffer, Header, Kind, read_clocks
 from elasticps.wire.headers import GetClocksHeader
 from replication.chain import Member
 from replication.progress import Progress
 
 T = TypeVar("T")
+FAN_OUT_ANSWERS = frozenset(
+    {Kind.OK, Kind.CLOCKS, Kind.BARRIER_DECISION, Kind.SHARDS, Kind.KEYS, Kind.REDUCED, Kind.SWEPT}
+)
 
 Questions = Callable[[Routes], Iterable[tuple[Member, Header, list[Buffer]]]]
 """What a round asks of whom under a view: headers without a request number, and bodies. Nothing: nobody can be asked

@@ -17,7 +17,6 @@ from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.sweeper import Sweeper
 from elasticps.store import Table
-from elasticps.store.eviction import Reason
 from elasticps.wire.frames import MAX_CONTROL_BYTES, FrameError, Header, Kind, json_body, json_frame, text
 from elasticps.wire.headers import PoliciesHeader
 from replication.effects import Push
@@ -119,12 +118,9 @@ def state(table: Table, headed: NDArray[np.int64], times: NDArray[np.int64]) -> 
         usage = table.read_usage(keys)
         ages += _binned(times[r] - usage[:, 0].astype(np.int64))
         counts += _binned(usage[:, 1].copy().view(np.float32))
-    waiting = table.lifecycle.waiting
     return {
         "rows": sum(table.count_range(r) for r in headed.tolist()),
-        "candidates": sum(waiting.count_range(r) for r in headed.tolist()),
-        "admitted": int(table.lifecycle.admitted[headed].sum()),
-        "evicted": {reason.name.lower(): int(table.lifecycle.evicted[reason, headed].sum()) for reason in Reason},
+        **table.lifecycle.counts(headed),
         "ages": ages.tolist(),
         "counts": counts.tolist(),
     }
