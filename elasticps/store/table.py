@@ -194,7 +194,11 @@ class Table:
         if len(values) != n or values.shape[1] not in self.put_widths:
             raise InputError(f"{self._name}: {n} keys need values of {(n, self._dim)}, got {values.shape}")
         rows = self._scratch_rows(n)
-        if self._find_to_change(keys, rows):
+        missing = self._find_to_change(keys, rows)
+        if self.lifecycle is not None and self._cuts.newest.any():  # its count begins anew: as if it had been deleted
+            there = np.unique(keys[rows[:n] != 0])
+            self.deletions.note_each(self.ranges_of(there), there, self._cuts.newest)
+        if missing:
             self._insert(keys, rows, _NO_VALUES, index.LEAVE_BLANK)
         weights, slots = np.ascontiguousarray(values[:, : self._dim]), values[:, self._dim :]
         index.overwrite(self._header, weights, rows)
@@ -230,9 +234,7 @@ class Table:
         if not len(gone):
             return 0
         if self._cuts.newest.any():
-            ranges = self.ranges_of(gone)
-            for r in np.unique(ranges).tolist():
-                self.note_deleted(r, gone[ranges == r])
+            self.deletions.note_each(self.ranges_of(gone), gone, self._cuts.newest)
         self.forget(gone)
         return len(gone)
 

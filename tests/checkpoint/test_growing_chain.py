@@ -172,6 +172,7 @@ class ChainMachine(RuleBasedStateMachine):
     @rule(keys=KEYS, seed=SEEDS)
     def load(self, keys: list[int], seed: int) -> None:
         self.table.put(np.array(keys, np.int64), floats(seed, len(keys), DIM))
+        self._bound()
 
     @rule(r=st.integers(0, RANGES - 1))
     def clear(self, r: int) -> None:

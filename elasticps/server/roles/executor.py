@@ -256,13 +256,12 @@ class Executor:
         elif operation.kind == OperationKind.LOAD:
             for table, keys, values, _ in blocks:
                 tables[table].put(keys, values)
+                if tables[table].lifecycle is not None:
+                    self._bound_notes(effect, tables[table])
         elif operation.kind == OperationKind.DELETE:
-            unfinished = effect.inside or {}  # their tail knows how many deletions there are
-            whole = [r for r in effect.ranges.tolist() if r not in unfinished]
             for table, keys, _, _ in blocks:
                 tables[table].delete(keys)
-                for r in whole:
-                    tables[table].deletions.bound(r, tables[table].count_range(r))
+                self._bound_notes(effect, tables[table])
         else:
             for table, keys, grads, step_values in blocks:
                 self._update(tables[table], keys, grads, step_values, operation)
@@ -282,8 +281,15 @@ class Executor:
         if table is not None:
             for r in ranges:
                 table.evict(r, swept.low, swept.high, swept.predicate, unfinished.get(r, HASH_END))
-                if r not in unfinished:  # else the tail knows how many there are
-                    table.deletions.bound(r, table.count_range(r))
+            self._bound_notes(effect, table)
+
+    @staticmethod
+    def _bound_notes(effect: Apply, table: Table) -> None:
+        """Bounds the notes on rows that went; not in ranges that are being filled: their tail knows how many there
+        are."""
+        for r in effect.ranges.tolist():
+            if r not in (effect.inside or {}):
+                table.deletions.bound(r, table.count_range(r))
 
     def _set_policies(self, ranges: Ranges, table: int, spec: TableSpec) -> None:
         found = self.store.tables.get(table)
