@@ -216,7 +216,10 @@ class TableCatalog:
     def _known(self, table: Registration) -> Handle | None:
         """What was opened here before of a table that is registered."""
         handle = self.opened.get(table.spec.name)
-        return handle if handle is not None and handle.id == table.id else None
+        if handle is None or handle.id != table.id:
+            return None
+        handle.spec = table.spec  # whose policies others may have changed
+        return handle
 
     def _register(self, requests: Sequence[TableRequest]) -> list[Registration]:
         """Registers all, or finds them. SpecError says how an existing one differs; then nothing is registered."""

@@ -46,6 +46,7 @@ hash_key: Any = _hash_key
 mix64: Any = _mix64
 
 EVERY_KEY, MIN_COUNT, SKETCH, PROBABILITY = 0, 1, 2, 3  # admission policies, as kernels know them
+ADDS_NOTHING, ADDS_CANDIDATE, ADDS_ROW = 0, 1, 2  # what a push of a key without a row makes of it
 WAITS = -1  # in place of a row's address: the key gets none yet
 BLOCKS = 64  # of a range's sketch
 NO_BLOCKS = np.empty((0, 0), np.uint8)
@@ -163,6 +164,56 @@ def admit(
 
 
 @kernel
+def _would_be_sketched(sketch: int, width: int, hashed: np.uint64, range_bits: np.uint64, threshold: np.int64) -> bool:
+    """What `_sketched` would return; counts nothing."""
+    block = np.int64((hashed << range_bits) >> _S58)
+    counters = carray(pointer(sketch + block * width), (width,), np.uint8)
+    part = width // _DEPTH
+    least = np.int64(255)
+    for d in range(_DEPTH):
+        hashed = mix64(hashed + np.uint64(d + 1))
+        least = min(least, np.int64(counters[d * part + np.int64(hashed % np.uint64(part))]))
+    return bool(least + 1 >= threshold)
+
+
+@kernel
+def foresee(
+    h: NDArray[np.int64], c: NDArray[np.int64], sketches: NDArray[np.int64], width: NDArray[np.int64],
+    keys: NDArray[np.int64], worker: int, clock: int, out: NDArray[np.int64],
+) -> None:  # fmt: skip
+    """Writes what a push would make of each of keys [n] without a row: ADDS_ROW, ADDS_CANDIDATE or ADDS_NOTHING.
+    Changes nothing; arguments as for `admit`."""
+    salt, shift = np.uint64(c[H_SALT]), np.uint64(c[H_SHIFT])
+    range_bits = _S64 - shift
+    ranges = 1 << (64 - c[H_SHIFT])
+    policies = carray(pointer(h[H_POLICIES]), (ranges * POLICY,), np.float64)
+    for i in range(keys.shape[0]):
+        hashed = hash_key(keys[i], salt)
+        r = np.int64(hashed >> shift)
+        kind, threshold = np.int64(policies[r * POLICY + P_ADMISSION]), policies[r * POLICY + P_THRESHOLD]
+        out[i] = ADDS_NOTHING
+        if kind == MIN_COUNT:
+            base, capacity = index.segment_of(c, r)
+            entry = index.first_entry(hashed, range_bits, base, capacity)
+            word = load64(entry + 8)
+            while load64(entry) != keys[i] and word != 0:
+                entry += index.ENTRY
+                word = load64(entry + 8)
+            if (word & _COUNT_MASK) + 1 >= np.int64(threshold):
+                out[i] = ADDS_ROW
+            elif word == 0:
+                out[i] = ADDS_CANDIDATE
+        elif kind == PROBABILITY:
+            if _chance(keys[i], worker, clock) < threshold:
+                out[i] = ADDS_ROW
+        elif kind == SKETCH:
+            if _would_be_sketched(sketches[r], width[r], hashed, range_bits, np.int64(threshold)):
+                out[i] = ADDS_ROW
+        else:
+            out[i] = ADDS_ROW
+
+
+@kernel
 def remove(c: NDArray[np.int64], keys: NDArray[np.int64]) -> int:
     """Forgets the candidates among keys; how many they were."""
     salt, shift = np.uint64(c[H_SALT]), np.uint64(c[H_SHIFT])
@@ -266,6 +317,12 @@ class Waiting:
         if self.candidates:
             remove(c, keys[rows == 0])
         return counts
+
+    def foresee(self, keys: NDArray[np.int64], worker: int, clock: int) -> NDArray[np.int64]:
+        """What `admit` would make of keys [n] without a row: ADDS_ROW, ADDS_CANDIDATE or ADDS_NOTHING, int64 [n]."""
+        found = np.empty(len(keys), np.int64)
+        foresee(self._table, self._header, self._sketch_at, self._widths, keys, worker, clock, found)
+        return found
 
     def remove(self, keys: NDArray[np.int64]) -> int:
         """Forgets the candidates among keys [n]; returns how many they were."""

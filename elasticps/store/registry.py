@@ -70,6 +70,7 @@ _LIFECYCLE: tuple[tuple[Any, tuple[Any, ...]], ...] = (
         admission.admit,
         (WORDS, WORDS, WORDS, WORDS, KEYS, WORDS, INT, INT, INT, types.Array(types.float32, 1, "C")),
     ),
+    (admission.foresee, (WORDS, WORDS, WORDS, WORDS, KEYS, INT, INT, WORDS)),
     (admission.remove, (WORDS, KEYS)),
     (admission.put, (WORDS, KEYS, KEYS, INT)),
 )

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import runpy
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import elasticps as eps
 from elasticps.admin.audit import audit
+from elasticps.cli.app import app as command_line
 from elasticps.errors import InputError, SpecError
 from tests.e2e.conftest import Connect
 from tests.e2e.oracle import audited
 
 DIM = 3
+EXAMPLE = Path(__file__).parents[2] / "examples" / "growing_vocabulary.py"
 Keys = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -260,3 +267,51 @@ def test_counts_are_exact_through_a_killed_server() -> None:
         report = audit(cluster.url, 30.0)
         assert report.compared > 0
         assert not report.differences
+
+
+def test_commands_show_sweep_and_set_a_growing_table(connect: Connect, cluster: eps.LocalCluster) -> None:
+    ps = connect()
+    table = ps.table("t", dim=DIM, optimizer=eps.Accumulate(), admission=eps.MinCount(2))
+    keys = np.arange(3_000)
+    ps.push({table: (keys, ones(keys))})
+    ps.push({table: (keys[:2_000], ones(keys[:2_000]))}).result()
+
+    def run(command: str, *arguments: str, code: int = 0) -> str:
+        where = ["--url", cluster.url, "--app", ps.app]
+        done = CliRunner().invoke(command_line, ["tables", command, *arguments, *where])
+        assert done.exit_code == code, done.output
+        return done.output
+
+    shown = json.loads(run("show", "t"))
+    assert (shown["rows"], shown["candidates"], shown["admitted"]) == (2_000, 1_000, 2_000)
+    assert shown["evicted"] == dict.fromkeys(("idle", "capacity", "small_norm", "forgotten"), 0)
+    assert sum(shown["counts"]) == sum(shown["ages"]) == 2_000
+    assert "waiting" in CliRunner().invoke(command_line, ["tables", "list", "--url", cluster.url]).output
+    assert "nothing would go" in run("evict", "t", "--dry-run")
+    changed = run(
+        "set", "t", "--admission", "none", "--eviction", "idle_for:1d", "--eviction", "capacity:1000", "--json"
+    )
+    assert json.loads(changed) == {
+        "table": "t", "app": ps.app, "admission": None,
+        "eviction": [eps.IdleFor("1d").to_dict(), eps.Capacity(1_000).to_dict()],
+    }  # fmt: skip
+    assert ps.open("t").spec.eviction == (eps.IdleFor("1d"), eps.Capacity(1_000))
+    run("evict", "t", "--json")
+    shown = json.loads(run("show", "t"))
+    assert shown["evicted"]["capacity"] == 2_000 - shown["rows"] >= 900
+    assert "need usage='score'" in run("set", "t", "--eviction", "capacity:10,keep=score", code=2)
+    assert "set: t, admission min_count:3" in run("set", "t", "--admission", "min_count:3")
+    for wrong in (("--admission", "often"), ("--eviction", "capacity:none"), ()):
+        run("set", "t", *wrong, code=2)
+    run("evict", "none", code=2)
+
+
+def test_the_example_of_a_growing_vocabulary_holds_its_table_to_a_size(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "2"])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    *hours, last = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in hours[-2:]] == ["hour  1", "hour  2"]
+    assert "keys wait" in hours[-1]
+    assert last.startswith("would go now: {'idle': ")

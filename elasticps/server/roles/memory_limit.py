@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from elasticps.server.core.headroom import UNLIMITED, Headroom, ServerMemory, full
 from elasticps.server.core.requests import Body, RequestError
@@ -11,6 +12,8 @@ from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.store import Table
+from elasticps.store.admission import ADDS_CANDIDATE, ADDS_NOTHING, ADDS_ROW
+from elasticps.store.index import GROWN_BYTES
 from elasticps.system.memory import give_back
 from elasticps.wire.frames import Block, Header, Kind, json_body, json_frame
 
@@ -53,10 +56,11 @@ class MemoryLimit:
         if rows.error is not None:
             raise rows.error
 
-    def limit(self, push: PushRows, share: int = 0, open_bytes: int = 0) -> None:
+    def limit(self, push: PushRows, share: int = 0, open_bytes: int = 0, step: tuple[int, int] | None = None) -> None:
         """Takes room for the rows that a push adds, or refuses those rows; existing rows need none. share: bytes of the
         push as a share of a round; open_bytes: of all shares of open rounds. Above a limit shares need room, too, and
-        without it the whole share is refused."""
+        without it the whole share is refused. step: its worker and progress, by which keys get a row or wait for one, and
+        need less; None: all get one."""
         room, needed = self._path.room, 0
         if room > UNLIMITED // 2:
             return
@@ -67,12 +71,12 @@ class MemoryLimit:
                 push.refuse_all(self._full(tables[push.blocks[0].table], 0, share))
                 return
         missing = [tables[block.table].missing(block.keys) for block in push.blocks]
+        several = [_bytes_of(tables[b.table], b.keys, mask, step) for b, mask in zip(push.blocks, missing, strict=True)]
         taken = needed
-        for block, mask in zip(push.blocks, missing, strict=True):
-            table, rows = tables[block.table], int(np.count_nonzero(mask))
-            taken += rows * table.row_bytes
-            if rows and taken > room:
-                push.refuse(self._full(table, rows, rows * table.row_bytes), missing)
+        for block, mask, nbytes in zip(push.blocks, missing, several, strict=True):
+            taken += nbytes
+            if nbytes and taken > room:
+                push.refuse(self._full(tables[block.table], int(np.count_nonzero(mask)), nbytes), missing)
                 taken = needed
                 break
         self._path.room = room - taken
@@ -86,3 +90,14 @@ class MemoryLimit:
         if connection.member is not None and self._links.link(connection.member) is connection:
             self._headroom.receive_report(connection.member, json_body(body.data))
             self._path.room = min(self._path.room, self._headroom.down_chain.nbytes)
+
+
+def _bytes_of(table: Table, keys: NDArray[np.int64], mask: NDArray[np.bool_], step: tuple[int, int] | None) -> int:
+    """Bytes that keys [n] without a row, as bool [n] has them, take in a step of a worker. Leaves those in the mask
+    that take any."""
+    if table.lifecycle is None or step is None or not mask.any():
+        return int(np.count_nonzero(mask)) * table.row_bytes
+    found = table.lifecycle.waiting.foresee(keys[mask], *step)
+    mask[mask] = found != ADDS_NOTHING
+    rows, candidates = (int(np.count_nonzero(found == kind)) for kind in (ADDS_ROW, ADDS_CANDIDATE))
+    return rows * table.row_bytes + candidates * GROWN_BYTES

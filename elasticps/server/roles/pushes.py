@@ -38,7 +38,7 @@ from replication.chain import Ranges
 from replication.core import NO_RANGES
 from replication.effects import Ask, Push
 from replication.messages import ERASER, OperationKind
-from replication.progress import MAX_CLOCK, MAX_PARTS
+from replication.progress import MAX_CLOCK, MAX_PARTS, after_part
 
 MAX_DROPPED = 1 << 16  # tables that a server remembers: their ids must not come again
 MAX_DROPPED_BYTES = 64 << 20
@@ -225,7 +225,8 @@ class PushHandler:
             rows.refuse_all(error)
         else:
             rows.refuse_not_finite(self._store.live)
-            self._memory.limit(rows, rounds.size(rows.blocks) if request.round else 0, rounds.nbytes)
+            step = connection.worker, after_part(request.clock, request.part, request.last)
+            self._memory.limit(rows, rounds.size(rows.blocks) if request.round else 0, rounds.nbytes, step)
         refusal, blocks = rows.refusal(request.committed or 0, self._serving.ranges), rows.blocks
         mark = None
         if request.shard is not None and self._executor.shards.owns(connection.app, request.shard.set):
