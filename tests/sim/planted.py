@@ -60,7 +60,7 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     chain.count_a_frame_of_several_parts_as_its_first: ("kills", "free", 3),
     chain.leave_out_parts_that_have_rows_for_a_head: ("kills", "free", 0),
     chain.keep_only_pushes_for_a_new_successor: ("kills", "free", 12),
-    chain.keep_no_log_for_a_joiner_that_counts: ("kills", "free", 23),
+    chain.keep_no_log_for_a_joiner_that_counts: ("kills", "free", 7),
     chain.fence_nobody: ("ghosts", "free", 3),
     chain.let_every_replica_report_the_joiner_level: ("moves", "free", 1),
     chain.tell_only_one_leader_who_is_level: ("levels", "free", 0),

@@ -26,7 +26,7 @@ app.command()(chaos.sim.cli.sim)
 
 
 def test_a_seed_gives_the_same_events_each_time() -> None:
-    first, second = (CliRunner().invoke(app, ["--seed", "5", "--trace"]) for _ in range(2))
+    first, second = (CliRunner().invoke(app, ["--seed", "4", "--trace"]) for _ in range(2))
     assert first.exit_code == 0
     assert first.stdout == second.stdout
     assert "0 broke a promise" in first.stdout
