@@ -24,6 +24,7 @@ from elasticps.store.intervals import HASH_END
 from elasticps.store.memory import Allocator
 from elasticps.store.native import (
     DESCRIPTOR,
+    FLOATS_OUT,
     H_COUNTS,
     H_DESCRIPTORS,
     H_NEED,
@@ -31,12 +32,22 @@ from elasticps.store.native import (
     H_ROWS,
     H_SALT,
     H_SHIFT,
+    H_SKETCH_WIDTH,
+    H_SKETCHES,
+    H_SPARE,
+    H_STRIDE,
     H_TIMES,
+    H_WAITING,
+    HEADER_SIZE,
+    INT,
+    KEYS,
     P_ADMISSION,
     P_THRESHOLD,
     POLICY,
+    WORDS,
     carray,
     kernel,
+    linked,
     load64,
     pointer,
     store64,
@@ -98,16 +109,25 @@ def _sketched(sketch: int, width: int, hashed: np.uint64, range_bits: np.uint64,
 
 
 @kernel
+def candidates_of(h: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The header of a table's candidates."""
+    found: NDArray[np.int64] = carray(pointer(h[H_WAITING]), (HEADER_SIZE,), np.int64)
+    return found
+
+
+@linked(WORDS, KEYS, WORDS, INT, INT, INT, FLOATS_OUT)
 def admit(
-    h: NDArray[np.int64], c: NDArray[np.int64], sketches: NDArray[np.int64], width: int, keys: NDArray[np.int64],
-    rows: NDArray[np.int64], worker: int, clock: int, start: int, counts: NDArray[np.float32],
+    h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64], worker: int, clock: int, start: int,
+    counts: NDArray[np.float32],
 ) -> int:  # fmt: skip
     """Counts the pushes of keys [n] without a row (rows[i] = 0), from `start` on. Sets rows[i] to WAITS where the key
-    gets none, and counts[i], float32 [n], to the pushes before this one where it does, -1 where it has one already.
+    gets none, and counts[i], float32 [n], to the pushes before this one where it does, -1 for all others.
 
-    h: the table's header; c: of its candidates. Returns the index to go on from: n when done, else the segment of range
-    c[H_NEED] must grow first.
+    h: the table's header. Returns the index to go on from: n when done, else the segment of range H_NEED of the
+    candidates must grow first.
     """
+    c = candidates_of(h)
+    sketches = carray(pointer(h[H_SKETCHES]), (1 << (64 - h[H_SHIFT]),), np.int64)
     salt, shift = np.uint64(c[H_SALT]), np.uint64(c[H_SHIFT])
     range_bits = _S64 - shift
     ranges = 1 << (64 - c[H_SHIFT])
@@ -116,9 +136,10 @@ def admit(
     times = carray(pointer(h[H_TIMES]), (ranges,), np.int64)
     policies = carray(pointer(h[H_POLICIES]), (ranges * POLICY,), np.float64)
     for i in range(start, keys.shape[0]):
-        counts[i] = np.float32(0)
         if rows[i] != 0:
+            counts[i] = np.float32(-1)
             continue
+        counts[i] = np.float32(0)
         key = keys[i]
         hashed = hash_key(key, salt)
         r = np.int64(hashed >> shift)
@@ -138,13 +159,14 @@ def admit(
         elif kind == PROBABILITY:
             admitted = _chance(key, worker, clock) < threshold
         elif kind == SKETCH:
-            admitted = _sketched(sketches[r], width, hashed, range_bits, np.int64(threshold))
+            admitted = _sketched(sketches[r], h[H_SKETCH_WIDTH], hashed, range_bits, np.int64(threshold))
             counts[i] = np.float32(threshold - 1)
         else:
             admitted = (word & _COUNT_MASK) + 1 >= np.int64(threshold)
             counts[i] = np.float32(word & _COUNT_MASK)
         if not admitted:
             rows[i] = WAITS
+            counts[i] = np.float32(-1)
             if kind != MIN_COUNT:
                 continue
         if word == 0:
@@ -160,14 +182,41 @@ def admit(
     return keys.shape[0]
 
 
+@linked(WORDS, KEYS, WORDS)
+def remove_admitted(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+    """Forgets the candidates among those of keys [n] that get a row (rows[i] = 0). h: the table's header."""
+    c = candidates_of(h)
+    if c[H_ROWS] != 0:
+        _remove(c, keys, rows)
+
+
+@linked(WORDS, WORDS)
+def spare(h: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+    """Puts the table's spare row, cleared, in the place of WAITS."""
+    at = h[H_SPARE]
+    for j in range(h[H_STRIDE] // 8):
+        store64(at + 8 * j, 0)
+    for i in range(rows.shape[0]):
+        if rows[i] == WAITS:
+            rows[i] = at
+
+
 @kernel
 def remove(c: NDArray[np.int64], keys: NDArray[np.int64]) -> int:
     """Forgets the candidates among keys; how many they were."""
+    return _remove(c, keys, carray(pointer(c[H_COUNTS]), (0,), np.int64))
+
+
+@kernel
+def _remove(c: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64]) -> int:
+    """Forgets the candidates among keys, or, unless `rows` is empty, those with rows[i] = 0; how many they were."""
     salt, shift = np.uint64(c[H_SALT]), np.uint64(c[H_SHIFT])
     range_bits = _S64 - shift
     held = carray(pointer(c[H_COUNTS]), (1 << (64 - c[H_SHIFT]),), np.int64)
     removed = 0
     for i in range(keys.shape[0]):
+        if rows.shape[0] and rows[i] != 0:
+            continue
         hashed = hash_key(keys[i], salt)
         r = np.int64(hashed >> shift)
         base, capacity = index.segment_of(c, r)
@@ -231,11 +280,11 @@ class Waiting:
         self._counts = np.zeros(ranges, np.int64)
         self._sketches: dict[int, NDArray[np.uint8]] = {}  # by range, uint8 [BLOCKS, width]
         self._sketch_at = np.zeros(ranges, np.int64)  # their addresses
-        self._width = 0  # bytes of a block
         self.segment_bytes = 0  # of index segments
         c = self._header = np.zeros(field.HEADER_SIZE, np.int64)
         c[H_DESCRIPTORS], c[H_COUNTS] = self._descriptors.ctypes.data, self._counts.ctypes.data
         c[H_SALT], c[H_SHIFT] = header[H_SALT], header[H_SHIFT]
+        header[H_WAITING], header[H_SKETCHES] = c.ctypes.data, self._sketch_at.ctypes.data
 
     @property
     def candidates(self) -> int:
@@ -253,16 +302,14 @@ class Waiting:
 
     def admit(self, keys: NDArray[np.int64], rows: NDArray[np.int64], worker: int, clock: int) -> NDArray[np.float32]:
         """Counts the pushes of keys [n] without a row (rows[i] = 0), in step `clock` of a worker; sets rows[i] to WAITS
-        where the key gets none yet. Returns how often each was counted before: float32 [n]."""
-        c, counts = self._header, np.empty(len(keys), np.float32)
-        at = 0
-        while True:
-            at = admit(self._table, c, self._sketch_at, self._width, keys, rows, worker, clock, at, counts)
-            if at == len(keys):
-                break
-            self._grow(int(c[H_NEED]))
-        if self.candidates:
-            remove(c, keys[rows == 0])
+        where the key gets none yet. Returns how often those that get one were counted before, float32 [n]; see
+        `admit`."""
+        counts = np.empty(len(keys), np.float32)
+        at = admit(self._table, keys, rows, worker, clock, 0, counts)
+        while at < len(keys):
+            self.grow()
+            at = admit(self._table, keys, rows, worker, clock, at, counts)
+        remove_admitted(self._table, keys, rows)
         return counts
 
     def remove(self, keys: NDArray[np.int64]) -> int:
@@ -279,7 +326,7 @@ class Waiting:
         """Stores candidates with their words, int64 [n] each."""
         at = put(self._header, keys, words, 0)
         while at < len(keys):
-            self._grow(int(self._header[H_NEED]))
+            self.grow()
             at = put(self._header, keys, words, at)
 
     def drop_interval(self, r: int, low: int, high: int) -> None:
@@ -306,9 +353,9 @@ class Waiting:
         """Range r is under this policy: makes its sketch, or gives it back."""
         if isinstance(policy, MinCountSketch):
             width = max(_DEPTH, policy.nbytes // (self._ranges * BLOCKS) // _DEPTH * _DEPTH)
-            if self._width != width:
+            if self._table[H_SKETCH_WIDTH] != width:
                 self._sketches.clear()  # counters of another width say nothing
-                self._width = width
+                self._table[H_SKETCH_WIDTH] = width
             if r not in self._sketches:
                 self._sketches[r] = np.zeros((BLOCKS, width), np.uint8)
                 self._sketch_at[r] = self._sketches[r].ctypes.data
@@ -356,7 +403,9 @@ class Waiting:
             found.append(int(np.sum(counters * weights, dtype=np.uint64).astype(np.int64)))
         return found
 
-    def _grow(self, r: int) -> None:
+    def grow(self) -> None:
+        """Makes room for more candidates in the range whose segment was too small."""
+        r = int(self._header[H_NEED])
         capacity = max(int(self._descriptors[r, field.D_CAPACITY]) * 3 // 2, index.FIRST_CAPACITY)
         old, old_capacity = self._descriptors[r, : field.D_STAMP].tolist()
         while True:

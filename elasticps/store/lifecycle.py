@@ -21,7 +21,16 @@ from elasticps.store import native as field
 from elasticps.store.admission import WAITS, Waiting
 from elasticps.store.eviction import Measure, Predicate, Reason
 from elasticps.store.memory import Allocator
-from elasticps.store.native import H_ADMITS, H_POLICIES, H_TIMES, H_USAGE_AT, H_USAGE_FLOATS
+from elasticps.store.native import (
+    H_ADMITS,
+    H_ADMITTED,
+    H_POLICIES,
+    H_SPARE,
+    H_STRIDE,
+    H_TIMES,
+    H_USAGE_AT,
+    H_USAGE_FLOATS,
+)
 from elasticps.store.registry import load_lifecycle
 
 _NO_FLOATS = np.empty(0, np.float32)
@@ -55,8 +64,8 @@ class StoredRows(Protocol):
 class Lifecycle:
     """Admission, usage and eviction of a table whose rows keep their usage.
 
-    times: cluster time of each range in seconds, int64 [ranges], shared by all tables of a store. admitted: rows made;
-    evicted: rows and candidates that went, by reason.
+    times: cluster time of each range in seconds, int64 [ranges], shared by all tables of a store. evicted: rows and
+    candidates that went, by reason.
     """
 
     def __init__(
@@ -66,15 +75,21 @@ class Lifecycle:
         self.spec = spec  # as the table was made here
         self.times = times
         self.waiting = Waiting(header, len(times), memory)
-        self.admitted = 0
         self.evicted: Counter[Reason] = Counter()
         self._header = header
         self._policies = np.zeros((len(times), field.POLICY), np.float64)
         self._changed: dict[int, TableSpec] = {}  # specs of ranges whose policies are others than the table's
         header[H_USAGE_AT], header[H_USAGE_FLOATS] = usage_at, spec.usage_floats
         header[H_TIMES], header[H_POLICIES] = times.ctypes.data, self._policies.ctypes.data
+        self._spare = np.zeros(int(header[H_STRIDE]) // 8, np.int64)  # a row of no key
+        header[H_SPARE] = self._spare.ctypes.data
         for r in range(len(times)):
             self._set(r, spec)
+
+    @property
+    def admitted(self) -> int:
+        """Rows made by pushes."""
+        return int(self._header[H_ADMITTED])
 
     def spec_of(self, r: int) -> TableSpec:
         """The table's spec with the policies that range r is under."""
@@ -117,7 +132,7 @@ class Lifecycle:
         table.change(keys, rows)
         if len(counts):
             usage.begin(self._header, keys[new], rows[new], counts[new])
-        self.admitted += int(np.count_nonzero(new))
+        self._header[H_ADMITTED] += np.count_nonzero(new)
         table.update(keys, grads, step_values, rows)
         usage.use(self._header, keys, rows, scores)
         return len(keys)

@@ -53,7 +53,8 @@ class Table:
         self.retained: RetainedRows | None = None  # rows as a cut had them, while it is being written
         self._cuts = cuts or PassedCuts(ranges)  # of the store: what stamps count from
         self._update = update_kernel(spec.optimizer)  # the compiled step
-        self._dim, self._step_floats = spec.dim, spec.optimizer.step_floats  # of a row; that come with a step
+        self._dim, self._push_width = spec.dim, spec.push_width  # floats of a row; that come with its gradient
+        self._step_floats = spec.optimizer.step_floats  # that come with a step
         self._memory = Allocator() if memory is None else memory  # of the store: for slabs and index segments
         self._segment_bytes = 0  # taken by index segments
         # Arrays that kernels reach through the header, by address: they must live as long as the table.
@@ -128,9 +129,9 @@ class Table:
         An equal key counts as often as it comes, in order.
         """
         n = len(keys)
-        if grads.shape != (n, self.spec.push_width) or len(step_values) != self._step_floats:
+        if grads.shape != (n, self._push_width) or len(step_values) != self._step_floats:
             raise InputError(
-                f"{self._name}: {n} keys need gradients of {(n, self.spec.push_width)} and {self._step_floats} step "
+                f"{self._name}: {n} keys need gradients of {(n, self._push_width)} and {self._step_floats} step "
                 f"values, got {grads.shape} and {len(step_values)}"
             )
         if self.lifecycle is not None:
@@ -172,6 +173,7 @@ class Table:
         for none, and gets those of the new ones. Returns the bytes that they take."""
         before = self.rows
         self._insert(keys, rows, _NO_VALUES, index.INITIALISE)
+        self._header[field.H_ADMITTED] += self.rows - before
         return (self.rows - before) * self.row_bytes
 
     def put_if_absent(self, keys: NDArray[np.int64], values: NDArray[np.float32]) -> int:
