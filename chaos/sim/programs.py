@@ -26,7 +26,7 @@ from elasticps.model.caching import Cache
 from elasticps.model.filters import KeyDeltas, KeysOnce, Zstd
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import ASP, BSP, SSP, Consistency, Normal
-from elasticps.store.table import initial_rows
+from elasticps.store.store import initial_rows
 
 FIXED_DIM = 8
 FIXED_KEYS = 4096

@@ -1,7 +1,8 @@
 """Reads the rows of a checkpoint, each once, over all its increments, a bounded part at a time.
 
 The newest increment is read first: a row that is found there, or a key that was deleted, hides what older ones have.
-So only keys are remembered, and no row is read that does not count.
+So only keys are remembered, and no row is read that does not count. Its sweeps are applied to the rows of older ones,
+not to its own: a row there was used or made after the sweep, or was not chosen by it.
 
 A server that brings back its ranges reads them in portions, so that an interruption costs one portion.
 """
@@ -18,11 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.checkpoint.manifest import FileEntry, Manifest
+from elasticps.checkpoint.range_usage import RangeUsage, joined
 from elasticps.checkpoint.rows import Bytes, Keys, Piece, RowReader, Stamps, checksum
 from elasticps.checkpoint.storage import Storage, Take, new_memory
 from elasticps.errors import CheckpointError
 from elasticps.model.spec import TableSpec
+from elasticps.store.eviction import Sweep
 from elasticps.store.layout import RowLayout
+from elasticps.store.swept import RowUsage
 from replication.chain import Ranges
 
 UNIT_BYTES = 8 << 20
@@ -30,12 +34,14 @@ READERS = 8  # files whose headers are read at once
 
 
 class RangeRows(NamedTuple):
-    """Rows of a range: keys int64 [n], whole rows uint8 [n, stride], stamps int32 [n]."""
+    """Rows of a range: keys int64 [n], whole rows uint8 [n, stride], stamps int32 [n]. usage: waiting keys as the
+    newest checkpoint has them."""
 
     range: int
     keys: Keys
     rows: Bytes
     stamps: Stamps
+    usage: RangeUsage | None = None
 
 
 class Unit(NamedTuple):
@@ -53,6 +59,9 @@ class _Layer:
     def __init__(self, files: Sequence[RowReader], ranges: int, where: str) -> None:
         self.files = files
         self.sizes: NDArray[np.int64] = np.zeros((2, ranges), np.int64)  # rows, deleted
+        self.usage_bytes: NDArray[np.int64] = np.zeros(ranges, np.int64)  # of waiting keys
+        self.times: NDArray[np.int64] = np.zeros(ranges, np.int64)  # cluster time, where the table keeps usage
+        self.sweeps: dict[int, list[Sweep]] = {}
         covered = np.zeros(ranges, np.bool_)
         full = np.full(ranges, -1, np.int8)
         for file in files:
@@ -62,6 +71,10 @@ class _Layer:
                 if full[s.range] not in (-1, s.full):
                     raise CheckpointError(f"{where} contradicts itself: range {s.range} is written whole, and is not")
                 full[s.range] = s.full
+                if s.usage is not None:
+                    self.usage_bytes[s.range] += s.usage.nbytes
+                    self.times[s.range] = max(self.times[s.range], s.usage.time)
+                    self.sweeps.setdefault(s.range, []).extend(s.usage.sweeps)
         if not covered.all():
             raise CheckpointError(f"{where} lacks range {np.flatnonzero(~covered)[0]}")
         self.full = full == 1
@@ -100,7 +113,15 @@ class Contents:
         layers = self.layers(table)
         rows = np.add.reduce([layer.sizes[0] for layer in layers])
         width = 12 + RowLayout.of(self.manifest.spec(table)).stride
-        return rows, rows * width + 8 * np.add.reduce([layer.sizes[1] for layer in layers])
+        deleted = np.add.reduce([layer.sizes[1] for layer in layers])
+        return rows, rows * width + 8 * deleted + layers[0].usage_bytes
+
+    def times(self, tables: Iterable[int]) -> NDArray[np.int64]:
+        """Cluster time of each range at the cut, as far as these tables tell, else 0: int64 [ranges]."""
+        found = np.zeros(self.manifest.ranges, np.int64)
+        for table in tables:
+            np.maximum(found, self.layers(table)[0].times, out=found)
+        return found
 
     def units(self, table: int, chosen: Iterable[int] | None = None, most_bytes: int = UNIT_BYTES) -> Iterator[Unit]:
         """The ranges of a table that are wanted, ascending, all if none are named; several at once if they have no more
@@ -118,26 +139,39 @@ class Contents:
     def read(self, unit: Unit, take: Take = new_memory) -> Iterator[RangeRows]:
         """Its rows, each once; the ranges in no order. What is in memory is a file's part of the unit, and the keys of
         increments; rows and keys lie where `take` says. Raises CheckpointError."""
-        layers = self.layers(unit.table)
+        layers, spec = self.layers(unit.table), self.manifest.spec(unit.table)
+        measured = RowUsage(spec, unit.table) if spec.usage else None
         hidden: dict[int, list[Keys]] = {r: [] for r in unit.ranges}
+        sweeps: dict[int, list[Sweep]] = {}  # of newer layers
         for layer in layers:
-            last = layer is layers[-1]
+            newest, last = layer is layers[0], layer is layers[-1]
             seen: dict[int, list[Keys]] = {r: [] for r in hidden}
             for file in layer.files:
-                segments = [s for s in file.segments if s.range in hidden and (s.rows or s.deleted)]
+                segments = [
+                    s for s in file.segments if s.range in hidden and (s.rows or s.deleted or (newest and s.waits))
+                ]
                 for piece in file.read(segments, take) if segments else ():
                     r = piece.segment.range
                     seen[r] += [piece.keys, piece.deleted]
-                    yield _visible(piece, hidden[r])
+                    gone = None
+                    if measured is not None and sweeps.get(r):
+                        gone = measured.swept(piece.keys, piece.rows, sweeps[r])
+                    yield _visible(piece, hidden[r], gone, piece.usage if newest else None)
             hidden = {r: hidden[r] + seen[r] for r in hidden if not (last or layer.full[r])}
+            sweeps |= {r: joined(found, sweeps.get(r, ())) for r, found in layer.sweeps.items() if r in hidden}
 
 
-def _visible(piece: Piece, hidden: list[Keys]) -> RangeRows:
+def _visible(
+    piece: Piece, hidden: list[Keys], gone: NDArray[np.bool_] | None, usage: RangeUsage | None
+) -> RangeRows:  # fmt: skip
+    """The rows of a piece that count: without those of hidden keys, and those that are gone, bool [n]."""
     r, keys, rows, stamps = piece.segment.range, piece.keys, piece.rows, piece.stamps
-    if hidden:
-        fresh = np.isin(keys, np.concatenate(hidden), invert=True)
+    if hidden or gone is not None:
+        fresh = np.isin(keys, np.concatenate(hidden), invert=True) if hidden else np.ones(len(keys), np.bool_)
+        if gone is not None:
+            fresh &= ~gone
         keys, rows, stamps = keys[fresh], rows[fresh], stamps[fresh]
-    return RangeRows(r, keys, rows, stamps)
+    return RangeRows(r, keys, rows, stamps, usage)
 
 
 def reader_of(storage: Storage, manifest: Manifest, entry: FileEntry, spec: TableSpec) -> RowReader:

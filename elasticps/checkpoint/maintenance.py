@@ -13,6 +13,7 @@ import numpy as np
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import Contents, RangeRows, Unit, reader_of
 from elasticps.checkpoint.manifest import FileEntry, Manifest, folder_of_table, path_of
+from elasticps.checkpoint.range_usage import RangeUsage
 from elasticps.checkpoint.rows import FILE_BYTES, RowFile, Segment
 from elasticps.checkpoint.storage import Storage
 from elasticps.errors import CheckpointError
@@ -127,16 +128,22 @@ def merge(storage: Storage, chain: Sequence[Manifest], tell: Tell = lambda rows:
 def _merged(contents: Contents, table: int, spec: TableSpec, tell: Tell) -> Iterator[RowFile]:
     file = RowFile(spec)
     nothing = np.empty(0, np.int64), np.empty((0, RowLayout.of(spec).stride), np.uint8), np.empty(0, np.int32)
+    times = contents.times([table])
     for unit in contents.units(table):
         for r, pieces in _by_range(contents, unit):
-            file.add(r, *nothing, full=True)
+            file.add(r, *nothing, full=True, usage=RangeUsage(time=int(times[r])) if spec.usage else None)
             for piece in pieces:
-                file.add(r, piece.keys, piece.rows, piece.stamps, full=True)
+                file.add(r, piece.keys, piece.rows, piece.stamps, full=True, usage=_waiting(piece))
                 tell(len(piece.keys))
                 if file.nbytes >= FILE_BYTES:
                     yield file
                     file = RowFile(spec)
     yield file
+
+
+def _waiting(piece: RangeRows) -> RangeUsage | None:
+    """The waiting keys of a piece, without sweeps: what they chose is not in a full checkpoint."""
+    return piece.usage._replace(sweeps=()) if piece.usage is not None else None
 
 
 def _by_range(contents: Contents, unit: Unit) -> Iterator[tuple[int, Iterable[RangeRows]]]:

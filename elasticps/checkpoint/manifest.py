@@ -18,7 +18,8 @@ from replication.messages import ERASER
 from replication.progress import MAX_CLOCK
 
 VERSION = 2
-READ = (1, VERSION)  # in version 1 Adam's rows had no number of updates, see `RowReader`
+USAGE_VERSION = 3  # with a table that keeps the usage of its rows: a version that knows none refuses it
+READ = (1, VERSION, USAGE_VERSION)  # in version 1 Adam's rows had no number of updates, see `RowReader`
 NAME = "manifest.json"
 MAX_ID = (1 << 32) - 1  # of a table or worker; of deletions too
 MAX_PROGRESS = (1 << 63) - 1  # of a worker in a range: its clock, and a part
@@ -126,7 +127,7 @@ class Manifest:
     def encode(self) -> bytes:
         """The document."""
         document = {name: getattr(self, name) for name in (field.name for field in fields(self))} | {
-            "version": VERSION,
+            "version": USAGE_VERSION if any(spec.usage for _, spec in self.tables.values()) else VERSION,
             "tables": {
                 name: {"id": id_, "spec": json.loads(spec.to_json())} for name, (id_, spec) in self.tables.items()
             },
@@ -147,7 +148,7 @@ class Manifest:
                 raise CheckpointError(f"{where} is no manifest of a checkpoint")
             if document.pop("version") not in READ:
                 raise CheckpointError(
-                    f"{where} was written by a newer elasticps: this one reads versions up to {VERSION}"
+                    f"{where} was written by a newer elasticps: this one reads versions up to {USAGE_VERSION}"
                 )
             if document.pop("blake2b") != _sum(document):
                 raise CheckpointError(f"{where} was altered: its sum is another")

@@ -56,6 +56,21 @@ def export(
     cut: Annotated[
         int | None, typer.Option(help="Which checkpoint.  [default: the newest]", show_default=False)
     ] = None,
+    min_count: Annotated[
+        float | None,
+        typer.Option(
+            help="Of a checkpoint, in tables that keep usage: only rows pushed to so often.", show_default=False
+        ),
+    ] = None,
+    used_within: Annotated[
+        str, typer.Option(help="The same: only rows used so shortly before it, such as 30d.", show_default=False)
+    ] = "",
+    top: Annotated[
+        int | None, typer.Option(help="The same: only so many rows, those pushed to most often.", show_default=False)
+    ] = None,
+    with_usage: Annotated[
+        bool, typer.Option(help="Of a checkpoint: last use, count and score of each row, too.")
+    ] = False,
     url: Url = None,
     name: Name = None,
     app: App = "default",
@@ -66,6 +81,7 @@ def export(
     from elasticps.client import connect  # imports take half a second, which other commands do without
     from elasticps.exchange.checkpoint import export_checkpoint
     from elasticps.exchange.export import export
+    from elasticps.exchange.usage import UsageFilter
     from elasticps.exchange.writers import check_format
 
     check_format(kind)
@@ -83,7 +99,12 @@ def export(
         if url or name:
             raise ConfigError("--from-checkpoint needs no cluster: leave --url and --name out")
         with _bar("export", None) as tell:
-            written = export_checkpoint(from_checkpoint, to, cut=cut, app=app, tell=tell, **how)
+            by = UsageFilter(min_count, used_within or None, top)
+            written = export_checkpoint(
+                from_checkpoint, to, cut=cut, app=app, tell=tell, with_usage=with_usage, chosen_by=by, **how
+            )
+    elif with_usage or UsageFilter(min_count, used_within or None, top):
+        raise ConfigError("--min-count, --used-within, --top and --with-usage are for --from-checkpoint")
     else:
         with connect(worker_target(url, name), app=app, timeout=timeout) as ps:
             total = sum(counts.get(n, one.rows) for n, one in ps.tables().items() if not chosen or n in chosen)

@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.checkpoint import catalog
-from elasticps.checkpoint.contents import Contents
+from elasticps.checkpoint.contents import Contents, RangeRows
 from elasticps.checkpoint.storage import Storage
 from elasticps.client import loading
 from elasticps.errors import ConfigError, UnknownTable
 from elasticps.exchange.export import CHUNK_BYTES, Tell, called, write_tables
+from elasticps.exchange.usage import UsageFilter, UsedRows, check_usage
 from elasticps.exchange.writers import Columns, cast
 from elasticps.model.spec import TableSpec
 from elasticps.store.layout import RowLayout
@@ -37,11 +38,18 @@ def export_checkpoint(
     rows: Mapping[str, int] | None = None,
     strip_prefix: str = "",
     modules: Mapping[str, str] | None = None,
+    with_usage: bool = False,
+    chosen_by: UsageFilter | None = None,
     tell: Tell = lambda rows: None,
 ) -> dict[str, int]:
     """`elasticps.exchange.export.export` of the checkpoint of a cut (the newest, if none is named) at the URL `source`;
     all rows are of one moment. A table of `rows` takes as much disk again while it is put in order. Raises
-    CheckpointError too."""
+    CheckpointError too.
+
+    with_usage: also the columns last_use (int64, seconds since 1970), count and, where it is kept, score (float32);
+    chosen_by: only the rows of tables that it chooses. Tensors are written whole. ConfigError for a table that keeps no
+    usage, or is one of `rows`."""
+    by = (chosen_by or UsageFilter()).checked()
     storage = Storage(source)
     contents = Contents(storage, catalog.chain(storage, cut))
     prefix = f"{app}/"
@@ -51,21 +59,54 @@ def export_checkpoint(
     chosen, counts = {name: there[name] for name in (tables or there)}, dict(rows or {})
 
     def columns(name: str, part: Path) -> Generator[Columns, None, None]:
-        return _columns(contents, *chosen[name], counts.get(name), with_slots, dtype, part)
+        table, spec = chosen[name]
+        used = None
+        if spec.shape is None and (by or with_usage):
+            used = UsedRows(spec, table, int(contents.times([table]).max()))
+        rows = _rows(contents, table, used, by)
+        pieces = (
+            (each.keys, weights(spec, each.rows), _beside(spec, each.rows, with_slots, used if with_usage else None))
+            for each in rows
+        )
+        return _columns(spec, pieces, counts.get(name), with_slots, dtype, part, used if with_usage else None)
 
+    for name, (_, spec) in chosen.items():
+        if spec.shape is None and (by or with_usage):
+            check_usage(name, spec)
+            if name in counts:
+                raise ConfigError(f"table {name!r} is written whole and in order: leave --rows out, or bounds of usage")
     specs = {name: spec for name, (_, spec) in chosen.items()}
     names = called(specs, strip_prefix, modules, with_slots)
     return write_tables(to, specs, columns, kind, dtype, counts, tell, names)
 
 
+def _rows(contents: Contents, table: int, used: UsedRows | None, by: UsageFilter) -> Iterator[RangeRows]:
+    """The rows of a table that are exported."""
+
+    def every() -> Iterator[RangeRows]:
+        return (rows for unit in contents.units(table) for rows in contents.read(unit))
+
+    if used is None or not by:
+        yield from every()
+        return
+    if by.top is not None:
+        used.find_top(every(), by)
+    for rows in every():
+        chosen = used.choose(rows.keys, rows.rows, by)
+        yield RangeRows(rows.range, rows.keys[chosen], rows.rows[chosen], rows.stamps[chosen])
+
+
+def _beside(
+    spec: TableSpec, rows: NDArray[np.uint8], with_slots: bool, used: UsedRows | None
+) -> dict[str, NDArray[Any]]:
+    """The columns beside keys and weights."""
+    return (slots(spec, rows) if with_slots else {}) | ({} if used is None else used.columns(rows))
+
+
 def _columns(
-    contents: Contents, table: int, spec: TableSpec, count: int | None, with_slots: bool, dtype: str, part: Path
-) -> Generator[Columns, None, None]:
-    pieces = (
-        (rows.keys, weights(spec, rows.rows), slots(spec, rows.rows) if with_slots else {})
-        for unit in contents.units(table)
-        for rows in contents.read(unit)
-    )
+    spec: TableSpec, pieces: Iterator[Any], count: int | None, with_slots: bool, dtype: str, part: Path,
+    used: UsedRows | None,
+) -> Generator[Columns, None, None]:  # fmt: skip
     if spec.shape is not None:
         floats = spec.optimizer.slot_floats(spec.dim) if with_slots else 0
         try:
@@ -84,7 +125,7 @@ def _columns(
         yield {"weight": values, **(loading.of_blocks(spec, beside) if with_slots else {})}
     elif count is None:
         nothing = np.empty((0, RowLayout.of(spec).stride), np.uint8)
-        empty = np.empty(0, np.int64), weights(spec, nothing), slots(spec, nothing) if with_slots else {}
+        empty = np.empty(0, np.int64), weights(spec, nothing), _beside(spec, nothing, with_slots, used)
         for keys, weight, slot_columns in chain([empty], pieces):  # so that a table without rows has its columns too
             yield {"keys": keys, "weight": cast(weight, dtype, spec.name), **slot_columns}
     else:

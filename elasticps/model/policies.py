@@ -20,6 +20,7 @@ from elasticps.model.optimizers import FLOAT32_LIMIT, Checked, integer, number
 
 MAX_COUNT = 60_000  # of MinCount: a candidate's count has 16 bits
 MAX_SECONDS = 1 << 31
+MAX_TIME = (1 << 32) - 1  # cluster time in seconds, which rows keep in 32 bits
 MAX_POLICIES = 8
 LAST_USED, MOST_USED, SCORE = "last_used", "most_used", "score"
 NO_USAGE, COUNTS, SCORES = "", "count", "score"

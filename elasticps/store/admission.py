@@ -32,7 +32,7 @@ from elasticps.store.native import (
     H_ROWS,
     H_SALT,
     H_SHIFT,
-    H_SKETCH_WIDTH,
+    H_SKETCH_WIDTHS,
     H_SKETCHES,
     H_SPARE,
     H_STRIDE,
@@ -59,6 +59,7 @@ mix64: Any = _mix64
 EVERY_KEY, MIN_COUNT, SKETCH, PROBABILITY = 0, 1, 2, 3  # admission policies, as kernels know them
 WAITS = -1  # in place of a row's address: the key gets none yet
 BLOCKS = 64  # of a range's sketch
+NO_BLOCKS = np.empty((0, 0), np.uint8)
 _DEPTH = 4  # counters of a key
 _TIME_BIT = 16  # of a candidate's word
 _COUNT_MASK = (1 << _TIME_BIT) - 1
@@ -127,10 +128,13 @@ def admit(
     candidates must grow first.
     """
     c = candidates_of(h)
-    sketches = carray(pointer(h[H_SKETCHES]), (1 << (64 - h[H_SHIFT]),), np.int64)
     salt, shift = np.uint64(c[H_SALT]), np.uint64(c[H_SHIFT])
     range_bits = _S64 - shift
     ranges = 1 << (64 - c[H_SHIFT])
+    sketches, widths = (
+        carray(pointer(h[H_SKETCHES]), (ranges,), np.int64),
+        carray(pointer(h[H_SKETCH_WIDTHS]), (ranges,), np.int64),
+    )
     descriptors = index.descriptors_of(c)
     held = carray(pointer(c[H_COUNTS]), (ranges,), np.int64)
     times = carray(pointer(h[H_TIMES]), (ranges,), np.int64)
@@ -159,7 +163,7 @@ def admit(
         elif kind == PROBABILITY:
             admitted = _chance(key, worker, clock) < threshold
         elif kind == SKETCH:
-            admitted = _sketched(sketches[r], h[H_SKETCH_WIDTH], hashed, range_bits, np.int64(threshold))
+            admitted = _sketched(sketches[r], widths[r], hashed, range_bits, np.int64(threshold))
             counts[i] = np.float32(threshold - 1)
         else:
             admitted = (word & _COUNT_MASK) + 1 >= np.int64(threshold)
@@ -280,11 +284,13 @@ class Waiting:
         self._counts = np.zeros(ranges, np.int64)
         self._sketches: dict[int, NDArray[np.uint8]] = {}  # by range, uint8 [BLOCKS, width]
         self._sketch_at = np.zeros(ranges, np.int64)  # their addresses
+        self._widths = np.zeros(ranges, np.int64)  # bytes of a block of each
         self.segment_bytes = 0  # of index segments
         c = self._header = np.zeros(field.HEADER_SIZE, np.int64)
         c[H_DESCRIPTORS], c[H_COUNTS] = self._descriptors.ctypes.data, self._counts.ctypes.data
         c[H_SALT], c[H_SHIFT] = header[H_SALT], header[H_SHIFT]
         header[H_WAITING], header[H_SKETCHES] = c.ctypes.data, self._sketch_at.ctypes.data
+        header[H_SKETCH_WIDTHS] = self._widths.ctypes.data
 
     @property
     def candidates(self) -> int:
@@ -353,12 +359,9 @@ class Waiting:
         """Range r is under this policy: makes its sketch, or gives it back."""
         if isinstance(policy, MinCountSketch):
             width = max(_DEPTH, policy.nbytes // (self._ranges * BLOCKS) // _DEPTH * _DEPTH)
-            if self._table[H_SKETCH_WIDTH] != width:
-                self._sketches.clear()  # counters of another width say nothing
-                self._table[H_SKETCH_WIDTH] = width
-            if r not in self._sketches:
+            if r not in self._sketches or self._widths[r] != width:  # counters of another width say nothing
                 self._sketches[r] = np.zeros((BLOCKS, width), np.uint8)
-                self._sketch_at[r] = self._sketches[r].ctypes.data
+                self._sketch_at[r], self._widths[r] = self._sketches[r].ctypes.data, width
         elif r in self._sketches:
             del self._sketches[r]
 
@@ -373,12 +376,19 @@ class Waiting:
 
     def read_blocks(self, r: int, low: int, high: int) -> NDArray[np.uint8]:
         """The blocks of range r's sketch that begin in low..high-1: uint8 [n, width], n = 0 without a sketch."""
-        return self._blocks(r, low, high) if r in self._sketches else np.empty((0, 0), np.uint8)
+        return self._blocks(r, low, high) if r in self._sketches else NO_BLOCKS
 
     def write_blocks(self, r: int, low: int, blocks: NDArray[np.uint8]) -> None:
         """Stores what `read_blocks` gave from `low` on."""
         first = self._first_block(r, low)
         self._sketches[r][first : first + len(blocks)] = blocks
+
+    def restore_sketch(self, r: int, blocks: NDArray[np.uint8], bound: int) -> None:
+        """Stores those blocks of a whole sketch of range r, uint8 [BLOCKS, width], that begin below a hash. Counters of
+        another width, or of a range that has no sketch, say nothing: then it stays as it is."""
+        if r in self._sketches and blocks.shape == self._sketches[r].shape:
+            n = self._first_block(r, bound)
+            self._sketches[r][:n] = blocks[:n]
 
     def _blocks(self, r: int, low: int, high: int) -> NDArray[np.uint8]:
         return self._sketches[r][self._first_block(r, low) : self._first_block(r, high)]

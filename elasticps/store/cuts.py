@@ -73,6 +73,11 @@ class Deletions:
         if cut:
             self.add(r, np.stack((keys, np.full(len(keys), cut)), axis=1))
 
+    def note_each(self, ranges: NDArray[np.int64], keys: NDArray[np.int64], newest: NDArray[np.int64]) -> None:
+        """Notes the same of keys in several ranges, int64 [n] each. newest: cuts, by range."""
+        for r in np.unique(ranges).tolist():
+            self.note(r, keys[ranges == r], int(newest[r]))
+
     def add(self, r: int, notes: Notes) -> None:
         """Adds notes from another replica, without those that are not known in full: replicas would differ."""
         notes = notes[notes[:, 1] >= self.floor[r]]

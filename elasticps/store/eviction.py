@@ -19,6 +19,7 @@ from elasticps.store.intervals import HASH_END
 
 TIE_END = 1 << 32  # tie numbers are below
 MOST_SWEEPS = 64  # that a range remembers; beyond that increments hold the range whole
+_ROUNDED = 1 << 12  # units in the last place by which roundings of a score may add up
 _M1, _M2 = 0x9E3779B97F4A7C15, 0x9FB21C651E98DF25
 _MASK = (1 << 64) - 1
 
@@ -67,8 +68,16 @@ class Predicate(NamedTuple):
 
     @property
     def monotone(self) -> bool:
-        """Whether an older version of a row that goes would go, too: each use makes a rank larger. Not so for norms."""
+        """Whether an older version of a row that goes would go, too: each use makes a rank larger. Not so for norms;
+        and where scores fall but for rounding, see `unsure`."""
         return self.measure != Measure.NORM
+
+    def unsure(self, ranks: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Of which rows that go, by their ranks, an older version might not: of all by their norm; of those by a score
+        that falls that are near the bound, since a use without a score rounds it once more, up or down. bool [n]."""
+        if self.measure == Measure.SCORE and self.decay:
+            return (ranks > self.below - _ROUNDED) & (ranks > 0)
+        return np.full(len(ranks), not self.monotone)
 
     def chosen(self, keys: NDArray[np.int64], ranks: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of rows go: bool [n]. keys, ranks: int64 [n]."""

@@ -166,8 +166,8 @@ class Lifecycle:
     def evict(self, table: StoredRows, r: int, low: int, high: int, by: Predicate, stamp: int) -> int:
         """Forgets the rows, or candidates, of range r at hashes low..high-1 that a predicate chooses; returns how many.
 
-        stamp: of rows that change now. A row with it may have an older version in a file that the predicate does not
-        choose, unless that is monotone: such keys are noted.
+        stamp: the least of rows that an increment may find changed: they may have an older version in a file. Keys of
+        those whose older version the predicate might not choose are noted.
         """
         keys, words, ranks = self.measure(table, r, low, high, by)
         chosen = by.chosen(keys, ranks)
@@ -175,8 +175,8 @@ class Lifecycle:
         if by.of_candidates:
             self.waiting.remove(gone)
         elif len(gone):
-            if not by.monotone:
-                table.note_deleted(r, gone[words[chosen] >> field.STAMP_BIT == stamp])
+            unsure = by.unsure(ranks[chosen]) & (words[chosen] >> field.STAMP_BIT >= stamp)
+            table.note_deleted(r, gone[unsure])
             table.forget(gone)
         self.evicted[by.reason] += len(gone)
         return len(gone)

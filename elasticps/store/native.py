@@ -69,7 +69,7 @@ _compile_inline: Any = njit(nogil=True, cache=True, error_model="numpy", inline=
     H_ADMITS,  # 1 if keys without a row may have to wait for one
     H_WAITING,  # address of the header of the keys that wait: their index, in fields of the same numbers
     H_SKETCHES,  # address of int64 [ranges]: address of a range's sketch
-    H_SKETCH_WIDTH,  # bytes of a block of a sketch
+    H_SKETCH_WIDTHS,  # address of int64 [ranges]: bytes of a block of each
     H_SPARE,  # address of a row of no key: pushes of keys that wait change it in place of a row of theirs
     H_ADMITTED,  # rows made by pushes
     HEADER_SIZE,

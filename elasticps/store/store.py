@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.errors import SpecError
+from elasticps.model.policies import half_life_of
 from elasticps.model.spec import Assign, Init, TableSpec
 from elasticps.store.cuts import PassedCuts
 from elasticps.store.memory import Allocator
@@ -127,6 +128,18 @@ class Store:
         else:
             table.drop_range(r)
         table.deletions.forget(r, int(self.cuts.newest[r]) + 1)
+
+    def change_policies(self, table_id: int, ranges: NDArray[np.int64], spec: TableSpec) -> None:
+        """Puts some ranges of a table under the policies of `spec`. Where counts fall at another rate from now on, a
+        row's older version may count more than the newer one, which a sweep by count relies on not to be: the next
+        increment holds such a range as a whole."""
+        table = self.tables.get(table_id)
+        if table is None or table.lifecycle is None:
+            return
+        for r in ranges.tolist():
+            if half_life_of(table.lifecycle.spec_of(r).eviction) != half_life_of(spec.eviction):
+                table.deletions.forget(r, int(self.cuts.newest[r]) + 1)
+            table.lifecycle.set_policies(r, spec.admission, spec.eviction)
 
     def pass_cut(self, ranges: NDArray[np.int64], cut: int) -> None:
         """A cut passes in some ranges: every replica does this at the same position of their logs."""

@@ -53,8 +53,7 @@ class Table:
         self.retained: RetainedRows | None = None  # rows as a cut had them, while it is being written
         self._cuts = cuts or PassedCuts(ranges)  # of the store: what stamps count from
         self._update = update_kernel(spec.optimizer)  # the compiled step
-        self._dim, self._push_width = spec.dim, spec.push_width  # floats of a row; that come with its gradient
-        self._step_floats = spec.optimizer.step_floats  # that come with a step
+        self._dim, self._step_floats = spec.dim, spec.optimizer.step_floats  # of a row; that come with a step
         self._memory = Allocator() if memory is None else memory  # of the store: for slabs and index segments
         self._segment_bytes = 0  # taken by index segments
         # Arrays that kernels reach through the header, by address: they must live as long as the table.
@@ -128,10 +127,10 @@ class Table:
 
         An equal key counts as often as it comes, in order.
         """
-        n = len(keys)
-        if grads.shape != (n, self._push_width) or len(step_values) != self._step_floats:
+        n, width = len(keys), self._dim if self.lifecycle is None else self.spec.push_width
+        if grads.shape != (n, width) or len(step_values) != self._step_floats:
             raise InputError(
-                f"{self._name}: {n} keys need gradients of {(n, self._push_width)} and {self._step_floats} step "
+                f"{self._name}: {n} keys need gradients of {(n, width)} and {self._step_floats} step "
                 f"values, got {grads.shape} and {len(step_values)}"
             )
         if self.lifecycle is not None:
@@ -196,7 +195,11 @@ class Table:
         if len(values) != n or values.shape[1] not in self.put_widths:
             raise InputError(f"{self._name}: {n} keys need values of {(n, self._dim)}, got {values.shape}")
         rows = self._scratch_rows(n)
-        if self._find_to_change(keys, rows):
+        missing = self._find_to_change(keys, rows)
+        if self.lifecycle is not None and self._cuts.newest.any():  # its count begins anew: as if it had been deleted
+            there = np.unique(keys[rows[:n] != 0])
+            self.deletions.note_each(self.ranges_of(there), there, self._cuts.newest)
+        if missing:
             self._insert(keys, rows, _NO_VALUES, index.LEAVE_BLANK)
         weights, slots = np.ascontiguousarray(values[:, : self._dim]), values[:, self._dim :]
         index.overwrite(self._header, weights, rows)
@@ -232,9 +235,7 @@ class Table:
         if not len(gone):
             return 0
         if self._cuts.newest.any():
-            ranges = self.ranges_of(gone)
-            for r in np.unique(ranges).tolist():
-                self.note_deleted(r, gone[ranges == r])
+            self.deletions.note_each(self.ranges_of(gone), gone, self._cuts.newest)
         self.forget(gone)
         return len(gone)
 
@@ -254,7 +255,7 @@ class Table:
         """Forgets the rows, or candidates, of range r at hashes low..high-1 that a predicate chooses, and notes it as
         one sweep; returns how many went. bound: hash up to which the range has arrived here. Of a table with usage."""
         assert self.lifecycle is not None
-        newest, stamp = int(self._cuts.newest[r]), int(self._descriptors[r, field.D_STAMP])
+        newest, stamp = int(self._cuts.newest[r]), self._cuts.stamp(r, max(1, int(self.deletions.floor[r])))
         gone = self.lifecycle.evict(self, r, low, min(high, bound), predicate, stamp)
         if not predicate.of_candidates:
             self.deletions.sweep(r, Sweep(newest, predicate, low, high))

@@ -22,7 +22,7 @@ from elasticps.exchange import load
 from elasticps.exchange.checkpoint import export_checkpoint
 from elasticps.model import spec
 from elasticps.model.spec import TableSpec
-from elasticps.store.table import initial_rows
+from elasticps.store.store import initial_rows
 from tests.checkpoint.writer import Change, row, write
 
 OPEN = TableSpec("open", 3, spec.Adam(0.1))

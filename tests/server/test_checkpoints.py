@@ -276,7 +276,7 @@ def not_retained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def retained_after_its_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    def apply(table: Table, keys: Any, grads: Any, step_values: Any) -> None:
+    def apply(table: Table, keys: Any, grads: Any, step_values: Any, worker: int = 0, clock: int = 0) -> None:
         rows = np.empty(len(keys), np.int64)
         index.find(table._header, keys, rows)
         stale = int(table._header[H_STALE])

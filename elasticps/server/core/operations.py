@@ -1,7 +1,7 @@
 """Payloads of a range's operations. Replication hands them around; here they are cut by range and applied.
 
 All of them are immutable: logs, sockets and the store share the same memory. RESTORE and RESTORED bring back what a
-checkpoint holds: first rows, then all other state of a range.
+checkpoint holds: first rows, and keys that wait for one, then all other state of a range.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.kernels.hashing import group_range
+from elasticps.model.policies import MAX_TIME
 from elasticps.model.sharding import GROUP_BITS, ShardSpec
 from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds, Selecting
 from elasticps.server.core.data_shards import MAX_SETS, Doing, RangeShards, ShardMark, ShardSet, Used
@@ -228,10 +229,25 @@ class RestoredRows(NamedTuple):
         return self.keys.nbytes + self.rows.nbytes
 
 
+class RestoredKeys(NamedTuple):
+    """A RESTORE, too: keys of a table that wait for a row in one range, and their words, int64 [n] each, in the place
+    of equal keys; and the range's sketch, uint8 [blocks, width], none if it stays as it is."""
+
+    table: int
+    keys: NDArray[np.int64]
+    words: NDArray[np.int64]
+    sketch: NDArray[np.uint8]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, words and sketch."""
+        return self.keys.nbytes + self.words.nbytes + self.sketch.nbytes
+
+
 class RestoredState(NamedTuple):
     """A RESTORED: a range has all its rows, as they were at `cut`. workers, progress: its vector clocks; closed: each
     application's last synchronous round; groups, shards: of the applications whose group range it is, as a manifest has
-    them."""
+    them; time: cluster time in seconds, 0 where no table keeps usage."""
 
     cut: int
     workers: tuple[int, ...]
@@ -239,6 +255,14 @@ class RestoredState(NamedTuple):
     closed: Mapping[str, int]
     groups: Sequence[Mapping[str, Any]]
     shards: Sequence[Mapping[str, Any]]
+    time: int = 0
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        document = self._asdict()
+        if not self.time:
+            del document["time"]
+        return document
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> RestoredState:
@@ -249,7 +273,8 @@ class RestoredState(NamedTuple):
         closed, groups, shards = (document.get(name) for name in ("closed", "groups", "shards"))
         if not isinstance(closed, dict) or not isinstance(groups, list) or not isinstance(shards, list):
             raise FrameError("a RESTORED has no rounds or shards")
-        found = cls(whole(document.get("cut"), _MAX), workers, progress, closed, groups, shards)
+        time = whole(document.get("time", 0), MAX_TIME)
+        found = cls(whole(document.get("cut"), _MAX), workers, progress, closed, groups, shards, time)
         found.rounds()
         found.sets(2)
         return found

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from elasticps.admin.interface import MAX_URL
 from elasticps.errors import SpecError
+from elasticps.model.policies import MAX_TIME
 from elasticps.model.sharding import MAX_SHARDS, ShardSpec
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.barrier_state import RoundStep
@@ -30,6 +31,7 @@ from elasticps.server.core.operations import (
     CreatedTables,
     CutMark,
     Dropped,
+    RestoredKeys,
     RestoredRows,
     RestoredState,
     RowBlocks,
@@ -76,7 +78,6 @@ from replication.progress import MAX_CLOCK
 _MAX_POSITION = 1 << 62  # of progress, of logs, of epochs: int64 with room for sums
 MAX_NAME = 255
 MAX_TABLE = (1 << 32) - 1
-MAX_SECONDS = (1 << 32) - 1  # of cluster time, which rows keep in 32 bits
 _ROWS = (OperationKind.PUSH, OperationKind.INIT, OperationKind.LOAD, OperationKind.DELETE)
 _ROUND_STEPS = (
     OperationKind.BARRIER_JOIN,
@@ -161,7 +162,14 @@ class ReplicaCodec:
             rows, stride = payload.rows.shape
             parts.append(_section({"id": payload.table, "rows": rows, "stride": stride}))
             parts += [payload.keys.data.cast("B"), payload.rows.data.cast("B")] if rows else []
-        elif isinstance(payload, AuditMark | CutMark | RestoredState):
+        elif isinstance(payload, RestoredKeys):
+            blocks, width = payload.sketch.shape
+            waiting = len(payload.keys)
+            parts.append(_section({"id": payload.table, "waiting": waiting, "blocks": blocks, "width": width}))
+            parts += [payload.keys.tobytes(), payload.words.tobytes(), padded(payload.sketch.tobytes())]
+        elif isinstance(payload, RestoredState):
+            parts.append(_json(payload.document()))
+        elif isinstance(payload, AuditMark | CutMark):
             parts.append(_json(payload._asdict()))
         elif isinstance(payload, RoundStep):
             document = {"id": payload.clock, "app": payload.app, "workers": payload.workers}
@@ -254,7 +262,7 @@ class ReplicaCodec:
             number = whole(_document(body, at).get("id"), MAX_TABLE, 1)
             payload = Cleared(number) if fields.kind == OperationKind.CLEAR else Dropped(number)
         elif fields.kind == OperationKind.RESTORE:
-            payload = _restored_rows(ranges, body, at)
+            payload = _restored(ranges, body, at)
         elif fields.kind == OperationKind.RESTORED:
             if len(ranges) != 1:
                 raise FrameError(f"a RESTORED is of one range, not of {len(ranges)}")
@@ -266,7 +274,7 @@ class ReplicaCodec:
         elif fields.kind == OperationKind.CUT:
             payload = cut_mark(_document(body, at))
         elif fields.kind == OperationKind.TIME:
-            payload = TimeMark(whole(_document(body, at).get("seconds"), MAX_SECONDS))
+            payload = TimeMark(whole(_document(body, at).get("seconds"), MAX_TIME))
         elif fields.kind == OperationKind.EVICT:
             payload = SweptInterval.of(_document(body, at))
         elif fields.kind == OperationKind.POLICY:
@@ -344,14 +352,27 @@ def _read_section(body: Bytes, at: int) -> tuple[dict[str, Any], int]:
     return json_body(body[at + 8 : end].data), end
 
 
-def _restored_rows(ranges: Ranges, body: Bytes, at: int) -> RestoredRows:
+def _restored(ranges: Ranges, body: Bytes, at: int) -> RestoredRows | RestoredKeys:
     document, at = _read_section(body, at)
+    if "waiting" in document:
+        return _restored_keys(document, ranges, body, at)
     rows, stride = whole(document.get("rows"), len(body) // 8), whole(document.get("stride"), len(body))
     keys_end = at + 8 * rows
     if len(ranges) != 1 or keys_end + rows * stride != len(body):
         raise FrameError(f"a RESTORE of {rows} rows of {stride} bytes, in {len(ranges)} ranges, has {len(body)} bytes")
     table = whole(document.get("id"), MAX_TABLE, 1)
     return RestoredRows(table, body[at:keys_end].view(np.int64), body[keys_end:].reshape(rows, stride))
+
+
+def _restored_keys(document: dict[str, Any], ranges: Ranges, body: Bytes, at: int) -> RestoredKeys:
+    n = whole(document.get("waiting"), len(body) // 16)
+    blocks, width = (whole(document.get(name), len(body)) for name in ("blocks", "width"))
+    words_at, sketch_at = at + 8 * n, at + 16 * n
+    end = sketch_at + blocks * width
+    if len(ranges) != 1 or (end + 7) & ~7 != len(body):
+        raise FrameError(f"a RESTORE of {n} waiting keys, in {len(ranges)} ranges, has {len(body)} bytes")
+    table, sketch = whole(document.get("id"), MAX_TABLE, 1), body[sketch_at:end].reshape(blocks, width)
+    return RestoredKeys(table, body[at:words_at].view(np.int64), body[words_at:sketch_at].view(np.int64), sketch)
 
 
 def _take(document: Any) -> Claim:

@@ -13,9 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.checkpoint.rows import NO_KEYS, Bytes, RowFile
+from elasticps.checkpoint.range_usage import NO_KEYS, RangeUsage
+from elasticps.checkpoint.rows import Bytes, RowFile
 from elasticps.server.core.operations import CutMark
 from elasticps.store import Store, Table
+from elasticps.store.intervals import HASH_END
 from elasticps.store.retained import Allowance, RetainedRows
 from replication.chain import Ranges
 
@@ -34,11 +36,13 @@ class Finished(NamedTuple):
     file: RowFile
 
 
-class _Deleted(NamedTuple):
-    """Of a table at the cut: ranges that are written whole, and keys that were deleted after `since` in others."""
+class _State(NamedTuple):
+    """Of a table at the cut: ranges that are written whole, keys that were deleted after `since` in others, and the
+    usage of a table that keeps it."""
 
     whole: set[int]
     keys: Mapping[int, NDArray[np.int64]]
+    usages: Mapping[int, RangeUsage]
 
 
 class Scan:
@@ -52,7 +56,7 @@ class Scan:
         self.total = self.nbytes = 0
         self._store = store
         self._allowance = allowance
-        self._deleted: dict[int, _Deleted] = {}
+        self._states: dict[int, _State] = {}
         self._spare: list[Bytes] = []  # memory of files that are written
 
     def add(self, ranges: Ranges) -> None:
@@ -69,11 +73,27 @@ class Scan:
         since, notes = self.mark.since, table.deletions
         whole = ranges if since == 0 else ranges[notes.floor[ranges] > since]
         parts = {r: notes.between(r, since, self.mark.number) for r in notes.ranges() & {*ranges.tolist()} if since}
-        known = self._deleted.setdefault(number, _Deleted(set(), {}))
-        self._deleted[number] = _Deleted(known.whole | {*whole.tolist()}, {**known.keys, **parts})
+        usages = self._usages(table, ranges, {*whole.tolist()})
+        known = self._states.setdefault(number, _State(set(), {}, {}))
+        self._states[number] = _State(
+            known.whole | {*whole.tolist()}, {**known.keys, **parts}, {**known.usages, **usages}
+        )
         assert table.retained is not None
         table.retained.begin(ranges, since)
         table.retained.begin(whole, 0)
+
+    def _usages(self, table: Table, ranges: Ranges, whole: set[int]) -> dict[int, RangeUsage]:
+        """What waits for a row in each range, copied; and the sweeps since the cut before, where that counts."""
+        if table.lifecycle is None:
+            return {}
+        found, waiting = {}, table.lifecycle.waiting
+        for r in ranges.tolist():
+            keys, words = waiting.list_interval(r, 0, HASH_END)
+            sketch, time = waiting.read_blocks(r, 0, HASH_END).copy(), int(self._store.times[r])
+            between = self.mark.since, self.mark.number
+            sweeps = () if r in whole else table.deletions.swept_between(r, *between)
+            found[r] = RangeUsage(keys, words, sketch, time, sweeps)
+        return found
 
     def run(self) -> Iterator[Finished | None]:
         """Goes on by a part at a time, when all ranges have passed the cut. A table that is dropped is left out. Raises
@@ -83,8 +103,11 @@ class Scan:
         for number, table in tables:
             files, file = 0, None
             for r in self.ranges:
-                deleted = self._deleted[number]
-                full, keys = r in deleted.whole, deleted.keys.get(r, NO_KEYS)
+                state = self._states[number]
+                full, keys, usage = r in state.whole, state.keys.get(r, NO_KEYS), state.usages.get(r)
+                if file is not None and file.usage_bytes > FILE_BYTES:
+                    yield Finished(number, files, file)
+                    files, file = files + 1, None
                 part, listed, before_range = 0, None, self.scanned
                 while (retained := self._retained_of(table, r)) is not None:
                     listed = listed or retained.list_range(r, 0 if full else self.mark.since)
@@ -97,12 +120,11 @@ class Scan:
                         continue  # rows may have changed meanwhile
                     file = file or RowFile(table.spec, self._memory())
                     before = file.nbytes
-                    file.add_words(
-                        r, *retained.take(listed, part, end, self.mark.number), retained.base(r), keys, full=full
-                    )
+                    taken = retained.take(listed, part, end, self.mark.number)
+                    file.add_words(r, *taken, retained.base(r), keys, full=full, usage=usage)
                     self.nbytes += file.nbytes - before
                     self.scanned += len(listed.keys_of(part, end))
-                    part, keys = end, NO_KEYS
+                    part, keys, usage = end, NO_KEYS, None
                     yield None
                 self.scanned = before_range + table.count_range(r)  # rows that are older than an increment, too
             if file is not None and not table.dropped:

@@ -20,6 +20,7 @@ from elasticps.server.core.operations import (
     ChunkContent,
     Cleared,
     CreatedTables,
+    RestoredKeys,
     RestoredRows,
     RowBlocks,
     WaitingKeys,
@@ -102,6 +103,8 @@ def _check_operation(store: Store, server: str, message: Forward) -> None:
             _check_gradients(store, block, payload.positions, server, message.operation.kind)
     elif isinstance(payload, RestoredRows):
         check_rows(store, server, int(message.ranges[0]), payload)
+    elif isinstance(payload, RestoredKeys):
+        _check_keys(store, server, int(message.ranges[0]), payload)
     elif isinstance(payload, SweptInterval | ChangedPolicies):
         check_policies(store, server, payload)
     elif isinstance(payload, RoundStep):
@@ -135,6 +138,16 @@ def check_rows(store: Store, server: str, r: int, restored: RestoredRows) -> Non
     positions = np.full(store.ranges, -1, np.int64)
     positions[r] = 0
     _check_whole_rows(table, r, restored.keys, restored.rows, positions)
+
+
+def _check_keys(store: Store, server: str, r: int, restored: RestoredKeys) -> None:
+    """Waiting keys fit their table, and lie in range r. Raises RequestError, InputError."""
+    table = store.tables.get(restored.table)
+    if table is None:
+        raise unknown_table(server, restored.table)
+    positions = np.full(store.ranges, -1, np.int64)
+    positions[r] = 0
+    _check_waiting(table, r, WaitingKeys(restored.keys, restored.words, 0, restored.sketch), positions)
 
 
 def _check_whole_rows(

@@ -73,6 +73,7 @@ from elasticps.store.native import H_ROWS as STORED
 from elasticps.store.values import all_finite
 
 INITIALISE, INDEX_BYTES = index.INITIALISE, index.GROWN_BYTES
+USED = 128  # rows
 
 
 @kernel
@@ -220,10 +221,14 @@ def finite(h, blocks):
 
 @kernel
 def rows_at_once(b):
-    """How many rows of a block are handled at once: all, unless they have to be decoded."""
-    if load64(b + 8 * B_CODE) == 0:
-        return max(load64(b + 8 * B_ROWS), 1)
-    return DECODED // load64(load64(b + 8 * B_HEADER) + 8 * H_DIM)
+    """How many rows of a block are handled at once: all, unless they have to be decoded, or their usage is noted while
+    they are in a cache."""
+    rows = max(load64(b + 8 * B_ROWS), 1)
+    if load64(b + 8 * B_CODE) != 0:
+        rows = DECODED // load64(load64(b + 8 * B_HEADER) + 8 * H_DIM)
+    if load64(load64(b + 8 * B_HEADER) + 8 * H_USAGE_AT) != 0:
+        rows = min(rows, USED)
+    return rows
 
 
 @kernel

@@ -31,6 +31,7 @@ from elasticps.server.core.operations import (
     CreatedTables,
     CutMark,
     Dropped,
+    RestoredKeys,
     RestoredRows,
     RestoredState,
     RowBlocks,
@@ -41,6 +42,7 @@ from elasticps.server.core.validation import wrong
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.path import FastPath
 from elasticps.store import Store, Table
+from elasticps.store.admission import NO_BLOCKS
 from elasticps.store.intervals import HASH_END
 from elasticps.system import fatal
 from replication.chain import Member, Ranges, Role
@@ -211,7 +213,7 @@ class Executor:
         elif isinstance(payload, SweptInterval):
             self._evict(effect, payload, effect.ranges.tolist())
         elif isinstance(payload, ChangedPolicies):
-            self._set_policies(effect.ranges, payload.table, TableSpec.from_json(payload.spec))
+            self.store.change_policies(payload.table, effect.ranges, TableSpec.from_json(payload.spec))
         elif isinstance(payload, Cleared):
             self._clear(effect, payload.table)
         elif isinstance(payload, Dropped):
@@ -220,6 +222,8 @@ class Executor:
             self.note_change()
         elif isinstance(payload, RestoredRows):
             self._restore(effect, payload)
+        elif isinstance(payload, RestoredKeys):
+            self._restore_keys(effect, payload)
         elif isinstance(payload, RestoredState):
             self._restored(int(effect.ranges[0]), payload)
         elif isinstance(payload, AuditMark):
@@ -252,13 +256,12 @@ class Executor:
         elif operation.kind == OperationKind.LOAD:
             for table, keys, values, _ in blocks:
                 tables[table].put(keys, values)
+                if tables[table].lifecycle is not None:
+                    self._bound_notes(effect, tables[table])
         elif operation.kind == OperationKind.DELETE:
-            unfinished = effect.inside or {}  # their tail knows how many deletions there are
-            whole = [r for r in effect.ranges.tolist() if r not in unfinished]
             for table, keys, _, _ in blocks:
                 tables[table].delete(keys)
-                for r in whole:
-                    tables[table].deletions.bound(r, tables[table].count_range(r))
+                self._bound_notes(effect, tables[table])
         else:
             for table, keys, grads, step_values in blocks:
                 self._update(tables[table], keys, grads, step_values, operation)
@@ -278,6 +281,15 @@ class Executor:
         if table is not None:
             for r in ranges:
                 table.evict(r, swept.low, swept.high, swept.predicate, unfinished.get(r, HASH_END))
+            self._bound_notes(effect, table)
+
+    @staticmethod
+    def _bound_notes(effect: Apply, table: Table) -> None:
+        """Bounds the notes on rows that went; not in ranges that are being filled: their tail knows how many there
+        are."""
+        for r in effect.ranges.tolist():
+            if r not in (effect.inside or {}):
+                table.deletions.bound(r, table.count_range(r))
 
     def _set_policies(self, ranges: Ranges, table: int, spec: TableSpec) -> None:
         found = self.store.tables.get(table)
@@ -300,8 +312,18 @@ class Executor:
             keys, rows = keys[chosen], rows[chosen]
         table.load_range(r, keys, rows)
 
+    def _restore_keys(self, effect: Apply, restored: RestoredKeys) -> None:
+        r, table = int(effect.ranges[0]), self.store.tables[restored.table]
+        bound = HASH_END if effect.inside is None else effect.inside[r]
+        chosen = table.hashes_of(restored.keys) < bound
+        if table.lifecycle is not None:
+            table.lifecycle.load(r, restored.keys[chosen], restored.words[chosen], 0, NO_BLOCKS)
+            table.lifecycle.waiting.restore_sketch(r, restored.sketch, bound)
+
     def _restored(self, r: int, state: RestoredState) -> None:
         self.replica.clocks.set_column(r, *state.clocks())
+        if state.time:
+            self.store.advance(np.array([r], np.int64), state.time)
         if state.cut > self.store.cuts.newest[r]:
             self.store.begin_at(np.array([r], np.int64), state.cut)
         self.rounds.load(r, state.rounds())

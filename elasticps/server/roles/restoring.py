@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,15 +17,26 @@ from elasticps.admin.interface import RestoreProgress, RestoreSpec
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import UNIT_BYTES, Contents, Job, Portion, RangeRows, Sizes, from_bits, portions
 from elasticps.checkpoint.manifest import Manifest
+from elasticps.checkpoint.range_usage import NO_KEYS, together
 from elasticps.checkpoint.storage import Storage, Take, new_memory
 from elasticps.errors import CheckpointError, Error
 from elasticps.kernels import hashing
 from elasticps.model.spec import TableSpec
-from elasticps.server.core.operations import CreatedTable, CreatedTables, Dropped, RestoredRows, RestoredState
+from elasticps.server.core.operations import (
+    ChangedPolicies,
+    CreatedTable,
+    CreatedTables,
+    Dropped,
+    RestoredKeys,
+    RestoredRows,
+    RestoredState,
+    TimeMark,
+)
 from elasticps.server.core.requests import RequestError
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.executor import Executor, FutureTicket
 from elasticps.server.roles.memory_limit import MemoryLimit
+from elasticps.store.admission import NO_BLOCKS
 from elasticps.wire.frames import Block
 from elasticps.wire.pool import Pool
 from replication.chain import Ranges
@@ -207,6 +219,8 @@ class _RestoreTask:
                 for new, spec in specs.items()
             ]
             await self._log(creates)
+        else:
+            self._set_policies(mine)
         here = np.zeros(self._serving.ranges, np.bool_)
         here[mine] = True
         several, sizes, buffer_bytes = (
@@ -223,7 +237,7 @@ class _RestoreTask:
         found = portions(contents, mine, self._serving.ranges, self._read_from, sizes)
         for portion in found:
             if not portion.left:
-                await self._complete(contents.manifest, portion.ranges)
+                await self._complete(contents, portion.ranges)
         jobs = ((portion, job) for portion in found for job in portion.jobs)
         readers = [self._loop.create_task(self._read(contents, jobs, here, buffer_bytes)) for _ in range(several)]
         try:
@@ -234,12 +248,25 @@ class _RestoreTask:
             await asyncio.gather(*readers, return_exceptions=True)
             raise
 
-    async def _complete(self, manifest: Manifest, ranges: Ranges) -> None:
+    def _set_policies(self, mine: Ranges) -> None:
+        """Puts recovered ranges under the policies of today: no CREATE or POLICY of theirs comes here any more."""
+        for (_, new), text in zip(self.spec.tables, self.spec.specs, strict=False):
+            if TableSpec.from_json(text).usage:
+                change = ChangedPolicies(new, text)
+                self._apply([(OperationKind.POLICY, change, np.array([r])) for r in mine.tolist()])
+
+    async def _complete(self, contents: Contents, ranges: Ranges) -> None:
         """Restores the state of ranges whose rows are committed, and notes that they are done."""
+        count = self._serving.ranges
+        times = times_of(contents.times(old for old, _ in self._read_from), count, self._read_from)
         if self.spec.whole:
             floors = dict(self.spec.floors)
-            states = ((r, state_of(manifest, r, self._serving.ranges, floors)) for r in ranges.tolist())
-            await self._log([(OperationKind.RESTORED, state, np.array([r])) for r, state in states])
+            states = ((r, state_of(contents.manifest, r, count, floors)) for r in ranges.tolist())
+            await self._log(
+                [(OperationKind.RESTORED, state._replace(time=int(times[r])), np.array([r])) for r, state in states]
+            )
+        elif times.any():  # or rows would have been used in the future
+            await self._log([(OperationKind.TIME, TimeMark(int(times[r])), np.array([r])) for r in ranges.tolist()])
         if self.spec.recovery:
             for r in ranges.tolist():
                 self._executor.perform(self._executor.replica.brought_back, r)
@@ -254,15 +281,23 @@ class _RestoreTask:
     ) -> None:
         """Takes unit after unit while there are any: reads in a thread, and logs in the loop."""
         take = Pool(buffer_bytes, buffer_bytes // 2).take  # by one thread at a time
+        same = contents.manifest.ranges == self._serving.ranges
         for portion, (table, unit, scattered) in jobs:
             parts = _joined(contents.read(unit, take)) if scattered else contents.read(unit, take)
-            batches = (each for rows in parts for each in _batches(cut_up(rows, table, here, take)))
+            sketches = same and not scattered
+            batches = (
+                each
+                for rows in parts
+                for each in _batches(
+                    chain(cut_up(rows, table, here, take), cut_up_waiting(rows, table, here, sketches=sketches))
+                )
+            )
             while (some := await self._loop.run_in_executor(self._pool, next, batches, None)) is not None:
                 await self._log([(OperationKind.RESTORE, piece, np.array([r])) for r, piece in some])
-                self.rows += sum(len(piece.keys) for _, piece in some)
+                self.rows += sum(len(piece.keys) for _, piece in some if isinstance(piece, RestoredRows))
             portion.left -= 1
             if not portion.left:
-                await self._complete(contents.manifest, portion.ranges)
+                await self._complete(contents, portion.ranges)
 
     async def _log(self, operations: Sequence[_Operation]) -> None:
         for _, payload, _ in operations:
@@ -302,7 +337,7 @@ async def _logged(executor: Executor, epoch: int, operations: Sequence[_Operatio
     """Logs operations, and waits until they are committed. Raises _Moved if a range may be headed elsewhere."""
     tickets: list[FutureTicket] = []
     for kind, payload, ranges in operations:
-        nbytes = payload.nbytes if isinstance(payload, RestoredRows) else 256
+        nbytes = payload.nbytes if isinstance(payload, RestoredRows | RestoredKeys) else 256
         tickets.append(executor.log(epoch, kind, ranges, payload, nbytes))
     executor.note_change()
     try:
@@ -324,7 +359,9 @@ def _joined(parts: Iterable[RangeRows]) -> Iterator[RangeRows]:
     some = list(parts)
     if some:
         keys, rows = np.concatenate([each.keys for each in some]), np.concatenate([each.rows for each in some])
-        yield RangeRows(-1, keys, rows, np.concatenate([each.stamps for each in some]))
+        usages = [each.usage for each in some if each.usage is not None]
+        usage = together(usages) if usages else None
+        yield RangeRows(-1, keys, rows, np.concatenate([each.stamps for each in some]), usage)
 
 
 def cut_up(
@@ -351,9 +388,33 @@ def cut_up(
             yield r, RestoredRows(table, rows.keys[some], np.take(rows.rows, some, 0, copy, "clip"))
 
 
-def _batches(pieces: Iterable[tuple[int, RestoredRows]]) -> Iterator[list[tuple[int, RestoredRows]]]:
+def cut_up_waiting(
+    rows: RangeRows, table: int, here: NDArray[np.bool_], *, sketches: bool
+) -> Iterator[tuple[int, RestoredKeys]]:
+    """Splits the waiting keys of a table, now with id `table`, by range into pieces of PIECE_BYTES, for ranges where
+    `here`, bool [P], is true. sketches: the range's own sketch goes with them: its counters are in blocks by the hashes
+    of a range, so it says nothing in ranges of another number, or of a table with another id."""
+    usage = rows.usage
+    if usage is None:
+        return
+    where = np.empty(len(usage.keys), np.int32)
+    hashing.key_ranges(usage.keys, hashing.table_salt(table), hashing.range_shift(len(here)), where)
+    step = max(1, PIECE_BYTES // 16)
+    for r in np.unique(where).tolist():
+        of_range = np.flatnonzero(where == r) if here[r] else where[:0]
+        for at in range(0, len(of_range), step):
+            some = of_range[at : at + step]
+            yield r, RestoredKeys(table, usage.keys[some], usage.words[some], NO_BLOCKS)
+    if sketches and len(usage.sketch) and here[rows.range]:
+        yield rows.range, RestoredKeys(table, NO_KEYS, NO_KEYS, usage.sketch)
+
+
+_Piece = tuple[int, RestoredRows | RestoredKeys]
+
+
+def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
     """Groups pieces that are logged together: waiting for each would take a turn of the loop for each."""
-    some: list[tuple[int, RestoredRows]] = []
+    some: list[_Piece] = []
     for piece in pieces:
         some.append(piece)
         if sum(each.nbytes for _, each in some) >= 4 * PIECE_BYTES or len(some) == PIECES_AT_ONCE:
@@ -361,6 +422,16 @@ def _batches(pieces: Iterable[tuple[int, RestoredRows]]) -> Iterator[list[tuple[
             some = []
     if some:
         yield some
+
+
+def times_of(times: NDArray[np.int64], ranges: int, tables: Iterable[tuple[int, int]]) -> NDArray[np.int64]:
+    """The cluster time of each of `ranges` ranges, int64 [ranges], when a checkpoint's ranges had these, int64 [P]: no
+    row there was used later. tables: their ids there and here; rows of one with another id lie anywhere."""
+    if any(old != new for old, new in tables):
+        return np.full(ranges, times.max(initial=0))
+    if ranges >= len(times):
+        return np.repeat(times, ranges // len(times))
+    return np.asarray(times.reshape(ranges, -1).max(axis=1))
 
 
 def state_of(manifest: Manifest, r: int, ranges: int, floors: Mapping[int, int] | None = None) -> RestoredState:

@@ -64,6 +64,11 @@ class _Progress:
         self.waits_s: float | None = None
 
 
+def _waits(waiting: WaitingKeys | None) -> bool:
+    """Whether a piece has keys that wait for a row, or counters."""
+    return waiting is not None and (len(waiting.keys) > 0 or waiting.blocks.size > 0)
+
+
 class SnapshotSender:
     """Schedules pieces of snapshots; each enters the replica's log order at the instant at which it was made."""
 
@@ -209,7 +214,7 @@ class SnapshotSender:
     def _content(self, r: int, low: int, upto: int) -> ChunkContent:
         """An interval of hash positions of range r."""
         tables = (self._table_rows(number, table, r, low, upto) for number, table in self._tables.items())
-        rows = [one for one in tables if len(one.keys) or len(one.notes) or one.floor or one.waiting is not None]
+        rows = [one for one in tables if len(one.keys) or len(one.notes) or one.floor or _waits(one.waiting)]
         rounds, cuts = self._rounds.dump(r, low, upto, self._tables), self._store.cuts
         time_s = int(self._store.times[r])
         return ChunkContent(rows, rounds._replace(groups={}), {}, int(cuts.newest[r]), int(cuts.base[r]), time_s)
