@@ -59,6 +59,13 @@ def test_a_capacity_looks_only_where_there_are_too_many_rows() -> None:
     assert slices(plan, Counted([10_102] * RANGES, None, Capacity(80_000)))
 
 
+def test_a_table_that_has_outrun_its_sweeps_is_swept_faster() -> None:
+    plan = SweepPlan(RANGES, WIDTH)
+    for rows, overfull in ((10_200, False), (10_201, True)):
+        table = Counted([rows] * RANGES, None, Capacity(80_000))
+        assert plan.overfull({1: table}, range(RANGES)) is overfull
+
+
 @given(rows=st.integers(1, 10**6), count=st.integers(0, 10**6))
 def test_what_is_left_is_within_two_percent_of_the_share(rows: int, count: int) -> None:
     left = count - excess(count, rows)

@@ -32,6 +32,7 @@ from elasticps.wire.frames import MAX_RANGES, FrameError, whole, wholes
 
 SLICE_ROWS = 8_192  # rows that are looked at in one go: some 0.2 ms
 SLACK = 0.01  # ranges are made smaller once they are so much above their share, to so much below it
+OVERFULL = 0.02  # so much above its share a table has outrun the usual pace of sweeps
 NORM_EVERY_S = 60.0  # between two looks at all norms of a range
 IDLE_SHARE = 32  # of an idle time lies between two looks at a range
 _LEAST_S, _MOST_S = 1.0, 600.0
@@ -210,6 +211,17 @@ class SweepPlan:
             for part in range(parts):
                 low, high = (begin + self._width * edge // parts for edge in (part, part + 1))
                 yield Slice(number, tuple(some), low, high), by, share
+
+    def overfull(self, tables: Mapping[int, SweptTable], headed: Sequence[int]) -> bool:
+        """Whether some table has so many rows, or waiting keys, above its capacity that sweeps have to be faster."""
+        return any(
+            sum(table.count(r, by.of_candidates) for r in ranges)
+            > (1 + OVERFULL) * sum(share_of(rows, r, self._ranges) for r in ranges)
+            for table in tables.values()
+            for policies, ranges in _by_policies(table, headed).items()
+            for by, _, rows in predicates(*policies, 0)
+            if rows
+        )
 
     def forget(self, live: Iterable[int]) -> None:
         """Forgets tables that are not here any more."""

@@ -29,7 +29,8 @@ from replication.messages import OperationKind
 log = fields.logger(__name__)
 
 TIME_EVERY_S = 1.0  # cluster time goes on in such steps
-SHARE, HURRIED_SHARE = 0.05, 0.5  # of this thread's time that sweeps take; and where memory is short
+SHARE, HURRIED_SHARE = 0.05, 0.5  # of this thread's time that sweeps take; and where memory is short, or a table too
+# large
 MOST_SKEW_S = 60.0  # between this server's clock and the leader's, before that is logged
 OPERATION_BYTES = 96
 ROUND_S = 30.0  # sweeps of an application with synchronous rounds wait so long for one to close
@@ -75,6 +76,7 @@ class Sweeper:
         self._plan = SweepPlan(self._serving.ranges, HASH_END // self._serving.ranges)
         self._slices: Iterator[tuple[Slice, Predicate, float]] = iter(())
         self._running = False
+        self._overfull = False  # a table has outrun the usual pace
         self._for_rounds: dict[str, _Waiting] = {}  # by application
         self._skewed = False
         self._time_due_s = 0.0
@@ -127,6 +129,7 @@ class Sweeper:
             return
         now, swept = int(min(self._wall(), leader_s)), {number: _Swept(table) for number, table in tables.items()}
         self._plan.forget(tables)
+        self._overfull = self._plan.overfull(swept, self._serving.headed.tolist())
         headed = self._serving.headed.tolist()
         self._slices = self._plan.slices(swept, headed, now, self._loop.time(), self._headroom.short)
         self._loop.call_soon(self._step)
@@ -140,7 +143,7 @@ class Sweeper:
         self._sweep(*found)
         spent = time.thread_time() - began
         self.slowest_s = max(self.slowest_s, spent)
-        share = HURRIED_SHARE if self._headroom.short else SHARE
+        share = HURRIED_SHARE if self._headroom.short or self._overfull else SHARE
         self._loop.call_later(spent * (1 - share) / share, self._step)
 
     def take(self, app: str) -> tuple[SweptInterval, ...]:
