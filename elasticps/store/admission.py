@@ -24,6 +24,7 @@ from elasticps.store.intervals import HASH_END
 from elasticps.store.memory import Allocator
 from elasticps.store.native import (
     DESCRIPTOR,
+    FLOATS_OUT,
     H_COUNTS,
     H_DESCRIPTORS,
     H_NEED,
@@ -31,12 +32,22 @@ from elasticps.store.native import (
     H_ROWS,
     H_SALT,
     H_SHIFT,
+    H_SKETCH_WIDTHS,
+    H_SKETCHES,
+    H_SPARE,
+    H_STRIDE,
     H_TIMES,
+    H_WAITING,
+    HEADER_SIZE,
+    INT,
+    KEYS,
     P_ADMISSION,
     P_THRESHOLD,
     POLICY,
+    WORDS,
     carray,
     kernel,
+    linked,
     load64,
     pointer,
     store64,
@@ -100,28 +111,40 @@ def _sketched(sketch: int, width: int, hashed: np.uint64, range_bits: np.uint64,
 
 
 @kernel
+def candidates_of(h: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The header of a table's candidates."""
+    found: NDArray[np.int64] = carray(pointer(h[H_WAITING]), (HEADER_SIZE,), np.int64)
+    return found
+
+
+@linked(WORDS, KEYS, WORDS, INT, INT, INT, FLOATS_OUT)
 def admit(
-    h: NDArray[np.int64], c: NDArray[np.int64], sketches: NDArray[np.int64], widths: NDArray[np.int64],
-    keys: NDArray[np.int64], rows: NDArray[np.int64], worker: int, clock: int, start: int, counts: NDArray[np.float32],
+    h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64], worker: int, clock: int, start: int,
+    counts: NDArray[np.float32],
 ) -> int:  # fmt: skip
     """Counts the pushes of keys [n] without a row (rows[i] = 0), from `start` on. Sets rows[i] to WAITS where the key
-    gets none, and counts[i], float32 [n], to the pushes before this one where it does, -1 where it has one already.
+    gets none, and counts[i], float32 [n], to the pushes before this one where it does, -1 for all others.
 
-    h: the table's header; c: of its candidates; sketches, widths: by range, the address of its sketch and the bytes of
-    a block. Returns the index to go on from: n when done, else the segment of range
-    c[H_NEED] must grow first.
+    h: the table's header. Returns the index to go on from: n when done, else the segment of range H_NEED of the
+    candidates must grow first.
     """
+    c = candidates_of(h)
     salt, shift = np.uint64(c[H_SALT]), np.uint64(c[H_SHIFT])
     range_bits = _S64 - shift
     ranges = 1 << (64 - c[H_SHIFT])
+    sketches, widths = (
+        carray(pointer(h[H_SKETCHES]), (ranges,), np.int64),
+        carray(pointer(h[H_SKETCH_WIDTHS]), (ranges,), np.int64),
+    )
     descriptors = index.descriptors_of(c)
     held = carray(pointer(c[H_COUNTS]), (ranges,), np.int64)
     times = carray(pointer(h[H_TIMES]), (ranges,), np.int64)
     policies = carray(pointer(h[H_POLICIES]), (ranges * POLICY,), np.float64)
     for i in range(start, keys.shape[0]):
-        counts[i] = np.float32(0)
         if rows[i] != 0:
+            counts[i] = np.float32(-1)
             continue
+        counts[i] = np.float32(0)
         key = keys[i]
         hashed = hash_key(key, salt)
         r = np.int64(hashed >> shift)
@@ -148,6 +171,7 @@ def admit(
             counts[i] = np.float32(word & _COUNT_MASK)
         if not admitted:
             rows[i] = WAITS
+            counts[i] = np.float32(-1)
             if kind != MIN_COUNT:
                 continue
         if word == 0:
@@ -161,6 +185,25 @@ def admit(
         count = _ADMITTED if admitted else (word & _COUNT_MASK) + 1
         store64(entry + 8, times[r] << _TIME_BIT | count)
     return keys.shape[0]
+
+
+@linked(WORDS, KEYS, WORDS)
+def remove_admitted(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+    """Forgets the candidates among those of keys [n] that get a row (rows[i] = 0). h: the table's header."""
+    c = candidates_of(h)
+    if c[H_ROWS] != 0:
+        _remove(c, keys, rows)
+
+
+@linked(WORDS, WORDS)
+def spare(h: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+    """Puts the table's spare row, cleared, in the place of WAITS."""
+    at = h[H_SPARE]
+    for j in range(h[H_STRIDE] // 8):
+        store64(at + 8 * j, 0)
+    for i in range(rows.shape[0]):
+        if rows[i] == WAITS:
+            rows[i] = at
 
 
 @kernel
@@ -178,14 +221,16 @@ def _would_be_sketched(sketch: int, width: int, hashed: np.uint64, range_bits: n
 
 @kernel
 def foresee(
-    h: NDArray[np.int64], c: NDArray[np.int64], sketches: NDArray[np.int64], width: NDArray[np.int64],
-    keys: NDArray[np.int64], worker: int, clock: int, out: NDArray[np.int64],
+    h: NDArray[np.int64], keys: NDArray[np.int64], worker: int, clock: int, out: NDArray[np.int64],
 ) -> None:  # fmt: skip
     """Writes what a push would make of each of keys [n] without a row: ADDS_ROW, ADDS_CANDIDATE or ADDS_NOTHING.
     Changes nothing; arguments as for `admit`."""
+    c = candidates_of(h)
     salt, shift = np.uint64(c[H_SALT]), np.uint64(c[H_SHIFT])
     range_bits = _S64 - shift
     ranges = 1 << (64 - c[H_SHIFT])
+    sketches = carray(pointer(h[H_SKETCHES]), (ranges,), np.int64)
+    widths = carray(pointer(h[H_SKETCH_WIDTHS]), (ranges,), np.int64)
     policies = carray(pointer(h[H_POLICIES]), (ranges * POLICY,), np.float64)
     for i in range(keys.shape[0]):
         hashed = hash_key(keys[i], salt)
@@ -207,7 +252,7 @@ def foresee(
             if _chance(keys[i], worker, clock) < threshold:
                 out[i] = ADDS_ROW
         elif kind == SKETCH:
-            if _would_be_sketched(sketches[r], width[r], hashed, range_bits, np.int64(threshold)):
+            if _would_be_sketched(sketches[r], widths[r], hashed, range_bits, np.int64(threshold)):
                 out[i] = ADDS_ROW
         else:
             out[i] = ADDS_ROW
@@ -216,11 +261,19 @@ def foresee(
 @kernel
 def remove(c: NDArray[np.int64], keys: NDArray[np.int64]) -> int:
     """Forgets the candidates among keys; how many they were."""
+    return _remove(c, keys, carray(pointer(c[H_COUNTS]), (0,), np.int64))
+
+
+@kernel
+def _remove(c: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64]) -> int:
+    """Forgets the candidates among keys, or, unless `rows` is empty, those with rows[i] = 0; how many they were."""
     salt, shift = np.uint64(c[H_SALT]), np.uint64(c[H_SHIFT])
     range_bits = _S64 - shift
     held = carray(pointer(c[H_COUNTS]), (1 << (64 - c[H_SHIFT]),), np.int64)
     removed = 0
     for i in range(keys.shape[0]):
+        if rows.shape[0] and rows[i] != 0:
+            continue
         hashed = hash_key(keys[i], salt)
         r = np.int64(hashed >> shift)
         base, capacity = index.segment_of(c, r)
@@ -289,6 +342,8 @@ class Waiting:
         c = self._header = np.zeros(field.HEADER_SIZE, np.int64)
         c[H_DESCRIPTORS], c[H_COUNTS] = self._descriptors.ctypes.data, self._counts.ctypes.data
         c[H_SALT], c[H_SHIFT] = header[H_SALT], header[H_SHIFT]
+        header[H_WAITING], header[H_SKETCHES] = c.ctypes.data, self._sketch_at.ctypes.data
+        header[H_SKETCH_WIDTHS] = self._widths.ctypes.data
 
     @property
     def candidates(self) -> int:
@@ -306,22 +361,20 @@ class Waiting:
 
     def admit(self, keys: NDArray[np.int64], rows: NDArray[np.int64], worker: int, clock: int) -> NDArray[np.float32]:
         """Counts the pushes of keys [n] without a row (rows[i] = 0), in step `clock` of a worker; sets rows[i] to WAITS
-        where the key gets none yet. Returns how often each was counted before: float32 [n]."""
-        c, counts = self._header, np.empty(len(keys), np.float32)
-        at = 0
-        while True:
-            at = admit(self._table, c, self._sketch_at, self._widths, keys, rows, worker, clock, at, counts)
-            if at == len(keys):
-                break
-            self._grow(int(c[H_NEED]))
-        if self.candidates:
-            remove(c, keys[rows == 0])
+        where the key gets none yet. Returns how often those that get one were counted before, float32 [n]; see
+        `admit`."""
+        counts = np.empty(len(keys), np.float32)
+        at = admit(self._table, keys, rows, worker, clock, 0, counts)
+        while at < len(keys):
+            self.grow()
+            at = admit(self._table, keys, rows, worker, clock, at, counts)
+        remove_admitted(self._table, keys, rows)
         return counts
 
     def foresee(self, keys: NDArray[np.int64], worker: int, clock: int) -> NDArray[np.int64]:
         """What `admit` would make of keys [n] without a row: ADDS_ROW, ADDS_CANDIDATE or ADDS_NOTHING, int64 [n]."""
         found = np.empty(len(keys), np.int64)
-        foresee(self._table, self._header, self._sketch_at, self._widths, keys, worker, clock, found)
+        foresee(self._table, keys, worker, clock, found)
         return found
 
     def remove(self, keys: NDArray[np.int64]) -> int:
@@ -338,7 +391,7 @@ class Waiting:
         """Stores candidates with their words, int64 [n] each."""
         at = put(self._header, keys, words, 0)
         while at < len(keys):
-            self._grow(int(self._header[H_NEED]))
+            self.grow()
             at = put(self._header, keys, words, at)
 
     def drop_interval(self, r: int, low: int, high: int) -> None:
@@ -419,7 +472,9 @@ class Waiting:
             found.append(int(np.sum(counters * weights, dtype=np.uint64).astype(np.int64)))
         return found
 
-    def _grow(self, r: int) -> None:
+    def grow(self) -> None:
+        """Makes room for more candidates in the range whose segment was too small."""
+        r = int(self._header[H_NEED])
         capacity = max(int(self._descriptors[r, field.D_CAPACITY]) * 3 // 2, index.FIRST_CAPACITY)
         old, old_capacity = self._descriptors[r, : field.D_STAMP].tolist()
         while True:

@@ -20,7 +20,16 @@ from elasticps.store import native as field
 from elasticps.store.admission import WAITS, Waiting
 from elasticps.store.eviction import Measure, Predicate, Reason
 from elasticps.store.memory import Allocator
-from elasticps.store.native import H_ADMITS, H_POLICIES, H_TIMES, H_USAGE_AT, H_USAGE_FLOATS
+from elasticps.store.native import (
+    H_ADMITS,
+    H_ADMITTED,
+    H_POLICIES,
+    H_SPARE,
+    H_STRIDE,
+    H_TIMES,
+    H_USAGE_AT,
+    H_USAGE_FLOATS,
+)
 from elasticps.store.registry import load_lifecycle
 
 _NO_FLOATS = np.empty(0, np.float32)
@@ -34,9 +43,6 @@ class StoredRows(Protocol):
 
     def find(self, keys: Keys) -> tuple[Rows, int]:
         """Addresses of the rows of keys [n], 0 where there is none, and how many there are none of."""
-
-    def ranges_of(self, keys: Keys) -> Keys:
-        """The range of each of keys [n]."""
 
     def change(self, keys: Keys, rows: Rows) -> None:
         """Prepares rows that `find` has just found for a change, and makes those that are missing (0)."""
@@ -75,6 +81,8 @@ class Lifecycle:
         self._changed: dict[int, TableSpec] = {}  # specs of ranges whose policies are others than the table's
         header[H_USAGE_AT], header[H_USAGE_FLOATS] = usage_at, spec.usage_floats
         header[H_TIMES], header[H_POLICIES] = times.ctypes.data, self._policies.ctypes.data
+        self._spare = np.zeros(int(header[H_STRIDE]) // 8, np.int64)  # a row of no key
+        header[H_SPARE], header[H_ADMITTED] = self._spare.ctypes.data, self.admitted.ctypes.data
         for r in range(len(times)):
             self._set(r, spec)
 
@@ -119,7 +127,6 @@ class Lifecycle:
         table.change(keys, rows)
         if len(counts):
             usage.begin(self._header, keys[new], rows[new], counts[new])
-            np.add.at(self.admitted, table.ranges_of(keys[new][counts[new] >= 0]), 1)
         table.update(keys, grads, step_values, rows)
         usage.use(self._header, keys, rows, scores)
         return len(keys)

@@ -67,8 +67,13 @@ _compile_inline: Any = njit(nogil=True, cache=True, error_model="numpy", inline=
     H_TIMES,  # address of int64 [ranges]: cluster time of a range in seconds
     H_POLICIES,  # address of float64 [ranges, POLICY]: see P_…
     H_ADMITS,  # 1 if keys without a row may have to wait for one
+    H_WAITING,  # address of the header of the keys that wait: their index, in fields of the same numbers
+    H_SKETCHES,  # address of int64 [ranges]: address of a range's sketch
+    H_SKETCH_WIDTHS,  # address of int64 [ranges]: bytes of a block of each
+    H_SPARE,  # address of a row of no key: pushes of keys that wait change it in place of a row of theirs
+    H_ADMITTED,  # address of int64 [ranges]: keys that an admission policy has given a row
     HEADER_SIZE,
-) = range(40)
+) = range(45)
 NEED_SLAB = -1
 
 # Of a range: the share of a half-life in a second, 0 if counts never fall; the number of the admission policy, see
@@ -86,6 +91,7 @@ ADDRESS = (1 << STAMP_BIT) - 1
 # Keys and floats may be read-only and unaligned, as slices of a received frame are.
 INT = types.int64
 WORDS = types.Array(types.int64, 1, "C")
+FLOATS_OUT = types.Array(types.float32, 1, "C")
 KEYS = types.Array(types.int64, 1, "C", readonly=True, aligned=False)
 FLOATS = types.Array(types.float32, 1, "C", readonly=True, aligned=False)
 MATRIX = types.Array(types.float32, 2, "C", readonly=True, aligned=False)

@@ -66,11 +66,10 @@ _LIFECYCLE: tuple[tuple[Any, tuple[Any, ...]], ...] = (
     (usage.read_usage, (WORDS, WORDS, types.Array(types.uint32, 2, "C"))),
     (usage.measure, (WORDS, WORDS, INT, INT, types.float64, WORDS)),
     (usage.ties, (KEYS, WORDS)),
-    (
-        admission.admit,
-        (WORDS, WORDS, WORDS, WORDS, KEYS, WORDS, INT, INT, INT, types.Array(types.float32, 1, "C")),
-    ),
-    (admission.foresee, (WORDS, WORDS, WORDS, WORDS, KEYS, INT, INT, WORDS)),
+    (admission.admit, signature_of(admission.admit)),
+    (admission.remove_admitted, signature_of(admission.remove_admitted)),
+    (admission.spare, signature_of(admission.spare)),
+    (admission.foresee, (WORDS, KEYS, INT, INT, WORDS)),
     (admission.remove, (WORDS, KEYS)),
     (admission.put, (WORDS, KEYS, KEYS, INT)),
 )

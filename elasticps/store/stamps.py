@@ -89,12 +89,12 @@ def _keep(h: NDArray[np.int64], part: np.int64, key: int, word: int) -> None:
 
 @linked(WORDS, KEYS, WORDS)
 def touch(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-    """The rows of keys are about to change, where they have one (rows[i] is not 0): stamps them. There is room to keep
+    """The rows of keys are about to change, where they have one (rows[i] > 0): stamps them. There is room to keep
     H_STALE of them aside."""
     salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
     descriptors = descriptors_of(h)
     for i in range(keys.shape[0]):
-        if rows[i] == 0:
+        if rows[i] <= 0:
             continue
         hashed = hash_key(keys[i], salt)
         r = np.int64(hashed >> shift)

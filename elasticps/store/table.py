@@ -127,10 +127,10 @@ class Table:
 
         An equal key counts as often as it comes, in order.
         """
-        n = len(keys)
-        if grads.shape != (n, self.spec.push_width) or len(step_values) != self._step_floats:
+        n, width = len(keys), self._dim if self.lifecycle is None else self.spec.push_width
+        if grads.shape != (n, width) or len(step_values) != self._step_floats:
             raise InputError(
-                f"{self._name}: {n} keys need gradients of {(n, self.spec.push_width)} and {self._step_floats} step "
+                f"{self._name}: {n} keys need gradients of {(n, width)} and {self._step_floats} step "
                 f"values, got {grads.shape} and {len(step_values)}"
             )
         if self.lifecycle is not None:

@@ -18,6 +18,7 @@ from elasticps.kernels.hashing import mix64 as _mix64
 from elasticps.store.native import (
     ADDRESS,
     FLOATS,
+    H_ADMITTED,
     H_DIM,
     H_DTYPE,
     H_POLICIES,
@@ -108,17 +109,23 @@ def use(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64], 
 
 @kernel
 def begin(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64], counts: NDArray[np.float32]) -> None:
-    """Sets the usage of the rows of keys [n]: last used now, with these counts, float32 [n], or none if it is empty. A
-    negative count leaves its row as it is."""
+    """Sets the usage of the rows of keys [n]: last used now, with these counts, float32 [n], as rows that
+    a policy has admitted, or none if it is empty. A negative count leaves its row as it is."""
     at, floats = h[H_USAGE_AT], h[H_USAGE_FLOATS]
     salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
-    times = carray(pointer(h[H_TIMES]), (1 << (64 - h[H_SHIFT]),), np.int64)
+    ranges = 1 << (64 - h[H_SHIFT])
+    times = carray(pointer(h[H_TIMES]), (ranges,), np.int64)
+    admitted = carray(pointer(h[H_ADMITTED]), (ranges,), np.int64)
     for i in range(keys.shape[0]):
         if counts.shape[0] and counts[i] < 0:
             continue
         word, value = _usage(rows[i] + at, floats)
-        word[0] = np.uint32(times[np.int64(hash_key(keys[i], salt) >> shift)])
-        value[1] = counts[i] if counts.shape[0] else np.float32(0)
+        r = np.int64(hash_key(keys[i], salt) >> shift)
+        word[0] = np.uint32(times[r])
+        value[1] = np.float32(0)
+        if counts.shape[0]:
+            value[1] = counts[i]
+            admitted[r] += 1
         if floats > 2:
             value[2] = np.float32(0)
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from typing import Any, NamedTuple
 
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from numpy.typing import NDArray
 
 from elasticps.checkpoint import catalog, maintenance
 from elasticps.checkpoint.contents import Contents
-from elasticps.checkpoint.manifest import FileEntry, Manifest, folder_of_table
-from elasticps.checkpoint.range_usage import together
+from elasticps.checkpoint.manifest import FileEntry, Manifest
 from elasticps.checkpoint.storage import Storage
 from elasticps.model import policies, spec
 from elasticps.server.core import scan
@@ -26,67 +23,16 @@ from elasticps.store.cuts import PassedCuts
 from elasticps.store.eviction import Measure, Predicate, Reason, threshold
 from elasticps.store.intervals import HASH_END
 from elasticps.store.retained import Allowance
+from tests.checkpoint.growing import NAME, NOW, TABLE, Content, content_of, put, read
 from tests.store.test_twin import floats
 
-RANGES, DIM, TABLE = 4, 3, 3
+RANGES, DIM = 4, 3
 ALL = np.arange(RANGES)
 KEYS = st.lists(st.integers(0, 80), min_size=1, max_size=40, unique=True)
 SEEDS = st.integers(0, 2**32 - 1)
 ADMISSIONS = [None, policies.MinCount(3), policies.MinCountSketch(2, 1 << 12, halve_after="1h")]
 HALVINGS = [None, 600.0, 7 * 86_400.0]
 ROWS = [Measure.LAST_USE, Measure.COUNT, Measure.SCORE, Measure.NORM]
-EVERY_NAME = "default/t"
-
-
-class Content(NamedTuple):
-    """What a table has: whole rows by key, usage included; waiting keys with their words; and by range its sketch and
-    its time."""
-
-    rows: dict[int, bytes]
-    waiting: dict[int, int]
-    sketches: dict[int, bytes]
-    times: dict[int, int]
-
-
-def content_of(store: Store) -> Content:
-    """What the table has now."""
-    table = store.tables[TABLE]
-    assert table.lifecycle is not None
-    found = Content({}, {}, {}, dict(enumerate(store.times.tolist())))
-    for r in range(RANGES):
-        keys, rows = table.dump_range(r)
-        found.rows.update(zip(keys.tolist(), (row.tobytes() for row in rows), strict=True))
-        waiting = table.lifecycle.waiting
-        found.waiting.update(zip(*(each.tolist() for each in waiting.list_interval(r, 0, HASH_END)), strict=True))
-        found.sketches[r] = waiting.read_blocks(r, 0, HASH_END).tobytes()
-    return found
-
-
-def read(contents: Contents) -> Content:
-    """What a chain of checkpoints has."""
-    found = Content({}, {}, {}, dict(enumerate(contents.times([TABLE]).tolist())))
-    usages: dict[int, list[Any]] = {r: [] for r in range(RANGES)}
-    for unit in contents.units(TABLE):
-        for piece in contents.read(unit):
-            for key, row in zip(piece.keys.tolist(), piece.rows, strict=True):
-                assert key not in found.rows, "a row comes once"
-                found.rows[key] = row.tobytes()
-            if piece.usage is not None:
-                usages[piece.range].append(piece.usage)
-    for r, parts in usages.items():
-        usage = together(parts)
-        assert not found.waiting.keys() & set(usage.keys.tolist())
-        found.waiting.update(zip(usage.keys.tolist(), usage.words.tolist(), strict=True))
-        found.sketches[r] = usage.sketch.tobytes()
-    return found
-
-
-def put(storage: Storage, cut: int, finished: Finished, described: spec.TableSpec) -> FileEntry:
-    """Writes a file of a scan."""
-    encoded = finished.file.encode()
-    entry = FileEntry.of(f"{folder_of_table(described, TABLE)}/s-1.{finished.number:03d}.safetensors", TABLE, encoded)
-    storage.put(f"{cut:06d}/{entry.path}", tuple(memoryview(bytes(part)) for part in encoded.parts))
-    return entry
 
 
 class ChainMachine(RuleBasedStateMachine):
@@ -103,7 +49,7 @@ class ChainMachine(RuleBasedStateMachine):
         self.store = Store(RANGES)
         self.table = self.store.create(self.described, TABLE)
         self.storage = Storage(f"memory://{uuid.uuid4()}")
-        self.store.advance(ALL, 1_000_000)
+        self.store.advance(ALL, NOW)
         self.clock = self.cut = 0
         self.published: list[int] = []
         self.scan: Scan | None = None
@@ -222,7 +168,7 @@ class ChainMachine(RuleBasedStateMachine):
     def _publish(self) -> None:
         assert self.scan is not None
         manifest = Manifest(
-            "c@1", self.cut, self.scan.mark.since, RANGES, 1.0, {EVERY_NAME: (TABLE, self.described)}, tuple(self.files)
+            "c@1", self.cut, self.scan.mark.since, RANGES, 1.0, {NAME: (TABLE, self.described)}, tuple(self.files)
         )
         assert catalog.publish(self.storage, manifest)
         self.published.append(self.cut)
@@ -237,80 +183,6 @@ class ChainMachine(RuleBasedStateMachine):
     def merge(self) -> None:
         maintenance.merge(self.storage, catalog.chain(self.storage))
         assert read(Contents(self.storage, catalog.chain(self.storage))) == self.expected
-
-
-class Cluster:
-    """A store with one table, whose checkpoints are written at once."""
-
-    def __init__(self, described: spec.TableSpec) -> None:
-        self.described, self.store = described, Store(RANGES)
-        self.table = self.store.create(described, TABLE)
-        self.storage = Storage(f"memory://{uuid.uuid4()}")
-        self.store.advance(ALL, 1_000_000)
-
-    def push(self, keys: NDArray[np.int64], grads: NDArray[np.floating[Any]]) -> None:
-        self.table.apply(keys, grads.astype(np.float32), np.empty(0, np.float32), 70_000, 1 << 16)
-
-    def pass_cut(self, cut: int) -> None:
-        """A cut whose checkpoint is given up."""
-        self.store.pass_cut(ALL, cut)
-
-    def checkpoint(self, cut: int, since: int) -> Manifest:
-        self.pass_cut(cut)
-        scan = Scan(self.store, CutMark(cut, since, "s", 1, ""), Allowance(1 << 30, lambda: None, lambda: None))
-        scan.add(ALL)
-        files = [put(self.storage, cut, each, self.described) for each in scan.run() if each is not None]
-        tables = {EVERY_NAME: (TABLE, self.described)}
-        manifest = Manifest("c@1", cut, since, RANGES, 1.0, tables, tuple(files))
-        assert catalog.publish(self.storage, manifest)
-        return manifest
-
-    def read(self) -> Content:
-        return read(Contents(self.storage, catalog.chain(self.storage)))
-
-    def measure(self, r: int, by: Predicate) -> dict[int, int]:
-        """Ranks of the range's rows, by key."""
-        assert self.table.lifecycle is not None
-        keys, _, ranks = self.table.lifecycle.measure(self.table, r, 0, HASH_END, by)
-        return dict(zip(keys.tolist(), ranks.tolist(), strict=True))
-
-
-COUNTED = spec.TableSpec("t", DIM, spec.Accumulate(), spec.Zeros(), usage=policies.COUNTS)
-
-
-def test_rows_that_shrank_before_a_cut_that_was_given_up_and_went_by_their_norm_stay_gone() -> None:
-    """Their older version is large, and the newest cut is not the one that the increment adds to."""
-    cluster, keys = Cluster(COUNTED), np.arange(40, dtype=np.int64)
-    cluster.push(keys, np.full((40, DIM), 10.0))
-    cluster.checkpoint(1, 0)
-    cluster.push(keys[:8], np.full((8, DIM), -10.0))
-    cluster.pass_cut(2)
-    for r in range(RANGES):
-        cluster.table.evict(r, 0, HASH_END, Predicate(Measure.NORM, Reason.SMALL_NORM, 1))
-    assert cluster.table.rows == 32
-    cluster.checkpoint(3, 1)
-    assert cluster.read() == content_of(cluster.store)
-
-
-def test_rows_whose_score_was_rounded_down_as_they_were_used_stay_gone() -> None:
-    """A push without a score rounds it once more: the older version of a row may count more than the newer one."""
-    half_life = 600.0
-    eviction = policies.Capacity(1 << 20, keep="score", half_life=half_life)
-    cluster = Cluster(spec.TableSpec("t", DIM, spec.Accumulate(), spec.Zeros(), eviction=(eviction,)))
-    keys = np.arange(4_000, dtype=np.int64)
-    cluster.push(keys, np.abs(floats(7, len(keys), DIM + 1)))
-    cluster.store.advance(ALL, 1_000_400)
-    now = Predicate(Measure.SCORE, Reason.CAPACITY, 0, 0, 1_001_111, 1 / half_life)
-    older = [cluster.measure(r, now) for r in range(RANGES)]
-    cluster.checkpoint(1, 0)
-    cluster.push(keys, np.zeros((len(keys), DIM + 1)))
-    for r in range(RANGES):
-        newer = cluster.measure(r, now)
-        smaller = [key for key, rank in newer.items() if rank < older[r][key]]
-        assert smaller
-        cluster.table.evict(r, 0, HASH_END, now._replace(below=newer[smaller[0]] + 1))
-    cluster.checkpoint(2, 1)
-    assert cluster.read() == content_of(cluster.store)
 
 
 TestChains = ChainMachine.TestCase

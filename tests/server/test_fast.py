@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast, get_args
@@ -13,13 +14,16 @@ from coordinator.core.view import View
 from elasticps.client.core.routing import Routes, plan_push
 from elasticps.kernels.hashing import table_salt
 from elasticps.model.optimizers import SGD, Accumulate, Adagrad, Adam, ServerOptimizer
+from elasticps.model.policies import Capacity, IdleFor, MinCount, MinCountSketch, Probability
 from elasticps.model.spec import BFloat16, Filter, Float16, Int8, Normal, TableSpec
 from elasticps.server.core import reads
+from elasticps.server.core.sweeps import SweptInterval
 from elasticps.server.fast.layout import H_FORWARDS, H_PUSHES
 from elasticps.server.fast.path import FastPath
 from elasticps.server.roles import snapshots
 from elasticps.server.roles.executor import Executor
 from elasticps.store.codec import Codec
+from elasticps.store.eviction import OF_CANDIDATES, Measure, Predicate, Reason
 from elasticps.store.intervals import HASH_END
 from elasticps.store.retained import Allowance
 from elasticps.store.stamps import rows_at, stamps_in
@@ -43,7 +47,7 @@ from replication.chain import Member, Role
 from replication.effects import Effect
 from replication.messages import OperationKind
 from tests.server.conftest import RANGES
-from tests.server.wires import Pipe, Wires
+from tests.server.wires import Clock, Pipe, Wires
 
 WORKERS = (5, 9)
 OPTIMIZERS: tuple[ServerOptimizer, ...] = (Accumulate(), SGD(lr=0.5), Adagrad(lr=0.1), Adam(lr=0.1))
@@ -53,14 +57,27 @@ FILTERS: tuple[tuple[Sequence[Filter], Sequence[Filter]], ...] = (
 TABLES = {
     7 + i: TableSpec(f"t{i}", dim, OPTIMIZERS[i], Normal(std=1.0, seed=i), dtype, None, bool(i % 2), *FILTERS[i])
     for i, (dim, dtype) in enumerate(((3, "float32"), (4, "float32"), (1, "float32"), (8, "bfloat16")))
+} | {
+    11: TableSpec(
+        "waits",
+        4,
+        Adagrad(lr=0.1),
+        push=[Int8()],
+        admission=MinCount(3),
+        eviction=[Capacity(50, keep="most_used", half_life=8)],
+    ),
+    12: TableSpec("chance", 3, SGD(lr=0.5), dtype="bfloat16", admission=Probability(0.4), eviction=[IdleFor(10)]),
+    13: TableSpec("sketched", 2, Adam(lr=0.1), admission=MinCountSketch(2, nbytes=1 << 14)),
+    14: TableSpec("used", 2, Accumulate(), eviction=[IdleFor(10)]),
 }
 SERVERS = ("s0", "s1", "s2", "s3")
 
 
 @pytest.fixture(autouse=True)
 def one_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How long a snapshot's chunk took is no reason to wait before the next."""
+    """How long a snapshot's chunk took is no reason to wait before the next; futures need no loop that runs."""
     monkeypatch.setattr(snapshots, "BUSY_S", -1.0)
+    monkeypatch.setattr(asyncio, "get_running_loop", Clock)
 
 
 class Story:
@@ -108,7 +125,8 @@ class Story:
 
     def acts(self) -> list[Callable[[], None]]:
         acts = [self.push] * 12 + [self.pull] * 4 + [self.ask, self.cut, self.change_view]
-        return acts + [self.slow_reader, self.slow_link] + [self.erase] * 3 + [self.take_cut]
+        acts += [self.slow_reader, self.slow_link] + [self.erase] * 3 + [self.take_cut]
+        return acts + [self.pass_time] * 2 + [self.sweep] * 2
 
     def run(self, turns: int) -> None:
         acts = self.acts()
@@ -220,6 +238,27 @@ class Story:
             erasure = EraseHeader(self.view.epoch, worker, self.deletions, kind, number, bool(body))
             for _ in range(pick.choice((1, 1, 1, 2))):
                 self.send(routes.members[share.server].name, worker, erasure.header(), body)
+
+    def pass_time(self) -> None:
+        """Some seconds pass, and heads log that."""
+        self.wires.wall_s += self.random.choice((1, 3, 10))
+        for name in SERVERS:
+            self.wires.servers[name].sweeper.stamp()
+
+    def sweep(self) -> None:
+        """Rows, or keys that wait for one, are evicted from some of the ranges' hashes."""
+        pick, number = self.random, self.random.choice((11, 12, 13, 14))
+        measure = pick.choice((Measure.LAST_USE, Measure.COUNT) + (OF_CANDIDATES if number == 11 else ()))
+        now = int(self.wires.wall_s)
+        below = {Measure.COUNT: int(np.float32(2).view(np.int32)), Measure.CANDIDATE: 2 << 32}.get(measure, now - 3)
+        by = Predicate(measure, Reason.CAPACITY, below, now=now, decay=1 / 8 if measure == Measure.COUNT else 0.0)
+        low, high = sorted(pick.choice((0, HASH_END // 3, HASH_END)) for _ in range(2))
+        for name in SERVERS:
+            server = self.wires.servers[name]
+            headed = np.flatnonzero([chain[0] == name for chain in self.chains])
+            if len(headed) and number in server.store.live:
+                payload = SweptInterval(number, low, high, by)
+                server.executor.log(self.view.epoch, OperationKind.EVICT, headed, payload, 96)
 
     def take_cut(self) -> None:
         """A cut passes everywhere, and two servers begin to write what they hold."""

@@ -19,6 +19,7 @@ from elasticps.server.core.operations import (
     CreatedTable,
     CreatedTables,
     CutMark,
+    RestoredKeys,
     RestoredRows,
     RestoredState,
     RowBlocks,
@@ -93,6 +94,8 @@ A_TAKE = Claim("a", "train", ShardSpec(100, 7, 2, 5), 6, 11, 4, (1, 2), (3,), ()
 A_ROUND = RoundStep("a", 3, (5, 6))
 THE_CUT = CutMark(3, 1, "s0", 2, "file:///x")
 SOME_ROWS = RestoredRows(1, numbers(5, -6), np.arange(32, dtype=np.uint8).reshape(2, 16))
+WAITING = RestoredKeys(1, numbers(5, -6, 7), numbers(1 << 20, 2, 3), np.empty((0, 0), np.uint8))
+A_SKETCH = RestoredKeys(1, numbers(), numbers(), np.arange(60, dtype=np.uint8).reshape(5, 12))
 NO_ROWS = RestoredRows(1, numbers(), np.empty((0, 16), np.uint8))
 THE_STATE = RestoredState(
     7, (5, 6), (3 << 16, 4 << 16), {"a": 9},
@@ -135,7 +138,12 @@ A_BLOCK = Block(1, numbers(4, 9), np.ones((2, 3), np.float32), np.empty(0, np.fl
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.CUT, -1, 0, THE_CUT, 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.RESTORE, -1, 0, SOME_ROWS, 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.RESTORE, -1, 0, NO_ROWS, 10)),
+        Forward(4, numbers(1), numbers(9), Operation(OperationKind.RESTORE, -1, 0, WAITING, 10)),
+        Forward(4, numbers(1), numbers(9), Operation(OperationKind.RESTORE, -1, 0, A_SKETCH, 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.RESTORED, -1, 0, THE_STATE, 10)),
+        Forward(
+            4, numbers(1), numbers(9), Operation(OperationKind.RESTORED, -1, 0, THE_STATE._replace(time=1 << 31), 10)
+        ),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.BARRIER_CLOSE, -1, 0, A_ROUND, 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.BARRIER_LEAVE, -1, 0, RoundStep("a", 0, (5,)), 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.CLAIM_SHARDS, -1, 0, A_TAKE, 10)),

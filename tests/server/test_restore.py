@@ -14,8 +14,9 @@ import pytest
 from elasticps.admin.interface import RestoreProgress, RestoreSpec
 from elasticps.checkpoint.contents import RangeRows, to_bits
 from elasticps.checkpoint.manifest import Manifest, WorkerEntry
+from elasticps.checkpoint.range_usage import RangeUsage
 from elasticps.checkpoint.storage import Storage
-from elasticps.model import spec
+from elasticps.model import policies, spec
 from elasticps.model.spec import TableSpec
 from elasticps.server.roles import restoring
 from elasticps.server.roles.restoring import (
@@ -25,9 +26,14 @@ from elasticps.server.roles.restoring import (
     _batches,
     _joined,
     cut_up,
+    cut_up_waiting,
     state_of,
+    times_of,
 )
+from elasticps.store.eviction import Measure, Predicate, Reason
 from replication.messages import OperationKind
+from tests.checkpoint.growing import NOW, Cluster, Content, content_of
+from tests.checkpoint.growing import TABLE as TABLE_ID
 from tests.checkpoint.writer import Change, ranges_of, row, write
 from tests.server.conftest import RANGES, Group, Run
 
@@ -183,3 +189,108 @@ def test_committed_ranges_are_not_read_again_after_a_move(
             assert await server.restoring.end(1, ())
 
     run(test)
+
+
+GROWING = TableSpec("t", 3, spec.Accumulate(), spec.Zeros(), admission=policies.MinCount(3))
+SKETCHED = TableSpec("t", 3, spec.Accumulate(), spec.Zeros(), admission=policies.MinCountSketch(3, 1 << 16))
+
+
+def grown(described: TableSpec, ranges: int, url: str) -> Cluster:
+    """Two checkpoints of a table some of whose rows were used, some went, and keys wait for one."""
+    cluster, keys = Cluster(described, ranges, url), np.arange(2_000, dtype=np.int64)
+    for some in (keys, keys, keys[:900], keys[:100]):
+        cluster.push(some, np.ones((len(some), 3)))
+    cluster.checkpoint(1, 0)
+    cluster.advance(NOW + 50)
+    for some in (keys[900:1_200], keys[400:700]):
+        cluster.push(some, np.ones((len(some), 3)))
+    assert cluster.evict(Predicate(Measure.LAST_USE, Reason.IDLE, NOW + 10))
+    cluster.push(keys[:300], np.ones((300, 3)))
+    cluster.checkpoint(2, 1)
+    return cluster
+
+
+async def restored(group: Group, url: str) -> list[Content]:
+    """What two replicas have after a restore, which agree on all else, too."""
+    for name in ("s0", "s1"):
+        await group.start(name)
+    group.adopt(group.make_view(lambda r: ["s0", "s1"]))
+    wanted, done = RestoreSpec(url, 2, ((TABLE_ID, TABLE_ID),), True), set[int]()
+    async with asyncio.timeout(60):
+        while len(done) < RANGES:
+            answer = group.servers["s0"].restoring.go_on(1, wanted, to_bits(done, RANGES))
+            assert not answer.failed
+            done |= set(answer.ranges)
+            await asyncio.sleep(0.01)
+    s0, s1 = (group.servers[name] for name in ("s0", "s1"))
+    assert [s0.executor.words(r) for r in range(RANGES)] == [s1.executor.words(r) for r in range(RANGES)]
+    assert await s0.restoring.end(1, ())
+    return [content_of(server.store) for server in (s0, s1)]
+
+
+@pytest.mark.parametrize(("described", "ranges"), [(GROWING, RANGES), (GROWING, 4), (GROWING, 64), (SKETCHED, RANGES)])
+def test_usage_waiting_keys_and_sketches_come_back_in_all_replicas(
+    run: Run, tmp_path: Path, described: TableSpec, ranges: int
+) -> None:
+    expected = content_of(grown(described, ranges, tmp_path.as_uri()).store)
+
+    async def test(group: Group) -> None:
+        for found in await restored(group, tmp_path.as_uri()):
+            assert found.rows == expected.rows
+            assert found.waiting == expected.waiting
+            assert ranges != RANGES or found.sketches == expected.sketches
+            assert min(found.times.values()) >= max(expected.times.values())
+
+    run(test)
+
+
+def no_waiting_keys(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(restoring, "cut_up_waiting", lambda *_, **__: iter(()))
+
+
+def no_usage(patch: pytest.MonkeyPatch) -> None:
+    cut = restoring.cut_up
+
+    def mutant(rows: RangeRows, *arguments: Any) -> Any:
+        blank = rows.rows.copy()
+        blank[:, 12:] = 0
+        return cut(rows._replace(rows=blank), *arguments)
+
+    patch.setattr(restoring, "cut_up", mutant)
+
+
+@pytest.mark.parametrize("plant", [no_waiting_keys, no_usage])
+def test_a_restore_without_usage_or_waiting_keys_is_found(
+    run: Run, tmp_path: Path, plant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = content_of(grown(GROWING, RANGES, tmp_path.as_uri()).store)
+    plant(monkeypatch)
+
+    async def test(group: Group) -> None:
+        (found, _) = await restored(group, tmp_path.as_uri())
+        assert (found.rows, found.waiting) != (expected.rows, expected.waiting)
+
+    run(test)
+
+
+def test_waiting_keys_are_split_by_local_ranges_and_a_sketch_goes_to_its_own() -> None:
+    keys, sketch = np.arange(500), np.ones((64, 4), np.uint8)
+    rows = RangeRows(
+        2, keys[:0], np.empty((0, 24), np.uint8), keys[:0].astype(np.int32), RangeUsage(keys, keys + 1, sketch)
+    )
+    here = np.array([True, False, True, False])
+    found = list(cut_up_waiting(rows, 7, here, sketches=True))
+    got = {key: r for r, piece in found for key in piece.keys.tolist()}
+    where = ranges_of(7, keys.tolist(), 4)
+    assert got == {key: int(r) for key, r in zip(keys.tolist(), where, strict=True) if here[r]}
+    assert all((piece.words == piece.keys + 1).all() for _, piece in found)
+    assert [r for r, piece in found if piece.sketch.size] == [2]
+    assert not any(piece.sketch.size for _, piece in cut_up_waiting(rows, 7, here, sketches=False))
+
+
+def test_no_range_comes_back_at_a_time_before_its_rows_were_used() -> None:
+    times, same, moved = np.array([3, 9, 4, 5]), [(7, 7)], [(7, 7), (8, 12)]
+    assert times_of(times, 4, same).tolist() == [3, 9, 4, 5]
+    assert times_of(times, 8, same).tolist() == [3, 3, 9, 9, 4, 4, 5, 5]
+    assert times_of(times, 2, same).tolist() == [9, 5]
+    assert times_of(times, 2, moved).tolist() == [9, 9]

@@ -201,6 +201,7 @@ class Wires:
     def __init__(self, seed: int, compiled: bool) -> None:
         self.random = random.Random(seed)
         self.clock = Clock()
+        self.wall_s = 1_000_000.0  # that servers see
         self.compiled = compiled
         self.pipes: list[Pipe] = []
         self.servers: dict[str, Server] = {}
@@ -212,7 +213,8 @@ class Wires:
         self.infos[name] = ServerInfo(name, 1, f"127.0.0.1:{len(self.infos) + 1}")
         server = Server(
             self.infos[name], "c", RANGES, cast(Any, self.clock),
-            ServerOptions(log_budget_bytes=budget_bytes, clock=self.clock.time, busy_poll=cast(Any, Quiet())),
+            ServerOptions(log_budget_bytes=budget_bytes, clock=self.clock.time, busy_poll=cast(Any, Quiet()),
+                          wall=lambda: self.wall_s),
         )  # fmt: skip
         server.fast.h[H_ENABLED] = self.compiled
         server.follow(Roster(1, tuple(WorkerInfo(w, f"w{w}", 1, "default") for w in workers), "c"))
@@ -309,6 +311,8 @@ class Wires:
                 replica.seq.tolist(), replica.acked.tolist(), replica.joined.tolist(), clocks, tables, entries,
                 replica.log.nbytes, server.admin.acknowledged,
                 {w: server.executor.counts.count(w) for w in ("pushes", "rows_pushed")},
+                [server.store.words(r) for r in range(RANGES)],
+                {n: t.lifecycle.admitted.tolist() for n, t in server.store.tables.items() if t.lifecycle is not None},
                 server.executor.applied, server.executor.rows_applied, np.flatnonzero(replica.waiting).tolist(),
             )  # fmt: skip
         return found

@@ -14,6 +14,7 @@ from elasticps.errors import SpecError
 from elasticps.model import spec
 from elasticps.model.policies import Admission, Capacity, IdleFor, MinCount, MinCountSketch, Probability, SmallNorm
 from elasticps.store import Table
+from elasticps.store.admission import ADDS_CANDIDATE, ADDS_ROW
 from elasticps.store.eviction import Measure, Predicate, Reason, threshold
 from elasticps.store.intervals import HASH_END
 
@@ -292,3 +293,25 @@ def test_policies_that_need_more_than_rows_keep_are_refused() -> None:
 def test_a_policy_that_cannot_be_is_refused(policy: object, text: str) -> None:
     with pytest.raises(SpecError, match=text):
         policy()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("admission", [None, MinCount(3), MinCountSketch(3, nbytes=4096), Probability(0.4)])
+def test_what_a_push_would_make_is_foreseen_without_a_change(admission: Admission | None) -> None:
+    """Which keys get a row, which wait anew, and which were counted before: by memory they differ."""
+    table = Table(spec.TableSpec("t", DIM, spec.Accumulate(), admission=admission, usage="count"), 1, RANGES)
+    assert table.lifecycle is not None
+    waiting, random = table.lifecycle.waiting, np.random.default_rng(5)
+    for clock in range(30):
+        pushed = np.sort(random.choice(60, 20, replace=False))
+        missing = pushed[table.missing(pushed)]
+        before = table.rows, waiting.candidates
+        foreseen = waiting.foresee(missing, 7, clock)
+        assert (table.rows, waiting.candidates) == before
+        table.apply(pushed, np.ones((len(pushed), DIM), f32), np.empty(0, f32), 7, clock)
+        assert np.array_equal(foreseen == ADDS_ROW, ~table.missing(missing))
+        candidates = int(np.count_nonzero(foreseen == ADDS_CANDIDATE))
+        assert table.rows == before[0] + np.count_nonzero(foreseen == ADDS_ROW)
+        assert candidates == 0 or isinstance(admission, MinCount)
+        assert waiting.candidates <= before[1] + candidates
+        admitted = int(table.lifecycle.admitted.sum())
+        assert admitted == (0 if admission is None else table.rows)

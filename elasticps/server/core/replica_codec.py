@@ -163,9 +163,9 @@ class ReplicaCodec:
             parts.append(_section({"id": payload.table, "rows": rows, "stride": stride}))
             parts += [payload.keys.data.cast("B"), payload.rows.data.cast("B")] if rows else []
         elif isinstance(payload, RestoredKeys):
-            blocks, width = payload.sketch.shape
+            of_sketch, width = payload.sketch.shape
             waiting = len(payload.keys)
-            parts.append(_section({"id": payload.table, "waiting": waiting, "blocks": blocks, "width": width}))
+            parts.append(_section({"id": payload.table, "waiting": waiting, "blocks": of_sketch, "width": width}))
             parts += [payload.keys.tobytes(), payload.words.tobytes(), padded(payload.sketch.tobytes())]
         elif isinstance(payload, RestoredState):
             parts.append(_json(payload.document()))

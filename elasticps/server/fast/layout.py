@@ -23,6 +23,7 @@ UNREADABLE = 14  # the frame at the front has keys that cannot be read
 WIDER = 16  # as ROOM, for a frame that grows while it is expanded
 LEFT = 17  # the frame at the front would have to be expanded, but the connection is full: it stays as it came
 
+CANDIDATES_MISSING = 18  # as ROWS_MISSING: keys of the block that wait for a row need memory
 GROW = 7  # the arena, the segments or the scratch rows are too small: H_INFO says which, H_SIZE how much
 
 # What `sockets.turn` ends with besides.
@@ -93,6 +94,9 @@ GROW_ARENA, GROW_ROWS, GROW_SEGMENTS = 0, 1, 2
     H_CHUNK,  # bytes of rows in one frame of an answer
     H_ROWS,  # int64 [H_ROWS_SIZE]: addresses of the frame's rows
     H_ROWS_SIZE,
+    H_COUNTED,  # float32 [H_ROWS_SIZE]: pushes of the frame's keys before this one, see `admission.admit`
+    H_MAKING,  # 1 + the index of the block whose missing rows are being made, 0 for none: the frame waits for memory
+    H_ADMITTING,  # the first of its keys that have not been counted
     H_SCRATCH,  # int64 [P]: the ranges of a message
     H_POSITIONS,  # int64 [P]: where a range stands in a message, -1 elsewhere and between calls
     H_SLOTS,  # int64 [SLOTS]: the successors of a frame
@@ -123,7 +127,7 @@ GROW_ARENA, GROW_ROWS, GROW_SEGMENTS = 0, 1, 2
     H_AT,  # the connection for which Python has to do something
     H_DECODED,  # float32 [DECODED]: some rows as they are before a table's filters, or after
     H_FIELDS,
-) = range(89)
+) = range(92)
 
 ORDER = 4
 PEER, P_CONNECTION, P_FIRST, P_LAST, P_PYTHON = 4, 0, 1, 2, 3  # P_PYTHON: entries that Python holds for this peer
@@ -210,11 +214,12 @@ E_FRAME, E_COUNT, E_NEXT, E_NUMBER, ENTRY = 0, 1, 2, 3, 4
     B_VALUES_AT,
     B_KEYS_AT,
     B_GRADS_AT,
-    B_FIRST,  # of its rows' addresses in H_ROWS
-    B_STALE,  # how many of them a checkpoint may want as they are, at most
     B_CODE,  # of its filters
+    B_FIRST,  # of its rows' addresses in H_ROWS; from here on, what `find_rows` has found
+    B_STALE,  # how many of them a checkpoint may want as they are, at most
+    B_ADMITS,  # 1 if keys are counted that have no row
     BLOCK,
-) = range(13)
+) = range(14)
 
 ORDERS = 8
 BLOCKS = 256

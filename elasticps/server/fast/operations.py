@@ -228,11 +228,11 @@ def push(h, c, at):
     reason = room_for_operation(h, m, blocks, slots, body)
     if reason:
         return reason
-    reason = find_rows(h, 0, blocks, h[H_ROOM])
+    after = clock << PART_BITS if flags & LAST else ((clock - 1) << PART_BITS) | (part + 1)
+    reason = find_rows(h, 0, blocks, h[H_ROOM], worker, after)
     if reason:
         return reason
     # Up to here nothing changed that others can see; from here on nothing can fail.
-    after = clock << PART_BITS if flags & LAST else ((clock - 1) << PART_BITS) | (part + 1)
     seq = words(h[H_SEQ], h[H_RANGES])
     for p in range(m):
         row[ranges[p]] = after
@@ -291,7 +291,9 @@ def forward(h, c, at):
         count += 1
     reason = SLOW
     if count == m:
-        reason = checked_forward(h, numbers + 8 * m, at + HEADER + body, blocks, positions, ranges, m, body)
+        reason = checked_forward(
+            h, numbers + 8 * m, at + HEADER + body, blocks, positions, ranges, m, body, worker, after
+        )
     group = positions[wait & GROUP_MASK & (h[H_RANGES] - 1)]
     for p in range(count):
         positions[ranges[p]] = -1
@@ -321,7 +323,7 @@ def forward(h, c, at):
 
 
 @kernel
-def checked_forward(h, begin, end, blocks, positions, ranges, m, body):
+def checked_forward(h, begin, end, blocks, positions, ranges, m, body, worker, after):
     """DONE if the blocks of a FORWARD are valid, and there is room for all that follows from them."""
     reason = read_blocks(h, blocks, begin, end, 0)
     if reason:
@@ -335,10 +337,10 @@ def checked_forward(h, begin, end, blocks, positions, ranges, m, body):
     if reason:
         return reason
     if h[H_INSIDE] < 0:
-        return find_rows(h, 0, blocks, NO_BOUND)  # its head has decided
+        return find_rows(h, 0, blocks, NO_BOUND, worker, after)  # its head has decided
     used = h[H_ARENA_USED]
     keep_inside(h, blocks)
-    reason = find_rows(h, BLOCKS, h[H_INSIDE], NO_BOUND)
+    reason = find_rows(h, BLOCKS, h[H_INSIDE], NO_BOUND, worker, after)
     if reason:
         h[H_ARENA_USED] = used
     return reason

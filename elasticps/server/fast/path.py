@@ -108,6 +108,7 @@ class FastPath:
         self._rows = shared.make(at.H_ROWS, ROWS)
         """Addresses of the rows of the frame at hand."""
         f[at.H_ROWS_SIZE] = ROWS
+        shared.make(at.H_COUNTED, ROWS, np.float32)
         self._waited = shared.make(at.H_WAITED, at.WAITED)
         """How long pushes waited, in nanoseconds, since `waited` was called last."""
         shared.make(at.H_STARTS, (at.BLOCKS, ranges + 1))
@@ -378,6 +379,8 @@ class FastPath:
             raise FrameError("a frame has keys that cannot be read")
         elif reason == at.ROWS_MISSING:
             self._make_rows(f[at.H_INFO])
+        elif reason == at.CANDIDATES_MISSING:
+            self._make_candidates(f[at.H_INFO])
         elif reason == at.KEEP:
             self.store.live[int(self._blocks[f[at.H_INFO], at.B_TABLE])].make_room(f[at.H_SIZE])
         elif reason == at.GROW:
@@ -425,11 +428,21 @@ class FastPath:
         except Exception as error:  # some are made, and of a push that the others may have
             fatal.end(self.replica.me, error)
 
+    def _make_candidates(self, block: int) -> None:
+        """Makes room for keys of a block that wait for a row."""
+        table = self.store.live[int(self._blocks[block, at.B_TABLE])]
+        assert table.lifecycle is not None
+        try:
+            table.lifecycle.waiting.grow()
+        except Exception as error:  # some are counted
+            fatal.end(self.replica.me, error)
+
     def _grow(self, what: int, size: int) -> None:
         if what == at.GROW_ARENA:
             self._outbox.take_arena(size + size // 2)
         elif what == at.GROW_ROWS:
             self._rows = self._shared.make(at.H_ROWS, 2 * size)
+            self._shared.make(at.H_COUNTED, 2 * size, np.float32)
             self._fields[at.H_ROWS_SIZE] = 2 * size
         else:
             self._segments = self._shared.make(at.H_SEGMENTS, (2 * size, at.SEGMENT))

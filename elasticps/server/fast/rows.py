@@ -6,6 +6,7 @@ import numpy as np
 
 from elasticps.server.fast.frames import allot, hash_key
 from elasticps.server.fast.layout import (
+    B_ADMITS,
     B_CODE,
     B_DIM,
     B_FIRST,
@@ -14,24 +15,29 @@ from elasticps.server.fast.layout import (
     B_KEYS_AT,
     B_ROWS,
     B_STALE,
+    B_TABLE,
     B_UPDATE,
     B_VALUES,
     B_VALUES_AT,
     BLOCK,
     BLOCKS,
+    CANDIDATES_MISSING,
     DECODED,
     DONE,
     GROW,
     GROW_ROWS,
+    H_ADMITTING,
     H_APPLIED,
     H_ARENA,
     H_BLOCKS,
     H_BOUNDS,
     H_CHANGED,
+    H_COUNTED,
     H_DECODED,
     H_FLAGS,
     H_INFO,
     H_INSIDE,
+    H_MAKING,
     H_RANGES,
     H_ROOM,
     H_ROWS,
@@ -44,7 +50,7 @@ from elasticps.server.fast.layout import (
     T_QUIET,
 )
 from elasticps.server.fast.memory import floats, load64, matrix, store64, words
-from elasticps.store import index, stamps, updates, usage
+from elasticps.store import admission, index, stamps, updates, usage
 from elasticps.store.codec import decode_rows
 from elasticps.store.native import (
     H_ADMITS,
@@ -66,6 +72,7 @@ from elasticps.store.native import H_ROWS as STORED
 from elasticps.store.values import all_finite
 
 INITIALISE, INDEX_BYTES = index.INITIALISE, index.GROWN_BYTES
+USED = 128  # rows
 
 
 @kernel
@@ -91,7 +98,7 @@ def keep_inside(h, blocks):
             k += 1
         if k:
             to = h[H_BLOCKS] + 8 * BLOCK * (BLOCKS + inside)
-            copy(to, b, 8 * BLOCK)
+            copy(to, b, 8 * B_FIRST)
             store64(to + 8 * B_ROWS, k)
             store64(to + 8 * B_KEYS_AT, keys)
             store64(to + 8 * B_GRADS_AT, grads)
@@ -101,9 +108,24 @@ def keep_inside(h, blocks):
 
 
 @kernel
-def find_rows(h, first, blocks, room):
-    """Writes the addresses of all rows of the blocks from `first` on to H_ROWS, and makes missing rows. SLOW, with none
-    made, if these take more bytes than `room`; ROWS_MISSING if they need memory, KEEP if copies of rows do."""
+def find_rows(h, first, blocks, room, worker, clock):
+    """Writes the addresses of all rows of the blocks from `first` on to H_ROWS, and makes missing rows; where a table
+    has an admission policy, only those that it admits in this step of a worker, and the others get WAITS. SLOW, with
+    none made, if all that are missing take more bytes than `room`; KEEP if copies of rows need memory.
+
+    ROWS_MISSING or CANDIDATES_MISSING if that needs memory. Some rows are made then, and some keys counted, so the next
+    call has to be for the same frame: it goes on from there.
+    """
+    if h[H_MAKING] == 0:
+        reason = look_up(h, first, blocks, room)
+        if reason or h[H_MAKING] == 0:
+            return reason
+    return make_missing(h, first, blocks, worker, clock)
+
+
+@kernel
+def look_up(h, first, blocks, room):
+    """The part of `find_rows` that changes nothing. Sets H_MAKING if rows are missing."""
     total = 0
     begin = h[H_BLOCKS] + 8 * BLOCK * first
     b = begin
@@ -121,8 +143,9 @@ def find_rows(h, first, blocks, room):
         header = words(load64(b + 8 * B_HEADER), HEADER_SIZE)
         keys, rows = words(load64(b + 8 * B_KEYS_AT), n), words(h[H_ROWS] + 8 * load64(b + 8 * B_FIRST), n)
         missing = index.find(header, keys, rows)
-        if (missing and header[H_ADMITS]) or header[H_USAGE_FLOATS] > 2:
-            return SLOW  # Python counts keys without a row, and takes scores
+        if header[H_USAGE_FLOATS] > 2:
+            return SLOW  # Python takes scores
+        store64(b + 8 * B_ADMITS, 1 if missing and header[H_ADMITS] else 0)
         needed += missing * (header[H_STRIDE] + INDEX_BYTES)
         store64(b + 8 * B_STALE, header[H_STALE])
         stale += header[H_STALE]  # of all blocks, for several may be of this table
@@ -130,25 +153,53 @@ def find_rows(h, first, blocks, room):
             h[H_INFO], h[H_SIZE] = first + i, stale
             return KEEP
         b += 8 * BLOCK
-    if needed == 0:
-        return DONE
     if needed > room:
         return SLOW
-    b = begin
-    for i in range(blocks):
+    if needed:
+        h[H_MAKING], h[H_ADMITTING] = 1, 0
+    return DONE
+
+
+@kernel
+def make_missing(h, first, blocks, worker, clock):
+    """Makes the missing rows of the blocks from the one on that H_MAKING names; see `find_rows`."""
+    begin = h[H_BLOCKS] + 8 * BLOCK * first
+    for i in range(h[H_MAKING] - 1, blocks):
+        b = begin + 8 * BLOCK * i
         n = load64(b + 8 * B_ROWS)
         header = words(load64(b + 8 * B_HEADER), HEADER_SIZE)
         keys = words(load64(b + 8 * B_KEYS_AT), n)
         rows = words(h[H_ROWS] + 8 * load64(b + 8 * B_FIRST), n)
+        counts = floats(h[H_COUNTED] + 4 * load64(b + 8 * B_FIRST), n)
+        h[H_MAKING], h[H_INFO] = i + 1, first + i
+        if load64(b + 8 * B_ADMITS) and h[H_ADMITTING] < n:
+            if h[H_ADMITTING] == 0 and comes_again(begin, i):
+                index.find(header, keys, rows)  # an earlier block has made some
+            h[H_ADMITTING] = admission.admit(header, keys, rows, worker, clock, h[H_ADMITTING], counts)
+            if h[H_ADMITTING] < n:
+                return CANDIDATES_MISSING
+            admission.remove_admitted(header, keys, rows)
         before = header[STORED]
         done = index.insert(header, keys, matrix(h[H_ROWS], 0, 0), INITIALISE, rows, 0)
-        # As many as were made: what is tried again needs so much less, and is not refused in between.
+        # As many as were made, of what was there before the frame: it is not refused while it waits for memory.
         h[H_ROOM] -= (header[STORED] - before) * (header[H_STRIDE] + INDEX_BYTES)
         if done < n:
-            h[H_INFO] = first + i
             return ROWS_MISSING
-        b += 8 * BLOCK
+        if load64(b + 8 * B_ADMITS):
+            usage.begin(header, keys, rows, counts)
+        h[H_ADMITTING] = 0
+    h[H_MAKING] = 0
     return DONE
+
+
+@kernel
+def comes_again(begin, i):
+    """Whether a block before block i is of the same table."""
+    table = load64(begin + 8 * (BLOCK * i + B_TABLE))
+    found = False
+    for j in range(i):
+        found |= load64(begin + 8 * (BLOCK * j + B_TABLE)) == table
+    return found
 
 
 @kernel
@@ -168,10 +219,14 @@ def finite(h, blocks):
 
 @kernel
 def rows_at_once(b):
-    """How many rows of a block are handled at once: all, unless they have to be decoded."""
-    if load64(b + 8 * B_CODE) == 0:
-        return max(load64(b + 8 * B_ROWS), 1)
-    return DECODED // load64(load64(b + 8 * B_HEADER) + 8 * H_DIM)
+    """How many rows of a block are handled at once: all, unless they have to be decoded, or their usage is noted while
+    they are in a cache."""
+    rows = max(load64(b + 8 * B_ROWS), 1)
+    if load64(b + 8 * B_CODE) != 0:
+        rows = DECODED // load64(load64(b + 8 * B_HEADER) + 8 * H_DIM)
+    if load64(load64(b + 8 * B_HEADER) + 8 * H_USAGE_AT) != 0:
+        rows = min(rows, USED)
+    return rows
 
 
 @kernel
@@ -196,6 +251,8 @@ def apply(h, first, blocks):
         keys_at, rows_at = load64(b + 8 * B_KEYS_AT), h[H_ROWS] + 8 * load64(b + 8 * B_FIRST)
         if load64(b + 8 * B_STALE):
             stamps.touch(header, words(keys_at, n), words(rows_at, n))
+        if load64(b + 8 * B_ADMITS):
+            admission.spare(header, words(rows_at, n))
         for first in range(0, n, step):
             k = min(step, n - first)
             keys, rows = words(keys_at + 8 * first, k), words(rows_at + 8 * first, k)

@@ -59,8 +59,8 @@ class MemoryLimit:
     def limit(self, push: PushRows, share: int = 0, open_bytes: int = 0, step: tuple[int, int] | None = None) -> None:
         """Takes room for the rows that a push adds, or refuses those rows; existing rows need none. share: bytes of the
         push as a share of a round; open_bytes: of all shares of open rounds. Above a limit shares need room, too, and
-        without it the whole share is refused. step: its worker and progress, by which keys get a row or wait for one, and
-        need less; None: all get one."""
+        without it the whole share is refused. step: its worker and progress, by which keys get a row, or wait for one
+        and need less; None: all get one."""
         room, needed = self._path.room, 0
         if room > UNLIMITED // 2:
             return
