@@ -18,7 +18,7 @@ from elasticps.cli.local import target, worker_target
 from elasticps.cli.options import Json, Name, Url, command
 from elasticps.cli.output import ExitCode, out, print_json, size
 from elasticps.cli.policies import read_admission, read_evictions, shown
-from elasticps.errors import ClusterUnreachable, ConfigError, UnknownTable
+from elasticps.errors import ClusterUnreachable, ConfigError, SpecError, UnknownTable
 from elasticps.local.operator_client import OperatorClient
 from elasticps.system import background
 
@@ -120,14 +120,17 @@ def set_policies(
     """
     if admission is None and not eviction:
         raise ConfigError("say which: --admission POLICY, --eviction POLICY or both")
-    chosen = None if admission is None else read_admission(admission)
-    evictions = read_evictions(eviction or [])
-    with _opened(worker_target(url, name), app, table, timeout) as handle:
-        if eviction:  # before admission: what is refused is refused before anything changes
-            handle.set_eviction(evictions)
-        if admission is not None:
-            handle.set_admission(chosen)
-        spec = handle.spec
+    try:
+        chosen = None if admission is None else read_admission(admission)
+        evictions = read_evictions(eviction or [])
+        with _opened(worker_target(url, name), app, table, timeout) as handle:
+            if eviction:  # before admission: what is refused is refused before anything changes
+                handle.set_eviction(evictions)
+            if admission is not None:
+                handle.set_admission(chosen)
+            spec = handle.spec
+    except SpecError as error:
+        raise ConfigError(str(error)) from None
     policies = {"admission": None if spec.admission is None else spec.admission.to_dict()}
     if as_json:
         print_json({"table": table, "app": app, **policies, "eviction": [each.to_dict() for each in spec.eviction]})

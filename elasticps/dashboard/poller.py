@@ -47,7 +47,7 @@ _FIELDS = tuple(field.name for field in admin_pb2.StatusResponse.DESCRIPTOR.fiel
 _ACTIVE = tuple(field.name for field in admin_pb2.ActivityResponse.DESCRIPTOR.fields)
 _USE = admin_pb2.WorkerUse.DESCRIPTOR.fields
 _HOT_TABLE = ("name", "sampled", "keys", "counts")
-_TABLE = ("id", "rows_headed", "rows", "bytes")
+_TABLE = ("id", "rows_headed", "rows", "bytes", "candidates")
 
 
 class ServerConnection:
@@ -257,7 +257,10 @@ class ClusterPoller:
                 answer = await peer.ask("Tables", admin_pb2.TablesRequest(), TIMEOUT_S)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError):
             return None
-        return [{name: getattr(table, name) for name in _TABLE} for table in answer.tables]
+        return [
+            {name: getattr(table, name) for name in _TABLE} | {"evicted": dict(table.evicted)}
+            for table in answer.tables
+        ]
 
     async def ask_hot(self, seconds: float) -> dict[str, dict[str, Any] | None]:
         """What workers ask each server that answers for most in the next seconds (HotResponse); None: it is silent."""

@@ -14,6 +14,7 @@ from elasticps.metrics.exposition import Scrape
 from elasticps.metrics.timing import Histogram, Meter, TimedServer
 from elasticps.server.options import ServerOptions
 from elasticps.server.server import Server
+from elasticps.store.eviction import Reason
 
 MAX_WORKERS = 500  # workers shown by name; beyond them only how far the last is behind
 
@@ -61,6 +62,7 @@ class ServerMetrics(Collector):
             status = self._server.admin.status()
             yield from _identity(self._server, self._session)
             yield from _content(self._server, status)
+            yield from _lifecycles(self._server)
             yield from _traffic(self._server, status)
             yield from _workers(self._server)
         yield from self._latencies()
@@ -123,6 +125,22 @@ def _content(server: Server, status: dict[str, Any]) -> Iterator[Metric]:
     )
     yield _gauge("log_bytes", "Operations not acknowledged by their tails yet.", status["log_bytes"])
     yield _gauge("log_operations", "The same, counted.", len(server.replica.log))
+
+
+def _lifecycles(server: Server) -> Iterator[Metric]:
+    """What becomes of keys and rows of tables with policies, as head or follower, and how sweeps go."""
+    found = [table.lifecycle for table in server.store.live.values() if table.lifecycle is not None]
+    yield _gauge("candidates", "Keys that wait for a row.", sum(each.waiting.candidates for each in found))
+    yield _counter("admitted_keys", "Keys given a row by a policy.", sum(int(each.admitted.sum()) for each in found))
+    evicted = CounterMetricFamily(
+        "elasticps_server_evicted_rows", "Rows, and keys that waited for one, forgotten, by reason.", labels=["reason"]
+    )
+    for reason in Reason:
+        evicted.add_metric([reason.name.lower()], sum(int(each.evicted[reason].sum()) for each in found))
+    yield evicted
+    yield _counter("swept_rows", "Rows that sweeps have looked at.", server.sweeper.swept_rows)
+    yield _gauge("longest_look_seconds", "Longest time that one look of a sweep took.", server.sweeper.slowest_s)
+    yield _gauge("clock_skew_seconds", "Its clock, ahead of the leader's; 0 without a leader.", server.sweeper.skew_s)
 
 
 def _traffic(server: Server, status: dict[str, Any]) -> Iterator[Metric]:

@@ -15,7 +15,10 @@ from coordinator.core.store import Entry, Listing, Reset
 from coordinator.core.view import Roster, WorkerInfo
 from elasticps.dashboard.core.history import History
 from elasticps.dashboard.core.samples import CLUSTER_COLUMNS, SERVER_COLUMNS, percentile
+from elasticps.dashboard.core.tables import TableStates
 from elasticps.dashboard.core.timeline import DETECTED, Timeline
+from elasticps.model.policies import IdleFor, MinCount
+from elasticps.model.spec import Accumulate, TableSpec
 from tests.dashboard.scene import FOUND_S, Scene, activity, status, use
 
 
@@ -279,3 +282,18 @@ def test_percentiles_are_where_so_many_values_are_below(counts: list[int], share
     assert found is not None
     below = np.interp(found, [0.0, *bounds], np.cumsum([0, *counts[:3]]))
     assert below >= min(share * sum(counts), sum(counts[:3])) - 1e-6
+
+
+def test_a_growing_table_shows_what_waits_and_why_rows_went() -> None:
+    """Numbers of its servers are added up; unknown before one has answered."""
+    spec = TableSpec("t", 8, Accumulate(), admission=MinCount(5), eviction=[IdleFor("30d")]).to_json()
+    tables = TableStates()
+    value = json.dumps({"id": 7, "spec": spec}).encode()
+    tables.follow({"tables/default/t": Entry("tables/default/t", value, 1, 1)}, {})
+    (before,) = tables.document()
+    assert (before["policies"], before["waiting"], before["evicted"]) == (["min_count", "idle_for"], None, {})
+    held = {"id": 7, "rows_headed": 3, "bytes": 100, "candidates": 2, "evicted": {"idle": 4, "capacity": 0}}
+    tables.count({"s0": [held], "s1": [held | {"evicted": {"idle": 1}}], "s2": []})
+    (after,) = tables.document()
+    assert (after["rows"], after["waiting"], after["servers"]) == (6, 4, 2)
+    assert after["evicted"] == {"idle": 5, "capacity": 0}

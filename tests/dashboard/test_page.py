@@ -166,7 +166,7 @@ def test_names_never_become_html_and_hot_keys_are_shown(browser: Browser, staged
     def name(scene: Scene) -> None:
         scene.model._roster = Roster(2, workers, "demo")
         scene.put(TABLES + "default/t", b'{"id": 7, "spec": "x"}')
-        described = {"id": 7, "app": EVIL, "shape": EVIL, "filters": [EVIL], **spec}
+        described = {"id": 7, "app": EVIL, "shape": EVIL, "filters": [EVIL], "policies": [EVIL], **spec}
         scene.model.tables._known["x"] = Entry("x", b"", 1, 1), described
         scene.put(NEWEST_CHECKPOINT, b'{"cut": 3, "time": 1763840000.0}')
         scene.model.catalog({"url": EVIL, "error": EVIL, "checkpoints": [{"cut": 3, "error": EVIL}]})

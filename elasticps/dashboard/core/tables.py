@@ -11,6 +11,9 @@ from coordinator.core.records import read
 from coordinator.core.store import Entry
 
 TABLES_MAX = 1000  # shown
+# What the page shows of a table, by the field of TableStatus that is added up; "": each server that has it.
+_COUNTED = {"rows_headed": "rows", "bytes": "bytes", "candidates": "waiting", "": "servers"}
+_UNKNOWN: dict[str, Any] = {"rows": None, "bytes": None, "waiting": None, "servers": 0, "evicted": {}}
 
 
 class TableStates:
@@ -19,7 +22,7 @@ class TableStates:
     def __init__(self) -> None:
         self._known: dict[str, tuple[Entry, dict[str, Any] | None]] = {}  # by key; None: not to be shown
         self._rates: dict[int, object] = {}  # learning rates that were set, by table id
-        self._counts: dict[int, tuple[int, int, int]] = {}  # rows, bytes, servers
+        self._counts: dict[int, dict[str, Any]] = {}  # what servers hold of a table, by id; none before they answer
 
     def follow(self, tables: Mapping[str, Entry], rates: Mapping[str, Rate]) -> None:
         """Takes the tables and learning rates that the store has now."""
@@ -35,17 +38,19 @@ class TableStates:
         self._counts = {}
         for answer in answers.values():
             for table in answer:
-                rows, nbytes, servers = self._counts.get(table["id"], (0, 0, 0))
-                self._counts[table["id"]] = rows + table["rows_headed"], nbytes + table["bytes"], servers + 1
+                found = self._counts.setdefault(table["id"], dict.fromkeys(_COUNTED.values(), 0) | {"evicted": {}})
+                for name, shown in _COUNTED.items():
+                    found[shown] += table.get(name, 0) if name else 1
+                for reason, count in table.get("evicted", {}).items():
+                    found["evicted"][reason] = found["evicted"].get(reason, 0) + count
 
     def document(self) -> list[dict[str, Any]]:
         """The tables as the page gets them; rows are None before a server has answered."""
         found = []
         shown = [table for _, table in self._known.values() if table is not None]
         for table in sorted(shown, key=lambda t: (t["app"], t["name"]))[:TABLES_MAX]:
-            rows, nbytes, servers = self._counts.get(table["id"], (None, None, 0))
-            more = {"rows": rows, "bytes": nbytes, "servers": servers, "lr_set": self._rates.get(table["id"])}
-            found.append({**table, **more})
+            more = self._counts.get(table["id"], _UNKNOWN)
+            found.append({**table, **more, "lr_set": self._rates.get(table["id"])})
         return found
 
 
@@ -74,5 +79,6 @@ def _shape(spec: Mapping[str, Any]) -> dict[str, Any]:
         "shape": f"keys × {spec['dim']}" if shape is None else " × ".join(map(str, shape)) or "scalar",
         "dtype": str(spec["dtype"]),
         "optimizer": {str(k): v for k, v in spec["optimizer"].items() if isinstance(v, (str, int, float, bool))},
+        "policies": [str(each.get("kind")) for each in (spec.get("admission"), *(spec.get("eviction") or ())) if each],
         "filters": [f"{way} {each.get('kind')}" for way in ("push", "pull") for each in spec.get(way) or ()],
     }

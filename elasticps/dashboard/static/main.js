@@ -144,8 +144,11 @@ function drawTables(told) {
     const { kind, ...values } = t.optimizer;
     if (t.lr_set !== null) values.lr = `${t.lr_set} (set for all)`;
     const options = Object.entries(values).map(([key, value]) => `${key}=${value}`).join(" ");
-    return [t.app, t.name, t.shape, t.dtype, `${kind ?? ""} ${options}`, t.filters.join(", ") || "–", right(number(t.rows)),
-      right(size(t.bytes)), right(t.servers)];
+    const gone = Object.values(t.evicted).reduce((sum, count) => sum + count, 0), grows = t.policies.length > 0 || gone > 0;
+    const why = Object.entries(t.evicted).map(([reason, count]) => `${reason} ${number(count)}`).join(", ");
+    return [t.app, t.name, t.shape, t.dtype, `${kind ?? ""} ${options}`, [...t.filters, ...t.policies].join(", ") || "–",
+      right(number(t.rows)), right(grows || t.waiting ? number(t.waiting) : "–"),
+      { ...right(grows ? number(gone) : "–"), title: why }, right(size(t.bytes)), right(t.servers)];
   }), "No worker has made a table yet.");
 }
 
