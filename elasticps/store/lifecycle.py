@@ -57,8 +57,8 @@ class StoredRows(Protocol):
     def forget(self, keys: Keys) -> None:
         """Forgets rows that are there."""
 
-    def note_deleted(self, r: int, keys: Keys) -> None:
-        """Notes keys of range r whose rows are forgotten, for increments."""
+    def note_gone(self, keys: Keys) -> None:
+        """Notes keys whose rows are forgotten, for increments."""
 
 
 class Lifecycle:
@@ -184,7 +184,7 @@ class Lifecycle:
             self.waiting.remove(gone)
         elif len(gone):
             unsure = by.unsure(ranks[chosen]) & (words[chosen] >> field.STAMP_BIT >= stamp)
-            table.note_deleted(r, gone[unsure])
+            table.note_gone(gone[unsure])
             table.forget(gone)
         self.evicted[by.reason] += len(gone)
         return len(gone)
