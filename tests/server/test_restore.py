@@ -302,7 +302,7 @@ def test_recovered_ranges_are_put_under_the_policies_of_today() -> None:
     task = restoring._RestoreTask.__new__(restoring._RestoreTask)
     task.spec = RestoreSpec("x://", 1, ((0, 7), (8, 8), (9, 9)), True, True, specs)
     applied: list[Any] = []
-    task._apply = applied.extend  # type: ignore[method-assign]
+    task._apply = applied.extend  # type: ignore[method-assign, assignment]
     task._set_policies(np.array([2, 5]))
     assert [(kind, payload.table, payload.spec, r.tolist()) for kind, payload, r in applied] == [
         (OperationKind.POLICY, number, text, [r]) for number, text in ((7, specs[0]), (9, specs[2])) for r in (2, 5)
