@@ -94,16 +94,17 @@ class UsedRows:
         """Finds the bound that leaves `by.top` of all rows of the table that `by` chooses otherwise. Of rows with equal
         counts a hash of the key decides. Memory for twice as many keys is enough."""
         assert by.top is not None
-        keys, ranks, others = _NOTHING, _NOTHING, None
+        keys, ranks, bounds = _NOTHING, _NOTHING, list[Predicate]()
         for part in parts:
             chosen = self.choose(part.keys, part.rows, by)
             keys = np.concatenate([keys, part.keys[chosen]])
             ranks = np.concatenate([ranks, self._fallen(part.rows[chosen], Measure.COUNT)])
             if len(keys) > by.top + max(by.top, _AT_ONCE):
-                keys, ranks, others = _most(keys, ranks, by.top)
+                keys, ranks, bound = _most(keys, ranks, by.top)
+                bounds.append(bound)
         if len(keys) > by.top:
-            _, _, others = _most(keys, ranks, by.top)
-        self._bound = others
+            bounds.append(_most(keys, ranks, by.top)[2])
+        self._bound = max(bounds, key=lambda bound: (bound.below, bound.tie), default=None)
 
     def _fallen(self, rows: NDArray[np.uint8], what: Measure) -> NDArray[np.int64]:
         return self._measures.measure(rows, what, self._now, self._decay)

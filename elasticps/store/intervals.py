@@ -81,19 +81,22 @@ def hashes_of(h: NDArray[np.int64], keys: NDArray[np.int64], out: NDArray[np.int
 def list_interval(
     h: NDArray[np.int64], r: int, low: int, high: int, keys: NDArray[np.int64], rows: NDArray[np.int64]
 ) -> int:
-    """Writes keys of range r and the words of their rows whose hashes are in low..high-1, in the segment's order."""
+    """Writes keys of range r and the words of their rows whose hashes are in low..high-1, in the segment's order.
+
+    Each entry is written, and counted if it is one of them: a processor cannot guess which are, and a wrong guess costs
+    more.
+    """
     salt = np.uint64(h[H_SALT])
     base, capacity = segment_of(h, r)
-    n = 0
+    n, most, width = 0, keys.shape[0], np.uint64(max(high - low, 0))
     for i in range(capacity + min(capacity, 32)):
-        row = load64(base + i * ENTRY + 8)
-        if row != 0:
-            key = load64(base + i * ENTRY)
-            place = np.int64(hash_key(key, salt) >> _S2)
-            if low <= place < high:
-                keys[n] = key
-                rows[n] = row
-                n += 1
+        if n == most:
+            break
+        key, row = load64(base + i * ENTRY), load64(base + i * ENTRY + 8)
+        keys[n] = key
+        rows[n] = row
+        inside = (hash_key(key, salt) >> _S2) - np.uint64(low) < width
+        n += np.int64(inside) & np.int64(row != 0)
     return n
 
 

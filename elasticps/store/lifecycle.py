@@ -56,8 +56,8 @@ class StoredRows(Protocol):
     def forget(self, keys: Keys) -> None:
         """Forgets rows that are there."""
 
-    def note_deleted(self, r: int, keys: Keys) -> None:
-        """Notes keys of range r whose rows are forgotten, for increments."""
+    def note_gone(self, keys: Keys) -> None:
+        """Notes keys whose rows are forgotten, for increments."""
 
 
 class Lifecycle:
@@ -79,6 +79,7 @@ class Lifecycle:
         self._header = header
         self._policies = np.zeros((len(times), field.POLICY), np.float64)
         self._changed: dict[int, TableSpec] = {}  # specs of ranges whose policies are others than the table's
+        self.decided = np.zeros(len(times), np.bool_)  # ranges whose log has said what policies they are under
         header[H_USAGE_AT], header[H_USAGE_FLOATS] = usage_at, spec.usage_floats
         header[H_TIMES], header[H_POLICIES] = times.ctypes.data, self._policies.ctypes.data
         self._spare = np.zeros(int(header[H_STRIDE]) // 8, np.int64)  # a row of no key
@@ -93,6 +94,13 @@ class Lifecycle:
     def set_policies(self, r: int, chosen: Admission | None, evictions: Sequence[Eviction]) -> None:
         """Puts range r under these policies. SpecError if the rows do not keep what they need."""
         self._set(r, self.spec.with_policies(chosen, evictions))
+        self.decided[r] = True
+
+    def begin(self, r: int, spec: TableSpec) -> None:
+        """The table was created in range r, with these policies. They count unless there are some: a worker that opens
+        the table later may not know of those that were set since."""
+        if not self.decided[r]:
+            self.set_policies(r, spec.admission, spec.eviction)
 
     def _set(self, r: int, spec: TableSpec) -> None:
         if (spec.admission, spec.eviction) == (self.spec.admission, self.spec.eviction):
@@ -170,7 +178,7 @@ class Lifecycle:
             self.waiting.remove(gone)
         elif len(gone):
             unsure = by.unsure(ranks[chosen]) & (words[chosen] >> field.STAMP_BIT >= stamp)
-            table.note_deleted(r, gone[unsure])
+            table.note_gone(gone[unsure])
             table.forget(gone)
         self.evicted[by.reason, r] += len(gone)
         return len(gone)
@@ -185,7 +193,10 @@ class Lifecycle:
         }
 
     def words(self, r: int) -> list[int]:
-        """Numbers on which replicas of range r must agree: of its policies, and of keys that wait for a row."""
+        """Numbers on which replicas of range r must agree: of its policies, and of keys that wait for a row. None while
+        the table is not created there: a replica may know it by other ranges, and others not."""
+        if not self.decided[r]:
+            return []
         spec = self.spec_of(r)
         policies = repr((spec.admission, spec.eviction)).encode()
         return [int.from_bytes(blake2b(policies, digest_size=7).digest(), "little"), *self.waiting.words(r)]
@@ -193,6 +204,7 @@ class Lifecycle:
     def erase(self, r: int) -> None:
         """Forgets a range that is not here any more."""
         self._set(r, self.spec)
+        self.decided[r] = False
 
     def advance(self, r: int, before: int, now: int) -> None:
         """Cluster time of range r has gone on, from `before` to `now`: halves its sketch where that is due."""

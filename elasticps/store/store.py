@@ -178,8 +178,8 @@ class Store:
             noted = table.deletions.words(r)
             if any(noted):
                 words += number, *noted
-            if table.lifecycle is not None:
-                words += number, *table.lifecycle.words(r)
+            if table.lifecycle is not None and (found := table.lifecycle.words(r)):
+                words += number, *found
         return words
 
     def advance(self, ranges: NDArray[np.int64], seconds: int) -> None:

@@ -195,9 +195,8 @@ class Table:
             raise InputError(f"{self._name}: {n} keys need values of {(n, self._dim)}, got {values.shape}")
         rows = self._scratch_rows(n)
         missing = self._find_to_change(keys, rows)
-        if self.lifecycle is not None and self._cuts.newest.any():  # its count begins anew: as if it had been deleted
-            there = np.unique(keys[rows[:n] != 0])
-            self.deletions.note_each(self.ranges_of(there), there, self._cuts.newest)
+        if self.lifecycle is not None:  # the row's count begins anew: as if it had been deleted
+            self.note_gone(np.unique(keys[rows[:n] != 0]))
         if missing:
             self._insert(keys, rows, _NO_VALUES, index.LEAVE_BLANK)
         weights, slots = np.ascontiguousarray(values[:, : self._dim]), values[:, self._dim :]
@@ -233,14 +232,14 @@ class Table:
         gone = np.unique(keys[~self.missing(keys)])
         if not len(gone):
             return 0
-        if self._cuts.newest.any():
-            self.deletions.note_each(self.ranges_of(gone), gone, self._cuts.newest)
+        self.note_gone(gone)
         self.forget(gone)
         return len(gone)
 
-    def note_deleted(self, r: int, keys: NDArray[np.int64]) -> None:
-        """Notes keys of range r whose rows are forgotten, for increments."""
-        self.deletions.note(r, keys, int(self._cuts.newest[r]))
+    def note_gone(self, keys: NDArray[np.int64]) -> None:
+        """Notes keys whose rows are forgotten, for increments; before the first cut nobody needs to know."""
+        if self._cuts.newest.any():
+            self.deletions.note_each(self.ranges_of(keys), keys, self._cuts.newest)
 
     def forget(self, keys: NDArray[np.int64]) -> None:
         """Forgets the rows of keys [n], each of which has one, and comes once."""

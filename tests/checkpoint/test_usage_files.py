@@ -111,9 +111,9 @@ def test_a_file_of_a_table_without_usage_is_what_it_was_to_the_byte() -> None:
 
 
 def test_a_manifest_has_the_version_that_its_tables_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, kept = (TableSpec("t", 3, spec.SGD(0.1), usage=usage) for usage in ("", policies.COUNTS))
+    plain, keeping_counts = (TableSpec("t", 3, spec.SGD(0.1), usage=usage) for usage in ("", policies.COUNTS))
     without = Manifest("c@1", 1, 0, 4, 1.0, {"default/t": (7, plain)}, ())
-    keeping = replace(without, tables={"default/t": (7, kept)})
+    keeping = replace(without, tables={"default/t": (7, keeping_counts)})
     assert json.loads(without.encode())["version"] == 2
     assert json.loads(keeping.encode())["version"] == 3
     assert [Manifest.decode(each.encode()) for each in (without, keeping)] == [without, keeping]
@@ -124,15 +124,15 @@ def test_a_manifest_has_the_version_that_its_tables_need(monkeypatch: pytest.Mon
 
 
 def test_files_with_and_without_usage_are_not_taken_for_each_other() -> None:
-    plain, kept = (TableSpec("t", 3, spec.SGD(0.1), usage=usage) for usage in ("", policies.COUNTS))
-    file = RowFile(kept)
-    file.add(0, np.arange(2), whole_rows(kept, 2, 1), np.zeros(2, np.int32), full=True)
+    plain, keeping_counts = (TableSpec("t", 3, spec.SGD(0.1), usage=usage) for usage in ("", policies.COUNTS))
+    file = RowFile(keeping_counts)
+    file.add(0, np.arange(2), whole_rows(keeping_counts, 2, 1), np.zeros(2, np.int32), full=True)
     with pytest.raises(CheckpointError, match="this version reads 1"):
         decode(plain, b"".join(file.encode().parts))
     file = RowFile(plain)
     file.add(0, np.arange(2), whole_rows(plain, 2, 1), np.zeros(2, np.int32), full=True)
     with pytest.raises(CheckpointError, match="written without the usage of rows, which table 't' keeps"):
-        decode(kept, b"".join(file.encode().parts))
+        decode(keeping_counts, b"".join(file.encode().parts))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +13,13 @@ import elasticps as eps
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.create import checkpoint_cluster
+from elasticps.checkpoint.range_recovery import restore_ranges
 from elasticps.checkpoint.range_usage import RangeUsage, together
 from elasticps.checkpoint.restore import restore_cluster
 from elasticps.checkpoint.storage import Storage
+from elasticps.cli.status import look
 from elasticps.model.policies import Capacity, MinCount
+from elasticps.system import background
 from tests.conftest import NewCluster
 from tests.e2e.oracle import audited, wait_for
 
@@ -59,3 +65,25 @@ def test_a_growing_table_is_restored_with_other_servers_to_the_bit(local_cluster
     assert audited(other.url).clean
     checkpoint_cluster(other.url, str(tmp_path / "second"))
     assert content(tmp_path / "second") == (rows, waiting)
+
+
+def test_lost_ranges_of_a_growing_table_come_back_with_keys_that_wait(
+    local_cluster: NewCluster, eventually: Callable[[Callable[[], bool]], None], tmp_path: Path
+) -> None:
+    """Such a key gets its row with the next push, as it would have."""
+    cluster = local_cluster(servers=3, replicas=1, ranges=16)
+    with eps.connect(cluster.url, worker="w0", timeout=100) as ps:
+        users = ps.table("users", dim=3, optimizer=eps.Adagrad(lr=0.1), admission=MinCount(2))
+        for some in (KEYS, KEYS[:1_500]):
+            ps.push({users: (some, np.ones((len(some), 3), np.float32))}).result()
+        checkpoint_cluster(cluster.url, str(tmp_path / "first"))
+        rows, waiting = content(tmp_path / "first")
+        assert (len(rows), len(waiting)) == (1_500, 1_500)
+        os.kill(next(server.pid for server in cluster.servers if server.name == "s1"), signal.SIGKILL)
+        eventually(lambda: bool(background.run(look(cluster.url, 20.0))["ranges_waiting"]))
+        restore_ranges(cluster.url, "", None, accept_loss=True, timeout_s=60)
+        ps.flush()
+        checkpoint_cluster(cluster.url, str(tmp_path / "second"), full=True)
+        assert content(tmp_path / "second") == (rows, waiting)
+        ps.push({users: (KEYS[1_500:], np.ones((1_500, 3), np.float32))}).result()
+        assert ps.tables()["users"].rows == 3_000

@@ -215,10 +215,10 @@ async def restored(group: Group, url: str) -> list[Content]:
     for name in ("s0", "s1"):
         await group.start(name)
     group.adopt(group.make_view(lambda r: ["s0", "s1"]))
-    wanted, done = RestoreSpec(url, 2, ((TABLE_ID, TABLE_ID),), True), set[int]()
+    plan, done = RestoreSpec(url, 2, ((TABLE_ID, TABLE_ID),), True), set[int]()
     async with asyncio.timeout(60):
         while len(done) < RANGES:
-            answer = group.servers["s0"].restoring.go_on(1, wanted, to_bits(done, RANGES))
+            answer = group.servers["s0"].restoring.go_on(1, plan, to_bits(done, RANGES))
             assert not answer.failed
             done |= set(answer.ranges)
             await asyncio.sleep(0.01)
@@ -294,3 +294,16 @@ def test_no_range_comes_back_at_a_time_before_its_rows_were_used() -> None:
     assert times_of(times, 8, same).tolist() == [3, 3, 9, 9, 4, 4, 5, 5]
     assert times_of(times, 2, same).tolist() == [9, 5]
     assert times_of(times, 2, moved).tolist() == [9, 9]
+
+
+def test_recovered_ranges_are_put_under_the_policies_of_today() -> None:
+    """No CREATE or POLICY of theirs comes by a log."""
+    specs = (GROWING.to_json(), TABLE.to_json(), SKETCHED.to_json())
+    task = restoring._RestoreTask.__new__(restoring._RestoreTask)
+    task.spec = RestoreSpec("x://", 1, ((0, 7), (8, 8), (9, 9)), True, True, specs)
+    applied: list[Any] = []
+    task._apply = applied.extend  # type: ignore[method-assign, assignment]
+    task._set_policies(np.array([2, 5]))
+    assert [(kind, payload.table, payload.spec, r.tolist()) for kind, payload, r in applied] == [
+        (OperationKind.POLICY, number, text, [r]) for number, text in ((7, specs[0]), (9, specs[2])) for r in (2, 5)
+    ]

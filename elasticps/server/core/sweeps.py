@@ -30,7 +30,8 @@ from elasticps.store.eviction import TIE_END, Measure, Predicate, Reason
 from elasticps.store.intervals import HASH_END
 from elasticps.wire.frames import MAX_RANGES, FrameError, whole, wholes
 
-SLICE_ROWS = 8_192  # rows that are looked at in one go: some 0.2 ms
+SLICE_ROWS = 4_096  # rows that are looked at in one go: some 0.5 ms
+MOST_SLICES = 64  # of a range: to find the rows of an interval takes a look at every entry of its index
 SLACK = 0.01  # ranges are made smaller once they are so much above their share, to so much below it
 OVERFULL = 0.02  # so much above its share a table has outrun the usual pace of sweeps
 NORM_EVERY_S = 60.0  # between two looks at all norms of a range
@@ -207,7 +208,7 @@ class SweepPlan:
             if len(some) > 1 or count <= SLICE_ROWS:
                 yield Slice(number, tuple(some), 0, HASH_END), by, share
                 continue
-            parts, begin = -(-count // SLICE_ROWS), some[0] * self._width
+            parts, begin = min(-(-count // SLICE_ROWS), MOST_SLICES), some[0] * self._width
             for part in range(parts):
                 low, high = (begin + self._width * edge // parts for edge in (part, part + 1))
                 yield Slice(number, tuple(some), low, high), by, share

@@ -28,6 +28,7 @@ from elasticps.server.core.operations import (
     ChunkContent,
     Cleared,
     Contribution,
+    CreatedTable,
     CreatedTables,
     CutMark,
     Dropped,
@@ -205,9 +206,7 @@ class Executor:
             self._apply_rows(effect, payload)
         elif isinstance(payload, CreatedTables):
             for new in payload.tables:
-                spec = TableSpec.from_json(new.spec)
-                self.store.create(spec, new.table, new.app)
-                self._set_policies(effect.ranges, new.table, spec)
+                self._create(effect, new)
         elif isinstance(payload, TimeMark):
             self.store.advance(effect.ranges, payload.seconds)
         elif isinstance(payload, SweptInterval):
@@ -291,11 +290,12 @@ class Executor:
             if r not in (effect.inside or {}):
                 table.deletions.bound(r, table.count_range(r))
 
-    def _set_policies(self, ranges: Ranges, table: int, spec: TableSpec) -> None:
-        found = self.store.tables.get(table)
-        if found is not None and found.lifecycle is not None:
-            for r in ranges.tolist():
-                found.lifecycle.set_policies(r, spec.admission, spec.eviction)
+    def _create(self, effect: Apply, new: CreatedTable) -> None:
+        spec = TableSpec.from_json(new.spec)
+        table = self.store.create(spec, new.table, new.app)
+        if table.lifecycle is not None:
+            for r in effect.ranges.tolist():
+                table.lifecycle.begin(r, spec)
 
     def _clear(self, effect: Apply, table: int) -> None:
         unfinished = effect.inside or {}

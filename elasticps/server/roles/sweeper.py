@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -33,7 +33,7 @@ SHARE, HURRIED_SHARE = 0.05, 0.5  # of this thread's time that sweeps take; and 
 # large
 MOST_SKEW_S = 60.0  # between this server's clock and the leader's, before that is logged
 OPERATION_BYTES = 96
-ROUND_S = 30.0  # sweeps of an application with synchronous rounds wait so long for one to close
+ROUND_S = 30.0  # an application that has closed no round for so long is not in rounds
 MOST_IN_A_ROUND = 256  # sweeps that one round takes
 
 
@@ -57,10 +57,10 @@ class _Swept:
 
 @dataclass
 class _Waiting:
-    """Sweeps that wait for a round to close. since_s: loop time of the first one."""
+    """Sweeps of an application that wait for a round to close. closed_s: loop time when one closed last."""
 
-    since_s: float
-    sweeps: list[SweptInterval]
+    closed_s: float
+    sweeps: list[SweptInterval] = field(default_factory=list)
 
 
 class Sweeper:
@@ -97,7 +97,6 @@ class Sweeper:
 
     def tick(self) -> None:
         """Called a few times a second."""
-        self._forget_late()
         if not self._tables():
             return
         if self._loop.time() >= self._time_due_s:
@@ -150,13 +149,20 @@ class Sweeper:
         """Sweeps that have waited for a round of an application to close: they become part of that operation, so that
         all workers of a round see the same rows."""
         waiting = self._for_rounds.pop(app, None)
-        return () if waiting is None else tuple(waiting.sweeps[:MOST_IN_A_ROUND])
+        self._for_rounds[app] = _Waiting(self._loop.time())
+        return () if waiting is None else tuple(waiting.sweeps)
 
-    def _forget_late(self) -> None:
-        """Gives up sweeps that no round has taken: the application closes none any more, or begins to."""
-        for app, waiting in list(self._for_rounds.items()):
-            if self._loop.time() - waiting.since_s > ROUND_S:
-                del self._for_rounds[app]
+    def _waits_for_a_round(self, table: Table, payload: SweptInterval) -> bool:
+        """Leaves a sweep to the next round of the table's application, if it closes rounds, and did so lately."""
+        if not self._executor.rounds.active(table.app):
+            return False
+        waiting = self._for_rounds.setdefault(table.app, _Waiting(self._loop.time()))
+        if self._loop.time() - waiting.closed_s > ROUND_S:
+            waiting.sweeps.clear()
+            return False
+        if len(waiting.sweeps) < MOST_IN_A_ROUND:  # else it is planned again
+            waiting.sweeps.append(payload)
+        return True
 
     def _sweep(self, at: Slice, by: Predicate, share: float) -> tuple[Predicate, int, FutureTicket | None]:
         """Looks at a slice, and logs an EVICT if anything goes, or has the next round take it: how many rows, and a
@@ -171,15 +177,15 @@ class Sweeper:
         if not going:
             return by, 0, None
         payload, ordered = SweptInterval(at.table, at.low, at.high, by, tuple(ranges)), np.array(ranges, np.int64)
-        if self._executor.rounds.active(table.app):
-            self._for_rounds.setdefault(table.app, _Waiting(self._loop.time(), [])).sweeps.append(payload)
+        if self._waits_for_a_round(table, payload):
             return by, going, None
         ticket = self._executor.log(self._serving.epoch, OperationKind.EVICT, ordered, payload, OPERATION_BYTES)
         return by, going, ticket
 
     async def sweep(self, table: Table, dry_run: bool) -> dict[Reason, int]:
         """How many rows, and keys that wait for one, of a table go now, by reason, in the ranges headed here; unless
-        it is a dry run, they are gone at all replicas when this returns. Half of this thread's time goes into it."""
+        it is a dry run, they are gone at all replicas when this returns; those of an application with synchronous
+        rounds go when its next round closes. Half of this thread's time goes into it."""
         found, tickets = dict.fromkeys(Reason, 0), []
         now = int(min(self._wall(), self._leaders.wall_s() or (self._wall() if dry_run else 0.0)))
         plan = SweepPlan(self._serving.ranges, HASH_END // self._serving.ranges)
