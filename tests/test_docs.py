@@ -25,8 +25,12 @@ PAGES = {
     page.relative_to(ROOT).as_posix(): page for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 }
 RUN = {
-    "README.md", "docs/guides/start.md", "docs/guides/growing-tables.md", "docs/guides/linear.md", "docs/guides/port.md",
-}  # fmt: skip
+    "README.md",
+    "docs/guides/growing-tables.md",
+    "docs/guides/linear.md",
+    "docs/guides/port.md",
+    "docs/guides/start.md",
+}
 ELSEWHERE = {
     "docs/guides/custom.md",  # tests/store/test_custom.py
     "docs/guides/caches.md",  # tests/e2e/test_caches.py

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from coordinator.core.view import View
 from elasticps.model.optimizers import Accumulate
+from elasticps.model.policies import MinCount
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.headroom import ServerMemory
 from elasticps.server.core.requests import RequestError, RequestTicket
@@ -31,6 +32,7 @@ from elasticps.wire.frames import (
     read_clocks,
 )
 from elasticps.wire.refusals import decode_refused
+from tests.server import conftest
 from tests.server.conftest import DIM, RANGES, TABLE, WORKER, Answer, Group, Run, Worker, until
 
 LIMIT = 1 << 30
@@ -433,5 +435,29 @@ def test_a_share_on_a_full_server_loses_only_its_new_rows(run: Run) -> None:
         assert await code(close_round(worker, view, 2)) == "ok"
         assert values(group, KEYS) == [2.0] * 2
         assert [server.store.rows for server in group.servers.values()] == [len(KEYS)] * 2
+
+    run(story)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_keys_that_only_wait_for_a_row_need_no_room_for_one(
+    run: Run, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for their entries is enough; with the push that makes the rows it is not."""
+    spec = replace(conftest.SPEC, admission=MinCount(2))
+    monkeypatch.setattr(conftest, "SPEC", spec)
+
+    async def story(group: Group) -> None:
+        _, worker, view = await begin(group, "a", compiled)
+        server = group.servers["a"]
+        server.fast.room = len(KEYS) * GROWN_BYTES
+        assert await code(worker.push(view, "a", 1, KEYS, 1.0)) == "ok"
+        assert server.fast.room == 0
+        server.fast.room = len(KEYS) * GROWN_BYTES
+        assert await code(worker.push(view, "a", 2, KEYS, 1.0)) == "memory"
+        assert server.store.tables[TABLE].rows == 0
+        server.fast.room = len(KEYS) * server.store.tables[TABLE].row_bytes
+        assert await code(worker.push(view, "a", 3, KEYS, 1.0)) == "ok"
+        assert server.store.tables[TABLE].rows == len(KEYS)
 
     run(story)
