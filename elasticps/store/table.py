@@ -254,7 +254,7 @@ class Table:
         """Forgets the rows, or candidates, of range r at hashes low..high-1 that a predicate chooses, and notes it as
         one sweep; returns how many went. bound: hash up to which the range has arrived here. Of a table with usage."""
         assert self.lifecycle is not None
-        newest, stamp = int(self._cuts.newest[r]), self._cuts.stamp(r, max(1, int(self.deletions.floor[r])))
+        newest, stamp = int(self._cuts.newest[r]), self._cuts.stamp(r, 1)
         gone = self.lifecycle.evict(self, r, low, min(high, bound), predicate, stamp)
         if not predicate.of_candidates:
             self.deletions.sweep(r, Sweep(newest, predicate, low, high))
