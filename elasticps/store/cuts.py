@@ -7,6 +7,8 @@ hold the whole range instead.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -107,6 +109,11 @@ class Deletions:
             add_sweep(sweeps, sweep)
             if len(sweeps) > MOST_SWEEPS:
                 self.forget(r, sorted(known.cut for known in sweeps)[len(sweeps) - MOST_SWEEPS - 1] + 1)
+
+    def load_sweeps(self, r: int, sweeps: Iterable[Sweep]) -> None:
+        """Takes over the sweeps that another replica has of a range, as they are: joined anew they might be fewer."""
+        if found := [sweep for sweep in sweeps if sweep.cut >= self.floor[r]]:
+            self._sweeps[r] = found
 
     def sweeps(self, r: int) -> list[Sweep]:
         """The sweeps of a range, in order."""

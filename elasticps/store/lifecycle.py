@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.errors import InputError
 from elasticps.model.policies import Admission, Eviction, half_life_of
 from elasticps.model.spec import TableSpec
 from elasticps.store import admission, usage
@@ -118,10 +119,16 @@ class Lifecycle:
     def apply(self, table: StoredRows, keys: Keys, grads: Floats, step_values: Floats, worker: int, clock: int) -> int:
         """One optimizer step of a worker on the rows of keys [n] with grads [n, dim], or [n, dim + 1] with scores.
 
-        Keys that get no row yet are counted, and left out. Returns the rows updated.
+        Keys that get no row yet are counted, and left out. Returns the rows updated. InputError for other shapes.
         """
+        n, width, floats = len(keys), self.spec.push_width, self.spec.optimizer.step_floats
+        if grads.shape != (n, width) or len(step_values) != floats:
+            raise InputError(
+                f"table {self.spec.name!r}: {n} keys need gradients of {(n, width)} and {floats} step values, got "
+                f"{grads.shape} and {len(step_values)}"
+            )
         scores = _NO_FLOATS
-        if self.spec.push_width > self.spec.dim:
+        if width > self.spec.dim:
             scores, grads = grads[:, -1].copy(), np.ascontiguousarray(grads[:, :-1])
         rows, missing = table.find(keys)
         counts = _NO_FLOATS

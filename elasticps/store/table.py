@@ -127,15 +127,15 @@ class Table:
 
         An equal key counts as often as it comes, in order.
         """
-        n, width = len(keys), self._dim if self.lifecycle is None else self.spec.push_width
-        if grads.shape != (n, width) or len(step_values) != self._step_floats:
-            raise InputError(
-                f"{self._name}: {n} keys need gradients of {(n, width)} and {self._step_floats} step "
-                f"values, got {grads.shape} and {len(step_values)}"
-            )
         if self.lifecycle is not None:
             self.lifecycle.apply(self, keys, grads, step_values, worker, clock)
             return
+        n = len(keys)
+        if grads.shape != (n, self._dim) or len(step_values) != self._step_floats:
+            raise InputError(
+                f"{self._name}: {n} keys need gradients of {(n, self._dim)} and {self._step_floats} step "
+                f"values, got {grads.shape} and {len(step_values)}"
+            )
         rows = self._scratch_rows(n)
         if self.retained is not None:
             index.find(self._header, keys, rows)
@@ -253,7 +253,7 @@ class Table:
         """Forgets the rows, or candidates, of range r at hashes low..high-1 that a predicate chooses, and notes it as
         one sweep; returns how many went. bound: hash up to which the range has arrived here. Of a table with usage."""
         assert self.lifecycle is not None
-        newest, stamp = int(self._cuts.newest[r]), self._cuts.stamp(r, max(1, int(self.deletions.floor[r])))
+        newest, stamp = int(self._cuts.newest[r]), self._cuts.stamp(r, 1)
         gone = self.lifecycle.evict(self, r, low, min(high, bound), predicate, stamp)
         if not predicate.of_candidates:
             self.deletions.sweep(r, Sweep(newest, predicate, low, high))

@@ -13,7 +13,7 @@ from elasticps.model import policies, spec
 from elasticps.server.core.scan import Scan
 from elasticps.store import intervals
 from elasticps.store.cuts import Deletions
-from elasticps.store.eviction import Measure, Predicate, Reason
+from elasticps.store.eviction import Measure, Predicate, Reason, Sweep
 from elasticps.store.layout import RowLayout
 from elasticps.store.swept import RowUsage
 from tests.checkpoint.growing import NOW, TABLE, Cluster, content_of
@@ -196,3 +196,18 @@ def test_a_sweep_of_a_third_of_the_rows_adds_a_twentieth_to_an_increment_at_most
         assert cluster.read() == content_of(cluster.store)
     assert sizes[1] <= 1.05 * sizes[0]
     assert sizes[0] < 4_000 * 200  # the increment has the rows that changed, no more
+
+
+def test_a_replica_that_is_filled_has_the_sweeps_of_the_other_one_as_they_are() -> None:
+    """Two with the same numbers lie side by side, as one between them was covered later: joined they would be one."""
+    tail, joiner = Deletions(2), Deletions(2)
+    by, norm = idle(5), Predicate(Measure.NORM, Reason.SMALL_NORM, 1)
+    for sweep in (Sweep(1, by, 0, 10), Sweep(1, norm, 0, 50), Sweep(1, by, 10, 20), Sweep(2, norm, 0, 90)):
+        tail.sweep(0, sweep)
+    assert len(tail.sweeps(0)) == 3
+    joiner.load_sweeps(0, tail.sweeps(0))
+    assert joiner.words(0) == tail.words(0)
+    for each in (tail, joiner):
+        each.sweep(0, Sweep(2, by, 0, 20))
+    assert joiner.words(0) == tail.words(0)
+    assert len(joiner.sweeps(0)) == 2

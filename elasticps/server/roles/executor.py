@@ -391,8 +391,7 @@ class Executor:
             if waiting is not None and table.lifecycle is not None:
                 table.lifecycle.set_policies(effect.range, policies.admission, policies.eviction)
                 table.lifecycle.load(effect.range, waiting.keys, waiting.words, waiting.low, waiting.blocks)
-                for sweep in waiting.sweeps:
-                    table.deletions.sweep(effect.range, sweep)
+                table.deletions.load_sweeps(effect.range, waiting.sweeps)
         self.rounds.load(effect.range, content.rounds)
         self.shards.load(content.shards, content.rounds.more)
 
