@@ -4,7 +4,7 @@ from elasticps.client.cache_batches import CacheUse
 from elasticps.client.client import Client, connect
 from elasticps.client.core.join import Resume
 from elasticps.client.data_shards import Shard, Shards
-from elasticps.client.lifecycle import RowUsage, TableState
+from elasticps.client.lifecycle import KeyUsage, TableState
 from elasticps.client.losses import Loss
 from elasticps.client.steps import OpenStep, Step
 from elasticps.client.tables import DenseTensor, SparseTable, TableInfo
@@ -13,10 +13,10 @@ __all__ = [
     "CacheUse",
     "Client",
     "DenseTensor",
+    "KeyUsage",
     "Loss",
     "OpenStep",
     "Resume",
-    "RowUsage",
     "Shard",
     "Shards",
     "SparseTable",

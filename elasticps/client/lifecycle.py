@@ -24,7 +24,7 @@ ChangePolicies = Callable[[TableSpec], TableSpec]
 
 
 @dataclass(frozen=True)
-class RowUsage:
+class KeyUsage:
     """The usage of rows, NaN where there is no row: last_use float64 [n], seconds since 1970 of the last push; count
     float32 [n], pushes, fallen to what they were then; score float32 [n], NaN in tables without scores."""
 
@@ -46,12 +46,12 @@ class TableState(NamedTuple):
     counts: tuple[int, ...]
 
 
-def usage_of(words: NDArray[np.float32]) -> RowUsage:
+def usage_of(words: NDArray[np.float32]) -> KeyUsage:
     """What an answer of usage says: words [n, 3], of which the first are whole numbers."""
     numbers = words.view(np.uint32).reshape(-1, USAGE)
     count, score = (np.ascontiguousarray(numbers[:, i]).view(np.float32) for i in (1, 2))
     last_use = np.where(np.isnan(count), np.nan, numbers[:, 0].astype(np.float64))
-    return RowUsage(last_use, count, score)
+    return KeyUsage(last_use, count, score)
 
 
 def need_usage(spec: TableSpec) -> None:

@@ -245,7 +245,7 @@ class SparseTable(PushTarget):
 
     # --- admission, usage and eviction: docs/guides/growing-tables.md -------------------------------------------------
 
-    def usage(self, keys: object) -> lifecycle.RowUsage:
+    def usage(self, keys: object) -> lifecycle.KeyUsage:
         """When the rows of `keys`, int64 [n], were pushed to last, how often, and their score, in the order of the
         keys; NaN where there is no row. SpecError for a table that keeps no usage; else errors as for `pull`."""
         lifecycle.need_usage(self.spec)

@@ -21,7 +21,7 @@ from elasticps.torch.group.reads import ClientRead, GroupPull, GroupRead, Weight
 
 if TYPE_CHECKING:
     from elasticps.client import DenseTensor, SparseTable
-    from elasticps.client.lifecycle import RowUsage, TableState
+    from elasticps.client.lifecycle import KeyUsage, TableState
     from elasticps.client.pull import ServerPull
     from elasticps.client.rates import SetRate
     from elasticps.client.row_cache import CachedPull
@@ -150,7 +150,7 @@ class GroupTable(_Handle["SparseTable"]):
             return keys, sums
         return keys, np.ascontiguousarray(sums[:, : self.dim]), np.ascontiguousarray(sums[:, self.dim])
 
-    def usage(self, keys: object) -> RowUsage:
+    def usage(self, keys: object) -> KeyUsage:
         """As the client's, at rank 0. ConfigError elsewhere."""
         return self._here("usage()").usage(keys)
 
