@@ -60,6 +60,20 @@ class Walk(NamedTuple):
         """The number of calls that go to another file."""
         return sum(step.crosses for step in self.steps)
 
+    def without(self, function: str) -> Walk:
+        """The same without the calls of a function and all that they call: what a thread does by itself meanwhile."""
+        inside: dict[int, int] = {}  # by thread, the depth of such a call that is running
+        left = []
+        for step in self.steps:
+            if step.depth <= inside.get(step.thread, -1):
+                del inside[step.thread]
+            if step.thread not in inside:
+                if step.function == function:
+                    inside[step.thread] = step.depth
+                else:
+                    left.append(step)
+        return Walk(tuple(left))
+
 
 class Trace:
     """Records calls while a walk is measured."""
@@ -135,34 +149,47 @@ def measure(servers: int, replicas: int) -> Iterator[tuple[str, Walk]]:
 
 
 PAGE = ROOT / "docs" / "internals" / "walk.md"
-HEAD = """# A push and a pull, function by function
+HEAD = """# A push, a pull and a step of torch, function by function
 
 Written by `python -m tests.walk` from a trace of real processes; do not edit. Each line is a function that begins, with
 `→` where it stands in another file than its caller. `tests/test_walk.py` fails when a push crosses files more often
-than the contract allows. Servers answer while the worker waits in `LinkDriver.wait`:
-[their half of a push](#the-servers-half-of-a-push) is the last section, written by hand.
+than the contract allows, and `tests/torch/test_walk.py` when a step of torch does. Servers answer while the worker
+waits in `LinkDriver.wait`: [their half of a push](#the-servers-half-of-a-push) is the last section, written by hand.
 """
 
 BY_HAND = "## The server's half of a push"  # compiled functions leave no trace; this section stays as it is
 
 
-def section(name: str, servers: int, walk: Walk) -> str:
+OF_A_STEP = """
+A collection of three tables, and four dense tensors. Only calls that cross files are shown, and those that torch makes.
+All tables of a message are checked in one function and laid out together, so most of what is left does not grow with
+their number. It is two messages to each server: the pull of the forward pass; and the push, with the pull of the dense
+weights. Each passes three files on its way out, and its answer five on the way back.
+"""
+
+
+def section(name: str, servers: int, walk: Walk, about: str = "", *, crossings_only: bool = False) -> str:
     """A walk as Markdown."""
     title = f"## A {name}, {servers} server{'s' * (servers > 1)}"
     figures = f"{walk.calls} calls, {walk.files} files, {walk.crossings} crossings."
     mark = {True: "→ ", False: "  "}
-    lines = [f"{'  ' * step.depth}{mark[step.crosses]}{step.function}   ({step.file})" for step in walk.steps]
-    return "\n".join([title, "", figures, "", "```text", *lines, "```", ""])
+    shown = [step for step in walk.steps if step.crosses or not step.depth or not crossings_only]
+    lines = [f"{'  ' * step.depth}{mark[step.crosses]}{step.function}   ({step.file})" for step in shown]
+    return "\n".join([title, "", figures, about, "```text", *lines, "```", ""])
 
 
 def main() -> None:
-    """Writes the walks of a push and of a pull: one server, then three with two copies of each range."""
+    """Writes the walks of a push and of a pull: one server, then three with two copies of each range; and of a step of
+    torch."""
+    from tests.torch.test_walk import walk_of_a_step
+
     parts = [
         section(name, servers, walk)
         for servers, replicas in ((1, 1), (3, 2))
         for name, walk in measure(servers, replicas)
         if servers == 1 or name == "push"
     ]
+    parts.append(section("step of torch", 3, walk_of_a_step(), OF_A_STEP, crossings_only=True))
     by_hand = "".join(PAGE.read_text("utf-8").partition(BY_HAND)[1:])
     PAGE.write_text("\n".join([HEAD, *parts, by_hand]))
     sys.stdout.write("".join(line + "\n" for part in parts for line in part.splitlines() if "crossings" in line))

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import elasticps as eps
-from elasticps.client.pull_tables import TablesPull
+from elasticps.client.pull import TablesPull
 from elasticps.kernels.hashing import key_ranges, range_shift
 
 DIM = 4

@@ -305,7 +305,7 @@ class TableCatalog:
 
 def _initial(tensor: DenseTensor, values: object, routes: Routes) -> Write:
     """The initial values of a tensor."""
-    return tensor.lent(values, routes, NO_STEP_VALUES)
+    return tensor.lent(cast(NDArray[np.float32], values), routes, NO_STEP_VALUES)
 
 
 def _new_tensor(init: object, spec: Callable[[tuple[int, ...]], TableSpec]) -> TableRequest:

@@ -22,13 +22,11 @@ from elasticps.client.data_shards import Shards
 from elasticps.client.inputs import refuse_pickling
 from elasticps.client.losses import Loss
 from elasticps.client.parts import Parts
-from elasticps.client.pull import ServerPull
-from elasticps.client.pull_tables import TablesPull
-from elasticps.client.reads import PullWithStep
+from elasticps.client.pull import ServerPull, TablesPull
 from elasticps.client.registry import Registry
 from elasticps.client.runtime import Runtime
-from elasticps.client.steps import OpenStep, Rates, Step, Values
-from elasticps.client.tables import DenseTensor, H, SparseTable, TableInfo, checked_handles
+from elasticps.client.steps import OpenStep, Step, Values
+from elasticps.client.tables import DenseTensor, H, Rates, SparseTable, TableInfo, planned_pulls
 from elasticps.client.warm import warm
 from elasticps.errors import ConfigError, InputError, Timeout
 from elasticps.model.caching import Cache
@@ -178,8 +176,7 @@ class Client:
         the order of its keys, each tensor float32 of its shape. One frame asks each server for all of them but large
         tensors. `read`, `exact` and what is raised as for `SparseTable.pull`.
         """
-        handles = checked_handles(self._tables.opened, keys, "pull")
-        return self._parts.reads.pulled_tables(handles, [h.begin(keys[h], None, read, exact) for h in handles])
+        return self._pull(keys, None, read, exact).rows()
 
     def pull_async(
         self, keys: Mapping[H, object], out: Mapping[H, Rows] | None = None, *,
@@ -187,10 +184,12 @@ class Client:
     ) -> TablesPull[H]:  # fmt: skip
         """Asks for all of that now, for those of `out` into that; `result()` of what is returned waits for them and
         gives what `pull` does."""
-        handles = checked_handles(self._tables.opened, keys, "pull")
-        outs: Mapping[H, Rows] = {} if out is None else out
-        pulls = [handle.begin(keys[handle], outs.get(handle), read, exact) for handle in handles]
-        return self._parts.reads.start_tables(handles, pulls)
+        return self._pull(keys, out, read, exact).start()
+
+    def _pull(self, keys: Mapping[H, object], out: Mapping[H, Rows] | None, read: str, exact: bool) -> TablesPull[H]:
+        """Checks the arguments of a pull, which is not sent yet."""
+        handles, pulls = planned_pulls(self._tables.opened, keys, out, read, exact)
+        return TablesPull(self._parts.reads, handles, pulls)
 
     def push_pull(
         self, values: Values, keys: Mapping[H, object], out: Mapping[H, Rows] | None = None, *,
@@ -202,13 +201,10 @@ class Client:
 
         step: an open one, of which `values` are the last part; its own `lr` counts then.
         """
-        handles = checked_handles(self._tables.opened, keys, "pull")
-        outs: Mapping[H, Rows] = {} if out is None else out
-        pulls = [handle.begin_later(keys[handle], outs.get(handle), read, exact) for handle in handles]
-        pull = PullWithStep(self._parts.reads, handles, pulls)
+        pull = self._pull(keys, out, read, exact)
         if step is None:
             step = OpenStep(self._steps, lr)
-        return step.end(values, copy=copy, then=pull.then), pull.begun()
+        return step.end(values, copy=copy, then=pull.with_step), pull.follow()
 
     def pull_many(
         self, tensors: Iterable[DenseTensor], outs: Iterable[NDArray[np.float32]] | None = None

@@ -121,10 +121,15 @@ class PeerConnections:
 
     def send(self, member: Member, buffers: Sequence[Buffer]) -> None:
         """Sends to a server if it can be reached; otherwise its next connection, or the next view, will see to it."""
-        if self._gathered is not None:
-            self._gathered.setdefault(member, []).extend(buffers)
+        self.send_all({member: buffers})
+
+    def send_all(self, frames: Mapping[Member, Sequence[Buffer]]) -> None:
+        """Sends to several servers, as `send` does to one."""
+        if self._gathered is None:
+            self._send(frames)
             return
-        self._send(member, buffers)
+        for member, buffers in frames.items():
+            self._gathered.setdefault(member, []).extend(buffers)
 
     def gather(self) -> None:
         """Until `release` what is sent to a server waits, and leaves in one message then; all under the lock."""
@@ -132,8 +137,7 @@ class PeerConnections:
 
     def release(self) -> None:
         """Sends what was gathered. If this, or what was to be gathered, ends with an exception: `abandon`."""
-        for member, buffers in (self._gathered or {}).items():
-            self._send(member, buffers)
+        self._send(self._gathered or {})
         self._gathered = None
 
     def abandon(self) -> bool:
@@ -141,15 +145,13 @@ class PeerConnections:
         gathered, self._gathered = self._gathered, None
         return bool(gathered)
 
-    def _send(self, member: Member, buffers: Sequence[Buffer]) -> None:
-        peer = self.peers.get(member)
-        if peer is None or not peer.link.ready:
-            return
-        try:
-            if not peer.link.send(buffers):
-                self._driver.want_write(peer.link)
-        except OSError:  # whoever reads the link learns of it there, and begins again
-            self._driver.nudge()
+    def _send(self, frames: Mapping[Member, Sequence[Buffer]]) -> None:
+        ready: list[tuple[Link, Sequence[Buffer]]] = []
+        for member, buffers in frames.items():
+            peer = self.peers.get(member)
+            if peer is not None and peer.link.ready:
+                ready.append((peer.link, buffers))
+        self._driver.send(ready)
 
     def keys_of(self, member: Member) -> ShortKeys | None:
         """Who shortens the keys of frames for a server that can be reached now."""

@@ -30,9 +30,8 @@ from elasticps.client.core.new_views import NewViews, ReadStore
 from elasticps.client.core.routing import Routes
 from elasticps.client.core.session import PushSession
 from elasticps.client.holding import WorkerHold
-from elasticps.client.pull import ServerPull
+from elasticps.client.pull import PullsInFlight, ServerPull
 from elasticps.client.pull_batch import ANSWERS, FAN_OUT, OWNERS, PULL, PUSH, take_answers
-from elasticps.client.pulls import PullsInFlight
 from elasticps.client.pushes import PushesInFlight
 from elasticps.client.runtime import Runtime, at_fork
 from elasticps.client.transport import Link, LinkDriver, LinkReceiver
@@ -99,12 +98,12 @@ class Dispatcher:
             runtime, self._driver, self.lock, json_frame(Kind.HELLO, hello), receiver, self._gone, credentials
         )
         self.participation = Participation(self.connections)
-        send = self.connections.send
         numbers = {owner: itertools.count(OWNERS + owner, OWNERS) for owner in (PUSH, FAN_OUT)}
         keys_of = self.connections.keys_of
-        self.pushes = PushesInFlight(self.session, worker.id, numbers[PUSH], send, self._fenced, keys_of)
-        self.pulls = PullsInFlight(self.routes, worker.id, send, self.connections.stop_receiving, keys_of)
-        self._fan_outs = FanOuts(numbers[FAN_OUT], send)
+        send_all = self.connections.send_all
+        self.pushes = PushesInFlight(self.session, worker.id, numbers[PUSH], send_all, self._fenced, keys_of)
+        self.pulls = PullsInFlight(self.routes, worker.id, send_all, self.connections.stop_receiving, keys_of)
+        self._fan_outs = FanOuts(numbers[FAN_OUT], self.connections.send)
         busy = lambda: self._hurt or self._fan_outs.writing  # noqa: E731
         self.holding = WorkerHold(runtime, self.lock, self.session, self.connections, busy)
         self.connections.follow(self.routes)

@@ -1,14 +1,31 @@
-"""What callers hand in, checked at the edge: nothing wrong gets as far as a socket."""
+"""Checks what callers hand in: keys, gradients, tables. Nothing wrong gets as far as a socket.
+
+`checked_pull` and `checked_push` check all that one call names, tables and tensors, before anything of it is sent.
+"""
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.errors import ConfigError, InputError
+from elasticps.model.spec import TableSpec
+from elasticps.wire.frames import MAX_BLOCKS
 
+
+class Target(Protocol):
+    """A table or a tensor that is open on this client."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def spec(self) -> TableSpec: ...
+
+
+TargetT = TypeVar("TargetT", bound=Target)
 _INT64 = np.dtype(np.int64)
 _FLOAT32 = np.dtype(np.float32)
 _NUMBER = "a key is an integer: number what it stands for, or hash it to int64"
@@ -100,3 +117,76 @@ def checked_read(name: str, read: object) -> None:
     """InputError unless `read` names who may answer a pull."""
     if read not in ("tail", "any"):
         raise InputError(f"{name!r}: read must be 'tail' (committed values) or 'any' (any replica's), got {read!r}")
+
+
+def checked_handles(
+    opened: Mapping[str, TargetT], given: Mapping[TargetT, object], call: str
+) -> Iterable[tuple[TargetT, object]]:
+    """Returns the tables and tensors that a call (`pull`, `push`) names, and what it gives for each. InputError unless
+    it names them in a mapping and all of them are among those that this client has opened."""
+    if not isinstance(given, Mapping):
+        raise InputError(
+            f"{call} takes a mapping from tables and tensors, as {{table: (keys, grads), tensor: grad}}, got "
+            f"{type(given).__name__}"
+        )
+    for handle in given:
+        if opened.get(getattr(handle, "name", "")) is not handle:
+            _refuse_handle(call, handle)
+    return given.items()
+
+
+def _refuse_handle(call: str, handle: Any) -> NoReturn:
+    if not hasattr(handle, "salt"):  # which tables and tensors have, and no `TableInfo`
+        raise InputError(f"{call} takes tables and tensors as keys, as ps.table(…) returns them, got {handle!r:.200}")
+    again = "ps.table" if handle.spec.shape is None else "ps.tensor"
+    raise InputError(
+        f"{call}: {handle.name!r} is not open on this client: it was dropped, or another client opened it, such as "
+        f"one that a notebook's cell made before. Open it on this one: {again}({handle.name!r}, …)"
+    )
+
+
+def checked_pull(
+    opened: Mapping[str, TargetT], keys: Mapping[TargetT, object], outs: Mapping[TargetT, object] | None, read: object
+) -> list[tuple[TargetT, NDArray[np.int64] | None, NDArray[np.float32]]]:
+    """Returns what a pull asks for: tables with their keys, int64 [n], tensors with None, and where the rows of each
+    go. InputError for unusable arguments."""
+    checked = []
+    for handle, given in checked_handles(opened, keys, "pull"):
+        out = None if outs is None else outs.get(handle)
+        checked.append((handle, *checked_rows(handle, given, out, read)))
+    return checked
+
+
+def checked_rows(
+    handle: Target, keys: object, out: object, read: object
+) -> tuple[NDArray[np.int64] | None, NDArray[np.float32]]:
+    """Returns the keys of one table's pull, int64 [n], None for a tensor, and where the rows go: `out`, or new memory.
+    InputError for unusable arguments."""
+    shape, array, what = handle.spec.shape, None, "tensor"
+    if shape is None:
+        checked_read(handle.name, read)
+        array = checked_keys(handle.name, keys)
+        shape, what = (len(array), handle.spec.dim), "table"
+    elif keys is not None:
+        raise InputError(f"tensor {handle.name!r} is pulled as a whole: give None, not keys; `take` gives some floats")
+    else:
+        checked_read(handle.name, read)
+    return array, np.empty(shape, np.float32) if out is None else checked_out(f"{what} {handle.name!r}", out, shape)
+
+
+def checked_push(
+    opened: Mapping[str, TargetT], values: Mapping[TargetT, object]
+) -> list[tuple[TargetT, NDArray[np.int64] | None, NDArray[np.float32]]]:
+    """Returns the gradients of a push: of each table its keys, int64 [n], and float32 [n, dim]; of a tensor None, and
+    float32 of its shape. InputError for unusable arguments."""
+    handles = checked_handles(opened, values, "push")
+    if len(values) > MAX_BLOCKS:
+        raise InputError(f"a push of {len(values)} tables is over the limit of {MAX_BLOCKS}; push them in parts")
+    checked: list[tuple[TargetT, NDArray[np.int64] | None, NDArray[np.float32]]] = []
+    for handle, value in handles:
+        name, shape = handle.name, handle.spec.shape
+        if shape is None:
+            checked.append((handle, *checked_gradients(name, value, handle.spec.dim)))
+        else:
+            checked.append((handle, None, checked_floats(f"tensor {name!r}", value, shape)))
+    return checked

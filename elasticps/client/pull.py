@@ -1,31 +1,51 @@
-"""A pull: what is asked, how its frames are laid out, and where the rows that come belong.
+"""Pulls: what callers wait for, what each server was asked, and who is asked when views change.
 
-One class, `ServerPull`, with a `PullLayout` that says what differs: rows of a table (`ROWS`), blocks of a dense tensor
-(`BLOCKS`), rows in the words of a filter (`Coded`), rows of several tables (`pull_tables.SeveralTables`). A table with
-a cache has `row_cache.CachedPull`, which asks for the rows that it lacks by pulls like these.
+A `ServerPull` asks for rows of a table, or for a tensor. `joined` makes one pull of several, so that each server gets
+one frame, and `TablesPull` is what the caller of several waits for. `PullsInFlight` sends them, frame by frame as their
+layout says (`pull_layouts.py`), and knows what is unanswered. A table with a cache has `row_cache.CachedPull`, which
+asks for the rows that it lacks by pulls like these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeAlias
+from functools import partial
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client.core.routing import Readers, Routes, place_rows, plan_pull
-from elasticps.client.pull_batch import cut_pull
-from elasticps.client.short_keys import Short, ShortKeys
+from elasticps.client.core.fan_out import SendAll
+from elasticps.client.core.routing import Readers, Routes
+from elasticps.client.pull_batch import OWNERS, P_FIELDS, PULL, SMALL_BYTES, Landing
+from elasticps.client.pull_layouts import (
+    ROWS,
+    AnswerTarget,
+    DecodedRows,
+    Floats,
+    Positions,
+    PullLayout,
+    Query,
+    SeveralTables,
+)
+from elasticps.client.short_keys import MOST_BLOCKS, Short, ShortKeys
+from elasticps.errors import Error, UnknownTable
 from elasticps.store.codec import Codec
-from elasticps.wire.frames import ANY, CODED, DIGESTS, HEADER_BYTES, SLOTS, Buffer, FrameError, Header
-from elasticps.wire.headers import PullHeader, RowsHeader
+from elasticps.wire.frames import HEADER_BYTES, LAST, Buffer, FrameError, Header
+from elasticps.wire.headers import RowsHeader
+from elasticps.wire.pool import Pool
 from replication.chain import Member
 
-Positions = NDArray[np.int64] | None  # where keys stand among the pull's own; None: they are all of them
-Floats = NDArray[np.float32]
+T = TypeVar("T")  # whatever tables are known by
 Finish: TypeAlias = "Callable[[ServerPull, float | None], None]"  # waits until all of a pull has arrived
+SMALL_PULL_BYTES = 64 << 10  # tensors above that are asked for by themselves
+PULL_FRAME_KEYS = 1 << 20  # at most
+POOL_BYTES = 4 << 20  # of frames, for the next ones
 _PADDING = np.empty(8, np.uint8)
+_NOTHING = np.empty(0, np.float32)
+_ALL = np.empty(0, np.int64)
+_NO_SALT = np.uint64(0)
 
 
 class PendingRows(Protocol):
@@ -38,79 +58,17 @@ class PendingRows(Protocol):
         """Waits for the rows: float32 [n, dim]; `Timeout` after `timeout` seconds (default: the client's)."""
 
 
-@dataclass(slots=True)
-class Query:
-    """What a pull asks of one table. dim: floats of a row as it travels; any_replica: committed or not, from whichever
-    copy; slots: the optimizer's state instead of weights; coded: as the table's pull filters make them; digests: of
-    rows instead of rows."""
-
-    table_id: int
-    salt: np.uint64
-    dim: int
-    name: str
-    any_replica: bool = False
-    slots: bool = False
-    coded: bool = False
-    digests: bool = False
-    flags: int = field(init=False)  # of the PULL header
-
-    def __post_init__(self) -> None:
-        self.flags = self.any_replica * ANY | self.slots * SLOTS | self.coded * CODED | self.digests * DIGESTS
-
-
-class AnswerTarget(Protocol):
-    """Where the rows of one answer go."""
-
-    def views(self, offset: int, count: int) -> list[memoryview]:
-        """Writable bytes for `count` rows from row `offset` on."""
-
-
-class RowsTarget:
-    """Rows one after another: float32 [n, dim]."""
-
-    def __init__(self, rows: Floats) -> None:
-        self.rows = rows
-
-    def views(self, offset: int, count: int) -> list[memoryview]:
-        part = self.rows[offset : offset + count]
-        return [part.data.cast("B")] if count else []
-
-
-class BlocksTarget:
-    """Rows that are blocks of a dense tensor: `keys` says which; the last block's padding is thrown away."""
-
-    def __init__(self, flat: Floats, keys: NDArray[np.int64], dim: int) -> None:
-        self._bytes = flat.data.cast("B")
-        self._keys = keys
-        self._row_bytes = dim * 4
-
-    def views(self, offset: int, count: int) -> list[memoryview]:
-        row, size, views = self._row_bytes, len(self._bytes), []
-        for key in self._keys[offset : offset + count].tolist():
-            at = key * row
-            views.append(self._bytes[at : min(at + row, size)])
-            if at + row > size:
-                views.append(memoryview(bytearray(at + row - size)))
-        return views
-
-
+@dataclass(slots=True, eq=False)
 class PullPart:
-    """One PULL frame and what has come back of it: rows of the keys at `positions`, of `count`. member None: no server
-    can answer it under this view. target: where a large answer's rows go; small ones go where they belong at once."""
+    """One PULL frame and what has come back of it: rows of the keys at `positions`, of `count`."""
 
-    __slots__ = ("count", "epoch", "member", "positions", "pull", "request", "target")
-
-    def __init__(
-        self, pull: ServerPull, member: Member | None, positions: Positions, count: int, target: AnswerTarget | None,
-        request: int = 0, epoch: int = 0,
-    ) -> None:  # fmt: skip
-        self.pull = pull
-        self.member = member
-        self.positions = positions
-        self.count = count
-        self.target = target
-        self.request = request
-        self.epoch = epoch  # of the view under which it was asked
+    pull: ServerPull
+    member: Member | None  # whom it asks; None: no server can answer it under this view
+    positions: Positions
+    count: int
+    target: AnswerTarget | None  # where a large answer's rows go; small ones go where they belong at once
+    request: int = 0
+    epoch: int = 0  # of the view under which it was asked
 
     @property
     def keys(self) -> NDArray[np.int64]:
@@ -145,6 +103,7 @@ class PullPart:
         return answer, data
 
 
+@dataclass(eq=False, repr=False)
 class ServerPull:
     """A pull in flight. `result` gives the array asked for: float32, rows in the order of the keys.
 
@@ -152,30 +111,24 @@ class ServerPull:
     copied at the end: whatever the first one still sends cannot overwrite it.
     """
 
-    def __init__(
-        self, finish: Finish, query: Query, keys: NDArray[np.int64], value: Floats, layout: PullLayout | None = None
-    ) -> None:
-        self._finish = finish  # waits until all of it has arrived
-        self.query = query  # what is asked of the table
-        # How frames are laid out, and where rows belong.
-        self.layout = ROWS if layout is None else layout
-        self.keys = keys  # int64 [n]
-        self.value = value  # where rows land
-        self.flat = value.reshape(-1)  # the same memory
-        self.of_tensor = False  # a whole one, not rows of a table
-        self.short: Short | None = None  # how its keys are made shorter
-        self.on_rows: Callable[[Floats], None] | None = None  # hears of the rows when they have come
-        self.group: ServerPull | None = None  # the pull that asks for these rows together with others
-        self.parts: dict[int, PullPart] = {}  # by request, those still unanswered
-        self.error: Exception | None = None  # raised by `result`
-        self.clock = self.wait_ms = 0  # as in the PULL header
-        self.bound: int | None = None  # of the delay, as in the PULL header
-        self._pieces: list[tuple[Floats, NDArray[np.int64]]] = []  # rows and where they belong, in order
-
-    @property
-    def name(self) -> str:
-        """Of its table, or tables."""
-        return self.query.name
+    _finish: Finish  # waits until all of it has arrived
+    query: Query  # what is asked of the table
+    keys: NDArray[np.int64]  # [n]
+    value: Floats  # where rows land
+    layout: PullLayout = ROWS  # of its frames, and of the rows
+    of_tensor: bool = False  # whether it asks for a whole tensor, not for rows of a table
+    short: Short | None = None  # how its keys are made shorter
+    decoding: DecodedRows | None = None  # of what table filters have made of the rows
+    on_rows: Callable[[Floats], None] | None = None  # hears of the rows when they have come
+    group: ServerPull | None = None  # the pull that asks for these rows together with others
+    members: Sequence[ServerPull] = ()  # of one that is `joined`: the pulls whose rows it asks for
+    parts: dict[int, PullPart] = field(default_factory=dict)  # by request, those still unanswered
+    error: Exception | None = None  # raised by `result`
+    clock: int = 0  # as in the PULL header
+    wait_ms: int = 0  # the same
+    bound: int | None = None  # of the delay, as in the PULL header
+    # Rows and where they belong, in order.
+    _pieces: list[tuple[Floats, NDArray[np.int64]]] = field(default_factory=list)
 
     def done(self) -> bool:
         """Whether `result` would return, or raise, at once."""
@@ -201,7 +154,7 @@ class ServerPull:
 
     def arrived(self) -> Floats:
         """The array, when all of it has come."""
-        rows = self.layout.arrived(self)
+        rows = self.value if self.decoding is None else self.decoding.rows(self.value)
         if self.on_rows is not None:
             self.on_rows(rows)
         return rows
@@ -228,121 +181,316 @@ class ServerPull:
         return parts
 
 
-class PullLayout:
-    """Rows of one table, or of the optimizer's state: keys int64 [n] -> value float32 [n, dim]. Other layouts say what
-    differs. Stateless; each method is given the pull."""
-
-    def frame_bytes(self, pull: ServerPull, keys: int, servers: int) -> int:
-        """Memory for frames that ask so many servers for so many keys."""
-        return 8 * keys + HEADER_BYTES * (servers + 1)
-
-    def cut(
-        self, pull: ServerPull, keys: NDArray[np.int64], routes: Routes, readers: Readers, order: NDArray[np.int64],
-        cuts: NDArray[np.int64], memory: NDArray[np.uint8], slots: NDArray[np.int64], small: int, request: int,
-        worker: int,
-    ) -> int:  # fmt: skip
-        """Writes its frames; see `cut_pull`."""
-        query = pull.query
-        count: int = cut_pull(
-            keys, query.salt, routes.shift, readers.of, readers.only, order, cuts, memory, slots, pull.flat, query.dim,
-            small, request, query.flags, routes.epoch, pull.clock, worker, query.table_id,
-            0 if pull.bound is None else pull.bound + 1, pull.wait_ms,
-        )  # fmt: skip
-        return count
-
-    def shortened(self, pull: ServerPull, keys_of: ShortKeys, frame: memoryview) -> Sequence[Buffer]:
-        """A frame with shorter keys."""
-        return (frame,) if pull.short is None else keys_of.pull(frame, pull.short)
-
-    def frame(self, part: PullPart, epoch: int, worker: int) -> list[Buffer]:
-        """The frame of a part."""
-        pull, query = part.pull, part.pull.query
-        header = PullHeader(
-            part.request, epoch, pull.clock, worker, query.table_id, part.count, pull.bound, pull.wait_ms,
-            query.any_replica, query.slots, query.coded, query.digests,
-        )  # fmt: skip
-        return [header.header().pack(), part.keys.data.cast("B")]
-
-    def floats(self, pull: ServerPull, positions: Positions, offset: int, count: int) -> int:
-        """Of `count` rows from the one on that has number `offset` of those at `positions`."""
-        return count * pull.query.dim
-
-    def plan(
-        self, pull: ServerPull, part: PullPart, routes: Routes, readers: Readers
-    ) -> list[tuple[int, NDArray[np.int64]]]:
-        """Who answers for a part's keys, as `plan_pull` says it."""
-        return plan_pull(part.keys, pull.query.salt, routes, readers)
-
-    def target(self, pull: ServerPull, positions: Positions, run: bool) -> AnswerTarget:
-        """Where the rows of a large part go; run: they lie one after another."""
-        if positions is None:
-            return RowsTarget(pull.value)
-        if run:
-            return RowsTarget(pull.value[positions[0] : positions[-1] + 1])
-        return self.private(pull, positions)
-
-    def private(self, pull: ServerPull, positions: NDArray[np.int64]) -> AnswerTarget:
-        """An array of its own for the rows at these positions."""
-        rows = np.empty((len(positions), pull.query.dim), np.float32)
-        pull.separate(rows.reshape(-1), positions)
-        return RowsTarget(rows)
-
-    def place(self, pull: ServerPull, rows: Floats, positions: NDArray[np.int64]) -> None:
-        """Copies n rows, float32 one after another, to their positions, int64 [n], in the order of the keys."""
-        place_rows(rows.reshape(-1, pull.query.dim), positions, pull.value)
-
-    def arrived(self, pull: ServerPull) -> Floats:
-        """What the caller gets when all rows have come."""
-        return pull.value
-
-
-class Blocks(PullLayout):
-    """A whole dense tensor, float32 of its shape; the keys are its blocks."""
-
-    def target(self, pull: ServerPull, positions: Positions, run: bool) -> AnswerTarget:
-        return BlocksTarget(pull.flat, pull.keys if positions is None else positions, pull.query.dim)
-
-    def place(self, pull: ServerPull, rows: Floats, positions: NDArray[np.int64]) -> None:
-        dim = pull.query.dim
-        for row, block in zip(rows.reshape(-1, dim), positions.tolist(), strict=True):
-            here = pull.flat[block * dim : (block + 1) * dim]
-            here[:] = row[: len(here)]
-
-
-class Coded(PullLayout):
-    """Rows of a table or blocks of a tensor as its filters make them, words float32 [n, words]. The caller gets `out`,
-    float32 of the shape asked for; what the last block has too much is left out. where: which of the rows each of `out`
-    is; None: they are the same."""
-
-    def __init__(self, codec: Codec, out: Floats, where: NDArray[np.int64] | None = None) -> None:
-        self._codec = codec
-        self._out = out
-        self._where = where
-        self._decoded = False
-
-    def arrived(self, pull: ServerPull) -> Floats:
-        if not self._decoded:
-            rows = self._codec.decode(pull.value)
-            if self._where is not None:
-                rows = rows[self._where]
-            self._out.reshape(-1)[:] = rows.reshape(-1)[: self._out.size]
-            self._decoded = True
-        return self._out
-
-
-ROWS, BLOCKS = PullLayout(), Blocks()
-
-
 def coded_pull(
     finish: Finish, query: Query, codec: Codec, keys: NDArray[np.int64], out: Floats,
     where: NDArray[np.int64] | None = None, short: Short | None = None,
 ) -> ServerPull:  # fmt: skip
-    """A pull of rows or blocks through a table's filters, into `out`; where: as for `Coded`. short: how its keys are
-    made shorter."""
+    """A pull of rows or blocks through a table's filters, into `out`; where: as for `DecodedRows`. short: how its keys
+    are made shorter."""
     words = np.empty((len(keys), codec.words), np.float32)
-    pull = ServerPull(finish, replace(query, dim=codec.words, coded=True), keys, words, Coded(codec, out, where))
-    pull.short = short
-    return pull
+    query = replace(query, dim=codec.words, coded=True)
+    return ServerPull(finish, query, keys, words, short=short, decoding=DecodedRows(codec, out, where))
+
+
+def joined(finish: Finish, members: Sequence[ServerPull]) -> ServerPull:
+    """One pull that asks for the rows of several, which are not sent themselves."""
+    coded, keys = any(pull.query.coded for pull in members), np.concatenate([pull.keys for pull in members])
+    name = ", ".join([pull.query.name for pull in members])
+    query = Query(0, _NO_SALT, 0, name, members[0].query.any_replica, coded=coded)
+    short = next((pull.short for pull in members if pull.short is not None), None)
+    return ServerPull(finish, query, keys, _NOTHING, SeveralTables(members), short=short, members=members)
+
+
+def in_groups(finish: Finish, pulls: Sequence[ServerPull]) -> list[ServerPull]:
+    """The pulls to send for all of these: tables and small tensors together."""
+    large = [pull for pull in pulls if pull.of_tensor and pull.value.nbytes > SMALL_PULL_BYTES]
+    return [*_together(finish, [pull for pull in pulls if pull not in large] if large else pulls), *large]
+
+
+def _together(finish: Finish, pulls: Sequence[ServerPull]) -> list[ServerPull]:
+    """The pulls that bring the rows of these in as few frames as it takes: of more than MOST_BLOCKS tables, or
+    PULL_FRAME_KEYS keys, several."""
+    groups: list[ServerPull] = []
+    group: list[ServerPull] = []
+    keys = 0
+    for pull in [*pulls, None]:
+        n = 0 if pull is None else len(pull.keys)
+        if group and (pull is None or len(group) == MOST_BLOCKS or keys + n > PULL_FRAME_KEYS):
+            groups.append(joined(finish, group) if len(group) > 1 else group[0])
+            group, keys = [], 0
+        if pull is not None:
+            group.append(pull)
+            keys += n
+    return groups
+
+
+class Starter(Protocol):
+    """Starts pulls and waits for them: the client's `Reads`."""
+
+    @property
+    def in_rounds(self) -> bool: ...
+    def start_all(self, pulls: Sequence[ServerPull]) -> None: ...
+    def start_with_step(self, pulls: Sequence[ServerPull]) -> None: ...
+    def finish(self, pull: ServerPull, timeout: float | None) -> None: ...
+    def give_up(self, pulls: Sequence[ServerPull]) -> None: ...
+
+
+class TablesPull(Generic[T]):
+    """A pull of several tables and tensors, all of which was checked before anything is sent. pulls: for each of
+    `tables` one that is not sent yet, or, of a table with a cache, a function that begins one."""
+
+    def __init__(
+        self, reads: Starter, tables: Sequence[T], pulls: Sequence[ServerPull | Callable[[], PendingRows]]
+    ) -> None:
+        self._reads = reads
+        self._tables = tables
+        self._pulls = pulls
+        self._groups = in_groups(reads.finish, [pull for pull in pulls if isinstance(pull, ServerPull)])
+        # What whoever sends the last part of a step calls right after it, under the same lock: the pull leaves in the
+        # same messages. None in rounds, which close in between. When the step has left, `follow` is called.
+        self.with_step = None if reads.in_rounds else partial(reads.start_with_step, self._groups)
+        self._begun: list[PendingRows] = []  # as `pulls`, once all are sent or begun
+        self._failed: Error | None = None  # why nobody could be asked
+        self._rows: dict[T, NDArray[np.float32]] | None = None  # when they have come: each layer asks for its own
+
+    def start(self) -> TablesPull[T]:
+        """Asks each server once for all of it."""
+        self._begin()
+        self._reads.start_all(self._groups)
+        return self
+
+    def _begin(self) -> None:
+        self._begun = [pull if isinstance(pull, ServerPull) else pull() for pull in self._pulls]
+
+    def follow(self) -> TablesPull[T]:
+        """Asks for the rest, now that the step has left: what is raised here `result` raises, for whoever calls again
+        would push again."""
+        try:
+            if self.with_step is None:
+                self._reads.start_all(self._groups)
+            self._begin()
+        except Error as error:
+            self._reads.give_up(self._groups)
+            self._failed = error
+        return self
+
+    def done(self) -> bool:
+        """Whether `result` would return, or raise, at once."""
+        cached = [pull.done() for pull in self._begun if not isinstance(pull, ServerPull)]
+        return self._failed is not None or (all(pull.done() for pull in self._groups) and all(cached))
+
+    def result(self, timeout: float | None = None) -> dict[T, NDArray[np.float32]]:
+        """Waits for the rows, float32 [n, dim] of each table, in the order of its keys, and float32 of the shape of
+        each tensor; `Timeout` after `timeout` seconds (default: the client's) for each server's part."""
+        if self._failed is not None:
+            raise self._failed
+        if self._rows is None:
+            try:
+                for group in self._groups:
+                    group.wait(timeout)
+                self._rows = {
+                    table: pull.arrived() if isinstance(pull, ServerPull) else pull.result(timeout)
+                    for table, pull in zip(self._tables, self._begun, strict=True)
+                }
+            except Error:
+                self._reads.give_up(self._groups)
+                raise
+        return self._rows
+
+    def rows(self) -> dict[T, NDArray[np.float32]]:
+        """Asks for all of it, and waits for the rows, as `result`. If that ends with an exception, be it between two
+        lines of ours, the memory is the caller's alone from now on."""
+        try:
+            return self.start().result()
+        except BaseException:
+            self._reads.give_up(self._groups)
+            raise
+
+
+class PullsInFlight:
+    """Parts of pulls by request. Runs under the dispatcher's lock, except for `sink`, which the thread that reads the
+    sockets calls. `send` takes frames for servers; `abandon(member, request)` hears that an answer is no longer wanted,
+    before its memory is."""
+
+    def __init__(
+        self, routes: Routes, worker: int, send: SendAll, abandon: Callable[[Member, int], None],
+        keys_of: Callable[[Member], ShortKeys | None] = lambda member: None,
+    ) -> None:  # fmt: skip
+        self.landing = Landing()
+        self._routes = routes
+        self._worker = worker
+        self._send = send
+        self._abandon = abandon
+        self._keys_of = keys_of
+        self._parts: dict[int, PullPart] = {}
+        self._next = OWNERS + PULL  # request
+        self._pool = Pool(POOL_BYTES)
+
+    @property
+    def oldest(self) -> int:
+        """The oldest request that has not been answered, 0 for none."""
+        return next(iter(self._parts), 0)
+
+    @property
+    def owing(self) -> set[Member]:
+        """The servers that owe answers."""
+        return {part.member for part in self._parts.values() if part.member is not None}
+
+    def start(self, pulls: Sequence[ServerPull], bound: int | None, wait_ms: int) -> None:
+        """Asks for some pulls. Small frames to one server leave together: each system call costs more than several of
+        them."""
+        frames: dict[Member, list[Buffer]] = {}
+        for pull in pulls:
+            pull.bound, pull.wait_ms = bound, wait_ms
+            keys = pull.keys
+            if len(keys) <= PULL_FRAME_KEYS:
+                self._cut(pull, keys, 0, frames)
+                continue
+            for first in range(0, len(keys), PULL_FRAME_KEYS):
+                self._cut(pull, keys[first : first + PULL_FRAME_KEYS], first, frames)
+        self._send(frames)
+
+    def _cut(self, pull: ServerPull, keys: NDArray[np.int64], first: int, frames: dict[Member, list[Buffer]]) -> None:
+        """Cuts the part of a pull that begins with key number `first` by server, and lays the frames out."""
+        routes, members = self._routes, self._routes.members
+        readers = self._readers(pull) if pull.query.any_replica else routes.tails
+        n, only, request = len(keys), readers.only >= 0, self._next
+        self._next += OWNERS * (len(members) + 1)
+        order = _ALL if only else np.empty(n, np.int64)
+        memory = self._pool.take(pull.layout.frame_bytes(pull, n, len(members)))
+        cuts = np.empty((len(members) + 1, P_FIELDS), np.int64)
+        small = SMALL_BYTES if n == len(pull.keys) else 0
+        slots, worker = self.landing.slots, self._worker
+        count = pull.layout.cut(pull, keys, routes, readers, order, cuts, memory, slots, small, request, worker)
+        data = memory.data
+        for server, word, low, high, body, floats in cuts[:count].tolist():
+            if only:
+                positions = None if small else np.arange(first, first + n)
+            else:
+                positions = order[low:high]  # keeps the memory in which the compiled code looks
+                positions += first
+            member = target = None
+            if server >= 0:
+                member = members[server]
+                if 4 * floats > small:
+                    target = pull.layout.target(pull, positions, only)
+                at = 8 * word
+                frame = data[at : at + HEADER_BYTES + body]
+                shorter: Sequence[Buffer] = (frame,)
+                if pull.short is not None and (keys_of := self._keys_of(member)) is not None:
+                    shorter = pull.layout.shortened(pull, keys_of, frame)
+                frames.setdefault(member, []).extend(shorter)
+            part = PullPart(pull, member, positions, high - low, target, request, routes.epoch)
+            self._parts[request] = pull.parts[request] = part
+            request += OWNERS
+
+    def forget(self, pull: ServerPull, error: Error) -> None:
+        """Gives up what is still unanswered of a pull."""
+        pull.error = pull.error or error
+        for part in list(pull.parts.values()):
+            self._drop(part)
+
+    def fail(self, error: Error) -> None:
+        """Ends every pull: nobody will answer any more."""
+        self.landing.clear()
+        for part in self._parts.values():
+            part.pull.error = error
+        self._parts.clear()
+
+    def sink(self, header: Header) -> Sequence[memoryview] | None:
+        """Where the rows of an answer go; None for what is not wanted, or small."""
+        part = self._parts.get(header.request)
+        return None if part is None else part.views(header)
+
+    def rows(self, header: Header, body: NDArray[np.uint8]) -> None:
+        """Rows have come: where `sink` said, or in `body`."""
+        part = self._parts.get(header.request)
+        if part is None:
+            return
+        if part.target is None:
+            part.place(header, body)
+        if header.flags & LAST:
+            self.finish(header.request, None)
+
+    def finish(self, request: int, error: Exception | None) -> bool:
+        """A part has been answered. False if it is none of ours."""
+        self.landing.forget(request)
+        part = self._parts.get(request)
+        if part is None:
+            return False
+        if isinstance(error, UnknownTable):  # servers know numbers
+            name = part.pull.query.name
+            error = UnknownTable(f"table {name!r}: {error}; open it again with ps.table(…) or ps.tensor(…)")
+        part.pull.error = part.pull.error or error
+        self.arrived(request)
+        return True
+
+    def arrived(self, request: int) -> None:
+        """All rows of a part are where they belong."""
+        part = self._parts[request]
+        part.pull.parts.pop(request, None)  # first: `recover` drops the rest, should an exception come in between
+        del self._parts[request]
+
+    def recover(self) -> None:
+        """Forgets what an exception has left of pulls that are done: it must not be received a second time."""
+        self.landing.clear()
+        self._parts = {n: part for n, part in self._parts.items() if n in part.pull.parts}
+
+    # -- views and connections ----------------------------------------------------------------------------------------
+
+    def adopt(self, routes: Routes) -> None:
+        """Follows a view: what others are to answer now is asked of them."""
+        self._routes = routes
+        parts = list(self._parts.values())
+        self._ask_again([p for p in parts if p.member is None or p.pull.moved(p, routes, self._readers(p.pull))])
+
+    def connected(self, member: Member) -> None:
+        """A new connection to a server: what it may not have heard is asked again."""
+        self._send_parts(part for part in self._parts.values() if part.member == member)
+
+    def stall(self, request: int) -> None:
+        """A server has another view than the one a part was asked under: it is planned again under a newer one, or, if
+        there is none yet, with the next `resume`."""
+        part = self._parts.get(request)
+        if part is not None:
+            part.member = None
+            if part.epoch < self._routes.epoch:
+                self._ask_again([part])
+
+    def resume(self) -> None:
+        """Plans again what nobody is asked for."""
+        self._ask_again([part for part in self._parts.values() if part.member is None])
+
+    # -- asking -------------------------------------------------------------------------------------------------------
+
+    def _readers(self, pull: ServerPull) -> Readers:
+        return self._routes.replicas(self._worker) if pull.query.any_replica else self._routes.tails
+
+    def _ask(self, parts: list[PullPart]) -> None:
+        for part in parts:
+            part.request, self._next = self._next, self._next + OWNERS
+            part.pull.parts[part.request] = self._parts[part.request] = part
+        self._send_parts(parts)
+
+    def _send_parts(self, parts: Iterable[PullPart]) -> None:
+        frames: dict[Member, list[Buffer]] = {}
+        for part in parts:
+            part.epoch = self._routes.epoch
+            if part.member is not None:
+                frames.setdefault(part.member, []).extend(part.pull.layout.frame(part, part.epoch, self._worker))
+        self._send(frames)
+
+    def _ask_again(self, parts: list[PullPart]) -> None:
+        for part in parts:
+            self._ask(part.pull.plan_again(part, self._routes, self._readers(part.pull)))
+            self._drop(part)  # not before: a pull without parts looks done to whoever waits for it
+
+    def _drop(self, part: PullPart) -> None:
+        self.landing.forget(part.request)
+        self._parts.pop(part.request, None)
+        part.pull.parts.pop(part.request, None)
+        if part.member is not None:
+            self._abandon(part.member, part.request)
 
 
 def _member(routes: Routes, server: int) -> Member | None:

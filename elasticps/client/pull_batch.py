@@ -12,8 +12,8 @@ import numpy as np
 from elasticps.kernels import njit
 from elasticps.kernels.hashing import hash_key
 from elasticps.store.native import carray, copy, pointer
-from elasticps.wire.assembler import STAGING_BYTES
 from elasticps.wire.frames import BLOCK_BYTES, HEADER_BYTES, LAST, MAGIC, VERSION, Kind
+from elasticps.wire.stream import STAGING_BYTES
 
 SMALL_BYTES = STAGING_BYTES * 3 // 4  # of the rows of a part that is received into the staging buffer, and copied
 OWNERS, PUSH, PULL, FAN_OUT = 4, 1, 2, 3  # the rest of a request's number by OWNERS says whose it is

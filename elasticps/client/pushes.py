@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.client.core.fan_out import SendAll
 from elasticps.client.core.routing import Routes
 from elasticps.client.core.session import Ask, Committed, Effect, Frame, NeedView, PushSession
 from elasticps.client.push_batch import PackedPart
@@ -26,8 +27,6 @@ from replication.progress import Progress
 
 MAX_FAILURES = 64  # the first ones are kept
 NO_RANGES: Ranges = np.empty(0, np.int64)
-
-Send = Callable[[Member, Sequence[Buffer]], None]
 
 
 class StepState:
@@ -69,10 +68,10 @@ class _Sent:
 
 
 class PushesInFlight:
-    """Steps of one worker. `send` takes frames for a server, `on_fenced` hears that the cluster has dropped us."""
+    """Steps of one worker. `send` takes frames for servers, `on_fenced` hears that the cluster has dropped us."""
 
     def __init__(
-        self, session: PushSession, worker: int, requests: Iterator[int], send: Send, on_fenced: Callable[[], None],
+        self, session: PushSession, worker: int, requests: Iterator[int], send: SendAll, on_fenced: Callable[[], None],
         keys_of: Callable[[Member], ShortKeys | None] = lambda member: None,
     ) -> None:  # fmt: skip
         self.session = session  # which steps are outstanding, what to send
@@ -86,7 +85,7 @@ class PushesInFlight:
         self.routes: Routes  # of the newest view
         self._worker = worker  # its id
         self._requests = requests  # the next numbers
-        self._send = send  # takes frames for a server
+        self._send = send  # takes frames for servers
         self._on_fenced = on_fenced  # hears that the cluster has dropped this worker
         self._keys_of = keys_of  # makes keys for a server shorter
         self.short: dict[int, Short] = {}  # tables whose keys are to be made shorter
@@ -240,21 +239,27 @@ class PushesInFlight:
     # -- what the session wants ---------------------------------------------------------------------------------------
 
     def _perform(self, effects: list[Effect]) -> None:
+        frames: dict[Member, list[Buffer]] = {}  # to be sent
         for effect in effects:
             if isinstance(effect, Frame):
-                self._send_frame(effect)
+                self._frame(effect, frames)
             elif isinstance(effect, Committed):
                 self._finish(effect.clock)
             elif isinstance(effect, Ask):
                 request = next(self._requests)
                 self._asks[request] = effect
-                self._send(effect.head, [GetClocksHeader(self._worker, request, effect.epoch).header().pack()])
+                ask = GetClocksHeader(self._worker, request, effect.epoch).header().pack()
+                frames.setdefault(effect.head, []).append(ask)
             elif isinstance(effect, NeedView):
                 self.needed_epoch = max(self.needed_epoch, effect.epoch)
             else:
                 self._on_fenced()
+        if frames:
+            self._send(frames)
 
-    def _send_frame(self, frame: Frame) -> None:
+    def _frame(self, frame: Frame, frames: dict[Member, list[Buffer]]) -> None:
+        """Adds to what is to be sent. Content that is not copied yet is sent at once, one frame while the next is
+        copied."""
         sent = _Sent(frame, self._states[frame.clock])
         committed = min(self.session.committed, frame.clock - 1)
         shards, number = self.shards.get(frame.clock, (0, -1)) if frame.last else (0, -1)
@@ -262,6 +267,9 @@ class PushesInFlight:
         content, ready = frame.content, None
         if isinstance(content, PackedPart) and frame.ranges is None:
             ready = content.ready(self.routes.index_of[frame.head], self.routes)
+        if ready is None and frames:
+            self._send(frames)
+            frames.clear()
         for cut in self._cuts(frame) if ready is None else (ready,):
             request = next(self._requests)
             sent.left[request] = cut.ranges
@@ -271,11 +279,15 @@ class PushesInFlight:
                 cut.ranges is None, frame.content is None, self.round, committed, shard,
             )  # fmt: skip
             if cut.frame is None:
-                self._send(frame.head, [push.header(sum(map(len, cut.buffers))).pack(), *cut.buffers])
+                buffers: Sequence[Buffer] = [push.header(sum(map(len, cut.buffers))).pack(), *cut.buffers]
             else:
                 header = push.pack_into(cut.frame)
                 keys = self._keys_of(frame.head) if self.short else None
-                self._send(frame.head, [cut.frame] if keys is None else keys.push(cut.frame, header, self.short))
+                buffers = [cut.frame] if keys is None else keys.push(cut.frame, header, self.short)
+            if ready is None:
+                self._send({frame.head: buffers})
+            else:
+                frames.setdefault(frame.head, []).extend(buffers)
 
     def _cuts(self, frame: Frame) -> Iterable[PushFrame]:
         content = frame.content

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,11 +11,10 @@ from numpy.typing import NDArray
 from elasticps.client.core.fan_out import Ask, Questions
 from elasticps.client.core.routing import Routes
 from elasticps.client.dispatcher import Dispatcher
-from elasticps.client.pull import PendingRows, ServerPull
-from elasticps.client.pull_tables import TablesPull, in_groups, small_together
+from elasticps.client.pull import ServerPull, in_groups
 from elasticps.client.runtime import Lock
 from elasticps.client.short_keys import Short
-from elasticps.errors import Error, Timeout
+from elasticps.errors import Timeout
 
 T = TypeVar("T")
 BOUND_EXTRA_S = 1.0
@@ -33,6 +31,7 @@ class Reads:
     ) -> None:  # fmt: skip
         self.cluster = dispatcher.cluster
         self.worker = dispatcher.worker
+        self.in_rounds = dispatcher.pushes.round  # whether workers train in synchronous rounds
         self._dispatcher = dispatcher
         self._prepare = prepare
         self._bound = bound
@@ -46,11 +45,6 @@ class Reads:
     def bound(self) -> int | None:
         """Of the delay, None for none."""
         return self._bound
-
-    @property
-    def in_rounds(self) -> bool:
-        """Whether workers train in synchronous rounds."""
-        return self._dispatcher.pushes.round
 
     @property
     def begun(self) -> int:
@@ -103,25 +97,14 @@ class Reads:
             raise
 
     def start_tensors(self, pulls: Sequence[ServerPull]) -> list[ServerPull]:
-        """Asks for several arrays, each server once for all that are small."""
-        self.start_all(small_together(self.finish, pulls))
-        return list(pulls)
-
-    def start_tables(self, tables: Sequence[T], pulls: Sequence[PendingRows]) -> TablesPull[T]:
-        """Asks for rows of several tables, and tensors, each server once."""
+        """Asks for several tensors, each server once for all that are small. Each of these knows the pull that brings
+        it."""
         groups = in_groups(self.finish, pulls)
+        for group in groups:
+            for pull in group.members:
+                pull.group = group
         self.start_all(groups)
-        return TablesPull(tables, pulls, groups, self.give_up)
-
-    def pulled_tables(self, tables: Sequence[T], pulls: Sequence[PendingRows]) -> dict[T, NDArray[np.float32]]:
-        """The same, and what came; as `pulled`."""
-        groups = in_groups(self.finish, pulls)
-        try:
-            self.start_all(groups)
-            return TablesPull(tables, pulls, groups, self.give_up).result()
-        except BaseException:
-            self.give_up(groups)
-            raise
+        return list(pulls)
 
     def give_up(self, pulls: Sequence[ServerPull]) -> None:
         """Nobody waits any more for what has not come of these."""
@@ -177,36 +160,4 @@ class Reads:
         timeout = self._timeout_s if timeout is None else timeout
         if self._bound is not None:  # the servers, who know whom it waits for, give up first
             timeout += BOUND_EXTRA_S
-        self._dispatcher.wait(pull.done, timeout, f"a pull of {pull.name!r}")
-
-
-class PullWithStep(Generic[T]):
-    """A pull that leaves in one message with a step, and shows what that has made of the rows. All of it was checked
-    before anything is sent. Whoever sends the step's last part calls `then` right after it, under the same lock, and
-    `begun` when it has left. In rounds, which close in between, `then` is None.
-
-    pulls: for each of `handles` one that nobody was asked for yet; or, of a table with a cache, which takes the step in
-    first, what begins it.
-    """
-
-    def __init__(
-        self, reads: Reads, handles: Sequence[T], pulls: Sequence[ServerPull | Callable[[], PendingRows]]
-    ) -> None:
-        self._reads = reads
-        self._handles = handles
-        self._pulls = pulls
-        self._groups = in_groups(reads.finish, [pull for pull in pulls if isinstance(pull, ServerPull)])
-        self.then = None if reads.in_rounds else partial(reads.start_with_step, self._groups)
-
-    def begun(self) -> TablesPull[T]:
-        """The pull, now that the step has left: what is raised here its `result` raises, for whoever calls again would
-        push again."""
-        give_up = self._reads.give_up
-        try:
-            if self.then is None:
-                self._reads.start_all(self._groups)
-            started = [pull if isinstance(pull, ServerPull) else pull() for pull in self._pulls]
-        except Error as error:
-            give_up(self._groups)
-            return TablesPull(self._handles, [], [], give_up, error)
-        return TablesPull(self._handles, started, self._groups, give_up)
+        self._dispatcher.wait(pull.done, timeout, f"a pull of {pull.query.name!r}")

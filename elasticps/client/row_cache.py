@@ -31,7 +31,8 @@ from elasticps.client.cache_batches import (
 )
 from elasticps.client.core.cache_index import CacheIndex, State
 from elasticps.client.filtering import summed
-from elasticps.client.pull import Query, ServerPull
+from elasticps.client.pull import ServerPull
+from elasticps.client.pull_layouts import Query
 from elasticps.client.push_batch import PushSource
 from elasticps.client.reads import Reads
 from elasticps.errors import Error, SpecError

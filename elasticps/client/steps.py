@@ -18,13 +18,12 @@ from elasticps.client.core.session import PartContent
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.join import Joining
 from elasticps.client.losses import Losses
-from elasticps.client.push_batch import PackedPart, Packer, PushSource
+from elasticps.client.push_batch import PackedPart, Packer
 from elasticps.client.pushes import StepState
-from elasticps.client.tables import Handle, SparseTable, refuse_handle, refuse_values
-from elasticps.client.writes import Part, Write, check_size
+from elasticps.client.tables import Handle, Rates, push_sources
+from elasticps.client.writes import Part, check_size
 from elasticps.errors import Error, InputError, Refused
 from elasticps.model.optimizers import ServerOptimizer
-from elasticps.wire.frames import MAX_BLOCKS
 from elasticps.wire.pool import Pool
 from replication.progress import MAX_PARTS
 
@@ -32,7 +31,6 @@ POOL_BYTES = 32 << 20
 _DONE = attrgetter("done")  # of a step's state: a thread that waits asks it again and again
 
 Values = Mapping[Handle, object]
-Rates = float | Mapping[Handle, float] | None
 
 
 def _rate(handle: Handle, rates: Rates) -> float | None:
@@ -283,26 +281,7 @@ class Steps:
     def _part(self, values: Values, clock: int, rates: Rates, copy: bool) -> Part | PackedPart:
         """What a push of these values sends under the view of now; a copy, but for what is lent."""
         routes = self._dispatcher.routes
-        if not isinstance(values, Mapping):
-            refuse_values("push", values)
-        sources: list[PushSource] = []
-        lent: list[Write] = []
-        known: dict[tuple[int, object], NDArray[np.float32]] = {}  # many tables have the same
-        if len(values) > MAX_BLOCKS:
-            raise InputError(f"a push of {len(values)} tables is over the limit of {MAX_BLOCKS}; push them in parts")
-        of_each, of_all = (rates, None) if isinstance(rates, Mapping) else (None, rates)
-        for handle, value in values.items():
-            if self._tables.get(getattr(handle, "name", "")) is not handle:
-                refuse_handle("push", handle)
-            lr = of_all if of_each is None else of_each.get(handle)
-            key = id(handle.optimizer), lr
-            step_values = known.get(key)
-            if step_values is None:
-                step_values = known[key] = handle.optimizer.step_values(clock, lr)
-            if copy or isinstance(handle, SparseTable) or not handle.lends:
-                sources.append(handle.source(value, step_values))
-            else:
-                lent.append(handle.lent(value, routes, step_values))
+        sources, lent = push_sources(self._tables, values, clock, rates, routes, copy)
         packed = self._packer.pack(sources, routes)
         if not lent:
             return packed

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,10 @@ from elasticps.client import loading, scans
 from elasticps.client.cache_batches import NOT_USED, CacheUse, check_cache
 from elasticps.client.core.routing import PushPlan, Routes, plan_push
 from elasticps.client.filtering import Sent
-from elasticps.client.inputs import checked_floats, checked_gradients, checked_keys, checked_out, checked_read
+from elasticps.client.inputs import checked_floats, checked_keys, checked_pull, checked_push, checked_read, checked_rows
 from elasticps.client.loading import NO_STEP_VALUES
-from elasticps.client.pull import BLOCKS, ServerPull
+from elasticps.client.pull import ServerPull
+from elasticps.client.pull_layouts import BLOCKS
 from elasticps.client.push_batch import PushSource
 from elasticps.client.reads import Reads
 from elasticps.client.row_cache import CachedPull, RowCache
@@ -102,67 +103,56 @@ class SparseTable(PushTarget):
         are not committed yet; one's own pushes are always seen. exact: past the table's filters, and its cache. Raises
         `InputError` for unusable arguments, `Timeout` when servers do not answer in time.
         """
-        if self._cache is not None and not exact:
-            return self.begin(keys, out, read, exact).result()
-        return self._reads.pulled(self.prepare(keys, out, read, exact))
-
-    def checked(
-        self, keys: object, out: NDArray[np.float32] | None, read: str
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The keys of a pull, and where its rows go; InputError for unusable arguments."""
-        checked_read(self.name, read)
-        array = checked_keys(self.name, keys)
-        shape = (len(array), self.dim)
-        return array, np.empty(shape, np.float32) if out is None else checked_out(f"table {self.name!r}", out, shape)
-
-    def begin_cached(self, keys: NDArray[np.int64], rows: NDArray[np.float32], read: str) -> CachedPull:
-        """A read by way of the `Cache`, of what `checked` gave; nobody changes the keys meanwhile."""
-        assert self._cache is not None
-        pull = self._cache.start(keys, rows, read == "any")
-        if self._screen is not None:
-            pull.on_rows = self._screen.noting(keys)
-        return pull
-
-    def _rows(self, keys: NDArray[np.int64], any_replica: bool) -> ServerPull:
-        return self.prepare(keys, None, "any" if any_replica else "tail")
+        pull = self.prepare(keys, out, read, exact)
+        return self._reads.pulled(pull) if isinstance(pull, ServerPull) else pull().result()
 
     def pull_async(
         self, keys: object, out: NDArray[np.float32] | None = None, *, read: str = "tail", exact: bool = False
     ) -> ServerPull | CachedPull:
         """Asks for rows now; `result()` of what is returned waits for them."""
-        begun = self.begin(keys, out, read, exact)
-        return self._reads.start(begun) if isinstance(begun, ServerPull) else begun
-
-    def begin(self, keys: object, out: NDArray[np.float32] | None, read: str, exact: bool) -> ServerPull | CachedPull:
-        """Prepares a pull to send; with a `Cache`, begins it."""
-        later = self.begin_later(keys, out, read, exact)
-        return later if isinstance(later, ServerPull) else later()
-
-    def begin_later(
-        self, keys: object, out: NDArray[np.float32] | None, read: str, exact: bool
-    ) -> ServerPull | Callable[[], CachedPull]:
-        """Checks the arguments of a pull. Returns a pull to send or, with a `Cache`, a function that begins one."""
-        if self._cache is None or exact:
-            return self.prepare(keys, out, read, exact)
-        array, rows = self.checked(keys, out, read)
-        return partial(self.begin_cached, array.copy(), rows, read)
+        pull = self.prepare(keys, out, read, exact)
+        return self._reads.start(pull) if isinstance(pull, ServerPull) else pull()
 
     def prepare(
         self, keys: object, out: NDArray[np.float32] | None = None, read: str = "tail", exact: bool = False
-    ) -> ServerPull:
-        """A pull that is not sent yet."""
-        array, rows = self.checked(keys, out, read)
-        private = array if isinstance(keys, list | tuple) else array.copy()  # asked for again when servers change
-        if self._short_pull is not None and not exact:
-            ordered, where = self._in_order(private)
-            pull = self._coded(ordered, rows, read == "any", where, self._short_pull)
-        elif self._pull.code and not exact:
-            pull = self._coded(private, rows, read == "any")
-        else:
-            query = self._query if read == "tail" else replace(self._query, any_replica=True)
-            pull = ServerPull(self._reads.finish, query, private, rows)
+    ) -> ServerPull | Callable[[], CachedPull]:
+        """Checks the arguments of a pull; returns as `planned`."""
+        array, rows = checked_rows(self, keys, out, read)
+        return self.planned(array, rows, read == "any", exact)
+
+    def planned(
+        self, keys: NDArray[np.int64] | None, rows: NDArray[np.float32], any_replica: bool, exact: bool
+    ) -> ServerPull | Callable[[], CachedPull]:
+        """A pull that is not sent yet, of what `checked_rows` gave; with a `Cache`, a function that begins one."""
+        assert keys is not None
+        private = keys.copy()  # asked for again when servers change
+        if self._cache is not None and not exact:
+            return partial(self._begin_cached, private, rows, any_replica)
+        return self._server_pull(private, rows, any_replica, exact)
+
+    def _begin_cached(self, keys: NDArray[np.int64], rows: NDArray[np.float32], any_replica: bool) -> CachedPull:
+        assert self._cache is not None
+        pull = self._cache.start(keys, rows, any_replica)
         if self._screen is not None:
-            pull.on_rows = self._screen.noting(private)
+            pull.on_rows = self._screen.noting(keys)
+        return pull
+
+    def _rows(self, keys: NDArray[np.int64], any_replica: bool) -> ServerPull:
+        """A pull of rows that the cache lacks."""
+        return self._server_pull(keys.copy(), np.empty((len(keys), self.dim), np.float32), any_replica, exact=False)
+
+    def _server_pull(
+        self, keys: NDArray[np.int64], rows: NDArray[np.float32], any_replica: bool, exact: bool
+    ) -> ServerPull:
+        if self._short_pull is not None and not exact:
+            ordered, where = self._in_order(keys)
+            pull = self._coded(ordered, rows, any_replica, where, self._short_pull)
+        elif self._pull.code and not exact:
+            pull = self._coded(keys, rows, any_replica)
+        else:
+            pull = ServerPull(self._reads.finish, self._query_any if any_replica else self._query, keys, rows)
+        if self._screen is not None:
+            pull.on_rows = self._screen.noting(keys)
         return pull
 
     def _in_order(self, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -261,9 +251,11 @@ class SparseTable(PushTarget):
             self.changes += 1
             self.forget()
 
-    def source(self, value: object, step_values: NDArray[np.float32]) -> PushSource:
-        """What pushing `value`, a pair (keys int64 [n], grads float32 [n, dim]), sends."""
-        keys, grads = checked_gradients(self.name, value, self.dim)
+    def source(
+        self, keys: NDArray[np.int64] | None, grads: NDArray[np.float32], step_values: NDArray[np.float32]
+    ) -> PushSource:
+        """What pushing gradients sends: keys int64 [n], grads float32 [n, dim]."""
+        assert keys is not None
         if self._push is None:
             source = PushSource(self.id, self._signed_salt, self.dim, -1, keys, grads, step_values)
         else:
@@ -292,7 +284,6 @@ class DenseTensor(PushTarget):
         super().__init__(reads, spec, table_id, own, changes)
         self._blocks = np.arange(spec.blocks, dtype=np.int64)
         self._size = math.prod(self.shape)
-        self._grads = f"tensor {self.name!r}"
         self._planned: tuple[int, PushPlan] | None = None  # the plan depends on the view only
 
     @property
@@ -314,16 +305,6 @@ class DenseTensor(PushTarget):
         """Asks for the tensor now; `result()` of what is returned waits for it."""
         return self._reads.start(self.prepare(out, read, exact))
 
-    def begin(self, keys: object, out: NDArray[np.float32] | None, read: str, exact: bool) -> ServerPull:
-        """A pull that is not sent yet, as one of a table; `keys` is None, for the whole tensor."""
-        if keys is not None:
-            raise InputError(
-                f"tensor {self.name!r} is pulled as a whole: give None, not keys; `take` gives some floats"
-            )
-        return self.prepare(out, read, exact)
-
-    begin_later = begin
-
     def take(self, where: object, *, read: str = "tail", exact: bool = False) -> NDArray[np.float32]:
         """The floats at places `where`, int64 [n], of the flat tensor: float32 [n]. Only blocks that have one are sent,
         of at most 16,384 floats each. `read`, `exact` and errors as for `SparseTable.pull`."""
@@ -334,23 +315,24 @@ class DenseTensor(PushTarget):
         dim, any_replica = self.spec.dim, read == "any"
         blocks, which = np.unique(at // dim, return_inverse=True)
         rows = np.empty((len(blocks), dim), np.float32)
-        pull = ServerPull(self._reads.finish, replace(self._query, any_replica=any_replica), blocks, rows)
+        pull = ServerPull(self._reads.finish, self._query_any if any_replica else self._query, blocks, rows)
         if self._pull.code and not exact:
             pull = self._coded(blocks, rows, any_replica)
         self._reads.pulled(pull)
         return rows[which, at % dim]
 
     def prepare(self, out: NDArray[np.float32] | None, read: str, exact: bool = False) -> ServerPull:
-        """A pull that is not sent yet."""
-        checked_read(self.name, read)
-        if out is None:
-            out = np.empty(self.shape, np.float32)
-        else:
-            checked_out(f"tensor {self.name!r}", out, self.shape)
+        """Checks the arguments of a pull; returns as `planned`."""
+        return self.planned(*checked_rows(self, None, out, read), read == "any", exact)
+
+    def planned(
+        self, keys: NDArray[np.int64] | None, out: NDArray[np.float32], any_replica: bool, exact: bool
+    ) -> ServerPull:
+        """A pull that is not sent yet, of what `checked_rows` gave; keys is None, for the whole tensor."""
         if self._pull.code and not exact:
-            pull = self._coded(self._blocks, out, read == "any")
+            pull = self._coded(self._blocks, out, any_replica)
         else:
-            query = replace(self._query, any_replica=read == "any")
+            query = self._query_any if any_replica else self._query
             pull = ServerPull(self._reads.finish, query, self._blocks, out, BLOCKS)
         pull.of_tensor = True
         if self._screen is not None:
@@ -370,7 +352,7 @@ class DenseTensor(PushTarget):
     def load(self, values: object, *, slots: Mapping[str, object] | None = None) -> None:
         """Gives the tensor values, float32 of its shape, past the optimizer; as `SparseTable.load`, with slots as
         `slots()` has them."""
-        given = self._flat(values).reshape(self.shape)
+        given = checked_floats(f"tensor {self.name!r}", values, self.shape)
         if slots:
             rows = loading.with_weights(self.spec, given, slots)
             step = max(1, LOADED_BYTES // (8 + 4 * rows.shape[1]))
@@ -383,9 +365,11 @@ class DenseTensor(PushTarget):
         self._forget_pushed(f"loading {self.name!r}")
         self._load(lambda routes: self.lent(given, routes, NO_STEP_VALUES))
 
-    def source(self, value: object, step_values: NDArray[np.float32]) -> PushSource:
-        """What pushing `value`, a gradient float32 of the tensor's shape, sends."""
-        flat = self._flat(value)
+    def source(
+        self, keys: NDArray[np.int64] | None, grads: NDArray[np.float32], step_values: NDArray[np.float32]
+    ) -> PushSource:
+        """What pushing a gradient sends: float32 of the tensor's shape; keys is None."""
+        flat = grads.reshape(self._size)
         if self._push is None:
             return PushSource(self.id, self._signed_salt, self.spec.dim, len(flat), self._blocks, flat, step_values)
         return self._push.source(self.id, self._signed_salt, self._blocks, flat, step_values)
@@ -395,13 +379,10 @@ class DenseTensor(PushTarget):
         """Whether what is pushed can be sent from the caller's memory."""
         return self._push is None and self._short is None
 
-    def lent(self, value: object, routes: Routes, step_values: NDArray[np.float32]) -> Write:
-        """The same from the caller's memory: a gradient, or initial values."""
+    def lent(self, values: NDArray[np.float32], routes: Routes, step_values: NDArray[np.float32]) -> Write:
+        """The same from the caller's memory: a gradient, or initial values, float32 of the tensor's shape."""
         plan = self._plan(routes)
-        return Write(self.id, LentRows(self._flat(value), self.spec.dim, plan), plan.offsets, step_values)
-
-    def _flat(self, value: object) -> NDArray[np.float32]:
-        return checked_floats(self._grads, value, self.shape).reshape(self._size)
+        return Write(self.id, LentRows(values.reshape(self._size), self.spec.dim, plan), plan.offsets, step_values)
 
     def _plan(self, routes: Routes) -> PushPlan:
         if self._planned is None or self._planned[0] != routes.epoch:
@@ -411,36 +392,40 @@ class DenseTensor(PushTarget):
 
 Handle = SparseTable | DenseTensor
 H = TypeVar("H", SparseTable, DenseTensor, Handle)
+Rates = float | Mapping[Handle, float] | None
 
 
-def checked_handles(opened: Mapping[str, Handle], values: Mapping[H, object], call: str) -> list[H]:
-    """Returns the tables and tensors that a call (`pull`, `push`) names. InputError unless it names them in a mapping
-    and all of them are among those that this client has opened."""
-    if not isinstance(values, Mapping):
-        refuse_values(call, values)
-    for handle in values:
-        if opened.get(getattr(handle, "name", "")) is not handle:
-            refuse_handle(call, handle)
-    return list(values)
+def planned_pulls(
+    opened: Mapping[str, Handle], keys: Mapping[H, object], outs: Mapping[H, NDArray[np.float32]] | None,
+    read: str, exact: bool,
+) -> tuple[list[H], list[ServerPull | Callable[[], CachedPull]]]:  # fmt: skip
+    """The tables and tensors that a pull names, and for each a pull that is not sent yet; of a table with a `Cache` a
+    function that begins one. InputError for unusable arguments."""
+    checked, any_replica = checked_pull(opened, keys, outs, read), read == "any"  # type: ignore[misc]
+    pulls = [handle.planned(mine, rows, any_replica, exact) for handle, mine, rows in checked]
+    return list(keys), pulls
 
 
-def refuse_values(call: str, values: object) -> NoReturn:
-    """Raises InputError: what `call` was given is no mapping."""
-    raise InputError(
-        f"{call} takes a mapping from tables and tensors, as {{table: (keys, grads), tensor: grad}}, got "
-        f"{type(values).__name__}"
-    )
-
-
-def refuse_handle(call: str, handle: object) -> NoReturn:
-    """Raises InputError: a key of what `call` was given is no table or tensor that this client has opened."""
-    if not isinstance(handle, PushTarget):
-        raise InputError(f"{call} takes tables and tensors as keys, as ps.table(…) returns them, got {handle!r:.200}")
-    again = "ps.tensor" if isinstance(handle, DenseTensor) else "ps.table"
-    raise InputError(
-        f"{call}: {handle.name!r} is not open on this client: it was dropped, or another client opened it, such as "
-        f"one that a notebook's cell made before. Open it on this one: {again}({handle.name!r}, …)"
-    )
+def push_sources(
+    opened: Mapping[str, Handle], values: Mapping[Handle, object], clock: int, rates: Rates, routes: Routes, copy: bool
+) -> tuple[list[PushSource], list[Write]]:
+    """What a push sends of each table and tensor that it names: what is to be copied, and what is lent by the caller.
+    clock: of its step; rates: instead of the optimizers' own. InputError for unusable arguments."""
+    sources: list[PushSource] = []
+    lent: list[Write] = []
+    known: dict[tuple[int, float | None], NDArray[np.float32]] = {}  # many tables have the same
+    of_each, of_all = (rates, None) if isinstance(rates, Mapping) else (None, rates)
+    for handle, keys, grads in checked_push(opened, values):
+        lr = of_all if of_each is None else of_each.get(handle)
+        key = id(handle.optimizer), lr
+        step_values = known.get(key)
+        if step_values is None:
+            step_values = known[key] = handle.optimizer.step_values(clock, lr)
+        if not copy and isinstance(handle, DenseTensor) and handle.lends:
+            lent.append(handle.lent(grads, routes, step_values))
+        else:
+            sources.append(handle.source(keys, grads, step_values))
+    return sources, lent
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from elasticps.client.filtering import Feedback, PushFilter, Sent
 from elasticps.client.inputs import refuse_pickling
 from elasticps.client.kkt_filter import Screened, screen_of
 from elasticps.client.loading import fill
-from elasticps.client.pull import Query, ServerPull, coded_pull
+from elasticps.client.pull import ServerPull, coded_pull
+from elasticps.client.pull_layouts import Query
 from elasticps.client.rates import SetRate, same_rate, with_rate
 from elasticps.client.reads import Reads
 from elasticps.client.scans import Reduced
@@ -61,6 +62,7 @@ class PushTarget(Reduced):
         self.salt = table_salt(table_id)  # of its keys' hashes
         # What a plain pull asks.
         self._query = Query(table_id, self.salt, self.dim, self.name)
+        self._query_any = replace(self._query, any_replica=True)  # the same of whichever replica
         # The same number for compiled code.
         self._signed_salt = int(self.salt.view(np.int64))
         self._own = own.optimizer  # the caller's: a schedule is no part of the registered spec
@@ -183,7 +185,7 @@ class PushTarget(Reduced):
         self, keys: NDArray[np.int64], out: NDArray[np.float32], any_replica: bool,
         where: NDArray[np.int64] | None = None, short: Short | None = None,
     ) -> ServerPull:  # fmt: skip
-        query = replace(self._query, any_replica=any_replica)
+        query = self._query_any if any_replica else self._query
         return coded_pull(self._reads.finish, query, self._pull, keys, out, where, short)
 
     def _state(self, keys: NDArray[np.int64], floats: int) -> NDArray[np.float32]:

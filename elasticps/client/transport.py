@@ -9,7 +9,7 @@ else does: acknowledgements of pushes that nobody waits for, new views, broken c
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from coordinator.core.view import ServerInfo
 from elasticps.client.runtime import READABLE, WRITABLE, Runtime, Stream
 from elasticps.security.stream import Secured, secured
-from elasticps.wire.assembler import Assembler
 from elasticps.wire.frames import MAX_BODY_BYTES, Buffer, FrameError, Header, Kind
-from elasticps.wire.send_queue import SendQueue
+from elasticps.wire.stream import Assembler, SendQueue
 from replication.chain import Member
 
 if TYPE_CHECKING:
@@ -244,6 +243,15 @@ class LinkDriver:
                 del self._links[fd]
                 with contextlib.suppress(OSError, ValueError):  # closed under us
                     self._poller.unregister(fd)
+
+    def send(self, frames: Iterable[tuple[Link, Sequence[Buffer]]]) -> None:
+        """Sends over several links; what a socket does not take now leaves when it can be written."""
+        for link, buffers in frames:
+            try:
+                if not link.send(buffers):
+                    self.want_write(link)
+            except OSError:  # whoever reads the link learns of it there, and begins again
+                self.nudge()
 
     def want_write(self, link: Link) -> None:
         """The link has more to send than its socket takes."""

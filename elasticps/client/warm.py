@@ -10,15 +10,14 @@ from coordinator.core.view import ServerInfo, View
 from elasticps.client.core.cache_index import CacheIndex
 from elasticps.client.core.routing import Routes, place_rows, plan_pull, plan_push
 from elasticps.client.filtering import RowMemory
-from elasticps.client.pull import PullPart, Query, ServerPull
+from elasticps.client.pull import PullPart, PullsInFlight, ServerPull, joined
 from elasticps.client.pull_batch import ANSWERS, take_answers
-from elasticps.client.pull_tables import joined
-from elasticps.client.pulls import PullsInFlight
+from elasticps.client.pull_layouts import Query
 from elasticps.client.push_batch import Packer, PushSource
 from elasticps.kernels import compiled_once
 from elasticps.kernels.hashing import table_salt
-from elasticps.wire.assembler import STAGING_BYTES
 from elasticps.wire.pool import Pool
+from elasticps.wire.stream import STAGING_BYTES
 
 _RANGES, _DIM = 2, 2
 
@@ -40,7 +39,7 @@ def warm() -> None:
         part.writes()  # what a push is cut from again when its ranges have another head
         plan = plan_push(keys, salt, routes)
 
-        pulls = PullsInFlight(routes, 1, lambda member, buffers: None, lambda member, request: None)
+        pulls = PullsInFlight(routes, 1, lambda frames: None, lambda member, request: None)
         finish, query = lambda pull, timeout: None, Query(1, salt, _DIM, "t")
         one, *others = [ServerPull(finish, query, keys, rows) for _ in range(3)]
         pulls.start([several := joined(finish, others), one], None, 0)

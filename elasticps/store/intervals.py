@@ -88,7 +88,8 @@ def list_interval(
     """
     salt = np.uint64(h[H_SALT])
     base, capacity = segment_of(h, r)
-    n, most, width = 0, keys.shape[0], np.uint64(max(high - low, 0))
+    n: Any = 0
+    most, width = keys.shape[0], np.uint64(max(high - low, 0))
     for i in range(capacity + min(capacity, 32)):
         if n == most:
             break

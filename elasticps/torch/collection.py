@@ -24,7 +24,7 @@ from torch.nn import functional
 from elasticps.errors import ConfigError, InputError
 from elasticps.model.caching import Cache
 from elasticps.model.spec import Filter, Init, ServerOptimizer
-from elasticps.torch.embedding import MAX_PREFETCHED, ExpectedRows, TableLayer, may_share_rows
+from elasticps.torch.embedding import MAX_PREFETCHED, ExpectedRows, TableLayer, may_share_rows, take_gradients
 from elasticps.torch.host import moved, room, sent
 from elasticps.torch.jagged import JaggedTensor, KeyedTensor, Lists, lists_of
 from elasticps.torch.kernels.distinct import distinct_tables
@@ -147,8 +147,7 @@ class _CollectionPass:
             return
         with collection.lock:
             self.passes.discard(self)
-        for table, keys, mine in self.trained:
-            table.take(keys, gradient[mine])
+        take_gradients([(table, keys, gradient[mine]) for table, keys, mine in self.trained])
 
 
 class Collection(nn.Module):

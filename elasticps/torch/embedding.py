@@ -7,7 +7,7 @@ import warnings
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, SupportsIndex
@@ -91,7 +91,7 @@ class ForwardPass:
         if layer is not None and gradient is not None:
             with layer._lock:
                 layer.passes.discard(self)
-            layer.take(self.keys, gradient[: len(self.keys)])  # not that of the padding id
+            take_gradients([(layer, self.keys, gradient[: len(self.keys)])])  # not that of the padding id
 
 
 class _Elsewhere(Tensor):
@@ -191,7 +191,8 @@ class TableLayer(nn.Module):
         self.gradients: list[Gradient] = []  # they wait here until an Optimizer takes them
         self.passes: weakref.WeakSet[Any] = weakref.WeakSet()  # forward passes without their backward pass so far
         self.on_ids: Callable[[Tensor], None] | None = None  # called with the ids of each forward pass
-        self.on_gradient: Callable[[], None] = no_optimizer  # called when a gradient has come
+        # Called when a backward pass has left gradients in some layers, of which this is one.
+        self.on_gradients: Callable[[Sequence[TableLayer]], None] = no_optimizer
 
     def prefetch(self, ids: Tensor) -> None:
         """Asks for the rows of `ids` now; the forward pass that gets this very tensor, unchanged, takes them.
@@ -340,11 +341,6 @@ class TableLayer(nn.Module):
                 self.passes.add(forward)
         return rows, lookup
 
-    def take(self, keys: NDArray[np.int64], rows: Tensor) -> None:
-        """Takes a gradient of some rows from a backward pass, as `keep` does, and tells the Optimizer."""
-        self.keep(keys, rows)
-        self.on_gradient()
-
     def keep(self, keys: NDArray[np.int64], rows: Tensor) -> None:
         """Has a gradient wait here: keys int64 [n], distinct; of their rows, float32 [n, dim]."""
         with self._lock:
@@ -376,6 +372,28 @@ class TableLayer(nn.Module):
                 trains.grad = None
 
 
+def take_gradients(given: Sequence[tuple[TableLayer, NDArray[np.int64], Tensor]]) -> None:
+    """Takes gradients of rows from a backward pass: has each wait in its layer, as `keep` does, and then tells the
+    Optimizers of these layers."""
+    layers: dict[Callable[[Sequence[TableLayer]], None], list[TableLayer]] = {}
+    for layer, keys, rows in given:
+        layer.keep(keys, rows)
+        layers.setdefault(layer.on_gradients, []).append(layer)
+    for tell, some in layers.items():
+        tell(some)
+
+
+def gradients_of(tables: Sequence[Sequence[TableLayer]]) -> list[list[Gradient]]:
+    """Hands over all gradients that wait in the layers of each table, as `take_all` does."""
+    return [[gradient for layer in layers for gradient in layer.take_all()] for layers in tables]
+
+
+def forget_gradients(layers: Iterable[TableLayer]) -> None:
+    """Drops all gradients that wait in some layers: a step has ended."""
+    for layer in layers:
+        layer.forget()
+
+
 def may_share_rows(layer: nn.Module, tables: Sequence[TableLayer]) -> bool:
     """Whether a forward pass now may take rows that another device's model has pulled in this step: it trains them, and
     none of the tables has a cache of its own."""
@@ -383,7 +401,7 @@ def may_share_rows(layer: nn.Module, tables: Sequence[TableLayer]) -> bool:
     return layer.training and torch.is_grad_enabled() and not cached
 
 
-def no_optimizer() -> None:
+def no_optimizer(layers: Sequence[TableLayer]) -> None:
     """Does nothing: gradients of an embedding that no Optimizer trains wait in the embedding."""
 
 

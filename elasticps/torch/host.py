@@ -129,7 +129,11 @@ class Fetch:
         return self.array
 
 
+def fetch_all(tensors: Iterable[Tensor]) -> list[Fetch]:
+    """Begins to bring tensors of any device to this host."""
+    return [Fetch(tensor) for tensor in tensors]
+
+
 def fetched(tensors: Iterable[Tensor]) -> list[NDArray[np.float32]]:
     """Tensors of any device as float32 of this host, contiguous; maybe their own memory."""
-    coming = [Fetch(tensor) for tensor in tensors]
-    return [each.result() for each in coming]
+    return [each.result() for each in fetch_all(tensors)]

@@ -16,8 +16,8 @@ from elasticps.errors import ConfigError
 from elasticps.model.spec import Filter, ServerOptimizer
 from elasticps.torch.arguments import refuse_torchs
 from elasticps.torch.devices import DeviceGroup, models_of
-from elasticps.torch.outgoing import Outgoing
-from elasticps.torch.parameters import NO_WRAPPER, Groups, Rates, dense_of, described, plain, tables_of
+from elasticps.torch.outgoing import Outgoing, Rates
+from elasticps.torch.parameters import NO_WRAPPER, Groups, dense_of, described, plain, tables_of
 from elasticps.torch.weights import Weights, layers_of
 
 if TYPE_CHECKING:
@@ -242,7 +242,6 @@ class Optimizer(torch.optim.Optimizer):
                 )
             try:
                 self._rates.check(self.param_groups)
-                outgoing.send_arrived(wait=True)  # from the backward pass, which a GPU may still compute
                 outgoing.fetch_rest()
                 weights.check_edits()  # waits for all that a GPU computes
             except ConfigError:

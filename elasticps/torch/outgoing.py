@@ -20,15 +20,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from elasticps.errors import ConfigError, InputError
-from elasticps.torch.embedding import TableLayer, no_optimizer
-from elasticps.torch.host import Fetch
+from elasticps.torch.embedding import TableLayer, forget_gradients, gradients_of, no_optimizer
+from elasticps.torch.host import Fetch, fetch_all
 from elasticps.torch.kernels.merge import merged
-from elasticps.torch.parameters import Rates, TrainedTable, refuse_wrapped
+from elasticps.torch.parameters import TrainedTable, rate_of, refuse_wrapped
 from elasticps.torch.weights import DenseParameter
 
 if TYPE_CHECKING:
+    from elasticps.client.rates import SetRate
+    from elasticps.torch.parameters import Target
     from elasticps.torch.worker import Worker
 
+ParamGroups = Sequence[dict[str, Any]]
+_OF_GROUPS = {"params", "lr", "name", "scheduled"}  # all else is fixed when a tensor or table is made
 _AGAIN = (
     "{what} got a second gradient in one step, but its first has left for the servers. To add up the gradients of "
     "several backward passes, run all but the last inside `with optimizer.accumulate():`, or build the Optimizer with "
@@ -64,6 +68,75 @@ def _summed(keys: list[NDArray[np.int64]], fetches: list[Fetch]) -> tuple[NDArra
     return all_keys[:count], all_rows[:count]
 
 
+class Rates:
+    """The learning rates of an Optimizer's param groups: which ones a step takes, and which ones workers have set for
+    all. Everything else in a group is fixed at the servers.
+
+    targets: each tensor and table with the index of its group; groups: gives the param groups, which torch replaces
+    when it loads a state.
+    """
+
+    def __init__(self, targets: Sequence[tuple[Target, int]], groups: Callable[[], ParamGroups]) -> None:
+        self._targets, self._groups = targets, groups
+        self._fixed = [{k: v for k, v in group.items() if k not in _OF_GROUPS} for group in groups()]
+        self._applied: list[SetRate | None] = [None] * len(targets)  # what `set_lr` gave, as groups have it
+        self._of_step: list[float] = []  # rates of the groups when the step began
+        self._apply_set()
+
+    def begin(self) -> dict[Any, float]:
+        """The rates of a step that begins, by tensor or table, but for those that have a schedule of their own.
+        ConfigError if a scheduler of torch's is to change such a one, too."""
+        self._apply_set()
+        groups = self._groups()
+        self._of_step = [float(group["lr"]) for group in groups]
+        rates: dict[Any, float] = {}
+        for target, index in self._targets:
+            group = groups[index]
+            if not group["scheduled"]:
+                rates[target] = self._of_step[index]
+            elif "initial_lr" in group:
+                raise ConfigError(f"group {group['name']!r} has its own schedule and a torch LR scheduler: drop one")
+        return rates
+
+    def _apply_set(self) -> None:
+        """Gives groups the rates that were set for all workers since the last step: the newest one of each group."""
+        changed = None
+        for number, (target, _) in enumerate(self._targets):
+            rate = target.rate_set
+            if rate is not None and rate is not self._applied[number]:
+                changed = [*(changed or ()), (rate.revision, number)]
+        for _, number in sorted(changed or ()):
+            target, index = self._targets[number]
+            self._applied[number] = target.rate_set
+            self._groups()[index]["lr"] = rate_of(target.optimizer)
+
+    def changed(self) -> str:
+        """Names a group whose rate was changed since the step began; empty if none was."""
+        for group, rate in zip(self._groups(), self._of_step, strict=True):
+            if float(group["lr"]) != rate:
+                return f"the learning rate of group {group['name']!r}"
+        return ""
+
+    def check(self, groups: ParamGroups) -> None:
+        """ConfigError if something of the groups was changed that cannot be."""
+        for group, constant in zip(groups, self._fixed, strict=True):
+            for key, value in constant.items():
+                if group[key] != value:
+                    raise ConfigError(
+                        f"{key} of group {group['name']!r} is {group[key]!r}, but at the servers it stays {value!r}: "
+                        "only lr can be changed. OneCycleLR and CyclicLR take cycle_momentum=False"
+                    )
+
+    def check_loaded(self, groups: ParamGroups) -> None:
+        """As `check`, for groups of a saved state, which may lack fields that are newer."""
+        self.check([constant | group for group, constant in zip(groups, self._fixed, strict=True)])
+
+    def complete(self) -> None:
+        """Gives groups that were loaded the fields that they lack."""
+        for group, constant in zip(self._groups(), self._fixed, strict=True):
+            group.update(constant)
+
+
 class Outgoing:
     """The gradients of one step after another. Callers hold `lock`, unless a method says that it takes it.
 
@@ -79,6 +152,7 @@ class Outgoing:
         self.accumulating = 0
         self._ps, self._models, self._rates = ps, models, rates
         self._dense, self._tables = dense, tables
+        self._table_of = {layer: table for table in tables for layer in table.layers}
         # A collective step leaves when all ranks have all of their gradients: until then a rank may die.
         self._frame_limit = sys.maxsize if ps.collective else frame_bytes
         self._leaving: deque[_Leaving] = deque()
@@ -100,19 +174,16 @@ class Outgoing:
 
             return ready
 
-        def table_hook(table: TrainedTable) -> Callable[[], None]:
-            def ready() -> None:
-                if (outgoing := this()) is not None:
-                    outgoing.table_ready(table)
-
-            return ready
+        def rows_hook(layers: Sequence[TableLayer]) -> None:
+            if (outgoing := this()) is not None:
+                outgoing.rows_ready(layers)
 
         for dense in self._dense:
             if dense.parameter.requires_grad:
                 yield dense.parameter.register_post_accumulate_grad_hook(dense_hook(dense)).remove
         for table in self._tables:
             for layer in table.layers:
-                layer.on_gradient = table_hook(table)
+                layer.on_gradients = rows_hook
                 yield lambda layer=layer: _ignore_gradients(layer)  # type: ignore[misc]
 
     def dense_ready(self, dense: DenseParameter) -> None:
@@ -125,40 +196,43 @@ class Outgoing:
                     self._fetch(dense, gradient)
                 self.send_arrived(wait=False)
 
-    def table_ready(self, table: TrainedTable) -> None:
-        """A backward pass has a gradient of a table's rows. Takes the lock. ConfigError for one that is too late."""
+    def rows_ready(self, layers: Sequence[TableLayer]) -> None:
+        """A backward pass has gradients of rows in these layers. Takes the lock. ConfigError for one that is too
+        late."""
         with self.lock:
-            if table.left:
-                raise ConfigError(_AGAIN.format(what=f"table {table.table.name!r}"))
-            if self.accumulating:
-                return
-            for layer in table.layers:
-                if layer.passes:  # a forward pass whose backward pass is still to come may add to the same rows
-                    return
-            self._fetch_rows(table)
-            self.send_arrived(wait=False)
+            tables = list(dict.fromkeys(self._table_of[layer] for layer in layers))
+            for table in tables:
+                if table.left:
+                    raise ConfigError(_AGAIN.format(what=f"table {table.table.name!r}"))
+            if not self.accumulating:
+                # A forward pass whose backward pass is still to come may add to the same rows.
+                self._fetch_rows([table for table in tables if not any(layer.passes for layer in table.layers)])
+                self.send_arrived(wait=False)
 
     # -- leaving
 
     def fetch_rest(self) -> None:
-        """Begins to fetch all gradients that have not left their devices. InputError for one that is sparse."""
+        """Gathers what has left, and begins to fetch all gradients that have not left their devices. InputError for one
+        that is sparse."""
+        self.send_arrived(wait=True)  # from the backward pass, which a GPU may still compute
         found = [(dense, _gradient_of(dense)) for dense in self._dense if dense.left is None]
         for dense, gradient in found:
             if gradient is not None:
                 self._fetch(dense, gradient)
-        for table in self._tables:
-            if not table.left:
-                self._fetch_rows(table)
+        self._fetch_rows([table for table in self._tables if not table.left])
 
     def _fetch(self, dense: DenseParameter, gradient: Tensor) -> None:
         dense.left = gradient.data_ptr(), gradient._version
-        self._leaving.append(_Leaving(dense.tensor, [Fetch(gradient)]))
+        self._leaving.append(_Leaving(dense.tensor, fetch_all([gradient])))
 
-    def _fetch_rows(self, table: TrainedTable) -> None:
-        if taken := [gradient for layer in table.layers for gradient in layer.take_all()]:
-            table.left = True
-            keys, fetches = [keys for keys, _ in taken], [Fetch(rows) for _, rows in taken]
-            self._leaving.append(_Leaving(table.table, fetches, keys))
+    def _fetch_rows(self, tables: Sequence[TrainedTable]) -> None:
+        if not tables:
+            return
+        for table, taken in zip(tables, gradients_of([table.layers for table in tables]), strict=True):
+            if taken:
+                table.left = True
+                fetches = fetch_all([rows for _, rows in taken])
+                self._leaving.append(_Leaving(table.table, fetches, [keys for keys, _ in taken]))
 
     def send_arrived(self, wait: bool) -> None:
         """Gathers the gradients that have arrived, up to the first that has not; with `wait` waits for all. Pushes a
@@ -226,10 +300,10 @@ class Outgoing:
         self._frame, self._frame_bytes = {}, 0
         for dense in self._dense:
             dense.left = None
+        forget = [layer for table in self._tables for layer in table.layers if table.left or layer.gradients]
+        if forget:
+            forget_gradients(forget)
         for table in self._tables:
-            for layer in table.layers:
-                if table.left or layer.gradients:
-                    layer.forget()
             table.left = False
 
     # -- gradients that stay here
@@ -239,9 +313,9 @@ class Outgoing:
         once. Nothing of the step may have left."""
         gradients = [gradient for dense in self._dense if (gradient := _gradient_of(dense)) is not None]
         for table in self._tables:
-            taken = [gradient for layer in table.layers for gradient in layer.take_all()]
+            taken = gradients_of([table.layers])[0]
             if len(taken) > 1:
-                keys, rows = _summed([keys for keys, _ in taken], [Fetch(rows) for _, rows in taken])
+                keys, rows = _summed([keys for keys, _ in taken], fetch_all([rows for _, rows in taken]))
                 taken = [(keys, torch.from_numpy(rows))]
             if taken:
                 table.layers[0].keep(*taken[0])
@@ -263,4 +337,4 @@ def _gradient_of(dense: DenseParameter) -> Tensor | None:
 
 
 def _ignore_gradients(layer: TableLayer) -> None:
-    layer.on_gradient = no_optimizer
+    layer.on_gradients = no_optimizer

@@ -1,4 +1,4 @@
-"""The parameters and tables that an Optimizer trains, torch's param groups of them, and the groups' learning rates."""
+"""The parameters and tables that an Optimizer trains, and torch's param groups of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from elasticps.torch.weights import Copy, DenseParameter, values_of
 
 if TYPE_CHECKING:
     from elasticps.client import DenseTensor, SparseTable
-    from elasticps.client.rates import SetRate
     from elasticps.torch.group import GroupTable, GroupTensor
     from elasticps.torch.worker import Worker
 
@@ -27,9 +26,7 @@ if TYPE_CHECKING:
 
 Groups = dict[object, dict[str, Any]]
 """param groups by what their members have in common"""
-ParamGroups = Sequence[dict[str, Any]]
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_OF_GROUPS = {"params", "lr", "name", "scheduled"}  # all else is fixed when a tensor or table is made
 
 
 @dataclass(eq=False)
@@ -174,72 +171,3 @@ def _group(name: str, spec: ServerOptimizer) -> dict[str, Any]:
     """A new param group. With a schedule of elasticps' own, `lr` shows its start and is not read."""
     every = {field.name: getattr(spec, field.name) for field in fields(spec)}  # type: ignore[arg-type]
     return every | {"params": [], "lr": rate_of(spec), "name": name, "scheduled": _schedule(spec) is not None}
-
-
-class Rates:
-    """The learning rates of an Optimizer's param groups: which ones a step takes, and which ones workers have set for
-    all. Everything else in a group is fixed at the servers.
-
-    targets: each tensor and table with the index of its group; groups: gives the param groups, which torch replaces
-    when it loads a state.
-    """
-
-    def __init__(self, targets: Sequence[tuple[Target, int]], groups: Callable[[], ParamGroups]) -> None:
-        self._targets, self._groups = targets, groups
-        self._fixed = [{k: v for k, v in group.items() if k not in _OF_GROUPS} for group in groups()]
-        self._applied: list[SetRate | None] = [None] * len(targets)  # what `set_lr` gave, as groups have it
-        self._of_step: list[float] = []  # rates of the groups when the step began
-        self._apply_set()
-
-    def begin(self) -> dict[Any, float]:
-        """The rates of a step that begins, by tensor or table, but for those that have a schedule of their own.
-        ConfigError if a scheduler of torch's is to change such a one, too."""
-        self._apply_set()
-        groups = self._groups()
-        self._of_step = [float(group["lr"]) for group in groups]
-        rates: dict[Any, float] = {}
-        for target, index in self._targets:
-            group = groups[index]
-            if not group["scheduled"]:
-                rates[target] = self._of_step[index]
-            elif "initial_lr" in group:
-                raise ConfigError(f"group {group['name']!r} has its own schedule and a torch LR scheduler: drop one")
-        return rates
-
-    def _apply_set(self) -> None:
-        """Gives groups the rates that were set for all workers since the last step: the newest one of each group."""
-        changed = None
-        for number, (target, _) in enumerate(self._targets):
-            rate = target.rate_set
-            if rate is not None and rate is not self._applied[number]:
-                changed = [*(changed or ()), (rate.revision, number)]
-        for _, number in sorted(changed or ()):
-            target, index = self._targets[number]
-            self._applied[number] = target.rate_set
-            self._groups()[index]["lr"] = rate_of(target.optimizer)
-
-    def changed(self) -> str:
-        """Names a group whose rate was changed since the step began; empty if none was."""
-        for group, rate in zip(self._groups(), self._of_step, strict=True):
-            if float(group["lr"]) != rate:
-                return f"the learning rate of group {group['name']!r}"
-        return ""
-
-    def check(self, groups: ParamGroups) -> None:
-        """ConfigError if something of the groups was changed that cannot be."""
-        for group, constant in zip(groups, self._fixed, strict=True):
-            for key, value in constant.items():
-                if group[key] != value:
-                    raise ConfigError(
-                        f"{key} of group {group['name']!r} is {group[key]!r}, but at the servers it stays {value!r}: "
-                        "only lr can be changed. OneCycleLR and CyclicLR take cycle_momentum=False"
-                    )
-
-    def check_loaded(self, groups: ParamGroups) -> None:
-        """As `check`, for groups of a saved state, which may lack fields that are newer."""
-        self.check([constant | group for group, constant in zip(groups, self._fixed, strict=True)])
-
-    def complete(self) -> None:
-        """Gives groups that were loaded the fields that they lack."""
-        for group, constant in zip(self._groups(), self._fixed, strict=True):
-            group.update(constant)

@@ -53,7 +53,7 @@ def test_any_altered_byte_of_a_manifest_is_refused(data: st.DataObject) -> None:
         (MANIFEST.encode()[:-10], "no manifest of a checkpoint, or was cut off"),
         (b'{"version": 1}', "no manifest of a checkpoint"),
         (b"[1]", "no manifest of a checkpoint"),
-        (MANIFEST.encode().replace(b'"version": 2', b'"version": 3'), "written by a newer elasticps"),
+        (MANIFEST.encode().replace(b'"version": 2', b'"version": 4'), "written by a newer elasticps"),
         (MANIFEST.encode().replace(b'"cut": 5', b'"cut": 6'), "was altered"),
     ],
 )

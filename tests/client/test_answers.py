@@ -12,18 +12,18 @@ from numpy.typing import NDArray
 
 from coordinator.core.view import WorkerInfo
 from elasticps.client.dispatcher import Dispatcher
-from elasticps.client.pull import BLOCKS, Query, ServerPull, coded_pull
+from elasticps.client.pull import ServerPull, coded_pull, joined
 from elasticps.client.pull_batch import OWNERS, PULL, PUSH, SLOTS, SMALL_BYTES
-from elasticps.client.pull_tables import SeveralTables, joined
+from elasticps.client.pull_layouts import BLOCKS, Query
 from elasticps.client.push_batch import Packer
 from elasticps.client.pushes import StepState
 from elasticps.client.runtime import Runtime
 from elasticps.kernels.hashing import table_salt
 from elasticps.model.spec import BFloat16
 from elasticps.store.codec import Codec
-from elasticps.wire.assembler import Assembler
 from elasticps.wire.frames import LAST, MAX_BODY_BYTES, FrameError, Header, Kind
 from elasticps.wire.pool import Pool
+from elasticps.wire.stream import Assembler
 from tests.client.views import view
 
 SERVERS = ("s0", "s1", "s2")
@@ -114,8 +114,8 @@ class Twin:
 
 def shown(read: ServerPull) -> list[NDArray[np.float32]]:
     """The rows that have arrived, or lie in the caller's array already."""
-    if isinstance(read.layout, SeveralTables):
-        return [one.arrived() if read.done() else one.value for one in read.layout.members]
+    if read.members:
+        return [one.arrived() if read.done() else one.value for one in read.members]
     return [read.result() if read.done() else read.value]
 
 

@@ -15,7 +15,8 @@ import elasticps as eps
 from elasticps.client import kkt_filter
 from elasticps.client.filtering import PushFilter
 from elasticps.client.kkt_filter import KKTScreen, Screened, screen_of
-from elasticps.client.pull import Query, ServerPull
+from elasticps.client.pull import ServerPull
+from elasticps.client.pull_layouts import Query
 from elasticps.errors import SpecError
 from elasticps.kernels.hashing import table_salt
 from elasticps.model.filters import Filter

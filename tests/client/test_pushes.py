@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -49,10 +49,14 @@ class Wire:
         self.pushes.connected(A)
         self.pushes.connected(B)
 
-    def _send(self, member: Member, buffers: Sequence[Buffer]) -> None:
-        header = unpack_header(buffers[0])
-        assert HEADER_BYTES + header.body == sum(map(len, buffers))
-        self.sent.append((member, header))
+    def _send(self, frames: Mapping[Member, Sequence[Buffer]]) -> None:
+        for member, buffers in frames.items():
+            content = b"".join(buffers)
+            while content:
+                header = unpack_header(content)
+                assert HEADER_BYTES + header.body <= len(content)
+                self.sent.append((member, header))
+                content = content[HEADER_BYTES + header.body :]
 
     def _end(self) -> None:
         self.fenced = True

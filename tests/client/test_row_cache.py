@@ -11,7 +11,8 @@ import pytest
 
 import elasticps as eps
 from elasticps.client.cache_batches import CacheBatch, Keys, Rows
-from elasticps.client.pull import PullPart, Query, ServerPull
+from elasticps.client.pull import PullPart, ServerPull
+from elasticps.client.pull_layouts import Query
 from elasticps.client.reads import Reads
 from elasticps.client.row_cache import CachedPull, RowCache
 from elasticps.errors import ClusterUnreachable, Timeout

@@ -138,7 +138,7 @@ def altered(data: bytes) -> bytes:
 
 
 def newer(data: bytes) -> bytes:
-    return data.replace(b'"version": 2', b'"version": 3')
+    return data.replace(b'"version": 2', b'"version": 4')
 
 
 def foreign(data: bytes) -> bytes:
@@ -152,7 +152,7 @@ def foreign(data: bytes) -> bytes:
         (altered, "gone-*/*.safetensors", "was altered: range"),
         (truncated, "manifest.json", "is no manifest of a checkpoint, or was cut off"),
         (altered, "manifest.json", "was altered|is no manifest"),
-        (newer, "manifest.json", "was written by a newer elasticps: this one reads versions up to 2"),
+        (newer, "manifest.json", "was written by a newer elasticps: this one reads versions up to 3"),
         (foreign, "manifest.json", "is no manifest of a checkpoint, or was cut off"),
         (None, "gone-*/*.safetensors", r"cannot be restored: .* is missing"),
     ],

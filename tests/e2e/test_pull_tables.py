@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import elasticps as eps
-from elasticps.client import pull_tables
+from elasticps.client import pull as pulls
 from elasticps.client.transport import Link
 from elasticps.wire.frames import HEADER_BYTES, TABLES, Header, Kind, unpack_header
 from tests.e2e.conftest import Connect
@@ -148,8 +148,8 @@ def test_large_pulls_are_cut_into_frames_and_fill_the_given_arrays(
     out = {tables[0]: np.empty((3000, 1), np.float32), tables[4]: np.empty((3004, 300), np.float32)}
     rows = ps.pull_async(keys, out).result()
     assert rows[tables[4]] is out[tables[4]]
-    monkeypatch.setattr(pull_tables, "MOST_BLOCKS", 2)
-    monkeypatch.setattr(pull_tables, "PULL_FRAME_KEYS", 6002)
+    monkeypatch.setattr(pulls, "MOST_BLOCKS", 2)
+    monkeypatch.setattr(pulls, "PULL_FRAME_KEYS", 6002)
     sent = frames(monkeypatch, Kind.PULL)
     again = ps.pull(keys)
     requested = [name for name, header in sent if header.table != tables[-1].id]

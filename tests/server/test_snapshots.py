@@ -93,7 +93,10 @@ def tables(draw: st.DrawFn) -> list[TableRows]:
     return found
 
 
-contents = st.builds(ChunkContent, tables(), rounds, shards, st.integers(0, (1 << 32) - 1), st.integers(0, 9))
+contents = st.builds(
+    ChunkContent, tables(), rounds, shards, st.integers(0, (1 << 32) - 1), st.integers(0, 9),
+    st.integers(0, (1 << 32) - 1),
+)  # fmt: skip
 
 
 def through_the_wire(content: ChunkContent) -> ChunkContent:

@@ -20,7 +20,7 @@ from elasticps.server.network.connection import Connection
 from elasticps.server.options import ServerOptions
 from elasticps.server.server import Server
 from elasticps.wire.frames import LAST, Header, Kind, json_frame
-from elasticps.wire.send_queue import SendQueue
+from elasticps.wire.stream import SendQueue
 from tests.server.conftest import RANGES
 
 

@@ -26,7 +26,7 @@ from elasticps.server.roles import updates
 from elasticps.server.roles.pushes import PushHandler
 from elasticps.server.server import Server
 from elasticps.wire.frames import Buffer, Header, Kind, read_view
-from elasticps.wire.send_queue import SendQueue
+from elasticps.wire.stream import SendQueue
 from replication.effects import Install
 from replication.progress import Clocks
 from replication.replica import Replica

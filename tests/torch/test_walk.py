@@ -12,8 +12,8 @@ from elasticps.torch import EmbeddingBagCollection, Jagged, Optimizer, TableConf
 from tests.walk import Walk, traced
 
 TABLES = ["users", "items", "words"]
-MOST_FILES, MOST_CROSSINGS = 10, 48  # of elasticps.torch
-MOST_FILES_OF_ALL, MOST_CROSSINGS_OF_ALL = 36, 255
+MOST_FILES, MOST_CROSSINGS = 8, 36  # of elasticps.torch
+MOST_FILES_OF_ALL, MOST_CROSSINGS_OF_ALL = 28, 158
 
 
 class Net(nn.Module):
@@ -40,7 +40,10 @@ def crossings_of_torch(walk: Walk) -> int:
     return count
 
 
-def test_a_step_of_a_collection_stays_within_few_files() -> None:
+def walk_of_a_step() -> Walk:
+    """A training step of a collection of three tables and four dense tensors, against three servers with two replicas
+    of each range; the shortest of many. What the client's thread does about its links meanwhile is left out: on a busy
+    machine no step is without it."""
     with eps.LocalCluster(servers=3, replicas=2) as cluster, traced() as trace, eps.connect(cluster.url) as ps:
         model = Net(ps)
         optimizer = Optimizer(ps, model, eps.Adam(lr=1e-3))
@@ -52,7 +55,13 @@ def test_a_step_of_a_collection_stays_within_few_files() -> None:
             model(batch).square().mean().backward()
             optimizer.step()
 
-        walk = trace.fewest(step)
+        trace.fewest(step, runs=1)
+        walks = [trace.once(step).without("Dispatcher._turn") for _ in range(40)]
+    return min(walks, key=lambda walk: walk.calls)
+
+
+def test_a_step_of_a_collection_stays_within_few_files() -> None:
+    walk = walk_of_a_step()
     files = {step.file for step in walk.steps if step.file.startswith("elasticps/torch/")}
     figures = f"{walk.calls} calls, {walk.files} files, {walk.crossings} crossings, {crossings_of_torch(walk)} of torch"
     assert len(files) <= MOST_FILES, sorted(files)

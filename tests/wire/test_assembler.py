@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from elasticps.wire.assembler import STAGING_BYTES, Assembler
 from elasticps.wire.frames import FrameError, Header, Kind
 from elasticps.wire.pool import LARGEST_BYTES
+from elasticps.wire.stream import STAGING_BYTES, Assembler
 
 LIMIT = 1 << 20
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticps.wire.send_queue import BUFFERS_PER_CALL, SendQueue
+from elasticps.wire.stream import BUFFERS_PER_CALL, SendQueue
 
 
 class Socket:

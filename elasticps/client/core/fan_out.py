@@ -7,7 +7,7 @@ rules of a protocol stand apart from threads and sockets, and the simulator foll
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -27,6 +27,9 @@ yet, and the round waits for the next view."""
 
 Send = Callable[[Member, Sequence[Buffer]], None]
 """Queues a frame for a server, if it is connected."""
+
+SendAll = Callable[[Mapping[Member, Sequence[Buffer]]], None]
+"""The same for frames of several servers."""
 
 
 class Call(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 from elasticps.wire.frames import Buffer
-from elasticps.wire.send_queue import SendQueue
+from elasticps.wire.stream import SendQueue
 
 P = TypeVar("P", bound=asyncio.BaseProtocol)
 

@@ -26,8 +26,7 @@ from elasticps.torch.group.tables import GroupTable, GroupTensor, Handle, pull_m
 
 if TYPE_CHECKING:
     from elasticps.client import Client, Step
-    from elasticps.client.pull import ServerPull
-    from elasticps.client.pull_tables import TablesPull
+    from elasticps.client.pull import ServerPull, TablesPull
 
 Filters = Sequence[Filter]
 Rates = float | Mapping[Handle, float] | None

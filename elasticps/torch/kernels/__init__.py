@@ -1,1 +1,1 @@
-"""Compiled loops over ids, rows and weights: distinct keys, sums by key, comparisons. Pure."""
+"""Compiled loops over ids and rows: distinct keys, sums by key. Pure."""

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticps.torch.kernels.compare import differ
+from elasticps.torch.weights import differ
 
 FLOATS = (0.0, -0.0, 1.5, float("inf"), float("nan"))
 
