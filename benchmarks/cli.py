@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -318,3 +319,31 @@ def groups(
     _print(
         bench.run(processes=processes, mbit=mbit, batch=batch, dim=dim, seconds=seconds, progress=_progress), as_json
     )
+
+
+@app.command()
+def stream(
+    ids: Annotated[int, typer.Option(min=100, help="Ids that are alive at any time.")] = 100_000,
+    hours: Annotated[int, typer.Option(min=1, help="Hours of the stream.")] = 24,
+    hour_s: Annotated[float, typer.Option(min=0.1, help="Seconds that an hour takes; policies' times follow.")] = 5.0,
+    churn: Annotated[float, typer.Option(min=0.0, max=1.0, help="Part of the ids that an hour replaces.")] = 0.2,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of a step, of 8 ids each.")] = 2048,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of an hour.")] = 40,
+    share: Annotated[
+        float, typer.Option(min=0.001, max=1.0, help="Of all ids that come, how many rows the bounded table may have.")
+    ] = 0.2,
+    min_count: Annotated[int, typer.Option(min=1, help="Pushes until an id gets its row there.")] = 2,
+    servers: Servers = 2,
+    picture: Annotated[Path | None, typer.Option(help="Draws rows and AUC over time: a PNG.")] = None,
+    as_json: Json = False,
+) -> None:
+    """A stream whose ids churn: a table that keeps them all beside one that grows and forgets: rows, bytes, AUC."""
+    from benchmarks import stream as bench
+
+    _print(
+        bench.run(
+            ids=ids, hours=hours, hour_s=hour_s, churn=churn, batch=batch, steps=steps, share=share,
+            min_count=min_count, servers=servers, picture=picture, progress=_progress,
+        ),
+        as_json,
+    )  # fmt: skip

@@ -21,6 +21,7 @@ from coordinator.membership import last_workers
 from elasticps.admin.cuts import CutClient
 from elasticps.admin.interface import CutWritten, WrittenFile
 from elasticps.checkpoint import catalog
+from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.cuts import HOLD_S, ConsistentCut, CutServer, CutTaker, GivenUp
 from elasticps.checkpoint.manifest import FileEntry, Manifest, WorkerEntry, check_table
 from elasticps.checkpoint.storage import Storage
@@ -155,12 +156,19 @@ async def _attempt(
 
 
 def _unchanged(storage: Storage, manifest: Manifest) -> Manifest | None:
-    """The checkpoint before, if this one adds nothing to it: no row, step, deletion, table or setting. Else None."""
-    if not manifest.since or manifest.rows:
+    """The checkpoint before, if this one adds nothing to it: no row, step, deletion, sweep, table or setting. Else
+    None."""
+    if not manifest.since or manifest.rows or _swept(storage, manifest):
         return None
     before = catalog.read(storage, manifest.since)
     same = replace(manifest, cut=before.cut, since=before.since, time=before.time, files=before.files)
     return before if same.encode() == before.encode() else None
+
+
+def _swept(storage: Storage, manifest: Manifest) -> bool:
+    """Whether an increment has sweeps: they come without a step of anybody."""
+    contents, growing = Contents(storage, [manifest]), [id_ for id_, spec in manifest.tables.values() if spec.usage]
+    return any(sweeps for id_ in growing for layer in contents.layers(id_) for sweeps in layer.sweeps.values())
 
 
 async def _restored(store: Store) -> set[int]:

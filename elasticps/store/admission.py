@@ -63,7 +63,7 @@ WAITS = -1  # in place of a row's address: the key gets none yet
 BLOCKS = 64  # of a range's sketch
 NO_BLOCKS = np.empty((0, 0), np.uint8)
 _DEPTH = 4  # counters of a key
-_AHEAD_KEYS = 48  # keys between a prefetch and its use: a fifth of them may need one
+_PREFETCH = 48  # keys between a prefetch and its use: a fifth of them may need one
 _TIME_BIT = 16  # of a candidate's word
 _COUNT_MASK = (1 << _TIME_BIT) - 1
 _ADMITTED = _COUNT_MASK  # as a count: the key gets its row with this batch
@@ -143,9 +143,9 @@ def admit(
     times = carray(pointer(h[H_TIMES]), (ranges,), np.int64)
     policies = carray(pointer(h[H_POLICIES]), (ranges * POLICY,), np.float64)
     for i in range(start, keys.shape[0]):
-        ahead = i + _AHEAD_KEYS
-        if ahead < keys.shape[0] and rows[ahead] == 0:
-            hashed = hash_key(keys[ahead], salt)
+        following = i + _PREFETCH
+        if following < keys.shape[0] and rows[following] == 0:
+            hashed = hash_key(keys[following], salt)
             at = DESCRIPTOR * np.int64(hashed >> shift)
             prefetch(index.first_entry(hashed, range_bits, descriptors[at], descriptors[at + 1]))
         if rows[i] != 0:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elasticps.checkpoint import catalog, contents, maintenance
+from elasticps.checkpoint import catalog, contents, create, maintenance
 from elasticps.checkpoint.rows import Piece, RowReader
 from elasticps.model import policies, spec
 from elasticps.server.core.scan import Scan
@@ -211,3 +211,15 @@ def test_a_replica_that_is_filled_has_the_sweeps_of_the_other_one_as_they_are() 
         each.sweep(0, Sweep(2, by, 0, 20))
     assert joiner.words(0) == tail.words(0)
     assert len(joiner.sweeps(0)) == 2
+
+
+@pytest.mark.parametrize("swept", [False, True])
+def test_a_checkpoint_of_nothing_but_a_sweep_is_one(swept: bool) -> None:
+    """Else a schedule would take the one before for the newest state, for as long as nobody trains."""
+    cluster, keys = Cluster(COUNTED), np.arange(40, dtype=np.int64)
+    for _ in range(2):
+        cluster.push(keys, np.ones((40, DIM)))
+    before = cluster.checkpoint(1, 0)
+    if swept:
+        cluster.evict(idle(NOW + 1))
+    assert create._unchanged(cluster.storage, cluster.checkpoint(2, 1)) == (None if swept else before)

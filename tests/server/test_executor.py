@@ -7,8 +7,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-from elasticps.model.optimizers import SGD
-from elasticps.model.policies import MinCount, Probability
+from elasticps.model.optimizers import SGD, Accumulate
+from elasticps.model.policies import Capacity, MinCount, Probability
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.operations import ChangedPolicies, CreatedTable, CreatedTables
 from elasticps.server.fast.path import FastPath
@@ -77,3 +77,25 @@ def test_a_worker_that_opens_a_table_late_does_not_undo_its_policies() -> None:
     executor.perform(lambda: [Erase(every[:1])])
     executor.perform(apply, OperationKind.CREATE, late, every[:1])
     assert lifecycle.spec_of(0).admission is None
+
+
+def test_a_policy_of_another_half_life_has_the_next_increment_hold_the_range_whole() -> None:
+    """A row's older version may count more than the newer one then. A CREATE, which comes first, changes nothing."""
+    counted = TableSpec("t", 2, Accumulate(), eviction=(Capacity(9, "most_used", "1h"),))
+    faster = counted.with_policies(None, (Capacity(9, "most_used", "1m"),)).to_json()
+    fewer = counted.with_policies(MinCount(2), (Capacity(5, "most_used", "1h"),)).to_json()
+    executor = Executor(Member("a", 1), RANGES, 1 << 20, FastPath(RANGES, 1 << 20))
+
+    def apply(kind: OperationKind, payload: object, *ranges: int) -> None:
+        operation = Operation(kind, -1, 0, payload, 0)
+        executor.perform(lambda: [Apply(operation, np.array(ranges), np.arange(len(ranges)), None)])
+
+    apply(OperationKind.CREATE, CreatedTables((CreatedTable(3, counted.to_json()),)), 0, 1, 2, 3)
+    table = executor.store.tables[3]
+    executor.store.pass_cut(np.arange(RANGES), 5)
+    apply(OperationKind.POLICY, ChangedPolicies(3, fewer), 0, 1)
+    assert table.deletions.floor.tolist() == [0, 0, 0, 0]
+    apply(OperationKind.POLICY, ChangedPolicies(3, faster), 1, 2)
+    assert table.deletions.floor.tolist() == [0, 6, 6, 0]
+    assert table.lifecycle is not None
+    assert [table.lifecycle.spec_of(r).to_json() for r in range(RANGES)] == [fewer, faster, faster, counted.to_json()]
