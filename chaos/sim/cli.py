@@ -64,6 +64,9 @@ def sim(
     proven: Annotated[
         bool, typer.Option("--proven", help="Have workers ask the store about views, as with certificates.")
     ] = False,
+    grows: Annotated[
+        bool, typer.Option("--grows", help="Have tables admit keys and forget rows beside, and one clock be wrong.")
+    ] = False,
     jobs: Annotated[
         int, typer.Option(min=0, help="So many seeds at once, each in a process; 0: one for each core.")
     ] = 0,
@@ -79,6 +82,7 @@ def sim(
     The same seed gives the same events. Exit code 1 if a promise was broken, with the command that repeats that run.
     """
     flags = {"cuts": cuts, "short": short, "caches": caches, "together": together, "drops": drops, "proven": proven}
+    flags["grows"] = grows
     kind = _kind(flavour, training, **flags)
     jobs = min(jobs or _cores(), runs or _NO_END)
     record_file = None if record is None else Record(record, _code(), asdict(kind))

@@ -48,6 +48,10 @@ STORE_TIMEOUT_S = 2.0
 DRAIN_TIMEOUT_S = 60.0
 LOG_BUDGET_BYTES = 256 << 20
 LEADER_LEASE_S = 1.5
+BEGUN_S, WALL_S = (
+    1_700_000_000.0,
+    20.0,
+)  # seconds since 1970 at the beginning; and how many go by in one of virtual time
 END_S = 60.0  # of virtual time, in which what is cancelled ends
 WORKER_TIMEOUT_S = 300.0  # longer than any story, whose own bound finds a worker that waits in vain
 
@@ -111,9 +115,17 @@ class Cluster:
         self.answers = Answers()  # checks that each answer goes to the connection that asked
         self.network.tap = self._sent
         self.store.written = self._written
+        self.wrong_clocks: dict[str, float] = {}  # by host, by how many seconds its wall clock is ahead
+        self.on_build: Callable[[Server], None] = lambda server: (
+            None
+        )  # called with each server before it has connections
         self.on_view: Callable[[View], None] = lambda view: None  # called with each view that is written
         self.on_server: Callable[[Server], None] = lambda server: None  # called with each server that starts
         self._revision = 0  # of the newest view
+
+    def wall_s(self, host: str = "") -> float:
+        """Seconds since 1970, by the clock of a host, or by a correct one."""
+        return BEGUN_S + WALL_S * self.clock.now + self.wrong_clocks.get(host, 0.0)
 
     def broken(self, violation: Violation) -> None:
         """Notes that a promise is broken; the first one counts."""
@@ -126,6 +138,12 @@ class Cluster:
             self.answers.sent(source, target, data)
         except Violation as violation:
             self.broken(violation)
+
+    @property
+    def host(self) -> str:
+        """The host whose turn it is."""
+        loop = events._get_running_loop()
+        return loop.process.host if isinstance(loop, Loop) else ""
 
     def running(self) -> str:
         """Names the process whose turn it is."""
@@ -209,7 +227,7 @@ class Cluster:
 
         store = self.store.client(name, STORE_TIMEOUT_S)
         serves = partial(self._serves, name)
-        around = Surroundings(store, self.config, listener, _build, show, serves)  # type: ignore[arg-type]
+        around = Surroundings(store, self.config, listener, self._build, show, serves)  # type: ignore[arg-type]
         registration = ServerRegistration(name, f"{name}:{PORT}", f"{name}:{PORT + 1}" if self._admin else "")
         try:
             await serve_until(around, registration, found.stop, found.leave, wait_s=1e9,
@@ -221,6 +239,19 @@ class Cluster:
         if found.draining and found.now is not None and not self.over:
             self._check_drained(found.now.serving.me)
         found.process.kill()
+
+    def _build(self, session: ServerSession, cluster: str, ranges: int, loop: asyncio.AbstractEventLoop) -> Server:
+        """Builds a server. Every other one is measured, as servers with metrics are: that is another shell around the
+        same core."""
+        name = session.info.name
+        options = ServerOptions(
+            log_budget_bytes=LOG_BUDGET_BYTES, clock=loop.time, wall=partial(self.wall_s, name), busy_poll=Still(),
+            row_writer=InlineRowWriter(loop, Storage("memory://sim")),
+        )  # fmt: skip
+        build = partial(TimedServer, Meter(loop.time, sample=1)) if int(name[1:]) % 2 else Server
+        server = build(session.info, cluster, ranges, loop, options)
+        self.on_build(server)
+        return server
 
     async def _serves(self, asks: str, server: ServerInfo) -> bool:
         """Returns what a server's health service would answer to the server `asks`."""
@@ -452,15 +483,3 @@ class Cluster:
     def _tasks(self) -> list[asyncio.Task[Any]]:
         """Returns the tasks that have not ended, with those that others began in their last turns."""
         return [task for loop in self._loops for task in loop.tasks if not task.done()]
-
-
-def _build(session: ServerSession, cluster: str, ranges: int, loop: asyncio.AbstractEventLoop) -> Server:
-    """Builds a server. Every other one is measured, as servers with metrics are: that is another shell around the same
-    core."""
-    measured = int(session.info.name[1:]) % 2
-    return (partial(TimedServer, Meter(loop.time, sample=1)) if measured else Server)(
-        session.info, cluster, ranges, loop, ServerOptions(
-            log_budget_bytes=LOG_BUDGET_BYTES, clock=loop.time, busy_poll=Still(),
-            row_writer=InlineRowWriter(loop, Storage("memory://sim")),
-        )
-    )  # fmt: skip

@@ -17,6 +17,7 @@ import numpy as np
 
 from chaos.sim.checkpointer import ask_restore
 from chaos.sim.checks.cuts import CutCheck
+from chaos.sim.checks.growth import Growth
 from chaos.sim.checks.rounds import Rounds
 from chaos.sim.checks.shards import Handed
 from chaos.sim.checks.sums import KEYS, Sums
@@ -24,6 +25,7 @@ from chaos.sim.checks.violation import Violation
 from chaos.sim.cluster import Cluster
 from chaos.sim.cuts import Cutter
 from chaos.sim.faults import inject
+from chaos.sim.growing import LAG_S, Growing
 from chaos.sim.injector import RESTART_S, Injector
 from chaos.sim.programs import Free, Sharded, Synchronous, Worker, sums_table
 from chaos.sim.small_limits import turned
@@ -38,6 +40,7 @@ from elasticps.model.spec import ASP
 from elasticps.server.core.audit import digest
 from elasticps.server.core.operations import AuditMark
 from elasticps.server.roles.replica_links import ReplicaLinks
+from elasticps.server.server import Server
 from replication.effects import Distrust
 
 SETTLED_S = 1.0  # after so long all replicas have what no worker waits for
@@ -98,6 +101,7 @@ class Scene:
         self.rounds: dict[str, Rounds] = {}
         self.handed: dict[str, Handed] = {}
         self.known: dict[int, Known] = {}
+        self.growth = Growth(story.ranges, self.cluster.wall_s, self.cluster.broken, LAG_S[story.calm])
         self.workers: dict[str, Worker] = {}
         self._doubled: dict[str, list[Worker]] = {}  # those before them that lived as they started
         self._app_of: dict[str, App] = {}
@@ -109,6 +113,9 @@ class Scene:
         )
         if story.cuts:
             self.cluster.on_server = lambda server: check.follow(server, self.cluster.broken)
+        if story.grows:
+            self.cluster.on_build = self.growth.follow
+            self.cluster.wrong_clocks = dict([story.wrong_clock])
 
     def begin(self) -> None:
         """Starts all processes, and schedules the faults."""
@@ -138,6 +145,8 @@ class Scene:
             return Sharded(cluster, name, app, self, self.handed.setdefault(app.name, Handed(app.name, KEYS)))
         if app.kind == "tables":
             return Fickle(cluster, name, app, self, self.known)
+        if app.kind == "growing":
+            return Growing(cluster, name, app, self, self.growth)
         sums = self.sums.setdefault(app.name, Sums(app.name, app.bound if app.kind == "bounded" else None))
         sums.calm = self.story.calm
         return Free(cluster, name, app, self, sums, self.story.tight)
@@ -237,6 +246,31 @@ class Scene:
             clock.run(clock.now + SETTLED_S, lambda: not self._different())
         if different := self._different():
             raise Violation("replicas agree", different)
+        if self.story.grows:
+            self._check_growth()
+
+    def _check_growth(self) -> None:
+        """Compares all replicas of tables that grow with the model, and waits for what they may have at most."""
+        clock = self.cluster.clock
+
+        def too_many() -> str:
+            self.growth.check_end(self._replicas())
+            return self.growth.check_capacity()
+
+        until = clock.now + BOUND_S
+        while (why := too_many()) and clock.now < until:
+            clock.run(clock.now + SETTLED_S)
+            clock.run(clock.now + SETTLED_S, lambda: not self._different())
+        if why:
+            raise Violation("capacity", why)
+
+    def _replicas(self) -> list[tuple[Server, int]]:
+        """The servers that live, with each range of which they are replicas."""
+        view = self.cluster.view
+        assert view is not None
+        lives = [self.cluster.life(server.name, server.incarnation) for server in view.servers]
+        found = [(lives[i], r) for r, chain in enumerate(view.chains.tolist()) for i in chain if i >= 0]
+        return [(server, r) for server, r in found if server is not None]
 
     def _different(self) -> str:
         """Says which range has replicas that differ, and which; "" if all agree."""
@@ -258,7 +292,7 @@ class Scene:
 def run(seed: int, kind: Kind = ANY, trace: bool = False) -> Result:
     """Plays the story of a seed to its end."""
     story = tell(seed, kind)
-    with virtual() as machine, turned(story.small, story.tight, story.short), _collected_afterwards():
+    with virtual() as machine, turned(story.small, story.tight, story.short, story.grows), _collected_afterwards():
         return _play(story, trace, machine)
 
 
@@ -329,6 +363,9 @@ class Machine:
     def now(self) -> float:
         return 0.0 if self.cluster is None else self.cluster.clock.now
 
+    def wall(self) -> float:
+        return 0.0 if self.cluster is None else self.cluster.wall_s(self.cluster.host)
+
     def exit(self, code: int) -> None:
         assert self.cluster is not None
         self.cluster.exited(code)
@@ -352,8 +389,9 @@ def virtual() -> Iterator[Machine]:
     table_store.warm()
     machine = Machine()
     with ExitStack() as stack:
-        for name in ("monotonic", "thread_time", "time"):
+        for name in ("monotonic", "thread_time"):
             stack.enter_context(patch.object(time, name, machine.now))
+        stack.enter_context(patch.object(time, "time", machine.wall))
         stack.enter_context(patch.object(os, "_exit", machine.exit))
         stack.enter_context(patch.object(range_recovery, "ask_restore", machine.ask_restore))
         stack.enter_context(patch.object(ReplicaLinks, "distrust", machine.distrust))

@@ -43,12 +43,21 @@ SHORT: dict[str, int] = {
     "elasticps.client.short_keys.LEAST_KEYS": 2,
 }
 """Limits of the lists of keys that servers keep for workers: their memory is used again all the time."""
+GROWS: dict[str, float] = {
+    "elasticps.server.roles.sweeper.TIME_EVERY_S": 0.1,
+    "elasticps.server.core.sweeps._LEAST_S": 0.1,
+    "elasticps.server.core.sweeps.NORM_EVERY_S": 0.2,
+    "elasticps.server.core.sweeps.SLICE_ROWS": 40,
+}
+"""How often time is logged and rows are looked at, of which there are few."""
 
 
 @contextmanager
-def turned(small: bool, tight: bool, short: bool) -> Iterator[None]:
+def turned(small: bool, tight: bool, short: bool, grows: bool) -> Iterator[None]:
     """Makes these limits small until the block ends."""
-    limits = (SMALL if small else {}) | (TIGHT if tight else {}) | (SHORT if short else {})
+    limits: dict[str, float] = {}
+    for turn, of in ((small, SMALL), (tight, TIGHT), (short, SHORT), (grows, GROWS)):
+        limits |= of if turn else {}
     with ExitStack() as stack:
         for path, value in limits.items():
             module, _, name = path.rpartition(".")

@@ -160,6 +160,7 @@ class Kind:
     caches    workers that push freely cache rows
     together  these workers pull several tables and tensors at once, and behind pushes, and ask for sums of all rows
     drops     one more application makes and drops tables
+    grows     one more application has tables that admit keys and forget rows
     proven    as with certificates, workers take views from the store alone while it answers; in calm stories servers
               send forged ones
     """
@@ -172,11 +173,15 @@ class Kind:
     together: bool = False
     drops: bool = False
     proven: bool = False
+    grows: bool = False
 
 
 DROPS = App("drops", "tables", 2, 4, 0, large=False, readers=0, think_s=0.02, eager=False)
+GROWS = App("grows", "growing", 2, 4, 0, large=False, readers=0, think_s=0.02, eager=False)
 ANY = Kind()
-FLAGS = ("cuts", "short", "caches", "together", "drops", "proven")
+FLAGS = ("cuts", "short", "caches", "together", "drops", "proven", "grows")
+RIGHT_CLOCKS = 0.4  # of the stories in which tables grow
+WRONG_S = 2 * 3600.0, 40 * 3600.0
 SHARE = 0.25  # of the stories of any kind have what a kind may ask for
 
 
@@ -230,6 +235,20 @@ class Story:
         """Whether workers take views from the store alone."""
         return self._has("proven")
 
+    @property
+    def grows(self) -> bool:
+        """Whether an application has tables that admit keys and forget rows."""
+        return GROWS in self.apps
+
+    @property
+    def wrong_clock(self) -> tuple[str, float]:
+        """The host whose clock is wrong, "" for none, and by how many seconds."""
+        random = Random(f"clocks {self.seed}")
+        if not self.grows or random.random() < RIGHT_CLOCKS:
+            return "", 0.0
+        host = random.choice(["c0", "c1", *(f"s{i}" for i in range(self.servers))])
+        return host, random.choice((-1, 1)) * random.uniform(*WRONG_S)
+
     def _has(self, what: str) -> bool:
         return _has(self.seed, self.kind, what)
 
@@ -267,7 +286,8 @@ def tell(seed: int, kind: Kind = ANY) -> Story:
         max(random.choice((4, 8, 8, MOST_RANGES)), MOST_RANGES if flavour == "tight" else 0),
         weather,
         tuple(_app(random, i, flavour, kind.training) for i in range(random.choice((1, 1, 2))))
-        + (DROPS,) * (flavour != "tight" and _has(seed, kind, "drops")),
+        + (DROPS,) * (flavour != "tight" and _has(seed, kind, "drops"))
+        + (GROWS,) * (flavour != "tight" and _has(seed, kind, "grows")),
         tuple(sorted(_faults(random, flavour, training_s, lies=_has(seed, kind, "proven")), key=lambda f: f.at_s)),
         training_s,
         random.random() < 0.6 or flavour == "tight",  # what fills a replica has to fit into frames, too

@@ -44,7 +44,7 @@ class Fickle(Worker):
     def main(self, ps: Client) -> None:
         self._own = {}
         while self.training.on:
-            with _gone_is_fine():
+            with gone_is_fine():
                 table = ps.table(self.random.choice(NAMES), dim=1, optimizer=Accumulate())
                 for _ in range(self.random.randint(1, MOST_STEPS)):
                     self._use(ps, table)
@@ -53,7 +53,7 @@ class Fickle(Worker):
                     ps.drop_table(table.name)
             self.think()
         while True:
-            with _gone_is_fine():  # each refused step is reported once
+            with gone_is_fine():  # each refused step is reported once
                 ps.flush()
                 break
 
@@ -91,7 +91,7 @@ class Fickle(Worker):
 
 
 @contextmanager
-def _gone_is_fine() -> Iterator[None]:
+def gone_is_fine() -> Iterator[None]:
     """Suppresses the error that the table in use has been dropped, or is about to be."""
     try:
         yield

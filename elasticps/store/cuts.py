@@ -140,4 +140,5 @@ class Deletions:
         mixed = (notes[:, 0] * _M1 ^ notes[:, 1]) * _M2
         total = np.sum(mixed ^ mixed >> np.uint64(32), dtype=np.uint64)
         swept = sum(sweep.word for sweep in self.sweeps(r))
-        return int(self.floor[r]), int((total + np.uint64(swept & _MASK)).astype(np.int64))
+        word = (int(total) + swept) & _MASK
+        return int(self.floor[r]), word - (word >> 63 << 64)

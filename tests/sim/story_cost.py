@@ -6,7 +6,7 @@ from chaos.sim.programs import HURRY_S, MOST_BESIDE
 from chaos.sim.story import App, Story
 
 PER_SERVER_AND_RANGE_S = 150.0
-PER_OPERATION = {"free": 120.0, "bounded": 120.0, "tables": 120.0, "rounds": 200.0}
+PER_OPERATION = {"free": 120.0, "bounded": 120.0, "tables": 120.0, "growing": 120.0, "rounds": 200.0}
 PER_SHARD_AND_WORKER = 300.0
 PER_PULL_BESIDE = 25.0
 SHARDS = 60.0

@@ -15,7 +15,8 @@ from elasticps.model import spec
 from elasticps.model.policies import Admission, Capacity, IdleFor, MinCount, MinCountSketch, Probability, SmallNorm
 from elasticps.store import Table
 from elasticps.store.admission import ADDS_CANDIDATE, ADDS_ROW
-from elasticps.store.eviction import Measure, Predicate, Reason, threshold
+from elasticps.store.cuts import Deletions
+from elasticps.store.eviction import Measure, Predicate, Reason, Sweep, threshold
 from elasticps.store.intervals import HASH_END
 
 RANGES, DIM = 2, 3
@@ -315,3 +316,14 @@ def test_what_a_push_would_make_is_foreseen_without_a_change(admission: Admissio
         assert waiting.candidates <= before[1] + candidates
         admitted = int(table.lifecycle.admitted.sum())
         assert admitted == (0 if admission is None else table.rows)
+
+
+def test_a_range_with_many_sweeps_has_a_digest_of_64_bits() -> None:
+    """Their sum is larger: numpy warned of that for single numbers."""
+    deletions = Deletions(RANGES)
+    for cut in range(1, 9):
+        deletions.note(0, np.array([cut]), cut)
+        deletions.sweep(0, Sweep(cut, Predicate(Measure.NORM, Reason.SMALL_NORM, 100 * cut)))
+        floor, word = deletions.words(0)
+        assert floor == 0
+        assert -(1 << 63) <= word < 1 << 63
