@@ -11,11 +11,14 @@ from elasticps.client.connections import server_error
 from elasticps.errors import NotFinite, SpecError
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
+from elasticps.server.core.validation import not_finite
 from elasticps.server.fast.layout import H_ENABLED
+from elasticps.store import Table
 from elasticps.wire.frames import (
     ALL_RANGES,
     HEADER_BYTES,
     LAST,
+    Block,
     Header,
     Kind,
     grads_padding,
@@ -76,3 +79,13 @@ def test_finite_is_part_of_the_spec() -> None:
     assert "finite is True, not False" in spec.difference(TableSpec("t", 4, Accumulate()))
     with pytest.raises(SpecError, match="finite"):
         TableSpec("t", 4, Accumulate(), finite=1)  # type: ignore[arg-type]
+
+
+def test_scores_that_are_none_are_refused_though_gradients_may_be_anything() -> None:
+    """No client sends them: with a score below 0 a sweep would choose other rows of older files than of the table."""
+    table = Table(TableSpec("t", DIM, Accumulate(), usage="score"), TABLE, RANGES)
+    grads = np.ones((5, DIM + 1), np.float32)
+    grads[:, -1] = 0.0, -1.0, np.nan, np.inf, 2.0
+    grads[4, 0] = np.nan
+    block = Block(TABLE, np.arange(5), grads, np.empty(0, np.float32))
+    assert not_finite(table, block).tolist() == [False, True, True, True, False]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.model.spec import SGD, Adagrad, Adam, Constant, Init, ServerOptimizer, Zeros
+from elasticps.model.spec import SGD, Adagrad, Adam, Constant, Init, ServerOptimizer, TableSpec, Zeros
 
 Floats = NDArray[np.float32]
 
@@ -83,6 +83,10 @@ class SparseTable:
     def optimizer(self) -> ServerOptimizer:
         return self.target.spec
 
+    @property
+    def spec(self) -> TableSpec:
+        return TableSpec("t", self.dim, self.optimizer)
+
     def row(self, key: int) -> Floats:
         stored = self.target.weights.get(key)
         return initial_row(self.init, key, self.dim) if stored is None else stored
@@ -138,6 +142,10 @@ class DenseTensor:
     @property
     def optimizer(self) -> ServerOptimizer:
         return self.target.spec
+
+    @property
+    def spec(self) -> TableSpec:
+        return TableSpec.dense("t", self.shape, self.optimizer)
 
     def pull(self, out: Floats | None = None) -> Floats:
         assert out is None
@@ -195,7 +203,7 @@ class FakeClient:
 
     def table(
         self, name: str, dim: int, optimizer: ServerOptimizer, init: Init, dtype: str = "float32", cache: object = None,
-        **filters: Any,
+        admission: object = None, eviction: object = (), usage: str = "", **filters: Any,
     ) -> SparseTable:  # fmt: skip
         target = self.targets.setdefault(name, Target(name, optimizer))
         assert target.spec == optimizer

@@ -339,3 +339,29 @@ def test_a_collection_with_filters_is_saved_and_loaded(connect: Connect, tmp_pat
     load(model, tmp_path / "model.pt")
     again = full_state_dict(model)
     assert all(torch.equal(again[name], value) for name, value in state.items())
+
+
+def test_layers_grow_by_their_admission_and_forget_by_their_eviction(connect: Connect) -> None:
+    """An id is trained from the batch on that makes its row; until then its initial row is shown."""
+    ps = connect()
+    policies: dict[str, Any] = {"admission": eps.MinCount(2), "eviction": [eps.IdleFor("30d")], "usage": "score"}
+    layer = Embedding(ps, "grown", 3, optimizer=eps.SGD(lr=1.0), **policies)
+    bag = EmbeddingBag(ps, "bagged", 3, optimizer=eps.SGD(lr=1.0), admission=eps.MinCount(2))
+    tables = [TableConfig("clicks", 3, **policies)]
+    collection = EmbeddingBagCollection(ps, tables, optimizer=eps.SGD(lr=1.0))
+    assert ps.open("bagged").spec.admission == eps.MinCount(2)
+    assert ps.open("clicks").spec.eviction == (eps.IdleFor("30d"),)
+    optimizer = Optimizer(ps, nn.ModuleList([layer, bag, collection]), eps.SGD(lr=1.0))
+    ids = torch.tensor([[4, 5]])
+    before = layer(ids).detach()
+    for step in range(3):
+        optimizer.zero_grad()
+        clicks = Jagged(["clicks"], ids[0], torch.tensor([2]))
+        (layer(ids).sum() + bag(ids).sum() + collection(clicks).values().sum()).backward()
+        optimizer.step()
+        ps.flush()
+        torch.testing.assert_close(layer(ids).detach(), before - step)  # the first push is counted alone
+    assert isinstance(layer.table, eps.SparseTable)
+    assert layer.table.usage([4, 5, 6]).count[:2].tolist() == [3, 3]
+    assert layer.table.usage([4]).score.tolist() == [0]  # layers push no scores
+    assert layer.table.state().rows == 2

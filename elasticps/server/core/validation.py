@@ -66,11 +66,17 @@ def check_block(
 
 
 def not_finite(table: Table, block: Block) -> NDArray[np.bool_]:
-    """bool [n]: which gradients of a valid block have NaN or infinity, if its table takes finite ones only."""
-    if not table.spec.finite:
-        return np.zeros(len(block.keys), np.bool_)
-    grads = block.grads if table.spec.push_width > table.spec.dim else table.push.decode(block.grads)
-    return ~np.asarray(np.isfinite(grads).all(axis=1))
+    """bool [n]: which gradients of a valid block have NaN or infinity, if its table takes finite ones only; and which
+    rows have a score that is none, as no client sends it: a score below 0 would make rows of older files unlike those
+    that are evicted."""
+    scored = table.spec.push_width > table.spec.dim
+    wrong = np.zeros(len(block.keys), np.bool_)
+    if table.spec.finite:
+        wrong = ~np.asarray(np.isfinite(block.grads if scored else table.push.decode(block.grads)).all(axis=1))
+    if scored:
+        scores = block.grads[:, -1]
+        wrong |= ~(scores >= 0) | np.isinf(scores)
+    return wrong
 
 
 def _check_gradients(store: Store, block: Block, positions: NDArray[np.int64], server: str, kind: int) -> None:

@@ -90,3 +90,38 @@ def test_rounds_of_a_group_equal_those_of_one_worker_while_a_server_dies(
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         np.testing.assert_array_equal(found[name].numpy(), values.numpy(), err_msg=name)
+
+
+def test_a_group_sums_scores_and_sets_policies_of_a_growing_table(local_cluster: NewCluster) -> None:
+    """Ranks that do not say what rows keep learn it from rank 0."""
+    cluster = local_cluster(servers=2)
+    with eps.connect(cluster.url, worker="maker", app="scored") as ps:
+        ps.table("t", dim=2, optimizer=eps.Accumulate(), usage="score")
+
+    def train(ps: GroupClient) -> None:
+        table = ps.table("t", dim=2, optimizer=eps.Accumulate())
+        for _ in range(3):  # the first step makes memory for the others
+            keys = np.array([ps.rank, 7])
+            scores = np.array([1.0, 0.5], np.float32)
+            ps.push({table: (keys, np.ones((2, 2), np.float32), scores)})
+        ps.push({table: (np.array([7]), np.ones((1, 2), np.float32))})
+        ps.flush()
+        table.set_admission(eps.MinCount(2))
+        table.set_eviction([eps.Capacity(100, keep="score")])
+        assert table.pull([0, 7]).tolist() == [[3, 3], [12, 12]]
+        if ps.client is not None:
+            with ps.alone():
+                usage = table.usage([0, 1, 2, 7, 9])
+                assert usage.score[:4].tolist() == [3, 3, 3, 4.5]
+                assert usage.count[:4].tolist() == [3, 3, 3, 4]
+                assert np.isnan(usage.count[4])
+                assert table.state().rows == 4
+                assert table.evict(dry_run=True)["idle"] == 0
+
+    with (
+        eps.connect(cluster.url, worker="group", app="scored") as client,
+        clients(client, RANKS) as group,
+    ):
+        together(train, group)
+    with eps.connect(cluster.url, worker="reader", app="scored") as ps:
+        assert ps.open("t").spec.admission == eps.MinCount(2)
