@@ -34,7 +34,7 @@ Floats = NDArray[np.float32]
 
 
 @dataclass
-class Moment:
+class StreamPoint:
     """A part of an hour. hour: when it ended; auc: of the samples in it, by table; rows, candidates: at its end."""
 
     hour: float
@@ -74,7 +74,7 @@ class StreamReport:
     hours should have, as a part of them."""
 
     lines: list[StreamLine]
-    moments: list[Moment]
+    points: list[StreamPoint]
     ids: int
     pushes: int
     late: float
@@ -134,14 +134,14 @@ def run(
             ),
         }  # fmt: skip
         pids = [server.pid for server in cluster.servers]
-        moments, labels, took = _train(stream, ps, learners, pids, hours, hour_s, progress)
+        points, labels, took = _train(stream, ps, learners, pids, hours, hour_s, progress)
         found = _bytes([server.admin for server in cluster.servers])
         lines = [
-            _line(name, learner, capacity if name == BOUNDED else 0, moments, labels, stream.batch, found)
+            _line(name, learner, capacity if name == BOUNDED else 0, points, labels, stream.batch, found)
             for name, learner in learners.items()
         ]
     report = StreamReport(
-        lines, moments, int(capacity / share), stream.pushes * len(learners), took / (hours * hour_s) - 1
+        lines, points, int(capacity / share), stream.pushes * len(learners), took / (hours * hour_s) - 1
     )
     shown: list[Any] = [_shown(lines, stream, hours), _summary(report)]
     if picture is not None:
@@ -155,9 +155,9 @@ def run(
 def _train(
     stream: Stream, ps: Client, learners: dict[str, _Learner], pids: Sequence[int], hours: int, hour_s: float,
     progress: Progress,
-) -> tuple[list[Moment], list[NDArray[np.bool_]], float]:  # fmt: skip
+) -> tuple[list[StreamPoint], list[NDArray[np.bool_]], float]:  # fmt: skip
     """Runs the stream. Moments, the labels of the second half, and how long it took."""
-    moments: list[Moment] = []
+    points: list[StreamPoint] = []
     labels: list[NDArray[np.bool_]] = []
     window: list[NDArray[np.bool_]] = []
     every = max(1, stream.steps // WINDOWS)
@@ -172,7 +172,7 @@ def _train(
             states = {name: learner.rows.state() for name, learner in learners.items()}
             auc = {name: area_under_curve(np.concatenate(one.window), clicked) for name, one in learners.items()}
             rows = {name: state.rows for name, state in states.items()}
-            moments.append(Moment(round(hour, 3), rows, states[BOUNDED].candidates, auc))
+            points.append(StreamPoint(round(hour, 3), rows, states[BOUNDED].candidates, auc))
             if number > steps // 2:
                 labels.append(clicked)
                 for learner in learners.values():
@@ -182,7 +182,7 @@ def _train(
             window = []
             progress(f"hour {hour:.2f} of {hours}: {rows[BOUNDED]:,} of {rows[UNBOUNDED]:,} rows")
         time.sleep(max(0.0, began + number * hour_s / stream.steps - time.monotonic()))
-    return moments, labels, time.monotonic() - began
+    return points, labels, time.monotonic() - began
 
 
 def _bytes(admins: Sequence[str]) -> dict[int, int]:
@@ -195,11 +195,11 @@ def _bytes(admins: Sequence[str]) -> dict[int, int]:
 
 
 def _line(
-    name: str, learner: _Learner, capacity: int, moments: Sequence[Moment], labels: Sequence[NDArray[np.bool_]],
+    name: str, learner: _Learner, capacity: int, points: Sequence[StreamPoint], labels: Sequence[NDArray[np.bool_]],
     batch: int, nbytes: dict[int, int],
 ) -> StreamLine:  # fmt: skip
     state = learner.rows.state()
-    half = [moment.rows[name] for moment in moments[len(moments) // 2 :]]
+    half = [point.rows[name] for point in points[len(points) // 2 :]]
     auc = area_under_curve(np.concatenate(learner.scores), np.concatenate(labels))
     samples = batch * round(len(np.concatenate(labels)) / batch) * 2
     return StreamLine(
@@ -231,4 +231,4 @@ def _summary(report: StreamReport) -> str:
 
 
 def _held(report: StreamReport) -> list[int]:
-    return [moment.rows[BOUNDED] for moment in report.moments[len(report.moments) // 2 :]]
+    return [point.rows[BOUNDED] for point in report.points[len(report.points) // 2 :]]

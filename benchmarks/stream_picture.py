@@ -16,11 +16,11 @@ def draw(report: StreamReport, path: Path) -> None:
     """Draws a report as a PNG."""
     figure = Figure(figsize=(10, 6.4), dpi=130, facecolor="white", layout="constrained")
     rows, auc = figure.subplots(2, 1, sharex=True)
-    hours = [moment.hour for moment in report.moments]
+    hours = [point.hour for point in report.points]
     for name, colour in _COLOURS.items():
-        rows.plot(hours, [moment.rows[name] / 1e3 for moment in report.moments], color=colour, label=name)
-        auc.plot(hours, [moment.auc[name] for moment in report.moments], color=colour, label=name)
-    waiting = [moment.candidates / 1e3 for moment in report.moments]
+        rows.plot(hours, [point.rows[name] / 1e3 for point in report.points], color=colour, label=name)
+        auc.plot(hours, [point.auc[name] for point in report.points], color=colour, label=name)
+    waiting = [point.candidates / 1e3 for point in report.points]
     rows.plot(hours, waiting, color=_COLOURS[BOUNDED], linestyle=":", label="ids that wait for a row")
     rows.axhline(report.lines[1].capacity / 1e3, color=_QUIET, linewidth=0.8, linestyle="--", label="capacity")
     rows.set(title="Rows", ylabel="thousands", ylim=(0, None))

@@ -45,14 +45,14 @@ class Samples:
 
 
 def _sigmoid(scores: Floats) -> Floats:
-    found: Floats = 1 / (1 + np.exp(-scores))
-    return found
+    return (1 / (1 + np.exp(-scores))).astype(np.float32)
 
 
 def hidden(ids: Ids) -> Floats:
     """What there is to learn of each id: float32 [n, DIM], about normal, made of the id's bits."""
     with np.errstate(over="ignore"):
-        words = (ids.astype(np.uint64)[..., None] * np.uint64(2 * DIM + 1) + np.arange(DIM, dtype=np.uint64)) * _MIX
+        words: NDArray[np.uint64] = np.multiply(ids.astype(np.uint64)[..., None], np.uint64(2 * DIM + 1))
+        words = np.multiply(words + np.arange(DIM, dtype=np.uint64), _MIX)
         words = (words ^ words >> np.uint64(29)) * np.uint64(0xBF58476D1CE4E5B9)
         words ^= words >> np.uint64(32)
     parts = words.view(np.uint16).reshape(*words.shape, 4).astype(np.float64)

@@ -58,5 +58,5 @@ def test_the_command_holds_the_bounded_table_to_its_rows(tmp_path: Path) -> None
     assert every["rows"] > 3 * bounded["capacity"]
     assert bounded["evicted"]["capacity"] > 0
     assert bounded["rows"] < every["rows"] / 2
-    assert len(report["moments"]) == 24
+    assert len(report["points"]) == 24
     assert picture.read_bytes().startswith(b"\x89PNG")

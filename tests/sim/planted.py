@@ -16,6 +16,7 @@ from tests.sim import planted_caches as caches
 from tests.sim import planted_chain as chain
 from tests.sim import planted_cuts as cuts
 from tests.sim import planted_dropped_tables as drops
+from tests.sim import planted_growth as growth
 from tests.sim import planted_push_pull as together
 from tests.sim import planted_retained_copies as retained
 from tests.sim import planted_rounds as rounds
@@ -25,7 +26,7 @@ from tests.sim import planted_view_hints as hints
 from tests.sim.planting import Patch
 from tests.sim.story_cost import expected_events
 
-MODULES = (caches, chain, cuts, drops, together, retained, rounds, shell, short, hints)
+MODULES = (caches, chain, cuts, drops, growth, together, retained, rounds, shell, short, hints)
 """Every function of these that has no underscore before its name plants a bug."""
 STORIES = 50
 """How many stories of its kind are played at most to find a bug: one that none of them finds survives."""
@@ -151,6 +152,15 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     together.ask_as_if_nothing_had_been_pushed: ("calm", "free", 0),
     drops.log_what_waited_behind_the_end_of_its_table: ("limps", "free", 13),
     cuts.take_an_open_round_for_a_closed_one: ("calm", "rounds", 15),
+    growth.stamp_by_each_replica_s_own_clock: ("calm", "free", 3),
+    growth.let_time_go_back_after_a_failover: ("kills", "free", 11),
+    growth.sweep_by_the_later_of_two_clocks: ("calm", "free", 4),
+    growth.lose_counts_in_a_move: ("moves", "free", 3),
+    growth.leave_candidates_out_of_a_piece: ("moves", "free", 3),
+    growth.move_a_range_without_its_policies: ("moves", "free", 11),
+    growth.sweep_twice_at_followers_with_other_numbers: ("calm", "free", 22),
+    growth.keep_candidates_when_a_table_is_cleared: ("calm", "free", 3),
+    growth.keep_candidates_whose_rows_are_deleted: ("calm", "free", 19),
 }
 
 
@@ -185,7 +195,15 @@ ALONE: dict[Patch, tuple[str, str]] = {
 }
 
 
-_FLAGS = {"cuts": cuts, "short": short, "caches": caches, "together": together, "drops": drops, "proven": hints}
+_FLAGS = {
+    "cuts": cuts,
+    "short": short,
+    "caches": caches,
+    "together": together,
+    "drops": drops,
+    "proven": hints,
+    "grows": growth,
+}
 """What the stories of a module's bugs have, whatever their seeds."""
 
 
