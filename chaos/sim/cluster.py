@@ -116,9 +116,8 @@ class Cluster:
         self.network.tap = self._sent
         self.store.written = self._written
         self.wrong_clocks: dict[str, float] = {}  # by host, by how many seconds its wall clock is ahead
-        self.on_build: Callable[[Server], None] = lambda server: (
-            None
-        )  # called with each server before it has connections
+        # Called with each server before it has connections.
+        self.on_build: Callable[[Server], None] = lambda server: None
         self.on_view: Callable[[View], None] = lambda view: None  # called with each view that is written
         self.on_server: Callable[[Server], None] = lambda server: None  # called with each server that starts
         self._revision = 0  # of the newest view

@@ -268,8 +268,8 @@ class Scene:
         """The servers that live, with each range of which they are replicas."""
         view = self.cluster.view
         assert view is not None
-        lives = [self.cluster.life(server.name, server.incarnation) for server in view.servers]
-        found = [(lives[i], r) for r, chain in enumerate(view.chains.tolist()) for i in chain if i >= 0]
+        processes = [self.cluster.life(server.name, server.incarnation) for server in view.servers]
+        found = [(processes[i], r) for r, chain in enumerate(view.chains.tolist()) for i in chain if i >= 0]
         return [(server, r) for server, r in found if server is not None]
 
     def _different(self) -> str:

@@ -349,9 +349,9 @@ class TableSpec(Checked):
         """The same table under other policies. Raises SpecError if they need more than its rows keep of their usage."""
         needed = policies.usage_of(admission, policies.check_evictions(eviction, f"table {self.name!r}: "))
         if policies.USAGE_FLOATS[needed] > self.usage_floats:
-            kept = f"keep usage={self.usage!r}" if self.usage else "keep no usage"
+            usage = f"keep usage={self.usage!r}" if self.usage else "keep no usage"
             raise SpecError(
-                f"table {self.name!r}: its rows {kept}, and these policies need usage={needed!r}; a row's layout is "
+                f"table {self.name!r}: its rows {usage}, and these policies need usage={needed!r}; a row's layout is "
                 f"fixed when its table is made: make another table with usage={needed!r}, and load the rows into it"
             )
         return replace(self, admission=admission, eviction=eviction)

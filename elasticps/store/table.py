@@ -81,7 +81,7 @@ class Table:
         h[field.H_CONSTANT_COUNT] = len(self._constants) - 1
         h[field.H_SCRATCH] = self._scratch.ctypes.data
         h[field.H_FINITE] = spec.finite
-        self._slabs = Slabs(h, self._counts, self._memory)
+        self._slabs = Slabs(h, self._counts, self._memory)  # where rows lie
         self.lifecycle: Lifecycle | None = None  # of a table that keeps its rows' usage
         if spec.usage:
             times = np.zeros(ranges, np.int64) if times is None else times

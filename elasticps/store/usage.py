@@ -48,7 +48,7 @@ mix64: Any = _mix64
 LAST_USE, COUNT, SCORE, NORM = 0, 1, 2, 3  # measures of a row, see `measure`
 USAGE = 3  # words that `read_usage` writes for a row
 MAX_COUNT = np.float32(1 << 22)  # above it one push more would be lost in a float32's rounding
-_AHEAD = 12  # rows between a prefetch and its use
+_PREFETCHED = 12  # rows between a prefetch and its use
 _TIE_SEED = np.uint64(0xD6E8FEB86659FD93)
 _LOW32 = np.uint64(0xFFFFFFFF)
 # Taylor's series of 2^-f = exp(-f ln 2), whose error on [0, 1) is below 1e-9.
@@ -58,12 +58,12 @@ _C8, _C9, _C10 = 1.3215486790144307e-06, -1.0178086009239696e-07, 7.054911620801
 
 
 @kernel
-def falling(half_lives: float) -> float:
-    """2^-x for x >= 0, the same bits on any CPU; 0 from 140 on."""
-    if half_lives >= 140.0:
+def falling(x: float) -> float:
+    """2^-x for x >= 0, a number of half-lives: the same bits on any CPU; 0 from 140 on."""
+    if x >= 140.0:
         return 0.0
-    n = np.int64(half_lives)
-    f = half_lives - n
+    n = np.int64(x)
+    f = x - n
     p = _C10
     p = _C9 + f * p
     p = _C8 + f * p
@@ -169,11 +169,11 @@ def measure(
     """
     at, floats, n = h[H_USAGE_AT], h[H_USAGE_FLOATS], rows.shape[0]
     begins = 0 if what == NORM else at
-    for i in range(min(n, _AHEAD)):
+    for i in range(min(n, _PREFETCHED)):
         prefetch((rows[i] & ADDRESS) + begins)
     for i in range(n):
-        if i + _AHEAD < n:
-            prefetch((rows[i + _AHEAD] & ADDRESS) + begins)
+        if i + _PREFETCHED < n:
+            prefetch((rows[i + _PREFETCHED] & ADDRESS) + begins)
         row = rows[i] & ADDRESS
         if what == NORM:
             weights = row

@@ -83,9 +83,9 @@ def sweep_twice_at_followers_with_other_numbers(patch: pytest.MonkeyPatch) -> No
     def mutant(self: Any, effect: Any, swept: Any, ranges: Any) -> None:
         ranges = list(ranges)
         evict(self, effect, swept, ranges)
-        behind = [r for r in ranges if self.replica.core.neighbours.up[r] >= 0]
+        followed = [r for r in ranges if self.replica.core.neighbours.up[r] >= 0]
         later = swept.predicate._replace(below=swept.predicate.below + 1)
-        evict(self, effect, swept._replace(predicate=later), behind)
+        evict(self, effect, swept._replace(predicate=later), followed)
 
     patch.setattr(Executor, "_evict", mutant)
 

@@ -138,8 +138,8 @@ class LifecycleMachine(RuleBasedStateMachine):
         chosen = set(found[by.chosen(found, ranks)].tolist())
         assert len(chosen) == going
         values = {key: self.model.rank(self.model.rows[key], measure) for key in found.tolist()}
-        least_kept = min((values[key] for key in values.keys() - chosen), default=np.inf)
-        assert all(values[key] <= least_kept * (1 + 1e-5) for key in chosen)
+        least_left = min((values[key] for key in values.keys() - chosen), default=np.inf)
+        assert all(values[key] <= least_left * (1 + 1e-5) for key in chosen)
         assert self.table.evict(0, 0, cut, by) == going
         for key in chosen:
             del self.model.rows[key]

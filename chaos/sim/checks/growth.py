@@ -68,7 +68,7 @@ class Growth:
         self._ranges, self._true_s, self._broken, self._lag_s = ranges, true_s, broken, lag_s
         self._logs: list[list[_Entry]] = [[] for _ in range(ranges)]
         self._servers: dict[Server, _Followed] = {}
-        self._places: dict[int, np.ndarray] = {}  # of tables: the range of each key
+        self._key_ranges: dict[int, np.ndarray] = {}  # of tables: the range of each key
         self._models: dict[int, RangeModel] = {}
 
     # --- servers ------------------------------------------------------------------------------------------------------
@@ -230,11 +230,11 @@ class Growth:
 
     def place(self, number: int, key: int) -> int:
         """The range of a key."""
-        if number not in self._places:
+        if number not in self._key_ranges:
             ranges = np.empty(KEYS, np.int32)
             key_ranges(np.arange(KEYS), table_salt(number), range_shift(self._ranges), ranges)
-            self._places[number] = ranges
-        return int(self._places[number][key])
+            self._key_ranges[number] = ranges
+        return int(self._key_ranges[number][key])
 
     def _compare(self, server: Server, r: int, model: RangeModel) -> None:
         where = f"range {r} at {server.member} after {model.seq} operations"
@@ -252,7 +252,7 @@ class Growth:
             model = self._models.get(self.place(shown.table, key))
             if model is None:
                 continue
-            steps = [seq for (worker, after), seq in model.places.items()
+            steps = [seq for (worker, after), seq in model.step_positions.items()
                      if worker == shown.worker and after >> 16 <= shown.clock]  # fmt: skip
             least, weights = max(steps, default=0), tuple(row.tolist())
             known = model.read.get((shown.table, key), [])
@@ -292,9 +292,9 @@ def _compare_table(where: str, server: Server, number: int, r: int, expected: Ta
     for i, key in enumerate(keys.tolist()):
         row = expected.rows[key]
         found = usage[i].tolist()
-        wanted = [row.last, bits(row.count), bits(row.score) if table.spec.usage == "score" else found[2]]
-        if found != wanted:
-            raise Violation("usage", f"{where}: key {key} has {_told(found)}, not {_told(wanted)}")
+        expected = [row.last, bits(row.count), bits(row.score) if table.spec.usage == "score" else found[2]]
+        if found != expected:
+            raise Violation("usage", f"{where}: key {key} has {_usage_text(found)}, not {_usage_text(expected)}")
         if not np.array_equal(weights[i], row.weights):
             raise Violation("weights", f"{where}: key {key} has {weights[i].tolist()}, not {row.weights.tolist()}")
     waiting = table.lifecycle.waiting
@@ -328,6 +328,6 @@ def _compare_sweeps(where: str, server: Server, number: int, r: int, expected: T
             raise Violation("sweeps since a cut", f"{where} lacks the sweep {by} after cut {cut}: it has {noted}")
 
 
-def _told(usage: list[int]) -> str:
+def _usage_text(usage: list[int]) -> str:
     count, score = np.array(usage[1:], np.uint32).view(np.float32).tolist()
     return f"last use {usage[0]}, count {count}, score {score}"

@@ -93,12 +93,12 @@ class Place(NamedTuple):
     weights: tuple[float, ...]
 
 
-def halves(half_lives: float) -> float:
+def halves(x: float) -> float:
     """2^-x, by the series up to the tenth power."""
-    if half_lives >= 140:
+    if x >= 140:
         return 0.0
-    whole = int(half_lives)
-    part = half_lives - whole
+    whole = int(x)
+    part = x - whole
     total = _SERIES[-1]
     for c in reversed(_SERIES[:-1]):
         total = c + part * total
@@ -194,14 +194,14 @@ class TableModel:
     def _sketched(self, key: int, most: int) -> bool:
         hashed = self.hashed(key)
         inside = (hashed << (self.ranges.bit_length() - 1)) & _MASK
-        block, part, places, z = inside >> 58, self.width // DEPTH, [], hashed
+        block, part, cells, z = inside >> 58, self.width // DEPTH, [], hashed
         for d in range(DEPTH):
             z = mixed(z + d + 1)
-            places.append((block, d * part + z % part))
-        least = min(self.sketch.get(place, 0) for place in places)
+            cells.append((block, d * part + z % part))
+        least = min(self.sketch.get(place, 0) for place in cells)
         if least + 1 >= most:
             return True
-        for place in places:
+        for place in cells:
             if self.sketch.get(place, 0) == least:
                 self.sketch[place] = least + 1
         return False
@@ -304,7 +304,7 @@ class RangeModel:
         self.cut = 0
         self.seq = 0
         self.read: dict[tuple[int, int], list[Place]] = {}
-        self.places: dict[tuple[int, int], int] = {}  # of steps, by worker and progress
+        self.step_positions: dict[tuple[int, int], int] = {}  # of steps, by worker and progress
         self._ranges, self._specs, self._lag_s = ranges, specs, lag_s
 
     def table(self, number: int) -> TableModel | None:
@@ -340,7 +340,7 @@ class RangeModel:
         elif op.what in ("CLEAR", "EVICT", "POLICY"):
             self._change(op, payload.table)  # type: ignore[attr-defined]
         else:
-            self.places[op.worker, op.after] = self.seq
+            self.step_positions[op.worker, op.after] = self.seq
             for number, content in contents.items():
                 self._rows(op, number, content)
 

@@ -56,7 +56,7 @@ class _Swept:
 
 
 @dataclass
-class _Waiting:
+class _RoundSweeps:
     """Sweeps of an application that wait for a round to close. closed_s: loop time when one closed last."""
 
     closed_s: float
@@ -70,16 +70,20 @@ class Sweeper:
     """
 
     def __init__(self, context: Context, leaders: Leaders, headroom: Headroom, wall: Callable[[], float]) -> None:
-        self._loop, self._executor, self._serving = context.loop, context.executor, context.serving
-        self._store = context.executor.store
-        self._leaders, self._headroom, self._wall = leaders, headroom, wall
-        self._plan = SweepPlan(self._serving.ranges, HASH_END // self._serving.ranges)
-        self._slices: Iterator[tuple[Slice, Predicate, float]] = iter(())
-        self._running = False
+        self._loop = context.loop  # for time and timers
+        self._executor = context.executor  # logs time and sweeps
+        self._serving = context.serving  # knows what is headed here
+        self._store = context.executor.store  # the tables
+        self._leaders = leaders  # the leader's time
+        self._headroom = headroom  # whether memory is short
+        self._wall = wall  # seconds since 1970
+        self._plan = SweepPlan(self._serving.ranges, HASH_END // self._serving.ranges)  # what is due
+        self._slices: Iterator[tuple[Slice, Predicate, float]] = iter(())  # of the pass that is under way
+        self._running = False  # a pass is under way
         self._overfull = False  # a table has outrun the usual pace
-        self._for_rounds: dict[str, _Waiting] = {}  # by application
-        self._skewed = False
-        self._time_due_s = 0.0
+        self._for_rounds: dict[str, _RoundSweeps] = {}  # by application
+        self._skewed = False  # this clock differs from the leader's
+        self._time_due_s = 0.0  # loop time at which time is logged again
         self.swept_rows = 0
         self.slowest_s = 0.0
 
@@ -149,14 +153,14 @@ class Sweeper:
         """Sweeps that have waited for a round of an application to close: they become part of that operation, so that
         all workers of a round see the same rows."""
         waiting = self._for_rounds.pop(app, None)
-        self._for_rounds[app] = _Waiting(self._loop.time())
+        self._for_rounds[app] = _RoundSweeps(self._loop.time())
         return () if waiting is None else tuple(waiting.sweeps)
 
     def _waits_for_a_round(self, table: Table, payload: SweptInterval) -> bool:
         """Leaves a sweep to the next round of the table's application, if it closes rounds, and did so lately."""
         if not self._executor.rounds.active(table.app):
             return False
-        waiting = self._for_rounds.setdefault(table.app, _Waiting(self._loop.time()))
+        waiting = self._for_rounds.setdefault(table.app, _RoundSweeps(self._loop.time()))
         if self._loop.time() - waiting.closed_s > ROUND_S:
             waiting.sweeps.clear()
             return False
