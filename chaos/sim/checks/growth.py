@@ -292,9 +292,9 @@ def _compare_table(where: str, server: Server, number: int, r: int, expected: Ta
     for i, key in enumerate(keys.tolist()):
         row = expected.rows[key]
         found = usage[i].tolist()
-        expected = [row.last, bits(row.count), bits(row.score) if table.spec.usage == "score" else found[2]]
-        if found != expected:
-            raise Violation("usage", f"{where}: key {key} has {_usage_text(found)}, not {_usage_text(expected)}")
+        right = [row.last, bits(row.count), bits(row.score) if table.spec.usage == "score" else found[2]]
+        if found != right:
+            raise Violation("usage", f"{where}: key {key} has {_usage_text(found)}, not {_usage_text(right)}")
         if not np.array_equal(weights[i], row.weights):
             raise Violation("weights", f"{where}: key {key} has {weights[i].tolist()}, not {row.weights.tolist()}")
     waiting = table.lifecycle.waiting
