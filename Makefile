@@ -61,9 +61,9 @@ test-slow: $(READY) ## Run the slow tests, but those that take minutes each
 test-ci: $(READY) ## Run the tests, and of the slow ones those that every change must pass
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow or ci'
 
-# Both at once: to lint takes one core, and tests wait for their processes now and then. What each says comes at its end.
+# Both at once: to lint takes one core, and tests wait for their processes now and then.
 ci: $(INSTALLED) ## What every change must pass: lint and test-ci, at the same time
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint test-ci
+	$(MAKE) --no-print-directory --jobs 2 lint test-ci
 
 test-all: $(READY) ## Run all tests, slow ones too
 	$(BIN)/python -m pytest $(PARALLEL) -m 'slow or not slow'
