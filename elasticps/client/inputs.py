@@ -124,7 +124,7 @@ def checked_handles(
 ) -> Iterable[tuple[TargetT, object]]:
     """Returns the tables and tensors that a call (`pull`, `push`) names, and what it gives for each. InputError unless
     it names them in a mapping and all of them are among those that this client has opened."""
-    if not isinstance(given, Mapping):
+    if type(given) is not dict and not isinstance(given, Mapping):  # to ask an abstract class takes longer
         raise InputError(
             f"{call} takes a mapping from tables and tensors, as {{table: (keys, grads), tensor: grad}}, got "
             f"{type(given).__name__}"
