@@ -163,14 +163,12 @@ def checked_rows(
     """Returns the keys of one table's pull, int64 [n], None for a tensor, and where the rows go: `out`, or new memory.
     InputError for unusable arguments."""
     shape, array, what = handle.spec.shape, None, "tensor"
+    if shape is not None and keys is not None:
+        raise InputError(f"tensor {handle.name!r} is pulled as a whole: give None, not keys; `take` gives some floats")
+    checked_read(handle.name, read)
     if shape is None:
-        checked_read(handle.name, read)
         array = checked_keys(handle.name, keys)
         shape, what = (len(array), handle.spec.dim), "table"
-    elif keys is not None:
-        raise InputError(f"tensor {handle.name!r} is pulled as a whole: give None, not keys; `take` gives some floats")
-    else:
-        checked_read(handle.name, read)
     return array, np.empty(shape, np.float32) if out is None else checked_out(f"{what} {handle.name!r}", out, shape)
 
 
