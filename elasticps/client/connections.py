@@ -146,12 +146,10 @@ class PeerConnections:
         return bool(gathered)
 
     def _send(self, frames: Mapping[Member, Sequence[Buffer]]) -> None:
-        ready: list[tuple[Link, Sequence[Buffer]]] = []
-        for member, buffers in frames.items():
-            peer = self.peers.get(member)
-            if peer is not None and peer.link.ready:
-                ready.append((peer.link, buffers))
-        self._driver.send(ready)
+        peers = self.peers
+        self._driver.send(
+            [(peers[member].link, frames[member]) for member in frames if member in peers and peers[member].link.ready]
+        )
 
     def keys_of(self, member: Member) -> ShortKeys | None:
         """Who shortens the keys of frames for a server that can be reached now."""

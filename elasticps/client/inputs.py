@@ -144,7 +144,7 @@ def checked_handles(
 ) -> Iterable[tuple[TargetT, object]]:
     """Returns the tables and tensors that a call (`pull`, `push`) names, and what it gives for each. InputError unless
     it names them in a mapping and all of them are among those that this client has opened."""
-    if not isinstance(given, Mapping):
+    if type(given) is not dict and not isinstance(given, Mapping):  # to ask an abstract class takes longer
         raise InputError(
             f"{call} takes a mapping from tables and tensors, as {{table: (keys, grads), tensor: grad}}, got "
             f"{type(given).__name__}"
@@ -183,14 +183,12 @@ def checked_rows(
     """Returns the keys of one table's pull, int64 [n], None for a tensor, and where the rows go: `out`, or new memory.
     InputError for unusable arguments."""
     shape, array, what = handle.spec.shape, None, "tensor"
+    if shape is not None and keys is not None:
+        raise InputError(f"tensor {handle.name!r} is pulled as a whole: give None, not keys; `take` gives some floats")
+    checked_read(handle.name, read)
     if shape is None:
-        checked_read(handle.name, read)
         array = checked_keys(handle.name, keys)
         shape, what = (len(array), handle.spec.dim), "table"
-    elif keys is not None:
-        raise InputError(f"tensor {handle.name!r} is pulled as a whole: give None, not keys; `take` gives some floats")
-    else:
-        checked_read(handle.name, read)
     return array, np.empty(shape, np.float32) if out is None else checked_out(f"{what} {handle.name!r}", out, shape)
 
 

@@ -465,7 +465,7 @@ def push_sources(
     sources: list[PushSource] = []
     lent: list[Write] = []
     known: dict[tuple[int, float | None], NDArray[np.float32]] = {}  # many tables have the same
-    of_each, of_all = (rates, None) if isinstance(rates, Mapping) else (None, rates)
+    of_each, of_all = (rates, None) if rates is not None and isinstance(rates, Mapping) else (None, rates)
     for handle, keys, grads in checked_push(opened, values):
         lr = of_all if of_each is None else of_each.get(handle)
         key = id(handle.optimizer), lr
