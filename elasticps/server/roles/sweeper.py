@@ -207,8 +207,10 @@ class Sweeper:
         """How many rows, and keys that wait for one, of a table go now, by reason, in the ranges headed here; unless
         it is a dry run, they are gone at all replicas when this returns; those of an application with synchronous
         rounds go when its next round closes. Half of this thread's time goes into it."""
-        found, tickets = dict.fromkeys(Reason, 0), []
-        now = int(min(self._wall(), self._leaders.wall_s() or (self._wall() if dry_run else 0.0)))
+        found, tickets, leader_s = dict.fromkeys(Reason, 0), [], self._leaders.wall_s()
+        if not leader_s and not dry_run:
+            return found
+        now = int(min(self._wall(), leader_s or self._wall()))
         plan = SweepPlan(self._serving.ranges, HASH_END // self._serving.ranges)
         swept, headed = {table.table_id: _Swept(table)}, self._serving.headed.tolist()
         for at, by, share in plan.slices(swept, headed, now, self._loop.time(), True):
