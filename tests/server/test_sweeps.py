@@ -69,13 +69,22 @@ def test_a_table_that_has_outrun_its_sweeps_is_swept_faster() -> None:
 @given(rows=st.integers(1, 10**6), count=st.integers(0, 10**6))
 def test_what_is_left_is_within_two_percent_of_the_share(rows: int, count: int) -> None:
     left = count - excess(count, rows)
-    assert left <= rows * (1 + SLACK) + 1
-    assert left == count or left >= rows * (1 - SLACK) - 1
+    assert left <= rows * (1 + SLACK)
+    assert left == count or left >= rows * (1 - SLACK)
 
 
 @given(st.integers(1, 10**9))
 def test_shares_of_all_ranges_are_the_whole(rows: int) -> None:
     assert sum(share_of(rows, r, RANGES) for r in range(RANGES)) == rows
+
+
+@given(rows=st.integers(1, 10**9), ranges=st.sampled_from([1, 16, 256, 4096]), part=st.sampled_from([2, 4, 8]))
+def test_neighbours_that_one_server_heads_have_their_part_of_a_small_capacity(
+    rows: int, ranges: int, part: int
+) -> None:
+    """Else a capacity of ten was all the first ranges', and the other servers forgot every row at once."""
+    some = range(ranges // part)
+    assert abs(sum(share_of(rows, r, ranges) for r in some) - rows * len(some) / ranges) < 1
 
 
 @given(ranks=st.lists(st.integers(0, 3), min_size=1, max_size=200), share=st.floats(0, 1))

@@ -101,8 +101,9 @@ class SweptTable(Protocol):
 
 
 def share_of(rows: int, r: int, ranges: int) -> int:
-    """The part of `rows` that range r of so many may have."""
-    return rows // ranges + (r < rows % ranges)
+    """The part of `rows` that range r of so many may have. What is left over is spread evenly over all ranges, so that
+    whoever heads some of them has its part of a capacity below their number."""
+    return rows * (r + 1) // ranges - rows * r // ranges
 
 
 def predicates(
@@ -148,7 +149,7 @@ def _pause(age: float) -> float:
 
 def excess(count: int, share: int) -> int:
     """How many of `count` rows go so that ranges are held to their share; 0 while they are not far enough above it."""
-    slack = math.ceil(SLACK * share)
+    slack = math.floor(SLACK * share)  # none of a small table: one row more or less is much of it
     return count - max(share - slack, 0) if count > share + slack else 0
 
 

@@ -2,7 +2,8 @@
 
 A sweep uses the smaller of this server's clock and the leader's, and none without a leader: a clock that is hours ahead
 keeps rows too long, and evicts none. What is logged as time is the larger one, so a clock that is behind makes no row
-look older than it is.
+look older than it is. Counts and scores that fall are compared at the time of their range, to which uses made them
+fall: at an earlier one, rows in use would have lost what others keep.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from coordinator.core import fields
+from elasticps.model.policies import MAX_TIME
 from elasticps.server.core.headroom import Headroom
 from elasticps.server.core.operations import TimeMark
 from elasticps.server.core.sweeps import Policies, Slice, SweepPlan, SweptInterval, bounded
@@ -83,6 +85,7 @@ class Sweeper:
         self._overfull = False  # a table has outrun the usual pace
         self._for_rounds: dict[str, _RoundSweeps] = {}  # by application
         self._skewed = False  # this clock differs from the leader's
+        self._ahead = False  # cluster time is ahead of both
         self._time_due_s = 0.0  # loop time at which time is logged again
         self.swept_rows = 0
         self.slowest_s = 0.0
@@ -93,7 +96,7 @@ class Sweeper:
     def stamp(self) -> None:
         """Logs the present time in all ranges headed here in which it has gone on. Before a table that keeps usage is
         made, and once a second while there is one."""
-        now = int(max(self._wall(), self._leaders.wall_s(), 1.0))
+        now = int(min(max(self._wall(), self._leaders.wall_s(), 1.0), MAX_TIME))  # more has no place in a row
         headed = self._serving.headed
         ranges = headed[self._store.times[headed] < now]
         if len(ranges):
@@ -118,6 +121,14 @@ class Sweeper:
             self._skewed = abs(skew) > MOST_SKEW_S
             text = "this server's clock differs from the leader's" if self._skewed else "clocks agree again"
             log.warning(text, seconds=round(skew, 1))
+        headed = self._serving.headed
+        ahead = int(self._store.times[headed].max(initial=0)) - max(self._wall(), leader_s)
+        if leader_s and (ahead > MOST_SKEW_S) != self._ahead:
+            self._ahead = ahead > MOST_SKEW_S
+            behind = (
+                "a clock was ahead: for so long, what is pushed now counts as used at that time, and is kept longer"
+            )
+            log.warning(behind if self._ahead else "cluster time goes on", seconds=round(max(ahead, 0.0), 1))
 
     @property
     def skew_s(self) -> float:
@@ -176,7 +187,7 @@ class Sweeper:
             return by, 0, None
         headed = set(self._serving.headed.tolist())
         ranges = [r for r in at.ranges if r in headed]
-        by, looked, going = choose(table, ranges, at, by, share)
+        by, looked, going = choose(table, ranges, at, self._at_their_time(by, ranges), share)
         self.swept_rows += looked
         if not going:
             return by, 0, None
@@ -186,12 +197,20 @@ class Sweeper:
         ticket = self._executor.log(self._serving.epoch, OperationKind.EVICT, ordered, payload, OPERATION_BYTES)
         return by, going, ticket
 
+    def _at_their_time(self, by: Predicate, ranges: Sequence[int]) -> Predicate:
+        """The predicate, comparing counts and scores that fall at no time before a use of a row of these ranges."""
+        if not by.decay or not len(ranges):
+            return by
+        return by._replace(now=max(by.now, int(self._store.times[np.array(ranges)].max())))
+
     async def sweep(self, table: Table, dry_run: bool) -> dict[Reason, int]:
         """How many rows, and keys that wait for one, of a table go now, by reason, in the ranges headed here; unless
         it is a dry run, they are gone at all replicas when this returns; those of an application with synchronous
         rounds go when its next round closes. Half of this thread's time goes into it."""
-        found, tickets = dict.fromkeys(Reason, 0), []
-        now = int(min(self._wall(), self._leaders.wall_s() or (self._wall() if dry_run else 0.0)))
+        found, tickets, leader_s = dict.fromkeys(Reason, 0), [], self._leaders.wall_s()
+        if not leader_s and not dry_run:
+            return found
+        now = int(min(self._wall(), leader_s or self._wall()))
         plan = SweepPlan(self._serving.ranges, HASH_END // self._serving.ranges)
         swept, headed = {table.table_id: _Swept(table)}, self._serving.headed.tolist()
         for at, by, share in plan.slices(swept, headed, now, self._loop.time(), True):
@@ -199,7 +218,7 @@ class Sweeper:
             if table.dropped:
                 break
             if dry_run:
-                by, _, going = choose(table, at.ranges, at, by, share)
+                by, _, going = choose(table, at.ranges, at, self._at_their_time(by, at.ranges), share)
             else:
                 by, going, ticket = self._sweep(at, by, share)
                 tickets += [] if ticket is None else [ticket.future]
