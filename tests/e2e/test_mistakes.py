@@ -66,7 +66,12 @@ MISTAKES: list[tuple[str, Call, str]] = [
     (
         "three instead of a pair",
         lambda ps, t, d: ps.push({t: (KEYS, GRADS, GRADS)}),
-        "table 't': push a pair (keys, grads), got a tuple of 3",
+        "table 't' keeps no scores: push a pair (keys, grads), or make it with usage=\"score\"",
+    ),
+    (
+        "four instead of a pair",
+        lambda ps, t, d: ps.push({t: (KEYS, GRADS, GRADS, GRADS)}),
+        "table 't': push a pair (keys, grads), got a tuple of 4",
     ),
     (
         "no mapping",
