@@ -8,8 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from coordinator.core.sizing import fill_mark, rows_mark
 from elasticps.errors import ConfigError
-from elasticps.system.memory import fill_mark, find_limit, give_back, make_reader, parse_size, rows_mark
+from elasticps.system.memory import find_limit, give_back, make_reader, parse_size
 
 MIB = 1 << 20
 LIMIT = 1 << 30

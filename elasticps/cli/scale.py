@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +18,7 @@ from rich.text import Text
 
 from coordinator.core.dry_run import DryRun
 from coordinator.core.reasons import standing_of
+from coordinator.core.sizing import estimate, measure
 from elasticps.cli.local import find, started_here, target
 from elasticps.cli.options import Json, Name, Url
 from elasticps.cli.output import err, out, print_json, size
@@ -85,7 +87,7 @@ def scale(
         except ValueError as error:
             raise ConfigError(str(error)) from None
         ranges = operator.view.ranges
-        memory = scaling.memory(statuses.values(), operator.view, servers)
+        memory = estimate(measure(statuses.values(), operator.view), servers)
     figures = _figures(planned, len(stored)) | {"memory": None if memory is None else asdict(memory)}
     if dry_run and as_json:
         print_json({"dry_run": True, "servers": servers, **asdict(change), **figures})
@@ -99,8 +101,8 @@ def scale(
     folder = state.folder_of(record.name)
     with _interruptible(), _bar(f"{servers} servers", planned.copies) as tell:
         outcome = scaling.scale(
-            record.url, folder, change, scaling.spawn_recorded(folder), zone=zone, weight=weight, timeout_s=timeout,
-            tell=tell,
+            record.url, change, scaling.spawn_recorded(folder), partial(scaling.wait_ended, folder), zone=zone,
+            weight=weight, timeout_s=timeout, tell=tell,
         )  # fmt: skip
     if as_json:
         print_json({"dry_run": False, "servers": outcome.servers, **asdict(change), **figures,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from coordinator.core.errors import StoreUnavailable
@@ -78,13 +79,14 @@ def scaler_of(url: str) -> Scaler | None:
         with OperatorClient(record.url) as operator:
             names = [server.name for server in record.servers]
             change = scaling.change(names, operator.draining(), servers, operator.leaving())
-        outcome = scaling.scale(record.url, folder, change, _reaped(scaling.spawn_recorded(folder)))
+        spawn = _reaped(scaling.spawn_recorded(folder))
+        outcome = scaling.scale(record.url, change, spawn, partial(scaling.wait_ended, folder))
         return f"{', '.join(outcome.servers)} serve, after {outcome.seconds:.1f} s"
 
     return scale
 
 
-def _reaped(spawn: scaling.Spawn) -> scaling.Spawn:
+def _reaped(spawn: Callable[[str, list[str]], Process]) -> scaling.Spawn:
     """Waits for the processes that `spawn` starts, which are children of this process: no zombie is left."""
 
     def spawned(name: str, more: list[str]) -> Process:

@@ -327,8 +327,8 @@ class LocalCluster:
         running = [] if record is None else [entry.name for entry in record.servers]
         planned = scaling.change(running, draining, servers, leaving)
         outcome = scaling.scale(
-            self.operator_url, self.directory, planned, lambda name, options: self._spawn(name, "server", options),
-            zone=zone, weight=weight, timeout_s=timeout_s,
+            self.operator_url, planned, lambda name, options: self._spawn(name, "server", options),
+            lambda name: scaling.wait_ended(self.directory, name), zone=zone, weight=weight, timeout_s=timeout_s,
         )  # fmt: skip
         self._forget(planned.drain)
         return outcome

@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Protocol
 
 from coordinator.core.dry_run import DryRun, dry_run
 from coordinator.core.names import check_name
@@ -21,13 +20,34 @@ from elasticps.local import certificates, state, supervisor
 from elasticps.local.operator_client import LOOK_S, OperatorClient, Progress, Tell, held
 from elasticps.local.process import Process
 from elasticps.security.identity import Role
-from elasticps.system.memory import rows_mark
 
 SERVERS_MAX = 64
-NEEDED_MAX = 4096  # servers that a forecast of memory looks at
 _END_S = 15.0  # for a drained server to end by itself
 
-Spawn = Callable[[str, list[str]], Process]  # name and options -> the server, started and recorded
+
+class StartedServer(Protocol):
+    """A server that was started, by whatever starts servers here."""
+
+    @property
+    def name(self) -> str:
+        """The server's name."""
+
+    @property
+    def running(self) -> bool:
+        """Whether it runs, or is about to again."""
+
+    def wait_ready(self, deadline: float) -> None:
+        """Returns when it serves; Timeout at `deadline` (time.monotonic())."""
+
+    def how_it_ended(self) -> str:
+        """How it ended, in words such as "was killed by SIGKILL"."""
+
+    def last_words(self) -> str:
+        """The end of its log."""
+
+
+Spawn = Callable[[str, list[str]], StartedServer]  # name and options -> the server, started and recorded
+WaitEnded = Callable[[str], None]  # returns when the server of this name, which has drained, has ended
 
 
 @dataclass(frozen=True)
@@ -108,48 +128,8 @@ def predict(
     return dry_run(view, members, operator.config(), nbytes=nbytes)
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """What a number of servers means for each of them, by what is stored now. Bytes; servers is 0 where no number is
-    enough.
-
-    each     that each would use; mark: up to where each would take new rows; limit: what each may use
-    servers  how many it takes so that each uses less than that: as many as asked for, or fewer, or else the next
-             number. One more than there are replicas may be too few where fewer would do: it keeps room for repairs
-    """
-
-    each: int
-    mark: int
-    limit: int
-    servers: int
-
-
-def memory(statuses: Collection[Mapping[str, Any]], view: View, servers: int) -> MemoryEstimate | None:
-    """Estimates the memory of `servers` servers like those with these statuses; None if they have no limits."""
-    limit = min((status["memory_limit"] for status in statuses), default=0)
-    if not limit:
-        return None
-    whole = view.ranges * view.replicas / max(1, int((view.chains >= 0).sum()))  # replicas that are missing come back
-    rows = whole * sum(status["bytes"] for status in statuses)
-    base = median(max(0, status["memory_used"] - status["bytes"]) for status in statuses)
-
-    def each(count: int) -> int:
-        return int(base + rows / count * min(1.0, count / view.replicas))
-
-    def enough(count: int) -> bool:
-        return each(count) < rows_mark(limit, count, view.replicas)
-
-    least = max(servers, view.replicas)
-    if enough(least):
-        while least > view.replicas and enough(least - 1):
-            least -= 1
-    else:
-        least = next(filter(enough, range(least, NEEDED_MAX)), 0)
-    return MemoryEstimate(each(servers), rows_mark(limit, servers, view.replicas), limit, least)
-
-
 def scale(
-    url: str, folder: Path, planned: Change, spawn: Spawn, *, zone: str = "", weight: float = 1.0,
+    url: str, planned: Change, spawn: Spawn, ended: WaitEnded, *, zone: str = "", weight: float = 1.0,
     timeout_s: float = 600.0, tell: Tell = lambda progress: None,
 ) -> ScaleResult:  # fmt: skip
     """Makes the change and returns when nothing moves any more and those that drained have ended.
@@ -185,7 +165,7 @@ def scale(
             time.sleep(LOOK_S)
         tell(Progress(0, view.reason))
         for server in gone:
-            wait_ended(folder, server.name)
+            ended(server.name)
         serving = tuple(sorted(held(operator.view), key=by_number))
         return ScaleResult(planned, serving, target.copies, operator.view.epoch, time.monotonic() - began)
 
@@ -195,13 +175,13 @@ def _left(view: View, goal: Mapping[str, int]) -> int:
     return sum(max(0, count - now.get(name, 0)) for name, count in goal.items())
 
 
-def _check_alive(processes: Sequence[Process]) -> None:
-    for process in processes:
-        if not process.running:
-            raise Error(f"server {process.name} {process.how_it_ended()}; {process.last_words()}")
+def _check_alive(servers: Sequence[StartedServer]) -> None:
+    for server in servers:
+        if not server.running:
+            raise Error(f"server {server.name} {server.how_it_ended()}; {server.last_words()}")
 
 
-def spawn_recorded(folder: Path) -> Spawn:
+def spawn_recorded(folder: Path) -> Callable[[str, list[str]], Process]:
     """Starts servers of a cluster that this process need not own: it lists them in the record, so that they end with
     the cluster."""
 

@@ -1,5 +1,4 @@
-"""What the system says of memory: the limit of this process, what it uses, and what is left where it runs; and up to
-where a server fills it."""
+"""What the system says of memory: the limit of this process, what it uses, and what is left where it runs."""
 
 from __future__ import annotations
 
@@ -14,9 +13,6 @@ import psutil
 
 from elasticps.errors import ConfigError
 
-FREE_SHARE = 0.1  # of the limit: so much, or so many bytes but no more than a quarter, is kept free above the upper
-FREE_BYTES = 80 << 20  # mark: what a process needs besides rows does not grow with them
-ROWS_SHARE = 0.8  # of the limit: the lower mark, or less where that is what keeps room for a neighbour's ranges
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 _ROOT = Path("/")
@@ -56,20 +52,6 @@ def parse_size(text: str) -> int:
     if match is None or not float(match[1]):
         raise ConfigError(f"{text!r} is no size of memory: write for example 512MiB or 4GiB")
     return int(float(match[1]) * _UNITS[match[2].lower()])
-
-
-def rows_mark(limit: int, servers: int, replicas: int) -> int:
-    """The lower mark. When one of `servers` dies, what it held is filled at the others: each gets 1 / (servers - 1) of
-    what it has more, and that has to fit below the upper mark. Where nothing is filled then, nothing is kept free."""
-    most = fill_mark(limit)
-    if 1 < replicas < servers:
-        most = most * (servers - 1) // servers
-    return min(int(ROWS_SHARE * limit), most)
-
-
-def fill_mark(limit: int) -> int:
-    """The upper mark."""
-    return limit - max(int(FREE_SHARE * limit), min(limit // 4, FREE_BYTES))
 
 
 def give_back() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from coordinator.core.sizing import fill_mark, rows_mark
 from coordinator.core.view import View
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.policies import MinCount
@@ -19,7 +20,7 @@ from elasticps.server.fast.layout import H_ENABLED
 from elasticps.server.roles import memory_limit
 from elasticps.server.server import Server
 from elasticps.store.index import GROWN_BYTES
-from elasticps.system.memory import Reading, fill_mark, rows_mark
+from elasticps.system.memory import Reading
 from elasticps.wire.frames import (
     ALL_RANGES,
     HEADER_BYTES,

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from coordinator.core.sizing import fill_mark, rows_mark
 from coordinator.core.view import View
 from elasticps.server.core.requests import RequestError
-from elasticps.system.memory import Reading, fill_mark, rows_mark
+from elasticps.system.memory import Reading
 from elasticps.wire.frames import MAX_RANGES, FrameError, text, whole, wholes
 from replication.chain import Member, Role, place
 

@@ -18,6 +18,7 @@ from functools import partial
 from coordinator.connect import insist, open_store
 from coordinator.core import fields
 from coordinator.core.keys import CONFIG, config_of
+from coordinator.core.sizing import rows_mark
 from coordinator.core.store import Store
 from coordinator.core.url import parse
 from coordinator.core.view import ClusterConfig, ServerInfo
@@ -45,7 +46,7 @@ from elasticps.server.process.names import stays, wait_for_name
 from elasticps.server.server import Server
 from elasticps.store import registry
 from elasticps.system.descriptors import connections_for, raise_limit
-from elasticps.system.memory import ENDLESS, Reading, find_limit, make_reader, rows_mark
+from elasticps.system.memory import ENDLESS, Reading, find_limit, make_reader
 
 log = fields.logger(__name__)
 

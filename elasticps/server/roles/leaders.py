@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from coordinator.core import fields
+from coordinator.core.sizing import fill_mark
 from coordinator.core.view import View
 from elasticps.server.core.headroom import Headroom
 from elasticps.server.core.requests import Body
@@ -12,7 +13,6 @@ from elasticps.server.network.connection import Connection
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.server.roles.snapshots import SnapshotSender
-from elasticps.system.memory import fill_mark
 from elasticps.wire.frames import Header, Kind, json_frame, view_frame
 from elasticps.wire.headers import GetViewHeader
 from replication.chain import COMPLETE

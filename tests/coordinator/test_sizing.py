@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from elasticps.local.scaling import memory
-from elasticps.system.memory import rows_mark
+from coordinator.core.sizing import MemoryEstimate, estimate, measure, rows_mark
+from coordinator.core.view import View
 from tests.client.views import view
 
 MIB = 1 << 20
@@ -17,6 +17,10 @@ TWO = view([[0, 1], [1, 0]])  # two ranges, two replicas each, on two servers
 def status(rows_mib: int, limit_mib: int = 1000, base_mib: int = 100) -> dict[str, Any]:
     rows = rows_mib * MIB
     return {"bytes": rows, "memory_used": rows + base_mib * MIB, "memory_limit": limit_mib * MIB}
+
+
+def memory(statuses: list[dict[str, Any]], of: View, servers: int) -> MemoryEstimate | None:
+    return estimate(measure(statuses, of), servers)
 
 
 def test_without_memory_limits_no_estimate_is_made() -> None:
