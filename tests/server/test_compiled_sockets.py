@@ -20,7 +20,7 @@ from elasticps.server.fast.path import FastPath
 from elasticps.server.network.pump import Pump, Transport
 from elasticps.server.server import Server
 from elasticps.wire.frames import HEADER_BYTES, Kind, unpack_header
-from tests.server.conftest import Group, Run, until
+from tests.server.conftest import DIM, TABLE, Group, Run, until
 
 KEYS = list(range(1, 9))
 
@@ -162,6 +162,40 @@ def test_a_bug_in_a_handler_ends_only_one_connection(run: Run) -> None:
     run(test)
 
 
+def test_nothing_else_happens_while_a_frame_waits_for_memory(run: Run) -> None:
+    """The server notices that it was stopped just then: Python handles the frames that follow, one of other keys first.
+    The rows of that one were taken for those of the frame that had waited."""
+
+    async def test(group: Group) -> None:
+        server = await started(group)
+        assert group.view is not None
+        worker = await group.connect("a")
+        path, before = server.fast, server.fast.before
+        waiting: list[int] = []
+
+        def stopped() -> None:
+            before()
+            waiting.append(int(path.h[at.H_MAKING]))
+            if waiting[-2:] == [0, 1]:
+                path.h[at.H_CAREFUL] = 1
+
+        path.before = stopped
+        random, expected = np.random.default_rng(0), np.zeros(4000)
+        for clock in range(1, 13):
+            keys = random.permutation(4000)[:1000]
+            expected[keys] += 1.0
+            header, _ = await worker.push(group.view, "a", clock, sorted(keys.tolist()), 1.0)
+            assert header.kind == Kind.OK
+            path.h[at.H_CAREFUL] = 0
+        rows = np.zeros((4000, DIM), np.float32)
+        table = server.store.live[TABLE]
+        table.gather(np.arange(4000), rows)
+        assert rows.tolist() == np.repeat(expected, DIM).reshape(4000, DIM).tolist()
+        assert set(waiting) == {0}
+
+    run(test)
+
+
 def port_of(group: Group) -> int:
     return int(group.infos["a"].address.rpartition(":")[2])
 
@@ -172,6 +206,6 @@ def test_polling_leaves_message_addresses_empty() -> None:
     with select.epoll() as waits:
         path.use_epoll(waits.fileno(), sockets.MESSAGE_BYTES, sockets.EVENT_BYTES * sockets.EVENTS)
         sockets.warm()
-        assert sockets.turn(path.h) == at.IDLE
+        assert path.turn() == at.IDLE
     address = (ctypes.c_uint8 * 16).from_address(int(path.h[at.H_MESSAGE]))
     assert bytes(address) == bytes(16)

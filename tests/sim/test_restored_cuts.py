@@ -26,7 +26,7 @@ def bring_back(cluster: Cluster) -> None:
         assert server is not None
         for r in server.serving.headed.tolist():
             state = RestoredState(CUT, (), (), {}, [], [])
-            ticket, epoch, where = FutureTicket(found.loop), server.serving.epoch, np.array([r])
+            ticket, epoch, where = FutureTicket(), server.serving.epoch, np.array([r])
             push = Push(ticket, -1, epoch, 0, 0, True, where, state, 256, kind=OperationKind.RESTORED)
             server.executor.perform(server.replica.push, push)
     cluster.clock.run(cluster.clock.now + 1.0)

@@ -24,6 +24,7 @@ WIDER = 16  # as ROOM, for a frame that grows while it is expanded
 LEFT = 17  # the frame at the front would have to be expanded, but the connection is full: it stays as it came
 
 CANDIDATES_MISSING = 18  # as ROWS_MISSING: keys of the block that wait for a row need memory
+MEMORY_MISSING = (ROWS_MISSING, CANDIDATES_MISSING)  # nothing else may happen before the frame goes on
 GROW = 7  # the arena, the segments or the scratch rows are too small: H_INFO says which, H_SIZE how much
 
 # What `sockets.turn` ends with besides.

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from elasticps.server.core import reads
 from elasticps.server.core.headroom import UNLIMITED
 from elasticps.server.fast import layout as at
+from elasticps.server.fast import sockets
 from elasticps.server.fast.buffers import Chunks, Outbox, PathConnection, int64_at, size_for
 from elasticps.server.fast.receive import consume, warm
 from elasticps.server.fast.recent_log import RecentEntries, RecentLog
@@ -318,12 +319,31 @@ class FastPath:
             self.observer.watch(self, lambda: self._handle(connection, nbytes))
 
     def _handle(self, connection: PathConnection, nbytes: int) -> None:
-        self.go_on(connection, consume(self.h, connection.slot, nbytes))
+        self.go_on(connection, self._consume(connection.slot, nbytes))
         self.tell_owner()
+
+    def _consume(self, slot: int, nbytes: int) -> int:
+        """Handles frames of a connection, of whose bytes `nbytes` are new; returns why compiled code stopped.
+
+        A frame that needs memory has made some rows and counted some keys: it goes on before anything else happens, so
+        that none of what was checked for it can have changed."""
+        reason = int(consume(self.h, slot, nbytes))
+        while reason in at.MEMORY_MISSING:
+            self._take_memory(reason)
+            reason = int(consume(self.h, slot, 0))
+        return reason
+
+    def turn(self) -> int:
+        """Handles what the sockets have: see `sockets.turn`, and `_consume`."""
+        reason = int(sockets.turn(self.h))
+        if reason in at.MEMORY_MISSING:
+            self._take_memory(reason)
+            reason = self._consume(int(self._fields[at.H_AT]), 0)
+        return reason
 
     def go_on(self, connection: PathConnection, reason: int) -> None:
         """Does what the compiled code stopped for, until nothing more can be done for a connection."""
-        h, f, slot = self.h, self._fields, connection.slot
+        f, slot = self._fields, connection.slot
         made = 0  # bytes of frames that are larger than they came: they take time as if they had come so
         while True:
             if f[at.H_SEGMENT_COUNT]:
@@ -339,10 +359,10 @@ class FastPath:
                 if made > self.turn_bytes:
                     connection.rest()
                     break
-            reason = consume(h, slot, 0)
+            reason = self._consume(slot, 0)
 
     def left_over(self, reason: int) -> PathConnection | None:
-        """After a `sockets.turn`: hands over what it did not send, and returns the connection for which Python has to
+        """After a `turn`: hands over what it did not send, and returns the connection for which Python has to
         do something, if it has."""
         f = self._fields
         if f[at.H_SEGMENT_COUNT]:
@@ -377,10 +397,6 @@ class FastPath:
             self._unpack(connection.slot)
         elif reason == at.UNREADABLE:
             raise FrameError("a frame has keys that cannot be read")
-        elif reason == at.ROWS_MISSING:
-            self._make_rows(f[at.H_INFO])
-        elif reason == at.CANDIDATES_MISSING:
-            self._make_candidates(f[at.H_INFO])
         elif reason == at.KEEP:
             self.store.live[int(self._blocks[f[at.H_INFO], at.B_TABLE])].make_room(f[at.H_SIZE])
         elif reason == at.GROW:
@@ -417,6 +433,14 @@ class FastPath:
         if self.chunks.pinned(chunk):
             self.connections[connection.slot, at.C_PINNED] = 1
         return True
+
+    def _take_memory(self, reason: int) -> None:
+        """Takes the memory without which the frame at hand cannot go on."""
+        block = int(self._fields[at.H_INFO])
+        if reason == at.ROWS_MISSING:
+            self._make_rows(block)
+        else:
+            self._make_candidates(block)
 
     def _make_rows(self, block: int) -> None:
         """Makes the rows of a block, for which there was no memory."""

@@ -84,7 +84,7 @@ class Pump:
         path = self.path
         path.before()
         for _ in range(TURNS):
-            reason = sockets.turn(path.h)
+            reason = path.turn()
             path.before()  # also in the middle of a turn we may have been stopped
             connection = path.left_over(reason)
             if connection is None:

@@ -80,15 +80,26 @@ class RequestCounts(Counter[str]):
 
 
 class FutureTicket:
-    """Waits for an operation that this server logs by itself; `reply` is its outcome."""
+    """Waits for an operation that this server logs by itself."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.future: asyncio.Future[Reply] = loop.create_future()
+    def __init__(self) -> None:
+        self._reply: Reply | None = None
+        self._future: asyncio.Future[Reply] | None = None
+
+    @property
+    def future(self) -> asyncio.Future[Reply]:
+        """The outcome. Made when it is asked for, within the event loop: nobody waits for time and most sweeps."""
+        if self._future is None:
+            self._future = asyncio.get_running_loop().create_future()
+            if self._reply is not None:
+                self._future.set_result(self._reply)
+        return self._future
 
     def reply(self, reply: Reply) -> None:
         """The operation is committed, or was refused."""
-        if not self.future.done():
-            self.future.set_result(reply)
+        self._reply = reply
+        if self._future is not None and not self._future.done():
+            self._future.set_result(reply)
 
     def clocks(self, reply: ClocksReply) -> None:
         raise AssertionError("an operation was answered with clocks")
@@ -176,7 +187,7 @@ class Executor:
 
         That is the replica's own, until a view leaves this server out: the replica never follows that one. So what is
         logged afterwards, by a task that was under way, waits and is never committed by a copy that is void."""
-        ticket = FutureTicket(asyncio.get_running_loop())
+        ticket = FutureTicket()
         push = Push(ticket, -1, epoch, 0, 0, True, ranges, payload, nbytes, kind=kind)
         self.perform(self.replica.push, push)
         return ticket
