@@ -29,6 +29,7 @@ default_role = "literal"  # docstrings say `x`, as Markdown does
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
+autodoc_mock_imports = ["ray"]  # the site is built without it
 python_use_unqualified_type_names = True
 
 COMMANDS = "reference/commands"  # the page that is made here

@@ -37,6 +37,7 @@ ELSEWHERE = {
     "docs/guides/filters.md",  # tests/e2e/test_filters.py
     "docs/guides/groups.md",  # tests/torch/group
     "docs/guides/machines.md",  # needs machines
+    "docs/guides/ray.md",  # tests/ray
     "docs/guides/serve.md",  # tests/e2e/test_exchange_of_unusual_models.py
     "docs/guides/torch.md",  # tests/torch
 }

@@ -29,6 +29,7 @@ FIELD_TERMS = {
     ("elasticps/torch/lookahead.py", "ahead"): "the same",
     ("elasticps/torch/group/rendezvous.py", "world"): "torch.distributed's world size",
     ("benchmarks/training.py", "world"): "the same",
+    ("elasticps/ray/train.py", "world"): "Ray Train's name for all workers",
     ("elasticps/client/tables.py", "ahead"): "public: `fetch(keys, ahead=…)`",
     ("elasticps/client/cache_batches.py", "asked"): "public: `CacheUse.asked`",
     ("elasticps/client/row_cache.py", "asked"): "the same",
@@ -66,6 +67,7 @@ _ADMIN = (
 
 PUBLIC = {
     ("elasticps/local/cluster.py", "LocalCluster"),
+    ("elasticps/ray/cluster.py", "Cluster"),
     ("elasticps/torch/embedding.py", "EmbeddingBag"),
     ("elasticps/torch/embedding.py", "TableLayer"),
     ("elasticps/torch/optimizer.py", "Optimizer"),

@@ -80,14 +80,27 @@ def free_ports(count: int) -> list[int]:
 
 
 class EtcdPlan:
-    """Where one etcd listens and keeps its data, and how it is started."""
+    """Where one etcd listens and keeps its data, and how it is started. host: an address of this machine."""
 
-    def __init__(self, data: Path, tls: TlsFiles | None = None) -> None:
+    def __init__(self, data: Path, tls: TlsFiles | None = None, host: str = "127.0.0.1") -> None:
         self.data = data
         self._tls = tls
+        self._host = host
         self._name = f"local-{secrets.token_hex(8)}"
         self.client_port, self.peer_port = free_ports(2)
-        self.endpoint = f"127.0.0.1:{self.client_port}"
+        self.endpoint = f"{host}:{self.client_port}"
+
+    @classmethod
+    def stored(cls, data: Path, host: str, file: Path) -> EtcdPlan:
+        """The plan that `file` has, so that the same etcd starts again; a new one that is written there if there is no
+        such file. Without TLS."""
+        plan = cls(data, None, host)
+        if file.exists():
+            plan._name, plan.client_port, plan.peer_port = json.loads(file.read_text(encoding="utf-8"))
+            plan.endpoint = f"{host}:{plan.client_port}"
+        else:
+            file.write_text(json.dumps([plan._name, plan.client_port, plan.peer_port]), encoding="utf-8")
+        return plan
 
     def url(self, cluster: str) -> str:
         """Returns the URL of a cluster on this etcd, without certificates."""
@@ -113,11 +126,11 @@ class EtcdPlan:
 
     def healthy(self) -> bool:
         """Whether it serves: it has elected itself and answers, and is none that took its port before it could."""
-        return healthy("127.0.0.1", self.client_port, self._tls) and (self._tls is not None or self._has_its_name())
+        return healthy(self._host, self.client_port, self._tls) and (self._tls is not None or self._has_its_name())
 
     def _has_its_name(self) -> bool:
         # With TLS nobody else has a certificate that is believed; and etcd may refuse to say so to who has no rights.
-        _, text = ask("127.0.0.1", self.client_port, None, "/v3/cluster/member/list", "{}")
+        _, text = ask(self._host, self.client_port, None, "/v3/cluster/member/list", "{}")
         return f'"{self._name}"' in text
 
 

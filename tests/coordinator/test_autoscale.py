@@ -167,7 +167,7 @@ def test_a_policy_needs_room_between_its_marks() -> None:
         {"load_low": 0.0}, {"grow_after_s": -1.0}, {"shrink_after_s": float("nan")},
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"servers|shares|seconds"):
-            AutoscalePolicy(**wrong)  # type: ignore[arg-type]
+            AutoscalePolicy(**wrong)
 
 
 def test_load_needs_two_reports_of_each_incarnation() -> None:
