@@ -57,6 +57,7 @@ from elasticps.model.spec import (
 )
 
 if TYPE_CHECKING:
+    from elasticps import keys
     from elasticps.client import (
         CacheUse,
         Client,
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
         TableInfo,
         TableState,
         connect,
+        log_stats,
     )
     from elasticps.local import LocalCluster
 
@@ -145,6 +147,8 @@ __all__ = [
     "Zeros",
     "Zstd",
     "connect",
+    "keys",
+    "log_stats",
 ]
 
 if not TYPE_CHECKING:  # for type checkers a name that is not here stays an error
@@ -154,6 +158,8 @@ if not TYPE_CHECKING:  # for type checkers a name that is not here stays an erro
         processes do without."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name == "keys":
+            return import_module("elasticps.keys")
         home = import_module("elasticps.local" if name == "LocalCluster" else "elasticps.client")
         value = globals()[name] = getattr(home, name)
         return value

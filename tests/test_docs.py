@@ -36,6 +36,8 @@ ELSEWHERE = {
     "docs/guides/caches.md",  # tests/e2e/test_caches.py
     "docs/guides/filters.md",  # tests/e2e/test_filters.py
     "docs/guides/groups.md",  # tests/torch/group
+    "docs/guides/logging.md",  # here
+    "docs/guides/names.md",  # here
     "docs/guides/machines.md",  # needs machines
     "docs/guides/ray.md",  # tests/ray
     "docs/guides/serve.md",  # tests/e2e/test_exchange_of_unusual_models.py
@@ -88,6 +90,9 @@ def test_samples_for_an_existing_cluster_run(
 
         run("filters.md", 0, w=np.zeros((8, 8), np.float32), model=torch.nn.Linear(4, 1))
         run("caches.md", 0)
+        run("logging.md", 0)
+        run("names.md", 0)
+        run("names.md", 1)
         run("custom.md", 4, table=ps.table("items", dim=16, optimizer=eps.SGD(lr=0.1)))
         scope = run("torch.md", 0)
         vectors = scope["vectors"]

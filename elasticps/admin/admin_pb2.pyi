@@ -280,7 +280,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("id", "pid", "address", "admin", "incarnation", "state", "epoch", "ranges_headed", "ranges_held", "rows", "bytes", "connections", "pushes", "pulls", "rows_pushed", "rows_pulled", "refused", "parked", "tables", "uptime_s", "ranges_joining", "log_bytes", "sent_bytes", "memory_used", "memory_mark", "memory_limit", "cpu_s")
+    __slots__ = ("id", "pid", "address", "admin", "incarnation", "state", "epoch", "ranges_headed", "ranges_held", "rows", "bytes", "connections", "pushes", "pulls", "rows_pushed", "rows_pulled", "refused", "parked", "tables", "uptime_s", "ranges_joining", "log_bytes", "sent_bytes", "memory_used", "memory_mark", "memory_limit", "cpu_s", "clock", "leader_clock")
     ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -308,6 +308,8 @@ class StatusResponse(_message.Message):
     MEMORY_MARK_FIELD_NUMBER: _ClassVar[int]
     MEMORY_LIMIT_FIELD_NUMBER: _ClassVar[int]
     CPU_S_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    LEADER_CLOCK_FIELD_NUMBER: _ClassVar[int]
     id: str
     pid: int
     address: str
@@ -335,7 +337,9 @@ class StatusResponse(_message.Message):
     memory_mark: int
     memory_limit: int
     cpu_s: float
-    def __init__(self, id: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., admin: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., ranges_headed: _Optional[int] = ..., ranges_held: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., connections: _Optional[int] = ..., pushes: _Optional[int] = ..., pulls: _Optional[int] = ..., rows_pushed: _Optional[int] = ..., rows_pulled: _Optional[int] = ..., refused: _Optional[int] = ..., parked: _Optional[int] = ..., tables: _Optional[int] = ..., uptime_s: _Optional[float] = ..., ranges_joining: _Optional[int] = ..., log_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., memory_used: _Optional[int] = ..., memory_mark: _Optional[int] = ..., memory_limit: _Optional[int] = ..., cpu_s: _Optional[float] = ...) -> None: ...
+    clock: float
+    leader_clock: float
+    def __init__(self, id: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., admin: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., ranges_headed: _Optional[int] = ..., ranges_held: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., connections: _Optional[int] = ..., pushes: _Optional[int] = ..., pulls: _Optional[int] = ..., rows_pushed: _Optional[int] = ..., rows_pulled: _Optional[int] = ..., refused: _Optional[int] = ..., parked: _Optional[int] = ..., tables: _Optional[int] = ..., uptime_s: _Optional[float] = ..., ranges_joining: _Optional[int] = ..., log_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., memory_used: _Optional[int] = ..., memory_mark: _Optional[int] = ..., memory_limit: _Optional[int] = ..., cpu_s: _Optional[float] = ..., clock: _Optional[float] = ..., leader_clock: _Optional[float] = ...) -> None: ...
 
 class ActivityRequest(_message.Message):
     __slots__ = ()

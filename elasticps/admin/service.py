@@ -58,7 +58,8 @@ class Admin(admin_pb2_grpc.AdminServicer):
 
     async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.StatusResponse:  # noqa: N802
         status = (await self._target(context, Act.LOOK)).status()
-        return admin_pb2.StatusResponse(**status, cpu_s=time.thread_time())  # this thread runs the event loop
+        cpu_s = time.thread_time()  # this thread runs the event loop
+        return admin_pb2.StatusResponse(**status, cpu_s=cpu_s, clock=time.time())
 
     async def Activity(  # noqa: N802
         self, request: admin_pb2.ActivityRequest, context: Context

@@ -30,6 +30,7 @@ from elasticps.model.spec import TableSpec
 from elasticps.security import credentials_of
 from elasticps.system import background
 from elasticps.system.coordination import opened, read_tables, read_view
+from elasticps.system.progress import Progress, reporting
 from replication.chain import Member
 from replication.progress import touched_clock
 
@@ -60,11 +61,17 @@ Tell = Callable[[int], None]
 
 def checkpoint_cluster(
     url: str, place: str, *, full: bool = False, hold_s: float = HOLD_S, timeout_s: float = 30.0,
-    tell: Tell = lambda more: None,
+    tell: Tell = lambda more: None, progress: Progress = False,
 ) -> Manifest:  # fmt: skip
-    """Makes a checkpoint of the cluster at `url`, at `place`. Raises ConfigError, ClusterUnreachable,
-    CheckpointError."""
-    return background.run(_of_url(url, place, full, hold_s, timeout_s, tell))
+    """Makes a checkpoint of the cluster at `url`, at `place`. progress: True shows a bar, a function gets (ranges
+    written, None). Raises ConfigError, ClusterUnreachable, CheckpointError."""
+
+    def heard(ranges: int) -> None:
+        tell(ranges)
+        report.advance(ranges)
+
+    with reporting(progress, "checkpoint", "ranges") as report:
+        return background.run(_of_url(url, place, full, hold_s, timeout_s, heard))
 
 
 async def _of_url(url: str, place: str, full: bool, hold_s: float, timeout_s: float, tell: Tell) -> Manifest:

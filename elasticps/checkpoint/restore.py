@@ -51,6 +51,7 @@ from elasticps.errors import CheckpointError, ClusterUnreachable, ConfigError
 from elasticps.security import credentials_of
 from elasticps.system import background
 from elasticps.system.coordination import opened
+from elasticps.system.progress import Progress, reporting
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
@@ -112,11 +113,13 @@ def restore_cluster(
     *,
     cut: int | None = None,
     tables: Collection[str] = (),
-    tell: Tell = lambda rows, of: None,
+    progress: Progress = False,
     timeout_s: float = 30.0,
 ) -> RestoreReport:
-    """`restore` of the checkpoint at `source` into the cluster at `url`, whose store may take `timeout_s` to answer."""
-    return background.run(_restore_url(url, source, cut, tables, tell, timeout_s))
+    """`restore` of the checkpoint at `source` into the cluster at `url`, whose store may take `timeout_s` to answer.
+    progress: True shows a bar, a function gets (rows done, rows)."""
+    with reporting(progress, "restore", "rows") as report:
+        return background.run(_restore_url(url, source, cut, tables, report.update, timeout_s))
 
 
 async def _restore_url(

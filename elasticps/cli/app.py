@@ -17,6 +17,7 @@ from elasticps import __version__
 from elasticps.cli import audit, checkpoint, cluster, exchange, local, logs, processes, scale, status, tables
 from elasticps.cli.certificates import certificates
 from elasticps.cli.dashboard import dashboard
+from elasticps.cli.doctor import doctor
 from elasticps.cli.options import command
 from elasticps.cli.output import guarded, out
 from elasticps.errors import ConfigError
@@ -40,6 +41,7 @@ app.command(rich_help_panel=LOCAL)(command(logs.logs))
 app.command(rich_help_panel=LOOK)(command(scale.drain))
 app.command(rich_help_panel=LOOK)(command(status.status))
 app.command(rich_help_panel=LOOK)(command(dashboard))
+app.command(rich_help_panel=LOOK)(command(doctor))
 app.add_typer(tables.app, name="tables", rich_help_panel=LOOK)
 app.command(rich_help_panel=LOOK)(command(exchange.export))
 app.command("import", rich_help_panel=LOOK)(command(exchange.import_))

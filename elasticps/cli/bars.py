@@ -6,18 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 
 from elasticps.cli.options import names
 from elasticps.cli.output import err, print_json
+from elasticps.system.progress import make_bar
 
 
 def restore_with_bar(url: str, place: str, cut: int | None, tables: str, timeout_s: float, *, as_json: bool) -> None:
@@ -29,7 +22,7 @@ def restore_with_bar(url: str, place: str, cut: int | None, tables: str, timeout
         task = progress.add_task("restore", total=None)
         report = restore_cluster(
             url, place, cut=cut, tables=names(tables), timeout_s=timeout_s,
-            tell=lambda rows, of: progress.update(task, completed=rows, total=of),
+            progress=lambda rows, of: progress.update(task, completed=rows, total=of),
         )  # fmt: skip
     if as_json:
         print_json({"cut": report.cut, "rows": report.rows, "tables": report.tables, "workers": dict(report.workers)})
@@ -42,10 +35,7 @@ def restore_with_bar(url: str, place: str, cut: int | None, tables: str, timeout
 
 
 def _progress(*columns: ProgressColumn) -> Progress:
-    return Progress(
-        TextColumn("[bold]{task.description}"), BarColumn(bar_width=28), *columns, TimeElapsedColumn(),
-        TimeRemainingColumn(), console=err, transient=True, disable=not err.is_terminal,
-    )  # fmt: skip
+    return make_bar(err, *columns)
 
 
 @contextmanager

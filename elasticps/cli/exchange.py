@@ -26,7 +26,7 @@ def export(
     tables: Annotated[
         str, typer.Option(help="Names, with commas in between; one that has a comma in double quotes. All if left out.")
     ] = "",
-    kind: Annotated[str, typer.Option("--format", help="safetensors, npz or parquet.")] = "safetensors",
+    kind: Annotated[str, typer.Option("--format", help="safetensors, npz, npy or parquet.")] = "safetensors",
     with_slots: Annotated[bool, typer.Option(help="What optimizers keep of each row and tensor, too.")] = False,
     dtype: Annotated[str, typer.Option(help="Of weights: float32 or float16.")] = "float32",
     rows: Annotated[

@@ -6,6 +6,7 @@ from elasticps.client.core.join import Resume
 from elasticps.client.data_shards import Shard, Shards
 from elasticps.client.lifecycle import KeyUsage, TableState
 from elasticps.client.losses import Loss
+from elasticps.client.stats import log_stats
 from elasticps.client.steps import OpenStep, Step
 from elasticps.client.tables import DenseTensor, SparseTable, TableInfo
 
@@ -24,4 +25,5 @@ __all__ = [
     "TableInfo",
     "TableState",
     "connect",
+    "log_stats",
 ]

@@ -25,6 +25,7 @@ from elasticps.client.parts import Parts
 from elasticps.client.pull import ServerPull, TablesPull
 from elasticps.client.registry import Registry
 from elasticps.client.runtime import Runtime
+from elasticps.client.stats import client_html, read_stats
 from elasticps.client.steps import OpenStep, Step, Values
 from elasticps.client.tables import DenseTensor, H, Rates, SparseTable, TableInfo, planned_pulls
 from elasticps.client.warm import warm
@@ -33,6 +34,7 @@ from elasticps.model.caching import Cache
 from elasticps.model.policies import Admission, Eviction, check_evictions
 from elasticps.model.sharding import checked_spec
 from elasticps.model.spec import ASP, BSP, SSP, Consistency, Filter, Init, ServerOptimizer, TableSpec, Zeros
+from elasticps.system.progress import Progress, reporting
 
 Filters = Sequence[Filter]
 Rows = NDArray[np.float32]
@@ -58,6 +60,9 @@ class Client:
         if self._parts.closed:
             state = "closed"
         return f"<Client {self.worker.name!r} of cluster {self.cluster!r}: {state}>"
+
+    def _repr_html_(self) -> str:
+        return client_html(repr(self), self._parts)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse_pickling(f"the client of worker {self.worker.name!r}")
@@ -140,6 +145,12 @@ class Client:
         """What caches have done, by the names of the tables that have one here."""
         tables = [table for table in list(self._tables.opened.values()) if isinstance(table, SparseTable)]
         return {table.name: table.cached for table in tables if table.cache is not None}
+
+    def stats(self) -> dict[str, float]:
+        """What this client knows of itself, by dotted names: steps, bytes, servers, views, and of each table that has
+        them rates, caches and filters. docs/guides/logging.md says what each is. Asks nobody, and costs pushes and
+        pulls nothing; `elasticps.log_stats` writes it to TensorBoard or Weights & Biases."""
+        return read_stats(self._parts)
 
     def open(self, name: str) -> SparseTable | DenseTensor:
         """A table or tensor of the application, as it was made. Raises `UnknownTable` if there is none of that name."""
@@ -321,20 +332,23 @@ class CheckpointRequest:
             self._cut = self._registry.checkpoint_made(self._key, self._timeout_s)
         return self._cut > 0
 
-    def result(self, timeout: float | None = None) -> int:
+    def result(self, timeout: float | None = None, *, progress: Progress = False) -> int:
         """Waits until it is made, and returns its number. Raises `CheckpointError` that says why it could not be made,
-        `Timeout` when `timeout` seconds (default: the client's) were not enough; it may still be made then.
+        `Timeout` when `timeout` seconds (default: the client's) were not enough; it may still be made then. progress:
+        True shows that it waits, and for how long; a function gets (checkpoints made, 1).
 
         Under `BSP` not between two steps of which others have pushed the second: they wait for this worker's share.
         """
         runtime = self._registry.runtime
         timeout_s = self._timeout_s if timeout is None else timeout
         until_s, pause_s = runtime.monotonic() + timeout_s, _POLL_S
-        while not self.done():
-            if runtime.monotonic() >= until_s:
-                raise Timeout(f"a checkpoint took longer than {timeout_s:.1f} s")
-            runtime.sleep(pause_s)
-            pause_s = min(2 * pause_s, _POLL_MOST_S)
+        with reporting(progress, "checkpoint", "made", 1) as report:
+            while not self.done():
+                if runtime.monotonic() >= until_s:
+                    raise Timeout(f"a checkpoint took longer than {timeout_s:.1f} s")
+                runtime.sleep(pause_s)
+                pause_s = min(2 * pause_s, _POLL_MOST_S)
+            report.advance(1)
         return self._cut
 
 

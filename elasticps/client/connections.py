@@ -85,20 +85,21 @@ class PeerConnections:
         self._credentials = credentials
         self._gathered: dict[Member, list[Buffer]] | None = None  # what is to leave together
         self._closed = False
+        self.breaks = 0  # connections that ended and were not given up
         self._before = (0, 0)  # bytes sent and received over links that there are no more
 
     @property
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received, ever."""
         sent, received = self._before
-        for peer in self.peers.values():
+        for peer in list(self.peers.values()):
             sent, received = sent + peer.link.sent, received + peer.link.received
         return sent, received
 
     @property
     def ready(self) -> list[ServerPeer]:
         """Those that have welcomed us."""
-        return [peer for peer in self.peers.values() if peer.link.ready]
+        return [peer for peer in list(self.peers.values()) if peer.link.ready]
 
     def follow(self, routes: Routes) -> None:
         """Keeps links to the servers of this view, and no others."""
@@ -174,6 +175,7 @@ class PeerConnections:
         peer = self.peers.get(link.member)
         if peer is None or peer.link is not link:
             return False
+        self.breaks += link.ready
         self._close(peer)
         now = self._runtime.monotonic()
         peer.down_since_s = peer.down_since_s or now

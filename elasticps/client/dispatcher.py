@@ -88,6 +88,7 @@ class Dispatcher:
         self.on_watch: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
         self.disowned = False  # this is a fork of the process that connected
         self.new_views = NewViews(cluster, view.ranges, ask_view, self._from_store, authenticated=authenticated)
+        self.new_views.since_s = runtime.monotonic()
         self._answered = np.empty(ANSWERS, np.int64)  # requests, of one buffer
         self._hurt = False  # an exception came while something here was being changed
         self._driver = LinkDriver(runtime, self._broken, self._turn, self._failed)
@@ -421,6 +422,7 @@ class Dispatcher:
             self.participation.go_on(self.session.committed)
             self.on_restored(epochs, self.session.committed)
         self.routes = Routes(view)
+        self.new_views.followed(self.runtime.monotonic())
         self.connections.follow(self.routes)
         self.pushes.adopt(self.routes)
         self.pulls.adopt(self.routes)

@@ -15,6 +15,7 @@ from elasticps.client.core.fan_out import Answer, Ask, Questions, of_heads
 from elasticps.errors import ServerError, SpecError
 from elasticps.model.spec import TableSpec
 from elasticps.store.usage import USAGE
+from elasticps.system import html
 from elasticps.wire.frames import HEADER_BYTES, FrameError, Kind, json_body, json_frame, unpack_header, whole, wholes
 
 _MOST = 1 << 62
@@ -44,6 +45,14 @@ class TableState(NamedTuple):
     evicted: Mapping[str, int]
     ages: tuple[int, ...]
     counts: tuple[int, ...]
+
+    def _repr_html_(self) -> str:
+        gone = [(f"evicted: {reason}", count) for reason, count in self.evicted.items()]
+        first = [("rows", self.rows), ("candidates", self.candidates), ("admitted", self.admitted), *gone]
+        numbered = enumerate(zip(self.ages, self.counts, strict=True))
+        binned = [(1 << i if i else 0, *both) for i, both in numbered if any(both)]
+        heads = ("from", "rows of that age in s", "rows of that count")
+        return html.described("TableState", first, html.table(heads, binned))
 
 
 def usage_of(words: NDArray[np.float32]) -> KeyUsage:

@@ -31,6 +31,7 @@ from elasticps.model.caching import Cache
 from elasticps.model.policies import Admission, Eviction, check_admission, check_evictions
 from elasticps.model.spec import TableSpec
 from elasticps.store.usage import USAGE
+from elasticps.system.progress import Progress, reporting
 from replication.messages import OperationKind
 
 LOADED_BYTES = 8 << 20  # sent at once
@@ -44,6 +45,7 @@ class SparseTable(PushTarget):
         super().__init__(reads, spec, table_id, own, changes)
         self._short_pull = Short.of(spec.pull)
         self.changes = 0  # how often this client has changed rows past its steps
+        self.forgotten = 0  # how often `forget` was called
         self._cache: RowCache | None = None
         self._source: PushSource | None = None  # given last, of a table whose rows are kept
         self._push_width = spec.push_width  # floats of a row that is pushed without filters
@@ -192,25 +194,31 @@ class SparseTable(PushTarget):
         """The same with the rows, float32 [n, dim], as they are when they are pulled."""
         return ((keys, self.pull(keys, exact=True)) for keys in self.keys(chunk))
 
-    def load(self, keys: object, rows: object, *, slots: Mapping[str, object] | None = None) -> None:
+    def load(
+        self, keys: object, rows: object, *, slots: Mapping[str, object] | None = None, only_new: bool = False,
+        progress: Progress = False,
+    ) -> None:  # fmt: skip
         """Gives rows of `keys`, int64 [n] without repeats, the values `rows`, float32 [n, dim], past the optimizer: for
         rows trained elsewhere. Slots (momenta, sums) begin anew, or are those that are given, all of them, as `slots()`
-        has them. Returns when that is committed, behind this client's own steps so far.
-
-        Nobody else should train these rows meanwhile. `InputError` for unusable arguments, and while a step of this
-        client is open; `ServerFull`, `Timeout`.
+        has them. only_new: rows that exist stay as they are. Returns when that is committed, behind this client's own
+        steps so far. progress: True shows a bar, a function gets (rows done, rows). Nobody else should train these rows
+        meanwhile. `InputError` for unusable arguments, while a step of this client is open; `ServerFull`, `Timeout`.
         """
         array = checked_keys(self.name, keys)
         values = checked_floats(f"table {self.name!r}: rows", rows, (len(array), self.dim))
         if len(np.unique(array)) < len(array):
             raise InputError(f"table {self.name!r}: load takes each key once")
+        if slots and only_new:
+            raise InputError(f"table {self.name!r}: load(only_new=True) takes no slots: those of new rows are new")
         if slots:
             values = loading.with_slots(self.name, values, slots, self.optimizer.slot_shapes(self.dim))
         step = max(1, LOADED_BYTES // (8 + 4 * values.shape[1]))
-        with self._forgotten(f"loading {self.name!r}", array):
+        report = reporting(progress, f"load {self.name}", "rows", len(array))
+        with self._forgotten(f"loading {self.name!r}", array), report as done:
             for at in range(0, len(array), step):
                 some = slice(at, at + step)
-                self._load(partial(loading.rows, self.id, self.salt, array[some], values[some]))
+                self._load(partial(loading.rows, self.id, self.salt, array[some], values[some]), replace=not only_new)
+                done.advance(len(array[some]))
 
     def slots(self, keys: object) -> dict[str, NDArray[np.float32]]:
         """What the optimizer keeps of rows: by name, float32 [n, floats of a row], in the order of the keys. A key
@@ -325,6 +333,7 @@ class SparseTable(PushTarget):
 
     def forget(self) -> None:
         """What is kept of rows may be wrong from now on."""
+        self.forgotten += 1
         if self._cache is not None:
             self._cache.clear()
 

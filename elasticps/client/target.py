@@ -202,5 +202,10 @@ class PushTarget(Reduced):
         shape = f"dim={self.dim}" if self.spec.shape is None else f"shape={self.spec.shape}"
         return f"<{type(self).__name__} {self.name!r} of cluster {self._reads.cluster!r}: {shape}, {self.optimizer}>"
 
-    def _load(self, write: Callable[[Routes], Write]) -> None:
-        self._reads.change(fill([write], self._reads.worker.id, replace=True), f"loading {self.name!r}")
+    def _repr_html_(self) -> str:
+        from elasticps.client.stats import target_html  # which imports tables
+
+        return target_html(repr(self), self)  # type: ignore[arg-type]  # it is one of the two
+
+    def _load(self, write: Callable[[Routes], Write], *, replace: bool = True) -> None:
+        self._reads.change(fill([write], self._reads.worker.id, replace=replace), f"loading {self.name!r}")

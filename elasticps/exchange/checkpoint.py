@@ -17,12 +17,13 @@ from elasticps.checkpoint.contents import Contents, RangeRows
 from elasticps.checkpoint.storage import Storage
 from elasticps.client import loading
 from elasticps.errors import ConfigError, UnknownTable
-from elasticps.exchange.export import CHUNK_BYTES, Tell, called, write_tables
+from elasticps.exchange.export import CHUNK_BYTES, Tell, both, called, write_tables
 from elasticps.exchange.usage import UsageFilter, UsedRows, check_usage
 from elasticps.exchange.writers import Columns, cast
 from elasticps.model.spec import TableSpec
 from elasticps.store.layout import RowLayout
 from elasticps.system import temporary
+from elasticps.system.progress import Progress, reporting
 
 
 def export_checkpoint(
@@ -41,6 +42,7 @@ def export_checkpoint(
     with_usage: bool = False,
     chosen_by: UsageFilter | None = None,
     tell: Tell = lambda rows: None,
+    progress: Progress = False,
 ) -> dict[str, int]:
     """`elasticps.exchange.export.export` of the checkpoint of a cut (the newest, if none is named) at the URL `source`;
     all rows are of one moment. A table of `rows` takes as much disk again while it is put in order. Raises
@@ -77,7 +79,8 @@ def export_checkpoint(
                 raise ConfigError(f"table {name!r} is written whole and in order: leave --rows out, or bounds of usage")
     specs = {name: spec for name, (_, spec) in chosen.items()}
     names = called(specs, strip_prefix, modules, with_slots)
-    return write_tables(to, specs, columns, kind, dtype, counts, tell, names)
+    with reporting(progress, "export", "rows") as report:
+        return write_tables(to, specs, columns, kind, dtype, counts, both(tell, report.advance), names)
 
 
 def _rows(contents: Contents, table: int, used: UsedRows | None, by: UsageFilter) -> Iterator[RangeRows]:

@@ -23,11 +23,13 @@ from elasticps.errors import ConfigError
 from elasticps.exchange.writers import Columns, Writer, cast, check_format, writer
 from elasticps.model.spec import MAX_NAME, TableSpec
 from elasticps.system import temporary
+from elasticps.system.progress import Progress, reporting
 
 log = fields.logger(__name__)
 
 MANIFEST = "elasticps.json"
 VERSION = 1
+USAGE_COLUMNS = ("last_use", "count", "score")
 BAGS = "embedding_bags."  # before a table's name in a file
 CHUNK_BYTES = 16 << 20
 Tell = Callable[[int], None]
@@ -45,6 +47,7 @@ def export(
     strip_prefix: str = "",
     modules: Mapping[str, str] | None = None,
     tell: Tell = lambda rows: None,
+    progress: Progress = False,
 ) -> dict[str, int]:
     """Writes tables and tensors of the client's application (all, if none are named) into the folder `to`, which must
     not exist or be empty; returns the rows of each. `docs/reference/export.md` says what lies there.
@@ -53,7 +56,8 @@ def export(
     their initial values, as `nn.Embedding` has them. Every other table has its keys in a column beside. dtype: of
     weights, float32 or float16. strip_prefix: left out of the names of tensors that begin with it, such as "model." of
     an Optimizer. modules: of tables, the path of the module that has their rows in a model of plain torch: its rows are
-    `<path>.weight` then, and not `embedding_bags.<table>.weight`. tell(n) hears of each n rows.
+    `<path>.weight` then, and not `embedding_bags.<table>.weight`. tell(n) hears of each n rows; progress: True shows a
+    bar, a function gets (rows done, rows).
 
     Training may go on meanwhile, but then rows are of different moments. Memory for one chunk is enough, and for one
     tensor. Raises UnknownTable, ConfigError for arguments and folders that cannot be, or weights that float16 cannot
@@ -67,7 +71,19 @@ def export(
         return _columns(ps, handles[name], counts.get(name), with_slots, dtype)
 
     names = called(specs, strip_prefix, modules, with_slots)
-    return write_tables(to, specs, columns, kind, dtype, counts, tell, names)
+    total = sum(counts.get(n, one.rows) for n, one in ps.tables().items() if n in handles) if progress else None
+    with reporting(progress, "export", "rows", total) as report:
+        return write_tables(to, specs, columns, kind, dtype, counts, both(tell, report.advance), names)
+
+
+def both(tell: Tell, advance: Tell) -> Tell:
+    """Tells the two of them of rows."""
+
+    def heard(rows: int) -> None:
+        tell(rows)
+        advance(rows)
+
+    return heard
 
 
 def called(
@@ -126,6 +142,8 @@ def write_tables(
     names = called(specs) if names is None else names
     if strangers := counts.keys() - {name for name, spec in specs.items() if spec.shape is None}:
         raise ConfigError(f"rows of {sorted(strangers)[0]!r} are given, which is no table that is exported")
+    if kind == "npy":
+        _check_files(specs, names)
     written: dict[str, int] = {}
     described: dict[str, dict[str, object]] = {}
     with _written_folder(to, kind, dtype, described) as part:
@@ -144,6 +162,15 @@ def write_tables(
             if names[name] not in (name, f"{BAGS}{name}"):
                 described[name]["tensor"] = names[name]
     return written
+
+
+def _check_files(specs: Mapping[str, TableSpec], names: Mapping[str, str]) -> None:
+    """ConfigError if a tensor's file would be called as that of a table's column, where each column has a file."""
+    tensors = {names[name] for name, spec in specs.items() if spec.shape is not None}
+    for name, spec in specs.items():
+        columns = ("keys", "weight", *USAGE_COLUMNS, *spec.optimizer.slot_shapes(spec.dim))
+        if spec.shape is None and (taken := tensors & {f"{name}.{column}" for column in columns}):
+            raise ConfigError(f"table {name!r} and tensor {min(taken)!r} have a file of one name: export them apart")
 
 
 def _write_tensor(kind: str, part: Path, path: str, values: NDArray[Any], tell: Tell) -> int:

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from elasticps.client import Client, DenseTensor, SparseTable
 from elasticps.client.loading import per_weight
 from elasticps.errors import ConfigError, Error, InputError, UnknownTable
-from elasticps.exchange.export import BAGS, CHUNK_BYTES, MANIFEST, VERSION, Tell, slots_called
+from elasticps.exchange.export import BAGS, CHUNK_BYTES, MANIFEST, VERSION, Tell, both, slots_called
 from elasticps.exchange.writers import FORMATS, SHARDING, stem_of
 from elasticps.model.spec import TableSpec
+from elasticps.system.progress import Progress, reporting
 
 Slice = Callable[[int, int], NDArray[Any]]
 _READERS = ("safetensors", "safetensors_rust", "pyarrow", "_pickle", "pickle")  # their errors say what is wrong
@@ -29,7 +30,7 @@ _WRAPPER = "module."  # of a DistributedDataParallel, before every name
 
 def load(
     ps: Client, source: Path, *, names: Mapping[str, str] | None = None, with_slots: bool = False,
-    tell: Tell = lambda rows: None,
+    tell: Tell = lambda rows: None, progress: Progress = False,
 ) -> dict[str, int]:  # fmt: skip
     """Loads tables and tensors from a folder that `export` wrote, or from a `.safetensors`, `.npz`, `.parquet` or
     `.pt`/`.pth` file (a state_dict; nothing but tensors is read from it), past the optimizer; returns the rows of each.
@@ -40,9 +41,15 @@ def load(
     An .npz or .parquet file is the table of its name, with the columns `keys` and `weight`.
 
     Slots begin anew, or are those of an export that has them (`with_slots`). Nobody should train what is loaded
-    meanwhile. Raises ConfigError for what cannot be read, UnknownTable where nothing fits, InputError for other shapes
+    meanwhile. tell(n) hears of each n rows; progress: True shows a bar, a function gets (rows done, rows if that is
+    known). Raises ConfigError for what cannot be read, UnknownTable where nothing fits, InputError for other shapes
     than those of the tables, Timeout.
     """
+    with reporting(progress, "load", "rows") as report:
+        return _loaded(ps, source, names or {}, with_slots, both(tell, report.advance))
+
+
+def _loaded(ps: Client, source: Path, names: Mapping[str, str], with_slots: bool, tell: Tell) -> dict[str, int]:
     loaded: dict[str, int] = {}
     try:
         if not source.is_dir():
@@ -51,7 +58,7 @@ def load(
             return _load_export(ps, source, tell, with_slots)
         if with_slots:
             raise ConfigError(f"{source} is no export: only what `export` wrote has slots")
-        parts = _table_file(source) if source.suffix in (".npz", ".parquet") else _state(source, ps, dict(names or {}))
+        parts = _table_file(source) if source.suffix in (".npz", ".parquet") else _state(source, ps, dict(names))
         for name, part in parts:
             loaded[name] = sum(_put(ps.open(name), keys, rows, tell) for _, keys, rows in part)
     except Error:
@@ -191,19 +198,32 @@ def _columns(
                 elif name in columns and spec.shape is not None:
                     found.setdefault(columns[name], []).append((firsts.get(name, 0), slice_))
         return {column: _joined(sorted(parts, key=lambda part: part[0])) for column, parts in found.items()}
+    if kind == "npy":
+        if spec.shape is None:
+            stems = {name: f"{stem_of(table)}.{name}" for name in ("keys", "weight", *spec.optimizer.slot_shapes(1))}
+        else:
+            stems = {column: stem_of(name) for name, column in columns.items()}
+        paths = {column: source / f"{stem}.npy" for column, stem in stems.items()}
+        return {column: _mapped(path) for column, path in paths.items() if path.exists()}
     if spec.shape is None:
         path = source / f"{stem_of(table)}.{kind}"
         _check_file(path)
         return _arrays(path)
-    there: dict[str, Slice] = {}
+    of_tensor: dict[str, Slice] = {}
     for name, column in columns.items():
         path = source / f"{stem_of(name)}.{kind}"
         if column == "weight" or path.exists():
             _check_file(path)
             arrays = _arrays(path)
             if name in arrays:
-                there[column] = arrays[name]
-    return there
+                of_tensor[column] = arrays[name]
+    return of_tensor
+
+
+def _mapped(path: Path) -> Slice:
+    """The array in a .npy file, of which only those rows are read that are asked for."""
+    _check_file(path)
+    return _slice({"": np.load(path, mmap_mode="r")}, "")
 
 
 def _joined(parts: list[tuple[int, Slice]]) -> Slice:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 Columns = Mapping[str, NDArray[Any]]
-FORMATS = ("safetensors", "npz", "parquet")
+FORMATS = ("safetensors", "npz", "npy", "parquet")
 DTYPES = {"float32": "F32", "float16": "F16", "int64": "I64"}
 PART_BYTES = 512 << 20  # of a safetensors file, and at most one chunk more
 SHARDING = "DCP_SHARDING_INFO"
@@ -161,14 +161,8 @@ class NpzWriter:
         with temporary.create(self._path) as whole, zipfile.ZipFile(whole, "w") as archive:
             for name, file in self._files.items():
                 file.close()
-                like = self._like[name]
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member, open(self._part(name), "rb") as part:
-                    described = {
-                        "descr": np.lib.format.dtype_to_descr(like.dtype),
-                        "fortran_order": False,
-                        "shape": (self._rows, *like.shape[1:]),
-                    }
-                    np.lib.format.write_array_header_1_0(member, described)
+                    write_npy_header(member, self._like[name], self._rows)
                     shutil.copyfileobj(part, member, 1 << 20)
                 self._part(name).unlink()
 
@@ -177,6 +171,53 @@ class NpzWriter:
 
     def _part(self, name: str) -> Path:
         return self._path.with_name(f"{self._path.name}.{name}")
+
+
+class NpyWriter:
+    """`<table>.<column>.npy` for each column, `<tensor>.npy` for a tensor: what `np.load(…, mmap_mode="r")` reads
+    without memory, and hnswlib, faiss and others take as it is.
+
+    The header, at the front, has the shape: it is written last, and is as long as before, since NumPy leaves room in it
+    for the largest number of rows.
+    """
+
+    def __init__(self, directory: Path, table: str, prefix: str) -> None:
+        self._stem = directory / stem_of(table)
+        self._columns = bool(prefix)  # it is a table, whose columns have names
+        self._files: dict[str, IO[bytes]] = {}
+        self._like: dict[str, NDArray[Any]] = {}
+        self._rows = 0
+
+    def write(self, columns: Columns) -> None:
+        for name, array in columns.items():
+            if name not in self._files:
+                path = Path(f"{self._stem}.{name}.npy" if self._columns else f"{self._stem}.npy")
+                self._files[name], self._like[name] = temporary.create(path), array[:0].copy()
+                self._head(name, 0)
+            self._files[name].write(np.ascontiguousarray(array).data)
+        self._rows += len(next(iter(columns.values())))
+
+    def close(self) -> None:
+        for name, file in self._files.items():
+            with file:
+                file.seek(0)
+                self._head(name, self._rows)
+
+    def give_up(self) -> None:
+        _close(self._files.values())
+
+    def _head(self, name: str, rows: int) -> None:
+        write_npy_header(self._files[name], self._like[name], rows)
+
+
+def write_npy_header(file: IO[bytes], like: NDArray[Any], rows: int) -> None:
+    """Writes the head of an array of so many rows like those of `like`."""
+    described = {
+        "descr": np.lib.format.dtype_to_descr(like.dtype),
+        "fortran_order": False,
+        "shape": (rows, *like.shape[1:]),
+    }
+    np.lib.format.write_array_header_1_0(file, described)
 
 
 class ParquetWriter:
@@ -228,6 +269,8 @@ def writer(kind: str, directory: Path, table: str, prefix: str) -> Writer:
         return SafetensorsWriter(directory, table, prefix)
     if kind == "npz":
         return NpzWriter(directory, table)
+    if kind == "npy":
+        return NpyWriter(directory, table, prefix)
     return ParquetWriter(directory, table)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from elasticps.local.cluster import LocalCluster, ServerProcess
+from elasticps.local.cluster import LocalCluster
+from elasticps.local.process import ServerProcess
 
 __all__ = ["LocalCluster", "ServerProcess"]

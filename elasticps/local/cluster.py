@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -20,31 +20,16 @@ from elasticps.errors import ConfigError, Error
 from elasticps.local import certificates, operator_client, scaling, state, supervisor
 from elasticps.local.etcd import EtcdPlan
 from elasticps.local.operator_client import OperatorClient
-from elasticps.local.process import CompilationNotice, Process, Restarter, deaths_of, stop_all
+from elasticps.local.process import CompilationNotice, Process, Restarter, ServerProcess, deaths_of, stop_all
 from elasticps.local.scaling import SERVERS_MAX
 from elasticps.local.zygote import Zygote
 from elasticps.security.identity import Role
-from elasticps.system import background
+from elasticps.system import background, html
 from elasticps.system.memory import parse_size
 
 COORDINATORS_MAX = 5
 _KILL_AFTER_S = 10.0
 _ETCD_TRIES = 3  # another process may take a port between the look for a free one and etcd's start
-
-
-@dataclass(frozen=True)
-class ServerProcess:
-    """A server of a local cluster; anybody may `kill -9` its `pid`.
-
-    One that was left out of a view goes on as a new incarnation, in the same process and on the same ports.
-    """
-
-    name: str
-    pid: int
-    address: str
-    admin: str
-    incarnation: int
-    running: bool
 
 
 class LocalCluster:
@@ -140,6 +125,14 @@ class LocalCluster:
             return f"<LocalCluster {self.name!r}: not running>"
         running = ", ".join(server.name for server in self.servers if server.running)
         return f"<LocalCluster {self.name!r}: servers {running or 'none'}; {self.url}>"
+
+    def _repr_html_(self) -> str:
+        if self._folder is None:
+            return html.described(repr(self), [])
+        servers = [(s.name, s.pid, s.address, "runs" if s.running else "ended") for s in self.servers]
+        described = [("url", self.url), ("replicas", self.config.replicas), ("ranges", self.config.ranges)]
+        table = html.table(("server", "pid", "address", ""), [(n, str(pid), a, state) for n, pid, a, state in servers])
+        return html.described(f"LocalCluster {self.name!r}", described, table)
 
     # ------------------------------------------------------------------------------------------------- life
 
@@ -244,7 +237,9 @@ class LocalCluster:
     def servers(self) -> tuple[ServerProcess, ...]:
         """Every server started here that has been ready, running or not."""
         with self._lock:
-            return tuple(_shown(p) for p in self._processes.values() if p.role == "server" and p.newest_ready())
+            return tuple(
+                ServerProcess.of(p) for p in self._processes.values() if p.role == "server" and p.newest_ready()
+            )
 
     def server(self, name: str) -> ServerProcess:
         """The server called `name`."""
@@ -491,10 +486,3 @@ class LocalCluster:
                 )  # fmt: skip
 
             state.update(self.directory, change)
-
-
-def _shown(process: Process) -> ServerProcess:
-    ready = process.ready
-    return ServerProcess(
-        process.name, process.pid, ready["address"], ready["admin"], ready["incarnation"], process.running
-    )

@@ -39,14 +39,19 @@ def etcd_binary() -> Path:
     )
 
 
-def warning(binary: Path) -> str:
-    """Returns a warning about the etcd that runs, "" if there is none."""
+def release(binary: Path) -> str:
+    """The release of an etcd, such as "3.5.9"; "" if it does not say."""
     try:
         printed = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
     found = re.search(r"^etcd Version: (\S+)", printed, re.MULTILINE)
-    text = release_warning(found[1]) if found is not None else ""
+    return "" if found is None else found[1]
+
+
+def warning(binary: Path) -> str:
+    """Returns a warning about the etcd that runs, "" if there is none."""
+    text = release_warning(release(binary))
     return f"{text}, and put it on PATH" if text else ""
 
 

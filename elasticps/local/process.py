@@ -166,6 +166,27 @@ def signal_name(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
+@dataclass(frozen=True)
+class ServerProcess:
+    """A server of a local cluster; anybody may `kill -9` its `pid`.
+
+    One that was left out of a view goes on as a new incarnation, in the same process and on the same ports.
+    """
+
+    name: str
+    pid: int
+    address: str
+    admin: str
+    incarnation: int
+    running: bool
+
+    @classmethod
+    def of(cls, process: Process) -> ServerProcess:
+        """The server that a process is, or was."""
+        ready = process.ready
+        return cls(process.name, process.pid, ready["address"], ready["admin"], ready["incarnation"], process.running)
+
+
 class CompilationNotice:
     """Explains once why a start takes long, when one of several processes compiles kernels and the others wait."""
 

@@ -115,6 +115,7 @@ class ServerAdmin:
             "sent_bytes": self._snapshots.sent_bytes,
             "tables": len(store.live),
             "uptime_s": self._clock() - self._started_s,
+            "leader_clock": self._handshake.leader_wall_s(),
         }
 
     def activity(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 import socket
 from typing import Any, ClassVar
 
@@ -44,6 +45,7 @@ STATUS: dict[str, Any] = {
     "memory_used": 1 << 35,
     "memory_mark": 1 << 36,
     "memory_limit": 1 << 37,
+    "leader_clock": 1.5e9,
 }
 
 
@@ -160,6 +162,7 @@ def test_status_arrives_as_the_server_gave_it() -> None:
         try:
             status = await fetch_status(server.address, timeout_s=30.0)
             assert status.pop("cpu_s") > 0
+            assert 0 <= time.time() - status.pop("clock") < 1_000
             assert status == STATUS
         finally:
             await server.stop()

@@ -46,14 +46,14 @@ def test_a_link_under_the_temporary_name_of_an_earlier_version_is_not_followed(p
     assert sorted(path.name for path in shared.iterdir()) == [".mine.part", ".out.part", "mine", "out"]
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "npz", "parquet"])
+@pytest.mark.parametrize("kind", ["safetensors", "npz", "npy", "parquet"])
 def test_no_link_in_the_folder_that_is_written_is_followed(
     place: str, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever may write there is quick, and puts a link where a file of the export is to be."""
     victim = tmp_path / "victim"
     victim.write_text("years of work")
-    names = {"safetensors": "t.weight.safetensors", "npz": "t.npz.weight", "parquet": "t.parquet"}
+    names = {"safetensors": "t.weight.safetensors", "npz": "t.npz.weight", "npy": "t.weight.npy", "parquet": "t.parquet"}
 
     real = Path.mkdir
 
@@ -153,7 +153,7 @@ def test_a_file_is_replaced_without_touching_its_neighbours(tmp_path: Path) -> N
     assert "nothing" in str(caught.value.filename)
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "npz", "parquet"])
+@pytest.mark.parametrize("kind", ["safetensors", "npz", "npy", "parquet"])
 def test_a_full_disk_is_an_error_that_names_the_folder_and_nothing_is_left(
     place: str, small_disk: Path, kind: str
 ) -> None:

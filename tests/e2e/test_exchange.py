@@ -41,7 +41,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("kind", ["safetensors", "npz", "parquet"])
+@pytest.mark.parametrize("kind", ["safetensors", "npz", "npy", "parquet"])
 def test_an_exported_model_can_be_loaded_again(connect: Connect, tmp_path: Path, kind: str) -> None:
     ps = connect()
     table, tensor = a_model(ps)
@@ -161,7 +161,7 @@ def test_filters_are_exported_and_loaded(connect: Connect, tmp_path: Path) -> No
     assert {name: one.spec for name, one in other.tables().items()} == {n: one.spec for n, one in ps.tables().items()}
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "npz", "parquet"])
+@pytest.mark.parametrize("kind", ["safetensors", "npz", "npy", "parquet"])
 def test_numbers_that_float16_cannot_hold_are_refused(connect: Connect, tmp_path: Path, kind: str) -> None:
     ps = connect()
     table = ps.table("t", dim=2, optimizer=eps.SGD(lr=0.1))
@@ -176,7 +176,7 @@ def test_numbers_that_float16_cannot_hold_are_refused(connect: Connect, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["fits"]
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "npz", "parquet"])
+@pytest.mark.parametrize("kind", ["safetensors", "npz", "npy", "parquet"])
 def test_an_export_to_a_full_disk_leaves_no_files(
     connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

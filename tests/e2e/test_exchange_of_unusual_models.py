@@ -19,7 +19,7 @@ from elasticps.exchange.export import export
 from elasticps.exchange.load import load
 from tests.e2e.conftest import Connect
 
-KINDS = pytest.mark.parametrize("kind", ["safetensors", "npz", "parquet"])
+KINDS = pytest.mark.parametrize("kind", ["safetensors", "npz", "npy", "parquet"])
 RATE = eps.SGD(lr=0.1)
 
 

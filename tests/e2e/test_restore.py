@@ -111,7 +111,7 @@ def test_a_restore_succeeds_after_failures_and_interruptions(
         if done and victims:
             os.kill(victims.pop().pid, signal.SIGKILL)
 
-    report = restore_cluster(cluster.url, url, tell=tell)
+    report = restore_cluster(cluster.url, url, progress=tell)
     assert not victims
     assert report.cut == 7
     assert report.workers == {"w0": 41}

@@ -59,7 +59,7 @@ class Pair:
                 np.testing.assert_allclose(slots[slot], state[slot].numpy(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "npz", "parquet"])
+@pytest.mark.parametrize("kind", ["safetensors", "npz", "npy", "parquet"])
 def test_an_exported_tensor_continues_training_as_in_torch(connect: Connect, tmp_path: Path, kind: str) -> None:
     ps, pair = connect(), Pair()
     pair.train(ps, 0, 10)

@@ -154,11 +154,18 @@ class NewViews:
         self.read_store = read_store
         self.authenticated = authenticated
         self.heard = 0
+        self.changes = 0  # views that were followed after the first
+        self.since_s = 0.0  # when the newest of them came, as the caller's clock has it
         self._cluster = cluster
         self._ranges = ranges
         self._came = came
         self._refresh = ViewRefresh()
         self._hints = ViewHints()
+
+    def followed(self, now_s: float) -> None:
+        """The client follows another view from now on."""
+        self.changes += 1
+        self.since_s = now_s
 
     def need(self, epoch: int) -> None:
         """Somebody has the view of that epoch."""

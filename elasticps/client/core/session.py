@@ -134,7 +134,7 @@ class PushSession:
         self.epoch = 0
         self.headless = 0
         self._ranges = ranges
-        self._window = window
+        self.window = window
         self._steps: OrderedDict[int, _Step] = OrderedDict()
         self._heads: dict[Member, _Head] = {}
         self._connected: set[Member] = set()
@@ -169,7 +169,7 @@ class PushSession:
     @property
     def room(self) -> bool:
         """Whether a new step may begin."""
-        return len(self._steps) < self._window
+        return len(self._steps) < self.window
 
     def holds(self, clock: int) -> bool:
         """Whether a step is outstanding."""
@@ -192,8 +192,8 @@ class PushSession:
         step = next(reversed(self._steps.values())) if self._steps else None
         begins = step is None or len(step.parts) == step.count
         if begins:
-            if len(self._steps) >= self._window:
-                raise RuntimeError(f"{self._window} steps are outstanding; wait for one before the next")
+            if len(self._steps) >= self.window:
+                raise RuntimeError(f"{self.window} steps are outstanding; wait for one before the next")
             part = 0
             self._steps[self.clock + 1] = _Step([content], 1 if last else 0)
             self.clock += 1

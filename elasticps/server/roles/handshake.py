@@ -63,6 +63,10 @@ class HelloHandler:
         """Connections of workers."""
         return (connection for connection in self.connections if connection.worker)
 
+    def leader_wall_s(self) -> float:
+        """As `Leaders.wall_s`."""
+        return self._leaders.wall_s()
+
     def follow(self) -> None:
         """Follows a newer roster: cuts off older incarnations of its workers."""
         workers, newest = self._serving.workers, self._serving.newest

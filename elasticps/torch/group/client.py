@@ -107,6 +107,10 @@ class GroupClient(Ranks):
         """The clock up to which every step is committed, as far as this rank knows."""
         return self._clocks[1]
 
+    def stats(self) -> dict[str, float]:
+        """As `Client.stats`, at rank 0; nothing at others. No rank waits for another."""
+        return {} if self.client is None else self.client.stats()
+
     # -- tables
 
     def table(

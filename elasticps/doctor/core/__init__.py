@@ -1,0 +1,1 @@
+"""What facts about a machine mean. Pure."""
