@@ -30,7 +30,7 @@ _PER_FLOAT = 3  # bytes of a name in a float32, which holds whole numbers below 
 
 
 @overload
-def hashed(names: str | bytes, *, namespace: str = "") -> np.int64: ...
+def hashed(names: str | bytes, *, namespace: str = "") -> np.int64: ...  # type: ignore[overload-overlap]
 @overload
 def hashed(names: object, *, namespace: str = "") -> NDArray[np.int64]: ...
 def hashed(names: object, *, namespace: str = "") -> Any:
@@ -124,7 +124,8 @@ class Names:
     ) -> None:
         if ps.collective:
             raise ConfigError("Names takes the client of one process: connect one besides the group's, at rank 0 say")
-        for what, given in (("max_bytes", max_bytes), ("known", known)):
+        numbers: dict[str, object] = {"max_bytes": max_bytes, "known": known}
+        for what, given in numbers.items():
             if isinstance(given, bool) or not isinstance(given, int) or not 1 <= given < 1 << 30:
                 raise InputError(f"{what} is a number from 1 on, got {given!r}")
         self.max_bytes = max_bytes

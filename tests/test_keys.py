@@ -64,7 +64,7 @@ def test_what_ends_with_a_nul_is_another_name_in_a_list() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "said"),
+    ("names", "text"),
     [
         (["a", None], r"names\[1\] is None: a missing name has no key"),
         ([["a", "b"], ["c", float("nan")]], r"names\[1, 1\] is nan: a missing name"),
@@ -80,8 +80,8 @@ def test_what_ends_with_a_nul_is_another_name_in_a_list() -> None:
         (np.ma.array(["a", "b"], mask=[False, True]), r"names\[1\] is masked"),
     ],
 )
-def test_what_is_no_text_is_refused_with_its_position(names: Any, said: str) -> None:
-    with pytest.raises(eps.InputError, match=said):
+def test_what_is_no_text_is_refused_with_its_position(names: Any, text: str) -> None:
+    with pytest.raises(eps.InputError, match=text):
         keys.hashed(names)
 
 

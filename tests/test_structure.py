@@ -34,6 +34,8 @@ FIELD_TERMS = {
     ("elasticps/client/cache_batches.py", "asked"): "public: `CacheUse.asked`",
     ("elasticps/client/row_cache.py", "asked"): "the same",
     ("elasticps/metrics/client.py", "asked"): "the same",
+    ("elasticps/client/stats.py", "asked"): "the same",
+    ("elasticps/doctor/gather.py", "subject"): "of an X.509 certificate",
     ("elasticps/security/credentials.py", "subject"): "of an X.509 certificate",
     ("elasticps/security/session.py", "subject"): "the same",
     ("elasticps/security/openssl.py", "ahead"): "OpenSSL's name for reading more than a record",

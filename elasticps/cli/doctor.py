@@ -11,12 +11,12 @@ from rich.text import Text
 from elasticps.cli.local import target
 from elasticps.cli.options import URL_VARIABLE, Json, Name
 from elasticps.cli.output import ExitCode, out, print_json
-from elasticps.doctor.core.checks import Check, Verdict, judge, worst
+from elasticps.doctor.core.checks import Check, Severity, judge, worst
 from elasticps.doctor.core.facts import Facts
 from elasticps.errors import ConfigError
 from elasticps.system.memory import parse_size
 
-_STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.WRONG: "bold red"}
+_STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.WRONG: "bold red"}
 _OF_CLUSTER = ("cluster", "servers", "ports")  # what is wrong there need not be so here
 
 
@@ -50,7 +50,7 @@ def doctor(
     facts = gather(url or "", servers=servers, server_limit=limit, timeout_s=timeout)
     checks = judge(facts)
     if as_json:
-        print_json({"verdict": worst(checks), "checks": [check._asdict() for check in checks]})
+        print_json({"severity": worst(checks), "checks": [check._asdict() for check in checks]})
     else:
         for check in checks:
             _show(check)
@@ -59,16 +59,16 @@ def doctor(
 
 def exit_code(facts: Facts, checks: Sequence[Check]) -> ExitCode:
     """How the command ends."""
-    wrong = [check.name for check in checks if check.verdict is Verdict.WRONG]
-    if facts.url_error:
+    wrong = [check.name for check in checks if check.severity is Severity.WRONG]
+    if facts.cluster is not None and facts.cluster.error:
         return ExitCode.UNREACHABLE
-    if not facts.url or any(name not in _OF_CLUSTER for name in wrong):
+    if facts.cluster is None or any(name not in _OF_CLUSTER for name in wrong):
         return ExitCode.FAILED if wrong else ExitCode.OK
     return ExitCode.DEGRADED if wrong else ExitCode.OK
 
 
 def _show(check: Check) -> None:
-    verdict = f"{check.verdict:8}"
-    out.print(Text.assemble((verdict, _STYLES[check.verdict]), f"{check.name}: {check.found}"))
+    severity = f"{check.severity:8}"
+    out.print(Text.assemble((severity, _STYLES[check.severity]), f"{check.name}: {check.found}"))
     for text in filter(None, (check.meaning, check.remedy and f"→ {check.remedy}")):
         out.print(Text(f"{'':8}{text}"))

@@ -21,6 +21,9 @@ from rich.text import Text
 from coordinator.core import fields
 from coordinator.core.errors import CoordinationError, StoreUnavailable, UnknownServer
 from elasticps.errors import ClusterUnreachable, ConfigError, Error, Timeout, UnknownTable
+from elasticps.system.sizes import size
+
+__all__ = ["ExitCode", "err", "guarded", "make_folder", "out", "print_json", "sigterm_interrupts", "size"]
 
 _P = ParamSpec("_P")
 
@@ -46,15 +49,6 @@ class ExitCode(enum.IntEnum):
 def print_json(value: Any) -> None:
     """Prints one line of JSON to standard output."""
     print(json.dumps(value, separators=(",", ":")), flush=True)
-
-
-def size(count: float) -> str:
-    """Formats bytes for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def make_folder(folder: Path) -> None:

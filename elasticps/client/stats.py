@@ -131,8 +131,8 @@ def target_html(title: str, handle: Handle) -> str:
         ("push filters", ", ".join(map(str, spec.push))), ("pull filters", ", ".join(map(str, spec.pull))),
         ("admission", spec.admission or ""), ("eviction", ", ".join(map(str, spec.eviction))), ("usage", spec.usage),
     ]  # fmt: skip
-    own = [(name, shown(value)) for name, value in _of_table(handle)]
-    return html.described(title, [(name, value) for name, value in described if value != ""] + own)
+    described += [(name, shown(value)) for name, value in _of_table(handle)]
+    return html.described(title, [(name, value) for name, value in described if value != ""])
 
 
 def shown(value: float) -> str:

@@ -31,7 +31,18 @@ from coordinator.core.url import DEFAULT_PORT, TlsFiles, parse
 from coordinator.core.view import ServerInfo
 from coordinator.trouble import find_trouble
 from elasticps.admin import fetch_status
-from elasticps.doctor.core.facts import Certificate, Clock, Facts, KernelCache, Package, Port, ServerMemory
+from elasticps.doctor.core.facts import (
+    Certificate,
+    Clock,
+    ClusterFacts,
+    Facts,
+    Installation,
+    KernelCache,
+    Machine,
+    Package,
+    Port,
+    ServerUse,
+)
 from elasticps.errors import ConfigError, Error
 from elasticps.local.etcd import etcd_binary, free_ports, release
 from elasticps.security import credentials_of
@@ -46,27 +57,27 @@ _KERNELS = (  # modules whose kernels servers and workers wait for
     "elasticps.store.registry",
 )  # fmt: skip
 _LEADER_ERROR_S = 1.5  # a leader says whole seconds, and not all the time
-_SERVERS_ASKED = 64  # at once
+_AT_ONCE = 64  # at once
 
 
 def gather(url: str = "", *, servers: int = 1, server_limit: int = 0, timeout_s: float = 3.0) -> Facts:
     """Facts about this machine and, of a URL, about that cluster. servers, server_limit: how many servers are to run
     here, and the bytes of each one's --memory-limit. ConfigError for an unusable URL."""
-    facts = replace(_machine(), servers=servers, server_limit=server_limit)
-    return _of_cluster(facts, url, timeout_s) if url else _local_ports(_local_etcd(facts))
+    cluster = _of_cluster(url, timeout_s) if url else None
+    machine = _machine() if url else _local_ports(_machine())
+    return Facts(time.time(), _installation(), machine, cluster, servers, server_limit)
 
 
 # --- this machine and installation ----------------------------------------------------------------------------------
 
 
-def _machine() -> Facts:
+def _machine() -> Machine:
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
     soft, hard = (1 << 30 if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
     available = memory.available
     with suppress(OSError, ValueError):
         available = make_reader()().available
-    return Facts(
-        now_s=time.time(),
+    return Machine(
         huge_pages=_chosen(_text("sys/kernel/mm/transparent_hugepage/enabled")),
         files=(soft, hard),
         memory_total=memory.total,
@@ -78,9 +89,6 @@ def _machine() -> Facts:
         cores=len(os.sched_getaffinity(0)),
         core_share=core_share(),
         governor=_text("sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
-        python=(sys.version_info.major, sys.version_info.minor),
-        kernels=_kernels(),
-        **_packages(),
     )
 
 
@@ -162,23 +170,23 @@ def _kernels() -> KernelCache | None:
     return KernelCache(sum(map(kernels.compiled, files)), len(files), folder)
 
 
-def _local_etcd(facts: Facts) -> Facts:
-    try:
-        binary = etcd_binary()
-    except ConfigError:
-        return facts
-    return replace(facts, etcd=str(binary), etcd_release=release(binary))
+def _installation() -> Installation:
+    python, binary = (sys.version_info.major, sys.version_info.minor), ""
+    with suppress(ConfigError):  # there is none
+        binary = str(etcd_binary())
+    etcd_release = release(Path(binary)) if binary else ""
+    return Installation(python, kernels=_kernels(), etcd=binary, etcd_release=etcd_release, **_packages())
 
 
-def _local_ports(facts: Facts) -> Facts:
+def _local_ports(machine: Machine) -> Machine:
     address = f"127.0.0.1:{DEFAULT_PORT}"
     port = Port("etcd", address, *_dialled(address, 1.0))
     try:
-        return replace(facts, etcd_port=port, free_ports=len(free_ports(2)))
+        return replace(machine, etcd_port=port, free_ports=len(free_ports(2)))
     except ConfigError as error:
         if "loopback" in str(error):
-            return replace(facts, loopback="this machine cannot reach 127.0.0.1")
-        return replace(facts, etcd_port=port, free_ports=0)
+            return replace(machine, loopback="this machine cannot reach 127.0.0.1")
+        return replace(machine, etcd_port=port, free_ports=0)
 
 
 def _dialled(address: str, timeout_s: float) -> tuple[float | None, str]:
@@ -195,19 +203,17 @@ def _dialled(address: str, timeout_s: float) -> tuple[float | None, str]:
 # --- a cluster ------------------------------------------------------------------------------------------------------
 
 
-def _of_cluster(facts: Facts, url: str, timeout_s: float) -> Facts:
+def _of_cluster(url: str, timeout_s: float) -> ClusterFacts:
     try:
         cluster = parse(url)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    facts = replace(facts, url=url)
-    if cluster.tls is not None and cluster.tls.cert:
-        facts = replace(facts, certificate=look_at(cluster.tls, cluster.cluster))
+    certificate = look_at(cluster.tls, cluster.cluster) if cluster.tls is not None and cluster.tls.cert else None
     ports = [Port("etcd", address, *_dialled(address, timeout_s)) for address in cluster.endpoints]
     try:
         state, trouble, etcd_release = background.run(read_store(url, timeout_s, _read), timeout_s + 1)
     except (CoordinationError, Error, TimeoutError) as error:
-        return replace(facts, url_error=str(error), ports=tuple(ports))
+        return ClusterFacts(url, str(error), ports=ports, certificate=certificate)
     known = {one.name: one for one in (*(state.view.servers if state.view else ()), *state.registered)}
     servers = list(known.values())
     for server in servers:
@@ -216,13 +222,10 @@ def _of_cluster(facts: Facts, url: str, timeout_s: float) -> Facts:
             for what, address in (("data port", server.address), ("admin port", server.admin))
         ]
     try:
-        memories, clocks = background.run(_asked(url, servers, timeout_s))
+        reports, clocks = background.run(_question(url, servers, timeout_s))
     except Error as error:  # its certificate, which a check of its own speaks of
-        memories, clocks = [ServerMemory(server.name, error=str(error)) for server in servers], []
-    return replace(
-        facts, etcd_release=etcd_release, ports=tuple(ports), trouble=tuple(trouble), cluster_servers=tuple(memories),
-        clocks=tuple(clocks),
-    )  # fmt: skip
+        reports, clocks = [ServerUse(server.name, error=str(error)) for server in servers], []
+    return ClusterFacts(url, "", etcd_release, ports, clocks, certificate, reports, trouble)
 
 
 async def _read(store: Store) -> tuple[ClusterState, list[str], str]:
@@ -232,19 +235,19 @@ async def _read(store: Store) -> tuple[ClusterState, list[str], str]:
     return state, trouble, etcd_release
 
 
-async def _asked(url: str, servers: Sequence[ServerInfo], timeout_s: float) -> tuple[list[ServerMemory], list[Clock]]:
+async def _question(url: str, servers: Sequence[ServerInfo], timeout_s: float) -> tuple[list[ServerUse], list[Clock]]:
     """What servers say of their memory, and of their clocks and the leader's."""
-    credentials, limit = credentials_of(url), asyncio.Semaphore(_SERVERS_ASKED)
+    credentials, limit = credentials_of(url), asyncio.Semaphore(_AT_ONCE)
     clocks: list[Clock] = []
     leader: list[Clock] = []
 
-    async def ask(server: ServerInfo) -> ServerMemory:
+    async def ask(server: ServerInfo) -> ServerUse:
         async with limit:
             began = time.time()
             try:
                 answer = await fetch_status(server.admin, timeout_s, credentials)
             except Error as error:
-                return ServerMemory(server.name, error=str(error))
+                return ServerUse(server.name, error=str(error))
             took_s = time.time() - began
         between = began + took_s / 2
         if answer["clock"]:
@@ -252,10 +255,10 @@ async def _asked(url: str, servers: Sequence[ServerInfo], timeout_s: float) -> t
         if answer["leader_clock"]:
             offset_s = answer["leader_clock"] + 0.5 - between
             leader.append(Clock("the leading coordinator", offset_s, took_s / 2 + _LEADER_ERROR_S))
-        return ServerMemory(server.name, answer["memory_used"], answer["memory_mark"], answer["memory_limit"])
+        return ServerUse(server.name, answer["memory_used"], answer["memory_mark"], answer["memory_limit"])
 
-    memories = await asyncio.gather(*map(ask, servers))
-    return list(memories), [*clocks, *leader[:1]]
+    reports = await asyncio.gather(*map(ask, servers))
+    return list(reports), [*clocks, *leader[:1]]
 
 
 def look_at(files: TlsFiles, cluster: str) -> Certificate:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 import socket
+import time
 from typing import Any, ClassVar
 
 import pytest

@@ -53,7 +53,12 @@ def test_no_link_in_the_folder_that_is_written_is_followed(
     """Whoever may write there is quick, and puts a link where a file of the export is to be."""
     victim = tmp_path / "victim"
     victim.write_text("years of work")
-    names = {"safetensors": "t.weight.safetensors", "npz": "t.npz.weight", "npy": "t.weight.npy", "parquet": "t.parquet"}
+    names = {
+        "safetensors": "t.weight.safetensors",
+        "npz": "t.npz.weight",
+        "npy": "t.weight.npy",
+        "parquet": "t.parquet",
+    }
 
     real = Path.mkdir
 

@@ -107,7 +107,7 @@ def test_a_restore_succeeds_after_failures_and_interruptions(
     # A server dies in the middle.
     victims = [server for server in cluster.servers if server.name == "s1"]
 
-    def tell(done: int, of: int) -> None:
+    def tell(done: int, of: int | None) -> None:
         if done and victims:
             os.kill(victims.pop().pid, signal.SIGKILL)
 

@@ -17,11 +17,11 @@ def test_a_client_knows_its_steps_bytes_servers_and_tables(connect: Connect) -> 
     assert before["steps.pushed"] == before["tables.open"] == before["view.changes"] == 0
     keys, grads = np.arange(100), np.ones((100, 4), np.float32)
     plain = ps.table("plain", dim=4, optimizer=eps.SGD(lr=0.5))
-    kept = ps.table("kept", dim=4, optimizer=eps.SGD(lr=0.1), cache=eps.Cache(rows=1_000, staleness=1))
+    cached = ps.table("cached", dim=4, optimizer=eps.SGD(lr=0.1), cache=eps.Cache(rows=1_000, staleness=1))
     short = ps.table("short", dim=4, optimizer=eps.Assign(), push=[eps.TopK(0.5), eps.KeysOnce()])
-    ps.push({plain: (keys, grads), kept: (keys, grads), short: (keys, grads)}).result()
+    ps.push({plain: (keys, grads), cached: (keys, grads), short: (keys, grads)}).result()
     for _ in range(2):
-        kept.pull(keys)
+        cached.pull(keys)
     stats = ps.stats()
     assert all(type(value) in (int, float) for value in stats.values())
     assert stats["steps.pushed"] == stats["steps.committed"] == 1
@@ -33,8 +33,8 @@ def test_a_client_knows_its_steps_bytes_servers_and_tables(connect: Connect) -> 
     assert stats["view.epoch"] == ps.view.epoch
     assert stats["view.age_s"] > 0
     assert stats["table.plain.lr"] == 0.5
-    assert stats["table.kept.cache.pulled"] == 200
-    assert stats["table.kept.cache.hits"] >= 100
+    assert stats["table.cached.cache.pulled"] == 200
+    assert stats["table.cached.cache.hits"] >= 100
     assert stats["table.short.feedback.rows"] == 100
     assert stats["table.short.keys.whole_bytes"] > 0
     assert "table.short.lr" not in stats

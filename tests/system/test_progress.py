@@ -24,8 +24,8 @@ def test_a_function_hears_how_far_a_call_is() -> None:
 
 
 def test_who_wants_nothing_sees_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    for wanted in (False, True):  # there is no terminal
-        with reporting(wanted, "load", "rows", 10) as report:
+    for given in (False, True):  # there is no terminal
+        with reporting(given, "load", "rows", 10) as report:
             report.advance(4)
         assert report.done == 4
     assert capsys.readouterr() == ("", "")

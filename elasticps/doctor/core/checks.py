@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from elasticps.doctor.core.facts import Facts, Package
+from elasticps.system.sizes import size
 
 _DAY_S = 86_400.0
 _GIB, _MIB = 1 << 30, 1 << 20
@@ -20,7 +21,7 @@ FULL_SHARE = 0.9  # of the mark above which a server takes no new rows
 COMPILE_S = 45  # of one core
 
 
-class Verdict(enum.StrEnum):
+class Severity(enum.StrEnum):
     """How a check ended."""
 
     OK = "ok"
@@ -29,26 +30,26 @@ class Verdict(enum.StrEnum):
 
 
 class Check(NamedTuple):
-    """One check: what was looked at, the verdict, what was found, what it means, and what to do; the last two are ""
+    """One check: what was looked at, the severity, what was found, what it means, and what to do; the last two are ""
     where all is well."""
 
     name: str
-    verdict: Verdict
+    severity: Severity
     found: str
     meaning: str = ""
     remedy: str = ""
 
 
 def _ok(name: str, found: str) -> Check:
-    return Check(name, Verdict.OK, found)
+    return Check(name, Severity.OK, found)
 
 
 def _warning(name: str, found: str, meaning: str, remedy: str) -> Check:
-    return Check(name, Verdict.WARNING, found, meaning, remedy)
+    return Check(name, Severity.WARNING, found, meaning, remedy)
 
 
 def _wrong(name: str, found: str, meaning: str, remedy: str) -> Check:
-    return Check(name, Verdict.WRONG, found, meaning, remedy)
+    return Check(name, Severity.WRONG, found, meaning, remedy)
 
 
 def judge(facts: Facts) -> list[Check]:
@@ -56,10 +57,10 @@ def judge(facts: Facts) -> list[Check]:
     return [check for each in CHECKS for check in each(facts)]
 
 
-def worst(checks: list[Check]) -> Verdict:
-    """The worst verdict."""
-    found = {check.verdict for check in checks}
-    return next((one for one in (Verdict.WRONG, Verdict.WARNING) if one in found), Verdict.OK)
+def worst(checks: list[Check]) -> Severity:
+    """The worst severity."""
+    found = {check.severity for check in checks}
+    return next((one for one in (Severity.WRONG, Severity.WARNING) if one in found), Severity.OK)
 
 
 # --- this installation ----------------------------------------------------------------------------------------------
@@ -67,21 +68,22 @@ def worst(checks: list[Check]) -> Verdict:
 
 def check_python(facts: Facts) -> Iterator[Check]:
     """Python and the packages that elasticps needs."""
-    version = ".".join(map(str, facts.python))
-    if fits(version, facts.python_required):
+    here = facts.installation
+    version = ".".join(map(str, here.python))
+    if fits(version, here.python_required):
         yield _ok("python", version)
     else:
         remedy = "make an environment with another Python, and install elasticps there"
-        yield _wrong("python", version, f"elasticps asks for {facts.python_required}", remedy)
-    wrong = [package for package in facts.packages if not package.version or not _package_fits(package)]
+        yield _wrong("python", version, f"elasticps asks for {here.python_required}", remedy)
+    wrong = [package for package in here.packages if not package.version or not _package_fits(package)]
     for package in wrong:
         there = f"{package.name} {package.version or 'is missing'}"
         meaning = f"elasticps asks for {package.required or 'it'}, and was tested with nothing else"
         remedy = f"pip install '{package.name}{package.required}'"
         yield _wrong("packages", there, meaning, remedy)
     if not wrong:
-        shown = ", ".join(f"{p.name} {p.version}" for p in facts.packages if p.name in ("numpy", "numba", "grpcio"))
-        yield _ok("packages", shown or f"{len(facts.packages)} as asked for")
+        shown = ", ".join(f"{p.name} {p.version}" for p in here.packages if p.name in ("numpy", "numba", "grpcio"))
+        yield _ok("packages", shown or f"{len(here.packages)} as asked for")
 
 
 def _package_fits(package: Package) -> bool:
@@ -121,7 +123,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def check_kernels(facts: Facts) -> Iterator[Check]:
     """The cache of compiled kernels."""
-    cache = facts.kernels
+    here = facts.installation
+    cache = here.kernels
     if cache is None:
         return
     if not cache.folder:
@@ -146,19 +149,20 @@ def check_kernels(facts: Facts) -> Iterator[Check]:
 
 def check_etcd(facts: Facts) -> Iterator[Check]:
     """The binary that local clusters run, or the etcd of the URL."""
-    if facts.url:
-        if facts.url_error:
+    here, cluster = facts.installation, facts.cluster
+    if cluster is not None:
+        if cluster.error:
             return  # which `check_cluster` says
-        found = f"{facts.etcd_release or 'unknown release'}, of the URL"
-    elif not facts.etcd:
+        number, found = cluster.etcd_release, f"{cluster.etcd_release or 'unknown release'}, of the URL"
+    elif not here.etcd:
         yield _warning(
             "etcd", "no etcd is on PATH", "clusters on this machine (`elasticps up`, LocalCluster) cannot start; to "
             "join a cluster elsewhere none is needed", "pip install 'elasticps[local]', or etcd of your distribution",
         )  # fmt: skip
         return
     else:
-        found = f"{facts.etcd_release or 'unknown release'}, {facts.etcd}"
-    release = _numbers(facts.etcd_release)
+        number, found = here.etcd_release, f"{here.etcd_release or 'unknown release'}, {here.etcd}"
+    release = _numbers(number)
     if release and release < (3, 4):
         yield _wrong("etcd", found, "it is older than any that was tried", "take etcd 3.4, or better 3.5.3 or later")
     elif release[:2] == (3, 5) and (*release, 0)[2] <= 2:
@@ -170,34 +174,37 @@ def check_etcd(facts: Facts) -> Iterator[Check]:
 
 def check_ports(facts: Facts) -> Iterator[Check]:
     """Ports of this machine, or of the cluster."""
-    if facts.loopback:
-        yield _wrong("ports", facts.loopback, "a cluster on this machine cannot talk to itself", "ip link set lo up")
-    elif facts.free_ports == 0:
+    machine = facts.machine
+    if machine.loopback:
+        yield _wrong("ports", machine.loopback, "a cluster on this machine cannot talk to itself", "ip link set lo up")
+    elif machine.free_ports == 0:
         meaning = "a cluster on this machine finds no port to listen on"
         yield _wrong("ports", "none of 20000 to 32767 is free", meaning, "end what listens there")
-    elif facts.etcd_port is not None and facts.etcd_port.answer_s is not None:
-        yield _ok("ports", f"there are free ones; something answers at {facts.etcd_port.address}, etcd's usual one")
-    elif facts.free_ports is not None:
+    elif machine.etcd_port is not None and machine.etcd_port.answer_s is not None:
+        yield _ok("ports", f"there are free ones; something answers at {machine.etcd_port.address}, etcd's usual one")
+    elif machine.free_ports is not None:
         yield _ok("ports", "there are free ones")
-    silent = [port for port in facts.ports if port.answer_s is None]
+    ports = () if facts.cluster is None else facts.cluster.ports
+    silent = [port for port in ports if port.answer_s is None]
     for port in silent:
         yield _wrong(
             "ports", f"{port.what} at {port.address}: {port.error or 'no answer'}",
             "this machine cannot reach what it has to talk to",
             "is that process running, and may this machine reach the port (firewall, network policy, --advertise)?",
         )  # fmt: skip
-    if facts.ports and not silent:
-        slowest = max(port.answer_s or 0.0 for port in facts.ports)
-        yield _ok("ports", f"{len(facts.ports)} of the cluster answer, within {1e3 * slowest:.1f} ms")
+    if ports and not silent:
+        slowest = max(port.answer_s or 0.0 for port in ports)
+        yield _ok("ports", f"{len(ports)} of the cluster answer, within {1e3 * slowest:.1f} ms")
 
 
 def check_huge_pages(facts: Facts) -> Iterator[Check]:
     """Transparent huge pages."""
-    if facts.huge_pages in ("always", "madvise"):
-        yield _ok("huge pages", facts.huge_pages)
+    machine = facts.machine
+    if machine.huge_pages in ("always", "madvise"):
+        yield _ok("huge pages", machine.huge_pages)
         return
     yield _warning(
-        "huge pages", facts.huge_pages or "this kernel has none",
+        "huge pages", machine.huge_pages or "this kernel has none",
         "tables take pages of 4 KiB: pulls and pushes are up to several times slower, and a killed server's memory "
         "takes twenty times as long to be freed",
         "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
@@ -206,7 +213,8 @@ def check_huge_pages(facts: Facts) -> Iterator[Check]:
 
 def check_files(facts: Facts) -> Iterator[Check]:
     """The limit of open files."""
-    soft, hard = facts.files
+    machine = facts.machine
+    soft, hard = machine.files
     found = f"{hard:,} may be open" + (f", {soft:,} unless a process raises its limit" if soft < hard else "")
     if hard < FILES_LEAST:
         remedy = f"ulimit -Hn {FILES_ENOUGH} as root, LimitNOFILE= in systemd, --ulimit nofile= of a container"
@@ -220,20 +228,21 @@ def check_files(facts: Facts) -> Iterator[Check]:
 
 def check_memory(facts: Facts) -> Iterator[Check]:
     """What servers on this machine may use, beside what it has."""
-    limited = facts.memory_limit < facts.memory_total
-    found = f"{size(facts.memory_limit)}" + (f", a limit; the machine has {size(facts.memory_total)}" * limited)
-    found += f", {size(facts.memory_available)} free now"
-    each = facts.server_limit or facts.memory_limit
+    machine = facts.machine
+    limited = machine.memory_limit < machine.memory_total
+    found = f"{size(machine.memory_limit)}" + (f", a limit; the machine has {size(machine.memory_total)}" * limited)
+    found += f", {size(machine.memory_available)} free now"
+    each = facts.server_limit or machine.memory_limit
     if each < SERVER_LEAST_BYTES:
         remedy = "raise the limit of the control group or container, `ulimit -v`, or --memory-limit"
         yield _wrong("memory", found, f"a server needs {size(SERVER_LEAST_BYTES)}, for hardly any rows", remedy)
-    elif facts.servers * each > facts.memory_limit:
+    elif facts.servers * each > machine.memory_limit:
         whose = f"--memory-limit {size(each)}" if facts.server_limit else "the whole of it, without --memory-limit"
         yield _wrong(
             "memory", found, f"{facts.servers} servers would each use {whose}: the kernel kills one when they have",
-            f"give each --memory-limit {size(facts.memory_limit // facts.servers)} or less",
+            f"give each --memory-limit {size(machine.memory_limit // facts.servers)} or less",
         )  # fmt: skip
-    elif facts.memory_available < SERVER_LEAST_BYTES:
+    elif machine.memory_available < SERVER_LEAST_BYTES:
         remedy = "end what else runs here, or take another machine"
         yield _warning("memory", found, "others use nearly all of it: a server may be killed", remedy)
     else:
@@ -242,11 +251,12 @@ def check_memory(facts: Facts) -> Iterator[Check]:
 
 def check_swap(facts: Facts) -> Iterator[Check]:
     """Swap space."""
-    if not facts.swap_total:
+    machine = facts.machine
+    if not machine.swap_total:
         yield _ok("swap", "none")
         return
     yield _warning(
-        "swap", f"{size(facts.swap_total)}, {size(facts.swap_used)} in use",
+        "swap", f"{size(machine.swap_total)}, {size(machine.swap_used)} in use",
         "a server whose rows are on a disk is silent for seconds, and is left out of the cluster",
         "swapoff -a on machines of servers, or MemorySwapMax=0 of their unit",
     )  # fmt: skip
@@ -254,13 +264,14 @@ def check_swap(facts: Facts) -> Iterator[Check]:
 
 def check_shared_memory(facts: Facts) -> Iterator[Check]:
     """Where processes share memory."""
-    if facts.shared_memory is None:
+    machine = facts.machine
+    if machine.shared_memory is None:
         yield _warning(
             "shared memory", "there is no /dev/shm", "DataLoader's workers of torch cannot hand batches over",
             "mount it: mount -t tmpfs shm /dev/shm",
         )  # fmt: skip
         return
-    total, free = facts.shared_memory
+    total, free = machine.shared_memory
     if min(total, free) <= SHARED_LEAST_BYTES:
         yield _warning(
             "shared memory", f"/dev/shm has {size(total)}, {size(free)} free",
@@ -273,16 +284,17 @@ def check_shared_memory(facts: Facts) -> Iterator[Check]:
 
 def check_cores(facts: Facts) -> Iterator[Check]:
     """How many cores there are, and how fast they may run."""
-    usable = facts.cores if facts.core_share is None else min(facts.cores, facts.core_share)
-    found = f"{facts.cores}" + ("" if facts.core_share is None else f", limited to {facts.core_share:g}")
-    found += f", governor {facts.governor}" if facts.governor else ""
+    machine = facts.machine
+    usable = machine.cores if machine.core_share is None else min(machine.cores, machine.core_share)
+    found = f"{machine.cores}" + ("" if machine.core_share is None else f", limited to {machine.core_share:g}")
+    found += f", governor {machine.governor}" if machine.governor else ""
     if usable < 1:
         meaning = "a server that is not let run for a moment is silent, and may be left out"
         yield _wrong("cores", found, meaning, "give the container at least one core, without a limit below it")
     elif usable < facts.servers + 1:
         meaning = f"{facts.servers} servers and a worker share them: they wait for each other"
         yield _warning("cores", found, meaning, "a core for each server, and one for a worker")
-    elif facts.governor == "powersave":
+    elif machine.governor == "powersave":
         meaning = "cores may be slow to speed up: short requests take longer"
         yield _warning("cores", found, meaning, "cpupower frequency-set -g performance")
     else:
@@ -294,7 +306,7 @@ def check_cores(facts: Facts) -> Iterator[Check]:
 
 def check_certificate(facts: Facts) -> Iterator[Check]:
     """The certificate that the URL names."""
-    certificate = facts.certificate
+    certificate = None if facts.cluster is None else facts.cluster.certificate
     if certificate is None:
         return
     make = "make it again with `elasticps certificates`, and replace its files: processes read them while they run"
@@ -319,18 +331,19 @@ def check_certificate(facts: Facts) -> Iterator[Check]:
 
 def check_cluster(facts: Facts) -> Iterator[Check]:
     """The cluster, as its etcd has it."""
-    if not facts.url:
+    cluster = facts.cluster
+    if cluster is None:
         return
-    if facts.url_error:
+    if cluster.error:
         remedy = "is etcd running there, and may this machine reach it? Of a cluster with TLS, does the URL name files?"
-        yield _wrong("cluster", facts.url_error, "nothing can be said of the cluster", remedy)
+        yield _wrong("cluster", cluster.error, "nothing can be said of the cluster", remedy)
         return
-    for text in facts.trouble:
+    for text in cluster.trouble:
         remedy = "docs/guides/troubleshooting.md says what to do; `elasticps status` has more"
         yield _wrong("cluster", text, "the cluster, or a part of it, cannot go on as it is", remedy)
-    if not facts.trouble:
-        yield _ok("cluster", f"{len(facts.cluster_servers)} servers")
-    for server in facts.cluster_servers:
+    if not cluster.trouble:
+        yield _ok("cluster", f"{len(cluster.servers)} servers")
+    for server in cluster.servers:
         if server.error:
             remedy = "`elasticps logs`, or those of its machine, say why it is silent"
             yield _wrong("servers", f"{server.name}: {server.error}", "it does not answer", remedy)
@@ -342,10 +355,11 @@ def check_cluster(facts: Facts) -> Iterator[Check]:
 
 def check_clocks(facts: Facts) -> Iterator[Check]:
     """Clocks of the cluster's machines beside this one's."""
-    if not facts.clocks:
+    clocks = () if facts.cluster is None else facts.cluster.clocks
+    if not clocks:
         return
     wrong = False
-    for clock in facts.clocks:
+    for clock in clocks:
         least_s = abs(clock.offset_s) - clock.error_s
         if least_s < CLOCK_WARN_S:
             continue
@@ -358,23 +372,14 @@ def check_clocks(facts: Facts) -> Iterator[Check]:
         else:
             yield _wrong("clocks", found, f"{meaning}, and certificates count as expired or not yet valid", remedy)
     if not wrong:
-        most_s = max(abs(clock.offset_s) + clock.error_s for clock in facts.clocks)
-        yield _ok("clocks", f"{len(facts.clocks)} are within {most_s:.1f} s of this machine's")
+        most_s = max(abs(clock.offset_s) + clock.error_s for clock in clocks)
+        yield _ok("clocks", f"{len(clocks)} are within {most_s:.1f} s of this machine's")
 
 
 CHECKS: tuple[Callable[[Facts], Iterator[Check]], ...] = (
     check_python, check_kernels, check_etcd, check_ports, check_huge_pages, check_files, check_memory, check_swap,
     check_shared_memory, check_cores, check_certificate, check_cluster, check_clocks,
 )  # fmt: skip
-
-
-def size(count: float) -> str:
-    """Formats bytes for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def _time(seconds: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -54,7 +54,7 @@ class KernelCache(NamedTuple):
     folder: str
 
 
-class ServerMemory(NamedTuple):
+class ServerUse(NamedTuple):
     """A server of the cluster: bytes that it uses, above which it takes no new rows, and may use; 0: no limit. error:
     why it did not answer."""
 
@@ -66,14 +66,23 @@ class ServerMemory(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What was found. Times are Unix times, sizes bytes."""
+class Installation:
+    """What is installed: Python, packages, compiled kernels, and an etcd for local clusters."""
 
-    now_s: float  # by this machine's clock
+    python: tuple[int, int] = (0, 0)
+    python_required: str = ""  # such as ">=3.11"
+    packages: Sequence[Package] = ()
+    kernels: KernelCache | None = None
     etcd: str = ""  # the binary that a local cluster would run
-    etcd_release: str = ""  # of the binary, or of the etcd that the URL names
+    etcd_release: str = ""  # of the binary
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine has, and lets a process use. Sizes are bytes."""
+
     loopback: str = ""  # why this machine cannot reach itself
-    etcd_port: Port | None = None  # 2379 of this machine, where no URL is given
+    etcd_port: Port | None = None  # 2379, etcd's usual one
     free_ports: int | None = None  # of the few that were looked for
     huge_pages: str = ""  # the mode of transparent huge pages
     files: tuple[int, int] = (0, 0)  # open files: the limit, and up to where it may be raised
@@ -86,16 +95,30 @@ class Facts:
     cores: int = 0  # that this process may use
     core_share: float | None = None  # a control group's limit, in cores
     governor: str = ""  # of the first core
-    python: tuple[int, int] = (0, 0)
-    python_required: str = ""  # such as ">=3.11"
-    packages: Sequence[Package] = ()
-    kernels: KernelCache | None = None
-    servers: int = 1  # how many are to run on this machine
-    server_limit: int = 0  # the --memory-limit of each, 0 for none
-    url: str = ""  # of the cluster that was looked at
-    url_error: str = ""  # why its etcd cannot be asked
-    ports: Sequence[Port] = ()  # of the cluster
+
+
+@dataclass(frozen=True)
+class ClusterFacts:
+    """What was found of the cluster at a URL. error: why its etcd cannot be asked; then little else is known."""
+
+    url: str
+    error: str = ""
+    etcd_release: str = ""
+    ports: Sequence[Port] = ()
     clocks: Sequence[Clock] = ()
     certificate: Certificate | None = None
-    cluster_servers: Sequence[ServerMemory] = field(default_factory=tuple)
-    trouble: Sequence[str] = ()  # what the cluster's etcd, or its view, says of itself
+    servers: Sequence[ServerUse] = ()
+    trouble: Sequence[str] = ()  # what its etcd, or its view, says of itself
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All of it. now_s: Unix time by this machine's clock; servers, server_limit: how many servers are to run here, and
+    the bytes of each one's --memory-limit, 0 for none."""
+
+    now_s: float
+    installation: Installation
+    machine: Machine
+    cluster: ClusterFacts | None = None
+    servers: int = 1
+    server_limit: int = 0
