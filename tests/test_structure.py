@@ -34,7 +34,7 @@ FIELD_TERMS = {
     ("elasticps/client/cache_batches.py", "asked"): "public: `CacheUse.asked`",
     ("elasticps/client/row_cache.py", "asked"): "the same",
     ("elasticps/metrics/client.py", "asked"): "the same",
-    ("elasticps/client/stats.py", "asked"): "the same",
+    ("elasticps/client/table_stats.py", "asked"): "the same",
     ("elasticps/doctor/gather.py", "subject"): "of an X.509 certificate",
     ("elasticps/security/credentials.py", "subject"): "of an X.509 certificate",
     ("elasticps/security/session.py", "subject"): "the same",

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
-from elasticps.client.tables import Handle, SparseTable
+from elasticps.client.table_stats import shown, table_stats
 from elasticps.errors import ConfigError
 from elasticps.system import html
 
 if TYPE_CHECKING:
-    from elasticps.client.client import Client
     from elasticps.client.parts import Parts
 
 PREFIX = "elasticps/"  # before a number's name, where a tracker has others
@@ -45,43 +44,20 @@ def read_stats(parts: Parts) -> dict[str, float]:
     if parts.reads.bound is not None:
         found["staleness.bound"] = parts.reads.bound
     for name, handle in list(parts.tables.opened.items()):
-        for what, value in _of_table(handle):
+        for what, value in table_stats(handle):
             found[f"table.{name}.{what}"] = value
     return found
 
 
-def _of_table(handle: Handle) -> Iterator[tuple[str, float]]:
-    """What a table or tensor has of its own, where it has something."""
-    if isinstance(lr := getattr(handle.optimizer, "lr", None), int | float):
-        yield "lr", float(lr)
-    if any(feedback := handle.feedback):
-        yield "feedback.rows", feedback.rows
-        yield "feedback.lost", feedback.lost
-    if any(screened := handle.screened):
-        yield "kkt.floats", screened.floats
-        yield "kkt.dropped", screened.dropped
-    if any(saved := handle.zstd_bytes):
-        yield "zstd.whole_bytes", saved.whole
-        yield "zstd.sent_bytes", saved.sent
-    if not isinstance(handle, SparseTable):
-        return
-    if any(saved := handle.key_bytes):
-        yield "keys.whole_bytes", saved.whole
-        yield "keys.sent_bytes", saved.sent
-    if handle.cache is not None:
-        use = handle.cached
-        yield "cache.rows", use.rows
-        yield "cache.given_up", use.given_up
-        yield "cache.pulled", use.asked
-        yield "cache.hits", use.hits
-        yield "cache.hit_rate", use.hit_rate
-        yield "cache.unchanged", use.unchanged
-        yield "cache.oldest_steps", use.oldest
-        yield "cache.received_bytes", use.nbytes
-        yield "cache.whole_bytes", use.whole_bytes
+class CountedClient(Protocol):
+    """A client, or a rank's."""
+
+    @property
+    def clock(self) -> int: ...
+    def stats(self) -> Mapping[str, float]: ...
 
 
-def log_stats(ps: Client, writer: Any, step: int | None = None, *, prefix: str = PREFIX) -> Mapping[str, float]:
+def log_stats(ps: CountedClient, writer: Any, step: int | None = None, *, prefix: str = PREFIX) -> Mapping[str, float]:
     """Writes the numbers of `ps.stats()` to an experiment tracker, as of `step` (the client's clock if None), and
     returns them. writer: TensorBoard's `SummaryWriter`, or whatever has `add_scalar(name, number, step)`; else a run of
     Weights & Biases, or whatever has `log({name: number}, step=…)`. prefix: before each name.
@@ -120,21 +96,3 @@ def client_html(title: str, parts: Parts) -> str:
     )
     numbers = [(name, shown(value)) for name, value in read_stats(parts).items() if name.startswith(_SHOWN)]
     return html.described(title, numbers, tables if parts.tables.opened else "")
-
-
-def target_html(title: str, handle: Handle) -> str:
-    """A table or tensor as a notebook shows it: its spec, and what this client knows of it."""
-    spec = handle.spec
-    described: list[tuple[str, object]] = [
-        ("rows" if spec.shape is None else "shape", f"float32 [n, {spec.dim}]" if spec.shape is None else spec.shape),
-        ("optimizer", handle.optimizer), ("initial values", spec.init), ("kept as", spec.dtype),
-        ("push filters", ", ".join(map(str, spec.push))), ("pull filters", ", ".join(map(str, spec.pull))),
-        ("admission", spec.admission or ""), ("eviction", ", ".join(map(str, spec.eviction))), ("usage", spec.usage),
-    ]  # fmt: skip
-    described += [(name, shown(value)) for name, value in _of_table(handle)]
-    return html.described(title, [(name, value) for name, value in described if value != ""])
-
-
-def shown(value: float) -> str:
-    """A number for people."""
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"

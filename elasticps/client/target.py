@@ -24,6 +24,7 @@ from elasticps.client.rates import SetRate, same_rate, with_rate
 from elasticps.client.reads import Reads
 from elasticps.client.scans import Reduced
 from elasticps.client.short_keys import Saved, Short
+from elasticps.client.table_stats import target_html
 from elasticps.client.writes import Write
 from elasticps.errors import InputError
 from elasticps.kernels.hashing import table_salt
@@ -203,9 +204,7 @@ class PushTarget(Reduced):
         return f"<{type(self).__name__} {self.name!r} of cluster {self._reads.cluster!r}: {shape}, {self.optimizer}>"
 
     def _repr_html_(self) -> str:
-        from elasticps.client.stats import target_html  # which imports tables
-
-        return target_html(repr(self), self)  # type: ignore[arg-type]  # it is one of the two
+        return target_html(repr(self), self)
 
     def _load(self, write: Callable[[Routes], Write], *, replace: bool = True) -> None:
         self._reads.change(fill([write], self._reads.worker.id, replace=replace), f"loading {self.name!r}")

@@ -45,8 +45,8 @@ class Writer:
 
 def test_numbers_go_to_a_run_as_one_record() -> None:
     run = Run()
-    eps.log_stats(Known(), run)  # type: ignore[arg-type]
-    eps.log_stats(Known(), run, 3, prefix="ps.")  # type: ignore[arg-type]
+    eps.log_stats(Known(), run)
+    eps.log_stats(Known(), run, 3, prefix="ps.")
     assert run.logged[0] == (
         {"elasticps/steps.pushed": 7, "elasticps/bytes.sent": 1e6, "elasticps/table.t.lr": 0.1}, 7
     )  # fmt: skip
@@ -56,7 +56,7 @@ def test_numbers_go_to_a_run_as_one_record() -> None:
 
 def test_numbers_go_to_a_writer_one_by_one() -> None:
     writer = Writer()
-    assert eps.log_stats(Known(), writer, 3) == {name: STATS[name] for name in list(STATS)[:3]}  # type: ignore[arg-type]
+    assert eps.log_stats(Known(), writer, 3) == {name: STATS[name] for name in list(STATS)[:3]}
     assert writer.added == [
         ("elasticps/steps.pushed", 7, 3), ("elasticps/bytes.sent", 1e6, 3), ("elasticps/table.t.lr", 0.1, 3)
     ]  # fmt: skip
@@ -64,7 +64,7 @@ def test_numbers_go_to_a_writer_one_by_one() -> None:
 
 def test_what_takes_no_numbers_is_refused() -> None:
     with pytest.raises(eps.ConfigError, match="a int has neither"):
-        eps.log_stats(Known(), 3)  # type: ignore[arg-type]
+        eps.log_stats(Known(), 3)
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
 
     with SummaryWriter(str(tmp_path)) as writer:
         for step in (1, 2):
-            eps.log_stats(Known(), writer, step)  # type: ignore[arg-type]
+            eps.log_stats(Known(), writer, step)
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert sorted(events.Tags()["scalars"]) == sorted(f"elasticps/{name}" for name in list(STATS)[:3])
