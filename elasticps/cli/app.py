@@ -18,6 +18,7 @@ from elasticps.cli import audit, checkpoint, cluster, exchange, local, logs, pro
 from elasticps.cli.certificates import certificates
 from elasticps.cli.dashboard import dashboard
 from elasticps.cli.doctor import doctor
+from elasticps.cli.launch import launch
 from elasticps.cli.options import command
 from elasticps.cli.output import guarded, out
 from elasticps.errors import ConfigError
@@ -35,6 +36,7 @@ LOCAL, LOOK, SHOW = "Clusters on this machine", "Any cluster", "See it work"
 RUN, ABOUT = "Processes of a cluster", "About"
 app.command(rich_help_panel=LOCAL)(command(local.up))
 app.command(rich_help_panel=LOCAL)(command(local.down))
+app.command(rich_help_panel=LOCAL, context_settings={"allow_interspersed_args": False})(command(launch))
 app.command(rich_help_panel=LOCAL)(command(scale.scale))
 app.command(rich_help_panel=LOCAL)(command(local.kill))
 app.command(rich_help_panel=LOCAL)(command(logs.logs))

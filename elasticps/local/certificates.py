@@ -20,6 +20,21 @@ def begin(folder: Path, hosts: Iterable[str] = ("127.0.0.1", "localhost")) -> Tl
     return Authority.create(folder / _FOLDER).issue_etcd(hosts)
 
 
+def adopt(source: Path, folder: Path) -> None:
+    """Copies the authority in `source` into the folder of a cluster, which is thrown away later. ConfigError if there
+    is none."""
+    Authority(source)  # says what is wrong with it
+    (folder / _FOLDER).mkdir(mode=0o700)
+    for name in ("ca.crt", "ca.key"):
+        (folder / _FOLDER / name).touch(mode=0o600)
+        (folder / _FOLDER / name).write_bytes((source / name).read_bytes())
+
+
+def etcd_files(folder: Path, hosts: Iterable[str]) -> TlsFiles:
+    """Makes the files of an etcd that is found under `hosts`, by the authority of the cluster in `folder`."""
+    return Authority(folder / _FOLDER).issue_etcd(hosts)
+
+
 def protect_etcd(url: str, folder: Path, timeout_s: float) -> None:
     """Has a new etcd ask who may write what, and know each application that gets a certificate, now or later."""
     authority = Authority(folder / _FOLDER)

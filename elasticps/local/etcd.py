@@ -1,4 +1,4 @@
-"""One etcd on loopback, for a cluster that lives on this machine."""
+"""One etcd, on loopback unless told otherwise, that lives and ends with a cluster."""
 
 from __future__ import annotations
 
@@ -85,15 +85,16 @@ def free_ports(count: int) -> list[int]:
 
 
 class EtcdPlan:
-    """Where one etcd listens and keeps its data, and how it is started. host: an address of this machine."""
+    """Where one etcd listens and keeps its data, and how it is started. host: an address of this machine; port: for its
+    clients, 0: any free one."""
 
-    def __init__(self, data: Path, tls: TlsFiles | None = None, host: str = "127.0.0.1") -> None:
+    def __init__(self, data: Path, tls: TlsFiles | None = None, host: str = "127.0.0.1", port: int = 0) -> None:
         self.data = data
         self._tls = tls
         self._host = host
         self._name = f"local-{secrets.token_hex(8)}"
-        self.client_port, self.peer_port = free_ports(2)
-        self.endpoint = f"{host}:{self.client_port}"
+        free, self.peer_port = free_ports(2)
+        self.client_port = port or free
 
     @classmethod
     def stored(cls, data: Path, host: str, file: Path) -> EtcdPlan:
@@ -102,10 +103,14 @@ class EtcdPlan:
         plan = cls(data, None, host)
         if file.exists():
             plan._name, plan.client_port, plan.peer_port = json.loads(file.read_text(encoding="utf-8"))
-            plan.endpoint = f"{host}:{plan.client_port}"
         else:
             file.write_text(json.dumps([plan._name, plan.client_port, plan.peer_port]), encoding="utf-8")
         return plan
+
+    @property
+    def endpoint(self) -> str:
+        """The address of its clients' port, "host:port"."""
+        return f"[{self._host}]:{self.client_port}" if ":" in self._host else f"{self._host}:{self.client_port}"
 
     def url(self, cluster: str) -> str:
         """Returns the URL of a cluster on this etcd, without certificates."""

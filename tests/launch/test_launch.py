@@ -1,0 +1,207 @@
+"""`elasticps launch` with real processes: on one machine, and as tasks of a job on machines with networks of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from chaos.live import netns
+from elasticps.launch.core.task import Task
+from elasticps.launch.processes import LaunchOptions, TaskProcesses
+from elasticps.local import state
+from tests.launch import worker
+
+LAUNCH = [sys.executable, "-m", "elasticps", "launch"]
+WORKER = [sys.executable, "-m", "tests.launch.worker"]
+PATIENCE_S = 200.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of what runs here; nothing may be left in it."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    for variable in [each for each in os.environ if each.startswith("SLURM_")]:
+        monkeypatch.delenv(variable)
+    yield tmp_path
+    assert not list((tmp_path / "tmp").glob("elasticps*"))
+    assert [path.name for path in (tmp_path / "run").glob("elasticps/*")] in ([], [".lock"])
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*LAUNCH, *command], capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+
+
+def test_a_command_trains_beside_a_cluster_of_its_own_and_its_exit_code_is_passed_on(folder: Path) -> None:
+    script = f"{shlex.join([*WORKER, 'w0', '20', '20'])} && exit 7"
+    done = run("--servers", "2", "--", "sh", "-c", script)
+    assert done.returncode == 7, done.stderr
+    assert "sums 20 to 20" in done.stdout
+    assert "etcd://127.0.0.1:" in done.stderr
+    assert "no TLS" not in done.stderr
+
+
+def test_a_command_that_is_not_there_is_named_before_anything_starts(folder: Path) -> None:
+    done = run("--", "no-such-command")
+    assert done.returncode == 2
+    assert "there is no command 'no-such-command'" in done.stderr
+
+
+def test_a_server_and_etcd_that_die_are_started_again(folder: Path) -> None:
+    processes = TaskProcesses(Task("dying"), LaunchOptions(servers=1, replicas=1))
+    try:
+        url = processes.start()
+        record = state.started_here(url)  # so that `elasticps status` and `kill` find it
+        assert record is not None
+        before = {entry.name: entry for entry in record.processes if entry.role != "owner"}
+        assert sorted(before) == ["c0", "etcd", "s0"]
+        for entry in before.values():
+            os.kill(entry.pid, signal.SIGKILL)
+
+        def again() -> bool:
+            now = state.read(processes.folder)
+            assert now is not None
+            return {entry.name for entry in now.processes if entry.running and before.get(entry.name) != entry} >= {
+                "c0", "etcd", "s0", "owner"
+            }  # fmt: skip
+
+        wait_until(again)
+        assert sorted(line.split()[1] for line in processes.ended()) == ["c0", "etcd", "s0"]
+        processes._wait_for_view(time.monotonic() + PATIENCE_S)
+    finally:
+        processes.stop()
+
+
+# -------------------------------------------------------------------------------------------------------- many machines
+
+
+def wait_until(done: object) -> None:
+    until = time.monotonic() + PATIENCE_S
+    assert callable(done)
+    while not done():
+        assert time.monotonic() < until, "it did not happen in time"
+        threading.Event().wait(0.05)
+
+
+class Srun:
+    """Gives orders to the stand-in for `srun`."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[str]) -> None:
+        self._folder = folder
+        self._process = process
+
+    def order(self, *words: str) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(shlex.join(words) + "\n")
+        self._process.stdin.flush()
+        return int(json.loads(self._process.stdout.readline()))
+
+    def start(self, task: int, *options: str, command: Sequence[str]) -> None:
+        self.order("start", str(task), *LAUNCH, *options, "--", *command)
+
+    def says(self, task: int, text: str) -> None:
+        """Waits until a task has printed this."""
+        wait_until(lambda: text in self.output(task))
+
+    def output(self, task: int) -> str:
+        return (self._folder / f"{task}.out").read_text() + (self._folder / f"{task}.err").read_text()
+
+
+@contextmanager
+def srun(folder: Path, machines: int) -> Iterator[Srun]:
+    if why := netns.refused():
+        pytest.skip(f"network namespaces cannot be made here: {why}")
+    command = [*netns._unshare(), "--", sys.executable, "-m", "tests.launch.fake_srun", str(folder), str(machines)]
+    environment = {**os.environ, netns._INSIDE: "1"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield Srun(folder, process)
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def left_on_machines(folder: Path) -> list[str]:
+    """Files that launches have left on any machine."""
+    return [str(path) for path in folder.glob("machine*/elasticps*/*") if path.name != ".lock"]
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_sums_are_exact_when_tasks_are_killed_and_started_again_the_first_one_among_them(folder: Path) -> None:
+    steps, machines = 300, 3
+    options = ["--servers", "3", "--patience", str(PATIENCE_S)]
+
+    def command(task: int) -> list[str]:
+        return [*WORKER, f"w{task}", str(steps), str(steps * machines), *(["--stop-at", "100"] if task < 2 else [])]
+
+    with srun(folder, machines) as job:
+        for task in range(machines):
+            job.start(task, *options, command=command(task))
+        for task in (1, 0):  # a task with servers; then the one with etcd and the coordinator
+            job.says(task, f"w{task} stands at step 100")
+            assert job.order("kill", str(task)) >= 4  # the launch, its command, servers
+            job.start(task, *options, command=command(task))
+            job.says(task, f"w{task} begins at step 100")
+            if task == 1:
+                assert "no TLS: whoever reaches the ports" in job.output(0)
+        codes = [job.order("wait", str(task)) for task in range(machines)]
+        outputs = [job.output(task) for task in range(machines)]
+    assert codes == [0, 0, 0], outputs
+    assert f"sums {steps * machines} to {steps * machines}" in outputs[0], outputs
+    assert worker.ROWS == 100
+    assert left_on_machines(folder) == []
+
+
+@pytest.mark.slow
+def test_a_task_that_is_preempted_hands_over_and_nothing_is_lost(folder: Path, tmp_path: Path) -> None:
+    authority = tmp_path / "ca"
+    done = subprocess.run(
+        [sys.executable, "-m", "elasticps", "certificates", str(authority)], capture_output=True, text=True, check=True
+    )
+    assert "a new authority" in done.stderr
+    options = ["--servers", "3", "--replicas", "1", "--patience", "0", "--tls", str(authority)]
+    moved = tmp_path / "moved"
+    late = f"while [ ! -e {moved} ]; do sleep 0.1; done; exec {shlex.join([*WORKER, 'w1', '200', '0'])}"
+    with srun(folder, 3) as job:
+        job.start(0, *options, command=[*WORKER, "w0", "200", "450"])
+        job.start(1, *options, command=["sh", "-c", late])
+        job.start(2, *options, command=[*WORKER, "w2", "100", "0", "--stop-at", "50"])
+        job.says(2, "w2 stands at step 50")
+        job.order("signal", "2")
+        assert job.order("wait", "2") == 128 + signal.SIGTERM  # when others have the third of all rows that it had
+        moved.touch()
+        codes = [job.order("wait", str(task)) for task in range(2)]
+        outputs = [job.output(task) for task in range(3)]
+    assert codes == [0, 0], outputs
+    assert "sums 450 to 450" in outputs[0], outputs
+    assert "no TLS" not in outputs[0]
+    assert left_on_machines(folder) == []
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_an_elastic_restart_of_torchrun_goes_on_from_the_servers_and_sums_are_exact(folder: Path) -> None:
+    pytest.importorskip("torch")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run("--servers", "2", "--", *torchrun, "--max-restarts", "2", "-m", "tests.launch.elastic_worker")
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 kills itself at step 50" in done.stdout
+    assert "restart 1 of rank 1 begins at step 50" in done.stdout
+    assert "sums 200 to 200" in done.stdout
