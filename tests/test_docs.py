@@ -40,6 +40,7 @@ ELSEWHERE = {
     "docs/guides/names.md",  # here
     "docs/guides/machines.md",  # needs machines
     "docs/guides/ray.md",  # tests/ray
+    "docs/guides/slurm.md",  # tests/launch/test_guide.py
     "docs/guides/serve.md",  # tests/e2e/test_exchange_of_unusual_models.py
     "docs/guides/torch.md",  # tests/torch
 }

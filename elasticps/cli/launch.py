@@ -28,6 +28,7 @@ from elasticps.local.scaling import SERVERS_MAX
 from elasticps.system.memory import parse_size
 
 _LOOK_S = 0.1
+_TWICE_S = 1.0  # within that the same signal counts once: schedulers send it to a process and to its group
 
 
 def launch(
@@ -92,7 +93,9 @@ def launch(
     SIGTERM the command gets it too, and servers hand over what they hold before they end.
     """
     if shutil.which(command[0]) is None:
-        raise ConfigError(f"there is no command {command[0]!r}: what trains stands behind --, as in: -- python train.py")
+        raise ConfigError(
+            f"there is no command {command[0]!r}: what trains stands behind --, as in: -- python train.py"
+        )
     task = _task(name, nodes, node, head, port)
     if servers > SERVERS_MAX * len(task.nodes):
         raise ConfigError(f"a machine has at most {SERVERS_MAX} servers: {servers} are too many for {len(task.nodes)}")
@@ -252,9 +255,10 @@ class _Run:
         """Hands SIGTERM and SIGINT on to the command. A second one ends everything at once."""
 
         def handle(number: int, frame: object) -> None:
-            if self._stopping_since is not None and time.monotonic() > self._stopping_since + _LOOK_S:  # srun sends some twice
+            now = time.monotonic()
+            if self._stopping_since is not None and now > self._stopping_since + _TWICE_S:
                 raise _Stop
-            self._stopping_since = self._stopping_since or time.monotonic()
+            self._stopping_since = self._stopping_since or now
             by_terminal = number == signal.SIGINT and sys.stdin is not None and sys.stdin.isatty()
             if self._command is not None and self._command.poll() is None and not by_terminal:
                 self._command.send_signal(number)

@@ -25,6 +25,7 @@ from coordinator.failovers import Failovers
 from coordinator.leader import run_coordinator
 from coordinator.leadership import first_of
 from coordinator.membership import create_cluster
+from elasticps.cli.autoscale import Mode, Scaling, scaling_of
 from elasticps.cli.checkpoint import parse_keep
 from elasticps.cli.options import RequiredUrl, seconds, usable_host, usable_place
 from elasticps.cli.output import print_json
@@ -174,6 +175,16 @@ def coordinator(
             show_default=False,
         ),
     ] = "",
+    autoscale: Annotated[
+        Mode,
+        typer.Option(
+            help="On Kubernetes: scale the servers by their memory and load while it leads, or log what it would."
+        ),
+    ] = Mode.OFF,
+    autoscale_servers: Annotated[
+        str, typer.Option(metavar="MIN-MAX", help="How many servers there may be, such as 3-12.", show_default=False)
+    ] = "",
+    autoscale_target: Annotated[str, typer.Option(help="The StatefulSet of the servers.")] = "elasticps-server",
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for etcd at the start.")] = 30.0,
     host: Annotated[str, typer.Option(callback=usable_host, help="Address that metrics are served at.")] = "127.0.0.1",
     metrics_port: MetricsPort = 0,
@@ -193,7 +204,8 @@ def coordinator(
     if checkpoint_keep:
         parse_keep(checkpoint_keep)
     checkpoints = checkpoint_url, seconds(checkpoint_every) if checkpoint_every else 0.0, checkpoint_keep
-    uvloop.run(_coordinate(url, name, given, timeout, (host, metrics_port), restore, checkpoints))
+    scaling = scaling_of(autoscale, autoscale_servers, autoscale_target)
+    uvloop.run(_coordinate(url, name, given, timeout, (host, metrics_port), restore, checkpoints, scaling))
 
 
 def _cluster(url: str) -> str:
@@ -205,7 +217,7 @@ def _cluster(url: str) -> str:
 
 async def _coordinate(
     url: str, name: str, chosen: dict[str, int], timeout_s: float, metrics_at: tuple[str, int], restore: str = "",
-    checkpoints: tuple[str, float, str] = ("", 0.0, ""),
+    checkpoints: tuple[str, float, str] = ("", 0.0, ""), scaling: Scaling | None = None,
 ) -> None:  # fmt: skip
     from elasticps.monitor import dial_server  # brings in the data plane's wire: only this command needs it
 
@@ -236,7 +248,7 @@ async def _coordinate(
             work.append(_restore(store, credentials))
         print_json({"ready": True, "name": name, "pid": os.getpid()})
         dial = dial_server(name, credentials)
-        schedule = partial(_see_to_data, store, credentials, *checkpoints)
+        schedule = partial(_see_to_data, store, credentials, *checkpoints, scaling)
         failovers = Failovers(store)
         leading = run_coordinator(
             store, name=name, stop=stop, dial=dial, on_ill=on_ill, while_leading=schedule, on_failover=failovers.note
@@ -273,8 +285,10 @@ async def _restore(store: Store, credentials: Credentials | None) -> None:
     await asyncio.Event().wait()
 
 
-async def _see_to_data(store: Store, credentials: Credentials | None, url: str, every_s: float, keep: str) -> None:
-    """Makes checkpoints, removes old ones, and restores lost ranges from them while this coordinator leads."""
+async def _see_to_data(
+    store: Store, credentials: Credentials | None, url: str, every_s: float, keep: str, scaling: Scaling | None
+) -> None:
+    """Makes checkpoints, removes old ones, restores lost ranges from them, and scales, while this coordinator leads."""
     from elasticps.checkpoint.create import by_grpc, checkpoint
     from elasticps.checkpoint.loss_policy import LossPolicy
     from elasticps.checkpoint.schedule import CheckpointSchedule, Cleaner
@@ -284,7 +298,8 @@ async def _see_to_data(store: Store, credentials: Credentials | None, url: str, 
             return await checkpoint(store, url, connect, full=full, if_changed=if_changed)
 
     schedule = CheckpointSchedule(store, take if url else None, every_s, Cleaner(url, keep).clean_up)
-    await first_of(schedule.run(), LossPolicy(store, url, credentials).run())
+    scaled = [] if scaling is None else [scaling(store, credentials)]
+    await first_of(schedule.run(), LossPolicy(store, url, credentials).run(), *scaled)
 
 
 async def _create(store: Store, chosen: dict[str, Any], restore: str) -> None:

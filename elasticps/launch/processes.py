@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import stat
 import tempfile
 import time
 from collections.abc import Callable
@@ -65,6 +66,7 @@ class TaskProcesses:
         self._tell = tell
         self._host = own_address(task)
         self._names = task.servers(options.servers)  # of this task's servers
+        self._base: Path | None = None  # what the task that is started in this one's place finds; None: it is alone
         self._folder: Path | None = None  # state and logs, while anything runs
         self._supervisor: supervisor.Supervisor | None = None  # ends everything if this process dies
         self._zygote: Zygote | None = None  # forks our processes; None for a task that has none
@@ -135,8 +137,8 @@ class TaskProcesses:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._supervisor is not None:
             self._supervisor.close(_KILL_AFTER_S)
-        if self._etcd is not None and not keep_etcd:
-            shutil.rmtree(self._etcd.data.parent, ignore_errors=True)
+        if self._base is not None and not keep_etcd:
+            shutil.rmtree(self._base, ignore_errors=True)
         self._processes.clear()
         self._folder = self._supervisor = self._zygote = self._etcd = None
 
@@ -175,13 +177,11 @@ class TaskProcesses:
     # -------------------------------------------------------------------------------------------------- plumbing
 
     def _own_folder(self, deadline: float) -> Path:
-        if self._task.local:  # tasks of one machine: the first one's folder has the cluster's name
-            folder = Path(tempfile.mkdtemp(prefix=f"elasticps-{self._task.name}-"))
-            born = state.begin(folder, self._task.name).born
-        else:
-            folder = state.folder_of(self._task.name)
-            born = self._claim(folder, deadline).born
-        self._supervisor = supervisor.Supervisor(folder, born)
+        """Makes the folder, and has it removed with everything that runs if this process dies."""
+        if self._task.count > 1:  # not where `elasticps status` looks: machines may share that
+            self._base = _private_folder(f"{self._task.name}.{self._task.number}")
+        folder = state.folder_of(self._task.name) if self._base is None else self._base / "run"
+        self._supervisor = supervisor.Supervisor(folder, self._claim(folder, deadline).born)
         return folder
 
     def _claim(self, folder: Path, deadline: float) -> state.Record:
@@ -196,12 +196,11 @@ class TaskProcesses:
                 time.sleep(_AGAIN_S)
 
     def _start_etcd(self, deadline: float) -> None:
-        alone = self._task.count == 1
-        data = Path(tempfile.mkdtemp(prefix="elasticps-etcd-")) if alone else _data_folder(self._task.name)
+        data = (self._base or self.folder) / "etcd"
         hosts = sorted({self._host, self._task.nodes[0], LOOPBACK, "localhost"})
         tls: TlsFiles | None = None if self._options.tls is None else certificates.etcd_files(self.folder, hosts)
         while True:
-            self._etcd = EtcdPlan(data / "data", tls, self._host, self._task.port)
+            self._etcd = EtcdPlan(data, tls, self._host, self._task.port)
             new = not self._etcd.data.exists()
             process = Process.start("etcd", "etcd", self._etcd.command(), self.folder, self._etcd.environment())
             self._add(process)
@@ -236,13 +235,14 @@ class TaskProcesses:
 
     def _command(self, name: str) -> tuple[str, list[str]]:
         """Returns the role and the command of a process of ours."""
-        options = self._options
-        if name == _COORDINATOR:
-            more = ["--replicas", str(options.replicas), "--ranges", str(options.ranges), "--min-servers",
-                    str(options.servers), "--timeout", str(options.start_s), *options.coordinator]  # fmt: skip
-            return "coordinator", scaling.server_command("coordinator", self._url_for(Role.COORDINATOR, name), name, more)
-        more = [*scaling.options(self._task.zone, 1.0), *self._server_options()]
-        return "server", scaling.server_command("server", self._url_for(Role.SERVER, name), name, more)
+        options, role = self._options, Role.COORDINATOR if name == _COORDINATOR else Role.SERVER
+        if role is Role.SERVER:
+            more = [*scaling.options(self._task.zone, 1.0), *self._server_options()]
+        else:
+            numbers = {"replicas": options.replicas, "ranges": options.ranges, "min-servers": options.servers}
+            given = [part for key, value in numbers.items() for part in (f"--{key}", str(value))]
+            more = [*given, "--timeout", str(options.start_s), *options.coordinator]
+        return role.value, scaling.server_command(role.value, self._url_for(role, name), name, more)
 
     def _server_options(self) -> list[str]:
         options = self._options
@@ -324,13 +324,13 @@ def own_address(task: Task) -> str:
         ) from None
 
 
-def _data_folder(name: str) -> Path:
-    """Makes the folder of etcd's data, which another process of this task finds again. ConfigError if it is somebody
-    else's."""
-    folder = Path(tempfile.gettempdir()) / f"elasticps-etcd-{os.getuid()}-{name}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+def _private_folder(name: str) -> Path:
+    """Makes the folder of a task, which another process of the same task finds again. ConfigError if others may write
+    there."""
+    folder = Path(tempfile.gettempdir()) / f"elasticps-{os.getuid()}-{name}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
     made = folder.lstat()
-    if folder.is_symlink() or made.st_uid != os.getuid() or made.st_mode & 0o077:
+    if not stat.S_ISDIR(made.st_mode) or made.st_uid != os.getuid() or made.st_mode & 0o077:
         raise ConfigError(f"{folder} is not this user's alone: remove it, or name another folder in TMPDIR")
     return folder
-

@@ -15,8 +15,8 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-CLUSTERS = ("overlays/dev", "overlays/production", "overlays/chaos", "overlays/restored")
-BUILDS = ("base", *CLUSTERS, "workers", "checkpoints", "operator", "chaos")
+CLUSTERS = ("overlays/dev", "overlays/production", "overlays/chaos", "overlays/restored", "overlays/autoscaled")
+BUILDS = ("base", *CLUSTERS, "workers", "workers-jobset", "workers-trainjob", "checkpoints", "operator", "chaos")
 COMPONENT = "app.kubernetes.io/component"
 WORKLOADS = ("Deployment", "StatefulSet", "Job", "CronJob")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast, where PyYAML has it

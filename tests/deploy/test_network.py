@@ -32,12 +32,14 @@ ONLY: dict[str, set[Connection]] = {
         *(("prometheus", component, "metrics") for component in ("etcd", "coordinator", "server", "worker")),
     },
     "overlays/restored": {("coordinator", "server", "admin")},  # it has servers bring rows back
+    "overlays/autoscaled": {("coordinator", "server", "admin")},  # it asks what servers use
     "overlays/chaos": {("chaos", "etcd", "client"), ("chaos", "server", "data"), ("chaos", "server", "admin")},
 }
 """What processes of that overlay do beside."""
 
 OUTSIDE: dict[str, set[tuple[str, int, str]]] = {
     "overlays/restored": {(component, 443, "TCP") for component in ("coordinator", "server", "worker")},  # checkpoints
+    "overlays/autoscaled": {("coordinator", 443, "TCP"), ("coordinator", 6443, "TCP")},  # the API server
     "overlays/chaos": {("chaos", 443, "TCP"), ("chaos", 6443, "TCP")},  # the API server
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ import kubernetes_validate
 import yaml
 
 from chaos.live.plan import parse
-from tests.deploy.manifests import BUILDS, DEPLOY, ROOT, Manifest, named, of_kind, selects, workloads
+from tests.deploy.manifests import BUILDS, DEPLOY, ROOT, Manifest, named, of_kind, selects, workload, workloads
+from tests.deploy.test_consistency import command
 from tests.deploy.test_schemas import VERSIONS
 
 VERBS = {"list": "list", "delete": "delete", "read": "get", "patch": "patch", "replace": "update", "create": "create",
@@ -92,10 +94,36 @@ def test_the_plan_needs_only_the_granted_rights() -> None:
     assert stateful["resourceNames"] == [plan.cluster.server_set]
 
 
+def test_the_autoscaler_may_read_and_change_how_many_servers_there_are_and_nothing_else() -> None:
+    build = "overlays/autoscaled"
+    (rule,) = named(build, "Role", "elasticps-autoscaler")["rules"]
+    assert granted({"rules": [rule]}) == {("apps", "statefulsets/scale", verb) for verb in ("get", "patch")}
+    coordinator = workload(build, "coordinator")
+    name = next(p for p in command("coordinator").params if p.name == "autoscale_target").default
+    assert rule["resourceNames"] == [name] == [workload(build, "server").name]
+    (account,) = named(build, "RoleBinding", "elasticps-autoscaler")["subjects"]
+    assert (account["name"], account["namespace"]) == (coordinator.spec["serviceAccountName"], "elasticps")
+    assert coordinator.flag("autoscale") == "dry-run"
+    least, _, most = coordinator.flag("autoscale-servers").partition("-")
+    assert int(coordinator.flag("replicas")) < int(coordinator.flag("min-servers")) <= int(least) < int(most)
+    tokens = {each.name for each in workloads(build) if each.spec["automountServiceAccountToken"]}
+    assert tokens == {coordinator.name}
+
+
+def test_the_documented_overlay_scales(tmp_path: Path) -> None:
+    text = (ROOT / "docs/guides/kubernetes.md").read_text(encoding="utf-8")
+    (block,) = (found for found in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "--autoscale=on" in found)
+    ours = os.path.relpath(DEPLOY / "kubernetes", tmp_path)
+    (tmp_path / "kustomization.yaml").write_text(block.replace("github.com/you/elasticps/deploy/kubernetes", ours))
+    coordinator, server = (workload(str(tmp_path), component) for component in ("coordinator", "server"))
+    assert (coordinator.flag("autoscale"), coordinator.flag("autoscale-servers")) == ("on", "3-20")
+    assert "replicas" not in server.manifest["spec"]
+
+
 def test_no_other_account_has_rights_and_none_goes_beyond_the_namespace() -> None:
     for build in BUILDS:
         assert not of_kind(build, "ClusterRole", "ClusterRoleBinding")
-        assert len(of_kind(build, "Role", "RoleBinding")) == (2 if build == "chaos" else 0)
+        assert len(of_kind(build, "Role", "RoleBinding")) == (2 if build in ("chaos", "overlays/autoscaled") else 0)
     binding = named("chaos", "RoleBinding", "elasticps-chaos")
     assert [(s["name"], s["namespace"]) for s in binding["subjects"]] == [("elasticps-chaos", "elasticps")]
     assert binding["roleRef"]["name"] == "elasticps-chaos"

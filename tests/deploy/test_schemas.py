@@ -5,7 +5,7 @@ from __future__ import annotations
 import kubernetes_validate
 import pytest
 
-from tests.deploy.manifests import BUILDS, DEPLOY, manifests
+from tests.deploy.manifests import BUILDS, DEPLOY, manifests, of_kind
 
 VERSIONS = ("1.35", "1.36", "1.37")
 CUSTOM = {  # kinds that operators bring, whose schemas Kubernetes has not
@@ -14,6 +14,9 @@ CUSTOM = {  # kinds that operators bring, whose schemas Kubernetes has not
     ("monitoring.coreos.com/v1", "PodMonitor"),
     ("monitoring.coreos.com/v1", "PrometheusRule"),
     ("monitoring.coreos.com/v1", "ServiceMonitor"),
+    ("jobset.x-k8s.io/v1alpha2", "JobSet"),
+    ("trainer.kubeflow.org/v1alpha1", "TrainJob"),
+    ("trainer.kubeflow.org/v1alpha1", "TrainingRuntime"),
 }
 
 
@@ -29,6 +32,24 @@ def test_every_manifest_fits_its_schema(build: str, version: str) -> None:
     for manifest in manifests(build):
         if (manifest["apiVersion"], manifest["kind"]) not in CUSTOM:
             kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("build", "kind", "container"),
+    [("workers-jobset", "JobSet", "worker"), ("workers-trainjob", "TrainingRuntime", "node")],
+)
+def test_workers_of_other_controllers_are_the_jobs_own(build: str, kind: str, container: str) -> None:
+    (job,) = of_kind("workers", "Job")
+    assert not of_kind(build, "Job")  # which would train beside them
+    (found,) = of_kind(build, kind)
+    spec = found["spec"]["template"]["spec"] if kind == "TrainingRuntime" else found["spec"]
+    (replicated,) = spec["replicatedJobs"]
+    job["spec"]["template"]["spec"]["containers"][0]["name"] = container
+    assert replicated["template"]["spec"] == job["spec"]
+    kubernetes_validate.validate({**job, "spec": replicated["template"]["spec"]}, VERSIONS[-1], strict=True)
+    for named in of_kind(build, "TrainJob"):
+        assert named["spec"]["runtimeRef"]["name"] == found["metadata"]["name"]
+        assert named["spec"]["trainer"]["numNodes"] == job["spec"]["completions"]
 
 
 @pytest.mark.parametrize("build", BUILDS)

@@ -31,6 +31,12 @@ from chaos.live.netns import Namespaces
 JOB = "4711"
 
 
+def say(text: str) -> None:
+    """Writes a line at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
 class Step:
     """A step of a job with one task on each machine."""
 
@@ -110,12 +116,12 @@ def main() -> None:
     folder, machines = Path(sys.argv[1]), int(sys.argv[2])
     os.environ["FAKE_SRUN"] = str(folder)
     step = Step(folder, machines)
-    print("ready", flush=True)
+    say("ready")
     try:
         for line in sys.stdin:
             order, task, *command = shlex.split(line)
             answer = step.start(int(task), command) if order == "start" else getattr(step, order)(int(task))
-            print(json.dumps(answer), flush=True)
+            say(json.dumps(answer))
     finally:
         step.close()
 

@@ -1,4 +1,4 @@
-"""`elasticps launch` with real processes: on one machine, and as tasks of a job on machines with networks of their own."""
+"""`elasticps launch` with real processes: on one machine, and as tasks of a job on several."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from chaos.live import netns
 from elasticps.launch.core.task import Task
 from elasticps.launch.processes import LaunchOptions, TaskProcesses
 from elasticps.local import state
-from tests.launch import worker
+from tests.launch import slurm_cluster, worker
 
 LAUNCH = [sys.executable, "-m", "elasticps", "launch"]
 WORKER = [sys.executable, "-m", "tests.launch.worker"]
@@ -139,7 +139,7 @@ def srun(folder: Path, machines: int) -> Iterator[Srun]:
 
 def left_on_machines(folder: Path) -> list[str]:
     """Files that launches have left on any machine."""
-    return [str(path) for path in folder.glob("machine*/elasticps*/*") if path.name != ".lock"]
+    return [str(path) for path in folder.glob("machine*/elasticps*")]
 
 
 @pytest.mark.slow
@@ -205,3 +205,21 @@ def test_an_elastic_restart_of_torchrun_goes_on_from_the_servers_and_sums_are_ex
     assert "rank 1 kills itself at step 50" in done.stdout
     assert "restart 1 of rank 1 begins at step 50" in done.stdout
     assert "sums 200 to 200" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_job_of_a_real_slurm_trains_with_one_cluster_and_sums_are_exact(folder: Path) -> None:
+    if why := slurm_cluster.missing() or netns.refused():
+        pytest.skip(f"no SLURM can run here: {why}")
+    script = folder / "task.sh"
+    script.write_text(f"exec {shlex.join(WORKER)} w$SLURM_PROCID 100 200\n")
+    apart = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc", "--propagation", "private", "--"]
+    inside = [*apart, sys.executable, "-m"]
+    job = ["srun", "--nodes", "2", "--ntasks", "2", *LAUNCH, "--servers", "2", "--", "sh", str(script)]
+    done = subprocess.run(
+        [*inside, "tests.launch.slurm_cluster", str(folder), *job],
+        capture_output=True, text=True, check=False, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "sums 200 to 200" in done.stdout
+    assert "cluster: etcd://10.77.77.1:" in done.stderr

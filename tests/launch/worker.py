@@ -1,4 +1,4 @@
-"""A worker of tests: adds one to each row at every step; prints what it has done. Worker 0 waits for all, and prints sums.
+"""A worker of tests: adds one to each row at every step. Worker w0 waits for what all have added, and prints it.
 
 worker.py NAME STEPS TOTAL [--stop-at STEP]: stands still there, if it has not been there in an earlier life.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 import time
 
 import numpy as np
@@ -15,6 +16,12 @@ import elasticps as eps
 
 ROWS = 100
 DEADLINE_S = 120.0
+
+
+def say(text: str) -> None:
+    """Writes a line at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def main() -> None:
@@ -28,11 +35,11 @@ def main() -> None:
     with eps.connect(worker=options.name, timeout=DEADLINE_S) as ps:
         table = ps.table("sums", dim=1, optimizer=eps.Accumulate())
         first = ps.resume().steps
-        print(f"{options.name} begins at step {first}", flush=True)
+        say(f"{options.name} begins at step {first}")
         for step in range(first, options.steps):
             if step == options.stop_at != first:
                 ps.flush()
-                print(f"{options.name} stands at step {step}", flush=True)
+                say(f"{options.name} stands at step {step}")
                 signal.pause()
             ps.push({table: (keys, ones)})
         ps.flush()
@@ -40,8 +47,8 @@ def main() -> None:
             until = time.monotonic() + DEADLINE_S
             while (sums := table.pull(keys)).min() < options.total and time.monotonic() < until:
                 time.sleep(0.05)  # others push meanwhile
-            print(f"sums {int(sums.min())} to {int(sums.max())}", flush=True)
-    print(f"{options.name} ends", flush=True)
+            say(f"sums {int(sums.min())} to {int(sums.max())}")
+    say(f"{options.name} ends")
 
 
 if __name__ == "__main__":

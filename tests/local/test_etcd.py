@@ -37,7 +37,6 @@ def test_etcd_starts_serves_and_comes_back_on_its_port_with_its_data(tmp_path: P
 def test_a_foreign_etcd_on_the_port_is_not_taken_for_ours(tmp_path: Path, etcd_endpoint: str) -> None:
     plan = etcd.EtcdPlan(tmp_path / "data")
     plan.client_port = int(etcd_endpoint.rpartition(":")[2])
-    plan.endpoint = etcd_endpoint
     assert etcd.healthy("127.0.0.1", plan.client_port, None)
     assert not plan.healthy()
     with pytest.raises(Error, match="address already in use"):

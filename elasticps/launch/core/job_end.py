@@ -10,7 +10,7 @@ died, or has not begun yet."""
 
 
 class JobEnd:
-    """Decides when a job is over. patience_s: for how long a task that is gone is waited for: it may be started again."""
+    """Decides when a job is over. patience_s: how long a task that is gone is waited for: it may be started again."""
 
     def __init__(self, tasks: int, patience_s: float) -> None:
         self._tasks = tasks
