@@ -45,15 +45,6 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*LAUNCH, *command], capture_output=True, text=True, check=False, timeout=PATIENCE_S)
 
 
-def test_a_command_trains_beside_a_cluster_of_its_own_and_its_exit_code_is_passed_on(folder: Path) -> None:
-    script = f"{shlex.join([*WORKER, 'w0', '20', '20'])} && exit 7"
-    done = run("--servers", "2", "--", "sh", "-c", script)
-    assert done.returncode == 7, done.stderr
-    assert "sums 20 to 20" in done.stdout
-    assert "etcd://127.0.0.1:" in done.stderr
-    assert "no TLS" not in done.stderr
-
-
 def test_a_command_that_is_not_there_is_named_before_anything_starts(folder: Path) -> None:
     done = run("--", "no-such-command")
     assert done.returncode == 2
