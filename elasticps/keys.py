@@ -137,7 +137,7 @@ class Names:
         self._mask = np.int64(size - 1)
         self._keys = np.arange(1, size + 1)  # by the lowest bits of a key; none of these lies where it would
         self._checks = np.zeros(size, np.int64)
-        self._forgotten = self.table.forgotten  # what is remembered is of then
+        self._invalidations = self.table.invalidations  # what is remembered is of then
         self._lock = threading.Lock()
         self._collisions = 0
         self._colliding: dict[bytes, bytes] = {}
@@ -161,11 +161,11 @@ class Names:
         if max(map(len, texts), default=0) > self.max_bytes or not all(map(bytes.isascii, texts)):
             self._check(texts, shape)
         keys, checks = _hash(texts, self._seed), _hash(texts, self._seed ^ _CHECK)
-        if self.table.forgotten != self._forgotten:
+        if self.table.invalidations != self._invalidations:
             with self._lock:
                 self._checks[:] = 0
                 self._keys[:] = np.arange(1, len(self._keys) + 1)
-                self._forgotten = self.table.forgotten
+                self._invalidations = self.table.invalidations
         at = keys & self._mask
         new = np.flatnonzero((self._keys[at] != keys) | (self._checks[at] != checks))
         for start in range(0, len(new), _CHUNK):
@@ -195,7 +195,7 @@ class Names:
         absent = stored[:, 0] == 0
         if absent.any():
             table.load(distinct[absent], rows[first[absent]], only_new=True)
-            self._forgotten += 1  # by this `load`
+            self._invalidations += 1  # by this `load`
             stored[absent] = table.pull(distinct[absent], exact=True)
         for i in np.flatnonzero((stored[which] != rows).any(axis=1)).tolist():
             self._note_collision(int(keys[i]), texts[i], stored[which[i]])

@@ -60,10 +60,10 @@ def doctor(
 def exit_code(facts: Facts, checks: Sequence[Check]) -> ExitCode:
     """How the command ends."""
     wrong = [check.name for check in checks if check.severity is Severity.WRONG]
-    if facts.cluster is not None and facts.cluster.error:
-        return ExitCode.UNREACHABLE
     if facts.cluster is None or any(name not in _OF_CLUSTER for name in wrong):
         return ExitCode.FAILED if wrong else ExitCode.OK
+    if facts.cluster.error:
+        return ExitCode.UNREACHABLE
     return ExitCode.DEGRADED if wrong else ExitCode.OK
 
 

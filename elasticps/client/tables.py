@@ -45,7 +45,7 @@ class SparseTable(PushTarget):
         super().__init__(reads, spec, table_id, own, changes)
         self._short_pull = Short.of(spec.pull)
         self.changes = 0  # how often this client has changed rows past its steps
-        self.forgotten = 0  # how often `forget` was called
+        self.invalidations = 0  # how often `forget` was called
         self._cache: RowCache | None = None
         self._source: PushSource | None = None  # given last, of a table whose rows are kept
         self._push_width = spec.push_width  # floats of a row that is pushed without filters
@@ -333,7 +333,7 @@ class SparseTable(PushTarget):
 
     def forget(self) -> None:
         """What is kept of rows may be wrong from now on."""
-        self.forgotten += 1
+        self.invalidations += 1
         if self._cache is not None:
             self._cache.clear()
 

@@ -13,6 +13,7 @@ import ssl
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from importlib import metadata
@@ -162,8 +163,10 @@ def _packages() -> dict[str, Any]:
 
 
 def _kernels() -> KernelCache | None:
-    from elasticps import kernels  # imports numba
-
+    try:
+        from elasticps import kernels  # imports numba
+    except ImportError:  # which the check of packages says
+        return None
     files = [spec.origin for name in _KERNELS if (spec := find_spec(name)) is not None and spec.origin]
     locator = kernels.Locator.from_function(_kernels, files[0]) if files else None
     folder = "" if locator is None else locator.get_cache_path()
@@ -200,6 +203,13 @@ def _dialled(address: str, timeout_s: float) -> tuple[float | None, str]:
     return time.monotonic() - began, ""
 
 
+def _tried(addresses: Sequence[tuple[str, str]], timeout_s: float) -> list[Port]:
+    """Tries ports, (what, address), many at once."""
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        found = pool.map(lambda each: _dialled(each[1], timeout_s), addresses)
+        return [Port(what, address, *one) for (what, address), one in zip(addresses, found, strict=True)]
+
+
 # --- a cluster ------------------------------------------------------------------------------------------------------
 
 
@@ -209,18 +219,16 @@ def _of_cluster(url: str, timeout_s: float) -> ClusterFacts:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     certificate = look_at(cluster.tls, cluster.cluster) if cluster.tls is not None and cluster.tls.cert else None
-    ports = [Port("etcd", address, *_dialled(address, timeout_s)) for address in cluster.endpoints]
+    ports = _tried([("etcd", address) for address in cluster.endpoints], timeout_s)
     try:
         state, trouble, etcd_release = background.run(read_store(url, timeout_s, _read), timeout_s + 1)
     except (CoordinationError, Error, TimeoutError) as error:
         return ClusterFacts(url, str(error), ports=ports, certificate=certificate)
     known = {one.name: one for one in (*(state.view.servers if state.view else ()), *state.registered)}
     servers = list(known.values())
-    for server in servers:
-        ports += [
-            Port(f"{what} of server {server.name}", address, *_dialled(address, timeout_s))
-            for what, address in (("data port", server.address), ("admin port", server.admin))
-        ]
+    addresses = [(f"data port of server {server.name}", server.address) for server in servers]
+    addresses += [(f"admin port of server {server.name}", server.admin) for server in servers]
+    ports += _tried(addresses, timeout_s)
     try:
         reports, clocks = background.run(_question(url, servers, timeout_s))
     except Error as error:  # its certificate, which a check of its own speaks of
