@@ -282,7 +282,7 @@ def _fill(table: Any, rows: Tensor) -> None:
     step = max(1, _LOADED_BYTES // (4 * rows.shape[1]))
     for at in range(0, len(rows), step):
         some = rows[at : at + step].float().cpu().contiguous().numpy()
-        table.load(torch.arange(at, at + len(some)).numpy(), some, replace=False)
+        table.load(torch.arange(at, at + len(some)).numpy(), some, only_new=True)
 
 
 # -- optimizers

@@ -35,6 +35,7 @@ ELSEWHERE = {
     "docs/guides/custom.md",  # tests/store/test_custom.py
     "docs/guides/caches.md",  # tests/e2e/test_caches.py
     "docs/guides/filters.md",  # tests/e2e/test_filters.py
+    "docs/guides/frameworks.md",  # tests/frameworks
     "docs/guides/groups.md",  # tests/torch/group
     "docs/guides/logging.md",  # here
     "docs/guides/names.md",  # here

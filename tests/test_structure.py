@@ -28,6 +28,8 @@ FIELD_TERMS = {
     ("elasticps/torch/__init__.py", "ahead"): "public: `Ahead`, which `prefetch(loader, model, ahead=…)` gives",
     ("elasticps/torch/lookahead.py", "ahead"): "the same",
     ("elasticps/torch/group/rendezvous.py", "world"): "torch.distributed's world size",
+    ("elasticps/huggingface.py", "world"): "the same",
+    ("elasticps/lightning.py", "world"): "the same",
     ("benchmarks/training.py", "world"): "the same",
     ("elasticps/ray/train.py", "world"): "Ray Train's name for all workers",
     ("elasticps/client/tables.py", "ahead"): "public: `fetch(keys, ahead=…)`",

@@ -10,6 +10,7 @@
 `EmbeddingBagCollection` and `EmbeddingCollection` are layers over several tables: one pull and one push a step for all.
 
 `ShardedDataset` and `ShardSampler` hand out the data: workers may come and go, and each sample is trained.
+`StepSampler` is for a worker with data of its own: a new process of its name goes on with the next batch.
 
 `prefetch(loader, model, ahead=n)` asks for the rows of the next batches while one is trained.
 
@@ -38,6 +39,7 @@ from elasticps.torch.group import GroupClient, LocalGroup
 from elasticps.torch.jagged import Jagged, JaggedTensor, KeyedTensor
 from elasticps.torch.lookahead import Ahead, prefetch
 from elasticps.torch.optimizer import Optimizer
+from elasticps.torch.resuming import StepSampler
 from elasticps.torch.state import full_state_dict, load, load_full_state_dict, save
 
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "Optimizer",
     "ShardSampler",
     "ShardedDataset",
+    "StepSampler",
     "TableConfig",
     "full_state_dict",
     "load",

@@ -42,7 +42,7 @@ class Items(Protocol):
         """One item."""
 
 
-class _Sharded:
+class Sharded:
     """How data is cut into shards; each iteration goes on with the shards that are left."""
 
     def __init__(
@@ -78,7 +78,7 @@ class _Sharded:
         raise ConfigError(_ALONE.format(count="several"))
 
 
-class ShardedDataset(_Sharded, IterableDataset[Any]):
+class ShardedDataset(Sharded, IterableDataset[Any]):
     """One batch per shard: of `dataset`'s items, put together by `collate` (default: torch's), or, without a dataset,
     the indices themselves, int64 [n]. For a DataLoader with `batch_size=None`, or to iterate over directly.
 
@@ -115,7 +115,7 @@ class ShardedDataset(_Sharded, IterableDataset[Any]):
                 yield self._collate([self._dataset[i] for i in shard.indices.tolist()])
 
 
-class ShardSampler(_Sharded, Sampler[list[int]]):
+class ShardSampler(Sharded, Sampler[list[int]]):
     """The indices of one shard after another, as a DataLoader's `batch_sampler`. Arguments and errors as for
     `Client.shards`. It has no length: how many shards this worker gets is not known beforehand."""
 

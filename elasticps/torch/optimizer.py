@@ -187,6 +187,11 @@ class Optimizer(torch.optim.Optimizer):
         self.last_step = step or self.last_step
         return left
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients leave during the backward pass."""
+        return self._overlap
+
     # -- what a training loop calls
 
     @contextmanager
