@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import os
 import signal
 from collections.abc import Callable, Coroutine
@@ -48,6 +49,13 @@ LogFormat = Annotated[str, typer.Option("--log-format", help=f"{', '.join(logs.F
 MetricsPort = Annotated[
     int, typer.Option("--metrics-port", min=0, max=65535, help="Port of Prometheus metrics, at the host; 0: none.")
 ]
+
+
+class DrainSignal(enum.StrEnum):
+    """The signal on which a server hands over and ends."""
+
+    TERM = "TERM"
+    USR2 = "USR2"
 
 
 def server(
@@ -100,6 +108,10 @@ def server(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Serve other machines without TLS: whoever reaches a port is obeyed.")
     ] = False,
+    drain_on: Annotated[
+        DrainSignal,
+        typer.Option(help="USR2 takes the part of SIGTERM, which a scheduler may send to every process of a job."),
+    ] = DrainSignal.TERM,
     log_level: LogLevel = "info",
     log_format: LogFormat = "logfmt",
 ) -> None:
@@ -125,6 +137,7 @@ def server(
             take_over=take_over,
             memory_limit=parse_size(memory_limit) if memory_limit else 0,
             insecure=insecure,
+            drain_signal=signal.Signals[f"SIG{drain_on.value}"],
         )
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -38,6 +39,7 @@ def serve(sock: socket.socket) -> list[str] | None:
 def _become(request: Mapping[str, Any]) -> None:
     """Gives a forked process its session, environment, working folder, output files and name."""
     os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with suppress(OSError):  # it was removed: then in the zygote's
         os.chdir(request["folder"])
     os.environ.clear()
@@ -65,6 +67,7 @@ def _prepare() -> None:
 
 def main() -> None:
     """Entry point of the zygote and its children."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of a scheduler, to every process of a job: it ends with its owner
     sock = socket.socket(fileno=int(sys.argv[1]))
     _prepare()
     arguments = serve(sock)

@@ -111,11 +111,12 @@ class TaskProcesses:
         return self._url_for(Role.WORKER)
 
     def leave(self) -> None:
-        """Asks this task's servers to hand over what they hold, and to end."""
+        """Asks this task's servers to hand over what they hold, and to end. Not by SIGTERM: schedulers may send that to
+        every process of a job, when its command is still to have a while with the servers."""
         self._leaving = True
         self._restarter.stop()
         for process in self._servers():
-            process.popen.send_signal(signal.SIGTERM)
+            process.popen.send_signal(signal.SIGUSR2)
 
     def have_left(self) -> bool:
         """Whether no server of this task runs any more."""
@@ -246,7 +247,7 @@ class TaskProcesses:
 
     def _server_options(self) -> list[str]:
         options = self._options
-        times = ("--wait", str(options.start_s), "--drain-timeout", str(options.drain_s))
+        times = ("--wait", str(options.start_s), "--drain-timeout", str(options.drain_s), "--drain-on", "USR2")
         return ["--host", self._host, *times, *(["--insecure"] if self.exposed else []), *options.server]
 
     def _spawn(self, name: str, deaths: int = 0) -> None:

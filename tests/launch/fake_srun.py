@@ -7,7 +7,7 @@ with a line of JSON:
 
     start TASK COMMAND…   as the task of that number, also again after its death
     kill TASK             kills all processes of a task, as a scheduler does when it kills a step
-    signal TASK           sends SIGTERM to the task's process, as on preemption
+    signal TASK           sends SIGTERM to all processes of a task, as on preemption where a job is a control group
     wait TASK             waits until the task has ended; answers with its exit code
 
 Output of tasks goes to FOLDER/TASK.out and .err. When its input ends, it kills what is left.
@@ -87,9 +87,12 @@ class Step:
         return count
 
     def signal(self, task: int) -> int:
-        """Sends SIGTERM to a task's process."""
-        self._tasks[task].send_signal(signal.SIGTERM)
-        return 0
+        """Sends SIGTERM to all processes of a task; returns how many there are."""
+        found = self._processes(task)
+        for process in found:
+            with suppress(psutil.Error):  # it has ended meanwhile
+                process.send_signal(signal.SIGTERM)
+        return len(found)
 
     def wait(self, task: int) -> int:
         """Returns the exit code of a task."""

@@ -74,12 +74,14 @@ async def serve(
     take_over: bool = False,
     memory_limit: int = 0,
     insecure: bool = False,
+    drain_signal: signal.Signals = signal.SIGTERM,
 ) -> None:
     """Runs a server until SIGINT, until it has drained after SIGTERM, or until another process takes its name.
 
     SIGTERM, and `elasticps drain`, have the leader move everything that this server holds to others; then it ends. It
     ends without that after `drain_timeout_s` from SIGTERM (0: at once) if servers that do not drain have copies of all
-    that is here, if all servers have had SIGTERM, and on a second SIGTERM.
+    that is here, if all servers have had SIGTERM, and on a second SIGTERM. Another `drain_signal` takes SIGTERM's part,
+    which does nothing then.
     `plugins` are modules to import first; they may call `register_optimizer`. Ports of 0 are chosen by the system.
     For up to `wait_s` it waits for etcd, and for a coordinator to create the cluster; once it has served, for etcd as
     long as it takes.
@@ -119,7 +121,9 @@ async def serve(
     stop: asyncio.Future[str] = loop.create_future()
     leave: asyncio.Future[str] = loop.create_future()
     loop.add_signal_handler(signal.SIGINT, resolve, stop, "SIGINT")
-    loop.add_signal_handler(signal.SIGTERM, lambda: resolve(stop if leave.done() else leave, "SIGTERM"))
+    if drain_signal is not signal.SIGTERM:
+        loop.add_signal_handler(signal.SIGTERM, bool)  # nothing
+    loop.add_signal_handler(drain_signal, lambda: resolve(stop if leave.done() else leave, drain_signal.name))
 
     async with AsyncExitStack() as stack:
         finding = asyncio.create_task(_find_cluster(url, wait_s, stack))
