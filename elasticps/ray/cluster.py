@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from coordinator.core.autoscale import AutoscalePolicy, ScaleDecision
@@ -158,7 +158,7 @@ class Cluster:
             actors = {**self._others, **{each.name: each.actor for each in self._servers.values()}}
         if name not in actors:
             raise ConfigError(f"the cluster {self.name!r} has no process called {name!r}{scaling.existing(actors)}")
-        return str(_ask(actors[name].log.remote(), f"the actor of {name}"))
+        return str(_ask(actors[name], "log", f"the actor of {name}"))
 
     @property
     def decisions(self) -> tuple[ScaleDecision, ...]:
@@ -227,7 +227,7 @@ class Cluster:
             if not self._template:
                 here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
                 self._others["etcd"] = etcd = self._host("etcd", "etcd", num_cpus=0, scheduling_strategy=here)
-                endpoint = _ask(etcd.info.remote(), "etcd", self._timeout_s)["endpoint"]
+                endpoint = _ask(etcd, "info", "etcd", self._timeout_s)["endpoint"]
                 self._template = f"etcd://{endpoint}/{self.name}"
             made = operator_client.create_cluster(self._url_of("operator"), self._config, deadline)
             background.run(made)
@@ -237,7 +237,7 @@ class Cluster:
             for server in [self._spawn(name) for name in names]:
                 server.wait_ready(deadline)
             for name, actor in self._others.items():
-                _ask(actor.info.remote(), name, deadline - time.monotonic())
+                _ask(actor, "info", name, deadline - time.monotonic())
             ready = operator_client.wait_for_servers(self._url_of("operator"), names, self._config.replicas, deadline)
             background.run(ready)
         except BaseException:
@@ -311,7 +311,6 @@ class _Server:
         self.name = name
         self.actor = actor
         self.bundle = bundle
-        self._end = ""  # how its actor ended
 
     def describe(self) -> RayServer:
         try:
@@ -327,35 +326,44 @@ class _Server:
     @property
     def running(self) -> bool:
         """Whether it runs, or Ray is about to start it again."""
-        try:
-            ray.get(self.actor.info.remote(), timeout=_ANSWER_S)
-        except ActorDiedError as error:
-            self._end = str(error).strip().splitlines()[-1]
-            return False
-        except (ActorUnavailableError, GetTimeoutError):
-            pass
-        return True
+        return not _has_ended(self.actor)
 
     def wait_ready(self, deadline: float) -> None:
-        _ask(self.actor.info.remote(), f"server {self.name}", deadline - time.monotonic())
+        _ask(self.actor, "info", f"server {self.name}", deadline - time.monotonic())
 
     def how_it_ended(self) -> str:
-        return "has ended"
+        return "has ended, and Ray does not start it again"
 
     def last_words(self) -> str:
-        return self._end
+        return "`ray logs` and its log on the node say why"
 
 
-def _ask(answer: Any, whose: str, timeout_s: float = _ANSWER_S) -> Any:
-    """Waits for an actor's answer. Error if the actor could not start its process, Timeout after so many seconds."""
-    try:
-        return ray.get(answer, timeout=max(0.1, timeout_s))
-    except GetTimeoutError:
-        raise Timeout(
-            f"{whose} did not answer within {timeout_s:.0f} s; `ray status` shows what Ray has room for"
-        ) from None
-    except RayActorError as error:
-        raise Error(f"{whose} cannot run as a Ray actor: {_last_line(str(error))}") from None
+def _ask(actor: Any, method: str, whose: str, timeout_s: float = _ANSWER_S) -> Any:
+    """Calls an actor, if need be after Ray has started it again. Error if it has ended for good, as when it could not
+    start its process; Timeout after so many seconds."""
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            return ray.get(getattr(actor, method).remote(), timeout=max(0.1, until - time.monotonic()))
+        except GetTimeoutError:
+            break
+        except RayActorError as error:
+            if _has_ended(actor):
+                raise Error(f"{whose} cannot run as a Ray actor: {_last_line(str(error))}") from None
+            if time.monotonic() > until:
+                break
+            time.sleep(_LOOK_S)
+    raise Timeout(f"{whose} did not answer within {timeout_s:.0f} s; `ray status` shows what Ray has room for")
+
+
+def _has_ended(actor: Any) -> bool:
+    """Whether an actor has ended for good.
+
+    A call to an actor that is about to be started again may fail as one to an actor that has ended, so Ray's control
+    store is asked. The public call for it needs Ray's dashboard.
+    """
+    found = ray._private.state.actors(actor_id=actor._actor_id.hex())
+    return bool(found) and found["State"] == "DEAD"
 
 
 def _last_line(text: str) -> str:

@@ -192,7 +192,7 @@ def test_a_server_leaves_a_node_that_is_preempted_and_one_that_stands_still_is_r
 def test_a_cluster_scales_by_itself(raylets: Any, eventually: Eventually) -> None:
     from elasticps.ray import Cluster
 
-    rows = np.arange(400_000)
+    rows = np.arange(800_000)
     with Cluster(servers=1, replicas=1, memory_limit="400MiB") as cluster, eps.connect(cluster.url, worker="w") as ps:
         cluster.autoscale(1, 2, every_s=1.0, shrink_after_s=3.0, memory_high=0.6, memory_low=0.5, load_high=1.0)
         table = ps.table("big", dim=32, optimizer=eps.SGD(lr=1.0), init=eps.Zeros())
