@@ -18,6 +18,13 @@ import elasticps.ray
 from elasticps.torch import EmbeddingBag, Optimizer
 
 
+def baskets(batch: dict[str, Any]) -> dict[str, Any]:
+    """Baskets of 5 of 2,000 items, and whether they are liked: their items' tastes add up to more than 0."""
+    taste = np.random.default_rng(0).standard_normal(2000)
+    basket = np.random.default_rng(batch["id"][0] + 1).integers(2000, size=(len(batch["id"]), 5))
+    return {"basket": basket, "liked": (taste[basket].sum(axis=1) > 0).astype(np.float32)}
+
+
 def train(config: dict[str, Any]) -> None:
     """The loop of each worker. No `prepare_model`: gradients go to the servers, and weights come from there."""
     with eps.connect(config["url"]) as ps:
@@ -38,11 +45,10 @@ def train(config: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    ray.init(num_cpus=8, include_dashboard=False)  # as many as tasks and servers want, whatever the machine has
-    rng = np.random.default_rng(0)
-    baskets = rng.integers(2000, size=(20_000, 5))
-    liked = (rng.standard_normal(2000)[baskets].sum(axis=1) > 0).astype(np.float32)
-    data = ray.data.from_numpy(baskets, "basket").zip(ray.data.from_numpy(liked, "liked"))
+    ray.init(
+        num_cpus=8, include_dashboard=False, log_to_driver=False
+    )  # CPUs as servers and workers want, not as there are
+    data = ray.data.range(20_000, override_num_blocks=4).map_batches(baskets, batch_size=1000)
     with (
         tempfile.TemporaryDirectory() as folder,
         elasticps.ray.Cluster(servers=3, share_nodes=True, checkpoint_url=f"{folder}/servers") as cluster,

@@ -29,8 +29,9 @@ class ShardedBlocks:
     def __init__(self, dataset: Any, rows: int | None = None, *, name: str = "train") -> None:
         self.name = name
         cut = dataset if rows is None else dataset.repartition(target_num_rows_per_block=rows, strict=True)
-        self._blocks = cut.to_numpy_refs()
-        if not self._blocks:
+        executed = cut.materialize()
+        self._blocks = executed.to_numpy_refs()
+        if not executed.count():
             raise ConfigError("the dataset has no rows, so there is nothing to hand out")
 
     def __len__(self) -> int:
@@ -46,7 +47,11 @@ class ShardedBlocks:
         shards = ps.shards(len(self._blocks), 1, epochs, name=self.name, shuffle_seed=shuffle_seed)
         try:
             for shard in shards:
-                yield ray.get(self._blocks[int(shard.indices[0])])
+                batch = ray.get(self._blocks[int(shard.indices[0])])
+                if any(map(len, batch.values())):
+                    yield batch
+                else:  # a filter has left no row of it
+                    ps.push({})
                 if shards.passed_over:
                     raise InputError(
                         f"block {int(shard.indices[0])} of epoch {shard.epoch} was not trained before the next one was "

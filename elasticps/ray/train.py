@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,19 +16,22 @@ def report(
     """`ray.train.report`, with a checkpoint of the servers that belongs to it: call it in every worker, after a step.
 
     The first worker asks for it (`ps.checkpoint`), waits until it is made, and adds its number to its metrics and to
-    the metadata of `checkpoint`, a `ray.train.Checkpoint` or None, as `elasticps_checkpoint`. Then it reports, as the
-    others have done meanwhile: Ray Train waits for all. With what is at the servers, `checkpoint` needs only what is
-    not, such as buffers.
+    the metadata of `checkpoint`, as `elasticps_checkpoint`. Then it reports, as the others have done meanwhile: Ray
+    Train waits for all.
 
-    full, timeout: as for `ps.checkpoint` and its `result`. Raises CheckpointError, which says why there is none, such
-    as a cluster without `checkpoint_url`; Timeout.
+    checkpoint  a `ray.train.Checkpoint` with what is not at the servers, such as buffers. None: the first worker makes
+                one with nothing but the number, so that Ray Train has the metrics in its result
+    full, timeout  as for `ps.checkpoint` and its `result`
+
+    Raises CheckpointError, which says why there is none, such as a cluster without `checkpoint_url`; Timeout.
     """
     from ray import train  # brings in pyarrow and pandas: only training loops wait for that
 
-    found = dict(metrics)
-    if train.get_context().get_world_rank() == 0:
-        number = ps.checkpoint(full=full).result(timeout)
-        found[CHECKPOINT] = number
-        if checkpoint is not None:
-            checkpoint.update_metadata({CHECKPOINT: number})
-    train.report(found, checkpoint=checkpoint)
+    if train.get_context().get_world_rank() != 0:
+        train.report(dict(metrics), checkpoint=checkpoint)
+        return
+    number = ps.checkpoint(full=full).result(timeout)
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = train.Checkpoint.from_directory(folder) if checkpoint is None else checkpoint
+        chosen.update_metadata({CHECKPOINT: number})
+        train.report({**metrics, CHECKPOINT: number}, checkpoint=chosen)

@@ -20,6 +20,7 @@ QUIET = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
+    "RAY_AUTH_MODE": "disabled",  # or it writes a token into the home folder
 }
 STORE_BYTES = 80 << 20
 
