@@ -39,9 +39,9 @@ _SCALE_S = 120.0  # for autoscaling to wait for room, and for moves: they go on,
 class RayServer:
     """A server of a cluster on Ray.
 
-    state  "running"; "restarting": its actor or node has died, and Ray starts it again; "leaves": Ray drains its node
-    node   the id of its node, as Ray has it, "" while it restarts; pid and worker_pid: of the server, and of the
-           worker process that is its actor; 0 while it restarts
+    state  "running"; "restarting": Ray starts it again, maybe elsewhere; "leaves": Ray drains its node
+    node   the id of its node, as Ray has it, "" while it restarts
+    pid, worker_pid  of the server, and of the worker process that is its actor; 0 while it restarts
     """
 
     name: str
@@ -59,21 +59,21 @@ class Cluster:
         with elasticps.ray.Cluster(servers=3) as cluster, eps.connect(cluster.url, worker="w0") as ps:
             ...
 
-    servers      how many, s0, s1, …: in a placement group with one server per bundle. What fails together with one
-                 (its zone) is its node: no two copies of a range are on one node while there are others
-    replicas     copies of each range
+    servers       how many, s0, s1, …, each in a bundle of a placement group; its zone is its node
+    replicas      copies of each range
     coordinators  how many, c0, c1, …: one leads, the others stand by
-    ranges       slices of the hash space, a power of two
-    url          a cluster's URL on an etcd of yours, which outlives nodes; {name} in it stands for each process's name,
-                 for paths of certificates that are on every node. "": an etcd on the node of this driver
-    cpus         that Ray sets aside for each server; an event loop uses one
-    share_nodes  let several servers run on one node; otherwise each needs a node of its own
-    insecure     let others reach the processes over the network without TLS; needed where nodes are several machines
-                 and `url` has no certificates
+    ranges        slices of the hash space, a power of two
+    url           of a cluster on an etcd of yours, with {name} for each process's name; "": an etcd on this node
+    cpus          that Ray sets aside for each server; an event loop uses one
+    share_nodes   let several servers run on one node; otherwise each needs a node of its own
+    insecure      let others reach the processes over the network without TLS, where nodes are several machines
     memory_limit  what each server may use, such as "4GiB"; "": what its control group or the machine has
     checkpoint_url  where checkpoints go that workers ask for; every node must reach it
-    plugins      modules that every server imports
-    timeout_s    for starting
+    plugins       modules that every server imports
+    timeout_s     for starting
+
+    No two copies of a range are on one node while there are others. An etcd on the driver's node ends with it; one of
+    yours outlives nodes. {name} in its URL is for paths of certificates that every node has.
 
     It ends with `close()`, the `with` block, or the driver, however that ends. Raises ConfigError for arguments that
     cannot work, Error when a process does not start, Timeout when Ray has no room for all.

@@ -19,11 +19,10 @@ def report(
     the metadata of `checkpoint`, as `elasticps_checkpoint`. Then it reports, as the others have done meanwhile: Ray
     Train waits for all.
 
-    checkpoint  a `ray.train.Checkpoint` with what is not at the servers, such as buffers. None: the first worker makes
-                one with nothing but the number, so that Ray Train has the metrics in its result
-    full, timeout  as for `ps.checkpoint` and its `result`
-
-    Raises CheckpointError, which says why there is none, such as a cluster without `checkpoint_url`; Timeout.
+    checkpoint: a `ray.train.Checkpoint` with what is not at the servers, such as buffers. None: the first worker makes
+    one with nothing but the number, so that Ray Train has the metrics in its result. full, timeout: as for
+    `ps.checkpoint` and its `result`. Raises CheckpointError, which says why there is none, such as a cluster without
+    `checkpoint_url`; Timeout.
     """
     from ray import train  # brings in pyarrow and pandas: only training loops wait for that
 
