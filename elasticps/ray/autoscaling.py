@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 _DECISIONS_MAX = 1000
 
 
-class AutoscaleLoop:
-    """A thread that scales the cluster at `url`. count: how many servers were asked for; scale: makes so many, blocks.
+class AutoscaleThread:
+    """Scales the cluster at `url` in a thread. count: how many servers were asked for; scale: makes so many, blocks.
     ValueError for a policy with fewer servers than replicas."""
 
     def __init__(

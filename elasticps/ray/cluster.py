@@ -22,7 +22,7 @@ from coordinator.core.view import ClusterConfig
 from elasticps.errors import ConfigError, Error, Timeout
 from elasticps.local import operator_client, scaling
 from elasticps.local.operator_client import OperatorClient
-from elasticps.ray.autoscaling import AutoscaleLoop
+from elasticps.ray.autoscaling import AutoscaleThread
 from elasticps.ray.host import HostedProcess, ProcessHost
 from elasticps.ray.placement import Bundle, Bundles
 from elasticps.system import background
@@ -121,7 +121,7 @@ class Cluster:
         self._others: dict[str, Any] = {}  # actors of etcd and coordinators, by name
         self._servers: dict[str, _Server] = {}  # by name
         self._bundles: Bundles | None = None  # None: not running
-        self._autoscale: AutoscaleLoop | None = None  # while it scales by itself
+        self._autoscale: AutoscaleThread | None = None  # while it scales by itself
         self._start(servers, coordinators, Bundles(cpus, share_nodes))
 
     def __repr__(self) -> str:
@@ -192,7 +192,7 @@ class Cluster:
         `AutoscalePolicy`. ConfigError for numbers that do not go together."""
         try:
             chosen = AutoscalePolicy(min_servers, max_servers, **policy)
-            loop = AutoscaleLoop(self._url_of("operator"), chosen, self._config.replicas, self._count, self._scale_by)
+            loop = AutoscaleThread(self._url_of("operator"), chosen, self._config.replicas, self._count, self._scale_by)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"no policy to scale by: {error}") from None
         self._stop_autoscaling()
