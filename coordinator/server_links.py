@@ -9,12 +9,13 @@ were held back come seconds late, and a new connection works at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from coordinator.cluster_tracker import ClusterTracker
 from coordinator.core import fields
+from coordinator.core.capacities import RowCount, allowances
 from coordinator.core.health import BEAT_S, TICK_S, Detector, Dial, Gone, Load, Report, ServerLink, Succession
 from coordinator.core.planner import Health
 from coordinator.core.view import ServerInfo, View
@@ -32,11 +33,13 @@ _VIEW_LAG_S = 0.1  # a report this soon after a view may have been sent before t
 
 @dataclass
 class _Open:
-    """A line in use. sent_at: when the last view was sent; repeated: the last epoch that was sent twice."""
+    """A line in use. sent_at: when the last view was sent; repeated: the last epoch that was sent twice; report: the
+    newest, on this line."""
 
     line: ServerLink
     sent_at: float = 0.0
     repeated: int = 0
+    report: Report | None = None
 
 
 class ServerLinks:
@@ -223,6 +226,7 @@ class ServerLinks:
                     self._views[member] = report
                     self._change(True)
                     continue
+                opened.report = report
                 self._succession.heard(member, report.tenure, _now())
                 self._change(self._detector.heard(member, report, _now()))
                 self._repeat_view(opened, report)
@@ -245,12 +249,22 @@ class ServerLinks:
     def _beat(self) -> None:
         self._beaten = _now()
         if self._term:
-            for opened in self._open.values():
-                self._beat_on(opened)
+            allowed = self._allowances()
+            for member, opened in self._open.items():
+                self._beat_on(opened, allowed.get(member, ()))
 
-    def _beat_on(self, opened: _Open) -> None:
+    def _beat_on(self, opened: _Open, allowed: Sequence[RowCount] = ()) -> None:
         with suppress(OSError):
-            opened.line.beat(self._term)
+            opened.line.beat(self._term, 0 if self._view is None else self._view.epoch, allowed)
+
+    def _allowances(self) -> Mapping[Member, Sequence[RowCount]]:
+        """How many rows servers may keep of tables that are above their capacity; nothing while it is not known how
+        many there are: not all ranges have a head that follows the view and has reported."""
+        view, reports = self._view, {m: opened.report for m, opened in self._open.items() if opened.report is not None}
+        if view is None or not any(report.counts for report in reports.values()):
+            return {}
+        counts = {m: (report.headed, report.counts) for m, report in reports.items() if report.epoch == view.epoch}
+        return allowances(counts) if sum(headed for headed, _ in counts.values()) == view.ranges else {}
 
     def _send(self, opened: _Open, view: View) -> None:
         opened.sent_at = _now()

@@ -362,9 +362,9 @@ class Waiting:
         """Bytes of index segments and sketches."""
         return self.segment_bytes + sum(sketch.nbytes for sketch in self._sketches.values())
 
-    def count_range(self, r: int) -> int:
-        """Candidates of range r."""
-        return int(self._counts[r])
+    def count_range(self, r: int | NDArray[np.int64]) -> int:
+        """Candidates of range r, or of several ranges together."""
+        return int(self._counts[r].sum())
 
     def admit(self, keys: NDArray[np.int64], rows: NDArray[np.int64], worker: int, clock: int) -> NDArray[np.float32]:
         """Counts the pushes of keys [n] without a row (rows[i] = 0), in step `clock` of a worker; sets rows[i] to WAITS

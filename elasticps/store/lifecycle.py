@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.errors import InputError
-from elasticps.model.policies import Admission, Eviction, half_life_of
+from elasticps.model.policies import Admission, Capacity, Eviction, MinCount, half_life_of
 from elasticps.model.spec import TableSpec
 from elasticps.store import admission, usage
 from elasticps.store import native as field
@@ -81,6 +81,7 @@ class Lifecycle:
         self._policies = np.zeros((len(times), field.POLICY), np.float64)
         self._changed: dict[int, TableSpec] = {}  # specs of ranges whose policies are others than the table's
         self.decided = np.zeros(len(times), np.bool_)  # ranges whose log has said what policies they are under
+        self._bounds: frozenset[tuple[bool, int]] | None = None  # as `bounds` gives them; None: look
         header[H_USAGE_AT], header[H_USAGE_FLOATS] = usage_at, spec.usage_floats
         header[H_TIMES], header[H_POLICIES] = times.ctypes.data, self._policies.ctypes.data
         self._spare = np.zeros(int(header[H_STRIDE]) // 8, np.int64)  # a row of no key
@@ -103,7 +104,18 @@ class Lifecycle:
         if not self.decided[r]:
             self.set_policies(r, spec.admission, spec.eviction)
 
+    @property
+    def bounds(self) -> frozenset[tuple[bool, int]]:
+        """How many rows, and keys that wait for one (True), policies of ranges here allow the whole table."""
+        if self._bounds is None:
+            policies = {(s.admission, s.eviction) for s in map(self.spec_of, np.flatnonzero(self.decided).tolist())}
+            rows = {(False, p.rows) for _, evictions in policies for p in evictions if isinstance(p, Capacity)}
+            most = {(True, p.most) for p, _ in policies if isinstance(p, MinCount) and p.most is not None}
+            self._bounds = frozenset(rows | most)
+        return self._bounds
+
     def _set(self, r: int, spec: TableSpec) -> None:
+        self._bounds = None
         if (spec.admission, spec.eviction) == (self.spec.admission, self.spec.eviction):
             self._changed.pop(r, None)
         else:

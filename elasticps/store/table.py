@@ -295,9 +295,9 @@ class Table:
 
     # --- ranges -------------------------------------------------------------------------------------------------------
 
-    def count_range(self, r: int) -> int:
-        """Rows in range r."""
-        return int(self._counts[r])
+    def count_range(self, r: int | NDArray[np.int64]) -> int:
+        """Rows in range r, or in several ranges together."""
+        return int(self._counts[r].sum())
 
     def range_keys(self, r: int) -> NDArray[np.int64]:
         """Keys of range r, in no order that means anything. Time is proportional to the range."""

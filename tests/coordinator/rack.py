@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
 
+from coordinator.core.capacities import RowCount
 from coordinator.core.health import Report, ServerLink, Tenure
 from coordinator.core.store import Store
 from coordinator.core.view import ServerInfo, View
@@ -86,7 +87,7 @@ class FakeLine:
                     yield self.server.view
             await asyncio.sleep(REPORT_S)
 
-    def beat(self, term: int) -> None:
+    def beat(self, term: int, epoch: int, allowances: Sequence[RowCount]) -> None:
         if not self.broken and self.server.running and not self.server.frozen:
             self.server.beat(term, self)
 

@@ -142,6 +142,35 @@ def test_a_sweep_forgets_the_rows_with_the_least_scores(connect: Connect, cluste
     assert audited(cluster.url).clean
 
 
+def test_a_table_loses_no_row_before_it_is_above_its_capacity(connect: Connect) -> None:
+    """However small it is: servers once had a part of the capacity each, and a full table of ten went down to six."""
+    ps = connect()
+    for capacity in (1, 10, 300):
+        table = ps.table(f"t{capacity}", dim=DIM, optimizer=eps.Accumulate(), eviction=eps.Capacity(capacity))
+        keys = np.arange(capacity)
+        ps.push({table: (keys, ones(keys))}).result()
+        assert not any(table.evict(dry_run=True).values())
+        assert not any(table.evict().values())
+        time.sleep(1)
+        assert len(table) == capacity
+        more = np.arange(1_000, 1_000 + capacity)
+        ps.push({table: (more, ones(more))}).result()
+        assert table.evict()["capacity"] <= 2 * capacity - int(0.98 * capacity)
+        assert 0.98 * capacity <= len(table) <= capacity
+        assert not any(table.evict().values())
+
+
+def test_small_tables_are_held_to_their_capacity_while_they_grow(
+    connect: Connect, eventually: Callable[[Callable[[], bool]], None]
+) -> None:
+    ps = connect()
+    table = ps.table("t", dim=DIM, optimizer=eps.Accumulate(), eviction=eps.Capacity(20))
+    for step in range(200):
+        keys = np.arange(step, step + 3)
+        ps.push({table: (keys, ones(keys))}).result()
+    eventually(lambda: len(table) == 20)
+
+
 def test_policies_change_while_workers_train(connect: Connect) -> None:
     ps, other = connect("w0"), connect("w1")
     table = ps.table("t", dim=DIM, optimizer=eps.Accumulate(), usage="count")

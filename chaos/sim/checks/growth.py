@@ -18,10 +18,8 @@ from elasticps.kernels.hashing import key_ranges, range_shift, table_salt
 from elasticps.model.policies import Capacity
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.operations import RowBlocks
-from elasticps.server.core.sweeps import SweptInterval
 from elasticps.server.fast import layout as at
 from elasticps.server.server import Server
-from elasticps.store.eviction import Reason
 from elasticps.store.intervals import HASH_END
 from replication.effects import Apply, Erase, Install
 from replication.messages import OperationKind
@@ -83,7 +81,6 @@ class Growth:
         def applied(effect: Apply) -> None:
             self._guard(self._note, server, effect)
             apply(effect)
-            self._guard(self._after, server, effect)
 
         def installed(effect: Install) -> None:
             install(effect)
@@ -149,25 +146,6 @@ class Growth:
         )
         for r, seq in zip(effect.ranges.tolist(), effect.seqs.tolist(), strict=True):
             self._add(server, r, seq, op)
-
-    def _after(self, server: Server, effect: Apply) -> None:
-        payload = effect.operation.payload
-        if isinstance(payload, SweptInterval) and payload.predicate.reason == Reason.CAPACITY:
-            self._check_left(server, effect, payload)
-
-    def _check_left(self, server: Server, effect: Apply, swept: SweptInterval) -> None:
-        """A table is held to its capacity, not made smaller."""
-        table = server.store.tables.get(swept.table)
-        if table is None or table.lifecycle is None or effect.inside or (swept.low, swept.high) != (0, HASH_END):
-            return
-        ranges = effect.ranges.tolist()
-        rows = sum(table.count_range(r) for r in ranges)
-        least = min(
-            (p.rows for r in ranges for p in table.lifecycle.spec_of(r).eviction if isinstance(p, Capacity)), default=0
-        )
-        share = least * len(ranges) / self._ranges * (1 - CAPACITY_SLACK) - len(ranges)
-        if rows < share and len(ranges) == len(swept.ranges):
-            raise Violation("capacity", f"a sweep leaves {rows} rows in ranges {ranges}, whose share is {share:.1f}")
 
     def _add(self, server: Server, r: int, seq: int, op: Logged) -> None:
         seen, log, epoch = self._servers[server], self._logs[r], server.replica.epoch
@@ -269,7 +247,7 @@ class Growth:
             here = [model.tables[number] for model in self._models.values() if number in model.tables]
             most = [[p.rows for p in table.evictions if isinstance(p, Capacity)] for table in here]
             count = sum(len(table.rows) for table in here)
-            if most and all(most) and count > (bound := max(map(min, most)) * (1 + CAPACITY_SLACK) + self._ranges):
+            if most and all(most) and count > (bound := max(map(min, most)) * (1 + CAPACITY_SLACK)):
                 return f"table {number} has {count} rows, and may have {bound:g}"
         return ""
 

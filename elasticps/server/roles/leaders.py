@@ -5,15 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from coordinator.core import fields
+from coordinator.core.capacities import RowCount
 from coordinator.core.view import View
 from elasticps.server.core.headroom import Headroom
 from elasticps.server.core.requests import Body
+from elasticps.server.core.sweeps import count_bounded
 from elasticps.server.network.connection import Connection
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.server.roles.snapshots import SnapshotSender
 from elasticps.system.memory import fill_mark
-from elasticps.wire.frames import Header, Kind, json_frame, view_frame
+from elasticps.wire.frames import Header, Kind, json_body, json_frame, row_counts, view_frame
 from elasticps.wire.headers import GetViewHeader
 from replication.chain import COMPLETE
 from replication.effects import CaughtUp
@@ -45,6 +47,7 @@ class Leaders:
         self._spoken: Connection | None = None  # the connection it was heard on, while that lasts
         self._spoken_at = loop.time()  # when it was heard last, or when that connection ended
         self._wall_s = 0.0  # the time that it said then, seconds since 1970
+        self._allowed: tuple[int, tuple[RowCount, ...]] = 0, ()  # what it allowed then, and under which view
         self._report_due = False  # a report is due soon
         self.alone = 0
 
@@ -89,11 +92,19 @@ class Leaders:
         if term >= self._term or now - self._spoken_at > FORGOTTEN_S:
             self._term, self._spoken, self._spoken_at = term, connection, now
             self._wall_s = float(beat.seconds)
+            counts = row_counts(json_body(body.data).get("allowances")) if header.body else ()
+            self._allowed = beat.epoch, counts
 
     def wall_s(self) -> float:
         """The time by the leader's clock, seconds since 1970; 0 if no leader was heard for FORGOTTEN_S."""
         silent_s = self._loop.time() - self._spoken_at
         return self._wall_s + silent_s if self._wall_s and silent_s < FORGOTTEN_S else 0.0
+
+    def allowances(self) -> tuple[RowCount, ...]:
+        """How many rows the ranges headed here may keep of tables that are above their capacity, as the leader said
+        last; nothing where it does not know of the view that is followed here."""
+        epoch, counts = self._allowed
+        return counts if epoch == self._serving.epoch and self.wall_s() else ()
 
     def report(self) -> bytes:
         """The REPORT frame, with the present state."""
@@ -108,6 +119,8 @@ class Leaders:
             "leader": [self._term, self._spoken is not None, round(self._loop.time() - self._spoken_at, 3)],
             "requests": self._executor.counts.count("pushes") + self._executor.counts.count("pulls"),
         }
+        if counts := count_bounded(self._executor.store.live, self._serving.headed):
+            document |= {"headed": len(self._serving.headed), "counts": counts}
         return json_frame(Kind.REPORT, document, epoch=self._serving.epoch)
 
     def tell(self) -> None:

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from coordinator.core import fields
+from coordinator.core.capacities import RowCount, allowances
 from elasticps.model.policies import MAX_TIME
+from elasticps.server.core.choosing import DryRun, choose
 from elasticps.server.core.headroom import Headroom
 from elasticps.server.core.operations import TimeMark
-from elasticps.server.core.sweeps import Policies, Slice, SweepPlan, SweptInterval, bounded
+from elasticps.server.core.sweeps import Policies, Slice, SweepPlan, SweptInterval, count_bounded
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.executor import FutureTicket
 from elasticps.server.roles.leaders import Leaders
@@ -40,10 +42,10 @@ MOST_IN_A_ROUND = 256  # sweeps that one round takes
 
 
 class _Swept:
-    """A table, as `SweepPlan` needs it."""
+    """A table, as `SweepPlan` needs it. allowed: what is kept here of a bound; dry_run: whose rows do not count."""
 
-    def __init__(self, table: Table) -> None:
-        self.table = table
+    def __init__(self, table: Table, allowed: Mapping[tuple[bool, int], int], dry_run: DryRun | None = None) -> None:
+        self.table, self._allowed, self._dry_run = table, allowed, dry_run
 
     def policies(self, r: int) -> Policies:
         """The policies that range r is under."""
@@ -54,7 +56,12 @@ class _Swept:
     def count(self, r: int, of_candidates: bool) -> int:
         """Rows or candidates of range r."""
         assert self.table.lifecycle is not None
-        return self.table.lifecycle.waiting.count_range(r) if of_candidates else self.table.count_range(r)
+        gone = 0 if self._dry_run is None else self._dry_run.gone[r, of_candidates]
+        return (self.table.lifecycle.waiting if of_candidates else self.table).count_range(r) - gone
+
+    def allowed(self, of_candidates: bool, capacity: int) -> int | None:
+        """How many of them ranges headed here keep of a capacity; None: all."""
+        return self._allowed.get((of_candidates, capacity))
 
 
 @dataclass
@@ -79,9 +86,10 @@ class Sweeper:
         self._leaders = leaders  # the leader's time
         self._headroom = headroom  # whether memory is short
         self._wall = wall  # seconds since 1970
-        self._plan = SweepPlan(self._serving.ranges, HASH_END // self._serving.ranges)  # what is due
+        self._plan = SweepPlan(HASH_END // self._serving.ranges)  # what is due
         self._slices: Iterator[tuple[Slice, Predicate, float]] = iter(())  # of the pass that is under way
         self._running = False  # a pass is under way
+        self._requested = asyncio.Lock()  # held by a sweep that a worker has asked for
         self._overfull = False  # a table has outrun the usual pace
         self._for_rounds: dict[str, _RoundSweeps] = {}  # by application
         self._skewed = False  # this clock differs from the leader's
@@ -110,7 +118,7 @@ class Sweeper:
             self._time_due_s = self._loop.time() + TIME_EVERY_S
             self._compare_clocks()
             self.stamp()
-        if not self._running:
+        if not self._running and not self._requested.locked():
             self._running = True
             self._begin()
 
@@ -141,12 +149,20 @@ class Sweeper:
         if not tables or not leader_s or not len(self._serving.headed):
             self._running = False
             return
-        now, swept = int(min(self._wall(), leader_s)), {number: _Swept(table) for number, table in tables.items()}
+        now, headed, allowed = int(min(self._wall(), leader_s)), self._serving.headed.tolist(), self._allowances()
+        swept = {number: _Swept(table, _of(number, allowed)) for number, table in tables.items()}
         self._plan.forget(tables)
-        self._overfull = self._plan.overfull(swept, self._serving.headed.tolist())
-        headed = self._serving.headed.tolist()
+        self._overfull = self._plan.overfull(swept, headed)
         self._slices = self._plan.slices(swept, headed, now, self._loop.time(), self._headroom.short)
         self._loop.call_soon(self._step)
+
+    def _allowances(self) -> Sequence[RowCount]:
+        """What the ranges headed here may keep of tables that are above their capacity. Who heads all ranges needs no
+        leader to know it."""
+        headed = self._serving.headed
+        if len(headed) < self._serving.ranges:
+            return self._leaders.allowances()
+        return allowances({None: (len(headed), count_bounded(self._tables(), headed))})[None]
 
     def _step(self) -> None:
         began = time.thread_time()
@@ -203,38 +219,49 @@ class Sweeper:
             return by
         return by._replace(now=max(by.now, int(self._store.times[np.array(ranges)].max())))
 
-    async def sweep(self, table: Table, dry_run: bool) -> dict[Reason, int]:
-        """How many rows, and keys that wait for one, of a table go now, by reason, in the ranges headed here; unless
-        it is a dry run, they are gone at all replicas when this returns; those of an application with synchronous
-        rounds go when its next round closes. Half of this thread's time goes into it."""
+    async def sweep(
+        self, table: Table, dry_run: bool, allowed: Sequence[RowCount] | None
+    ) -> tuple[dict[Reason, int], list[RowCount]]:
+        """How many rows, and keys that wait for one, of a table go now, by reason, in the ranges headed here, and how
+        many are left; unless it is a dry run, they are gone at all replicas when this returns; those of an application
+        with synchronous rounds go when its next round closes. Half of this thread's time goes into it.
+
+        allowed: what may be kept of bounds on the whole table, and these alone are enforced; None: all other policies.
+        """
+        if not dry_run:
+            async with self._requested:  # two at a time would both cut what they found at their beginnings
+                self._slices, self._plan = iter(()), SweepPlan(HASH_END // self._serving.ranges)
+                return await self._pass(table, None, allowed)
+        return await self._pass(table, DryRun(), allowed)
+
+    async def _pass(
+        self, table: Table, dry_run: DryRun | None, allowed: Sequence[RowCount] | None
+    ) -> tuple[dict[Reason, int], list[RowCount]]:
         found, tickets, leader_s = dict.fromkeys(Reason, 0), [], self._leaders.wall_s()
-        if not leader_s and not dry_run:
-            return found
-        now = int(min(self._wall(), leader_s or self._wall()))
-        plan = SweepPlan(self._serving.ranges, HASH_END // self._serving.ranges)
-        swept, headed = {table.table_id: _Swept(table)}, self._serving.headed.tolist()
-        for at, by, share in plan.slices(swept, headed, now, self._loop.time(), True):
-            began = time.thread_time()
+        headed, number = self._serving.headed, table.table_id
+        swept = {number: _Swept(table, _of(number, allowed or ()), dry_run)}
+        now, plan = int(min(self._wall(), leader_s or self._wall())), SweepPlan(HASH_END // self._serving.ranges)
+        slices = plan.slices(swept, headed.tolist(), now, self._loop.time(), True)
+        for at, by, share in slices if leader_s or dry_run is not None else ():
+            began, counted = time.thread_time(), (share > 0) == (allowed is not None)
             if table.dropped:
                 break
-            if dry_run:
-                by, _, going = choose(table, at.ranges, at, self._at_their_time(by, at.ranges), share)
-            else:
+            if dry_run is not None:  # it needs the rows that others take first
+                by, _, going = choose(table, at.ranges, at, self._at_their_time(by, at.ranges), share, dry_run)
+            elif counted:
                 by, going, ticket = self._sweep(at, by, share)
                 tickets += [] if ticket is None else [ticket.future]
-            found[by.reason] += going
+            if counted:
+                found[by.reason] += going
             await asyncio.sleep(time.thread_time() - began)
         await asyncio.gather(*tickets)
-        return found
+        left = [
+            count._replace(rows=sum(swept[number].count(r, count.waiting) for r in headed.tolist()))
+            for count in count_bounded({number: table}, headed)
+        ]
+        return found, left
 
 
-def choose(table: Table, ranges: Sequence[int], at: Slice, by: Predicate, share: float) -> tuple[Predicate, int, int]:
-    """The predicate for a slice with its bound chosen, how many rows there are, and how many of them go."""
-    assert table.lifecycle is not None
-    measured = [table.lifecycle.measure(table, r, at.low, at.high, by) for r in ranges]
-    if not measured:
-        return by, 0, 0
-    keys, ranks = (np.concatenate([one[i] for one in measured]) for i in (0, 2))
-    if share:
-        by = bounded(by, keys, ranks, share)
-    return by, len(keys), int(np.count_nonzero(by.chosen(keys, ranks)))
+def _of(table: int, allowed: Sequence[RowCount]) -> dict[tuple[bool, int], int]:
+    """What may be kept of one table, by its bounds."""
+    return {(one.waiting, one.capacity): one.rows for one in allowed if one.table == table}
