@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.core.capacities import RowCount
 from elasticps.errors import SpecError
 from elasticps.model.policies import half_life_of
 from elasticps.model.spec import Assign, Init, TableSpec
@@ -252,3 +253,13 @@ def initial_rows(init: Init, keys: NDArray[np.int64], dim: int, dtype: str = "fl
     out = np.empty((len(keys), dim), np.float32)
     Table(TableSpec("initial", dim, Assign(), init, dtype), 0, 2).gather(keys, out)
     return out
+
+
+def count_bounded(tables: Mapping[int, Table], headed: NDArray[np.int64]) -> list[RowCount]:
+    """Rows in the ranges headed here of tables with a bound on them, and keys that wait."""
+    return [
+        RowCount(number, waiting, most, (table.lifecycle.waiting if waiting else table).count_range(headed))
+        for number, table in tables.items()
+        if table.lifecycle is not None
+        for waiting, most in sorted(table.lifecycle.bounds)
+    ]

@@ -13,9 +13,9 @@ from elasticps.model.optimizers import Accumulate
 from elasticps.model.policies import Admission, Capacity, Eviction, IdleFor, MinCount, SmallNorm
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.choosing import DryRun, choose
-from elasticps.server.core.sweeps import SweepPlan, count_bounded
+from elasticps.server.core.sweeps import SweepPlan
 from elasticps.server.roles.sweeper import _of, _Swept
-from elasticps.store import Table
+from elasticps.store import Table, count_bounded
 from elasticps.store.eviction import Reason
 from elasticps.store.intervals import HASH_END
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.core.capacities import SLACK, RowCount, divide
+from coordinator.core.capacities import SLACK, divide
 from elasticps.model.policies import (
     LAST_USED,
     MOST_USED,
@@ -26,7 +26,7 @@ from elasticps.model.policies import (
     SmallNorm,
     half_life_of,
 )
-from elasticps.store import Table, eviction
+from elasticps.store import eviction
 from elasticps.store.eviction import TIE_END, Measure, Predicate, Reason
 from elasticps.store.intervals import HASH_END
 from elasticps.wire.frames import MAX_RANGES, FrameError, whole, wholes
@@ -102,16 +102,6 @@ class SweptTable(Protocol):
     def allowed(self, of_candidates: bool, capacity: int) -> int | None:
         """How many rows, or candidates, the ranges headed here may keep; None while the whole table is not above its
         capacity."""
-
-
-def count_bounded(tables: Mapping[int, Table], headed: NDArray[np.int64]) -> list[RowCount]:
-    """Rows in the ranges headed here of tables with a bound on them, and keys that wait."""
-    return [
-        RowCount(number, waiting, most, (table.lifecycle.waiting if waiting else table).count_range(headed))
-        for number, table in tables.items()
-        if table.lifecycle is not None
-        for waiting, most in sorted(table.lifecycle.bounds)
-    ]
 
 
 def predicates(

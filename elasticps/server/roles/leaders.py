@@ -9,11 +9,11 @@ from coordinator.core.capacities import RowCount
 from coordinator.core.view import View
 from elasticps.server.core.headroom import Headroom
 from elasticps.server.core.requests import Body
-from elasticps.server.core.sweeps import count_bounded
 from elasticps.server.network.connection import Connection
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.server.roles.snapshots import SnapshotSender
+from elasticps.store import count_bounded
 from elasticps.system.memory import fill_mark
 from elasticps.wire.frames import Header, Kind, json_body, json_frame, row_counts, view_frame
 from elasticps.wire.headers import GetViewHeader

@@ -21,11 +21,11 @@ from elasticps.model.policies import MAX_TIME
 from elasticps.server.core.choosing import DryRun, choose
 from elasticps.server.core.headroom import Headroom
 from elasticps.server.core.operations import TimeMark
-from elasticps.server.core.sweeps import Policies, Slice, SweepPlan, SweptInterval, count_bounded
+from elasticps.server.core.sweeps import Policies, Slice, SweepPlan, SweptInterval
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.executor import FutureTicket
 from elasticps.server.roles.leaders import Leaders
-from elasticps.store import Table
+from elasticps.store import Table, count_bounded
 from elasticps.store.eviction import Predicate, Reason
 from elasticps.store.intervals import HASH_END
 from replication.messages import OperationKind
