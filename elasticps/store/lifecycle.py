@@ -6,9 +6,9 @@ nothing else, so replicas that apply the same log hold the same rows, candidates
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,33 @@ _NO_FLOATS = np.empty(0, np.float32)
 Keys = NDArray[np.int64]
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float32]
+
+
+class Found(NamedTuple):
+    """What a predicate is about in an interval of a range's hashes: keys, words and ranks, int64 [n] each."""
+
+    keys: Keys
+    words: Rows
+    ranks: Rows
+
+
+class Measured(NamedTuple):
+    """What was measured for a sweep that is logged at once. applied: operations that were applied until then: beyond
+    the next one it holds no more."""
+
+    applied: int
+    low: int
+    high: int
+    predicate: Predicate
+    found: Mapping[int, Found]  # by range
+
+    def recall(self, applied: int, r: int, low: int, high: int, by: Predicate) -> Found | None:
+        """What was measured in range r for this sweep, unless anything was applied since."""
+        same = (self.applied, self.low, self.high, self.predicate) == (applied, low, high, by)
+        return self.found.get(r) if same else None
+
+
+NOTHING_MEASURED = Measured(-1, 0, 0, Predicate(Measure.LAST_USE, Reason.IDLE, 0), {})
 
 
 class StoredRows(Protocol):
@@ -77,6 +104,7 @@ class Lifecycle:
         self.waiting = Waiting(header, len(times), memory)
         self.admitted = np.zeros(len(times), np.int64)
         self.evicted = np.zeros((len(Reason), len(times)), np.int64)
+        self.measured = NOTHING_MEASURED  # for the sweep that is being logged
         self._header = header
         self._policies = np.zeros((len(times), field.POLICY), np.float64)
         self._changed: dict[int, TableSpec] = {}  # specs of ranges whose policies are others than the table's
@@ -173,24 +201,28 @@ class Lifecycle:
 
     # --- eviction -----------------------------------------------------------------------------------------------------
 
-    def measure(self, table: StoredRows, r: int, low: int, high: int, by: Predicate) -> tuple[Keys, Rows, Keys]:
-        """(keys, words, ranks), int64 [n] each, of what a predicate is about, in range r and at hashes low..high-1."""
+    def measure(self, table: StoredRows, r: int, low: int, high: int, by: Predicate) -> Found:
+        """What a predicate is about, in range r and at hashes low..high-1."""
         if by.of_candidates:
             keys, words = self.waiting.list_interval(r, low, high)
             rank = admission.rank if by.measure == Measure.CANDIDATE else admission.last_push
-            return keys, words, rank(words)
+            return Found(keys, words, rank(words))
         keys, words = table.list_words(r, low, high)
         ranks = np.empty(len(keys), np.int64)
         usage.measure(self._header, words, int(by.measure), by.now, by.decay, ranks)
-        return keys, words, ranks
+        return Found(keys, words, ranks)
 
-    def evict(self, table: StoredRows, r: int, low: int, high: int, by: Predicate, stamp: int) -> int:
+    def evict(
+        self, table: StoredRows, r: int, low: int, high: int, by: Predicate, stamp: int, applied: int
+    ) -> int:  # fmt: skip
         """Forgets the rows, or candidates, of range r at hashes low..high-1 that a predicate chooses; returns how many.
 
         stamp: the least of rows that an increment may find changed: they may have an older version in a file. Keys of
-        those whose older version the predicate might not choose are noted.
+        those whose older version the predicate might not choose are noted. applied: operations applied so far, by
+        which `measured` still holds.
         """
-        keys, words, ranks = self.measure(table, r, low, high, by)
+        found = self.measured.recall(applied, r, low, high, by)
+        keys, words, ranks = found or self.measure(table, r, low, high, by)
         chosen = by.chosen(keys, ranks)
         gone = keys[chosen]
         if by.of_candidates:

@@ -223,7 +223,13 @@ class Store:
         return found
 
     def reclaim(self, rows: int) -> None:
-        """Has tables with many dropped rows give memory back; moves about so many rows."""
+        """Has tables with many dropped rows, or sparse indices, give memory back; moves about so many rows."""
+        before = rows
+        for table in self.tables.values():
+            if table.lifecycle is not None and rows > 0:
+                rows = table.shrink(rows)
+        if rows < before:
+            self._memory.trim()
         for number in sorted(self._memory.with_holes):
             if rows <= 0:
                 break

@@ -32,6 +32,7 @@ from elasticps.store.native import (
     WORDS,
     carray,
     inlined,
+    kernel,
     linked,
     pointer,
     prefetch_write,
@@ -44,6 +45,7 @@ from elasticps.store.values import pack, unpack
 Floats = NDArray[np.float32]
 Keys = NDArray[np.int64]
 Header = NDArray[np.int64]
+Rows = NDArray[np.int64]
 
 KINDS = ("sgd", "adagrad", "row_adagrad", "adam", "adamw", "ftrl", "assign", "accumulate")
 """The optimizers that `apply` knows, by their number."""
@@ -56,6 +58,15 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 def prefetched_lines(stride: int) -> int:
     """Cache lines to prefetch of a row, which begins at any multiple of the highest power of two in its stride."""
     return min((stride + 127 - min(stride & -stride, 64)) // 64, _LINES)
+
+
+@kernel
+def fetch(rows: Rows, stride: int) -> None:
+    """Starts to load rows that will be updated."""
+    lines = prefetched_lines(stride)
+    for i in range(rows.shape[0]):
+        for line in range(lines):
+            prefetch_write(rows[i] + line * 64)
 
 
 @template

@@ -12,7 +12,7 @@ from coordinator.core.capacities import allowances
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.policies import Admission, Capacity, Eviction, IdleFor, MinCount, SmallNorm
 from elasticps.model.spec import TableSpec
-from elasticps.server.core.choosing import DryRun, choose
+from elasticps.server.core.choosing import DryRun, choose, measure
 from elasticps.server.core.sweeps import SweepPlan
 from elasticps.server.roles.sweeper import _of, _Swept
 from elasticps.store import Table, count_bounded
@@ -52,7 +52,7 @@ def sweep(table: Table, dry_run: DryRun | None) -> Counter[Reason]:
         ]
         swept = _Swept(table, _of(3, allowances({0: (RANGES, counts)})[0] if bounds else ()), dry_run)
         for at, by, share in SweepPlan(HASH_END // RANGES).slices({3: swept}, headed, NOW, 0.0, True):
-            by, _, going = choose(table, at.ranges, at, by, share, dry_run)
+            by, going = choose(table, measure(table, at.ranges, at, by), at, by, share, dry_run)
             found[by.reason] += going
             for r in at.ranges if dry_run is None else ():
                 table.evict(r, at.low, at.high, by)

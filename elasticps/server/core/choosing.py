@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from elasticps.server.core.sweeps import Slice, bounded
 from elasticps.store import Table
 from elasticps.store.eviction import Predicate
+from elasticps.store.lifecycle import Found
 
 
 class DryRun:
@@ -41,26 +42,30 @@ class DryRun:
             self._by_range.setdefault((r, by.of_candidates), []).append((at, by))
 
 
-def choose(
-    table: Table, ranges: Sequence[int], at: Slice, by: Predicate, share: float, dry_run: DryRun | None = None
-) -> tuple[Predicate, int, int]:
-    """The predicate for a slice with its bound chosen, how many rows there are, and how many of them go. dry_run: rows
-    that it has counted are not there, and it counts these."""
+def measure(table: Table, ranges: Sequence[int], at: Slice, by: Predicate) -> dict[int, Found]:
+    """What there is in a slice, by range."""
     assert table.lifecycle is not None
+    return {r: table.lifecycle.measure(table, r, at.low, at.high, by) for r in ranges}
+
+
+def choose(
+    table: Table, found: Mapping[int, Found], at: Slice, by: Predicate, share: float, dry_run: DryRun | None = None
+) -> tuple[Predicate, int]:
+    """The predicate for what there is in a slice with its bound chosen, and how much of it goes. dry_run: rows that it
+    has counted are not there, and it counts these."""
     measured = []
-    for r in ranges:
-        keys, _, ranks = table.lifecycle.measure(table, r, at.low, at.high, by)
+    for r, (keys, _, ranks) in found.items():
         if dry_run is not None:
             left = dry_run.left(table, r, at, by, keys)
             keys, ranks = keys[left], ranks[left]
         measured.append((keys, ranks))
     if not measured:
-        return by, 0, 0
+        return by, 0
     if share:
         keys, ranks = (np.concatenate([one[i] for one in measured]) for i in (0, 1))
         by = bounded(by, keys, ranks, share)
     going = [int(np.count_nonzero(by.chosen(*one))) for one in measured]
     if dry_run is not None:
-        for r, count in zip(ranges, going, strict=True):
+        for r, count in zip(found, going, strict=True):
             dry_run.note(r, at, by, count)
-    return by, sum(len(keys) for keys, _ in measured), sum(going)
+    return by, sum(going)

@@ -290,7 +290,8 @@ class Executor:
         table, unfinished = self.store.tables.get(swept.table), effect.inside or {}
         if table is not None:
             for r in ranges:
-                table.evict(r, swept.low, swept.high, swept.predicate, unfinished.get(r, HASH_END))
+                bound = unfinished.get(r, HASH_END)
+                table.evict(r, swept.low, swept.high, swept.predicate, bound, self.applied)
             self._bound_notes(effect, table)
 
     @staticmethod

@@ -18,7 +18,7 @@ import numpy as np
 from coordinator.core import fields
 from coordinator.core.capacities import RowCount, allowances
 from elasticps.model.policies import MAX_TIME
-from elasticps.server.core.choosing import DryRun, choose
+from elasticps.server.core.choosing import DryRun, choose, measure
 from elasticps.server.core.headroom import Headroom
 from elasticps.server.core.operations import TimeMark
 from elasticps.server.core.sweeps import Policies, Slice, SweepPlan, SweptInterval
@@ -28,6 +28,7 @@ from elasticps.server.roles.leaders import Leaders
 from elasticps.store import Table, count_bounded
 from elasticps.store.eviction import Predicate, Reason
 from elasticps.store.intervals import HASH_END
+from elasticps.store.lifecycle import NOTHING_MEASURED, Measured
 from replication.messages import OperationKind
 
 log = fields.logger(__name__)
@@ -203,14 +204,18 @@ class Sweeper:
             return by, 0, None
         headed = set(self._serving.headed.tolist())
         ranges = [r for r in at.ranges if r in headed]
-        by, looked, going = choose(table, ranges, at, self._at_their_time(by, ranges), share)
-        self.swept_rows += looked
+        by = self._at_their_time(by, ranges)
+        found = measure(table, ranges, at, by)
+        by, going = choose(table, found, at, by, share)
+        self.swept_rows += sum(len(each.keys) for each in found.values())
         if not going:
             return by, 0, None
         payload, ordered = SweptInterval(at.table, at.low, at.high, by, tuple(ranges)), np.array(ranges, np.int64)
         if self._waits_for_a_round(table, payload):
             return by, going, None
+        table.lifecycle.measured = Measured(self._executor.applied, at.low, at.high, by, found)
         ticket = self._executor.log(self._serving.epoch, OperationKind.EVICT, ordered, payload, OPERATION_BYTES)
+        table.lifecycle.measured = NOTHING_MEASURED
         return by, going, ticket
 
     def _at_their_time(self, by: Predicate, ranges: Sequence[int]) -> Predicate:
@@ -247,7 +252,8 @@ class Sweeper:
             if table.dropped:
                 break
             if dry_run is not None:  # it needs the rows that others take first
-                by, _, going = choose(table, at.ranges, at, self._at_their_time(by, at.ranges), share, dry_run)
+                by = self._at_their_time(by, at.ranges)
+                by, going = choose(table, measure(table, at.ranges, at, by), at, by, share, dry_run)
             elif counted:
                 by, going, ticket = self._sweep(at, by, share)
                 tickets += [] if ticket is None else [ticket.future]
