@@ -32,6 +32,7 @@ from elasticps.store.native import (
     H_USAGE_FLOATS,
 )
 from elasticps.store.registry import load_lifecycle
+from elasticps.store.updates import FOUND, USED
 
 _NO_FLOATS = np.empty(0, np.float32)
 Keys = NDArray[np.int64]
@@ -75,8 +76,8 @@ class StoredRows(Protocol):
     def change(self, keys: Keys, rows: Rows) -> None:
         """Prepares rows that `find` has just found for a change, and makes those that are missing (0)."""
 
-    def update(self, keys: Keys, grads: Floats, step_values: Floats, rows: Rows) -> None:
-        """Runs the optimizer on rows that are there."""
+    def update(self, keys: Keys, grads: Floats, step_values: Floats, rows: Rows, mode: int) -> None:
+        """Runs the optimizer on rows that are there, with a mode of `updates.run`."""
 
     def list_words(self, r: int, low: int, high: int) -> tuple[Keys, Rows]:
         """Keys of range r whose hashes are in low..high-1, and the words of their rows."""
@@ -182,8 +183,9 @@ class Lifecycle:
         table.change(keys, rows)
         if len(counts):
             usage.begin(self._header, keys[new], rows[new], counts[new])
-        table.update(keys, grads, step_values, rows)
-        usage.use(self._header, keys, rows, scores)
+        table.update(keys, grads, step_values, rows, FOUND if width > self.spec.dim else USED)
+        if width > self.spec.dim:
+            usage.use(self._header, keys, rows, scores)
         return len(keys)
 
     def load(self, r: int, keys: Keys, words: Keys, low: int, blocks: NDArray[np.uint8]) -> None:

@@ -23,6 +23,7 @@ from elasticps.store.registry import load_kernels, update_kernel
 from elasticps.store.retained import Allowance, RetainedRows
 from elasticps.store.segments import Segments
 from elasticps.store.slabs import Slabs
+from elasticps.store.updates import FOUND, TO_FIND
 from elasticps.store.values import INIT_KINDS, init_values
 
 _NO_VALUES = np.empty((0, 0), np.float32)
@@ -135,10 +136,10 @@ class Table:
         rows = self._scratch_rows(n)
         if self.retained is not None:
             index.find(self._header, keys, rows)
-        elif not self._update(self._header, keys, grads, step_values, rows, False):
+        elif not self._update(self._header, keys, grads, step_values, rows, TO_FIND):
             return
         self.change(keys, rows)
-        self._update(self._header, keys, grads, step_values, rows, True)
+        self._update(self._header, keys, grads, step_values, rows, FOUND)
 
     def find(self, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
         """Addresses of the rows of keys [n], 0 where there is none, int64 [n]; and how many there are none of."""
@@ -153,10 +154,10 @@ class Table:
 
     def update(
         self, keys: NDArray[np.int64], grads: NDArray[np.float32], step_values: NDArray[np.float32],
-        rows: NDArray[np.int64],
+        rows: NDArray[np.int64], mode: int,
     ) -> None:  # fmt: skip
-        """Runs the optimizer on rows that are there, at these addresses."""
-        self._update(self._header, keys, grads, step_values, rows, True)
+        """Runs the optimizer on rows that are there, at these addresses. mode: see `updates.run`."""
+        self._update(self._header, keys, grads, step_values, rows, mode)
 
     @property
     def header_address(self) -> int:

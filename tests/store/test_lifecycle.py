@@ -304,7 +304,7 @@ def test_a_waiting_key_takes_no_more_than_28_bytes() -> None:
 
 
 def test_the_index_of_a_table_shrinks_when_its_rows_are_evicted() -> None:
-    described = spec.TableSpec("t", 1, spec.Accumulate(), eviction=IdleFor(10.0))
+    described = spec.TableSpec("t", 1, spec.Accumulate(), eviction=(IdleFor(10.0),))
     table = Table(described, 1, RANGES, times=np.full(RANGES, 5, np.int64))
     table.apply(np.arange(9000), np.ones((9000, 1), f32), np.empty(0, f32))
     table.forget(np.arange(100, 9000))
@@ -318,7 +318,7 @@ def test_the_index_of_a_table_shrinks_when_its_rows_are_evicted() -> None:
 
 
 def test_a_sweep_recalls_what_was_measured_unless_anything_was_applied_since() -> None:
-    described = spec.TableSpec("t", 1, spec.Accumulate(), eviction=IdleFor(10.0))
+    described = spec.TableSpec("t", 1, spec.Accumulate(), eviction=(IdleFor(10.0),))
     times = np.full(RANGES, 5, np.int64)
     table, by = Table(described, 1, RANGES, times=times), Predicate(Measure.LAST_USE, Reason.IDLE, 9)
     lifecycle = table.lifecycle

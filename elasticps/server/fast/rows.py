@@ -64,7 +64,6 @@ from elasticps.store.native import (
     H_SHIFT,
     H_STALE,
     H_STRIDE,
-    H_USAGE_AT,
     H_USAGE_FLOATS,
     HEADER_SIZE,
     copy,
@@ -74,7 +73,6 @@ from elasticps.store.native import H_ROWS as STORED
 from elasticps.store.values import all_finite
 
 INITIALISE, INDEX_BYTES = index.INITIALISE, index.GROWN_BYTES
-USED = 128  # rows
 
 
 @kernel
@@ -205,7 +203,7 @@ def make_admitted(h, header, keys, rows, worker, clock):
         m = 0
         for i in range(keys.shape[0]):
             places[m] = i
-            m += np.int64(rows[i] == 0)
+            m += 1 if rows[i] == 0 else 0
         h[H_MISSING_COUNT] = m
     m = h[H_MISSING_COUNT]
     missing, new = words(h[H_MISSING] + size, m), words(h[H_MISSING] + 2 * size, m)
@@ -265,14 +263,10 @@ def finite(h, blocks):
 
 @kernel
 def rows_at_once(b):
-    """How many rows of a block are handled at once: all, unless they have to be decoded, or their usage is noted while
-    they are in a cache."""
-    rows = max(load64(b + 8 * B_ROWS), 1)
-    if load64(b + 8 * B_CODE) != 0:
-        rows = DECODED // load64(load64(b + 8 * B_HEADER) + 8 * H_DIM)
-    if load64(load64(b + 8 * B_HEADER) + 8 * H_USAGE_AT) != 0:
-        rows = min(rows, USED)
-    return rows
+    """How many rows of a block are handled at once: all, unless they have to be decoded."""
+    if load64(b + 8 * B_CODE) == 0:
+        return max(load64(b + 8 * B_ROWS), 1)
+    return DECODED // load64(load64(b + 8 * B_HEADER) + 8 * H_DIM)
 
 
 @kernel
@@ -303,12 +297,7 @@ def apply(h, first, blocks):
             k = min(step, n - first)
             keys, rows = words(keys_at + 8 * first, k), words(rows_at + 8 * first, k)
             grads = matrix(gradients(h, b, first, k), k, header[H_DIM])
-            updates.apply(update, header, keys, grads, v, rows, True)
-            if header[H_USAGE_AT]:
-                # While use is noted, the next rows come: else each call of `apply` would wait for its first ones.
-                upcoming = max(min(updates.ROW_PREFETCH, n - first - k), 0)
-                updates.fetch(words(rows_at + 8 * (first + k), upcoming), header[H_STRIDE])
-                usage.use(header, keys, rows, floats(rows_at, 0))
+            updates.apply(update, header, keys, grads, v, rows, updates.USED)
         h[H_ROWS_APPLIED] += n
         b += 8 * BLOCK
     h[H_APPLIED] += 1
