@@ -40,7 +40,7 @@ Rows = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
 
-class Found(NamedTuple):
+class MeasuredRows(NamedTuple):
     """What a predicate is about in an interval of a range's hashes: keys, words and ranks, int64 [n] each."""
 
     keys: Keys
@@ -48,7 +48,7 @@ class Found(NamedTuple):
     ranks: Rows
 
 
-class Measured(NamedTuple):
+class MeasuredSweep(NamedTuple):
     """What was measured for a sweep that is logged at once. applied: operations that were applied until then: beyond
     the next one it holds no more."""
 
@@ -56,15 +56,15 @@ class Measured(NamedTuple):
     low: int
     high: int
     predicate: Predicate
-    found: Mapping[int, Found]  # by range
+    found: Mapping[int, MeasuredRows]  # by range
 
-    def recall(self, applied: int, r: int, low: int, high: int, by: Predicate) -> Found | None:
+    def recall(self, applied: int, r: int, low: int, high: int, by: Predicate) -> MeasuredRows | None:
         """What was measured in range r for this sweep, unless anything was applied since."""
         same = (self.applied, self.low, self.high, self.predicate) == (applied, low, high, by)
         return self.found.get(r) if same else None
 
 
-NOTHING_MEASURED = Measured(-1, 0, 0, Predicate(Measure.LAST_USE, Reason.IDLE, 0), {})
+NOTHING_MEASURED = MeasuredSweep(-1, 0, 0, Predicate(Measure.LAST_USE, Reason.IDLE, 0), {})
 
 
 class StoredRows(Protocol):
@@ -203,16 +203,16 @@ class Lifecycle:
 
     # --- eviction -----------------------------------------------------------------------------------------------------
 
-    def measure(self, table: StoredRows, r: int, low: int, high: int, by: Predicate) -> Found:
+    def measure(self, table: StoredRows, r: int, low: int, high: int, by: Predicate) -> MeasuredRows:
         """What a predicate is about, in range r and at hashes low..high-1."""
         if by.of_candidates:
             keys, words = self.waiting.list_interval(r, low, high)
             rank = admission.rank if by.measure == Measure.CANDIDATE else admission.last_push
-            return Found(keys, words, rank(words))
+            return MeasuredRows(keys, words, rank(words))
         keys, words = table.list_words(r, low, high)
         ranks = np.empty(len(keys), np.int64)
         usage.measure(self._header, words, int(by.measure), by.now, by.decay, ranks)
-        return Found(keys, words, ranks)
+        return MeasuredRows(keys, words, ranks)
 
     def evict(
         self, table: StoredRows, r: int, low: int, high: int, by: Predicate, stamp: int, applied: int

@@ -251,7 +251,7 @@ class Table:
     ) -> int:
         """Forgets the rows, or candidates, of range r at hashes low..high-1 that a predicate chooses, and notes it as
         one sweep; returns how many went. bound: hash up to which the range has arrived here; applied: operations
-        applied so far, see `lifecycle.Measured`. Of a table with usage."""
+        applied so far, see `lifecycle.MeasuredSweep`. Of a table with usage."""
         assert self.lifecycle is not None
         newest, stamp = int(self._cuts.newest[r]), self._cuts.stamp(r, 1)
         gone = self.lifecycle.evict(self, r, low, min(high, bound), predicate, stamp, applied)

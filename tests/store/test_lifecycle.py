@@ -18,7 +18,7 @@ from elasticps.store.admission import ADDS_CANDIDATE, ADDS_ROW, Waiting
 from elasticps.store.cuts import Deletions
 from elasticps.store.eviction import Measure, Predicate, Reason, Sweep, threshold
 from elasticps.store.intervals import HASH_END
-from elasticps.store.lifecycle import Measured
+from elasticps.store.lifecycle import MeasuredSweep
 
 RANGES, DIM = 2, 3
 WIDTH = HASH_END // RANGES
@@ -326,7 +326,7 @@ def test_a_sweep_recalls_what_was_measured_unless_anything_was_applied_since() -
     keys = np.arange(50)
     keys = keys[table.ranges_of(keys) == 0]
     table.apply(keys, np.ones((len(keys), 1), f32), np.empty(0, f32))
-    lifecycle.measured = Measured(7, 0, HASH_END, by, {0: lifecycle.measure(table, 0, 0, HASH_END, by)})
+    lifecycle.measured = MeasuredSweep(7, 0, HASH_END, by, {0: lifecycle.measure(table, 0, 0, HASH_END, by)})
     times[:] = 20
     table.apply(keys[:1], np.ones((1, 1), f32), np.empty(0, f32))
     assert lifecycle.measured.recall(7, 0, 0, HASH_END, by) is not None

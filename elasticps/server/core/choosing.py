@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from elasticps.server.core.sweeps import Slice, bounded
 from elasticps.store import Table
 from elasticps.store.eviction import Predicate
-from elasticps.store.lifecycle import Found
+from elasticps.store.lifecycle import MeasuredRows
 
 
 class DryRun:
@@ -42,14 +42,19 @@ class DryRun:
             self._by_range.setdefault((r, by.of_candidates), []).append((at, by))
 
 
-def measure(table: Table, ranges: Sequence[int], at: Slice, by: Predicate) -> dict[int, Found]:
+def measure(table: Table, ranges: Sequence[int], at: Slice, by: Predicate) -> dict[int, MeasuredRows]:
     """What there is in a slice, by range."""
     assert table.lifecycle is not None
     return {r: table.lifecycle.measure(table, r, at.low, at.high, by) for r in ranges}
 
 
 def choose(
-    table: Table, found: Mapping[int, Found], at: Slice, by: Predicate, share: float, dry_run: DryRun | None = None
+    table: Table,
+    found: Mapping[int, MeasuredRows],
+    at: Slice,
+    by: Predicate,
+    share: float,
+    dry_run: DryRun | None = None,
 ) -> tuple[Predicate, int]:
     """The predicate for what there is in a slice with its bound chosen, and how much of it goes. dry_run: rows that it
     has counted are not there, and it counts these."""

@@ -198,11 +198,11 @@ def make_admitted(h, header, keys, rows, worker, clock):
     """Counts the pushes of those keys [n] of a block that have no row, and makes the rows of those that get one. They
     are collected first: which they are no processor can guess, and each step would pay for that again."""
     size = 8 * h[H_ROWS_SIZE]
-    places = words(h[H_MISSING], keys.shape[0])
+    indices = words(h[H_MISSING], keys.shape[0])
     if h[H_ADMITTING] == 0:
         m = 0
         for i in range(keys.shape[0]):
-            places[m] = i
+            indices[m] = i
             m += 1 if rows[i] == 0 else 0
         h[H_MISSING_COUNT] = m
     m = h[H_MISSING_COUNT]
@@ -211,7 +211,7 @@ def make_admitted(h, header, keys, rows, worker, clock):
     if h[H_ADMITTING] == 0:
         h[H_ADMITTING] = 1
         for j in range(m):
-            missing[j] = keys[places[j]]
+            missing[j] = keys[indices[j]]
             new[j] = 0
     if h[H_ADMITTING] <= m:
         candidates = admission.candidates_of(header)
@@ -222,13 +222,13 @@ def make_admitted(h, header, keys, rows, worker, clock):
             return CANDIDATES_MISSING
         admission.remove_admitted(header, missing, new)
         for j in range(m):
-            rows[places[j]] = new[j]
+            rows[indices[j]] = new[j]
     else:  # Python has made the rest
         for j in range(m):
-            new[j] = rows[places[j]]
+            new[j] = rows[indices[j]]
     done = make(h, header, missing, new)
     for j in range(m):
-        rows[places[j]] = new[j]
+        rows[indices[j]] = new[j]
     if done < m:
         return ROWS_MISSING
     usage.begin(header, missing, new, counts)

@@ -28,7 +28,7 @@ from elasticps.server.roles.leaders import Leaders
 from elasticps.store import Table, count_bounded
 from elasticps.store.eviction import Predicate, Reason
 from elasticps.store.intervals import HASH_END
-from elasticps.store.lifecycle import NOTHING_MEASURED, Measured
+from elasticps.store.lifecycle import NOTHING_MEASURED, MeasuredSweep
 from replication.messages import OperationKind
 
 log = fields.logger(__name__)
@@ -213,7 +213,7 @@ class Sweeper:
         payload, ordered = SweptInterval(at.table, at.low, at.high, by, tuple(ranges)), np.array(ranges, np.int64)
         if self._waits_for_a_round(table, payload):
             return by, going, None
-        table.lifecycle.measured = Measured(self._executor.applied, at.low, at.high, by, found)
+        table.lifecycle.measured = MeasuredSweep(self._executor.applied, at.low, at.high, by, found)
         ticket = self._executor.log(self._serving.epoch, OperationKind.EVICT, ordered, payload, OPERATION_BYTES)
         table.lifecycle.measured = NOTHING_MEASURED
         return by, going, ticket
