@@ -59,14 +59,14 @@ class Table:
         # Arrays that kernels reach through the header, by address: they must live as long as the table.
         self._descriptors = np.zeros((ranges, field.DESCRIPTOR), np.int64)  # of ranges: segment, stamps
         self._descriptors[:, field.D_SEGMENT] = _EMPTY_SEGMENT.ctypes.data
-        self._counts = np.zeros(ranges, np.int64)  # rows of each range
+        self.counts = np.zeros(ranges, np.int64)  # rows of each range
         self._constants = constants_of(spec.optimizer)  # of the optimizer
         self._init_values = init_values(spec.init, spec.dtype)  # of the initialiser
         self._scratch = np.empty(spec.dim, np.float32)  # a row of 2-byte weights while it is updated
         self._rows = np.empty(64, np.int64)  # addresses of a batch's rows
         h = self._header = np.zeros(field.HEADER_SIZE, np.int64)  # the state that kernels see: `native.H_…`
         h[field.H_DESCRIPTORS] = self._descriptors.ctypes.data
-        h[field.H_COUNTS] = self._counts.ctypes.data
+        h[field.H_COUNTS] = self.counts.ctypes.data
         h[field.H_SALT] = hashing.table_salt(table_id).astype(np.int64)
         h[field.H_SHIFT] = hashing.range_shift(ranges)
         h[field.H_DIM] = spec.dim
@@ -81,7 +81,7 @@ class Table:
         h[field.H_CONSTANT_COUNT] = len(self._constants) - 1
         h[field.H_SCRATCH] = self._scratch.ctypes.data
         h[field.H_FINITE] = spec.finite
-        self._slabs = Slabs(h, self._counts, self._memory)  # where rows lie
+        self._slabs = Slabs(h, self.counts, self._memory)  # where rows lie
         self.lifecycle: Lifecycle | None = None  # of a table that keeps its rows' usage
         if spec.usage:
             times = np.zeros(ranges, np.int64) if times is None else times
@@ -297,7 +297,7 @@ class Table:
 
     def count_range(self, r: int | NDArray[np.int64]) -> int:
         """Rows in range r, or in several ranges together."""
-        return int(self._counts[r].sum())
+        return int(self.counts[r].sum())
 
     def range_keys(self, r: int) -> NDArray[np.int64]:
         """Keys of range r, in no order that means anything. Time is proportional to the range."""
@@ -371,7 +371,7 @@ class Table:
         index.free_rows(self._header, rows)
         self._memory.with_holes.add(self.table_id)
         self._release_segment(r)
-        self._counts[r] = 0
+        self.counts[r] = 0
         if not self._header[field.H_ROWS]:
             self._release_rows()
 
@@ -392,7 +392,7 @@ class Table:
     def _release_rows(self) -> None:
         for r in np.flatnonzero(self._descriptors[:, field.D_CAPACITY]).tolist():
             self._release_segment(r)
-        self._counts[:] = 0
+        self.counts[:] = 0
         self._header[field.H_ROWS] = 0
         self._slabs.release()
         self._memory.with_holes.discard(self.table_id)
@@ -420,7 +420,7 @@ class Table:
             self.retained = None
         if allowance is not None:
             self.retained = RetainedRows(
-                self._header, self._descriptors, self._counts, self._cuts, self._memory, allowance
+                self._header, self._descriptors, self.counts, self._cuts, self._memory, allowance
             )
 
     def make_room(self, rows: int) -> None:
