@@ -128,6 +128,11 @@ class Lifecycle:
             self.set_policies(new, spec.admission, spec.eviction)
 
     @property
+    def evicts(self) -> bool:
+        """Whether some range is under a policy that evicts rows."""
+        return any(self.spec_of(r).eviction for r in np.flatnonzero(self.decided).tolist())
+
+    @property
     def bounds(self) -> frozenset[tuple[bool, int]]:
         """How many rows, and keys that wait for one (True), policies of ranges here allow the whole table."""
         if self._bounds is None:
