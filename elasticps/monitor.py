@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from coordinator.core.capacities import RowCount
+from coordinator.core.clocks import MOST_SECONDS, UNKNOWN, ClusterTime
 from coordinator.core.health import Dial, Memory, Report, ServerLink, Tenure
 from coordinator.core.view import ServerInfo, View
 from elasticps.security.channel import proved, renew_at
@@ -122,8 +123,10 @@ class _Line:
             except (asyncio.IncompleteReadError, FrameError) as error:
                 raise ConnectionResetError(str(error)) from None
 
-    def beat(self, term: int, epoch: int, allowances: Sequence[RowCount]) -> None:
-        header, body = GetViewHeader(epoch, term, int(time.time())).header(), b""
+    def beat(
+        self, term: int, epoch: int = 0, allowances: Sequence[RowCount] = (), cluster_time: ClusterTime = UNKNOWN
+    ) -> None:
+        header, body = GetViewHeader(epoch, term, *cluster_time).header(), b""
         if allowances:
             body = json_frame(Kind.GET_VIEW, {"allowances": allowances})[HEADER_BYTES:]
         self._write(header._replace(body=len(body)).pack() + body)
@@ -162,9 +165,13 @@ def _report(header: Header, document: dict[str, Any]) -> Report:
         memory, alone = Memory(used, mark, full), whole(document["alone"], _MOST)
         spent = tuple((whole(r, _MOST), whole(fill, _MOST)) for r, fill in document["spent"])
         headed, counts = whole(document.get("headed", 0), MAX_RANGES), row_counts(document.get("counts", []))
+        seconds = document.get("seconds", 0)  # an older server does not tell
+        if not 0 <= seconds <= MOST_SECONDS:
+            raise ValueError(f"a time of {seconds!s:.40} s")
         return Report(
-            header.epoch, levels, suspects, stalled, nbytes, requests, memory, tenure, alone, spent, headed, counts
-        )
+            header.epoch, levels, suspects, stalled, nbytes, requests, memory, tenure, alone, spent, headed, counts,
+            float(seconds),
+        )  # fmt: skip
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise FrameError(f"a report that is none: {error}") from None
 

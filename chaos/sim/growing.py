@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from random import Random
 
@@ -32,6 +33,7 @@ from elasticps.model.policies import (
 
 NAMES = ("grows", "forgets")
 LAG_S = {True: 10.0, False: 250.0}  # calm or not: by how much logged time may be behind the true one
+LEAD_S = {True: 10.0, False: math.inf}  # the same, ahead of it: while servers are gone, two clocks may be left
 ADMISSIONS: tuple[Admission | None, ...] = (
     None,
     MinCount(2),

@@ -25,7 +25,7 @@ from chaos.sim.checks.violation import Violation
 from chaos.sim.cluster import Cluster
 from chaos.sim.cuts import Cutter
 from chaos.sim.faults import inject
-from chaos.sim.growing import LAG_S, Growing
+from chaos.sim.growing import LAG_S, LEAD_S, Growing
 from chaos.sim.injector import RESTART_S, Injector
 from chaos.sim.programs import Free, Sharded, Synchronous, Worker, sums_table
 from chaos.sim.small_limits import turned
@@ -101,7 +101,8 @@ class Scene:
         self.rounds: dict[str, Rounds] = {}
         self.handed: dict[str, Handed] = {}
         self.known: dict[int, Known] = {}
-        self.growth = Growth(story.ranges, self.cluster.wall_s, self.cluster.broken, LAG_S[story.calm])
+        lag_s, lead_s = LAG_S[story.calm], LEAD_S[story.calm]
+        self.growth = Growth(story.ranges, self.cluster.wall_s, self.cluster.broken, lag_s, lead_s)
         self.workers: dict[str, Worker] = {}
         self._doubled: dict[str, list[Worker]] = {}  # those before them that lived as they started
         self._app_of: dict[str, App] = {}

@@ -30,7 +30,7 @@ def divide(most: int, rows: Sequence[int], ranges: Sequence[int]) -> list[int]:
     Servers above a level, the same for each of their ranges, are cut to that level, and others keep all: so servers
     may cut at different times, and what one has cut changes no other's part.
     """
-    kept, left, left_ranges = list(rows), most, sum(ranges)
+    keeps, left, left_ranges = list(rows), most, sum(ranges)
     full = set(range(len(rows)))
     for i in sorted(full, key=lambda i: rows[i] / max(ranges[i], 1)):
         if rows[i] * left_ranges > left * ranges[i]:
@@ -39,9 +39,9 @@ def divide(most: int, rows: Sequence[int], ranges: Sequence[int]) -> list[int]:
         left, left_ranges = left - rows[i], left_ranges - ranges[i]
     before = 0
     for i in sorted(full):  # whole numbers, and `left` in sum
-        kept[i] = (before + ranges[i]) * left // left_ranges - before * left // left_ranges
+        keeps[i] = (before + ranges[i]) * left // left_ranges - before * left // left_ranges
         before += ranges[i]
-    return kept
+    return keeps
 
 
 def allowances(counts: Mapping[T, tuple[int, Sequence[RowCount]]]) -> dict[T, list[RowCount]]:
@@ -58,6 +58,6 @@ def allowances(counts: Mapping[T, tuple[int, Sequence[RowCount]]]) -> dict[T, li
         if sum(rows_of.values()) > capacity + slack:
             there = sorted(counts, key=str)
             had, ranges = [rows_of.get(server, 0) for server in there], [counts[server][0] for server in there]
-            for server, kept in zip(there, divide(capacity - slack, had, ranges), strict=True):
-                found[server].append(RowCount(*bound, kept))
+            for server, keeps in zip(there, divide(capacity - slack, had, ranges), strict=True):
+                found[server].append(RowCount(*bound, keeps))
     return found

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
 from coordinator.core.capacities import RowCount
+from coordinator.core.clocks import UNKNOWN, ClusterTime
 from coordinator.core.planner import Health
 from coordinator.core.repair import Capacity
 from coordinator.core.view import ServerInfo, View
@@ -105,6 +106,7 @@ class Report:
     alone     it has been, for a while, the only replica beside retained copies, of ranges since up to this epoch
     spent     (range, fill) of late copies whose missing operations it no longer has; repeated in every report
     headed    ranges that it heads; counts: its rows there of tables with a bound on them
+    seconds   the time by its wall clock, since 1970; 0 if it does not tell
     """
 
     epoch: int
@@ -119,6 +121,7 @@ class Report:
     spent: tuple[tuple[int, int], ...] = ()
     headed: int = 0
     counts: tuple[RowCount, ...] = ()
+    seconds: float = 0.0
 
 
 class ServerLink(Protocol):
@@ -128,9 +131,11 @@ class ServerLink(Protocol):
         """Yields the server's reports as they come, and the view that `ask_view` asked for. Ends, or raises OSError,
         when the connection ends."""
 
-    def beat(self, term: int, epoch: int, allowances: Sequence[RowCount]) -> None:
-        """Tells the server that the leader of that term is there, and how many rows it may keep, under the view of
-        `epoch`, of tables that are above their capacity."""
+    def beat(
+        self, term: int, epoch: int = 0, allowances: Sequence[RowCount] = (), cluster_time: ClusterTime = UNKNOWN
+    ) -> None:
+        """Tells the server that the leader of that term is there, how many rows it may keep, under the view of `epoch`,
+        of tables that are above their capacity, and what time it is."""
 
     def send_view(self, view: View) -> None:
         """Sends a view, which a server that has it ignores."""
@@ -292,6 +297,11 @@ class Detector:
         return self._judge_silence(now) or expired
 
     # -- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a member that is not gone has yet to report."""
+        return any(not peer.met and peer.gone is None for peer in self._peers.values())
 
     @property
     def gone(self) -> dict[Member, Gone]:

@@ -338,12 +338,12 @@ class Waiting:
 
     def __init__(self, header: NDArray[np.int64], ranges: int, memory: Allocator) -> None:
         self._table, self._ranges = header, ranges
-        self._sketches: dict[int, NDArray[np.uint8]] = {}  # by range, uint8 [BLOCKS, width]
+        self.sketches: dict[int, NDArray[np.uint8]] = {}  # by range, uint8 [BLOCKS, width]
         self._sketch_at = np.zeros(ranges, np.int64)  # their addresses
         self._widths = np.zeros(ranges, np.int64)  # bytes of a block of each
         c = self._header = np.zeros(field.HEADER_SIZE, np.int64)
         self.segments = Segments(c, ranges, memory, _GROWTH, _OWN_BYTES)  # of candidates
-        self._counts = self.segments.counts  # by range
+        self.counts = self.segments.counts  # candidates of each range
         c[H_SALT], c[H_SHIFT] = header[H_SALT], header[H_SHIFT]
         header[H_WAITING], header[H_SKETCHES] = c.ctypes.data, self._sketch_at.ctypes.data
         header[H_SKETCH_WIDTHS] = self._widths.ctypes.data
@@ -356,11 +356,11 @@ class Waiting:
     @property
     def nbytes(self) -> int:
         """Bytes of index segments and sketches."""
-        return self.segments.nbytes + sum(sketch.nbytes for sketch in self._sketches.values())
+        return self.segments.nbytes + sum(sketch.nbytes for sketch in self.sketches.values())
 
     def count_range(self, r: int | NDArray[np.int64]) -> int:
         """Candidates of range r, or of several ranges together."""
-        return int(self._counts[r].sum())
+        return int(self.counts[r].sum())
 
     def admit(self, keys: NDArray[np.int64], rows: NDArray[np.int64], worker: int, clock: int) -> NDArray[np.float32]:
         """Counts the pushes of keys [n] without a row (rows[i] = 0), in step `clock` of a worker; sets rows[i] to WAITS
@@ -402,16 +402,16 @@ class Waiting:
     def drop_interval(self, r: int, low: int, high: int) -> None:
         """Forgets the candidates of range r whose hashes are in low..high-1, and the blocks of its sketch."""
         self.remove(self.list_interval(r, low, high)[0])
-        if r in self._sketches:
+        if r in self.sketches:
             self._blocks(r, low, high)[:] = 0
 
     def drop_range(self, r: int) -> None:
         """Forgets the candidates of range r, and its sketch; gives their memory back."""
-        self._header[H_ROWS] -= self._counts[r]
-        self._counts[r] = 0
+        self._header[H_ROWS] -= self.counts[r]
+        self.counts[r] = 0
         self.segments.release(r)
-        if r in self._sketches:
-            self._sketches[r][:] = 0
+        if r in self.sketches:
+            self.sketches[r][:] = 0
 
     # --- sketches -----------------------------------------------------------------------------------------------------
 
@@ -419,39 +419,35 @@ class Waiting:
         """Range r is under this policy: makes its sketch, or gives it back."""
         if isinstance(policy, MinCountSketch):
             width = max(_DEPTH, policy.nbytes // (self._ranges * BLOCKS) // _DEPTH * _DEPTH)
-            if r not in self._sketches or self._widths[r] != width:  # counters of another width say nothing
-                self._sketches[r] = np.zeros((BLOCKS, width), np.uint8)
-                self._sketch_at[r], self._widths[r] = self._sketches[r].ctypes.data, width
-        elif r in self._sketches:
-            del self._sketches[r]
-
-    def has_sketch(self, r: int) -> bool:
-        """Whether range r counts keys in a sketch."""
-        return r in self._sketches
+            if r not in self.sketches or self._widths[r] != width:  # counters of another width say nothing
+                self.sketches[r] = np.zeros((BLOCKS, width), np.uint8)
+                self._sketch_at[r], self._widths[r] = self.sketches[r].ctypes.data, width
+        elif r in self.sketches:
+            del self.sketches[r]
 
     def halve(self, r: int) -> None:
         """Halves the counters of range r's sketch."""
-        if r in self._sketches:
-            self._sketches[r] >>= 1
+        if r in self.sketches:
+            self.sketches[r] >>= 1
 
     def read_blocks(self, r: int, low: int, high: int) -> NDArray[np.uint8]:
         """The blocks of range r's sketch that begin in low..high-1: uint8 [n, width], n = 0 without a sketch."""
-        return self._blocks(r, low, high) if r in self._sketches else NO_BLOCKS
+        return self._blocks(r, low, high) if r in self.sketches else NO_BLOCKS
 
     def write_blocks(self, r: int, low: int, blocks: NDArray[np.uint8]) -> None:
         """Stores what `read_blocks` gave from `low` on."""
         first = self._first_block(r, low)
-        self._sketches[r][first : first + len(blocks)] = blocks
+        self.sketches[r][first : first + len(blocks)] = blocks
 
     def restore_sketch(self, r: int, blocks: NDArray[np.uint8], bound: int) -> None:
         """Stores those blocks of a whole sketch of range r, uint8 [BLOCKS, width], that begin below a hash. Counters of
         another width, or of a range that has no sketch, say nothing: then it stays as it is."""
-        if r in self._sketches and blocks.shape == self._sketches[r].shape:
+        if r in self.sketches and blocks.shape == self.sketches[r].shape:
             n = self._first_block(r, bound)
-            self._sketches[r][:n] = blocks[:n]
+            self.sketches[r][:n] = blocks[:n]
 
     def _blocks(self, r: int, low: int, high: int) -> NDArray[np.uint8]:
-        return self._sketches[r][self._first_block(r, low) : self._first_block(r, high)]
+        return self.sketches[r][self._first_block(r, low) : self._first_block(r, high)]
 
     def _first_block(self, r: int, hash_: int) -> int:
         """The first block that begins at a hash or above it."""
@@ -461,14 +457,14 @@ class Waiting:
     def words(self, r: int) -> list[int]:
         """Numbers on which replicas of range r must agree, for digests."""
         found = []
-        if self._counts[r]:
+        if self.counts[r]:
             keys, words = self.list_interval(r, 0, HASH_END)
             mixed = (keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) ^ words.astype(np.uint64)
             mixed *= np.uint64(0x9FB21C651E98DF25)
             total = np.sum(mixed ^ mixed >> np.uint64(32), dtype=np.uint64)
             found += [len(keys), int(total.astype(np.int64))]
-        if r in self._sketches and self._sketches[r].any():
-            counters = self._sketches[r].ravel().astype(np.uint64)
+        if r in self.sketches and self.sketches[r].any():
+            counters = self.sketches[r].ravel().astype(np.uint64)
             weights = np.arange(1, len(counters) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
             found.append(int(np.sum(counters * weights, dtype=np.uint64).astype(np.int64)))
         return found

@@ -37,7 +37,16 @@ from elasticps.store.updates import FOUND, USED
 _NO_FLOATS = np.empty(0, np.float32)
 Keys = NDArray[np.int64]
 Rows = NDArray[np.int64]
+Ranges = NDArray[np.int64]
 Floats = NDArray[np.float32]
+
+
+Policies = tuple[Admission | None, tuple[Eviction, ...]]
+
+
+def policies_of(spec: TableSpec) -> Policies:
+    """The policies of a table."""
+    return spec.admission, tuple(spec.eviction)
 
 
 class MeasuredRows(NamedTuple):
@@ -111,27 +120,46 @@ class Lifecycle:
         self._changed: dict[int, TableSpec] = {}  # specs of ranges whose policies are others than the table's
         self.decided = np.zeros(len(times), np.bool_)  # ranges whose log has said what policies they are under
         self._bounds: frozenset[tuple[bool, int]] | None = None  # as `bounds` gives them; None: look
+        self.version = 0  # how often policies were set
         header[H_USAGE_AT], header[H_USAGE_FLOATS] = usage_at, spec.usage_floats
         header[H_TIMES], header[H_POLICIES] = times.ctypes.data, self._policies.ctypes.data
         self._spare = np.zeros(int(header[H_STRIDE]) // 8, np.int64)  # a row of no key
         header[H_SPARE], header[H_ADMITTED] = self._spare.ctypes.data, self.admitted.ctypes.data
-        for r in range(len(times)):
-            self._set(r, spec)
+        self._set(np.arange(len(times)), spec)
 
     def spec_of(self, r: int) -> TableSpec:
         """The table's spec with the policies that range r is under."""
         return self._changed.get(r, self.spec)
 
-    def set_policies(self, r: int, chosen: Admission | None, evictions: Sequence[Eviction]) -> None:
-        """Puts range r under these policies. SpecError if the rows do not keep what they need."""
-        self._set(r, self.spec.with_policies(chosen, evictions))
-        self.decided[r] = True
+    def by_policies(self, ranges: Ranges) -> dict[Policies, list[int]]:
+        """Ranges [n], by the policies that they are under."""
+        if not self._changed:
+            return {policies_of(self.spec): ranges.tolist()}
+        known: dict[int, list[int]] = {}  # by the spec's own id: ranges share one, and it takes long to compare
+        specs = {r: self.spec_of(r) for r in ranges.tolist()}
+        for r, spec in specs.items():
+            known.setdefault(id(spec), []).append(r)
+        found: dict[Policies, list[int]] = {}
+        for some in known.values():
+            found.setdefault(policies_of(specs[some[0]]), []).extend(some)
+        return {policies: sorted(some) for policies, some in found.items()}
 
-    def begin(self, r: int, spec: TableSpec) -> None:
-        """The table was created in range r, with these policies. They count unless there are some: a worker that opens
-        the table later may not know of those that were set since."""
-        if not self.decided[r]:
-            self.set_policies(r, spec.admission, spec.eviction)
+    def set_policies(self, ranges: Ranges, chosen: Admission | None, evictions: Sequence[Eviction]) -> None:
+        """Puts ranges [n] under these policies. SpecError if the rows do not keep what they need."""
+        self._set(ranges, self.spec.with_policies(chosen, evictions))
+        self.decided[ranges] = True
+
+    def begin(self, ranges: Ranges, spec: TableSpec) -> None:
+        """The table was created in ranges [n], with these policies. They count unless there are some: a worker that
+        opens the table later may not know of those that were set since."""
+        new = ranges[~self.decided[ranges]]
+        if len(new):
+            self.set_policies(new, spec.admission, spec.eviction)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether some range is under a policy that evicts rows."""
+        return any(self.spec_of(r).eviction for r in np.flatnonzero(self.decided).tolist())
 
     @property
     def bounds(self) -> frozenset[tuple[bool, int]]:
@@ -143,16 +171,19 @@ class Lifecycle:
             self._bounds = frozenset(rows | most)
         return self._bounds
 
-    def _set(self, r: int, spec: TableSpec) -> None:
+    def _set(self, ranges: Ranges, spec: TableSpec) -> None:
         self._bounds = None
         if (spec.admission, spec.eviction) == (self.spec.admission, self.spec.eviction):
-            self._changed.pop(r, None)
+            for r in ranges.tolist() if self._changed else ():
+                self._changed.pop(r, None)
         else:
-            self._changed[r] = spec
+            self._changed.update(dict.fromkeys(ranges.tolist(), spec))
+        self.version += 1
         half_life = half_life_of(spec.eviction)
         number, threshold = admission.numbers_of(spec.admission)
-        self._policies[r] = 1.0 / half_life if half_life else 0.0, number, threshold
-        self.waiting.use_sketch(r, spec.admission)
+        self._policies[ranges] = 1.0 / half_life if half_life else 0.0, number, threshold
+        for r in ranges.tolist():
+            self.waiting.use_sketch(r, spec.admission)
         self._header[H_ADMITS] = bool(self._policies[:, field.P_ADMISSION].any()) or self.waiting.candidates > 0
 
     # --- pushes -------------------------------------------------------------------------------------------------------
@@ -254,15 +285,15 @@ class Lifecycle:
         policies = repr((spec.admission, spec.eviction)).encode()
         return [int.from_bytes(blake2b(policies, digest_size=7).digest(), "little"), *self.waiting.words(r)]
 
-    def erase(self, r: int) -> None:
-        """Forgets a range that is not here any more."""
-        self._set(r, self.spec)
-        self.decided[r] = False
+    def erase(self, ranges: Ranges) -> None:
+        """Forgets ranges [n] that are not here any more."""
+        self._set(ranges, self.spec)
+        self.decided[ranges] = False
 
-    def advance(self, r: int, before: int, now: int) -> None:
-        """Cluster time of range r has gone on, from `before` to `now`: halves its sketch where that is due."""
-        policy = self.spec_of(r).admission
-        every = getattr(policy, "halve_after", None)
-        if every and before:
-            for _ in range(min(int(now // every) - int(before // every), 8)):
-                self.waiting.halve(r)
+    def advance(self, ranges: Ranges, before: Ranges) -> None:
+        """Cluster time of ranges [n] has gone on from `before`, seconds [n]: halves sketches where that is due."""
+        for r, earlier in zip(ranges.tolist(), before.tolist(), strict=True) if self.waiting.sketches else ():
+            every = getattr(self.spec_of(r).admission, "halve_after", None)
+            if every and earlier:
+                for _ in range(min(int(self.times[r] // every) - int(earlier // every), 8)):
+                    self.waiting.halve(r)

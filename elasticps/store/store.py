@@ -140,7 +140,7 @@ class Store:
         for r in ranges.tolist():
             if half_life_of(table.lifecycle.spec_of(r).eviction) != half_life_of(spec.eviction):
                 table.deletions.forget(r, int(self.cuts.newest[r]) + 1)
-            table.lifecycle.set_policies(r, spec.admission, spec.eviction)
+        table.lifecycle.set_policies(ranges, spec.admission, spec.eviction)
 
     def pass_cut(self, ranges: NDArray[np.int64], cut: int) -> None:
         """A cut passes in some ranges: every replica does this at the same position of their logs."""
@@ -189,8 +189,7 @@ class Store:
         self.times[ranges] = np.maximum(before, seconds)
         for table in self.tables.values():
             if table.lifecycle is not None:
-                for r, earlier in zip(ranges.tolist(), before.tolist(), strict=True):
-                    table.lifecycle.advance(r, earlier, int(self.times[r]))
+                table.lifecycle.advance(ranges, before)
 
     def erase(self, ranges: NDArray[np.int64]) -> None:
         """Forgets everything about ranges that are not here any more."""
@@ -205,8 +204,8 @@ class Store:
             for r in ranges.tolist():
                 table.deletions.erase(r)
                 table.drop_range(r)
-                if table.lifecycle is not None:
-                    table.lifecycle.erase(r)
+            if table.lifecycle is not None:
+                table.lifecycle.erase(ranges)
 
     def bury(self, acked: NDArray[np.int64]) -> list[int]:
         """Gives back what is left of tables that were dropped in every range held here, where all replicas are known to

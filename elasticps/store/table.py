@@ -63,7 +63,7 @@ class Table:
         self._rows = np.empty(64, np.int64)  # addresses of a batch's rows
         h = self._header = np.zeros(field.HEADER_SIZE, np.int64)  # the state that kernels see: `native.H_…`
         self._segments = Segments(h, ranges, self._memory)  # of its index
-        self._descriptors, self._counts = self._segments.descriptors, self._segments.counts  # of ranges
+        self._descriptors, self.counts = self._segments.descriptors, self._segments.counts  # of ranges
         h[field.H_SALT] = hashing.table_salt(table_id).astype(np.int64)
         h[field.H_SHIFT] = hashing.range_shift(ranges)
         h[field.H_DIM] = spec.dim
@@ -78,7 +78,7 @@ class Table:
         h[field.H_CONSTANT_COUNT] = len(self._constants) - 1
         h[field.H_SCRATCH] = self._scratch.ctypes.data
         h[field.H_FINITE] = spec.finite
-        self._slabs = Slabs(h, self._counts, self._memory)  # where rows lie
+        self._slabs = Slabs(h, self.counts, self._memory)  # where rows lie
         self.lifecycle: Lifecycle | None = None  # of a table that keeps its rows' usage
         if spec.usage:
             times = np.zeros(ranges, np.int64) if times is None else times
@@ -297,7 +297,7 @@ class Table:
 
     def count_range(self, r: int | NDArray[np.int64]) -> int:
         """Rows in range r, or in several ranges together."""
-        return int(self._counts[r].sum())
+        return int(self.counts[r].sum())
 
     def range_keys(self, r: int) -> NDArray[np.int64]:
         """Keys of range r, in no order that means anything. Time is proportional to the range."""
@@ -371,7 +371,7 @@ class Table:
         index.free_rows(self._header, rows)
         self._memory.with_holes.add(self.table_id)
         self._segments.release(r)
-        self._counts[r] = 0
+        self.counts[r] = 0
         if not self._header[field.H_ROWS]:
             self._release_rows()
 
@@ -417,7 +417,7 @@ class Table:
             self.retained = None
         if allowance is not None:
             self.retained = RetainedRows(
-                self._header, self._descriptors, self._counts, self._cuts, self._memory, allowance
+                self._header, self._descriptors, self.counts, self._cuts, self._memory, allowance
             )
 
     def make_room(self, rows: int) -> None:

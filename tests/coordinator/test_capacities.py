@@ -12,10 +12,10 @@ SERVERS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 8)), min_size=1,
 
 def by_one(most: int, rows: list[int], ranges: list[int]) -> list[int]:
     """Takes rows one at a time, from whoever has most of them in a range."""
-    kept = list(rows)
-    while sum(kept) > most:
-        kept[max(range(len(kept)), key=lambda i: kept[i] / ranges[i])] -= 1
-    return kept
+    keeps = list(rows)
+    while sum(keeps) > most:
+        keeps[max(range(len(keeps)), key=lambda i: keeps[i] / ranges[i])] -= 1
+    return keeps
 
 
 def counts(rows: list[int], ranges: list[int], capacity: int) -> dict[int, tuple[int, list[RowCount]]]:
@@ -30,10 +30,10 @@ def test_all_keep_exactly_what_a_table_may_have_and_those_above_a_level_are_cut_
 ) -> None:
     rows, ranges = map(list, zip(*servers, strict=True))
     if sum(rows) > most:
-        kept = divide(most, rows, ranges)
-        assert sum(kept) == most
+        keeps = divide(most, rows, ranges)
+        assert sum(keeps) == most
         twin = by_one(most, rows, ranges)
-        for mine, had, one in zip(kept, rows, twin, strict=True):
+        for mine, had, one in zip(keeps, rows, twin, strict=True):
             assert 0 <= mine <= had
             assert abs(mine - one) <= max(ranges) + 1
 
@@ -60,12 +60,12 @@ def test_what_some_servers_have_cut_already_changes_no_other_s_part(
     rows, ranges = map(list, zip(*servers, strict=True))
     if sum(rows) <= most:
         return
-    kept = divide(most, rows, ranges)
+    keeps = divide(most, rows, ranges)
     cut = data.draw(st.sets(st.integers(0, len(rows) - 1)))
-    now = [kept[i] if i in cut else rows[i] for i in range(len(rows))]
+    now = [keeps[i] if i in cut else rows[i] for i in range(len(rows))]
     if sum(now) > most:
         again = divide(most, now, ranges)
-        assert all(abs(a - b) <= len(rows) for a, b in zip(again, kept, strict=True))  # rounded otherwise
+        assert all(abs(a - b) <= len(rows) for a, b in zip(again, keeps, strict=True))  # rounded otherwise
 
 
 def test_a_table_counts_once_for_each_of_its_bounds_and_keys_that_wait_for_themselves() -> None:

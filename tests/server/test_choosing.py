@@ -31,9 +31,8 @@ def grown(eviction: list[Eviction], most: int | None, seed: int, slabs: bool) ->
     spec = TableSpec("t", DIM, Accumulate(), usage="count", admission=admission, eviction=tuple(eviction))
     times, random = np.full(RANGES, NOW - 100, np.int64), np.random.default_rng(seed)
     table = Table(spec, 3, RANGES, times=times)
-    for r in range(RANGES):
-        assert table.lifecycle is not None
-        table.lifecycle.begin(r, spec)
+    assert table.lifecycle is not None
+    table.lifecycle.begin(np.arange(RANGES), spec)
     keys = 30_000 if slabs else 80
     for clock in range(1, 11):
         times += 10
@@ -44,11 +43,13 @@ def grown(eviction: list[Eviction], most: int | None, seed: int, slabs: bool) ->
 
 def sweep(table: Table, dry_run: DryRun | None) -> Counter[Reason]:
     """What goes, as a server that heads all ranges finds it when a worker asks."""
-    found, headed = Counter[Reason](), list(range(RANGES))
+    found, headed = Counter[Reason](), np.arange(RANGES)
     for bounds in (False, True):
         counts = [
-            one._replace(rows=one.rows - sum(dry_run.gone[r, one.waiting] for r in headed) if dry_run else one.rows)
-            for one in count_bounded({3: table}, np.arange(RANGES))
+            one._replace(
+                rows=one.rows - sum(dry_run.gone[r, one.waiting] for r in range(RANGES)) if dry_run else one.rows
+            )
+            for one in count_bounded({3: table}, headed)
         ]
         swept = _Swept(table, _of(3, allowances({0: (RANGES, counts)})[0] if bounds else ()), dry_run)
         for at, by, share in SweepPlan(HASH_END // RANGES).slices({3: swept}, headed, NOW, 0.0, True):

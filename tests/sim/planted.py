@@ -155,6 +155,7 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     growth.stamp_by_each_replica_s_own_clock: ("calm", "free", 3),
     growth.let_time_go_back_after_a_failover: ("kills", "free", 11),
     growth.sweep_by_the_later_of_two_clocks: ("calm", "free", 4),
+    growth.log_the_later_of_two_clocks: ("calm", "free", 4),
     growth.lose_counts_in_a_move: ("moves", "free", 3),
     growth.leave_candidates_out_of_a_piece: ("moves", "free", 3),
     growth.move_a_range_without_its_policies: ("moves", "free", 11),

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from elasticps.server.core import clocks
 from elasticps.server.core.operations import TimeMark
-from elasticps.server.roles import sweeper
 from elasticps.server.roles.executor import Executor
 from elasticps.server.roles.snapshots import SnapshotSender
 from elasticps.server.roles.sweeper import OPERATION_BYTES, Sweeper
@@ -26,7 +26,7 @@ def stamp_by_each_replica_s_own_clock(patch: pytest.MonkeyPatch) -> None:
 
 def let_time_go_back_after_a_failover(patch: pytest.MonkeyPatch) -> None:
     def stamp(self: Any) -> None:
-        now, headed = int(max(self._wall(), 1.0)), self._serving.headed
+        now, headed = int(max(self._leaders.clocks().own, 1.0)), self._serving.headed
         if len(headed):
             self._executor.log(self._serving.epoch, OperationKind.TIME, headed, TimeMark(now), OPERATION_BYTES)
 
@@ -40,7 +40,11 @@ def let_time_go_back_after_a_failover(patch: pytest.MonkeyPatch) -> None:
 
 
 def sweep_by_the_later_of_two_clocks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sweeper, "min", builtins.max, raising=False)
+    patch.setattr(clocks, "min", builtins.max, raising=False)
+
+
+def log_the_later_of_two_clocks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(clocks.Clocks, "logged", property(lambda self: max(self.own, self.leader)))
 
 
 def lose_counts_in_a_move(patch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from chaos.sim.checks.violation import Violation
 from elasticps.kernels.hashing import key_ranges, range_shift, table_salt
 from elasticps.model.policies import Capacity
 from elasticps.model.spec import TableSpec
-from elasticps.server.core.operations import RowBlocks
+from elasticps.server.core.operations import RowBlocks, TimeMark
 from elasticps.server.fast import layout as at
 from elasticps.server.server import Server
 from elasticps.store.intervals import HASH_END
@@ -53,17 +53,18 @@ class _Followed:
 
 
 class Growth:
-    """Follows the tables with policies of one story. true_s: cluster time by a correct clock; lag_s: by so much the
-    time in a log may be behind it."""
+    """Follows the tables with policies of one story. true_s: cluster time by a correct clock; lag_s, lead_s: by so much
+    the time in a log may be behind it, and ahead of it."""
 
     def __init__(
-        self, ranges: int, true_s: Callable[[], float], broken: Callable[[Violation], None], lag_s: float
-    ) -> None:
+        self, ranges: int, true_s: Callable[[], float], broken: Callable[[Violation], None], lag_s: float,
+        lead_s: float,
+    ) -> None:  # fmt: skip
         self.specs: dict[int, TableSpec] = {}  # by id
         self.pushed: dict[tuple[int, int], dict[int, Content]] = {}  # by worker and clock, then by table
         self.shown: list[Shown] = []
         self.evicted = self.admitted = 0
-        self._ranges, self._true_s, self._broken, self._lag_s = ranges, true_s, broken, lag_s
+        self._ranges, self._true_s, self._broken, self._lag_s, self._lead_s = ranges, true_s, broken, lag_s, lead_s
         self._logs: list[list[_Entry]] = [[] for _ in range(ranges)]
         self._servers: dict[Server, _Followed] = {}
         self._key_ranges: dict[int, np.ndarray] = {}  # of tables: the range of each key
@@ -141,6 +142,9 @@ class Growth:
                 self.specs.setdefault(number, table.lifecycle.spec)
         content = _content_of(payload) if isinstance(payload, RowBlocks) else None
         named = None if isinstance(payload, RowBlocks) else payload
+        if isinstance(payload, TimeMark) and payload.seconds > self._true_s() + self._lead_s:
+            lead_s = payload.seconds - self._true_s()
+            raise Violation("one wrong clock changes nothing", f"{server.member} logs a time {lead_s:.0f} s from now")
         op = Logged(
             OperationKind(operation.kind).name, operation.worker, operation.after, named, self._true_s(), content
         )

@@ -24,6 +24,13 @@ class DryRun:
         self.gone: Counter[tuple[int, bool]] = Counter()
         self._by_range: dict[tuple[int, bool], list[tuple[Slice, Predicate]]] = {}
 
+    def gone_of(self, of_candidates: bool, ranges: int) -> NDArray[np.int64]:
+        """How many rows, or keys that wait, would be gone of each range, int64 [ranges]."""
+        found = np.zeros(ranges, np.int64)
+        for (r, waiting), count in self.gone.items():
+            found[r] += count if waiting == of_candidates else 0
+        return found
+
     def left(self, table: Table, r: int, at: Slice, by: Predicate, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of the keys [n] of range r in a slice would still be there: bool [n]."""
         assert table.lifecycle is not None
