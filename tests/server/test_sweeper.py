@@ -1,0 +1,69 @@
+"""When a server plans sweeps, and what it looks at first."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from elasticps.model.policies import Capacity, IdleFor
+from elasticps.server.core.sweeps import Slice
+from elasticps.server.roles.sweeper import PLAN_EVERY_S
+from elasticps.store.eviction import Measure, Predicate, Reason
+from elasticps.store.intervals import HASH_END
+from tests.server.test_wrong_clocks import TABLE, Growing
+from tests.server.wires import Clock
+
+REST = Slice(TABLE, (0,), 0, HASH_END), Predicate(Measure.LAST_USE, Reason.IDLE, 1), 0.0  # of a pass that is under way
+
+
+@pytest.fixture(autouse=True)
+def no_loop_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asyncio, "get_running_loop", Clock)
+
+
+def grown(rows: int) -> Growing:
+    growing = Growing(IdleFor("1h"), Capacity(200))
+    growing.push(np.arange(rows), 1)
+    return growing
+
+
+def test_a_pass_is_planned_once_a_second() -> None:
+    growing = grown(100)
+    sweeper = growing.server.sweeper
+    sweeper.tick()
+    assert sweeper._slices is not None
+    while sweeper._next() is not None:
+        pass
+    sweeper.tick()
+    assert sweeper._slices is None, "the pass has ended, and the next one is not due"
+    growing.wires.clock.now += PLAN_EVERY_S
+    sweeper.tick()
+    assert sweeper._slices is not None
+
+
+@pytest.mark.parametrize(("rows", "reasons"), [
+    (1_000, [Reason.CAPACITY, Reason.IDLE]),
+    (203, [Reason.IDLE]),  # above its capacity, and not by so much that it has to be faster
+])  # fmt: skip
+def test_a_table_that_is_much_too_large_is_cut_before_what_is_left_of_a_pass(rows: int, reasons: list[Reason]) -> None:
+    growing = grown(rows)
+    sweeper = growing.server.sweeper
+    sweeper._slices = iter([REST])
+    sweeper.tick()
+    found = iter(sweeper._next, None)
+    assert list(dict.fromkeys(one[1].reason for one in found if one is not None)) == reasons
+
+
+def test_a_table_that_is_being_cut_is_not_cut_a_second_time_meanwhile() -> None:
+    """Each cut takes the share of rows that it found too many as it began."""
+    growing = grown(1_000)
+    sweeper = growing.server.sweeper
+    sweeper._slices = iter([(REST[0], REST[1], 0.5), REST])
+    assert sweeper._next() is not None
+    sweeper.tick()
+    assert sweeper._cuts is None
+    assert sweeper._next() is not None
+    sweeper.tick()
+    assert sweeper._cuts is not None
