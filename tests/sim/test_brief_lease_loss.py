@@ -37,7 +37,7 @@ def lose_lease(cluster: Cluster, worker: Threads, frozen: bool) -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_one_that_pauses_holds_nobody_back_then(cluster: Cluster, frozen: bool) -> None:
+def test_a_pausing_worker_holds_nobody_back_after_a_brief_lease_loss(cluster: Cluster, frozen: bool) -> None:
     """Found in a review: pulls of others waited for it until their time was over."""
     reported: list[str] = []
     waited_s: list[float] = []
@@ -76,7 +76,7 @@ def test_one_that_pauses_holds_nobody_back_then(cluster: Cluster, frozen: bool) 
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_one_that_rests_holds_others_back_then(cluster: Cluster, frozen: bool) -> None:
+def test_a_resting_worker_holds_others_back_after_a_brief_lease_loss(cluster: Cluster, frozen: bool) -> None:
     """Found in a review: it had joined and pushed nothing, so nobody waited for it."""
     reported: list[str] = []
 

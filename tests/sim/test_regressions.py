@@ -45,7 +45,7 @@ def test_a_worker_finds_its_ranges_when_the_only_server_it_knows_has_come_back_w
 
 
 @pytest.mark.parametrize("heal", [False, True])
-def test_a_loss_one_way_and_then_the_death_of_who_was_not_left_out_takes_nothing_with_it(
+def test_no_step_is_lost_when_a_link_fails_one_way_and_the_server_in_the_view_dies(
     cluster: Cluster, heal: bool
 ) -> None:
     steps, over, rows = [0], [False], list[float]()
@@ -77,13 +77,13 @@ def test_a_loss_one_way_and_then_the_death_of_who_was_not_left_out_takes_nothing
 
 @pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("tight", [False, True])
-def test_a_piece_that_is_too_large_is_cut_smaller_whatever_the_limits_are(small: bool, tight: bool) -> None:
+def test_the_size_of_a_snapshot_piece_is_at_most_half_of_its_limit(small: bool, tight: bool) -> None:
     """One of 1,012 bytes, where pieces had 1,024 and at most 984, was cut again and again (seed 3001409)."""
     with turned(small, tight, short=False, grows=False):
         assert snapshots.PIECE_BYTES <= snapshots.MOST_BYTES // 2
 
 
-def test_one_that_rests_holds_back_reads_at_a_server_that_came_meanwhile(cluster: Cluster) -> None:
+def test_a_resting_worker_holds_back_reads_at_a_server_that_joined_later(cluster: Cluster) -> None:
     """It has joined and pushed nothing, and asks nobody: it did not know the new tail, nor that one it (seed 3001639).
     After a second pulls there went on without it."""
     reported: list[str] = []
@@ -117,7 +117,7 @@ def test_one_that_rests_holds_back_reads_at_a_server_that_came_meanwhile(cluster
     assert reported == ["joined", "asks", "pushes", "read 18"]
 
 
-def test_so_does_one_that_read_the_view_before_and_connected_after_servers_had_told_of_it(
+def test_a_resting_worker_that_connects_with_an_old_view_holds_back_reads_at_a_new_server(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found in a review. Servers tell who is connected when a view changes; it asked nobody, and never knew."""
@@ -165,7 +165,7 @@ def test_so_does_one_that_read_the_view_before_and_connected_after_servers_had_t
     assert reported[-4:] == ["joined", "asks", "pushes", "read 18"]
 
 
-def test_one_that_comes_after_a_slow_worker_has_connected_again_starts_where_that_one_is(cluster: Cluster) -> None:
+def test_a_late_worker_starts_at_the_clock_of_a_slow_worker_that_has_connected_again(cluster: Cluster) -> None:
     """Found in a review. It started where the fast one was, and its pulls waited for the slow one for minutes."""
     clocks = {"w0": 0, "w1": 0}
     training, started = [True], list[int]()
