@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from elasticps.model.policies import Capacity
 from replication.messages import OperationKind
 from tests.server.test_wrong_clocks import NEW, TABLE, USED_LESS, USED_MOST, Growing, no_loop_that_runs
 
@@ -32,7 +33,7 @@ def pass_three_times(growing: Growing) -> None:
 
 @pytest.mark.usefixtures("no_loop_that_runs")
 def test_a_sweep_that_waits_for_room_in_the_log_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    growing, kinds = Growing(), list[OperationKind]()
+    growing, kinds = Growing(Capacity(200, keep="most_used")), list[OperationKind]()
     executor = growing.server.executor
     log = executor.log
 
@@ -53,7 +54,7 @@ def test_a_sweep_that_waits_for_room_in_the_log_is_not_planned_again(monkeypatch
 
 @pytest.mark.usefixtures("no_loop_that_runs")
 def test_a_sweep_that_waits_for_a_round_is_carried_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    growing = Growing()
+    growing = Growing(Capacity(200, keep="most_used"))
     monkeypatch.setattr(growing.server.executor.rounds, "active", lambda app: True)
     fill(growing)
     pass_three_times(growing)
