@@ -38,6 +38,7 @@ TIME_EVERY_S = 1.0  # cluster time goes on in such steps
 PLAN_EVERY_S = 1.0  # between two looks at what is due, unless memory is short or a table too large
 SHARE, HURRIED_SHARE = 0.05, 0.5  # of this thread's time that sweeps take; and where memory is short, or a table too
 # large
+ROOM_EVERY_S = 0.01  # between two looks whether an EVICT has found room in the log
 OPERATION_BYTES = 96
 ROUND_S = 30.0  # an application that has closed no round for so long is not in rounds
 MOST_IN_A_ROUND = 256  # sweeps that one round takes
@@ -203,6 +204,9 @@ class Sweeper:
         return found
 
     def _step(self) -> None:
+        if self._waiting_for_room():
+            self._loop.call_later(ROOM_EVERY_S, self._step)
+            return
         began = time.thread_time()
         found = self._next()
         if found is None:
