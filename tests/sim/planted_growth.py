@@ -127,8 +127,8 @@ def keep_candidates_whose_rows_are_deleted(patch: pytest.MonkeyPatch) -> None:
 def give_every_key_a_row(patch: pytest.MonkeyPatch) -> None:
     set_ = Lifecycle._set
 
-    def mutant(self: Any, r: int, spec: Any) -> None:
-        set_(self, r, spec)
+    def mutant(self: Any, *given: Any) -> None:
+        set_(self, *given)
         self._header[H_ADMITS] = False
 
     patch.setattr(Lifecycle, "_set", mutant)
