@@ -48,6 +48,7 @@ mix64: Any = _mix64
 
 LAST_USE, COUNT, SCORE, NORM = 0, 1, 2, 3  # measures of a row, see `measure`
 USAGE = 3  # words that `read_usage` writes for a row
+USED_LATER = 1 << 62  # a rank above all others: of a row that was used after the time at which it is measured
 MAX_COUNT = np.float32(1 << 22)  # above it one push more would be lost in a float32's rounding
 _PREFETCHED = 12  # rows between a prefetch and its use
 _TIE_SEED = np.uint64(0xD6E8FEB86659FD93)
@@ -179,7 +180,8 @@ def measure(
 ) -> None:
     """Writes a rank of each row, int64 [n], smaller for those that are to go first. rows: addresses or words, [n].
 
-    what: LAST_USE; COUNT or SCORE, fallen to what they are at `now` with `decay` half-lives a second; NORM of weights.
+    what: LAST_USE; COUNT or SCORE, fallen to what they are at `now` with `decay` half-lives a second, or USED_LATER
+    where the last use has made them fall further than that; NORM of weights.
     Ranks of floats are their bits, which are in the order of the floats, as none is negative.
     """
     at, floats, n = h[H_USAGE_AT], h[H_USAGE_FLOATS], rows.shape[0]
@@ -204,6 +206,8 @@ def measure(
                 elapsed: Any = now - np.int64(word[0])
                 share = falling(max(elapsed, 0) * decay)
                 out[i] = float32_bits(np.float32(value[what] * share))
+                if elapsed < 0 and decay > 0:
+                    out[i] = USED_LATER
 
 
 @kernel

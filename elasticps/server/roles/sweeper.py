@@ -39,6 +39,7 @@ TIME_EVERY_S = 1.0  # cluster time goes on in such steps
 PLAN_EVERY_S = 1.0  # between two looks at what is due, unless memory is short or a table too large
 SHARE, HURRIED_SHARE = 0.05, 0.5  # of this thread's time that sweeps take; and where memory is short, or a table too
 # large
+ROOM_EVERY_S = 0.01  # between two looks whether an EVICT has found room in the log
 OPERATION_BYTES = 96
 ROUND_S = 30.0  # an application that has closed no round for so long is not in rounds
 MOST_IN_A_ROUND = 256  # sweeps that one round takes
@@ -73,10 +74,11 @@ class _Swept:
 
 @dataclass
 class _RoundSweeps:
-    """Sweeps of an application that wait for a round to close. closed_s: loop time when one closed last."""
+    """Sweeps of an application that wait for a round to close, by what they look at and compare: the last one that was
+    planned counts. closed_s: loop time when one closed last."""
 
     closed_s: float
-    sweeps: list[SweptInterval] = field(default_factory=list)
+    sweeps: dict[SweptInterval, SweptInterval] = field(default_factory=dict)
 
 
 class Sweeper:
@@ -99,6 +101,7 @@ class Sweeper:
         self._plan_due_s = 0.0  # loop time at which the next pass is planned
         self._running = False  # a look is under way, or will be
         self._requested = asyncio.Lock()  # held by a sweep that a worker has asked for
+        self._logged: list[FutureTicket] = []  # EVICTs that may wait for room in the log
         self._overfull = False  # a table has outrun the usual pace
         self._for_rounds: dict[str, _RoundSweeps] = {}  # by application
         self._skewed = False  # this clock differs from the median
@@ -129,7 +132,7 @@ class Sweeper:
             self._time_due_s = now_s + TIME_EVERY_S
             self._compare_clocks()
             self.stamp()
-        if not self._requested.locked():
+        if not self._requested.locked() and not self._waiting_for_room():
             self._plan_sweeps(tables, now_s)
         if not self._running and (self._cuts is not None or self._slices is not None):
             self._running = True
@@ -152,6 +155,11 @@ class Sweeper:
             self._plan.forget(tables)
             swept = {number: large.get(number) or _Swept(table, {}) for number, table in tables.items()}
             self._slices = self._plan.slices(swept, headed, now, now_s, self._headroom.short)
+
+    def _waiting_for_room(self) -> bool:
+        """Whether EVICTs wait for room in the log: what they take would be planned again."""
+        self._logged = [ticket for ticket in self._logged if self._executor.replica.admission.waits(ticket)]
+        return bool(self._logged)
 
     def _compare_clocks(self) -> None:
         clocks = self._leaders.clocks()
@@ -197,12 +205,16 @@ class Sweeper:
         return found
 
     def _step(self) -> None:
+        if self._waiting_for_room():
+            self._loop.call_later(ROOM_EVERY_S, self._step)
+            return
         began = time.thread_time()
         found = self._next()
         if found is None:
             self._running = False
             return
-        self._sweep(*found)
+        _, _, ticket = self._sweep(*found)
+        self._logged += [] if ticket is None else [ticket]
         spent = time.thread_time() - began
         self.slowest_s = max(self.slowest_s, spent)
         share = HURRIED_SHARE if self._headroom.short or self._overfull else SHARE
@@ -213,7 +225,7 @@ class Sweeper:
         all workers of a round see the same rows."""
         waiting = self._for_rounds.pop(app, None)
         self._for_rounds[app] = _RoundSweeps(self._loop.time())
-        return () if waiting is None else tuple(waiting.sweeps)
+        return () if waiting is None else tuple(waiting.sweeps.values())
 
     def _waits_for_a_round(self, table: Table, payload: SweptInterval) -> bool:
         """Leaves a sweep to the next round of the table's application, if it closes rounds, and did so lately."""
@@ -223,8 +235,9 @@ class Sweeper:
         if self._loop.time() - waiting.closed_s > ROUND_S:
             waiting.sweeps.clear()
             return False
-        if len(waiting.sweeps) < MOST_IN_A_ROUND:  # else it is planned again
-            waiting.sweeps.append(payload)
+        about = payload._replace(predicate=payload.predicate._replace(below=0, tie=0, now=0))
+        if len(waiting.sweeps) < MOST_IN_A_ROUND or about in waiting.sweeps:  # else it is planned again
+            waiting.sweeps[about] = payload
         return True
 
     def _sweep(self, at: Slice, by: Predicate, share: float) -> tuple[Predicate, int, FutureTicket | None]:
