@@ -45,8 +45,8 @@ def divide(most: int, rows: Sequence[int], ranges: Sequence[int]) -> list[int]:
 
 
 def allowances(counts: Mapping[T, tuple[int, Sequence[RowCount]]]) -> dict[T, list[RowCount]]:
-    """How much each server may keep of tables that are above their capacity. counts: of all servers, the ranges that
-    each heads, and its rows there."""
+    """How much servers that have too much may keep of tables that are above their capacity. counts: of all servers, the
+    ranges that each heads, and its rows there."""
     found: dict[T, list[RowCount]] = {server: [] for server in counts}
     by_bound: dict[tuple[int, bool, int], dict[T, int]] = {}
     for server, (_, here) in counts.items():
@@ -58,6 +58,7 @@ def allowances(counts: Mapping[T, tuple[int, Sequence[RowCount]]]) -> dict[T, li
         if sum(rows_of.values()) > capacity + slack:
             there = sorted(counts, key=str)
             had, ranges = [rows_of.get(server, 0) for server in there], [counts[server][0] for server in there]
-            for server, keeps in zip(there, divide(capacity - slack, had, ranges), strict=True):
-                found[server].append(RowCount(*bound, keeps))
+            for server, rows, keeps in zip(there, had, divide(capacity - slack, had, ranges), strict=True):
+                if keeps < rows:  # who is below the level may have grown since it was counted, and keeps that too
+                    found[server].append(RowCount(*bound, keeps))
     return found

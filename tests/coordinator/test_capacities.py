@@ -46,10 +46,15 @@ def test_no_server_forgets_a_row_of_a_table_that_is_not_above_its_capacity(
     rows, ranges = map(list, zip(*servers, strict=True))
     found = allowances(counts(rows, ranges, capacity))
     above = sum(rows) > capacity + int(SLACK * capacity)
-    assert all(bool(allowed) == above for allowed in found.values())
+    assert any(found.values()) == above
     if above:
-        left = sum(one.rows for allowed in found.values() for one in allowed)
+        left = sum(found[i][0].rows if found[i] else rows[i] for i in range(len(rows)))
         assert 0.98 * capacity <= left <= capacity
+
+
+def test_a_server_below_the_level_is_told_nothing_as_it_may_have_grown_since_its_report() -> None:
+    """Told to keep what it had reported, it once forgot all rows that came since: a new table of 200 went to 56."""
+    assert allowances(counts([100, 4], [8, 8], 100)) == {0: [RowCount(1, False, 100, 95)], 1: []}
 
 
 @given(servers=SERVERS, most=st.integers(1, 200), data=st.data())
@@ -72,7 +77,7 @@ def test_a_table_counts_once_for_each_of_its_bounds_and_keys_that_wait_for_thems
     here = [RowCount(1, False, 10, 9), RowCount(1, False, 4, 9), RowCount(1, True, 5, 1), RowCount(2, False, 10, 3)]
     there = [RowCount(1, False, 10, 3), RowCount(1, False, 4, 3), RowCount(1, True, 5, 7)]
     assert allowances({"a": (4, here), "b": (4, there), "c": (8, [])}) == {
-        "a": [RowCount(1, False, 10, 7), RowCount(1, False, 4, 2), RowCount(1, True, 5, 1)],
-        "b": [RowCount(1, False, 10, 3), RowCount(1, False, 4, 2), RowCount(1, True, 5, 4)],
-        "c": [RowCount(1, False, 10, 0), RowCount(1, False, 4, 0), RowCount(1, True, 5, 0)],
+        "a": [RowCount(1, False, 10, 7), RowCount(1, False, 4, 2)],
+        "b": [RowCount(1, False, 4, 2), RowCount(1, True, 5, 4)],
+        "c": [],
     }
