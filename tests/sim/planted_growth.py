@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.core import capacities
 from elasticps.server.core import clocks
 from elasticps.server.core.operations import TimeMark
 from elasticps.server.roles.executor import Executor
@@ -150,7 +149,3 @@ def count_loads_as_pushes(patch: pytest.MonkeyPatch) -> None:
         self.waiting.remove(keys)
 
     patch.setattr(Lifecycle, "loaded", loaded)
-
-
-def let_each_server_keep_the_capacity_of_the_table(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(capacities, "divide", lambda most, rows, ranges: [min(most, count) for count in rows])
