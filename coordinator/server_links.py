@@ -9,12 +9,15 @@ were held back come seconds late, and a new connection works at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from coordinator.cluster_tracker import ClusterTracker
 from coordinator.core import fields
+from coordinator.core.capacities import RowCount, allowances
+from coordinator.core.clocks import UNKNOWN, ClusterTime, ServerClocks
 from coordinator.core.health import BEAT_S, TICK_S, Detector, Dial, Gone, Load, Report, ServerLink, Succession
 from coordinator.core.planner import Health
 from coordinator.core.view import ServerInfo, View
@@ -32,33 +35,37 @@ _VIEW_LAG_S = 0.1  # a report this soon after a view may have been sent before t
 
 @dataclass
 class _Open:
-    """A line in use. sent_at: when the last view was sent; repeated: the last epoch that was sent twice."""
+    """A line in use. sent_at: when the last view was sent; repeated: the last epoch that was sent twice; report: the
+    newest, on this line."""
 
     line: ServerLink
     sent_at: float = 0.0
     repeated: int = 0
+    report: Report | None = None
 
 
 class ServerLinks:
     """Lines to the servers that `look_at` shows, while `run` runs.
 
-    on_ill  called when this coordinator begins, and ceases, to hear so few servers that it must be what is ill
+    _on_ill  called when this coordinator begins, and ceases, to hear so few servers that it must be what is ill
     """
 
     def __init__(self, dial: Dial, on_ill: Callable[[bool], None]) -> None:
-        self._dial = dial
+        self._dial = dial  # connects to a server
         self._on_ill = on_ill
-        self._on_change: Callable[[bool], None] = _nothing
+        self._on_change: Callable[[bool], None] = _nothing  # called when the planner should look again
         self._term = 0  # while this coordinator leads, else 0
-        self._beaten = 0.0
-        self._detector = Detector()
-        self._succession = Succession()
+        self._beaten = 0.0  # loop time of the last beat
+        self._detector = Detector()  # which servers are gone
+        self._succession = Succession()  # whether the leader is
+        self._clocks = ServerClocks()  # what time it is
+        self._differing: set[Member | None] = set()  # clocks that are wrong, as logged last; None: this coordinator's
         self._calls: dict[Member, tuple[ServerInfo, float, asyncio.Task[None]]] = {}  # when each task began
-        self._ending: set[asyncio.Task[None]] = set()
-        self._open: dict[Member, _Open] = {}
-        self._view: View | None = None
+        self._ending: set[asyncio.Task[None]] = set()  # tasks of lines that were closed
+        self._open: dict[Member, _Open] = {}  # lines in use
+        self._view: View | None = None  # the newest
         self._views: dict[Member, View] = {}  # that servers follow, as far as they were asked
-        self._cluster = ""
+        self._cluster = ""  # its identity
         self._over = False  # all lines have been closed
 
     async def run(self) -> None:
@@ -93,6 +100,7 @@ class ServerLinks:
         """Leads from now on: sends beats and views. on_change: called when the planner should look again; its argument
         says that a member is newly gone."""
         self._term, self._on_change = term, on_change
+        self._differing = set()
         self._beat()
 
     def stand_by(self) -> None:
@@ -128,6 +136,7 @@ class ServerLinks:
         keys = {server.member: server for server in registered}
         servers.update(keys)
         self._detector.watch({member: member in keys for member in servers}, _now())
+        self._clocks.watch(servers)
         for member in sorted(self._calls.keys() - servers.keys()):
             self._hang_up(member)
         for member in sorted(servers.keys() - self._calls.keys()):
@@ -214,7 +223,7 @@ class ServerLinks:
         opened = self._open[member] = _Open(line)
         self._detector.connected(member, _now())
         if self._term:
-            self._beat_on(opened)
+            self._beat_on(opened, self._cluster_time())
             if self._view is not None:
                 self._send(opened, self._view)
         try:
@@ -223,7 +232,9 @@ class ServerLinks:
                     self._views[member] = report
                     self._change(True)
                     continue
+                opened.report = report
                 self._succession.heard(member, report.tenure, _now())
+                self._clocks.heard(member, report.seconds, time.time())
                 self._change(self._detector.heard(member, report, _now()))
                 self._repeat_view(opened, report)
             raise ConnectionResetError("its reports ended")
@@ -245,12 +256,38 @@ class ServerLinks:
     def _beat(self) -> None:
         self._beaten = _now()
         if self._term:
-            for opened in self._open.values():
-                self._beat_on(opened)
+            cluster_time, allowed = self._cluster_time(), self._allowances()
+            if cluster_time != UNKNOWN:
+                self._compare_clocks()
+            for member, opened in self._open.items():
+                self._beat_on(opened, cluster_time, allowed.get(member, ()))
 
-    def _beat_on(self, opened: _Open) -> None:
+    def _beat_on(self, opened: _Open, cluster_time: ClusterTime, allowed: Sequence[RowCount] = ()) -> None:
         with suppress(OSError):
-            opened.line.beat(self._term)
+            opened.line.beat(self._term, 0 if self._view is None else self._view.epoch, allowed, cluster_time)
+
+    def _cluster_time(self) -> ClusterTime:
+        return self._clocks.time(time.time(), self._detector.gone, self._detector.awaited)
+
+    def _compare_clocks(self) -> None:
+        """Logs which clocks have come to differ from the others, and which agree again."""
+        differing = self._clocks.differing(self._detector.gone)
+        for who in differing.keys() - self._differing:
+            log.warning(
+                "a clock differs from the others: set it right", of=_owner(who), seconds=round(differing[who], 1)
+            )
+        for who in self._differing - differing.keys():
+            log.warning("a clock agrees with the others again, or has left", of=_owner(who))
+        self._differing = set(differing)
+
+    def _allowances(self) -> Mapping[Member, Sequence[RowCount]]:
+        """How many rows servers may keep of tables that are above their capacity; nothing while it is not known how
+        many there are: not all ranges have a head that follows the view and has reported."""
+        view, reports = self._view, {m: opened.report for m, opened in self._open.items() if opened.report is not None}
+        if view is None or not any(report.counts for report in reports.values()):
+            return {}
+        counts = {m: (report.headed, report.counts) for m, report in reports.items() if report.epoch == view.epoch}
+        return allowances(counts) if sum(headed for headed, _ in counts.values()) == view.ranges else {}
 
     def _send(self, opened: _Open, view: View) -> None:
         opened.sent_at = _now()
@@ -276,6 +313,10 @@ class ServerLinks:
 
 def _nothing(death: bool) -> None:
     """Does nothing: a standby does not plan."""
+
+
+def _owner(who: Member | None) -> str:
+    return "this coordinator" if who is None else f"server {who}"
 
 
 def _now() -> float:

@@ -127,8 +127,8 @@ class DataLost(Definite):
 
 
 class NotFinite(ServerError):
-    """A push had gradients with NaN or infinity for a table that takes none. These rows are refused, and named in
-    `refused`; all others are applied.
+    """A push had gradients with NaN or infinity for a table that takes none, or such scores, as sums of some are.
+    These rows are refused, and named in `refused`; all others are applied.
 
     table: name of the table; key: of the first such row there.
     """

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from coordinator.core.capacities import RowCount
+from coordinator.core.clocks import MOST_SECONDS, UNKNOWN, ClusterTime
 from coordinator.core.health import Dial, Memory, Report, ServerLink, Tenure
 from coordinator.core.view import ServerInfo, View
 from elasticps.security.channel import proved, renew_at
@@ -21,12 +23,14 @@ from elasticps.security.identity import NotAuthorised, Role
 from elasticps.wire.frames import (
     HEADER_BYTES,
     MAX_CONTROL_BYTES,
+    MAX_RANGES,
     FrameError,
     Header,
     Kind,
     json_body,
     json_frame,
     read_view,
+    row_counts,
     unpack_header,
     view_frame,
     whole,
@@ -119,8 +123,13 @@ class _Line:
             except (asyncio.IncompleteReadError, FrameError) as error:
                 raise ConnectionResetError(str(error)) from None
 
-    def beat(self, term: int) -> None:
-        self._write(GetViewHeader(0, term, int(time.time())).header().pack())
+    def beat(
+        self, term: int, epoch: int = 0, allowances: Sequence[RowCount] = (), cluster_time: ClusterTime = UNKNOWN
+    ) -> None:
+        header, body = GetViewHeader(epoch, term, *cluster_time).header(), b""
+        if allowances:
+            body = json_frame(Kind.GET_VIEW, {"allowances": allowances})[HEADER_BYTES:]
+        self._write(header._replace(body=len(body)).pack() + body)
 
     def send_view(self, view: View) -> None:
         self._write(view_frame(view))
@@ -155,7 +164,14 @@ def _report(header: Header, document: dict[str, Any]) -> Report:
         tenure = Tenure(whole(term, _MOST), bool(connected), float(silent_s))
         memory, alone = Memory(used, mark, full), whole(document["alone"], _MOST)
         spent = tuple((whole(r, _MOST), whole(fill, _MOST)) for r, fill in document["spent"])
-        return Report(header.epoch, levels, suspects, stalled, nbytes, requests, memory, tenure, alone, spent)
+        headed, counts = whole(document.get("headed", 0), MAX_RANGES), row_counts(document.get("counts", []))
+        seconds = document.get("seconds", 0)  # an older server does not tell
+        if not 0 <= seconds <= MOST_SECONDS:
+            raise ValueError(f"a time of {seconds!s:.40} s")
+        return Report(
+            header.epoch, levels, suspects, stalled, nbytes, requests, memory, tenure, alone, spent, headed, counts,
+            float(seconds),
+        )  # fmt: skip
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise FrameError(f"a report that is none: {error}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from random import Random
 
@@ -16,10 +17,10 @@ from chaos.sim.programs import Training, Worker
 from chaos.sim.story import App, Story
 from chaos.sim.tables import gone_is_fine
 from elasticps.client.client import Client
-from elasticps.client.lifecycle import set_policies, sweep
 from elasticps.client.tables import SparseTable
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.policies import (
+    SCORES,
     Admission,
     Capacity,
     Eviction,
@@ -28,10 +29,12 @@ from elasticps.model.policies import (
     MinCountSketch,
     Probability,
     SmallNorm,
+    usage_of,
 )
 
 NAMES = ("grows", "forgets")
 LAG_S = {True: 10.0, False: 250.0}  # calm or not: by how much logged time may be behind the true one
+LEAD_S = {True: 10.0, False: math.inf}  # the same, ahead of it: while servers are gone, two clocks may be left
 ADMISSIONS: tuple[Admission | None, ...] = (
     None,
     MinCount(2),
@@ -45,11 +48,12 @@ EVICTIONS: tuple[tuple[Eviction, ...], ...] = (
     (Capacity(32),),
     (Capacity(32, "most_used", 20),),
     (Capacity(32, "most_used"), IdleFor(25)),
+    (Capacity(32, "score", 15),),
     (SmallNorm(40),),
     (),
 )
 MOST_STEPS = 8  # of a table, before it is looked at what becomes of it
-DROPPED, CLEARED, DELETED, LOADED, CHANGED, SWEPT = 0.1, 0.02, 0.04, 0.04, 0.02, 0.0
+DROPPED, CLEARED, DELETED, LOADED, CHANGED, SWEPT = 0.1, 0.02, 0.04, 0.04, 0.02, 0.03
 OFTEN = 20.0  # the mean of the keys that are pushed: small ones come often
 
 
@@ -91,8 +95,14 @@ class Growing(Worker):
 
     def _use(self, ps: Client, table: SparseTable) -> None:
         chance, keys = self.random.random(), self._keys(12)
-        for limit, do in ((CLEARED, table.clear), (DELETED, lambda: table.delete(keys)), (LOADED, self._loading(table)),
-                          (CHANGED, lambda: self._change(table)), (SWEPT, lambda: self._sweep(table))):  # fmt: skip
+        rare: tuple[tuple[float, Callable[[], object]], ...] = (
+            (CLEARED, table.clear),
+            (DELETED, lambda: table.delete(keys)),
+            (LOADED, self._loading(table)),
+            (CHANGED, lambda: self._change(table)),
+            (SWEPT, lambda: table.evict(dry_run=len(keys) % 2 > 0)),
+        )
+        for limit, do in rare:
             chance -= limit
             if chance < 0:
                 do()
@@ -109,9 +119,14 @@ class Growing(Worker):
         return lambda: table.load(keys, rows)
 
     def _push(self, ps: Client, table: SparseTable, keys: NDArray[np.int64]) -> None:
-        grads = np.stack([np.ones(len(keys)), units(keys)], axis=1).astype(np.float32)
-        self.growth.pushed[ps.worker.id, ps.clock + 1] = {table.id: Content(keys.tolist(), grads.copy())}
-        step = ps.push({table: (keys, grads)})
+        sign = self.random.choice((1, 1, 1, -1))  # so that norms fall, too
+        grads = sign * np.stack([np.ones(len(keys)), units(keys)], axis=1).astype(np.float32)
+        given = grads
+        if scored := table.spec.usage == SCORES:
+            scores = np.array([self.random.randint(0, 4) for _ in keys], np.float32)
+            given = np.concatenate([grads, scores[:, None]], axis=1)
+        self.growth.pushed[ps.worker.id, ps.clock + 1] = {table.id: Content(keys.tolist(), given.copy())}
+        step = ps.push({table: (keys, grads, scores) if scored else (keys, grads)})
         self.steps += 1
         if self.random.random() < 0.3:
             step.result()
@@ -126,10 +141,11 @@ class Growing(Worker):
         self.pulls += 1
 
     def _change(self, table: SparseTable) -> None:
-        """Puts the table under other policies."""
-        spec = table.spec.with_policies(self.random.choice(ADMISSIONS), self.random.choice(EVICTIONS))
-        table._reads.change(set_policies(table.id, spec), f"changing policies of {table.name!r}")
-
-    def _sweep(self, table: SparseTable) -> None:
-        """Sweeps the table now, or asks what that would forget."""
-        sweep(table._reads.after_own_steps(), table.id, table.name, self.random.random() < 0.5)
+        """Puts the table under another policy."""
+        if self.random.random() < 0.5:
+            table.set_admission(self.random.choice(ADMISSIONS))
+        else:
+            scored = table.spec.usage == SCORES
+            table.set_eviction(
+                self.random.choice([one for one in EVICTIONS if scored or usage_of(None, one) != SCORES])
+            )

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from chaos.sim.checkpointer import ask_restore
+from chaos.sim.checkpointer import PLACE, Checkpointer, ask_restore
 from chaos.sim.checks.cuts import CutCheck
 from chaos.sim.checks.growth import Growth
 from chaos.sim.checks.rounds import Rounds
@@ -25,7 +25,7 @@ from chaos.sim.checks.violation import Violation
 from chaos.sim.cluster import Cluster
 from chaos.sim.cuts import Cutter
 from chaos.sim.faults import inject
-from chaos.sim.growing import LAG_S, Growing
+from chaos.sim.growing import LAG_S, LEAD_S, Growing
 from chaos.sim.injector import RESTART_S, Injector
 from chaos.sim.programs import Free, Sharded, Synchronous, Worker, sums_table
 from chaos.sim.small_limits import turned
@@ -35,7 +35,9 @@ from chaos.sim.threads import Threads
 from coordinator.core.view import ClusterConfig
 from elasticps import store as table_store
 from elasticps.admin.admin_pb2 import RestoreRequest, RestoreResponse
-from elasticps.checkpoint import range_recovery
+from elasticps.checkpoint import catalog, range_recovery
+from elasticps.checkpoint.contents import Contents
+from elasticps.checkpoint.storage import Storage
 from elasticps.model.spec import ASP
 from elasticps.server.core.audit import digest
 from elasticps.server.core.operations import AuditMark
@@ -101,7 +103,8 @@ class Scene:
         self.rounds: dict[str, Rounds] = {}
         self.handed: dict[str, Handed] = {}
         self.known: dict[int, Known] = {}
-        self.growth = Growth(story.ranges, self.cluster.wall_s, self.cluster.broken, LAG_S[story.calm])
+        lag_s, lead_s = LAG_S[story.calm], LEAD_S[story.calm]
+        self.growth = Growth(story.ranges, self.cluster.wall_s, self.cluster.broken, lag_s, lead_s)
         self.workers: dict[str, Worker] = {}
         self._doubled: dict[str, list[Worker]] = {}  # those before them that lived as they started
         self._app_of: dict[str, App] = {}
@@ -113,6 +116,8 @@ class Scene:
         )
         if story.cuts:
             self.cluster.on_server = lambda server: check.follow(server, self.cluster.broken)
+        # Where tables grow, cuts are those of checkpoints.
+        self.checkpointer = Checkpointer(self.cluster, lambda: self.on) if story.cuts and story.grows else None
         if story.grows:
             self.cluster.on_build = self.growth.follow
             self.cluster.wrong_clocks = dict([story.wrong_clock])
@@ -130,7 +135,9 @@ class Scene:
                 self._app_of[name] = app
                 self.workers[name] = self._worker(name)
                 self._start(name)
-        if story.cuts:
+        if self.checkpointer is not None:
+            self.checkpointer.start()
+        elif story.cuts:
             self.cutter.start()
         for fault in story.faults:
             self.cluster.clock.at(fault.at_s, inject, self.injector, fault)
@@ -250,8 +257,12 @@ class Scene:
             self._check_growth()
 
     def _check_growth(self) -> None:
-        """Compares all replicas of tables that grow with the model, and waits for what they may have at most."""
+        """Compares checkpoints and all replicas of tables that grow with the model, and waits for what they may have at
+        most."""
         clock = self.cluster.clock
+        for cut in () if self.checkpointer is None else sorted(self.checkpointer.made):
+            storage = Storage(PLACE)
+            self.growth.check_checkpoint(Contents(storage, catalog.chain(storage, cut)))
 
         def too_many() -> str:
             self.growth.check_end(self._replicas())
@@ -334,7 +345,7 @@ def _result(scene: Scene, invariant: str, text: str) -> Result:
         pulls=sum(w.pulls for w in scene.workers.values()),
         rounds=sum(r.rounds for r in scene.rounds.values()),
         shards=sum(w.steps for w in scene.workers.values() if isinstance(w, Sharded)),
-        cuts=scene.cutter.taken,
+        cuts=scene.cutter.taken if scene.checkpointer is None else len(scene.checkpointer.made),
         ended_s=cluster.clock.now,
         digest=zlib.crc32(mark.encode()),
         trace=tuple(cluster.clock.trace or ()),

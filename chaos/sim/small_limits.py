@@ -45,11 +45,14 @@ SHORT: dict[str, int] = {
 """Limits of the lists of keys that servers keep for workers: their memory is used again all the time."""
 GROWS: dict[str, float] = {
     "elasticps.server.roles.sweeper.TIME_EVERY_S": 0.1,
+    "elasticps.server.roles.sweeper.PLAN_EVERY_S": 0.1,
     "elasticps.server.core.sweeps._LEAST_S": 0.1,
     "elasticps.server.core.sweeps.NORM_EVERY_S": 0.2,
-    "elasticps.server.core.sweeps.SLICE_ROWS": 40,
+    "elasticps.server.core.sweeps.SLICE_ROWS": 6,
+    "elasticps.server.roles.snapshots.PIECE_BYTES": 256,
+    "elasticps.server.roles.snapshots.BACKLOG_BYTES": 512,
 }
-"""How often time is logged and rows are looked at, of which there are few."""
+"""How often time is logged and rows are looked at, of which there are few; and how much of a range is sent at once."""
 
 
 @contextmanager

@@ -155,7 +155,7 @@ class Kind:
 
     flavour   which faults happen; "": drawn by the seed
     training  how workers train; "": drawn by the seed
-    cuts      consistent cuts are taken meanwhile
+    cuts      consistent cuts are taken meanwhile, and, with `grows`, checkpoints made of them
     short     workers shorten what they send
     caches    workers that push freely cache rows
     together  these workers pull several tables and tensors at once, and behind pushes, and ask for sums of all rows

@@ -26,11 +26,13 @@ the key of the office is deleted at its own revision, and a deposed leader canno
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
+from coordinator.core.capacities import RowCount
+from coordinator.core.clocks import UNKNOWN, ClusterTime
 from coordinator.core.planner import Health
 from coordinator.core.repair import Capacity
 from coordinator.core.view import ServerInfo, View
@@ -103,6 +105,8 @@ class Report:
     memory    what it uses of what it may use
     alone     it has been, for a while, the only replica beside retained copies, of ranges since up to this epoch
     spent     (range, fill) of late copies whose missing operations it no longer has; repeated in every report
+    headed    ranges that it heads; counts: its rows there of tables with a bound on them
+    seconds   the time by its wall clock, since 1970; 0 if it does not tell
     """
 
     epoch: int
@@ -115,6 +119,9 @@ class Report:
     tenure: Tenure = _NO_LEADER
     alone: int = 0
     spent: tuple[tuple[int, int], ...] = ()
+    headed: int = 0
+    counts: tuple[RowCount, ...] = ()
+    seconds: float = 0.0
 
 
 class ServerLink(Protocol):
@@ -124,8 +131,11 @@ class ServerLink(Protocol):
         """Yields the server's reports as they come, and the view that `ask_view` asked for. Ends, or raises OSError,
         when the connection ends."""
 
-    def beat(self, term: int) -> None:
-        """Tells the server that the leader of that term is there."""
+    def beat(
+        self, term: int, epoch: int = 0, allowances: Sequence[RowCount] = (), cluster_time: ClusterTime = UNKNOWN
+    ) -> None:
+        """Tells the server that the leader of that term is there, how many rows it may keep, under the view of `epoch`,
+        of tables that are above their capacity, and what time it is."""
 
     def send_view(self, view: View) -> None:
         """Sends a view, which a server that has it ignores."""
@@ -287,6 +297,11 @@ class Detector:
         return self._judge_silence(now) or expired
 
     # -- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a member that is not gone has yet to report."""
+        return any(not peer.met and peer.gone is None for peer in self._peers.values())
 
     @property
     def gone(self) -> dict[Member, Gone]:

@@ -37,6 +37,15 @@ def check(key: str, record: dict[str, Any], **kinds: type) -> None:
 
 
 @contextmanager
+def noted(key: str, errors: dict[str, str]) -> Iterator[None]:
+    """Notes the text of a ValueError within, of an entry that makes no sense, under its key."""
+    try:
+        yield
+    except ValueError as error:
+        errors[key] = str(error)
+
+
+@contextmanager
 def left_out() -> Iterator[None]:
     """Turns a ValueError within, of an entry that makes no sense, into a warning."""
     try:

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
 
 
+_MEND = (
+    "Workers cannot open it: write the entry that a backup of etcd has, or delete this key, and the next worker makes "
+    "the table again, without its rows"
+)
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds to wait for etcd, and for each server.")]
 Which = Annotated[str, typer.Argument(metavar="TABLE", help="The name of a table or tensor.")]
 Application = Annotated[str, typer.Option("--app", help="The application that it belongs to.")]
@@ -66,7 +70,8 @@ def tables(
 def list_command(url: Url = None, name: Name = None, as_json: Json = False, timeout: Timeout = 3.0) -> None:
     """Show what each row is, how many rows there are, and the memory that all replicas take.
 
-    The exit code is 0 if all servers answer, 3 if etcd does not, 4 if a server is silent: its rows are not counted.
+    The exit code is 0 if all servers answer, 3 if etcd does not, 4 if a server is silent: its rows are not counted; 4,
+    too, if the entry of a table in etcd cannot be read.
     """
     _list(url, name, as_json, timeout)
 
@@ -179,17 +184,18 @@ def set_lr(
 
 @contextmanager
 def _opened(url: str, app: str, table: str, timeout_s: float) -> Iterator[SparseTable]:
-    """Opens a sparse table as a worker does. ConfigError if there is none of that name."""
+    """Opens a sparse table as a worker does. ConfigError if there is none of that name, or none that can do what is
+    asked of it."""
     from elasticps.client import SparseTable, connect
 
     with connect(url, app=app, timeout=timeout_s) as ps:
         try:
             handle = ps.open(table)
-        except UnknownTable as error:
+            if not isinstance(handle, SparseTable):
+                raise ConfigError(f"{table!r} is a tensor, and has neither admission nor eviction")
+            yield handle
+        except (UnknownTable, SpecError) as error:
             raise ConfigError(str(error)) from None
-        if not isinstance(handle, SparseTable):
-            raise ConfigError(f"{table!r} is a tensor, and has neither admission nor eviction")
-        yield handle
 
 
 def _number(text: str) -> float:
@@ -221,14 +227,15 @@ def _list(url: str | None, name: str | None, as_json: bool, timeout: float) -> N
         print_json(found)
     else:
         out.print(_render(found))
-    raise typer.Exit(ExitCode.DEGRADED if found["silent"] else ExitCode.OK)
+    raise typer.Exit(ExitCode.DEGRADED if found["silent"] or found["unreadable"] else ExitCode.OK)
 
 
 def _found(url: str | None, name: str | None, timeout: float) -> dict[str, Any]:
     with OperatorClient(target(url, name), timeout) as operator:
         operator.config()  # that there is such a cluster
-        known, servers, credentials = operator.tables(), operator.registered(), operator.credentials
-    return background.run(_look(known, servers, timeout, credentials))
+        (known, unreadable), servers = operator.tables(), operator.registered()
+        credentials = operator.credentials
+    return background.run(_look(known, servers, timeout, credentials)) | {"unreadable": unreadable}
 
 
 async def _look(
@@ -269,7 +276,11 @@ def _render(found: dict[str, Any]) -> Group:
             f"{each['rows']:,}", *[f"{each['candidates']:,}"] * waiting, size(each["bytes"]), str(len(each["servers"])),
         )  # fmt: skip
     silent = [Text(f"{name}: {error}; its rows are not counted", "red") for name, error in found["silent"].items()]
-    return Group(table if found["tables"] else Text("no worker has made a table yet"), *silent)
+    unreadable = [
+        Text(f"etcd: {key} cannot be read: {error}. {_MEND}", "red") for key, error in found["unreadable"].items()
+    ]
+    nothing = Text("no worker has made a table yet") if not unreadable else Text("no table can be read")
+    return Group(table if found["tables"] else nothing, *silent, *unreadable)
 
 
 def _optimizer(table: dict[str, Any]) -> str:

@@ -273,11 +273,18 @@ def refused_by(server: str, body: NDArray[np.uint8], ranges: int) -> list[tuple[
     return [(clock, server_error(why, server), rows) for clock, why, rows in decode_refused(body, ranges)]
 
 
+_NO_SPEC = "a table's spec must be an object of"  # what a server says of a spec that has more than it knows
+_EARLIER = (
+    "Server {} is of an earlier version than this worker, and its tables neither grow nor forget: upgrade the servers "
+    "(docs/guides/machines.md), or make the table without admission, eviction and usage"
+)
+
+
 def server_error(document: Mapping[str, Any], server: str) -> Exception:
     """What a refusal is raised as."""
     code, text = document.get("code"), str(document.get("message"))
     if code == "spec":
-        return SpecError(text)
+        return SpecError(f"{text}. {_EARLIER.format(server)}" if text.startswith(_NO_SPEC) else text)
     if code == "unknown-table":
         return UnknownTable(text)
     if code == "behind":

@@ -11,14 +11,27 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.core.capacities import allowances
 from elasticps.client.core.fan_out import Answer, Ask, Questions, of_heads
 from elasticps.errors import ServerError, SpecError
 from elasticps.model.spec import TableSpec
 from elasticps.store.usage import USAGE
 from elasticps.system import html
-from elasticps.wire.frames import HEADER_BYTES, FrameError, Kind, json_body, json_frame, unpack_header, whole, wholes
+from elasticps.wire.frames import (
+    HEADER_BYTES,
+    MAX_RANGES,
+    FrameError,
+    Kind,
+    json_body,
+    json_frame,
+    row_counts,
+    unpack_header,
+    whole,
+    wholes,
+)
 
 _MOST = 1 << 62
+_SWEEPS = 8  # tries while ranges move: servers go on by themselves
 
 ChangePolicies = Callable[[TableSpec], TableSpec]
 """Gives a table's spec with other policies, from the newest that is registered. SpecError if that cannot be."""
@@ -84,13 +97,39 @@ def set_policies(table: int, spec: TableSpec) -> Questions:
 
 
 def sweep(ask: Ask, table: int, name: str, dry_run: bool) -> dict[str, int]:
-    """Sweeps a table at all heads, or counts what a sweep would forget: rows by reason."""
-    what = f"sweeping table {name!r}"
-    questions = _question(Kind.SWEEP, table, {"what": "dry-run" if dry_run else "sweep"})
-    total: Counter[str] = Counter()
-    for document in _documents(ask(questions, what)):
-        total.update(_counts(document.get("going")))
+    """Sweeps a table at all heads, or counts what a sweep would forget: rows by reason.
+
+    What goes by its age or norm goes first. Then servers are told how many rows each keeps of a capacity: that depends
+    on how many all of them have.
+    """
+    what, total = {"what": "dry-run" if dry_run else "sweep"}, Counter[str]()
+    for _ in range(_SWEEPS):
+        if dry_run:
+            total.clear()
+        found, moved = _swept(ask, table, name, what, total)
+        counts = {_server(one): (whole(one.get("headed"), MAX_RANGES), row_counts(one.get("left"))) for one in found}
+        allowed = allowances(counts)
+        if not moved and any(allowed.values()):
+            heads = {_server(one): one.get("heads") for one in found}
+            by_server = {server: [heads[server], *counts] for server, counts in allowed.items()}
+            _, moved = _swept(ask, table, name, what | {"allowed": by_server}, total)
+        if not moved:
+            break
     return dict(total)
+
+
+def _swept(
+    ask: Ask, table: int, name: str, document: dict[str, Any], total: Counter[str]
+) -> tuple[list[dict[str, Any]], bool]:
+    """Asks all heads for a sweep, and adds up what goes: their answers, and whether ranges have moved meanwhile."""
+    found = _documents(ask(_question(Kind.SWEEP, table, document), f"sweeping table {name!r}"))
+    for one in found:
+        total.update(_counts(one.get("going", {})))
+    return found, any(one.get("moved") for one in found)
+
+
+def _server(document: dict[str, Any]) -> str:
+    return str(document.get("server"))
 
 
 def state(ask: Ask, table: int, name: str) -> TableState:

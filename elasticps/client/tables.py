@@ -271,7 +271,7 @@ class SparseTable(PushTarget):
     def evict(self, dry_run: bool = False) -> dict[str, int]:
         """Sweeps the whole table now, behind this client's own steps so far, and returns how many rows went, and keys
         that waited for one, by reason. Returns when they are gone at all replicas; under BSP they go when the next
-        round closes. dry_run: counts what would go for each reason by itself, and forgets nothing. Without a leading
+        round closes. dry_run: counts what would go, each row for its first reason, forgets nothing. Without a leading
         coordinator nothing goes.
 
         SpecError for a table that keeps no usage, `Timeout`.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +16,7 @@ from coordinator.connect import open_store
 from coordinator.core import keys
 from coordinator.core.dry_run import dry_run
 from coordinator.core.planner import Members
-from coordinator.core.records import read
+from coordinator.core.records import noted, read
 from coordinator.core.view import ClusterConfig, ServerInfo, View
 from elasticps.admin import fetch_status
 from elasticps.errors import ClusterUnreachable, ConfigError, Error, Timeout
@@ -129,18 +128,18 @@ class OperatorClient:
             raise ConfigError(f"cluster {self._store.cluster!r} does not exist")
         return keys.config_of(entry)
 
-    def tables(self) -> dict[int, dict[str, Any]]:
-        """The application and the spec of each table, as plain values, by the table's id; lr_set: a rate that was set
-        for all workers."""
-        state, found = self._run(read_state(self._store)), {}
-        for table in tables_among(state.tables.values()):
-            with suppress(ValueError):  # workers report it
-                spec = read(table.name, table.spec.encode(), name=str)
+    def tables(self) -> tuple[dict[int, dict[str, Any]], dict[str, str]]:
+        """The application and the spec of each table, as plain values, by the table's id (lr_set: a rate that was set
+        for all workers); and what is wrong with entries that cannot be read, by key."""
+        state, found, unreadable = self._run(read_state(self._store)), {}, dict[str, str]()
+        for table in tables_among(state.tables.values(), unreadable=unreadable):
+            with noted(keys.TABLES + table.name, unreadable):
+                spec = read("its spec", table.spec.encode(), name=str, dim=int, dtype=str, optimizer=dict, shape=object)
                 found[table.id] = {"app": table.name.partition("/")[0], **spec, "lr_set": None}
         for rate in state.rates.values():
             if rate.table in found:
                 found[rate.table]["lr_set"] = rate.lr
-        return found
+        return found, unreadable
 
     def statuses(self) -> dict[str, dict[str, Any]]:
         """The status of each registered server that answers, by name."""

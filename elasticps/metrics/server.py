@@ -140,7 +140,10 @@ def _lifecycles(server: Server) -> Iterator[Metric]:
     yield evicted
     yield _counter("swept_rows", "Rows that sweeps have looked at.", server.sweeper.swept_rows)
     yield _gauge("longest_look_seconds", "Longest time that one look of a sweep took.", server.sweeper.slowest_s)
-    yield _gauge("clock_skew_seconds", "Its clock, ahead of the leader's; 0 without a leader.", server.sweeper.skew_s)
+    yield _gauge("clock_skew_seconds", "Its clock, ahead of the median of all.", server.sweeper.skew_s)
+    yield _gauge(
+        "cluster_time_ahead_seconds", "Time of a range headed, ahead of the median of clocks.", server.sweeper.lead_s
+    )
 
 
 def _traffic(server: Server, status: dict[str, Any]) -> Iterator[Metric]:

@@ -102,8 +102,8 @@ class Server:
         self._barrier = BarrierCoordinator(group, clock)  # closes synchronous rounds
 
         # Requests of coordinators, and of operators by the admin service.
-        self.leaders = Leaders(context, self.links, self.snapshots, self.headroom)  # get reports
-        self.sweeper = Sweeper(context, self.leaders, self.headroom, options.wall)  # forgets rows by tables' policies
+        self.leaders = Leaders(context, self.links, self.snapshots, self.headroom, options.wall)  # get reports
+        self.sweeper = Sweeper(context, self.leaders, self.headroom)  # forgets rows by tables' policies
         self.pushes.stamp_time = self.sweeper.stamp
         self._barrier.take_sweeps = self.sweeper.take
         self._lifecycle = LifecycleHandler(context, self.sweeper)  # policies and sweeps that workers ask for

@@ -2,7 +2,7 @@
 
 A key that waits for a row is a candidate. Candidates have an index of their own, of the same form as the table's
 (`elasticps.store.index`), in which an entry's second word is no address but the candidate's count (16 bits) and the
-time of its last push (32 bits): 16 bytes an entry, 20 to 30 with the empty ones.
+time of its last push (32 bits): 16 bytes an entry, 20 to 27 with the empty ones.
 
 A sketch is a count-min sketch with conservative update. It is cut into blocks by intervals of a range's hashes, so that
 an interval can be handed to another replica with the counters of its own keys, and those of no others.
@@ -26,7 +26,6 @@ from elasticps.store.native import (
     DESCRIPTOR,
     FLOATS_OUT,
     H_COUNTS,
-    H_DESCRIPTORS,
     H_NEED,
     H_POLICIES,
     H_ROWS,
@@ -53,6 +52,7 @@ from elasticps.store.native import (
     prefetch,
     store64,
 )
+from elasticps.store.segments import Segments
 
 hash_key: Any = _hash_key
 mix64: Any = _mix64
@@ -63,13 +63,14 @@ WAITS = -1  # in place of a row's address: the key gets none yet
 BLOCKS = 64  # of a range's sketch
 NO_BLOCKS = np.empty((0, 0), np.uint8)
 _DEPTH = 4  # counters of a key
-_PREFETCH = 48  # keys between a prefetch and its use: a fifth of them may need one
+_PREFETCH = 12  # keys between a prefetch and its use
 _TIME_BIT = 16  # of a candidate's word
 _COUNT_MASK = (1 << _TIME_BIT) - 1
 _ADMITTED = _COUNT_MASK  # as a count: the key gets its row with this batch
 _S64, _S58, _S11 = np.uint64(64), np.uint64(58), np.uint64(11)
 _UNIT = 2.0**-53
-_EMPTY_SEGMENT = np.zeros(2, np.int64)
+_GROWTH = 4, 3  # of segments: 27 bytes a candidate at most, but for small ranges
+_OWN_BYTES = 1 << 15  # what growing segments leave in shared chunks is too small for larger ones
 
 
 def numbers_of(policy: Admission | None) -> tuple[int, float]:
@@ -124,8 +125,8 @@ def admit(
     h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64], worker: int, clock: int, start: int,
     counts: NDArray[np.float32],
 ) -> int:  # fmt: skip
-    """Counts the pushes of keys [n] without a row (rows[i] = 0), from `start` on. Sets rows[i] to WAITS where the key
-    gets none, and counts[i], float32 [n], to the pushes before this one where it does, -1 for all others.
+    """Counts the pushes of keys [n], none of which has a row, from `start` on. Sets rows[i], which is 0, to WAITS where
+    the key gets none, and counts[i], float32 [n], to the pushes before this one where it does, -1 for all others.
 
     h: the table's header. Returns the index to go on from: n when done, else the segment of range H_NEED of the
     candidates must grow first.
@@ -144,13 +145,12 @@ def admit(
     policies = carray(pointer(h[H_POLICIES]), (ranges * POLICY,), np.float64)
     for i in range(start, keys.shape[0]):
         following = i + _PREFETCH
-        if following < keys.shape[0] and rows[following] == 0:
+        if following < keys.shape[0]:
             hashed = hash_key(keys[following], salt)
             at = DESCRIPTOR * np.int64(hashed >> shift)
-            prefetch(index.first_entry(hashed, range_bits, descriptors[at], descriptors[at + 1]))
-        if rows[i] != 0:
-            counts[i] = np.float32(-1)
-            continue
+            entry = index.first_entry(hashed, range_bits, descriptors[at], descriptors[at + 1])
+            prefetch(entry)
+            prefetch(entry + 64)  # most searches for what is not there go on to the next line
         counts[i] = np.float32(0)
         key = keys[i]
         hashed = hash_key(key, salt)
@@ -209,8 +209,7 @@ def spare(h: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
     for j in range(h[H_STRIDE] // 8):
         store64(at + 8 * j, 0)
     for i in range(rows.shape[0]):
-        if rows[i] == WAITS:
-            rows[i] = at
+        rows[i] = at if rows[i] == WAITS else rows[i]
 
 
 @kernel
@@ -338,16 +337,13 @@ class Waiting:
     header: the table's, by whose policies and times keys are counted."""
 
     def __init__(self, header: NDArray[np.int64], ranges: int, memory: Allocator) -> None:
-        self._table, self._memory, self._ranges = header, memory, ranges
-        self._descriptors = np.zeros((ranges, DESCRIPTOR), np.int64)
-        self._descriptors[:, field.D_SEGMENT] = _EMPTY_SEGMENT.ctypes.data
-        self._counts = np.zeros(ranges, np.int64)
-        self._sketches: dict[int, NDArray[np.uint8]] = {}  # by range, uint8 [BLOCKS, width]
+        self._table, self._ranges = header, ranges
+        self.sketches: dict[int, NDArray[np.uint8]] = {}  # by range, uint8 [BLOCKS, width]
         self._sketch_at = np.zeros(ranges, np.int64)  # their addresses
         self._widths = np.zeros(ranges, np.int64)  # bytes of a block of each
-        self.segment_bytes = 0  # of index segments
         c = self._header = np.zeros(field.HEADER_SIZE, np.int64)
-        c[H_DESCRIPTORS], c[H_COUNTS] = self._descriptors.ctypes.data, self._counts.ctypes.data
+        self.segments = Segments(c, ranges, memory, _GROWTH, _OWN_BYTES)  # of candidates
+        self.counts = self.segments.counts  # candidates of each range
         c[H_SALT], c[H_SHIFT] = header[H_SALT], header[H_SHIFT]
         header[H_WAITING], header[H_SKETCHES] = c.ctypes.data, self._sketch_at.ctypes.data
         header[H_SKETCH_WIDTHS] = self._widths.ctypes.data
@@ -360,22 +356,24 @@ class Waiting:
     @property
     def nbytes(self) -> int:
         """Bytes of index segments and sketches."""
-        return self.segment_bytes + sum(sketch.nbytes for sketch in self._sketches.values())
+        return self.segments.nbytes + sum(sketch.nbytes for sketch in self.sketches.values())
 
-    def count_range(self, r: int) -> int:
-        """Candidates of range r."""
-        return int(self._counts[r])
+    def count_range(self, r: int | NDArray[np.int64]) -> int:
+        """Candidates of range r, or of several ranges together."""
+        return int(self.counts[r].sum())
 
     def admit(self, keys: NDArray[np.int64], rows: NDArray[np.int64], worker: int, clock: int) -> NDArray[np.float32]:
         """Counts the pushes of keys [n] without a row (rows[i] = 0), in step `clock` of a worker; sets rows[i] to WAITS
         where the key gets none yet. Returns how often those that get one were counted before, float32 [n]; see
         `admit`."""
-        counts = np.empty(len(keys), np.float32)
-        at = admit(self._table, keys, rows, worker, clock, 0, counts)
+        counts, missing = np.full(len(keys), -1, np.float32), np.flatnonzero(rows == 0)
+        keys, found, counted = keys[missing], rows[missing], np.empty(len(missing), np.float32)
+        at = admit(self._table, keys, found, worker, clock, 0, counted)
         while at < len(keys):
             self.grow()
-            at = admit(self._table, keys, rows, worker, clock, at, counts)
-        remove_admitted(self._table, keys, rows)
+            at = admit(self._table, keys, found, worker, clock, at, counted)
+        remove_admitted(self._table, keys, found)
+        rows[missing], counts[missing] = found, counted
         return counts
 
     def foresee(self, keys: NDArray[np.int64], worker: int, clock: int) -> NDArray[np.int64]:
@@ -404,20 +402,16 @@ class Waiting:
     def drop_interval(self, r: int, low: int, high: int) -> None:
         """Forgets the candidates of range r whose hashes are in low..high-1, and the blocks of its sketch."""
         self.remove(self.list_interval(r, low, high)[0])
-        if r in self._sketches:
+        if r in self.sketches:
             self._blocks(r, low, high)[:] = 0
 
     def drop_range(self, r: int) -> None:
         """Forgets the candidates of range r, and its sketch; gives their memory back."""
-        segment, capacity = self._descriptors[r, : field.D_STAMP].tolist()
-        if capacity:
-            self._header[H_ROWS] -= self._counts[r]
-            self._counts[r] = 0
-            self.segment_bytes -= index.segment_entries(capacity) * index.ENTRY
-            self._descriptors[r, : field.D_STAMP] = _EMPTY_SEGMENT.ctypes.data, 0
-            self._memory.free(segment)
-        if r in self._sketches:
-            self._sketches[r][:] = 0
+        self._header[H_ROWS] -= self.counts[r]
+        self.counts[r] = 0
+        self.segments.release(r)
+        if r in self.sketches:
+            self.sketches[r][:] = 0
 
     # --- sketches -----------------------------------------------------------------------------------------------------
 
@@ -425,39 +419,35 @@ class Waiting:
         """Range r is under this policy: makes its sketch, or gives it back."""
         if isinstance(policy, MinCountSketch):
             width = max(_DEPTH, policy.nbytes // (self._ranges * BLOCKS) // _DEPTH * _DEPTH)
-            if r not in self._sketches or self._widths[r] != width:  # counters of another width say nothing
-                self._sketches[r] = np.zeros((BLOCKS, width), np.uint8)
-                self._sketch_at[r], self._widths[r] = self._sketches[r].ctypes.data, width
-        elif r in self._sketches:
-            del self._sketches[r]
-
-    def has_sketch(self, r: int) -> bool:
-        """Whether range r counts keys in a sketch."""
-        return r in self._sketches
+            if r not in self.sketches or self._widths[r] != width:  # counters of another width say nothing
+                self.sketches[r] = np.zeros((BLOCKS, width), np.uint8)
+                self._sketch_at[r], self._widths[r] = self.sketches[r].ctypes.data, width
+        elif r in self.sketches:
+            del self.sketches[r]
 
     def halve(self, r: int) -> None:
         """Halves the counters of range r's sketch."""
-        if r in self._sketches:
-            self._sketches[r] >>= 1
+        if r in self.sketches:
+            self.sketches[r] >>= 1
 
     def read_blocks(self, r: int, low: int, high: int) -> NDArray[np.uint8]:
         """The blocks of range r's sketch that begin in low..high-1: uint8 [n, width], n = 0 without a sketch."""
-        return self._blocks(r, low, high) if r in self._sketches else NO_BLOCKS
+        return self._blocks(r, low, high) if r in self.sketches else NO_BLOCKS
 
     def write_blocks(self, r: int, low: int, blocks: NDArray[np.uint8]) -> None:
         """Stores what `read_blocks` gave from `low` on."""
         first = self._first_block(r, low)
-        self._sketches[r][first : first + len(blocks)] = blocks
+        self.sketches[r][first : first + len(blocks)] = blocks
 
     def restore_sketch(self, r: int, blocks: NDArray[np.uint8], bound: int) -> None:
         """Stores those blocks of a whole sketch of range r, uint8 [BLOCKS, width], that begin below a hash. Counters of
         another width, or of a range that has no sketch, say nothing: then it stays as it is."""
-        if r in self._sketches and blocks.shape == self._sketches[r].shape:
+        if r in self.sketches and blocks.shape == self.sketches[r].shape:
             n = self._first_block(r, bound)
-            self._sketches[r][:n] = blocks[:n]
+            self.sketches[r][:n] = blocks[:n]
 
     def _blocks(self, r: int, low: int, high: int) -> NDArray[np.uint8]:
-        return self._sketches[r][self._first_block(r, low) : self._first_block(r, high)]
+        return self.sketches[r][self._first_block(r, low) : self._first_block(r, high)]
 
     def _first_block(self, r: int, hash_: int) -> int:
         """The first block that begins at a hash or above it."""
@@ -467,31 +457,18 @@ class Waiting:
     def words(self, r: int) -> list[int]:
         """Numbers on which replicas of range r must agree, for digests."""
         found = []
-        if self._counts[r]:
+        if self.counts[r]:
             keys, words = self.list_interval(r, 0, HASH_END)
             mixed = (keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) ^ words.astype(np.uint64)
             mixed *= np.uint64(0x9FB21C651E98DF25)
             total = np.sum(mixed ^ mixed >> np.uint64(32), dtype=np.uint64)
             found += [len(keys), int(total.astype(np.int64))]
-        if r in self._sketches and self._sketches[r].any():
-            counters = self._sketches[r].ravel().astype(np.uint64)
+        if r in self.sketches and self.sketches[r].any():
+            counters = self.sketches[r].ravel().astype(np.uint64)
             weights = np.arange(1, len(counters) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
             found.append(int(np.sum(counters * weights, dtype=np.uint64).astype(np.int64)))
         return found
 
     def grow(self) -> None:
         """Makes room for more candidates in the range whose segment was too small."""
-        r = int(self._header[H_NEED])
-        capacity = max(int(self._descriptors[r, field.D_CAPACITY]) * 3 // 2, index.FIRST_CAPACITY)
-        old, old_capacity = self._descriptors[r, : field.D_STAMP].tolist()
-        while True:
-            nbytes = index.segment_entries(capacity) * index.ENTRY
-            segment = self._memory.allocate(nbytes)
-            if index.regrow(self._header, r, segment, capacity):
-                break
-            self._memory.free(segment)
-            capacity += capacity // 8 + 1
-        self.segment_bytes += nbytes
-        if old_capacity:
-            self.segment_bytes -= index.segment_entries(old_capacity) * index.ENTRY
-            self._memory.free(old)
+        self.segments.grow(int(self._header[H_NEED]))

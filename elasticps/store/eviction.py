@@ -51,7 +51,7 @@ class Predicate(NamedTuple):
     """A row goes if its rank is below `below`, or equal to it with a tie number below `tie`.
 
     now, decay: of COUNT and SCORE, the cluster time at which they are compared, and half-lives a second by which they
-    fall until then.
+    fall until then. A row that was used later stays: an EVICT may wait for room in the log, or for a round.
     """
 
     measure: Measure

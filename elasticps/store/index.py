@@ -43,6 +43,7 @@ from elasticps.store.native import (
     H_STAMP,
     H_STRIDE,
     H_UNSWEPT,
+    H_USAGE_AT,
     INT,
     KEYS,
     MATRIX,
@@ -122,20 +123,25 @@ def _start(key: int, salt: np.uint64, shift: np.uint64, descriptors: NDArray[np.
 def find(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64]) -> int:
     """Writes the address of every key's row, 0 where there is none, and how many there are none of. Sets H_STALE.
 
-    `rows` holds first entries on their way from prefetch to probe.
+    `rows` holds first entries on their way from prefetch to probe. In tables that keep usage, whose keys come and go,
+    many searches find nothing, which takes them to the next line.
     """
     salt, shift, newest = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT]), h[H_STAMP]
     descriptors = descriptors_of(h)
-    n = keys.shape[0]
+    n, next_line = keys.shape[0], h[H_USAGE_AT] != 0
     for i in range(min(n, INDEX_PREFETCH)):
         entry = _start(keys[i], salt, shift, descriptors)
         prefetch(entry)
+        if next_line:
+            prefetch(entry + 64)
         rows[i] = entry
     missing = differences = 0
     for i in range(n):
         if i + INDEX_PREFETCH < n:
             following = _start(keys[i + INDEX_PREFETCH], salt, shift, descriptors)
             prefetch(following)
+            if next_line:
+                prefetch(following + 64)
             rows[i + INDEX_PREFETCH] = following
         entry = rows[i]
         key = keys[i]

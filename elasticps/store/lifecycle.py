@@ -6,15 +6,15 @@ nothing else, so replicas that apply the same log hold the same rows, candidates
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.errors import InputError
-from elasticps.model.policies import Admission, Eviction, half_life_of
+from elasticps.model.policies import Admission, Capacity, Eviction, MinCount, half_life_of
 from elasticps.model.spec import TableSpec
 from elasticps.store import admission, usage
 from elasticps.store import native as field
@@ -32,11 +32,48 @@ from elasticps.store.native import (
     H_USAGE_FLOATS,
 )
 from elasticps.store.registry import load_lifecycle
+from elasticps.store.updates import FOUND, USED
 
 _NO_FLOATS = np.empty(0, np.float32)
 Keys = NDArray[np.int64]
 Rows = NDArray[np.int64]
+Ranges = NDArray[np.int64]
 Floats = NDArray[np.float32]
+
+
+Policies = tuple[Admission | None, tuple[Eviction, ...]]
+
+
+def policies_of(spec: TableSpec) -> Policies:
+    """The policies of a table."""
+    return spec.admission, tuple(spec.eviction)
+
+
+class MeasuredRows(NamedTuple):
+    """What a predicate is about in an interval of a range's hashes: keys, words and ranks, int64 [n] each."""
+
+    keys: Keys
+    words: Rows
+    ranks: Rows
+
+
+class MeasuredSweep(NamedTuple):
+    """What was measured for a sweep that is logged at once. applied: operations that were applied until then: beyond
+    the next one it holds no more."""
+
+    applied: int
+    low: int
+    high: int
+    predicate: Predicate
+    found: Mapping[int, MeasuredRows]  # by range
+
+    def recall(self, applied: int, r: int, low: int, high: int, by: Predicate) -> MeasuredRows | None:
+        """What was measured in range r for this sweep, unless anything was applied since."""
+        same = (self.applied, self.low, self.high, self.predicate) == (applied, low, high, by)
+        return self.found.get(r) if same else None
+
+
+NOTHING_MEASURED = MeasuredSweep(-1, 0, 0, Predicate(Measure.LAST_USE, Reason.IDLE, 0), {})
 
 
 class StoredRows(Protocol):
@@ -48,8 +85,8 @@ class StoredRows(Protocol):
     def change(self, keys: Keys, rows: Rows) -> None:
         """Prepares rows that `find` has just found for a change, and makes those that are missing (0)."""
 
-    def update(self, keys: Keys, grads: Floats, step_values: Floats, rows: Rows) -> None:
-        """Runs the optimizer on rows that are there."""
+    def update(self, keys: Keys, grads: Floats, step_values: Floats, rows: Rows, mode: int) -> None:
+        """Runs the optimizer on rows that are there, with a mode of `updates.run`."""
 
     def list_words(self, r: int, low: int, high: int) -> tuple[Keys, Rows]:
         """Keys of range r whose hashes are in low..high-1, and the words of their rows."""
@@ -77,41 +114,76 @@ class Lifecycle:
         self.waiting = Waiting(header, len(times), memory)
         self.admitted = np.zeros(len(times), np.int64)
         self.evicted = np.zeros((len(Reason), len(times)), np.int64)
+        self.measured = NOTHING_MEASURED  # for the sweep that is being logged
         self._header = header
         self._policies = np.zeros((len(times), field.POLICY), np.float64)
         self._changed: dict[int, TableSpec] = {}  # specs of ranges whose policies are others than the table's
         self.decided = np.zeros(len(times), np.bool_)  # ranges whose log has said what policies they are under
+        self._bounds: frozenset[tuple[bool, int]] | None = None  # as `bounds` gives them; None: look
+        self.version = 0  # how often policies were set
         header[H_USAGE_AT], header[H_USAGE_FLOATS] = usage_at, spec.usage_floats
         header[H_TIMES], header[H_POLICIES] = times.ctypes.data, self._policies.ctypes.data
         self._spare = np.zeros(int(header[H_STRIDE]) // 8, np.int64)  # a row of no key
         header[H_SPARE], header[H_ADMITTED] = self._spare.ctypes.data, self.admitted.ctypes.data
-        for r in range(len(times)):
-            self._set(r, spec)
+        self._set(np.arange(len(times)), spec)
 
     def spec_of(self, r: int) -> TableSpec:
         """The table's spec with the policies that range r is under."""
         return self._changed.get(r, self.spec)
 
-    def set_policies(self, r: int, chosen: Admission | None, evictions: Sequence[Eviction]) -> None:
-        """Puts range r under these policies. SpecError if the rows do not keep what they need."""
-        self._set(r, self.spec.with_policies(chosen, evictions))
-        self.decided[r] = True
+    def by_policies(self, ranges: Ranges) -> dict[Policies, list[int]]:
+        """Ranges [n], by the policies that they are under."""
+        if not self._changed:
+            return {policies_of(self.spec): ranges.tolist()}
+        known: dict[int, list[int]] = {}  # by the spec's own id: ranges share one, and it takes long to compare
+        specs = {r: self.spec_of(r) for r in ranges.tolist()}
+        for r, spec in specs.items():
+            known.setdefault(id(spec), []).append(r)
+        found: dict[Policies, list[int]] = {}
+        for some in known.values():
+            found.setdefault(policies_of(specs[some[0]]), []).extend(some)
+        return {policies: sorted(some) for policies, some in found.items()}
 
-    def begin(self, r: int, spec: TableSpec) -> None:
-        """The table was created in range r, with these policies. They count unless there are some: a worker that opens
-        the table later may not know of those that were set since."""
-        if not self.decided[r]:
-            self.set_policies(r, spec.admission, spec.eviction)
+    def set_policies(self, ranges: Ranges, chosen: Admission | None, evictions: Sequence[Eviction]) -> None:
+        """Puts ranges [n] under these policies. SpecError if the rows do not keep what they need."""
+        self._set(ranges, self.spec.with_policies(chosen, evictions))
+        self.decided[ranges] = True
 
-    def _set(self, r: int, spec: TableSpec) -> None:
+    def begin(self, ranges: Ranges, spec: TableSpec) -> None:
+        """The table was created in ranges [n], with these policies. They count unless there are some: a worker that
+        opens the table later may not know of those that were set since."""
+        new = ranges[~self.decided[ranges]]
+        if len(new):
+            self.set_policies(new, spec.admission, spec.eviction)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether some range is under a policy that evicts rows."""
+        return any(self.spec_of(r).eviction for r in np.flatnonzero(self.decided).tolist())
+
+    @property
+    def bounds(self) -> frozenset[tuple[bool, int]]:
+        """How many rows, and keys that wait for one (True), policies of ranges here allow the whole table."""
+        if self._bounds is None:
+            policies = {(s.admission, s.eviction) for s in map(self.spec_of, np.flatnonzero(self.decided).tolist())}
+            rows = {(False, p.rows) for _, evictions in policies for p in evictions if isinstance(p, Capacity)}
+            most = {(True, p.most) for p, _ in policies if isinstance(p, MinCount) and p.most is not None}
+            self._bounds = frozenset(rows | most)
+        return self._bounds
+
+    def _set(self, ranges: Ranges, spec: TableSpec) -> None:
+        self._bounds = None
         if (spec.admission, spec.eviction) == (self.spec.admission, self.spec.eviction):
-            self._changed.pop(r, None)
+            for r in ranges.tolist() if self._changed else ():
+                self._changed.pop(r, None)
         else:
-            self._changed[r] = spec
+            self._changed.update(dict.fromkeys(ranges.tolist(), spec))
+        self.version += 1
         half_life = half_life_of(spec.eviction)
         number, threshold = admission.numbers_of(spec.admission)
-        self._policies[r] = 1.0 / half_life if half_life else 0.0, number, threshold
-        self.waiting.use_sketch(r, spec.admission)
+        self._policies[ranges] = 1.0 / half_life if half_life else 0.0, number, threshold
+        for r in ranges.tolist():
+            self.waiting.use_sketch(r, spec.admission)
         self._header[H_ADMITS] = bool(self._policies[:, field.P_ADMISSION].any()) or self.waiting.candidates > 0
 
     # --- pushes -------------------------------------------------------------------------------------------------------
@@ -142,8 +214,9 @@ class Lifecycle:
         table.change(keys, rows)
         if len(counts):
             usage.begin(self._header, keys[new], rows[new], counts[new])
-        table.update(keys, grads, step_values, rows)
-        usage.use(self._header, keys, rows, scores)
+        table.update(keys, grads, step_values, rows, FOUND if width > self.spec.dim else USED)
+        if width > self.spec.dim:
+            usage.use(self._header, keys, rows, scores)
         return len(keys)
 
     def load(self, r: int, keys: Keys, words: Keys, low: int, blocks: NDArray[np.uint8]) -> None:
@@ -161,24 +234,28 @@ class Lifecycle:
 
     # --- eviction -----------------------------------------------------------------------------------------------------
 
-    def measure(self, table: StoredRows, r: int, low: int, high: int, by: Predicate) -> tuple[Keys, Rows, Keys]:
-        """(keys, words, ranks), int64 [n] each, of what a predicate is about, in range r and at hashes low..high-1."""
+    def measure(self, table: StoredRows, r: int, low: int, high: int, by: Predicate) -> MeasuredRows:
+        """What a predicate is about, in range r and at hashes low..high-1."""
         if by.of_candidates:
             keys, words = self.waiting.list_interval(r, low, high)
             rank = admission.rank if by.measure == Measure.CANDIDATE else admission.last_push
-            return keys, words, rank(words)
+            return MeasuredRows(keys, words, rank(words))
         keys, words = table.list_words(r, low, high)
         ranks = np.empty(len(keys), np.int64)
         usage.measure(self._header, words, int(by.measure), by.now, by.decay, ranks)
-        return keys, words, ranks
+        return MeasuredRows(keys, words, ranks)
 
-    def evict(self, table: StoredRows, r: int, low: int, high: int, by: Predicate, stamp: int) -> int:
+    def evict(
+        self, table: StoredRows, r: int, low: int, high: int, by: Predicate, stamp: int, applied: int
+    ) -> int:  # fmt: skip
         """Forgets the rows, or candidates, of range r at hashes low..high-1 that a predicate chooses; returns how many.
 
         stamp: the least of rows that an increment may find changed: they may have an older version in a file. Keys of
-        those whose older version the predicate might not choose are noted.
+        those whose older version the predicate might not choose are noted. applied: operations applied so far, by
+        which `measured` still holds.
         """
-        keys, words, ranks = self.measure(table, r, low, high, by)
+        found = self.measured.recall(applied, r, low, high, by)
+        keys, words, ranks = found or self.measure(table, r, low, high, by)
         chosen = by.chosen(keys, ranks)
         gone = keys[chosen]
         if by.of_candidates:
@@ -208,15 +285,15 @@ class Lifecycle:
         policies = repr((spec.admission, spec.eviction)).encode()
         return [int.from_bytes(blake2b(policies, digest_size=7).digest(), "little"), *self.waiting.words(r)]
 
-    def erase(self, r: int) -> None:
-        """Forgets a range that is not here any more."""
-        self._set(r, self.spec)
-        self.decided[r] = False
+    def erase(self, ranges: Ranges) -> None:
+        """Forgets ranges [n] that are not here any more."""
+        self._set(ranges, self.spec)
+        self.decided[ranges] = False
 
-    def advance(self, r: int, before: int, now: int) -> None:
-        """Cluster time of range r has gone on, from `before` to `now`: halves its sketch where that is due."""
-        policy = self.spec_of(r).admission
-        every = getattr(policy, "halve_after", None)
-        if every and before:
-            for _ in range(min(int(now // every) - int(before // every), 8)):
-                self.waiting.halve(r)
+    def advance(self, ranges: Ranges, before: Ranges) -> None:
+        """Cluster time of ranges [n] has gone on from `before`, seconds [n]: halves sketches where that is due."""
+        for r, earlier in zip(ranges.tolist(), before.tolist(), strict=True) if self.waiting.sketches else ():
+            every = getattr(self.spec_of(r).admission, "halve_after", None)
+            if every and earlier:
+                for _ in range(min(int(self.times[r] // every) - int(earlier // every), 8)):
+                    self.waiting.halve(r)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 
 _ALIGN = 64
-_LARGE = 1 << 21  # a huge page
+LARGE = 1 << 21  # a huge page
 _FIRST_CHUNK, _LAST_CHUNK = 1 << 16, 1 << 25
 
 
@@ -38,10 +38,11 @@ class Allocator:
         """Bytes mapped."""
         return sum(size for _, size in self._mappings.values())
 
-    def allocate(self, nbytes: int) -> int:
-        """Address of a new block. Its content is undefined."""
+    def allocate(self, nbytes: int, own_bytes: int = LARGE) -> int:
+        """Address of a new block. Its content is undefined. own_bytes: from which size on it is a mapping of its own,
+        which goes back to the system when it is freed."""
         nbytes = -(-nbytes // _ALIGN) * _ALIGN
-        if nbytes >= _LARGE:
+        if nbytes >= own_bytes:
             return self._map(nbytes)
         at = bisect_left(self._sizes, (nbytes, 0))
         if at == len(self._sizes):
@@ -77,9 +78,18 @@ class Allocator:
         else:
             self._add_free(address, size)
 
+    def trim(self) -> None:
+        """Hands huge pages that lie in free blocks back to the system; the blocks can be taken as before."""
+        mappings = sorted(self._mappings)
+        for address, size in self._free.items():
+            low, high = -(-address // LARGE) * LARGE, (address + size) // LARGE * LARGE
+            if low < high:
+                base = mappings[bisect_right(mappings, address) - 1]
+                self._mappings[base][0].madvise(mmap.MADV_DONTNEED, low - base, high - low)
+
     def _map(self, nbytes: int) -> int:
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if nbytes >= _LARGE:
+        if nbytes >= LARGE:
             mapping.madvise(mmap.MADV_HUGEPAGE)
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         self._mappings[address] = mapping, nbytes

@@ -19,7 +19,7 @@ from elasticps.store.native import FLOATS, INT, KEYS, MATRIX, WORDS, signature_o
 from elasticps.store.values import canonical
 
 # One signature each. Anything else, like int32 keys or a strided array, is a TypeError: no call ever compiles.
-_UPDATE = (WORDS, KEYS, MATRIX, FLOATS, WORDS, types.boolean)
+_UPDATE = (WORDS, KEYS, MATRIX, FLOATS, WORDS, INT)
 _SIGNATURES: tuple[tuple[Any, tuple[Any, ...]], ...] = (
     (index.find, signature_of(index.find)),
     (index.insert, signature_of(index.insert)),
@@ -144,8 +144,8 @@ def register_optimizer(name: str, update: Callable[..., None], *, slots: int = 0
         canonical(w.ctypes.data, w.shape[0])
         canonical(s.ctypes.data, s.shape[0])
 
-    def apply(h: Any, keys: Any, grads: Any, v: Any, rows: Any, found: Any) -> Any:
-        return run(h, keys, grads, v, rows, found, one, 0)
+    def apply(h: Any, keys: Any, grads: Any, v: Any, rows: Any, mode: Any) -> Any:
+        return run(h, keys, grads, v, rows, mode, one, 0)
 
     kernel: Any = njit(nogil=True, error_model="numpy")(apply)
     load_kernels()

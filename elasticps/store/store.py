@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.core.capacities import RowCount
 from elasticps.errors import SpecError
 from elasticps.model.policies import half_life_of
 from elasticps.model.spec import Assign, Init, TableSpec
@@ -139,7 +140,7 @@ class Store:
         for r in ranges.tolist():
             if half_life_of(table.lifecycle.spec_of(r).eviction) != half_life_of(spec.eviction):
                 table.deletions.forget(r, int(self.cuts.newest[r]) + 1)
-            table.lifecycle.set_policies(r, spec.admission, spec.eviction)
+        table.lifecycle.set_policies(ranges, spec.admission, spec.eviction)
 
     def pass_cut(self, ranges: NDArray[np.int64], cut: int) -> None:
         """A cut passes in some ranges: every replica does this at the same position of their logs."""
@@ -188,8 +189,7 @@ class Store:
         self.times[ranges] = np.maximum(before, seconds)
         for table in self.tables.values():
             if table.lifecycle is not None:
-                for r, earlier in zip(ranges.tolist(), before.tolist(), strict=True):
-                    table.lifecycle.advance(r, earlier, int(self.times[r]))
+                table.lifecycle.advance(ranges, before)
 
     def erase(self, ranges: NDArray[np.int64]) -> None:
         """Forgets everything about ranges that are not here any more."""
@@ -204,8 +204,8 @@ class Store:
             for r in ranges.tolist():
                 table.deletions.erase(r)
                 table.drop_range(r)
-                if table.lifecycle is not None:
-                    table.lifecycle.erase(r)
+            if table.lifecycle is not None:
+                table.lifecycle.erase(ranges)
 
     def bury(self, acked: NDArray[np.int64]) -> list[int]:
         """Gives back what is left of tables that were dropped in every range held here, where all replicas are known to
@@ -222,7 +222,13 @@ class Store:
         return found
 
     def reclaim(self, rows: int) -> None:
-        """Has tables with many dropped rows give memory back; moves about so many rows."""
+        """Has tables with many dropped rows, or sparse indices, give memory back; moves about so many rows."""
+        before = rows
+        for table in self.tables.values():
+            if table.lifecycle is not None and rows > 0:
+                rows = table.shrink(rows)
+        if rows < before:
+            self._memory.trim()
         for number in sorted(self._memory.with_holes):
             if rows <= 0:
                 break
@@ -252,3 +258,13 @@ def initial_rows(init: Init, keys: NDArray[np.int64], dim: int, dtype: str = "fl
     out = np.empty((len(keys), dim), np.float32)
     Table(TableSpec("initial", dim, Assign(), init, dtype), 0, 2).gather(keys, out)
     return out
+
+
+def count_bounded(tables: Mapping[int, Table], headed: NDArray[np.int64]) -> list[RowCount]:
+    """Rows in the ranges headed here of tables with a bound on them, and keys that wait."""
+    return [
+        RowCount(number, waiting, most, (table.lifecycle.waiting if waiting else table).count_range(headed))
+        for number, table in tables.items()
+        if table.lifecycle is not None
+        for waiting, most in sorted(table.lifecycle.bounds)
+    ]

@@ -21,11 +21,12 @@ from elasticps.store.lifecycle import Lifecycle
 from elasticps.store.memory import Allocator
 from elasticps.store.registry import load_kernels, update_kernel
 from elasticps.store.retained import Allowance, RetainedRows
+from elasticps.store.segments import Segments
 from elasticps.store.slabs import Slabs
+from elasticps.store.updates import FOUND, TO_FIND
 from elasticps.store.values import INIT_KINDS, init_values
 
 _NO_VALUES = np.empty((0, 0), np.float32)
-_EMPTY_SEGMENT = np.zeros(2, np.int64)  # one empty entry, for ranges without rows
 
 
 class Table:
@@ -55,18 +56,14 @@ class Table:
         self._update = update_kernel(spec.optimizer)  # the compiled step
         self._dim, self._step_floats = spec.dim, spec.optimizer.step_floats  # of a row; that come with a step
         self._memory = Allocator() if memory is None else memory  # of the store: for slabs and index segments
-        self._segment_bytes = 0  # taken by index segments
         # Arrays that kernels reach through the header, by address: they must live as long as the table.
-        self._descriptors = np.zeros((ranges, field.DESCRIPTOR), np.int64)  # of ranges: segment, stamps
-        self._descriptors[:, field.D_SEGMENT] = _EMPTY_SEGMENT.ctypes.data
-        self._counts = np.zeros(ranges, np.int64)  # rows of each range
         self._constants = constants_of(spec.optimizer)  # of the optimizer
         self._init_values = init_values(spec.init, spec.dtype)  # of the initialiser
         self._scratch = np.empty(spec.dim, np.float32)  # a row of 2-byte weights while it is updated
         self._rows = np.empty(64, np.int64)  # addresses of a batch's rows
         h = self._header = np.zeros(field.HEADER_SIZE, np.int64)  # the state that kernels see: `native.H_…`
-        h[field.H_DESCRIPTORS] = self._descriptors.ctypes.data
-        h[field.H_COUNTS] = self._counts.ctypes.data
+        self._segments = Segments(h, ranges, self._memory)  # of its index
+        self._descriptors, self.counts = self._segments.descriptors, self._segments.counts  # of ranges
         h[field.H_SALT] = hashing.table_salt(table_id).astype(np.int64)
         h[field.H_SHIFT] = hashing.range_shift(ranges)
         h[field.H_DIM] = spec.dim
@@ -81,7 +78,7 @@ class Table:
         h[field.H_CONSTANT_COUNT] = len(self._constants) - 1
         h[field.H_SCRATCH] = self._scratch.ctypes.data
         h[field.H_FINITE] = spec.finite
-        self._slabs = Slabs(h, self._counts, self._memory)  # where rows lie
+        self._slabs = Slabs(h, self.counts, self._memory)  # where rows lie
         self.lifecycle: Lifecycle | None = None  # of a table that keeps its rows' usage
         if spec.usage:
             times = np.zeros(ranges, np.int64) if times is None else times
@@ -98,7 +95,7 @@ class Table:
     def nbytes(self) -> int:
         """Bytes of slabs, index segments, and keys that wait for a row."""
         waiting = self.lifecycle.waiting.nbytes if self.lifecycle else 0
-        return self._slabs.nbytes + self._segment_bytes + waiting
+        return self._slabs.nbytes + self._segments.nbytes + waiting
 
     @property
     def reusable_bytes(self) -> int:
@@ -139,10 +136,10 @@ class Table:
         rows = self._scratch_rows(n)
         if self.retained is not None:
             index.find(self._header, keys, rows)
-        elif not self._update(self._header, keys, grads, step_values, rows, False):
+        elif not self._update(self._header, keys, grads, step_values, rows, TO_FIND):
             return
         self.change(keys, rows)
-        self._update(self._header, keys, grads, step_values, rows, True)
+        self._update(self._header, keys, grads, step_values, rows, FOUND)
 
     def find(self, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
         """Addresses of the rows of keys [n], 0 where there is none, int64 [n]; and how many there are none of."""
@@ -157,10 +154,10 @@ class Table:
 
     def update(
         self, keys: NDArray[np.int64], grads: NDArray[np.float32], step_values: NDArray[np.float32],
-        rows: NDArray[np.int64],
+        rows: NDArray[np.int64], mode: int,
     ) -> None:  # fmt: skip
-        """Runs the optimizer on rows that are there, at these addresses."""
-        self._update(self._header, keys, grads, step_values, rows, True)
+        """Runs the optimizer on rows that are there, at these addresses. mode: see `updates.run`."""
+        self._update(self._header, keys, grads, step_values, rows, mode)
 
     @property
     def header_address(self) -> int:
@@ -249,12 +246,15 @@ class Table:
         if not self._header[field.H_ROWS]:
             self._release_rows()
 
-    def evict(self, r: int, low: int, high: int, predicate: Predicate, bound: int = intervals.HASH_END) -> int:
+    def evict(
+        self, r: int, low: int, high: int, predicate: Predicate, bound: int = intervals.HASH_END, applied: int = 0
+    ) -> int:
         """Forgets the rows, or candidates, of range r at hashes low..high-1 that a predicate chooses, and notes it as
-        one sweep; returns how many went. bound: hash up to which the range has arrived here. Of a table with usage."""
+        one sweep; returns how many went. bound: hash up to which the range has arrived here; applied: operations
+        applied so far, see `lifecycle.MeasuredSweep`. Of a table with usage."""
         assert self.lifecycle is not None
         newest, stamp = int(self._cuts.newest[r]), self._cuts.stamp(r, 1)
-        gone = self.lifecycle.evict(self, r, low, min(high, bound), predicate, stamp)
+        gone = self.lifecycle.evict(self, r, low, min(high, bound), predicate, stamp, applied)
         if not predicate.of_candidates:
             self.deletions.sweep(r, Sweep(newest, predicate, low, high))
         return gone
@@ -295,9 +295,9 @@ class Table:
 
     # --- ranges -------------------------------------------------------------------------------------------------------
 
-    def count_range(self, r: int) -> int:
-        """Rows in range r."""
-        return int(self._counts[r])
+    def count_range(self, r: int | NDArray[np.int64]) -> int:
+        """Rows in range r, or in several ranges together."""
+        return int(self.counts[r].sum())
 
     def range_keys(self, r: int) -> NDArray[np.int64]:
         """Keys of range r, in no order that means anything. Time is proportional to the range."""
@@ -347,7 +347,7 @@ class Table:
         found = np.empty(n, np.int64)
         missing = self._find_to_change(keys, found)
         if missing:
-            self._reserve(r, self.count_range(r) + missing)
+            self._segments.reserve(r, self.count_range(r) + missing)
             self._insert(keys, found, _NO_VALUES, index.LEAVE_BLANK)
         index.copy_in(found, np.ascontiguousarray(rows).view(np.uint64))
         if stamped is not None:
@@ -370,8 +370,8 @@ class Table:
             self._find_to_change(keys, np.empty(len(keys), np.int64))
         index.free_rows(self._header, rows)
         self._memory.with_holes.add(self.table_id)
-        self._release_segment(r)
-        self._counts[r] = 0
+        self._segments.release(r)
+        self.counts[r] = 0
         if not self._header[field.H_ROWS]:
             self._release_rows()
 
@@ -390,10 +390,7 @@ class Table:
         self._release_rows()
 
     def _release_rows(self) -> None:
-        for r in np.flatnonzero(self._descriptors[:, field.D_CAPACITY]).tolist():
-            self._release_segment(r)
-        self._counts[:] = 0
-        self._header[field.H_ROWS] = 0
+        self._segments.release_all()
         self._slabs.release()
         self._memory.with_holes.discard(self.table_id)
 
@@ -420,7 +417,7 @@ class Table:
             self.retained = None
         if allowance is not None:
             self.retained = RetainedRows(
-                self._header, self._descriptors, self._counts, self._cuts, self._memory, allowance
+                self._header, self._descriptors, self.counts, self._cuts, self._memory, allowance
             )
 
     def make_room(self, rows: int) -> None:
@@ -465,35 +462,15 @@ class Table:
             if need == field.NEED_SLAB:
                 self._slabs.add()
             else:
-                self._grow(need, int(self._descriptors[need, 1]) * 3 // 2)
+                self._segments.grow(need)
             at = index.insert(self._header, keys, values, mode, rows, at)
-
-    def _reserve(self, r: int, rows: int) -> None:
-        """Makes room in range r's segment for this many rows at a load that leaves some growth."""
-        if rows > self._descriptors[r, 1] * 4 // 5:
-            self._grow(r, rows * 3 // 2)
-
-    def _grow(self, r: int, capacity: int) -> None:
-        capacity = max(capacity, index.FIRST_CAPACITY)
-        nbytes = index.segment_entries(capacity) * index.ENTRY
-        segment = self._memory.allocate(nbytes)
-        old, old_capacity = self._descriptors[r, : field.D_STAMP].tolist()
-        if not index.regrow(self._header, r, segment, capacity):
-            self._memory.free(segment)
-            self._grow(r, capacity + capacity // 8 + 1)
-            return
-        self._segment_bytes += nbytes
-        if old_capacity:
-            self._segment_bytes -= index.segment_entries(old_capacity) * index.ENTRY
-            self._memory.free(old)
-
-    def _release_segment(self, r: int) -> None:
-        segment, capacity = self._descriptors[r, : field.D_STAMP].tolist()
-        if capacity:
-            self._segment_bytes -= index.segment_entries(capacity) * index.ENTRY
-            self._descriptors[r, : field.D_STAMP] = _EMPTY_SEGMENT.ctypes.data, 0
-            self._memory.free(segment)
 
     def reclaim(self, rows: int) -> int:
         """See `Slabs.reclaim`."""
         return self._slabs.reclaim(rows)
+
+    def shrink(self, rows: int) -> int:
+        """Exchanges sparse segments of the index, and of that of keys that wait for a row; see `Segments.shrink`. Of a
+        table with usage."""
+        assert self.lifecycle is not None
+        return self.lifecycle.waiting.segments.shrink(self._segments.shrink(rows))

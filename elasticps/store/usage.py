@@ -35,6 +35,7 @@ from elasticps.store.native import (
     carray,
     float32_bits,
     float64_from_bits,
+    inlined,
     kernel,
     linked,
     pointer,
@@ -47,6 +48,7 @@ mix64: Any = _mix64
 
 LAST_USE, COUNT, SCORE, NORM = 0, 1, 2, 3  # measures of a row, see `measure`
 USAGE = 3  # words that `read_usage` writes for a row
+USED_LATER = 1 << 62  # a rank above all others: of a row that was used after the time at which it is measured
 MAX_COUNT = np.float32(1 << 22)  # above it one push more would be lost in a float32's rounding
 _PREFETCHED = 12  # rows between a prefetch and its use
 _TIE_SEED = np.uint64(0xD6E8FEB86659FD93)
@@ -82,29 +84,43 @@ def _usage(row: int, floats: int) -> tuple[NDArray[np.uint32], NDArray[np.float3
     return carray(pointer(row), (floats,), np.uint32), carray(pointer(row), (floats,), np.float32)
 
 
-@linked(WORDS, KEYS, WORDS, FLOATS)
-def use(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64], scores: NDArray[np.float32]) -> None:
-    """Notes a push to the rows of keys [n] at their ranges' time. scores: float32 [n], or empty if there are none."""
-    at, floats = h[H_USAGE_AT], h[H_USAGE_FLOATS]
-    salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
+@inlined
+def clock_of(h: NDArray[np.int64]) -> tuple[np.uint64, np.uint64, NDArray[np.int64], NDArray[np.float64]]:
+    """What the time of a key's range is found by: salt and shift of hashes; times and policies, by range. Those are
+    nothing to read where rows keep no usage."""
     ranges = 1 << (64 - h[H_SHIFT])
     times = carray(pointer(h[H_TIMES]), (ranges,), np.int64)
     policies = carray(pointer(h[H_POLICIES]), (ranges * POLICY,), np.float64)
+    return np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT]), times, policies
+
+
+@inlined
+def note_use(at: int, now: int, decay: float) -> float:
+    """Notes a push at `now` to the row whose usage lies at an address. Returns the share that is left of what has
+    fallen since its last use."""
+    word, value = _usage(at, 2)
+    count = value[1]
+    elapsed = now - np.int64(word[0])
+    share = 1.0
+    if decay > 0.0 and elapsed > 0:
+        share = falling(elapsed * decay)
+        count = np.float32(count * share)
+    value[1] = min(count + np.float32(1), MAX_COUNT)
+    word[0] = np.uint32(now)
+    return share
+
+
+@linked(WORDS, KEYS, WORDS, FLOATS)
+def use(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64], scores: NDArray[np.float32]) -> None:
+    """Notes a push with scores, float32 [n], to the rows of keys [n] at their ranges' time. One without is noted by
+    `updates.apply`."""
+    salt, shift, times, policies = clock_of(h)
     for i in range(keys.shape[0]):
         r = np.int64(hash_key(keys[i], salt) >> shift)
-        word, value = _usage(rows[i] + at, floats)
-        now, decay = times[r], policies[r * POLICY + P_DECAY]
-        count = value[1]
-        elapsed = now - np.int64(word[0])
-        share = 1.0
-        if decay > 0.0 and elapsed > 0:
-            share = falling(elapsed * decay)
-            count = np.float32(count * share)
-        value[1] = min(count + np.float32(1), MAX_COUNT)
-        if floats > 2:
-            score = np.float32(value[2] * share)
-            value[2] = min(score + scores[i], MAX_COUNT) if scores.shape[0] else score
-        word[0] = np.uint32(now)
+        at = rows[i] + h[H_USAGE_AT]
+        share = note_use(at, times[r], policies[r * POLICY + P_DECAY])
+        score = _usage(at, 3)[1]
+        score[2] = min(np.float32(score[2] * share) + scores[i], MAX_COUNT)
 
 
 @kernel
@@ -164,7 +180,8 @@ def measure(
 ) -> None:
     """Writes a rank of each row, int64 [n], smaller for those that are to go first. rows: addresses or words, [n].
 
-    what: LAST_USE; COUNT or SCORE, fallen to what they are at `now` with `decay` half-lives a second; NORM of weights.
+    what: LAST_USE; COUNT or SCORE, fallen to what they are at `now` with `decay` half-lives a second, or USED_LATER
+    where the last use has made them fall further than that; NORM of weights.
     Ranks of floats are their bits, which are in the order of the floats, as none is negative.
     """
     at, floats, n = h[H_USAGE_AT], h[H_USAGE_FLOATS], rows.shape[0]
@@ -189,6 +206,8 @@ def measure(
                 elapsed: Any = now - np.int64(word[0])
                 share = falling(max(elapsed, 0) * decay)
                 out[i] = float32_bits(np.float32(value[what] * share))
+                if elapsed < 0 and decay > 0:
+                    out[i] = USED_LATER
 
 
 @kernel

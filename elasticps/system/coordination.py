@@ -10,7 +10,7 @@ from typing import TypeVar
 from coordinator.connect import open_store
 from coordinator.core.cluster_state import ClusterState
 from coordinator.core.keys import CONFIG, SERVERS, TABLES, VIEW, TableEntry, server_of, table_of, view_of
-from coordinator.core.records import left_out, read
+from coordinator.core.records import left_out, noted, read
 from coordinator.core.store import Entry, Store
 from coordinator.core.url import parse
 from coordinator.core.view import ServerInfo, View
@@ -87,11 +87,13 @@ async def read_tables(store: Store, *, dropping: bool = False) -> list[TableEntr
     return tables_among((await store.list(TABLES)).entries, dropping=dropping)
 
 
-def tables_among(entries: Iterable[Entry], *, dropping: bool = False) -> list[TableEntry]:
-    """`read_tables` for entries that have been read already."""
+def tables_among(
+    entries: Iterable[Entry], *, dropping: bool = False, unreadable: dict[str, str] | None = None
+) -> list[TableEntry]:
+    """`read_tables` for entries that have been read already. unreadable: gets why an entry is left out, by key."""
     found: dict[int, TableEntry] = {}
     for entry in sorted(entries, key=lambda entry: entry.create_revision):
-        with left_out():
+        with left_out() if unreadable is None else noted(entry.key, unreadable):
             table = table_of(entry.key, entry.value, dropping=dropping)
             if table is None:
                 continue

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.core.capacities import RowCount
 from coordinator.core.view import View
 
 MAGIC = 0x31535045  # "EPS1" in little-endian
@@ -195,6 +196,19 @@ def wholes(values: object, most: int, least: int = 0) -> tuple[int, ...]:
     if not isinstance(values, list):
         raise FrameError(f"a list of numbers is expected, not {type(values).__name__}")
     return tuple([whole(value, most, least) for value in values])
+
+
+def row_counts(values: object) -> tuple[RowCount, ...]:
+    """Checks counts of tables' rows from JSON: lists of table, whether of keys that wait, capacity and rows."""
+    if not isinstance(values, list):
+        raise FrameError(f"a list of counts is expected, not {type(values).__name__}")
+    most, found = 1 << 62, list[RowCount]()
+    for value in values:
+        if not isinstance(value, list) or len(value) != len(RowCount._fields) or not isinstance(value[1], bool):
+            raise FrameError("a count of rows has a table, whether of keys that wait, a capacity, and how many")
+        table, waiting, capacity, rows = value
+        found.append(RowCount(whole(table, most), waiting, whole(capacity, most), whole(rows, most)))
+    return tuple(found)
 
 
 def bytes_frame(kind: Kind, body: bytes, *, request: int = 0, epoch: int = 0) -> bytes:

@@ -256,21 +256,23 @@ class GetClocksHeader(NamedTuple):
 
 
 class GetViewHeader(NamedTuple):
-    """GET_VIEW: send a view newer than that of `epoch`, if there is one. term: of the leader whose beat it is; seconds:
-    the time by its clock, since 1970, 0 if it does not say."""
+    """GET_VIEW: send a view newer than that of `epoch`, if there is one. term: of the leader whose beat it is; seconds,
+    median: the time by its clock, and by the median of its and all servers' clocks, since 1970, 0 if it does not say. A
+    beat may have a body: what servers that follow the view of `epoch` may keep of tables above their capacity."""
 
     epoch: int
     term: int = 0
     seconds: int = 0
+    median: int = 0
 
     def header(self) -> Header:
-        """The 64 bytes' fields; there is no body."""
-        return Header(Kind.GET_VIEW, epoch=self.epoch, clock=self.term, table=self.seconds)
+        """The 64 bytes' fields."""
+        return Header(Kind.GET_VIEW, epoch=self.epoch, clock=self.term, table=self.seconds, items=self.median)
 
     @classmethod
     def of(cls, h: Header) -> GetViewHeader:
         """The inverse of `header`."""
-        return cls(h.epoch, h.clock, h.table)
+        return cls(h.epoch, h.clock, h.table, h.items)
 
 
 class BarrierJoinHeader(NamedTuple):

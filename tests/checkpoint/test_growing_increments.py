@@ -58,6 +58,23 @@ def test_rows_whose_score_was_rounded_down_as_they_were_used_stay_gone() -> None
     assert cluster.read() == content_of(cluster.store)
 
 
+def test_a_row_that_is_used_while_the_sweep_waits_stays() -> None:
+    """Its count has fallen, that of its older version had not yet, at the time at which the sweep compares."""
+    half_life = 600.0
+    eviction = policies.Capacity(1 << 20, keep="most_used", half_life=half_life)
+    cluster = Cluster(spec.TableSpec("t", DIM, spec.Accumulate(), spec.Zeros(), eviction=(eviction,)))
+    keys = np.arange(40, dtype=np.int64)
+    for _ in range(10):
+        cluster.push(keys, np.ones((40, DIM)))
+    cluster.checkpoint(1, 0)
+    planned = Predicate(Measure.COUNT, Reason.CAPACITY, int(np.float32(8).view(np.uint32)), 0, NOW, 1 / half_life)
+    cluster.advance(NOW + 1_000)
+    cluster.push(keys[:8], np.ones((8, DIM)))
+    assert cluster.evict(planned) == 0
+    cluster.checkpoint(2, 1)
+    assert cluster.read() == content_of(cluster.store)
+
+
 def idle(before: int) -> Predicate:
     """Chooses rows that were used last before a time."""
     return Predicate(Measure.LAST_USE, Reason.IDLE, before)

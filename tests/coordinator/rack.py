@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
 
+from coordinator.core.capacities import RowCount
+from coordinator.core.clocks import UNKNOWN, ClusterTime
 from coordinator.core.health import Report, ServerLink, Tenure
 from coordinator.core.store import Store
 from coordinator.core.view import ServerInfo, View
@@ -23,6 +26,7 @@ class FakeServer:
 
     running    False: killed; connections break, new ones are refused
     frozen     says nothing, answers no connection, and notices nothing
+    skew_s     by how much its wall clock is ahead; None: it does not tell its time
     levels     whether it finds the joiners of its ranges level
     deaf       how many views it is to miss
     """
@@ -32,6 +36,8 @@ class FakeServer:
         self.running, self.frozen, self.levels = True, False, True
         self.deaf = 0
         self.suspects: dict[Member, float] = {}
+        self.skew_s: float | None = None
+        self.time = UNKNOWN  # as the leader told it
         self.view: View | None = None
         self.views: list[int] = []
         self.calls = 0
@@ -47,9 +53,9 @@ class FakeServer:
         elif self.view is None or view.epoch > self.view.epoch:
             self.view = view
 
-    def beat(self, term: int, line: FakeLine) -> None:
+    def beat(self, term: int, line: FakeLine, cluster_time: ClusterTime = UNKNOWN) -> None:
         if term >= self.term:
-            self.term, self.leader = term, line
+            self.term, self.leader, self.time = term, line, cluster_time
 
     def report(self) -> Report:
         view, connected, alone = self.view, self.leader in self.lines, 0
@@ -57,7 +63,8 @@ class FakeServer:
             left = (view.copy_state > 0) & (view.tails == view.index(self.info.name))
             alone = int(view.since[left].max(initial=0))
         epoch, tenure = 0 if view is None else view.epoch, Tenure(self.term, connected, 10 - 10 * connected)
-        return Report(epoch, self._level(), dict(self.suspects), tenure=tenure, alone=alone)
+        seconds = 0.0 if self.skew_s is None else time.time() + self.skew_s
+        return Report(epoch, self._level(), dict(self.suspects), tenure=tenure, alone=alone, seconds=seconds)
 
     def _level(self) -> tuple[CaughtUp, ...]:
         """The fillings under way from here, as if each took no time."""
@@ -86,9 +93,11 @@ class FakeLine:
                     yield self.server.view
             await asyncio.sleep(REPORT_S)
 
-    def beat(self, term: int) -> None:
+    def beat(
+        self, term: int, epoch: int = 0, allowances: Sequence[RowCount] = (), cluster_time: ClusterTime = UNKNOWN
+    ) -> None:
         if not self.broken and self.server.running and not self.server.frozen:
-            self.server.beat(term, self)
+            self.server.beat(term, self, cluster_time)
 
     def ask_view(self) -> None:
         self.server.requested.add(self)

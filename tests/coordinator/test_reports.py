@@ -31,6 +31,8 @@ def detected(document: dict[str, Any]) -> None:
 
 def test_a_valid_report_is_accepted() -> None:
     detected(REPORT)
+    detected(REPORT | {"seconds": 1e9})
+    assert _report(Header(Kind.REPORT, epoch=1), REPORT).seconds == 0, "an older server's, which does not tell its time"
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,7 @@ def test_a_valid_report_is_accepted() -> None:
         *({"stalled": [stalled]} for stalled in (["b", float("inf")], [5, 1])),
         *({key: value} for key in ("bytes", "requests", "alone") for value in (HUGE, -1, float("inf"), None, "1")),
         *({"memory": memory} for memory in ([HUGE, 1, 1], [1, float("inf"), 1], [1, 1])),
+        *({"seconds": seconds} for seconds in (HUGE, -1, float("inf"), float("nan"), None, "1", 1 << 32)),
         *({"leader": leader} for leader in ([HUGE, True, 0.1], [float("inf"), True, 0.1], [1, True, HUGE])),
     ],
 )  # fmt: skip

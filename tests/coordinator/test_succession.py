@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
+from coordinator.core.capacities import RowCount
+from coordinator.core.clocks import UNKNOWN, ClusterTime
 from coordinator.core.health import FRESH_S, LOST_S, SILENT_S, Report, ServerLink, Succession, Tenure
 from coordinator.core.keys import ELECTION
 from coordinator.core.view import ClusterConfig, ServerInfo, View
@@ -98,8 +100,10 @@ class HalfHeard(FakeLine):
             if self.server.info.name not in self.deaf_to:
                 yield report
 
-    def beat(self, term: int) -> None:
-        self.line.beat(term)
+    def beat(
+        self, term: int, epoch: int = 0, allowances: Sequence[RowCount] = (), cluster_time: ClusterTime = UNKNOWN
+    ) -> None:
+        self.line.beat(term, epoch, allowances, cluster_time)
 
 
 async def test_a_leader_that_most_servers_stop_reporting_to_excludes_none_and_resigns() -> None:

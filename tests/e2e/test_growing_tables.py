@@ -116,9 +116,12 @@ def test_unusable_scores_are_refused_before_anything_is_sent(connect: Connect) -
     ):
         with pytest.raises(InputError, match=text):
             ps.push({table: (keys, ones(keys), scores)})
+    step = ps.push({table: ([1, 1, 2], ones(np.arange(3)), np.array([3e38, 3e38, 1], np.float32))})
+    with pytest.raises(eps.NotFinite, match="takes finite scores of at least 0 only; that of key 1 is inf"):
+        step.result()  # the sum of what was given for one key
     with pytest.raises(InputError, match=r'keeps no scores.*usage="score"'):
         ps.push({counted: (keys, ones(keys), np.ones(2, np.float32))})
-    assert ps.clock == 0
+    assert ps.clock == 1
 
 
 def test_a_sweep_forgets_the_rows_with_the_least_scores(connect: Connect, cluster: eps.LocalCluster) -> None:
@@ -140,6 +143,35 @@ def test_a_sweep_forgets_the_rows_with_the_least_scores(connect: Connect, cluste
     assert not table.pull(gone).any()  # also past the worker's cache
     assert np.isnan(table.usage(gone).count).all()
     assert audited(cluster.url).clean
+
+
+def test_a_table_loses_no_row_before_it_is_above_its_capacity(connect: Connect) -> None:
+    """However small it is: servers once had a part of the capacity each, and a full table of ten went down to six."""
+    ps = connect()
+    for capacity in (1, 10, 300):
+        table = ps.table(f"t{capacity}", dim=DIM, optimizer=eps.Accumulate(), eviction=eps.Capacity(capacity))
+        keys = np.arange(capacity)
+        ps.push({table: (keys, ones(keys))}).result()
+        assert not any(table.evict(dry_run=True).values())
+        assert not any(table.evict().values())
+        time.sleep(1)
+        assert len(table) == capacity
+        more = np.arange(1_000, 1_000 + capacity)
+        ps.push({table: (more, ones(more))}).result()
+        assert table.evict()["capacity"] <= 2 * capacity - int(0.98 * capacity)
+        assert 0.98 * capacity <= len(table) <= capacity
+        assert not any(table.evict().values())
+
+
+def test_small_tables_are_held_to_their_capacity_while_they_grow(
+    connect: Connect, eventually: Callable[[Callable[[], bool]], None]
+) -> None:
+    ps = connect()
+    table = ps.table("t", dim=DIM, optimizer=eps.Accumulate(), eviction=eps.Capacity(20))
+    for step in range(200):
+        keys = np.arange(step, step + 3)
+        ps.push({table: (keys, ones(keys))}).result()
+    eventually(lambda: len(table) == 20)
 
 
 def test_policies_change_while_workers_train(connect: Connect) -> None:
@@ -307,6 +339,29 @@ def test_commands_show_sweep_and_set_a_growing_table(connect: Connect, cluster: 
     for wrong in (("--admission", "often"), ("--eviction", "capacity:none"), ()):
         run("set", "t", *wrong, code=2)
     run("evict", "none", code=2)
+    ps.table("plain", dim=DIM, optimizer=eps.Accumulate())
+    assert "keeps no usage of its rows" in run("evict", "plain", code=2)
+    assert "keeps no usage of its rows" in run("set", "plain", "--eviction", "idle_for:1d", code=2)
+
+
+def test_tables_list_says_which_entries_cannot_be_read(connect: Connect, cluster: eps.LocalCluster) -> None:
+    ps = connect()
+    ps.table("t", dim=DIM, optimizer=eps.Accumulate())
+    registry, key = ps._parts.registry, f"tables/{ps.app}/t"
+    entry = registry.read(lambda store: store.get(key), 10.0)
+    assert entry is not None
+    try:
+        for garbled in (b"{", entry.value.replace(b"dim", b"dam")):
+            registry.put(key, garbled, 10.0)
+            done = CliRunner().invoke(command_line, ["tables", "list", "--url", cluster.url])
+            assert done.exit_code == 4
+            text = " ".join(done.output.split())
+            assert f"{key} cannot be read" in text
+            assert "delete this key" in text
+            done = CliRunner().invoke(command_line, ["tables", "list", "--json", "--url", cluster.url])
+            assert key in json.loads(done.output)["unreadable"]
+    finally:
+        registry.put(key, entry.value, 10.0)
 
 
 def test_the_example_of_a_growing_vocabulary_holds_its_table_to_a_size(

@@ -58,10 +58,10 @@ def test_rows_are_found_as_they_were_inserted(connect: Connect) -> None:
     assert not store.all_dims_vec4()
     values = torch.randn(4, 6)
     store.insert(KEYS[1:], TABLES[1:], values[1:], SCORES[1:])
-    wanted = values.clone()
-    wanted[0] = 0
-    wanted[1, 5:] = 0  # of table 0: four floats, and a state of one
-    wanted[2:, 2:4] = 0  # of table 1: two floats, and behind the largest embedding a state of two
+    expected = values.clone()
+    expected[0] = 0
+    expected[1, 5:] = 0  # of table 0: four floats, and a state of one
+    expected[2:, 2:4] = 0  # of table 1: two floats, and behind the largest embedding a state of two
     frequencies = torch.tensor([9, 8, 7, 6])
     missing, keys, at, tables, counts, found, scores, rows = store.find(KEYS, TABLES, CopyMode.VALUE, frequencies)
     assert (missing, keys.tolist(), at.tolist(), tables.tolist()) == (1, [7], [0], [0])
@@ -69,13 +69,13 @@ def test_rows_are_found_as_they_were_inserted(connect: Connect) -> None:
     assert counts.tolist() == [9]
     assert found.tolist() == [False, True, True, True]
     assert scores.tolist() == [0, *SCORES[1:].tolist()]
-    assert torch.equal(rows, wanted)
+    assert torch.equal(rows, expected)
     nothing = KEYS[:0]
     store.insert(nothing, nothing, values[:0])
     assert store.find(nothing, nothing, CopyMode.VALUE)[7].shape == (0, 6)
     *_, none, _, _, short = store.find(KEYS, TABLES, CopyMode.EMBEDDING)
     assert none is None
-    assert torch.equal(short, wanted[:, :4])
+    assert torch.equal(short, expected[:, :4])
 
 
 def test_rows_that_are_given_back_keep_their_scores(connect: Connect) -> None:

@@ -242,6 +242,7 @@ class Story:
     def pass_time(self) -> None:
         """Some seconds pass, and heads log that."""
         self.wires.wall_s += self.random.choice((1, 3, 10))
+        self.wires.tell_time(self.wires.wall_s)
         for name in SERVERS:
             self.wires.servers[name].sweeper.stamp()
 

@@ -462,3 +462,18 @@ def test_keys_that_only_wait_for_a_row_need_no_room_for_one(
         assert server.store.tables[TABLE].rows == len(KEYS)
 
     run(story)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_keys_that_wait_for_a_row_take_room(run: Run, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conftest, "SPEC", replace(conftest.SPEC, admission=MinCount(3)))
+
+    async def story(group: Group) -> None:
+        _, worker, view = await begin(group, "a", compiled)
+        server = group.servers["a"]
+        for clock in (1, 2):  # counted again they take none
+            server.fast.room = 1 << 30
+            assert await code(worker.push(view, "a", clock, KEYS, 1.0)) == "ok"
+            assert (1 << 30) - server.fast.room == (len(KEYS) * GROWN_BYTES if clock == 1 else 0)
+
+    run(story)

@@ -8,37 +8,48 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.core.capacities import SLACK
 from elasticps.model.policies import Admission, Capacity, Eviction, IdleFor, MinCount, SmallNorm
-from elasticps.server.core.sweeps import SLACK, SLICE_ROWS, SweepPlan, bounded, excess, predicates, share_of
+from elasticps.server.core.sweeps import SLICE_ROWS, Policies, SweepPlan, bounded, predicates
 from elasticps.store.eviction import Measure, Predicate, Reason, Sweep, add_sweep
 from elasticps.store.intervals import HASH_END
 
 RANGES = 8
 WIDTH = HASH_END // RANGES
+HEADED = np.arange(RANGES)
 NOW = 1_000_000
 
 
 class Counted:
-    """A table of which only numbers are known."""
+    """A table of which only numbers are known. keeps, keeps_waiting: how many rows, and keys that wait, it may keep
+    here; None: all. looks: how often ranges were grouped by policies."""
 
     def __init__(self, rows: list[int], admission: Admission | None = None, *evictions: Eviction) -> None:
-        self.rows, self.admission, self.evictions = rows, admission, evictions
+        self.rows, self.waiting = np.array(rows), np.zeros(RANGES, np.int64)
+        self.admission, self.evictions = admission, evictions
+        self.keeps: int | None = None
+        self.keeps_waiting: int | None = None
+        self.version = self.looks = 0
 
-    def policies(self, r: int) -> tuple[Admission | None, tuple[Eviction, ...]]:
-        return self.admission, self.evictions
+    def by_policies(self, ranges: np.ndarray) -> dict[Policies, list[int]]:
+        self.looks += 1
+        return {(self.admission, self.evictions): ranges.tolist()}
 
-    def count(self, r: int, of_candidates: bool) -> int:
-        return 0 if of_candidates else self.rows[r]
+    def counts(self, of_candidates: bool) -> np.ndarray:
+        return self.waiting if of_candidates else self.rows
+
+    def allowed(self, of_candidates: bool, capacity: int) -> int | None:
+        return self.keeps_waiting if of_candidates else self.keeps
 
 
 def slices(plan: SweepPlan, table: Counted, clock_s: float = 0.0, hurry: bool = False) -> list[tuple[int, ...]]:
-    return [one.ranges for one, _, _ in plan.slices({1: table}, range(RANGES), NOW, clock_s, hurry)]
+    return [one.ranges for one, _, _ in plan.slices({1: table}, HEADED, NOW, clock_s, hurry)]
 
 
 def test_small_ranges_are_looked_at_together_and_large_ones_in_parts() -> None:
     table = Counted([10, 20, 3 * SLICE_ROWS, 5, 0, SLICE_ROWS, 1, 1], None, IdleFor("1h"))
-    assert slices(SweepPlan(RANGES, WIDTH), table) == [(0, 1), (2,), (2,), (2,), (3, 4), (5,), (6, 7)]
-    found = [one for one, _, _ in SweepPlan(RANGES, WIDTH).slices({1: table}, range(RANGES), NOW, 0.0, False)]
+    assert slices(SweepPlan(WIDTH), table) == [(0, 1), (2,), (2,), (2,), (3, 4), (5,), (6, 7)]
+    found = [one for one, _, _ in SweepPlan(WIDTH).slices({1: table}, HEADED, NOW, 0.0, False)]
     parts = [(one.low, one.high) for one in found if one.ranges == (2,)]
     assert parts[0][0] == 2 * WIDTH
     assert parts[-1][1] == 3 * WIDTH
@@ -46,45 +57,66 @@ def test_small_ranges_are_looked_at_together_and_large_ones_in_parts() -> None:
 
 
 def test_a_policy_by_time_looks_again_after_a_part_of_its_time_or_when_memory_is_short() -> None:
-    table, plan = Counted([10] * RANGES, None, IdleFor("64s")), SweepPlan(RANGES, WIDTH)
+    table, plan = Counted([10] * RANGES, None, IdleFor("64s")), SweepPlan(WIDTH)
     assert slices(plan, table)
     assert not slices(plan, table, 1.9)
     assert slices(plan, table, 1.9, hurry=True)
     assert slices(plan, table, 4.0)
 
 
-def test_a_capacity_looks_only_where_there_are_too_many_rows() -> None:
-    plan = SweepPlan(RANGES, WIDTH)
-    assert not slices(plan, Counted([10_100] * RANGES, None, Capacity(80_000)))
-    assert slices(plan, Counted([10_102] * RANGES, None, Capacity(80_000)))
+def test_a_capacity_looks_only_where_more_rows_are_than_may_be_kept() -> None:
+    plan, table = SweepPlan(WIDTH), Counted([10_200] * RANGES, None, Capacity(80_000))
+    assert not slices(plan, table)  # the table as a whole is not above it
+    table.keeps = 80_800
+    assert not slices(plan, table)
+    table.keeps = 80_700
+    assert slices(plan, table)
 
 
 def test_a_table_that_has_outrun_its_sweeps_is_swept_faster() -> None:
-    plan = SweepPlan(RANGES, WIDTH)
-    for rows, overfull in ((10_200, False), (10_201, True)):
-        table = Counted([rows] * RANGES, None, Capacity(80_000))
-        assert plan.overfull({1: table}, range(RANGES)) is overfull
+    plan, table = SweepPlan(WIDTH), Counted([10_250] * RANGES, None, Capacity(80_000))
+    assert not plan.overfull({1: table}, HEADED)
+    for keeps, overfull in ((79_600, False), (79_500, True)):
+        table.keeps = keeps
+        assert plan.overfull({1: table}, HEADED) == [1] * overfull
 
 
-@given(rows=st.integers(1, 10**6), count=st.integers(0, 10**6))
-def test_what_is_left_is_within_two_percent_of_the_share(rows: int, count: int) -> None:
-    left = count - excess(count, rows)
-    assert left <= rows * (1 + SLACK)
-    assert left == count or left >= rows * (1 - SLACK)
+def test_waiting_keys_above_their_bound_are_swept_faster() -> None:
+    table = Counted([0] * RANGES, MinCount(3, most=800))
+    table.waiting[:] = 105
+    table.keeps_waiting = 792
+    assert SweepPlan(WIDTH).overfull({1: table}, HEADED) == [1]
 
 
-@given(st.integers(1, 10**9))
-def test_shares_of_all_ranges_are_the_whole(rows: int) -> None:
-    assert sum(share_of(rows, r, RANGES) for r in range(RANGES)) == rows
+def test_tables_that_are_too_large_can_be_cut_to_their_capacity_alone() -> None:
+    plan, table = SweepPlan(WIDTH), Counted([2_000] * RANGES, None, IdleFor("1h"), Capacity(8_000))
+    table.keeps = 8_000
+    assert {by.reason for _, by, _ in plan.cuts({1: table}, HEADED, NOW)} == {Reason.CAPACITY}
+    assert Reason.IDLE in {by.reason for _, by, _ in plan.slices({1: table}, HEADED, NOW, 0.0, False)}
 
 
-@given(rows=st.integers(1, 10**9), ranges=st.sampled_from([1, 16, 256, 4096]), part=st.sampled_from([2, 4, 8]))
-def test_neighbours_that_one_server_heads_have_their_part_of_a_small_capacity(
-    rows: int, ranges: int, part: int
-) -> None:
-    """Else a capacity of ten was all the first ranges', and the other servers forgot every row at once."""
-    some = range(ranges // part)
-    assert abs(sum(share_of(rows, r, ranges) for r in some) - rows * len(some) / ranges) < 1
+def test_ranges_are_grouped_by_policies_only_when_those_or_the_ranges_change() -> None:
+    plan, table = SweepPlan(WIDTH), Counted([10] * RANGES, None, IdleFor("64s"))
+    for clock_s in (0, 10, 20):
+        assert slices(plan, table, clock_s)
+    assert table.looks == 1
+    table.version += 1
+    table.evictions = (IdleFor("32s"),)
+    assert slices(plan, table, 30)
+    assert [one.ranges for one, _, _ in plan.slices({1: table}, np.arange(4), NOW, 40, False)] == [(0, 1, 2, 3)]
+    assert table.looks == 3
+
+
+@given(rows=st.lists(st.integers(0, SLICE_ROWS), min_size=RANGES, max_size=RANGES), part=st.floats(0, 1))
+def test_a_cut_keeps_as_many_rows_as_may_be_kept(rows: list[int], part: float) -> None:
+    table, before = Counted(rows, None, Capacity(80_000)), sum(rows)
+    keeps = table.keeps = int(part * sum(rows))
+    for at, _, share in SweepPlan(WIDTH).slices({1: table}, HEADED, NOW, 0.0, False):
+        going = round(share * sum(int(table.rows[r]) for r in at.ranges))
+        for r in at.ranges:
+            gone = min(going, int(table.rows[r]))
+            table.rows[r], going = table.rows[r] - gone, going - gone
+    assert table.rows.sum() == (keeps if before > keeps + int(SLACK * keeps) else before)
 
 
 @given(ranks=st.lists(st.integers(0, 3), min_size=1, max_size=200), share=st.floats(0, 1))

@@ -20,6 +20,7 @@ from elasticps.server.network.connection import Connection
 from elasticps.server.options import ServerOptions
 from elasticps.server.server import Server
 from elasticps.wire.frames import LAST, Header, Kind, json_frame
+from elasticps.wire.headers import GetViewHeader
 from elasticps.wire.stream import SendQueue
 from tests.server.conftest import RANGES
 
@@ -286,6 +287,12 @@ class Wires:
                 pipe.to.buffer_updated(len(taken))
         pipe.drained()
         return True
+
+    def tell_time(self, median_s: float, leader_s: float | None = None) -> None:
+        """A leader tells all servers the time by its own clock and by the median of all."""
+        beat = GetViewHeader(0, 1, int(median_s if leader_s is None else leader_s), int(median_s))
+        for server in self.servers.values():
+            server.leaders.beat(cast(Any, None), beat.header(), np.empty(0, np.uint8))
 
     def settle(self) -> None:
         """Until nothing is on its way."""

@@ -17,6 +17,7 @@ from tests.sim import planted_chain as chain
 from tests.sim import planted_cuts as cuts
 from tests.sim import planted_dropped_tables as drops
 from tests.sim import planted_growth as growth
+from tests.sim import planted_growth_checkpoints as checkpoints
 from tests.sim import planted_push_pull as together
 from tests.sim import planted_retained_copies as retained
 from tests.sim import planted_rounds as rounds
@@ -26,7 +27,7 @@ from tests.sim import planted_view_hints as hints
 from tests.sim.planting import Patch
 from tests.sim.story_cost import expected_events
 
-MODULES = (caches, chain, cuts, drops, growth, together, retained, rounds, shell, short, hints)
+MODULES = (caches, chain, checkpoints, cuts, drops, growth, together, retained, rounds, shell, short, hints)
 """Every function of these that has no underscore before its name plants a bug."""
 STORIES = 50
 """How many stories of its kind are played at most to find a bug: one that none of them finds survives."""
@@ -152,15 +153,26 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     together.ask_as_if_nothing_had_been_pushed: ("calm", "free", 0),
     drops.log_what_waited_behind_the_end_of_its_table: ("limps", "free", 13),
     cuts.take_an_open_round_for_a_closed_one: ("calm", "rounds", 15),
-    growth.stamp_by_each_replica_s_own_clock: ("calm", "free", 3),
+    growth.stamp_by_each_replica_s_own_clock: ("calm", "free", 19),
     growth.let_time_go_back_after_a_failover: ("kills", "free", 11),
     growth.sweep_by_the_later_of_two_clocks: ("calm", "free", 4),
+    growth.log_the_later_of_two_clocks: ("calm", "free", 4),
     growth.lose_counts_in_a_move: ("moves", "free", 3),
     growth.leave_candidates_out_of_a_piece: ("moves", "free", 3),
-    growth.move_a_range_without_its_policies: ("moves", "free", 11),
+    growth.move_a_range_without_its_policies: ("moves", "free", 3),
     growth.sweep_twice_at_followers_with_other_numbers: ("calm", "free", 22),
     growth.keep_candidates_when_a_table_is_cleared: ("calm", "free", 3),
     growth.keep_candidates_whose_rows_are_deleted: ("calm", "free", 19),
+    growth.lose_scores_in_a_move: ("moves", "free", 27),
+    growth.give_every_key_a_row: ("calm", "free", 3),
+    growth.decide_by_chance_at_each_replica: ("calm", "free", 19),
+    growth.count_loads_as_pushes: ("calm", "free", 31),
+    checkpoints.write_an_increment_without_its_sweeps: ("calm", "free", 22),
+    checkpoints.note_a_sweep_under_the_cut_before: ("calm", "free", 22),
+    checkpoints.note_no_sweep_of_a_part_of_a_range: ("calm", "free", 22),
+    checkpoints.fill_a_joiner_without_the_sweeps: ("moves", "free", 3),
+    checkpoints.write_waiting_keys_only_into_full_checkpoints: ("calm", "free", 3),
+    checkpoints.write_the_time_of_another_range: ("calm", "free", 3),
 }
 
 
@@ -196,21 +208,21 @@ ALONE: dict[Patch, tuple[str, str]] = {
 
 
 _FLAGS = {
-    "cuts": cuts,
-    "short": short,
-    "caches": caches,
-    "together": together,
-    "drops": drops,
-    "proven": hints,
-    "grows": growth,
+    "cuts": (cuts, checkpoints),
+    "short": (short,),
+    "caches": (caches,),
+    "together": (together,),
+    "drops": (drops,),
+    "proven": (hints,),
+    "grows": (growth, checkpoints),
 }
-"""What the stories of a module's bugs have, whatever their seeds."""
+"""What the stories of modules' bugs have, whatever their seeds."""
 
 
 def kind_of(plant: Patch) -> Kind:
     """Returns the kind of the stories that have to find a bug."""
     flavour, training, _ = PLANTED[plant]
-    flags = {flag: plant.__module__ == module.__name__ for flag, module in _FLAGS.items()}
+    flags = {flag: plant.__module__ in (module.__name__ for module in modules) for flag, modules in _FLAGS.items()}
     return Kind(flavour, training, **flags)
 
 

@@ -24,7 +24,7 @@ def alone() -> Iterator[Cluster]:
         yield found
 
 
-def test_it_is_done_at_that_server_too(alone: Cluster) -> None:
+def test_a_table_made_while_a_server_was_unreachable_is_made_there_too(alone: Cluster) -> None:
     cluster, reported, rows = alone, list[str](), list[float]()
 
     def program(threads: Threads) -> None:

@@ -3,7 +3,6 @@ on each of them whether it takes part."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from chaos.sim.cluster import Cluster
@@ -11,11 +10,10 @@ from chaos.sim.threads import Threads
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import SSP
 from tests.sim.conftest import wait_for
+from tests.sim.resting import KEYS, ONES, RestingPair
 
 FROZEN_S = 13.0
 SETTLED_S = 2.0
-KEYS = np.arange(9)
-ONES = np.ones((9, 1), np.float32)
 
 
 def lose_lease(cluster: Cluster, worker: Threads, frozen: bool) -> None:
@@ -37,7 +35,7 @@ def lose_lease(cluster: Cluster, worker: Threads, frozen: bool) -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_one_that_pauses_holds_nobody_back_then(cluster: Cluster, frozen: bool) -> None:
+def test_a_pausing_worker_holds_nobody_back_after_a_brief_lease_loss(cluster: Cluster, frozen: bool) -> None:
     """Found in a review: pulls of others waited for it until their time was over."""
     reported: list[str] = []
     waited_s: list[float] = []
@@ -76,37 +74,12 @@ def test_one_that_pauses_holds_nobody_back_then(cluster: Cluster, frozen: bool) 
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_one_that_rests_holds_others_back_then(cluster: Cluster, frozen: bool) -> None:
+def test_a_resting_worker_holds_others_back_after_a_brief_lease_loss(cluster: Cluster, frozen: bool) -> None:
     """Found in a review: it had joined and pushed nothing, so nobody waited for it."""
-    reported: list[str] = []
-
-    def rests(threads: Threads) -> None:
-        with cluster.connect(threads, "w1", SSP(staleness=0), 1, "app") as ps:
-            table = ps.table("t", dim=1, optimizer=Accumulate())
-            ps.resume()
-            reported.append("joined")
-            while "asks" not in reported:
-                threads.sleep(0.01)
-            threads.sleep(5.0)
-            reported.append("pushes")
-            ps.push({table: (KEYS, ONES)}).result()
-            ps.flush()
-
-    def reads(threads: Threads) -> None:
-        with cluster.connect(threads, "w0", SSP(staleness=0), 1, "app") as ps:
-            table = ps.table("t", dim=1, optimizer=Accumulate())
-            ps.resume()
-            reported.append("there")
-            while "back" not in reported:
-                threads.sleep(0.01)
-            ps.push({table: (KEYS, ONES)}).result()
-            reported.append("asks")
-            reported.append(f"read {table.pull(KEYS).sum():g}")
-
-    worker = cluster.start_worker("w1", rests)
-    cluster.start_worker("w0", reads)
-    wait_for(cluster, lambda: {"joined", "there"} <= set(reported))
+    pair = RestingPair(cluster, lambda _: "back" in pair.reported, rests_on="asks")
+    worker = cluster.start_worker("w1", pair.rests)
+    cluster.start_worker("w0", pair.reads)
+    wait_for(cluster, lambda: {"joined", "w0 is there"} <= set(pair.reported))
     lose_lease(cluster, worker, frozen)
-    reported.append("back")
-    wait_for(cluster, lambda: any(each.startswith("read") for each in reported) and "pushes" in reported)
-    assert reported[-3:] == ["asks", "pushes", "read 18"]
+    pair.reported.append("back")
+    pair.check()

@@ -69,7 +69,7 @@ def pulled(ps: Any, table: Any) -> list[float]:
     return found
 
 
-def test_a_table_that_there_was_is_opened_without_waiting_for_them(three: Cluster) -> None:
+def test_a_table_is_opened_without_waiting_for_lost_ranges(three: Cluster) -> None:
     reported: list[bool] = []
 
     def opens(threads: Threads) -> None:
@@ -84,22 +84,22 @@ def test_a_table_that_there_was_is_opened_without_waiting_for_them(three: Cluste
     assert reported == [True]
 
 
-def test_rows_that_were_cleared_meanwhile_do_not_come_back(three: Cluster) -> None:
+def test_rows_that_were_cleared_during_a_recovery_do_not_come_back(three: Cluster) -> None:
     assert while_ranges_come(three, lambda ps, table: table.clear(), pulled) == [0.0] * len(KEYS)
 
 
-def test_rows_that_were_deleted_meanwhile_do_not_come_back(three: Cluster) -> None:
+def test_rows_that_were_deleted_during_a_recovery_do_not_come_back(three: Cluster) -> None:
     assert while_ranges_come(three, lambda ps, table: table.delete(KEYS), pulled) == [0.0] * len(KEYS)
 
 
-def test_rows_that_were_loaded_meanwhile_are_there(three: Cluster) -> None:
+def test_rows_that_were_loaded_during_a_recovery_are_there(three: Cluster) -> None:
     def change(ps: Any, table: Any) -> None:
         table.load(KEYS, 5 * ONES)
 
     assert while_ranges_come(three, change, pulled) == [5.0] * len(KEYS)
 
 
-def test_a_tensor_made_meanwhile_has_all_its_values(three: Cluster) -> None:
+def test_a_tensor_made_during_a_recovery_has_all_its_values(three: Cluster) -> None:
     values = np.arange(300_000, dtype=np.float32)
 
     def change(ps: Any, table: Any) -> None:
@@ -111,7 +111,7 @@ def test_a_tensor_made_meanwhile_has_all_its_values(three: Cluster) -> None:
     assert while_ranges_come(three, change, look)
 
 
-def test_a_table_that_was_dropped_meanwhile_leaves_no_rows(three: Cluster) -> None:
+def test_a_table_that_was_dropped_during_a_recovery_leaves_no_rows(three: Cluster) -> None:
     def change(ps: Any, table: Any) -> None:
         ps.drop_table("t")
 
@@ -121,7 +121,7 @@ def test_a_table_that_was_dropped_meanwhile_leaves_no_rows(three: Cluster) -> No
     assert not any(left.values()), left
 
 
-def test_a_table_made_meanwhile_is_there(three: Cluster) -> None:
+def test_a_table_made_during_a_recovery_is_there(three: Cluster) -> None:
     def change(ps: Any, table: Any) -> None:
         other = ps.table("u", dim=1, optimizer=Accumulate())
         ps.push({other: (KEYS, ONES)}).result()

@@ -42,7 +42,7 @@ def test_a_broken_promise_ends_with_the_command_that_repeats_it(monkeypatch: pyt
     assert json.loads(result.stdout)["broken"][0]["invariant"] == "ack-safety"
 
 
-def test_a_soak_runs_until_it_is_stopped_and_then_says_what_it_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_soak_runs_until_it_is_stopped_and_then_reports_its_totals(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
     def run(seed: int, kind: Kind, trace: bool) -> Result:
@@ -63,7 +63,7 @@ def test_a_soak_runs_until_it_is_stopped_and_then_says_what_it_saw(monkeypatch: 
 
 
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
-def test_many_seeds_that_are_stopped_say_what_they_saw(by: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_seeds_that_are_stopped_report_their_totals(by: int, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGTERM)
 
     def run(seed: int, kind: Kind, trace: bool) -> Result:
@@ -116,7 +116,7 @@ def test_nobody_waits_for_the_end_of_a_story_when_it_is_stopped(
     assert "no story came to its end" in result.output
 
 
-def test_all_that_broke_a_promise_are_counted_and_the_first_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_promises_are_counted_and_the_first_stories_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chaos.sim.run, "run", lambda seed, kind, trace: Result(seed, kind, "progress", "it waits"))
     result = CliRunner().invoke(app, ["--runs", "30", "--jobs", "1", "--json"])
     report = json.loads(result.stdout)
@@ -126,7 +126,7 @@ def test_all_that_broke_a_promise_are_counted_and_the_first_are_told(monkeypatch
     assert [each["seed"] for each in report["broken"]] == list(range(BROKEN_LISTED))
 
 
-def test_a_process_that_is_gone_is_told_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_died_is_reported_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chaos.sim.cli, "_play", vanish)
     result = CliRunner().invoke(app, ["--runs", "2", "--jobs", "2"])
     assert result.exit_code == chaos.sim.cli.STOPPED
@@ -153,7 +153,7 @@ def test_seeds_of_one_kind_run_in_several_processes_in_their_order() -> None:
     assert second == first
 
 
-def test_a_flavour_that_is_not_known_is_refused_with_those_that_are() -> None:
+def test_an_unknown_flavour_is_refused_and_the_known_flavours_are_listed() -> None:
     result = CliRunner().invoke(app, ["--flavour", "sunny"])
     assert result.exit_code == 2
     assert "limps" in result.output

@@ -21,9 +21,7 @@ ONES = np.ones((len(KEYS), 1), np.float32)
 
 
 @pytest.mark.parametrize("name", ["s0", "s1", "s2"])
-def test_a_table_that_ends_before_the_others_are_confirmed_ends_no_server_as_one_comes_back(
-    three: Cluster, name: str
-) -> None:
+def test_a_table_dropped_during_a_stall_ends_no_server_as_a_server_comes_back(three: Cluster, name: str) -> None:
     """Found in a review: the only one that had what was acknowledged meanwhile ended itself."""
     cluster, reported, rows = three, list[str](), list[float]()
     steps = [0]

@@ -10,7 +10,7 @@ from coordinator.membership import LEASE_S
 from tests.sim.conftest import begun, wait_for
 
 
-def test_it_ends_instead_of_coming_back_as_another_one_for_a_moment(three: Cluster) -> None:
+def test_a_draining_server_that_is_excluded_ends_and_does_not_register_again(three: Cluster) -> None:
     """Found in a run of `chaos run everything`: it was given ranges, and went with them."""
     cluster, incarnations = three, set[int]()
 
@@ -69,7 +69,7 @@ def test_a_server_that_was_asked_to_drain_and_cannot_say_so_keeps_its_copies(awa
         assert not cluster.uncopied("")
 
 
-def test_a_server_that_drains_does_not_count_on_one_that_has_just_lost_its_power() -> None:
+def test_a_draining_server_does_not_count_on_a_server_that_has_just_lost_its_power() -> None:
     """Found in a story (seed 5010 of "hurried", with servers that die): until its lease has run out a dead server is in
     the store, and in the view as long as no coordinator has seen that it is silent."""
     with begun(5, 32) as cluster:

@@ -17,7 +17,7 @@ from tests.sim.conftest import wait_for
 ROW, ONE = np.array([1]), np.ones((1, 1), np.float32)
 
 
-def test_a_worker_whose_word_was_written_without_an_answer_pauses_again(
+def test_a_worker_whose_pause_was_written_without_an_answer_pauses_again(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep, lost, errors, over = Registry.keep, list[PastRun](), list[str](), list[bool]()

@@ -153,7 +153,7 @@ def run(
     others=st.booleans(),
     seed=st.integers(0, 1 << 16),
 )
-def test_every_call_comes_behind_those_before_it(
+def test_a_worker_s_calls_take_effect_in_their_order(
     program: Program, consistency: str, filters: str, staleness: int | None, others: bool, seed: int
 ) -> None:
     run(program, CONSISTENCIES[consistency], FILTERS[filters], staleness, others, seed)

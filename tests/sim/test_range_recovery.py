@@ -182,7 +182,7 @@ def scene(seed: int, on_loss: str, budget: int | None = None) -> Iterator[Scene]
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_what_is_lost_comes_back_by_itself(seed: int) -> None:
+def test_lost_ranges_come_back_by_themselves(seed: int) -> None:
     with scene(seed, "restore") as story:
         story.train()
         known = story.lose()
@@ -196,7 +196,7 @@ def test_what_is_lost_comes_back_by_itself(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(1))
-def test_what_waits_comes_back_when_a_person_says_so(seed: int) -> None:
+def test_lost_ranges_that_wait_come_back_when_a_person_accepts_the_loss(seed: int) -> None:
     with scene(seed, "wait") as story:
         story.train()
         known = story.lose()
@@ -211,7 +211,7 @@ def test_what_waits_comes_back_when_a_person_says_so(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(1))
-def test_what_is_above_the_budget_waits_for_a_person(seed: int) -> None:
+def test_a_loss_above_the_budget_waits_for_a_person(seed: int) -> None:
     with scene(seed, "restore", budget=0) as story:
         story.train()
         known = story.lose()
@@ -226,7 +226,7 @@ def test_what_is_above_the_budget_waits_for_a_person(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("seed", "on_loss"), [(0, "wait"), (1, "restore")])
-def test_who_was_only_frozen_brings_all_back(seed: int, on_loss: str) -> None:
+def test_servers_that_were_only_frozen_bring_all_rows_back(seed: int, on_loss: str) -> None:
     """It may live, so nobody gives up what it has."""
     with scene(seed, on_loss) as story:
         story.train()

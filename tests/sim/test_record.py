@@ -49,7 +49,7 @@ def sit(path: Path, *options: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_a_sitting_goes_on_behind_the_one_before(stories: Stories, tmp_path: Path) -> None:
+def test_a_sitting_goes_on_behind_the_sitting_before(stories: Stories, tmp_path: Path) -> None:
     path = tmp_path / "played.json"
     stories.stop = 130
     assert sit(path, "--seed", "10", "--runs", "200")[0] == chaos.sim.cli.STOPPED
@@ -102,7 +102,7 @@ def test_other_code_begins_anew_and_says_so(stories: Stories, tmp_path: Path, mo
         ("{", [], "is no record of stories"),
     ],
 )
-def test_what_cannot_be_gone_on_with_is_refused_and_kept(
+def test_a_record_that_a_sitting_cannot_continue_is_refused_and_kept(
     text: str | None, options: list[str], why: str, stories: Stories, tmp_path: Path
 ) -> None:
     path = tmp_path / "played.json"
@@ -123,7 +123,7 @@ def test_a_record_that_cannot_be_written_is_refused_before_anything_is_played(st
     assert stories.played == []
 
 
-def test_the_code_is_what_python_reads_without_what_it_skips() -> None:
+def test_the_code_digest_ignores_comments_docstrings_and_layout() -> None:
     def of(source: str, name: str = "replication.core") -> str:
         return code.of([(name, source.encode())])
 
@@ -133,7 +133,7 @@ def test_the_code_is_what_python_reads_without_what_it_skips() -> None:
     assert of("def f(x):\n    return x + 1\n", "replication.chain") != plain
 
 
-def test_the_code_is_that_of_stories_and_of_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_digest_covers_the_code_of_stories_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
     def look(modules: Any) -> str:

@@ -21,7 +21,9 @@ OFTEN = 0.4
 
 
 @pytest.mark.parametrize(("flavour", "seed"), [("kills", 2), ("moves", 2), ("stalls", 3), ("levels", 4)])
-def test_no_sum_lacks_what_was_shown(flavour: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_reduction_lacks_a_step_that_a_pull_has_shown(
+    flavour: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain, requested = Free.pull, [0]
     amounts = units(np.arange(KEYS))
 
@@ -45,7 +47,7 @@ def test_no_sum_lacks_what_was_shown(flavour: str, seed: int, monkeypatch: pytes
     assert requested[0] > 20
 
 
-def test_a_sum_without_a_range_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reduction_without_a_range_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = partial.Partial.slices
 
     def slices(self: Any) -> Any:
@@ -55,4 +57,4 @@ def test_a_sum_without_a_range_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(partial.Partial, "slices", slices)
     with pytest.raises(AssertionError, match="sums of all rows"):
-        test_no_sum_lacks_what_was_shown("calm", 6, monkeypatch)
+        test_no_reduction_lacks_a_step_that_a_pull_has_shown("calm", 6, monkeypatch)

@@ -120,7 +120,9 @@ LITTLE, MUCH = 40, 2 * RESEND_BYTES // (4 * DIM)  # so that it is sent again at 
 
 @pytest.mark.parametrize("rows", [LITTLE, MUCH])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_the_head_that_refused_it_dies(cluster: Cluster, full: set[str], rows: int, parts: int) -> None:
+def test_refused_rows_are_reported_when_the_head_that_refused_them_dies(
+    cluster: Cluster, full: set[str], rows: int, parts: int
+) -> None:
     pushing = Pushing(cluster, full, rows, parts)
     pushing.push("s0")
     cluster.kill(cluster.servers["s0"].process, power=True)
@@ -128,7 +130,7 @@ def test_the_head_that_refused_it_dies(cluster: Cluster, full: set[str], rows: i
 
 
 @pytest.mark.parametrize("rows", [LITTLE, MUCH])
-def test_the_connection_breaks(cluster: Cluster, full: set[str], rows: int) -> None:
+def test_refused_rows_are_reported_when_the_connection_breaks(cluster: Cluster, full: set[str], rows: int) -> None:
     pushing = Pushing(cluster, full, rows)
     pushing.push("s0")
 
@@ -143,7 +145,9 @@ def test_the_connection_breaks(cluster: Cluster, full: set[str], rows: int) -> N
 
 
 @pytest.mark.parametrize("rows", [LITTLE, MUCH])
-def test_all_die_that_had_the_tick_before_it_was_copied(cluster: Cluster, full: set[str], rows: int) -> None:
+def test_refused_rows_are_reported_when_all_servers_die_that_had_the_tick(
+    cluster: Cluster, full: set[str], rows: int
+) -> None:
     pushing = Pushing(cluster, full, rows)
     cluster.network.lose("s1", "w0")
     pushing.push("s0")
@@ -160,7 +164,7 @@ def _heads(cluster: Cluster, name: str) -> bool:
     return view is not None and any(s.name == name for s in view.servers) and "s0" not in [s.name for s in view.servers]
 
 
-def test_what_a_filter_had_left_and_went_with_refused_rows_is_kept_again(cluster: Cluster, full: set[str]) -> None:
+def test_error_feedback_that_was_sent_with_refused_rows_is_kept_again(cluster: Cluster, full: set[str]) -> None:
     """Rows of 9 are kept at the worker; with 5 more they leave, and are refused where there is no room."""
     keys, found = np.arange(40), list[tuple[list[int], list[float]]]()
 

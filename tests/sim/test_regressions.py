@@ -15,6 +15,7 @@ from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import ASP, SSP
 from elasticps.server.roles import snapshots
 from tests.sim.conftest import wait_for
+from tests.sim.resting import RestingPair, knows
 
 
 def test_a_worker_finds_its_ranges_when_the_only_server_it_knows_has_come_back_without_them(cluster: Cluster) -> None:
@@ -45,7 +46,7 @@ def test_a_worker_finds_its_ranges_when_the_only_server_it_knows_has_come_back_w
 
 
 @pytest.mark.parametrize("heal", [False, True])
-def test_a_loss_one_way_and_then_the_death_of_who_was_not_left_out_takes_nothing_with_it(
+def test_no_step_is_lost_when_a_link_fails_one_way_and_the_server_in_the_view_dies(
     cluster: Cluster, heal: bool
 ) -> None:
     steps, over, rows = [0], [False], list[float]()
@@ -77,95 +78,48 @@ def test_a_loss_one_way_and_then_the_death_of_who_was_not_left_out_takes_nothing
 
 @pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("tight", [False, True])
-def test_a_piece_that_is_too_large_is_cut_smaller_whatever_the_limits_are(small: bool, tight: bool) -> None:
+def test_the_size_of_a_snapshot_piece_is_at_most_half_of_its_limit(small: bool, tight: bool) -> None:
     """One of 1,012 bytes, where pieces had 1,024 and at most 984, was cut again and again (seed 3001409)."""
     with turned(small, tight, short=False, grows=False):
         assert snapshots.PIECE_BYTES <= snapshots.MOST_BYTES // 2
 
 
-def test_one_that_rests_holds_back_reads_at_a_server_that_came_meanwhile(cluster: Cluster) -> None:
+def test_a_resting_worker_holds_back_reads_at_a_server_that_joined_later(cluster: Cluster) -> None:
     """It has joined and pushed nothing, and asks nobody: it did not know the new tail, nor that one it (seed 3001639).
     After a second pulls there went on without it."""
-    reported: list[str] = []
-
-    def rests(threads: Threads) -> None:
-        with cluster.connect(threads, "w1", SSP(staleness=0), 1, "app") as ps:
-            table = ps.table("t", dim=1, optimizer=Accumulate())
-            ps.resume()
-            reported.append("joined")
-            threads.sleep(5.0)
-            reported.append("pushes")
-            ps.push({table: (np.arange(9), np.ones((9, 1), np.float32))}).result()
-            ps.flush()
-
-    def reads(threads: Threads) -> None:
-        with cluster.connect(threads, "w0", SSP(staleness=0), 1, "app") as ps:
-            table = ps.table("t", dim=1, optimizer=Accumulate())
-            ps.resume()
-            while "joined" not in reported or "s2" not in [s.name for s in ps.view.servers]:
-                threads.sleep(0.01)
-            threads.sleep(1.5)
-            ps.push({table: (np.arange(9), np.ones((9, 1), np.float32))}).result()
-            reported.append("asks")
-            reported.append(f"read {table.pull(np.arange(9)).sum():g}")
-
-    cluster.start_worker("w1", rests)
-    cluster.start_worker("w0", reads)
-    wait_for(cluster, lambda: "joined" in reported)
+    pair = RestingPair(cluster, lambda ps: knows(ps, "s2"), pause_s=1.5)
+    cluster.start_worker("w1", pair.rests)
+    cluster.start_worker("w0", pair.reads)
+    wait_for(cluster, lambda: "joined" in pair.reported)
     cluster.start_server("s2")
-    wait_for(cluster, lambda: bool(reported[3:]))
-    assert reported == ["joined", "asks", "pushes", "read 18"]
+    pair.check()
 
 
-def test_so_does_one_that_read_the_view_before_and_connected_after_servers_had_told_of_it(
+def test_a_resting_worker_that_connects_with_an_old_view_holds_back_reads_at_a_new_server(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found in a review. Servers tell who is connected when a view changes; it asked nobody, and never knew."""
-    reported: list[str] = []
+    pair = RestingPair(cluster, lambda ps: knows(ps, "s2"), pause_s=2.5, opens_late=True)
     register = Registry.register
 
     def slowly(self: Registry, name: str, *rest: Any) -> Any:
         if name == "w1":
-            reported.append("has read the view")
-            while "all serve s2" not in reported:
+            pair.reported.append("has read the view")
+            while "all serve s2" not in pair.reported:
                 self.runtime.sleep(0.001)
         return register(self, name, *rest)
 
     monkeypatch.setattr(Registry, "register", slowly)
-
-    def rests(threads: Threads) -> None:
-        with cluster.connect(threads, "w1", SSP(staleness=0), 1, "app") as ps:
-            ps.resume()
-            reported.append("joined")
-            threads.sleep(5.0)
-            table = ps.table("t", dim=1, optimizer=Accumulate())
-            reported.append("pushes")
-            ps.push({table: (np.arange(9), np.ones((9, 1), np.float32))}).result()
-            ps.flush()
-
-    def reads(threads: Threads) -> None:
-        with cluster.connect(threads, "w0", SSP(staleness=0), 1, "app") as ps:
-            table = ps.table("t", dim=1, optimizer=Accumulate())
-            ps.resume()
-            reported.append("w0 is there")
-            while "joined" not in reported or "s2" not in [s.name for s in ps.view.servers]:
-                threads.sleep(0.01)
-            threads.sleep(2.5)
-            ps.push({table: (np.arange(9), np.ones((9, 1), np.float32))}).result()
-            reported.append("asks")
-            reported.append(f"read {table.pull(np.arange(9)).sum():g}")
-
-    cluster.start_worker("w0", reads)
-    cluster.start_worker("w1", rests)
-    wait_for(cluster, lambda: {"has read the view", "w0 is there"} <= set(reported))
+    cluster.start_worker("w0", pair.reads)
+    cluster.start_worker("w1", pair.rests)
+    wait_for(cluster, lambda: {"has read the view", "w0 is there"} <= set(pair.reported))
     cluster.start_server("s2")
     wait_for(cluster, lambda: cluster.view is not None and len(cluster.view.servers) == 3 and cluster.whole())
-    reported.append("all serve s2")
-    wait_for(cluster, lambda: "read" in reported[-1])
-    assert reported[-4:] == ["joined", "asks", "pushes", "read 18"]
+    pair.reported.append("all serve s2")
+    pair.check()
 
 
-def test_one_that_comes_after_a_slow_worker_has_connected_again_starts_where_that_one_is(cluster: Cluster) -> None:
+def test_a_late_worker_starts_at_the_clock_of_a_slow_worker_that_has_connected_again(cluster: Cluster) -> None:
     """Found in a review. It started where the fast one was, and its pulls waited for the slow one for minutes."""
     clocks = {"w0": 0, "w1": 0}
     training, started = [True], list[int]()

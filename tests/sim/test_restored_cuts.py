@@ -45,7 +45,7 @@ def names(cluster: Cluster) -> list[str]:
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_the_next_cut_is_above_that_which_the_ranges_came_back_from(cluster: Cluster, replaced: bool) -> None:
+def test_the_next_cut_is_above_the_cut_that_the_ranges_came_back_from(cluster: Cluster, replaced: bool) -> None:
     """Found in a review: the place was a new one, so they were counted from 1, and nobody wrote them."""
     reported: list[str] = []
 

@@ -81,7 +81,7 @@ def rest_on(cluster: Cluster, name: str, other: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["s0", "s1"])
-def test_who_was_away_is_back_with_the_same_copies(cluster: Cluster, name: str) -> None:
+def test_a_server_that_was_away_is_back_with_the_same_copies(cluster: Cluster, name: str) -> None:
     pushing = Pushing(cluster)
     wait_for(cluster, cluster.whole)
     before = cluster.view
@@ -101,7 +101,7 @@ def test_who_was_away_is_back_with_the_same_copies(cluster: Cluster, name: str) 
     pushing.end()
 
 
-def test_who_stays_away_is_waited_for_no_longer(cluster: Cluster) -> None:
+def test_a_server_that_stays_away_is_waited_for_no_longer(cluster: Cluster) -> None:
     pushing = Pushing(cluster)
     leave_out(cluster, "s0")
     wait_for(cluster, lambda: copy_states(cluster) == {CopyState.NONE})
@@ -169,12 +169,12 @@ STORIES: dict[Callable[[Cluster], None], Callable[[pytest.MonkeyPatch], None]] =
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
-def test_a_copy_that_cannot_be_made_whole_is_filled_anew(cluster: Cluster, story: Callable[[Cluster], None]) -> None:
+def test_a_copy_that_cannot_be_completed_is_filled_again(cluster: Cluster, story: Callable[[Cluster], None]) -> None:
     story(cluster)
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: STORIES[story].__name__)
-def test_those_stories_find_what_is_planted(
+def test_stories_of_returning_servers_find_planted_bugs(
     cluster: Cluster, story: Callable[[Cluster], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     STORIES[story](monkeypatch)
@@ -183,7 +183,9 @@ def test_those_stories_find_what_is_planted(
 
 
 @pytest.mark.parametrize("dies", [True, False])
-def test_who_falls_silent_as_one_that_is_level_takes_its_place_keeps_its_copy(cluster: Cluster, dies: bool) -> None:
+def test_a_server_that_falls_silent_as_a_level_joiner_takes_its_place_keeps_its_copy(
+    cluster: Cluster, dies: bool
+) -> None:
     """That one was dead, or dies before it has acknowledged anything alone: the only other copy was thrown away."""
     pushing = Pushing(cluster)
     wait_for(cluster, cluster.whole)

@@ -54,7 +54,7 @@ def left_out(
     wait_for(cluster, lambda: not training, 60.0)
 
 
-def test_what_was_lent_for_it_may_have_changed_meanwhile(cluster: Cluster) -> None:
+def test_a_step_left_out_of_its_round_keeps_the_gradients_of_its_push(cluster: Cluster) -> None:
     """Found in a review: it was committed, so the memory was the caller's again; it is copied in rounds."""
     gradient = np.ones(4, np.float32)
     found: list[list[float]] = []
@@ -73,7 +73,7 @@ def test_what_was_lent_for_it_may_have_changed_meanwhile(cluster: Cluster) -> No
     assert found == [[50.5] * 4]  # each in a round of two
 
 
-def test_one_of_its_tables_may_have_been_dropped_meanwhile(cluster: Cluster) -> None:
+def test_a_step_left_out_of_its_round_keeps_the_rows_of_tables_that_remain(cluster: Cluster) -> None:
     """Found in a review: the rows of the other one were lost."""
     found: list[list[float]] = []
 
@@ -90,7 +90,7 @@ def test_one_of_its_tables_may_have_been_dropped_meanwhile(cluster: Cluster) -> 
     assert found == [[0.5, 0.5]]
 
 
-def test_a_rate_that_comes_later_is_not_that_of_the_step(cluster: Cluster) -> None:
+def test_a_step_left_out_of_its_round_keeps_its_learning_rate(cluster: Cluster) -> None:
     found: list[list[float]] = []
 
     def begin(ps: Client, _: SparseTable) -> Step:

@@ -108,7 +108,7 @@ def test_after_a_reconnect_parts_are_sent_one_by_one_and_all_count_as_sent() -> 
     assert _parts(session.push(Rows(), last=True)) == [(A, 2, 2, True), (B, 0, 2, True)]
 
 
-def test_a_head_says_in_one_word_that_all_its_ranges_are_committed() -> None:
+def test_a_head_reports_with_one_flag_that_all_its_ranges_are_committed() -> None:
     session, _ = _connected()
     first, second = session.push(_content())
     assert isinstance(first, Frame)
@@ -119,7 +119,7 @@ def test_a_head_says_in_one_word_that_all_its_ranges_are_committed() -> None:
     assert session.reply(second.frame, Status.COMMITTED, 1, None, NONE) == [Committed(1)]
 
 
-def test_what_a_lost_head_had_committed_stays_committed() -> None:
+def test_a_step_that_a_lost_head_had_committed_stays_committed() -> None:
     session, view = _connected()
     first, _ = session.push(_content())
     assert isinstance(first, Frame)
@@ -159,7 +159,7 @@ def test_a_step_takes_its_last_part_in_time() -> None:
     assert (session.clock, session.open) == (1, False)
 
 
-def test_a_new_head_is_asked_first_and_then_gets_what_it_lacks_in_clock_order() -> None:
+def test_a_new_head_is_asked_first_and_then_gets_missing_steps_in_clock_order() -> None:
     session, view = _connected()
     for _ in range(3):
         session.push(_content())
@@ -179,7 +179,7 @@ def test_a_new_head_is_asked_first_and_then_gets_what_it_lacks_in_clock_order() 
     assert session.clocks(ask.ask, Status.COMMITTED, 2, ranges, applied, applied) == []
 
 
-def test_a_new_head_is_sent_what_little_may_be_lacking_at_once() -> None:
+def test_a_new_head_is_sent_a_few_missing_steps_at_once() -> None:
     session, view = _connected()
     first, _ = session.push(Rows(*range(P), nbytes=1))
     assert isinstance(first, Frame)
@@ -253,7 +253,7 @@ def test_ranges_that_moved_send_the_worker_for_the_view() -> None:
     assert session.outstanding == 1
 
 
-def test_a_successor_starts_above_all_that_was_touched_and_trains_again_what_was_not_committed() -> None:
+def test_a_successor_starts_above_all_sent_steps_and_repeats_uncommitted_steps() -> None:
     applied = np.array([5 << 16, (5 << 16) | 2], dtype=np.int64)
     committed = np.array([4 << 16, (3 << 16) | 1], dtype=np.int64)
     assert resume(applied, committed) == (6, 3)

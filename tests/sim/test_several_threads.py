@@ -43,7 +43,7 @@ def test_threads_that_push_in_rounds_take_turns(cluster: Cluster) -> None:
     assert rows == [STEPS] * THREADS
 
 
-def test_one_pushes_while_another_waits_for_shards(cluster: Cluster) -> None:
+def test_a_thread_pushes_while_another_thread_waits_for_shards(cluster: Cluster) -> None:
     """The worker paused with a step outstanding, and could not go on behind it."""
     training, held = [True], list[int]()
     pushed, found = list[int](), list[float]()

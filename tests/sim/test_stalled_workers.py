@@ -115,7 +115,7 @@ def test_a_shard_whose_round_was_closed_without_its_worker_is_trained(cluster: C
         assert value in ((1, 2) if shard not in over.twice else (1, 2, 3, 4)), shard
 
 
-def test_only_what_a_frozen_worker_had_in_its_hands_is_trained_twice(cluster: Cluster) -> None:
+def test_only_the_shard_that_a_frozen_worker_had_taken_is_trained_twice(cluster: Cluster) -> None:
     """It is lost when its lease has run out: what it was given besides is not its own any more when it goes on."""
 
     def program(threads: Threads, push: Callable[[float], object]) -> None:
@@ -159,7 +159,7 @@ def test_a_worker_that_was_frozen_while_it_waited_for_another_goes_on(cluster: C
     wait_for(cluster, lambda: over == {"w0", "w1"})
 
 
-def test_a_step_counts_once_whose_worker_was_in_the_round_and_never_heard_so(
+def test_a_step_counts_once_when_its_worker_never_heard_that_it_was_in_the_round(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is cut off as it says that it is done, loses its lease, and asks again when there has been one more round: it

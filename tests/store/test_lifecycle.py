@@ -14,10 +14,11 @@ from elasticps.errors import SpecError
 from elasticps.model import spec
 from elasticps.model.policies import Admission, Capacity, IdleFor, MinCount, MinCountSketch, Probability, SmallNorm
 from elasticps.store import Table
-from elasticps.store.admission import ADDS_CANDIDATE, ADDS_ROW
+from elasticps.store.admission import ADDS_CANDIDATE, ADDS_ROW, Waiting
 from elasticps.store.cuts import Deletions
 from elasticps.store.eviction import Measure, Predicate, Reason, Sweep, threshold
 from elasticps.store.intervals import HASH_END
+from elasticps.store.lifecycle import MeasuredSweep
 
 RANGES, DIM = 2, 3
 WIDTH = HASH_END // RANGES
@@ -156,6 +157,10 @@ class LifecycleMachine(RuleBasedStateMachine):
         for key in gone:
             del self.model.waiting[key]
 
+    @rule(rows=st.integers(1, 40))
+    def exchange_sparse_segments(self, rows: int) -> None:
+        self.table.shrink(rows)
+
     @rule(r=st.integers(0, RANGES - 1), parts=st.integers(1, 3))
     def move_range(self, r: int, parts: int) -> None:
         """A joiner that is filled piece by piece has the same digest."""
@@ -254,6 +259,82 @@ def test_a_sketch_admits_never_late_and_moves_by_blocks() -> None:
                 table.lifecycle.waiting.read_blocks(r, low, high),
             )  # fmt: skip
         assert other.lifecycle.words(r) == table.lifecycle.words(r)
+
+
+def waiting_table(count: int, ranges: int = 8) -> tuple[Table, Waiting]:
+    """A table with so many keys that wait for a row."""
+    described = spec.TableSpec("t", 1, spec.Accumulate(), admission=MinCount(3))
+    table = Table(described, 1, ranges, times=np.full(ranges, 5, np.int64))
+    table.apply(np.arange(count), np.ones((count, 1), f32), np.empty(0, f32))
+    assert table.lifecycle is not None
+    return table, table.lifecycle.waiting
+
+
+def contents(waiting: Waiting, ranges: int = 8) -> list[dict[int, int]]:
+    found = (waiting.list_interval(r, 0, HASH_END) for r in range(ranges))
+    return [dict(zip(keys.tolist(), words.tolist(), strict=True)) for keys, words in found]
+
+
+@pytest.mark.parametrize("waiting_keys", [0, 1, 40, 2000])
+def test_the_index_of_waiting_keys_shrinks_when_they_are_forgotten_or_get_rows(waiting_keys: int) -> None:
+    table, waiting = waiting_table(20_000)
+    full = waiting.nbytes
+    waiting.remove(np.arange(waiting_keys, 10_000))
+    for _ in range(2):  # the others get their rows
+        table.apply(np.arange(10_000, 20_000), np.ones((10_000, 1), f32), np.empty(0, f32))
+    assert (waiting.candidates, waiting.nbytes, table.rows) == (waiting_keys, full, 10_000)
+    expected, calls = contents(waiting), 0
+    while table.shrink(1) < 1:
+        assert calls < 8
+        assert contents(waiting) == expected
+        calls += 1
+    assert calls == 8  # one range at a time
+    assert waiting.nbytes <= (28 * waiting_keys if waiting_keys > 1000 else 2048 * (waiting_keys > 0))
+    waiting.put(np.arange(10**6, 10**6 + 5000), np.full(5000, 7 << 16 | 1))
+    assert waiting.candidates == waiting_keys + 5000
+    table.close()
+
+
+def test_a_waiting_key_takes_no_more_than_28_bytes() -> None:
+    table, waiting = waiting_table(20_000, 2)
+    for begin in range(20_000, 100_000, 500):
+        table.apply(np.arange(begin, begin + 500), np.ones((500, 1), f32), np.empty(0, f32))
+        assert waiting.nbytes <= 28 * waiting.candidates
+    table.close()
+
+
+def test_the_index_of_a_table_shrinks_when_its_rows_are_evicted() -> None:
+    described = spec.TableSpec("t", 1, spec.Accumulate(), eviction=(IdleFor(10.0),))
+    table = Table(described, 1, RANGES, times=np.full(RANGES, 5, np.int64))
+    table.apply(np.arange(9000), np.ones((9000, 1), f32), np.empty(0, f32))
+    table.forget(np.arange(100, 9000))
+    before = table.nbytes
+    assert table.shrink(10**6) < 10**6
+    assert table.nbytes < before - 9000 * 16
+    weights = np.empty((200, 1), f32)
+    table.gather(np.arange(200), weights)
+    assert weights[:, 0].tolist() == [1.0] * 100 + [0.0] * 100
+    table.close()
+
+
+def test_a_sweep_recalls_what_was_measured_unless_anything_was_applied_since() -> None:
+    described = spec.TableSpec("t", 1, spec.Accumulate(), eviction=(IdleFor(10.0),))
+    times = np.full(RANGES, 5, np.int64)
+    table, by = Table(described, 1, RANGES, times=times), Predicate(Measure.LAST_USE, Reason.IDLE, 9)
+    lifecycle = table.lifecycle
+    assert lifecycle is not None
+    keys = np.arange(50)
+    keys = keys[table.ranges_of(keys) == 0]
+    table.apply(keys, np.ones((len(keys), 1), f32), np.empty(0, f32))
+    lifecycle.measured = MeasuredSweep(7, 0, HASH_END, by, {0: lifecycle.measure(table, 0, 0, HASH_END, by)})
+    times[:] = 20
+    table.apply(keys[:1], np.ones((1, 1), f32), np.empty(0, f32))
+    assert lifecycle.measured.recall(7, 0, 0, HASH_END, by) is not None
+    for changed in ((8, 0, 0, HASH_END), (7, 1, 0, HASH_END), (7, 0, 1, HASH_END), (7, 0, 0, HASH_END - 1)):
+        assert lifecycle.measured.recall(*changed, by) is None
+    assert lifecycle.measured.recall(7, 0, 0, HASH_END, by._replace(below=8)) is None
+    assert table.evict(0, 0, HASH_END, by, applied=8) == len(keys) - 1  # the row that was used since stays
+    table.close()
 
 
 def test_policies_that_need_more_than_rows_keep_are_refused() -> None:

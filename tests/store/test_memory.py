@@ -50,3 +50,24 @@ def test_freed_neighbours_join() -> None:
     memory.free(first[0])
     memory.free(held)
     assert memory.nbytes == 0
+
+
+def test_memory_of_freed_blocks_goes_back_and_can_be_taken_again() -> None:
+    memory = Allocator()
+    blocks = [memory.allocate(1 << 20) for _ in range(40)]
+    for number, address in enumerate(blocks):
+        ctypes.memset(address, number + 1, 1 << 20)
+    held, before = blocks[:8] + blocks[8::8], memory.nbytes  # one in each mapping at least
+    for address in set(blocks) - set(held):
+        memory.free(address)
+    memory.trim()
+    assert memory.nbytes == before
+    for address in held:
+        fill = bytes([blocks.index(address) + 1])
+        assert ctypes.string_at(address, 1 << 20) == fill * (1 << 20)
+    gone = [at for at in set(blocks) - set(held) if ctypes.string_at(at, 1 << 20) == bytes(1 << 20)]
+    assert len(gone) > 15  # the system gives zeros for what it took back
+    again = [memory.allocate(1 << 20) for _ in gone]
+    for address in again + held:
+        memory.free(address)
+    assert memory.nbytes == 0

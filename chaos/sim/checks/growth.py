@@ -12,17 +12,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from chaos.sim.checks.growth_model import DIM, Candidate, Content, Logged, RangeModel, TableModel, bits
+from chaos.sim.checks.growth_content import checkpointed, compare, content_of
+from chaos.sim.checks.growth_model import Content, Logged, RangeModel, TableModel
 from chaos.sim.checks.violation import Violation
+from elasticps.checkpoint.contents import Contents
+from elasticps.errors import CheckpointError
 from elasticps.kernels.hashing import key_ranges, range_shift, table_salt
 from elasticps.model.policies import Capacity
 from elasticps.model.spec import TableSpec
-from elasticps.server.core.operations import RowBlocks
-from elasticps.server.core.sweeps import SweptInterval
+from elasticps.server.core.operations import RowBlocks, TimeMark
 from elasticps.server.fast import layout as at
 from elasticps.server.server import Server
-from elasticps.store.eviction import Reason
-from elasticps.store.intervals import HASH_END
+from elasticps.store import Table
 from replication.effects import Apply, Erase, Install
 from replication.messages import OperationKind
 
@@ -55,17 +56,18 @@ class _Followed:
 
 
 class Growth:
-    """Follows the tables with policies of one story. true_s: cluster time by a correct clock; lag_s: by so much the
-    time in a log may be behind it."""
+    """Follows the tables with policies of one story. true_s: cluster time by a correct clock; lag_s, lead_s: by so much
+    the time in a log may be behind it, and ahead of it."""
 
     def __init__(
-        self, ranges: int, true_s: Callable[[], float], broken: Callable[[Violation], None], lag_s: float
-    ) -> None:
+        self, ranges: int, true_s: Callable[[], float], broken: Callable[[Violation], None], lag_s: float,
+        lead_s: float,
+    ) -> None:  # fmt: skip
         self.specs: dict[int, TableSpec] = {}  # by id
         self.pushed: dict[tuple[int, int], dict[int, Content]] = {}  # by worker and clock, then by table
         self.shown: list[Shown] = []
         self.evicted = self.admitted = 0
-        self._ranges, self._true_s, self._broken, self._lag_s = ranges, true_s, broken, lag_s
+        self._ranges, self._true_s, self._broken, self._lag_s, self._lead_s = ranges, true_s, broken, lag_s, lead_s
         self._logs: list[list[_Entry]] = [[] for _ in range(ranges)]
         self._servers: dict[Server, _Followed] = {}
         self._key_ranges: dict[int, np.ndarray] = {}  # of tables: the range of each key
@@ -83,7 +85,6 @@ class Growth:
         def applied(effect: Apply) -> None:
             self._guard(self._note, server, effect)
             apply(effect)
-            self._guard(self._after, server, effect)
 
         def installed(effect: Install) -> None:
             install(effect)
@@ -144,30 +145,14 @@ class Growth:
                 self.specs.setdefault(number, table.lifecycle.spec)
         content = _content_of(payload) if isinstance(payload, RowBlocks) else None
         named = None if isinstance(payload, RowBlocks) else payload
+        if isinstance(payload, TimeMark) and payload.seconds > self._true_s() + self._lead_s:
+            lead_s = payload.seconds - self._true_s()
+            raise Violation("one wrong clock changes nothing", f"{server.member} logs a time {lead_s:.0f} s from now")
         op = Logged(
             OperationKind(operation.kind).name, operation.worker, operation.after, named, self._true_s(), content
         )
         for r, seq in zip(effect.ranges.tolist(), effect.seqs.tolist(), strict=True):
             self._add(server, r, seq, op)
-
-    def _after(self, server: Server, effect: Apply) -> None:
-        payload = effect.operation.payload
-        if isinstance(payload, SweptInterval) and payload.predicate.reason == Reason.CAPACITY:
-            self._check_left(server, effect, payload)
-
-    def _check_left(self, server: Server, effect: Apply, swept: SweptInterval) -> None:
-        """A table is held to its capacity, not made smaller."""
-        table = server.store.tables.get(swept.table)
-        if table is None or table.lifecycle is None or effect.inside or (swept.low, swept.high) != (0, HASH_END):
-            return
-        ranges = effect.ranges.tolist()
-        rows = sum(table.count_range(r) for r in ranges)
-        least = min(
-            (p.rows for r in ranges for p in table.lifecycle.spec_of(r).eviction if isinstance(p, Capacity)), default=0
-        )
-        share = least * len(ranges) / self._ranges * (1 - CAPACITY_SLACK) - len(ranges)
-        if rows < share and len(ranges) == len(swept.ranges):
-            raise Violation("capacity", f"a sweep leaves {rows} rows in ranges {ranges}, whose share is {share:.1f}")
 
     def _add(self, server: Server, r: int, seq: int, op: Logged) -> None:
         seen, log, epoch = self._servers[server], self._logs[r], server.replica.epoch
@@ -198,6 +183,31 @@ class Growth:
             self._compare(server, r, model)
         for shown in self.shown:
             self._check_shown(shown)
+
+    def check_checkpoint(self, contents: Contents) -> None:
+        """Compares what a chain of increments has with the model of each range as the cut passed it."""
+        cut = contents.manifest.cut
+        try:
+            found = {id_: checkpointed(contents, id_) for id_, spec in contents.manifest.tables.values() if spec.usage}
+            times = contents.times(found)
+        except CheckpointError as error:
+            raise Violation("checkpoints can be read", f"checkpoint {cut}: {error}") from error
+        for r in range(self._ranges):
+            model = self.model_at(r, cut)
+            if found and times[r] != model.time:
+                raise Violation("cluster time", f"checkpoint {cut} has {times[r]} for range {r}, not {model.time}")
+            for number, by_range in found.items():
+                expected = model.table(number)
+                if expected is not None:
+                    compare(f"checkpoint {cut}, range {r}, table {number}", by_range[r], expected)
+
+    def model_at(self, r: int, cut: int) -> RangeModel:
+        """A range as a cut passed it."""
+        passed = (
+            at for at, (_, op) in enumerate(self._logs[r], 1)
+            if op.what == "CUT" and op.payload.number == cut  # type: ignore[attr-defined]
+        )  # fmt: skip
+        return self.model(r, next(passed))
 
     def model(self, r: int, seq: int) -> RangeModel:
         """A range after `seq` operations."""
@@ -245,7 +255,8 @@ class Growth:
                 continue
             expected = model.table(number)
             if expected is not None:
-                _compare_table(f"{where}, table {number}", server, number, r, expected)
+                compare(f"{where}, table {number}", content_of(table, r), expected)
+                _compare_notes(f"{where}, table {number}", table, r, expected)
 
     def _check_shown(self, shown: Shown) -> None:
         for key, row in zip(shown.keys.tolist(), shown.rows, strict=True):
@@ -269,7 +280,7 @@ class Growth:
             here = [model.tables[number] for model in self._models.values() if number in model.tables]
             most = [[p.rows for p in table.evictions if isinstance(p, Capacity)] for table in here]
             count = sum(len(table.rows) for table in here)
-            if most and all(most) and count > (bound := max(map(min, most)) * (1 + CAPACITY_SLACK) + self._ranges):
+            if most and all(most) and count > (bound := max(map(min, most)) * (1 + CAPACITY_SLACK)):
                 return f"table {number} has {count} rows, and may have {bound:g}"
         return ""
 
@@ -280,42 +291,14 @@ def _content_of(payload: RowBlocks) -> dict[int, Content]:
     }
 
 
-def _compare_table(where: str, server: Server, number: int, r: int, expected: TableModel) -> None:
-    table = server.store.tables[number]
+def _compare_notes(where: str, table: Table, r: int, expected: TableModel) -> None:
+    """Compares what replicas keep beside content: the policies in force, and notes for increments, in which no sweep is
+    under a cut at which there was none, and none is missing."""
     assert table.lifecycle is not None
-    keys = np.sort(table.range_keys(r))
-    if keys.tolist() != sorted(expected.rows):
-        more, less = set(keys.tolist()) - expected.rows.keys(), expected.rows.keys() - set(keys.tolist())
-        raise Violation("rows", f"{where} has rows of keys {sorted(more)} too many, and lacks {sorted(less)}")
-    weights, usage = np.empty((len(keys), DIM), np.float32), table.read_usage(keys)
-    table.gather(keys, weights)
-    for i, key in enumerate(keys.tolist()):
-        row = expected.rows[key]
-        found = usage[i].tolist()
-        right = [row.last, bits(row.count), bits(row.score) if table.spec.usage == "score" else found[2]]
-        if found != right:
-            raise Violation("usage", f"{where}: key {key} has {_usage_text(found)}, not {_usage_text(right)}")
-        if not np.array_equal(weights[i], row.weights):
-            raise Violation("weights", f"{where}: key {key} has {weights[i].tolist()}, not {row.weights.tolist()}")
-    waiting = table.lifecycle.waiting
-    there, words = waiting.list_interval(r, 0, HASH_END)
-    found_ = {k: Candidate(w & 0xFFFF, w >> 16) for k, w in zip(there.tolist(), words.tolist(), strict=True)}
-    if found_ != expected.waiting:
-        raise Violation("candidates", f"{where} has {found_}, not {expected.waiting}")
-    blocks = waiting.read_blocks(r, 0, HASH_END)
-    sketch = {(int(b), int(p)): int(blocks[b, p]) for b, p in zip(*np.nonzero(blocks), strict=True)}
-    if sketch != {place: count for place, count in expected.sketch.items() if count}:
-        raise Violation("a sketch", f"{where} has counters {sketch}, not {expected.sketch}")
     spec = table.lifecycle.spec_of(r)
     if (spec.admission, tuple(spec.eviction)) != (expected.admission, expected.evictions):
         raise Violation("policies", f"{where} is under {spec.admission}, {spec.eviction}")
-    _compare_sweeps(where, server, number, r, expected)
-
-
-def _compare_sweeps(where: str, server: Server, number: int, r: int, expected: TableModel) -> None:
-    """Notes for increments: no sweep under a cut at which there was none, and none is missing."""
-    deletions = server.store.tables[number].deletions
-    noted, floor = deletions.sweeps(r), int(deletions.floor[r])
+    noted, floor = table.deletions.sweeps(r), int(table.deletions.floor[r])
     swept = {(cut, by) for cut, by, _, _ in expected.swept}
     for sweep in noted:
         if (sweep.cut, sweep.predicate) not in swept:
@@ -326,8 +309,3 @@ def _compare_sweeps(where: str, server: Server, number: int, r: int, expected: T
         )
         if cut >= floor and not covered:
             raise Violation("sweeps since a cut", f"{where} lacks the sweep {by} after cut {cut}: it has {noted}")
-
-
-def _usage_text(usage: list[int]) -> str:
-    count, score = np.array(usage[1:], np.uint32).view(np.float32).tolist()
-    return f"last use {usage[0]}, count {count}, score {score}"

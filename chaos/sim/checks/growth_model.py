@@ -262,7 +262,7 @@ class TableModel:
                 yield key, row.last
             elif by.measure == Measure.NORM:
                 yield key, bits(row.norm)
-            else:
+            elif not (by.decay and row.last > by.now):  # else it was used after the sweep was planned
                 value = row.count if by.measure == Measure.COUNT else row.score
                 share = halves(max(by.now - row.last, 0) * by.decay)
                 yield key, bits(f32(float(value) * share))
@@ -300,6 +300,7 @@ class RangeModel:
     def __init__(self, ranges: int, specs: dict[int, TableSpec], lag_s: float) -> None:
         self.tables: dict[int, TableModel] = {}
         self.dropped: set[int] = set()
+        self.decided: set[int] = set()  # tables whose policies the log has said
         self.time = 0
         self.cut = 0
         self.seq = 0
@@ -330,10 +331,14 @@ class RangeModel:
         payload = op.payload
         if op.what == "TIME":
             before, self.time = self.time, max(self.time, payload.seconds)  # type: ignore[attr-defined]
-            for table in self.tables.values():
-                table.advance(before, self.time)
+            for each in self.tables.values():
+                each.advance(before, self.time)
         elif op.what == "CUT":
             self.cut = max(self.cut, payload.number)  # type: ignore[attr-defined]
+        elif op.what == "CREATE":
+            for new in payload.tables:  # type: ignore[attr-defined]
+                if new.table not in self.decided and (table := self.table(new.table)) is not None:
+                    self._decide(table, new.table, new.spec)
         elif op.what == "DROP":
             self.dropped.add(payload.table)  # type: ignore[attr-defined]
             self._note(self.tables.pop(payload.table, None), payload.table)  # type: ignore[attr-defined]
@@ -351,12 +356,16 @@ class RangeModel:
         if op.what == "CLEAR":
             table.clear()
         elif op.what == "POLICY":
-            spec = TableSpec.from_json(op.payload.spec)  # type: ignore[attr-defined]
-            table.set_policies(spec.admission, spec.eviction)
+            self._decide(table, number, op.payload.spec)  # type: ignore[attr-defined]
         else:
             assert isinstance(op.payload, SweptInterval)
             table.evict(op.payload, self.cut, op)
         self._note(table, number)
+
+    def _decide(self, table: TableModel, number: int, text: str) -> None:
+        spec = TableSpec.from_json(text)
+        self.decided.add(number)
+        table.set_policies(spec.admission, spec.eviction)
 
     def _rows(self, op: Logged, number: int, content: Content) -> None:
         table = self.table(number)

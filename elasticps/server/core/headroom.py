@@ -159,17 +159,22 @@ class Headroom:
         return min(parts, default=ENDLESS)
 
 
-def full(room: Room, server: str, table: str, rows: int, nbytes: int) -> RequestError:
+def full(room: Room, server: str, table: str, rows: int, nbytes: int, evicts: bool = False) -> RequestError:
     """Refusal, by `server`, of new rows of `table` that take more than `room`; with no rows, of a worker's share of a
-    round."""
+    round. evicts: the table has eviction policies, by which sweeps go on meanwhile."""
     left = f", of which {max(0, room.nbytes):,} are left to pushes at {server}" if room.used < room.mark else ""
     if rows:
         what = f"rows that are there can still be updated, but {rows:,} new rows of table {table!r} need"
     else:
         what = f"gradients for table {table!r}, which are kept until their round closes, need"
+    advice = "Add servers (`elasticps scale`), or give them more memory (--memory-limit)"
+    if evicts and rows:
+        wait = (
+            "Sweeps of the table are under way: push the rows of `error.refused` again in a moment. If that is no help"
+        )
+        advice = f"{wait}: {advice[0].lower()}{advice[1:]}"
     text = (
         f"server {room.server} uses {room.used:,} bytes, and takes new rows up to {room.mark:,} of its limit of "
-        f"{room.limit:,}{left}; {what} {nbytes:,}. Add servers (`elasticps scale`), or give them more memory "
-        "(--memory-limit)"
+        f"{room.limit:,}{left}; {what} {nbytes:,}. {advice}"
     )
     return RequestError("memory", text, server=room.server, table=table, bytes=nbytes)

@@ -133,7 +133,7 @@ class Dropped(NamedTuple):
 
 
 class TimeMark(NamedTuple):
-    """A TIME: cluster time of ranges is `seconds`, since 1970 by the clock of their head."""
+    """A TIME: cluster time of ranges is `seconds`, since 1970 by the median of clocks."""
 
     seconds: int
 

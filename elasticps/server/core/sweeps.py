@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.core.capacities import SLACK, divide
 from elasticps.model.policies import (
     LAST_USED,
     MOST_USED,
@@ -32,8 +33,7 @@ from elasticps.wire.frames import MAX_RANGES, FrameError, whole, wholes
 
 SLICE_ROWS = 4_096  # rows that are looked at in one go: some 0.5 ms
 MOST_SLICES = 64  # of a range: to find the rows of an interval takes a look at every entry of its index
-SLACK = 0.01  # ranges are made smaller once they are so much above their share, to so much below it
-OVERFULL = 0.02  # so much above its share a table has outrun the usual pace of sweeps
+OVERFULL = 0.02  # so much above its capacity a table has outrun the usual pace of sweeps
 NORM_EVERY_S = 60.0  # between two looks at all norms of a range
 IDLE_SHARE = 32  # of an idle time lies between two looks at a range
 _LEAST_S, _MOST_S = 1.0, 600.0
@@ -93,17 +93,19 @@ Policies = tuple[Admission | None, tuple[Eviction, ...]]
 class SweptTable(Protocol):
     """A table, as planning needs it."""
 
-    def policies(self, r: int) -> Policies:
-        """The policies that range r is under."""
+    @property
+    def version(self) -> int:
+        """Another number when policies have changed."""
 
-    def count(self, r: int, of_candidates: bool) -> int:
-        """Rows or candidates of range r."""
+    def by_policies(self, ranges: NDArray[np.int64]) -> Mapping[Policies, list[int]]:
+        """Ranges [n], by the policies that they are under."""
 
+    def counts(self, of_candidates: bool) -> NDArray[np.int64]:
+        """Rows, or candidates, of each range now, int64 [ranges]."""
 
-def share_of(rows: int, r: int, ranges: int) -> int:
-    """The part of `rows` that range r of so many may have. What is left over is spread evenly over all ranges, so that
-    whoever heads some of them has its part of a capacity below their number."""
-    return rows * (r + 1) // ranges - rows * r // ranges
+    def allowed(self, of_candidates: bool, capacity: int) -> int | None:
+        """How many rows, or candidates, the ranges headed here may keep; None while the whole table is not above its
+        capacity."""
 
 
 def predicates(
@@ -147,12 +149,6 @@ def _pause(age: float) -> float:
     return min(max(age / IDLE_SHARE, _LEAST_S), _MOST_S)
 
 
-def excess(count: int, share: int) -> int:
-    """How many of `count` rows go so that ranges are held to their share; 0 while they are not far enough above it."""
-    slack = math.floor(SLACK * share)  # none of a small table: one row more or less is much of it
-    return count - max(share - slack, 0) if count > share + slack else 0
-
-
 def bounded(by: Predicate, keys: NDArray[np.int64], ranks: NDArray[np.int64], share: float) -> Predicate:
     """The predicate with the bound by which such a share of rows goes, chosen from some of them: int64 [n] each."""
     going = min(len(ranks), round(share * len(ranks)))
@@ -169,24 +165,52 @@ class _Round:
     due_s: float = -math.inf
 
 
+class _Groups(NamedTuple):
+    """The ranges of a table by policies. version: of the policies; headed: all ranges."""
+
+    version: int
+    headed: NDArray[np.int64]
+    ranges: Mapping[Policies, list[int]]
+
+
 class SweepPlan:
     """Chooses what is looked at next. width: hashes of a range."""
 
-    def __init__(self, ranges: int, width: int) -> None:
-        self._ranges, self._width = ranges, width
+    def __init__(self, width: int) -> None:
+        self._width = width
         self._rounds: dict[tuple[int, Predicate], _Round] = {}
+        self._groups: dict[int, _Groups] = {}  # by table
 
     def slices(
-        self, tables: Mapping[int, SweptTable], headed: Sequence[int], now: int, clock_s: float, hurry: bool
+        self, tables: Mapping[int, SweptTable], headed: NDArray[np.int64], now: int, clock_s: float, hurry: bool
     ) -> Iterator[tuple[Slice, Predicate, float]]:
         """The slices that are due, with a predicate each, and the share of rows that has to go where its bound is to be
-        chosen, 0 where it is final. hurry: memory is short, so all policies are due. Rows may come and go between two
-        slices."""
+        chosen, 0 where it is final. headed: the same array as long as the ranges are the same. hurry: memory is short,
+        so all policies are due. Rows may come and go between two slices."""
         for number, table in sorted(tables.items()):
-            for policies, ranges in _by_policies(table, headed).items():
-                for by, pause_s, rows in predicates(*policies, now):
-                    if rows or self._due(number, by, pause_s, clock_s, hurry):
-                        yield from self._sweep(number, table, ranges, by, rows)
+            for policies, ranges in self._by_policies(number, table, headed).items():
+                for by, pause_s, rows in sorted(predicates(*policies, now), key=lambda found: found[2] > 0):
+                    if rows:  # last: what goes by its age makes room
+                        yield from self._cut(number, table, headed, ranges, by, rows)
+                    elif self._due(number, by, pause_s, clock_s, hurry) and table.counts(by.of_candidates).any():
+                        for some in _grouped(table, ranges, by.of_candidates):
+                            yield from self._parts(number, table, some, by)
+
+    def cuts(
+        self, tables: Mapping[int, SweptTable], headed: NDArray[np.int64], now: int
+    ) -> Iterator[tuple[Slice, Predicate, float]]:
+        """As `slices`, by capacities alone."""
+        for number, table in sorted(tables.items()):
+            for policies, ranges in self._by_policies(number, table, headed).items():
+                for by, _, rows in predicates(*policies, now):
+                    if rows:
+                        yield from self._cut(number, table, headed, ranges, by, rows)
+
+    def _by_policies(self, number: int, table: SweptTable, headed: NDArray[np.int64]) -> Mapping[Policies, list[int]]:
+        known = self._groups.get(number)
+        if known is None or known.version != table.version or known.headed is not headed:
+            known = self._groups[number] = _Groups(table.version, headed, table.by_policies(headed))
+        return known.ranges
 
     def _due(self, table: int, by: Predicate, pause_s: float, clock_s: float, hurry: bool) -> bool:
         """Whether a policy without a bound on rows looks at all ranges now; begins its pause."""
@@ -196,58 +220,73 @@ class SweepPlan:
         state.due_s = clock_s + pause_s
         return True
 
-    def _sweep(
-        self, number: int, table: SweptTable, ranges: Sequence[int], by: Predicate, rows: int
+    def _cut(
+        self,
+        number: int,
+        table: SweptTable,
+        headed: NDArray[np.int64],
+        ranges: Sequence[int],
+        by: Predicate,
+        rows: int,
     ) -> Iterator[tuple[Slice, Predicate, float]]:
-        for some in _grouped(table, ranges, by.of_candidates):
-            count, share = sum(table.count(r, by.of_candidates) for r in some), 0.0
-            if rows:
-                going = excess(count, sum(share_of(rows, r, self._ranges) for r in some))
-                share = going / count if going else 0.0
-            if count == 0 or (rows and not share):
-                continue
-            if len(some) > 1 or count <= SLICE_ROWS:
-                yield Slice(number, tuple(some), 0, HASH_END), by, share
-                continue
-            parts, begin = min(-(-count // SLICE_ROWS), MOST_SLICES), some[0] * self._width
-            for part in range(parts):
-                low, high = (begin + self._width * edge // parts for edge in (part, part + 1))
-                yield Slice(number, tuple(some), low, high), by, share
+        """Cuts ranges to what they may keep; nothing while all that are headed here are less than SLACK above it. What
+        each group keeps is fixed as this begins."""
+        allowed = table.allowed(by.of_candidates, rows)
+        if allowed is None or _count(table, headed, by) <= allowed + int(SLACK * allowed):
+            return
+        others = [*set(headed.tolist()).difference(ranges)]  # under other policies, for the moment
+        groups = [*_grouped(table, ranges, by.of_candidates)]
+        counts, sizes = zip(*((_count(table, some, by), len(some)) for some in (*groups, others)), strict=True)
+        for some, keep in zip(groups, divide(allowed, counts, sizes), strict=False):
+            if (count := _count(table, some, by)) > keep:
+                yield from self._parts(number, table, some, by, (count - keep) / count)
 
-    def overfull(self, tables: Mapping[int, SweptTable], headed: Sequence[int]) -> bool:
-        """Whether some table has so many rows, or waiting keys, above its capacity that sweeps have to be faster."""
-        return any(
-            sum(table.count(r, by.of_candidates) for r in ranges)
-            > (1 + OVERFULL) * sum(share_of(rows, r, self._ranges) for r in ranges)
-            for table in tables.values()
-            for policies, ranges in _by_policies(table, headed).items()
-            for by, _, rows in predicates(*policies, 0)
-            if rows
-        )
+    def _parts(
+        self, number: int, table: SweptTable, some: Sequence[int], by: Predicate, share: float = 0.0
+    ) -> Iterator[tuple[Slice, Predicate, float]]:
+        count = _count(table, some, by)
+        if len(some) > 1 or count <= SLICE_ROWS:
+            if count:
+                yield Slice(number, tuple(some), 0, HASH_END), by, share
+            return
+        parts, begin = min(-(-count // SLICE_ROWS), MOST_SLICES), some[0] * self._width
+        for part in range(parts):
+            low, high = (begin + self._width * edge // parts for edge in (part, part + 1))
+            yield Slice(number, tuple(some), low, high), by, share
+
+    def overfull(self, tables: Mapping[int, SweptTable], headed: NDArray[np.int64]) -> list[int]:
+        """Tables that have so many rows, or waiting keys, above their capacity that sweeps have to be faster."""
+        return [
+            number
+            for number, table in tables.items()
+            if any(
+                (1 - SLACK) * _count(table, headed, by) > (1 + OVERFULL) * allowed
+                for policies in self._by_policies(number, table, headed)
+                for by, _, rows in predicates(*policies, 0)
+                if rows and (allowed := table.allowed(by.of_candidates, rows)) is not None
+            )
+        ]
 
     def forget(self, live: Iterable[int]) -> None:
         """Forgets tables that are not here any more."""
         there = set(live)
         self._rounds = {at: state for at, state in self._rounds.items() if at[0] in there}
+        self._groups = {number: groups for number, groups in self._groups.items() if number in there}
 
 
-def _by_policies(table: SweptTable, headed: Iterable[int]) -> dict[Policies, list[int]]:
-    found: dict[Policies, list[int]] = {}
-    for r in headed:
-        found.setdefault(table.policies(r), []).append(r)
-    return found
+def _count(table: SweptTable, ranges: Sequence[int] | NDArray[np.int64], by: Predicate) -> int:
+    return int(table.counts(by.of_candidates)[np.asarray(ranges, np.int64)].sum())
 
 
 def _grouped(table: SweptTable, ranges: Iterable[int], of_candidates: bool) -> Iterator[list[int]]:
     """Ranges in groups of at most SLICE_ROWS rows, or single ones that have more."""
     group: list[int] = []
-    rows = 0
+    rows, counts = 0, table.counts(of_candidates)
     for r in ranges:
-        count = table.count(r, of_candidates)
-        if group and rows + count > SLICE_ROWS:
+        if group and rows + int(counts[r]) > SLICE_ROWS:
             yield group
-            group, rows = [], 0
+            group, rows, counts = [], 0, table.counts(of_candidates)  # rows come and go meanwhile
         group.append(r)
-        rows += count
+        rows += int(counts[r])
     if group:
         yield group

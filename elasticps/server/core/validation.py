@@ -79,12 +79,20 @@ def not_finite(table: Table, block: Block) -> NDArray[np.bool_]:
     return wrong
 
 
+def why_not_finite(table: Table, block: Block, mask: NDArray[np.bool_]) -> str:
+    """Says what is wrong with the first of the rows [n] that `not_finite` has found."""
+    at = int(np.argmax(mask))
+    key, score = block.keys[at], block.grads[at, -1] if table.spec.push_width > table.spec.dim else 0.0
+    if not 0 <= score < np.inf:
+        return f"table {table.spec.name!r} takes finite scores of at least 0 only; that of key {key} is {score:g}"
+    return f"table {table.spec.name!r} takes finite gradients only; that of key {key} is not"
+
+
 def _check_gradients(store: Store, block: Block, positions: NDArray[np.int64], server: str, kind: int) -> None:
     """As `check_block`, for rows that another server has checked: InputError for gradients that are not finite."""
     check_block(store.tables, block, positions, server, kind)
     if kind == OperationKind.PUSH and (mask := not_finite(store.tables[block.table], block)).any():
-        name, key = store.tables[block.table].spec.name, block.keys[np.argmax(mask)]
-        raise InputError(f"table {name!r} takes finite gradients only; that of key {key} is not")
+        raise InputError(why_not_finite(store.tables[block.table], block, mask))
 
 
 def wrong(store: Store, server: str, message: Message) -> str:
@@ -233,12 +241,12 @@ class PushRows:
             self.refuse(error, chosen)
 
     def refuse_not_finite(self, tables: Mapping[int, Table]) -> None:
-        """Refuses gradients with NaN or infinity, for tables that take none."""
+        """Refuses gradients with NaN or infinity, for tables that take none, and scores that are none."""
         chosen = [not_finite(tables[block.table], block) for block in self.blocks]
         for block, mask in zip(self.blocks, chosen, strict=True):
             if count := np.count_nonzero(mask):
                 table, key = tables[block.table].spec.name, int(block.keys[np.argmax(mask)])
-                text = f"table {table!r} takes finite gradients only; that of key {key} is not"
+                text = why_not_finite(tables[block.table], block, mask)
                 if count > 1:
                     text += f", nor those of {count - 1:,} more"
                 self.refuse(RequestError("not-finite", text, table=table, key=key), chosen)

@@ -95,9 +95,11 @@ GROW_ARENA, GROW_ROWS, GROW_SEGMENTS = 0, 1, 2
     H_CHUNK,  # bytes of rows in one frame of an answer
     H_ROWS,  # int64 [H_ROWS_SIZE]: addresses of the frame's rows
     H_ROWS_SIZE,
-    H_COUNTED,  # float32 [H_ROWS_SIZE]: pushes of the frame's keys before this one, see `admission.admit`
+    H_MISSING,  # int64 [3, H_ROWS_SIZE]: keys of a block that have no row, where they stand in it, and their new rows
+    H_MISSING_COUNT,
+    H_COUNTED,  # float32 [H_ROWS_SIZE]: pushes of these keys before this one, see `admission.admit`
     H_MAKING,  # 1 + the index of the block whose missing rows are being made, 0 for none: the frame waits for memory
-    H_ADMITTING,  # the first of its keys that have not been counted
+    H_ADMITTING,  # 1 + the first of its missing keys that has not been counted, 0 if they have not been collected
     H_SCRATCH,  # int64 [P]: the ranges of a message
     H_POSITIONS,  # int64 [P]: where a range stands in a message, -1 elsewhere and between calls
     H_SLOTS,  # int64 [SLOTS]: the successors of a frame
@@ -128,7 +130,7 @@ GROW_ARENA, GROW_ROWS, GROW_SEGMENTS = 0, 1, 2
     H_AT,  # the connection for which Python has to do something
     H_DECODED,  # float32 [DECODED]: some rows as they are before a table's filters, or after
     H_FIELDS,
-) = range(92)
+) = range(94)
 
 ORDER = 4
 PEER, P_CONNECTION, P_FIRST, P_LAST, P_PYTHON = 4, 0, 1, 2, 3  # P_PYTHON: entries that Python holds for this peer

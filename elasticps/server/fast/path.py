@@ -109,6 +109,7 @@ class FastPath:
         self._rows = shared.make(at.H_ROWS, ROWS)
         """Addresses of the rows of the frame at hand."""
         f[at.H_ROWS_SIZE] = ROWS
+        shared.make(at.H_MISSING, (3, ROWS))
         shared.make(at.H_COUNTED, ROWS, np.float32)
         self._waited = shared.make(at.H_WAITED, at.WAITED)
         """How long pushes waited, in nanoseconds, since `waited` was called last."""
@@ -466,6 +467,7 @@ class FastPath:
             self._outbox.take_arena(size + size // 2)
         elif what == at.GROW_ROWS:
             self._rows = self._shared.make(at.H_ROWS, 2 * size)
+            self._shared.make(at.H_MISSING, (3, 2 * size))
             self._shared.make(at.H_COUNTED, 2 * size, np.float32)
             self._fields[at.H_ROWS_SIZE] = 2 * size
         else:

@@ -38,6 +38,8 @@ from elasticps.server.fast.layout import (
     H_INFO,
     H_INSIDE,
     H_MAKING,
+    H_MISSING,
+    H_MISSING_COUNT,
     H_RANGES,
     H_ROOM,
     H_ROWS,
@@ -62,7 +64,6 @@ from elasticps.store.native import (
     H_SHIFT,
     H_STALE,
     H_STRIDE,
-    H_USAGE_AT,
     H_USAGE_FLOATS,
     HEADER_SIZE,
     copy,
@@ -72,7 +73,6 @@ from elasticps.store.native import H_ROWS as STORED
 from elasticps.store.values import all_finite
 
 INITIALISE, INDEX_BYTES = index.INITIALISE, index.GROWN_BYTES
-USED = 128  # rows
 
 
 @kernel
@@ -170,25 +170,69 @@ def make_missing(h, first, blocks, worker, clock):
         header = words(load64(b + 8 * B_HEADER), HEADER_SIZE)
         keys = words(load64(b + 8 * B_KEYS_AT), n)
         rows = words(h[H_ROWS] + 8 * load64(b + 8 * B_FIRST), n)
-        counts = floats(h[H_COUNTED] + 4 * load64(b + 8 * B_FIRST), n)
         h[H_MAKING], h[H_INFO] = i + 1, first + i
-        if load64(b + 8 * B_ADMITS) and h[H_ADMITTING] < n:
+        if load64(b + 8 * B_ADMITS):
             if h[H_ADMITTING] == 0 and comes_again(begin, i):
                 index.find(header, keys, rows)  # an earlier block has made some
-            h[H_ADMITTING] = admission.admit(header, keys, rows, worker, clock, h[H_ADMITTING], counts)
-            if h[H_ADMITTING] < n:
-                return CANDIDATES_MISSING
-            admission.remove_admitted(header, keys, rows)
-        before = header[STORED]
-        done = index.insert(header, keys, matrix(h[H_ROWS], 0, 0), INITIALISE, rows, 0)
-        # As many as were made, of what was there before the frame: it is not refused while it waits for memory.
-        h[H_ROOM] -= (header[STORED] - before) * (header[H_STRIDE] + INDEX_BYTES)
-        if done < n:
+            reason = make_admitted(h, header, keys, rows, worker, clock)
+            if reason:
+                return reason
+        elif make(h, header, keys, rows) < n:
             return ROWS_MISSING
-        if load64(b + 8 * B_ADMITS):
-            usage.begin(header, keys, rows, counts)
-        h[H_ADMITTING] = 0
     h[H_MAKING] = 0
+    return DONE
+
+
+@kernel
+def make(h, header, keys, rows):
+    """Makes the rows of keys [n] that are missing; returns n, or less if that needs memory."""
+    before = header[STORED]
+    done = index.insert(header, keys, matrix(h[H_ROWS], 0, 0), INITIALISE, rows, 0)
+    # As many as were made, of what was there before the frame: it is not refused while it waits for memory.
+    h[H_ROOM] -= (header[STORED] - before) * (header[H_STRIDE] + INDEX_BYTES)
+    return done
+
+
+@kernel
+def make_admitted(h, header, keys, rows, worker, clock):
+    """Counts the pushes of those keys [n] of a block that have no row, and makes the rows of those that get one. They
+    are collected first: which they are no processor can guess, and each step would pay for that again."""
+    size = 8 * h[H_ROWS_SIZE]
+    indices = words(h[H_MISSING], keys.shape[0])
+    if h[H_ADMITTING] == 0:
+        m = 0
+        for i in range(keys.shape[0]):
+            indices[m] = i
+            m += 1 if rows[i] == 0 else 0
+        h[H_MISSING_COUNT] = m
+    m = h[H_MISSING_COUNT]
+    missing, new = words(h[H_MISSING] + size, m), words(h[H_MISSING] + 2 * size, m)
+    counts = floats(h[H_COUNTED], m)
+    if h[H_ADMITTING] == 0:
+        h[H_ADMITTING] = 1
+        for j in range(m):
+            missing[j] = keys[indices[j]]
+            new[j] = 0
+    if h[H_ADMITTING] <= m:
+        candidates = admission.candidates_of(header)
+        before = candidates[STORED]
+        h[H_ADMITTING] = 1 + admission.admit(header, missing, new, worker, clock, h[H_ADMITTING] - 1, counts)
+        h[H_ROOM] -= (candidates[STORED] - before) * INDEX_BYTES
+        if h[H_ADMITTING] <= m:
+            return CANDIDATES_MISSING
+        admission.remove_admitted(header, missing, new)
+        for j in range(m):
+            rows[indices[j]] = new[j]
+    else:  # Python has made the rest
+        for j in range(m):
+            new[j] = rows[indices[j]]
+    done = make(h, header, missing, new)
+    for j in range(m):
+        rows[indices[j]] = new[j]
+    if done < m:
+        return ROWS_MISSING
+    usage.begin(header, missing, new, counts)
+    h[H_ADMITTING] = 0
     return DONE
 
 
@@ -219,14 +263,10 @@ def finite(h, blocks):
 
 @kernel
 def rows_at_once(b):
-    """How many rows of a block are handled at once: all, unless they have to be decoded, or their usage is noted while
-    they are in a cache."""
-    rows = max(load64(b + 8 * B_ROWS), 1)
-    if load64(b + 8 * B_CODE) != 0:
-        rows = DECODED // load64(load64(b + 8 * B_HEADER) + 8 * H_DIM)
-    if load64(load64(b + 8 * B_HEADER) + 8 * H_USAGE_AT) != 0:
-        rows = min(rows, USED)
-    return rows
+    """How many rows of a block are handled at once: all, unless they have to be decoded."""
+    if load64(b + 8 * B_CODE) == 0:
+        return max(load64(b + 8 * B_ROWS), 1)
+    return DECODED // load64(load64(b + 8 * B_HEADER) + 8 * H_DIM)
 
 
 @kernel
@@ -257,9 +297,7 @@ def apply(h, first, blocks):
             k = min(step, n - first)
             keys, rows = words(keys_at + 8 * first, k), words(rows_at + 8 * first, k)
             grads = matrix(gradients(h, b, first, k), k, header[H_DIM])
-            updates.apply(update, header, keys, grads, v, rows, True)
-            if header[H_USAGE_AT]:
-                usage.use(header, keys, rows, floats(rows_at, 0))
+            updates.apply(update, header, keys, grads, v, rows, updates.USED)
         h[H_ROWS_APPLIED] += n
         b += 8 * BLOCK
     h[H_APPLIED] += 1

@@ -290,7 +290,8 @@ class Executor:
         table, unfinished = self.store.tables.get(swept.table), effect.inside or {}
         if table is not None:
             for r in ranges:
-                table.evict(r, swept.low, swept.high, swept.predicate, unfinished.get(r, HASH_END))
+                bound = unfinished.get(r, HASH_END)
+                table.evict(r, swept.low, swept.high, swept.predicate, bound, self.applied)
             self._bound_notes(effect, table)
 
     @staticmethod
@@ -305,8 +306,7 @@ class Executor:
         spec = TableSpec.from_json(new.spec)
         table = self.store.create(spec, new.table, new.app)
         if table.lifecycle is not None:
-            for r in effect.ranges.tolist():
-                table.lifecycle.begin(r, spec)
+            table.lifecycle.begin(effect.ranges, spec)
 
     def _clear(self, effect: Apply, table: int) -> None:
         unfinished = effect.inside or {}
@@ -400,7 +400,7 @@ class Executor:
             if len(keys):
                 table.load_range(effect.range, keys, values, stamped)
             if waiting is not None and table.lifecycle is not None:
-                table.lifecycle.set_policies(effect.range, policies.admission, policies.eviction)
+                table.lifecycle.set_policies(np.array([effect.range]), policies.admission, policies.eviction)
                 table.lifecycle.load(effect.range, waiting.keys, waiting.words, waiting.low, waiting.blocks)
                 table.deletions.load_sweeps(effect.range, waiting.sweeps)
         self.rounds.load(effect.range, content.rounds)

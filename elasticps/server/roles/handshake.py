@@ -64,8 +64,8 @@ class HelloHandler:
         return (connection for connection in self.connections if connection.worker)
 
     def leader_wall_s(self) -> float:
-        """As `Leaders.wall_s`."""
-        return self._leaders.wall_s()
+        """The leader's time, in seconds since 1970; 0 while it is unknown."""
+        return self._leaders.clocks().leader
 
     def follow(self) -> None:
         """Follows a newer roster: cuts off older incarnations of its workers."""

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from coordinator.core import fields
+from coordinator.core.capacities import RowCount
+from coordinator.core.clocks import MOST_SECONDS, UNKNOWN, ClusterTime
 from coordinator.core.sizing import fill_mark
 from coordinator.core.view import View
+from elasticps.server.core.clocks import Clocks
 from elasticps.server.core.headroom import Headroom
 from elasticps.server.core.requests import Body
 from elasticps.server.network.connection import Connection
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.server.roles.snapshots import SnapshotSender
-from elasticps.wire.frames import Header, Kind, json_frame, view_frame
+from elasticps.store import count_bounded
+from elasticps.wire.frames import Header, Kind, json_body, json_frame, row_counts, view_frame
 from elasticps.wire.headers import GetViewHeader
 from replication.chain import COMPLETE
 from replication.effects import CaughtUp
@@ -32,19 +38,24 @@ class Leaders:
     server retains a copy. A server that dies sooner has acknowledged nothing that the copy lacks.
     """
 
-    def __init__(self, context: Context, links: ReplicaLinks, snapshots: SnapshotSender, headroom: Headroom) -> None:
-        self._loop = loop = context.loop
-        self._serving = context.serving
-        self._executor = context.executor
+    def __init__(
+        self, context: Context, links: ReplicaLinks, snapshots: SnapshotSender, headroom: Headroom,
+        wall: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._loop = loop = context.loop  # for time and timers
+        self._serving = context.serving  # the view that is followed
+        self._executor = context.executor  # what reports are about
         self._executor.handlers[CaughtUp] = self.caught_up
-        self._links = links
-        self._snapshots = snapshots
-        self._headroom = headroom
-        self._connections: dict[Connection, None] = {}
+        self._links = links  # who cannot be reached
+        self._snapshots = snapshots  # which joiners are stalled
+        self._headroom = headroom  # how much memory is left
+        self._connections: dict[Connection, None] = {}  # of coordinators
         self._term = 0  # the newest that was heard
         self._spoken: Connection | None = None  # the connection it was heard on, while that lasts
         self._spoken_at = loop.time()  # when it was heard last, or when that connection ended
-        self._wall_s = 0.0  # the time that it said then, seconds since 1970
+        self._wall = wall  # this server's clock, seconds since 1970
+        self._time, self._time_at = UNKNOWN, 0.0  # what time a leader said it is, and loop time then
+        self._allowed: tuple[int, tuple[RowCount, ...]] = 0, ()  # what it allowed then, and under which view
         self._report_due = False  # a report is due soon
         self.alone = 0
 
@@ -88,12 +99,23 @@ class Leaders:
             return
         if term >= self._term or now - self._spoken_at > FORGOTTEN_S:
             self._term, self._spoken, self._spoken_at = term, connection, now
-            self._wall_s = float(beat.seconds)
+            if beat.seconds:  # else it does not know yet how late it is
+                self._time, self._time_at = ClusterTime(beat.seconds, beat.median), now
+            counts = row_counts(json_body(body.data).get("allowances")) if header.body else ()
+            self._allowed = beat.epoch, counts
 
-    def wall_s(self) -> float:
-        """The time by the leader's clock, seconds since 1970; 0 if no leader was heard for FORGOTTEN_S."""
-        silent_s = self._loop.time() - self._spoken_at
-        return self._wall_s + silent_s if self._wall_s and silent_s < FORGOTTEN_S else 0.0
+    def clocks(self) -> Clocks:
+        """What time it is, by all that is known. The leader's own time is unknown when none was heard for FORGOTTEN_S;
+        the median goes on, as time does."""
+        since_s = self._loop.time() - self._time_at
+        leader = self._time.own + since_s if self._time.own and since_s < FORGOTTEN_S else 0.0
+        return Clocks(self._wall(), leader, self._time.median + since_s if self._time.median else 0.0)
+
+    def allowances(self) -> tuple[RowCount, ...]:
+        """How many rows the ranges headed here may keep of tables that are above their capacity, as the leader said
+        last; nothing where it does not know of the view that is followed here."""
+        epoch, counts = self._allowed
+        return counts if epoch == self._serving.epoch and self.clocks().leader else ()
 
     def report(self) -> bytes:
         """The REPORT frame, with the present state."""
@@ -107,7 +129,10 @@ class Leaders:
             "memory": [self._headroom.used, self._headroom.mark, fill_mark(self._headroom.limit)],
             "leader": [self._term, self._spoken is not None, round(self._loop.time() - self._spoken_at, 3)],
             "requests": self._executor.counts.count("pushes") + self._executor.counts.count("pulls"),
+            "seconds": round(min(max(self._wall(), 0.0), MOST_SECONDS), 3),
         }
+        if counts := count_bounded(self._executor.store.live, self._serving.headed):
+            document |= {"headed": len(self._serving.headed), "counts": counts}
         return json_frame(Kind.REPORT, document, epoch=self._serving.epoch)
 
     def tell(self) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.core.capacities import RowCount
 from elasticps.errors import SpecError
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.operations import ChangedPolicies
@@ -17,7 +19,16 @@ from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.sweeper import Sweeper
 from elasticps.store import Table
-from elasticps.wire.frames import MAX_CONTROL_BYTES, FrameError, Header, Kind, json_body, json_frame, text
+from elasticps.wire.frames import (
+    MAX_CONTROL_BYTES,
+    FrameError,
+    Header,
+    Kind,
+    json_body,
+    json_frame,
+    row_counts,
+    text,
+)
 from elasticps.wire.headers import PoliciesHeader
 from replication.effects import Push
 from replication.messages import OperationKind
@@ -87,18 +98,38 @@ class LifecycleHandler:
         if what == "state":
             self._answer(connection, header, state(table, self._serving.headed, self._store.times))
             return
-        task = self._loop.create_task(self._run(connection, header, table, what == "dry-run"))
+        allowed = json_body(body.data).get("allowed")
+        if allowed is not None:  # as a worker has it from answers of all servers
+            if not isinstance(allowed, dict):
+                raise FrameError("what a SWEEP allows is by server")
+            heads, *counts = allowed.get(self._serving.me.name, [None])
+            if heads != self._heads:
+                self._answer(connection, header, {"moved": True})
+                return
+            allowed = row_counts(counts)
+        task = self._loop.create_task(self._run(connection, header, table, what == "dry-run", allowed))
         self.sweeps[connection] = task
 
-    async def _run(self, connection: Connection, header: Header, table: Table, dry_run: bool) -> None:
+    @property
+    def _heads(self) -> int:
+        """A number for the set of ranges headed here."""
+        return zlib.crc32(np.sort(self._serving.headed).tobytes())
+
+    async def _run(
+        self, connection: Connection, header: Header, table: Table, dry_run: bool, allowed: tuple[RowCount, ...] | None
+    ) -> None:
+        heads, headed = self._heads, len(self._serving.headed)
         try:
-            going = await self._sweeper.sweep(table, dry_run)
+            going, left = await self._sweeper.sweep(table, dry_run, allowed)
         except Exception as error:
             connection.fail(error)
             return
         finally:
             self.sweeps.pop(connection, None)
-        self._answer(connection, header, {"going": {reason.name.lower(): count for reason, count in going.items()}})
+        found = {reason.name.lower(): count for reason, count in going.items()}
+        moved = heads != self._heads  # what was counted is of others
+        here = {"server": self._serving.me.name, "headed": headed, "heads": heads, "left": left}
+        self._answer(connection, header, {"going": found, "moved": moved, **here})
 
     def _answer(self, connection: Connection, header: Header, document: dict[str, Any]) -> None:
         connection.send(json_frame(Kind.SWEPT, document, request=header.request, epoch=header.epoch))

@@ -84,7 +84,8 @@ class MemoryLimit:
     def _full(self, table: Table, rows: int, nbytes: int) -> RequestError:
         least = self._headroom.least
         left = least._replace(nbytes=min(least.nbytes, self._path.room))
-        return full(left, self._server, table.spec.name, rows, nbytes)
+        evicts = table.lifecycle is not None and table.lifecycle.evicts
+        return full(left, self._server, table.spec.name, rows, nbytes, evicts)
 
     def _hear(self, connection: Connection, header: Header, body: Body) -> None:
         if connection.member is not None and self._links.link(connection.member) is connection:

@@ -206,7 +206,7 @@ class SnapshotSender:
     def _step(self, r: int, step: int) -> int:
         """Hash positions of a piece, about `step`: whole blocks of a sketch, if a table has one in range r."""
         lifecycles = [table.lifecycle for table in self._tables.values() if table.lifecycle is not None]
-        if not any(lifecycle.waiting.has_sketch(r) for lifecycle in lifecycles):
+        if not any(r in lifecycle.waiting.sketches for lifecycle in lifecycles):
             return step
         block = self._width // BLOCKS
         return max(1, step // block) * block
