@@ -90,16 +90,16 @@ class ServerStorage:
         values = torch.zeros(n, self.max_value_dim() if whole else self.max_embedding_dim())
         found, scores = torch.zeros(n, dtype=torch.bool), torch.zeros(n, dtype=torch.int64)
         here = unique_keys.cpu().numpy()
-        places = self._places(table_ids)
-        pulled = self.ps.pull({self._tables[n]: here[at.numpy()] for n, at in places.items()}) if places else {}
-        for number, at in places.items():
+        positions = self._positions(table_ids)
+        pulled = self.ps.pull({self._tables[n]: here[at.numpy()] for n, at in positions.items()}) if positions else {}
+        for number, at in positions.items():
             rows, dim = torch.from_numpy(pulled[self._tables[number]]), self._dims[number]
             found[at] = rows[:, 0] > 0
             scores[at] = torch.from_numpy(_score(rows[:, 1:_NOTE].numpy()))
             values[at, :dim] = rows[:, _NOTE : _NOTE + dim]
             if whole:
-                behind = self.max_embedding_dim()
-                values[at, behind : behind + self._value_dims[number] - dim] = rows[:, _NOTE + dim :]
+                states_at = self.max_embedding_dim()
+                values[at, states_at : states_at + self._value_dims[number] - dim] = rows[:, _NOTE + dim :]
         missing = (~found).nonzero().flatten().to(device)
         frequencies = None if lfu_accumulated_frequency is None else lfu_accumulated_frequency[missing]
         return (
@@ -120,21 +120,21 @@ class ServerStorage:
         if not len(keys):
             return
         step: dict[Any, Any] = {}
-        places = self._places(table_ids)
+        positions = self._positions(table_ids)
         ids, rows = keys.cpu().numpy(), values.detach().float().cpu()
         keep = preserve_existing or scores is None
-        notes = self._notes({number: ids[at.numpy()] for number, at in places.items()}) if keep else {}
-        for number, at in places.items():
-            dim, behind = self._dims[number], self.max_embedding_dim()
+        notes = self._notes({number: ids[at.numpy()] for number, at in positions.items()}) if keep else {}
+        for number, at in positions.items():
+            dim, states_at = self._dims[number], self.max_embedding_dim()
             stored = np.zeros((len(at), _NOTE + self._value_dims[number]), np.float32)
             stored[:, 0] = 1
             stored[:, 1:_NOTE] = notes[number] if keep else _parts(scores[at.to(scores.device)].cpu().numpy())  # type: ignore[index,union-attr]
             stored[:, _NOTE : _NOTE + dim] = rows[at, :dim]
-            stored[:, _NOTE + dim :] = rows[at, behind : behind + self._value_dims[number] - dim]
+            stored[:, _NOTE + dim :] = rows[at, states_at : states_at + self._value_dims[number] - dim]
             step[self._tables[number]] = ids[at.numpy()], stored
         self.ps.push(step)
 
-    def _places(self, table_ids: Tensor) -> dict[int, Tensor]:
+    def _positions(self, table_ids: Tensor) -> dict[int, Tensor]:
         """Where the keys of each table stand, by the table's number."""
         here = table_ids.cpu()
         return {number: (here == number).nonzero().flatten() for number in here.unique().tolist()}
@@ -195,8 +195,8 @@ class ServerStorage:
         values = torch.full((n, self.max_value_dim()), self.init_optimizer_state())
         values[:, :dim] = _floats(embedding_file_path, n, dim)
         if include_optim and opt_file_path and os.path.exists(opt_file_path):
-            behind = self.max_embedding_dim()
-            values[:, behind : behind + saved] = _floats(opt_file_path, n, saved)
+            states_at = self.max_embedding_dim()
+            values[:, states_at : states_at + saved] = _floats(opt_file_path, n, saved)
         scores = torch.zeros(n, dtype=torch.int64)
         if score_file_path and os.path.exists(score_file_path):
             scores = torch.from_numpy(np.fromfile(score_file_path, np.int64))
