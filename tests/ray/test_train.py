@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +97,14 @@ def test_a_model_that_ray_train_has_wrapped_is_refused(raylets: Any, tmp_path: P
             trainer.fit()
 
 
-def test_the_example_learns_and_makes_a_checkpoint(tmp_path: Path) -> None:
-    environment = {**os.environ, **QUIET, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": "/tmp"}
+def test_the_example_learns_and_makes_a_checkpoint() -> None:
+    folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # paths of sockets are short
+    environment = {**os.environ, **QUIET, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": folder}
     script = ROOT / "examples" / "ray_train.py"
     run = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=500, check=False
     )
+    shutil.rmtree(folder, ignore_errors=True)
     found = re.search(r"^loss (\S+), later (\S+); checkpoint (\d+)$", run.stdout, re.MULTILINE)
     assert found, run.stdout + run.stderr
     assert float(found[2]) < float(found[1]) - 0.1
