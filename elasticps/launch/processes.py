@@ -74,7 +74,7 @@ class TaskProcesses:
         self._url = ""  # for operators; without TLS for all
         self._processes: dict[str, Process] = {}  # by name, dead ones too
         self._ends: list[str] = []  # lines about processes that have ended, until `ended` returns them
-        self._leaving = False  # nothing is started again
+        self._leaving = False  # servers are not started again; etcd is, without which they cannot hand over
         self._restarter = Restarter(self._start_dead_ones)
 
     # ------------------------------------------------------------------------------------------------------ life
@@ -114,7 +114,6 @@ class TaskProcesses:
         """Asks this task's servers to hand over what they hold, and to end. Not by SIGTERM: schedulers may send that to
         every process of a job, when its command is still to have a while with the servers."""
         self._leaving = True
-        self._restarter.stop()
         for process in self._servers():
             process.popen.send_signal(signal.SIGUSR2)
 
@@ -273,7 +272,7 @@ class TaskProcesses:
 
     def _start_dead_ones(self) -> None:
         for process in list(self._processes.values()):
-            if process.running or process.left or self._leaving:
+            if process.running or process.left or (self._leaving and process.role == "server"):
                 continue
             if not process.end_reported:
                 process.end_reported = True

@@ -18,6 +18,7 @@ from pathlib import Path
 
 TOOLS = ("munged", "slurmctld", "slurmd", "srun", "sinfo", "ip", "unshare", "mount")
 DEADLINE_S = 60.0
+DAEMON_S = 10.0  # for a daemon to end when it is asked to
 _ADDRESS = "10.77.77.1"
 _CONFIG = """
 ClusterName=test
@@ -32,7 +33,7 @@ StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
-ProctrackType=proctrack/pgid
+ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SchedulerType=sched/builtin
 SelectType=select/cons_tres
@@ -89,7 +90,11 @@ def main() -> int:
         for daemon in reversed(running):
             daemon.terminate()
         for daemon in running:
-            daemon.wait()
+            try:
+                daemon.wait(DAEMON_S)
+            except subprocess.TimeoutExpired:  # slurmd waits for a controller that is gone
+                daemon.kill()
+                daemon.wait()
 
 
 def _idle() -> int:

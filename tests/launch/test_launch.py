@@ -187,6 +187,20 @@ def test_a_task_that_is_preempted_hands_over_and_nothing_is_lost(folder: Path, t
 
 
 @pytest.mark.slow
+def test_a_job_that_is_ended_as_a_whole_ends_though_etcd_gets_the_signal_first(folder: Path) -> None:
+    with srun(folder, 2) as job:
+        for task in range(2):
+            job.start(task, "--servers", "2", command=[*WORKER, f"w{task}", "100", "0", "--stop-at", "50"])
+        for task in range(2):
+            job.says(task, f"w{task} stands at step 50")
+        assert min(job.order("signal", str(task)) for task in range(2)) >= 4
+        codes = [job.order("wait", str(task)) for task in range(2)]
+        outputs = [job.output(task) for task in range(2)]
+    assert codes == [128 + signal.SIGTERM] * 2, outputs
+    assert left_on_machines(folder) == []
+
+
+@pytest.mark.slow
 @pytest.mark.ci
 def test_an_elastic_restart_of_torchrun_goes_on_from_the_servers_and_sums_are_exact(folder: Path) -> None:
     pytest.importorskip("torch")

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,34 @@ def test_a_server_leaves_a_node_that_is_preempted_and_one_that_stands_still_is_r
         wait_replaced(cluster, new, eventually)
         wait_whole(cluster, 3, eventually)
         raylets.add()
+
+
+def test_etcd_and_a_coordinator_that_are_killed_come_back_with_what_they_knew(
+    raylets: Any, eventually: Eventually
+) -> None:
+    import ray
+
+    from elasticps.ray import Cluster
+
+    def pid_of(name: str) -> int:
+        try:
+            return int(ray.get(cluster._others[name].info.remote(), timeout=10)["pid"])
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            return 0
+
+    def runs_again(name: str, old: int) -> bool:
+        return pid_of(name) not in (0, old)
+
+    with Cluster(servers=2, replicas=2) as cluster, pushing(cluster.url, eventually) as more:
+        for name in ("c0", "etcd"):
+            old = pid_of(name)
+            os.kill(old, signal.SIGKILL)
+            eventually(partial(runs_again, name, old))
+            more()
+        url = cluster.url
+        assert cluster.scale(1).servers == ("s0",)  # by the coordinator, over the same etcd
+        assert cluster.url == url
+        assert "etcd" in cluster.log("etcd")
 
 
 def test_a_cluster_scales_by_itself(raylets: Any, eventually: Eventually) -> None:

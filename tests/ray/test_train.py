@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +49,11 @@ def test_every_block_of_a_dataset_is_trained_whoever_dies(raylets: Any) -> None:
         blocks = ShardedBlocks(ray.data.range(1000), rows=30)
         assert len(blocks) == 34
         run = ray.remote(train_blocks).options(max_retries=0)
-        results = [run.remote(cluster.url, name, blocks, dies) for name, dies in (("a", 0), ("b", 5))]
-        assert ray.get(results[0]) > 0
         with pytest.raises(ray.exceptions.WorkerCrashedError):
-            ray.get(results[1])
-        with eps.connect(cluster.url, worker="c") as ps:
+            ray.get(run.remote(cluster.url, "a", blocks, 5))
+        results = [run.remote(cluster.url, name, blocks, 0) for name in ("b", "c")]
+        assert sum(ray.get(results)) >= 2 * 34 - 5
+        with eps.connect(cluster.url, worker="d") as ps:
             table = ps.table("rows", dim=1, optimizer=eps.SGD(lr=1.0), init=eps.Zeros())
             counts = ps.pull({table: np.arange(1000)})[table].ravel()
             assert counts.min() == 2
@@ -95,15 +97,17 @@ def test_a_model_that_ray_train_has_wrapped_is_refused(raylets: Any, tmp_path: P
             trainer.fit()
 
 
-def test_the_example_learns_and_makes_a_checkpoint(tmp_path: Path) -> None:
-    environment = {**os.environ, **QUIET, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": "/tmp"}
+def test_the_example_learns_and_makes_a_checkpoint() -> None:
+    folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # paths of sockets are short
+    environment = {**os.environ, **QUIET, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": folder}
     script = ROOT / "examples" / "ray_train.py"
     run = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=500, check=False
     )
+    shutil.rmtree(folder, ignore_errors=True)
     found = re.search(r"^loss (\S+), later (\S+); checkpoint (\d+)$", run.stdout, re.MULTILINE)
     assert found, run.stdout + run.stderr
     assert float(found[2]) < float(found[1]) - 0.1
     assert int(found[3]) > 0
-    own = [line for line in script.read_text(encoding="utf-8").splitlines() if "eps." in line or "elasticps" in line]
-    assert len([line for line in own if not line.startswith(("    pip", "    python"))]) <= 14
+    lines = script.read_text(encoding="utf-8").partition("import elasticps.ray\n")[2].splitlines()
+    assert len([line for line in lines if "eps." in line or "elasticps" in line or "Optimizer(" in line]) <= 10
