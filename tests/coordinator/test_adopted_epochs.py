@@ -39,7 +39,7 @@ async def test_a_coordinator_announces_the_adopted_view_even_over_an_unsent_newe
     """The store and its leader went away as they had written a view: who stood by had read it, and told servers that
     one, and none of the next ones of the same epochs."""
     found: list[View] = []
-    line: Any = SimpleNamespace(send_view=found.append, beat=lambda term: None)
+    line: Any = SimpleNamespace(send_view=found.append, beat=lambda *_: None)
     lines = ServerLinks(lambda server, cluster: None, lambda ill: None)  # type: ignore[arg-type, return-value]
     lines._open[A.member] = _Open(line)
     lines.announce(view(9))

@@ -133,7 +133,7 @@ class Core:
         self.clock = Clock()
         self.server = Server(
             ServerInfo(ME, 1, "127.0.0.1:1"), CLUSTER, RANGES, cast(Any, self.clock),
-            ServerOptions(clock=self.clock.time, busy_poll=cast(Any, Quiet())),
+            ServerOptions(clock=self.clock.time, wall=lambda: 1e6 + self.clock.now, busy_poll=cast(Any, Quiet())),
         )  # fmt: skip
         self.server.fast.h[at.H_ENABLED] = compiled
         registered = {TABLE: RegisteredTable(APPS[HONEST], TABLE_OF_OWN)}
