@@ -31,7 +31,7 @@ from elasticps.store.eviction import TIE_END, Measure, Predicate, Reason
 from elasticps.store.intervals import HASH_END
 from elasticps.wire.frames import MAX_RANGES, FrameError, whole, wholes
 
-SLICE_ROWS = 4_096  # rows that are looked at in one go: some 0.5 ms
+SLICE_ROWS = 2_560  # rows that are looked at in one go: some 0.5 ms
 MOST_SLICES = 64  # of a range: to find the rows of an interval takes a look at every entry of its index
 OVERFULL = 0.02  # so much above its capacity a table has outrun the usual pace of sweeps
 NORM_EVERY_S = 60.0  # between two looks at all norms of a range
