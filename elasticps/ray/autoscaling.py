@@ -32,6 +32,7 @@ class AutoscaleThread:
         self._scale = scale
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._servers = 0  # that were asked for, at the last look
 
     def start(self, every_s: float) -> None:
         """Begins to look every so many seconds."""
@@ -50,10 +51,13 @@ class AutoscaleThread:
             try:
                 self._look()
             except (Error, CoordinationError) as error:  # it may pass: the next look tells
-                self._note(ScaleDecision(0, f"cannot scale: {error}"))
+                self._note(ScaleDecision(self._servers, f"cannot scale: {error}"))
+            except Exception as error:
+                log.exception("cannot scale; the next look is in %g s", every_s)
+                self._note(ScaleDecision(self._servers, f"cannot scale: {type(error).__name__}: {error}"))
 
     def _look(self) -> None:
-        servers = self._count()
+        self._servers = servers = self._count()
         with OperatorClient(self._url) as operator:
             found = self._scaler.step(
                 servers, operator.view, operator.members(), operator.statuses(), time.monotonic()

@@ -150,7 +150,10 @@ class Cluster:
     def servers(self) -> tuple[RayServer, ...]:
         """Every server, running or not, by number. Servers that were drained, by whoever it was, are gone."""
         with self._lock:
-            return tuple(server.describe() for server in self._present())
+            present = self._present()
+            infos = [server.actor.info.remote() for server in present]
+            ray.wait(infos, num_returns=len(infos), timeout=_ANSWER_S)  # for all together
+            return tuple(server.describe(info) for server, info in zip(present, infos, strict=True))
 
     def log(self, name: str) -> str:
         """The end of what the process called `name` ("s0", "c0", "etcd") has logged on the node where it runs."""
@@ -169,16 +172,21 @@ class Cluster:
 
     def scale(self, servers: int, *, timeout_s: float = 600.0) -> scaling.ScaleResult:
         """Starts servers, or drains those with the highest numbers, until so many serve; returns when nothing moves any
-        more. Timeout if that takes longer, or Ray has no room; what was begun goes on."""
+        more. Timeout if that takes longer, or Ray has no room; what was begun goes on. ConfigError for more servers of
+        a cluster that listens on loopback, once Ray has several machines."""
+        deadline = time.monotonic() + timeout_s
         with self._lock, OperatorClient(self._url_of("operator")) as operator:
             names = [server.name for server in self._present()]
             planned = scaling.change(names, operator.draining(), servers, operator.leaving())
-            self._bundles_there().reserve(len(planned.start), self._nodes_used(), timeout_s)
+            if planned.start:
+                self._check_network()
+            self._bundles_there().reserve(len(planned.start), timeout_s)
+            left_s = max(0.0, round(deadline - time.monotonic(), 1))
 
             def spawn(name: str, options: list[str]) -> _Server:
                 return self._spawn(name)  # its actor knows its zone
 
-            return scaling.scale(self._url_of("operator"), planned, spawn, self._wait_ended, timeout_s=timeout_s)
+            return scaling.scale(self._url_of("operator"), planned, spawn, self._wait_ended, timeout_s=left_s)
 
     def drain(self, name: str, *, timeout_s: float = 120.0) -> None:
         """Has everything that a server holds moved to others; returns when it has ended. Timeout if that takes longer;
@@ -207,12 +215,16 @@ class Cluster:
                 return
             coordinators = [actor for name, actor in self._others.items() if name != "etcd"]
             # Coordinators first: nobody need plan for servers that are ending. etcd last: all others ask it.
-            for some in (coordinators, [s.actor for s in self._servers.values()], [self._others.get("etcd")]):
-                _end([actor for actor in some if actor is not None])
-            self._bundles.remove()
-            self._servers.clear()
-            self._others.clear()
-            self._bundles = None
+            in_order = (coordinators, [s.actor for s in self._servers.values()], [self._others.get("etcd")])
+            try:
+                if ray.is_initialized():  # otherwise all has ended, and calls would start another Ray
+                    for some in in_order:
+                        _end([actor for actor in some if actor is not None])
+                    self._bundles.remove()
+            finally:
+                self._servers.clear()
+                self._others.clear()
+                self._bundles = None
 
     # --- plumbing ---------------------------------------------------------------------------------------------------
 
@@ -223,7 +235,7 @@ class Cluster:
         deadline = time.monotonic() + self._timeout_s
         self._bundles = bundles
         try:
-            bundles.begin(servers, self._timeout_s)
+            bundles.reserve(servers, self._timeout_s)
             if not self._template:
                 here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
                 self._others["etcd"] = etcd = self._host("etcd", "etcd", num_cpus=0, scheduling_strategy=here)
@@ -249,7 +261,8 @@ class Cluster:
         if len(machines) > 1 and not self._network:
             raise ConfigError(
                 f"Ray's nodes are {len(machines)} machines, whose servers find each other over the network: give `url` "
-                "with certificates that every node has, or say insecure=True where a network of your own protects them"
+                "with certificates that every node has, or say insecure=True where a network of your own protects them "
+                "(a cluster that was begun without, on one machine, listens on loopback and cannot grow: begin another)"
             )
 
     def _url_of(self, name: str) -> str:
@@ -258,7 +271,8 @@ class Cluster:
     def _host(self, name: str, role: str, **where: Any) -> Any:
         """Starts an actor."""
         spec = HostedProcess(
-            name, role, self._folder, "" if role == "etcd" else self._url_of(name), self._network,
+            name, role, self._folder, "" if role == "etcd" else self._url_of(name),
+            "" if self._network else _machine(ray.get_runtime_context().get_node_id()),
             self._options.get(role, ()), self._timeout_s,
         )  # fmt: skip
         return ray.remote(ProcessHost).options(max_restarts=-1, **where).remote(spec)
@@ -280,9 +294,6 @@ class Cluster:
         for name in [server.name for server in self._servers.values() if not server.running]:
             self._bundles_there().give_back(self._servers.pop(name).bundle)
         return sorted(self._servers.values(), key=lambda server: scaling.by_number(server.name))
-
-    def _nodes_used(self) -> set[str]:
-        return {node for server in self._servers.values() if (node := server.describe().node)}
 
     def _wait_ended(self, name: str) -> None:
         deadline = time.monotonic() + _STOP_S
@@ -312,9 +323,10 @@ class _Server:
         self.actor = actor
         self.bundle = bundle
 
-    def describe(self) -> RayServer:
+    def describe(self, info: Any) -> RayServer:
+        """The server by its actor's answer, a reference; an answer that is not there yet is not waited for."""
         try:
-            found = ray.get(self.actor.info.remote(), timeout=_ANSWER_S)
+            found = ray.get(info, timeout=0)
         except (RayActorError, GetTimeoutError):
             return RayServer(self.name, "restarting")
         ready = found["ready"]
@@ -366,13 +378,21 @@ def _has_ended(actor: Any) -> bool:
     return bool(found) and found["State"] == "DEAD"
 
 
+def _machine(node: str) -> str:
+    """The address of a node's machine."""
+    return next(str(each["NodeManagerAddress"]) for each in ray.nodes() if each["NodeID"] == node)
+
+
 def _last_line(text: str) -> str:
     return text.strip().splitlines()[-1].removeprefix("RuntimeError: ")
 
 
 def _end(actors: list[Any]) -> None:
     """Ends the processes of actors, then the actors; returns when it was done or has taken too long."""
-    stopping = [actor.stop.remote() for actor in actors]
+    stopping = []
+    for actor in actors:
+        with suppress(Exception):  # of a Ray that has ended
+            stopping.append(actor.stop.remote())
     with suppress(Exception):  # it dies with its actor in any case
         ray.wait(stopping, num_returns=len(stopping), timeout=_STOP_S)
     for actor in actors:

@@ -11,6 +11,7 @@ on the very same one.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -24,17 +25,22 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from elasticps.admin import fetch_health
-from elasticps.errors import ClusterUnreachable, ServerError
+from elasticps.errors import ClusterUnreachable, ConfigError, ServerError
 from elasticps.local import etcd, scaling
 from elasticps.local.process import Process, stop_all
 from elasticps.ray import tether
 from elasticps.security import credentials_of
 from elasticps.system import background
+
+if TYPE_CHECKING:
+    from elasticps.security.credentials import Credentials
+
+log = logging.getLogger(__name__)
 
 LOOK_S = 1.0  # between looks at the node and at the process
 ANSWER_S = 2.0  # for one answer of the process
@@ -51,7 +57,8 @@ class HostedProcess:
     name, role  such as "s0" and "server"; roles: "etcd", "coordinator", "server"
     folder      name of the folder for its log, and the data of an etcd
     url         of the cluster, for this process; "" for etcd
-    network     whether it is found under its node's address, and not only on its own machine
+    machine     address of the only machine where it can run, as others find it over loopback; "": others find it under
+                its node's address
     options     of its command
     ready_s     how long a start may take
     """
@@ -60,7 +67,7 @@ class HostedProcess:
     role: str
     folder: str
     url: str = ""
-    network: bool = False
+    machine: str = ""
     options: tuple[str, ...] = ()
     ready_s: float = 300.0
 
@@ -144,10 +151,16 @@ class ProcessHost:
                 self._trouble = str(error)
                 self._begun.set()
                 return
+            log.error("%s %s cannot be started: %s", self._spec.role, self._spec.name, error)
             time.sleep(PAUSE_S)  # what it needs may come back
             os._exit(1)
         self._begun.set()
-        self._watch(self._running)
+        try:
+            self._watch(self._running)
+        except Exception:  # the process ends with this thread
+            if not self._closing.is_set():
+                log.exception("%s cannot be watched; Ray starts it again", self._spec.name)
+                os._exit(1)
 
     def _watch(self, running: _Running) -> None:
         """Returns when the process has been stopped; otherwise the worker process ends."""
@@ -182,7 +195,9 @@ class ProcessHost:
     def _start(self) -> _Running:
         spec = self._spec
         self._folder.mkdir(parents=True, exist_ok=True)
-        host = ray.util.get_node_ip_address() if spec.network else "127.0.0.1"
+        here = ray.util.get_node_ip_address()
+        check_machine(spec, here)
+        host = "127.0.0.1" if spec.machine else here
         deadline = time.monotonic() + spec.ready_s
         if spec.role == "etcd":
             plan = etcd.EtcdPlan.stored(self._folder / "etcd", host, self._folder / "etcd.json")
@@ -190,6 +205,7 @@ class ProcessHost:
             process = self._start_process(plan.command(), plan.environment())
             _wait(process, partial(process.wait_until, plan.healthy, deadline))
             return _Running(process, plan.healthy)
+        credentials = credentials_of(spec.url) if spec.role == "server" else None  # once: they keep what could be read
         more = ["--take-over", "--host", host, "--zone", self._node[:12]] if spec.role == "server" else []
         if spec.role == "server" and self._again:
             more += ["--wait", "60"]  # the store may have gone down with the same node
@@ -198,11 +214,21 @@ class ProcessHost:
         _wait(process, partial(process.wait_ready, deadline))
         if spec.role == "coordinator":
             return _Running(process, partial(_stands, process.pid))
-        return _Running(process, partial(_serves, process.ready["admin"], spec.url))
+        return _Running(process, partial(_serves, process.ready["admin"], credentials))
 
     def _start_process(self, command: list[str], environment: dict[str, str]) -> Process:
         tied = [sys.executable, "-I", "-S", str(tether.__file__), str(os.getpid()), *command]
         return Process.start(self._spec.name, self._spec.role, tied, self._folder, environment)
+
+
+def check_machine(spec: HostedProcess, here: str) -> None:
+    """Raises ConfigError if a process that others find over loopback would run on another machine than theirs."""
+    if spec.machine not in ("", here):
+        raise ConfigError(
+            f"{spec.role} {spec.name} cannot run on the machine {here}: its cluster was begun on {spec.machine}, Ray's "
+            "only machine then, and listens on loopback there; begin a cluster for several machines, by `url` with "
+            "certificates or by insecure=True"
+        )
 
 
 def _wait(process: Process, ready: Callable[[], None]) -> None:
@@ -214,10 +240,10 @@ def _wait(process: Process, ready: Callable[[], None]) -> None:
         raise
 
 
-def _serves(admin: str, url: str) -> bool:
+def _serves(admin: str, credentials: Credentials | None) -> bool:
     try:
-        background.run(fetch_health(admin, ANSWER_S, credentials=credentials_of(url)), 2 * ANSWER_S)
-    except ServerError:  # it refuses to answer us
+        background.run(fetch_health(admin, ANSWER_S, credentials=credentials), 2 * ANSWER_S)
+    except (ServerError, ConfigError):  # it refuses to answer us, or we cannot ask: no reason to kill it
         return True
     except (ClusterUnreachable, TimeoutError):
         return False
