@@ -7,12 +7,15 @@ Policies travel as JSON within a table's spec and in POLICY operations. What the
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from abc import ABC
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import lru_cache
+from hashlib import blake2b
 from typing import ClassVar
 
 from elasticps.errors import SpecError
@@ -213,3 +216,10 @@ def half_life_of(evictions: Sequence[Eviction]) -> float | None:
         if isinstance(policy, Capacity) and policy.half_life is not None:
             return float(policy.half_life)  # type: ignore[arg-type]
     return None
+
+
+@lru_cache(maxsize=256)
+def word_of(admission: Admission | None, evictions: tuple[Eviction, ...]) -> int:
+    """A number of 56 bits, above 0, that equal policies have in common, and others do not."""
+    policies = json.dumps([None if each is None else each.to_dict() for each in (admission, *evictions)]).encode()
+    return int.from_bytes(blake2b(policies, digest_size=7).digest(), "little") or 1

@@ -7,14 +7,13 @@ nothing else, so replicas that apply the same log hold the same rows, candidates
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.errors import InputError
-from elasticps.model.policies import Admission, Capacity, Eviction, MinCount, half_life_of
+from elasticps.model.policies import Admission, Capacity, Eviction, MinCount, half_life_of, word_of
 from elasticps.model.spec import TableSpec
 from elasticps.store import admission, usage
 from elasticps.store import native as field
@@ -121,11 +120,13 @@ class Lifecycle:
         self.decided = np.zeros(len(times), np.bool_)  # ranges whose log has said what policies they are under
         self._bounds: frozenset[tuple[bool, int]] | None = None  # as `bounds` gives them; None: look
         self.version = 0  # how often policies were set
+        self._words = np.zeros(len(times), np.int64)  # of the policies that ranges are under; 0 where none is decided
         header[H_USAGE_AT], header[H_USAGE_FLOATS] = usage_at, spec.usage_floats
         header[H_TIMES], header[H_POLICIES] = times.ctypes.data, self._policies.ctypes.data
         self._spare = np.zeros(int(header[H_STRIDE]) // 8, np.int64)  # a row of no key
         header[H_SPARE], header[H_ADMITTED] = self._spare.ctypes.data, self.admitted.ctypes.data
         self._set(np.arange(len(times)), spec)
+        self._words[:] = 0
 
     def spec_of(self, r: int) -> TableSpec:
         """The table's spec with the policies that range r is under."""
@@ -143,6 +144,10 @@ class Lifecycle:
         for some in known.values():
             found.setdefault(policies_of(specs[some[0]]), []).extend(some)
         return {policies: sorted(some) for policies, some in found.items()}
+
+    def under(self, r: int, word: int) -> bool:
+        """Whether range r is under the policies with that word, see `word_of`; 0: whatever it is under."""
+        return word in (0, self._words[r])
 
     def set_policies(self, ranges: Ranges, chosen: Admission | None, evictions: Sequence[Eviction]) -> None:
         """Puts ranges [n] under these policies. SpecError if the rows do not keep what they need."""
@@ -179,6 +184,7 @@ class Lifecycle:
         else:
             self._changed.update(dict.fromkeys(ranges.tolist(), spec))
         self.version += 1
+        self._words[ranges] = word_of(*policies_of(spec))
         half_life = half_life_of(spec.eviction)
         number, threshold = admission.numbers_of(spec.admission)
         self._policies[ranges] = 1.0 / half_life if half_life else 0.0, number, threshold
@@ -281,14 +287,13 @@ class Lifecycle:
         the table is not created there: a replica may know it by other ranges, and others not."""
         if not self.decided[r]:
             return []
-        spec = self.spec_of(r)
-        policies = repr((spec.admission, spec.eviction)).encode()
-        return [int.from_bytes(blake2b(policies, digest_size=7).digest(), "little"), *self.waiting.words(r)]
+        return [int(self._words[r]), *self.waiting.words(r)]
 
     def erase(self, ranges: Ranges) -> None:
         """Forgets ranges [n] that are not here any more."""
         self._set(ranges, self.spec)
         self.decided[ranges] = False
+        self._words[ranges] = 0
 
     def advance(self, ranges: Ranges, before: Ranges) -> None:
         """Cluster time of ranges [n] has gone on from `before`, seconds [n]: halves sketches where that is due."""

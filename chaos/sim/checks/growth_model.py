@@ -24,6 +24,7 @@ from elasticps.model.policies import (
     MinCountSketch,
     Probability,
     half_life_of,
+    word_of,
 )
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.sweeps import SweptInterval
@@ -359,6 +360,9 @@ class RangeModel:
             self._decide(table, number, op.payload.spec)  # type: ignore[attr-defined]
         else:
             assert isinstance(op.payload, SweptInterval)
+            word = word_of(table.admission, table.evictions) if number in self.decided else 0
+            if op.payload.policies not in (0, word):  # it was chosen under others
+                return
             table.evict(op.payload, self.cut, op)
         self._note(table, number)
 

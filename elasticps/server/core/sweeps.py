@@ -25,6 +25,7 @@ from elasticps.model.policies import (
     MinCount,
     SmallNorm,
     half_life_of,
+    word_of,
 )
 from elasticps.store import eviction
 from elasticps.store.eviction import TIE_END, Measure, Predicate, Reason
@@ -45,25 +46,29 @@ _MAX = 1 << 62
 
 class SweptInterval(NamedTuple):
     """An EVICT: in each of its ranges, the rows of a table whose hashes are in low..high-1, and that the predicate
-    chooses, are forgotten. ranges: of a sweep that is part of a BARRIER_CLOSE, in which ranges."""
+    chooses, are forgotten. ranges: of a sweep that is part of a BARRIER_CLOSE, in which ranges. policies: the word of
+    those that it follows from: in a range that is under others by now it changes nothing; 0: of whatever policies."""
 
     table: int
     low: int
     high: int
     predicate: Predicate
     ranges: tuple[int, ...] = ()
+    policies: int = 0
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> SweptInterval:
         """From JSON. FrameError for what it cannot be."""
         table, low, high = whole(document.get("id"), MAX_TABLE, 1), document.get("low"), document.get("high")
         ranges, predicate = wholes(document.get("ranges", []), MAX_RANGES - 1), predicate_of(document.get("predicate"))
-        return cls(table, whole(low, HASH_END), whole(high, HASH_END), predicate, ranges)
+        policies = whole(document.get("policies", 0), _MAX)
+        return cls(table, whole(low, HASH_END), whole(high, HASH_END), predicate, ranges, policies)
 
     def document(self) -> dict[str, Any]:
         """As JSON."""
         found = {"id": self.table, "low": self.low, "high": self.high, "predicate": list(self.predicate)}
-        return found | ({"ranges": list(self.ranges)} if self.ranges else {})
+        found |= {"ranges": list(self.ranges)} if self.ranges else {}
+        return found | ({"policies": self.policies} if self.policies else {})
 
 
 def predicate_of(values: object) -> Predicate:
@@ -79,12 +84,14 @@ def predicate_of(values: object) -> Predicate:
 
 
 class Slice(NamedTuple):
-    """What is looked at in one go: several ranges of a table as a whole, or hashes low..high-1 of a single one."""
+    """What is looked at in one go: several ranges of a table as a whole, or hashes low..high-1 of a single one.
+    policies: the word of those that the ranges were under as this was planned; 0: of any."""
 
     table: int
     ranges: tuple[int, ...]
     low: int
     high: int
+    policies: int = 0
 
 
 Policies = tuple[Admission | None, tuple[Eviction, ...]]
@@ -191,10 +198,10 @@ class SweepPlan:
             for policies, ranges in self._by_policies(number, table, headed).items():
                 for by, pause_s, rows in sorted(predicates(*policies, now), key=lambda found: found[2] > 0):
                     if rows:  # last: what goes by its age makes room
-                        yield from self._cut(number, table, headed, ranges, by, rows)
+                        yield from _under(policies, self._cut(number, table, headed, ranges, by, rows))
                     elif self._due(number, by, pause_s, clock_s, hurry) and table.counts(by.of_candidates).any():
                         for some in _grouped(table, ranges, by.of_candidates):
-                            yield from self._parts(number, table, some, by)
+                            yield from _under(policies, self._parts(number, table, some, by))
 
     def cuts(
         self, tables: Mapping[int, SweptTable], headed: NDArray[np.int64], now: int
@@ -204,7 +211,7 @@ class SweepPlan:
             for policies, ranges in self._by_policies(number, table, headed).items():
                 for by, _, rows in predicates(*policies, now):
                     if rows:
-                        yield from self._cut(number, table, headed, ranges, by, rows)
+                        yield from _under(policies, self._cut(number, table, headed, ranges, by, rows))
 
     def _by_policies(self, number: int, table: SweptTable, headed: NDArray[np.int64]) -> Mapping[Policies, list[int]]:
         known = self._groups.get(number)
@@ -272,6 +279,15 @@ class SweepPlan:
         there = set(live)
         self._rounds = {at: state for at, state in self._rounds.items() if at[0] in there}
         self._groups = {number: groups for number, groups in self._groups.items() if number in there}
+
+
+def _under(
+    policies: Policies, found: Iterable[tuple[Slice, Predicate, float]]
+) -> Iterator[tuple[Slice, Predicate, float]]:
+    """Slices of ranges under these policies."""
+    word = word_of(*policies)
+    for at, by, share in found:
+        yield at._replace(policies=word), by, share
 
 
 def _count(table: SweptTable, ranges: Sequence[int] | NDArray[np.int64], by: Predicate) -> int:

@@ -288,8 +288,8 @@ class Executor:
 
     def _evict(self, effect: Apply, swept: SweptInterval, ranges: Iterable[int]) -> None:
         table, unfinished = self.store.tables.get(swept.table), effect.inside or {}
-        if table is not None:
-            for r in ranges:
+        if table is not None and table.lifecycle is not None:
+            for r in filter(partial(table.lifecycle.under, word=swept.policies), ranges):
                 bound = unfinished.get(r, HASH_END)
                 table.evict(r, swept.low, swept.high, swept.predicate, bound, self.applied)
             self._bound_notes(effect, table)

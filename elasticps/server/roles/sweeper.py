@@ -235,7 +235,7 @@ class Sweeper:
         if self._loop.time() - waiting.closed_s > ROUND_S:
             waiting.sweeps.clear()
             return False
-        about = payload._replace(predicate=payload.predicate._replace(below=0, tie=0, now=0))
+        about = payload._replace(predicate=payload.predicate._replace(below=0, tie=0, now=0), policies=0)
         if len(waiting.sweeps) < MOST_IN_A_ROUND or about in waiting.sweeps:  # else it is planned again
             waiting.sweeps[about] = payload
         return True
@@ -247,14 +247,15 @@ class Sweeper:
         if table is None or table.lifecycle is None:
             return by, 0, None
         headed = set(self._serving.headed.tolist())
-        ranges = [r for r in at.ranges if r in headed]
+        ranges = [r for r in at.ranges if r in headed and table.lifecycle.under(r, at.policies)]
         by = self._at_their_time(by, ranges)
         found = measure(table, ranges, at, by)
         by, going = choose(table, found, at, by, share)
         self.swept_rows += sum(len(each.keys) for each in found.values())
         if not going:
             return by, 0, None
-        payload, ordered = SweptInterval(at.table, at.low, at.high, by, tuple(ranges)), np.array(ranges, np.int64)
+        payload = SweptInterval(at.table, at.low, at.high, by, tuple(ranges), at.policies)
+        ordered = np.array(ranges, np.int64)
         if self._waits_for_a_round(table, payload):
             return by, going, None
         table.lifecycle.measured = MeasuredSweep(self._executor.applied, at.low, at.high, by, found)
