@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +17,7 @@ import typer
 
 from elasticps.cli.checkpoint import parse_keep
 from elasticps.cli.options import URL_VARIABLE, seconds, usable_place
-from elasticps.cli.output import err, sigterm_interrupts
+from elasticps.cli.output import err
 from elasticps.errors import ConfigError
 from elasticps.launch.core import task as tasks
 from elasticps.launch.core.task import Task
@@ -28,6 +28,8 @@ from elasticps.local.scaling import SERVERS_MAX
 from elasticps.system.memory import parse_size
 
 _LOOK_S = 0.1
+_ASK_S = 1.0  # between questions to etcd, which every task of a job asks
+_LATE_S = 30.0
 _TWICE_S = 1.0  # within that the same signal counts once: schedulers send it to a process and to its group
 
 
@@ -159,19 +161,22 @@ class _Run:
         self._stop_s = stop_s
         self._patience_s = patience_s
         self._drain_s = options.drain_s
-        self._command: subprocess.Popen[bytes] | None = None
+        self._leave_s = 2 * options.drain_s + _LATE_S  # servers stay beyond the former where they have the last copies
+        self._started = False
+        self._command: int | None = None  # its process id, until it has been waited for
         self._stopping_since: float | None = None  # when somebody asked it to end, in monotonic seconds
+        self._at_once = False  # somebody has asked again
 
     def _tell(self, line: str) -> None:
         err.print(f"task {self._task.number}: {line}" if self._task.count > 1 else line, markup=False, soft_wrap=True)
 
     def __call__(self, command: Sequence[str]) -> int:
         """Runs the command; returns its exit code, 128 + n for death by signal n."""
-        with sigterm_interrupts():
-            url = self._processes.start()
         over = self._task.count == 1
-        try:
-            with self._signals():
+        with self._signals():
+            try:
+                url = self._processes.start()
+                self._started = True
                 job = JobMembership(self._processes.operator_url, self._task, self._patience_s)
                 try:
                     if not over:
@@ -183,8 +188,9 @@ class _Run:
                     code = 128 + signal.SIGTERM
                 finally:
                     job.close()
-        finally:
-            self._processes.stop(keep_etcd=not over)
+            finally:
+                self._started = True  # no signal interrupts the end
+                self._processes.stop(keep_etcd=self._task.first and not over)
         return code
 
     # ----------------------------------------------------------------------------------------------- the command
@@ -192,21 +198,33 @@ class _Run:
     def _run(self, command: Sequence[str], url: str) -> int:
         if self._task.first:
             self._announce(url)
-        running = self._command = subprocess.Popen(command, env={**os.environ, URL_VARIABLE: url})
-        self._processes.watch(running.pid, supervisor.started_at(running.pid) or "")
-        if self._stopping_since is not None:  # before there was anybody to tell
-            running.send_signal(signal.SIGTERM)
+        own_group = not _at_terminal()  # with all that the command starts; at a terminal Ctrl-C is to reach it
         try:
-            self._wait(lambda: running.poll() is not None or self._late())
-            if running.poll() is None:
+            running = subprocess.Popen(
+                command, env={**os.environ, URL_VARIABLE: url}, process_group=0 if own_group else None
+            )
+        except OSError as error:
+            raise ConfigError(f"{command[0]} cannot be executed: {error.strerror}") from None
+        try:
+            self._command = running.pid
+            self._processes.watch(running.pid, supervisor.started_at(running.pid) or "")
+            if self._stopping_since is not None:  # before there was anybody to tell
+                self._pass_on(signal.SIGTERM)
+            self._wait(lambda: _has_ended(running) or self._late())
+            if not _has_ended(running):
                 self._tell("the command has not ended yet; servers hand over what they hold")
                 self._processes.leave()
-                self._wait(lambda: running.poll() is not None)
+                self._wait(lambda: _has_ended(running), self._leave_s)
         finally:
-            if running.poll() is None:
-                running.kill()
-                running.wait()
-        code = int(running.returncode)
+            self._command = None
+            left = supervisor.descendants(running.pid)  # ranks of torchrun have sessions of their own
+            if own_group:
+                with suppress(ProcessLookupError, PermissionError):  # PermissionError: some run as another user
+                    os.killpg(running.pid, signal.SIGKILL)
+            running.kill()
+            for pid, moment in left:
+                supervisor.send(pid, moment, signal.SIGKILL)
+            code = running.wait()
         return code if code >= 0 else 128 - code
 
     def _late(self) -> bool:
@@ -230,42 +248,90 @@ class _Run:
         """Returns whether the job is over, so that nobody needs this task's etcd any more."""
         if code == 0 and self._stopping_since is None:
             job.done()
-            self._wait(lambda: not job.waits_for() or self._stopping_since is not None)
-            if self._stopping_since is None:
+            self._wait(
+                lambda: self._stopping_since is not None or not job.waits_for(), every_s=_ASK_S, until_asked=True
+            )
+            if not job.gave_up and self._stopping_since is None:
                 job.left()
-                self._wait(lambda: not self._task.first or not job.staying(), LEAVE_S)
+                self._wait(lambda: not self._task.first or not job.staying(), LEAVE_S, _ASK_S)
                 return True
         self._processes.leave()
-        self._wait(self._processes.have_left)
+        self._wait(self._processes.have_left, self._leave_s)
+        if not self._processes.have_left():
+            self._tell(f"servers have not handed over all that they hold in {self._leave_s:g} s; they end now")
         job.sign_off()
         if not self._task.first or self._stopping_since is None:
             return not self._task.first
-        self._wait(lambda: not job.staying(), self._drain_s)  # they need etcd to hand over
+        self._wait(lambda: not job.staying(), self._drain_s, _ASK_S)  # they need etcd to hand over
         return not job.staying()
 
-    def _wait(self, done: Callable[[], bool], timeout_s: float = float("inf")) -> None:
-        until = time.monotonic() + timeout_s
-        while not done() and time.monotonic() < until:
+    def _wait(
+        self, done: Callable[[], bool], timeout_s: float = float("inf"), every_s: float = 0.0, *,
+        until_asked: bool = False,
+    ) -> None:  # fmt: skip
+        """Waits until `done()`, which is asked every `every_s` seconds, or for `timeout_s`; until_asked: or until
+        somebody asks for the end. Raises _Stop when somebody asks again."""
+        look = time.monotonic()
+        until = look + timeout_s
+        while True:
+            if self._at_once:
+                raise _Stop
+            now = time.monotonic()
+            if now >= look:
+                if done():
+                    return
+                look = now + every_s
+            if now >= until or (until_asked and self._stopping_since is not None):
+                return
             for line in self._processes.ended():
                 self._tell(f"{line}: started again")
             time.sleep(_LOOK_S)
 
+    # -------------------------------------------------------------------------------------------------- signals
+
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Hands SIGTERM and SIGINT on to the command. A second one ends everything at once."""
+        """Hands signals on to the command: SIGTERM and SIGINT, and SIGHUP as SIGTERM, ask everything to end, a second
+        one at once; SIGUSR1 and SIGUSR2 are the command's alone. Before it starts one of the former interrupts."""
 
         def handle(number: int, frame: object) -> None:
-            now = time.monotonic()
-            if self._stopping_since is not None and now > self._stopping_since + _TWICE_S:
-                raise _Stop
-            self._stopping_since = self._stopping_since or now
-            by_terminal = number == signal.SIGINT and sys.stdin is not None and sys.stdin.isatty()
-            if self._command is not None and self._command.poll() is None and not by_terminal:
-                self._command.send_signal(number)
+            if number in (signal.SIGUSR1, signal.SIGUSR2):
+                self._pass_on(number)
+                return
+            now, first = time.monotonic(), self._stopping_since is None
+            if self._stopping_since is None:
+                self._stopping_since = now
+            if not self._started:
+                if first:  # later ones find everything ending already
+                    raise KeyboardInterrupt
+            elif now > self._stopping_since + _TWICE_S:
+                self._at_once = True  # for `_wait`: raised here it could leave anything half done
+            if not (number == signal.SIGINT and _at_terminal()):
+                self._pass_on(signal.SIGTERM if number == signal.SIGHUP else number)
 
-        before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as by nohup
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, handle) for number in numbers}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _pass_on(self, number: int) -> None:
+        if self._command is not None:  # and not waited for yet, so the id is nobody else's
+            with suppress(ProcessLookupError):
+                os.kill(self._command, number)
+
+
+def _at_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a process has ended. It is not waited for, so that its id, and its group's, stay its own."""
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # who started us has the system wait for our children
+        return True

@@ -56,6 +56,7 @@ class DrainSignal(enum.StrEnum):
 
     TERM = "TERM"
     USR2 = "USR2"
+    RTMIN = "RTMIN"
 
 
 def server(
@@ -110,12 +111,13 @@ def server(
     ] = False,
     drain_on: Annotated[
         DrainSignal,
-        typer.Option(help="USR2 takes the part of SIGTERM, which a scheduler may send to every process of a job."),
+        typer.Option(help="It takes the part of SIGTERM, which a scheduler may send to every process of a job."),
     ] = DrainSignal.TERM,
     log_level: LogLevel = "info",
     log_format: LogFormat = "logfmt",
 ) -> None:
     """Run one server. SIGTERM: it hands everything over, then ends. SIGINT (Ctrl-C) or a second SIGTERM: it ends."""
+    _ignore_user_signals()
     from elasticps.server.process.main import serve  # compiles kernels: only this command waits for that
 
     logs.configure(log_level, log_format=log_format, cluster=_cluster(url), process=name)
@@ -208,6 +210,7 @@ def coordinator(
 
     It creates the cluster if there is none of that name.
     """
+    _ignore_user_signals()
     logs.configure(log_level, log_format=log_format, cluster=_cluster(url), process=name)
     chosen = {"ranges": ranges, "replicas": replicas, "min_servers": min_servers}
     given = {key: value for key, value in chosen.items() if value is not None}
@@ -219,6 +222,12 @@ def coordinator(
     checkpoints = checkpoint_url, seconds(checkpoint_every) if checkpoint_every else 0.0, checkpoint_keep
     scaling = scaling_of(autoscale, autoscale_servers, autoscale_target)
     uvloop.run(_coordinate(url, name, given, timeout, (host, metrics_port), restore, checkpoints, scaling))
+
+
+def _ignore_user_signals() -> None:
+    """Ignores SIGUSR1 and SIGUSR2, which a scheduler may send to every process of a job: they are for its command."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _cluster(url: str) -> str:

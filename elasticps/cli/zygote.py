@@ -67,7 +67,8 @@ def _prepare() -> None:
 
 def main() -> None:
     """Entry point of the zygote and its children."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of a scheduler, to every process of a job: it ends with its owner
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # of a scheduler, to every process of a job
+        signal.signal(number, signal.SIG_IGN)  # it ends with its owner
     sock = socket.socket(fileno=int(sys.argv[1]))
     _prepare()
     arguments = serve(sock)

@@ -198,7 +198,7 @@ def _dialled(address: str, timeout_s: float) -> tuple[float | None, str]:
     began = time.monotonic()
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
-    except (OSError, UnicodeError) as error:
+    except (OSError, ValueError, OverflowError) as error:  # of a port that is none, too
         return None, (getattr(error, "strerror", None) or str(error) or type(error).__name__).lower()
     return time.monotonic() - began, ""
 
@@ -227,7 +227,7 @@ def _of_cluster(url: str, timeout_s: float) -> ClusterFacts:
     known = {one.name: one for one in (*(state.view.servers if state.view else ()), *state.registered)}
     servers = list(known.values())
     addresses = [(f"data port of server {server.name}", server.address) for server in servers]
-    addresses += [(f"admin port of server {server.name}", server.admin) for server in servers]
+    addresses += [(f"admin port of server {server.name}", server.admin) for server in servers if server.admin]
     ports += _tried(addresses, timeout_s)
     try:
         reports, clocks = background.run(_question(url, servers, timeout_s))
@@ -250,6 +250,8 @@ async def _question(url: str, servers: Sequence[ServerInfo], timeout_s: float) -
     leader: list[Clock] = []
 
     async def ask(server: ServerInfo) -> ServerUse:
+        if not server.admin:
+            return ServerUse(server.name, error="it has no admin port")
         async with limit:
             began = time.time()
             try:

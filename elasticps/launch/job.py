@@ -15,6 +15,7 @@ from elasticps.launch.core.task import Task
 from elasticps.system import background
 
 _KEYS = "launch/tasks/"  # by number: the task's state
+_DIGITS = 9  # of a number at most
 _LEASE_S = 10.0
 _RENEW_S = 2.0
 _CALL_S = 2.0
@@ -33,6 +34,8 @@ class JobMembership:
         self._store: Store | None = None
         self._lease = 0
         self._renewal: asyncio.Task[None] | None = None
+        self._unsaid = ""  # a state that etcd has not taken yet
+        self._last: dict[int, str] = {}  # the states of tasks when etcd last answered
 
     def begin(self, timeout_s: float) -> None:
         """Signs this task on. Raises StoreUnavailable if etcd does not answer in time."""
@@ -67,8 +70,14 @@ class JobMembership:
     async def _say(self, state: str) -> None:
         await self._stop_renewing()
         assert self._store is not None
-        with suppress(CoordinationError):  # etcd has ended: then nobody is left to be told
-            await self._store.put(self._key, state.encode())
+        self._unsaid = state
+        with suppress(CoordinationError):  # etcd is away: said with the next question, unless nobody is left
+            await self._say_again(self._store)
+
+    async def _say_again(self, store: Store) -> None:
+        if self._unsaid:
+            await store.put(self._key, self._unsaid.encode())
+            self._unsaid = ""
 
     async def _stop_renewing(self) -> None:
         if self._renewal is not None:
@@ -77,24 +86,35 @@ class JobMembership:
             self._renewal = None
 
     def waits_for(self) -> list[int]:
-        """Returns the tasks whose work is not done; where etcd does not answer, those that may come back."""
+        """Returns the tasks whose work is not done, as far as etcd tells or has told; see `JobEnd`."""
         return self._end.waits_for(self._states(), time.monotonic())
 
-    def staying(self) -> list[int]:
-        """Returns the other tasks that need etcd; none where it does not answer."""
-        return staying(self._states())
+    @property
+    def gave_up(self) -> bool:
+        """Whether etcd has been away for so long that `waits_for` returned none, though others may work still."""
+        return self._end.gave_up
 
-    def _states(self) -> dict[int, str]:
+    def staying(self) -> list[int]:
+        """Returns the other tasks that need etcd; where it does not answer, those that needed it when it last did."""
+        self._states()
+        return staying(self._last)
+
+    def _states(self) -> dict[int, str] | None:
+        """Returns the states of the tasks that there are; None where etcd does not answer."""
+
         async def states(store: Store) -> dict[int, str]:
+            await self._say_again(store)
             entries = (await store.list(_KEYS)).entries
             found = {entry.key.removeprefix(_KEYS): entry.value.decode(errors="replace") for entry in entries}
-            return {int(number): state for number, state in found.items() if number.isascii() and number.isdecimal()}
+            return {int(number): state for number, state in found.items()
+                    if number.isascii() and number.isdecimal() and len(number) <= _DIGITS}  # fmt: skip
 
         assert self._store is not None
         try:
-            return background.run(states(self._store))
+            self._last = background.run(states(self._store))
         except CoordinationError:
-            return {}
+            return None
+        return self._last
 
     def sign_off(self) -> None:
         """Ends this task's entry, unless it says that the task is done; others wait for a while then, as it may come

@@ -11,6 +11,7 @@ import shutil
 import signal
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,6 +34,8 @@ from elasticps.system import background
 _KILL_AFTER_S = 10.0
 _AGAIN_S = 0.2
 _COORDINATOR = "c0"
+# Where there is one, a signal that no scheduler sends to every process of a job.
+_DRAIN_ON: signal.Signals = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -61,12 +64,13 @@ class TaskProcesses:
     """Starts and ends the processes of a task. tell: called with a line of text for each step of the start."""
 
     def __init__(self, task: Task, options: LaunchOptions, tell: Callable[[str], None] = lambda line: None) -> None:
-        self._task = task
-        self._options = options
-        self._tell = tell
-        self._host = own_address(task)
+        self._task = task  # which part of the job is ours
+        self._options = options  # of the whole job's cluster
+        self._tell = tell  # takes a line for each step
+        self._host = own_address(task)  # by which other machines find this one
         self._names = task.servers(options.servers)  # of this task's servers
         self._base: Path | None = None  # what the task that is started in this one's place finds; None: it is alone
+        self._found_data = False  # of etcd there, before this process began
         self._folder: Path | None = None  # state and logs, while anything runs
         self._supervisor: supervisor.Supervisor | None = None  # ends everything if this process dies
         self._zygote: Zygote | None = None  # forks our processes; None for a task that has none
@@ -75,7 +79,9 @@ class TaskProcesses:
         self._processes: dict[str, Process] = {}  # by name, dead ones too
         self._ends: list[str] = []  # lines about processes that have ended, until `ended` returns them
         self._leaving = False  # servers are not started again; etcd is, without which they cannot hand over
-        self._restarter = Restarter(self._start_dead_ones)
+        self._draining: set[tuple[int, str]] = set()  # servers that have heard that they are to leave
+        self._drain_lock = threading.Lock()  # of that set
+        self._restarter = Restarter(self._start_dead_ones)  # in a thread of its own
 
     # ------------------------------------------------------------------------------------------------------ life
 
@@ -86,11 +92,11 @@ class TaskProcesses:
         not come."""
         deadline = time.monotonic() + self._options.start_s
         try:
-            self._folder = self._own_folder(deadline)
+            self._own_folder(deadline)
             if self._options.tls is not None:
-                certificates.adopt(self._options.tls, self._folder)
+                certificates.adopt(self._options.tls, self.folder)
             if self._task.first or self._names:
-                self._zygote = Zygote(self._folder / "zygote.log", os.environ) if Zygote.possible() else None
+                self._zygote = Zygote(self.folder / "zygote.log", os.environ) if Zygote.possible() else None
                 if self._zygote is not None:
                     self._zygote.entrust(self.watch)
             if self._task.first:
@@ -105,17 +111,25 @@ class TaskProcesses:
                 self._tell(f"{process.role} {process.name} is ready")
             self._wait_for_view(deadline)
         except BaseException:
-            self.stop()
+            self.stop(keep_etcd=self._found_data)
             raise
         self._restarter.start()
         return self._url_for(Role.WORKER)
 
     def leave(self) -> None:
-        """Asks this task's servers to hand over what they hold, and to end. Not by SIGTERM: schedulers may send that to
-        every process of a job, when its command is still to have a while with the servers."""
+        """Asks this task's servers to hand over what they hold, and to end; may be called again. Not by SIGTERM:
+        schedulers may send that to every process of a job, when its command is still to have a while with the
+        servers."""
         self._leaving = True
         for process in self._servers():
-            process.popen.send_signal(signal.SIGUSR2)
+            self._ask_to_leave(process)
+
+    def _ask_to_leave(self, process: Process) -> None:
+        with self._drain_lock:
+            new = (process.pid, process.moment) not in self._draining
+            self._draining.add((process.pid, process.moment))
+        if new:  # hearing it again, a server would end at once
+            process.popen.send_signal(_DRAIN_ON)
 
     def have_left(self) -> bool:
         """Whether no server of this task runs any more."""
@@ -133,14 +147,18 @@ class TaskProcesses:
                 supervisor.end_all(others, kill_after_s=_KILL_AFTER_S)
         if self._zygote is not None:
             self._zygote.close()
+        if self._base is not None and not keep_etcd:
+            shutil.rmtree(self._base / "etcd", ignore_errors=True)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._supervisor is not None:
             self._supervisor.close(_KILL_AFTER_S)
         if self._base is not None and not keep_etcd:
-            shutil.rmtree(self._base, ignore_errors=True)
+            with suppress(FileNotFoundError), state.locked(self._base):
+                if not (self._base / "run").exists():  # no other process of this task has begun meanwhile
+                    shutil.rmtree(self._base, ignore_errors=True)
         self._processes.clear()
-        self._folder = self._supervisor = self._zygote = self._etcd = None
+        self._base = self._folder = self._supervisor = self._zygote = self._etcd = None
 
     # ----------------------------------------------------------------------------------------------------- state
 
@@ -176,13 +194,19 @@ class TaskProcesses:
 
     # -------------------------------------------------------------------------------------------------- plumbing
 
-    def _own_folder(self, deadline: float) -> Path:
+    def _own_folder(self, deadline: float) -> None:
         """Makes the folder, and has it removed with everything that runs if this process dies."""
-        if self._task.count > 1:  # not where `elasticps status` looks: machines may share that
-            self._base = _private_folder(f"{self._task.name}.{self._task.number}")
-        folder = state.folder_of(self._task.name) if self._base is None else self._base / "run"
-        self._supervisor = supervisor.Supervisor(folder, self._claim(folder, deadline).born)
-        return folder
+        if self._task.count == 1:
+            folder = state.folder_of(self._task.name)
+            born = self._claim(folder, deadline).born
+        else:  # not where `elasticps status` looks: machines may share that
+            base = _private_folder(f"{self._task.name}.{self._task.number}")
+            folder = base / "run"
+            born = self._claim(folder, deadline).born
+            self._base = base  # from now on it is ours to remove
+            self._found_data = (base / "etcd").exists()
+        self._folder = folder
+        self._supervisor = supervisor.Supervisor(folder, born)
 
     def _claim(self, folder: Path, deadline: float) -> state.Record:
         """Claims the folder, when what this task's dead process has left is gone."""
@@ -191,8 +215,16 @@ class TaskProcesses:
                 return state.claim(folder)
             except ConfigError:
                 record = state.read(folder)
-                if record is None or record.owner is not None or time.monotonic() > deadline:
+                if record is None:
                     raise
+                if (owner := record.owner) is not None or time.monotonic() > deadline:
+                    if self._task.count == 1:
+                        raise
+                    who = "what it has started" if owner is None else f"process {owner.pid}"
+                    raise ConfigError(
+                        f"task {self._task.number} of cluster {self._task.name!r} runs on this machine already "
+                        f"({who}): end it, or give this run a --name of its own"
+                    ) from None
                 time.sleep(_AGAIN_S)
 
     def _start_etcd(self, deadline: float) -> None:
@@ -246,8 +278,9 @@ class TaskProcesses:
 
     def _server_options(self) -> list[str]:
         options = self._options
-        times = ("--wait", str(options.start_s), "--drain-timeout", str(options.drain_s), "--drain-on", "USR2")
-        return ["--host", self._host, *times, *(["--insecure"] if self.exposed else []), *options.server]
+        times = ("--wait", str(options.start_s), "--drain-timeout", str(options.drain_s))
+        leave = ("--drain-on", _DRAIN_ON.name.removeprefix("SIG"))
+        return ["--host", self._host, *times, *leave, *(["--insecure"] if self.exposed else []), *options.server]
 
     def _spawn(self, name: str, deaths: int = 0) -> None:
         role, command = self._command(name)
@@ -269,6 +302,8 @@ class TaskProcesses:
             )  # fmt: skip
 
         state.update(self.folder, change)
+        if self._leaving and process.role == "server":  # asked while it was started again
+            self._ask_to_leave(process)
 
     def _start_dead_ones(self) -> None:
         for process in list(self._processes.values()):

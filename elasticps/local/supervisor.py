@@ -3,12 +3,14 @@
 A process id is used again after its process has ended, so a process is known by its id *and* the moment it began
 (`started_at`). `Supervisor` runs this module as a script, in a process of its own. The owner of a cluster holds the
 other end of that process's standard input and writes one "pid moment" line per process. When the pipe closes, however
-the owner came to die, the supervisor kills all of them that still run, and those that only the cluster's record lists,
-and removes the cluster's folder. Only the standard library is imported, so that it starts in a few milliseconds.
+the owner came to die, the supervisor kills all of them that still run, with what they have started, and those that
+only the cluster's record lists, and removes the cluster's folder. Only the standard library is imported, so that it
+starts in a few milliseconds.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
@@ -19,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,22 @@ def send(pid: int, moment: str, number: int) -> bool:
     return True
 
 
+def descendants(pid: int) -> list[tuple[int, str]]:
+    """Returns what a process has started, directly or not: ids and moments; none where /proc does not tell."""
+    children: dict[int, list[int]] = {}
+    with suppress(OSError):
+        for name in filter(str.isdecimal, os.listdir("/proc")):
+            with suppress(OSError):  # it has ended meanwhile
+                stat = Path(f"/proc/{name}/stat").read_text(encoding="ascii", errors="replace")
+                children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(name))
+    found, left = [], [pid]
+    while left:
+        below = children.get(left.pop(), [])
+        left += below
+        found += [(each, moment) for each in below if (moment := started_at(each)) is not None]
+    return found
+
+
 def end_all(processes: list[tuple[int, str]], *, kill_after_s: float) -> None:
     """Ends all processes at once (by SIGINT: on SIGTERM servers drain first), kills those that still run after
     `kill_after_s`, and returns when all have ended."""
@@ -92,7 +110,7 @@ def end_all(processes: list[tuple[int, str]], *, kill_after_s: float) -> None:
 def supervise(owner: int, folder: str, born: str) -> None:
     """Reads processes from standard input until it closes or `owner` has died; then ends them, removes `folder`. born:
     as the record there says; if it says otherwise by then, the folder is another cluster's."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # it ends with its owner, after it has cleaned up
     received = b""
     owned = True
@@ -106,9 +124,32 @@ def supervise(owner: int, folder: str, born: str) -> None:
             received += chunk
     lines = [line.split() for line in received.decode().splitlines()]
     known = [(int(line[0]), line[1]) for line in lines if len(line) == 2]  # one had ended before its moment was read
+    for pid, moment in known:
+        _kill_tree(pid, moment)
     end_all(list({*known, *_recorded(Path(folder), born)}), kill_after_s=0.0)
-    if _record(Path(folder)).get("born", born) == born:
-        shutil.rmtree(folder, ignore_errors=True)
+    _remove(Path(folder), born)
+
+
+def _kill_tree(pid: int, moment: str) -> None:
+    """Kills the process that began at `moment`, what it has started, and the process group that it leads, if any."""
+    if not is_running(pid, moment):
+        return
+    below = descendants(pid)
+    with suppress(OSError):  # it has ended meanwhile; some run as another user
+        if os.getpgid(pid) == pid and is_running(pid, moment):
+            os.killpg(pid, signal.SIGKILL)
+    for each in ((pid, moment), *below):
+        send(*each, signal.SIGKILL)
+
+
+def _remove(folder: Path, born: str) -> None:
+    """Removes the folder unless it is another cluster's, under the lock that one takes to begin there."""
+    with ExitStack() as stack:
+        with suppress(FileNotFoundError):  # then none has begun beside it
+            lock = stack.enter_context((folder.parent / ".lock").open("rb"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if _record(folder).get("born", born) == born:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _recorded(folder: Path, born: str) -> list[tuple[int, str]]:

@@ -15,7 +15,7 @@ from coordinator.core.url import TlsFiles
 from elasticps.admin import fetch_status
 from elasticps.cli.app import app
 from elasticps.doctor.core.facts import ClusterFacts
-from elasticps.doctor.gather import core_share, gather, look_at
+from elasticps.doctor.gather import _dialled, core_share, gather, look_at
 from elasticps.errors import ClusterUnreachable
 from elasticps.security.authority import Authority
 from elasticps.security.identity import Identity
@@ -88,6 +88,13 @@ def test_a_certificate_is_looked_at_whether_or_not_it_can_be_used(tmp_path: Path
     assert "is no certificate" in look_at(TlsFiles(one.ca, str(tmp_path / "empty.crt"), one.key), "ads").error
     os.chmod(one.key, 0o644)
     assert look_at(one, "ads").key_open_to_others
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:70000"])
+def test_an_address_that_is_none_is_reported_as_any_other_that_does_not_answer(address: str) -> None:
+    answer_s, why = _dialled(address, 0.1)
+    assert answer_s is None
+    assert why
 
 
 def run(*arguments: str, code: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,14 +13,18 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from chaos.live import netns
+from elasticps.cli.launch import _Run, _Stop
+from elasticps.errors import ConfigError
 from elasticps.launch.core.task import Task
 from elasticps.launch.processes import LaunchOptions, TaskProcesses
-from elasticps.local import state
+from elasticps.local import state, supervisor
+from elasticps.local.process import Process
 from tests.launch import slurm_cluster, worker
 
 LAUNCH = [sys.executable, "-m", "elasticps", "launch"]
@@ -34,6 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)  # else TMPDIR is not read again
     for variable in [each for each in os.environ if each.startswith("SLURM_")]:
         monkeypatch.delenv(variable)
     yield tmp_path
@@ -74,6 +80,128 @@ def test_a_server_and_etcd_that_die_are_started_again(folder: Path) -> None:
         processes._wait_for_view(time.monotonic() + PATIENCE_S)
     finally:
         processes.stop()
+
+
+def test_a_second_process_of_a_task_is_refused_and_the_firsts_data_of_etcd_stay(folder: Path) -> None:
+    task = Task("twice", count=2)
+    first, second = (TaskProcesses(task, LaunchOptions()) for _ in range(2))
+    try:
+        first._own_folder(time.monotonic())
+        base = first.folder.parent
+        (base / "etcd").mkdir()
+        with pytest.raises(ConfigError, match=rf"task 0 of cluster 'twice' runs .* \(process {os.getpid()}\).* --name"):
+            second.start()
+        assert (base / "etcd").exists()
+        assert (base / "run" / "cluster.json").exists()
+    finally:
+        first.stop()
+    assert not base.exists()
+
+
+def test_a_start_that_fails_keeps_the_data_that_it_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Task("failing", count=2)
+    base = folder / "tmp" / f"elasticps-{os.getuid()}-failing.0"
+    monkeypatch.setattr("elasticps.launch.processes.Zygote.possible", lambda: False)
+    monkeypatch.setattr(TaskProcesses, "_start_etcd", fail)
+    for found in (True, False):
+        if found:
+            (base / "etcd").mkdir(parents=True)
+            base.chmod(0o700)
+        with pytest.raises(ConfigError, match="it fails"):
+            TaskProcesses(task, LaunchOptions()).start()
+        assert base.exists() == found
+        if found:
+            assert not (base / "run").exists()
+            shutil.rmtree(base)
+
+
+def fail(*_: object) -> None:
+    raise ConfigError("it fails")
+
+
+def test_a_server_is_asked_to_leave_once_and_so_is_one_that_is_started_again_meanwhile(folder: Path) -> None:
+    heard_file = folder / "heard_file"
+    say = f"trap 'echo x >> {heard_file}' RTMIN; echo ready; while :; do sleep 0.02; done"
+
+    def start() -> Process:
+        process = Process.start("s0", "server", ["bash", "-c", say], folder)
+        wait_until(lambda: process.output.read_text() == "ready\n")
+        return process
+
+    processes = TaskProcesses(Task("leaving"), LaunchOptions())
+    processes._folder = folder
+    state.begin(folder, "leaving")
+    processes._url = "etcd://127.0.0.1:1/leaving"
+    first = start()
+    try:
+        processes._add(first)
+        processes.leave()
+        processes.leave()
+        wait_until(lambda: heard_file.exists() and heard_file.read_text() == "x\n")
+        first.kill()
+        processes._add(start())
+        wait_until(lambda: heard_file.read_text().count("x") == 2)
+        processes.leave()
+        assert len(processes._draining) == 2
+    finally:
+        for process in (first, *processes._servers()):
+            process.kill()
+
+
+def test_what_a_command_leaves_running_ends_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elasticps.cli.launch._at_terminal", lambda: False)
+    left = folder / "left"
+    run_ = _Run(Task("groups"), LaunchOptions(), 0.0, 0.0)
+    assert run_._run(["sh", "-c", f"sleep 600 & echo $! > {left}; exit 3"], "etcd://127.0.0.1:1/groups") == 3
+    pid = int(left.read_text())
+    wait_until(lambda: supervisor.started_at(pid) is None)
+
+
+def test_signals_reach_the_command_and_a_second_one_ends_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elasticps.cli.launch._at_terminal", lambda: False)
+    monkeypatch.setattr("elasticps.cli.launch._TWICE_S", 0.0)
+    hung_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as nohup would have it ignored
+    heard_file = folder / "heard_file"
+    say = "; ".join(f"trap 'echo {name} >> {heard_file}' {name}" for name in ("USR1", "USR2", "TERM"))
+    run_ = _Run(Task("signals"), LaunchOptions(), 0.0, 0.0)
+    run_._started = True
+
+    heard = []
+
+    def send() -> None:
+        try:
+            wait_until(heard_file.exists)
+            for number, name in ((signal.SIGUSR1, "USR1"), (signal.SIGUSR2, "USR2"), (signal.SIGHUP, "TERM")):
+                os.kill(os.getpid(), number)
+                wait_until(partial(hears, name))
+                heard.append(name)
+            os.kill(os.getpid(), signal.SIGTERM)
+        except BaseException:
+            run_._at_once = True  # or the command would run for ever
+            raise
+
+    def hears(name: str) -> bool:
+        return name in heard_file.read_text()
+
+    sender = threading.Thread(target=send)
+    command = ["bash", "-c", f"{say}; echo > {heard_file}; while :; do sleep 0.02; done"]
+    try:
+        with run_._signals():
+            sender.start()
+            with pytest.raises(_Stop):
+                run_._run(command, "etcd://127.0.0.1:1/signals")
+            sender.join()
+    finally:
+        signal.signal(signal.SIGHUP, hung_up)
+    assert heard == ["USR1", "USR2", "TERM"]
+    assert run_._command is None
+
+
+def test_a_command_that_the_kernel_cannot_run_is_named(folder: Path) -> None:
+    (file := folder / "train").write_text("no program")
+    file.chmod(0o700)
+    with pytest.raises(ConfigError, match="train cannot be executed: Exec format error"):
+        _Run(Task("wrong"), LaunchOptions(), 0.0, 0.0)._run([str(file)], "etcd://127.0.0.1:1/wrong")
 
 
 # -------------------------------------------------------------------------------------------------------- many machines

@@ -73,6 +73,7 @@ def test_a_missing_variable_is_named() -> None:
 def test_machines_listed_by_hand_have_a_task_each() -> None:
     task = of_nodes("launch", "10.0.0.[1-3]", 2, 23790)
     assert task == Task("launch", ("10.0.0.1", "10.0.0.2", "10.0.0.3"), 2, 2, 3, port=23790)
+    assert of_nodes("launch", "node07", 0, 23790).nodes == ("127.0.0.1",)
     with pytest.raises(ValueError, match="twice"):
         of_nodes("launch", "a,a", 0, 23790)
     with pytest.raises(ValueError, match="no machine 3"):
@@ -114,6 +115,22 @@ def test_a_task_that_has_died_is_waited_for_until_it_is_started_again_or_patienc
     assert end.waits_for({0: DONE}, 100) == [1]  # and has died again
     assert end.waits_for({0: DONE}, 159) == [1]
     assert end.waits_for({0: DONE}, 160) == []
+
+
+def test_without_an_answer_of_etcd_others_count_as_they_did_and_are_waited_for_ten_times_as_long() -> None:
+    end = JobEnd(3, patience_s=60)
+    assert end.waits_for({0: DONE, 1: RUNNING}, 0) == [1, 2]
+    assert end.waits_for(None, 10) == [1, 2]
+    assert end.waits_for(None, 609) == [1, 2]
+    assert end.waits_for({0: DONE, 1: DONE}, 609) == [2]  # which could not say meanwhile that it is there
+    assert end.waits_for({0: DONE, 1: DONE}, 669) == []
+    assert end.waits_for(None, 700) == [2]
+    assert not end.gave_up
+    assert end.waits_for(None, 1300) == []
+    assert end.gave_up
+    hasty = JobEnd(2, patience_s=0)
+    assert hasty.waits_for(None, 0) == hasty.waits_for(None, 59) == [0, 1]
+    assert hasty.waits_for(None, 60) == []
 
 
 def test_the_first_task_stays_as_long_as_others_need_etcd() -> None:

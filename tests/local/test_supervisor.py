@@ -102,6 +102,36 @@ def test_the_supervisor_survives_a_process_that_ended_before_its_start_time_was_
     assert not (tmp_path / "kept").exists()
 
 
+def test_the_supervisor_kills_what_a_process_has_started_with_it(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    script = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), str(tmp_path / "kept"), ""]
+    leader = ["sh", "-c", "sh -c 'sleep 600 & echo $!'; setsid sleep 600 & echo $!; wait"]  # an orphan, and a session
+    with (
+        subprocess.Popen(leader, stdout=subprocess.PIPE, process_group=0) as leading,
+        subprocess.Popen(script, stdin=subprocess.PIPE) as end,
+    ):
+        assert leading.stdout is not None
+        assert end.stdin is not None
+        children = [int(leading.stdout.readline()) for _ in range(2)]
+        end.stdin.write(f"{leading.pid} {moment(leading)}\n".encode())
+        end.stdin.close()
+        assert end.wait(20) == 0
+        assert eventually(lambda: not any(map(supervisor.started_at, children)))
+
+
+def test_the_supervisor_removes_nothing_while_another_cluster_begins_there(tmp_path: Path) -> None:
+    folder = tmp_path / "cluster"
+    born = state.claim(folder).born
+    script = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), str(folder), born]
+    with subprocess.Popen(script, stdin=subprocess.PIPE) as end:
+        assert end.stdin is not None
+        with state.locked(tmp_path):
+            end.stdin.close()
+            state.begin(folder, "cluster")  # as `claim` does
+        assert end.wait(20) == 0
+    assert folder.exists()
+
+
 def test_the_supervisor_leaves_a_newer_cluster_of_the_same_name_alone(tmp_path: Path) -> None:
     folder = tmp_path / "cluster"
     born = state.claim(folder).born

@@ -63,10 +63,13 @@ class Task:
 
 
 def of_nodes(name: str, nodes: str, node: int, port: int) -> Task:
-    """Returns the one task of a machine, of a list of machines as SLURM writes them. ValueError if it cannot be."""
+    """Returns the one task of a machine, of a list of machines as SLURM writes them; one alone stays on loopback.
+    ValueError if it cannot be."""
     found = expand(nodes)
     if len(set(found)) != len(found):
         raise ValueError(f"{nodes!r:.200} names a machine twice")
+    if len(found) == 1:
+        found = (LOOPBACK,)
     return Task(name, found, node, node, len(found), port=port)
 
 
