@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 if find_spec("torch") is None:
     raise ImportError("elasticps.dynamicemb needs torch: pip install 'elasticps[torch]'", name="torch")
@@ -27,16 +29,19 @@ from elasticps.errors import ConfigError
 from elasticps.model.spec import Assign, Zeros
 
 if TYPE_CHECKING:
-    from elasticps.client import Client, SparseTable
+    from elasticps.client import Client, SparseTable, Step
 
 _NOTE = 5
 """Floats of a stored row in front of its values: 1 for a row that was inserted, and the score in four parts of 16 bits,
 each of which a float32 holds exactly."""
 _PARTS = 16 * np.arange(4, dtype=np.uint64)
+_LOADED_BYTES = 16 << 20  # of rows of a file that are pushed at once
+_open: WeakKeyDictionary[Client, WeakValueDictionary[str, ServerStorage]] = WeakKeyDictionary()  # by client and prefix
 
 
 def server_storage(ps: Client, *, prefix: str = "dynamicemb") -> type[ServerStorage]:
-    """The class to give as `external_storage`: its tables are named `<prefix>.<table's number>`. dynamicemb copies its
+    """The class to give as `external_storage`: its tables are named `<prefix>.<table's number>`, so each collection
+    takes a prefix of its own, and each of its groups of tables if dynamicemb makes several. dynamicemb copies its
     options, and a class is what it may copy."""
     names = {"ps": ps, "prefix": prefix}
     base = _interface()
@@ -58,7 +63,8 @@ class ServerStorage:
 
     options, optimizer: as dynamicemb gives them, DynamicEmbTableOptions of each table and the optimizer that runs on
     the GPU. Each `insert` is a step of the worker `ps`, `find` sees all of its own. A row is `value_dim` floats: the
-    embedding, and the optimizer's state behind it. Raises ConfigError for rows that are not float32.
+    embedding, and the optimizer's state behind it. Rows that servers refuse are a ServerError of a later call. Raises
+    ConfigError for rows that are not float32, and a prefix that another store of this client has.
     """
 
     ps: Client  # as whose steps rows are stored
@@ -71,10 +77,18 @@ class ServerStorage:
         dtypes = {getattr(each, "embedding_dtype", None) or torch.float32 for each in options}
         if dtypes != {torch.float32}:
             raise ConfigError(f"servers store rows of dynamicemb as float32, tables are of {sorted(map(str, dtypes))}")
+        stores = _open.setdefault(self.ps, WeakValueDictionary())
+        if self.prefix in stores:
+            raise ConfigError(
+                f"another store of this client has its rows in {self.prefix}.0 and so on: give each collection, and "
+                "each of its groups of tables, its own server_storage(ps, prefix=…), or delete the other store first"
+            )
+        self._steps: deque[Step] = deque()  # inserted, and not known to be committed
         self._tables: list[SparseTable] = [
             self.ps.table(f"{self.prefix}.{number}", dim=_NOTE + floats, optimizer=Assign(), init=Zeros())
             for number, floats in enumerate(self._value_dims)
         ]
+        stores[self.prefix] = self
 
     def find(
         self, unique_keys: Tensor, table_ids: Tensor, copy_mode: Any, lfu_accumulated_frequency: Tensor | None = None
@@ -85,13 +99,15 @@ class ServerStorage:
         which were found; scores int64 [n], 0 for missing ones; values float32 [n, dim], dim the largest embedding for
         `CopyMode.EMBEDDING`, else the largest embedding and behind it the largest state.
         """
+        self._raise_refused()
         device, n = unique_keys.device, len(unique_keys)
         whole = copy_mode.value == "value"
         values = torch.zeros(n, self.max_value_dim() if whole else self.max_embedding_dim())
         found, scores = torch.zeros(n, dtype=torch.bool), torch.zeros(n, dtype=torch.int64)
         here = unique_keys.cpu().numpy()
         positions = self._positions(table_ids)
-        pulled = self.ps.pull({self._tables[n]: here[at.numpy()] for n, at in positions.items()}) if positions else {}
+        keys_by_table = {self._tables[number]: here[at.numpy()] for number, at in positions.items()}
+        pulled = self.ps.pull(keys_by_table) if keys_by_table else {}
         for number, at in positions.items():
             rows, dim = torch.from_numpy(pulled[self._tables[number]]), self._dims[number]
             found[at] = rows[:, 0] > 0
@@ -117,6 +133,7 @@ class ServerStorage:
     ) -> None:
         """Stores rows: keys int64 [n], each once in a table; values float32 [n, largest value], as `find` has them;
         scores int64 [n], without which rows keep theirs, as they do with preserve_existing."""
+        self._raise_refused()
         if not len(keys):
             return
         step: dict[Any, Any] = {}
@@ -132,7 +149,12 @@ class ServerStorage:
             stored[:, _NOTE : _NOTE + dim] = rows[at, :dim]
             stored[:, _NOTE + dim :] = rows[at, states_at : states_at + self._value_dims[number] - dim]
             step[self._tables[number]] = ids[at.numpy()], stored
-        self.ps.push(step)
+        self._steps.append(self.ps.push(step))
+
+    def _raise_refused(self) -> None:
+        """Raises the ServerError of a step that is done, if servers refused rows of it."""
+        while self._steps and self._steps[0].done():
+            self._steps.popleft().result()
 
     def _positions(self, table_ids: Tensor) -> dict[int, Tensor]:
         """Where the keys of each table stand, by the table's number."""
@@ -187,20 +209,30 @@ class ServerStorage:
         self, table_id: int, meta_file_path: str, emb_file_path: str, embedding_file_path: str,
         score_file_path: str | None, opt_file_path: str | None, include_optim: bool, timestamp: int = 0,
     ) -> None:  # fmt: skip
-        """Stores the rows of files that `dump` wrote; without `include_optim`, or a file of states, these begin anew.
-        ConfigError for files of other sizes."""
+        """Stores the rows of files that `dump` wrote; without `include_optim`, or a file of states, these are as of
+        new rows. Returns when all are committed. ConfigError for files of other sizes, before anything is stored."""
         dim, saved = self._dims[table_id], self._saved_floats(table_id)
-        keys = torch.from_numpy(np.fromfile(emb_file_path, np.int64))
-        n = len(keys)
-        values = torch.full((n, self.max_value_dim()), self.init_optimizer_state())
-        values[:, :dim] = _floats(embedding_file_path, n, dim)
+        n = os.path.getsize(emb_file_path) // 8
+        keys = _NumberFile(emb_file_path, np.int64, n)
+        embeddings = _NumberFile(embedding_file_path, np.float32, n, dim)
+        states = scores = None
         if include_optim and opt_file_path and os.path.exists(opt_file_path):
-            states_at = self.max_embedding_dim()
-            values[:, states_at : states_at + saved] = _floats(opt_file_path, n, saved)
-        scores = torch.zeros(n, dtype=torch.int64)
+            states = _NumberFile(opt_file_path, np.float32, n, saved)
         if score_file_path and os.path.exists(score_file_path):
-            scores = torch.from_numpy(np.fromfile(score_file_path, np.int64))
-        self.insert(keys, torch.full((n,), table_id), values, scores)
+            scores = _NumberFile(score_file_path, np.int64, n)
+        states_at = self.max_embedding_dim()
+        step = max(1, _LOADED_BYTES // (4 * self.max_value_dim()))
+        for at in range(0, n, step):
+            some = min(step, n - at)
+            values = torch.full((some, self.max_value_dim()), self.init_optimizer_state())
+            values[:, :dim] = embeddings.read(at, some)
+            if states is not None:
+                values[:, states_at : states_at + saved] = states.read(at, some)
+            zeros = torch.zeros(some, dtype=torch.int64)
+            some_scores = zeros if scores is None else scores.read(at, some)[:, 0]
+            self.insert(keys.read(at, some)[:, 0], torch.full((some,), table_id), values, some_scores)
+        while self._steps:
+            self._steps.popleft().result()
 
     def embedding_dtype(self) -> torch.dtype:
         """float32."""
@@ -247,8 +279,17 @@ def _score(parts: NDArray[np.float32]) -> NDArray[np.int64]:
     return total.view(np.int64)
 
 
-def _floats(path: str, rows: int, dim: int) -> Tensor:
-    found = np.fromfile(path, np.float32)
-    if len(found) != rows * dim:
-        raise ConfigError(f"{path} has {len(found)} floats, and {rows} keys have {dim} each")
-    return torch.from_numpy(found).view(rows, dim)
+class _NumberFile:
+    """A file of numbers, `each` for each of so many rows. ConfigError if it has another size."""
+
+    def __init__(self, path: str, dtype: type[np.int64 | np.float32], rows: int, each: int = 1) -> None:
+        self._path, self._dtype, self._each = path, np.dtype(dtype), each
+        size, what = os.path.getsize(path), "floats" if dtype is np.float32 else "integers"
+        if size != rows * each * self._dtype.itemsize:
+            raise ConfigError(f"{path} has {size // self._dtype.itemsize} {what}, and {rows} keys have {each} each")
+
+    def read(self, at: int, rows: int) -> Tensor:
+        """So many rows from one on, [rows, each]."""
+        offset = at * self._each * self._dtype.itemsize
+        found = np.fromfile(self._path, self._dtype, rows * self._each, offset=offset)
+        return torch.from_numpy(found).view(rows, self._each)

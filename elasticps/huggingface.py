@@ -52,7 +52,7 @@ class ElasticCallback(TrainerCallback):
     (the coordinators need `--checkpoint-url`), and `elasticps.json` beside the Trainer's has its number. Give it to one
     worker of several.
 
-    Raises ConfigError for another optimizer, and a Trainer of several processes or devices.
+    Raises ConfigError for another optimizer, a Trainer of several processes or devices, and `load_best_model_at_end`.
     """
 
     def __init__(self, ps: Client, trainer: Trainer, *, checkpoints: bool = False) -> None:
@@ -66,6 +66,12 @@ class ElasticCallback(TrainerCallback):
             raise ConfigError(
                 "the Trainer would join several processes or devices, whose gradients the servers join: start each "
                 "process by itself with one device, as a worker of its own name"
+            )
+        if trainer.args.load_best_model_at_end:
+            raise ConfigError(
+                "load_best_model_at_end would bring back the dense weights of the best checkpoint, and not the rows, "
+                "which are at the servers: leave it out, take ElasticCallback(…, checkpoints=True), and restore the "
+                f"servers from the checkpoint whose number is in {FILE} of the best one"
             )
         self._ps = ps
         self._trainer = trainer

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _CHUNK = 65_536  # names that are stored, and keys that are looked up, at once
-_MOST_COLLIDING = 1_024  # names that are remembered, so that each is counted and logged once
+_MOST_COLLIDING = 1_024  # names that are remembered, so that each of them is counted and logged once
 _CHECK = 0x9E3779B97F4A7C15  # makes a second seed of the first
 _TEXT = frozenset((str, np.str_))
 _BYTES = frozenset((bytes, np.bytes_))
@@ -140,14 +140,15 @@ class Names:
         self._invalidations = self.table.invalidations  # what is remembered is of then
         self._lock = threading.Lock()
         self._collisions = 0
-        self._colliding: dict[bytes, bytes] = {}
+        self._colliding: set[bytes] = set()
 
     def __repr__(self) -> str:
         return f"<Names in table {self.table.name!r}: up to {self.max_bytes} bytes, collisions: {self._collisions}>"
 
     @property
     def collisions(self) -> int:
-        """Names that this object was given whose key had another name already. That one stays; both were logged."""
+        """Names that this object was given whose key had another name already. That one stays; both were logged. Beyond
+        1,024 such names, one that is given again may count, and be logged, again."""
         return self._collisions
 
     def add(self, names: object) -> NDArray[np.int64]:
@@ -163,9 +164,10 @@ class Names:
         keys, checks = _hash(texts, self._seed), _hash(texts, self._seed ^ _CHECK)
         if self.table.invalidations != self._invalidations:
             with self._lock:
-                self._checks[:] = 0
-                self._keys[:] = np.arange(1, len(self._keys) + 1)
-                self._invalidations = self.table.invalidations
+                if (now := self.table.invalidations) != self._invalidations:  # not by what another thread added
+                    self._checks[:] = 0
+                    self._keys[:] = np.arange(1, len(self._keys) + 1)
+                    self._invalidations = now
         at = keys & self._mask
         new = np.flatnonzero((self._keys[at] != keys) | (self._checks[at] != checks))
         for start in range(0, len(new), _CHUNK):
@@ -206,7 +208,7 @@ class Names:
         (there,) = decode(row[None])
         self._collisions += 1
         if len(self._colliding) < _MOST_COLLIDING:
-            self._colliding[text] = (there or "").encode()
+            self._colliding.add(text)
         log.warning(
             "two names have one key, %d, in table %s: %r, which stays, and %r; their rows are one",
             key, self.table.name, there, text.decode(),

@@ -42,8 +42,9 @@ class Callback(pl.Callback):
     whenever Lightning saves one of its own (the coordinators need `--checkpoint-url`), and Lightning's has its number
     under "elasticps". Give it to one worker of several.
 
-    Raises ConfigError for a strategy of several processes, and when Lightning's checkpoint is of more than no steps
-    but the servers know none of this worker's name.
+    Raises ConfigError for a strategy of several processes, for a `StepSampler` that counts other steps than the
+    Trainer makes, and when Lightning's checkpoint is of more than no steps but the servers know none of this worker's
+    name.
     """
 
     def __init__(self, ps: Client, *, checkpoints: bool = False) -> None:
@@ -93,11 +94,7 @@ class Callback(pl.Callback):
         loader = trainer.train_dataloader
         sampler = getattr(loader, "batch_sampler", None)
         if isinstance(sampler, StepSampler):
-            if sampler.accumulate != trainer.accumulate_grad_batches:
-                raise ConfigError(
-                    f"StepSampler(accumulate={sampler.accumulate}) and Trainer(accumulate_grad_batches="
-                    f"{trainer.accumulate_grad_batches}) must be the same: they say what a step trains"
-                )
+            _check(trainer, sampler)
             warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
             return sampler
         if not isinstance(sampler, Sharded) and not isinstance(getattr(loader, "dataset", loader), Sharded):
@@ -109,6 +106,9 @@ class Callback(pl.Callback):
         return None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        sampler = getattr(trainer.train_dataloader, "batch_sampler", None)
+        if isinstance(sampler, StepSampler):
+            _check(trainer, sampler)
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, Optimizer):
                 optimizer.refresh()  # Lightning's checkpoint has older weights
@@ -129,6 +129,21 @@ class Callback(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._ps.flush()
+
+
+def _check(trainer: pl.Trainer, sampler: StepSampler) -> None:
+    """Refuses a sampler that would take the worker's steps for other batches than the Trainer has trained in them."""
+    if sampler.accumulate != trainer.accumulate_grad_batches:
+        raise ConfigError(
+            f"StepSampler(accumulate={sampler.accumulate}) and Trainer(accumulate_grad_batches="
+            f"{trainer.accumulate_grad_batches}) must be the same: they say what a step trains"
+        )
+    if trainer.fit_loop.max_batches < len(sampler):
+        raise ConfigError(
+            f"the Trainer ends an epoch after {trainer.fit_loop.max_batches} batches, and StepSampler after all "
+            f"{len(sampler)}: leave out limit_train_batches, fast_dev_run and overfit_batches, or give StepSampler "
+            "fewer samples"
+        )
 
 
 def _moved(state: dict[str, Any], sampler: StepSampler, steps: int) -> dict[str, Any]:

@@ -136,8 +136,9 @@ class RemoteEmbeddingCollection(eps_torch.EmbeddingCollection, EmbeddingCollecti
         if not self._need_indices:
             return {}
         given = Jagged.of(given) if isinstance(given, Mapping) else given
-        per_key = given.lengths().view(len(given.keys()), -1).sum(1).tolist()
-        return dict(zip(given.keys(), given.values().split(per_key), strict=True))
+        keys, lengths = given.keys(), given.lengths()
+        per_key = lengths.view(len(keys), len(lengths) // max(len(keys), 1)).sum(1).tolist()
+        return dict(zip(keys, given.values().split(per_key), strict=True))
 
     def _checked(self, given: Any) -> Lists:
         return super()._checked(self._batch(given))
@@ -173,29 +174,35 @@ def from_model(
     Tables keep names, features, dims, types, poolings and weights of ids. A table's optimizer is that which
     `_apply_optimizer_in_backward` or a fused collection has noted, as one of the servers'; optimizer: for tables
     without one. Rows begin with the model's weights: servers that have no row of an id yet are sent it, so any worker
-    may convert the model at any time and undoes no training. A model on the meta device, or load=False: rows are drawn
-    at the servers from the uniform distribution of their config, or filled by its `init_fn`.
+    may convert the model at any time and undoes no training; a table with eviction or admission is sent rows only while
+    it has none at all (by the ranks of a group, whenever they convert). A model on the meta device, or load=False: rows
+    are drawn at the servers from the uniform distribution of their config, or filled by its `init_fn`.
 
     change: gets each `TableConfig` and returns the one to use, `dataclasses.replace(table, num_embeddings=None,
-    cache=eps.Cache(…))`, say.
+    cache=eps.Cache(…))`, say. An error leaves the model as it was.
 
     Raises `ConfigError` for a model without collections, one that is sharded already, two tables of one name, and an
     optimizer or a data type that servers do not have; what `ps.table` and `SparseTable.load` raise.
     """
-    found = [(path, module) for path, module in model.named_modules() if isinstance(module, _KINDS)]
+    found: dict[nn.Module, list[str]] = {}  # collections, and where each is, maybe at several places
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, _KINDS):
+            found.setdefault(module, []).append(path)
     if not found:
         sharded = next((m for m in model.modules() if type(m).__name__.startswith("Sharded")), None)
         hint = "; it is sharded already: convert it before DistributedModelParallel" if sharded is not None else ""
         raise ConfigError(f"the model has no EmbeddingBagCollection or EmbeddingCollection to replace{hint}")
-    names = [config.name for _, module in found for config in _configs(module)]
+    tables = {module: [change(each) if change else each for each in _tables(module, optimizer)] for module in found}
+    names = [table.name for each in tables.values() for table in each]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"several collections have a table {twice[0]!r}; at the servers it would be one: rename one")
-    for path, module in found:
-        ours = _converted(module, ps, optimizer, load, change or (lambda table: table))
-        if not path:
-            return ours
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, ours)
+    ours = {module: _converted(module, tables[module], ps, load) for module in found}
+    if model in ours:
+        return ours[model]
+    paths = [(*path.rpartition("."), each) for module, each in ours.items() for path in found[module]]
+    parents = [model.get_submodule(parent) for parent, *_ in paths]  # all of them while the model is as it was
+    for parent, (_, _, name, each) in zip(parents, paths, strict=True):
+        setattr(parent, name, each)
     return model
 
 
@@ -207,36 +214,39 @@ def _configs(module: Any) -> list[Any]:
     return list(module.embedding_bag_configs() if bags else module.embedding_configs())
 
 
-def _converted(
-    module: Any,
-    ps: Worker,
-    optimizer: ServerOptimizer | None,
-    load: bool,
-    change: Callable[[TableConfig], TableConfig],
-) -> nn.Module:
-    configs = _configs(module)
+def _weights(module: Any) -> dict[str, Tensor]:
     bags = isinstance(module, EmbeddingBagCollectionInterface)
-    weights = {name: each.weight for name, each in (module.embedding_bags if bags else module.embeddings).items()}
-    names = get_embedding_names_by_table(configs)
-    tables = [
-        change(_table(config, features, _optimizer_of(module, config.name, weights[config.name]) or optimizer))
-        for config, features in zip(configs, names, strict=True)
+    return {name: each.weight for name, each in (module.embedding_bags if bags else module.embeddings).items()}
+
+
+def _tables(module: Any, optimizer: ServerOptimizer | None) -> list[TableConfig]:
+    """Our configs of a collection's tables, in its order."""
+    configs, weights = _configs(module), _weights(module)
+    return [
+        _table(config, features, _optimizer_of(module, config.name, weights[config.name]) or optimizer)
+        for config, features in zip(configs, get_embedding_names_by_table(configs), strict=True)
     ]
+
+
+def _converted(module: Any, tables: Sequence[TableConfig], ps: Worker, load: bool) -> nn.Module:
+    configs, weights = _configs(module), _weights(module)
     ask = getattr(ps, "tables", dict)  # a rank of a group asks nobody
     existing = {name: info.rows for name, info in ask().items()}
     ours: RemoteEmbeddingBagCollection | RemoteEmbeddingCollection
-    if bags:
+    if isinstance(module, EmbeddingBagCollectionInterface):
         ours = RemoteEmbeddingBagCollection(ps, configs, tables, weighted=module.is_weighted())
     else:
         ours = RemoteEmbeddingCollection(ps, configs, tables, need_indices=module.need_indices())
     ours.train(module.training)
     layers: dict[str, Any] = {table.table.name: table for table in ours.tables}
-    for config in configs:
-        weight = weights[config.name]
-        layers[config.name].requires_grad_(weight.requires_grad)
-        rows = _rows(config, weight, load)
-        if rows is not None and existing.get(config.name, 0) < len(rows):
-            _fill(layers[config.name].table, rows)
+    for config, table in zip(configs, tables, strict=True):
+        weight, layer = weights[config.name], layers[table.name]
+        layer.requires_grad_(weight.requires_grad)
+        # Of a table that gives rows up, or refuses them, nobody knows which of them were there.
+        enough = 1 if table.admission or table.eviction else config.num_embeddings
+        rows = _rows(config, weight, load) if existing.get(table.name, 0) < enough else None
+        if rows is not None:
+            _fill(layer.table, rows)
     return ours
 
 
@@ -260,9 +270,20 @@ def _table(config: Any, features: list[str], optimizer: ServerOptimizer | None) 
     )  # fmt: skip
 
 
+def _bounds(config: Any) -> tuple[float, float] | None:
+    """Those of a config whose `init_fn` draws uniformly, as torchrec's default does; None for another one."""
+    init = config.init_fn
+    if init is None:
+        return config.get_weight_init_min(), config.get_weight_init_max()
+    drawn = isinstance(init, partial) and init.func is nn.init.uniform_ and not init.args
+    if not drawn or not init.keywords.keys() <= {"a", "b"}:
+        return None
+    return init.keywords.get("a", 0.0), init.keywords.get("b", 1.0)
+
+
 def _uniform(config: Any) -> Init:
-    """The distribution of new rows, as torchrec draws them by default."""
-    low, high = config.get_weight_init_min(), config.get_weight_init_max()
+    """The distribution of new rows: the config's, or torchrec's default."""
+    low, high = _bounds(config) or (config.get_weight_init_min(), config.get_weight_init_max())
     return Uniform(low, high, seed=zlib.crc32(config.name.encode()))
 
 
@@ -270,11 +291,10 @@ def _rows(config: Any, weight: Tensor, load: bool) -> Tensor | None:
     """The rows that a table begins with, [num_embeddings, dim]; None for those that servers draw."""
     if load and not weight.is_meta:
         return weight.detach()
-    init = config.init_fn
-    if init is None or (isinstance(init, partial) and init.func is nn.init.uniform_):
+    if _bounds(config):
         return None
     rows = torch.empty(config.num_embeddings, config.embedding_dim)
-    init(rows)
+    config.init_fn(rows)
     return rows
 
 
@@ -324,12 +344,14 @@ _WITHOUT_EFFECT = {
 def server_optimizer(kind: type[Any], settings: Mapping[str, Any], table: str) -> ServerOptimizer:
     """The servers' optimizer that does what one of torch's or torchrec's does with these settings. ConfigError for one
     that servers do not have, or a setting that would do something else there."""
-    if kind.__name__ not in _SAME:
+    decoupled = kind.__name__ == "Adam" and settings.get("decoupled_weight_decay")
+    known = "AdamW" if decoupled else kind.__name__
+    if known not in _SAME:
         raise ConfigError(
             f"table {table!r} is trained by {kind.__name__}, which servers do not have: they have {', '.join(_SAME)}, "
             "and eps.Custom (docs/guides/custom.md)"
         )
-    ours, names = _SAME[kind.__name__]
+    ours, names = _SAME[known]
     given = dict(settings)
     if "beta1" in given or "beta2" in given:
         given.setdefault("betas", (given.get("beta1", 0.9), given.get("beta2", 0.999)))

@@ -17,7 +17,8 @@ PREFIX = "elasticps/"  # before a number's name, where a tracker has others
 
 
 def read_stats(parts: Parts) -> dict[str, float]:
-    """Reads the numbers of a client. Asks nobody, and waits for nothing."""
+    """Reads the numbers of a client. Asks nobody, and waits for nothing but the lock of a row cache, which nobody has
+    while servers are asked."""
     dispatcher = parts.dispatcher
     session, connections, views = dispatcher.session, dispatcher.connections, dispatcher.new_views
     committed, clock, view = session.committed, session.clock, dispatcher.routes.view

@@ -1,5 +1,5 @@
-"""Blocks of a Ray Dataset, handed out by `ps.shards`: each is trained, whichever workers come and go, and none twice
-but what a lost worker had in its hands.
+"""Blocks of a Ray Dataset, handed out by `ps.shards`. Each block is trained once; only a block that a lost worker was
+training may be trained twice.
 
 A streaming split of Ray Train gives each worker a part of the data, once; what a lost worker had read is lost, or read
 again from the start. Here a block belongs to the step that trains it: it counts as trained when that step is committed

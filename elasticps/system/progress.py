@@ -40,7 +40,7 @@ class Report:
 
 
 class Displayed(Protocol):
-    """Something that a notebook shows, and shows anew."""
+    """Something that a notebook shows, and shows again."""
 
     def update(self, shown: Any) -> None: ...
 

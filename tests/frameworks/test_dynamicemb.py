@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import elasticps as eps
+import elasticps.dynamicemb
 from elasticps.dynamicemb import ServerStorage, server_storage
 from elasticps.errors import ConfigError
 
@@ -91,7 +92,39 @@ def test_rows_that_are_given_back_keep_their_scores(connect: Connect) -> None:
     assert ps.committed == 2
 
 
-def test_a_table_goes_to_files_and_comes_back_elsewhere(connect: Connect, tmp_path: Path) -> None:
+class RefusedStep:
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> None:
+        raise eps.ServerError("rows were refused")
+
+
+def test_rows_that_servers_refuse_are_an_error_of_a_later_call(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ps = connect()
+    store = storage(ps)
+    monkeypatch.setattr(ps, "push", lambda _: RefusedStep())
+    store.insert(KEYS, TABLES, torch.ones(4, 6), SCORES)
+    with pytest.raises(eps.ServerError, match="rows were refused"):
+        store.find(KEYS, TABLES, CopyMode.VALUE)
+    assert store.find(KEYS, TABLES, CopyMode.VALUE)[0] == 4
+
+
+def test_a_prefix_is_one_collection_s(connect: Connect) -> None:
+    ps = connect()
+    store = storage(ps)
+    with pytest.raises(ConfigError, match=r"has its rows in dynamicemb\.0"):
+        storage(ps)
+    del store
+    storage(ps)
+
+
+def test_a_table_goes_to_files_and_comes_back_elsewhere(
+    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elasticps.dynamicemb, "_LOADED_BYTES", 1)  # a row at once
     ps = connect()
     store, values = storage(ps), torch.randn(4, 6)
     store.insert(KEYS, TABLES, values, SCORES)
@@ -107,6 +140,9 @@ def test_a_table_goes_to_files_and_comes_back_elsewhere(connect: Connect, tmp_pa
     other.load(1, meta, key, embedding, None, None, include_optim=False)
     *_, rows = other.find(KEYS[2:], TABLES[2:], CopyMode.VALUE)
     assert (rows[:, 4:] == 0.25).all()
+    Path(score).write_bytes(bytes(24))
+    with pytest.raises(ConfigError, match="3 integers, and 2 keys have 1 each"):
+        other.load(1, meta, key, embedding, score, None, include_optim=False)
     with pytest.raises(ConfigError, match="4 floats, and 2 keys have 4 each"):
         other.load(0, meta, key, embedding, None, None, include_optim=False)
     with pytest.raises(ConfigError, match="as float32"):

@@ -190,3 +190,8 @@ def test_mistakes_say_what_to_do(connect: Connect, tmp_path: Path) -> None:
         trainer = Trainer(model, arguments(tmp_path, eval_strategy="no"), optimizers=(optimizer, None))
         with pytest.raises(ConfigError, match="overlap=False"):
             ElasticCallback(ps, trainer)
+
+
+def test_the_best_model_is_not_brought_back_without_its_rows(connect: Connect, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="would bring back the dense weights"):
+        remote(connect(), tmp_path, load_best_model_at_end=True, eval_strategy="steps", eval_steps=4)

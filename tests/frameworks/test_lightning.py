@@ -200,6 +200,11 @@ def test_a_run_that_has_ended_trains_nothing_when_it_is_started_again(connect: C
 
 def test_mistakes_say_what_to_do(connect: Connect, tmp_path: Path) -> None:
     ps = connect()
+    with pytest.raises(ConfigError, match=r"accumulate_grad_batches=2\) must be the same"):
+        trainer(ps, tmp_path).fit(remote(ps), DataLoader(data(), batch_sampler=StepSampler(ps, SAMPLES, BATCH)))
+    with pytest.raises(ConfigError, match="ends an epoch after 3 batches, and StepSampler after all 7"):
+        trainer(ps, tmp_path, limit_train_batches=3).fit(remote(ps), loader(ps))
+    assert ps.clock == 0
     keep = ModelCheckpoint(tmp_path, save_last=True)
     fit(ps, tmp_path, keep)
     saved = torch.load(tmp_path / "last.ckpt", weights_only=False)

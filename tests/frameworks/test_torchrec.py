@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 import elasticps as eps
 from elasticps.errors import ConfigError
-from elasticps.torch import Optimizer
+from elasticps.torch import Optimizer, TableConfig
 
 pytest.importorskip("torchrec")  # also keeps quiet what its own imports warn of
 pytest.importorskip("torch.distributed.optim")  # the same
@@ -211,6 +213,8 @@ def test_a_row_for_each_id(connect: Connect) -> None:
         torch.testing.assert_close(each.values(), other[name].values(), rtol=0, atol=0)
         assert torch.equal(each.lengths(), other[name].lengths())
         assert torch.equal(each.weights(), other[name].weights())
+    none = torch.empty(0, dtype=torch.int64)
+    assert set(model(KeyedJaggedTensor(["query", "title"], none, lengths=none))) == {"query", "title"}
 
 
 def test_a_second_worker_converts_the_same_model_and_undoes_no_training(connect: Connect) -> None:
@@ -236,12 +240,39 @@ def test_a_model_on_the_meta_device_begins_with_the_same_distribution(connect: C
     tables = [
         EmbeddingBagConfig(ROWS, 8, "drawn", weight_init_min=0.25, weight_init_max=0.5),
         EmbeddingBagConfig(ROWS, 8, "filled", init_fn=lambda rows: rows.fill_(3.0)),
+        EmbeddingBagConfig(ROWS, 8, "bounds", init_fn=partial(nn.init.uniform_, a=2.0, b=2.5)),
     ]
     bags = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
     model: Any = from_model(bags, ps, optimizer=eps.SGD(lr=0.5))
     drawn = model.embedding_bags["drawn"].table.pull(np.arange(ROWS))
     assert 0.25 <= drawn.min() < 0.3 < 0.45 < drawn.max() <= 0.5
     assert (model.embedding_bags["filled"].table.pull(np.arange(ROWS)) == 3.0).all()
+    bounds = model.embedding_bags["bounds"].table.pull(np.arange(ROWS))
+    assert 2.0 <= bounds.min() < 2.1 < 2.4 < bounds.max() <= 2.5
+
+
+def test_a_collection_at_two_places_is_replaced_at_both_and_may_be_renamed(connect: Connect) -> None:
+    ps = connect()
+    bags = EmbeddingBagCollection(tables=configs())
+    users = bags.embedding_bags["users"].weight.detach().clone()
+    model: Any = nn.ModuleDict(
+        {"one": bags, "same": nn.Sequential(bags), "other": EmbeddingBagCollection(tables=configs())}
+    )
+    with refused("several collections have a table"):
+        from_model(model, ps, optimizer=eps.SGD(lr=0.1))
+    assert model["one"] is model["same"][0] is bags
+    del model["other"]
+
+    def renamed(table: TableConfig) -> TableConfig:
+        return replace(table, name=f"my_{table.name}", eviction=eps.IdleFor("1d"))
+
+    from_model(model, ps, optimizer=eps.SGD(lr=0.1), change=renamed)
+    assert model["one"] is model["same"][0] is not bags
+    table = model["one"].embedding_bags["my_users"].table
+    assert np.array_equal(table.pull(np.arange(ROWS)), users.numpy())
+    table.delete([5])  # as eviction would
+    from_model(EmbeddingBagCollection(tables=configs()), connect("w1"), optimizer=eps.SGD(lr=0.1), change=renamed)
+    assert len(table) == ROWS - 1
 
 
 @contextmanager
@@ -257,7 +288,8 @@ def test_what_cannot_be_converted_says_why(connect: Connect) -> None:
     with refused("table 'users' has no optimizer"):
         from_model(EmbeddingBagCollection(tables=configs()), ps)
     with refused("several collections have a table 'shops'"):
-        from_model(nn.ModuleList([EmbeddingBagCollection(tables=configs()[1:2]) for _ in range(2)]), ps)
+        twice = nn.ModuleList([EmbeddingBagCollection(tables=configs()[1:2]) for _ in range(2)])
+        from_model(twice, ps, optimizer=eps.SGD(lr=0.1))
     with refused("trained by RMSprop"):
         server_optimizer(torch.optim.RMSprop, {"lr": 0.1}, "t")
     with refused("amsgrad=True"):
@@ -265,3 +297,5 @@ def test_what_cannot_be_converted_says_why(connect: Connect) -> None:
     with refused("weight_decay=0.1"):
         server_optimizer(RowWiseAdagrad, {"lr": 0.1, "weight_decay": 0.1}, "t")
     assert server_optimizer(torch.optim.Adam, {"learning_rate": 0.1, "beta1": 0.8}, "t") == eps.Adam(0.1, (0.8, 0.999))
+    decoupled = {"lr": 0.1, "weight_decay": 0.2, "decoupled_weight_decay": True}
+    assert server_optimizer(torch.optim.Adam, decoupled, "t") == eps.AdamW(0.1, weight_decay=0.2)
