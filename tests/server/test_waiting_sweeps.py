@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from elasticps.model.policies import Capacity
+from elasticps.server.core.sweeps import MOST_IN_A_ROUND, MOST_RANGES, ROUND_BYTES, SweptInterval
+from elasticps.server.roles.sweeper import _RoundSweeps
+from elasticps.store.eviction import Measure, Predicate, Reason
 from replication.messages import OperationKind
 from tests.server.test_wrong_clocks import NEW, TABLE, USED_LESS, USED_MOST, Growing, no_loop_that_runs
 
@@ -61,3 +65,16 @@ def test_a_sweep_that_waits_for_a_round_is_carried_out_once(monkeypatch: pytest.
     app = growing.server.store.tables[TABLE].app
     assert len(growing.server.sweeper.take(app)) == 1
     assert growing.server.sweeper.take(app) == ()
+
+
+def test_a_round_takes_as_many_sweeps_as_an_operation_has_room_for() -> None:
+    growing, most_ranges = Growing(Capacity(200)), tuple(range(10_000, 10_000 + MOST_RANGES))
+    sweeper, by = growing.server.sweeper, Predicate(Measure.LAST_USE, Reason.IDLE, 1)
+    found = [SweptInterval(TABLE, low, low + 1, by, most_ranges) for low in range(MOST_IN_A_ROUND)]
+    sweeper._for_rounds["a"] = _RoundSweeps(0.0, {one: one for one in found})
+    taken: list[SweptInterval] = []
+    while some := sweeper.take("a"):
+        assert sum(one.nbytes for one in some) <= ROUND_BYTES
+        assert some[0].nbytes == len(json.dumps(some[0].document(), separators=(",", ":"))) + 1
+        taken += some
+    assert taken == found

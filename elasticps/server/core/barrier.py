@@ -222,7 +222,8 @@ class BarrierCoordinator:
         step = step._replace(sweeps=self.take_sweeps(step.app))
         shared = _SharedTicket(headed, [ticket])
         self._closing[step.app] = clock, shared
-        push = Push(shared, -1, header.epoch, 0, 0, True, None, step, 64, kind=OperationKind.BARRIER_CLOSE)
+        nbytes = 64 + sum(sweep.nbytes for sweep in step.sweeps)
+        push = Push(shared, -1, header.epoch, 0, 0, True, None, step, nbytes, kind=OperationKind.BARRIER_CLOSE)
         self._group.perform(self._group.replica.push, push)
 
 

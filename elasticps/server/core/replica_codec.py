@@ -40,7 +40,7 @@ from elasticps.server.core.operations import (
     positions_of,
 )
 from elasticps.server.core.snapshot import block_buffers, decode_content, encode_content
-from elasticps.server.core.sweeps import SweptInterval
+from elasticps.server.core.sweeps import MOST_IN_A_ROUND, SweptInterval
 from elasticps.store.intervals import HASH_END
 from elasticps.wire.frames import (
     MAX_CONTROL_BYTES,
@@ -440,6 +440,8 @@ def shard_mark(header: Header) -> ShardMark | None:
 def _list(found: object) -> list[Any]:
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise FrameError("a BARRIER_CLOSE has a list of sweeps that is none")
+    if len(found) > MOST_IN_A_ROUND:
+        raise FrameError(f"a BARRIER_CLOSE has {len(found)} sweeps, at most {MOST_IN_A_ROUND} are allowed")
     return found
 
 

@@ -6,6 +6,7 @@ to be the same on other servers: a new head begins its own rounds.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,10 @@ from elasticps.store.intervals import HASH_END
 from elasticps.wire.frames import MAX_RANGES, FrameError, whole, wholes
 
 SLICE_ROWS = 2_560  # rows that are looked at in one go: some 0.5 ms
+MOST_RANGES = 4_096  # that are looked at in one go: an operation lists them
 MOST_SLICES = 64  # of a range: to find the rows of an interval takes a look at every entry of its index
+MOST_IN_A_ROUND = 256  # sweeps that one round takes
+ROUND_BYTES = 1 << 16  # that they have as JSON, beyond the first of them
 OVERFULL = 0.02  # so much above its capacity a table has outrun the usual pace of sweeps
 NORM_EVERY_S = 60.0  # between two looks at all norms of a range
 IDLE_SHARE = 32  # of an idle time lies between two looks at a range
@@ -63,6 +67,11 @@ class SweptInterval(NamedTuple):
         ranges, predicate = wholes(document.get("ranges", []), MAX_RANGES - 1), predicate_of(document.get("predicate"))
         policies = whole(document.get("policies", 0), _MAX)
         return cls(table, whole(low, HASH_END), whole(high, HASH_END), predicate, ranges, policies)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes as part of a BARRIER_CLOSE."""
+        return len(json.dumps(self.document(), separators=(",", ":"))) + 1
 
     def document(self) -> dict[str, Any]:
         """As JSON."""
@@ -295,11 +304,11 @@ def _count(table: SweptTable, ranges: Sequence[int] | NDArray[np.int64], by: Pre
 
 
 def _grouped(table: SweptTable, ranges: Iterable[int], of_candidates: bool) -> Iterator[list[int]]:
-    """Ranges in groups of at most SLICE_ROWS rows, or single ones that have more."""
+    """Ranges in groups of at most SLICE_ROWS rows and MOST_RANGES, or single ones that have more."""
     group: list[int] = []
     rows, counts = 0, table.counts(of_candidates)
     for r in ranges:
-        if group and rows + int(counts[r]) > SLICE_ROWS:
+        if group and (rows + int(counts[r]) > SLICE_ROWS or len(group) == MOST_RANGES):
             yield group
             group, rows, counts = [], 0, table.counts(of_candidates)  # rows come and go meanwhile
         group.append(r)

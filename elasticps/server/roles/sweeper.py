@@ -23,7 +23,7 @@ from elasticps.model.policies import MAX_TIME
 from elasticps.server.core.choosing import DryRun, choose, measure
 from elasticps.server.core.headroom import Headroom
 from elasticps.server.core.operations import TimeMark
-from elasticps.server.core.sweeps import Policies, Slice, SweepPlan, SweptInterval
+from elasticps.server.core.sweeps import MOST_IN_A_ROUND, ROUND_BYTES, Policies, Slice, SweepPlan, SweptInterval
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.executor import FutureTicket
 from elasticps.server.roles.leaders import Leaders
@@ -42,7 +42,6 @@ SHARE, HURRIED_SHARE = 0.05, 0.5  # of this thread's time that sweeps take; and 
 ROOM_EVERY_S = 0.01  # between two looks whether an EVICT has found room in the log
 OPERATION_BYTES = 96
 ROUND_S = 30.0  # an application that has closed no round for so long is not in rounds
-MOST_IN_A_ROUND = 256  # sweeps that one round takes
 
 
 class _Swept:
@@ -222,10 +221,16 @@ class Sweeper:
 
     def take(self, app: str) -> tuple[SweptInterval, ...]:
         """Sweeps that have waited for a round of an application to close: they become part of that operation, so that
-        all workers of a round see the same rows."""
-        waiting = self._for_rounds.pop(app, None)
-        self._for_rounds[app] = _RoundSweeps(self._loop.time())
-        return () if waiting is None else tuple(waiting.sweeps.values())
+        all workers of a round see the same rows. As many as an operation has room for: others wait for the next."""
+        waiting = self._for_rounds.setdefault(app, _RoundSweeps(0.0))
+        waiting.closed_s = self._loop.time()
+        taken, left = list[SweptInterval](), ROUND_BYTES
+        for about, sweep in list(waiting.sweeps.items()):
+            left -= sweep.nbytes
+            if left < 0 and taken:
+                break
+            taken.append(waiting.sweeps.pop(about))
+        return tuple(taken)
 
     def _waits_for_a_round(self, table: Table, payload: SweptInterval) -> bool:
         """Leaves a sweep to the next round of the table's application, if it closes rounds, and did so lately."""
