@@ -1,8 +1,9 @@
 """One replica of every range that its server holds: events in, effects out. The chain protocol of van Renesse and
 Schneider (OSDI 2004), vectorised over ranges, with views in place of a master's orders.
 
-Events: adopt, adopt_roster, peer_up, peer_down, peer_full, receive, push, ask, doubt, let_go, piece, go_on. Each
-returns the effects to carry out, in order (see `effects`). No I/O, no clock, no randomness: same events, same effects.
+Events: adopt, adopt_roster, peer_up, peer_down, peer_full, receive, push, ask, doubt, let_go, piece, refill, go_on.
+Each returns the effects to carry out, in order (see `effects`). No I/O, no clock, no randomness: same events, same
+effects.
 
 Why it is right.
 
@@ -216,6 +217,11 @@ class Replica:
     def piece(self, r: int, serial: int, upto: int, last: bool, payload: Payload) -> None:
         """A piece of snapshot `serial` was cut at this instant; nothing happens if the snapshot is void."""
         self.transfer.piece(r, serial, upto, last, payload)
+
+    @event
+    def refill(self, r: int, serial: int) -> None:
+        """The next piece of snapshot `serial` would not fit those before it: it begins again from the first piece."""
+        self.transfer.refill(r, serial)
 
     def levels(self) -> list[CaughtUp]:
         """Every CAUGHT_UP that stands: state, reported again to each new leader."""

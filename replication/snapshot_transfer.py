@@ -95,6 +95,13 @@ class SnapshotTransfer:
         piece = SnapshotChunk(core.epoch, r, fill.fill, number, upto, last, seq, workers, progress, payload, refused)
         core.send(fill.slot, piece)
 
+    def refill(self, r: int, serial: int) -> None:
+        """Begins a snapshot again from its first piece, with which the joiner drops the pieces that it has. Only while
+        no piece is on its way; nothing happens if the snapshot is void."""
+        fill = self.fills.get(r)
+        if fill is not None and fill.serial == serial:
+            self._start_fill(r, fill.slot)
+
     def _start_fill(self, r: int, slot: int) -> None:
         core = self._core
         self._serial += 1

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.errors import SpecError
 from elasticps.kernels.hashing import hash_key as _hash_key
 from elasticps.kernels.hashing import mix64 as _mix64
 from elasticps.model.policies import Admission, MinCount, MinCountSketch, Probability
@@ -63,10 +64,11 @@ WAITS = -1  # in place of a row's address: the key gets none yet
 BLOCKS = 64  # of a range's sketch
 NO_BLOCKS = np.empty((0, 0), np.uint8)
 _DEPTH = 4  # counters of a key
+_MOST_BLOCK_BYTES = 1 << 20
 _PREFETCH = 12  # keys between a prefetch and its use
 _TIME_BIT = 16  # of a candidate's word
-_COUNT_MASK = (1 << _TIME_BIT) - 1
-_ADMITTED = _COUNT_MASK  # as a count: the key gets its row with this batch
+COUNT_MASK = (1 << _TIME_BIT) - 1
+_ADMITTED = COUNT_MASK  # as a count: the key gets its row with this batch
 _S64, _S58, _S11 = np.uint64(64), np.uint64(58), np.uint64(11)
 _UNIT = 2.0**-53
 _GROWTH = 4, 3  # of segments: 27 bytes a candidate at most, but for small ranges
@@ -82,6 +84,22 @@ def numbers_of(policy: Admission | None) -> tuple[int, float]:
     if isinstance(policy, Probability):
         return PROBABILITY, policy.p
     return EVERY_KEY, 0.0
+
+
+def sketch_width(policy: Admission | None, ranges: int) -> int:
+    """Bytes of a block of the sketch that each of `ranges` ranges has under a policy; 0 for no sketch."""
+    if not isinstance(policy, MinCountSketch):
+        return 0
+    return max(_DEPTH, policy.nbytes // (ranges * BLOCKS) // _DEPTH * _DEPTH)
+
+
+def check_sketch(policy: Admission | None, ranges: int) -> None:
+    """The sketch that a policy makes, if any, may be allocated in a cluster of `ranges` ranges. Raises SpecError."""
+    if sketch_width(policy, ranges) > _MOST_BLOCK_BYTES:
+        raise SpecError(
+            f"MinCountSketch.nbytes must be at most {_MOST_BLOCK_BYTES * BLOCKS * ranges:,} in a cluster of {ranges:,} "
+            f"ranges, got {policy.nbytes:,}"  # type: ignore[union-attr]
+        )
 
 
 @kernel
@@ -162,11 +180,11 @@ def admit(
         while load64(entry) != key and word != 0:
             entry += index.ENTRY
             word = load64(entry + 8)
-        if word & _COUNT_MASK == _ADMITTED:  # it came before in this batch
+        if word & COUNT_MASK == _ADMITTED:  # it came before in this batch
             counts[i] = np.float32(-1)
             continue
         if kind == EVERY_KEY:
-            counts[i] = np.float32(word & _COUNT_MASK)
+            counts[i] = np.float32(word & COUNT_MASK)
             admitted = True
         elif kind == PROBABILITY:
             admitted = _chance(key, worker, clock) < threshold
@@ -174,8 +192,8 @@ def admit(
             admitted = _sketched(sketches[r], widths[r], hashed, range_bits, np.int64(threshold))
             counts[i] = np.float32(threshold - 1)
         else:
-            admitted = (word & _COUNT_MASK) + 1 >= np.int64(threshold)
-            counts[i] = np.float32(word & _COUNT_MASK)
+            admitted = (word & COUNT_MASK) + 1 >= np.int64(threshold)
+            counts[i] = np.float32(word & COUNT_MASK)
         if not admitted:
             rows[i] = WAITS
             counts[i] = np.float32(-1)
@@ -189,7 +207,7 @@ def admit(
             store64(entry, key)
             held[r] += 1
             c[H_ROWS] += 1
-        count = _ADMITTED if admitted else (word & _COUNT_MASK) + 1
+        count = _ADMITTED if admitted else (word & COUNT_MASK) + 1
         store64(entry + 8, times[r] << _TIME_BIT | count)
     return keys.shape[0]
 
@@ -250,7 +268,7 @@ def foresee(
             while load64(entry) != keys[i] and word != 0:
                 entry += index.ENTRY
                 word = load64(entry + 8)
-            if (word & _COUNT_MASK) + 1 >= np.int64(threshold):
+            if (word & COUNT_MASK) + 1 >= np.int64(threshold):
                 out[i] = ADDS_ROW
             elif word == 0:
                 out[i] = ADDS_CANDIDATE
@@ -323,7 +341,7 @@ def put(c: NDArray[np.int64], keys: NDArray[np.int64], words: NDArray[np.int64],
 
 def rank(words: NDArray[np.int64]) -> NDArray[np.int64]:
     """Ranks of candidates, int64 [n], smaller for those that are to go first: pushed less often, or longer ago."""
-    return (words & _COUNT_MASK) << 32 | words >> _TIME_BIT
+    return (words & COUNT_MASK) << 32 | words >> _TIME_BIT
 
 
 def last_push(words: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -361,6 +379,10 @@ class Waiting:
     def count_range(self, r: int | NDArray[np.int64]) -> int:
         """Candidates of range r, or of several ranges together."""
         return int(self.counts[r].sum())
+
+    def size_of(self, r: int | NDArray[np.int64]) -> int:
+        """Bytes that candidates and sketch of range r, or of several ranges, take in pieces and files."""
+        return 16 * self.count_range(r) + BLOCKS * int(self._widths[r].sum())
 
     def admit(self, keys: NDArray[np.int64], rows: NDArray[np.int64], worker: int, clock: int) -> NDArray[np.float32]:
         """Counts the pushes of keys [n] without a row (rows[i] = 0), in step `clock` of a worker; sets rows[i] to WAITS
@@ -410,20 +432,22 @@ class Waiting:
         self._header[H_ROWS] -= self.counts[r]
         self.counts[r] = 0
         self.segments.release(r)
-        if r in self.sketches:
-            self.sketches[r][:] = 0
+        if r in self.sketches:  # a fresh one: the old one's pages go back to the system
+            self.sketches[r] = np.zeros(self.sketches[r].shape, np.uint8)
+            self._sketch_at[r] = self.sketches[r].ctypes.data
 
     # --- sketches -----------------------------------------------------------------------------------------------------
 
     def use_sketch(self, r: int, policy: Admission | None) -> None:
         """Range r is under this policy: makes its sketch, or gives it back."""
-        if isinstance(policy, MinCountSketch):
-            width = max(_DEPTH, policy.nbytes // (self._ranges * BLOCKS) // _DEPTH * _DEPTH)
+        width = sketch_width(policy, self._ranges)
+        if width:
             if r not in self.sketches or self._widths[r] != width:  # counters of another width say nothing
                 self.sketches[r] = np.zeros((BLOCKS, width), np.uint8)
                 self._sketch_at[r], self._widths[r] = self.sketches[r].ctypes.data, width
         elif r in self.sketches:
             del self.sketches[r]
+            self._widths[r] = 0
 
     def halve(self, r: int) -> None:
         """Halves the counters of range r's sketch."""

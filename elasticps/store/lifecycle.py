@@ -273,6 +273,11 @@ class Lifecycle:
         self.evicted[by.reason, r] += len(gone)
         return len(gone)
 
+    @property
+    def sketch_bytes(self) -> int:
+        """Bytes of sketches in ranges whose log has made them; of others no page is used."""
+        return sum(one.nbytes for r, one in self.waiting.sketches.items() if self.decided[r])
+
     def counts(self, ranges: NDArray[np.int64]) -> dict[str, Any]:
         """What there is and what has happened here in ranges [n]: keys that wait for a row, keys that a policy gave
         one, and what was forgotten, by reason."""

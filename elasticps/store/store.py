@@ -11,6 +11,7 @@ from coordinator.core.capacities import RowCount
 from elasticps.errors import SpecError
 from elasticps.model.policies import half_life_of
 from elasticps.model.spec import Assign, Init, TableSpec
+from elasticps.store.admission import check_sketch
 from elasticps.store.cuts import PassedCuts
 from elasticps.store.memory import Allocator
 from elasticps.store.table import Table
@@ -46,7 +47,8 @@ class Store:
 
     def create(self, spec: TableSpec, table_id: int, app: str = "") -> Table:
         """Makes a table, or returns the one that exists. app: its owner, if the caller knows; an owner never changes.
-        Raises SpecError if the one that exists differs, saying in what."""
+        Raises SpecError if the one that exists differs, saying in what; and for a sketch that is too large."""
+        check_sketch(spec.admission, self.ranges)
         table = self.tables.get(table_id)
         if table is None:
             table = self.tables[table_id] = Table(spec, table_id, self.ranges, self._memory, self.cuts, self.times)
@@ -243,8 +245,9 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        """Bytes mapped for all tables."""
-        return self._memory.nbytes
+        """Bytes mapped for all tables, and of sketches in ranges whose log has made them."""
+        lifecycles = (table.lifecycle for table in self.tables.values())
+        return self._memory.nbytes + sum(one.sketch_bytes for one in lifecycles if one is not None)
 
     @property
     def reusable_bytes(self) -> int:

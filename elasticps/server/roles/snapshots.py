@@ -99,6 +99,9 @@ class SnapshotSender:
         """Begins a snapshot of a range; an earlier one of the range is void."""
         peer, r = effect.peer, effect.range
         size = sum(table.count_range(r) * (table.stride + 8) for table in self._tables.values())
+        size += sum(
+            table.lifecycle.waiting.size_of(r) for table in self._tables.values() if table.lifecycle is not None
+        )
         step = -(-self._width // max(1, -(-size // PIECE_BYTES)))
         self._begun += 1
         self._snapshots[r] = _Snapshot(self._begun, peer, effect.serial, r * self._width, (r + 1) * self._width, step)
@@ -176,6 +179,10 @@ class SnapshotSender:
 
     def _piece(self, r: int) -> None:
         snapshot, now, began = self._snapshots[r], self._loop.time(), time.thread_time()
+        if snapshot.low % self._edges(r):  # a sketch has come since: the joiner counts only some keys of its block
+            self._progress.pop(r, None)  # it has to come so far again
+            self._executor.perform(self._executor.replica.refill, r, snapshot.serial)
+            return
         first = snapshot.low == r * self._width
         while True:
             snapshot.step = self._step(r, snapshot.step)
@@ -205,11 +212,14 @@ class SnapshotSender:
 
     def _step(self, r: int, step: int) -> int:
         """Hash positions of a piece, about `step`: whole blocks of a sketch, if a table has one in range r."""
+        edges = self._edges(r)
+        return max(1, step // edges) * edges
+
+    def _edges(self, r: int) -> int:
+        """Pieces of range r end at multiples of so many hash positions: of 1 while no table has a sketch there."""
         lifecycles = [table.lifecycle for table in self._tables.values() if table.lifecycle is not None]
-        if not any(r in lifecycle.waiting.sketches for lifecycle in lifecycles):
-            return step
-        block = self._width // BLOCKS
-        return max(1, step // block) * block
+        has_sketch = any(r in lifecycle.waiting.sketches for lifecycle in lifecycles)
+        return self._width // BLOCKS if has_sketch else 1
 
     def _content(self, r: int, low: int, upto: int) -> ChunkContent:
         """An interval of hash positions of range r."""
