@@ -22,7 +22,7 @@ from replication.messages import Forward, Operation, OperationKind, SnapshotChun
 P, R, TABLE, CUT = 4, 3, 9, 5
 BLOCK_BYTES = 16
 SPEC = TableSpec(
-    "t", 2, Accumulate(), admission=MinCountSketch(2, nbytes=P * BLOCKS * BLOCK_BYTES), eviction=Capacity(10)
+    "t", 2, Accumulate(), admission=MinCountSketch(2, nbytes=P * BLOCKS * BLOCK_BYTES), eviction=(Capacity(10),)
 )
 BEGIN, HASHES = R * (HASH_END // P), HASH_END // P // BLOCKS  # of a block
 NONE = np.empty(0, np.int64)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.errors import InputError, SpecError
-from elasticps.model.policies import SCORES
+from elasticps.model.policies import MAX_COUNT, MAX_TIME, SCORES
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.barrier_state import RoundStep
 from elasticps.server.core.operations import (
@@ -28,7 +28,9 @@ from elasticps.server.core.operations import (
 from elasticps.server.core.requests import RequestError
 from elasticps.server.core.sweeps import SweptInterval
 from elasticps.store import Store, Table
-from elasticps.store.eviction import Measure
+from elasticps.store.admission import BLOCKS, COUNT_MASK, NO_BLOCKS, check_sketch, sketch_width
+from elasticps.store.eviction import MOST_SWEEPS, Measure, Sweep
+from elasticps.store.intervals import HASH_END
 from elasticps.store.native import MAX_STAMP
 from elasticps.wire.frames import Block
 from elasticps.wire.refusals import refused_rows, why
@@ -140,6 +142,7 @@ def check_policies(store: Store, server: str, payload: SweptInterval | ChangedPo
     if isinstance(payload, ChangedPolicies):
         spec = TableSpec.from_json(payload.spec)
         table.spec.with_policies(spec.admission, spec.eviction)
+        check_sketch(spec.admission, store.ranges)
     elif payload.predicate.measure == Measure.SCORE and table.spec.usage != SCORES:
         raise SpecError(f"table {table.spec.name!r} keeps no scores of its rows")
 
@@ -161,7 +164,7 @@ def _check_keys(store: Store, server: str, r: int, restored: RestoredKeys) -> No
         raise unknown_table(server, restored.table)
     positions = np.full(store.ranges, -1, np.int64)
     positions[r] = 0
-    _check_waiting(table, r, WaitingKeys(restored.keys, restored.words, 0, restored.sketch), positions)
+    _check_waiting(table, r, WaitingKeys(restored.keys, restored.words, 0, NO_BLOCKS), positions)
 
 
 def _check_whole_rows(
@@ -178,13 +181,18 @@ def _check_chunk(store: Store, server: str, r: int, content: ChunkContent) -> No
     positions[r] = 0
     if not 0 <= content.base <= content.cut <= content.base + MAX_STAMP:
         raise InputError(f"a piece of range {r} has cut {content.cut} and stamps that count from {content.base}")
+    if not 0 <= content.time <= MAX_TIME:
+        raise InputError(f"a piece of range {r} is from second {content.time}, which cannot be")
     for number, spec, keys, rows, stamped, notes, floor, waiting in content.tables:
         if not spec and not len(keys):  # it was dropped
             continue
-        table = store.create(TableSpec.from_json(spec), number)
+        policies = TableSpec.from_json(spec)
+        table = store.create(policies, number)
         _check_whole_rows(table, r, keys, rows, positions)
         if waiting is not None:
             _check_waiting(table, r, waiting, positions)
+            _check_sketch(table, r, policies, waiting)
+            _check_sweeps(table, r, waiting.sweeps, content.cut)
         if stamped.max(initial=0) > content.cut - content.base:
             raise InputError(f"a piece of range {r} has rows of table {table.spec.name!r} from after cut {content.cut}")
         last = max(floor - 1, int(notes[:, 1].max(initial=0)))
@@ -201,8 +209,35 @@ def _check_waiting(table: Table, r: int, waiting: WaitingKeys, positions: NDArra
     """Candidates lie in range r. Raises InputError."""
     if table.lifecycle is None:
         raise InputError(f"a piece of range {r} has usage of table {table.spec.name!r}, which keeps none")
-    if len(waiting.keys) and (table.first_misplaced(waiting.keys, positions) >= 0 or waiting.words.min() <= 0):
+    if not len(waiting.keys):
+        return
+    counts = waiting.words & COUNT_MASK
+    if table.first_misplaced(waiting.keys, positions) >= 0 or waiting.words.min() <= 0 or counts.max() > MAX_COUNT:
         raise InputError(f"a piece of range {r} has candidates of table {table.spec.name!r} that cannot be")
+
+
+def _check_sketch(table: Table, r: int, spec: TableSpec, waiting: WaitingKeys) -> None:
+    """Blocks are those of the sketch that range r has under the policies of `spec`. Raises InputError."""
+    blocks = waiting.blocks
+    if not blocks.size:
+        return
+    width = HASH_END // table.ranges
+    first, uneven = divmod((waiting.low - r * width) * BLOCKS, width)
+    fits = blocks.shape[1] == sketch_width(spec.admission, table.ranges)
+    if not fits or uneven or not 0 <= first <= BLOCKS - len(blocks):
+        raise InputError(f"a piece of range {r} has blocks of a sketch that table {table.spec.name!r} has not")
+
+
+def _check_sweeps(table: Table, r: int, sweeps: Sequence[Sweep], cut: int) -> None:
+    """Sweeps are of rows, and from before the range's next cut. Raises InputError."""
+    cannot_be = any(
+        not (0 <= sweep.cut <= cut and 0 <= sweep.low <= sweep.high <= HASH_END and sweep.predicate.now <= MAX_TIME)
+        or sweep.predicate.of_candidates
+        or (sweep.predicate.measure == Measure.SCORE and table.spec.usage != SCORES)
+        for sweep in sweeps
+    )
+    if cannot_be or len(sweeps) > MOST_SWEEPS:
+        raise InputError(f"a piece of range {r} has sweeps of table {table.spec.name!r} that cannot be")
 
 
 Mask = NDArray[np.bool_]
