@@ -446,19 +446,19 @@ class FastPath:
     def _make_rows(self, block: int) -> None:
         """Makes the rows of a block, for which there was no memory."""
         b = self._blocks[block]
-        table = self.store.live[int(b[at.B_TABLE])]
         first, n = int(b[at.B_FIRST]), int(b[at.B_ROWS])
         try:
+            table = self.store.live[int(b[at.B_TABLE])]
             self.room -= table.make_rows(int64_at(int(b[at.B_KEYS_AT]), n), self._rows[first : first + n])
         except Exception as error:  # some are made, and of a push that the others may have
             fatal.end(self.replica.me, error)
 
     def _make_candidates(self, block: int) -> None:
         """Makes room for keys of a block that wait for a row."""
-        table = self.store.live[int(self._blocks[block, at.B_TABLE])]
-        assert table.lifecycle is not None
         try:
-            table.lifecycle.waiting.grow()
+            lifecycle = self.store.live[int(self._blocks[block, at.B_TABLE])].lifecycle
+            assert lifecycle is not None
+            lifecycle.waiting.grow()
         except Exception as error:  # some are counted
             fatal.end(self.replica.me, error)
 
