@@ -106,7 +106,7 @@ class Server:
         self.sweeper = Sweeper(context, self.leaders, self.headroom)  # forgets rows by tables' policies
         self.pushes.stamp_time = self.sweeper.stamp
         self._barrier.take_sweeps = self.sweeper.take
-        self._lifecycle = LifecycleHandler(context, self.sweeper)  # policies and sweeps that workers ask for
+        self._lifecycle = LifecycleHandler(context, self.sweeper, self.memory)  # policies, sweeps that workers ask for
         self.restoring = Restorer(context, self.memory, memory.share(BUFFER_BYTES))  # reads checkpoints
         row_writer = options.row_writer or ThreadRowWriter(loop)
         aside_bytes = memory.share(ASIDE_BYTES)

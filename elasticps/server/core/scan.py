@@ -42,25 +42,31 @@ class _State(NamedTuple):
 
     whole: set[int]
     keys: Mapping[int, NDArray[np.int64]]
-    usages: Mapping[int, RangeUsage]
+    usages: dict[int, RangeUsage]
 
 
 class Scan:
     """ranges: those that have passed the cut, and are written here; scanned, total: rows, about; nbytes: of what was
-    found."""
+    found; copied: bytes of what waited for rows at the cut."""
 
     def __init__(self, store: Store, mark: CutMark, allowance: Allowance) -> None:
         self.mark = mark
         self.ranges: list[int] = []
         self.scanned = 0
-        self.total = self.nbytes = 0
+        self.total = self.nbytes = self.copied = 0
         self._store = store
         self._allowance = allowance
         self._states: dict[int, _State] = {}
         self._spare: list[Bytes] = []  # memory of files that are written
 
+    def copied_bytes(self, ranges: Ranges) -> int:
+        """Bytes that `add` copies: what waits for a row in these ranges."""
+        lifecycles = [table.lifecycle for table in self._store.live.values() if table.lifecycle is not None]
+        return sum(lifecycle.waiting.size_of(ranges) for lifecycle in lifecycles)
+
     def add(self, ranges: Ranges) -> None:
         """These pass the cut now: from here on their rows are kept aside before they change."""
+        self.copied += self.copied_bytes(ranges)
         self.ranges = sorted({*self.ranges, *ranges.tolist()})
         for number, table in self._store.live.items():
             if table.retained is None:
@@ -104,7 +110,7 @@ class Scan:
             files, file = 0, None
             for r in self.ranges:
                 state = self._states[number]
-                full, keys, usage = r in state.whole, state.keys.get(r, NO_KEYS), state.usages.get(r)
+                full, keys, usage = r in state.whole, state.keys.get(r, NO_KEYS), state.usages.pop(r, None)
                 if file is not None and file.usage_bytes > FILE_BYTES:
                     yield Finished(number, files, file)
                     files, file = files + 1, None

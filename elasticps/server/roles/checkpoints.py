@@ -42,6 +42,7 @@ class CheckpointWriter:
     def __init__(self, context: Context, row_writer: RowWriter, aside_bytes: int, log_bytes: int) -> None:
         """aside_bytes, log_bytes: what retained rows, and the log, may take."""
         self._loop, self._executor, self._serving = context.loop, context.executor, context.serving  # shared parts
+        self._path = context.path  # knows how much memory is left
         self._row_writer = row_writer  # writes files in a thread
         self._last_served = context.last_served  # slices are smaller while workers are served
         self._aside_bytes, self._log_bytes = aside_bytes, log_bytes  # budgets of memory
@@ -120,7 +121,17 @@ class CheckpointWriter:
             if self._steps is not None:
                 self._end("ranges have passed the cut after writing had begun")
             else:
-                self._scan.add(ranges)
+                self._add(self._scan, ranges)
+
+    def _add(self, scan: Scan, ranges: Ranges) -> None:
+        """Has ranges written, unless there is no memory for copies of the keys that wait for rows there."""
+        nbytes = scan.copied_bytes(ranges)
+        if nbytes <= self._path.room:
+            self._path.room -= nbytes
+        elif nbytes and scan.copied + nbytes > self._aside_bytes:
+            self._end(f"copies of keys that wait for rows take {nbytes:,} bytes more, for which there is no memory")
+            return
+        scan.add(ranges)
 
     def _watch(self, scan: Scan) -> None:
         if self._scan is scan:

@@ -17,8 +17,10 @@ from elasticps.server.core.requests import Body, RequestError, RequestTicket
 from elasticps.server.core.validation import unknown_table
 from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.context import Context
+from elasticps.server.roles.memory_limit import MemoryLimit
 from elasticps.server.roles.sweeper import Sweeper
 from elasticps.store import Table
+from elasticps.store.admission import check_sketch
 from elasticps.wire.frames import (
     MAX_CONTROL_BYTES,
     FrameError,
@@ -40,7 +42,8 @@ SAMPLED_ROWS = 65_536  # of a table, of those headed here: histograms are of the
 class LifecycleHandler:
     """Handles SET_POLICIES and SWEEP. sweeps: requests that are under way."""
 
-    def __init__(self, context: Context, sweeper: Sweeper) -> None:
+    def __init__(self, context: Context, sweeper: Sweeper, memory: MemoryLimit) -> None:
+        self._memory = memory
         self._loop, self._held, self._serving = context.loop, context.held, context.serving
         self._notifier, self._registered = context.notifier, context.registered
         self._executor, self._store, self._sweeper = context.executor, context.executor.store, sweeper
@@ -74,8 +77,10 @@ class LifecycleHandler:
             spec = TableSpec.from_json(text(json_body(body.data).get("spec"), MAX_CONTROL_BYTES))
             if difference := spec.difference(table.spec):
                 raise SpecError(f"table {table.spec.name!r} exists with another spec: {difference}")
+            check_sketch(spec.admission, self._store.ranges)
         except SpecError as error:
             raise RequestError("spec", str(error)) from None
+        self._memory.take_sketch(spec, table)
         payload = ChangedPolicies(table.table_id, spec.to_json())
         ticket = RequestTicket(connection, header.kind, header.request)
         push = Push(

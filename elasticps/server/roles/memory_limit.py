@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.model.spec import TableSpec
 from elasticps.server.core.headroom import UNLIMITED, Headroom, ServerMemory, full
 from elasticps.server.core.requests import Body, RequestError
 from elasticps.server.core.validation import PushRows
@@ -12,7 +13,7 @@ from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.store import Table
-from elasticps.store.admission import ADDS_CANDIDATE, ADDS_NOTHING, ADDS_ROW
+from elasticps.store.admission import ADDS_CANDIDATE, ADDS_NOTHING, ADDS_ROW, BLOCKS, sketch_width
 from elasticps.store.index import GROWN_BYTES
 from elasticps.system.memory import give_back
 from elasticps.wire.frames import Block, Header, Kind, json_body, json_frame
@@ -31,6 +32,7 @@ class MemoryLimit:
         self._store = context.executor.store
         self._path = context.path
         self._links = links
+        self._serving = context.serving
         self._server = context.me.name
         self._short_looks = 0
         self.handlers: dict[int, Handler] = {Kind.ROOM: self._hear}
@@ -80,6 +82,35 @@ class MemoryLimit:
                 taken = needed
                 break
         self._path.room = room - taken
+
+    def take_waiting(self, table: Table, keys: int) -> None:
+        """Room for so many keys that wait for a row of a table. Raises `RequestError` if there is none."""
+        if self._path.room > UNLIMITED // 2:
+            return
+        if keys * GROWN_BYTES > max(0, self._path.room):
+            raise self._full(table, keys, keys * GROWN_BYTES)
+        self._path.room -= keys * GROWN_BYTES
+
+    def take_sketch(self, spec: TableSpec, table: Table | None = None) -> None:
+        """Room for the sketches that a table under the policies of `spec` has in ranges headed here, less those that
+        are there. Raises `RequestError` if there is none."""
+        width, there = sketch_width(spec.admission, self._store.ranges), {}
+        if table is not None and table.lifecycle is not None:
+            there = table.lifecycle.waiting.sketches
+        made = [r for r in self._serving.headed.tolist() if r not in there or there[r].shape[1] != width]
+        nbytes, least = len(made) * BLOCKS * width, self._headroom.least
+        if self._path.room > UNLIMITED // 2:
+            return
+        if nbytes > max(0, self._path.room):
+            raise RequestError(
+                "memory",
+                f"server {least.server} uses {least.used:,} bytes, and takes rows and sketches up to {least.mark:,} of "
+                f"its limit of {least.limit:,}; the sketch of table {spec.name!r} needs {nbytes:,} for the ranges that "
+                f"server {self._server} heads. Give MinCountSketch a smaller nbytes, add servers (`elasticps scale`), "
+                "or give them more memory (--memory-limit)",
+                server=least.server, table=spec.name, bytes=nbytes,
+            )  # fmt: skip
+        self._path.room -= nbytes
 
     def _full(self, table: Table, rows: int, nbytes: int) -> RequestError:
         least = self._headroom.least

@@ -32,6 +32,7 @@ from elasticps.server.core.validation import PushRows, check_block, unknown_tabl
 from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.memory_limit import MemoryLimit
+from elasticps.store.admission import check_sketch
 from elasticps.wire.frames import Block, FrameError, Header, Kind, json_body, read_push, whole
 from elasticps.wire.headers import EraseHeader, GetClocksHeader, InitHeader, OkHeader, PushHeader
 from replication.chain import Ranges
@@ -83,6 +84,8 @@ class PushHandler:
             made = []
             for new, spec in zip(tables, specs, strict=True):
                 if new.table not in self._store.tables:
+                    check_sketch(spec.admission, self._store.ranges)
+                    self._memory.take_sketch(spec)
                     self._store.create(spec, new.table, connection.app)
                 made.append(new._replace(app=self._store.create(spec, new.table).app))
         except SpecError as error:

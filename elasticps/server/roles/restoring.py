@@ -304,6 +304,8 @@ class _RestoreTask:
             if isinstance(payload, RestoredRows):
                 nothing = np.empty((0, 0), np.float32), np.empty(0, np.float32)
                 self._memory.take([Block(payload.table, payload.keys, *nothing)])
+            elif isinstance(payload, RestoredKeys) and (table := self._executor.store.tables.get(payload.table)):
+                self._memory.take_waiting(table, len(payload.keys))
         if self.spec.recovery:
             self._apply(operations)
             return
