@@ -50,6 +50,7 @@ LAST_USE, COUNT, SCORE, NORM = 0, 1, 2, 3  # measures of a row, see `measure`
 USAGE = 3  # words that `read_usage` writes for a row
 USED_LATER = 1 << 62  # a rank above all others: of a row that was used after the time at which it is measured
 MAX_COUNT = np.float32(1 << 22)  # above it one push more would be lost in a float32's rounding
+LEAST_SCORE = np.float32(2.0**-126)  # to which one falls, and no further: it differs from none for ever
 _PREFETCHED = 12  # rows between a prefetch and its use
 _TIE_SEED = np.uint64(0xD6E8FEB86659FD93)
 _LOW32 = np.uint64(0xFFFFFFFF)
@@ -120,7 +121,10 @@ def use(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64], 
         at = rows[i] + h[H_USAGE_AT]
         share = note_use(at, times[r], policies[r * POLICY + P_DECAY])
         score = _usage(at, 3)[1]
-        score[2] = min(np.float32(score[2] * share) + scores[i], MAX_COUNT)
+        fallen = score[2]
+        if fallen > 0 and share < 1.0:
+            fallen = max(np.float32(fallen * share), LEAST_SCORE)
+        score[2] = min(fallen + scores[i], MAX_COUNT)
 
 
 @kernel
@@ -182,6 +186,7 @@ def measure(
 
     what: LAST_USE; COUNT or SCORE, fallen to what they are at `now` with `decay` half-lives a second, or USED_LATER
     where the last use has made them fall further than that; NORM of weights.
+    A score above 0 falls to LEAST_SCORE, so a row whose rank by score is 0 never had one, nor had its older versions.
     Ranks of floats are their bits, which are in the order of the floats, as none is negative.
     """
     at, floats, n = h[H_USAGE_AT], h[H_USAGE_FLOATS], rows.shape[0]
@@ -205,7 +210,10 @@ def measure(
             else:
                 elapsed: Any = now - np.int64(word[0])
                 share = falling(max(elapsed, 0) * decay)
-                out[i] = float32_bits(np.float32(value[what] * share))
+                fallen = np.float32(value[what] * share)
+                if what == SCORE and value[what] > 0 and share < 1.0:
+                    fallen = max(fallen, LEAST_SCORE)
+                out[i] = float32_bits(fallen)
                 if elapsed < 0 and decay > 0:
                     out[i] = USED_LATER
 

@@ -33,6 +33,7 @@ from elasticps.store.eviction import Measure, Predicate, Reason
 f32 = np.float32
 DIM = 2
 MOST_COUNT = f32(1 << 22)
+LEAST_SCORE = f32(2.0**-126)  # that a score falls to
 BLOCKS, DEPTH = 64, 4  # of a sketch
 HASH_BITS = 62
 _MASK = (1 << 64) - 1
@@ -106,6 +107,11 @@ def halves(x: float) -> float:
     return float(math.ldexp(total, -whole))
 
 
+def fallen_score(score: np.float32, share: float) -> np.float32:
+    """What is left of a score: never nothing, unless there was none."""
+    return max(f32(float(score) * share), LEAST_SCORE) if score > 0 and share < 1 else score
+
+
 def mixed(z: int) -> int:
     """The mixer of all hashes."""
     return int(mix64(np.uint64(z & _MASK)))
@@ -177,7 +183,7 @@ class TableModel:
             share = self._share(row, self.now)
             row.weights = row.weights + grads[:DIM]
             row.count = min(f32(float(row.count) * share) + f32(1), MOST_COUNT)
-            row.score = min(f32(float(row.score) * share) + score, MOST_COUNT)
+            row.score = min(fallen_score(row.score, share) + score, MOST_COUNT)
             row.last, row.used_s = self.now, at_s
 
     def _admit(self, key: int, worker: int, after: int) -> int | None:
@@ -264,9 +270,9 @@ class TableModel:
             elif by.measure == Measure.NORM:
                 yield key, bits(row.norm)
             elif not (by.decay and row.last > by.now):  # else it was used after the sweep was planned
-                value = row.count if by.measure == Measure.COUNT else row.score
                 share = halves(max(by.now - row.last, 0) * by.decay)
-                yield key, bits(f32(float(value) * share))
+                counted = by.measure == Measure.COUNT
+                yield key, bits(f32(float(row.count) * share) if counted else fallen_score(row.score, share))
 
     def _may_go(self, key: int, by: Predicate, op: Logged) -> None:
         """A row goes: the policies have to allow that, by the true time."""
