@@ -367,9 +367,8 @@ class RangeModel:
         else:
             assert isinstance(op.payload, SweptInterval)
             word = word_of(table.admission, table.evictions) if number in self.decided else 0
-            if op.payload.policies not in (0, word):  # it was chosen under others
-                return
-            table.evict(op.payload, self.cut, op)
+            if op.payload.policies in (0, word):  # else it was chosen under others
+                table.evict(op.payload, self.cut, op)
         self._note(table, number)
 
     def _decide(self, table: TableModel, number: int, text: str) -> None:
