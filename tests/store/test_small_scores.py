@@ -29,8 +29,8 @@ def test_what_a_sweep_by_score_takes_does_not_come_back_from_an_older_version(id
         table.apply(KEYS, grads, np.empty(0, np.float32), 7, 1)
 
     push(np.where(KEYS % 4, (1 + KEYS / len(KEYS)) * 2.0**-20, 0))
-    kept, rows, *_ = table.dump_stamped(0, 0, HASH_END)
-    kept, rows = kept.copy(), rows.copy()
+    there, rows, *_ = table.dump_stamped(0, 0, HASH_END)
+    there, rows = there.copy(), rows.copy()
     for seconds in (idle_s // 2, idle_s - idle_s // 2):  # uses without a score, each of which rounds
         times += seconds
         push(np.zeros(len(KEYS)))
@@ -43,7 +43,7 @@ def test_what_a_sweep_by_score_takes_does_not_come_back_from_an_older_version(id
         by = Predicate(Measure.SCORE, Reason.CAPACITY, below, tie, int(times[0]), 1.0)
         chosen = by.chosen(found.keys, found.ranks)
         gone = set(found.keys[chosen & ~by.unsure(found.ranks)].tolist())
-        older = set(kept[RowUsage(spec, 3).swept(kept, rows, [Sweep(1, by)])].tolist())
+        older = set(there[RowUsage(spec, 3).swept(there, rows, [Sweep(1, by)])].tolist())
         assert gone <= older
         never = set(KEYS[KEYS % 4 == 0].tolist())
         assert never.isdisjoint(found.keys[chosen & by.unsure(found.ranks)].tolist()), "they need no note"
