@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import numpy as np
 from hypothesis import given
@@ -51,7 +52,8 @@ def sweep(table: Table, dry_run: DryRun | None) -> Counter[Reason]:
             )
             for one in count_bounded({3: table}, headed)
         ]
-        swept = _Swept(table, _of(3, allowances({0: (RANGES, counts)})[0] if bounds else ()), dry_run)
+        allowed = allowances({0: (RANGES, counts)})[0] if bounds else []
+        swept = _Swept(table, partial(_of, 3, allowed), dry_run)
         for at, by, share in SweepPlan(HASH_END // RANGES).slices({3: swept}, headed, NOW, 0.0, True):
             by, going = choose(table, measure(table, at.ranges, at, by), at, by, share, dry_run)
             found[by.reason] += going

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from coordinator.core.capacities import RowCount
 from elasticps.model.policies import Capacity, IdleFor
 from elasticps.server.core.sweeps import Slice
 from elasticps.server.roles.sweeper import PLAN_EVERY_S, Sweeper
@@ -66,3 +67,21 @@ def test_a_table_that_is_being_cut_is_not_cut_a_second_time_meanwhile() -> None:
     assert sweeper._next() is not None
     sweeper.tick()
     assert sweeper._cuts is not None
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_a_capacity_counts_as_it_is_when_a_pass_comes_to_the_table(
+    later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other servers have forgotten rows since the pass was planned: the whole table is no more above its capacity."""
+    growing = grown(203)
+    sweeper = growing.server.sweeper
+    monkeypatch.setattr(sweeper, "_allowances", lambda: [RowCount(TABLE, False, 200, 150)])
+    monkeypatch.setattr(sweeper._plan, "overfull", lambda large, headed: [])
+    sweeper.tick()
+    if later:
+        monkeypatch.setattr(sweeper, "_allowances", list)
+    found: list[Reason] = []
+    while (one := sweeper._next()) is not None:
+        found.append(one[1].reason)
+    assert (Reason.CAPACITY in found) is not later

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,9 +46,12 @@ ROUND_S = 30.0  # an application that has closed no round for so long is not in 
 
 
 class _Swept:
-    """A table, as `SweepPlan` needs it. allowed: what is kept here of a bound; dry_run: whose rows do not count."""
+    """A table, as `SweepPlan` needs it. allowed: gives what is kept here of each bound now; dry_run: whose rows do not
+    count."""
 
-    def __init__(self, table: Table, allowed: Mapping[tuple[bool, int], int], dry_run: DryRun | None = None) -> None:
+    def __init__(
+        self, table: Table, allowed: Callable[[], Mapping[tuple[bool, int], int]], dry_run: DryRun | None = None
+    ) -> None:
         assert table.lifecycle is not None
         self._table, self._lifecycle = table, table.lifecycle
         self._allowed, self._dry_run = allowed, dry_run
@@ -68,7 +72,7 @@ class _Swept:
 
     def allowed(self, of_candidates: bool, capacity: int) -> int | None:
         """How many of them ranges headed here keep of a capacity; None: all."""
-        return self._allowed.get((of_candidates, capacity))
+        return self._allowed().get((of_candidates, capacity))
 
 
 @dataclass
@@ -144,15 +148,15 @@ class Sweeper:
         now, allowed = int(clocks.swept), dict[int, list[RowCount]]()
         for one in self._allowances():
             allowed.setdefault(one.table, []).append(one)
-        large = {n: _Swept(tables[n], _of(n, counts)) for n, counts in allowed.items() if n in tables}
+        large = {n: _Swept(tables[n], partial(_of, n, counts)) for n, counts in allowed.items() if n in tables}
         overfull = self._plan.overfull(large, headed)
         self._overfull = bool(overfull)
         if overfull and self._cuts is None and not self._cutting:
-            self._cuts = self._plan.cuts({number: large[number] for number in overfull}, headed, now)
+            self._cuts = self._plan.cuts({number: self._swept(tables[number]) for number in overfull}, headed, now)
         if self._slices is None and (now_s >= self._plan_due_s or self._headroom.short):
             self._plan_due_s = now_s + PLAN_EVERY_S
             self._plan.forget(tables)
-            swept = {number: large.get(number) or _Swept(table, {}) for number, table in tables.items()}
+            swept = {number: self._swept(table) for number, table in tables.items()}
             self._slices = self._plan.slices(swept, headed, now, now_s, self._headroom.short)
 
     def _waiting_for_room(self) -> bool:
@@ -182,6 +186,10 @@ class Sweeper:
         no leader is known."""
         clocks, headed = self._leaders.clocks(), self._serving.headed
         return max(0.0, int(self._store.times[headed].max(initial=0)) - clocks.logged) if clocks.known else 0.0
+
+    def _swept(self, table: Table) -> _Swept:
+        """A table for a pass, which may come to it a minute later: what it keeps is asked for then."""
+        return _Swept(table, lambda: _of(table.table_id, self._allowances()))
 
     def _allowances(self) -> Sequence[RowCount]:
         """What the ranges headed here may keep of tables that are above their capacity. Who heads all ranges needs no
@@ -295,7 +303,7 @@ class Sweeper:
     ) -> tuple[dict[Reason, int], list[RowCount]]:
         found, tickets, clocks = dict.fromkeys(Reason, 0), [], self._leaders.clocks()
         headed, number = self._serving.headed, table.table_id
-        swept = {number: _Swept(table, _of(number, allowed or ()), dry_run)}
+        swept = {number: _Swept(table, partial(_of, number, allowed or ()), dry_run)}
         plan = SweepPlan(HASH_END // self._serving.ranges)
         slices = plan.slices(swept, headed, int(clocks.swept), self._loop.time(), True)
         for at, by, share in slices if clocks.leader or dry_run is not None else ():
