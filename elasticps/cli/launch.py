@@ -17,7 +17,7 @@ import typer
 
 from elasticps.cli.checkpoint import parse_keep
 from elasticps.cli.options import URL_VARIABLE, seconds, usable_place
-from elasticps.cli.output import err
+from elasticps.cli.output import err, signals_handled
 from elasticps.errors import ConfigError
 from elasticps.launch.core import task as tasks
 from elasticps.launch.core.task import Task
@@ -309,15 +309,8 @@ class _Run:
             if not (number == signal.SIGINT and _at_terminal()):
                 self._pass_on(signal.SIGTERM if number == signal.SIGHUP else number)
 
-        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as by nohup
-            numbers.append(signal.SIGHUP)
-        before = {number: signal.signal(number, handle) for number in numbers}
-        try:
+        with signals_handled(handle, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _pass_on(self, number: int) -> None:
         if self._command is not None:  # and not waited for yet, so the id is nobody else's

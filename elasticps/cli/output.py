@@ -111,12 +111,19 @@ def sigterm_interrupts() -> Iterator[None]:
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
+    with signals_handled(interrupt, signal.SIGTERM):
+        yield
+
+
+@contextmanager
+def signals_handled(handler: Callable[[int, object], None], *numbers: int) -> Iterator[None]:
+    """Handles signals, and SIGHUP, by `handler` meanwhile; then as before."""
     # SIGHUP that was ignored at the start, as by nohup, stays so: the command is to outlive its terminal. SIGTERM
     # counts all the same: `elasticps down` sends it.
-    numbers = [signal.SIGTERM, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else [])]
-    before = {number: signal.signal(number, interrupt) for number in numbers}
+    handled = [*numbers, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else [])]
+    before = {number: signal.signal(number, handler) for number in handled}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
