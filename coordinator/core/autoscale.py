@@ -160,7 +160,7 @@ class Autoscaler:
 
 
 def unsettled(servers: int, view: View, members: Members, answered: Collection[str]) -> str:
-    """Why the cluster is not as it was asked to be, so that nothing can be told from its use; "" if it is."""
+    """Returns why the cluster's load says nothing now (servers are missing, or ranges move); "" if it does."""
     here = [s for s in members.servers if s.member not in members.draining]
     if len(here) != servers:
         return f"{len(here)} of {servers} servers are there"

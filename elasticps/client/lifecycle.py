@@ -99,7 +99,7 @@ def set_policies(table: int, spec: TableSpec) -> Questions:
 def sweep(ask: Ask, table: int, name: str, dry_run: bool) -> dict[str, int]:
     """Sweeps a table at all heads, or counts what a sweep would forget: rows by reason.
 
-    What goes by its age or norm goes first. Then servers are told how many rows each keeps of a capacity: that depends
+    Rows go by age and norm first. Then each server gets the number of rows that it keeps of a capacity: that depends
     on how many all of them have.
     """
     what, total = {"what": "dry-run" if dry_run else "sweep"}, Counter[str]()

@@ -86,7 +86,7 @@ class JobMembership:
             self._renewal = None
 
     def waits_for(self) -> list[int]:
-        """Returns the tasks whose work is not done, as far as etcd tells or has told; see `JobEnd`."""
+        """Returns the tasks whose work is not done, by the newest state that etcd has given; see `JobEnd`."""
         return self._end.waits_for(self._states(), time.monotonic())
 
     @property

@@ -1,4 +1,4 @@
-"""One etcd, on loopback unless told otherwise, that lives and ends with a cluster."""
+"""Runs one etcd for a cluster, on loopback by default, and ends it with the cluster."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class Cluster:
 
     @property
     def servers(self) -> tuple[RayServer, ...]:
-        """Every server, running or not, by number. Servers that were drained, by whoever it was, are gone."""
+        """Lists the servers, running or not, by number; without those that were drained."""
         with self._lock:
             present = self._present()
             infos = [server.actor.info.remote() for server in present]
