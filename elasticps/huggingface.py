@@ -52,7 +52,8 @@ class ElasticCallback(TrainerCallback):
     (the coordinators need `--checkpoint-url`), and `elasticps.json` beside the Trainer's has its number. Give it to one
     worker of several.
 
-    Raises ConfigError for another optimizer, a Trainer of several processes or devices, and `load_best_model_at_end`.
+    Raises ConfigError for another optimizer, a Trainer of several processes or devices, and `load_best_model_at_end`;
+    and when training begins, in a process that has trained nothing yet, elsewhere than where the servers are.
     """
 
     def __init__(self, ps: Client, trainer: Trainer, *, checkpoints: bool = False) -> None:
@@ -99,12 +100,10 @@ class ElasticCallback(TrainerCallback):
         output = self._trainer.args.output_dir
         last = get_last_checkpoint(output) if Path(output).is_dir() else None
         folder = Path(output) / f"checkpoint-{steps}"
-        if last is not None and Path(last) == folder and (folder / _STATE).exists():
+        if last is not None and Path(last) == folder and _read(folder / _STATE) is not None:
             return str(folder)
-        known = Path(last or output) / _STATE
-        if last is not None and known.exists():
-            state = TrainerState.load_from_json(str(known))
-        else:
+        state = None if last is None else _read(Path(last) / _STATE)
+        if state is None:
             exported = [each for each in self._trainer.callback_handler.callbacks if isinstance(each, ExportableState)]
             state = TrainerState(stateful_callbacks=[*exported, self._trainer.control])
             state.train_batch_size = self._trainer.args.train_batch_size
@@ -114,9 +113,27 @@ class ElasticCallback(TrainerCallback):
         state.save_to_json(str(folder / _STATE))
         return str(folder)
 
+    def _check_begin(self, begins_at: int) -> None:
+        """Refuses to train data again, or to skip data that the servers know nothing of."""
+        before = self._ps.resume()
+        if self._ps.clock > before.clock or before.steps == begins_at:  # the former: a second `train()` of a process
+            return
+        if before.steps:
+            raise ConfigError(
+                f"the servers have {before.steps} steps of this worker, and the Trainer begins after step {begins_at}: "
+                "call train(resume_from_checkpoint=elastic.resume()), elastic being this ElasticCallback; for another "
+                "training connect with a worker's name of its own"
+            )
+        raise ConfigError(
+            f"the Trainer's checkpoint is of step {begins_at}, and the servers know no step of this worker: connect "
+            "with the worker's name of that run (elasticps.connect(…, worker=…)), or restore the servers first, from "
+            f"the checkpoint whose number is in {FILE} beside it; to begin anew call train() without a checkpoint"
+        )
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any
     ) -> None:
+        self._check_begin(state.global_step)
         self._optimizer.refresh()  # a checkpoint of the Trainer's has older weights
         if state.global_step:
             advance_scheduler(known["lr_scheduler"], state.global_step)
@@ -132,3 +149,11 @@ class ElasticCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any) -> None:
         self._ps.flush()
+
+
+def _read(file: Path) -> TrainerState | None:
+    """The Trainer's state in a file; None where there is none, or a part of one, as a kill may leave it."""
+    try:
+        return TrainerState.load_from_json(str(file))
+    except (OSError, ValueError, TypeError):
+        return None

@@ -18,6 +18,8 @@ if find_spec("lightning") is None:
     raise ImportError("elasticps.lightning needs Lightning: pip install 'elasticps[lightning]'", name="lightning")
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from torch.utils import _pytree
 
 from elasticps.errors import ConfigError
 from elasticps.torch import Optimizer, StepSampler
@@ -42,9 +44,9 @@ class Callback(pl.Callback):
     whenever Lightning saves one of its own (the coordinators need `--checkpoint-url`), and Lightning's has its number
     under "elasticps". Give it to one worker of several.
 
-    Raises ConfigError for a strategy of several processes, for a `StepSampler` that counts other steps than the
-    Trainer makes, and when Lightning's checkpoint is of more than no steps but the servers know none of this worker's
-    name.
+    Raises ConfigError for a strategy of several processes, for Lightning's searches for a learning rate or a batch
+    size, for a `StepSampler` that counts other steps than the Trainer makes, and when Lightning's checkpoint is of more
+    than no steps but the servers know none of this worker's name.
     """
 
     def __init__(self, ps: Client, *, checkpoints: bool = False) -> None:
@@ -57,6 +59,12 @@ class Callback(pl.Callback):
             raise ConfigError(
                 f"{type(trainer.strategy).__name__} joins {trainer.world_size} processes, whose gradients the servers "
                 "join: take Trainer(devices=1), and start each process by itself, as a worker of its own name"
+            )
+        if any(isinstance(each, LearningRateFinder | BatchSizeFinder) for each in trainer.callbacks):
+            raise ConfigError(
+                "Lightning's search for a learning rate or a batch size trains, and takes back its own weights only: "
+                "what it pushes would stay at the servers, and count as this worker's steps. Search with a Trainer "
+                "that lacks this callback, and a LocalCluster of its own"
             )
         # Rows are in the servers' checkpoints, so Lightning's may well be without.
         warnings.filterwarnings("ignore", message=re.escape(INCOMPLETE))
@@ -82,6 +90,12 @@ class Callback(pl.Callback):
         sampler = self._sampler(trainer, steps)
         if sampler is None:
             return
+        if steps and 0 < (trainer.max_epochs or 0) <= sampler.position()[0]:
+            warnings.warn(
+                f"nothing is left to train: this worker has made {steps} steps, all that max_epochs="
+                f"{trainer.max_epochs} asks for. Another training takes a worker's name of its own",
+                stacklevel=2,
+            )
         if loaded is None:
             trainer.fit_loop.load_state_dict(_moved(trainer.fit_loop.state_dict(), sampler, steps))
         else:  # Lightning takes them from there when this hook is over
@@ -91,13 +105,10 @@ class Callback(pl.Callback):
     def _sampler(self, trainer: pl.Trainer, steps: int) -> StepSampler | None:
         """The sampler that says where the worker's steps have come to; None where the data tell of no place."""
         trainer.fit_loop.setup_data()
-        loader = trainer.train_dataloader
-        sampler = getattr(loader, "batch_sampler", None)
-        if isinstance(sampler, StepSampler):
-            _check(trainer, sampler)
+        if samplers := _step_samplers(trainer):
             warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
-            return sampler
-        if not isinstance(sampler, Sharded) and not isinstance(getattr(loader, "dataset", loader), Sharded):
+            return samplers[0]
+        if not any(_is_sharded(loader) for loader in _loaders(trainer)):
             warnings.warn(
                 f"this worker has trained {steps} steps, and its data begin again: "
                 "DataLoader(data, batch_sampler=elasticps.torch.StepSampler(ps, …)) goes on where they have come to",
@@ -106,9 +117,7 @@ class Callback(pl.Callback):
         return None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        sampler = getattr(trainer.train_dataloader, "batch_sampler", None)
-        if isinstance(sampler, StepSampler):
-            _check(trainer, sampler)
+        _step_samplers(trainer)
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, Optimizer):
                 optimizer.refresh()  # Lightning's checkpoint has older weights
@@ -131,6 +140,25 @@ class Callback(pl.Callback):
         self._ps.flush()
 
 
+def _loaders(trainer: pl.Trainer) -> list[Any]:
+    """The loaders of the training data, which Lightning takes in lists and dicts, too."""
+    return _pytree.tree_leaves(trainer.train_dataloader)
+
+
+def _is_sharded(loader: Any) -> bool:
+    parts = (getattr(loader, "batch_sampler", None), getattr(loader, "dataset", loader))
+    return any(isinstance(part, Sharded) for part in parts)
+
+
+def _step_samplers(trainer: pl.Trainer) -> list[StepSampler]:
+    """The `StepSampler` of each loader of the training data that has one. ConfigError as by `_check`."""
+    found = [getattr(loader, "batch_sampler", None) for loader in _loaders(trainer)]
+    samplers = [each for each in found if isinstance(each, StepSampler)]
+    for sampler in samplers:
+        _check(trainer, sampler)
+    return samplers
+
+
 def _check(trainer: pl.Trainer, sampler: StepSampler) -> None:
     """Refuses a sampler that would take the worker's steps for other batches than the Trainer has trained in them."""
     if sampler.accumulate != trainer.accumulate_grad_batches:
@@ -138,11 +166,11 @@ def _check(trainer: pl.Trainer, sampler: StepSampler) -> None:
             f"StepSampler(accumulate={sampler.accumulate}) and Trainer(accumulate_grad_batches="
             f"{trainer.accumulate_grad_batches}) must be the same: they say what a step trains"
         )
-    if trainer.fit_loop.max_batches < len(sampler):
+    if trainer.fit_loop.max_batches != len(sampler):
         raise ConfigError(
             f"the Trainer ends an epoch after {trainer.fit_loop.max_batches} batches, and StepSampler after all "
             f"{len(sampler)}: leave out limit_train_batches, fast_dev_run and overfit_batches, or give StepSampler "
-            "fewer samples"
+            "fewer samples; several loaders have the same number of batches"
         )
 
 
@@ -153,6 +181,7 @@ def _moved(state: dict[str, Any], sampler: StepSampler, steps: int) -> dict[str,
     epochs = {"ready": begun, "started": begun, "processed": epoch, "completed": epoch}
     in_epoch = steps % sampler.steps_per_epoch
     stepped = {"total": {"ready": steps, "completed": steps}, "current": {"ready": in_epoch, "completed": in_epoch}}
+    manual = "epoch_loop.manual_optimization.optim_step_progress"  # counts where training_step calls step() itself
     optimizer = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
 
     def counts(n: int) -> dict[str, int]:
@@ -165,4 +194,5 @@ def _moved(state: dict[str, Any], sampler: StepSampler, steps: int) -> dict[str,
             "total": counts(epoch * len(sampler) + batch), "current": counts(batch), "is_last_batch": False,
         },
         "epoch_loop.automatic_optimization.optim_progress": {"optimizer": optimizer | {"step": stepped}},
+        manual: state[manual] | stepped,
     }  # fmt: skip

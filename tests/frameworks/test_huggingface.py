@@ -183,6 +183,40 @@ def test_after_a_crash_a_new_process_goes_on_where_the_servers_are(
     check(trainer, words, tmp_path)
 
 
+def test_training_that_would_not_go_on_where_the_servers_are_is_refused(connect: Connect, tmp_path: Path) -> None:
+    first = connect()
+    trainer, _ = remote(first, tmp_path)
+    trainer.add_callback(Crashes(6, in_step=False))
+    with pytest.raises(Crash):
+        trainer.train()
+    first.flush()
+    second = connect()
+    trainer, _ = remote(second, tmp_path)
+    for resume, begins_at in ((None, 0), (True, 4)):
+        with pytest.raises(ConfigError, match=rf"6 steps of this worker, .* begins after step {begins_at}: call train"):
+            trainer.train(resume_from_checkpoint=resume)
+    assert second.clock == second.resume().clock
+    trainer, _ = remote(connect("w1"), tmp_path)
+    with pytest.raises(ConfigError, match="is of step 4, and the servers know no step of this worker"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_a_state_that_a_kill_has_left_half_written_hinders_nobody(connect: Connect, tmp_path: Path) -> None:
+    first = connect()
+    words = start_of(first)
+    trainer, _ = remote(first, tmp_path / "ours")
+    trainer.add_callback(Crashes(4, in_step=False))
+    with pytest.raises(Crash):
+        trainer.train()
+    first.flush()
+    state = tmp_path / "ours" / "checkpoint-4" / "trainer_state.json"
+    state.write_bytes(state.read_bytes()[:100])
+    trainer, elastic = remote(connect(), tmp_path / "ours")
+    trainer.train(resume_from_checkpoint=elastic.resume())
+    assert trainer.state.global_step == STEPS
+    check(trainer, words, tmp_path)
+
+
 def test_mistakes_say_what_to_do(connect: Connect, tmp_path: Path) -> None:
     ps = connect()
     model = bert()

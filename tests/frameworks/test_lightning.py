@@ -21,6 +21,7 @@ pytest.importorskip("lightning")
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
 
 import elasticps.lightning
 
@@ -104,8 +105,8 @@ def loader(ps: eps.Client) -> DataLoader[Any]:
 def trainer(ps: eps.Client, folder: Path, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
     return pl.Trainer(
         accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        max_epochs=EPOCHS, accumulate_grad_batches=ACCUMULATE, default_root_dir=folder,
-        enable_checkpointing=bool(callbacks), callbacks=[elasticps.lightning.Callback(ps), *callbacks], **options,
+        max_epochs=EPOCHS, default_root_dir=folder, enable_checkpointing=bool(callbacks),
+        callbacks=[elasticps.lightning.Callback(ps), *callbacks], **({"accumulate_grad_batches": ACCUMULATE} | options),
     )  # fmt: skip
 
 
@@ -193,7 +194,8 @@ def test_a_run_that_has_ended_trains_nothing_when_it_is_started_again(connect: C
     start = start_of(ps)
     fit(ps, tmp_path)
     again = connect()
-    _, model = fit(again, tmp_path)
+    with pytest.warns(UserWarning, match=f"nothing is left to train: this worker has made {EPOCHS * STEPS} steps"):
+        _, model = fit(again, tmp_path)
     assert model.batches == 0
     check(again, model, start)
 
@@ -240,3 +242,75 @@ def test_a_sampler_s_order_is_the_same_in_every_process_and_each_epoch_s_own(con
     assert list(sampler) != first
     assert list(StepSampler(ps, 10, 4)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert np.all([len(batch) == 4 for batch in StepSampler(ps, 10, 4, drop_last=True)])
+
+
+class Manual(Tower):
+    """The same, where `training_step` makes the steps itself."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        error = super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(error)
+        optimizer.step()
+        return error
+
+
+def alone(ps: eps.Client, folder: Path, **options: Any) -> pl.Trainer:
+    return trainer(ps, folder, **({"accumulate_grad_batches": 1} | options))
+
+
+def steps_of(ps: eps.Client) -> DataLoader[Any]:
+    return DataLoader(data(), batch_sampler=StepSampler(ps, SAMPLES, BATCH, shuffle_seed=5))
+
+
+def test_steps_that_a_module_makes_itself_are_counted_after_a_crash(connect: Connect, tmp_path: Path) -> None:
+    def manual(ps: eps.Client, crash_at: int = -1) -> Manual:
+        made = remote(ps)
+        return Manual(made.rows, made.seen, made.make, crash_at)
+
+    first = connect()
+    with pytest.raises(Crash):
+        alone(first, tmp_path).fit(manual(first, crash_at=10), steps_of(first))
+    first.flush()
+    second = connect()
+    run, model = alone(second, tmp_path), manual(second)
+    run.fit(model, steps_of(second))
+    assert run.global_step == EPOCHS * BATCHES
+    assert model.batches == EPOCHS * BATCHES - 10
+
+
+def test_a_sampler_among_several_loaders_says_where_training_goes_on(connect: Connect, tmp_path: Path) -> None:
+    class Two(Tower):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch["clicks"], batch_idx)
+
+    def two(ps: eps.Client, crash_at: int = -1) -> Two:
+        made = remote(ps)
+        return Two(made.rows, made.seen, made.make, crash_at)
+
+    first = connect()
+    with pytest.raises(Crash):
+        alone(first, tmp_path).fit(two(first, crash_at=10), {"clicks": steps_of(first), "others": steps_of(first)})
+    first.flush()
+    second = connect()
+    run, model = alone(second, tmp_path), two(second)
+    run.fit(model, {"clicks": steps_of(second), "others": steps_of(second)})
+    assert (run.global_step, run.current_epoch) == (EPOCHS * BATCHES, EPOCHS)
+    assert model.batches == EPOCHS * BATCHES - 10
+    longer = DataLoader(data(), batch_size=BATCH // 2)
+    with pytest.raises(ConfigError, match="several loaders have the same number of batches"):
+        alone(second, tmp_path).fit(model, {"clicks": steps_of(second), "others": longer})
+
+
+def test_a_search_that_would_train_at_the_servers_is_refused(connect: Connect, tmp_path: Path) -> None:
+    ps = connect()
+    model = remote(ps)
+    model.lr = 0.1
+    with pytest.raises(ConfigError, match="what it pushes would stay at the servers"):
+        Tuner(alone(ps, tmp_path)).lr_find(model, steps_of(ps), num_training=3)
+    assert ps.clock == 0
