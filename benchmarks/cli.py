@@ -347,3 +347,37 @@ def stream(
         ),
         as_json,
     )  # fmt: skip
+
+
+@app.command()
+def compare(
+    way: Annotated[
+        list[str] | None, typer.Option(help="A contestant; may be given several times.  [default: all]")
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=16, help="Samples of a step.  [default: 256, 1024, 4096]")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each contestant with each batch.")] = 5,
+    steps: Annotated[
+        int, typer.Option(min=2, help="Of a turn with 256 samples; with 4 times as many samples half of them.")
+    ] = 64,
+    values: Annotated[int, typer.Option(min=200, help="Ids of each of the 26 categories at most.")] = 100_000,
+    deaths: Annotated[bool, typer.Option(help="At last kill a process that holds rows, with SIGKILL.")] = True,
+    environment: Annotated[
+        Path | None,
+        typer.Option(help="Virtual environment of the contestants, made if it is not there.  [default: this one]"),
+    ] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Writes the tables to this file, too.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What one would take instead: the same DLRM through torchrec with FBGEMM, DDP, torch.distributed.rpc, a Ray actor
+    and elasticps: samples/s, CPU time, memory of a row, AUC, and what `kill -9` of a process that holds rows does."""
+    from benchmarks.compare import bench
+
+    _print(
+        bench.run(
+            ways=way or (), batches=batch or bench.BATCHES, rounds=rounds, steps=steps, most_values=values,
+            deaths=deaths, folder=environment, page=markdown, progress=_progress,
+        ),
+        as_json,
+    )  # fmt: skip

@@ -8,7 +8,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 
@@ -40,6 +40,38 @@ def rss_bytes(pid: int) -> int:
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
     raise ProcessLookupError(f"process {pid} shows no resident memory")
+
+
+def pss_bytes(pid: int) -> int:
+    """Resident memory of a process, what it shares with others divided among them, from /proc."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    raise ProcessLookupError(f"process {pid} shows no resident memory")
+
+
+def marked(mark: str) -> list[int]:
+    """Pids of all processes that were started with `mark`, "NAME=VALUE", in their environment, and of their children:
+    some overwrite what /proc shows of their environment."""
+    parents, found = dict[int, int](), set[int]()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.add(int(folder.name))
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return sorted(found)
+
+
+def marked_cpu_seconds(mark: str) -> float:
+    """CPU time that the `marked` processes have used so far, and children of theirs that have ended."""
+    total = 0
+    for pid in marked(mark):
+        with suppress(OSError):  # it has ended
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += sum(int(each) for each in fields[11:15])
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 class SocketPair:

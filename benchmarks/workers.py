@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -26,12 +27,24 @@ ANSWER_S = 180.0  # a worker that has not answered so long after its time hangs
 # --- the parent's side
 
 
+@dataclass(frozen=True)
+class Interpreter:
+    """The Python that runs a process. environment: variables beside those of this process."""
+
+    python: str = sys.executable
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+THIS = Interpreter()
+
+
 class Process:
     """A process that makes one object and answers for it. kind: "MODULE:CLASS", the module one of `benchmarks`."""
 
-    def __init__(self, kind: str, **job: object) -> None:
+    def __init__(self, kind: str, interpreter: Interpreter = THIS, **job: object) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.workers", f"benchmarks.{kind}", json.dumps(job)],
+            [interpreter.python, "-m", "benchmarks.workers", f"benchmarks.{kind}", json.dumps(job)],
+            env={**os.environ, **interpreter.environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -66,16 +79,23 @@ class Process:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                pipe.close()
+                with suppress(OSError):  # what was written as it ended
+                    pipe.close()
 
 
 class Team:
     """Processes of one kind, one for each job. The first few of them are asked at once; each answers within
     `answer_s`."""
 
-    def __init__(self, kind: str, jobs: Sequence[Mapping[str, object]], answer_s: float = ANSWER_S) -> None:
+    def __init__(
+        self,
+        kind: str,
+        jobs: Sequence[Mapping[str, object]],
+        answer_s: float = ANSWER_S,
+        interpreter: Interpreter = THIS,
+    ) -> None:
         self._answer_s = answer_s
-        self.workers = [Process(kind, **job) for job in jobs]
+        self.workers = [Process(kind, interpreter, **job) for job in jobs]
         self._threads = ThreadPoolExecutor(len(jobs))
 
     def ask(self, count: int, method: str, **arguments: object) -> list[Any]:

@@ -51,7 +51,7 @@ class Source:
     @property
     def values(self) -> int:
         """How many ids there are, of all categories together."""
-        return int(self._starts[-1])
+        return int(self.starts[-1])
 
     def batch(self, number: int, size: int) -> Clicks:
         """Batch `number` of `size` samples."""
@@ -72,18 +72,19 @@ class Source:
         return chances
 
     @cached_property
-    def _sizes(self) -> list[int]:
+    def sizes(self) -> list[int]:
+        """How many ids each category has."""
         return [min(count, self.most_values) for count in CARDINALITIES]
 
     @cached_property
-    def _starts(self) -> NDArray[np.int64]:
+    def starts(self) -> NDArray[np.int64]:
         """The first id of each category, then one more than the last of all."""
-        return np.concatenate([[0], np.cumsum(self._sizes)]).astype(np.int64)
+        return np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
 
     @cached_property
     def _shares(self) -> list[NDArray[np.float64]]:
         """For each category, the share of its k most frequent values, for every k from 1."""
-        shares = [np.cumsum(np.arange(1, size + 1, dtype=np.float64) ** -ALPHA) for size in self._sizes]
+        shares = [np.cumsum(np.arange(1, size + 1, dtype=np.float64) ** -ALPHA) for size in self.sizes]
         return [share / share[-1] for share in shares]
 
     @cached_property
@@ -91,7 +92,7 @@ class Source:
         """For each category, the ids of its values from the most frequent one on: rows that are asked for often do not
         lie side by side."""
         random = np.random.default_rng([self.seed, 2])
-        return [start + random.permutation(size) for start, size in zip(self._starts, self._sizes, strict=False)]
+        return [start + random.permutation(size) for start, size in zip(self.starts, self.sizes, strict=False)]
 
     @cached_property
     def _weights(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
