@@ -7,13 +7,15 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+# Python compiles what is imported: to compile all of 16,000 modules as they are installed takes a minute.
+INSTALL := $(PIP) install --no-compile -c constraints.txt
 CODE := $(patsubst %/__init__.py,%,$(wildcard */__init__.py)) tests
 
 # Where it is set every process of the tests would compile each module that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-ci test-all ci soak stories lint docs format bench dist proto hashes clean \
+.PHONY: help setup install demo test test-slow test-ci test-all ci soak stories lint docs format bench dist proto hashes clean \
 	distclean
 
 help: ## Show this list
@@ -34,10 +36,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
 		|| { echo "this Python cannot make a virtual environment; on Debian and Ubuntu its package is python3-venv"; exit 1; }
 	@echo "installing into $(VENV); this takes a few minutes the first time"
-	$(PIP) install -c constraints.txt setuptools
-	$(PIP) install -c constraints.txt --no-build-isolation --config-settings editable_mode=compat -e '.[dev]'
-	$(PIP) install -c constraints.txt --no-deps recbole $(MOTO)
+	$(INSTALL) setuptools
+	$(INSTALL) --no-build-isolation --config-settings editable_mode=compat -e '.[dev]'
+	$(INSTALL) --no-deps recbole $(MOTO)
 	@touch $@
+
+install: $(INSTALLED) ## Make .venv and install everything that is pinned; compile no kernels yet
 
 # Apart, for what runs nothing: it need not wait for a compiler.
 $(READY): $(INSTALLED)
@@ -112,7 +116,7 @@ dist: $(INSTALLED) ## Build the wheel and the source distribution into dist/
 	$(BIN)/python -m build --no-isolation
 
 hashes: $(INSTALLED) ## Write down again what images install, with hashes, after constraints.txt has changed
-	$(PIP) install -c constraints.txt uv
+	$(INSTALL) uv
 	$(HASHES) -o deploy/requirements.txt
 	$(HASHES) --extra chaos --extra kubernetes -o deploy/requirements-chaos.txt
 

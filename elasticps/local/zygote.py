@@ -78,10 +78,12 @@ class Zygote:
         }
         return Forked(self, self.ask(request))
 
-    def ask(self, request: Mapping[str, Any], answer_s: float = ANSWER_S) -> int:
-        """Sends one request, returns its answer. Kills the zygote if no answer comes within `answer_s`, or the wait is
-        interrupted: a late answer would be taken for the next one's, and a process run that nobody knows of.
-        TimeoutError, too, if another thread holds the zygote for so long."""
+    def ask(self, request: Mapping[str, Any], answer_s: float | None = None) -> int:
+        """Sends one request, returns its answer. Kills the zygote if no answer comes within `answer_s` (default:
+        ANSWER_S), or the wait is interrupted: a late answer would be taken for the next one's, and a process run that
+        nobody knows of. TimeoutError, too, if another thread holds the zygote for so long."""
+        if answer_s is None:
+            answer_s = ANSWER_S
         if not self._lock.acquire(timeout=answer_s):
             raise TimeoutError("the zygote is busy")
         try:
