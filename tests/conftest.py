@@ -45,11 +45,14 @@ _MARK = "ELASTICPS_TEST_RUN"
 
 
 _FIRST = [
-    "e2e/", "sim/test_stories.py", "sim/test_planted.py", "sim/", "demo/", "torch/test_end_to_end.py",
+    "e2e/", "sim/test_stories.py", "sim/test_planted.py", "sim/", "demo/", "torch/test_end_to_end.py", "launch/",
     "chaos/test_runs.py", "local/test_cluster.py", "deploy/test_containers.py", "cli/test_up_down.py",
-    "server/test_process.py", "ray/", "fuzz/", "metrics/test_scrape.py", "benchmarks/", "test_docs.py",
+    "server/test_process.py", "ray/", "frameworks/", "fuzz/", "metrics/test_scrape.py", "benchmarks/", "test_docs.py",
 ]  # fmt: skip
 """Files and folders that take long: begun last, they would leave all processes but one idle."""
+
+_MIXED = 3
+"""How many of these are mixed: tests of `e2e` wait for processes most of the time, stories for nothing."""
 
 _APART = ("sim/test_stories.py", "sim/test_planted.py")
 """Files whose tests share nothing, and take long: each goes to whichever process is free. So does each test of
@@ -91,6 +94,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=turn)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
+    of_turn, begun = Counter(map(turn, items)), Counter[int]()
+
+    def mixed_turn(item: pytest.Item) -> float:
+        begun[turn(item)] += 1
+        return begun[turn(item)] / of_turn[turn(item)] if turn(item) < _MIXED else turn(item)
+
+    items.sort(key=mixed_turn)
     shared = Counter(path for item, path in paths.items() if _shares_a_cluster(item, path))
     clusters = _spread(shared)
     for item, path in paths.items():
