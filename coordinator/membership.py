@@ -61,14 +61,15 @@ async def farewell(store: Store, lease: int) -> None:
 async def create_cluster(store: Store, config: ClusterConfig) -> ClusterConfig:
     """Creates the cluster, or returns the config of the one that exists.
 
-    Raises ValueError, which names both configs, if the existing one differs in more than `min_servers`.
+    Raises ValueError if the existing one differs in more than `min_servers`.
     """
     made = config if config.id else replace(config, id=secrets.token_hex(6))
     while (entry := await store.get(CONFIG)) is None:
         if await store.compare_and_set(CONFIG, made.to_json(), expect=0) is not None:
             return made
     found = config_of(entry)
-    if (found.ranges, found.replicas, found.protocol) != (config.ranges, config.replicas, config.protocol):
+    found.check_protocol(store.cluster)
+    if (found.ranges, found.replicas) != (config.ranges, config.replicas):
         raise ValueError(f"cluster {store.cluster} exists with {found}, which differs from {config}")
     return found
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from coordinator.core.names import check_address, check_identity, check_name, check_worker
 from replication.chain import Chains, CopyState, Member
 
+PROTOCOL = 3  # version of the frames between workers, servers and coordinators; docs/reference/compatibility.md
 RANGES_MAX = 1 << 16
 REPLICAS_MAX = 16
 SERVERS_MAX = 4096
@@ -309,7 +310,7 @@ class ClusterConfig:
     ranges       P, a power of two of at least 2
     replicas     R, servers per range
     min_servers  servers that must be registered before the first view
-    protocol     version of the data plane that its servers and workers speak
+    protocol     version of the frames that its servers, workers and coordinators send each other
     id           drawn when the cluster was made: another cluster of the same name has another one
     base         numbers given out under this config are above it
     """
@@ -317,7 +318,7 @@ class ClusterConfig:
     ranges: int = 256
     replicas: int = 2
     min_servers: int = 1
-    protocol: int = 2
+    protocol: int = PROTOCOL
     id: str = field(default="", kw_only=True)
     base: int = field(default=0, kw_only=True)
 
@@ -333,6 +334,15 @@ class ClusterConfig:
     def identity(self, name: str) -> str:
         """Returns the identity of the cluster with this name, which its views, rosters and hellos bear."""
         return f"{name}@{self.id}" if self.id else name
+
+    def check_protocol(self, name: str) -> None:
+        """Raises ValueError if the cluster with this name speaks another version of the protocol than this code."""
+        if self.protocol != PROTOCOL:
+            raise ValueError(
+                f"cluster {name!r} speaks version {self.protocol} of the protocol, and this elasticps "
+                f"version {PROTOCOL}: install here what the cluster runs; to upgrade it, end training, make a "
+                "checkpoint, and restore that into a new cluster"
+            )
 
     def to_json(self) -> bytes:
         """The value under `config`."""

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.core.capacities import RowCount
-from coordinator.core.view import View
+from coordinator.core.view import PROTOCOL, View
 
 MAGIC = 0x31535045  # "EPS1" in little-endian
-VERSION = 3
+VERSION = PROTOCOL
 HEADER_BYTES = 64
 MAX_BODY_BYTES = 64 << 20
 MAX_CONTROL_BYTES = 1 << 20  # hello, errors, specs; all that a peer may send before it is welcome

@@ -15,7 +15,7 @@ import pytest
 from coordinator.connect import insist
 from coordinator.core.errors import OtherCluster, StoreUnavailable, UnknownServer
 from coordinator.core.store import Entry, Guard, Store
-from coordinator.core.view import ClusterConfig, ServerInfo, WorkerInfo
+from coordinator.core.view import PROTOCOL, ClusterConfig, ServerInfo, WorkerInfo
 from coordinator.etcd import EtcdStore
 from coordinator.membership import cancel_drain, create_cluster, list_drains, new_number, read_drains, request_drain
 from coordinator.memory import MemoryStore
@@ -57,6 +57,14 @@ async def test_a_cluster_is_created_once(clients: Clients) -> None:
         assert await create_cluster(store, ClusterConfig(ranges=64, replicas=2, min_servers=1)) == made
         with pytest.raises(ValueError, match=r"ranges=64.*ranges=128"):
             await create_cluster(store, ClusterConfig(ranges=128, replicas=2))
+
+
+async def test_a_cluster_of_another_protocol_is_refused(clients: Clients) -> None:
+    async with clients() as store:
+        other = replace(ClusterConfig(), protocol=PROTOCOL - 1, id="x")
+        await store.put("config", other.to_json())
+        with pytest.raises(ValueError, match=rf"speaks version {PROTOCOL - 1} of the protocol.* version {PROTOCOL}:"):
+            await create_cluster(store, other)
 
 
 async def test_a_server_is_registered_until_it_closes(clients: Clients) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import elasticps as eps
+from elasticps.wire import frames
 from tests.e2e.conftest import Connect
 
 SGD = eps.SGD(lr=0.1)
@@ -141,3 +142,12 @@ def test_a_table_that_was_dropped_is_named(connect: Connect) -> None:
         table.pull(KEYS)
     with pytest.raises(eps.InputError, match="push: 't' is not open on this client: it was dropped"):
         ps.push({table: (KEYS, GRADS)})
+
+
+def test_a_worker_of_another_protocol_is_told_both_versions(
+    cluster: eps.LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = frames.VERSION
+    monkeypatch.setattr(frames, "VERSION", ours + 1)
+    with pytest.raises(eps.VersionMismatch, match=rf"wire version {ours}, this side speaks {ours + 1}"):
+        eps.connect(cluster.url, worker="from-another-release", timeout=60.0).close()

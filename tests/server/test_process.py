@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -12,14 +13,19 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.core.view import PROTOCOL, ClusterConfig
 from elasticps.errors import ConfigError
 from elasticps.local.process import Process
 from elasticps.local.zygote import OURS
 from elasticps.server.process.main import load_plugin
-from tests.conftest import NewCluster
+from elasticps.system.coordination import read_store
+from tests.conftest import NewCluster, NewUrl
 from tests.zygotes import Shared
 
 Eventually = Callable[[Callable[[], bool]], None]
+
+
+_OLD = ClusterConfig(protocol=PROTOCOL - 1, id="old")
 
 
 def start(folder: Path, name: str, url: str, *arguments: str) -> Process:
@@ -76,6 +82,13 @@ def test_the_name_of_a_living_server_is_refused(
         heir.popen.send_signal(signal.SIGINT)
         assert heir.popen.wait(100) == 0
         assert "waiting until the lease" not in heir.log.read_text()
+
+
+def test_a_server_of_another_protocol_is_refused(etcd_url: NewUrl, tmp_path: Path) -> None:
+    url = etcd_url()
+    asyncio.run(read_store(url, 60.0, lambda store: store.put("config", _OLD.to_json())))
+    text = refusal(tmp_path, url, "--name", "s0")
+    assert f"speaks version {_OLD.protocol} of the protocol, and this elasticps version {PROTOCOL}" in text
 
 
 def test_a_frozen_server_gives_up_its_name_to_a_newer_one(

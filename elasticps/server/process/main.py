@@ -227,6 +227,10 @@ async def _find_cluster(url: str, wait_s: float, stack: AsyncExitStack) -> tuple
     while True:
         config = await insist(lambda: _config(store), max(wait_s, STORE_TIMEOUT_S))
         if config is not None:
+            try:
+                config.check_protocol(store.cluster)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
             return store, config
         if asyncio.get_running_loop().time() >= until:
             raise ConfigError(f"cluster {store.cluster!r} does not exist; `elasticps up` or a coordinator creates it")
