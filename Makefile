@@ -63,7 +63,7 @@ test-slow: $(READY) ## Run the slow tests, but those that take minutes each
 	$(BIN)/python -m pytest $(PARALLEL) -m 'slow and not long'
 
 test-ci: $(READY) ## Run the tests, and of the slow ones those that every change must pass
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow or ci'
+	$(BIN)/python -m pytest $(PARALLEL) -rs -m 'not slow or ci'
 
 # Both at once: to lint takes one core, and tests wait for their processes now and then.
 ci: $(INSTALLED) ## What every change must pass: lint and test-ci, at the same time
@@ -108,7 +108,7 @@ proto: $(INSTALLED) ## Generate the gRPC stubs again
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. elasticps/admin/admin.proto
 
 # For Python 3.12, as the image has it; a release's hashes are those of all its files, for other processors too.
-HASHES = echo setuptools | $(BIN)/uv pip compile -q --generate-hashes --no-header --no-annotate -c constraints.txt \
+HASHES = echo setuptools | $(BIN)/uv pip compile -q --extra kernels --generate-hashes --no-header --no-annotate -c constraints.txt \
 	--python-version 3.12 --python-platform x86_64-unknown-linux-gnu pyproject.toml -
 
 dist: $(INSTALLED) ## Build the wheel and the source distribution into dist/
