@@ -7,6 +7,7 @@ after an `Indefinite` one nobody knows, and asking again is safe because servers
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,23 @@ class Indefinite(Error):
 
 class ConfigError(Definite, ValueError):
     """A setting, URL or argument is unusable."""
+
+
+class KernelsMissing(ConfigError, ImportError):
+    """numba is not installed, which compiles the kernels of servers and workers."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "servers, coordinators, workers and checkpoints need numba, which compiles their kernels: "
+            "pip install 'elasticps[kernels]'"
+        )
+        self.name = "numba"
+
+    @classmethod
+    def check(cls) -> None:
+        """Raises it unless numba is installed. Imports nothing."""
+        if find_spec("numba") is None:
+            raise cls
 
 
 class SpecError(Definite, ValueError):

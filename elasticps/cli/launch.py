@@ -18,7 +18,7 @@ import typer
 from elasticps.cli.checkpoint import parse_keep
 from elasticps.cli.options import URL_VARIABLE, seconds, usable_place
 from elasticps.cli.output import err, signals_handled
-from elasticps.errors import ConfigError
+from elasticps.errors import ConfigError, KernelsMissing
 from elasticps.launch.core import task as tasks
 from elasticps.launch.core.task import Task
 from elasticps.launch.job import LEAVE_S, JobMembership
@@ -94,6 +94,7 @@ def launch(
     SLURM, `srun elasticps launch …`, all tasks share one cluster, by srun's variables and without a shared folder. On
     SIGTERM the command gets it too, and servers hand over what they hold before they end.
     """
+    KernelsMissing.check()
     if shutil.which(command[0]) is None:
         raise ConfigError(
             f"there is no command {command[0]!r}: what trains stands behind --, as in: -- python train.py"

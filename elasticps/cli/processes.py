@@ -30,7 +30,7 @@ from elasticps.cli.autoscale import Mode, Scaling, scaling_of
 from elasticps.cli.checkpoint import parse_keep
 from elasticps.cli.options import RequiredUrl, seconds, usable_host, usable_place
 from elasticps.cli.output import print_json
-from elasticps.errors import ConfigError
+from elasticps.errors import ConfigError, KernelsMissing
 from elasticps.security import credentials_of
 from elasticps.security.credentials import Credentials
 from elasticps.security.identity import Role
@@ -212,6 +212,7 @@ def coordinator(
     """
     _ignore_user_signals()
     logs.configure(log_level, log_format=log_format, cluster=_cluster(url), process=name)
+    KernelsMissing.check()  # now, and not when it leads and has to bring ranges back from a checkpoint
     chosen = {"ranges": ranges, "replicas": replicas, "min_servers": min_servers}
     given = {key: value for key, value in chosen.items() if value is not None}
     if (checkpoint_every or checkpoint_keep) and not checkpoint_url:

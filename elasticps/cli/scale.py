@@ -112,11 +112,7 @@ def scale(
 
 
 def _figures(planned: DryRun, sources: int) -> dict[str, Any]:
-    from elasticps.server.roles.snapshots import (
-        USUAL_BYTES_PER_S,  # brings in the kernels: only this command waits for that
-    )
-
-    rate = USUAL_BYTES_PER_S * max(1, sources)
+    rate = scaling.USUAL_BYTES_PER_S * max(1, sources)
     moves = sorted(planned.moves.items(), key=lambda move: [scaling.by_number(one) for one in move[0]])
     return {
         "copies": planned.copies,

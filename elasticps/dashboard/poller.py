@@ -26,7 +26,7 @@ from elasticps.admin.client import generation_of, open_channel
 from elasticps.dashboard.core.model import Model
 from elasticps.dashboard.fanout import Fanout
 from elasticps.dashboard.prometheus import read_past
-from elasticps.errors import CheckpointError, ConfigError, Error
+from elasticps.errors import CheckpointError, ConfigError, Error, KernelsMissing
 from elasticps.security import credentials_of
 
 if TYPE_CHECKING:
@@ -287,8 +287,12 @@ class ClusterPoller:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     async def _look_at_checkpoints(self, url: str) -> None:
-        from elasticps.dashboard.checkpoints import CheckpointListing  # brings in obstore
-
+        try:
+            from elasticps.dashboard.checkpoints import CheckpointListing  # brings in obstore
+        except KernelsMissing as error:
+            self._model.catalog({"url": url, "error": str(error), "checkpoints": []})
+            self._tell()
+            return
         catalog = CheckpointListing(url)
         while True:
             try:

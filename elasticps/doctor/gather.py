@@ -146,10 +146,11 @@ def _packages() -> dict[str, Any]:
     except metadata.PackageNotFoundError:  # run from sources that are not installed
         return {}
     packages = []
-    for line in lines:
-        if ";" in line:  # of an extra
+    for requirement in lines:
+        line, _, marker = requirement.partition(";")
+        if marker and 'extra == "kernels"' not in marker:
             continue
-        name = line.strip()
+        name = line = line.strip()
         for at, letter in enumerate(name):
             if not (letter.isalnum() or letter in "-_."):
                 name = name[:at]
@@ -157,6 +158,8 @@ def _packages() -> dict[str, Any]:
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
+            if marker:
+                continue
             version = ""
         packages.append(Package(name, line[len(name) :].strip(" ()"), version))
     return {"python_required": required, "packages": tuple(packages)}
@@ -165,7 +168,7 @@ def _packages() -> dict[str, Any]:
 def _kernels() -> KernelCache | None:
     try:
         from elasticps import kernels  # imports numba
-    except ImportError:  # which the check of packages says
+    except ImportError:
         return None
     files = [spec.origin for name in _KERNELS if (spec := find_spec(name)) is not None and spec.origin]
     locator = kernels.Locator.from_function(_kernels, files[0]) if files else None

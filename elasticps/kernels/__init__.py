@@ -24,7 +24,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from numba import config
+from elasticps.errors import KernelsMissing
+
+try:
+    from numba import config
+except ModuleNotFoundError as error:
+    if error.name not in ("numba", "llvmlite"):
+        raise
+    raise KernelsMissing from None
 from numba.core import event
 from numba.core.caching import CacheImpl, NullCache, _CacheLocator
 

@@ -16,7 +16,7 @@ from types import TracebackType
 
 from coordinator.core.names import check_name
 from coordinator.core.view import ClusterConfig
-from elasticps.errors import ConfigError, Error
+from elasticps.errors import ConfigError, Error, KernelsMissing
 from elasticps.local import certificates, operator_client, scaling, state, supervisor
 from elasticps.local.etcd import EtcdPlan
 from elasticps.local.operator_client import OperatorClient
@@ -150,6 +150,7 @@ class LocalCluster:
         """Starts everything; returns when every server serves under the first view."""
         if self._folder is not None:
             raise ConfigError(f"the local cluster {self.name!r} has been started already")
+        KernelsMissing.check()
         deadline = time.monotonic() + self._timeout_s
         self._started_by = os.getpid()
         try:

@@ -22,6 +22,7 @@ from elasticps.local.process import Process
 from elasticps.security.identity import Role
 
 SERVERS_MAX = 64
+USUAL_BYTES_PER_S = 20e6  # that a server copies to others under load: measured on two cores, for dry runs
 _END_S = 15.0  # for a drained server to end by itself
 
 

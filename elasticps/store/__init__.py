@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import elasticps.kernels  # noqa: F401  # before any module that imports numba: says how to get it
 from elasticps.store.reductions import register_reduction
 from elasticps.store.registry import register_optimizer, warm
 from elasticps.store.store import Store, count_bounded, initial_rows

@@ -64,7 +64,7 @@ def test_an_image_installs_only_pinned_packages(image: str, project: dict[str, A
     assert pinned.items() <= {tuple(line.split("==")) for line in lines if "==" in line}
     assert len(re.findall(r"^\S+==\S+ \\\n    --hash=sha256:[0-9a-f]{64}", text, re.M)) == len(pinned)
     extras = project["project"]["optional-dependencies"]
-    expected = [*project["project"]["dependencies"], "setuptools"]
+    expected = [*project["project"]["dependencies"], *extras["kernels"], "setuptools"]
     expected += [*extras["chaos"], *extras["kubernetes"]] if image == "requirements-chaos" else []
     names = {re.split(r"[>=\[ ]", requirement)[0].lower() for requirement in expected} - {"elasticps"}
     assert names <= pinned.keys(), "make hashes"

@@ -126,8 +126,8 @@ def check_kernels(facts: Facts) -> Iterator[Check]:
     here = facts.installation
     cache = here.kernels
     if cache is None:
-        return
-    if not cache.folder:
+        yield _ok("kernels", "none, for operators; servers and workers need pip install 'elasticps[kernels]'")
+    elif not cache.folder:
         yield _wrong(
             "kernels", "no folder can be written", "each process compiles its kernels again, for up to a minute",
             "let this user write beside the code, in ~/.cache or in the folder that XDG_CACHE_HOME names; in an image, "

@@ -72,7 +72,7 @@ class Installation:
     python: tuple[int, int] = (0, 0)
     python_required: str = ""  # such as ">=3.11"
     packages: Sequence[Package] = ()
-    kernels: KernelCache | None = None
+    kernels: KernelCache | None = None  # without numba there are none
     etcd: str = ""  # the binary that a local cluster would run
     etcd_release: str = ""  # of the binary
 

@@ -25,7 +25,6 @@ BUSY_SHARE = 1 / 40  # of this thread's time goes into cutting and sending while
 # receiver, and the steps that also go to the joiner, several times as much.
 BUSY_BYTES_PER_S = 100e6  # and at most: faster than that it is the network that is shared
 LONGEST_PAUSE_S = 0.5  # the state of a group range is sent at one instant, however long that takes
-USUAL_BYTES_PER_S = 20e6  # measured with several servers on two cores; for dry runs of `scale`
 BACKLOG_BYTES = 256 << 10  # on a link: pushes queue after it, and wait for acknowledgements from there
 RETRY_S = 0.002
 NO_KEYS, NO_ROWS, NO_STAMPS = np.empty(0, np.int64), np.empty((0, 0), np.uint8), np.empty(0, np.uint16)
