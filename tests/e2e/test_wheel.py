@@ -99,7 +99,7 @@ def test_a_wheel_has_all_that_is_needed_and_nothing_else(dist: Path) -> None:
 
 @pytest.mark.slow  # kernels are compiled for the new environment
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("minor", _parameters())
+@pytest.mark.parametrize("minor", list(_parameters()))
 def test_a_wheel_in_an_empty_environment_trains(dist: Path, minor: int, tmp_path: Path) -> None:
     base, python = PYTHONS[minor], tmp_path / "env" / "bin" / "python"
     assert base is not None
