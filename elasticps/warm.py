@@ -10,7 +10,10 @@ from elasticps.client import warm as client
 from elasticps.security import openssl
 from elasticps.server.process import main as server
 
-_AT_IMPORT = "elasticps.torch.kernels.distinct", "elasticps.torch.kernels.merge", "elasticps.torch.weights"
+_AT_IMPORT = (
+    "elasticps.torch.kernels.distinct", "elasticps.torch.kernels.merge", "elasticps.torch.pooling",
+    "elasticps.torch.weights",
+)  # fmt: skip
 """Modules whose kernels are compiled when they are imported; where there is no torch, nobody needs them."""
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from elasticps.torch.embedding import MAX_PREFETCHED, ExpectedRows, TableLayer, 
 from elasticps.torch.host import moved, room, sent
 from elasticps.torch.jagged import JaggedTensor, KeyedTensor, Lists, lists_of
 from elasticps.torch.kernels.distinct import distinct_tables
+from elasticps.torch.pooling import Bags, pooled
 
 if TYPE_CHECKING:
     from elasticps.torch.step_rows import StepRows
@@ -88,7 +90,9 @@ class _Layout:
     """The order in which tables and features are looked up: by dim and mode, else as they were given.
 
     configs, features: of all tables, and names, in this order; table_of: int64, of each feature the index of its table;
-    groups: tables of the same dim and mode; shown: names of features in the order in which tables were given.
+    limits: int64, of each table how many ids it has, -1 if any is one;
+    groups: tables of the same dim and mode; shown: names of features in the order in which tables were given; dims: of
+    these; columns: int64, where a feature's floats begin when they stand side by side in that order.
     """
 
     def __init__(self, configs: Sequence[TableConfig]) -> None:
@@ -97,6 +101,7 @@ class _Layout:
         self.features = [name for config in self.configs for name in config.feature_names]
         table_of = [i for i, config in enumerate(self.configs) for _ in config.feature_names]
         self.table_of = np.array(table_of, np.int64)
+        self.limits = np.array([-1 if (n := config.num_embeddings) is None else n for config in self.configs], np.int64)
         self.groups: list[_SameShape] = []
         for dim, mode in kinds:
             tables = [i for i, config in enumerate(self.configs) if (config.dim, config.mode) == (dim, mode)]
@@ -104,6 +109,9 @@ class _Layout:
             span, named = slice(tables[0], tables[-1] + 1), slice(features[0], features[-1] + 1)
             self.groups.append(_SameShape(dim, mode, span, named))
         self.shown = [name for config in configs for name in config.feature_names]
+        self.dims = [config.dim for config in configs for _ in config.feature_names]
+        column_of = dict(zip(self.shown, accumulate(self.dims, initial=0), strict=False))
+        self.columns = np.array([column_of[name] for name in self.features], np.int64)
         self._known: tuple[list[str], NDArray[np.int64]] = [], np.empty(0, np.int64)
 
     def find(self, lists: Lists) -> NDArray[np.int64]:
@@ -284,7 +292,10 @@ class Collection(nn.Module):
         segments[:, 0] = self._layout.table_of
         at = found * n
         segments[:, 1], segments[:, 2] = lists.ends[at], lists.ends[at + n]
-        keys, positions, ends = distinct_tables(lists.ids, segments, len(self._tables))
+        keys, positions, ends, wrong = distinct_tables(lists.ids, segments, self._layout.limits)
+        if wrong >= 0:
+            table, count = self._tables[wrong], self._layout.limits[wrong]
+            raise InputError(f"ids of table {table.table.name!r} must be from 0 to {count - 1}")
         edges = [0, *np.cumsum(segments[:, 2] - segments[:, 1]).tolist()]
         starts = ends.tolist()
         total = 0
@@ -297,9 +308,6 @@ class Collection(nn.Module):
         for table, low, high in zip(self._tables, starts, starts[1:], strict=False):
             mine, begin = keys[low:high], end
             end += (high - low) * table.dim
-            count = table.num_embeddings
-            if low < high and count is not None and not 0 <= mine.min() <= mine.max() < count:
-                raise InputError(f"ids of table {table.table.name!r} must be from 0 to {count - 1}")
             if low < high or self.ps.collective:
                 table_keys[table.table] = mine
                 table_rows[table.table] = rows[begin:end].reshape(high - low, table.dim)
@@ -395,23 +403,17 @@ class EmbeddingBagCollection(Collection):
         """A `Jagged`, a KeyedJaggedTensor of torchrec or {feature: ids} -> a vector for each feature and sample, of all
         features as `features` has them; on the device of the ids, of a type as `Embedding`'s."""
         lookup, groups = self._pulled(features)
-        n, weights = lookup.lists.samples, self._weights(lookup)
-        bags: dict[str, Tensor] = {}
-        for (rows, positions), (dim, mode, _, named) in zip(groups, self._layout.groups, strict=True):
-            offsets = moved(torch.from_numpy(self._offsets(lookup, named)), positions.device)
+        layout, weights = self._layout, self._weights(lookup)
+        bags = []
+        for (rows, positions), (_, mode, _, named) in zip(groups, layout.groups, strict=True):
             low, high = lookup.edges[named.start], lookup.edges[named.stop]
-            pooled = functional.embedding_bag(
-                positions, rows, offsets, mode=mode, include_last_offset=True,
-                per_sample_weights=None if weights is None else weights[low:high],
-            )  # fmt: skip
-            each = pooled.view(named.stop - named.start, n, dim)
-            if len(groups) == 1:
-                values = each.transpose(0, 1).reshape(n, len(each) * dim)
-                return KeyedTensor(self.features, [dim] * len(each), values.to(self._dtype))
-            bags |= dict(zip(self._layout.features[named], each, strict=True))
-        shown = [bags[name] for name in self._layout.shown]
-        dims = [vectors.shape[1] for vectors in shown]
-        return KeyedTensor(self.features, dims, torch.cat(shown, dim=1).to(self._dtype))
+            where = np.empty((named.stop - named.start, 3), np.int64)
+            where[:, 0], where[:, 1] = lookup.found[named], lookup.edges[named]
+            where[:, 1] -= low
+            where[:, 2] = layout.columns[named]
+            bags.append(Bags(rows, positions, where, mode, None if weights is None else weights[low:high]))
+        values = pooled(bags, lookup.lists.ends, lookup.lists.samples, sum(layout.dims))
+        return KeyedTensor(layout.shown, layout.dims, values.to(self._dtype))
 
     def _checked(self, given: Any) -> Lists:
         lists = super()._checked(given)
@@ -419,15 +421,6 @@ class EmbeddingBagCollection(Collection):
             has = "has no weights of ids" if lists.weights is None else "has weights of ids"
             raise InputError(f"the batch {has}, and the collection is built with weighted={self.weighted}")
         return lists
-
-    @staticmethod
-    def _offsets(lookup: _BatchLookup, named: slice) -> NDArray[np.int64]:
-        """Where each list of a group's features begins among its ids, int64, and where the last one ends."""
-        n, found = lookup.lists.samples, lookup.found[named]
-        offsets = np.zeros(len(found) * n + 1, np.int64)
-        lengths = lookup.lists.lengths.reshape(-1, n)[found] if n else np.empty(0, np.int64)
-        np.cumsum(lengths.reshape(-1), out=offsets[1:])
-        return offsets
 
     def _weights(self, lookup: _BatchLookup) -> Tensor | None:
         """The weights of the ids, float32, in the order of the layout's features; None if they have none."""

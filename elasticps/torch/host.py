@@ -106,7 +106,7 @@ class Fetch:
 
     def __init__(self, tensor: Tensor) -> None:
         self.array: NDArray[np.float32] | None = None  # the values, contiguous, once their arrival is known
-        here = tensor.detach()
+        here = tensor.detach() if tensor.requires_grad else tensor
         if (streams := side_streams_of(here.device)) is not None:
             self._there = here
             self._here = room(*here.shape, device=here.device)

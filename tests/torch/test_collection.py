@@ -154,7 +154,13 @@ def test_distinct_ids_of_several_tables(features: list[list[int]], random: Any) 
     segments = np.array(
         [(t, a, a + len(f)) for t, a, f in zip(owners, starts, features, strict=True)], np.int64
     ).reshape(-1, 3)
-    keys, positions, table_ends = distinct_tables(flat, segments, tables)
+    limits = [random.choice([-1, 1, 3]) for _ in range(tables)]
+    keys, positions, table_ends, wrong = distinct_tables(flat, segments, np.array(limits, np.int64))
+    beyond = [
+        owner for owner, ids in zip(owners, features, strict=True)
+        if limits[owner] >= 0 and any(not 0 <= each < limits[owner] for each in ids)
+    ]  # fmt: skip
+    assert wrong == min(beyond, default=-1)
     for table in range(tables):
         mine = [each for owner, ids in zip(owners, features, strict=True) if owner == table for each in ids]
         assert keys[table_ends[table] : table_ends[table + 1]].tolist() == list(dict.fromkeys(mine))

@@ -55,23 +55,25 @@ def _fill(ids: Any, padding: int, pads: bool, keys: Any, positions: Any, slots: 
 
 
 def distinct_tables(
-    ids: NDArray[np.int64], segments: NDArray[np.int64], tables: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Finds the distinct ids of each of several tables; returns (keys, positions, ends).
+    ids: NDArray[np.int64], segments: NDArray[np.int64], limits: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:
+    """Finds the distinct ids of each of several tables; returns (keys, positions, ends, wrong).
 
     ids: int64 [n]; segments: int64 [m, 3], ordered by table: a table, and the start and stop of ids that belong to it.
+    limits: int64 [tables]: ids of a table are from 0 to below its limit; -1: any.
     keys: int64, distinct in each table, table after table; ends: int64 [tables + 1], where each table's keys begin, and
-    their number; positions: int64, for the ids of all segments, one after another, the index in `keys`.
+    their number; positions: int64, for the ids of all segments, one after another, the index in `keys`; wrong: the
+    first table with an id beyond its limit, -1 if there is none.
     """
     sizes = segments[:, 2] - segments[:, 1]
     keys, positions = np.empty(total := int(sizes.sum()), np.int64), np.empty(total, np.int64)
-    slots, ends = np.empty(1 << (2 * total).bit_length(), np.int32), np.empty(tables + 1, np.int64)
-    _find_tables(ids, segments, keys, positions, slots, ends)
-    return keys[: ends[-1]], positions, ends
+    slots, ends = np.empty(1 << (2 * total).bit_length(), np.int32), np.empty(len(limits) + 1, np.int64)
+    wrong = _find_tables(ids, segments, limits, keys, positions, slots, ends)
+    return keys[: ends[-1]], positions, ends, wrong
 
 
-def _fill_tables(ids: Any, segments: Any, keys: Any, positions: Any, slots: Any, ends: Any) -> None:
-    ends[0] = 0
+def _fill_tables(ids: Any, segments: Any, limits: Any, keys: Any, positions: Any, slots: Any, ends: Any) -> Any:
+    ends[0], wrong = 0, np.int64(-1)
     s = out = 0
     found = np.int64(0)
     for table in range(ends.shape[0] - 1):
@@ -93,6 +95,8 @@ def _fill_tables(ids: Any, segments: Any, keys: Any, positions: Any, slots: Any,
                     at = (at + np.uint64(1)) & mask
                     number = np.int64(slots[at])
                 if number < 0:
+                    if wrong < 0 <= limits[table] and not 0 <= key < limits[table]:
+                        wrong = np.int64(table)
                     number = found
                     slots[at] = np.int32(found)
                     keys[found] = key
@@ -101,9 +105,10 @@ def _fill_tables(ids: Any, segments: Any, keys: Any, positions: Any, slots: Any,
                 out += 1
         s = stop
         ends[table + 1] = found
+    return wrong
 
 
 _SIGNATURE = "(int64[::1], int64, boolean, int64[::1], int64[::1], int32[::1])"
 _find: Any = njit(_SIGNATURE, nogil=True, cache=True)(_fill)
-_SIGNATURE_TABLES = "(int64[::1], int64[:, ::1], int64[::1], int64[::1], int32[::1], int64[::1])"
+_SIGNATURE_TABLES = "int64(int64[::1], int64[:, ::1], int64[::1], int64[::1], int64[::1], int32[::1], int64[::1])"
 _find_tables: Any = njit(_SIGNATURE_TABLES, nogil=True, cache=True)(_fill_tables)
