@@ -200,10 +200,10 @@ class _Run:
         if self._task.first:
             self._announce(url)
         own_group = not _at_terminal()  # with all that the command starts; at a terminal Ctrl-C is to reach it
+        mark = supervisor.mark_of(os.getpid())
+        variables = {**os.environ, URL_VARIABLE: url, supervisor.MARK: mark}
         try:
-            running = subprocess.Popen(
-                command, env={**os.environ, URL_VARIABLE: url}, process_group=0 if own_group else None
-            )
+            running = subprocess.Popen(command, env=variables, process_group=0 if own_group else None)
         except OSError as error:
             raise ConfigError(f"{command[0]} cannot be executed: {error.strerror}") from None
         try:
@@ -218,13 +218,14 @@ class _Run:
                 self._wait(lambda: _has_ended(running), self._leave_s)
         finally:
             self._command = None
-            left = supervisor.descendants(running.pid)  # ranks of torchrun have sessions of their own
+            left = supervisor.descendants(running.pid)
             if own_group:
                 with suppress(ProcessLookupError, PermissionError):  # PermissionError: some run as another user
                     os.killpg(running.pid, signal.SIGKILL)
             running.kill()
             for pid, moment in left:
                 supervisor.send(pid, moment, signal.SIGKILL)
+            supervisor.kill_marked(mark)  # ranks of a torchrun that is dead have sessions of their own, and no parent
             code = running.wait()
         return code if code >= 0 else 128 - code
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import shutil
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,50 +140,16 @@ class _FilePart:
     rows: int = 0
 
 
-class NpzWriter:
-    """`<table>.npz` with an array for each column; they lie beside it, uncompressed, until all is there."""
-
-    def __init__(self, directory: Path, table: str) -> None:
-        self._path = directory / f"{stem_of(table)}.npz"
-        self._files: dict[str, IO[bytes]] = {}
-        self._like: dict[str, NDArray[Any]] = {}
-        self._rows = 0
-
-    def write(self, columns: Columns) -> None:
-        for name, array in columns.items():
-            if name not in self._files:
-                self._files[name] = temporary.create(self._part(name))  # until close
-                self._like[name] = array[:0].copy()
-            self._files[name].write(np.ascontiguousarray(array).data)
-        self._rows += len(next(iter(columns.values())))
-
-    def close(self) -> None:
-        with temporary.create(self._path) as whole, zipfile.ZipFile(whole, "w") as archive:
-            for name, file in self._files.items():
-                file.close()
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as member, open(self._part(name), "rb") as part:
-                    write_npy_header(member, self._like[name], self._rows)
-                    shutil.copyfileobj(part, member, 1 << 20)
-                self._part(name).unlink()
-
-    def give_up(self) -> None:
-        _close(self._files.values())
-
-    def _part(self, name: str) -> Path:
-        return self._path.with_name(f"{self._path.name}.{name}")
-
-
 class NpyWriter:
-    """`<table>.<column>.npy` for each column, `<tensor>.npy` for a tensor: what `np.load(…, mmap_mode="r")` reads
-    without memory, and hnswlib, faiss and others take as it is.
+    """A file for each column, at `path_of` its name: what `np.load(…, mmap_mode="r")` reads without memory, and
+    hnswlib, faiss and others take as it is.
 
     The header, at the front, has the shape: it is written last, and is as long as before, since NumPy leaves room in it
     for the largest number of rows.
     """
 
-    def __init__(self, directory: Path, table: str, prefix: str) -> None:
-        self._stem = directory / stem_of(table)
-        self._columns = bool(prefix)  # it is a table, whose columns have names
+    def __init__(self, path_of: Callable[[str], Path]) -> None:
+        self._path_of = path_of
         self._files: dict[str, IO[bytes]] = {}
         self._like: dict[str, NDArray[Any]] = {}
         self._rows = 0
@@ -191,8 +157,7 @@ class NpyWriter:
     def write(self, columns: Columns) -> None:
         for name, array in columns.items():
             if name not in self._files:
-                path = Path(f"{self._stem}.{name}.npy" if self._columns else f"{self._stem}.npy")
-                self._files[name], self._like[name] = temporary.create(path), array[:0].copy()
+                self._files[name], self._like[name] = temporary.create(self._path_of(name)), array[:0].copy()
                 self._head(name, 0)
             self._files[name].write(np.ascontiguousarray(array).data)
         self._rows += len(next(iter(columns.values())))
@@ -206,18 +171,41 @@ class NpyWriter:
     def give_up(self) -> None:
         _close(self._files.values())
 
+    @property
+    def names(self) -> list[str]:
+        """The columns so far."""
+        return list(self._files)
+
     def _head(self, name: str, rows: int) -> None:
-        write_npy_header(self._files[name], self._like[name], rows)
+        like = self._like[name]
+        shape = (rows, *like.shape[1:])
+        described = {"descr": np.lib.format.dtype_to_descr(like.dtype), "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(self._files[name], described)
 
 
-def write_npy_header(file: IO[bytes], like: NDArray[Any], rows: int) -> None:
-    """Writes the head of an array of so many rows like those of `like`."""
-    described = {
-        "descr": np.lib.format.dtype_to_descr(like.dtype),
-        "fortran_order": False,
-        "shape": (rows, *like.shape[1:]),
-    }
-    np.lib.format.write_array_header_1_0(file, described)
+class NpzWriter:
+    """`<table>.npz` with an array for each column; they lie beside it, uncompressed, until all is there."""
+
+    def __init__(self, directory: Path, table: str) -> None:
+        self._path = directory / f"{stem_of(table)}.npz"
+        self._columns = NpyWriter(self._part)
+
+    def write(self, columns: Columns) -> None:
+        self._columns.write(columns)
+
+    def close(self) -> None:
+        self._columns.close()
+        with temporary.create(self._path) as whole, zipfile.ZipFile(whole, "w") as archive:
+            for name in self._columns.names:
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member, open(self._part(name), "rb") as part:
+                    shutil.copyfileobj(part, member, 1 << 20)
+                self._part(name).unlink()
+
+    def give_up(self) -> None:
+        self._columns.give_up()
+
+    def _part(self, name: str) -> Path:
+        return self._path.with_name(f"{self._path.name}.{name}")
 
 
 class ParquetWriter:
@@ -269,8 +257,9 @@ def writer(kind: str, directory: Path, table: str, prefix: str) -> Writer:
         return SafetensorsWriter(directory, table, prefix)
     if kind == "npz":
         return NpzWriter(directory, table)
-    if kind == "npy":
-        return NpyWriter(directory, table, prefix)
+    if kind == "npy":  # of a tensor the only column has no name
+        stem = directory / stem_of(table)
+        return NpyWriter(lambda column: Path(f"{stem}.{column}.npy" if prefix else f"{stem}.npy"))
     return ParquetWriter(directory, table)
 
 

@@ -3,9 +3,9 @@
 A process id is used again after its process has ended, so a process is known by its id *and* the moment it began
 (`started_at`). `Supervisor` runs this module as a script, in a process of its own. The owner of a cluster holds the
 other end of that process's standard input and writes one "pid moment" line per process. When the pipe closes, however
-the owner came to die, the supervisor kills all of them that still run, with what they have started, and those that
-only the cluster's record lists, and removes the cluster's folder. Only the standard library is imported, so that it
-starts in a few milliseconds.
+the owner came to die, the supervisor kills all of them that still run, with what they have started, those that carry
+the owner's mark, and those that only the cluster's record lists, and removes the cluster's folder. Only the standard
+library is imported, so that it starts in a few milliseconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 RECORD = "cluster.json"
+MARK = "ELASTICPS_STARTED_BY"  # the variable with the mark of a process on whose behalf others were started
 _CLOSE_S = 1.0  # for a supervisor that reads no more
+_MARKED_S = 5.0  # for killed processes to be gone
 
 
 def started_at(pid: int) -> str | None:
@@ -91,6 +93,32 @@ def descendants(pid: int) -> list[tuple[int, str]]:
     return found
 
 
+def mark_of(pid: int) -> str:
+    """Returns the mark of a running process: given on as the variable MARK, all descendants inherit it."""
+    return f"{pid}:{started_at(pid)}"
+
+
+def kill_marked(mark: str) -> None:
+    """Kills every process that carries the mark, though it may have a session of its own and its parent may be dead.
+    Finds none where /proc does not tell, and none of other users."""
+    wanted, deadline = f"{MARK}={mark}".encode(), time.monotonic() + _MARKED_S
+    while (found := _processes_with(wanted)) and time.monotonic() < deadline:
+        for pid, moment in found:
+            send(pid, moment, signal.SIGKILL)
+        time.sleep(0.01)  # and again: one may have started another meanwhile
+
+
+def _processes_with(variable: bytes) -> list[tuple[int, str]]:
+    found = []
+    with suppress(OSError):
+        for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+            with suppress(OSError):  # it has ended meanwhile, or is another user's
+                moment = started_at(pid)  # first: the variables are then those of this very process, or of none
+                if moment and variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    found.append((pid, moment))
+    return found
+
+
 def end_all(processes: list[tuple[int, str]], *, kill_after_s: float) -> None:
     """Ends all processes at once (by SIGINT: on SIGTERM servers drain first), kills those that still run after
     `kill_after_s`, and returns when all have ended."""
@@ -114,6 +142,7 @@ def supervise(owner: int, folder: str, born: str) -> None:
         signal.signal(number, signal.SIG_IGN)  # it ends with its owner, after it has cleaned up
     received = b""
     owned = True
+    mark = mark_of(owner)
     while owned:
         owned = os.getppid() == owner  # looked at too, as a fork of the owner may hold the pipe open after its death
         while select.select([0], [], [], 0.5 if owned else 0.0)[0]:
@@ -126,6 +155,7 @@ def supervise(owner: int, folder: str, born: str) -> None:
     known = [(int(line[0]), line[1]) for line in lines if len(line) == 2]  # one had ended before its moment was read
     for pid, moment in known:
         _kill_tree(pid, moment)
+    kill_marked(mark)
     end_all(list({*known, *_recorded(Path(folder), born)}), kill_after_s=0.0)
     _remove(Path(folder), born)
 

@@ -21,7 +21,6 @@ import elasticps as eps
 from elasticps.admin.audit import audit
 from elasticps.cli.app import app as command_line
 from elasticps.errors import InputError, SpecError
-from elasticps.server.roles.leaders import FORGOTTEN_S
 from tests.conftest import NewCluster
 from tests.e2e.conftest import Connect
 from tests.e2e.oracle import audited
@@ -377,12 +376,13 @@ def test_the_example_of_a_growing_vocabulary_holds_its_table_to_a_size(
 
 def test_without_a_leading_coordinator_nothing_is_evicted(local_cluster: NewCluster) -> None:
     """Not by `evict()` either, which once compared counts at the time 0."""
-    cluster, keys = local_cluster(servers=2, replicas=1, ranges=16), np.arange(400)
+    cluster = local_cluster(servers=2, replicas=1, ranges=16, plugins=["tests.e2e.forgetful"])
+    keys = np.arange(400)
     with eps.connect(cluster.url, worker="w0", timeout=60) as ps:
         full = ps.table("full", dim=DIM, optimizer=eps.SGD(lr=0.1), eviction=[eps.Capacity(100)])
         small = ps.table("small", dim=DIM, optimizer=eps.SGD(lr=0.1), eviction=[eps.SmallNorm(1.0)])
         cluster.kill("c0")
-        time.sleep(FORGOTTEN_S + 1)
+        time.sleep(1.0)  # twice what servers with that plug-in wait
         ps.push({full: (keys, ones(keys)), small: (keys, ones(keys))}).result()
         for table in (full, small):
             assert sum(table.evict(dry_run=True).values()) >= 300

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +15,7 @@ import elasticps as eps
 import elasticps.dynamicemb
 from elasticps.dynamicemb import ServerStorage, server_storage
 from elasticps.errors import ConfigError
-
-Connect = Callable[..., eps.Client]
+from tests.shared_cluster import Connect
 
 
 class CopyMode(enum.Enum):

@@ -4,7 +4,6 @@ twice."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ pytest.importorskip("accelerate")
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
 from elasticps.huggingface import FILE, ElasticCallback
+from tests.shared_cluster import Connect
 
-Connect = Callable[..., eps.Client]
 WORDS, DIM, SAMPLES, BATCH, EPOCHS, ACCUMULATE = 40, 16, 44, 4, 2, 2
 STEPS = -(-SAMPLES // BATCH // ACCUMULATE) * EPOCHS
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:::torch")

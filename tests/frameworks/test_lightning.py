@@ -24,8 +24,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 
 import elasticps.lightning
+from tests.shared_cluster import Connect
 
-Connect = Callable[..., eps.Client]
 SAMPLES, BATCH, EPOCHS, ACCUMULATE, IDS = 50, 8, 3, 2, 30
 BATCHES = -(-SAMPLES // BATCH)
 STEPS = -(-BATCHES // ACCUMULATE)  # of an epoch

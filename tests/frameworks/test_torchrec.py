@@ -29,8 +29,8 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from elasticps.torchrec import from_model, server_optimizer
+from tests.shared_cluster import Connect
 
-Connect = Callable[..., eps.Client]
 ROWS, DIM, DENSE = 40, 8, 4
 FEATURES = ["user", "friends", "item", "shop"]
 

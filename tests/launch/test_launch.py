@@ -157,6 +157,15 @@ def test_what_a_command_leaves_running_ends_with_it(folder: Path, monkeypatch: p
     wait_until(lambda: supervisor.started_at(pid) is None)
 
 
+def test_sessions_of_a_command_that_somebody_else_kills_end_with_it(folder: Path) -> None:
+    left = folder / "left"
+    command = ["sh", "-c", f"setsid sleep 600 & echo $! > {left}; kill -9 $$"]  # as torchrun starts its ranks
+    killed = _Run(Task("sessions"), LaunchOptions(), 0.0, 0.0)._run(command, "etcd://127.0.0.1:1/sessions")
+    assert killed == 128 + signal.SIGKILL
+    pid = int(left.read_text())
+    wait_until(lambda: supervisor.started_at(pid) is None)
+
+
 def test_signals_reach_the_command_and_a_second_one_ends_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elasticps.cli.launch._at_terminal", lambda: False)
     monkeypatch.setattr("elasticps.cli.launch._TWICE_S", 0.0)
@@ -338,6 +347,25 @@ def test_an_elastic_restart_of_torchrun_goes_on_from_the_servers_and_sums_are_ex
     assert "rank 1 kills itself at step 50" in done.stdout
     assert "restart 1 of rank 1 begins at step 50" in done.stdout
     assert "sums 200 to 200" in done.stdout
+
+
+@pytest.mark.slow
+def test_ranks_of_a_torchrun_that_is_killed_end_with_it(folder: Path) -> None:
+    pytest.importorskip("torch")
+    script = folder / "rank.py"
+    script.write_text(
+        "import os, pathlib, signal, time\n"
+        f"place = pathlib.Path({str(folder)!r})\n"
+        "(place / f'rank{os.environ[\"RANK\"]}').write_text(str(os.getpid()))\n"
+        "while os.environ['RANK'] == '0' and not (place / 'rank1').exists(): time.sleep(0.05)\n"
+        "os.environ['RANK'] == '0' and os.kill(os.getppid(), signal.SIGKILL)\n"
+        "time.sleep(600)\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = run("--servers", "1", "--replicas", "1", "--", *torchrun)
+    assert done.returncode == 128 + signal.SIGKILL, done.stderr
+    ranks = [int((folder / f"rank{rank}").read_text()) for rank in range(2)]
+    wait_until(lambda: not any(map(supervisor.started_at, ranks)))
 
 
 @pytest.mark.slow

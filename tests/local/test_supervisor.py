@@ -119,6 +119,23 @@ def test_the_supervisor_kills_what_a_process_has_started_with_it(tmp_path: Path)
         assert eventually(lambda: not any(map(supervisor.started_at, children)))
 
 
+def test_the_supervisor_kills_what_carries_its_owners_mark_when_the_parent_is_dead(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    script = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), str(tmp_path / "kept"), ""]
+    variables = {**os.environ, supervisor.MARK: supervisor.mark_of(os.getpid())}
+    orphan = ["sh", "-c", "setsid sleep 600 >&2 & echo $!; kill -9 $$"]
+    left = int(subprocess.run(orphan, stdout=subprocess.PIPE, env=variables, check=False).stdout)
+    variables[supervisor.MARK] += "0"
+    spared = int(subprocess.run(orphan, stdout=subprocess.PIPE, env=variables, check=False).stdout)
+    try:
+        subprocess.run(script, input=b"", check=True, timeout=40)
+        assert eventually(lambda: supervisor.started_at(left) is None)
+        assert supervisor.started_at(spared) is not None
+    finally:
+        supervisor.kill_marked(variables[supervisor.MARK])
+    assert eventually(lambda: supervisor.started_at(spared) is None)
+
+
 def test_the_supervisor_removes_nothing_while_another_cluster_begins_there(tmp_path: Path) -> None:
     folder = tmp_path / "cluster"
     born = state.claim(folder).born

@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.shared_cluster import app, connect, url
 from tests.torch.fake_ps import FakeClient
+
+__all__ = ["app", "connect", "url"]
 
 
 @pytest.fixture

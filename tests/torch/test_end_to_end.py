@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,32 +25,7 @@ from elasticps.torch import (
 )
 from elasticps.wire.frames import Kind
 from tests.e2e.test_pull_tables import frames
-
-Connect = Callable[..., eps.Client]
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with eps.LocalCluster(servers=2) as cluster:
-        yield cluster.url
-
-
-_apps = itertools.count()
-
-
-@pytest.fixture
-def connect(url: str) -> Iterator[Connect]:
-    """Connects workers that share tables with each other and with no other test."""
-    app = f"app{next(_apps)}"
-    clients: list[eps.Client] = []
-
-    def new(worker: str = "w0") -> eps.Client:
-        clients.append(eps.connect(url, worker=worker, app=app))
-        return clients[-1]
-
-    yield new
-    for client in clients:
-        client.close()
+from tests.shared_cluster import Connect
 
 
 class Tower(nn.Module):

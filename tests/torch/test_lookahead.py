@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,9 +27,9 @@ from elasticps.torch import (
     prefetch,
 )
 from elasticps.wire.frames import HEADER_BYTES, Kind, unpack_header
+from tests.shared_cluster import Connect
 
 BATCHES, SIZE = 12, 6
-Connect = Callable[..., eps.Client]
 
 
 class Model(nn.Module):
@@ -161,28 +161,6 @@ def test_loaders_that_cannot_be_prefetched_are_refused(ps: Any) -> None:
     assert list(prefetch([], model)) == []
 
 
-_apps = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with eps.LocalCluster(servers=2) as cluster:
-        yield cluster.url
-
-
-@pytest.fixture
-def connect(url: str) -> Iterator[Connect]:
-    clients: list[eps.Client] = []
-
-    def new(app: str, worker: str = "w0", **options: Any) -> eps.Client:
-        clients.append(eps.connect(url, worker=worker, app=app, **options))
-        return clients[-1]
-
-    yield new
-    for client in clients:
-        client.close()
-
-
 def rows(ps: eps.Client, name: str) -> Tensor:
     table = ps.open(name)
     assert isinstance(table, eps.SparseTable)
@@ -196,7 +174,7 @@ def rounds(
     batch."""
     found: dict[int, dict[str, Tensor]] = {}
     failed: list[BaseException] = []
-    clients = [connect(app, f"w{i}", consistency=eps.BSP()) for i in range(2)]
+    clients = [connect(f"w{i}", app=app, consistency=eps.BSP()) for i in range(2)]
     models = []
     for client in clients:
         torch.manual_seed(5)
@@ -258,7 +236,7 @@ def test_the_end_of_a_step_and_the_next_pull_share_a_message(connect: Connect, m
             messages.append(kinds)
         return send(link, buffers)
 
-    ps = connect("messages")
+    ps = connect()
     torch.manual_seed(5)
     model = Collected(ps)
     optimizer = Optimizer(ps, model, eps.SGD(lr=0.1))
@@ -281,13 +259,12 @@ def test_the_end_of_a_step_and_the_next_pull_share_a_message(connect: Connect, m
 @pytest.mark.parametrize("cache", [None, eps.Cache(rows=7, staleness=5), eps.Cache(rows=100, staleness=0)])
 @pytest.mark.parametrize("kind", [Model, Collected])
 def test_a_worker_alone_gets_the_same_rows_with_prefetch(
-    connect: Connect, cache: eps.Cache | None, kind: type[Model | Collected]
+    connect: Connect, app: str, cache: eps.Cache | None, kind: type[Model | Collected]
 ) -> None:
     """Also where not all keys of a batch fit into the cache."""
     found = []
     for name in ("plain", "ahead"):
-        app = f"{name}{next(_apps)}"
-        ps = connect(app)
+        ps = connect(app=f"{app}.{name}")
         torch.manual_seed(5)
         model = kind(ps) if name == "plain" else kind(ps, cache=cache)
         data: Any = batches() if kind is Model else in_lists(batches())

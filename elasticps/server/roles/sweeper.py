@@ -145,10 +145,8 @@ class Sweeper:
         clocks, headed = self._leaders.clocks(), self._serving.headed
         if not clocks.leader or not len(headed):
             return
-        now, allowed = int(clocks.swept), dict[int, list[RowCount]]()
-        for one in self._allowances():
-            allowed.setdefault(one.table, []).append(one)
-        large = {n: _Swept(tables[n], partial(_of, n, counts)) for n, counts in allowed.items() if n in tables}
+        now, allowed = int(clocks.swept), _by_table(self._allowances())
+        large = {n: _Swept(tables[n], partial(allowed.__getitem__, n)) for n in allowed if n in tables}
         overfull = self._plan.overfull(large, headed)
         self._overfull = bool(overfull)
         if overfull and self._cuts is None and not self._cutting:
@@ -189,7 +187,7 @@ class Sweeper:
 
     def _swept(self, table: Table) -> _Swept:
         """A table for a pass, which may come to it a minute later: what it keeps is asked for then."""
-        return _Swept(table, lambda: _of(table.table_id, self._allowances()))
+        return _Swept(table, lambda: _by_table(self._allowances()).get(table.table_id, {}))
 
     def _allowances(self) -> Sequence[RowCount]:
         """What the ranges headed here may keep of tables that are above their capacity. Who heads all ranges needs no
@@ -303,7 +301,8 @@ class Sweeper:
     ) -> tuple[dict[Reason, int], list[RowCount]]:
         found, tickets, clocks = dict.fromkeys(Reason, 0), [], self._leaders.clocks()
         headed, number = self._serving.headed, table.table_id
-        swept = {number: _Swept(table, partial(_of, number, allowed or ()), dry_run)}
+        kept = _by_table(allowed or ()).get(number, {})
+        swept = {number: _Swept(table, lambda: kept, dry_run)}
         plan = SweepPlan(HASH_END // self._serving.ranges)
         slices = plan.slices(swept, headed, int(clocks.swept), self._loop.time(), True)
         for at, by, share in slices if clocks.leader or dry_run is not None else ():
@@ -327,6 +326,9 @@ class Sweeper:
         return found, left
 
 
-def _of(table: int, allowed: Sequence[RowCount]) -> dict[tuple[bool, int], int]:
-    """What may be kept of one table, by its bounds."""
-    return {(one.waiting, one.capacity): one.rows for one in allowed if one.table == table}
+def _by_table(allowed: Sequence[RowCount]) -> dict[int, dict[tuple[bool, int], int]]:
+    """What may be kept of each table, by its bounds."""
+    found: dict[int, dict[tuple[bool, int], int]] = {}
+    for one in allowed:
+        found.setdefault(one.table, {})[one.waiting, one.capacity] = one.rows
+    return found
