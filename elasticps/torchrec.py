@@ -175,8 +175,9 @@ def from_model(
     `_apply_optimizer_in_backward` or a fused collection has noted, as one of the servers'; optimizer: for tables
     without one. Rows begin with the model's weights: servers that have no row of an id yet are sent it, so any worker
     may convert the model at any time and undoes no training; a table with eviction or admission is sent rows only while
-    it has none at all (by the ranks of a group, whenever they convert). A model on the meta device, or load=False: rows
-    are drawn at the servers from the uniform distribution of their config, or filled by its `init_fn`.
+    it has none at all. Every rank of a group converts the same model; the weights are those of rank 0. A model on the
+    meta device, or load=False: rows are drawn at the servers from the uniform distribution of their config, or filled
+    by its `init_fn`.
 
     change: gets each `TableConfig` and returns the one to use, `dataclasses.replace(table, num_embeddings=None,
     cache=eps.Cache(…))`, say. An error leaves the model as it was.
@@ -230,8 +231,7 @@ def _tables(module: Any, optimizer: ServerOptimizer | None) -> list[TableConfig]
 
 def _converted(module: Any, tables: Sequence[TableConfig], ps: Worker, load: bool) -> nn.Module:
     configs, weights = _configs(module), _weights(module)
-    ask = getattr(ps, "tables", dict)  # a rank of a group asks nobody
-    existing = {name: info.rows for name, info in ask().items()}
+    existing = _row_counts(ps, [table.name for table in tables])
     ours: RemoteEmbeddingBagCollection | RemoteEmbeddingCollection
     if isinstance(module, EmbeddingBagCollectionInterface):
         ours = RemoteEmbeddingBagCollection(ps, configs, tables, weighted=module.is_weighted())
@@ -239,15 +239,24 @@ def _converted(module: Any, tables: Sequence[TableConfig], ps: Worker, load: boo
         ours = RemoteEmbeddingCollection(ps, configs, tables, need_indices=module.need_indices())
     ours.train(module.training)
     layers: dict[str, Any] = {table.table.name: table for table in ours.tables}
-    for config, table in zip(configs, tables, strict=True):
+    for config, table, rows_there in zip(configs, tables, existing, strict=True):
         weight, layer = weights[config.name], layers[table.name]
         layer.requires_grad_(weight.requires_grad)
         # Of a table that gives rows up, or refuses them, nobody knows which of them were there.
         enough = 1 if table.admission or table.eviction else config.num_embeddings
-        rows = _rows(config, weight, load) if existing.get(table.name, 0) < enough else None
+        rows = _rows(config, weight, load) if rows_there < enough else None
         if rows is not None:
             _fill(layer.table, rows)
     return ours
+
+
+def _row_counts(ps: Any, names: list[str]) -> list[int]:
+    """How many rows tables have at the servers, 0 for one that is not there; the same at all ranks of a group."""
+    if ps.collective:
+        found: list[int] = ps.row_counts(names)
+        return found
+    there = ps.tables()
+    return [there[name].rows if name in there else 0 for name in names]
 
 
 def _table(config: Any, features: list[str], optimizer: ServerOptimizer | None) -> TableConfig:

@@ -1,6 +1,7 @@
 """A DLRM of torchrec whose tables move to the servers: python examples/torchrec_dlrm.py [--url etcd://…]"""
 
 import argparse
+import os
 
 import torch
 from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
@@ -48,7 +49,7 @@ def train(url: str, steps: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--url", default="")
+    parser.add_argument("--url", default=os.environ.get("ELASTICPS_URL"))
     parser.add_argument("--steps", type=int, default=200)
     given = parser.parse_args()
     if given.url:

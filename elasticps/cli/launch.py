@@ -86,7 +86,7 @@ def launch(
     patience: Annotated[
         float, typer.Option(min=0, help="Seconds that a task which has died is waited for at the end of a job.")
     ] = 60.0,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that the start may take.")] = 300.0,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that the start may take.")] = 600.0,
 ) -> None:
     """Run a command with a cluster beside it: etcd, a coordinator and servers, which end with it.
 

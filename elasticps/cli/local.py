@@ -68,7 +68,7 @@ def up(
         ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of the URL.")] = False,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that the start may take.")] = 300.0,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that the start may take.")] = 600.0,
 ) -> None:
     """Start a cluster on this machine and print its URL: etcd, a coordinator and servers.
 

@@ -57,7 +57,7 @@ class LaunchOptions:
     coordinator: tuple[str, ...] = ()
     tls: Path | None = None
     drain_s: float = 60.0
-    start_s: float = 300.0
+    start_s: float = 600.0
 
 
 class TaskProcesses:

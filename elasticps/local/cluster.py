@@ -75,7 +75,7 @@ class LocalCluster:
         tls: bool = False,
         environment: Mapping[str, str] | None = None,
         log_level: str = "info",
-        timeout_s: float = 300.0,
+        timeout_s: float = 600.0,
         progress: Callable[[str], None] | None = None,
     ) -> None:
         if not 1 <= servers <= SERVERS_MAX:

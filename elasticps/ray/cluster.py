@@ -95,7 +95,7 @@ class Cluster:
         checkpoint_url: str = "",
         plugins: Iterable[str] = (),
         log_level: str = "info",
-        timeout_s: float = 300.0,
+        timeout_s: float = 600.0,
     ) -> None:
         if not 1 <= servers <= scaling.SERVERS_MAX:
             raise ConfigError(f"a cluster on Ray has 1 to {scaling.SERVERS_MAX} servers, not {servers}")

@@ -69,7 +69,7 @@ class HostedProcess:
     url: str = ""
     machine: str = ""
     options: tuple[str, ...] = ()
-    ready_s: float = 300.0
+    ready_s: float = 600.0
 
 
 @dataclass

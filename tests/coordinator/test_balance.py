@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -139,6 +140,23 @@ def test_zones_stay_apart_through_joins_and_drains() -> None:
         for chain in view.chains.tolist():
             assert len({view.servers[i].zone for i in chain}) == 2
         assert spread(view.chains, view) <= 1.2
+
+
+@pytest.mark.parametrize("gap", [True, False])
+def test_a_server_that_comes_back_beside_another_shares_no_range_with_it(gap: bool) -> None:
+    """As an actor of Ray may, whose node was lost: its zone is then another server's."""
+    config = ClusterConfig(128, 2)
+    servers = [server(0, "a"), server(1, "b"), server(2, "c")]
+    view = settled(first(servers, config), members(servers), config)
+    if gap:
+        view = settled(view, members(servers[:2]), config)
+    beside = [*servers[:2], replace(server(2, "a"), incarnation=2)]
+    view = settled(view, members(beside), config)
+    zones = np.array([each.zone for each in view.servers])
+    assert (view.chains >= 0).all()
+    assert (zones[view.chains[:, 0]] != zones[view.chains[:, 1]]).all()
+    assert set(zones[view.chains].ravel()) == {"a", "b"}
+    assert len(np.unique(view.chains)) == 3
 
 
 def test_a_server_in_a_new_zone_gets_a_replica_of_every_range() -> None:

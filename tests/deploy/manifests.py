@@ -27,7 +27,11 @@ Manifest = dict[str, Any]
 @functools.cache
 def rendered(build: str) -> str:
     """The manifests of a folder below deploy/kubernetes. Skips the test if no tool can render them."""
-    folder = DEPLOY / "kubernetes" / build
+    return render(DEPLOY / "kubernetes" / build)
+
+
+def render(folder: Path) -> str:
+    """The manifests of a folder."""
     for tool, arguments in (("kubectl", ["kustomize"]), ("kustomize", ["build"])):
         if path := shutil.which(tool):
             done = subprocess.run([path, *arguments, str(folder)], capture_output=True, text=True, check=False)

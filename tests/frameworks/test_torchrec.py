@@ -30,6 +30,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from elasticps.torchrec import from_model, server_optimizer
 from tests.shared_cluster import Connect
+from tests.torch.group.ranks import clients, together
 
 ROWS, DIM, DENSE = 40, 8, 4
 FEATURES = ["user", "friends", "item", "shop"]
@@ -273,6 +274,29 @@ def test_a_collection_at_two_places_is_replaced_at_both_and_may_be_renamed(conne
     table.delete([5])  # as eviction would
     from_model(EmbeddingBagCollection(tables=configs()), connect("w1"), optimizer=eps.SGD(lr=0.1), change=renamed)
     assert len(table) == ROWS - 1
+
+
+def test_ranks_of_a_group_that_convert_again_bring_back_no_row_that_was_evicted(connect: Connect) -> None:
+    def kept(table: TableConfig) -> TableConfig:
+        return replace(table, eviction=eps.IdleFor("1d")) if table.name == "users" else table
+
+    def convert(ps: Any) -> Any:
+        torch.manual_seed(3)
+        return from_model(EmbeddingBagCollection(tables=configs()), ps, optimizer=eps.SGD(lr=0.1), change=kept)
+
+    ps = connect()
+    with clients(ps, 2) as ranks:
+        together(convert, ranks)
+    users, goods = ps.open("users"), ps.open("goods")
+    assert isinstance(users, eps.SparseTable)
+    assert isinstance(goods, eps.SparseTable)
+    assert len(users) == len(goods) == ROWS
+    for table in (users, goods):
+        table.delete([5])  # of users as eviction would
+    with clients(ps, 2) as ranks:  # started again, as a new model
+        together(convert, ranks)
+    assert len(users) == ROWS - 1
+    assert len(goods) == ROWS
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -146,6 +147,16 @@ def test_a_server_is_asked_to_leave_once_and_so_is_one_that_is_started_again_mea
     finally:
         for process in (first, *processes._servers()):
             process.kill()
+
+
+def test_a_server_that_scale_has_started_ends_with_the_job(folder: Path) -> None:
+    processes = TaskProcesses(Task("scaled"), LaunchOptions())
+    processes._own_folder(time.monotonic())
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as server:
+        entry = state.ProcessEntry("s3", "server", server.pid, supervisor.started_at(server.pid) or "")
+        state.update(processes.folder, lambda now: replace(now, processes=(*now.processes, entry)))
+        processes.stop()
+        assert server.wait(PATIENCE_S) == -signal.SIGINT
 
 
 def test_what_a_command_leaves_running_ends_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,11 @@ import pytest
 
 import elasticps as eps
 from elasticps.errors import ConfigError, Timeout
+from elasticps.local import certificates
+from elasticps.local.etcd import EtcdPlan
+from elasticps.local.process import Process
+from elasticps.security.authority import Authority
+from elasticps.security.identity import ANY, Identity, Role
 from tests.ray.conftest import alive
 
 pytest.importorskip("ray")
@@ -95,7 +103,7 @@ def wait_replaced(cluster: Any, old: Any, eventually: Eventually) -> Any:
 def ranges_held(cluster: Any) -> dict[str, int]:
     from elasticps.local.operator_client import OperatorClient, held
 
-    with OperatorClient(cluster.url) as operator:
+    with OperatorClient(cluster.url.replace("{name}", "operator")) as operator:
         return held(operator.view)
 
 
@@ -234,6 +242,44 @@ def test_a_cluster_scales_by_itself(raylets: Any, eventually: Eventually) -> Non
         assert any("1 servers have been enough" in each.reason for each in cluster.decisions)
         with pytest.raises(ConfigError, match="no policy to scale by"):
             cluster.autoscale(3, 2)
+
+
+def certified(folder: Path, cluster: str, names: dict[str, Role]) -> tuple[EtcdPlan, str]:
+    """An etcd that asks for certificates, and the URL of a cluster there, with {name} in the paths of each one's."""
+    plan = EtcdPlan(folder / "etcd", certificates.begin(folder))
+    authority = Authority(folder / "tls")
+    for name, role in names.items():
+        files = authority.issue(Identity(cluster, role, name, ANY if role is Role.WORKER else ""))
+        shutil.copy(files.cert, folder / f"{name}.pem")
+        shutil.copy(files.key, folder / f"{name}.key")
+    return plan, f"{plan.url(cluster)}?ca={authority.ca}&cert={folder}/{{name}}.pem&key={folder}/{{name}}.key"
+
+
+def test_servers_with_certificates_on_an_etcd_of_ones_own_come_back_and_others_are_refused(
+    raylets: Any, eventually: Eventually, tmp_path: Path
+) -> None:
+    from elasticps.ray import Cluster
+
+    roles = {"operator": Role.OPERATOR, "c0": Role.COORDINATOR, "w0": Role.WORKER}
+    plan, url = certified(tmp_path, "safe", roles | {f"s{number}": Role.SERVER for number in range(3)})
+    etcd = Process.start("etcd", "etcd", plan.command(), tmp_path, plan.environment())
+    try:
+        etcd.wait_until(plan.healthy, time.monotonic() + 60)
+        certificates.protect_etcd(plan.url("safe"), tmp_path, 60)
+        with (
+            Cluster(servers=2, replicas=2, url=url) as cluster,
+            pushing(cluster.url.replace("{name}", "w0"), eventually) as more,
+        ):
+            assert cluster.scale(3).servers == ("s0", "s1", "s2")
+            old = server(cluster, "s0")
+            os.kill(old.pid, signal.SIGKILL)
+            assert wait_replaced(cluster, old, eventually).incarnation > old.incarnation
+            more()
+            wait_whole(cluster, 3, eventually)
+            with pytest.raises(eps.Error), eps.connect(plan.url("safe"), worker="w1", timeout=5.0) as stranger:
+                stranger.table("t", dim=2, optimizer=eps.SGD(lr=1.0), init=eps.Zeros())
+    finally:
+        etcd.kill()
 
 
 DRIVER = """

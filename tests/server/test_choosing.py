@@ -15,7 +15,7 @@ from elasticps.model.policies import Admission, Capacity, Eviction, IdleFor, Min
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.choosing import DryRun, choose, measure
 from elasticps.server.core.sweeps import SLICE_ROWS, SweepPlan
-from elasticps.server.roles.sweeper import _of, _Swept
+from elasticps.server.roles.sweeper import _by_table, _Swept
 from elasticps.store import Table, count_bounded
 from elasticps.store.eviction import Reason
 from elasticps.store.intervals import HASH_END
@@ -53,7 +53,7 @@ def sweep(table: Table, dry_run: DryRun | None) -> Counter[Reason]:
             for one in count_bounded({3: table}, headed)
         ]
         allowed = allowances({0: (RANGES, counts)})[0] if bounds else []
-        swept = _Swept(table, partial(_of, 3, allowed), dry_run)
+        swept = _Swept(table, partial(_by_table(allowed).get, 3, {}), dry_run)
         for at, by, share in SweepPlan(HASH_END // RANGES).slices({3: swept}, headed, NOW, 0.0, True):
             by, going = choose(table, measure(table, at.ranges, at, by), at, by, share, dry_run)
             found[by.reason] += going

@@ -175,6 +175,16 @@ class GroupClient(Ranks):
         handles = self._all_opened(what, list(values), opened, made)
         return {name: cast(GroupTensor, handle) for name, handle in zip(values, handles, strict=True)}
 
+    def row_counts(self, names: Sequence[str]) -> list[int]:
+        """How many rows tables have at the servers, 0 for one that is not there; every rank calls it."""
+
+        def counted(client: Client) -> list[int]:
+            tables = client.tables()
+            return [tables[name].rows if name in tables else 0 for name in names]
+
+        found: list[int] = self.at_rank_0(f"row counts of {len(names)} tables", counted).tolist()
+        return found
+
     def _opened(
         self, what: str, name: str, opened: Callable[[Client], Any], made: Callable[[int, Any, bool], Handle]
     ) -> Handle:
