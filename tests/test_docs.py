@@ -39,6 +39,7 @@ ELSEWHERE = {
     "docs/guides/groups.md",  # tests/torch/group
     "docs/guides/logging.md",  # here
     "docs/guides/names.md",  # here
+    "docs/guides/kubernetes.md",  # tests/deploy/test_guide.py
     "docs/guides/machines.md",  # needs machines
     "docs/guides/ray.md",  # tests/ray
     "docs/guides/slurm.md",  # tests/launch/test_guide.py

@@ -101,8 +101,8 @@ def mark_of(pid: int) -> str:
 def kill_marked(mark: str) -> None:
     """Kills every process that carries the mark, though it may have a session of its own and its parent may be dead.
     Finds none where /proc does not tell, and none of other users."""
-    wanted, deadline = f"{MARK}={mark}".encode(), time.monotonic() + _MARKED_S
-    while (found := _processes_with(wanted)) and time.monotonic() < deadline:
+    variable, deadline = f"{MARK}={mark}".encode(), time.monotonic() + _MARKED_S
+    while (found := _processes_with(variable)) and time.monotonic() < deadline:
         for pid, moment in found:
             send(pid, moment, signal.SIGKILL)
         time.sleep(0.01)  # and again: one may have started another meanwhile

@@ -277,12 +277,12 @@ def test_a_collection_at_two_places_is_replaced_at_both_and_may_be_renamed(conne
 
 
 def test_ranks_of_a_group_that_convert_again_bring_back_no_row_that_was_evicted(connect: Connect) -> None:
-    def kept(table: TableConfig) -> TableConfig:
+    def evicting(table: TableConfig) -> TableConfig:
         return replace(table, eviction=eps.IdleFor("1d")) if table.name == "users" else table
 
     def convert(ps: Any) -> Any:
         torch.manual_seed(3)
-        return from_model(EmbeddingBagCollection(tables=configs()), ps, optimizer=eps.SGD(lr=0.1), change=kept)
+        return from_model(EmbeddingBagCollection(tables=configs()), ps, optimizer=eps.SGD(lr=0.1), change=evicting)
 
     ps = connect()
     with clients(ps, 2) as ranks:

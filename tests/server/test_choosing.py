@@ -53,7 +53,7 @@ def sweep(table: Table, dry_run: DryRun | None) -> Counter[Reason]:
             for one in count_bounded({3: table}, headed)
         ]
         allowed = allowances({0: (RANGES, counts)})[0] if bounds else []
-        swept = _Swept(table, partial(_by_table(allowed).get, 3, {}), dry_run)
+        swept = _Swept(table, partial(dict, _by_table(allowed).get(3, {})), dry_run)
         for at, by, share in SweepPlan(HASH_END // RANGES).slices({3: swept}, headed, NOW, 0.0, True):
             by, going = choose(table, measure(table, at.ranges, at, by), at, by, share, dry_run)
             found[by.reason] += going

@@ -301,8 +301,8 @@ class Sweeper:
     ) -> tuple[dict[Reason, int], list[RowCount]]:
         found, tickets, clocks = dict.fromkeys(Reason, 0), [], self._leaders.clocks()
         headed, number = self._serving.headed, table.table_id
-        kept = _by_table(allowed or ()).get(number, {})
-        swept = {number: _Swept(table, lambda: kept, dry_run)}
+        bounds = _by_table(allowed or ()).get(number, {})
+        swept = {number: _Swept(table, lambda: bounds, dry_run)}
         plan = SweepPlan(HASH_END // self._serving.ranges)
         slices = plan.slices(swept, headed, int(clocks.swept), self._loop.time(), True)
         for at, by, share in slices if clocks.leader or dry_run is not None else ():
