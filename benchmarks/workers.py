@@ -41,7 +41,7 @@ THIS = Interpreter()
 class Process:
     """A process that makes one object and answers for it. kind: "MODULE:CLASS", the module one of `benchmarks`."""
 
-    def __init__(self, kind: str, interpreter: Interpreter = THIS, **job: object) -> None:
+    def __init__(self, kind: str, interpreter: Interpreter = THIS, /, **job: object) -> None:
         self._process = subprocess.Popen(
             [interpreter.python, "-m", "benchmarks.workers", f"benchmarks.{kind}", json.dumps(job)],
             env={**os.environ, **interpreter.environment},

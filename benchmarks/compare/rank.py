@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TooLate
 from dataclasses import asdict, dataclass
@@ -28,6 +28,7 @@ DEATH_BATCHES = 8  # trained again and again while a holder dies
 READ_S = 10.0  # a read that has not come so long after a death will not come
 RETRY_S = 0.05  # between a step that failed and the next attempt
 STEPS_BEFORE = 5
+ERRORS_S = 10.0  # a loop whose steps have failed for so long will not go on
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,9 @@ class Rank:
     def read(self, category: int, rows: int) -> list[list[float]]:
         """The first rows of a category."""
         first = int(self._source.starts[category])
-        return self._model.read(category, np.arange(first, first + min(rows, self._source.sizes[category]))).tolist()
+        ids = np.arange(first, first + min(rows, self._source.sizes[category]))
+        found: list[list[float]] = self._model.read(category, ids).tolist()
+        return found
 
     def score(self, batch: int, batches: int) -> float:
         """The area under the curve, on samples that nobody trains."""
@@ -131,11 +134,13 @@ class Rank:
         before = self._read(probes)
         loop = _Loop(self._model, batches)
         loop.wait(lambda: len(loop.steps) >= STEPS_BEFORE, limit_s)
+        with open(os.devnull, "w") as nowhere:  # libraries print what we ask for
+            os.dup2(nowhere.fileno(), 2)
         killed = time.monotonic()
         if victim >= 0:
             os.kill(self._model.holder or victim, signal.SIGKILL)
-        loop.wait(lambda: bool(loop.steps) and loop.steps[-1][0] > killed, limit_s)
-        loop.ended.set()
+        loop.wait(lambda: loop.decided(killed), limit_s)
+        loop.end(READ_S)
         resumed = next((ended for began, ended in loop.steps if began > killed), None)
         failed_at, error = loop.errors[0] if loop.errors else (None, "")
         same = None
@@ -144,7 +149,7 @@ class Rank:
             now = threads.submit(self._read, probes).result(READ_S)
             same = float(np.mean([np.array_equal(one, other) for one, other in zip(before, now, strict=True)]))
         except (Exception, TooLate):
-            pass  # whatever it is: they cannot be read
+            pass  # whatever it was: they cannot be read
         threads.shutdown(wait=False)
         return asdict(
             Sequel(
@@ -176,35 +181,47 @@ class Rank:
 
 
 class _Loop:
-    """Trains batches in turns, each to its end, in a thread, until `ended`; after a step that fails it goes on.
+    """Trains batches in turns, each to its end, in a thread, until `end`; after a step that fails it goes on.
 
     steps   when each began and ended
     errors  when a step failed, and what it said
     """
 
     def __init__(self, contestant: Contestant, batches: list[Inputs]) -> None:
-        self.ended = threading.Event()
+        self._ended = threading.Event()
         self.steps: list[tuple[float, float]] = []
         self.errors: list[tuple[float, str]] = []
         self._trainable = contestant.trainable
         self._batches = itertools.cycle(batches)
         self._changed = threading.Condition()
-        threading.Thread(target=self._run, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
         for batch in self._batches:
-            if self.ended.is_set():
+            if self._ended.is_set():
                 return
             try:
                 times = self._trainable.train([batch])
                 self.steps.append((times["began"], times["ended"]))
             except Exception as error:
                 self.errors.append((time.monotonic(), f"{type(error).__name__}: {error}"))
-                self.ended.wait(RETRY_S)
+                self._ended.wait(RETRY_S)
             with self._changed:
                 self._changed.notify_all()
 
-    def wait(self, condition: Any, limit_s: float) -> None:
+    def end(self, within_s: float) -> None:
+        """Ends after the step that is under way, if that ends in time."""
+        self._ended.set()
+        self._thread.join(within_s)
+
+    def decided(self, since: float) -> bool:
+        """Whether a step that began since then is done, or all have failed for a long time."""
+        return bool(self.steps and self.steps[-1][0] > since) or bool(
+            self.errors and time.monotonic() - self.errors[0][0] > ERRORS_S
+        )
+
+    def wait(self, condition: Callable[[], bool], limit_s: float) -> None:
         """Returns when a condition holds, or after `limit_s`."""
         with self._changed:
             self._changed.wait_for(condition, limit_s)

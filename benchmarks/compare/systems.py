@@ -6,6 +6,7 @@ begins: what they learn differs by rounding alone.
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -116,6 +117,7 @@ class KeyedRows(nn.Module):
 
 
 def _tables(source: Source) -> list[Any]:
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # FBGEMM calls what is deprecated
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
     return [
