@@ -351,8 +351,8 @@ def stream(
 
 @app.command()
 def compare(
-    way: Annotated[
-        list[str] | None, typer.Option(help="A contestant; may be given several times.  [default: all]")
+    contestant: Annotated[
+        list[str] | None, typer.Option(help="Its name; may be given several times.  [default: all]")
     ] = None,
     batch: Annotated[
         list[int] | None, typer.Option(min=16, help="Samples of a step.  [default: 256, 1024, 4096]")
@@ -372,11 +372,11 @@ def compare(
 ) -> None:
     """What one would take instead: the same DLRM through torchrec with FBGEMM, DDP, torch.distributed.rpc, a Ray actor
     and elasticps: samples/s, CPU time, memory of a row, AUC, and what `kill -9` of a process that holds rows does."""
-    from benchmarks.compare import bench
+    from benchmarks import compare as bench
 
     _print(
         bench.run(
-            ways=way or (), batches=batch or bench.BATCHES, rounds=rounds, steps=steps, most_values=values,
+            names=contestant or (), batches=batch or bench.BATCHES, rounds=rounds, steps=steps, most_values=values,
             deaths=deaths, folder=environment, page=markdown, progress=_progress,
         ),
         as_json,

@@ -10,10 +10,11 @@ import pytest
 from numpy.typing import NDArray
 from typer.testing import CliRunner
 
+from benchmarks import compare as bench
+from benchmarks import compare_environment as environment
 from benchmarks.cli import app
-from benchmarks.compare import bench, environment
-from benchmarks.compare.rank import Rank
-from benchmarks.compare.report import Comparison, Death, Speed, Standing, markdown, shown
+from benchmarks.compare_rank import Rank
+from benchmarks.compare_report import Comparison, Death, Speed, Standing, markdown, shown
 from benchmarks.core.criteo import Source
 from benchmarks.training import SEED
 from elasticps.errors import ConfigError
@@ -59,18 +60,18 @@ def test_contestants_whose_packages_are_missing_are_named_with_what_installs_the
 ) -> None:
     monkeypatch.setattr(environment, "look", lambda python, modules: (list(modules), {}))
     with pytest.raises(ConfigError, match="torchrec, fbgemm_gpu, ray are not installed") as raised:
-        bench.run(ways=["fbgemm", "torchrec", "ray"])
-    for line in ("--environment FOLDER", "compare/requirements.txt", "pip install --no-deps"):
+        bench.run(names=["fbgemm", "torchrec", "ray"])
+    for line in ("--environment FOLDER", "compare-requirements.txt", "pip install --no-deps"):
         assert line in str(raised.value)
     with pytest.raises(ConfigError, match=r"unknown contestant 'dask': there are fbgemm, .*, elasticps-2"):
-        bench.run(ways=["dask"])
+        bench.run(names=["dask"])
 
 
 def test_the_pinned_releases_are_those_of_the_constraints() -> None:
     constraints = (environment.ROOT / "constraints.txt").read_text("utf-8").splitlines()
     pins = [
         line
-        for name in ("requirements.txt", "requirements-no-deps.txt")
+        for name in ("compare-requirements.txt", "compare-no-deps.txt")
         for line in (environment.HERE / name).read_text("utf-8").splitlines()
         if not line.startswith("#")
     ]
@@ -87,7 +88,7 @@ def test_the_pinned_releases_are_those_of_the_constraints() -> None:
             "**25% of the trained rows; the others begin again, silently**",
         ),
         (Death(45.0, ended=True), "never: the job is gone", "lost"),
-        (Death(45.0), "never: it waits, without an error, for 45 s and more", "lost"),
+        (Death(45.0), "never: it waits, without an error, for 45 s and more", "none can be read"),
         (
             Death(45.0, error="RuntimeError: gone", error_s=0.2, same=1.0),
             "never: `RuntimeError` after 0.2 s, and at every step from then on",
@@ -121,11 +122,13 @@ def test_a_page_has_a_line_for_each_contestant() -> None:
 @pytest.mark.slow
 def test_processes_are_measured_in_turns_and_killed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    options = "--way ddp --way rpc --way elasticps-2 --batch 64 --rounds 2 --steps 4 --values 200 --json"
+    options = (
+        "--contestant ddp --contestant rpc --contestant elasticps-2 --batch 64 --rounds 2 --steps 4 --values 200 --json"
+    )
     result = CliRunner().invoke(app, ["compare", *options.split(), "--markdown", str(page)])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    standings = {each["way"]: each for each in found["standings"]}
+    standings = {each["name"]: each for each in found["standings"]}
     assert list(standings) == ["ddp", "rpc", "elasticps-2"]
     for each in standings.values():
         (speed,) = each["speeds"]

@@ -13,7 +13,7 @@ from benchmarks.runner import Progress
 from elasticps.errors import ConfigError, Error
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parent
 PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "ray", "elasticps")  # whose releases a result names
 _LOOK = """
 import importlib.util, importlib.metadata, json, sys
@@ -55,8 +55,8 @@ def make(folder: Path, progress: Progress) -> None:
 def installing() -> list[list[str]]:
     """What pip is told to install, one call after the other."""
     return [
-        ["-c", str(ROOT / "constraints.txt"), "-r", str(HERE / "requirements.txt")],
-        ["--no-deps", "-r", str(HERE / "requirements-no-deps.txt")],
+        ["-c", str(ROOT / "constraints.txt"), "-r", str(HERE / "compare-requirements.txt")],
+        ["--no-deps", "-r", str(HERE / "compare-no-deps.txt")],
     ]
 
 

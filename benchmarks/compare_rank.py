@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.compare.systems import SYSTEMS, Contestant, Seat
+from benchmarks.compare_systems import SYSTEMS, Built, Seat
 from benchmarks.core.criteo import CATEGORIES, MOST_VALUES, Source
 from benchmarks.training import HELD_OUT, SEED, Inputs
 from examples.demo.data import auc
@@ -63,7 +63,7 @@ class Rank:
         self._part = slice(rank, None, trainers)  # of a batch
         self._system = SYSTEMS[system](Seat(rank, ranks, meeting, replicas))
         self._source = Source(SEED)
-        self._now: Contestant | None = None
+        self._now: Built | None = None
         self._prepared: deque[list[Any]] = deque()
         self._trained: list[NDArray[np.int64]] = []  # ids of the first batches
 
@@ -100,7 +100,7 @@ class Rank:
             ]
 
     @property
-    def _model(self) -> Contestant:
+    def _model(self) -> Built:
         assert self._now is not None, "built before"
         return self._now
 
@@ -187,11 +187,11 @@ class _Loop:
     errors  when a step failed, and what it said
     """
 
-    def __init__(self, contestant: Contestant, batches: list[Inputs]) -> None:
+    def __init__(self, built: Built, batches: list[Inputs]) -> None:
         self._ended = threading.Event()
         self.steps: list[tuple[float, float]] = []
         self.errors: list[tuple[float, str]] = []
-        self._trainable = contestant.trainable
+        self._trainable = built.trainable
         self._batches = itertools.cycle(batches)
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, daemon=True)

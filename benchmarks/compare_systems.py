@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed import rpc
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import elasticps as eps
-from benchmarks.compare.rows import RemoteRows, RowServer, initial_rows
 from benchmarks.core.criteo import CATEGORIES, Source
 from benchmarks.training import DENSE_LR, DIM, DLRM, ROWS_LR, ROWS_STD, TIMEOUT_S, Trainable, meet
 from elasticps.torch import EmbeddingBagCollection, Jagged, Optimizer, TableConfig
@@ -48,7 +48,7 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Built:
     """A model that trains, and where its rows are.
 
     trainable  the model, with what steps it
@@ -74,7 +74,7 @@ class System(ABC):
         self.seat = seat
 
     @abstractmethod
-    def build(self, source: Source) -> Contestant:
+    def build(self, source: Source) -> Built:
         """Makes a model for the ids of `source`."""
 
     def close(self) -> None:  # noqa: B027 - one process has nothing to leave
@@ -92,6 +92,11 @@ def _dense(model: DLRM) -> torch.optim.Optimizer:
 def _dlrm(rows: Any, source: Source) -> DLRM:
     torch.manual_seed(source.seed)
     return DLRM(rows)
+
+
+def initial_rows(values: int, seed: int) -> Tensor:
+    """What all contestants begin with: float32 [values, DIM]."""
+    return torch.randn(values, DIM, generator=torch.Generator().manual_seed(seed)) * ROWS_STD
 
 
 class KeyedRows(nn.Module):
@@ -158,14 +163,14 @@ def _filled(source: Source, weights: Mapping[str, Tensor]) -> Callable[[int, NDA
 class Fbgemm(System):
     """torchrec's collection whose kernels look up and train all tables at once, in one process."""
 
-    def build(self, source: Source) -> Contestant:
+    def build(self, source: Source) -> Built:
         from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
         settings = {"lr": ROWS_LR, "eps": EPS}
         collection = FusedEmbeddingBagCollection(_tables(source), torch.optim.Adagrad, settings)
         read = _filled(source, {name: bag.weight for name, bag in collection.embedding_bags.items()})
         model = _dlrm(KeyedRows(collection), source)
-        return Contestant(Trainable(model, [_dense(model)]), _keyed(source), read)
+        return Built(Trainable(model, [_dense(model)]), _keyed(source), read)
 
 
 class Sharded(System):
@@ -176,7 +181,7 @@ class Sharded(System):
         os.environ["LOCAL_WORLD_SIZE"] = str(seat.ranks)
         meet(seat.meeting, seat.rank, seat.ranks)
 
-    def build(self, source: Source) -> Contestant:
+    def build(self, source: Source) -> Built:
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
         from torchrec.distributed.model_parallel import DistributedModelParallel
         from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
@@ -202,7 +207,7 @@ class Sharded(System):
             (whole,) = [each for key, each in state.items() if key.endswith(f"embedding_bags.{name}.weight")]
             for shard in whole.local_shards():
                 weights[name] = shard.tensor
-        return Contestant(Trainable(model, [_dense(dlrm)]), _keyed(source), _filled(source, weights))
+        return Built(Trainable(model, [_dense(dlrm)]), _keyed(source), _filled(source, weights))
 
     def close(self) -> None:
         torch.distributed.destroy_process_group()
@@ -219,7 +224,7 @@ class DataParallel(System):
         torch.sparse.check_sparse_tensor_invariants.disable()
         meet(seat.meeting, seat.rank, seat.ranks)
 
-    def build(self, source: Source) -> Contestant:
+    def build(self, source: Source) -> Built:
         rows = nn.Embedding.from_pretrained(initial_rows(source.values, source.seed), freeze=False, sparse=True)
         model = _dlrm(rows, source)
         optimizers = [torch.optim.Adagrad(rows.parameters(), lr=ROWS_LR), _dense(model)]
@@ -228,22 +233,80 @@ class DataParallel(System):
             found: NDArray[np.float32] = rows.weight.detach()[torch.from_numpy(ids)].numpy()
             return found
 
-        return Contestant(Trainable(DistributedDataParallel(model), optimizers), _as_they_are, read)
+        return Built(Trainable(DistributedDataParallel(model), optimizers), _as_they_are, read)
 
     def close(self) -> None:
         torch.distributed.destroy_process_group()
 
 
+# --- rows at another process
+
+
+class RowServer:
+    """Rows in memory, trained by torch's Adagrad: no copies elsewhere, and nothing on disk."""
+
+    def __init__(self, values: int, seed: int) -> None:
+        torch.sparse.check_sparse_tensor_invariants.disable()
+        self._rows = torch.nn.Parameter(initial_rows(values, seed))
+        self._optimizer = torch.optim.Adagrad([self._rows], lr=ROWS_LR)
+
+    def pid(self) -> int:
+        """Of the process that holds the rows."""
+        return os.getpid()
+
+    def pull(self, ids: Tensor) -> Tensor:
+        """Rows, float32 [n, DIM], of ids, int64 [n]."""
+        with torch.no_grad():
+            return functional.embedding(ids, self._rows)
+
+    def push(self, ids: Tensor, grads: Tensor) -> None:
+        """Takes a step: gradients float32 [n, DIM] of ids, int64 [n] without repeats, in ascending order."""
+        self._rows.grad = torch.sparse_coo_tensor(ids[None], grads, self._rows.shape, is_coalesced=True)
+        self._optimizer.step()
+
+
+class RemoteRows:
+    """The rows of a DLRM at a `RowServer`: each id of a batch is pulled once, and pushed once.
+
+    pull  gets the rows of ids
+    push  begins to send gradients of ids; what it returns waits until they are applied
+    """
+
+    def __init__(self, pull: Callable[[Tensor], Tensor], push: Callable[[Tensor, Tensor], Callable[[], None]]) -> None:
+        self._pull, self._push = pull, push
+        self._pushed: Callable[[], None] | None = None
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """ids [n, categories] -> [n, categories, DIM]."""
+        self.finish()
+        unique, inverse = torch.unique(ids, return_inverse=True)
+        pulled = self._pull(unique)
+        if torch.is_grad_enabled():
+
+            def send(rows: Tensor) -> None:
+                assert rows.grad is not None
+                self._pushed = self._push(unique, rows.grad)
+
+            pulled.requires_grad_().register_post_accumulate_grad_hook(send)
+        return functional.embedding(inverse, pulled)
+
+    def finish(self) -> None:
+        """Waits until the last step is applied."""
+        pushed, self._pushed = self._pushed, None
+        if pushed is not None:
+            pushed()
+
+
 def _remote(
     source: Source, rows: RemoteRows, pull: Callable[[Tensor], Tensor], holder: int, close: Callable[[], None]
-) -> Contestant:
+) -> Built:
     model = _dlrm(rows, source)
 
     def read(category: int, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         found: NDArray[np.float32] = pull(torch.from_numpy(ids)).numpy()
         return found
 
-    return Contestant(Trainable(model, [_dense(model)], finish=rows.finish), _as_they_are, read, holder, close=close)
+    return Built(Trainable(model, [_dense(model)], finish=rows.finish), _as_they_are, read, holder, close=close)
 
 
 class RemoteCalls(System):
@@ -256,7 +319,7 @@ class RemoteCalls(System):
         options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{seat.meeting}")
         rpc.init_rpc(f"rank{seat.rank}", None, seat.rank, seat.ranks, options)
 
-    def build(self, source: Source) -> Contestant:
+    def build(self, source: Source) -> Built:
         server = rpc.remote(f"rank{self.seat.ranks - 1}", RowServer, args=(source.values, source.seed))
         holder = server.rpc_sync().pid()
 
@@ -287,7 +350,7 @@ class RayActor(System):
             object_store_memory=256 << 20, _node_ip_address="127.0.0.1", _temp_dir=str(Path(seat.meeting).parent),
         )  # fmt: skip
 
-    def build(self, source: Source) -> Contestant:
+    def build(self, source: Source) -> Built:
         import ray
 
         forever = {"num_cpus": 1, "max_restarts": -1, "max_task_retries": -1}
@@ -340,7 +403,7 @@ class Servers(System):
         self._cluster = self._stack.enter_context(eps.LocalCluster(servers=3, replicas=seat.replicas))
         self._ps = self._stack.enter_context(eps.connect(self._cluster.url, worker="trainer", timeout=TIMEOUT_S))
 
-    def build(self, source: Source) -> Contestant:
+    def build(self, source: Source) -> Built:
         ps, prefix = self._ps, f"of{source.values}"
         init = eps.Normal(std=ROWS_STD, seed=source.seed)
         tables = [TableConfig(f"{prefix}_{name}", DIM, [name], init=init) for name in NAMES]
@@ -355,7 +418,7 @@ class Servers(System):
             found: NDArray[np.float32] = layers[category].table.pull(ids)
             return found
 
-        return Contestant(
+        return Built(
             Trainable(model, [optimizer], expect=lambda inputs: collection.expect(inputs[1]), finish=ps.flush),
             partial(Jagged.columns, NAMES), read, self._cluster.servers[0].pid, optimizer.refresh, optimizer.close,
         )  # fmt: skip

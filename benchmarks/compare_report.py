@@ -58,7 +58,7 @@ class Death:
     def state(self) -> str:
         """What became of the rows."""
         if self.same is None:
-            return "lost"
+            return "lost" if self.ended else "none can be read"
         if self.resumed_s is None:
             part = "all" if self.same > 0.999 else f"{self.same:.0%} of the rows"
             return f"{part} in the process that is left, which cannot go on"
@@ -71,6 +71,7 @@ class Death:
 class Standing:
     """All that was found of a contestant.
 
+    name           by which the command knows it
     title          what it is
     victim         what was killed
     processes      how many it has
@@ -80,7 +81,7 @@ class Standing:
     death          None: not tried
     """
 
-    way: str
+    name: str
     title: str
     victim: str
     processes: int

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare import environment
-from benchmarks.compare.report import Comparison, Death, Speed, Standing, markdown, shown
+from benchmarks import compare_environment as environment
+from benchmarks.compare_report import Comparison, Death, Speed, Standing, markdown, shown
 from benchmarks.core.criteo import MOST_VALUES
 from benchmarks.machine import marked, marked_cpu_seconds, pss_bytes
 from benchmarks.runner import Progress, Result, Side, Turn, in_turns, silent
@@ -45,10 +45,10 @@ _TORCHREC, _FBGEMM, _RAY = "torchrec", "fbgemm_gpu", "ray"
 
 
 @dataclass(frozen=True)
-class Way:
-    """A contestant.
+class Contestant:
+    """What is compared.
 
-    system    a name in `systems.SYSTEMS`
+    system    a name in `compare_systems.SYSTEMS`
     victim    what is killed
     ranks     its processes that the benchmark starts, of which the first `trainers` train
     threads   of each trainer; 0: as many as there are cores
@@ -66,25 +66,31 @@ class Way:
     needs: Sequence[str] = ()
 
 
-WAYS: Mapping[str, Way] = {
-    "fbgemm": Way("torchrec + FBGEMM, one process, 1 thread", "fbgemm", "the process", needs=(_TORCHREC, _FBGEMM)),
-    "fbgemm-threads": Way(
+CONTESTANTS: Mapping[str, Contestant] = {
+    "fbgemm": Contestant(
+        "torchrec + FBGEMM, one process, 1 thread", "fbgemm", "the process", needs=(_TORCHREC, _FBGEMM)
+    ),
+    "fbgemm-threads": Contestant(
         "torchrec + FBGEMM, one process, all cores", "fbgemm", "the process", threads=0, needs=(_TORCHREC, _FBGEMM)
     ),
-    "torchrec": Way(
+    "torchrec": Contestant(
         "torchrec, sharded over 2 processes (gloo)", "torchrec", "one of both", 2, 2, needs=(_TORCHREC, _FBGEMM)
     ),
-    "ddp": Way("torch DDP, 2 processes (gloo)", "ddp", "one of both", 2, 2),
-    "rpc": Way("torch.distributed.rpc, 1 trainer, 1 server", "rpc", "the server", 2),
-    "ray": Way("Ray, 1 trainer, an actor as server", "ray", "the actor", needs=(_RAY,)),
-    "elasticps-1": Way("elasticps, 1 trainer, 3 servers, 1 replica", "elasticps", "one of three servers", replicas=1),
-    "elasticps-2": Way("elasticps, 1 trainer, 3 servers, 2 replicas", "elasticps", "one of three servers", replicas=2),
+    "ddp": Contestant("torch DDP, 2 processes (gloo)", "ddp", "one of both", 2, 2),
+    "rpc": Contestant("torch.distributed.rpc, 1 trainer, 1 server", "rpc", "the server", 2),
+    "ray": Contestant("Ray, 1 trainer, an actor as server", "ray", "the actor", needs=(_RAY,)),
+    "elasticps-1": Contestant(
+        "elasticps, 1 trainer, 3 servers, 1 replica", "elasticps", "one of three servers", replicas=1
+    ),
+    "elasticps-2": Contestant(
+        "elasticps, 1 trainer, 3 servers, 2 replicas", "elasticps", "one of three servers", replicas=2
+    ),
 }
 
 
 def run(
     *,
-    ways: Sequence[str] = (),
+    names: Sequence[str] = (),
     batches: Sequence[int] = BATCHES,
     rounds: int = ROUNDS,
     steps: int = STEPS,
@@ -94,7 +100,7 @@ def run(
     page: Path | None = None,
     progress: Progress = silent,
 ) -> Result:
-    """Compares the contestants named in `ways`, or all.
+    """Compares the contestants of these names, or all.
 
     steps        of a turn with 256 samples; with 4 times as many half of them, and so on
     most_values  ids of a category at most
@@ -102,52 +108,49 @@ def run(
     folder       the environment of the contestants, made if it does not exist; None: the present one
     page         a file to which the tables are written as Markdown
 
-    Raises ConfigError for unknown ways, or if none can run; Error if a contestant fails.
+    Raises ConfigError for unknown names, or if none can run; Error if a contestant fails.
     """
-    chosen = {name: WAYS[name] for name in ways or WAYS if name in WAYS}
-    if unknown := sorted(set(ways) - set(WAYS)):
-        raise ConfigError(f"unknown contestant {unknown[0]!r}: there are {', '.join(WAYS)}")
+    if unknown := sorted(set(names) - set(CONTESTANTS)):
+        raise ConfigError(f"unknown contestant {unknown[0]!r}: there are {', '.join(CONTESTANTS)}")
     if folder is not None and not folder.exists():
         environment.make(folder, progress)
     python = environment.python_of(folder)
     missing, versions = environment.look(python, [_TORCHREC, _FBGEMM, _RAY])
-    lacking = {name: [each for each in way.needs if each in missing] for name, way in chosen.items()}
-    left_out = {way.title: lacking[name] for name, way in chosen.items() if lacking[name]}
-    hint = "elasticps bench compare --environment FOLDER makes an environment that has all of it, with\n" + "\n".join(
-        f"    pip install {' '.join(arguments)}" for arguments in environment.installing()
-    )
-    if not (running := {name: way for name, way in chosen.items() if not lacking[name]}):
+    chosen = {name: each for name, each in CONTESTANTS.items() if not names or name in names}
+    lacking = {name: [module for module in each.needs if module in missing] for name, each in chosen.items()}
+    left_out = {each.title: lacking[name] for name, each in chosen.items() if lacking[name]}
+    lines = "\n".join(f"    pip install {' '.join(arguments)}" for arguments in environment.installing())
+    hint = f"elasticps bench compare --environment FOLDER makes an environment that has all of it, with\n{lines}"
+    if len(left_out) == len(chosen):
         raise ConfigError(f"no contestant can run: {', '.join(missing)} are not installed; {hint}")
+
+    def found(entrants: Mapping[str, _Entrant], speeds: Mapping[str, Sequence[Speed]]) -> Comparison:
+        """What is known so far."""
+        standings = [entrant.standing(speeds[name]) for name, entrant in entrants.items()]
+        one = next(iter(entrants.values()))
+        machine = f"{os.cpu_count()} cores, {platform.machine()}"
+        result = Comparison(machine, versions, one.rows, one.samples, rounds, standings, left_out)
+        if page is not None:
+            page.write_text(markdown(result), encoding="utf-8")
+        return result
+
     with ExitStack() as stack:
         entrants = {}
-        for name, way in running.items():
-            progress(f"starting {way.title}")
-            entrants[name] = stack.enter_context(_Entrant(way, python, most_values))
+        for name in [name for name in chosen if not lacking[name]]:
+            progress(f"starting {chosen[name].title}")
+            entrants[name] = stack.enter_context(_Entrant(name, chosen[name], python, most_values))
         turns, first = _train(entrants, batches, rounds, steps, progress)
-        aucs = {}
         for name, entrant in entrants.items():
             progress(f"{name}: scoring")
-            aucs[name] = entrant.score()
-        found_deaths: dict[str, Death] = {}
+            entrant.score()
+        speeds = _speeds(turns, batches)
+        result = found(entrants, speeds)
         for name, entrant in entrants.items() if deaths else ():
-            progress(f"{name}: kill -9 of {entrant.way.victim}")
-            found_deaths[name] = entrant.kill(first)
+            progress(f"{name}: kill -9 of {entrant.contestant.victim}")
+            entrant.kill(first)
             entrant.close()
-        samples = next(iter(entrants.values())).samples
-        rows = next(iter(entrants.values())).rows
-    speeds = _speeds(turns, batches)
-    standings = [
-        Standing(
-            name, entrant.way.title, entrant.way.victim, entrant.processes, entrant.start_s, entrant.bytes_per_row,
-            speeds[name], aucs[name], found_deaths.get(name),
-        )
-        for name, entrant in entrants.items()
-    ]  # fmt: skip
-    machine = f"{os.cpu_count()} cores, {platform.machine()}"
-    found = Comparison(machine, versions, rows, samples, rounds, standings, left_out)
-    if page is not None:
-        page.write_text(markdown(found), encoding="utf-8")
-    return Result(found, shown(found, hint))
+            result = found(entrants, speeds)
+    return Result(result, shown(result, hint))
 
 
 def _train(
@@ -181,42 +184,56 @@ def _speeds(turns: Mapping[int, Mapping[str, Sequence[Turn]]], batches: Sequence
 
 
 class _Entrant:
-    """A contestant that runs: its processes, what it needs, and how many samples it has trained."""
+    """A contestant that runs.
 
-    def __init__(self, way: Way, python: str, most_values: int) -> None:
-        self.way = way
-        self._mark = f"{_MARK}={uuid.uuid4().hex}"
+    rows     of its model
+    samples  that it has trained since the model was made
+    """
+
+    def __init__(self, name: str, contestant: Contestant, python: str, most_values: int) -> None:
+        self.contestant = contestant
+        self.samples = 0
+        self._name = name
+        self._batch = 0
+        self._auc = 0.0
+        self._death: Death | None = None
         self._closed = False
+        self._mark = f"{_MARK}={uuid.uuid4().hex}"
         self._stack = ExitStack()
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="eps-", ignore_cleanup_errors=True))
-        name, _, value = self._mark.partition("=")
-        interpreter = Interpreter(
-            python, {name: value, "PYTHONPATH": str(environment.ROOT), "PYTHONWARNINGS": "ignore"}
-        )
+        variable, _, value = self._mark.partition("=")
+        root = str(environment.ROOT)
+        interpreter = Interpreter(python, {variable: value, "PYTHONPATH": root, "PYTHONWARNINGS": "ignore"})
         job = {
-            "system": way.system, "ranks": way.ranks, "trainers": way.trainers, "replicas": way.replicas,
-            "threads": way.threads or os.cpu_count() or 1, "meeting": str(Path(folder) / "meeting"),
+            "system": contestant.system, "ranks": contestant.ranks, "trainers": contestant.trainers,
+            "replicas": contestant.replicas, "threads": contestant.threads or os.cpu_count() or 1,
+            "meeting": str(Path(folder) / "meeting"),
         }  # fmt: skip
+        jobs = [{**job, "rank": rank} for rank in range(contestant.ranks)]
         began = time.monotonic()
-        self._team = Team(
-            "compare.rank:Rank", [{**job, "rank": rank} for rank in range(way.ranks)], ANSWER_S, interpreter
-        )
-        self.samples = 0
+        self._team = Team("compare_rank:Rank", jobs, ANSWER_S, interpreter)
         try:
             few = self._ask("build", most_values=FEW_VALUES)[0]
             joined = time.monotonic()
             small = self._memory()
             began += time.monotonic() - joined
-            self.rows = self._ask("build", most_values=most_values)[0]
-            self.start_s = round(time.monotonic() - began, 1)
-            self.bytes_per_row = round((self._memory() - small) / (self.rows - few), 1)
+            self.rows: int = self._ask("build", most_values=most_values)[0]
+            self._start_s = round(time.monotonic() - began, 1)
+            self._bytes_per_row = round((self._memory() - small) / (self.rows - few), 1)
         except BaseException:
             self.close()
             raise
-        self.processes = len(marked(self._mark))
+        self._processes = len(marked(self._mark))
+
+    def standing(self, speeds: Sequence[Speed]) -> Standing:
+        """What was found of it."""
+        return Standing(
+            self._name, self.contestant.title, self.contestant.victim, self._processes, self._start_s,
+            self._bytes_per_row, speeds, self._auc, self._death,
+        )  # fmt: skip
 
     def _ask(self, method: str, **arguments: object) -> list[Any]:
-        return self._team.ask(self.way.trainers, method, **arguments)
+        return self._team.ask(self.contestant.trainers, method, **arguments)
 
     def _memory(self) -> int:
         """Bytes of all processes after the first steps of a model."""
@@ -243,24 +260,24 @@ class _Entrant:
         """CPU time of all processes so far."""
         return {"all": marked_cpu_seconds(self._mark)}
 
-    def score(self) -> float:
-        """Its AUC."""
-        return round(float(self._ask("score", batch=SCORE_BATCH, batches=SCORED)[0]), 5)
+    def score(self) -> None:
+        """Takes its AUC."""
+        self._auc = round(float(self._ask("score", batch=SCORE_BATCH, batches=SCORED)[0]), 5)
 
-    def kill(self, first: int) -> Death:
-        """Kills a holder of rows while it trains."""
-        workers = self._team.workers[: self.way.trainers]
+    def kill(self, first: int) -> None:
+        """Kills a holder of rows while it trains. first: the number of a batch that was not trained."""
+        workers = self._team.workers[: self.contestant.trainers]
         options = {"batch": DEATH_BATCH, "first": first, "limit_s": DEATH_S}
         with ThreadPoolExecutor(len(workers)) as threads:
             victim = self._team.workers[-1].pid
-            asked = [
+            answers = [
                 threads.submit(worker.ask, "survive", victim=-1 if rank else victim, **options)
                 for rank, worker in enumerate(workers)
             ]
             try:
-                return Death(DEATH_S, **asked[0].result())
+                self._death = Death(DEATH_S, **answers[0].result())
             except Error:
-                return Death(DEATH_S, ended=True)
+                self._death = Death(DEATH_S, ended=True)
 
     def __enter__(self) -> _Entrant:
         return self
@@ -274,7 +291,7 @@ class _Entrant:
             return
         self._closed = True
         with suppress(Error):
-            self._team.ask(self.way.ranks, "leave", within_s=END_S)
+            self._team.ask(self.contestant.ranks, "leave", within_s=END_S)
         self._team.close()
         deadline = time.monotonic() + END_S
         while (rest := marked(self._mark)) and time.monotonic() < deadline:
