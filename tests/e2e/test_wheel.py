@@ -116,6 +116,7 @@ def test_a_wheel_in_an_empty_environment_trains(dist: Path, minor: int, tmp_path
     _run(*pip, f"{wheel}[local]")
     folder = tmp_path / "empty"
     folder.mkdir()
+    _run(python, "-m", "elasticps.warm", folder=folder)
     name = f"wheel-{os.getpid()}"
     try:
         up = _run(command, "up", "--name", name, "--servers", "2", "--detach", "--json", folder=folder)
