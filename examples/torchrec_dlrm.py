@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from typing import Any
 
 import torch
 from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
@@ -37,10 +38,14 @@ def train(url: str, steps: int) -> None:
     with eps.connect(url, worker="w0") as ps:
         elasticps.torchrec.from_model(model, ps)
         optimizer = Optimizer(ps, model, optimizer=eps.Adagrad(lr=0.05))
+        rows: Any = model.model.sparse_arch.embedding_bag_collection
         taste = torch.randn(ROWS)
+        following = Batch(taste)
         for step in range(steps):
-            loss, _ = model(Batch(taste))
+            batch, following = following, Batch(taste)
+            loss, _ = model(batch)
             optimizer.zero_grad()
+            rows.expect(following.sparse_features)  # they come in the answer to this step, and are as new as it
             loss.backward()
             optimizer.step()
             if step % 50 == 0 or step == steps - 1:

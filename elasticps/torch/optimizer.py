@@ -69,7 +69,7 @@ class Optimizer(torch.optim.Optimizer):
         prefix: str = "model",
         overlap: bool = True,
         pipeline: bool = False,
-        bucket_bytes: int = 256 * 1024,
+        bucket_bytes: int = 1 << 20,
         push: Sequence[Filter] = (),
         pull: Sequence[Filter] = (),
     ) -> None:
