@@ -16,9 +16,10 @@ import typer
 from typer.testing import CliRunner
 
 from chaos.live import cli, netns
+from elasticps.cli.output import guarded
 
 app = typer.Typer()
-app.command()(cli.chaos)
+app.command()(guarded(cli.chaos))
 READY = ("kill-each-role", "rolling-restart", "random-day", "partition", "zombie")
 
 SHORT = """
@@ -148,6 +149,6 @@ def test_the_ready_plans_are_listed() -> None:
      (["summary", "/nowhere"], "no report.json")],
 )  # fmt: skip
 def test_a_run_that_is_impossible_is_refused_with_exit_code_2(words: list[str], text: str) -> None:
-    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 2
-    assert text in done.stderr
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert text in result.stderr
