@@ -34,7 +34,7 @@ STORIES = 50
 
 # What has to go wrong for a bug to show, in what kind of training, and a cheap story of that kind that finds it.
 PLANTED: dict[Patch, tuple[str, str, int]] = {
-    chain.skip_the_duplicate_check: ("levels", "free", 46),
+    chain.skip_the_duplicate_check: ("levels", "free", 21),
     chain.acknowledge_a_duplicate_before_the_tail_has_it: ("limps", "free", 20),
     chain.acknowledge_before_the_tail: ("limps", "free", 0),
     chain.report_level_before_acknowledgements_wait: ("moves", "free", 3),
@@ -127,7 +127,7 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     shell.send_what_was_left_of_a_connection_on_the_next: ("flaps", "free", 6),
     shell.let_a_frame_between_replicas_be_no_larger_than_a_worker_s: ("tight", "free", 22),
     shell.reply_before_the_log_holds_the_entry: ("limps", "free", 0),
-    shell.serve_pulls_of_any_epoch: ("moves", "free", 23),
+    shell.serve_pulls_of_any_epoch: ("moves", "free", 44),
     shell.look_at_an_answer_that_must_wait: ("levels", "free", 5),
     shell.let_a_worker_that_has_left_hold_others_back: ("ghosts", "bounded", 0),
     shell.let_a_view_that_comes_late_count_again: ("mixed", "free", 3),
