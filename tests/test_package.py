@@ -65,7 +65,7 @@ def test_what_an_installation_promises_needs_only_installed_packages(extra: str,
     assert ("numba" in there) == bool(extra)
     installed = importlib.metadata.packages_distributions()
     missing = {module for module, names in installed.items() if there.isdisjoint(map(normal, names))}
-    assert {"torch", "pytest"} < missing
+    assert "pytest" in missing
     code = ALONE.format(missing=missing - {"elasticps", "coordinator", "replication"}, modules=modules)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
