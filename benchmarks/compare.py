@@ -36,7 +36,7 @@ STEPS = 64  # of a turn with 256 samples
 FEW_VALUES = 100  # of a category, in the model before whose memory is compared
 MEMORY_STEPS = 2  # before memory is measured
 SCORE_BATCH, SCORED = 1024, 40
-DEATH_BATCH, DEATH_S = 1024, 45.0
+DEATH_BATCH, DEATH_S = 1024, 30.0
 ANSWER_S = 300.0
 END_S = 20.0  # for leaving
 

@@ -345,9 +345,12 @@ class RayActor(System):
         import ray
 
         os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+        folder: str | None = str(Path(seat.meeting).parent)
+        if len(str(folder)) > 40:  # of 107 bytes that a socket's path may have
+            folder = None
         ray.init(
             address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error",
-            object_store_memory=256 << 20, _node_ip_address="127.0.0.1", _temp_dir=str(Path(seat.meeting).parent),
+            object_store_memory=256 << 20, _node_ip_address="127.0.0.1", _temp_dir=folder,
         )  # fmt: skip
 
     def build(self, source: Source) -> Built:
