@@ -160,7 +160,7 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     growth.lose_counts_in_a_move: ("moves", "free", 3),
     growth.leave_candidates_out_of_a_piece: ("moves", "free", 3),
     growth.move_a_range_without_its_policies: ("moves", "free", 3),
-    growth.sweep_twice_at_followers_with_other_numbers: ("calm", "free", 22),
+    growth.sweep_twice_at_followers_with_other_numbers: ("calm", "free", 31),
     growth.keep_candidates_when_a_table_is_cleared: ("calm", "free", 3),
     growth.keep_candidates_whose_rows_are_deleted: ("calm", "free", 19),
     growth.lose_scores_in_a_move: ("moves", "free", 27),
