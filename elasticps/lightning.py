@@ -19,7 +19,7 @@ if find_spec("lightning") is None:
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
-from torch.utils import _pytree
+from lightning.pytorch.utilities import CombinedLoader
 
 from elasticps.errors import ConfigError
 from elasticps.torch import Optimizer, StepSampler
@@ -142,7 +142,8 @@ class Callback(pl.Callback):
 
 def _loaders(trainer: pl.Trainer) -> list[Any]:
     """The loaders of the training data, which Lightning takes in lists and dicts, too."""
-    return _pytree.tree_leaves(trainer.train_dataloader)
+    loaders: list[Any] = CombinedLoader(trainer.train_dataloader).flattened
+    return loaders
 
 
 def _is_sharded(loader: Any) -> bool:
