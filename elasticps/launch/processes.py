@@ -231,6 +231,7 @@ class TaskProcesses:
         data = (self._base or self.folder) / "etcd"
         hosts = sorted({self._host, self._task.nodes[0], LOOPBACK, "localhost"})
         tls: TlsFiles | None = None if self._options.tls is None else certificates.etcd_files(self.folder, hosts)
+        told = False
         while True:
             self._etcd = EtcdPlan(data, tls, self._host, self._task.port)
             new = not self._etcd.data.exists()
@@ -247,6 +248,9 @@ class TaskProcesses:
                     time.monotonic() + _AGAIN_S > deadline
                 ):
                     raise
+                if not told:
+                    self._tell(f"another process has etcd's port {self._task.port}: it is waited for, up to --timeout")
+                told = True
                 process.log.write_bytes(b"")
                 time.sleep(_AGAIN_S)
             else:

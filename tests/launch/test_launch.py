@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +23,7 @@ import pytest
 from chaos.live import netns
 from elasticps.cli.launch import _Run, _Stop
 from elasticps.errors import ConfigError
-from elasticps.launch.core.task import Task
+from elasticps.launch.core.task import LOOPBACK, Task
 from elasticps.launch.processes import LaunchOptions, TaskProcesses
 from elasticps.local import state, supervisor
 from elasticps.local.process import Process
@@ -118,6 +119,25 @@ def test_a_start_that_fails_keeps_the_data_that_it_found(folder: Path, monkeypat
 
 def fail(*_: object) -> None:
     raise ConfigError("it fails")
+
+
+def test_a_taken_port_is_told_before_it_is_waited_for(folder: Path) -> None:
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        port = taken.getsockname()[1]
+        told: list[str] = []
+
+        def tell(line: str) -> None:
+            told.append(line)
+            taken.close()
+
+        processes = TaskProcesses(Task("waiting", port=port), LaunchOptions(servers=1, replicas=1), tell)
+        try:
+            processes.start()
+        finally:
+            processes.stop()
+    assert told[:2] == [
+        f"another process has etcd's port {port}: it is waited for, up to --timeout", "etcd is there"
+    ]  # fmt: skip
 
 
 def test_a_server_is_asked_to_leave_once_and_so_is_one_that_is_started_again_meanwhile(folder: Path) -> None:
