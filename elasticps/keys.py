@@ -114,6 +114,7 @@ class Names:
     row has one name of up to `max_bytes` bytes of UTF-8; a table of that name that exists has to have the same. All
     workers of one table use one `namespace`, as for `hashed`. known: so many names that are certainly stored are
     remembered here, rounded up to a power of two, 16 bytes each, so that adding them again asks no server.
+    What another worker has deleted meanwhile is still taken for stored: make a new object then.
 
     Threads may share it. ConfigError for the client of a group's rank, InputError for unusable arguments, else errors
     as for `Client.table`.

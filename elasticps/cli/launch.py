@@ -107,7 +107,10 @@ def launch(
         given += _resume_options(checkpoint_url)
     memory = ("--memory-limit", str(parse_size(memory_limit))) if memory_limit else ()
     plugged = (part for each in plugin or () for part in ("--plugin", each))
-    options = LaunchOptions(servers, replicas, ranges, (*memory, *plugged), tuple(given), tls, drain_timeout, timeout)
+    options = LaunchOptions(
+        servers, replicas, ranges, (*memory, *plugged), tuple(given), tls, drain_timeout, timeout,
+        keeps_lost_rows=bool(checkpoint_url) and not resume,
+    )  # fmt: skip
     run = _Run(task, options, stop_timeout, patience)
     raise typer.Exit(run(command))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import stat
 import tempfile
 import threading
@@ -19,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coordinator.connect import open_store
+from coordinator.core.errors import CoordinationError
 from coordinator.core.url import TlsFiles
 from coordinator.membership import ViewFollower
 from elasticps.errors import ConfigError, Error, Timeout
@@ -30,9 +32,11 @@ from elasticps.local.zygote import Zygote
 from elasticps.security.identity import Role
 from elasticps.server.process.addresses import found_under, is_loopback
 from elasticps.system import background
+from elasticps.system.coordination import read_state, read_store
 
 _KILL_AFTER_S = 10.0
 _AGAIN_S = 0.2
+_CONNECT_S = 2.0
 _COORDINATOR = "c0"
 # Where there is one, a signal that no scheduler sends to every process of a job.
 _DRAIN_ON: signal.Signals = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
@@ -48,6 +52,7 @@ class LaunchOptions:
     tls                        the folder of an authority, None: no TLS
     drain_s                    how long servers have to hand over
     start_s                    how long the start may take, until all servers of the job serve
+    keeps_lost_rows            a cluster whose servers have all died goes on, as its rows may come from checkpoints
     """
 
     servers: int = 3
@@ -58,6 +63,7 @@ class LaunchOptions:
     tls: Path | None = None
     drain_s: float = 60.0
     start_s: float = 600.0
+    keeps_lost_rows: bool = False
 
 
 class TaskProcesses:
@@ -231,6 +237,9 @@ class TaskProcesses:
         data = (self._base or self.folder) / "etcd"
         hosts = sorted({self._host, self._task.nodes[0], LOOPBACK, "localhost"})
         tls: TlsFiles | None = None if self._options.tls is None else certificates.etcd_files(self.folder, hosts)
+        if data.exists() and not self._options.keeps_lost_rows and self._all_dead(data, tls, deadline):
+            self._tell("an earlier run has left etcd's data, and none of its servers: the cluster begins anew")
+            shutil.rmtree(data)
         told = False
         while True:
             self._etcd = EtcdPlan(data, tls, self._host, self._task.port)
@@ -258,6 +267,22 @@ class TaskProcesses:
         if new and tls is not None:
             certificates.protect_etcd(self._plain_url(), self.folder, deadline - time.monotonic())
         self._tell("etcd is there")
+
+    def _all_dead(self, data: Path, tls: TlsFiles | None, deadline: float) -> bool:
+        """Whether all servers that had rows by etcd's data have surely ended, and the rows with them. Asks an etcd of
+        its own, whose port no other task knows."""
+        plan = EtcdPlan(data, tls)
+        process = Process.start("etcd", "etcd", plan.command(), self.folder, plan.environment())
+        self.watch(process.pid, process.moment)
+        try:
+            process.wait_until(plan.healthy, deadline)
+            url = certificates.url_of(plan.url(self._task.name), self.folder, Role.OPERATOR, "*")
+            found = background.run(read_store(url, deadline - time.monotonic(), read_state))
+        except (Error, CoordinationError):  # in use, or damaged: the start says so
+            return False
+        finally:
+            stop_all([process], kill_after_s=_KILL_AFTER_S)
+        return found.view is not None and all(_refuses(server.address) for server in found.view.servers)
 
     def _plain_url(self) -> str:
         """The cluster's URL without certificates."""
@@ -361,6 +386,18 @@ def own_address(task: Task) -> str:
             f"no way leads from here to any of {', '.join(task.nodes[:5])}: name machines so that others can reach "
             "them, or the first one's address with --head"
         ) from None
+
+
+def _refuses(address: str) -> bool:
+    """Whether nobody listens at an address of a machine that answers."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _private_folder(name: str) -> Path:

@@ -20,11 +20,12 @@ from pathlib import Path
 
 import pytest
 
+import elasticps as eps
 from chaos.live import netns
 from elasticps.cli.launch import _Run, _Stop
 from elasticps.errors import ConfigError
 from elasticps.launch.core.task import LOOPBACK, Task
-from elasticps.launch.processes import LaunchOptions, TaskProcesses
+from elasticps.launch.processes import LaunchOptions, TaskProcesses, _refuses
 from elasticps.local import state, supervisor
 from elasticps.local.process import Process
 from tests.launch import slurm_cluster, worker
@@ -138,6 +139,36 @@ def test_a_taken_port_is_told_before_it_is_waited_for(folder: Path) -> None:
     assert told[:2] == [
         f"another process has etcd's port {port}: it is waited for, up to --timeout", "etcd is there"
     ]  # fmt: skip
+
+
+def test_of_a_run_whose_servers_have_all_died_the_next_one_inherits_nothing(folder: Path) -> None:
+    def run_once(options: LaunchOptions, *, keep: bool) -> tuple[list[str], list[str]]:
+        """What a run tells, and the tables that it finds and makes."""
+        told: list[str] = []
+        processes = TaskProcesses(Task("again", count=2), options, told.append)
+        try:
+            with eps.connect(processes.start(), worker="w0") as ps:
+                tables = [*ps.tables()]
+                ps.table("made", dim=1, optimizer=eps.Accumulate())
+        finally:
+            processes.stop(keep_etcd=keep)
+        return told, tables
+
+    anew = "an earlier run has left etcd's data, and none of its servers: the cluster begins anew"
+    alone = LaunchOptions(servers=1, replicas=1)
+    told, _ = run_once(alone, keep=True)
+    assert anew not in told
+    told, tables = run_once(alone, keep=False)
+    assert anew in told
+    assert tables == []
+
+
+def test_a_server_that_may_live_keeps_etcd_s_data(folder: Path) -> None:
+    with socket.create_server((LOOPBACK, 0)) as there:
+        port = there.getsockname()[1]
+        assert not _refuses(f"{LOOPBACK}:{port}")
+    assert _refuses(f"{LOOPBACK}:{port}")
+    assert not _refuses("no-such-machine.invalid:1")
 
 
 def test_a_server_is_asked_to_leave_once_and_so_is_one_that_is_started_again_meanwhile(folder: Path) -> None:
