@@ -240,7 +240,7 @@ class TaskProcesses:
         if data.exists() and not self._options.keeps_lost_rows and self._all_dead(data, tls, deadline):
             self._tell("an earlier run has left etcd's data, and none of its servers: the cluster begins anew")
             shutil.rmtree(data)
-        told = False
+        announced = False
         while True:
             self._etcd = EtcdPlan(data, tls, self._host, self._task.port)
             new = not self._etcd.data.exists()
@@ -257,9 +257,9 @@ class TaskProcesses:
                     time.monotonic() + _AGAIN_S > deadline
                 ):
                     raise
-                if not told:
+                if not announced:
                     self._tell(f"another process has etcd's port {self._task.port}: it is waited for, up to --timeout")
-                told = True
+                announced = True
                 process.log.write_bytes(b"")
                 time.sleep(_AGAIN_S)
             else:
