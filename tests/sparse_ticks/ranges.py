@@ -104,7 +104,7 @@ class State:
     applied: list[tuple[int, int, int]] = field(default_factory=list)
     cut: int = 0
 
-    def apply(self, tick: Tick, records: bool) -> None:
+    def apply(self, tick: Tick, with_records: bool) -> None:
         """Does what a logged tick says."""
         self.progress[tick.worker] = tick.after
         self.committed[tick.worker] = max(self.committed.get(tick.worker, 0), tick.committed)
@@ -112,11 +112,11 @@ class State:
             self.applied.append((tick.worker, tick.clock, tick.part))
         if tick.shard is not None and tick.last:
             self.shards[tick.shard] = tick.worker, tick.clock
-        if tick.names is not None and records:
-            kept = self.records.setdefault(tick.worker, {})
-            kept[tick.clock] = tick.names
-            for clock in [c for c in kept if c <= tick.committed]:
-                del kept[clock]
+        if tick.names is not None and with_records:
+            records = self.records.setdefault(tick.worker, {})
+            records[tick.clock] = tick.names
+            for clock in [c for c in records if c <= tick.committed]:
+                del records[clock]
 
 
 class Range:
@@ -170,7 +170,7 @@ class Range:
             if copy == len(self.copies) - 1:
                 self.at_cut[entry] = deepcopy(self.tail)
         else:
-            self.copies[copy].apply(entry, records=copy == 0 or self.mistake != "a record is not replicated")
+            self.copies[copy].apply(entry, with_records=copy == 0 or self.mistake != "a record is not replicated")
 
     def replicate(self, random: Random) -> None:
         """Some follower comes as far as the one before it, or nearly."""

@@ -27,7 +27,7 @@ class Story:
         self.answered_wrongly: dict[tuple[int, int], int] = {}
         self.cut = 0
         self.cut_written: set[int] = set()
-        self.holding: dict[int, tuple[int, int]] = {}  # by worker: the clock and digest that it said
+        self.holding: dict[int, tuple[int, int]] = {}  # by worker: the clock and digest that it reported
         self.checkpoint: list[State] | None = None
         self.checkpoints = 0
         self.reports: dict[int, int] = {}  # at the application's head, by worker: the committed clock last reported
@@ -272,10 +272,10 @@ class Story:
         whole = [state for state in states if state is not None]
         if len(whole) < len(self.ranges) or self.holding.keys() < self.roster:
             return
-        for id, (clock, said) in self.holding.items():
+        for id, (clock, reported) in self.holding.items():
             if self.mistake != "held when home is":
                 sums = sum(digest(r, id, state.progress.get(id, 0)) for r, state in enumerate(whole)) & MASK
-                if sums != said:
+                if sums != reported:
                     return
             for c in range(1, clock + 1):
                 for r in self.truth[id, c].touched if (id, c) in self.truth else ():
