@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from elasticps.client.connections import PeerConnections
 from elasticps.client.core.routing import Routes
 from elasticps.client.core.session import PushSession
 from elasticps.client.push_batch import PackedPart, Packer, PushSource
 from elasticps.client.pushes import PushesInFlight, StepState
+from elasticps.client.runtime import Runtime
+from elasticps.client.transport import Link, LinkReceiver
 from elasticps.kernels.hashing import table_salt
 from elasticps.wire.frames import HEADER_BYTES, Buffer
 from elasticps.wire.pool import Pool
@@ -94,3 +99,59 @@ def test_a_view_is_adopted_in_one_pass_over_its_ranges(monkeypatch: pytest.Monke
     client = Client(200)
     assert passes == 1
     assert len(client.pushes.session.heads) == 200
+
+
+class Driver:
+    """Records who is sent something."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+
+    def send(self, frames: Iterable[tuple[Link, Sequence[Buffer]]]) -> None:
+        self.sent += [link.server.name for link, _ in frames]
+
+    def nudge(self) -> None:
+        """Wakes nobody."""
+
+    def remove(self, link: Link) -> None:
+        """Reads nothing."""
+
+
+def connections(servers: int) -> tuple[PeerConnections, Driver]:
+    driver, runtime = Driver(), Runtime()
+    receiver = LinkReceiver(lambda *frame: None, lambda header: None, lambda link, data, start, end: start)
+    found = PeerConnections(runtime, cast(Any, driver), runtime.rlock(), b"", receiver, lambda member: None)
+    names = tuple(f"s{i}" for i in range(servers))
+    found.follow(Routes(view([[r % servers] for r in range(RANGES)], servers=names)))
+    return found, driver
+
+
+def test_one_server_of_those_that_can_be_reached_is_asked_for_a_view() -> None:
+    found, driver = connections(20)
+    for i, peer in enumerate(found.peers.values()):
+        peer.link.ready = i < 10
+    for i in range(100):
+        found.send_to_one([b"a question"], i / 100)
+        assert len(driver.sent) == i + 1
+    assert sorted(set(driver.sent)) == [f"s{i}" for i in range(10)]
+    for peer in found.peers.values():
+        peer.link.ready = False
+    found.send_to_one([b"a question"], 0.5)
+    assert len(driver.sent) == 100
+
+
+def test_only_servers_that_have_not_welcomed_this_worker_are_looked_at_to_connect() -> None:
+    found, _ = connections(20)
+    assert list(found.missing) == list(found.peers)
+    for member in list(found.peers)[:19]:
+        link = found.peers[member].link
+        link.socket = cast(Any, SimpleNamespace(close=lambda: None))
+        assert found.welcomed(link, {"incarnation": 1})
+    (last,) = found.missing
+    assert [peer.member for peer in found.due()] == [last]
+    one = found.peers[list(found.peers)[3]]
+    one.link.socket = None
+    assert found.broken(one.link, ConnectionResetError("gone"))
+    assert list(found.missing) == [last, one.member]
+    found.follow(Routes(view([[0]] * RANGES, epoch=2, servers=("s0",))))
+    assert not found.missing
