@@ -12,11 +12,15 @@ from coordinator.core.view import Roster, WorkerInfo
 from elasticps.server.core import barrier
 from elasticps.server.core.barrier import BarrierCoordinator
 from elasticps.server.core.barrier_state import MAX_REMEMBERED, BarrierGroup
+from elasticps.server.fast import layout as at
+from elasticps.server.fast import recent_log
+from elasticps.server.fast.path import FastPath
+from elasticps.server.fast.recent_log import ENTRY_WORDS, MOST_ENTRIES
 from elasticps.server.network.connection import Connection
 from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, json_body, json_frame
 from replication.effects import Push
 from replication.messages import OperationKind
-from tests.server.conftest import WORKER, Group, Run, until
+from tests.server.conftest import RANGES, WORKER, Group, Run, until
 from tests.server.test_group_log import APP, Head, Worker
 
 NOTHING = np.empty(0, np.uint8)
@@ -200,5 +204,38 @@ def test_a_place_that_a_connection_has_left_is_used_again(run: Run) -> None:
         await group.connect("a", create=False, worker=others[2])
         (last,) = (c.slot for c in server.handshake.workers if c.worker == others[2])
         assert last == slots[WORKER]
+
+    run(test)
+
+
+@pytest.mark.parametrize("held", [0, 33, 170, 16_384])
+def test_the_recent_log_is_for_as_many_ranges_as_a_server_has_copies_of(held: int) -> None:
+    path = FastPath(16_384, 1 << 20)
+    path.recent.fit(held)
+    assert path.recent.fits(held)
+    stride, entries = path.counter(at.H_STRIDE), path.counter(at.H_FREE_ENTRY_COUNT)
+    assert max(held, 16) <= stride <= max(2 * held, 16)
+    assert entries == min(MOST_ENTRIES, max(64, ENTRY_WORDS // stride))
+    assert path.counter(at.H_FREE_FRAME_COUNT) == entries
+
+
+def test_a_server_makes_room_in_its_recent_log_for_the_ranges_that_a_view_gives_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recent_log, "LEAST_STRIDE", 1)
+
+    async def test(group: Group) -> None:
+        for name in "abc":
+            await group.start(name)
+        view = group.make_view(lambda r: ["a", "b"] if r == 0 else ["b", "c"])
+        group.adopt(view)
+        strides = {name: server.fast.counter(at.H_STRIDE) for name, server in group.servers.items()}
+        assert strides == {"a": 1, "b": RANGES, "c": RANGES}
+        worker = await group.connect("a")
+        for clock in range(1, 4):
+            header, _ = await worker.push(view, "a", clock, range(200), 1.0)
+            assert header.kind == Kind.OK
+        group.adopt(group.make_view(lambda r: ["a", "b"]))
+        assert group.servers["a"].fast.counter(at.H_STRIDE) == RANGES
 
     run(test)

@@ -152,7 +152,9 @@ class FastPath:
     def sync(self) -> None:
         """After every event of the replica: what the compiled code reads is as the replica has it."""
         f, replica = self._fields, self.replica
-        self._mirror.follow(replica)
+        if self._mirror.follow(replica) and not self.recent.fits(held := int(np.count_nonzero(replica.role))):
+            self.log.take_over()
+            self.recent.fit(held)
         if self.store.changed:
             self.tables.follow(self.store)
         f[at.H_CAREFUL] = replica.careful
