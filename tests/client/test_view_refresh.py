@@ -16,7 +16,7 @@ def turn(
     return refresh.turn(now, epoch, lost, oldest, heard, chance)
 
 
-def times_asked(refresh: ViewRefresh, chances: np.random.Generator, start: float, stop: float) -> list[float]:
+def question_times(refresh: ViewRefresh, chances: np.random.Generator, start: float, stop: float) -> list[float]:
     """When a client that misses a server asks, of a turn each 20 ms."""
     every = np.arange(start, stop, 0.02).tolist()
     return [now for now in every if refresh.turn(now, 5, True, NOTHING, 0, chances.random()).ask_server]
@@ -29,10 +29,10 @@ def test_a_client_that_lacks_nothing_sends_no_request() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_while_a_server_is_lost_others_are_asked_at_once_and_then_ever_more_seldom(seed: int) -> None:
-    asked = times_asked(ViewRefresh(), np.random.default_rng(seed), 10, 70)
-    assert asked[:2] == [10, pytest.approx(10 + ASK_FIRST_S, abs=0.05)]
-    assert 60 / (1.5 * ASK_MOST_S) < len(asked) < 60 / ASK_MOST_S + 20
-    gaps = np.diff(asked[10:])
+    times = question_times(ViewRefresh(), np.random.default_rng(seed), 10, 70)
+    assert times[:2] == [10, pytest.approx(10 + ASK_FIRST_S, abs=0.05)]
+    assert 60 / (1.5 * ASK_MOST_S) < len(times) < 60 / ASK_MOST_S + 20
+    gaps = np.diff(times[10:])
     assert gaps.min() > 0.5 * ASK_MOST_S - 0.03
     assert gaps.max() - gaps.min() > 0.2 * ASK_MOST_S, "clients that have lost a server together do not ask together"
 
@@ -40,12 +40,12 @@ def test_while_a_server_is_lost_others_are_asked_at_once_and_then_ever_more_seld
 def test_a_word_of_a_newer_view_another_view_and_another_loss_begin_the_questions_again() -> None:
     chances = np.random.default_rng(1)
     refresh = ViewRefresh()
-    times_asked(refresh, chances, 10, 70)
+    question_times(refresh, chances, 10, 70)
     refresh.epoch = 6
-    assert len(times_asked(refresh, chances, 70, 71)) >= 4
-    times_asked(refresh, chances, 71, 100)
+    assert len(question_times(refresh, chances, 70, 71)) >= 4
+    question_times(refresh, chances, 71, 100)
     assert refresh.turn(100, 6, True, NOTHING, 0, 0.5).ask_server
-    times_asked(refresh, chances, 100.1, 130)
+    question_times(refresh, chances, 100.1, 130)
     assert not turn(refresh, 130, 6, False, NOTHING, 0).ask_server
     assert turn(refresh, 130.1, 6, True, NOTHING, 0).ask_server
 
