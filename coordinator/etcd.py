@@ -232,7 +232,7 @@ class EtcdStore:
     async def keep_alive(self, lease: int) -> float:
         """See `Store.keep_alive`."""
         request = rpc.LeaseKeepAliveRequest(ID=lease)
-        response, _ = await self._call(lambda m: lambda r, timeout: _one_answer(m, r, timeout), request)
+        response, _ = await self._call(lambda m: m.keep_alive, request)
         if response.TTL <= 0:
             raise LeaseLost(f"etcd no longer knows lease {lease:x}")
         return float(response.TTL)
@@ -420,6 +420,7 @@ class EtcdStore:
         self._files = files
         members, self._members = list(self._members.values()), {}
         for member in members:
+            member.stop_renewing()
             task = asyncio.ensure_future(member.channel.close(ATTEMPT_S))
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
@@ -469,19 +470,6 @@ async def _opened(call: Any, create: Any) -> Any:
         raise _TryNext(f"no answer in {ATTEMPT_S:g} s") from None
     except asyncio.InvalidStateError:  # the stream broke before the request was on its way
         raise _TryNext("the stream broke") from None
-
-
-async def _one_answer(member: Member, request: Any, timeout: float) -> Any:
-    """One request and one answer on a keep-alive stream."""
-    call = member.lease.LeaseKeepAlive(timeout=timeout)
-    try:
-        await call.write(request)
-        answer = await call.read()
-    finally:
-        call.cancel()
-    if answer is EOF:
-        raise asyncio.InvalidStateError("etcd closed the stream")
-    return answer
 
 
 def _jitter(state: tenacity.RetryCallState) -> float:

@@ -6,13 +6,13 @@ import asyncio
 import os
 import ssl
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 from aetcd import rpc
-from grpc.aio import AioRpcError
+from grpc.aio import EOF, AioRpcError  # type: ignore[attr-defined]  # grpc-stubs lacks EOF
 
 from coordinator.core.errors import CoordinationError, LeaseLost, NotPermitted, WritesRefused
 from coordinator.core.url import TlsFiles
@@ -45,13 +45,45 @@ class RevisionGone(CoordinationError):
 
 @dataclass(frozen=True)
 class Member:
-    """One endpoint: its channel and the stubs on it, which have no types."""
+    """One endpoint: its channel and the stubs on it, which have no types; and streams on which leases are renewed, as
+    far as none is in use: to open one costs etcd more than a renewal."""
 
     address: str
     channel: grpc.aio.Channel
     kv: Any
     lease: Any
     watch: Any
+    renewing: list[Any] = field(default_factory=list)
+
+    async def keep_alive(self, request: Any, timeout: float) -> Any:
+        """Renews a lease on a stream that stays open. A stream that has broken since the last time counts for nothing:
+        a new one shows whether the endpoint answers."""
+        try:
+            async with asyncio.timeout(timeout):
+                while self.renewing:
+                    with suppress(AioRpcError, asyncio.InvalidStateError):
+                        return await self._renew_on(self.renewing.pop(), request)
+                return await self._renew_on(self.lease.LeaseKeepAlive(), request)
+        except TimeoutError:
+            raise asyncio.InvalidStateError("no answer in time") from None
+
+    async def _renew_on(self, call: Any, request: Any) -> Any:
+        answer = EOF
+        try:
+            await call.write(request)
+            answer = await call.read()
+        finally:
+            if answer is EOF:
+                call.cancel()
+        if answer is EOF:
+            raise asyncio.InvalidStateError("etcd closed the stream")
+        self.renewing.append(call)
+        return answer
+
+    def stop_renewing(self) -> None:
+        """Closes the streams that are not in use."""
+        while self.renewing:
+            self.renewing.pop().cancel()
 
 
 def open_member(address: str, credentials: grpc.ChannelCredentials | None) -> Member:

@@ -29,6 +29,7 @@ from coordinator.core.lost_keys import REMEDY, UNHEARD, LastGood, is_outdated, p
 from coordinator.core.names import check_name
 from coordinator.core.patience import LeaseGrace, Pace
 from coordinator.core.planner import Health, Members, Plan, RosterPlan, UnsafePlan, plan, plan_roster
+from coordinator.core.reasons import names
 from coordinator.core.repair import Limits
 from coordinator.core.store import Guard, Listing, Store
 from coordinator.core.view import ClusterConfig, Roster, View, WorkerInfo
@@ -89,13 +90,13 @@ async def _serve(
     store: Store, name: str, ttl_s: float, settle_s: float, lines: ServerLinks | None,
     while_leading: WhileLeading | None, on_failover: OnFailover,
 ) -> None:  # fmt: skip
-    patience_s, last_good = _ILL_S, LastGood()
+    patience_s, last_good, first_plans = _ILL_S, LastGood(), _FirstPlans()
     while True:
         try:
             lease, guard = await campaign(store, name, ttl_s, lines, last_good)
             try:
                 log.info("leads cluster", leader=name)
-                term = _Term(store, guard, settle_s, lines, on_failover, last_good)
+                term = _Term(store, guard, settle_s, lines, on_failover, last_good, first_plans)
                 work = [keep_leadership(store, lease, ttl_s, term.answered), term.lead()]
                 if lines is not None:
                     work.append(_while_well(lines, patience_s))
@@ -160,10 +161,31 @@ class _Alarm:
                 await self._urgent.wait()
 
 
+class _FirstPlans:
+    """Plans first views beside the event loop: with a thousand servers that takes seconds, in which the lease is to be
+    renewed and servers are to be heard. One at a time; a plan outlives the term in which it was begun, so that the next
+    one need not begin again."""
+
+    def __init__(self) -> None:
+        self._inputs: tuple[Members, ClusterConfig, Health] | None = None
+        self._planning: asyncio.Task[Plan | None] | None = None
+
+    async def plan(self, members: Members, config: ClusterConfig, health: Health) -> Plan | None:
+        """Returns the decision for these members, as `plan` does."""
+        inputs = members, config, Health(gone=health.gone, silent=health.silent, pending=health.pending)
+        while self._planning is not None and not self._planning.done() and self._inputs != inputs:
+            await asyncio.wait([self._planning])
+        if self._planning is None or self._inputs != inputs:
+            self._inputs = inputs
+            self._planning = asyncio.create_task(asyncio.to_thread(plan, None, *inputs), name="plan of the first view")
+        return await asyncio.shield(self._planning)
+
+
 class _Term:
     """One term of a leader.
 
     _store, _guard, _last_good  the store, the condition of each write, and the last good values
+    _first_plans                plans first views
     _settle_s                   for how many seconds changes are gathered
     _timer, _roster_timer, _ask_timer  the timers of plans, of rosters, and of requests to servers for their view
     _lines, _alarm, _on_failover  the lines to servers, the flag to plan, and what is called for failovers
@@ -174,9 +196,10 @@ class _Term:
 
     def __init__(
         self, store: Store, guard: Guard, settle_s: float, lines: ServerLinks | None, on_failover: OnFailover,
-        last_good: LastGood,
+        last_good: LastGood, first_plans: _FirstPlans,
     ) -> None:  # fmt: skip
         self._on_failover = on_failover
+        self._first_plans = first_plans
         self._last_good = last_good
         self._store = store
         self._guard = guard
@@ -285,7 +308,7 @@ class _Term:
         return True
 
     async def _write_view(self, tracker: ClusterTracker) -> bool:
-        decision = self._decide(tracker)
+        decision = await self._decide(tracker)
         if decision is None or decision.view is None:
             self._say("" if decision is None else decision.reason)
             return True
@@ -351,7 +374,7 @@ class _Term:
             tracker.written(key, value, revision)
         return revision is not None
 
-    def _decide(self, tracker: ClusterTracker) -> Plan | None:
+    async def _decide(self, tracker: ClusterTracker) -> Plan | None:
         cluster = self._store.cluster
         if tracker.config is None or tracker.identity is None:
             damage = tracker.damage.get(CONFIG)
@@ -372,10 +395,29 @@ class _Term:
                 tracker.state.restores,
                 tracker.state.leaving,
             )
-            return plan(tracker.view, members, tracker.config, self._paced(tracker, health), self._limits(tracker))
+            paced, limits = self._paced(tracker, health), self._limits(tracker)
+            if tracker.view is None:
+                return await self._decide_first(tracker, tracker.config, members, paced)
+            return plan(tracker.view, members, tracker.config, paced, limits)
         except UnsafePlan:  # the view that stands may serve badly, this one would lose data
             log.exception("a plan is not carried out")
             return None
+
+    async def _decide_first(
+        self, tracker: ClusterTracker, config: ClusterConfig, members: Members, health: Health
+    ) -> Plan | None:
+        """Decides the first view. If what it was planned from is over by then, it is planned again."""
+        revision = tracker.state.revisions[VIEW]
+        decision = await self._first_plans.plan(members, config, health)
+        if decision is None or decision.view is None:
+            return decision
+        gone, there = self._health(tracker).gone, {server.member for server in tracker.state.servers.values()}
+        left = [s.name for s in decision.view.servers if s.member in gone or s.member not in there]
+        if left or (tracker.config, tracker.view, tracker.state.revisions[VIEW]) != (config, None, revision):
+            self._alarm.ring(False)
+            why = f"{names(left)} left" if left else "the cluster changed"
+            return Plan(None, f"{why} while the first view was planned: it is planned again")
+        return decision
 
     def _decide_lost(self, tracker: ClusterTracker, health: Health) -> Plan:
         """Decides the view to write in place of one that the store has lost."""

@@ -66,6 +66,7 @@ class ServerLinks:
         self._view: View | None = None  # the newest
         self._views: dict[Member, View] = {}  # that servers follow, as far as they were asked
         self._cluster = ""  # its identity
+        self._looked_at: tuple[str | None, Mapping[str, ServerInfo], View | None] = None, {}, None  # last
         self._over = False  # all lines have been closed
 
     async def run(self) -> None:
@@ -118,7 +119,11 @@ class ServerLinks:
         return self._succession.lost_term(members, _now())
 
     def look_at(self, tracker: ClusterTracker) -> None:
-        """Takes the servers and the view that the store has now."""
+        """Takes the servers and the view that the store has now, unless they are the same objects as before: workers
+        that come and go change neither."""
+        before, self._looked_at = self._looked_at, (tracker.identity, tracker.state.servers, tracker.view)
+        if before[0] == tracker.identity and before[1] is tracker.state.servers and before[2] is tracker.view:
+            return
         if tracker.identity is not None:
             listed = () if tracker.view is None else tracker.view.servers
             self.follow(tracker.identity, listed, tracker.state.servers.values())

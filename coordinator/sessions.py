@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Generic, Protocol, TypeVar
 
 from coordinator.core import fields
@@ -32,7 +32,7 @@ from coordinator.core.keys import (
 )
 from coordinator.core.names import app_of_worker
 from coordinator.core.records import read
-from coordinator.core.store import Entry, Guard, Store
+from coordinator.core.store import Entry, Guard, Put, Reset, Store
 from coordinator.core.view import ServerInfo, WorkerInfo
 from coordinator.membership import FAREWELL_S, LEASE_S, farewell, new_number
 
@@ -56,6 +56,9 @@ Info = TypeVar("Info", bound=_Info)
 class Session(ABC, Generic[Info]):
     """A registered name, kept by renewing a lease every third of its life until closed or fenced.
 
+    To renew is all that it does then: it reads its keys again when they have changed, which it watches, and after every
+    call that has failed. Thousands of members that read them each time would keep etcd busy.
+
     info      the member that is registered
     cluster   the identity of the cluster in which it is registered
     base      the numbers that the cluster gives out are above it
@@ -74,24 +77,39 @@ class Session(ABC, Generic[Info]):
         self._ttl_s = ttl_s
         self._on_lost = on_lost
         self._task: asyncio.Task[None] | None = None
+        self._watches: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()  # our keys may have
 
     async def start(self) -> None:
         """Takes the name, also from an older incarnation, and begins to renew. Raises Fenced if a newer one has it."""
-        await self._take()
+        revision = await self._take()
+        for key in (self._key, self._memory):
+            self._watches.append(asyncio.create_task(self._watch(key, revision), name=f"watch of {key}"))
+        self._changed.set()  # what is remembered may have changed before the watch began
         self._task = asyncio.create_task(self._renew(), name=f"lease of {self._key}")
 
     async def close(self) -> None:
         """Stops renewing, and gives the name up at once; if the store is out, the name ends with its lease."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._stop()
         await farewell(self._store, self.lease)
+
+    async def _stop(self) -> None:
+        tasks = [*self._watches, *([] if self._task is None else [self._task])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    @abstractmethod
+    def _memory(self) -> str:
+        """The key by which the store remembers the newest incarnation of this name."""
 
     @abstractmethod
     async def newest(self) -> int:
         """Returns the newest incarnation of this name that the store remembers, registered or not."""
 
-    async def _take(self) -> None:
+    async def _take(self) -> int:
+        """Takes the name; returns the revision of that write."""
         sent = asyncio.get_running_loop().time()
         self.lease = await self._store.grant(self._ttl_s)
         while True:
@@ -109,7 +127,7 @@ class Session(ABC, Generic[Info]):
             if done is not None:
                 self.deadline = sent + self._ttl_s
                 await self.restore()
-                return
+                return done
 
     async def restore(self) -> None:
         """Called when the member has registered, also in a new store that has adopted the cluster."""
@@ -135,10 +153,16 @@ class Session(ABC, Generic[Info]):
             raise Fenced(f"{self._key} now belongs to incarnation {newest}; this is {self.info.incarnation}")
         return entry
 
+    async def _watch(self, key: str, after: int) -> None:
+        async with aclosing(self._store.watch(key, after=after)) as changes:
+            async for change in changes:
+                if isinstance(change, Reset) or key == (change.entry.key if isinstance(change, Put) else change.key):
+                    self._changed.set()
+
     async def _renew(self) -> None:
         out = False
         while True:
-            await asyncio.sleep(_RETRY_S if out else self._ttl_s / 3)
+            await self._pause(out)
             try:
                 await self._renew_once()
             except StoreUnavailable as error:
@@ -155,27 +179,43 @@ class Session(ABC, Generic[Info]):
                     log.warning("renewed again", key=self._key)
                 out = False
 
+    async def _pause(self, out: bool) -> None:
+        """Waits until the lease is to be renewed; not so long if our keys change or the store was out."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_RETRY_S if out else self._ttl_s / 3):
+                await self._changed.wait()
+                await asyncio.sleep(_RETRY_S)  # changes that come together, and a store that hands them out in parts
+
     async def _renew_once(self) -> None:
-        sent = asyncio.get_running_loop().time()
+        look = self._changed.is_set() or any(watch.done() for watch in self._watches)
+        self._changed.clear()
         try:
+            sent = asyncio.get_running_loop().time()
             left = await self._store.keep_alive(self.lease)
+            entry = await self._check_newest() if look else None
+            if look and (entry is None or entry.value != self.info.to_json()):  # peers could not find this member
+                await self._take()
+            else:
+                self.deadline = sent + left
+                await self.restore()  # what a store has not taken that stopped answering in the midst of it
         except LeaseLost:
+            self._changed.set()  # until the name is taken
             log.warning("the lease ran out; registering again", key=self._key, incarnation=self.info.incarnation)
             await self._take()
-            return
-        entry = await self._check_newest()
-        if entry is None or entry.value != self.info.to_json():  # peers could not find this member by any other value
-            await self._take()
-        else:
-            self.deadline = sent + left
-            await self.restore()  # what a store has not taken that stopped answering in the midst of it
+        except BaseException:
+            self._changed.set()
+            raise
 
 
 class ServerSession(Session[ServerInfo]):
     """The session of a server. Its incarnations are counted by name."""
 
+    @property
+    def _memory(self) -> str:
+        return INCARNATIONS + self._key
+
     async def newest(self) -> int:
-        key, ours = INCARNATIONS + self._key, self.info.incarnation
+        key, ours = self._memory, self.info.incarnation
         entry = await self._store.get(key)
         try:
             if (found := _count(entry)) >= ours:
@@ -208,6 +248,10 @@ class WorkerSession(Session[WorkerInfo]):
         super().__init__(store, key, info, ttl_s, on_lost)
         self.belongings: dict[str, bytes] = {}
 
+    @property
+    def _memory(self) -> str:
+        return record_key(self.info.name)
+
     async def restore(self) -> None:
         if self.base > self._restored:
             for key, value in list(self.belongings.items()):
@@ -215,7 +259,7 @@ class WorkerSession(Session[WorkerInfo]):
         self._restored = self.base
 
     async def newest(self) -> int:
-        key = record_key(self.info.name)
+        key = self._memory
         record, ours = await self._store.get(key), self.belongings.get(key)
         if record is not None:
             try:

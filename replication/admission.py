@@ -163,21 +163,19 @@ class Admission:
             return
         before: int | Progress = 0
         if worker >= 0:
-            row = core.clocks.row(worker)
-            before = row[ranges]
-            row[ranges] = push.after
+            before = core.clocks.of(worker, ranges)
+            core.clocks.set(worker, ranges, push.after)
         operation = Operation(push.kind, worker, push.after, push.payload, push.nbytes)
         self._log_operation(push, operation, ranges, before, [])
 
     def _admit_step(self, push: Push, ranges: Ranges) -> None:
         """Judges a part of a step by the worker's progress: next, duplicate, or beyond next."""
         core = self._core
-        row = core.clocks.row(push.worker)
         expected = before_part(push.clock, push.first)
         after = after_part(push.clock, push.part, push.last)
-        have = row[ranges]
+        have = core.clocks.of(push.worker, ranges)
         if np.count_nonzero(have != expected) == 0 and not push.repeat:
-            row[ranges] = after
+            core.clocks.set(push.worker, ranges, after)
             operation = Operation(push.kind, push.worker, after, push.payload, push.nbytes, push.refusal)
             self._log_operation(push, operation, ranges, expected, self._refused(push, ranges, NO_RANGES))
             return
@@ -194,7 +192,7 @@ class Admission:
         frame.refused = self._refused(push, ranges[fresh], again)
         if unapplied:
             ticked = ranges[fresh]
-            row[ticked] = after
+            core.clocks.set(push.worker, ticked, after)
             self._give_seqs(frame, ticked, have[fresh])
         if np.count_nonzero(self._unsafe_repeat(again, targets)):
             core.log.wait(frame)

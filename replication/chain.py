@@ -131,6 +131,13 @@ class Chains:
         columns = [self.chains[mine, i] for i in range(self.chains.shape[1] - 1, 0, -1)]
         return mine[np.lexsort([mine, *columns])]
 
+    def headed(self) -> dict[int, Ranges]:
+        """By each member that heads ranges, in ascending order, what `headed_by` says of it: in one pass for all."""
+        columns = tuple(self.chains.T[::-1])  # the last one sorts first: the heads
+        order = np.lexsort((np.arange(self.ranges, dtype=np.int32), *columns)).astype(np.int64)
+        members, starts = np.unique(self.heads[order], return_index=True)
+        return {i: ranges for i, ranges in zip(members.tolist(), np.split(order, starts[1:]), strict=True) if i >= 0}
+
     @property
     def copies(self) -> NDArray[np.int32]:
         """int32 [P, R + 1]: who has all that was acknowledged: the chain, and behind it a joiner that retains it, -1

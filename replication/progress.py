@@ -22,6 +22,8 @@ MAX_CLOCK = 1 << 46
 """Clocks and bases from outside must be checked against this: progress has to fit an int64."""
 
 FIRST_ROWS = 16  # of the clocks' matrix, which then doubles
+FIRST_COLUMNS = 16  # the same
+_AT_ONCE = 512  # workers that leave, while a byte is used for each range
 
 Progress = NDArray[np.int64]
 
@@ -44,13 +46,19 @@ def touched_clock(progress: int) -> int:
 class Clocks:
     """Progress of every worker in every range.
 
-    matrix: int64 [rows, P]; workers: int64 [rows], whose row it is, 0 for nobody's (ids are above 0). Rows are used
-    again when empty. Both arrays are replaced when they grow or shrink. `generation` counts that, and rows that
-    become somebody's, or nobody's: callers that hold the arrays compare it. Workers that have left have no row: their
-    clocks are in `DepartedClocks`.
+    Of P ranges a server holds few where there are many servers, so only ranges have a column in which somebody has made
+    progress, until they are cleared.
+
+    matrix: int64 [rows, columns]; column 0 is 0. workers: int64 [rows], whose row it is, 0 for nobody's (ids are above
+    0). columns: int64 [P], the column of a range, 0 for none. Rows and columns are used again when empty. All three are
+    replaced when they grow or shrink. `generation` counts that, and rows and columns that come into use or go out of
+    it: callers that hold the arrays compare it. Workers that have left have no row: their clocks are in
+    `DepartedClocks`.
     """
 
-    __slots__ = ("_departed", "_free", "_ranges", "_slots", "generation", "matrix", "workers")
+    __slots__ = (
+        "_departed", "_free", "_free_columns", "_ranges", "_slots", "columns", "generation", "matrix", "workers",
+    )  # fmt: skip
 
     def __init__(self, ranges: int) -> None:
         self._ranges = ranges
@@ -58,8 +66,10 @@ class Clocks:
         self._free: list[int] = []
         self._departed = DepartedClocks(ranges)
         self.generation = 0
-        self.matrix: NDArray[np.int64] = np.zeros((FIRST_ROWS, ranges), dtype=np.int64)
+        self.matrix: NDArray[np.int64] = np.zeros((FIRST_ROWS, FIRST_COLUMNS), dtype=np.int64)
         self.workers: NDArray[np.int64] = np.zeros(FIRST_ROWS, dtype=np.int64)
+        self.columns: NDArray[np.int64] = np.zeros(ranges, dtype=np.int64)
+        self._free_columns = list(range(FIRST_COLUMNS - 1, 0, -1))
 
     @property
     def used(self) -> int:
@@ -71,35 +81,68 @@ class Clocks:
         """The highest worker id of which anything is recorded, 0 for none."""
         return int(np.max(np.concatenate([self.workers, self._departed.workers]) % ERASER))
 
-    def row(self, worker: int) -> Progress:
-        """The worker's progress per range, int64 [P], for reading and writing; zeros for one never heard of. Another
-        worker's first row may make this one a copy of the past, so nobody keeps it."""
-        slot = self._slots.get(worker)
-        if slot is None:
-            slot = self._free.pop() if self._free else self._new_slot()
-            self._slots[worker] = slot
-            self.workers[slot] = worker
-            self.generation += 1
-            if (before := self._departed.take(worker)) is not None:
-                self.matrix[slot] = before
-        row: Progress = self.matrix[slot]
-        return row
-
-    def read(self, worker: int) -> Progress:
-        """The same for reading only: nobody gets a row by it, so it may be called at any time."""
+    def of(self, worker: int, ranges: Ranges) -> Progress:
+        """The worker's progress in some ranges, int64 [n], a copy; zeros for one never heard of."""
         slot = self._slots.get(worker)
         if slot is not None:
-            row: Progress = self.matrix[slot]
-            return row
-        shelved = self._departed.look(worker)
-        return np.zeros(self._ranges, np.int64) if shelved is None else shelved
+            progress: Progress = self.matrix[slot, self.columns[ranges]]
+            return progress
+        return self.read(worker)[ranges]
 
-    def _new_slot(self) -> int:
-        slot = len(self._slots)
-        if slot == len(self.workers):
-            self.matrix = np.concatenate([self.matrix, np.zeros_like(self.matrix)])
-            self.workers = np.concatenate([self.workers, np.zeros_like(self.workers)])
-        return slot
+    def at(self, worker: int, r: int) -> int:
+        """The worker's progress in one range."""
+        slot = self._slots.get(worker)
+        return int(self.read(worker)[r] if slot is None else self.matrix[slot, self.columns[r]])
+
+    def read(self, worker: int) -> Progress:
+        """The worker's progress in every range, int64 [P], a copy; zeros for one never heard of."""
+        slot = self._slots.get(worker)
+        if slot is not None:
+            row: Progress = self.matrix[slot][self.columns]
+            return row
+        departed = self._departed.look(worker)
+        return np.zeros(self._ranges, np.int64) if departed is None else departed
+
+    def set(self, worker: int, ranges: Ranges, progress: Progress | int) -> None:
+        """Sets the worker's progress in some ranges."""
+        if worker not in self._slots:
+            self._take_slot(worker)
+        columns = self.columns[ranges]
+        if np.count_nonzero(columns) < columns.shape[0]:
+            columns = self._take_columns(ranges)
+        self.matrix[self._slots[worker], columns] = progress
+
+    def _take_slot(self, worker: int) -> None:
+        """A row for a worker that has none, with what is known of it."""
+        if self._free:
+            slot = self._free.pop()
+        else:
+            slot = len(self._slots)
+            if slot == len(self.workers):
+                self._resize(2 * slot, self.matrix.shape[1])
+                slot = len(self._slots)
+        self._slots[worker] = slot
+        self.workers[slot] = worker
+        self.generation += 1
+        if (before := self._departed.take(worker)) is not None:
+            ranges = np.flatnonzero(before)
+            columns = self._take_columns(ranges)
+            self.matrix[self._slots[worker], columns] = before[ranges]
+
+    def _take_columns(self, ranges: Ranges) -> NDArray[np.int64]:
+        """The columns of ranges, which all have one from now on."""
+        lacking = np.unique(ranges[self.columns[ranges] == 0])
+        if lacking.shape[0] > len(self._free_columns):
+            columns = self.matrix.shape[1]
+            needed = columns - len(self._free_columns) + lacking.shape[0]
+            while columns < needed:
+                columns *= 2
+            self._resize(len(self.workers), min(columns, self._ranges + 1))
+        if lacking.shape[0]:
+            self.columns[lacking] = [self._free_columns.pop() for _ in range(lacking.shape[0])]
+            self.generation += 1
+        columns_of: NDArray[np.int64] = self.columns[ranges]
+        return columns_of
 
     def known(self, worker: int) -> bool:
         """Whether anything of that worker is recorded."""
@@ -111,25 +154,27 @@ class Clocks:
         if not away:
             return
         slots = np.array([self._slots[worker] for worker in away])
-        rows = self.matrix[slots]
-        done = self._departed.put(away, rows) | ~rows.any(axis=1)
+        rows, ranges = self.matrix[slots], np.flatnonzero(self.columns)
+        done = self._departed.put(away, rows[:, self.columns[ranges]], ranges) | ~rows.any(axis=1)
         self.matrix[slots[done]] = self.workers[slots[done]] = 0
         for i in np.flatnonzero(done).tolist():
             self._free.append(self._slots.pop(away[i]))
         if len(self.workers) > max(FIRST_ROWS, 4 * len(self._slots)):
-            self._shrink()
+            self._resize(_room(FIRST_ROWS, len(self._slots)), self.matrix.shape[1])
         self.generation += 1
 
-    def _shrink(self) -> None:
-        """Leaves but twice the rows that are in use."""
-        slots = np.array(list(self._slots.values()), np.int64)
-        used, size = len(slots), FIRST_ROWS
-        while size < 2 * used:
-            size *= 2
-        matrix, workers = np.zeros((size, self._ranges), np.int64), np.zeros(size, np.int64)
-        matrix[:used], workers[:used] = self.matrix[slots], self.workers[slots]
+    def _resize(self, rows: int, columns: int) -> None:
+        """Moves what is in use to a matrix of another size, the first rows and columns of it."""
+        slots, ranges = np.array(list(self._slots.values()), np.int64), np.flatnonzero(self.columns)
+        matrix, workers = np.zeros((rows, columns), np.int64), np.zeros(rows, np.int64)
+        matrix[: len(slots), 1 : len(ranges) + 1] = self.matrix[slots[:, None], self.columns[ranges]]
+        workers[: len(slots)] = self.workers[slots]
         self.matrix, self.workers, self._free = matrix, workers, []
         self._slots = {worker: slot for slot, worker in enumerate(self._slots)}
+        self.columns = np.zeros(self._ranges, np.int64)
+        self.columns[ranges] = np.arange(1, len(ranges) + 1)
+        self._free_columns = list(range(columns - 1, len(ranges), -1))
+        self.generation += 1
 
     def forget(self, worker: int) -> None:
         """Gives the worker's row back if nothing is left in it: it retired from every range held here."""
@@ -141,24 +186,31 @@ class Clocks:
 
     def column(self, r: int) -> tuple[NDArray[np.int64], Progress]:
         """(workers, progress) of one range, sorted by worker: what a snapshot of the range carries."""
-        progress = self.matrix[: self.used, r]
+        progress = self.matrix[: self.used, self.columns[r]]
         slots = np.flatnonzero(progress)
-        shelved, values = self._departed.column(r)
-        workers = np.concatenate([self.workers[slots], shelved])
+        departed, values = self._departed.column(r)
+        workers = np.concatenate([self.workers[slots], departed])
         order = np.argsort(workers)
         return workers[order], np.concatenate([progress[slots], values])[order]
 
     def set_column(self, r: int, workers: NDArray[np.int64], progress: Progress) -> None:
         """Replaces one range's clocks by those of a snapshot."""
-        self.matrix[:, r] = 0
-        rest = ~self._departed.set_column(r, workers, progress)
+        self.matrix[:, self.columns[r]] = 0
+        rest, one = ~self._departed.set_column(r, workers, progress), np.array([r])
         for worker, value in zip(workers[rest].tolist(), progress[rest].tolist(), strict=True):
-            self.row(worker)[r] = value
+            self.set(worker, one, value)
         self._departed.drop_empty()
 
     def clear(self, ranges: Ranges) -> None:
         """Forgets everything about these ranges."""
-        self.matrix[:, ranges] = 0
+        columns = self.columns[ranges]
+        self.matrix[:, columns] = 0
+        self.columns[ranges] = 0
+        self._free_columns += np.unique(columns[columns > 0]).tolist()
+        used = self.matrix.shape[1] - len(self._free_columns)
+        if self.matrix.shape[1] > max(FIRST_COLUMNS, 4 * used):
+            self._resize(len(self.workers), _room(FIRST_COLUMNS, used))
+        self.generation += 1
         self._departed.clear(ranges)
         self._departed.drop_empty()
 
@@ -172,6 +224,14 @@ class Clocks:
             clock = np.maximum(self.read(worker) >> PART_BITS, base.get(worker, 0))
             least = clock if least is None else np.minimum(least, clock)
         return least
+
+
+def _room(first: int, used: int) -> int:
+    """At least twice as much as is used: `first`, doubled."""
+    size = first
+    while size < 2 * used:
+        size *= 2
+    return size
 
 
 class DepartedClocks:
@@ -190,14 +250,23 @@ class DepartedClocks:
         self.values: Progress = np.empty(0, np.int64)
         self.where: NDArray[np.uint8] = np.empty((0, -(-ranges // 8)), np.uint8)
 
-    def put(self, workers: Sequence[int], rows: Progress) -> NDArray[np.bool_]:
-        """Takes rows of progress [n, P] in which there is one number above 0, and 0; returns which rows those are."""
-        values = rows.max(axis=1)
+    def put(self, workers: Sequence[int], rows: Progress, ranges: Ranges) -> NDArray[np.bool_]:
+        """Takes rows of progress [n, k] in k ranges, and none elsewhere, in which there is one number above 0, and 0;
+        returns which rows those are."""
+        values = rows.max(axis=1, initial=0)
         fits: NDArray[np.bool_] = (values > 0) & ((rows == 0) | (rows == values[:, None])).all(axis=1)
         self.workers = np.concatenate([self.workers, np.array(workers, np.int64)[fits]])
         self.values = np.concatenate([self.values, values[fits]])
-        self.where = np.concatenate([self.where, np.packbits(rows[fits] > 0, axis=1, bitorder="little")])
+        fitting = rows[fits] > 0
+        packed = [self._packed(fitting[i : i + _AT_ONCE], ranges) for i in range(0, len(fitting), _AT_ONCE)]
+        self.where = np.concatenate([self.where, *packed])
         return fits
+
+    def _packed(self, there: NDArray[np.bool_], ranges: Ranges) -> NDArray[np.uint8]:
+        """Bits of all ranges, of bool [n, k] of some."""
+        every = np.zeros((len(there), self._ranges), np.bool_)
+        every[:, ranges] = there
+        return np.packbits(every, axis=1, bitorder="little")
 
     def look(self, worker: int) -> Progress | None:
         """A worker's progress, int64 [P]; None if it is not here."""

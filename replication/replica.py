@@ -430,9 +430,8 @@ class Replica:
         operation = message.operation
         before: int | Progress = 0
         if operation.worker >= 0:
-            row = core.clocks.row(operation.worker)
-            before = row[ranges]
-            row[ranges] = operation.after
+            before = core.clocks.of(operation.worker, ranges)
+            core.clocks.set(operation.worker, ranges, operation.after)
         core.seq[ranges] = seqs
         frame = Frame(operation, None, ranges)
         core.perform(frame, ranges, seqs, before)

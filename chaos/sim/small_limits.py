@@ -21,6 +21,8 @@ SMALL: dict[str, int] = {
     "elasticps.server.roles.handshake.MAX_WORKERS": 40,
     "elasticps.server.fast.path.TURN_BYTES": 4 << 10,
     "elasticps.server.fast.buffers.SMALLEST_BYTES": 16 << 10,
+    "elasticps.server.fast.recent_log.LEAST_STRIDE": 1,
+    "replication.progress.FIRST_COLUMNS": 2,
     "elasticps.server.roles.snapshots.PIECE_BYTES": 1 << 10,
     "elasticps.server.roles.snapshots.BACKLOG_BYTES": 2 << 10,
     "replication.admission._LET_IN_BYTES": 1 << 10,

@@ -38,6 +38,7 @@ class Threads(Runtime):
         self._preempted = preempted
         self._random = process.clock.chance(f"threads of {process}")
         self._draw = self._random.random
+        self._views = process.clock.chance(f"questions of {process}")
         self._ready: list[Thread] = []
         self._threads: list[Thread] = []
         self._pollers: dict[VirtualPoller, None] = {}
@@ -96,6 +97,9 @@ class Threads(Runtime):
 
     def monotonic(self) -> float:
         return self.process.clock.now
+
+    def chance(self) -> float:
+        return self._views.random()
 
     def sleep(self, seconds: float) -> None:
         self.park(self.process.clock.now + seconds)

@@ -11,7 +11,7 @@ one left. So moves come to an end, differences of a range or two move nothing, a
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -34,6 +34,8 @@ _NEW_PAIR, _PAIR_TOO_MANY = 0.1, 0.5  # against a successor that a server does n
 _NOISE = 0.02  # equal moves are told apart by hashes, so that ranges that move are spread, and the same each time
 _EQUAL = 2.0  # targets that gain about as much as the neediest
 _ANY: Mapping[Member, Capacity] = {}
+_ROUNDING = 1e-6  # more than a sum of gains is off by
+_GROUPS = 16  # with more zones than this, the bounds of gains do not look at zones
 _TARGETS = 6  # servers that are compared at once, of all zones together; at least two of each
 
 _Rows = NDArray[np.int32]
@@ -83,7 +85,7 @@ def start_moves(
     if rows is not None:
         movable &= rows
     if not even:
-        movable &= field.draining[field.chains].any(axis=1)
+        movable &= field.draining[field.chains].any(axis=0)
     most = np.array([capacity[m].moves if m in capacity else len(tails) for m in draft.members])
     moves: list[Move] = []
     while len(moves) < room:
@@ -109,28 +111,35 @@ def even_out(chains: _Rows, members: tuple[Member, ...], nodes: Mapping[Member, 
     anyone, nobody = np.full(len(chains), -1, np.int32), np.zeros(len(members), np.bool_)
     while (move := field.best(movable, movable, anyone, nobody, ~nobody)) is not None:
         field.apply(move)
-    return field.chains
+    return np.ascontiguousarray(field.chains.T)
 
 
 def missing(draft: Draft, sites: Mapping[Member, Node], draining: Collection[Member]) -> Counts:
     """Returns about how many ranges each member lacks, not counting fillings under way: int64 [members]. Balancing
     stops somewhere between the lower bound and the share, so this measures up to the middle of the two."""
     field = _Field(draft.chains, draft, sites, draining, ())
-    less: Counts = np.maximum(0, np.rint((field.held.share + field.held.low) / 2) - field.holds).astype(np.int64)
+    held = (field.bands.share[0] + field.bands.low[0]) / 2
+    less: Counts = np.maximum(0, np.rint(held) - field.loads[0]).astype(np.int64)
     return less
 
 
 class _Field:
     """The state that moves start from, as if every filling under way were done. Arrays are over the draft's members.
 
-    chains, replicas  int32 [P, R]: the members of each chain; and R
+    chains, replicas  int32 [R, P]: the members of each chain, head first; and R
     able, draining    bool: the members that may get ranges; those that give them away
-    holds, heads, tails, _pairs  how many ranges each member has, heads, ends; how many each pair shares
-    held, _headed, _tailed       the bands in which these numbers may lie
-    _zone, _zoned, _zones, _zone_shared  each member's zone; whether there are zones, how many; whether a replica
-                                 shares its zone with another one of its chain
+    loads             int64 [3, members]: how many ranges each member holds, heads, ends; bands: where these may lie
+    _zone, _zoned, _zones  each member's zone; whether there are zones, how many; _zone_of: a list, -1 for unknown ones
     _cut, _salt       pairs that do not reach each other; a hash of each name, which breaks ties
     _at_least, _worth what a move must improve; at first, and after the moves so far
+
+    What a plan of many moves needs again for each move is kept from one to the next (`_refresh`):
+
+    _more, _less      float64 [3, members]: by how much the cost falls when a load grows by one, or shrinks by one
+    _out              float64 [R, P]: by how much the cost falls when a replica leaves its chain; _most [P]: the largest
+    _bound            float64 [groups, P]: as `_most`, less the cost of a successor in its place, for a server of that
+                      group (by zones: `_group`) that is no successor of the chain's members yet
+    _stale            members of the chains that have changed since
     """
 
     def __init__(
@@ -143,7 +152,7 @@ class _Field:
         worth: float | None = None,
     ) -> None:
         members, n = draft.members, len(draft.members)
-        self.chains = chains
+        self.chains = np.ascontiguousarray(chains.T)  # numpy is slow along short rows
         self.replicas = chains.shape[1]
         self.able = np.array([m in sites for m in members], np.bool_)
         self.draining = np.array([m in draining for m in members], np.bool_)
@@ -152,43 +161,65 @@ class _Field:
         zones: dict[str, int] = {}
         zone = [sites[m].zone if m in sites else "" for m in members]
         self._zone = np.array([zones.setdefault(z, len(zones)) if z else -1 - i for i, z in enumerate(zone)])
+        self._zone_of: list[int] = np.maximum(-1, self._zone).tolist()
         self._zoned, self._zones = bool(zones), max(1, len(zones))
-        self._zone_shared = self._same_zone(chains) if zones else np.zeros(chains.shape, np.bool_)
         self._at_least = self._worth = _WORTH if worth is None else worth
-        self.holds, self.heads, self.tails = _loads(chains, n)
-        self._pairs = _pairs(chains, n)
-        self._bands(draft, sites)
+        self.loads = _loads(chains, n)
+        self.bands = self._bands(draft, sites)
+        self._more = self._less = np.zeros((0, n))
+        groups = len(zones) if len(zones) <= _GROUPS else 0  # and one of servers whose zones are not looked at
+        self._group = np.where((self._zone >= 0) & (groups > 0), self._zone, groups)
+        self._out, self._most = np.zeros((self.replicas, len(chains))), np.zeros(len(chains))
+        self._bound = np.zeros((groups + 1, len(chains)))
+        self._stale = np.zeros(n, np.bool_)
 
-    def _bands(self, draft: Draft, sites: Mapping[Member, Node]) -> None:
+    def _bands(self, draft: Draft, sites: Mapping[Member, Node]) -> Band:
         at = np.flatnonzero(self.able)
         live = self.able | self.draining
-        ranges, replicas = self.chains.shape
+        replicas, ranges = self.chains.shape
         nodes = tuple(sites[draft.members[i]] for i in at)
         share = np.zeros(len(live))
-        share[at] = held_shares(nodes, ranges, min(replicas, len(nodes)), int(self.holds[live].sum()))
-        one = share * float(self.heads[live].sum()) / max(1.0, float(share.sum()))
+        share[at] = held_shares(nodes, ranges, min(replicas, len(nodes)), int(self.loads[0, live].sum()))
+        one = share * float(self.loads[1, live].sum()) / max(1.0, float(share.sum()))
         low = min(0.9, 0.5 + 0.54 / replicas)
-        self.held = Band.around(share, low, 1.14, _OUTSIDE, 1.0)
         # A newcomer is the tail of all that it gets. To head a range it needs every other replica replaced after it:
         # R copies for one head. So heads and tails are evened out less than replicas, which keeps moves few.
-        self._headed = Band.around(one, 0.5, 1.15, _OUTSIDE, 1.0 if replicas > 1 else 0.0)
-        self._tailed = Band.around(one, 0.0, 1.3, _OUTSIDE / 3, 0.5 if replicas > 1 else 0.0)
+        return Band.stack(
+            Band.around(share, low, 1.14, _OUTSIDE, 1.0),
+            Band.around(one, 0.5, 1.15, _OUTSIDE, 1.0 if replicas > 1 else 0.0),
+            Band.around(one, 0.0, 1.3, _OUTSIDE / 3, 0.5 if replicas > 1 else 0.0),
+        )
+
+    @cached_property
+    def _pairs(self) -> NDArray[np.int32]:
+        """int32 [members, members]: in how many ranges a member stands right behind another one."""
+        return _pairs(self.chains, len(self.able))
+
+    @cached_property
+    def _successors(self) -> Counts:
+        """int64 [members]: how many different members stand right behind each."""
+        successors: Counts = np.count_nonzero(self._pairs, axis=0)
+        return successors
 
     def apply(self, move: Move) -> None:
         """Makes a move: changes the range's chain and all counts."""
-        row = self.chains[move.r]
+        row = self.chains[:, move.r].copy()
         self._count(row, -1)
-        staying = row[row != move.leaver]
-        self.chains[move.r] = np.append(staying, np.int32(move.target))
-        self._count(self.chains[move.r], 1)
-        if self._zoned:
-            self._zone_shared[move.r] = self._same_zone(self.chains[move.r : move.r + 1])
+        self._stale[row] = True
+        row = np.append(row[row != move.leaver], np.int32(move.target))
+        self._count(row, 1)
+        self._stale[row] = True
+        self.chains[:, move.r] = row
 
     def _count(self, row: NDArray[np.int32], sign: int) -> None:
-        self.holds[row] += sign
-        self.heads[row[0]] += sign
-        self.tails[row[-1]] += sign
-        self._pairs[row[:-1], row[1:]] += sign
+        self.loads[0, row] += sign
+        self.loads[1, row[0]] += sign
+        self.loads[2, row[-1]] += sign
+        if self.replicas > 1:
+            pairs, successors = self._pairs, self._successors
+            before, after = row[:-1], row[1:]
+            pairs[after, before] += sign
+            successors[before] += sign * (pairs[after, before] == (sign > 0))
 
     def best(self, movable: Flags, startable: Flags, only: NDArray[np.int32], full: Flags, roomy: Flags) -> Move | None:
         """Returns the best move that may start now, of a range both movable and startable, to a server that is not
@@ -200,122 +231,162 @@ class _Field:
         None if no move is worth it, or if a better one has to wait its turn: ranges for the neediest servers are not
         given to others meanwhile.
         """
-        gain_in, gain_out = self._gains()
-        above = (self.holds > self.held.high) | (self.heads > self._headed.high)
+        gain_in = self._refresh()
+        above = (self.loads[:2] > self.bands.high[:2]).any(axis=0)
         self._worth = min(self._at_least, _WORTH_LESS) if bool((above & self.able).any()) else self._at_least
-        most = (gain_out + _SAME_ZONE * self._zone_shared).max(axis=1)
-        order = [int(i) for i in np.argsort(-gain_in, kind="stable") if self.able[i] and roomy[i]]
-        while order:
-            rows = np.flatnonzero(movable & (most + gain_in[order[0]] >= self._worth))
-            free = [i for i in self._neediest(order, gain_in) if not full[i]]
-            if rows.size == 0 or not free:
+        may_start, late = movable & startable, movable & (~startable | (only >= 0))
+        most = float(self._most.max(where=movable, initial=-np.inf))
+        by_gain = np.argsort(-gain_in, kind="stable")
+        able: Flags = self.able & roomy
+        order: list[int] = by_gain[able[by_gain]].tolist()
+        while order and most + gain_in[order[0]] >= self._worth:
+            near = self._neediest(order, gain_in)
+            free = np.array([i for i in near if not full[i]], np.int64)
+            if free.size == 0:
                 return None
-            move, waits = self._choose(free, rows, startable[rows], only[rows], gain_in, gain_out[rows])
-            if move is not None or waits:
+            move = self._choose(free, may_start, only, gain_in[free])
+            if move is not None or self._waits(free, late, startable, only, gain_in[free]):
                 return move
-            order = [i for i in order if i not in free]
+            tried = set(free.tolist())
+            order = [i for i in order if i not in tried]
         return None
 
     def _neediest(self, order: list[int], gain_in: Floats) -> list[int]:
         """Returns of each zone the servers that gain about as much as its neediest one; so a range always finds the
         zone it should have. order: all servers, by what they gain, most first."""
-        first: dict[int, float] = {}
-        count: dict[int, int] = {}
-        chosen = []
         most = max(2, _TARGETS // self._zones)
+        least: dict[int, float] = {}
+        count: dict[int, int] = {}
+        chosen, open_zones = [], len(set(self._zone_of))
         for i in order:
-            zone = max(-1, int(self._zone[i]))
-            if gain_in[i] >= first.setdefault(zone, gain_in[i]) - _EQUAL and count.get(zone, 0) < most:
+            zone, gain = self._zone_of[i], float(gain_in[i])
+            if count.get(zone, 0) == most:
+                continue
+            if gain < least.setdefault(zone, gain - _EQUAL):
+                count[zone] = most
+            else:
                 count[zone] = count.get(zone, 0) + 1
                 chosen.append(i)
+            open_zones -= count[zone] == most
+            if not open_zones:
+                break
         return chosen
 
-    def _choose(
-        self,
-        targets: list[int],
-        rows: Counts,
-        startable: Flags,
-        only: NDArray[np.int32],
-        gain_in: Floats,
-        gain_out: Floats,
-    ) -> tuple[Move | None, bool]:
-        """Returns the best move to one of the targets, and whether one that is worth it cannot start yet."""
-        found: tuple[float, Move] | None = None
-        waits = False
-        chains = np.ascontiguousarray(self.chains[rows].T)  # numpy is slow along short rows
-        base = gain_out.T + _SAME_ZONE * self._zone_shared[rows].T if self._zoned else np.ascontiguousarray(gain_out.T)
-        many = np.count_nonzero(self._pairs, axis=1) >= SPREAD
-        for target in targets:
-            gains = self._scores(target, rows, chains, base, many)
-            best = gains.max(axis=0) + gain_in[target]
-            worth = best >= self._worth
-            may = startable & ((only < 0) | (only == target))
-            waits |= bool((worth & ~may).any())
-            at = int(np.argmax(np.where(may, best, -np.inf)))
-            if worth[at] and may[at] and (found is None or best[at] > found[0]):
-                leaver = chains[int(np.argmax(gains[:, at])), at]
-                found = float(best[at]), Move(int(rows[at]), target, int(leaver))
-        return (None if found is None else found[1]), waits
+    def _choose(self, targets: Counts, may_start: Flags, only: NDArray[np.int32], gain_in: Floats) -> Move | None:
+        """Returns the best move of a range that may start to one of the targets, None if none is worth it. gain_in: of
+        the targets.
 
-    def _gains(self) -> tuple[Floats, Floats]:
-        """Returns by how much the cost falls when a server joins a range [members], and when one leaves it [ranges,
-        replicas]."""
-        more = [b.cost(q) - b.cost(q + 1) for b, q in self._kinds()]
-        less = [b.cost(q) - b.cost(q - 1) for b, q in self._kinds()]
-        for gains in (more, less):
-            for gain in gains:
-                gain[~self.able] = 0.0
-        less[0][self.draining] = _DRAINING
-        chains = self.chains
-        gain_out = less[0][chains]
-        if self.replicas == 1:
-            return more[0], gain_out
-        gain_out += less[2][chains[:, -1:]]
-        gain_out[:, 0] += less[1][chains[:, 0]] + more[1][chains[:, 1]]
-        return more[0] + more[2], gain_out
-
-    def _kinds(self) -> tuple[tuple[Band, Counts], ...]:
-        return (self.held, self.holds), (self._headed, self.heads), (self._tailed, self.tails)
-
-    def _scores(self, target: int, rows: Counts, chains: _Rows, base: Floats, many: Flags) -> Floats:
-        """Returns the gain of each replaced replica, [replicas, rows]: its `base`, less the cost of `target` in its
-        place; minus infinity where `target` cannot take it. many: members that have many successors already."""
-        scores = base - _noise(rows, self._salt[target])
-        here = chains == target
-        scores[:, here.any(axis=0)] = -np.inf
+        Scores those that may gain most at first, and others only if none of these is better than they can be.
+        """
+        groups = self._group[targets]
+        bound = np.full(len(only), -np.inf)
+        for group in set(groups.tolist()):
+            np.maximum(bound, self._bound[group] + gain_in[groups == group].max(), out=bound)
+        bound[~may_start] = -np.inf
+        before = np.zeros(len(self.able), np.bool_)
         if self.replicas > 1:
-            new = np.where(self._pairs[:, target] == 0, np.where(many, _NEW_PAIR + _PAIR_TOO_MANY, _NEW_PAIR), 0.0)
-            scores[:-1] -= new[chains[-1]]  # it will follow the tail, or if the tail leaves, the one before
-            scores[-1] -= new[chains[-2]]
+            before = np.asarray(self._pairs[targets].any(axis=0))
+        known, floor = _NEW_PAIR + _PAIR_TOO_MANY, self._worth - _ROUNDING
+        low, gain = max(float(bound.max()) - 1.5 * _NOISE, floor), -np.inf
+        while True:
+            rows = np.flatnonzero(bound >= low - known)
+            rows = rows[(bound[rows] >= low) | before[self.chains[-2:].take(rows, axis=1)].any(axis=0)]
+            if rows.size:
+                scores = self._scores(targets, rows)
+                gains = scores.max(axis=1) + gain_in[:, None]
+                gains[(only[rows] >= 0) & (only[rows] != targets[:, None])] = -np.inf
+                target, at = divmod(int(np.argmax(gains)), len(rows))
+                gain = float(gains[target, at])
+            if gain > low + _ROUNDING or low <= floor:
+                break
+            low = max(floor, min(gain, low) - _NOISE)
+        if gain < self._worth:
+            return None
+        leaver = self.chains[int(np.argmax(scores[target, :, at])), rows[at]]
+        return Move(int(rows[at]), int(targets[target]), int(leaver))
+
+    def _waits(self, targets: Counts, late: Flags, startable: Flags, only: NDArray[np.int32], gain_in: Floats) -> bool:
+        """Whether a move of a `late` range to one of the targets is worth it that cannot start yet."""
+        rows = np.flatnonzero(late)
+        if rows.size == 0:
+            return False
+        may = startable[rows] & ((only[rows] < 0) | (only[rows] == targets[:, None]))
+        worth = self._scores(targets, rows).max(axis=1) + gain_in[:, None] >= self._worth
+        return bool((worth & ~may).any())
+
+    def _refresh(self) -> Floats:
+        """Brings what is kept up to date with the loads; returns by how much the cost falls when a server joins a range
+        [members]."""
+        cost = self.bands.cost(self.loads + np.array([-1, 0, 1]).reshape(3, 1, 1))
+        less, more = cost[1] - cost[0], cost[1] - cost[2]
+        less[:, ~self.able] = more[:, ~self.able] = 0.0
+        less[0, self.draining] = _DRAINING
+        if len(self._more):
+            self._stale |= ((more != self._more) | (less != self._less)).any(axis=0)
+            rows = np.flatnonzero(self._stale[self.chains].any(axis=0))
+        else:
+            rows = np.arange(self.chains.shape[1])
+        self._more, self._less = more, less
+        self._stale[:] = False
+        chains = self.chains[:, rows]
+        out = less[0][chains]
+        if self.replicas > 1:
+            out += less[2][chains[-1]]
+            out[0] += less[1][chains[0]] + more[1][chains[1]]
+        zones = self._zone[chains]
         if self._zoned:
-            same = self._zone[chains] == self._zone[target]
-            scores -= _SAME_ZONE * (same.sum(axis=0) - same > 0)
+            out += _SAME_ZONE * ((zones[:, None] == zones).sum(axis=1) > 1)
+        self._out[:, rows], self._most[rows] = out, out.max(axis=0)
+        if self.replicas > 1:
+            new = np.where(self._successors >= SPREAD, _NEW_PAIR + _PAIR_TOO_MANY, _NEW_PAIR)
+            out[:-1] -= new[chains[-1]]
+            out[-1] -= new[chains[-2]]
+        self._bound[-1, rows] = out.max(axis=0)
+        for group in range(len(self._bound) - 1):
+            there = zones == group
+            self._bound[group, rows] = (out - _SAME_ZONE * (there.sum(axis=0) > there)).max(axis=0)
+        gain_in: Floats = more[0] + more[2] if self.replicas > 1 else more[0]
+        return gain_in
+
+    def _scores(self, targets: Counts, rows: Counts) -> Floats:
+        """Returns the gain of each replaced replica [targets, R, rows]: that of its leaving, less the cost of a target
+        in its place; minus infinity where the target cannot take it."""
+        chains = self.chains.take(rows, axis=1)
+        noise = _noise(rows, self._salt[targets].reshape(-1, 1))
+        scores: Floats = self._out.take(rows, axis=1) - noise[:, None]
+        impossible = (chains == targets[:, None, None]).any(axis=1)
+        if self.replicas > 1:
+            scores[:, :-1] -= self._new_pair(chains[-1], targets)[:, None]  # it will follow the tail,
+            scores[:, -1] -= self._new_pair(chains[-2], targets)  # or if the tail leaves, the one before
+        if self._zoned:
+            same = self._zone[chains] == self._zone[targets, None, None]
+            scores -= _SAME_ZONE * (same.sum(axis=1)[:, None] - same > 0)
         if self._cut is not None:
-            scores[:, self._cut[chains[-1], target]] = -np.inf  # the tail is to fill it
+            impossible |= self._cut[chains[-1], targets[:, None]]  # the tail is to fill it
             if self.replicas > 1:
-                scores[-1, self._cut[chains[-2], target]] = -np.inf
+                scores[:, -1][self._cut[chains[-2], targets[:, None]]] = -np.inf
+        scores.transpose(0, 2, 1)[impossible] = -np.inf
         return scores
 
-    def _same_zone(self, chains: _Rows) -> Flags:
-        """bool [ranges, replicas]: whether another replica of the range is in the same zone."""
-        zones = self._zone[chains]
-        shared: Flags = (zones[:, :, None] == zones[:, None, :]).sum(axis=2) > 1
-        return shared
+    def _new_pair(self, before: NDArray[np.int32], targets: Counts) -> Floats:
+        """Returns the cost of each target right behind each of these members [targets, before]."""
+        cost = np.where(self._successors[before] >= SPREAD, _NEW_PAIR + _PAIR_TOO_MANY, _NEW_PAIR)
+        return np.where(self._pairs[targets[:, None], before] == 0, cost, 0.0)
 
 
-def _loads(chains: _Rows, n: int) -> tuple[Counts, Counts, Counts]:
-    """Counts the ranges that each member holds, heads and ends."""
+def _loads(chains: _Rows, n: int) -> Counts:
+    """int64 [3, n]: the number of ranges that each member holds, heads and ends."""
     lengths = np.count_nonzero(chains >= 0, axis=1)
     last = chains[np.arange(len(chains)), np.maximum(lengths, 1) - 1]
-    held, heads, tails = (np.bincount(x.ravel() + 1, minlength=n + 1)[1:] for x in (chains, chains[:, 0], last))
-    return held, heads, tails
+    return np.stack([np.bincount(x.ravel() + 1, minlength=n + 1)[1:] for x in (chains, chains[:, 0], last)])
 
 
-def _pairs(chains: _Rows, n: int) -> Counts:
-    """int64 [n, n]: the number of ranges in which the second member stands right behind the first."""
-    first, second = chains[:, :-1].ravel().astype(np.int64), chains[:, 1:].ravel()
+def _pairs(chains: _Rows, n: int) -> NDArray[np.int32]:
+    """int32 [n, n]: the number of ranges, of chains [R, ranges], in which the first member stands right behind the
+    second."""
+    first, second = chains[:-1].ravel(), chains[1:].ravel().astype(np.int64)
     there = (first >= 0) & (second >= 0)
-    return np.bincount(first[there] * n + second[there], minlength=n * n).reshape(n, n)
+    return np.bincount(second[there] * n + first[there], minlength=n * n).reshape(n, n).astype(np.int32)
 
 
 @lru_cache(maxsize=1 << 13)
@@ -323,8 +394,9 @@ def _hash(name: str) -> int:
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
-def _noise(rows: Counts, salt: np.uint64) -> Floats:
-    """Returns a number from 0 to _NOISE for each range and a server (the finalizer of splitmix64)."""
+def _noise(rows: Counts, salt: np.uint64 | NDArray[np.uint64]) -> Floats:
+    """Returns a number from 0 to _NOISE for each range and a server, or several of them (the finalizer of
+    splitmix64)."""
     x = rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ salt
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -26,6 +26,7 @@ the key of the office is deleted at its own revision, and a deposed leader canno
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -395,27 +396,31 @@ class Detector:
         # A member that still spoke when others had been silent for a while shows that this coordinator can hear.
         newest = max((peer.heard for peer in present), default=now)
         doubtful = [peer for peer in silent if len(present) > 1 and newest - peer.heard <= TOGETHER_S]
-        many = [peer for peer in silent if peer.registered and self._with_most(peer)]
+        many = self._with_most([peer for peer in silent if peer.registered])
         self.ill = bool(many) or (bool(doubtful) and len(silent) == len(present))
+        spared = {*doubtful, *many}
         changed = False
         for peer in present:
             if not peer.registered and self._unheard(peer, now):
                 changed |= self._give_up(peer, "not registered and not heard", now)
         for peer in silent:
-            if peer not in doubtful and peer not in many:
+            if peer not in spared:
                 changed |= self._give_up(peer, f"silent for {now - peer.heard:.1f} s", now)
         return changed
 
-    def _with_most(self, silent: _Peer) -> bool:
-        """Whether more than half of the members that were present then fell silent together with this one. It counts
-        members that were given up since because their leases ran out."""
-        together = others = 0
-        for peer in self._peers.values():
-            if abs(peer.heard - silent.heard) <= TOGETHER_S:
-                together += peer.gone is None or not peer.registered
-            else:
-                others += peer.gone is None
-        return together > others
+    def _with_most(self, silent: list[_Peer]) -> list[_Peer]:
+        """Returns those of these members that fell silent together with more than half of the members that were present
+        then. It counts members that were given up since because their leases ran out."""
+        if not silent:
+            return []
+        peers = self._peers.values()
+        present = sorted(peer.heard for peer in peers if peer.gone is None)
+        counted = sorted(peer.heard for peer in peers if peer.gone is None or not peer.registered)
+
+        def together(heard: list[float], at: float) -> int:
+            return bisect_right(heard, at + TOGETHER_S) - bisect_left(heard, at - TOGETHER_S)
+
+        return [peer for peer in silent if together(counted, peer.heard) + together(present, peer.heard) > len(present)]
 
     def _unheard(self, peer: _Peer, now: float) -> bool:
         """Whether a member without a lease is without a connection, too. The two fail for different reasons, so that no

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import chain, islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,8 +69,8 @@ class _Ring:
         self.ranges = ranges
         self.total_weight = math.fsum(node.weight for node in nodes)
         self.load = [0] * len(nodes)
-        by_token = sorted(range(len(nodes)), key=lambda i: _tokens("order", nodes[i].name, 1)[0])
-        self.after = {i: by_token[at + 1 :] + by_token[:at] for at, i in enumerate(by_token)}
+        self.circle = sorted(range(len(nodes)), key=lambda i: _tokens("order", nodes[i].name, 1)[0])
+        self.at = {i: at for at, i in enumerate(self.circle)}
 
     def caps(self, copies: int) -> list[int]:
         """Returns how many ranges each node may hold when every range has `copies` replicas: in total enough for
@@ -100,21 +101,27 @@ class _Ring:
         caps = self.caps(copies)
         for r in _shuffled(self.ranges):
             row = rows[r]
-            candidates = self._new_zones(row)
-            near = [i for i in candidates[:SPREAD] if self.load[i] < caps[i]]
-            room = near or [i for i in candidates if self.load[i] < caps[i]][:1]
+            near = list(islice(self._new_zones(row), SPREAD))
+            room = [i for i in near if self.load[i] < caps[i]]
+            room = room or list(islice((i for i in self._new_zones(row) if self.load[i] < caps[i]), 1))
             if room:
                 chosen = max(room, key=lambda i: _preference(r, self.nodes[i]))
             else:
-                chosen = min(candidates, key=lambda i: self.load[i] / caps[i])
+                chosen = min(self._new_zones(row), key=lambda i: self.load[i] / caps[i])
             row.append(chosen)
             self.load[chosen] += 1
 
-    def _new_zones(self, row: list[int]) -> list[int]:
-        """Returns the nodes that may follow in a chain, nearest first: of zones that it does not use yet, else any."""
-        free = [i for i in self.after[row[-1]] if i not in row]
+    def _new_zones(self, row: list[int]) -> Iterator[int]:
+        """Yields the nodes that may follow in a chain, nearest first: of zones that it does not use yet, else any."""
         used = {self.nodes[i].zone for i in row} - {""}
-        return [i for i in free if self.nodes[i].zone not in used] or free
+        new = (i for i in self._after(row) if self.nodes[i].zone not in used)
+        first = next(new, None)
+        return self._after(row) if first is None else chain([first], new)
+
+    def _after(self, row: list[int]) -> Iterator[int]:
+        """Yields the nodes that a chain does not have yet, from the one next to its last."""
+        circle, at = self.circle, self.at[row[-1]] + 1
+        return (i for k in range(at - len(circle), at) if (i := circle[k]) not in row)
 
 
 @lru_cache(maxsize=4 * 1024)

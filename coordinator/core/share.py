@@ -52,7 +52,7 @@ def held_shares(nodes: tuple[Node, ...], ranges: int, replicas: int, total: int)
 
 
 class Band(NamedTuple):
-    """One kind of load, and how far from its share it may be: arrays over servers.
+    """One kind of load, and how far from its share it may be: arrays over servers, or several kinds [kinds, servers].
 
     share      the load that each server should have
     low, high  the bounds of the load, whole numbers around the share
@@ -63,14 +63,19 @@ class Band(NamedTuple):
     share: Floats
     low: Floats
     high: Floats
-    price: float
-    pull: float
+    price: float | Floats
+    pull: float | Floats
 
     @classmethod
     def around(cls, share: Floats, low: float, high: float, price: float, pull: float) -> Band:
         """Makes a band whose bounds are multiples of the share. It always contains the two whole numbers next to the
         share."""
         return cls(share, np.floor(low * share), np.maximum(np.ceil(share), np.floor(high * share)), price, pull)
+
+    @classmethod
+    def stack(cls, *bands: Band) -> Band:
+        """Makes one band of several kinds of load."""
+        return cls(*(np.stack(each) for each in zip(*((*b[:3], [b.price], [b.pull]) for b in bands), strict=True)))
 
     def cost(self, load: Counts) -> Floats:
         """Returns the cost of each load. It is convex, so that a lower sum means more even loads."""

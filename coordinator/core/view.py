@@ -59,7 +59,7 @@ class ServerInfo:
             check_name("zone", self.zone)
         _check_weight(self.weight)
 
-    @property
+    @cached_property
     def member(self) -> Member:
         """The server as replication names it."""
         return Member(self.name, self.incarnation)

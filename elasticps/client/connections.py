@@ -76,6 +76,9 @@ class PeerConnections:
         credentials: Credentials | None = None,
     ) -> None:
         self.peers: dict[Member, ServerPeer] = {}
+        self.missing: dict[
+            Member, ServerPeer
+        ] = {}  # of these, whoever has not welcomed us on a connection that there is
         self._runtime = runtime
         self._driver = driver
         self._lock = lock
@@ -107,6 +110,7 @@ class PeerConnections:
             if member not in routes.index_of:
                 del self.peers[member]
                 self._drop(peer)
+                self.missing.pop(member, None)
         empty = dict(routes.view.empty)  # such a server may listen elsewhere now, where its hello says it to nobody
         for info, member in zip(routes.view.servers, routes.members, strict=True):
             known = self.peers.get(member)
@@ -117,12 +121,18 @@ class PeerConnections:
                 self._drop(known)
             link = Link(self._runtime, info, self._receiver, self._credentials)
             since = self._runtime.monotonic()
-            self.peers[member] = ServerPeer(info, member, link, down_since_s=since, empty_as=empty.get(info.name, 0))
+            peer = ServerPeer(info, member, link, down_since_s=since, empty_as=empty.get(info.name, 0))
+            self.peers[member] = self.missing[member] = peer
         self._driver.nudge()
 
     def send(self, member: Member, buffers: Sequence[Buffer]) -> None:
         """Sends to a server if it can be reached; otherwise its next connection, or the next view, will see to it."""
         self.send_all({member: buffers})
+
+    def send_to_one(self, buffers: Sequence[Buffer], chance: float) -> None:
+        """Sends to one of the servers that take it at once, if there is any. chance: a random number from 0 to 1."""
+        if free := [peer.member for peer in self.ready if not peer.link.has_backlog]:
+            self.send(free[int(chance * len(free))], buffers)
 
     def send_all(self, frames: Mapping[Member, Sequence[Buffer]]) -> None:
         """Sends to several servers, as `send` does to one."""
@@ -168,6 +178,7 @@ class PeerConnections:
             raise ConnectionResetError(f"it was started again (incarnation {incarnation}) and has lost its ranges")
         link.ready, peer.retry_in_s, peer.down_since_s, peer.trouble = True, RETRY_FIRST_S, None, ""
         peer.keys.connected()
+        self.missing.pop(link.member, None)
         return True
 
     def broken(self, link: Link, error: Exception) -> bool:
@@ -198,6 +209,7 @@ class PeerConnections:
             self._driver.remove(peer.link)
             peer.link.close()
             peer.retry_at_s = 0.0
+        self.missing = dict(self.peers)
 
     def close(self) -> None:
         """Closes every link for good."""
@@ -214,7 +226,7 @@ class PeerConnections:
     def judge_silence(self) -> None:
         """Gives up connections that do not come about."""
         now = self._runtime.monotonic()
-        for peer in list(self.peers.values()):
+        for peer in list(self.missing.values()):
             link, waited_s = peer.link, now - peer.hello_at_s
             if link.socket is None or link.ready:
                 continue
@@ -225,7 +237,7 @@ class PeerConnections:
 
     def renew(self) -> None:
         """Connects anew where certificates were renewed or are about to end: to one server after the other."""
-        if all(peer.link.ready for peer in self.peers.values()):
+        if self._credentials is not None and not self.missing:
             for peer in self.peers.values():
                 if peer.link.stale:
                     self._cut(peer, "certificates are renewed")
@@ -234,7 +246,7 @@ class PeerConnections:
     def due(self) -> list[ServerPeer]:
         """Whose link is to be opened now."""
         now = self._runtime.monotonic()
-        return [p for p in self.peers.values() if p.link.socket is None and now >= p.retry_at_s]
+        return [p for p in self.missing.values() if p.link.socket is None and now >= p.retry_at_s]
 
     def open(self, peer: ServerPeer) -> None:
         """Not under the lock: a name may take long to resolve."""
@@ -265,6 +277,8 @@ class PeerConnections:
     def _close(self, peer: ServerPeer) -> None:
         self._driver.remove(peer.link)
         peer.link.close()
+        if self.peers.get(peer.member) is peer:
+            self.missing[peer.member] = peer
         self._on_gone(peer.member)
 
 

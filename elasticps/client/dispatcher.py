@@ -470,13 +470,11 @@ class Dispatcher:
             self._fan_outs.resume(self.routes)
             self.holding.tell()
             oldest = self.pushes.oldest, self.pulls.oldest, self._fan_outs.oldest
-            ready = connections.ready
             self.new_views.need(self.pushes.needed_epoch)
-            lost = len(ready) < len(connections.peers) or self.session.headless > 0
-            if self.new_views.turn(self.runtime.monotonic(), self.routes.epoch, lost, oldest):
-                for peer in ready:
-                    if not peer.link.has_backlog:
-                        connections.send(peer.member, [GetViewHeader(self.routes.epoch).header().pack()])
+            lost = bool(connections.missing) or self.session.headless > 0
+            now, chance = self.runtime.monotonic(), self.runtime.chance
+            if self.new_views.turn(now, self.routes.epoch, lost, oldest, chance()):
+                connections.send_to_one([GetViewHeader(self.routes.epoch).header().pack()], chance())
             waiting = any(oldest) or bool(self._fan_outs or self.session.outstanding)
             busy = lost or waiting or any(p.link.has_backlog for p in connections.peers.values())
         for peer in due:

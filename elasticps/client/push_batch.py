@@ -8,6 +8,7 @@ headers are left for whoever sends. What must be sent again under another view i
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -47,7 +48,7 @@ AT_ONCE_BYTES = FRAME_BYTES // 2  # up to so many are copied before the first is
     REPEATS,
     FIELDS,
 ) = range(12)
-# One frame, int64 [F_FIELDS].
+# One frame, int64 [F_FIELDS]. Frames stand in the order of their shares, by which they are found.
 (F_SHARE, F_START, F_STOP, F_AT, F_BODY, F_ITEMS, F_NAMED, F_FIELDS) = range(8)
 _TABLE = struct.Struct(f"={FIELDS}q")
 
@@ -345,29 +346,34 @@ class PackedPart:
             yield from self._unpacked().whole(server, routes)
             return
         share = routes.share_index[server]
-        for i, f in enumerate(self._rows):
-            if f[F_SHARE] == share:
-                self._copy(i + 1)
-                at, end = f[F_AT], f[F_AT] + HEADER_BYTES + f[F_BODY]
-                ranges = routes.range_at[f[F_START] : f[F_STOP]] if f[F_NAMED] else None
-                if self._sent[i]:  # the first header may still be on its way
-                    yield PushFrame(ranges, f[F_ITEMS], [self._view[at + HEADER_BYTES : end]])
-                else:
-                    self._sent[i] = True
-                    yield PushFrame(ranges, f[F_ITEMS], [], self._view[at:end])
+        for i in range(self._first(share), len(self._rows)):
+            f = self._rows[i]
+            if f[F_SHARE] != share:
+                return
+            self._copy(i + 1)
+            at, end = f[F_AT], f[F_AT] + HEADER_BYTES + f[F_BODY]
+            ranges = routes.range_at[f[F_START] : f[F_STOP]] if f[F_NAMED] else None
+            if self._sent[i]:  # the first header may still be on its way
+                yield PushFrame(ranges, f[F_ITEMS], [self._view[at + HEADER_BYTES : end]])
+            else:
+                self._sent[i] = True
+                yield PushFrame(ranges, f[F_ITEMS], [], self._view[at:end])
 
     def ready(self, server: int, routes: Routes) -> PushFrame | None:
         """The same, if it is one frame that has not been sent."""
-        if routes is self.routes:
-            share = routes.share_index[server]
-            for i, f in enumerate(self._rows):
-                if f[F_SHARE] == share:
-                    if f[F_NAMED] or i >= self._done or self._sent[i]:
-                        return None
-                    self._sent[i] = True
-                    at = f[F_AT]
-                    return PushFrame(None, f[F_ITEMS], [], self._view[at : at + HEADER_BYTES + f[F_BODY]])
-        return None
+        if routes is not self.routes:
+            return None
+        i = self._first(routes.share_index[server])
+        f = self._rows[i]
+        if f[F_NAMED] or i >= self._done or self._sent[i]:
+            return None
+        self._sent[i] = True
+        at = f[F_AT]
+        return PushFrame(None, f[F_ITEMS], [], self._view[at : at + HEADER_BYTES + f[F_BODY]])
+
+    def _first(self, share: int) -> int:
+        """The number of a share's first frame; each share has one."""
+        return bisect_left(self._rows, [share])
 
     def named(self, ranges: Ranges) -> Iterator[PushFrame]:
         """What the head of `ranges`, ordered by chain, gets for these and no others."""

@@ -1,4 +1,4 @@
-"""All that a client needs of the machine: clock, sockets, threads and what they wait on, the control loop.
+"""All that a client needs of the machine: clock, chance, sockets, threads and what they wait on, the control loop.
 
 Nothing else in the client knows `time`, `threading`, `select` or `socket`. So the simulator can run a client as it is:
 it hands another `Runtime` to it, in which time is virtual and bytes travel over links that break when they are told to.
@@ -10,6 +10,7 @@ import errno
 import gc
 import logging
 import os
+import random
 import select
 import socket
 import threading
@@ -180,6 +181,10 @@ class Runtime:
     def event(self) -> Flag:
         """Not set."""
         return threading.Event()
+
+    def chance(self) -> float:
+        """A random number from 0 to below 1."""
+        return random.random()
 
     def spawn(self, name: str, target: Callable[[], None]) -> object:
         """Runs `target` in a thread of its own, which does not keep the process from ending."""

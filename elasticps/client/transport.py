@@ -238,8 +238,9 @@ class LinkDriver:
 
     def remove(self, link: Link) -> None:
         """Stops reading a link; call before closing it."""
-        for fd, other in list(self._links.items()):
-            if other is link:
+        own = -1 if link.socket is None else link.socket.fileno()
+        for fd in [own] if self._links.get(own) is link else list(self._links):  # -1: it was closed under us
+            if self._links[fd] is link:
                 del self._links[fd]
                 with contextlib.suppress(OSError, ValueError):  # closed under us
                     self._poller.unregister(fd)

@@ -143,7 +143,7 @@ class ServerAdmin:
         """By worker, the steps applied in every range headed here."""
         headed, clocks = self._serving.headed, self._executor.replica.clocks
         known = [worker for worker in self._serving.workers if clocks.known(worker)] if len(headed) else []
-        return {worker: int(np.min(clocks.read(worker)[headed])) >> PART_BITS for worker in known}
+        return {worker: int(np.min(clocks.of(worker, headed))) >> PART_BITS for worker in known}
 
     def cluster_known(self) -> dict[str, Any]:
         """What this server knows of the cluster, for a store that has lost it."""

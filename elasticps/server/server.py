@@ -183,12 +183,10 @@ class Server:
         """Takes a newer roster: fences older incarnations, forgets who left, rechecks what waits."""
         if roster.version <= self.serving.roster_version or roster.cluster != self.cluster:
             return
-        before = self.serving.workers
-        self.serving.follow(roster)
-        workers = self.serving.workers
+        change, workers = self.serving.follow(roster), self.serving.workers
         self.delay.follow(workers)
-        self.pulls.came_back(c for c in self.handshake.workers if c.worker in workers.keys() - before.keys())
-        self.handshake.follow()
+        self.pulls.came_back(self.handshake.connections_of(change.came))
+        self.handshake.follow(change)
         self.executor.perform(self.replica.adopt_roster, roster.version, frozenset(workers))
         self._recheck_waiting()
 

@@ -171,7 +171,8 @@ def test_a_changed_row_is_found_in_its_range_at_its_server() -> None:
 
 def test_a_changed_clock_is_found() -> None:
     async def test(stage: Stage) -> None:
-        stage.group.servers["s2"].replica.clocks.row(WORKER)[3] -= 1 << 16
+        clocks, one = stage.group.servers["s2"].replica.clocks, np.array([3])
+        clocks.set(WORKER, one, clocks.of(WORKER, one) - (1 << 16))
         report = await stage.audit()
         assert [(d.range, d.server) for d in report.differences] == [(3, "s2")]
         assert [worker.applied for worker in report.workers] == [4]

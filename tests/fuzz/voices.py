@@ -166,7 +166,7 @@ class Voices:
         clocks, headed = self._core.server.replica.clocks, self._core.server.serving.headed
         if not clocks.known(worker) or not len(headed):
             return 1
-        return (int(clocks.row(worker)[headed].max()) >> 16) + 1
+        return (int(clocks.of(worker, headed).max()) >> 16) + 1
 
     def _fit(self, frame: bytearray, kind: int, early: np.ndarray) -> None:
         """Positions of logs as they are now; `ahead`: how many operations more have been forwarded in each range."""

@@ -37,17 +37,17 @@ def test_the_last_part_that_a_step_may_have_is_not_taken_for_its_end() -> None:
 
 def test_a_column_travels_and_a_retired_worker_leaves_its_row() -> None:
     source, target = Clocks(4), Clocks(4)
-    source.row(7)[2] = 5 << 16
-    source.row(9)[1] = 1
-    target.row(3)[2] = 99
+    source.set(7, _ranges(2), 5 << 16)
+    source.set(9, _ranges(1), 1)
+    target.set(3, _ranges(2), 99)
     target.set_column(2, *source.column(2))
-    assert target.row(7)[2] == 5 << 16
-    assert target.row(3)[2] == 0
+    assert target.at(7, 2) == 5 << 16
+    assert target.at(3, 2) == 0
     target.forget(3)
     target.forget(7)
     assert not target.known(3)
     assert target.known(7)
-    assert not target.row(11).any()
+    assert not target.read(11).any()
 
 
 P = 9
@@ -72,7 +72,8 @@ def test_clocks_of_departed_workers_are_remembered(story: list[tuple[Any, ...]])
         if what == "push":
             worker, ranges, value = known
             twin[worker] = twin[worker].copy()
-            twin[worker][list(ranges)] = clocks.row(worker)[list(ranges)] = value
+            twin[worker][list(ranges)] = value
+            clocks.set(worker, np.array(sorted(ranges), np.int64), value)
         elif what == "shelve":
             clocks.retire_rows(known[0])
             assert set(clocks.workers[clocks.workers > 0]) <= known[0] | {
@@ -103,33 +104,80 @@ def test_clocks_of_departed_workers_are_remembered(story: list[tuple[Any, ...]])
         before = clocks.generation
         assert (clocks.read(worker) == row).all()
         assert clocks.generation == before, "compiled code may be at work on the same rows"
-        assert (clocks.row(worker) == row).all()
+        assert [clocks.at(worker, r) for r in range(P)] == row.tolist()
+        assert clocks.of(worker, np.array([3, 1])).tolist() == row[[3, 1]].tolist()
 
 
 def test_rows_of_departed_workers_are_reused_and_their_clocks_stay_known() -> None:
     clocks = Clocks(256)
     for worker in range(1, 1001):
-        clocks.row(worker)[::2] = worker << 16
+        clocks.set(worker, np.arange(0, 256, 2), worker << 16)
         clocks.retire_rows({worker})
     for worker in range(1, 1001):
-        clocks.row(worker)
+        clocks.set(worker, _ranges(), 0)
     assert len(clocks.workers) == 1024
     clocks.retire_rows({3, 900})
     assert len(clocks.workers) == FIRST_ROWS
-    assert clocks.row(900)[:2].tolist() == [900 << 16, 0]
-    clocks.row(2000)[0] = 1
+    assert clocks.read(900)[:2].tolist() == [900 << 16, 0]
+    clocks.set(900, _ranges(), 0)
+    clocks.set(2000, _ranges(0), 1)
     assert sorted(clocks.workers.tolist()) == [0] * (FIRST_ROWS - 3) + [3, 900, 2000]
     clocks.forget(2000)
-    clocks.row(2000)[0] = 0
+    clocks.set(2000, _ranges(0), 0)
     clocks.retire_rows(())
     assert clocks.newest == 1000
     assert clocks.column(0)[0].tolist() == list(range(1, 1001))
-    assert clocks.row(500)[:2].tolist() == [500 << 16, 0]
+    assert clocks.read(500)[:2].tolist() == [500 << 16, 0]
+
+
+def test_only_ranges_in_which_somebody_has_made_progress_take_memory() -> None:
+    """A server of many holds few of the ranges; every worker pushes to them."""
+    clocks, held = Clocks(16_384), np.arange(100, 16_384, 500)
+    for worker in range(1, 1001):
+        clocks.set(worker, held, worker << 16)
+    assert clocks.matrix.shape == (1024, 64)
+    assert clocks.column(600)[1].tolist() == [w << 16 for w in range(1, 1001)]
+    assert clocks.column(601)[1].tolist() == []
+    assert clocks.read(1000).sum() == (1000 << 16) * len(held)
+    clocks.set_column(7, np.arange(1, 1001), np.arange(1, 1001))
+    assert clocks.matrix.shape == (1024, 64)
+    clocks.clear(held[5:])
+    assert clocks.matrix.shape == (1024, 16)
+    assert clocks.column(600)[1].tolist() == [w << 16 for w in range(1, 1001)]
+    assert clocks.column(7)[1].tolist() == list(range(1, 1001))
+    clocks.retire_rows({5, 6})
+    assert clocks.matrix.shape == (1024, 16), "their progress is not the same in all ranges"
+    clocks.clear(np.array([7]))
+    clocks.retire_rows({5, 6})
+    assert clocks.matrix.shape == (16, 16)
+    assert clocks.read(1000)[held].tolist() == [1000 << 16] * 5 + [0] * (len(held) - 5)
+    every = Clocks(16)
+    every.set(1, np.arange(16), 1)
+    assert every.matrix.shape[1] == 17
+
+
+def test_progress_is_what_it_would_be_in_a_whole_matrix() -> None:
+    random = np.random.default_rng(5)
+    clocks, twin = Clocks(300), np.zeros((40, 300), np.int64)
+    for _ in range(400):
+        worker, ranges = int(random.integers(1, 40)), np.flatnonzero(random.random(300) < random.choice([0.01, 0.3]))
+        if random.random() < 0.1:
+            clocks.clear(ranges)
+            twin[:, ranges] = 0
+        elif random.random() < 0.1:
+            clocks.retire_rows(set(random.integers(1, 40, 20).tolist()))
+        else:
+            twin[worker, ranges] = values = random.integers(1, 9, len(ranges))
+            clocks.set(worker, ranges, values)
+        assert (clocks.of(worker, ranges) == twin[worker, ranges]).all()
+        assert not clocks.matrix[:, 0].any()
+        assert clocks.columns.max() < clocks.matrix.shape[1]
+    assert all((clocks.read(worker) == twin[worker]).all() for worker in range(1, 40))
 
 
 def test_the_minimum_counts_completed_clocks_and_bases() -> None:
     clocks = Clocks(2)
-    clocks.row(1)[:] = [3 << 16, (5 << 16) | 2]
+    clocks.set(1, _ranges(0, 1), _ranges(3 << 16, (5 << 16) | 2))
     least = clocks.minimum((1, 2), {2: 4})
     assert least is not None
     assert least.tolist() == [3, 4]
@@ -178,8 +226,8 @@ def test_a_rebuild_splits_entries_among_new_successors_and_keeps_their_order() -
 def test_deletions_of_a_worker_do_not_count_as_a_newer_worker() -> None:
     clocks = Clocks(4)
     for worker in (3, 9, 3 + ERASER):
-        clocks.row(worker)[:] = 1 << 16
+        clocks.set(worker, np.arange(4), 1 << 16)
     assert clocks.newest == 9
     clocks.retire_rows([3])
     assert clocks.newest == 9
-    assert clocks.row(3 + ERASER).tolist() == [1 << 16] * 4
+    assert clocks.read(3 + ERASER).tolist() == [1 << 16] * 4

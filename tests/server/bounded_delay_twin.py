@@ -95,7 +95,7 @@ class BoundedDelayTwin:
         """The clock up to which all steps of a worker are applied here, in all of `ranges`."""
         if not len(ranges) or not self._clocks.known(worker):
             return base
-        return max(base, int(self._clocks.row(worker)[ranges].min()) >> PART_BITS)
+        return max(base, int(self._clocks.of(worker, ranges).min()) >> PART_BITS)
 
     def _minimums(self, app: str, ranges: Ranges) -> dict[int, int]:
         found = {}
@@ -109,7 +109,7 @@ class BoundedDelayTwin:
         return found
 
     def _started(self, worker: int, ranges: Ranges) -> bool:
-        return self._clocks.known(worker) and bool(self._clocks.row(worker)[ranges].any())
+        return self._clocks.known(worker) and bool(self._clocks.of(worker, ranges).any())
 
     def park(self, read: PullRequest) -> None:
         """Keeps a pull until `release` lets it go. Raises `RequestError` when too many wait."""

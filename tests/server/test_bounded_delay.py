@@ -31,7 +31,7 @@ class Scene:
         return self.delay.join(worker, base, "a")
 
     def at(self, worker: int, clock: int) -> None:
-        self.clocks.row(worker)[:] = clock << 16
+        self.clocks.set(worker, np.arange(P), clock << 16)
 
     def blockers(self, clock: int, bound: int = 0) -> list[str]:
         """The workers that a pull of the asker, at its clock, waits for."""

@@ -81,7 +81,7 @@ class Both:
                 self.fast.pause(worker)
                 self.slow.pause(worker)
             case "push", worker, ranges, steps:
-                self.clocks.row(worker)[ranges] += (steps << 16) - 1
+                self.clocks.set(worker, ranges, self.clocks.of(worker, ranges) + (steps << 16) - 1)
             case "time", passed_s:
                 self.now += passed_s
             case "pull", worker, clock, bound, anywhere:

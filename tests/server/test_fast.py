@@ -456,7 +456,7 @@ def test_acknowledged_clocks_of_departed_workers_stay_their_own() -> None:
         executor.perform(executor.replica.adopt_roster, version, frozenset(workers))
 
     def take_part(worker: int) -> None:
-        executor.replica.clocks.row(worker)[:] = worker << 16
+        executor.replica.clocks.set(worker, np.arange(RANGES), worker << 16)
         path.sync()
 
     for worker in range(1, 41):

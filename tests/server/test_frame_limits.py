@@ -145,7 +145,7 @@ def test_a_step_has_a_maximum_of_parts(run: Run, part: int, taken: bool) -> None
         else:
             with pytest.raises(asyncio.IncompleteReadError):
                 await asyncio.wait_for(worker.task, 10)
-        row = group.servers["a"].replica.clocks.row(WORKER)
+        row = group.servers["a"].replica.clocks.read(WORKER)
         assert set(row.tolist()) == {part + 1 if taken else 0}
 
     run(test)

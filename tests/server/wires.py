@@ -306,7 +306,7 @@ class Wires:
         found: dict[str, Any] = {}
         for name, server in self.servers.items():
             replica = server.replica
-            clocks = {int(w): replica.clocks.row(int(w)).tolist() for w in replica.clocks.workers if w}
+            clocks = {int(w): replica.clocks.read(int(w)).tolist() for w in replica.clocks.workers if w}
             tables = {
                 number: [table.digest_range(r) for r in range(RANGES)] for number, table in server.store.tables.items()
             }

@@ -223,9 +223,9 @@ def forget_what_followers_know_of_clocks(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(self: Replica, slot: int, message: Any) -> None:
         worker = message.operation.worker
-        before = self.clocks.row(worker)[message.ranges]
+        before = self.clocks.of(worker, message.ranges)
         forward(self, slot, message)
-        self.clocks.row(worker)[message.ranges] = before
+        self.clocks.set(worker, message.ranges, before)
 
     patch.setattr(Replica, "_forward", mutant)
 
@@ -277,8 +277,9 @@ def drop_a_level_joiner_over_a_lost_link(patch: pytest.MonkeyPatch) -> None:
 
 def fence_nobody_and_share_clocks(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
-    row = Clocks.row
-    patch.setattr(Clocks, "row", lambda self, worker: row(self, 0))
+    of, put = Clocks.of, Clocks.set
+    patch.setattr(Clocks, "of", lambda self, worker, ranges: of(self, 0, ranges))
+    patch.setattr(Clocks, "set", lambda self, worker, ranges, progress: put(self, 0, ranges, progress))
 
 
 def answer_a_pull_before_its_worker_s_pushes_are_applied(patch: pytest.MonkeyPatch) -> None:

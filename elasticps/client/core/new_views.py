@@ -1,8 +1,10 @@
-"""Newer views: when a client looks for one, and where, and which it believes. Pure: time is an argument.
+"""Newer views: when a client looks for one, and where, and which it believes. Pure: time and chance are
+arguments.
 
 Servers tell their workers of a view that has them head or answer for other ranges, or that has another server; for
 everything else the client asks: while a server cannot be reached, somebody spoke of a newer view, or an answer takes
-suspiciously long.
+suspiciously long. It asks one server at random, at once and then ever more seldom: all workers miss the same server,
+and questions of each to all others would be most of what there is on the network.
 
 Where all prove who they are, the coordination store has the last word, which knew of every view before a server did:
 else a server that was taken over could head everything, by an epoch above all that the leader will ever write. A
@@ -19,16 +21,16 @@ from coordinator.core.view import View
 from elasticps.wire.frames import FrameError
 from replication.chain import Member
 
-ASK_EVERY_S = 0.05
+ASK_FIRST_S, ASK_MOST_S = 0.05, 2.0  # about so much lies between two questions, twice as much from one to the next
 SLOW_S = 0.1
 STORE_AFTER_S = 0.5
 STORE_MOST_S = 8.0
 
 
 class ViewWant(NamedTuple):
-    """What to do now: ask connected servers, read the coordination store."""
+    """What to do now: ask a connected server, read the coordination store."""
 
-    ask_servers: bool
+    ask_server: bool
     ask_store: bool
 
 
@@ -42,26 +44,33 @@ class ViewRefresh:
         self._oldest_since_s: list[float] = []
         self._since_s: float | None = None
         self._queried_s = 0.0
+        self._query_in_s = 0.0
+        self._doubled_s = ASK_FIRST_S
+        self._hinted = 0
         self._had = 0
         self._heard = 0
         self._store_at_s = 0.0
         self._store_in_s = STORE_AFTER_S
 
-    def turn(self, now: float, epoch: int, lost: bool, oldest: tuple[int, ...], heard: int) -> ViewWant:
+    def turn(self, now: float, epoch: int, lost: bool, oldest: tuple[int, ...], heard: int, chance: float) -> ViewWant:
         """Judges, at least every SLOW_S. `epoch`: of the view that the client has. `lost`: some server of it is not
         connected, or some range has none. `oldest`: the oldest unanswered request of each kind, 0 for none. `heard`:
-        frames received ever."""
+        frames received ever. `chance`: a random number from 0 to 1, by which clients ask at different times."""
         slow = self._slow(now, oldest)
         if not (lost or slow or self.epoch > epoch):
             self._since_s = None
             return ViewWant(False, False)
+        if self._since_s is None or epoch != self._had or self.epoch > self._hinted:
+            self._query_in_s = self._doubled_s = ASK_FIRST_S
+            self._hinted = self.epoch
         if self._since_s is None or epoch != self._had:
             self._since_s, self._had, self._heard = now, epoch, heard
             self._store_in_s = STORE_AFTER_S
             self._store_at_s = now + STORE_AFTER_S
-        ask_servers = now - self._queried_s >= ASK_EVERY_S
-        if ask_servers:
-            self._queried_s = now
+        ask_server = now - self._queried_s >= self._query_in_s
+        if ask_server:
+            self._queried_s, self._query_in_s = now, self._doubled_s * (0.5 + chance)
+            self._doubled_s = min(2 * self._doubled_s, ASK_MOST_S)
         ask_store = now >= self._store_at_s and not self.reading
         if ask_store:
             if heard != self._heard:  # somebody speaks with us, and would have told us
@@ -71,7 +80,7 @@ class ViewRefresh:
                 self._store_in_s = min(2 * self._store_in_s, STORE_MOST_S)
                 self._store_at_s = now + self._store_in_s
             self._heard = heard
-        return ViewWant(ask_servers, ask_store)
+        return ViewWant(ask_server, ask_store)
 
     def _slow(self, now: float, oldest: tuple[int, ...]) -> bool:
         """Whether some request has been the oldest of its kind for SLOW_S."""
@@ -200,14 +209,14 @@ class NewViews:
             )  # fmt: skip
         return newest
 
-    def turn(self, now_s: float, epoch: int, lost: bool, oldest: tuple[int, ...]) -> bool:
-        """Has the store read when it is time; whether servers are to be asked. Arguments as for `ViewRefresh.turn`."""
-        want = self._refresh.turn(now_s, epoch, lost, oldest, self.heard)
+    def turn(self, now_s: float, epoch: int, lost: bool, oldest: tuple[int, ...], chance: float) -> bool:
+        """Has the store read when it is time; whether a server is to be asked. Arguments as for `ViewRefresh.turn`."""
+        want = self._refresh.turn(now_s, epoch, lost, oldest, self.heard, chance)
         if want.ask_store or (self.doubted and not self._refresh.reading):
             self._refresh.reading = True
             self._hints.ask()
             self.read_store(self._came)
-        return want.ask_servers
+        return want.ask_server
 
     def _check(self, view: View) -> None:
         if view.cluster != self._cluster or view.ranges != self._ranges:

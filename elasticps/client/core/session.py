@@ -17,6 +17,7 @@ their heads are always asked.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -139,6 +140,7 @@ class PushSession:
         self._heads: dict[Member, _Head] = {}
         self._connected: set[Member] = set()
         self._frames: dict[int, Frame] = {}
+        self._head_of_ask: dict[int, Member] = {}  # by number of an Ask, whom
         self._number = 0
 
     @property
@@ -234,29 +236,31 @@ class PushSession:
         if view.epoch <= self.epoch:
             return out
         recovered = view.recovery_epoch > self.epoch
-        if recovered.any():  # these ranges have lost what they had of outstanding steps
+        begun_again = bool(recovered.any())
+        if begun_again:  # these ranges have lost what they had of outstanding steps
             for step in self._steps.values():
                 step.by_range(self._ranges)[recovered] = False
         self.epoch = view.epoch
         heads: dict[Member, _Head] = {}
-        for index in np.unique(view.heads[view.heads >= 0]).tolist():
-            member, order = view.members[index], view.headed_by(index)
+        for index, order in view.headed().items():
+            member = view.members[index]
             head = self._heads.get(member)
-            if head is not None and np.array_equal(np.sort(head.order), np.sort(order)) and not recovered[order].any():
+            if head is not None and _same(head.order, order) and not (begun_again and recovered[order].any()):
                 head.order = order
             else:
                 head = _Head(order)
             heads[member] = head
-        if any(heads.get(member) is not head for member, head in self._heads.items()):
+        changed = {member: head for member, head in self._heads.items() if heads.get(member) is not head}
+        if changed:
             for step in self._steps.values():
                 step.by_range(self._ranges)
-        before, self._heads = self._heads, heads
+        self._heads = heads
         self.headless = int(np.count_nonzero(view.heads < 0))
-        for member, head in before.items():
-            if heads.get(member) is not head:
-                self._forget(member)
+        self._forget(changed.keys())
+        for head in changed.values():
+            self._head_of_ask.pop(head.ask, None)
         contents = (part for step in self._steps.values() for part in step.parts)
-        again = not recovered.any() and sum(part.nbytes for part in contents) < RESEND_BYTES
+        again = not begun_again and sum(part.nbytes for part in contents) < RESEND_BYTES
         for member, head in heads.items():
             if again and not head.ready and member in self._connected:
                 self._send_again(member, head, out)
@@ -276,7 +280,7 @@ class PushSession:
     def disconnected(self, member: Member) -> list[Effect]:
         """It is gone; what was in flight on it may have arrived or not."""
         self._connected.discard(member)
-        self._forget(member)
+        self._forget({member})
         head = self._heads.get(member)
         if head is not None:
             head.ready = False
@@ -292,15 +296,18 @@ class PushSession:
             step.whole.clear()
         self._connected.clear()
         self._frames.clear()
+        self._head_of_ask.clear()
         self._heads = {}
         self.epoch = 0
         return self.adopt(view)
 
-    def _forget(self, member: Member) -> None:
-        self._frames = {n: frame for n, frame in self._frames.items() if frame.head != member}
+    def _forget(self, members: Collection[Member]) -> None:
+        """Forgets what is in flight to these heads."""
+        if members:
+            self._frames = {n: frame for n, frame in self._frames.items() if frame.head not in members}
 
     def _restart(self, member: Member, head: _Head, out: list[Effect]) -> None:
-        self._forget(member)
+        self._forget({member})
         head.ready = False
         self._begin(member, head, out)
 
@@ -312,7 +319,9 @@ class PushSession:
             head.ready = True
             return
         self._number += 1
+        self._head_of_ask.pop(head.ask, None)
         head.ask = self._number
+        self._head_of_ask[head.ask] = member
         out.append(Ask(member, head.ask, self.epoch))
 
     def _send_again(self, member: Member, head: _Head, out: list[Effect]) -> None:
@@ -354,8 +363,9 @@ class PushSession:
     ) -> list[Effect]:
         """A head answered an Ask: it gets everything outstanding that it lacks, oldest first."""
         out: list[Effect] = []
-        member = next((m for m, h in self._heads.items() if h.ask == ask and not h.ready), None)
-        if member is None:
+        member = self._head_of_ask.pop(ask, None)
+        head = None if member is None else self._heads.get(member)
+        if member is None or head is None or head.ask != ask or head.ready:
             return out
         if status != Status.COMMITTED:
             self._refused(member, epoch, out)
@@ -375,7 +385,6 @@ class PushSession:
                 if lacks.shape[0]:
                     whole = lacks.shape[0] == ranges.shape[0]
                     self._send(member, clock, part, part, None if whole else lacks, step.parts[part], out)
-        head = self._heads[member]
         head.ready, head.part = True, self.parts
         return out
 
@@ -385,8 +394,9 @@ class PushSession:
         if head is None:
             return
         if epoch > self.epoch:
-            self._forget(member)
+            self._forget({member})
             head.ready = False
+            self._head_of_ask.pop(head.ask, None)
             head.ask = 0
             out.append(NeedView(epoch))
         else:
@@ -422,6 +432,13 @@ class PushSession:
         del self._steps[clock]
         out.append(Committed(clock))
         self.committed = next(iter(self._steps)) - 1 if self._steps else self.clock
+
+
+def _same(ranges: Ranges, others: Ranges) -> bool:
+    """Whether these are the same ranges, in any order."""
+    if len(ranges) != len(others):
+        return False
+    return bool((ranges == others).all()) or bool((np.sort(ranges) == np.sort(others)).all())
 
 
 def resume(applied: Progress, committed: Progress, base: int = 0) -> tuple[int, int]:

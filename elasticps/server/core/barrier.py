@@ -7,7 +7,8 @@ workers ask again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,7 @@ from elasticps.server.core.group_log import GroupLog, NoTicket
 from elasticps.server.core.reads import DEFAULT_WAIT_S
 from elasticps.server.core.requests import Asker, Body, RequestError, RequestTicket, waited_too_long
 from elasticps.server.core.sweeps import SweptInterval
-from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame, whole, wholes
+from elasticps.wire.frames import HEADER_BYTES, FrameError, Header, Kind, json_body, json_frame, whole, wholes
 from elasticps.wire.headers import BarrierArriveHeader, BarrierJoinHeader, OkHeader
 from replication.chain import Ranges
 from replication.effects import Push, Reply, Status
@@ -36,11 +37,47 @@ class _Waiting:
     deadline_s: float
 
 
-class _SharedTicket(NoTicket):
-    """The ticket of an operation that several requests wait for. `headed`: the ranges that it was logged for."""
+class _Arrivals(dict[int, _Waiting]):
+    """Arrived workers of an application, and how far they have been counted.
 
-    def __init__(self, headed: Ranges, tickets: list[RequestTicket]) -> None:
+    Of many workers all but the last arrive in vain, so none of them may cost a look at all. The members are gone
+    through once in a round, each time up to one that is missing: as long as that one is, the round is not complete.
+    When none is left a look at all of them decides.
+    """
+
+    def __init__(self) -> None:
+        self._left: Iterator[int] = iter(())  # members that have not been counted since they were listed
+        self._missing = 0  # the one that was missing last
+
+    def lacks_some(self, clock: int, state: BarrierGroup, present: Mapping[int, object]) -> bool:
+        """Whether a member that is still there has not arrived for round `clock`. False: look at all of them."""
+
+        def missing(worker: int) -> bool:
+            if state.members.get(worker, clock) >= clock or worker not in present:
+                return False
+            one = self.get(worker)
+            return one is None or one.clock != clock
+
+        if missing(self._missing):
+            return True
+        for worker in self._left:
+            if missing(worker):
+                self._missing = worker
+                return True
+        return False
+
+    def count_again(self, members: Iterable[int]) -> None:
+        """Goes through the members from the first one again."""
+        self._left, self._missing = iter(list(members)), 0
+
+
+class _SharedTicket(NoTicket):
+    """The ticket of an operation that several requests wait for. `headed`: the ranges that it was logged for; `body`:
+    of the first of these requests."""
+
+    def __init__(self, headed: Ranges, tickets: list[RequestTicket], body: bytes = b"") -> None:
         self.headed = headed
+        self.body = body
         self.tickets = tickets
         self.done = False  # committed, in all of them
 
@@ -59,9 +96,10 @@ class BarrierCoordinator:
         self._group = log
         self._serving, self._rounds = log.serving, log.rounds
         self._clock = clock
-        self._waiting: dict[str, dict[int, _Waiting]] = {}  # app -> worker
+        self._waiting: dict[str, _Arrivals] = {}  # by application
         self._joining: dict[str, list[RequestTicket]] = {}  # app -> those that wait for room in the log
         self._closing: dict[str, tuple[int, _SharedTicket]] = {}  # app -> the newest round closed here
+        self._answer: tuple[int, tuple[int, ...], bytes] = 0, (), b""  # the newest decision, and its frame's body
         self.take_sweeps: Callable[[str], tuple[SweptInterval, ...]] = lambda app: ()  # that wait for a round to close
         self.handlers: dict[int, Callable[[Asker, Header, Body], None]] = {
             Kind.BARRIER_JOIN: self._join,
@@ -118,7 +156,7 @@ class BarrierCoordinator:
             )
         ticket = self._decided(connection, header, app)
         deadline_s = self._clock() + (arrival.wait_ms / 1e3 or DEFAULT_WAIT_S)
-        self._waiting.setdefault(app, {})[worker] = _Waiting(arrival.clock, ticket, deadline_s)
+        self._waiting.setdefault(app, _Arrivals())[worker] = _Waiting(arrival.clock, ticket, deadline_s)
         self._decide(app)
 
     def _decided(self, connection: Asker, header: Header, app: str) -> RequestTicket:
@@ -129,14 +167,19 @@ class BarrierCoordinator:
         return self._group.ticket(connection, header.kind, header.request, answer)
 
     def _decision(self, request: int, clock: int, workers: tuple[int, ...]) -> bytes:
-        document = {"round": clock, "workers": list(workers)}
-        return json_frame(Kind.BARRIER_DECISION, document, request=request, epoch=self._serving.epoch)
+        """A BARRIER_DECISION. Its body is the same for all workers of a round, and made once."""
+        if self._answer[0] != clock or self._answer[1] is not workers:
+            document = {"round": clock, "workers": list(workers)}
+            self._answer = clock, workers, json_frame(Kind.BARRIER_DECISION, document)[HEADER_BYTES:]
+        body = self._answer[2]
+        return Header(Kind.BARRIER_DECISION, 0, len(body), request, self._serving.epoch).pack() + body
 
     def _repeat(self, app: str, clock: int, worker: int, ticket: RequestTicket) -> None:
         """Answers with a decision that may not be committed yet, once an operation logged after it is. By then the next
         round may be decided, so the answer is fixed here."""
         state = self._rounds.groups.get(app, BarrierGroup())
-        if clock < state.decided or worker not in state.workers:
+        at = bisect_left(state.workers, worker)  # they are sorted
+        if clock < state.decided or state.workers[at : at + 1] != (worker,):
             self._group.refuse(ticket, _left_out(clock, app))
             return
         workers, request = state.workers, ticket.request
@@ -148,17 +191,20 @@ class BarrierCoordinator:
 
     def _decide(self, app: str) -> None:
         """Decides the next round's workers, if all members that are still there have arrived."""
-        waiting, state = self._waiting.get(app, {}), self._rounds.groups.get(app)
+        waiting, state = self._waiting.get(app), self._rounds.groups.get(app)
         if state is None or not waiting or not self._group.knows_the_lost(app):
+            return
+        clock, present = state.decided + 1, self._serving.workers
+        if waiting.lacks_some(clock, state, present):
             return
         if app in self._joining:  # what we decide now would be logged behind members that we do not see yet
             still = [ticket for ticket in self._joining.pop(app) if self._group.replica.waits(ticket)]
             if still:
                 self._joining[app] = still
                 return
-        clock = state.decided + 1
-        required = {w for w, above in state.members.items() if above < clock and w in self._serving.workers}
+        required = {w for w, above in state.members.items() if above < clock and w in present}
         if not required or not all(worker in waiting and waiting[worker].clock == clock for worker in required):
+            waiting.count_again(required)
             return
         tickets = [waiting.pop(worker).ticket for worker in sorted(required)]
         group = np.array([group_range(app, self._serving.ranges)], np.int64)
@@ -190,41 +236,49 @@ class BarrierCoordinator:
     def _end_waits(self, app: str) -> None:
         """On timeout, tells each worker whom it waited for."""
         state, waiting = self._rounds.groups.get(app, BarrierGroup()), self._waiting[app]
+        now = self._clock()
+        ended = [worker for worker, one in waiting.items() if now >= one.deadline_s]
+        if not ended:
+            return
         late = [w for w in state.members if w in self._serving.workers and w not in waiting]
         names = sorted(self._serving.workers[w].name for w in late)
-        now = self._clock()
-        for worker, one in list(waiting.items()):
-            if now >= one.deadline_s:
-                del waiting[worker]
-                text = f"round {one.clock} of {app!r} waited too long for worker {', '.join(names)}"
-                self._group.refuse(one.ticket, waited_too_long(text, names))
+        for worker in ended:
+            one = waiting.pop(worker)
+            text = f"round {one.clock} of {app!r} waited too long for worker {', '.join(names)}"
+            self._group.refuse(one.ticket, waited_too_long(text, names))
 
     # --- all ranges ---------------------------------------------------------------------------------------------------
 
     def _close(self, connection: Asker, header: Header, body: Body) -> None:
         if self._group.held.wait_for_view(connection, header, body):
             return
+        newest, shared = self._closing.get(connection.app, (0, None))
+        headed = self._serving.headed
+        ticket = RequestTicket(connection, header.kind, header.request)
+        if shared is not None and (shared.headed is not headed or header.epoch != self._serving.epoch):
+            shared = None
+        if shared is not None and shared.body == body.tobytes() and self._joins(shared, ticket):
+            return  # all workers of a round say the same of it, and a list of them takes time to read
         document = json_body(body.data)
         clock, workers = whole(document.get("round"), MAX_CLOCK - 1, 1), wholes(document.get("workers"), MAX_WORKER, 1)
         if len(workers) > WORKERS_MAX or len(set(workers)) != len(workers):
             raise FrameError(f"a close names at most {WORKERS_MAX} workers, each of them once")
-        step = RoundStep(connection.app, clock, workers)
-        ticket = RequestTicket(connection, header.kind, header.request)
-        newest, shared = self._closing.get(step.app, (0, None))
-        headed = self._serving.headed
-        if shared is not None and newest == clock and shared.headed is headed and header.epoch == self._serving.epoch:
-            if shared.done:
-                connection.send(OkHeader(header.request, self._serving.epoch).header().pack())
-                return
-            if shared.tickets:
-                shared.tickets.append(ticket)
-                return
-        step = step._replace(sweeps=self.take_sweeps(step.app))
-        shared = _SharedTicket(headed, [ticket])
+        if shared is not None and newest == clock and self._joins(shared, ticket):
+            return
+        step = RoundStep(connection.app, clock, workers, self.take_sweeps(connection.app))
+        shared = _SharedTicket(headed, [ticket], body.tobytes())
         self._closing[step.app] = clock, shared
         nbytes = 64 + sum(sweep.nbytes for sweep in step.sweeps)
         push = Push(shared, -1, header.epoch, 0, 0, True, None, step, nbytes, kind=OperationKind.BARRIER_CLOSE)
         self._group.perform(self._group.replica.push, push)
+
+    def _joins(self, shared: _SharedTicket, ticket: RequestTicket) -> bool:
+        """Has a request answered as another one of the same kind; False if that cannot be any more."""
+        if shared.done:
+            ticket.connection.send(OkHeader(ticket.request, self._serving.epoch).header().pack())
+        elif shared.tickets:
+            shared.tickets.append(ticket)
+        return shared.done or bool(shared.tickets)
 
 
 def _left_out(clock: int, app: str) -> RequestError:

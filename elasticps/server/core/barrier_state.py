@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,7 +26,7 @@ from elasticps.store.intervals import HASH_END
 from elasticps.wire.frames import Block
 from replication.chain import Ranges
 
-MAX_REMEMBERED = 4096  # workers whose last round is known
+MAX_REMEMBERED = 1 << 16  # workers whose last round is known
 MOST_OPEN = 2  # rounds that a worker has shares in at once: it begins one when it has closed the one before everywhere
 
 
@@ -167,10 +168,12 @@ class Rounds:
         if clock != group.decided + 1:
             return
         group.decided, group.workers = clock, tuple(sorted(workers))
+        chosen = set(group.workers)
         group.last.update(dict.fromkeys(group.workers, clock))
-        while len(group.last) > MAX_REMEMBERED:
-            del group.last[min(group.last, key=lambda worker: (group.last[worker], worker))]  # away for the longest
-        group.members = {w: above for w, above in group.members.items() if w in group.workers or above >= clock}
+        last = group.last
+        for worker in nsmallest(len(last) - MAX_REMEMBERED, last, key=lambda worker: (last[worker], worker)):
+            del last[worker]  # away for the longest
+        group.members = {w: above for w, above in group.members.items() if w in chosen or above >= clock}
 
     def close(
         self, app: str, clock: int, workers: Iterable[int], ranges: Ranges, tables: Mapping[int, Selecting]
@@ -180,7 +183,7 @@ class Rounds:
         closing = np.zeros(self._ranges, np.bool_)
         closing[ranges] = closed[ranges] < clock
         closed[ranges] = np.maximum(closed[ranges], clock)
-        chosen = sorted(workers)
+        chosen = set(workers)
         shares = [s for s in self._retained.get((app, clock), ()) if s.worker in chosen]
         shares.sort(key=lambda share: share.worker)  # stable: a worker's parts stay in order
         average = _average([_decoded(_within(s, closing, tables), tables) for s in shares], len(chosen))

@@ -41,9 +41,8 @@ class Reached:
         """The clock as of now."""
         if not self._clocks.known(self.worker) or not self._ranges.shape[0]:
             return self.clock
-        row = self._clocks.read(self.worker)
-        if self._last < 0 or row[self._last] >> PART_BITS > self.clock:
-            progress = row[self._ranges]
+        if self._last < 0 or self._clocks.at(self.worker, self._last) >> PART_BITS > self.clock:
+            progress = self._clocks.of(self.worker, self._ranges)
             at = int(progress.argmin())
             self._last = int(self._ranges[at])
             self.clock = max(self.clock, int(progress[at]) >> PART_BITS)
@@ -206,7 +205,7 @@ class BoundedDelay:
 
     def _got_past(self, worker: int, base: int) -> bool:
         """Whether some range has applied a step of a worker after `base`."""
-        return self._clocks.known(worker) and bool((self._clocks.read(worker)[self.held] >> PART_BITS > base).any())
+        return self._clocks.known(worker) and bool((self._clocks.of(worker, self.held) >> PART_BITS > base).any())
 
     def minimum(self, app: str) -> int:
         """The lowest clock of an application's active workers, 0 if there is none. A worker that joins below what the
@@ -238,7 +237,7 @@ class BoundedDelay:
         return cohort
 
     def _started(self, worker: int, ranges: Ranges) -> bool:
-        return self._clocks.known(worker) and bool(self._clocks.read(worker)[ranges].any())
+        return self._clocks.known(worker) and bool(self._clocks.of(worker, ranges).any())
 
     # --- whom a pull waits for --------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from coordinator.core.view import Roster, View, WorkerInfo
@@ -10,6 +12,13 @@ from replication.core import NO_RANGES
 from replication.replica import Replica
 
 _NEVER = 1 << 62
+
+
+class RosterChange(NamedTuple):
+    """The workers that a newer roster lists and the one before did not, and the reverse."""
+
+    came: list[WorkerInfo]
+    left: list[WorkerInfo]
 
 
 class Serving:
@@ -78,8 +87,13 @@ class Serving:
         gained = any(len(np.setdiff1d(now, before)) for now, before in zip(self._had, had, strict=True))
         return gained or not self._met <= met
 
-    def follow(self, roster: Roster) -> None:
-        """Takes a newer roster."""
+    def follow(self, roster: Roster) -> RosterChange:
+        """Takes a newer roster; how it differs from the one before."""
+        before = self.workers
         self.roster_version = roster.version
         self.workers = {worker.id: worker for worker in roster.workers}
         self.newest = {(worker.app, worker.name): worker.id for worker in roster.workers}
+        return RosterChange(
+            [worker for worker in roster.workers if worker.id not in before],
+            [worker for id_, worker in before.items() if id_ not in self.workers],
+        )

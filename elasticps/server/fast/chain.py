@@ -70,6 +70,7 @@ from elasticps.server.fast.layout import (
     H_SEQ,
     H_SLOTS,
     H_STARTS,
+    H_STRIDE,
     H_UP,
     H_WAITED,
     H_WAITED_COUNT,
@@ -146,7 +147,7 @@ def new_frame(h, connection, serial, request, ranges, m, nbytes, chunk, offset, 
     store64(at + 8 * F_BEFORE, before)
     store64(at + 8 * F_COUNT, m)
     store64(at + 8 * F_CAME, h[H_NOW] if h[H_PUSHES] & (h[H_SAMPLE] - 1) == 0 else 0)
-    named = h[H_FRAME_RANGES] + 4 * h[H_RANGES] * f
+    named = h[H_FRAME_RANGES] + 4 * h[H_STRIDE] * f
     for p in range(m):
         store32(named + 4 * p, ranges[p])
     refs = h[H_REFS] + 8 * chunk
@@ -191,7 +192,7 @@ def log_entry(h, slot, f, ranges, m):
     down, flags, seq = words(h[H_DOWN], h[H_RANGES]), words(h[H_FLAGS], h[H_RANGES]), words(h[H_SEQ], h[H_RANGES])
     h[H_FREE_ENTRY_COUNT] -= 1
     e = load64(h[H_FREE_ENTRIES] + 8 * h[H_FREE_ENTRY_COUNT])
-    named, seqs = h[H_ENTRY_RANGES] + 4 * h[H_RANGES] * e, h[H_ENTRY_SEQS] + 8 * h[H_RANGES] * e
+    named, seqs = h[H_ENTRY_RANGES] + 4 * h[H_STRIDE] * e, h[H_ENTRY_SEQS] + 8 * h[H_STRIDE] * e
     k = 0
     for p in range(m):
         r = ranges[p]
@@ -230,7 +231,7 @@ def release(h, slot):
         if e < 0:
             return
         at = h[H_ENTRIES] + 8 * ENTRY * e
-        named, seqs = h[H_ENTRY_RANGES] + 4 * h[H_RANGES] * e, h[H_ENTRY_SEQS] + 8 * h[H_RANGES] * e
+        named, seqs = h[H_ENTRY_RANGES] + 4 * h[H_STRIDE] * e, h[H_ENTRY_SEQS] + 8 * h[H_STRIDE] * e
         for p in range(load64(at + 8 * E_COUNT)):
             if acked[load32(named + 4 * p)] < load64(seqs + 8 * p):
                 return

@@ -57,21 +57,26 @@ GROW_ARENA, GROW_ROWS, GROW_SEGMENTS = 0, 1, 2
     H_FLAGS,  # T_… of a range
     H_BOUNDS,  # of a range that is being filled here: the place (hash >> 2) below which its keys are there
     H_PEERS,  # int64 [slots, PEER], the neighbours in chains: see P_…
-    H_CLOCKS,  # int64 [workers, P]
+    H_CLOCKS,  # int64 [workers, columns]: progress, in column 0 always 0
+    H_COLUMNS,  # int64 [P]: the column of a range in which somebody has made progress, 0 of others
+    H_COLUMN_COUNT,
     H_WORKERS,  # int64 [workers]: whose row it is, 0 for nobody's
     H_WORKER_COUNT,
+    H_ROW_HINTS,  # int64 [H_ROW_MASK + 1], by the last bits of a worker's id: where its row was found last
+    H_ROW_MASK,
     H_ACKNOWLEDGED,  # int64 [workers]: the clock up to which a worker knows its steps to be committed
     H_REFUSED,  # int64 [workers]: the newest step of a worker of which rows were refused, 0 for none
     H_TABLES,  # int64 [n, TABLE]: see TABLE_…
     H_TABLE_COUNT,
     H_CONNECTIONS,
     H_FRAMES,
-    H_FRAME_RANGES,  # int32 [frames, P]
+    H_FRAME_RANGES,  # int32 [frames, H_STRIDE]
     H_FREE_FRAMES,
     H_FREE_FRAME_COUNT,
     H_ENTRIES,
-    H_ENTRY_RANGES,  # int32 [entries, P]
-    H_ENTRY_SEQS,  # int64 [entries, P]
+    H_ENTRY_RANGES,  # int32 [entries, H_STRIDE]
+    H_ENTRY_SEQS,  # int64 [entries, H_STRIDE]
+    H_STRIDE,  # the most ranges of a frame or entry: a power of two, no less than this server has a copy of, or P
     H_FREE_ENTRIES,
     H_FREE_ENTRY_COUNT,
     H_REFS,  # int64 [chunks]: frames of recent entries whose bytes lie in a chunk
@@ -130,7 +135,7 @@ GROW_ARENA, GROW_ROWS, GROW_SEGMENTS = 0, 1, 2
     H_AT,  # the connection for which Python has to do something
     H_DECODED,  # float32 [DECODED]: some rows as they are before a table's filters, or after
     H_FIELDS,
-) = range(94)
+) = range(99)
 
 ORDER = 4
 PEER, P_CONNECTION, P_FIRST, P_LAST, P_PYTHON = 4, 0, 1, 2, 3  # P_PYTHON: entries that Python holds for this peer

@@ -42,6 +42,8 @@ from elasticps.server.fast.layout import (
     H_CAREFUL,
     H_CHANGED,
     H_CLOCKS,
+    H_COLUMN_COUNT,
+    H_COLUMNS,
     H_CONNECTIONS,
     H_DOWN,
     H_EPOCH,
@@ -68,6 +70,8 @@ from elasticps.server.fast.layout import (
     H_RECENT_BYTES,
     H_REFUSED,
     H_ROOM,
+    H_ROW_HINTS,
+    H_ROW_MASK,
     H_ROWS_APPLIED,
     H_ROWS_PUSHED,
     H_SCRATCH,
@@ -76,6 +80,7 @@ from elasticps.server.fast.layout import (
     H_SEQ,
     H_SINCE,
     H_SIZE,
+    H_STRIDE,
     H_UP,
     H_WORKER_COUNT,
     H_WORKERS,
@@ -106,10 +111,21 @@ NO_BOUND = 1 << 62  # bytes of new rows: a follower makes what its head has deci
 def worker_row(h, worker):
     """The row of the clocks that belongs to a worker, -1 if there is none."""
     workers = words(h[H_WORKERS], h[H_WORKER_COUNT])
+    hint = h[H_ROW_HINTS] + 8 * (worker & h[H_ROW_MASK])
+    found = load64(hint)
+    if found < h[H_WORKER_COUNT] and workers[found] == worker:
+        return found
     for i in range(h[H_WORKER_COUNT]):
         if workers[i] == worker:
+            store64(hint, i)
             return i
     return -1
+
+
+@kernel
+def progress_row(h, row_at):
+    """A worker's row of the clocks, by columns."""
+    return words(h[H_CLOCKS] + 8 * h[H_COLUMN_COUNT] * row_at, h[H_COLUMN_COUNT])
 
 
 @kernel
@@ -131,8 +147,8 @@ def room(h, nbytes, segments):
 @kernel
 def room_for_operation(h, m, blocks, slots, body):
     """As `room`, for an operation on m ranges with `slots` successors. Reads the number of runs from H_INFO; SLOW if
-    there are too few free records of frames or entries."""
-    if h[H_FREE_FRAME_COUNT] < 1 or h[H_FREE_ENTRY_COUNT] < slots + 1:
+    there are too few free records of frames or entries, or they are too small."""
+    if h[H_FREE_FRAME_COUNT] < 1 or h[H_FREE_ENTRY_COUNT] < slots + 1 or m > h[H_STRIDE]:
         return SLOW
     runs = h[H_INFO]
     values = 0
@@ -211,13 +227,14 @@ def push(h, c, at):
     row_at = worker_row(h, worker)
     if row_at < 0:
         return SLOW
-    row = words(h[H_CLOCKS] + 8 * h[H_RANGES] * row_at, h[H_RANGES])
+    row, columns = progress_row(h, row_at), words(h[H_COLUMNS], h[H_RANGES])
     if first and clock <= load64(h[H_REFUSED] + 8 * row_at):
         return SLOW  # the answer to the last part names what was refused of all
     expected = ((clock - 1) << PART_BITS) | first
     for p in range(m):
-        if row[ranges[p]] != expected:
-            return SLOW
+        column = columns[ranges[p]]
+        if column == 0 or row[column] != expected:
+            return SLOW  # without a column it is the first progress in the range: Python makes one
     if not place_blocks(h, blocks, positions, low, m, h[H_RANGES]):
         return SLOW
     if not finite(h, blocks):
@@ -235,7 +252,7 @@ def push(h, c, at):
     # Up to here nothing changed that others can see; from here on nothing can fail.
     seq = words(h[H_SEQ], h[H_RANGES])
     for p in range(m):
-        row[ranges[p]] = after
+        row[columns[ranges[p]]] = after
         seq[ranges[p]] += 1
     if lag and clock - lag > conn[C_BASE]:
         store64(h[H_ACKNOWLEDGED] + 8 * row_at, clock - lag)
@@ -273,7 +290,7 @@ def forward(h, c, at):
     row_at = worker_row(h, worker)
     if row_at < 0:
         return SLOW
-    row = words(h[H_CLOCKS] + 8 * h[H_RANGES] * row_at, h[H_RANGES])
+    row, columns = progress_row(h, row_at), words(h[H_COLUMNS], h[H_RANGES])
     named, numbers = at + HEADER, at + HEADER + names
     ranges, positions = words(h[H_SCRATCH], m), words(h[H_POSITIONS], h[H_RANGES])
     up, seq, since = words(h[H_UP], h[H_RANGES]), words(h[H_SEQ], h[H_RANGES]), words(h[H_SINCE], h[H_RANGES])
@@ -283,9 +300,10 @@ def forward(h, c, at):
         r = load32(named + 4 * count)
         if r >= h[H_RANGES] or positions[r] >= 0 or up[r] != conn[C_PEER] or since[r] > epoch:
             break
-        if load64(numbers + 8 * count) != seq[r] + 1 or (count and row[r] != before):
+        column = columns[r]
+        if column == 0 or load64(numbers + 8 * count) != seq[r] + 1 or (count and row[column] != before):
             break
-        before = row[r]
+        before = row[column]
         ranges[count] = r
         positions[r] = count
         count += 1
@@ -303,7 +321,7 @@ def forward(h, c, at):
     inside = h[H_INSIDE]
     slots = successors(h, ranges, m)
     for p in range(m):
-        row[ranges[p]] = after
+        row[columns[ranges[p]]] = after
         seq[ranges[p]] += 1
     chunk, offset = conn[C_CHUNK], at - conn[C_ADDRESS]
     f = new_frame(h, -1, 0, 0, ranges, m, body, chunk, offset, worker, after, before)

@@ -7,6 +7,7 @@ store, the roster and the connections.
 from __future__ import annotations
 
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Protocol
 
 import numpy as np
@@ -79,6 +80,8 @@ class FastPath:
         """Memory that is received into and sent from."""
         self._slots: list[PathConnection | None] = []
         """The connections by slot; None for a free one."""
+        self._free: list[int] = []
+        """A heap of the free slots."""
         self._lists: dict[int, NDArray[np.int64]] = {}
         """By slot, the key lists that a worker has had kept."""
         self._changed = 0
@@ -149,7 +152,9 @@ class FastPath:
     def sync(self) -> None:
         """After every event of the replica: what the compiled code reads is as the replica has it."""
         f, replica = self._fields, self.replica
-        self._mirror.follow(replica)
+        if self._mirror.follow(replica) and not self.recent.fits(held := int(np.count_nonzero(replica.role))):
+            self.log.take_over()
+            self.recent.fit(held)
         if self.store.changed:
             self.tables.follow(self.store)
         f[at.H_CAREFUL] = replica.careful
@@ -218,7 +223,7 @@ class FastPath:
 
     def open(self, connection: PathConnection, limit: int) -> int:
         """A slot for a connection, and memory that it receives into."""
-        slot = next((i for i, c in enumerate(self._slots) if c is None), len(self._slots))
+        slot = heappop(self._free) if self._free else len(self._slots)
         if slot == len(self._slots):
             self._slots.append(None)
             if slot == len(self.connections):
@@ -272,6 +277,7 @@ class FastPath:
         self._lists.pop(slot, None)
         self.chunks.give_up(int(row[at.C_CHUNK]))
         self._slots[slot] = None
+        heappush(self._free, slot)
 
     def _attach(self, slot: int, chunk: int) -> None:
         row, array = self.connections[slot], self.chunks.arrays[chunk]

@@ -30,7 +30,7 @@ from elasticps.server.fast.layout import (
     H_ARENA,
     H_BLOCKS,
     H_CHUNK,
-    H_CLOCKS,
+    H_COLUMNS,
     H_CONNECTIONS,
     H_DECODED,
     H_EPOCH,
@@ -58,7 +58,7 @@ from elasticps.server.fast.layout import (
     TABLE_PULL_WORDS,
 )
 from elasticps.server.fast.memory import load16, load32, load64, store32, store64, words
-from elasticps.server.fast.operations import room, worker_row
+from elasticps.server.fast.operations import progress_row, room, worker_row
 from elasticps.store.codec import encode_rows
 from elasticps.store.index import gather_to
 from elasticps.store.native import H_DIM, H_SALT, H_SHIFT, HEADER_SIZE, kernel
@@ -74,10 +74,10 @@ def reached(h, worker, base, address, count):
     row_at = worker_row(h, worker)
     if row_at < 0 or count == 0:
         return base
-    row, ranges = words(h[H_CLOCKS] + 8 * h[H_RANGES] * row_at, h[H_RANGES]), words(address, count)
-    least = row[ranges[0]]
+    row, columns, ranges = progress_row(h, row_at), words(h[H_COLUMNS], h[H_RANGES]), words(address, count)
+    least = row[columns[ranges[0]]]
     for i in range(1, count):
-        least = min(least, row[ranges[i]])
+        least = min(least, row[columns[ranges[i]]])
     return max(base, least >> PART_BITS)
 
 

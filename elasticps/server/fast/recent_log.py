@@ -24,8 +24,9 @@ from replication.log import Entry, Frame, Log
 from replication.messages import Operation, OperationKind, Seqs
 from replication.progress import Progress
 
-MOST_ENTRIES = 8192
+MOST_ENTRIES, LEAST_ENTRIES = 8192, 64
 ENTRY_WORDS = 1 << 21  # entries times ranges
+LEAST_STRIDE = 16
 
 
 class RecentEntries:
@@ -36,13 +37,32 @@ class RecentEntries:
         self._chunks = chunks
         self._slots = slots
         self._ranges = ranges
-        entries = max(64, min(MOST_ENTRIES, ENTRY_WORDS // ranges))
+        self._make(min(LEAST_STRIDE, ranges))
+
+    def fits(self, held: int) -> bool:
+        """Whether there is room for frames of as many ranges as this server has a copy of, and not too much."""
+        return self._stride(held) == self._shared.fields[at.H_STRIDE]
+
+    def fit(self, held: int) -> None:
+        """Makes that room; only while there are no entries."""
+        self._make(self._stride(held))
+
+    def _stride(self, held: int) -> int:
+        stride = LEAST_STRIDE
+        while stride < held:
+            stride *= 2
+        return min(stride, self._ranges)
+
+    def _make(self, stride: int) -> None:
+        shared = self._shared
+        entries = max(LEAST_ENTRIES, min(MOST_ENTRIES, ENTRY_WORDS // stride))
+        shared.fields[at.H_STRIDE] = stride
         self._frames = shared.make(at.H_FRAMES, (entries, at.FRAME))
-        self._frame_ranges = shared.make(at.H_FRAME_RANGES, (entries, ranges), np.int32)
+        self._frame_ranges = shared.make(at.H_FRAME_RANGES, (entries, stride), np.int32)
         self._free_frames = shared.make(at.H_FREE_FRAMES, entries)
         self._entries = shared.make(at.H_ENTRIES, (entries, at.ENTRY))
-        self._entry_ranges = shared.make(at.H_ENTRY_RANGES, (entries, ranges), np.int32)
-        self._entry_seqs = shared.make(at.H_ENTRY_SEQS, (entries, ranges))
+        self._entry_ranges = shared.make(at.H_ENTRY_RANGES, (entries, stride), np.int32)
+        self._entry_seqs = shared.make(at.H_ENTRY_SEQS, (entries, stride))
         self._free_entries = shared.make(at.H_FREE_ENTRIES, entries)
         first_ones_first = np.arange(entries)[::-1]  # then less memory is touched
         self._free_frames[:] = self._free_entries[:] = first_ones_first
@@ -166,31 +186,32 @@ class RecentLog(Log):
     def __len__(self) -> int:
         return super().__len__() + (0 if self.recent is None else self.recent.count)
 
-    def _take_over(self) -> None:
+    def take_over(self) -> None:
+        """Has Python hold all entries."""
         if self.recent is not None and self.recent.count:
             for successor, frame, ranges, seqs, before in self.recent.take():
                 super().add(successor, frame, ranges, seqs, before)
 
     def add(self, successor: int, frame: Frame, ranges: Ranges, seqs: Seqs, before: int | Progress) -> None:
-        self._take_over()
+        self.take_over()
         super().add(successor, frame, ranges, seqs, before)
 
     def release(self, successor: int, acked: Seqs) -> list[Frame]:
         done = super().release(successor, acked)
         recent = self.recent
         if recent is not None and recent.count and not self._queues.get(successor) and not recent.release(successor):
-            self._take_over()
+            self.take_over()
             done += super().release(successor, acked)
         return done
 
     def waiting_for(self, successor: int) -> Iterator[Entry]:
-        self._take_over()
+        self.take_over()
         return super().waiting_for(successor)
 
     def entries(self) -> list[Entry]:
-        self._take_over()
+        self.take_over()
         return super().entries()
 
     def rebuild(self, split: Callable[[Entry], list[tuple[int, Entry]]]) -> list[Frame]:
-        self._take_over()
+        self.take_over()
         return super().rebuild(split)

@@ -50,6 +50,7 @@ class SharedArrays:
 
 FIRST_TABLES = 64
 FIRST_PEERS = 64
+HINTS_PER_ROW = 4
 
 
 class CompiledTables:
@@ -167,14 +168,16 @@ class ReplicaMirror:
         self._peers[:, at.P_PYTHON] = 0
         self.acknowledged = AcknowledgedClocks(shared)
 
-    def follow(self, replica: Replica) -> None:
-        """Mirrors what has changed."""
-        if replica.version != self._version or replica.epoch != self._shared.fields[at.H_EPOCH]:
+    def follow(self, replica: Replica) -> bool:
+        """Mirrors what has changed. Whether this server may have other ranges than before."""
+        changed = replica.version != self._version or replica.epoch != self._shared.fields[at.H_EPOCH]
+        if changed:
             self._follow_view(replica)
         if replica.clocks.generation != self._generation:
             self._follow_clocks(replica)
         if replica.refusals.version != self._refusals:
             self._follow_refusals(replica)
+        return changed
 
     def note_python_entries(self, counts: Mapping[int, int]) -> None:
         """By peer, how many entries of the log Python holds for it."""
@@ -225,12 +228,21 @@ class ReplicaMirror:
         clocks = replica.clocks
         self._generation = clocks.generation
         self._shared.share(at.H_CLOCKS, clocks.matrix)
+        self._shared.share(at.H_COLUMNS, clocks.columns)
+        self._shared.fields[at.H_COLUMN_COUNT] = clocks.matrix.shape[1]
         self._shared.share(at.H_WORKERS, clocks.workers)
         self._shared.fields[at.H_WORKER_COUNT] = clocks.used
+        hints = HINTS_PER_ROW * len(clocks.workers)  # a power of two, as the rows are
+        if self._shared.fields[at.H_ROW_MASK] != hints - 1:
+            self._shared.make(at.H_ROW_HINTS, hints)
+            self._shared.fields[at.H_ROW_MASK] = hints - 1
         self.acknowledged.follow(clocks.workers)
         self._follow_refusals(replica)
 
     def _follow_refusals(self, replica: Replica) -> None:
         self._refusals, newest = replica.refusals.version, replica.refusals.newest
-        refused = np.array([newest.get(worker, 0) for worker in replica.clocks.workers.tolist()], np.int64)
+        workers = replica.clocks.workers
+        refused = np.zeros(len(workers), np.int64)
+        if newest:
+            refused[:] = [newest.get(worker, 0) for worker in workers.tolist()]
         self._shared.share(at.H_REFUSED, refused)

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from coordinator.core import fields
+from coordinator.core.view import WORKERS_MAX, WorkerInfo
 from elasticps.security.identity import NotAuthorised, Role
 from elasticps.server.core.requests import Body, RequestError
+from elasticps.server.core.serving import RosterChange
 from elasticps.server.network.connection import Connection, Handler, PeerKind
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.leaders import Leaders
@@ -19,7 +21,7 @@ from replication.messages import MAX_WORKER
 
 log = fields.logger(__name__)
 
-MAX_WORKERS = 4096  # their connections; leaders and other servers are never too many
+MAX_WORKERS = WORKERS_MAX  # their connections, as many as a roster lists, where descriptors allow them
 MAX_UNKNOWN = 1024  # connections that have not said yet who they are: then the oldest of them goes
 _STARTED_AGAIN = "worker {!r} was started again; this is the older incarnation"
 
@@ -46,6 +48,7 @@ class HelloHandler:
         self._unknown: dict[Connection, None] = {}  # without a HELLO, in the same order
         self._as_workers: dict[Connection, None] = {}  # whose HELLO was a worker's
         self._of_worker: dict[int, Connection] = {}  # the newest of each worker, by id
+        self._named: dict[tuple[str, str], dict[Connection, None]] = {}  # of workers, by application and name
         handlers: dict[int, Handler] = {
             Kind.HELLO: self._hello, Kind.WELCOME: self._welcomed, Kind.ERROR: self._rejected,
         }  # fmt: skip
@@ -67,15 +70,21 @@ class HelloHandler:
         """The leader's time, in seconds since 1970; 0 while it is unknown."""
         return self._leaders.clocks().leader
 
-    def follow(self) -> None:
-        """Follows a newer roster: cuts off older incarnations of its workers."""
+    def connections_of(self, workers: Iterable[WorkerInfo]) -> list[Connection]:
+        """The connections of these workers."""
+        return [c for w in workers for c in self._named.get((w.app, w.name), ()) if c.worker == w.id]
+
+    def follow(self, change: RosterChange) -> None:
+        """Follows a newer roster: cuts off older incarnations of its workers. Looks only at connections of workers
+        that came or left: a roster changes with each worker, and every server hears of it."""
         workers, newest = self._serving.workers, self._serving.newest
-        for connection in list(self.connections):
-            connection.set_rostered(connection.worker in workers)
-            if newest.get((connection.app, connection.worker_name), 0) > connection.worker > 0:
-                text = _STARTED_AGAIN.format(connection.worker_name)
-                connection.send(connection.errors.for_connection("fenced", text))
-                connection.transport.close()
+        for name in {(worker.app, worker.name): None for worker in (*change.left, *change.came)}:
+            for connection in list(self._named.get(name, ())):
+                connection.set_rostered(connection.worker in workers)
+                if newest.get(name, 0) > connection.worker:
+                    text = _STARTED_AGAIN.format(connection.worker_name)
+                    connection.send(connection.errors.for_connection("fenced", text))
+                    connection.transport.close()
 
     def tick(self) -> None:
         """Called a few times a second: drops connections whose peer has gone unnoticed, or whose certificate has
@@ -95,6 +104,9 @@ class HelloHandler:
             those.pop(connection, None)
         if self._of_worker.get(connection.worker) is connection:
             del self._of_worker[connection.worker]
+        name = connection.app, connection.worker_name
+        if name in self._named and self._named[name].pop(connection, True) is None and not self._named[name]:
+            del self._named[name]
         self._held.forget(connection)
 
     def _opened(self, connection: Connection) -> None:
@@ -189,6 +201,7 @@ class HelloHandler:
         one: what still arrives on the old one must not be taken for something newer."""
         before = self._of_worker.get(connection.worker)
         self._of_worker[connection.worker] = connection
+        self._named.setdefault((connection.app, connection.worker_name), {})[connection] = None
         if before is not None and before is not connection:
             before.give_up()
 
