@@ -207,17 +207,17 @@ class _Entrant:
         job = {
             "system": contestant.system, "ranks": contestant.ranks, "trainers": contestant.trainers,
             "replicas": contestant.replicas, "threads": contestant.threads or os.cpu_count() or 1,
-            "meeting": str(Path(folder) / "meeting"),
+            "meeting": str(Path(folder) / "meeting"), "values": most_values,
         }  # fmt: skip
         jobs = [{**job, "rank": rank} for rank in range(contestant.ranks)]
         began = time.monotonic()
         self._team = Team("compare_rank:Rank", jobs, ANSWER_S, interpreter)
         try:
-            few = self._ask("build", most_values=FEW_VALUES)[0]
+            few = self._ask("build", values=FEW_VALUES)[0]
             joined = time.monotonic()
             small = self._memory()
             began += time.monotonic() - joined
-            self.rows: int = self._ask("build", most_values=most_values)[0]
+            self.rows: int = self._ask("build")[0]
             self._start_s = round(time.monotonic() - began, 1)
             self._bytes_per_row = round((self._memory() - small) / (self.rows - few), 1)
         except BaseException:

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.compare_systems import SYSTEMS, Built, Seat
-from benchmarks.core.criteo import CATEGORIES, MOST_VALUES, Source
+from benchmarks.core.criteo import CATEGORIES, Source
 from benchmarks.training import HELD_OUT, SEED, Inputs
 from examples.demo.data import auc
 
@@ -54,24 +54,35 @@ class Rank:
     rank      of `ranks` processes, of which the first `trainers` train, each its part of every batch
     threads   with which it computes
     replicas  of elasticps
+    values    ids of a category at most
     """
 
     def __init__(
-        self, *, system: str, rank: int, ranks: int, trainers: int, threads: int, meeting: str, replicas: int
+        self,
+        *,
+        system: str,
+        rank: int,
+        ranks: int,
+        trainers: int,
+        threads: int,
+        meeting: str,
+        replicas: int,
+        values: int,
     ) -> None:
         torch.set_num_threads(threads)
         self._part = slice(rank, None, trainers)  # of a batch
         self._system = SYSTEMS[system](Seat(rank, ranks, meeting, replicas))
-        self._source = Source(SEED)
+        self._full = self._source = Source(SEED, values)
+        self._full.batch(0, 1)  # what makes batches has arrays as long as the tables: there before memory is measured
         self._now: Built | None = None
         self._prepared: deque[list[Any]] = deque()
         self._trained: list[NDArray[np.int64]] = []  # ids of the first batches
 
-    def build(self, most_values: int = MOST_VALUES) -> int:
-        """Makes a model in the place of the one before, and returns its rows. most_values: ids of a category at
-        most."""
+    def build(self, values: int = 0) -> int:
+        """Makes a model in the place of the one before, and returns its rows. values: ids of a category at most; 0: as
+        many as the process was told."""
         self.end_model()
-        self._source = Source(SEED, most_values)
+        self._source = Source(SEED, values) if values else self._full
         self._now = self._system.build(self._source)
         self._trained.clear()
         return self._source.values

@@ -27,9 +27,9 @@ def trained(system: str) -> tuple[NDArray[np.float64], float]:
     """All rows after a few steps of a contestant in this process, and its AUC."""
     with tempfile.TemporaryDirectory(prefix="eps-", ignore_cleanup_errors=True) as folder:
         meeting = f"{folder}/meeting"
-        rank = Rank(system=system, rank=0, ranks=1, trainers=1, threads=1, meeting=meeting, replicas=2)
+        rank = Rank(system=system, rank=0, ranks=1, trainers=1, threads=1, meeting=meeting, replicas=2, values=VALUES)
         try:
-            assert rank.build(most_values=VALUES) == Source(SEED, VALUES).values
+            assert rank.build() == Source(SEED, VALUES).values
             rank.prepare(BATCH, 0, STEPS)
             times = rank.train(STEPS)
             assert times["ended"] > times["began"]
