@@ -11,7 +11,7 @@ from coordinator.core.health import Report
 from coordinator.core.lost_keys import LastGood
 from coordinator.core.store import Guard
 from coordinator.core.view import ServerInfo, View
-from coordinator.leader import _Term
+from coordinator.leader import _FirstPlans, _Term
 from coordinator.memory import MemoryStore
 from coordinator.server_links import ServerLinks
 from replication.chain import CopyState, Member
@@ -34,7 +34,7 @@ VIEW = View(
 
 async def test_a_late_copy_that_cannot_catch_up_wakes_the_planner() -> None:
     lines = ServerLinks(lambda server, cluster: None, lambda ill: None)  # type: ignore[arg-type, return-value]
-    term = _Term(MemoryStore(), Guard("election", 1), 0.02, lines, lambda *_: None, LastGood())
+    term = _Term(MemoryStore(), Guard("election", 1), 0.02, lines, lambda *_: None, LastGood(), _FirstPlans())
     detector, now = lines._detector, asyncio.get_running_loop().time()
     detector.watch({A: True, B: True}, now)
     lines._view = term._view = VIEW
