@@ -45,8 +45,10 @@ class RevisionGone(CoordinationError):
 
 @dataclass(frozen=True)
 class Member:
-    """One endpoint: its channel and the stubs on it, which have no types; and streams on which leases are renewed, as
-    far as none is in use: to open one costs etcd more than a renewal."""
+    """One endpoint: its channel, and the stubs on it, which have no types.
+
+    renewing  idle streams on which leases are renewed: to open one costs etcd more than a renewal
+    """
 
     address: str
     channel: grpc.aio.Channel
@@ -56,8 +58,9 @@ class Member:
     renewing: list[Any] = field(default_factory=list)
 
     async def keep_alive(self, request: Any, timeout: float) -> Any:
-        """Renews a lease on a stream that stays open. A stream that has broken since the last time counts for nothing:
-        a new one shows whether the endpoint answers."""
+        """Renews a lease on a stream that stays open. If all idle streams have broken, a new one shows whether the
+        endpoint answers. A stream that gave no answer in time is closed, so that a late answer is never taken for that
+        of another renewal."""
         try:
             async with asyncio.timeout(timeout):
                 while self.renewing:

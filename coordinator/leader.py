@@ -406,18 +406,24 @@ class _Term:
     async def _decide_first(
         self, tracker: ClusterTracker, config: ClusterConfig, members: Members, health: Health
     ) -> Plan | None:
-        """Decides the first view. If what it was planned from is over by then, it is planned again."""
+        """Decides the first view. It is planned again if its servers or the cluster have changed meanwhile, or if a
+        server has registered that may follow a view already."""
         revision = tracker.state.revisions[VIEW]
         decision = await self._first_plans.plan(members, config, health)
         if decision is None or decision.view is None:
             return decision
-        gone, there = self._health(tracker).gone, {server.member for server in tracker.state.servers.values()}
-        left = [s.name for s in decision.view.servers if s.member in gone or s.member not in there]
-        if left or (tracker.config, tracker.view, tracker.state.revisions[VIEW]) != (config, None, revision):
-            self._alarm.ring(False)
-            why = f"{names(left)} left" if left else "the cluster changed"
-            return Plan(None, f"{why} while the first view was planned: it is planned again")
-        return decision
+        now, there = self._health(tracker), {server.member for server in tracker.state.servers.values()}
+        left = [s.name for s in decision.view.servers if s.member in now.gone or s.member not in there]
+        if left:
+            why = f"{names(left)} left"
+        elif now.pending - (now.gone.keys() - now.silent) or is_outdated(None, now.epochs):
+            why = "a server came that may follow a view"
+        elif (tracker.config, tracker.view, tracker.state.revisions[VIEW]) != (config, None, revision):
+            why = "the cluster changed"
+        else:
+            return decision
+        self._alarm.ring(False)
+        return Plan(None, f"{why} while the first view was planned: it is planned again")
 
     def _decide_lost(self, tracker: ClusterTracker, health: Health) -> Plan:
         """Decides the view to write in place of one that the store has lost."""

@@ -66,7 +66,8 @@ class ServerLinks:
         self._view: View | None = None  # the newest
         self._views: dict[Member, View] = {}  # that servers follow, as far as they were asked
         self._cluster = ""  # its identity
-        self._looked_at: tuple[str | None, Mapping[str, ServerInfo], View | None] = None, {}, None  # last
+        # The identity, servers and view that `look_at` took last.
+        self._looked_at: tuple[str | None, Mapping[str, ServerInfo], View | None] = None, {}, None
         self._over = False  # all lines have been closed
 
     async def run(self) -> None:
@@ -119,8 +120,8 @@ class ServerLinks:
         return self._succession.lost_term(members, _now())
 
     def look_at(self, tracker: ClusterTracker) -> None:
-        """Takes the servers and the view that the store has now, unless they are the same objects as before: workers
-        that come and go change neither."""
+        """Takes the servers and the view that the store has now. Does nothing if both are the objects that it took
+        last: workers that come and go change neither."""
         before, self._looked_at = self._looked_at, (tracker.identity, tracker.state.servers, tracker.view)
         if before[0] == tracker.identity and before[1] is tracker.state.servers and before[2] is tracker.view:
             return

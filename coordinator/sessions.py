@@ -56,8 +56,8 @@ Info = TypeVar("Info", bound=_Info)
 class Session(ABC, Generic[Info]):
     """A registered name, kept by renewing a lease every third of its life until closed or fenced.
 
-    To renew is all that it does then: it reads its keys again when they have changed, which it watches, and after every
-    call that has failed. Thousands of members that read them each time would keep etcd busy.
+    It watches its keys, and reads them again only when one has changed, or after a call that failed: thousands of
+    members that read them at each renewal would keep etcd busy.
 
     info      the member that is registered
     cluster   the identity of the cluster in which it is registered
@@ -78,14 +78,14 @@ class Session(ABC, Generic[Info]):
         self._on_lost = on_lost
         self._task: asyncio.Task[None] | None = None
         self._watches: list[asyncio.Task[None]] = []
-        self._changed = asyncio.Event()  # our keys may have
+        self._changed = asyncio.Event()  # set when the keys are to be read with the next renewal
 
     async def start(self) -> None:
         """Takes the name, also from an older incarnation, and begins to renew. Raises Fenced if a newer one has it."""
         revision = await self._take()
         for key in (self._key, self._memory):
             self._watches.append(asyncio.create_task(self._watch(key, revision), name=f"watch of {key}"))
-        self._changed.set()  # what is remembered may have changed before the watch began
+        self._changed.set()  # `_memory` may have changed before its watch began
         self._task = asyncio.create_task(self._renew(), name=f"lease of {self._key}")
 
     async def close(self) -> None:
