@@ -23,7 +23,7 @@ MAX_CLOCK = 1 << 46
 
 FIRST_ROWS = 16  # of the clocks' matrix, which then doubles
 FIRST_COLUMNS = 16  # the same
-_AT_ONCE = 512  # workers that leave, while a byte is used for each range
+_AT_ONCE = 512  # departed workers whose bits are packed together, from a byte for each of them and each range
 
 Progress = NDArray[np.int64]
 
@@ -46,8 +46,8 @@ def touched_clock(progress: int) -> int:
 class Clocks:
     """Progress of every worker in every range.
 
-    Of P ranges a server holds few where there are many servers, so only ranges have a column in which somebody has made
-    progress, until they are cleared.
+    Of P ranges a server holds few where there are many servers. So a range gets a column with the first progress that
+    is recorded in it, and loses the column when it is cleared.
 
     matrix: int64 [rows, columns]; column 0 is 0. workers: int64 [rows], whose row it is, 0 for nobody's (ids are above
     0). columns: int64 [P], the column of a range, 0 for none. Rows and columns are used again when empty. All three are
@@ -113,7 +113,7 @@ class Clocks:
         self.matrix[self._slots[worker], columns] = progress
 
     def _take_slot(self, worker: int) -> None:
-        """A row for a worker that has none, with what is known of it."""
+        """Gives a worker that has none a row, with what `DepartedClocks` has of it."""
         if self._free:
             slot = self._free.pop()
         else:
@@ -130,7 +130,7 @@ class Clocks:
             self.matrix[self._slots[worker], columns] = before[ranges]
 
     def _take_columns(self, ranges: Ranges) -> NDArray[np.int64]:
-        """The columns of ranges, which all have one from now on."""
+        """Gives a column to each of these ranges that has none; the columns of all of them."""
         lacking = np.unique(ranges[self.columns[ranges] == 0])
         if lacking.shape[0] > len(self._free_columns):
             columns = self.matrix.shape[1]
@@ -164,7 +164,7 @@ class Clocks:
         self.generation += 1
 
     def _resize(self, rows: int, columns: int) -> None:
-        """Moves what is in use to a matrix of another size, the first rows and columns of it."""
+        """Moves the rows and columns in use to the front of a matrix of another size."""
         slots, ranges = np.array(list(self._slots.values()), np.int64), np.flatnonzero(self.columns)
         matrix, workers = np.zeros((rows, columns), np.int64), np.zeros(rows, np.int64)
         matrix[: len(slots), 1 : len(ranges) + 1] = self.matrix[slots[:, None], self.columns[ranges]]
@@ -196,9 +196,14 @@ class Clocks:
     def set_column(self, r: int, workers: NDArray[np.int64], progress: Progress) -> None:
         """Replaces one range's clocks by those of a snapshot."""
         self.matrix[:, self.columns[r]] = 0
-        rest, one = ~self._departed.set_column(r, workers, progress), np.array([r])
-        for worker, value in zip(workers[rest].tolist(), progress[rest].tolist(), strict=True):
-            self.set(worker, one, value)
+        rest = ~self._departed.set_column(r, workers, progress)
+        if rest.any():
+            here = workers[rest].tolist()
+            for worker in here:
+                if worker not in self._slots:
+                    self._take_slot(worker)
+            column = self._take_columns(np.array([r]))
+            self.matrix[[self._slots[worker] for worker in here], column] = progress[rest]
         self._departed.drop_empty()
 
     def clear(self, ranges: Ranges) -> None:

@@ -76,9 +76,7 @@ class PeerConnections:
         credentials: Credentials | None = None,
     ) -> None:
         self.peers: dict[Member, ServerPeer] = {}
-        self.missing: dict[
-            Member, ServerPeer
-        ] = {}  # of these, whoever has not welcomed us on a connection that there is
+        self.missing: dict[Member, ServerPeer] = {}  # the peers whose present link is not ready
         self._runtime = runtime
         self._driver = driver
         self._lock = lock
@@ -130,7 +128,7 @@ class PeerConnections:
         self.send_all({member: buffers})
 
     def send_to_one(self, buffers: Sequence[Buffer], chance: float) -> None:
-        """Sends to one of the servers that take it at once, if there is any. chance: a random number from 0 to 1."""
+        """Sends to one of the servers that take it at once, if there is any. chance: a random number, 0 to below 1."""
         if free := [peer.member for peer in self.ready if not peer.link.has_backlog]:
             self.send(free[int(chance * len(free))], buffers)
 

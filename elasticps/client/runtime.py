@@ -33,6 +33,7 @@ SPIN_S = 60e-6
 VANISHED_S = 30.0  # a connection whose other end confirms nothing for so long has none
 KEEPALIVE_S = 60  # firewalls forget connections on which nothing passes, some after a few minutes
 GLANCE_S = 0.02  # between two looks of a client that does nothing: servers may have something to say
+_CHANCE = random.SystemRandom()  # programs seed the generator of `random`, all workers alike, and count on its numbers
 
 
 class Stream(Protocol):
@@ -184,7 +185,7 @@ class Runtime:
 
     def chance(self) -> float:
         """A random number from 0 to below 1."""
-        return random.random()
+        return _CHANCE.random()
 
     def spawn(self, name: str, target: Callable[[], None]) -> object:
         """Runs `target` in a thread of its own, which does not keep the process from ending."""

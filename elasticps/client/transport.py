@@ -327,16 +327,17 @@ class LinkDriver:
             if link is None:
                 continue
             try:
-                if event & WRITABLE and link.flush():
-                    self._poller.modify(fd, READABLE)
-                    if link.has_backlog:  # another thread sent in between; its wish to write was undone just now
-                        self._poller.modify(fd, READABLE | WRITABLE)
-                if event & ~WRITABLE:
-                    link.receive()
-            except (OSError, FrameError) as error:
-                self.remove(link)
-                self._on_broken(link, error)
-            except BaseException as error:
+                try:
+                    if event & WRITABLE and link.flush():
+                        self._poller.modify(fd, READABLE)
+                        if link.has_backlog:  # another thread sent in between; its wish to write was undone just now
+                            self._poller.modify(fd, READABLE | WRITABLE)
+                    if event & ~WRITABLE:
+                        link.receive()
+                except (OSError, FrameError) as error:
+                    self.remove(link)
+                    self._on_broken(link, error)
+            except BaseException as error:  # also one of a signal handler while a broken link is removed
                 self._on_failed(error)
                 raise
         if self._waiters:

@@ -163,10 +163,10 @@ def json_frame(kind: Kind, document: dict[str, Any], *, request: int = 0, epoch:
     return Header(kind, flags, len(body), request, epoch).pack() + body
 
 
-def json_body(body: Buffer) -> dict[str, Any]:
+def json_body(body: Buffer, most_bytes: int = MAX_CONTROL_BYTES) -> dict[str, Any]:
     """The document of a control frame; `FrameError` if it is too long or not a JSON object."""
-    if len(body) > MAX_CONTROL_BYTES:
-        raise FrameError(f"a control frame of {len(body)} bytes is over the limit of {MAX_CONTROL_BYTES}")
+    if len(body) > most_bytes:
+        raise FrameError(f"a control frame of {len(body)} bytes is over the limit of {most_bytes}")
     try:
         document = json.loads(bytes(body))
     except (ValueError, RecursionError) as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import cast
 
+import pytest
+
 from elasticps.client.runtime import READABLE, WRITABLE, Runtime, SocketPoller
 from elasticps.client.transport import Link, LinkDriver
 
@@ -19,6 +21,9 @@ class OneSocket(SocketPoller):
 
     def modify(self, fd: int, events: int) -> None:
         self.watched = events
+
+    def unregister(self, fd: int) -> None:
+        self.watched = 0
 
     def poll(self, timeout_s: float) -> list[tuple[int, int]]:
         return [(7, WRITABLE)] if self.watched & WRITABLE else []
@@ -62,3 +67,23 @@ def test_bytes_that_another_thread_queues_during_a_flush_are_sent_too() -> None:
     assert link.driver.wait(lambda: link.flushed == 2, 30.0)
     assert not link.has_backlog
     assert machine.sockets.watched == READABLE
+
+
+class Broken(Busy):
+    """A link whose connection has ended."""
+
+    def flush(self) -> bool:
+        raise ConnectionResetError("gone")
+
+    def interrupt(self, link: Link, error: Exception) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_exception_of_a_signal_handler_is_heard_of_also_while_a_broken_link_is_put_aside() -> None:
+    """It leaves the link half closed: everything begins afresh, or nobody would open it again."""
+    link, failed = Broken(), list[BaseException]()
+    link.driver = LinkDriver(Machine(), link.interrupt, lambda: False, failed.append)
+    link.driver.add(cast(Link, link))
+    with pytest.raises(KeyboardInterrupt):
+        link.driver.wait(lambda: False, 30.0)
+    assert [type(error) for error in failed] == [KeyboardInterrupt]

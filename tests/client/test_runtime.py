@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import random
 import socket
 import struct
 from collections.abc import Callable, Coroutine
@@ -117,3 +118,14 @@ def test_idle_connections_are_kept_alive() -> None:
         with cast(socket.socket, stream) as here:
             assert here.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert here.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 120
+
+
+def test_chance_neither_follows_nor_moves_the_generator_that_a_program_seeds() -> None:
+    """Workers of one program seed it alike, and would all ask the same server at the same time."""
+    random.seed(7)
+    expected = [random.random() for _ in range(2)]
+    random.seed(7)
+    drawn = Runtime().chance()
+    assert 0 <= drawn < 1
+    assert drawn != expected[0]
+    assert [random.random() for _ in range(2)] == expected

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from elasticps.model.optimizers import Accumulate, Custom
 from elasticps.model.sharding import ShardSpec
 from elasticps.model.spec import MAX_JSON, TableSpec
-from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds, RoundStep
+from elasticps.server.core.barrier_state import MAX_REMEMBERED, BarrierGroup, RangeRounds, RoundStep
 from elasticps.server.core.data_shards import Claim, Doing, RangeShards, ShardMark, ShardSet, Used
 from elasticps.server.core.operations import (
     AuditMark,
@@ -197,6 +197,16 @@ def test_any_part_of_a_push_arrives_with_the_keys_of_its_ranges(data: st.DataObj
     expected = a_push(store, part).payload
     assert isinstance(expected, RowBlocks)
     assert same([b for b in content.blocks if len(b.keys)], [b for b in expected.blocks if len(b.keys)])
+
+
+def test_a_restored_range_names_all_workers_that_there_have_been() -> None:
+    many = tuple(range(100_000, 100_000 + MAX_REMEMBERED))
+    group = {"app": "a", "decided": 123_456, "workers": [5], "last": [[worker, 123_456] for worker in many]}
+    state = THE_STATE._replace(workers=many, progress=(9 << 16,) * len(many), groups=[group])
+    sent = Forward(4, ONE, numbers(9), Operation(OperationKind.RESTORED, -1, 0, state, 10))
+    heard = through_the_wire(sent, Store(P))
+    assert isinstance(heard, Forward)
+    assert heard.operation.payload == state
 
 
 @given(st.data())

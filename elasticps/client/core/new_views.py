@@ -1,5 +1,4 @@
-"""Newer views: when a client looks for one, and where, and which it believes. Pure: time and chance are
-arguments.
+"""Newer views: when a client looks for one, where, and which it believes. Pure: time and chance are arguments.
 
 Servers tell their workers of a view that has them head or answer for other ranges, or that has another server; for
 everything else the client asks: while a server cannot be reached, somebody spoke of a newer view, or an answer takes
@@ -55,7 +54,7 @@ class ViewRefresh:
     def turn(self, now: float, epoch: int, lost: bool, oldest: tuple[int, ...], heard: int, chance: float) -> ViewWant:
         """Judges, at least every SLOW_S. `epoch`: of the view that the client has. `lost`: some server of it is not
         connected, or some range has none. `oldest`: the oldest unanswered request of each kind, 0 for none. `heard`:
-        frames received ever. `chance`: a random number from 0 to 1, by which clients ask at different times."""
+        frames received ever. `chance`: a random number, 0 to below 1, by which clients ask at different times."""
         slow = self._slow(now, oldest)
         if not (lost or slow or self.epoch > epoch):
             self._since_s = None

@@ -38,16 +38,16 @@ class _Waiting:
 
 
 class _Arrivals(dict[int, _Waiting]):
-    """Arrived workers of an application, and how far they have been counted.
+    """Workers of an application that have arrived at a round.
 
-    Of many workers all but the last arrive in vain, so none of them may cost a look at all. The members are gone
-    through once in a round, each time up to one that is missing: as long as that one is, the round is not complete.
-    When none is left a look at all of them decides.
+    An arrival must not cost a look at all members: of many workers only the last one completes the round. So members
+    are looked at one after another, and an arrival goes on where the one before stopped: at a member that is missing.
+    As long as that member is missing, the round is not complete. Behind the last member, all are looked at again.
     """
 
     def __init__(self) -> None:
-        self._left: Iterator[int] = iter(())  # members that have not been counted since they were listed
-        self._missing = 0  # the one that was missing last
+        self._left: Iterator[int] = iter(())  # members that are still to be looked at
+        self._missing = 0  # the member at which the last look stopped
 
     def lacks_some(self, clock: int, state: BarrierGroup, present: Mapping[int, object]) -> bool:
         """Whether a member that is still there has not arrived for round `clock`. False: look at all of them."""
@@ -273,7 +273,7 @@ class BarrierCoordinator:
         self._group.perform(self._group.replica.push, push)
 
     def _joins(self, shared: _SharedTicket, ticket: RequestTicket) -> bool:
-        """Has a request answered as another one of the same kind; False if that cannot be any more."""
+        """Answers a close together with an earlier one of the same round; False if that one was not committed."""
         if shared.done:
             ticket.connection.send(OkHeader(ticket.request, self._serving.epoch).header().pack())
         elif shared.tickets:

@@ -43,6 +43,7 @@ from elasticps.server.core.snapshot import block_buffers, decode_content, encode
 from elasticps.server.core.sweeps import MOST_IN_A_ROUND, SweptInterval
 from elasticps.store.intervals import HASH_END
 from elasticps.wire.frames import (
+    MAX_BODY_BYTES,
     MAX_CONTROL_BYTES,
     MAX_CREATED,
     MAX_RANGES,
@@ -266,7 +267,7 @@ class ReplicaCodec:
         elif fields.kind == OperationKind.RESTORED:
             if len(ranges) != 1:
                 raise FrameError(f"a RESTORED is of one range, not of {len(ranges)}")
-            payload = RestoredState.of(_document(body, at))
+            payload = RestoredState.of(json_body(body[at:].data, MAX_BODY_BYTES))  # it has all workers there ever were
         elif fields.kind == OperationKind.AUDIT:
             document = _document(body, at)
             parts = whole(document.get("parts"), 1 << 32, 1)

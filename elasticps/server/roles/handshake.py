@@ -105,8 +105,10 @@ class HelloHandler:
         if self._of_worker.get(connection.worker) is connection:
             del self._of_worker[connection.worker]
         name = connection.app, connection.worker_name
-        if name in self._named and self._named[name].pop(connection, True) is None and not self._named[name]:
-            del self._named[name]
+        namesakes = self._named.get(name, {})
+        namesakes.pop(connection, None)
+        if not namesakes:
+            self._named.pop(name, None)
         self._held.forget(connection)
 
     def _opened(self, connection: Connection) -> None:
