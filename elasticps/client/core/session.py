@@ -140,7 +140,7 @@ class PushSession:
         self._heads: dict[Member, _Head] = {}
         self._connected: set[Member] = set()
         self._frames: dict[int, Frame] = {}
-        self._head_of_ask: dict[int, Member] = {}  # by number of an Ask, whom
+        self._head_of_ask: dict[int, Member] = {}  # by the number of an Ask that has no answer yet
         self._number = 0
 
     @property

@@ -187,7 +187,7 @@ class RecentLog(Log):
         return super().__len__() + (0 if self.recent is None else self.recent.count)
 
     def take_over(self) -> None:
-        """Has Python hold all entries."""
+        """Moves all recent entries to Python's part of the log."""
         if self.recent is not None and self.recent.count:
             for successor, frame, ranges, seqs, before in self.recent.take():
                 super().add(successor, frame, ranges, seqs, before)
