@@ -14,9 +14,9 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ class Contestant:
     threads   of each trainer; 0: as many as there are cores
     replicas  of elasticps
     needs     modules beside torch and elasticps
+    spins     whether its processes take CPU time while they wait: they are stopped while others have their turns
     """
 
     title: str
@@ -64,6 +65,7 @@ class Contestant:
     threads: int = 1
     replicas: int = 0
     needs: Sequence[str] = ()
+    spins: bool = False
 
 
 CONTESTANTS: Mapping[str, Contestant] = {
@@ -77,7 +79,7 @@ CONTESTANTS: Mapping[str, Contestant] = {
         "torchrec, sharded over 2 processes (gloo)", "torchrec", "one of both", 2, 2, needs=(_TORCHREC, _FBGEMM)
     ),
     "ddp": Contestant("torch DDP, 2 processes (gloo)", "ddp", "one of both", 2, 2),
-    "rpc": Contestant("torch.distributed.rpc, 1 trainer, 1 server", "rpc", "the server", 2),
+    "rpc": Contestant("torch.distributed.rpc, 1 trainer, 1 server", "rpc", "the server", 2, spins=True),
     "ray": Contestant("Ray, 1 trainer, an actor as server", "ray", "the actor", needs=(_RAY,)),
     "elasticps-1": Contestant(
         "elasticps, 1 trainer, 3 servers, 1 replica", "elasticps", "one of three servers", replicas=1
@@ -234,7 +236,20 @@ class _Entrant:
         )  # fmt: skip
 
     def _ask(self, method: str, **arguments: object) -> list[Any]:
-        return self._team.ask(self.contestant.trainers, method, **arguments)
+        with self._awake():
+            return self._team.ask(self.contestant.trainers, method, **arguments)
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """Lets processes that spin run."""
+        self._signal(signal.SIGCONT)
+        yield
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        for pid in marked(self._mark) if self.contestant.spins else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _memory(self) -> int:
         """Bytes of all processes after the first steps of a model."""
@@ -267,6 +282,7 @@ class _Entrant:
 
     def kill(self, first: int) -> None:
         """Kills a holder of rows while it trains. first: the number of a batch that was not trained."""
+        self._signal(signal.SIGCONT)
         workers = self._team.workers[: self.contestant.trainers]
         options = {"batch": DEATH_BATCH, "first": first, "limit_s": DEATH_S}
         with ThreadPoolExecutor(len(workers)) as threads:
@@ -291,6 +307,7 @@ class _Entrant:
         if self._closed:
             return
         self._closed = True
+        self._signal(signal.SIGCONT)
         with suppress(Error):
             self._team.ask(self.contestant.ranks, "leave", within_s=END_S)
         self._team.close()
