@@ -125,10 +125,10 @@ def fail(*_: object) -> None:
 def test_a_taken_port_is_told_before_it_is_waited_for(folder: Path) -> None:
     with socket.create_server((LOOPBACK, 0)) as taken:
         port = taken.getsockname()[1]
-        told: list[str] = []
+        reported: list[str] = []
 
         def tell(line: str) -> None:
-            told.append(line)
+            reported.append(line)
             taken.close()
 
         processes = TaskProcesses(Task("waiting", port=port), LaunchOptions(servers=1, replicas=1), tell)
@@ -136,7 +136,7 @@ def test_a_taken_port_is_told_before_it_is_waited_for(folder: Path) -> None:
             processes.start()
         finally:
             processes.stop()
-    assert told[:2] == [
+    assert reported[:2] == [
         f"another process has etcd's port {port}: it is waited for, up to --timeout", "etcd is there"
     ]  # fmt: skip
 
@@ -144,22 +144,22 @@ def test_a_taken_port_is_told_before_it_is_waited_for(folder: Path) -> None:
 def test_of_a_run_whose_servers_have_all_died_the_next_one_inherits_nothing(folder: Path) -> None:
     def run_once(options: LaunchOptions, *, keep: bool) -> tuple[list[str], list[str]]:
         """What a run tells, and the tables that it finds and makes."""
-        told: list[str] = []
-        processes = TaskProcesses(Task("again", count=2), options, told.append)
+        reported: list[str] = []
+        processes = TaskProcesses(Task("again", count=2), options, reported.append)
         try:
             with eps.connect(processes.start(), worker="w0") as ps:
                 tables = [*ps.tables()]
                 ps.table("made", dim=1, optimizer=eps.Accumulate())
         finally:
             processes.stop(keep_etcd=keep)
-        return told, tables
+        return reported, tables
 
-    anew = "an earlier run has left etcd's data, and none of its servers: the cluster begins anew"
+    begun = "an earlier run has left etcd's data, and none of its servers: the cluster begins anew"
     alone = LaunchOptions(servers=1, replicas=1)
-    told, _ = run_once(alone, keep=True)
-    assert anew not in told
-    told, tables = run_once(alone, keep=False)
-    assert anew in told
+    reported, _ = run_once(alone, keep=True)
+    assert begun not in reported
+    reported, tables = run_once(alone, keep=False)
+    assert begun in reported
     assert tables == []
 
 
