@@ -125,17 +125,10 @@ def fail(*_: object) -> None:
 def test_a_taken_port_is_told_before_it_is_waited_for(folder: Path) -> None:
     with socket.create_server((LOOPBACK, 0)) as taken:
         port = taken.getsockname()[1]
-<<<<<<< HEAD
         lines: list[str] = []
 
         def tell(line: str) -> None:
             lines.append(line)
-=======
-        reported: list[str] = []
-
-        def tell(line: str) -> None:
-            reported.append(line)
->>>>>>> origin/places
             taken.close()
 
         processes = TaskProcesses(Task("waiting", port=port), LaunchOptions(servers=1, replicas=1), tell)
@@ -143,11 +136,7 @@ def test_a_taken_port_is_told_before_it_is_waited_for(folder: Path) -> None:
             processes.start()
         finally:
             processes.stop()
-<<<<<<< HEAD
     assert lines[:2] == [
-=======
-    assert reported[:2] == [
->>>>>>> origin/places
         f"another process has etcd's port {port}: it is waited for, up to --timeout", "etcd is there"
     ]  # fmt: skip
 
@@ -155,20 +144,14 @@ def test_a_taken_port_is_told_before_it_is_waited_for(folder: Path) -> None:
 def test_of_a_run_whose_servers_have_all_died_the_next_one_inherits_nothing(folder: Path) -> None:
     def run_once(options: LaunchOptions, *, keep: bool) -> tuple[list[str], list[str]]:
         """What a run tells, and the tables that it finds and makes."""
-<<<<<<< HEAD
         lines: list[str] = []
         processes = TaskProcesses(Task("again", count=2), options, lines.append)
-=======
-        reported: list[str] = []
-        processes = TaskProcesses(Task("again", count=2), options, reported.append)
->>>>>>> origin/places
         try:
             with eps.connect(processes.start(), worker="w0") as ps:
                 tables = [*ps.tables()]
                 ps.table("made", dim=1, optimizer=eps.Accumulate())
         finally:
             processes.stop(keep_etcd=keep)
-<<<<<<< HEAD
         return lines, tables
 
     notice = "an earlier run has left etcd's data, and none of its servers: the cluster begins anew"
@@ -177,16 +160,6 @@ def test_of_a_run_whose_servers_have_all_died_the_next_one_inherits_nothing(fold
     assert notice not in lines
     lines, tables = run_once(alone, keep=False)
     assert notice in lines
-=======
-        return reported, tables
-
-    begun = "an earlier run has left etcd's data, and none of its servers: the cluster begins anew"
-    alone = LaunchOptions(servers=1, replicas=1)
-    reported, _ = run_once(alone, keep=True)
-    assert begun not in reported
-    reported, tables = run_once(alone, keep=False)
-    assert begun in reported
->>>>>>> origin/places
     assert tables == []
 
 
