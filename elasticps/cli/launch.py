@@ -227,7 +227,7 @@ class _Run:
                     os.killpg(running.pid, signal.SIGKILL)
             running.kill()
             for pid, moment in left:
-                supervisor.send(pid, moment, signal.SIGKILL)
+                supervisor.kill(pid, moment)
             supervisor.kill_marked(mark)  # ranks of a torchrun that is dead have sessions of their own, and no parent
             code = running.wait()
         return code if code >= 0 else 128 - code

@@ -27,6 +27,8 @@ from typing import Any
 
 RECORD = "cluster.json"
 MARK = "ELASTICPS_STARTED_BY"  # the variable with the mark of a process on whose behalf others were started
+# The numbers of a job of SLURM, PBS and LSF. A new job has the other variables of whoever submits it, the mark too.
+_JOBS = (b"SLURM_JOB_ID", b"PBS_JOBID", b"LSB_JOBID")
 _CLOSE_S = 1.0  # for a supervisor that reads no more
 _MARKED_S = 5.0  # for killed processes to be gone
 
@@ -77,6 +79,12 @@ def send(pid: int, moment: str, number: int) -> bool:
     return True
 
 
+def kill(pid: int, moment: str) -> None:
+    """Kills the process that began at `moment`, unless it has ended or is another user's."""
+    with suppress(PermissionError):
+        send(pid, moment, signal.SIGKILL)
+
+
 def descendants(pid: int) -> list[tuple[int, str]]:
     """Returns what a process has started, directly or not: ids and moments; none where /proc does not tell."""
     children: dict[int, list[int]] = {}
@@ -100,23 +108,28 @@ def mark_of(pid: int) -> str:
 
 def kill_marked(mark: str) -> None:
     """Kills every process that carries the mark, though it may have a session of its own and its parent may be dead.
-    Finds none where /proc does not tell, and none of other users."""
+    Finds none where /proc does not tell, none of other users, and none of a job that one of them has submitted."""
     variable, deadline = f"{MARK}={mark}".encode(), time.monotonic() + _MARKED_S
     while (found := _processes_with(variable)) and time.monotonic() < deadline:
         for pid, moment in found:
-            send(pid, moment, signal.SIGKILL)
+            kill(pid, moment)
         time.sleep(0.01)  # and again: one may have started another meanwhile
 
 
 def _processes_with(variable: bytes) -> list[tuple[int, str]]:
-    found = []
+    found, ours = [], _job_of({b"%s=%s" % each for each in os.environb.items()})
     with suppress(OSError):
         for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
             with suppress(OSError):  # it has ended meanwhile, or is another user's
                 moment = started_at(pid)  # first: the variables are then those of this very process, or of none
-                if moment and variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                variables = set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+                if moment and variable in variables and _job_of(variables) <= ours:
                     found.append((pid, moment))
     return found
+
+
+def _job_of(variables: set[bytes]) -> set[bytes]:
+    return {each for each in variables if each.partition(b"=")[0] in _JOBS}
 
 
 def end_all(processes: list[tuple[int, str]], *, kill_after_s: float) -> None:
@@ -169,7 +182,7 @@ def _kill_tree(pid: int, moment: str) -> None:
         if os.getpgid(pid) == pid and is_running(pid, moment):
             os.killpg(pid, signal.SIGKILL)
     for each in ((pid, moment), *below):
-        send(*each, signal.SIGKILL)
+        kill(*each)
 
 
 def _remove(folder: Path, born: str) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from elasticps.local import state, supervisor
 
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
@@ -134,6 +136,44 @@ def test_the_supervisor_kills_what_carries_its_owners_mark_when_the_parent_is_de
     finally:
         supervisor.kill_marked(variables[supervisor.MARK])
     assert eventually(lambda: supervisor.started_at(spared) is None)
+
+
+def test_a_job_that_a_marked_process_has_submitted_is_spared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """sbatch gives it all variables, the mark too."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    marked = {**os.environ, supervisor.MARK: f"{os.getpid()}:mark"}
+    with (
+        subprocess.Popen(SLEEP, env=marked) as ours,
+        subprocess.Popen(SLEEP, env={**marked, "SLURM_JOB_ID": "8"}) as submitted,
+    ):
+        try:
+            supervisor.kill_marked(marked[supervisor.MARK])
+            assert ours.wait(40) == -signal.SIGKILL
+            assert submitted.poll() is None
+        finally:
+            ours.kill()
+            submitted.kill()
+
+
+def test_a_process_of_another_user_hinders_nobody_from_killing_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(SLEEP) as top, subprocess.Popen(SLEEP) as theirs, subprocess.Popen(SLEEP) as ours:
+        send = supervisor.send
+
+        def refused(pid: int, began: str, number: int) -> bool:
+            if pid == theirs.pid:
+                raise PermissionError
+            return send(pid, began, number)
+
+        monkeypatch.setattr(supervisor, "send", refused)
+        below = [(each.pid, moment(each)) for each in (theirs, ours)]
+        monkeypatch.setattr(supervisor, "descendants", lambda _: below)
+        try:
+            supervisor._kill_tree(top.pid, moment(top))
+            assert ours.wait(40) == top.wait(40) == -signal.SIGKILL
+            assert theirs.poll() is None
+        finally:
+            for each in (top, theirs, ours):
+                each.kill()
 
 
 def test_the_supervisor_removes_nothing_while_another_cluster_begins_there(tmp_path: Path) -> None:
