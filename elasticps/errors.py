@@ -35,11 +35,12 @@ class ConfigError(Definite, ValueError):
 class KernelsMissing(ConfigError, ImportError):
     """numba is not installed, which compiles the kernels of servers and workers."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "servers, coordinators, workers and checkpoints need numba, which compiles their kernels: "
-            "pip install 'elasticps[kernels]'"
-        )
+    def __init__(
+        self,
+        text: str = "servers, coordinators, workers and checkpoints need numba, which compiles their kernels: "
+        "pip install 'elasticps[kernels]'",
+    ) -> None:
+        super().__init__(text)
         self.name = "numba"
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -74,8 +75,9 @@ def test_commands_that_need_kernels_say_what_to_install(cluster: eps.LocalCluste
         assert "pip install 'elasticps[kernels]'" in output.replace("\n", " "), (command, output)
 
 
-def test_the_error_is_one_for_settings_and_for_imports() -> None:
+def test_the_error_is_one_for_settings_and_for_imports_and_other_processes_can_read_it() -> None:
     with pytest.raises(ConfigError, match="kernels"):
         raise KernelsMissing
     assert issubclass(KernelsMissing, ImportError)
-    assert KernelsMissing().name == "numba"
+    error = copy.copy(KernelsMissing())  # as `pickle` does, when Ray passes it on
+    assert (str(error), error.name) == (str(KernelsMissing()), "numba")
