@@ -94,6 +94,8 @@ CASES: list[tuple[str, dict[str, Any], Severity, str]] = [
     ),
     ("packages", {"packages": (Package("uvloop", ">=0.21", ""),)}, Severity.WRONG, "uvloop is missing"),
     ("packages", {"packages": ()}, Severity.OK, "0 as asked for"),
+    ("kernels", {"kernels": None}, Severity.WRONG, "python -c 'import numba'"),
+    ("kernels", {"kernels": None, "packages": ()}, Severity.OK, "none, for operators"),
     ("kernels", {"kernels": KernelCache(0, 4, "")}, Severity.WRONG, "XDG_CACHE_HOME"),
     ("kernels", {"kernels": KernelCache(0, 4, "/x")}, Severity.WARNING, "about 45 s of one core"),
     ("kernels", {"kernels": KernelCache(3, 4, "/x")}, Severity.WARNING, "about 11 s of one core"),

@@ -125,7 +125,13 @@ def check_kernels(facts: Facts) -> Iterator[Check]:
     """The cache of compiled kernels."""
     here = facts.installation
     cache = here.kernels
-    if cache is None:
+    if cache is None and any(package.name == "numba" for package in here.packages):
+        yield _wrong(
+            "kernels", "numba is installed and cannot be imported", "no server and no worker starts",
+            "look what python -c 'import numba' says: often NumPy is newer than it takes, or llvmlite is missing, and "
+            "pip install 'elasticps[kernels]' mends that",
+        )  # fmt: skip
+    elif cache is None:
         yield _ok("kernels", "none, for operators; servers and workers need pip install 'elasticps[kernels]'")
     elif not cache.folder:
         yield _wrong(
