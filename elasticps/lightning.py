@@ -162,7 +162,8 @@ def _step_samplers(trainer: pl.Trainer) -> list[StepSampler]:
 
 def _check(trainer: pl.Trainer, sampler: StepSampler) -> None:
     """Refuses a sampler that would take the worker's steps for other batches than the Trainer has trained in them."""
-    if sampler.accumulate != trainer.accumulate_grad_batches:
+    # Lightning knows how many batches a step trains only where it makes the steps.
+    if trainer.lightning_module.automatic_optimization and sampler.accumulate != trainer.accumulate_grad_batches:
         raise ConfigError(
             f"StepSampler(accumulate={sampler.accumulate}) and Trainer(accumulate_grad_batches="
             f"{trainer.accumulate_grad_batches}) must be the same: they say what a step trains"

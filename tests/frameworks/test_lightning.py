@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -282,6 +284,17 @@ def test_steps_that_a_module_makes_itself_are_counted_after_a_crash(connect: Con
     run.fit(model, steps_of(second))
     assert run.global_step == EPOCHS * BATCHES
     assert model.batches == EPOCHS * BATCHES - 10
+
+
+def test_how_many_batches_a_step_of_the_module_s_own_trains_is_the_module_s_to_say() -> None:
+    sampler = StepSampler(cast(Any, None), SAMPLES, BATCH, accumulate=2)
+    for automatic in (False, True):
+        run = SimpleNamespace(
+            accumulate_grad_batches=1, fit_loop=SimpleNamespace(max_batches=BATCHES),
+            lightning_module=SimpleNamespace(automatic_optimization=automatic),
+        )  # fmt: skip
+        with pytest.raises(ConfigError, match="must be the same") if automatic else nullcontext():
+            elasticps.lightning._check(cast(pl.Trainer, run), sampler)
 
 
 def test_a_sampler_among_several_loaders_says_where_training_goes_on(connect: Connect, tmp_path: Path) -> None:
