@@ -72,7 +72,9 @@ class _Pooled(torch.autograd.Function):
         for bags in groups:
             given = bags.rows.detach().numpy(), bags.positions.numpy(), bags.features, ends, bags.mode == "mean"
             pool(*given, _floats(bags.weights), out.numpy())
-        ctx.groups, ctx.ends = groups, ends
+        ctx.save_for_backward(*tensors)  # else a second backward pass would count all gradients twice
+        ctx.bags = [(bags.positions, bags.features, bags.mode) for bags in groups]
+        ctx.ends = ends
         return out
 
     @staticmethod
@@ -81,18 +83,20 @@ class _Pooled(torch.autograd.Function):
         grads: list[Tensor | None] = []
         of_weights: list[Tensor | None] = []
         above = gradient.contiguous().numpy()
-        for number, bags in enumerate(ctx.groups):
-            where = bags.positions.numpy(), bags.features, ctx.ends
+        count, saved = len(ctx.bags), ctx.saved_tensors
+        for number, (positions, features, mode) in enumerate(ctx.bags):
+            where = positions.numpy(), features, ctx.ends
+            rows, weights = saved[number], saved[count + number] if len(saved) > count else None
             grads.append(None)
             if ctx.needs_input_grad[4 + number]:
-                grads[-1] = rows = torch.empty_like(bags.rows)
-                spread(above, *where, bags.mode == "mean", _floats(bags.weights), rows.numpy())
-            if bags.weights is None:
+                grads[-1] = of_rows = torch.empty_like(rows)
+                spread(above, *where, mode == "mean", _floats(weights), of_rows.numpy())
+            if weights is None:
                 continue
             of_weights.append(None)
-            if ctx.needs_input_grad[4 + len(ctx.groups) + number]:
-                of_weights[-1] = weights = torch.empty_like(bags.weights, memory_format=torch.contiguous_format)
-                weigh(above, *where, bags.rows.detach().numpy(), weights.numpy())
+            if ctx.needs_input_grad[4 + count + number]:
+                of_weights[-1] = found = torch.empty_like(weights, memory_format=torch.contiguous_format)
+                weigh(above, *where, rows.detach().numpy(), found.numpy())
         return (None, None, None, None, *grads, *of_weights)
 
 

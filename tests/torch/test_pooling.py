@@ -46,6 +46,17 @@ def test_vectors_and_gradients_are_those_of_torchs_bags(modes: tuple[str, str], 
         torch.testing.assert_close(mine, other)
 
 
+def test_a_second_backward_pass_counts_no_gradient_twice() -> None:
+    rows = torch.ones(1, 2).requires_grad_()
+    bags = Bags(rows, torch.tensor([0]), np.array([[0, 0, 0]]), "sum", None)
+    total = pooled([bags], np.array([0, 1], np.int64), 1, 2).sum()
+    total.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        total.backward()
+    assert rows.grad is not None
+    assert rows.grad.tolist() == [[1, 1]]
+
+
 def test_rows_that_need_no_gradient_get_none() -> None:
     ends = np.array([0, 1, 3], np.int64)
     frozen, trained = (
