@@ -225,7 +225,8 @@ class _Run:
             if own_group:
                 with suppress(ProcessLookupError, PermissionError):  # PermissionError: some run as another user
                     os.killpg(running.pid, signal.SIGKILL)
-            running.kill()
+            with suppress(PermissionError):  # `sudo`: it ends when it is told, or by itself
+                running.kill()
             for pid, moment in left:
                 supervisor.kill(pid, moment)
             supervisor.kill_marked(mark)  # ranks of a torchrun that is dead have sessions of their own, and no parent
