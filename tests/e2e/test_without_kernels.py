@@ -18,8 +18,17 @@ from tests.e2e.conftest import Connect
 
 WITHOUT = """
 import sys
+from importlib import metadata
 
-sys.modules["numba"] = sys.modules["llvmlite"] = None
+MISSING, version = ("numba", "llvmlite"), metadata.version
+
+def version_of(name):
+    if name in MISSING:
+        raise metadata.PackageNotFoundError(name)
+    return version(name)
+
+sys.modules.update(dict.fromkeys(MISSING))
+metadata.version = version_of
 """
 COMMANDS = """
 import json
