@@ -94,13 +94,13 @@ class MemoryLimit:
     def take_sketch(self, spec: TableSpec, table: Table | None = None) -> None:
         """Room for the sketches that a table under the policies of `spec` has in ranges headed here, less those that
         are there. Raises `RequestError` if there is none."""
+        if self._path.room > UNLIMITED // 2:
+            return
         width, there = sketch_width(spec.admission, self._store.ranges), {}
         if table is not None and table.lifecycle is not None:
             there = table.lifecycle.waiting.sketches
         made = [r for r in self._serving.headed.tolist() if r not in there or there[r].shape[1] != width]
         nbytes, least = len(made) * BLOCKS * width, self._headroom.least
-        if self._path.room > UNLIMITED // 2:
-            return
         if nbytes > max(0, self._path.room):
             raise RequestError(
                 "memory",
