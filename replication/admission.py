@@ -23,8 +23,9 @@ from replication.effects import (
 )
 from replication.log import Frame
 from replication.messages import Operation, OperationKind, Seqs
-from replication.progress import PART_BITS, Progress, after_part, before_part
+from replication.progress import PART_BITS, Progress, after_part
 from replication.refusals import Refused
+from replication.step_records import home_range
 
 _LOOK = (OperationKind.AUDIT, OperationKind.CUT, OperationKind.DROP)
 """As the first two are applied, clocks are those of their place in the log; what comes behind the end of a table is
@@ -171,20 +172,18 @@ class Admission:
     def _admit_step(self, push: Push, ranges: Ranges) -> None:
         """Judges a part of a step by the worker's progress: next, duplicate, or beyond next."""
         core = self._core
-        expected = before_part(push.clock, push.first)
         after = after_part(push.clock, push.part, push.last)
         have = core.clocks.of(push.worker, ranges)
-        if np.count_nonzero(have != expected) == 0 and not push.repeat:
+        operation = Operation(push.kind, push.worker, after, push.payload, push.nbytes, push.refusal, push.record)
+        if np.count_nonzero(have != push.prev) == 0 and not push.repeat:
             core.clocks.set(push.worker, ranges, after)
-            operation = Operation(push.kind, push.worker, after, push.payload, push.nbytes, push.refusal)
-            self._log_operation(push, operation, ranges, expected, self._refused(push, ranges, NO_RANGES))
+            self._log_operation(push, operation, ranges, push.prev, self._refused(push, ranges, NO_RANGES))
             return
-        fresh, repeated = self._next_or_duplicate(push, have, expected, after)
+        fresh, repeated = self._next_or_duplicate(push, have, after)
         unapplied = np.count_nonzero(fresh)
         if unapplied + np.count_nonzero(repeated) < ranges.shape[0] or (unapplied and push.repeat):
             self._refuse(push, Status.GAP)
             return
-        operation = Operation(push.kind, push.worker, after, push.payload, push.nbytes, push.refusal)
         frame = Frame(operation, push.token, ranges)
         # Counted before the fresh part is performed, so that the frame is answered once, when both are committed.
         again = ranges[repeated]
@@ -214,11 +213,16 @@ class Admission:
         return refused
 
     def _next_or_duplicate(
-        self, push: Push, have: Progress, expected: int, after: int
-    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Whether the push is (next, a duplicate), per range. Steps below the base of a worker count as applied."""
-        reached = np.maximum(have, push.base << 16) if push.base else have
-        return reached == expected, reached >= after
+        self, push: Push, have: Progress, after: int
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:  # fmt: skip
+        """Whether the push is (next, a duplicate), per range.
+
+        It is next where the worker's progress is `prev`. It is, too, where both are known to be committed: such a
+        range came back from a checkpoint. What it lacks is lost, and nothing that it lacks will be sent again.
+        """
+        known = push.committed << PART_BITS
+        fresh = (have == push.prev) | ((have <= known) & (push.prev <= known))
+        return fresh, have >= after
 
     def _unsafe_repeat(self, ranges: Ranges, seqs: Seqs) -> NDArray[np.bool_]:
         """Where the tail may still lack what is repeated."""
@@ -236,6 +240,7 @@ class Admission:
             core.finish(frame)
         if operation.after == 0 and operation.worker >= 0:
             core.clocks.forget(operation.worker)
+            core.records.forget(operation.worker)
 
     def _give_seqs(self, frame: Frame, ranges: Ranges, before: int | Progress) -> None:
         core = self._core
@@ -257,8 +262,11 @@ class Admission:
         applied = core.clocks.read(ask.worker)
         committed = self._committed(ask.worker, applied)
         refused = core.refusals.of(ask.worker, committed[ranges] >> PART_BITS, ranges)
+        home = home_range(ask.worker, core.ranges)
+        mine = core.records.of(ask.worker) if (ranges == home).any() else []
+        records = [(ask.worker, each) for each in mine if each.clock <= committed[home] >> PART_BITS]
         core.effects.append(
-            ClocksReply(ask.token, status, core.epoch, ranges, applied[ranges], committed[ranges], refused)
+            ClocksReply(ask.token, status, core.epoch, ranges, applied[ranges], committed[ranges], refused, records)
         )
 
     def _committed(self, worker: int, applied: Progress) -> Progress:

@@ -17,6 +17,7 @@ from replication.neighbours import Neighbours
 from replication.progress import Clocks, Progress, touched_clock
 from replication.refusals import Refusals, Refused
 from replication.retained import Retained
+from replication.step_records import StepRecords, home_range
 
 _PLANS_CACHED = 8
 
@@ -108,6 +109,7 @@ class Core:
         self.acked: Seqs = np.zeros(ranges, dtype=np.int64)  # the last one known to be at the tail (and a level joiner)
         self.clocks = Clocks(ranges)  # each worker's progress in each range
         self.refusals = Refusals(ranges)  # rows that heads refused
+        self.records = StepRecords(ranges)  # of sparse steps, at their workers' homes
         self.log = Log() if log is None else log  # operations that some successor has not acknowledged
         self.retained = Retained(ranges)  # what late copies lack
         self.role: NDArray[np.int8] = np.zeros(ranges, dtype=np.int8)  # a `Role`
@@ -196,6 +198,8 @@ class Core:
             self.refusals.note(operation.worker, touched_clock(operation.after), ranges, operation.refusal)
         elif operation.after == 0 and self.refusals:
             self.refusals.forget(operation.worker, ranges)
+        if operation.record is not None and (ranges == home_range(operation.worker, self.ranges)).any():
+            self.records.note(operation.worker, operation.record)
         sent, logged, final, acknowledged, quiet = self._forwarding_plan(ranges)
         for successor, chosen, part in sent:
             self.send(successor, Forward(self.epoch, part, seqs[chosen], operation))

@@ -17,6 +17,7 @@ from replication.chain import Member, Ranges
 from replication.messages import Message, Operation, OperationKind, Payload, Seqs
 from replication.progress import Progress
 from replication.refusals import Refusal, Refused
+from replication.step_records import StepRecord
 
 
 class Status(IntEnum):
@@ -37,19 +38,20 @@ class Push:
     """A part of a worker's step, or an operation of the ranges themselves (`kind` not PUSH: `worker` -1, or whose
     progress becomes `after`; with a clock it is judged by that progress as a step is, and happens once).
 
-    first: the frame holds parts first..part of the step as one operation; by default only `part`.
-    ranges: those it ticks, None for all that its receiver heads at `epoch`. base: the clock that the worker starts
-    above. roster: the roster version at which the worker registered. repeat: the content was left out, because the
-    sender was told that it is applied; such a frame is acknowledged as a duplicate or refused, never applied.
-    refusal: its head refuses some rows, which the payload has no more: it ticks without.
+    ranges: those it ticks, None for all that its receiver heads at `epoch`. prev: the worker's progress there before
+    it, as the worker has it: one number, or one per range. committed: the clock up to which the worker knows all its
+    steps to be committed. roster: the roster version at which the worker registered. repeat: the content was left out,
+    because the sender was told that it is applied; such a frame is acknowledged as a duplicate or refused, never
+    applied. refusal: its head refuses some rows, which the payload has no more: it ticks without. record: for the
+    worker's home range, if that is among the ranges.
     token: handed back in the Reply; any object. worker, clock, part, last: whose step it is, the step's number, the
     number of this part from 0 on, and whether it is the step's last. epoch: of the view by which it was sent. payload,
     nbytes: its content, and how many bytes that counts in the log. kind: an `OperationKind`; after: see above.
     """
 
     __slots__ = (
-        "after", "base", "clock", "epoch", "first", "kind", "last", "nbytes", "part", "payload", "ranges", "refusal",
-        "repeat", "roster", "token", "worker",
+        "after", "clock", "committed", "epoch", "kind", "last", "nbytes", "part", "payload", "prev", "ranges", "record",
+        "refusal", "repeat", "roster", "token", "worker",
     )  # fmt: skip
 
     def __init__(
@@ -63,13 +65,14 @@ class Push:
         ranges: Ranges | None,
         payload: Payload | None,
         nbytes: int,
-        base: int = 0,
+        prev: int | Progress = 0,
+        committed: int = 0,
         roster: int = 0,
         repeat: bool = False,
         kind: int = OperationKind.PUSH,
         after: int = 0,
-        first: int = -1,
         refusal: Refusal | None = None,
+        record: StepRecord | None = None,
     ) -> None:
         self.token = token
         self.worker = worker
@@ -80,13 +83,14 @@ class Push:
         self.ranges = ranges
         self.payload = payload
         self.nbytes = nbytes
-        self.base = base
+        self.prev = prev
+        self.committed = committed
         self.roster = roster
         self.repeat = repeat
         self.kind = kind
         self.after = after
-        self.first = part if first < 0 else first
         self.refusal = refusal
+        self.record = record
 
 
 class Ask(NamedTuple):
@@ -130,8 +134,9 @@ class Reply(NamedTuple):
 
 class ClocksReply(NamedTuple):
     """Answer an Ask: progress per range headed here, applied and committed. Only committed frees a step.
-    refused: rows that committed steps lack there, by clock, unless the worker is known to know. status COMMITTED: as
-    said; STALE_VIEW or FENCED: no answer."""
+    refused: rows that committed steps lack there, by clock, unless the worker is known to know. records: with the
+    worker's id, of its committed sparse steps, if its home is headed here. status COMMITTED: as said; STALE_VIEW or
+    FENCED: no answer."""
 
     token: object
     status: Status
@@ -140,6 +145,7 @@ class ClocksReply(NamedTuple):
     applied: Progress
     committed: Progress
     refused: Sequence[Refused] = ()
+    records: Sequence[tuple[int, StepRecord]] = ()
 
 
 class Hold(NamedTuple):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from replication.chain import Ranges
 from replication.refusals import Refusal, RefusedStep
+from replication.step_records import StepRecord
 
 Seqs = NDArray[np.int64]
 """Positions in the logs of ranges, int64 [n], beside a `Ranges` of the same length."""
@@ -48,12 +49,6 @@ class OperationKind(IntEnum):
     POLICY = 19
 
 
-ERASER = 1 << 31
-"""With this added, a worker's id stands for its deletions: whose progress they are. Ids of workers are below."""
-
-MAX_WORKER = (1 << 32) - 1
-
-
 class Payload(Protocol):
     """Content that replication carries and never looks into. The executor cuts it by range to send or apply it."""
 
@@ -64,12 +59,14 @@ class Operation:
     `worker` is the worker whose progress in the operation's ranges becomes `after`, or -1 for nobody's.
     `nbytes` is the memory that stays in use until every range of it is acknowledged.
     `refusal`: of a push whose head refused rows, which `payload` lacks; it may name rows of other ranges, too.
+    `record`: of the step, for the worker's home range; other ranges' replicas have it, too, and leave it aside.
     """
 
-    __slots__ = ("after", "kind", "nbytes", "payload", "refusal", "worker")
+    __slots__ = ("after", "kind", "nbytes", "payload", "record", "refusal", "worker")
 
     def __init__(
-        self, kind: int, worker: int, after: int, payload: Payload | None, nbytes: int, refusal: Refusal | None = None
+        self, kind: int, worker: int, after: int, payload: Payload | None, nbytes: int,
+        refusal: Refusal | None = None, record: StepRecord | None = None,
     ) -> None:  # fmt: skip
         self.kind = kind
         self.worker = worker
@@ -77,6 +74,7 @@ class Operation:
         self.payload = payload
         self.nbytes = nbytes
         self.refusal = refusal
+        self.record = record
 
     def __repr__(self) -> str:
         return f"{OperationKind(self.kind).name}(worker={self.worker}, after={self.after >> 16}.{self.after & 0xFFFF})"
@@ -115,7 +113,7 @@ class SnapshotChunk(NamedTuple):
     """Tail to joiner: the content of range `range` for key hashes in [end of the piece before, `upto`).
 
     The first one (number 0) makes the joiner forget what it had, and carries the range's position and vector clocks,
-    with what was refused (`replication.refusals`).
+    with what was refused (`replication.refusals`) and the records of workers whose home it is.
     """
 
     epoch: int
@@ -129,6 +127,7 @@ class SnapshotChunk(NamedTuple):
     progress: NDArray[np.int64]
     payload: Payload
     refused: Sequence[RefusedStep] = ()
+    records: Sequence[tuple[int, StepRecord]] = ()
 
 
 class ChunkAck(NamedTuple):

@@ -13,13 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replication.chain import Ranges
-from replication.messages import ERASER
 
 PART_BITS = 16
+PART_MASK = (1 << PART_BITS) - 1
 MAX_PARTS = (1 << PART_BITS) - 1
 """Of a step. With one more, the step that lacks only its last part would read as complete."""
 MAX_CLOCK = 1 << 46
 """Clocks and bases from outside must be checked against this: progress has to fit an int64."""
+
+ERASER = 1 << 31
+"""With this added, a worker's id stands for its deletions: whose progress they are. Ids of workers are below."""
+
+MAX_WORKER = (1 << 32) - 1
 
 FIRST_ROWS = 16  # of the clocks' matrix, which then doubles
 FIRST_COLUMNS = 16  # the same

@@ -28,6 +28,7 @@ from replication.core import Core, PeerError
 from replication.effects import CaughtUp, Erase, Install, NextChunk, SnapshotRange
 from replication.messages import NOTHING, ChunkAck, Forward, Payload, Seqs, SnapshotChunk
 from replication.refusals import RefusedStep
+from replication.step_records import StepRecord
 
 _NOBODY = np.empty(0, dtype=np.int64)
 
@@ -85,14 +86,17 @@ class SnapshotTransfer:
             return
         workers, progress, number = _NOBODY, _NOBODY, fill.number
         refused: list[RefusedStep] = []
+        records: list[tuple[int, StepRecord]] = []
         if number == 0:
             workers, progress = core.clocks.column(r)
-            refused = core.refusals.column(r)
+            refused, records = core.refusals.column(r), core.records.column(r)
             core.synced[r] = True
             core.recode()
         fill.number += 1
         seq = int(core.seq[r])
-        piece = SnapshotChunk(core.epoch, r, fill.fill, number, upto, last, seq, workers, progress, payload, refused)
+        piece = SnapshotChunk(
+            core.epoch, r, fill.fill, number, upto, last, seq, workers, progress, payload, refused, records
+        )
         core.send(fill.slot, piece)
 
     def refill(self, r: int, serial: int) -> None:
@@ -236,6 +240,7 @@ class SnapshotTransfer:
             core.seq[r] = message.seq
             core.clocks.set_column(r, message.workers, message.progress)
             core.refusals.set_column(r, message.refused)
+            core.records.set_column(r, message.records)
         elif message.number != self._pieces.get(r):
             raise PeerError(f"{core.me}: piece {message.number} of range {r} came, not {self._pieces.get(r)}")
         elif message.seq != core.seq[r]:
@@ -260,6 +265,7 @@ class SnapshotTransfer:
         core.filled[ranges] = False
         core.clocks.clear(ranges)
         core.refusals.clear(ranges)
+        core.records.clear(ranges)
         for r in ranges.tolist():
             core.bounds.pop(r, None)
             self._pieces.pop(r, None)

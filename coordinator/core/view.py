@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from coordinator.core.names import check_address, check_identity, check_name, check_worker
 from replication.chain import Chains, CopyState, Member
 
-PROTOCOL = 3  # version of the frames between workers, servers and coordinators; docs/reference/compatibility.md
+PROTOCOL = 4  # version of the frames between workers, servers and coordinators; docs/reference/compatibility.md
 RANGES_MAX = 1 << 16
 REPLICAS_MAX = 16
 SERVERS_MAX = 4096

@@ -28,7 +28,7 @@ from elasticps.security import credentials_of
 from elasticps.system import background
 from elasticps.system.coordination import opened, read_view
 from replication.chain import Member
-from replication.messages import ERASER
+from replication.progress import ERASER
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials

@@ -14,8 +14,7 @@ from elasticps.checkpoint.rows import MOST_HEADER, Encoded, checksum
 from elasticps.errors import CheckpointError, SpecError
 from elasticps.model.spec import TableSpec
 from elasticps.wire.headers import MAX_CUT
-from replication.messages import ERASER
-from replication.progress import MAX_CLOCK
+from replication.progress import ERASER, MAX_CLOCK
 
 VERSION = 2
 USAGE_VERSION = 3  # with a table that keeps the usage of its rows: a version that knows none refuses it

@@ -38,7 +38,7 @@ from elasticps.security import credentials_of
 from elasticps.system import background
 from elasticps.system.coordination import opened, read_servers, read_tables, read_view
 from replication.chain import Member
-from replication.messages import ERASER
+from replication.progress import ERASER
 
 if TYPE_CHECKING:
     import numpy as np

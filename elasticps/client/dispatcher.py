@@ -37,6 +37,7 @@ from elasticps.client.runtime import Runtime, at_fork
 from elasticps.client.transport import Link, LinkDriver, LinkReceiver
 from elasticps.errors import Closed, ClusterUnreachable, Error, Timeout, VersionMismatch
 from elasticps.wire.activity import Activity, UseHeader
+from elasticps.wire.clocks import WorkerClocks
 from elasticps.wire.frames import (
     LAST,
     REFUSED,
@@ -46,7 +47,6 @@ from elasticps.wire.frames import (
     VersionError,
     json_body,
     json_frame,
-    read_clocks,
     read_partly,
     read_view,
 )  # fmt: skip
@@ -72,15 +72,15 @@ class Dispatcher:
 
     def __init__(
         self, runtime: Runtime, cluster: str, worker: WorkerInfo, view: View, window: int, ask_view: ReadStore,
-        credentials: Credentials | None = None, *, authenticated: bool = False,
+        credentials: Credentials | None = None, *, authenticated: bool = False, everywhere: bool = False,
     ) -> None:  # fmt: skip
-        """authenticated: as for `NewViews`."""
+        """authenticated: as for `NewViews`; everywhere: as for `PushSession`."""
         self.runtime = runtime  # clock, threads, sockets
         self.cluster = cluster  # its name
         self.worker = worker  # this one, as registered
         self.lock = runtime.rlock()
         self.routes = Routes(view)  # of the newest view
-        self.session = PushSession(worker.id, view.ranges, window)
+        self.session = PushSession(worker.id, view.ranges, window, everywhere=everywhere)
         self.error: Error | None = None  # once set, nothing goes on
         # Hears of the epochs in which ranges came back from a checkpoint, and of the last committed step.
         self.on_restored: Callable[[list[int], int], None] = lambda epochs, committed: None
@@ -103,7 +103,7 @@ class Dispatcher:
         keys_of = self.connections.keys_of
         send_all = self.connections.send_all
         self.pushes = PushesInFlight(self.session, worker.id, numbers[PUSH], send_all, self._fenced, keys_of)
-        self.pulls = PullsInFlight(self.routes, worker.id, send_all, self.connections.stop_receiving, keys_of)
+        self.pulls = PullsInFlight(self.routes, self.session, send_all, self.connections.stop_receiving, keys_of)
         self._fan_outs = FanOuts(numbers[FAN_OUT], self.connections.send)
         busy = lambda: self._hurt or self._fan_outs.writing  # noqa: E731
         self.holding = WorkerHold(runtime, self.lock, self.session, self.connections, busy)
@@ -336,9 +336,9 @@ class Dispatcher:
             elif kind == Kind.PARTLY and owner == PUSH:
                 self.pushes.partly(request, header.epoch, *read_partly(header, body))
             elif kind == Kind.CLOCKS and owner == PUSH:
-                ranges, applied, committed, report = read_clocks(header, body)
-                refused = refused_by(link.server.name, report, self.routes.view.ranges)
-                self.pushes.clocks(request, header.epoch, ranges, applied, committed, refused)
+                clocks = WorkerClocks.of(header, body, self.routes.view.ranges)
+                refused = refused_by(link.server.name, clocks.refused, self.routes.view.ranges)
+                self.pushes.clocks(request, header.epoch, *clocks[:3], refused)
             elif kind == Kind.PARTLY:
                 self._stall(request, owner, header.epoch)
             elif kind in FAN_OUT_ANSWERS:

@@ -13,7 +13,7 @@ from elasticps.client.registry import Registry
 from elasticps.client.steps import Steps
 from elasticps.client.tables import Handle, SparseTable
 from elasticps.errors import ClusterUnreachable, Timeout
-from elasticps.model.spec import BSP, Consistency
+from elasticps.model.spec import ASP, BSP, Consistency
 
 LEAVE_S = 5.0  # for what is outstanding when a client is closed
 
@@ -37,7 +37,7 @@ class Parts:
             self.worker = registry.register(worker, app, self._lost, timeout_s, view.cluster)
             self._dispatcher = dispatcher = Dispatcher(
                 self._runtime, view.cluster, self.worker, view, window, registry.ask_view, registry.credentials,
-                authenticated=registry.authenticated,
+                authenticated=registry.authenticated, everywhere=not isinstance(consistency, ASP),
             )  # fmt: skip
             barrier = None
             if isinstance(consistency, BSP):

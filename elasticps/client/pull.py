@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client.core.fan_out import SendAll
+from elasticps.client.core.read_after import read_after, read_clock
 from elasticps.client.core.routing import Readers, Routes
+from elasticps.client.core.session import PushSession
 from elasticps.client.pull_batch import OWNERS, P_FIELDS, PULL, SMALL_BYTES, Landing
 from elasticps.client.pull_layouts import (
     ROWS,
@@ -124,7 +126,8 @@ class ServerPull:
     members: Sequence[ServerPull] = ()  # of one that is `joined`: the pulls whose rows it asks for
     parts: dict[int, PullPart] = field(default_factory=dict)  # by request, those still unanswered
     error: Exception | None = None  # raised by `result`
-    clock: int = 0  # as in the PULL header
+    clock: int = 0  # of its worker as it began
+    read_at: int = 0  # as in the PULL header
     wait_ms: int = 0  # the same
     bound: int | None = None  # of the delay, as in the PULL header
     # Rows and where they belong, in order.
@@ -313,12 +316,12 @@ class PullsInFlight:
     before its memory is."""
 
     def __init__(
-        self, routes: Routes, worker: int, send: SendAll, abandon: Callable[[Member, int], None],
+        self, routes: Routes, session: PushSession, send: SendAll, abandon: Callable[[Member, int], None],
         keys_of: Callable[[Member], ShortKeys | None] = lambda member: None,
     ) -> None:  # fmt: skip
         self.landing = Landing()
         self._routes = routes
-        self._worker = worker
+        self._session, self._worker = session, session.worker
         self._send = send
         self._abandon = abandon
         self._keys_of = keys_of
@@ -342,12 +345,17 @@ class PullsInFlight:
         frames: dict[Member, list[Buffer]] = {}
         for pull in pulls:
             pull.bound, pull.wait_ms = bound, wait_ms
+            pull.read_at = read_clock(self._session, pull.clock)
             keys = pull.keys
             if len(keys) <= PULL_FRAME_KEYS:
                 self._cut(pull, keys, 0, frames)
                 continue
             for first in range(0, len(keys), PULL_FRAME_KEYS):
                 self._cut(pull, keys[first : first + PULL_FRAME_KEYS], first, frames)
+        self._send_behind_steps(frames, pulls)
+
+    def _send_behind_steps(self, frames: dict[Member, list[Buffer]], pulls: Iterable[ServerPull]) -> None:
+        read_after(self._session, frames, self._routes, {self._readers(pull) for pull in pulls})
         self._send(frames)
 
     def _cut(self, pull: ServerPull, keys: NDArray[np.int64], first: int, frames: dict[Member, list[Buffer]]) -> None:
@@ -474,11 +482,14 @@ class PullsInFlight:
 
     def _send_parts(self, parts: Iterable[PullPart]) -> None:
         frames: dict[Member, list[Buffer]] = {}
+        pulls = []
         for part in parts:
             part.epoch = self._routes.epoch
+            part.pull.read_at = read_clock(self._session, part.pull.clock)
+            pulls.append(part.pull)
             if part.member is not None:
                 frames.setdefault(part.member, []).extend(part.pull.layout.frame(part, part.epoch, self._worker))
-        self._send(frames)
+        self._send_behind_steps(frames, pulls)
 
     def _ask_again(self, parts: list[PullPart]) -> None:
         for part in parts:

@@ -29,7 +29,7 @@ from elasticps.wire.frames import (
     read_push,
 )
 from elasticps.wire.pool import Pool
-from replication.chain import Ranges
+from replication.chain import Member, Ranges
 
 AT_ONCE_BYTES = FRAME_BYTES // 2  # up to so many are copied before the first is sent
 
@@ -85,12 +85,14 @@ def _row_bytes(tables, offsets, start, stop):  # type: ignore[no-untyped-def]
 
 @kernel
 def _cut(tables, offsets, shares, frames):  # type: ignore[no-untyped-def]
-    """Cuts every share into frames, as `cut_ranks` does. Returns their number, their bytes, and those of the rank that
-    has most, if any share is cut."""
+    """Cuts every share that has rows into frames, as `cut_ranks` does. Returns their number, their bytes,
+    and those of the rank that has most, if any share is cut."""
     count, at, largest = 0, 0, 0
     for s in range(shares.shape[0]):
         start, end = shares[s, 0], shares[s, 1]
         left = _row_bytes(tables, offsets, start, end)
+        if left == 0:
+            continue
         cut = left > FRAME_BYTES // 2
         first, aimed = count, FRAME_BYTES // 4
         while start < end:
@@ -340,13 +342,24 @@ class PackedPart:
         low, high = int(ranks.min()), int(ranks.max())
         return any(f[F_ITEMS] and f[F_START] <= high and low < f[F_STOP] for f in self._rows)
 
+    def heads(self, epoch: int) -> Iterator[Member] | None:
+        """The heads, in the view of that epoch, of ranges that it has rows for; None if it was made for another."""
+        routes = self.routes
+        if routes.epoch != epoch:
+            return None
+        shares = routes.shares
+        return (routes.members[shares[share].server] for share in {f[F_SHARE] for f in self._rows})
+
     def whole(self, server: int, routes: Routes) -> Iterator[PushFrame]:
         """What a server, by its index in the view of `routes`, gets of the part; see `Part.whole`."""
         if routes is not self.routes:
             yield from self._unpacked().whole(server, routes)
             return
         share = routes.share_index[server]
-        for i in range(self._first(share), len(self._rows)):
+        first = self._first(share)
+        if first == len(self._rows) or self._rows[first][F_SHARE] != share:
+            yield PushFrame(None, 0, [])
+        for i in range(first, len(self._rows)):
             f = self._rows[i]
             if f[F_SHARE] != share:
                 return
@@ -363,7 +376,10 @@ class PackedPart:
         """The same, if it is one frame that has not been sent."""
         if routes is not self.routes:
             return None
-        i = self._first(routes.share_index[server])
+        share = routes.share_index[server]
+        i = self._first(share)
+        if i == len(self._rows) or self._rows[i][F_SHARE] != share:
+            return None
         f = self._rows[i]
         if f[F_NAMED] or i >= self._done or self._sent[i]:
             return None
@@ -372,7 +388,7 @@ class PackedPart:
         return PushFrame(None, f[F_ITEMS], [], self._view[at : at + HEADER_BYTES + f[F_BODY]])
 
     def _first(self, share: int) -> int:
-        """The number of a share's first frame; each share has one."""
+        """The number of a share's first frame, or where that would stand: a share without rows has none."""
         return bisect_left(self._rows, [share])
 
     def named(self, ranges: Ranges) -> Iterator[PushFrame]:

@@ -18,12 +18,14 @@ from elasticps.client.push_batch import PackedPart
 from elasticps.client.short_keys import Short, ShortKeys
 from elasticps.client.writes import Part, PushFrame, named_ranges
 from elasticps.errors import Refused
+from elasticps.wire.clocks import encode_record
 from elasticps.wire.frames import Buffer
 from elasticps.wire.headers import GetClocksHeader, PushHeader, ShardRef
 from elasticps.wire.refusals import RefusedRows
 from replication.chain import Member, Ranges
 from replication.effects import Status
 from replication.progress import Progress
+from replication.step_records import home_range
 
 MAX_FAILURES = 64  # the first ones are kept
 NO_RANGES: Ranges = np.empty(0, np.int64)
@@ -274,12 +276,18 @@ class PushesInFlight:
             request = next(self._requests)
             sent.left[request] = cut.ranges
             self._sent[request] = sent
+            record = self._record(frame, cut)
             push = PushHeader(
-                request, frame.epoch, frame.clock, self._worker, cut.items, frame.first, frame.part, frame.last,
-                cut.ranges is None, frame.content is None, self.round, committed, shard,
+                request, frame.epoch, frame.clock, frame.prev if isinstance(frame.prev, int) else None, cut.items,
+                frame.part, frame.last, cut.ranges is None, frame.content is None, self.round, committed, shard,
+                bool(record),
             )  # fmt: skip
             if cut.frame is None:
-                buffers: Sequence[Buffer] = [push.header(sum(map(len, cut.buffers))).pack(), *cut.buffers]
+                body = [*self._with_progress(frame, cut), *record]
+                buffers: Sequence[Buffer] = [push.header(sum(map(len, body))).pack(), *body]
+            elif record:
+                header = push.pack_into(cut.frame, len(record[0]))
+                buffers = [cut.frame, *record]
             else:
                 header = push.pack_into(cut.frame)
                 keys = self._keys_of(frame.head) if self.short else None
@@ -288,6 +296,23 @@ class PushesInFlight:
                 self._send({frame.head: buffers})
             else:
                 frames.setdefault(frame.head, []).extend(buffers)
+
+    def _record(self, frame: Frame, cut: PushFrame) -> list[bytes]:
+        """The record of a frame's step, if it belongs into this cut."""
+        if frame.record is None:
+            return []
+        home = home_range(self._worker, self.routes.view.ranges)
+        return [encode_record(frame.record)] if cut.ranges is None or (cut.ranges == home).any() else []
+
+    def _with_progress(self, frame: Frame, cut: PushFrame) -> list[Buffer]:
+        """The body of a cut, and behind the ranges' names the worker's progress there, if that differs."""
+        if isinstance(frame.prev, int):
+            return cut.buffers
+        assert frame.ranges is not None
+        assert cut.ranges is not None
+        by_range = dict(zip(frame.ranges.tolist(), frame.prev.tolist(), strict=True))
+        progress = np.array([by_range[r] for r in cut.ranges.tolist()], np.int64)
+        return [cut.buffers[0], progress.tobytes(), *cut.buffers[1:]]
 
     def _cuts(self, frame: Frame) -> Iterable[PushFrame]:
         content = frame.content

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from elasticps.client.barrier import Barrier
 from elasticps.client.core.join import Resume
-from elasticps.client.core.session import PartContent
+from elasticps.client.core.outstanding import PartContent
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.join import Joining
 from elasticps.client.losses import Losses

@@ -9,6 +9,7 @@ import numpy as np
 from coordinator.core.view import ServerInfo, View
 from elasticps.client.core.cache_index import CacheIndex
 from elasticps.client.core.routing import Routes, place_rows, plan_pull, plan_push
+from elasticps.client.core.session import PushSession
 from elasticps.client.filtering import RowMemory
 from elasticps.client.pull import PullPart, PullsInFlight, ServerPull, joined
 from elasticps.client.pull_batch import ANSWERS, take_answers
@@ -39,7 +40,9 @@ def warm() -> None:
         part.writes()  # what a push is cut from again when its ranges have another head
         plan = plan_push(keys, salt, routes)
 
-        pulls = PullsInFlight(routes, 1, lambda frames: None, lambda member, request: None)
+        pulls = PullsInFlight(
+            routes, PushSession(1, routes.view.ranges, 1), lambda frames: None, lambda member, request: None
+        )
         finish, query = lambda pull, timeout: None, Query(1, salt, _DIM, "t")
         one, *others = [ServerPull(finish, query, keys, rows) for _ in range(3)]
         pulls.start([several := joined(finish, others), one], None, 0)

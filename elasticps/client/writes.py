@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from elasticps.client.core.routing import FRAME_BYTES, PushPlan, Routes, cut_ranks
 from elasticps.errors import InputError
 from elasticps.wire.frames import MAX_BLOCKS, MAX_BODY_BYTES, Buffer, block_head, grads_padding
-from replication.chain import Ranges
+from replication.chain import Member, Ranges
 
 Runs = list[tuple[int, int]]
 
@@ -114,6 +114,17 @@ class Part:
         """Whether it has a row in any of these ranges."""
         ranks = self._routes.rank_of[ranges]
         return any(bool((w.offsets[ranks] < w.offsets[ranks + 1]).any()) for w in self.writes)
+
+    def heads(self, epoch: int) -> Iterator[Member] | None:
+        """The heads, in the view of that epoch, of ranges that it has rows for; None if it was made for another."""
+        routes = self._routes
+        if routes.epoch != epoch:
+            return None
+        return (
+            routes.members[share.server]
+            for share in routes.shares
+            if any(write.offsets[share.start] < write.offsets[share.stop] for write in self.writes)
+        )
 
     def with_values(self, values: Callable[[int], NDArray[np.float32] | None]) -> Part:
         """The same rows with other step values, by table's id; without those of tables that have none."""

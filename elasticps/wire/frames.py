@@ -63,6 +63,7 @@ class Kind(IntEnum):
     ROOM = 21
     HELD = 32
     USE = 33
+    READ_AFTER = 34
     REDUCE = 48
     SET_POLICIES = 49
     SWEEP = 50
@@ -98,6 +99,7 @@ PACKED = 1024  # PUSH: the body is compressed, see `packed`
 DIGESTS = 2048  # PULL: what the rows hash to, instead of them
 USAGE = 16384  # PULL: when the rows were used last, how often, and their score, instead of their weights
 TABLES = 4096  # PULL: of several tables, in blocks as a PUSH has them, of keys alone
+RECORD = 32768  # PUSH, FORWARD: with the record of a sparse step. SNAPSHOT_CHUNK, CLOCKS: with such records
 REFUSED = 8192  # FORWARD: a PUSH without refused rows, which it names. SNAPSHOT_CHUNK, CLOCKS, ERROR: with such rows
 
 _KINDS = frozenset(int(k) for k in Kind)
@@ -242,29 +244,6 @@ def padded(body: bytes) -> bytes:
     return body + b"\0" * (-len(body) % 8)
 
 
-def clocks_frame(
-    request: int, epoch: int, ranges: NDArray[np.int64], applied: NDArray[np.int64], committed: NDArray[np.int64],
-    refused: bytes = b"",
-) -> bytes:  # fmt: skip
-    """CLOCKS: a worker's progress, int64 [n] each, in `ranges`, int64 [n]. refused: what `refusals` writes of its steps
-    there, if there are such."""
-    body = padded(ranges.astype("<i4").tobytes()) + applied.tobytes() + committed.tobytes() + refused
-    return Header(Kind.CLOCKS, REFUSED * bool(refused), len(body), request, epoch, items=len(ranges)).pack() + body
-
-
-def read_clocks(
-    header: Header, body: NDArray[np.uint8]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]:
-    """The inverse of `clocks_frame`: (ranges, applied, committed, refused), copies but for the last."""
-    n = header.items
-    at = (4 * n + 7) & ~7
-    end = at + 16 * n
-    if n > MAX_RANGES or end > len(body) or (end < len(body)) != bool(header.flags & REFUSED):
-        raise FrameError(f"a CLOCKS frame of {n} ranges has a body of {len(body)} bytes")
-    numbers = body[at:end].copy().view(np.int64)
-    return body[: 4 * n].view(np.int32).astype(np.int64), numbers[:n], numbers[n:], body[end:]
-
-
 def partly_frame(request: int, epoch: int, committed: NDArray[np.int64], moved: NDArray[np.int64]) -> bytes:
     """PARTLY: of the ranges that a push named, int64 [n] are committed, int64 [m] left the server before they were."""
     body = padded(committed.astype("<i4").tobytes() + moved.astype("<i4").tobytes())
@@ -308,22 +287,37 @@ def grads_padding(rows: int, dim: int) -> int:
 
 
 def read_push(all_ranges: bool, blocks: int, body: NDArray[np.uint8]) -> tuple[NDArray[np.int32] | None, list[Block]]:
-    """Splits the body of a PUSH or INIT into the ranges that it names (None for all) and its blocks, as views.
+    """Splits the body of an INIT into the ranges that it names (None for all) and its blocks, as views.
 
     Layout: unless `all_ranges`, uint64 m and int32 [m] ranges padded to 8; then so many blocks.
     Raises `FrameError` when lengths do not add up.
     """
+    ranges, _, found = read_step(all_ranges, False, blocks, body)
+    return ranges, found
+
+
+def read_step(
+    all_ranges: bool, several: bool, blocks: int, body: NDArray[np.uint8]
+) -> tuple[NDArray[np.int32] | None, NDArray[np.int64], list[Block]]:
+    """Splits the body of a PUSH as `read_push` does. several: behind the ranges stands the worker's progress before it
+    in each of them, int64 [m]."""
     at = 0
     ranges: NDArray[np.int32] | None = None
+    prev = np.empty(0, np.int64)
     if not all_ranges:
         if len(body) < 8:
             raise FrameError("a push that names its ranges is too short to do so")
         m = int.from_bytes(body[:8].tobytes(), "little")
-        if m > MAX_RANGES or 8 + 4 * m > len(body):
+        at = (8 + 4 * m + 7) & ~7
+        if m > MAX_RANGES or at + 8 * m * several > len(body):
             raise FrameError(f"a push names {m} ranges but its body has {len(body)} bytes")
         ranges = body[8 : 8 + 4 * m].view(np.int32)
-        at = (8 + 4 * m + 7) & ~7
-    return ranges, read_blocks(blocks, body, at)
+        if several:
+            prev = body[at : at + 8 * m].view(np.int64)
+            at += 8 * m
+    elif several:
+        raise FrameError("a push has progress of each range, and names no ranges")
+    return ranges, prev, read_blocks(blocks, body, at)
 
 
 def read_blocks(count: int, body: NDArray[np.uint8], at: int, limit: int = MAX_BLOCKS) -> list[Block]:

@@ -19,6 +19,7 @@ from elasticps.wire.frames import (
     LAST,
     MAGIC,
     PAUSE,
+    RECORD,
     REPEAT,
     REPLACE,
     ROUND,
@@ -28,6 +29,9 @@ from elasticps.wire.frames import (
     Header,
     Kind,
 )
+from replication.progress import PART_BITS, PART_MASK
+
+NO_PREV = (1 << 32) - 1  # where a PUSH says how many steps ago its worker's last one was: it is not the same everywhere
 
 
 class ShardRef(NamedTuple):
@@ -38,16 +42,17 @@ class ShardRef(NamedTuple):
 
 
 class PushHeader(NamedTuple):
-    """PUSH: parts `first`..`part` of step `clock`, `blocks` of them. committed: the clock up to which the worker knows
-    all its steps to be, None if it does not say. all_ranges: it ticks all that its receiver heads at `epoch`, and names
-    none. repeat: the blocks are left out, only the answer is wanted. round: a share of a synchronous round."""
+    """PUSH: part `part` of step `clock` of the connection's worker, in `blocks` blocks. prev: the worker's progress
+    before it in all ranges that it ticks; None: the body has one for each, behind the names. committed: the clock up to
+    which the worker knows all its steps to be, None if it does not say. all_ranges: it ticks all that its receiver
+    heads at `epoch`, and names none. repeat: the blocks are left out, only the answer is wanted. round: a share of a
+    synchronous round. record: the body ends with the step's record."""
 
     request: int
     epoch: int
     clock: int
-    worker: int
+    prev: int | None
     blocks: int
-    first: int = 0
     part: int = 0
     last: bool = True
     all_ranges: bool = True
@@ -55,30 +60,36 @@ class PushHeader(NamedTuple):
     round: bool = False
     committed: int | None = None
     shard: ShardRef | None = None
+    record: bool = False
 
     def header(self, body_bytes: int) -> Header:
         """The 64 bytes' fields, before a body of so many bytes."""
         flags = self.last * LAST | self.all_ranges * ALL_RANGES | self.repeat * REPEAT | self.round * ROUND
+        flags |= self.record * RECORD
+        steps, first = NO_PREV, 0
+        if self.prev is not None:
+            steps, first = self.clock - (self.prev >> PART_BITS), self.prev & PART_MASK
         lag = 0 if self.committed is None else self.clock - self.committed
         bound, wait_ms = shard_fields(self.shard) if self.shard else (0, 0)
         return Header(
-            Kind.PUSH, flags, body_bytes, self.request, self.epoch, self.clock, self.worker, self.first, self.part, lag,
+            Kind.PUSH, flags, body_bytes, self.request, self.epoch, self.clock, steps, first, self.part, lag,
             self.blocks, bound, wait_ms,
         )  # fmt: skip
 
-    def pack_into(self, frame: memoryview) -> Header:
-        """Writes the header to the front of a frame, and returns its fields."""
-        header = self.header(len(frame) - HEADER_BYTES)
+    def pack_into(self, frame: memoryview, more: int = 0) -> Header:
+        """Writes the header to the front of a frame, behind which so many bytes more follow, and returns its fields."""
+        header = self.header(len(frame) - HEADER_BYTES + more)
         HEADER.pack_into(frame, 0, MAGIC, VERSION, *header)
         return header
 
     @classmethod
     def of(cls, h: Header) -> PushHeader:
         """The inverse of `header`."""
+        prev = None if h.worker == NO_PREV else (h.clock - h.worker << PART_BITS) + h.first
         return cls(
-            h.request, h.epoch, h.clock, h.worker, h.items, h.first, h.part, bool(h.flags & LAST),
-            bool(h.flags & ALL_RANGES), bool(h.flags & REPEAT), bool(h.flags & ROUND),
-            h.clock - h.table if h.table else None, shard_of(h),
+            h.request, h.epoch, h.clock, prev, h.items, h.part, bool(h.flags & LAST), bool(h.flags & ALL_RANGES),
+            bool(h.flags & REPEAT), bool(h.flags & ROUND), h.clock - h.table if h.table else None, shard_of(h),
+            bool(h.flags & RECORD),
         )  # fmt: skip
 
 

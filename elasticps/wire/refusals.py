@@ -27,8 +27,7 @@ from elasticps.wire.frames import (
     whole,
 )
 from replication.chain import Ranges
-from replication.messages import MAX_WORKER
-from replication.progress import MAX_CLOCK
+from replication.progress import MAX_CLOCK, MAX_WORKER
 from replication.refusals import Refusal, Refused, RefusedStep, Rows
 
 MAX_WHY = 4096

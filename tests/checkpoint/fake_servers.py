@@ -20,7 +20,7 @@ from elasticps.errors import ClusterUnreachable
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
 from elasticps.store.layout import RowLayout
-from replication.messages import ERASER
+from replication.progress import ERASER
 
 P = 4
 SERVERS = [ServerInfo(name, 1, f"{name}:1", f"{name}:2") for name in ("s0", "s1")]

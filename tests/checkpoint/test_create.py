@@ -23,7 +23,7 @@ from elasticps.errors import CheckpointError, SpecError
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
 from elasticps.wire.headers import MAX_CUT
-from replication.messages import ERASER
+from replication.progress import ERASER
 from tests.checkpoint.fake_servers import GONE, NEW, ONE, Fake, P, Scene
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elasticps.admin.interface import CutTaken
 from elasticps.checkpoint.core.cut_proof import prove_cut, uncovered
-from replication.messages import ERASER
+from replication.progress import ERASER
 
 P = 4
 WHOLE = CutTaken(tuple(range(P)), {1: 3 << 16, 2: 5 << 16}, {"a": 3})

@@ -14,7 +14,7 @@ from coordinator.memory import MemoryStore
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.manifest import Manifest
 from elasticps.checkpoint.schedule import CheckpointSchedule
-from replication.messages import ERASER
+from replication.progress import ERASER
 from tests.checkpoint.fake_servers import ONE, Scene
 from tests.coordinator.support import until_key
 from tests.server.conftest import until

@@ -41,7 +41,8 @@ from elasticps.wire.frames import (
 )
 from elasticps.wire.packing import pack
 from elasticps.wire.reducing import ReduceHeader, function_body
-from replication.messages import ERASER, OperationKind
+from replication.messages import OperationKind
+from replication.progress import ERASER
 from tests.fuzz.core import APPS, CLUSTER, HOSTILE, ME, NOBODY, OWN, PEER, Core
 from tests.fuzz.corpus import LEADER, RANGES, ROLES, WORKER, Corpus
 from tests.fuzz.corpus import PEER as AS_PEER

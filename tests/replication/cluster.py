@@ -16,6 +16,7 @@ from replication.effects import (
     Send,
     Status,
 )
+from replication.progress import before_part
 from replication.replica import Replica
 from tests.replication.views import form
 
@@ -77,7 +78,7 @@ class Cluster:
     def push(self, member: Member, clock: int, **more: Any) -> list[Any]:
         fields = {
             "token": ("t", clock), "worker": 1, "epoch": self.view.epoch, "clock": clock, "part": 0, "last": True,
-            "ranges": None, "payload": None, "nbytes": 10, **more,
+            "ranges": None, "payload": None, "nbytes": 10, "prev": before_part(clock, more.get("part", 0)), **more,
         }  # fmt: skip
         return self.take(member, self.replicas[member].push(Push(**fields)))
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replication.log import Entry, Frame, Log
-from replication.messages import ERASER, Operation
-from replication.progress import FIRST_ROWS, MAX_PARTS, Clocks, after_part, before_part, touched_clock
+from replication.messages import Operation
+from replication.progress import ERASER, FIRST_ROWS, MAX_PARTS, Clocks, after_part, before_part, touched_clock
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=20))

@@ -33,8 +33,8 @@ from elasticps.wire.frames import (
     json_frame,
     padded,
 )
-from replication.messages import MAX_WORKER, OperationKind
-from replication.progress import MAX_CLOCK, MAX_PARTS
+from replication.messages import OperationKind
+from replication.progress import MAX_CLOCK, MAX_PARTS, MAX_WORKER
 from tests.server.conftest import DIM, SPEC, TABLE, WORKER, Group, Run, until
 from tests.server.test_malformed_requests import pair
 from tests.server.wires import Wires

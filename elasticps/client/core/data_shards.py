@@ -10,11 +10,11 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
 from elasticps.client.core.barrier import closing
-from elasticps.client.core.fan_out import Answer, Request, clocks_of, of_group
+from elasticps.client.core.fan_out import Answer, Request, of_group, steps_of
 from elasticps.model.sharding import ShardSpec
 from elasticps.wire.frames import HEADER_BYTES, Kind, json_frame
 from elasticps.wire.headers import ClaimShardsHeader
-from replication.progress import PART_BITS
+from replication.step_records import step_is_whole
 
 PREFETCH = 4  # shards that a worker asks to hold at once
 POLL_FIRST_S = 0.02
@@ -141,19 +141,18 @@ class ShardClaims:
             answer = yield from self._take(PREFETCH, done=done)
 
     def _was_trained(self, answer: ClaimAnswer, worker: int, clock: int, last: int) -> ClaimScript[bool]:
-        """Whether the step of a lost worker that used a shard is in the parameters, in every range. It may be on its
-        way down the chains still: then it will be, unless heads die as well."""
+        """Whether the step of a lost worker that used a shard is in the parameters, in every range that it ticks. It
+        may be on its way down the chains still: then it will be, unless heads die as well."""
         if self._rounds:
             if last < clock:
                 return False
             yield from closing(self._app, *answer.decided, self._timeout_s)  # its members may all be lost
             return True
         while True:
-            applied, committed = yield from clocks_of(worker, self._timeout_s)
-            if int(committed.min()) >> PART_BITS >= clock:
-                return True
-            if int(applied.min()) >> PART_BITS < clock:
-                return False
+            found = yield from steps_of(worker, self._timeout_s)
+            whole = step_is_whole(clock, found.home, found.applied, found.committed, found.records)
+            if whole is not None:
+                return whole
             yield POLL_FIRST_S
 
 

@@ -14,10 +14,12 @@ import numpy as np
 
 from elasticps.client.core.routing import Routes
 from elasticps.kernels.hashing import group_range
-from elasticps.wire.frames import Buffer, Header, Kind, read_clocks
+from elasticps.wire.clocks import WorkerClocks
+from elasticps.wire.frames import Buffer, Header, Kind
 from elasticps.wire.headers import GetClocksHeader
 from replication.chain import Member
 from replication.progress import Progress
+from replication.step_records import StepRecord, home_range
 
 T = TypeVar("T")
 FAN_OUT_ANSWERS = frozenset(
@@ -239,8 +241,18 @@ def of_group(app: str, header: Header, body: bytes = b"") -> Questions:
     return questions
 
 
-def clocks_of(worker: int, timeout_s: float) -> Script[tuple[Progress, Progress]]:
-    """How far a worker's pushes are in every range, as their heads say: (applied, committed), int64 [P] each."""
+class PastSteps(NamedTuple):
+    """How far a worker's steps are, as heads say: its home range, its progress applied and committed in every range,
+    int64 [P] each, and the records of its sparse steps."""
+
+    home: int
+    applied: Progress
+    committed: Progress
+    records: Sequence[StepRecord]
+
+
+def steps_of(worker: int, timeout_s: float) -> Script[PastSteps]:
+    """How far a worker's steps are."""
     head, ranges = GetClocksHeader(worker).header(), 0
 
     def questions(routes: Routes) -> list[tuple[Member, Header, list[Buffer]]]:
@@ -252,10 +264,12 @@ def clocks_of(worker: int, timeout_s: float) -> Script[tuple[Progress, Progress]
 
     answers = yield Request(questions, timeout_s, f"asking for the clocks of worker {worker}")
     applied, committed = (np.zeros(ranges, np.int64) for _ in range(2))
+    records: list[StepRecord] = []
     for answer in answers:
-        named, has, safe, _ = read_clocks(answer.header, np.frombuffer(answer.body, np.uint8))
-        applied[named], committed[named] = has, safe
-    return applied, committed
+        clocks = WorkerClocks.of(answer.header, np.frombuffer(answer.body, np.uint8), ranges)
+        applied[clocks.ranges], committed[clocks.ranges] = clocks.applied, clocks.committed
+        records += [record for _, record in clocks.records]
+    return PastSteps(home_range(worker, ranges), applied, committed, records)
 
 
 def carry_out(script: Script[T], ask: Callable[[Questions, float, str], list[Answer]]) -> T:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from elasticps.client.core.barrier import entering
-from elasticps.client.core.fan_out import Request, Script, clocks_of, of_heads
+from elasticps.client.core.fan_out import Request, Script, of_heads, steps_of
 from elasticps.client.core.session import resume
 from elasticps.wire.headers import JoinHeader, OkHeader
 
@@ -60,7 +60,8 @@ class Starting:
         if past is None:
             start = yield from self.lowest()
             return Resume(start, start, start, 0, False)
-        begun, trained = resume(*(yield from clocks_of(past.id, self._timeout_s)), past.base)
+        found = yield from steps_of(past.id, self._timeout_s)
+        begun, trained = resume(found.applied, found.committed, found.home, found.records, past.base)
         if not self._app:
             start = max(begun, (yield from self.lowest()))
         else:  # what counts is the round, not that its share has arrived

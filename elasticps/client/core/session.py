@@ -3,42 +3,40 @@
 Events: push, adopt, connected, disconnected, reply, clocks. Each returns what the shell has to send, in order; the
 frames of one head go out on one FIFO connection. Only this module repeats pushes, so retries never stack.
 
-Why no step is lost and none counted twice: a step leaves only when every range of its last part is committed, as said
-by a reply or by an answer to Ask that names it committed (applied is not enough: its replicas may die). A head that is
-new, was cut off, or refused a frame is asked for the worker's clocks first, and gets everything outstanding that it
-lacks in clock order before any new step. Frames in flight to such a head are forgotten: what they named under the old
-view may not be what it heads now. What comes twice is recognised by its clock; what is sent again is byte for byte the
-first send, because contents belong to the session and never change. So a view may also have everything outstanding sent
-again to its new heads at once, in clock order, where it is so little that the question would take longer: they lack
-nothing before it, for that is committed, which all replicas have. Ranges recovered from a checkpoint are an exception:
-their heads are always asked.
+Which ranges a step ticks. A part goes to the heads of ranges that it has rows for, and ticks all that these head. The
+last part ticks all that its step has touched, and the worker's home range, with a record of them (see
+`replication.step_records`). So a step costs what it touches, not what there is. Where others wait for this worker's
+clock in every range, under bounded delay and in rounds, each step ticks all ranges (`everywhere`).
+
+Why no step is lost and none counted twice. A frame names the worker's progress before it in the ranges that it ticks,
+`prev`, fixed when the part is first sent. A head takes a frame only at that progress; so it takes what it was sent in
+order, without a hole, though steps between are none of its business. A step leaves only when every range of its last
+part is committed, as said by a reply or by an answer to Ask that names it committed (applied is not enough: its
+replicas may die). A head that is new, was cut off, or refused a frame is asked for the worker's clocks first, and gets
+everything outstanding that it lacks in clock order before any new step. Frames in flight to such a head are forgotten:
+what they named under the old view may not be what it heads now. What comes twice is recognised by its clock; what is
+sent again is byte for byte the first send, because contents belong to the session and never change. So a view may also
+have everything outstanding sent again to its new heads at once, in clock order, where it is so little that the question
+would take longer: they lack nothing before it, for that is committed, which all replicas have. Ranges recovered from a
+checkpoint are an exception: their heads are always asked.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
-from typing import NamedTuple, Protocol, TypeAlias
+from collections.abc import Collection, Iterable
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.client.core.outstanding import Head, PartContent, Step, Ticks
 from replication.chain import Chains, Member, Ranges
 from replication.effects import Status
 from replication.progress import MAX_PARTS, PART_BITS, Progress, after_part, touched_clock
+from replication.step_records import StepRecord, home_range, last_whole_step, record_of
 
 RESEND_BYTES = 256 << 10  # with so much outstanding a new head is asked what it has
-
-
-class PartContent(Protocol):
-    """What a part of a step carries; the shell cuts it per head. It must not change once it is pushed."""
-
-    @property
-    def nbytes(self) -> int:
-        """About so many are sent for all heads."""
-
-    def touches(self, ranges: Ranges) -> bool:
-        """Whether it holds anything for these ranges. It may say yes where it does not, never the reverse."""
 
 
 class Ask(NamedTuple):
@@ -50,18 +48,20 @@ class Ask(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """Push one part to a head, and the tick of those from `first` on that hold nothing for it. ranges None: all that
-    it heads at `epoch`. content None: it has been applied there, only the acknowledgement is wanted."""
+    """Push one part to a head. ranges None: it ticks all that the head heads at `epoch`. prev: the worker's progress
+    there before it, one number or one for each of `ranges`. content None: it has been applied there, only the
+    acknowledgement is wanted. record: of the step, if the worker's home is among the ranges."""
 
     head: Member
     frame: int
     epoch: int
     clock: int
-    first: int
     part: int
     last: bool
     ranges: Ranges | None
+    prev: int | Progress
     content: PartContent | None
+    record: StepRecord | None
 
 
 class Committed(NamedTuple):
@@ -83,49 +83,11 @@ class Fenced(NamedTuple):
 Effect: TypeAlias = Ask | Frame | Committed | NeedView | Fenced
 
 
-class _Head:
-    """A server that heads ranges. `part`: the first part of the newest step that it has not been sent."""
-
-    __slots__ = ("ask", "order", "part", "ready")
-
-    def __init__(self, order: Ranges) -> None:
-        self.order = order
-        self.ready = False
-        self.ask = 0
-        self.part = 0
-
-
-class _Step:
-    """One step. Where it is committed is kept as the heads that said so for all their ranges; only when somebody speaks
-    for some of them, or heads change, per range (bool [P])."""
-
-    __slots__ = ("count", "parts", "ranges", "whole")
-
-    def __init__(self, parts: list[PartContent], count: int) -> None:
-        self.parts = parts
-        self.count = count  # of parts when the last one is known, else 0
-        self.whole: set[_Head] = set()
-        self.ranges: NDArray[np.bool_] | None = None
-
-    @property
-    def closed(self) -> bool:
-        """Whether its last part is there."""
-        return len(self.parts) == self.count
-
-    def by_range(self, ranges: int) -> NDArray[np.bool_]:
-        """Where it is committed, from now on per range."""
-        if self.ranges is None:
-            self.ranges = np.zeros(ranges, dtype=np.bool_)
-            for head in self.whole:
-                self.ranges[head.order] = True
-            self.whole.clear()
-        return self.ranges
-
-
 class PushSession:
-    """The outstanding steps of one worker incarnation, at most `window`. `base`: the clock it starts above."""
+    """The outstanding steps of one worker incarnation, at most `window`. `base`: the clock it starts above. everywhere:
+    each step ticks all ranges."""
 
-    def __init__(self, worker: int, ranges: int, window: int, base: int = 0) -> None:
+    def __init__(self, worker: int, ranges: int, window: int, base: int = 0, *, everywhere: bool = False) -> None:
         if window < 1:
             raise ValueError(f"the window must be at least 1 step, got {window}")
         self.worker = worker
@@ -133,11 +95,15 @@ class PushSession:
         self.clock = base
         self.committed = base
         self.epoch = 0
-        self.headless = 0
+        self.everywhere = everywhere
         self._ranges = ranges
         self.window = window
-        self._steps: OrderedDict[int, _Step] = OrderedDict()
-        self._heads: dict[Member, _Head] = {}
+        self._home = home_range(worker, ranges)
+        self._last: Progress = np.zeros(ranges, np.int64)  # progress by range, where a head's `last` does not say it
+        self._steps: OrderedDict[int, Step] = OrderedDict()
+        self._heads: dict[Member, Head] = {}
+        self._home_head: Head | None = None
+        self._nowhere: Ranges = np.empty(0, np.int64)  # ranges without a head
         self._connected: set[Member] = set()
         self._frames: dict[int, Frame] = {}
         self._head_of_ask: dict[int, Member] = {}  # by the number of an Ask that has no answer yet
@@ -147,6 +113,11 @@ class PushSession:
     def heads(self) -> tuple[Member, ...]:
         """The servers to keep connected."""
         return tuple(self._heads)
+
+    @property
+    def headless(self) -> int:
+        """Ranges without a head."""
+        return len(self._nowhere)
 
     @property
     def outstanding(self) -> int:
@@ -173,9 +144,29 @@ class PushSession:
         """Whether a new step may begin."""
         return len(self._steps) < self.window
 
+    @property
+    def progress(self) -> Progress:
+        """How far this worker has pushed, by range, int64 [P]."""
+        last = self._last.copy()
+        for head in self._heads.values():
+            if head.last is not None:
+                last[head.order] = head.last
+        return last
+
     def holds(self, clock: int) -> bool:
         """Whether a step is outstanding."""
         return clock in self._steps
+
+    def unread(self) -> int | Progress:
+        """What a pull has to see of this worker's steps so far, but for an open one: the clock that all ranges must
+        have reached; or if that is not the same, progress by range, int64 [P], 0 where nothing is outstanding."""
+        steps = [(clock, step) for clock, step in self._steps.items() if step.closed]
+        if self.everywhere or not steps or steps[-1][1].everywhere:
+            return steps[-1][0] if steps else 0
+        progress = np.zeros(self._ranges, np.int64)
+        for clock, step in steps:
+            progress[step.ticked(self._ranges)] = clock << PART_BITS
+        return progress
 
     def start_at(self, base: int) -> None:
         """Sets the clock that the worker goes on above; only while no step is outstanding, and never backwards."""
@@ -188,43 +179,84 @@ class PushSession:
     def push(self, content: PartContent, last: bool = True) -> list[Effect]:
         """The next part of the step under way, or the first of a new one; `last` ticks the clock.
 
-        A part that holds nothing for a head is not sent to it on its own: the head's next frame covers it. One call of
-        a container makes the part outstanding, so an exception from a signal handler comes before it or after it.
+        One call of a container makes the part outstanding, so an exception from a signal handler comes before it or
+        after it.
         """
         step = next(reversed(self._steps.values())) if self._steps else None
-        begins = step is None or len(step.parts) == step.count
+        begins = step is None or step.closed
+        if begins and len(self._steps) >= self.window:
+            raise RuntimeError(f"{self.window} steps are outstanding; wait for one before the next")
+        step = Step() if step is None or begins else step
+        clock, part = self.clock + begins, len(step.parts)
+        if part == MAX_PARTS - 1 and not last:
+            raise RuntimeError(f"a step has at most {MAX_PARTS} parts")
+        heads = self._ticked_heads(content, step, last)
+        step.elsewhere |= self._ticks_elsewhere(content, last)
+        groups: list[tuple[Ranges, int | Progress]] = [(head.order, self._before(head)) for head in heads]
+        if step.elsewhere:
+            groups.append((self._nowhere, self._last[self._nowhere]))
+        step.ticks[part:] = [Ticks(groups)]
+        step.heads = heads if last else step.heads | heads
+        if last:
+            step.everywhere = len(heads) == len(self._heads) and step.elsewhere == bool(len(self._nowhere))
+            if not step.everywhere:
+                ticked = np.zeros(self._ranges, np.bool_)
+                ticked[np.concatenate([group for group, _ in groups])] = True
+                step.record = record_of(clock, min(self.committed, clock - 1), ticked)
+        step.count = part + 1 if last else 0
         if begins:
-            if len(self._steps) >= self.window:
-                raise RuntimeError(f"{self.window} steps are outstanding; wait for one before the next")
-            part = 0
-            self._steps[self.clock + 1] = _Step([content], 1 if last else 0)
-            self.clock += 1
-        else:
-            assert step is not None
-            part = len(step.parts)
-            if part == MAX_PARTS - 1 and not last:
-                raise RuntimeError(f"a step has at most {MAX_PARTS} parts")
-            step.count = part + 1 if last else 0
             step.parts.append(content)
+            self._steps[clock] = step
+            self.clock = clock
+        else:
+            step.parts.append(content)
+        after = after_part(clock, part, last)
         out: list[Effect] = []
-        for member, head in self._heads.items():
-            if begins:
-                head.part = 0
-            if head.ready and (last or content.touches(head.order)):
-                self._number = number = self._number + 1
-                frame = Frame(member, number, self.epoch, self.clock, head.part, part, last, None, content)
-                self._frames[number] = frame
-                out.append(frame)
-                head.part = part + 1
+        for head, (_, prev) in zip(heads, groups, strict=False):
+            head.last = after
+            if head.ready:
+                self._send(head.member, clock, part, None, prev, content, out)
+        if step.elsewhere:
+            self._last[self._nowhere] = after
         return out
+
+    def _ticked_heads(self, content: PartContent, step: Step, last: bool) -> dict[Head, None]:
+        """The heads whose ranges a part ticks."""
+        if self.everywhere:
+            return dict.fromkeys(self._heads.values())
+        members = content.heads(self.epoch)
+        if members is None:
+            found = {head: None for head in self._heads.values() if content.touches(head.order)}
+        else:
+            found = {self._heads[member]: None for member in members}
+        if last:
+            found |= step.heads
+            if self._home_head is not None:
+                found[self._home_head] = None
+        return found
+
+    def _ticks_elsewhere(self, content: PartContent, last: bool) -> bool:
+        """Whether a part ticks the ranges that have no head now: all of them, or none."""
+        if not len(self._nowhere):
+            return False
+        return self.everywhere or (last and self._home_head is None) or content.touches(self._nowhere)
+
+    def _before(self, head: Head) -> int | Progress:
+        """The worker's progress in a head's ranges: one number if it is the same in all."""
+        if head.last is None:
+            last = self._last[head.order]
+            if np.count_nonzero(last != last[0]):
+                return last
+            head.last = int(last[0])
+        return head.last
 
     def owing(self) -> dict[Member, int]:
         """Head -> the oldest step that it has not committed in all its ranges."""
         owed: dict[Member, int] = {}
         for clock, step in self._steps.items():
-            done = step.by_range(self._ranges)
+            lacking = step.ticked(self._ranges) & ~step.by_range(self._ranges)
             for member, head in self._heads.items():
-                if member not in owed and not done[head.order].all():
+                if member not in owed and lacking[head.order].any():
                     owed[member] = clock
         return owed
 
@@ -241,21 +273,25 @@ class PushSession:
             for step in self._steps.values():
                 step.by_range(self._ranges)[recovered] = False
         self.epoch = view.epoch
-        heads: dict[Member, _Head] = {}
+        heads: dict[Member, Head] = {}
         for index, order in view.headed().items():
             member = view.members[index]
             head = self._heads.get(member)
             if head is not None and _same(head.order, order) and not (begun_again and recovered[order].any()):
                 head.order = order
             else:
-                head = _Head(order)
+                head = Head(member, order)
             heads[member] = head
         changed = {member: head for member, head in self._heads.items() if heads.get(member) is not head}
-        if changed:
+        fresh = any(self._heads.get(member) is not head for member, head in heads.items())
+        for head in changed.values():
+            if head.last is not None:
+                self._last[head.order] = head.last
+        self._heads, self._nowhere = heads, np.flatnonzero(view.heads < 0)
+        self._home_head = heads.get(view.members[view.heads[self._home]]) if view.heads[self._home] >= 0 else None
+        if changed or fresh:
             for step in self._steps.values():
-                step.by_range(self._ranges)
-        self._heads = heads
-        self.headless = int(np.count_nonzero(view.heads < 0))
+                self._follow(step)
         self._forget(changed.keys())
         for head in changed.values():
             self._head_of_ask.pop(head.ask, None)
@@ -267,6 +303,13 @@ class PushSession:
             elif not head.ready:
                 self._begin(member, head, out)
         return out
+
+    def _follow(self, step: Step) -> None:
+        """Looks which heads have the ranges that a step ticks, now that heads have changed."""
+        step.by_range(self._ranges)
+        ticked = step.ticked(self._ranges)
+        step.heads = {head: None for head in self._heads.values() if ticked[head.order].any()}
+        step.elsewhere = bool(ticked[self._nowhere].any())
 
     def connected(self, member: Member) -> list[Effect]:
         """A fresh connection to a server."""
@@ -291,9 +334,14 @@ class PushSession:
         else is asked again. No connection is left."""
         self.clock = max(self.clock, next(reversed(self._steps), 0))
         self.committed = next(iter(self._steps)) - 1 if self._steps else self.clock
-        for step in self._steps.values():
+        self._last = self.progress
+        for clock, step in self._steps.items():
             step.by_range(self._ranges)
             step.whole.clear()
+            for part, ticks in enumerate(step.ticks[: len(step.parts)]):
+                after = after_part(clock, part, step.closed and part == len(step.parts) - 1)
+                for group, _ in ticks.groups:
+                    self._last[group] = np.maximum(self._last[group], after)
         self._connected.clear()
         self._frames.clear()
         self._head_of_ask.clear()
@@ -306,12 +354,12 @@ class PushSession:
         if members:
             self._frames = {n: frame for n, frame in self._frames.items() if frame.head not in members}
 
-    def _restart(self, member: Member, head: _Head, out: list[Effect]) -> None:
+    def _restart(self, member: Member, head: Head, out: list[Effect]) -> None:
         self._forget({member})
         head.ready = False
         self._begin(member, head, out)
 
-    def _begin(self, member: Member, head: _Head, out: list[Effect]) -> None:
+    def _begin(self, member: Member, head: Head, out: list[Effect]) -> None:
         """Learns what a head has. With nothing outstanding there is nothing to learn: all is committed everywhere."""
         if member not in self._connected:
             return
@@ -324,14 +372,14 @@ class PushSession:
         self._head_of_ask[head.ask] = member
         out.append(Ask(member, head.ask, self.epoch))
 
-    def _send_again(self, member: Member, head: _Head, out: list[Effect]) -> None:
+    def _send_again(self, member: Member, head: Head, out: list[Effect]) -> None:
         """Sends a head all that is outstanding, but for what is known to be committed."""
         for clock, step in self._steps.items():
-            lacks = head.order[~step.by_range(self._ranges)[head.order]]
-            ranges = None if lacks.shape[0] == head.order.shape[0] else lacks
-            for part in range(len(step.parts) if lacks.shape[0] else 0):
-                self._send(member, clock, part, part, ranges, step.parts[part], out)
-        head.ready, head.part = True, self.parts
+            done = step.by_range(self._ranges)[head.order]
+            for part, content in enumerate(step.parts):
+                prev = step.ticks[part].prev(self._ranges)[head.order]
+                self._send_some(member, clock, part, head.order, prev, (prev >= 0) & ~done, content, out)
+        head.ready = True
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
@@ -345,7 +393,7 @@ class PushSession:
             step = self._steps.get(sent.clock)
             if sent.last and committed is None and sent.ranges is None and step is not None and step.ranges is None:
                 step.whole.add(self._heads[sent.head])
-                if len(step.whole) == len(self._heads) and not self.headless:
+                if len(step.whole) == len(step.heads) and not step.elsewhere:
                     self._commit(sent.clock, out)
             elif sent.last:
                 named = self._heads[sent.head].order if sent.ranges is None else sent.ranges
@@ -371,21 +419,18 @@ class PushSession:
             self._refused(member, epoch, out)
             return out
         for clock, step in list(self._steps.items()):
-            for part in range(len(step.parts)):
+            for part, content in enumerate(step.parts):
                 last = step.closed and part == len(step.parts) - 1
                 after = after_part(clock, part, last)
+                prev = step.ticks[part].prev(self._ranges)[ranges]
                 if last:
                     self._mark(clock, ranges[committed >= after], out)
                     if clock not in self._steps:  # committed everywhere, also where this head has forgotten us since
                         break
-                    again = ranges[(applied >= after) & ~step.by_range(self._ranges)[ranges]]
-                    if again.shape[0]:
-                        self._send(member, clock, part, part, again, None, out)
-                lacks = ranges[applied < after]
-                if lacks.shape[0]:
-                    whole = lacks.shape[0] == ranges.shape[0]
-                    self._send(member, clock, part, part, None if whole else lacks, step.parts[part], out)
-        head.ready, head.part = True, self.parts
+                    again = (prev >= 0) & (applied >= after) & ~step.by_range(self._ranges)[ranges]
+                    self._send_some(member, clock, part, ranges, prev, again, None, out)
+                self._send_some(member, clock, part, ranges, prev, (prev >= 0) & (applied < after), content, out)
+        head.ready = True
         return out
 
     def _refused(self, member: Member, epoch: int, out: list[Effect]) -> None:
@@ -402,20 +447,34 @@ class PushSession:
         else:
             self._restart(member, head, out)
 
+    def _send_some(
+        self, member: Member, clock: int, part: int, ranges: Ranges, prev: Progress, chosen: NDArray[np.bool_],
+        content: PartContent | None, out: list[Effect],
+    ) -> None:  # fmt: skip
+        """Sends a part for the chosen ones of a head's ranges, if there are any."""
+        count = np.count_nonzero(chosen)
+        if not count:
+            return
+        some, prev = ranges[chosen], prev[chosen]
+        before: int | Progress = prev if np.count_nonzero(prev != prev[0]) else int(prev[0])
+        whole = content is not None and count == len(ranges)
+        self._send(member, clock, part, None if whole else some, before, content, out)
+
     def _send(
-        self,
-        member: Member,
-        clock: int,
-        first: int,
-        part: int,
-        ranges: Ranges | None,
-        content: PartContent | None,
-        out: list[Effect],
-    ) -> None:
-        step = self._steps[clock]
+        self, member: Member, clock: int, part: int, ranges: Ranges | None, prev: int | Progress,
+        content: PartContent | None, out: list[Effect],
+    ) -> None:  # fmt: skip
+        """Sends a part to a head, for all its ranges if `ranges` is None."""
+        step, head = self._steps[clock], self._heads[member]
         last = step.closed and part == len(step.parts) - 1
+        if ranges is None and not isinstance(prev, int):
+            ranges = head.order
+        record = None
+        if last and step.record is not None:
+            at_home = head is self._home_head and (ranges is None or bool((ranges == self._home).any()))
+            record = step.record if at_home else None
         self._number += 1
-        frame = Frame(member, self._number, self.epoch, clock, first, part, last, ranges, content)
+        frame = Frame(member, self._number, self.epoch, clock, part, last, ranges, prev, content, record)
         self._frames[self._number] = frame
         out.append(frame)
 
@@ -425,7 +484,7 @@ class PushSession:
             return
         done = step.by_range(self._ranges)
         done[ranges] = True
-        if np.count_nonzero(done) == self._ranges:
+        if step.closed and not np.count_nonzero(step.ticked(self._ranges) & ~done):
             self._commit(clock, out)
 
     def _commit(self, clock: int, out: list[Effect]) -> None:
@@ -441,10 +500,13 @@ def _same(ranges: Ranges, others: Ranges) -> bool:
     return bool((ranges == others).all()) or bool((np.sort(ranges) == np.sort(others)).all())
 
 
-def resume(applied: Progress, committed: Progress, base: int = 0) -> tuple[int, int]:
-    """(base, trained) for the successor of a worker, from its progress in every range and the clock that it started
-    above: the clock to start above, and the last clock whose samples need not be trained again.
+def resume(
+    applied: Progress, committed: Progress, home: int, records: Iterable[StepRecord], base: int = 0
+) -> tuple[int, int]:
+    """(base, trained) for the successor of a worker, from its progress in every range, its home range, the records
+    there and the clock that it started above: the clock to start above, and the last clock whose samples need not be
+    trained again.
 
     A range that the worker has not pushed to yet knows nothing of its base, so neither can be below that.
     """
-    return max(base, touched_clock(int(applied.max()))), max(base, int(committed.min()) >> PART_BITS)
+    return max(base, touched_clock(int(applied.max()))), last_whole_step(base, home, committed, records)

@@ -24,8 +24,8 @@ from elasticps.wire.frames import HEADER_BYTES, FrameError, Header, Kind, json_b
 from elasticps.wire.headers import BarrierArriveHeader, BarrierJoinHeader, OkHeader
 from replication.chain import Ranges
 from replication.effects import Push, Reply, Status
-from replication.messages import MAX_WORKER, OperationKind
-from replication.progress import MAX_CLOCK
+from replication.messages import OperationKind
+from replication.progress import MAX_CLOCK, MAX_WORKER
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from coordinator.core.view import WorkerInfo
 from elasticps.server.core.reads import DEFAULT_WAIT_S, MAX_PARKED, PullRequest
 from elasticps.server.core.requests import Asker, RequestError, waited_too_long
+from elasticps.wire.clocks import ReadAfter
 from replication.progress import PART_BITS, Clocks
 
 Ranges = NDArray[np.intp]
@@ -146,6 +147,7 @@ class BoundedDelay:
         self._count = 0  # the number of the newest pull that waits
         self._of_asker: dict[int, set[int]] = {}  # the numbers of a connection's pulls, by its id()
         self._own: dict[tuple[int, bool], tuple[Reached, Numbers]] = {}  # wait for their worker's own steps
+        self._after: set[int] = set()  # wait for steps of their own worker in some ranges
         self._bound: dict[tuple[str, bool], Numbers] = {}  # wait for the slowest of their application
         self._deadlines: list[tuple[float, int]] = []  # a heap of (when a pull gives up, its number)
         self._released_under: tuple[int, int] | None = None  # epochs at the last `release`; None: it looks at all
@@ -247,10 +249,17 @@ class BoundedDelay:
         header, connection = read.header, read.connection
         anywhere = header.anywhere
         own = Reached(self._clocks, self.held if anywhere else self.tailed, connection.worker, connection.base)
-        if own.now() < header.clock:
+        if own.now() < header.clock or not self.reached(connection.worker, read.after):
             return [connection.worker_name]
         worker = self._before(connection.app, anywhere, _floor(read)) if header.bound is not None else None
         return [] if worker is None else [self._workers[worker].name]
+
+    def reached(self, worker: int, after: ReadAfter | None) -> bool:
+        """Whether all steps that READ_AFTER named are applied here, as far as their ranges are held here."""
+        if after is None:
+            return True
+        here = np.isin(after.ranges, self.held)
+        return not np.count_nonzero(self._clocks.of(worker, after.ranges[here]) < after.progress[here])
 
     def _before(self, app: str, anywhere: bool, floor: int) -> int | None:
         """A worker that has not reached `floor`, if there is one."""
@@ -305,6 +314,9 @@ class BoundedDelay:
             return True
         if not numbers:
             del self._own[key]
+        if not self.reached(connection.worker, read.after):
+            self._after.add(number)
+            return True
         if header.bound is not None and self._before(connection.app, anywhere, _floor(read)) is not None:
             heappush(self._bound.setdefault((connection.app, anywhere), []), (_floor(read), number))
             return True
@@ -343,7 +355,7 @@ class BoundedDelay:
     def _release_all(self, done: dict[int, RequestError | None]) -> None:
         assert self._released_under is not None
         tail_since, full_since = self._released_under
-        self._own, self._bound = {}, {}
+        self._own, self._bound, self._after = {}, {}, set()
         self._deadlines = sorted((read.deadline_s, number) for number, read in self._parked.items())
         for number, read in self._parked.items():
             if read.header.epoch < (full_since if read.header.anywhere else tail_since):
@@ -365,6 +377,10 @@ class BoundedDelay:
                     done[number] = None
             if not numbers:
                 self._own.pop(key, None)
+        waiting, self._after = self._after, set()
+        for number in waiting & self._parked.keys():
+            if not self._wait(number, self._parked[number]):
+                done[number] = None
 
     def _release_bounds(self, done: dict[int, RequestError | None]) -> None:
         """Releases pulls that waited for the slowest worker of their application."""
@@ -389,7 +405,8 @@ class BoundedDelay:
                 continue
             connection, anywhere, floor = read.connection, read.header.anywhere, _floor(read)
             ranges = self.held if anywhere else self.tailed
-            if Reached(self._clocks, ranges, connection.worker, connection.base).now() < read.header.clock:
+            own = Reached(self._clocks, ranges, connection.worker, connection.base).now()
+            if own < read.header.clock or not self.reached(connection.worker, read.after):
                 done[number] = _too_long(read, [connection.worker_name])
                 continue
             if (connection.app, anywhere, floor) not in late:

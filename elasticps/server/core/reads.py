@@ -13,6 +13,7 @@ from elasticps.server.core.serving import Serving
 from elasticps.store import Table
 from elasticps.store.codec import WORDS, digests
 from elasticps.store.usage import USAGE
+from elasticps.wire.clocks import ReadAfter
 from elasticps.wire.frames import Buffer, Kind
 from elasticps.wire.headers import PullHeader, RowsHeader
 from replication.replica import Replica
@@ -47,6 +48,7 @@ class PullRequest(NamedTuple):
     header: PullHeader
     parts: Sequence[TableKeys]
     deadline_s: float = 0.0  # on the server's monotonic clock; meaningful once parked
+    after: ReadAfter | None = None  # steps of its worker that it has to see
 
     @property
     def rows(self) -> int:

@@ -42,6 +42,7 @@ from elasticps.server.core.operations import (
 from elasticps.server.core.snapshot import block_buffers, decode_content, encode_content
 from elasticps.server.core.sweeps import MOST_IN_A_ROUND, SweptInterval
 from elasticps.store.intervals import HASH_END
+from elasticps.wire.clocks import decode_records, encode_record, encode_records, split_record
 from elasticps.wire.frames import (
     MAX_BODY_BYTES,
     MAX_CONTROL_BYTES,
@@ -63,18 +64,9 @@ from elasticps.wire.headers import MAX_CUT, PushHeader, ShardRef
 from elasticps.wire.refusals import decode_refusal, decode_steps, encode_refusal, encode_steps
 from elasticps.wire.replica_headers import ChunkAckHeader, ForwardHeader, RangesHeader, SnapshotChunkHeader
 from replication.chain import Ranges
-from replication.messages import (
-    MAX_WORKER,
-    Ack,
-    ChunkAck,
-    Forward,
-    Message,
-    Operation,
-    OperationKind,
-    Resync,
-    SnapshotChunk,
-)
-from replication.progress import MAX_CLOCK
+from replication.messages import Ack, ChunkAck, Forward, Message, Operation, OperationKind, Resync, SnapshotChunk
+from replication.progress import MAX_CLOCK, MAX_WORKER, PART_BITS, PART_MASK
+from replication.step_records import home_range
 
 _MAX_POSITION = 1 << 62  # of progress, of logs, of epochs: int64 with room for sums
 MAX_NAME = 255
@@ -139,6 +131,8 @@ class ReplicaCodec:
         parts: list[Buffer] = [self._range_bytes(message.ranges), message.seqs.tobytes()]
         blocks: list[Block] = []
         mark = None
+        home = home_range(operation.worker, self._ranges) if operation.record is not None else -1
+        record = operation.record if home >= 0 and (message.ranges == home).any() else None
         if operation.refusal is not None:
             parts.append(encode_refusal(operation.refusal, message.ranges))
         if isinstance(payload, RowBlocks):
@@ -179,9 +173,12 @@ class ReplicaCodec:
             parts.append(_json(document))
         elif isinstance(payload, Claim):
             parts.append(_json({"id": payload.worker, "take": payload}))
+        if record is not None:
+            parts.append(encode_record(record))
         header = ForwardHeader(
             message.epoch, operation.kind, max(operation.worker, 0), operation.after, len(message.ranges), len(blocks),
             isinstance(payload, Contribution), None if mark is None else ShardRef(*mark), operation.refusal is not None,
+            record is not None,
         )  # fmt: skip
         return [header.header(_length(parts)).pack(), *parts]
 
@@ -198,10 +195,11 @@ class ReplicaCodec:
         numbers = message.upto.to_bytes(8, "little") + message.workers.tobytes() + message.progress.tobytes()
         content: ChunkContent = message.payload  # type: ignore[assignment]
         refused = [encode_steps(message.refused)] if message.refused else []
-        parts: list[Buffer] = [numbers, *refused, *encode_content(content)]
+        records = [encode_records(message.records)] if message.records else []
+        parts: list[Buffer] = [numbers, *refused, *records, *encode_content(content)]
         header = SnapshotChunkHeader(
             message.epoch, message.range, message.fill, message.number, message.last, message.seq,
-            len(message.workers), len(content.tables), content.cut, bool(refused),
+            len(message.workers), len(content.tables), content.cut, bool(refused), bool(records),
         )  # fmt: skip
         return [header.header(_length(parts)).pack(), *parts]
 
@@ -242,7 +240,13 @@ class ReplicaCodec:
         payload: Any
         fields = ForwardHeader.of(header)
         mark = None if fields.shard is None else ShardMark(*fields.shard)
-        refusal = None
+        size, refusal, record = len(body), None, None
+        if fields.record:
+            if fields.kind != OperationKind.PUSH or not fields.worker or fields.after & PART_MASK:
+                raise FrameError("a FORWARD has the record of a step that it does not end")
+            body, record = split_record(body, fields.after >> PART_BITS, self._ranges)
+            if at > len(body):
+                raise FrameError(f"a FORWARD of {len(ranges)} ranges and a record has {size} bytes")
         if fields.refused:
             if fields.kind != OperationKind.PUSH or not fields.worker or not fields.after:
                 raise FrameError("a FORWARD has something refused of what is no push")
@@ -291,7 +295,7 @@ class ReplicaCodec:
             payload = _take(_document(body, at).get("take"))
         else:
             raise FrameError(f"a FORWARD carries an operation of unknown kind {fields.kind}")
-        operation = Operation(fields.kind, fields.worker or -1, fields.after, payload, len(body), refusal)
+        operation = Operation(fields.kind, fields.worker or -1, fields.after, payload, size, refusal, record)
         return Forward(header.epoch, ranges, seqs, operation)
 
     def _decode_ack(self, header: Header, body: Bytes) -> Ack:
@@ -317,10 +321,11 @@ class ReplicaCodec:
         if fields.workers and (workers.min() < 1 or workers.max() > MAX_WORKER or progress.min() < 0):
             raise FrameError("a SNAPSHOT_CHUNK has clocks of nobody, or below 0")
         refused, at = decode_steps(body, at, self._ranges) if fields.refused else ([], at)
+        records, at = decode_records(body, at, self._ranges) if fields.records else ([], at)
         content = decode_content(fields.tables, body, at)._replace(cut=fields.cut)
         return SnapshotChunk(
             fields.epoch, fields.range, fields.fill, fields.number, upto, fields.last, fields.seq, workers, progress,
-            content, refused,
+            content, refused, records,
         )  # fmt: skip
 
     def _decode_installed(self, header: Header, body: Bytes) -> ChunkAck:

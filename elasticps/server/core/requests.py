@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.server.core.error_replies import ErrorReplies
-from elasticps.wire.frames import Buffer, Header, clocks_frame, partly_frame
+from elasticps.wire.clocks import WorkerClocks
+from elasticps.wire.frames import Buffer, Header, partly_frame
 from elasticps.wire.headers import OkHeader
 from elasticps.wire.refusals import encode_refused
 from replication.effects import ClocksReply, Reply, Status
@@ -114,9 +115,9 @@ class RequestTicket:
         if reply.status is not Status.COMMITTED:
             self._refuse(reply.status, reply.epoch)
             return
-        refused = encode_refused(reply.refused)
-        frame = clocks_frame(self.request, reply.epoch, reply.ranges, reply.applied, reply.committed, refused)
-        self.connection.send(frame)
+        refused = np.frombuffer(encode_refused(reply.refused), np.uint8)
+        clocks = WorkerClocks(reply.ranges, reply.applied, reply.committed, reply.records, refused)
+        self.connection.send(clocks.frame(self.request, reply.epoch))
 
     def hold(self) -> None:
         self.connection.wait_for(self)

@@ -181,6 +181,7 @@ T_REPORTED = 32  # it has been reported level
     C_ROSTERED,
     C_SET,  # a set of shards that belongs to the worker's application, 0 for none
     C_PEER,  # the slot of the member whose current link this is, -1 for none
+    C_AFTER,  # 1: pulls have to see steps that READ_AFTER named, which Python looks at
     C_ANSWERED,  # rows already sent of the pull at the front
     C_FD,  # -1: only Python receives and sends
     C_QUEUED,  # Python has bytes that go first
@@ -188,7 +189,7 @@ T_REPORTED = 32  # it has been reported level
     C_FULL,  # nothing more is read
     C_LISTS,  # int64 [LIST_KEYS]: keys that the worker has had kept, 0 as long as there are none
     CONNECTION,
-) = range(24)
+) = range(25)
 ROLE_OTHER, ROLE_WORKER, ROLE_PEER = 0, 1, 2
 
 # Of a frame in the log.

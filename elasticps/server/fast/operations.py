@@ -100,6 +100,7 @@ from elasticps.server.fast.memory import load16, load32, load64, store64, words
 from elasticps.server.fast.rows import apply, find_rows, finite, keep_inside
 from elasticps.store.native import kernel
 from elasticps.wire.frames import ALL_RANGES, LAST
+from elasticps.wire.headers import NO_PREV
 from replication.progress import MAX_CLOCK, MAX_PARTS, PART_BITS
 
 GROUP_MASK = (1 << GROUP_BITS) - 1
@@ -179,15 +180,18 @@ def push(h, c, at):
     """Handles a worker's part of a step: applies it, forwards it, and answers once it is committed."""
     conn = words(h[H_CONNECTIONS] + 8 * CONNECTION * c, CONNECTION)
     flags, body, request, epoch = load16(at + 6), load64(at + 8), load64(at + 16), load64(at + 24)
-    clock, worker, first, part = load64(at + 32), load32(at + 40), load16(at + 44), load16(at + 46)
+    clock, steps, first, part = load64(at + 32), load32(at + 40), load16(at + 44), load16(at + 46)
     lag, blocks, bound, wait = load32(at + 48), load32(at + 52), load32(at + 56), load32(at + 60)
+    worker = conn[C_WORKER]
     if h[H_CAREFUL] or flags & ~(LAST | ALL_RANGES) or epoch < 0 or epoch > h[H_EPOCH]:
         return SLOW
-    if worker != conn[C_WORKER] or conn[C_BASE] < 0 or conn[C_ROSTERED] == 0 or (bound and wait != conn[C_SET]):
+    if conn[C_BASE] < 0 or conn[C_ROSTERED] == 0 or (bound and wait != conn[C_SET]):
         return SLOW
-    if clock <= 0 or clock >= MAX_CLOCK or first > part or part >= MAX_PARTS - 1 or h[H_NOTE_COUNT] == NOTES:
+    if clock <= 0 or clock >= MAX_CLOCK or part >= MAX_PARTS - 1 or h[H_NOTE_COUNT] == NOTES or lag > clock:
         return SLOW
-    if lag > clock:
+    expected = ((clock - steps) << PART_BITS) | first
+    after = clock << PART_BITS if flags & LAST else ((clock - 1) << PART_BITS) | (part + 1)
+    if steps == NO_PREV or expected < 0 or expected >= after:
         return SLOW
     if h[H_RECENT_BYTES] + h[H_PYTHON_BYTES] >= h[H_BUDGET]:
         return SLOW
@@ -230,7 +234,6 @@ def push(h, c, at):
     row, columns = progress_row(h, row_at), words(h[H_COLUMNS], h[H_RANGES])
     if first and clock <= load64(h[H_REFUSED] + 8 * row_at):
         return SLOW  # the answer to the last part names what was refused of all
-    expected = ((clock - 1) << PART_BITS) | first
     for p in range(m):
         column = columns[ranges[p]]
         if column == 0 or row[column] != expected:
@@ -245,7 +248,6 @@ def push(h, c, at):
     reason = room_for_operation(h, m, blocks, slots, body)
     if reason:
         return reason
-    after = clock << PART_BITS if flags & LAST else ((clock - 1) << PART_BITS) | (part + 1)
     reason = find_rows(h, 0, blocks, h[H_ROOM], worker, after)
     if reason:
         return reason

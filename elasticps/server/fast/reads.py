@@ -16,6 +16,7 @@ from elasticps.server.fast.layout import (
     B_ROWS,
     BLOCK,
     BLOCKS,
+    C_AFTER,
     C_ANSWERED,
     C_APP,
     C_BASE,
@@ -207,6 +208,8 @@ def pull(h, c, at):
     number, n, bound = load32(at + 48), load32(at + 52), load32(at + 56)
     conn = words(h[H_CONNECTIONS] + 8 * CONNECTION * c, CONNECTION)
     if flags & ~(ANY | CODED | TABLES) or bound or epoch > h[H_EPOCH] or load32(at + 40) != conn[C_WORKER]:
+        return SLOW
+    if conn[C_AFTER] and conn[C_ANSWERED] == 0:
         return SLOW
     if epoch < (h[H_FULL_SINCE] if flags & ANY else h[H_TAIL_SINCE]):
         return SLOW

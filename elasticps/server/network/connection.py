@@ -231,6 +231,10 @@ class Connection(asyncio.BufferedProtocol):
         """Notes whether the roster has this worker."""
         self._set(at.C_ROSTERED, rostered)
 
+    def set_after(self, waits: bool) -> None:
+        """Notes whether the worker's pulls have to see steps that READ_AFTER named."""
+        self._set(at.C_AFTER, waits)
+
     def set_shards(self, number: int) -> None:
         """Notes a set of data shards of this worker's application: compiled code handles its pushes."""
         self._set(at.C_SET, number)

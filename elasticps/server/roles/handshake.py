@@ -17,7 +17,7 @@ from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.system.descriptors import ConnectionLimits
 from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame, whole
 from replication.chain import Member
-from replication.messages import MAX_WORKER
+from replication.progress import MAX_WORKER
 
 log = fields.logger(__name__)
 

@@ -13,6 +13,7 @@ from elasticps.server.core.validation import unknown_table
 from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.context import Context
 from elasticps.store import Table
+from elasticps.wire.clocks import ReadAfter
 from elasticps.wire.frames import FrameError, Header, Kind, read_tables
 from elasticps.wire.headers import JoinHeader, KeysHeader, ListKeysHeader, OkHeader, PullHeader
 from replication.progress import MAX_CLOCK
@@ -34,9 +35,11 @@ class PullHandler:
         self._counts = context.executor.counts
         self._last_served = context.last_served
         self._unshown: dict[Asker, None] = {}  # connections with answers that must not be shown yet
+        self._after: dict[Connection, ReadAfter] = {}  # steps that pulls have to see, until this server has them
         self._participation: dict[Connection, int | None] = {}  # the clock above which each takes part; None: it pauses
         self.handlers: dict[int, Handler] = {
             Kind.PULL: self._pull, Kind.JOIN: self._join, Kind.LIST_KEYS: self._list_keys,
+            Kind.READ_AFTER: self._read_after,
         }  # fmt: skip
 
     def _join(self, connection: Connection, header: Header, body: Body) -> None:
@@ -64,6 +67,10 @@ class PullHandler:
             elif base >= 0:
                 self._delay.join(connection.worker, base, connection.app)
 
+    def _read_after(self, connection: Connection, header: Header, body: Body) -> None:
+        self._after[connection] = ReadAfter.of(header, body, self._serving.ranges)
+        connection.set_after(True)
+
     def _pull(self, connection: Connection, header: Header, body: Body) -> None:
         if self._held.wait_for_view(connection, header, body):
             return
@@ -74,7 +81,13 @@ class PullHandler:
         self._counts["pulls"] += 1
         self._counts["rows_pulled"] += read.rows
         self._last_served.mark()
-        if (request.bound is not None or request.clock) and self._delay.blockers(read):
+        after = self._after.get(connection)
+        if after is not None and self._delay.reached(connection.worker, after):
+            del self._after[connection]
+            connection.set_after(False)
+        elif after is not None:
+            read = read._replace(after=after)
+        if (request.bound is not None or request.clock or read.after) and self._delay.blockers(read):
             self._delay.park(read)
         else:
             self._answer(read)
@@ -164,3 +177,4 @@ class PullHandler:
         """A connection has ended: its pulls are dropped."""
         self._delay.forget(connection)
         self._participation.pop(connection, None)
+        self._after.pop(connection, None)

@@ -33,13 +33,15 @@ from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.memory_limit import MemoryLimit
 from elasticps.store.admission import check_sketch
-from elasticps.wire.frames import Block, FrameError, Header, Kind, json_body, read_push, whole
+from elasticps.wire.clocks import split_record
+from elasticps.wire.frames import Block, FrameError, Header, Kind, json_body, read_push, read_step, whole
 from elasticps.wire.headers import EraseHeader, GetClocksHeader, InitHeader, OkHeader, PushHeader
 from replication.chain import Ranges
 from replication.core import NO_RANGES
 from replication.effects import Ask, Push
-from replication.messages import ERASER, OperationKind
-from replication.progress import MAX_CLOCK, MAX_PARTS, after_part
+from replication.messages import OperationKind
+from replication.progress import ERASER, MAX_CLOCK, MAX_PARTS, PART_BITS, after_part
+from replication.step_records import home_range
 
 MAX_DROPPED = 1 << 16  # tables that a server remembers: their ids must not come again
 MAX_DROPPED_BYTES = 64 << 20
@@ -158,10 +160,11 @@ class PushHandler:
             if len(ranges):  # else its epoch is refused below
                 self._check(connection, blocks, positions, request.kind)
             payload = RowBlocks(blocks, ranges, positions)
-        # A lower number that has not arrived by now never will: its worker has given it up.
+        # A lower number that has not arrived by now never will: its worker has given it up. So it counts as committed.
+        before = request.number - 1
         push = Push(
             RequestTicket(connection, header.kind, header.request), connection.worker | ERASER, header.epoch,
-            request.number, 0, True, ranges, payload, len(body) + 64, request.number - 1, kind=request.kind,
+            request.number, 0, True, ranges, payload, len(body) + 64, before << PART_BITS, before, kind=request.kind,
         )  # fmt: skip
         self._executor.perform(self._replica.push, push)
         self._executor.note_change()
@@ -207,17 +210,25 @@ class PushHandler:
         request = PushHeader.of(header)
         if connection.base < 0:
             raise RequestError("not-joined", f"worker {connection.worker_name!r} pushed before it joined")
-        if not 0 < request.clock < MAX_CLOCK or not request.first <= request.part < MAX_PARTS:
-            raise FrameError(f"a push of step {request.clock}, parts {request.first}..{request.part}, cannot be")
+        after = after_part(request.clock, request.part, request.last)
+        if not 0 < request.clock < MAX_CLOCK or request.part >= MAX_PARTS or not 0 <= (request.prev or 0) < after:
+            raise FrameError(f"a push of part {request.part} of step {request.clock} after {request.prev} cannot be")
         if request.committed is not None and request.committed < 0:
             raise FrameError(f"a push of step {request.clock} knows what is committed as step {request.committed}")
         if self._held.wait_for_view(connection, header, body):
             return
-        named, blocks = read_push(request.all_ranges, request.blocks, body)
+        nbytes, record = len(body), None
+        if request.record:
+            body, record = split_record(body, request.clock, self._serving.ranges)
+        named, prev, blocks = read_step(request.all_ranges, request.prev is None, request.blocks, body)
         if named is None:
             ranges, positions = self._order_of(request.epoch)
         else:
             ranges, positions = self._named(named)
+        if record is not None and len(ranges):  # else its epoch is refused below
+            home = home_range(connection.worker, self._serving.ranges)
+            if not request.last or positions[home] < 0:
+                raise FrameError(f"a push has a record, and range {home} is not in it or does not end its step")
         rows, rounds = PushRows(blocks), self._executor.rounds
         try:
             rows.refuse_unknown(self._store.live, self._serving.me.name)
@@ -228,7 +239,7 @@ class PushHandler:
             rows.refuse_all(error)
         else:
             rows.refuse_not_finite(self._store.live)
-            step = connection.worker, after_part(request.clock, request.part, request.last)
+            step = connection.worker, after
             self._memory.limit(rows, rounds.size(rows.blocks) if request.round else 0, rounds.nbytes, step)
         refusal, blocks = rows.refusal(request.committed or 0, self._serving.ranges), rows.blocks
         mark = None
@@ -240,8 +251,9 @@ class PushHandler:
             content = Contribution(connection.app, request.clock, blocks, ranges, positions, mark)
         push = Push(
             RequestTicket(connection, header.kind, request.request), connection.worker, request.epoch, request.clock,
-            request.part, request.last, None if named is None else ranges, content, len(body), connection.base,
-            repeat=request.repeat, first=request.first, refusal=refusal,
+            request.part, request.last, None if named is None else ranges, content, nbytes,
+            prev if request.prev is None else request.prev, request.committed or 0, repeat=request.repeat,
+            refusal=refusal, record=record,
         )  # fmt: skip
         self._counts["pushes"] += 1
         self._counts["rows_pushed"] += sum([len(block.keys) for block in blocks])

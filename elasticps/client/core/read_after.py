@@ -1,0 +1,41 @@
+"""Has a worker's pulls see the steps that it has pushed, be they committed or not. Pure.
+
+Where the newest step has ticked all ranges, its clock in the header of a PULL says so. Else servers are told in which
+of the ranges that they answer for something is outstanding, in a READ_AFTER before the PULL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from elasticps.client.core.routing import Readers, Routes
+from elasticps.client.core.session import PushSession
+from elasticps.wire.clocks import ReadAfter
+from elasticps.wire.frames import Buffer
+from replication.chain import Member
+
+
+def read_clock(session: PushSession, clock: int) -> int:
+    """What the header of a PULL that its worker makes at `clock` says."""
+    if session.everywhere:
+        return clock
+    unread = session.unread()
+    return unread if isinstance(unread, int) else 0
+
+
+def read_after(
+    session: PushSession, frames: Mapping[Member, list[Buffer]], routes: Routes, readers: Iterable[Readers]
+) -> None:
+    """Puts what servers have to wait for before the PULL frames for them, where a header cannot say it. readers: who
+    answers the pulls."""
+    unread = session.unread()
+    if isinstance(unread, int):
+        return
+    for member, buffers in frames.items():
+        server = routes.index_of[member]
+        answers = np.logical_or.reduce([each.of == server for each in readers])
+        ranges = np.flatnonzero(answers & (unread > 0))
+        if len(ranges):
+            buffers.insert(0, ReadAfter(ranges, unread[ranges]).frame())
