@@ -39,7 +39,7 @@ class Push:
     progress becomes `after`; with a clock it is judged by that progress as a step is, and happens once).
 
     ranges: those it ticks, None for all that its receiver heads at `epoch`. prev: the worker's progress there before
-    it, as the worker has it: one number, or one per range. committed: the clock up to which the worker knows all its
+    it, as the worker has it. committed: the clock up to which the worker knows all its
     steps to be committed. roster: the roster version at which the worker registered. repeat: the content was left out,
     because the sender was told that it is applied; such a frame is acknowledged as a duplicate or refused, never
     applied. refusal: its head refuses some rows, which the payload has no more: it ticks without. record: for the
@@ -65,7 +65,7 @@ class Push:
         ranges: Ranges | None,
         payload: Payload | None,
         nbytes: int,
-        prev: int | Progress = 0,
+        prev: int = 0,
         committed: int = 0,
         roster: int = 0,
         repeat: bool = False,

@@ -18,6 +18,7 @@ from elasticps.client.push_batch import PackedPart
 from elasticps.client.short_keys import Short, ShortKeys
 from elasticps.client.writes import Part, PushFrame, named_ranges
 from elasticps.errors import Refused
+from elasticps.model.sharding import GROUP_BITS
 from elasticps.wire.clocks import encode_record
 from elasticps.wire.frames import Buffer
 from elasticps.wire.headers import GetClocksHeader, PushHeader, ShardRef
@@ -111,7 +112,9 @@ class PushesInFlight:
             if shard is not None:
                 self.shards[state.clock] = shard
         try:
-            self._perform(self.session.push(part, last))
+            shard = self.shards.get(self.session.clock + (state is not None))
+            group = None if shard is None else shard[0] & (1 << GROUP_BITS) - 1  # which is told who trains a shard
+            self._perform(self.session.push(part, last, group))
         finally:
             part.complete()
 
@@ -278,12 +281,12 @@ class PushesInFlight:
             self._sent[request] = sent
             record = self._record(frame, cut)
             push = PushHeader(
-                request, frame.epoch, frame.clock, frame.prev if isinstance(frame.prev, int) else None, cut.items,
+                request, frame.epoch, frame.clock, frame.prev, cut.items,
                 frame.part, frame.last, cut.ranges is None, frame.content is None, self.round, committed, shard,
                 bool(record),
             )  # fmt: skip
             if cut.frame is None:
-                body = [*self._with_progress(frame, cut), *record]
+                body = [*cut.buffers, *record]
                 buffers: Sequence[Buffer] = [push.header(sum(map(len, body))).pack(), *body]
             elif record:
                 header = push.pack_into(cut.frame, len(record[0]))
@@ -303,16 +306,6 @@ class PushesInFlight:
             return []
         home = home_range(self._worker, self.routes.view.ranges)
         return [encode_record(frame.record)] if cut.ranges is None or (cut.ranges == home).any() else []
-
-    def _with_progress(self, frame: Frame, cut: PushFrame) -> list[Buffer]:
-        """The body of a cut, and behind the ranges' names the worker's progress there, if that differs."""
-        if isinstance(frame.prev, int):
-            return cut.buffers
-        assert frame.ranges is not None
-        assert cut.ranges is not None
-        by_range = dict(zip(frame.ranges.tolist(), frame.prev.tolist(), strict=True))
-        progress = np.array([by_range[r] for r in cut.ranges.tolist()], np.int64)
-        return [cut.buffers[0], progress.tobytes(), *cut.buffers[1:]]
 
     def _cuts(self, frame: Frame) -> Iterable[PushFrame]:
         content = frame.content

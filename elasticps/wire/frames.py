@@ -287,37 +287,22 @@ def grads_padding(rows: int, dim: int) -> int:
 
 
 def read_push(all_ranges: bool, blocks: int, body: NDArray[np.uint8]) -> tuple[NDArray[np.int32] | None, list[Block]]:
-    """Splits the body of an INIT into the ranges that it names (None for all) and its blocks, as views.
+    """Splits the body of a PUSH or INIT into the ranges that it names (None for all) and its blocks, as views.
 
     Layout: unless `all_ranges`, uint64 m and int32 [m] ranges padded to 8; then so many blocks.
     Raises `FrameError` when lengths do not add up.
     """
-    ranges, _, found = read_step(all_ranges, False, blocks, body)
-    return ranges, found
-
-
-def read_step(
-    all_ranges: bool, several: bool, blocks: int, body: NDArray[np.uint8]
-) -> tuple[NDArray[np.int32] | None, NDArray[np.int64], list[Block]]:
-    """Splits the body of a PUSH as `read_push` does. several: behind the ranges stands the worker's progress before it
-    in each of them, int64 [m]."""
     at = 0
     ranges: NDArray[np.int32] | None = None
-    prev = np.empty(0, np.int64)
     if not all_ranges:
         if len(body) < 8:
             raise FrameError("a push that names its ranges is too short to do so")
         m = int.from_bytes(body[:8].tobytes(), "little")
-        at = (8 + 4 * m + 7) & ~7
-        if m > MAX_RANGES or at + 8 * m * several > len(body):
+        if m > MAX_RANGES or 8 + 4 * m > len(body):
             raise FrameError(f"a push names {m} ranges but its body has {len(body)} bytes")
         ranges = body[8 : 8 + 4 * m].view(np.int32)
-        if several:
-            prev = body[at : at + 8 * m].view(np.int64)
-            at += 8 * m
-    elif several:
-        raise FrameError("a push has progress of each range, and names no ranges")
-    return ranges, prev, read_blocks(blocks, body, at)
+        at = (8 + 4 * m + 7) & ~7
+    return ranges, read_blocks(blocks, body, at)
 
 
 def read_blocks(count: int, body: NDArray[np.uint8], at: int, limit: int = MAX_BLOCKS) -> list[Block]:

@@ -31,7 +31,7 @@ from elasticps.wire.frames import (
 )
 from replication.progress import PART_BITS, PART_MASK
 
-NO_PREV = (1 << 32) - 1  # where a PUSH says how many steps ago its worker's last one was: it is not the same everywhere
+NEVER = (1 << 32) - 1  # where a PUSH says how many steps ago its worker's last one in these ranges was
 
 
 class ShardRef(NamedTuple):
@@ -43,15 +43,15 @@ class ShardRef(NamedTuple):
 
 class PushHeader(NamedTuple):
     """PUSH: part `part` of step `clock` of the connection's worker, in `blocks` blocks. prev: the worker's progress
-    before it in all ranges that it ticks; None: the body has one for each, behind the names. committed: the clock up to
-    which the worker knows all its steps to be, None if it does not say. all_ranges: it ticks all that its receiver
-    heads at `epoch`, and names none. repeat: the blocks are left out, only the answer is wanted. round: a share of a
-    synchronous round. record: the body ends with the step's record."""
+    before it in all ranges that it ticks; 0, which says that it may be any that is committed, too, if that was more
+    than 2^32 steps ago. committed: the clock up to which the worker knows all its steps to be, None if it does not say.
+    all_ranges: it ticks all that its receiver heads at `epoch`, and names none. repeat: the blocks are left out, only
+    the answer is wanted. round: a share of a synchronous round. record: the body ends with the step's record."""
 
     request: int
     epoch: int
     clock: int
-    prev: int | None
+    prev: int
     blocks: int
     part: int = 0
     last: bool = True
@@ -66,9 +66,9 @@ class PushHeader(NamedTuple):
         """The 64 bytes' fields, before a body of so many bytes."""
         flags = self.last * LAST | self.all_ranges * ALL_RANGES | self.repeat * REPEAT | self.round * ROUND
         flags |= self.record * RECORD
-        steps, first = NO_PREV, 0
-        if self.prev is not None:
-            steps, first = self.clock - (self.prev >> PART_BITS), self.prev & PART_MASK
+        steps, first = self.clock - (self.prev >> PART_BITS), self.prev & PART_MASK
+        if not self.prev or steps >= NEVER:
+            steps, first = NEVER, 0
         lag = 0 if self.committed is None else self.clock - self.committed
         bound, wait_ms = shard_fields(self.shard) if self.shard else (0, 0)
         return Header(
@@ -85,7 +85,7 @@ class PushHeader(NamedTuple):
     @classmethod
     def of(cls, h: Header) -> PushHeader:
         """The inverse of `header`."""
-        prev = None if h.worker == NO_PREV else (h.clock - h.worker << PART_BITS) + h.first
+        prev = 0 if h.worker == NEVER else (h.clock - h.worker << PART_BITS) + h.first
         return cls(
             h.request, h.epoch, h.clock, prev, h.items, h.part, bool(h.flags & LAST), bool(h.flags & ALL_RANGES),
             bool(h.flags & REPEAT), bool(h.flags & ROUND), h.clock - h.table if h.table else None, shard_of(h),

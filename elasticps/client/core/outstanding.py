@@ -46,7 +46,7 @@ class Ticks:
 
     __slots__ = ("_prev", "groups")
 
-    def __init__(self, groups: list[tuple[Ranges, int | Progress]]) -> None:
+    def __init__(self, groups: list[tuple[Ranges, int]]) -> None:
         self.groups = groups
         self._prev: Progress | None = None
 

@@ -49,7 +49,7 @@ class Ask(NamedTuple):
 
 class Frame(NamedTuple):
     """Push one part to a head. ranges None: it ticks all that the head heads at `epoch`. prev: the worker's progress
-    there before it, one number or one for each of `ranges`. content None: it has been applied there, only the
+    there before it, which is the same in all of them. content None: it has been applied there, only the
     acknowledgement is wanted. record: of the step, if the worker's home is among the ranges."""
 
     head: Member
@@ -59,7 +59,7 @@ class Frame(NamedTuple):
     part: int
     last: bool
     ranges: Ranges | None
-    prev: int | Progress
+    prev: int
     content: PartContent | None
     record: StepRecord | None
 
@@ -102,7 +102,8 @@ class PushSession:
         self._last: Progress = np.zeros(ranges, np.int64)  # progress by range, where a head's `last` does not say it
         self._steps: OrderedDict[int, Step] = OrderedDict()
         self._heads: dict[Member, Head] = {}
-        self._home_head: Head | None = None
+        self._members: tuple[Member, ...] = ()  # of the view
+        self._head_at: NDArray[np.int32] = np.full(ranges, -1, np.int32)  # by range, the head among the members
         self._nowhere: Ranges = np.empty(0, np.int64)  # ranges without a head
         self._connected: set[Member] = set()
         self._frames: dict[int, Frame] = {}
@@ -176,8 +177,9 @@ class PushSession:
             )
         self.base = self.clock = self.committed = base
 
-    def push(self, content: PartContent, last: bool = True) -> list[Effect]:
-        """The next part of the step under way, or the first of a new one; `last` ticks the clock.
+    def push(self, content: PartContent, last: bool = True, also: int | None = None) -> list[Effect]:
+        """The next part of the step under way, or the first of a new one; `last` ticks the clock. also: a range that
+        the last part has to tick, too.
 
         One call of a container makes the part outstanding, so an exception from a signal handler comes before it or
         after it.
@@ -190,32 +192,33 @@ class PushSession:
         clock, part = self.clock + begins, len(step.parts)
         if part == MAX_PARTS - 1 and not last:
             raise RuntimeError(f"a step has at most {MAX_PARTS} parts")
+        required = [self._member_of(r) for r in (self._home, also) if last and r is not None]
         heads = self._ticked_heads(content, step, last)
-        step.elsewhere |= self._ticks_elsewhere(content, last)
-        groups: list[tuple[Ranges, int | Progress]] = [(head.order, self._before(head)) for head in heads]
+        heads |= {self._heads[member]: None for member in required if member is not None}
+        step.elsewhere |= None in required or self._ticks_elsewhere(content)
+        groups = {head: self._groups(head) for head in heads}
+        ticks = Ticks([group for some in groups.values() for group in some])
         if step.elsewhere:
-            groups.append((self._nowhere, self._last[self._nowhere]))
-        step.ticks[part:] = [Ticks(groups)]
+            ticks.groups += _by_progress(self._nowhere, self._last[self._nowhere])
+        step.ticks[part:] = [ticks]
         step.heads = heads if last else step.heads | heads
         if last:
             step.everywhere = len(heads) == len(self._heads) and step.elsewhere == bool(len(self._nowhere))
             if not step.everywhere:
                 ticked = np.zeros(self._ranges, np.bool_)
-                ticked[np.concatenate([group for group, _ in groups])] = True
+                ticked[np.concatenate([group for group, _ in ticks.groups])] = True
                 step.record = record_of(clock, min(self.committed, clock - 1), ticked)
         step.count = part + 1 if last else 0
+        step.parts.append(content)
         if begins:
-            step.parts.append(content)
             self._steps[clock] = step
             self.clock = clock
-        else:
-            step.parts.append(content)
         after = after_part(clock, part, last)
         out: list[Effect] = []
-        for head, (_, prev) in zip(heads, groups, strict=False):
+        for head, some in groups.items():
             head.last = after
-            if head.ready:
-                self._send(head.member, clock, part, None, prev, content, out)
+            for ranges, prev in some if head.ready else ():
+                self._send(head.member, clock, part, None if len(some) == 1 else ranges, prev, content, out)
         if step.elsewhere:
             self._last[self._nowhere] = after
         return out
@@ -229,26 +232,21 @@ class PushSession:
             found = {head: None for head in self._heads.values() if content.touches(head.order)}
         else:
             found = {self._heads[member]: None for member in members}
-        if last:
-            found |= step.heads
-            if self._home_head is not None:
-                found[self._home_head] = None
-        return found
+        return found | step.heads if last else found
 
-    def _ticks_elsewhere(self, content: PartContent, last: bool) -> bool:
+    def _ticks_elsewhere(self, content: PartContent) -> bool:
         """Whether a part ticks the ranges that have no head now: all of them, or none."""
-        if not len(self._nowhere):
-            return False
-        return self.everywhere or (last and self._home_head is None) or content.touches(self._nowhere)
+        return bool(len(self._nowhere)) and (self.everywhere or content.touches(self._nowhere))
 
-    def _before(self, head: Head) -> int | Progress:
-        """The worker's progress in a head's ranges: one number if it is the same in all."""
-        if head.last is None:
-            last = self._last[head.order]
-            if np.count_nonzero(last != last[0]):
-                return last
-            head.last = int(last[0])
-        return head.last
+    def _member_of(self, r: int) -> Member | None:
+        """The head of a range, None if it has none now."""
+        return self._members[self._head_at[r]] if self._head_at[r] >= 0 else None
+
+    def _groups(self, head: Head) -> list[tuple[Ranges, int]]:
+        """A head's ranges, by the worker's progress there."""
+        if head.last is not None:
+            return [(head.order, head.last)]
+        return _by_progress(head.order, self._last[head.order])
 
     def owing(self) -> dict[Member, int]:
         """Head -> the oldest step that it has not committed in all its ranges."""
@@ -288,7 +286,7 @@ class PushSession:
             if head.last is not None:
                 self._last[head.order] = head.last
         self._heads, self._nowhere = heads, np.flatnonzero(view.heads < 0)
-        self._home_head = heads.get(view.members[view.heads[self._home]]) if view.heads[self._home] >= 0 else None
+        self._members, self._head_at = view.members, view.heads
         if changed or fresh:
             for step in self._steps.values():
                 self._follow(step)
@@ -452,26 +450,20 @@ class PushSession:
         content: PartContent | None, out: list[Effect],
     ) -> None:  # fmt: skip
         """Sends a part for the chosen ones of a head's ranges, if there are any."""
-        count = np.count_nonzero(chosen)
-        if not count:
-            return
-        some, prev = ranges[chosen], prev[chosen]
-        before: int | Progress = prev if np.count_nonzero(prev != prev[0]) else int(prev[0])
-        whole = content is not None and count == len(ranges)
-        self._send(member, clock, part, None if whole else some, before, content, out)
+        for some, before in _by_progress(ranges[chosen], prev[chosen]):
+            whole = content is not None and len(some) == len(ranges)
+            self._send(member, clock, part, None if whole else some, before, content, out)
 
     def _send(
-        self, member: Member, clock: int, part: int, ranges: Ranges | None, prev: int | Progress,
+        self, member: Member, clock: int, part: int, ranges: Ranges | None, prev: int,
         content: PartContent | None, out: list[Effect],
     ) -> None:  # fmt: skip
         """Sends a part to a head, for all its ranges if `ranges` is None."""
-        step, head = self._steps[clock], self._heads[member]
+        step = self._steps[clock]
         last = step.closed and part == len(step.parts) - 1
-        if ranges is None and not isinstance(prev, int):
-            ranges = head.order
         record = None
         if last and step.record is not None:
-            at_home = head is self._home_head and (ranges is None or bool((ranges == self._home).any()))
+            at_home = member == self._member_of(self._home) and (ranges is None or bool((ranges == self._home).any()))
             record = step.record if at_home else None
         self._number += 1
         frame = Frame(member, self._number, self.epoch, clock, part, last, ranges, prev, content, record)
@@ -498,6 +490,15 @@ def _same(ranges: Ranges, others: Ranges) -> bool:
     if len(ranges) != len(others):
         return False
     return bool((ranges == others).all()) or bool((np.sort(ranges) == np.sort(others)).all())
+
+
+def _by_progress(ranges: Ranges, progress: Progress) -> list[tuple[Ranges, int]]:
+    """Ranges in groups of the same progress, int64 [n], each in the order of `ranges`."""
+    if not len(ranges):
+        return []
+    if not np.count_nonzero(progress != progress[0]):
+        return [(ranges, int(progress[0]))]
+    return [(ranges[progress == each], each) for each in np.unique(progress).tolist()]
 
 
 def resume(

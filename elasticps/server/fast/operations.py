@@ -100,7 +100,7 @@ from elasticps.server.fast.memory import load16, load32, load64, store64, words
 from elasticps.server.fast.rows import apply, find_rows, finite, keep_inside
 from elasticps.store.native import kernel
 from elasticps.wire.frames import ALL_RANGES, LAST
-from elasticps.wire.headers import NO_PREV
+from elasticps.wire.headers import NEVER
 from replication.progress import MAX_CLOCK, MAX_PARTS, PART_BITS
 
 GROUP_MASK = (1 << GROUP_BITS) - 1
@@ -189,9 +189,9 @@ def push(h, c, at):
         return SLOW
     if clock <= 0 or clock >= MAX_CLOCK or part >= MAX_PARTS - 1 or h[H_NOTE_COUNT] == NOTES or lag > clock:
         return SLOW
-    expected = ((clock - steps) << PART_BITS) | first
+    expected = 0 if steps == NEVER else ((clock - steps) << PART_BITS) | first
     after = clock << PART_BITS if flags & LAST else ((clock - 1) << PART_BITS) | (part + 1)
-    if steps == NO_PREV or expected < 0 or expected >= after:
+    if expected < 0 or expected >= after:
         return SLOW
     if h[H_RECENT_BYTES] + h[H_PYTHON_BYTES] >= h[H_BUDGET]:
         return SLOW

@@ -34,7 +34,7 @@ from elasticps.server.roles.context import Context
 from elasticps.server.roles.memory_limit import MemoryLimit
 from elasticps.store.admission import check_sketch
 from elasticps.wire.clocks import split_record
-from elasticps.wire.frames import Block, FrameError, Header, Kind, json_body, read_push, read_step, whole
+from elasticps.wire.frames import Block, FrameError, Header, Kind, json_body, read_push, whole
 from elasticps.wire.headers import EraseHeader, GetClocksHeader, InitHeader, OkHeader, PushHeader
 from replication.chain import Ranges
 from replication.core import NO_RANGES
@@ -211,7 +211,7 @@ class PushHandler:
         if connection.base < 0:
             raise RequestError("not-joined", f"worker {connection.worker_name!r} pushed before it joined")
         after = after_part(request.clock, request.part, request.last)
-        if not 0 < request.clock < MAX_CLOCK or request.part >= MAX_PARTS or not 0 <= (request.prev or 0) < after:
+        if not 0 < request.clock < MAX_CLOCK or request.part >= MAX_PARTS or not 0 <= request.prev < after:
             raise FrameError(f"a push of part {request.part} of step {request.clock} after {request.prev} cannot be")
         if request.committed is not None and request.committed < 0:
             raise FrameError(f"a push of step {request.clock} knows what is committed as step {request.committed}")
@@ -220,7 +220,7 @@ class PushHandler:
         nbytes, record = len(body), None
         if request.record:
             body, record = split_record(body, request.clock, self._serving.ranges)
-        named, prev, blocks = read_step(request.all_ranges, request.prev is None, request.blocks, body)
+        named, blocks = read_push(request.all_ranges, request.blocks, body)
         if named is None:
             ranges, positions = self._order_of(request.epoch)
         else:
@@ -252,8 +252,7 @@ class PushHandler:
         push = Push(
             RequestTicket(connection, header.kind, request.request), connection.worker, request.epoch, request.clock,
             request.part, request.last, None if named is None else ranges, content, nbytes,
-            prev if request.prev is None else request.prev, request.committed or 0, repeat=request.repeat,
-            refusal=refusal, record=record,
+            request.prev, request.committed or 0, repeat=request.repeat, refusal=refusal, record=record,
         )  # fmt: skip
         self._counts["pushes"] += 1
         self._counts["rows_pushed"] += sum([len(block.keys) for block in blocks])
