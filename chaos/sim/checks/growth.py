@@ -121,21 +121,19 @@ class Growth:
             seen.marks[r] = dict(zip(workers.tolist(), progress.tolist(), strict=True))
 
     def _look(self, server: Server) -> None:
-        """Compiled code may have applied one frame."""
+        """Compiled code may have applied one frame, or several of different ranges."""
         seen, replica = self._servers[server], server.replica
         if np.array_equal(replica.seq, seen.seqs):
             return
-        ranges = np.flatnonzero(replica.seq != seen.seqs)
-        r = int(ranges[0])
-        workers, progress = replica.clocks.column(r)
-        marks = seen.marks.get(r, {})
-        ticked = [(w, p) for w, p in zip(workers.tolist(), progress.tolist(), strict=True) if marks.get(w) != p]
-        if len(ticked) != 1 or (replica.seq[ranges] != seen.seqs[ranges] + 1).any():
-            raise AssertionError(f"{server.member} has applied {ticked} to range {r} at once")
-        (worker, after), now_s = ticked[0], self._true_s()
-        op = Logged("PUSH", worker, after, None, now_s)
-        for one in ranges.tolist():
-            self._add(server, one, int(replica.seq[one]), op)
+        now_s = self._true_s()
+        for r in np.flatnonzero(replica.seq != seen.seqs).tolist():
+            workers, progress = replica.clocks.column(r)
+            marks = seen.marks.get(r, {})
+            ticked = [(w, p) for w, p in zip(workers.tolist(), progress.tolist(), strict=True) if marks.get(w) != p]
+            if len(ticked) != 1 or replica.seq[r] != seen.seqs[r] + 1:
+                raise AssertionError(f"{server.member} has applied {ticked} to range {r} at once")
+            worker, after = ticked[0]
+            self._add(server, r, int(replica.seq[r]), Logged("PUSH", worker, after, None, now_s))
 
     def _note(self, server: Server, effect: Apply) -> None:
         """Python is about to apply an operation."""
