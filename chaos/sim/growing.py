@@ -125,6 +125,7 @@ class Growing(Worker):
         if scored := table.spec.usage == SCORES:
             scores = np.array([self.random.randint(0, 4) for _ in keys], np.float32)
             given = np.concatenate([grads, scores[:, None]], axis=1)
+        ps.resume()  # it takes part: only then its clock is known
         self.growth.pushed[ps.worker.id, ps.clock + 1] = {table.id: Content(keys.tolist(), given.copy())}
         step = ps.push({table: (keys, grads, scores) if scored else (keys, grads)})
         self.steps += 1
