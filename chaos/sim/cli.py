@@ -60,6 +60,9 @@ def sim(
     together: Annotated[
         bool, typer.Option("--together", help="Pull several tables at once, and behind pushes.")
     ] = False,
+    few: Annotated[
+        bool, typer.Option("--few", help="Push few keys at once: most steps tick some ranges only.")
+    ] = False,
     drops: Annotated[bool, typer.Option("--drops", help="Have tables come and go beside.")] = False,
     proven: Annotated[
         bool, typer.Option("--proven", help="Have workers ask the store about views, as with certificates.")
@@ -82,7 +85,7 @@ def sim(
     The same seed gives the same events. Exit code 1 if a promise was broken, with the command that repeats that run.
     """
     flags = {"cuts": cuts, "short": short, "caches": caches, "together": together, "drops": drops, "proven": proven}
-    flags["grows"] = grows
+    flags |= {"grows": grows, "few": few}
     kind = _kind(flavour, training, **flags)
     jobs = min(jobs or _cores(), runs or _NO_END)
     record_file = None if record is None else Record(record, _code(), asdict(kind))

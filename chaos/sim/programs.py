@@ -41,6 +41,7 @@ SHARDS_BEFORE_A_PAUSE = 3
 PAUSE_S = 0.02
 SHORT_PUSH, SHORT_PULL = (KeysOnce(), KeyDeltas(), Zstd()), (KeysOnce(), KeyDeltas())
 MOST_CACHED, SELDOM = 4, 0.2
+FEW = 3  # keys
 STEPS_OF_OTHERS = 10  # some of them followed by a pull
 OFTEN = 0.5
 STILL = np.arange(11, dtype=np.float32)  # a tensor that nobody pushes to
@@ -230,7 +231,7 @@ class Free(Worker):
     def keys_to_push(self, ps: Client, table: SparseTable) -> Keys:
         """Draws any keys; where frames are small, often as many of one head as just fit into one frame."""
         if not self.tight:
-            return self.some_keys()
+            return self.some_keys(FEW) if self.training.story.few else self.some_keys()
         ranges = np.empty(KEYS, np.int32)
         view = ps.view
         key_ranges(np.arange(KEYS), table.salt, range_shift(view.ranges), ranges)

@@ -159,6 +159,7 @@ class Kind:
     short     workers shorten what they send
     caches    workers that push freely cache rows
     together  these workers pull several tables and tensors at once, and behind pushes, and ask for sums of all rows
+    few       workers push few keys at once, so that most steps tick only some ranges
     drops     one more application makes and drops tables
     grows     one more application has tables that admit keys and forget rows
     proven    as with certificates, workers take views from the store alone while it answers; in calm stories servers
@@ -171,6 +172,7 @@ class Kind:
     short: bool = False
     caches: bool = False
     together: bool = False
+    few: bool = False
     drops: bool = False
     proven: bool = False
     grows: bool = False
@@ -179,7 +181,7 @@ class Kind:
 DROPS = App("drops", "tables", 2, 4, 0, large=False, readers=0, think_s=0.02, eager=False)
 GROWS = App("grows", "growing", 2, 4, 0, large=False, readers=0, think_s=0.02, eager=False)
 ANY = Kind()
-FLAGS = ("cuts", "short", "caches", "together", "drops", "proven", "grows")
+FLAGS = ("cuts", "short", "caches", "together", "few", "drops", "proven", "grows")
 RIGHT_CLOCKS = 0.4  # of the stories in which tables grow
 WRONG_S = 2 * 3600.0, 40 * 3600.0
 SHARE = 0.25  # of the stories of any kind have what a kind may ask for
@@ -229,6 +231,11 @@ class Story:
     def together(self) -> bool:
         """Whether workers pull several tables at once, and behind pushes."""
         return self._has("together")
+
+    @property
+    def few(self) -> bool:
+        """Whether workers push few keys at once."""
+        return self._has("few")
 
     @property
     def proven(self) -> bool:
