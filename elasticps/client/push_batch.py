@@ -342,13 +342,10 @@ class PackedPart:
         low, high = int(ranks.min()), int(ranks.max())
         return any(f[F_ITEMS] and f[F_START] <= high and low < f[F_STOP] for f in self._rows)
 
-    def heads(self, epoch: int) -> Iterator[Member] | None:
+    def heads(self, epoch: int) -> list[Member] | None:
         """The heads, in the view of that epoch, of ranges that it has rows for; None if it was made for another."""
-        routes = self.routes
-        if routes.epoch != epoch:
-            return None
-        shares = routes.shares
-        return (routes.members[shares[share].server] for share in {f[F_SHARE] for f in self._rows})
+        heads = self.routes.heads
+        return [heads[f[F_SHARE]] for f in self._rows] if self.routes.epoch == epoch else None
 
     def whole(self, server: int, routes: Routes) -> Iterator[PushFrame]:
         """What a server, by its index in the view of `routes`, gets of the part; see `Part.whole`."""

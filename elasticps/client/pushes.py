@@ -26,7 +26,7 @@ from elasticps.wire.refusals import RefusedRows
 from replication.chain import Member, Ranges
 from replication.effects import Status
 from replication.progress import Progress
-from replication.step_records import home_range
+from replication.step_records import StepRecord, home_range
 
 MAX_FAILURES = 64  # the first ones are kept
 NO_RANGES: Ranges = np.empty(0, np.int64)
@@ -279,7 +279,7 @@ class PushesInFlight:
             request = next(self._requests)
             sent.left[request] = cut.ranges
             self._sent[request] = sent
-            record = self._record(frame, cut)
+            record = [] if frame.record is None else self._record(frame.record, cut)
             push = PushHeader(
                 request, frame.epoch, frame.clock, frame.prev, cut.items,
                 frame.part, frame.last, cut.ranges is None, frame.content is None, self.round, committed, shard,
@@ -300,12 +300,10 @@ class PushesInFlight:
             else:
                 frames.setdefault(frame.head, []).extend(buffers)
 
-    def _record(self, frame: Frame, cut: PushFrame) -> list[bytes]:
+    def _record(self, record: StepRecord, cut: PushFrame) -> list[bytes]:
         """The record of a frame's step, if it belongs into this cut."""
-        if frame.record is None:
-            return []
         home = home_range(self._worker, self.routes.view.ranges)
-        return [encode_record(frame.record)] if cut.ranges is None or (cut.ranges == home).any() else []
+        return [encode_record(record)] if cut.ranges is None or (cut.ranges == home).any() else []
 
     def _cuts(self, frame: Frame) -> Iterable[PushFrame]:
         content = frame.content

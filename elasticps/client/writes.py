@@ -115,16 +115,16 @@ class Part:
         ranks = self._routes.rank_of[ranges]
         return any(bool((w.offsets[ranks] < w.offsets[ranks + 1]).any()) for w in self.writes)
 
-    def heads(self, epoch: int) -> Iterator[Member] | None:
+    def heads(self, epoch: int) -> list[Member] | None:
         """The heads, in the view of that epoch, of ranges that it has rows for; None if it was made for another."""
         routes = self._routes
         if routes.epoch != epoch:
             return None
-        return (
-            routes.members[share.server]
-            for share in routes.shares
+        return [
+            head
+            for head, share in zip(routes.heads, routes.shares, strict=True)
             if any(write.offsets[share.start] < write.offsets[share.stop] for write in self.writes)
-        )
+        ]
 
     def with_values(self, values: Callable[[int], NDArray[np.float32] | None]) -> Part:
         """The same rows with other step values, by table's id; without those of tables that have none."""

@@ -58,6 +58,7 @@ class Routes:
         bounds = [0, *edges.tolist(), view.ranges]
         shares = [HeadShare(int(heads[a]), a, b) for a, b in itertools.pairwise(bounds)]
         self.share_of = {s.server: s for s in shares if s.server >= 0}
+        self.heads = [self.members[s.server] for s in self.share_of.values()]  # by share
         self.headless = bool((view.heads < 0).any())  # ranges begin anew
         self.bounds = np.array([(s.start, s.stop) for s in self.shares], np.int64).reshape(-1, 2)
         self.share_index = {s.server: i for i, s in enumerate(self.shares)}
