@@ -64,15 +64,16 @@ class PushHeader(NamedTuple):
 
     def header(self, body_bytes: int) -> Header:
         """The 64 bytes' fields, before a body of so many bytes."""
+        clock, prev = self.clock, self.prev
         flags = self.last * LAST | self.all_ranges * ALL_RANGES | self.repeat * REPEAT | self.round * ROUND
         flags |= self.record * RECORD
-        steps, first = self.clock - (self.prev >> PART_BITS), self.prev & PART_MASK
-        if not self.prev or steps >= NEVER:
+        steps, first = clock - (prev >> PART_BITS), prev & PART_MASK
+        if not prev or steps >= NEVER:
             steps, first = NEVER, 0
-        lag = 0 if self.committed is None else self.clock - self.committed
+        lag = 0 if self.committed is None else clock - self.committed
         bound, wait_ms = shard_fields(self.shard) if self.shard else (0, 0)
         return Header(
-            Kind.PUSH, flags, body_bytes, self.request, self.epoch, self.clock, steps, first, self.part, lag,
+            Kind.PUSH, flags, body_bytes, self.request, self.epoch, clock, steps, first, self.part, lag,
             self.blocks, bound, wait_ms,
         )  # fmt: skip
 

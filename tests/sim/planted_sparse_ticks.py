@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import elasticps.client.core.session as sessions
+import elasticps.client.core.session
+import replication.step_records
 from elasticps.client.core import data_shards
 from elasticps.client.core.session import PushSession
 from elasticps.server.core.bounded_delay import BoundedDelay
@@ -46,8 +47,9 @@ def apply_over_a_gap(patch: pytest.MonkeyPatch) -> None:
 def read_prev_at_the_resend(patch: pytest.MonkeyPatch) -> None:
     send = PushSession._send_some
 
-    def mutant(self: PushSession, member: Any, clock: int, part: int, ranges: Any, prev: Any, *more: Any) -> None:
-        send(self, member, clock, part, ranges, self.progress[ranges], *more)
+    def mutant(self: PushSession, head: Any, step: Any, clock: int, part: int, *more: Any) -> None:
+        step.ticks[part]._prev = self.progress
+        send(self, head, step, clock, part, *more)
 
     patch.setattr(PushSession, "_send_some", mutant)
 
@@ -79,31 +81,31 @@ def commit_where_home_has_it(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(self: PushSession, content: Any, last: bool = True, also: int | None = None) -> Any:
         out = push(self, content, last, also)
-        home, step = self._member_of(self._home), next(reversed(self._steps.values()), None)
+        home, step = self._head_of(self._home), next(reversed(self._steps.values()), None)
         if last and home is not None and step is not None and not step.everywhere:
-            step.heads = {self._heads[home]: None}
+            step.heads = {home: None}
         return out
 
     patch.setattr(PushSession, "push", mutant)
 
 
 def let_a_step_end_without_its_home(patch: pytest.MonkeyPatch) -> None:
-    member_of = PushSession._member_of
+    head_of = PushSession._head_of
 
     def mutant(self: PushSession, r: int) -> Any:
-        home = member_of(self, r)
-        return next(iter(self._heads), home) if r == self._home else home
+        home = head_of(self, r)
+        return next(iter(self._heads.values()), home) if r == self._home else home
 
-    patch.setattr(PushSession, "_member_of", mutant)
+    patch.setattr(PushSession, "_head_of", mutant)
 
 
 def claim_all_steps_before_as_committed(patch: pytest.MonkeyPatch) -> None:
-    make = sessions.record_of
+    make = replication.step_records.record_of
 
     def mutant(clock: int, committed: int, ticked: Any) -> StepRecord:
         return make(clock, clock - 1, ticked)
 
-    patch.setattr(sessions, "record_of", mutant)
+    patch.setattr(elasticps.client.core.session, "record_of", mutant)
 
 
 def lose_records_on_the_way_down_a_chain(patch: pytest.MonkeyPatch) -> None:
@@ -127,12 +129,16 @@ def take_for_trained_what_home_has(patch: pytest.MonkeyPatch) -> None:
     def mutant(base: int, home: int, committed: Any, records: Iterable[StepRecord]) -> int:
         return max(base, int(committed[home]) >> PART_BITS)
 
-    patch.setattr(sessions, "last_whole_step", mutant)
+    patch.setattr(elasticps.client.core.session, "last_whole_step", mutant)
 
 
 def take_sparse_steps_for_dense(patch: pytest.MonkeyPatch) -> None:
-    whole = sessions.last_whole_step
-    patch.setattr(sessions, "last_whole_step", lambda base, home, committed, records: whole(base, home, committed, []))
+    whole = replication.step_records.last_whole_step
+    patch.setattr(
+        elasticps.client.core.session,
+        "last_whole_step",
+        lambda base, home, committed, records: whole(base, home, committed, []),
+    )
 
 
 def believe_home_that_a_shard_is_trained(patch: pytest.MonkeyPatch) -> None:
@@ -143,7 +149,7 @@ def believe_home_that_a_shard_is_trained(patch: pytest.MonkeyPatch) -> None:
 
 
 def ask_once_whether_a_shard_is_trained(patch: pytest.MonkeyPatch) -> None:
-    whole = data_shards.step_is_whole
+    whole = replication.step_records.step_is_whole
     patch.setattr(data_shards, "step_is_whole", lambda *given: bool(whole(*given)))
 
 

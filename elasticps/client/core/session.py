@@ -192,12 +192,15 @@ class PushSession:
         clock, part = self.clock + begins, len(step.parts)
         if part == MAX_PARTS - 1 and not last:
             raise RuntimeError(f"a step has at most {MAX_PARTS} parts")
-        required = [self._member_of(r) for r in (self._home, also) if last and r is not None]
         heads = self._ticked_heads(content, step, last)
-        heads |= {self._heads[member]: None for member in required if member is not None}
-        step.elsewhere |= None in required or self._ticks_elsewhere(content)
-        groups = {head: self._groups(head) for head in heads}
-        ticks = Ticks([group for some in groups.values() for group in some])
+        step.elsewhere |= self._ticks_elsewhere(content)
+        for r in (self._home, also) if last and not self.everywhere else ():
+            head = None if r is None else self._head_of(r)
+            step.elsewhere |= r is not None and head is None
+            if head is not None:
+                heads[head] = None
+        groups = [self._groups(head) for head in heads]
+        ticks = Ticks([group for some in groups for group in some])
         if step.elsewhere:
             ticks.groups += _by_progress(self._nowhere, self._last[self._nowhere])
         step.ticks[part:] = [ticks]
@@ -215,10 +218,10 @@ class PushSession:
             self.clock = clock
         after = after_part(clock, part, last)
         out: list[Effect] = []
-        for head, some in groups.items():
+        for head, some in zip(heads, groups, strict=True):
             head.last = after
             for ranges, prev in some if head.ready else ():
-                self._send(head.member, clock, part, None if len(some) == 1 else ranges, prev, content, out)
+                self._send(head, step, clock, part, last, None if len(some) == 1 else ranges, prev, content, out)
         if step.elsewhere:
             self._last[self._nowhere] = after
         return out
@@ -238,9 +241,10 @@ class PushSession:
         """Whether a part ticks the ranges that have no head now: all of them, or none."""
         return bool(len(self._nowhere)) and (self.everywhere or content.touches(self._nowhere))
 
-    def _member_of(self, r: int) -> Member | None:
+    def _head_of(self, r: int) -> Head | None:
         """The head of a range, None if it has none now."""
-        return self._members[self._head_at[r]] if self._head_at[r] >= 0 else None
+        at = self._head_at[r]
+        return self._heads[self._members[at]] if at >= 0 else None
 
     def _groups(self, head: Head) -> list[tuple[Ranges, int]]:
         """A head's ranges, by the worker's progress there."""
@@ -297,7 +301,7 @@ class PushSession:
         again = not begun_again and sum(part.nbytes for part in contents) < RESEND_BYTES
         for member, head in heads.items():
             if again and not head.ready and member in self._connected:
-                self._send_again(member, head, out)
+                self._send_again(head, out)
             elif not head.ready:
                 self._begin(member, head, out)
         return out
@@ -370,13 +374,13 @@ class PushSession:
         self._head_of_ask[head.ask] = member
         out.append(Ask(member, head.ask, self.epoch))
 
-    def _send_again(self, member: Member, head: Head, out: list[Effect]) -> None:
+    def _send_again(self, head: Head, out: list[Effect]) -> None:
         """Sends a head all that is outstanding, but for what is known to be committed."""
         for clock, step in self._steps.items():
             done = step.by_range(self._ranges)[head.order]
             for part, content in enumerate(step.parts):
-                prev = step.ticks[part].prev(self._ranges)[head.order]
-                self._send_some(member, clock, part, head.order, prev, (prev >= 0) & ~done, content, out)
+                ticked = step.ticks[part].prev(self._ranges)[head.order] >= 0
+                self._send_some(head, step, clock, part, head.order, ticked & ~done, content, out)
         head.ready = True
 
     # -- answers ----------------------------------------------------------------------------------------------------
@@ -420,14 +424,14 @@ class PushSession:
             for part, content in enumerate(step.parts):
                 last = step.closed and part == len(step.parts) - 1
                 after = after_part(clock, part, last)
-                prev = step.ticks[part].prev(self._ranges)[ranges]
+                ticked = step.ticks[part].prev(self._ranges)[ranges] >= 0
                 if last:
                     self._mark(clock, ranges[committed >= after], out)
                     if clock not in self._steps:  # committed everywhere, also where this head has forgotten us since
                         break
-                    again = (prev >= 0) & (applied >= after) & ~step.by_range(self._ranges)[ranges]
-                    self._send_some(member, clock, part, ranges, prev, again, None, out)
-                self._send_some(member, clock, part, ranges, prev, (prev >= 0) & (applied < after), content, out)
+                    again = ticked & (applied >= after) & ~step.by_range(self._ranges)[ranges]
+                    self._send_some(head, step, clock, part, ranges, again, None, out)
+                self._send_some(head, step, clock, part, ranges, ticked & (applied < after), content, out)
         head.ready = True
         return out
 
@@ -446,28 +450,26 @@ class PushSession:
             self._restart(member, head, out)
 
     def _send_some(
-        self, member: Member, clock: int, part: int, ranges: Ranges, prev: Progress, chosen: NDArray[np.bool_],
+        self, head: Head, step: Step, clock: int, part: int, ranges: Ranges, chosen: NDArray[np.bool_],
         content: PartContent | None, out: list[Effect],
     ) -> None:  # fmt: skip
         """Sends a part for the chosen ones of a head's ranges, if there are any."""
-        for some, before in _by_progress(ranges[chosen], prev[chosen]):
-            whole = content is not None and len(some) == len(ranges)
-            self._send(member, clock, part, None if whole else some, before, content, out)
+        some, last = ranges[chosen], step.closed and part == len(step.parts) - 1
+        for group, prev in _by_progress(some, step.ticks[part].prev(self._ranges)[some]):
+            whole = content is not None and len(group) == len(ranges)
+            self._send(head, step, clock, part, last, None if whole else group, prev, content, out)
 
     def _send(
-        self, member: Member, clock: int, part: int, ranges: Ranges | None, prev: int,
+        self, head: Head, step: Step, clock: int, part: int, last: bool, ranges: Ranges | None, prev: int,
         content: PartContent | None, out: list[Effect],
     ) -> None:  # fmt: skip
         """Sends a part to a head, for all its ranges if `ranges` is None."""
-        step = self._steps[clock]
-        last = step.closed and part == len(step.parts) - 1
-        record = None
-        if last and step.record is not None:
-            at_home = member == self._member_of(self._home) and (ranges is None or bool((ranges == self._home).any()))
-            record = step.record if at_home else None
-        self._number += 1
-        frame = Frame(member, self._number, self.epoch, clock, part, last, ranges, prev, content, record)
-        self._frames[self._number] = frame
+        record = step.record if last else None
+        if record is not None and (head is not self._head_of(self._home) or not _names(ranges, self._home)):
+            record = None
+        self._number = number = self._number + 1
+        frame = Frame(head.member, number, self.epoch, clock, part, last, ranges, prev, content, record)
+        self._frames[number] = frame
         out.append(frame)
 
     def _mark(self, clock: int, ranges: Ranges, out: list[Effect]) -> None:
@@ -490,6 +492,11 @@ def _same(ranges: Ranges, others: Ranges) -> bool:
     if len(ranges) != len(others):
         return False
     return bool((ranges == others).all()) or bool((np.sort(ranges) == np.sort(others)).all())
+
+
+def _names(ranges: Ranges | None, r: int) -> bool:
+    """Whether range r is among some ranges; None: all that its head has."""
+    return ranges is None or bool((ranges == r).any())
 
 
 def _by_progress(ranges: Ranges, progress: Progress) -> list[tuple[Ranges, int]]:
