@@ -108,7 +108,7 @@ class Replica:
     seq, acked, joined   int64 [P]: the last operation applied here; known to be at the tail; and at the joiner of a
                          range of which I am the tail
     filled, waiting      bool [P]: all of the range is here; acknowledgements wait for its joiner
-    clocks, refusals, log, retained  of all ranges
+    clocks, refusals, records, log, retained  of all ranges
     """
 
     def __init__(self, me: Member, ranges: int, budget_bytes: int = 256 << 20, log: Log | None = None) -> None:
@@ -121,6 +121,7 @@ class Replica:
         self.seq, self.acked, self.joined = core.seq, core.acked, core.joined
         self.filled, self.waiting = core.filled, core.waiting
         self.clocks, self.refusals, self.log, self.retained = core.clocks, core.refusals, core.log, core.retained
+        self.records = core.records
         self._held: dict[int, deque[Message]] = {}  # by slot, messages that wait for the view that they speak of
 
     @property

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from replication.chain import Ranges
 from replication.progress import PART_BITS, Progress
 
-_MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads worker ids, which are consecutive, over the ranges
+MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads worker ids, which are consecutive, over the ranges
 
 
 def home_range(worker: int, ranges: int) -> int:
     """The home of a worker among so many ranges, a power of two."""
-    return (worker * _MIX & (1 << 64) - 1) * ranges >> 64
+    return (worker * MIX & (1 << 64) - 1) * ranges >> 64
 
 
 def record_bytes(ranges: int) -> int:

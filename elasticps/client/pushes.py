@@ -288,13 +288,10 @@ class PushesInFlight:
             if cut.frame is None:
                 body = [*cut.buffers, *record]
                 buffers: Sequence[Buffer] = [push.header(sum(map(len, body))).pack(), *body]
-            elif record:
-                header = push.pack_into(cut.frame, len(record[0]))
-                buffers = [cut.frame, *record]
             else:
-                header = push.pack_into(cut.frame)
+                header = push.pack_into(cut.frame, sum(map(len, record)))
                 keys = self._keys_of(frame.head) if self.short else None
-                buffers = [cut.frame] if keys is None else keys.push(cut.frame, header, self.short)
+                buffers = [cut.frame, *record] if keys is None else keys.push(cut.frame, header, self.short, record)
             if ready is None:
                 self._send({frame.head: buffers})
             else:

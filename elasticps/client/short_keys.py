@@ -140,14 +140,18 @@ class ShortKeys:
         header = fields._replace(flags=fields.flags | SHORT, body=8 + len(buffer))
         return [header.pack() + _WORD.pack(coded_lists), buffer]
 
-    def push(self, frame: memoryview, header: Header, tables: dict[int, Short]) -> list[Buffer]:
-        """A PUSH frame with this header, of whose blocks those of `tables` are made shorter."""
+    def push(
+        self, frame: memoryview, header: Header, tables: dict[int, Short], record: Sequence[Buffer] = ()
+    ) -> list[Buffer]:
+        """A PUSH frame with this header, of whose blocks those of `tables` are made shorter. record: of its step, which
+        ends the body."""
         blocks = _blocks(frame, header, tables)
         header, buffers = self._shortened(frame, header, blocks, tables)
+        buffers += record
         zstd = next((tables[table] for _, _, _, table in blocks if tables[table].zstd), None)
         if zstd is not None and (packed := zstd.pack(buffers)) is not None:
             return [header._replace(flags=header.flags | PACKED, body=len(packed)).pack(), packed]
-        return [header.pack(), *buffers] if header.flags & SHORT else [frame]
+        return [header.pack(), *buffers] if header.flags & SHORT else [frame, *record]
 
     def pull_tables(self, frame: memoryview, tables: dict[int, Short]) -> list[Buffer]:
         """A PULL frame of several tables, of which `tables` are made shorter."""

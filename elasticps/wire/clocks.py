@@ -62,9 +62,14 @@ class ReadAfter(NamedTuple):
     ranges: Ranges
     progress: Progress
 
+    @property
+    def body(self) -> bytes:
+        """The frame's body."""
+        return padded(self.ranges.astype("<i4").tobytes()) + self.progress.tobytes()
+
     def frame(self) -> bytes:
         """The whole frame."""
-        body = padded(self.ranges.astype("<i4").tobytes()) + self.progress.tobytes()
+        body = self.body
         return Header(Kind.READ_AFTER, 0, len(body), items=len(self.ranges)).pack() + body
 
     @classmethod

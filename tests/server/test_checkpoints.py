@@ -25,7 +25,7 @@ from replication.chain import Role
 from replication.effects import Push
 from replication.messages import OperationKind
 from tests.server.conftest import RANGES
-from tests.server.test_fast import SERVERS, TABLES, Story
+from tests.server.story import SERVERS, TABLES, Story
 
 Rows = dict[tuple[int, int], bytes]
 """Whole rows, by table and key."""

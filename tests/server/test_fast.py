@@ -3,74 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, cast, get_args
+from collections.abc import Collection
+from typing import cast, get_args
 
 import numpy as np
 import pytest
 
-from coordinator.core.view import View
 from elasticps.client.core.routing import Routes, plan_push
 from elasticps.kernels.hashing import table_salt
-from elasticps.model.optimizers import SGD, Accumulate, Adagrad, Adam, ServerOptimizer
-from elasticps.model.policies import Capacity, IdleFor, MinCount, MinCountSketch, Probability
-from elasticps.model.spec import BFloat16, Filter, Float16, Int8, Normal, TableSpec
+from elasticps.model.optimizers import Accumulate
+from elasticps.model.spec import TableSpec
 from elasticps.server.core import reads
-from elasticps.server.core.sweeps import SweptInterval
 from elasticps.server.fast.layout import H_FORWARDS, H_PUSHES
 from elasticps.server.fast.path import FastPath
 from elasticps.server.roles import snapshots
 from elasticps.server.roles.executor import Executor
-from elasticps.store.codec import Codec
-from elasticps.store.eviction import OF_CANDIDATES, Measure, Predicate, Reason
-from elasticps.store.intervals import HASH_END
-from elasticps.store.retained import Allowance
-from elasticps.store.stamps import rows_at, stamps_in
-from elasticps.wire import frames
 from elasticps.wire.frames import (
-    ALL_RANGES,
-    ANY,
-    CODED,
     HEADER_BYTES,
-    LAST,
-    REPEAT,
     Header,
     Kind,
     block_head,
-    grads_padding,
     json_frame,
-    table_block,
 )
-from elasticps.wire.headers import EraseHeader
-from replication.chain import Member, Role
+from elasticps.wire.headers import PushHeader
+from replication.chain import Member
 from replication.effects import Effect
-from replication.messages import OperationKind
+from replication.progress import PART_BITS
 from tests.server.conftest import RANGES
+from tests.server.story import WORKERS, Story
 from tests.server.wires import Clock, Pipe, Wires
-
-WORKERS = (5, 9)
-OPTIMIZERS: tuple[ServerOptimizer, ...] = (Accumulate(), SGD(lr=0.5), Adagrad(lr=0.1), Adam(lr=0.1))
-FILTERS: tuple[tuple[Sequence[Filter], Sequence[Filter]], ...] = (
-    ((), ()), ([Int8()], [BFloat16()]), ([Float16()], []), ([BFloat16()], [Int8()])
-)  # fmt: skip
-TABLES = {
-    7 + i: TableSpec(f"t{i}", dim, OPTIMIZERS[i], Normal(std=1.0, seed=i), dtype, None, bool(i % 2), *FILTERS[i])
-    for i, (dim, dtype) in enumerate(((3, "float32"), (4, "float32"), (1, "float32"), (8, "bfloat16")))
-} | {
-    11: TableSpec(
-        "waits",
-        4,
-        Adagrad(lr=0.1),
-        push=[Int8()],
-        admission=MinCount(3),
-        eviction=[Capacity(50, keep="most_used", half_life=8)],
-    ),
-    12: TableSpec("chance", 3, SGD(lr=0.5), dtype="bfloat16", admission=Probability(0.4), eviction=[IdleFor(10)]),
-    13: TableSpec("sketched", 2, Adam(lr=0.1), admission=MinCountSketch(2, nbytes=1 << 14)),
-    14: TableSpec("used", 2, Accumulate(), eviction=[IdleFor(10)]),
-}
-SERVERS = ("s0", "s1", "s2", "s3")
 
 
 @pytest.fixture(autouse=True)
@@ -78,311 +39,6 @@ def one_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     """How long a snapshot's chunk took is no reason to wait before the next; futures need no loop that runs."""
     monkeypatch.setattr(snapshots, "BUSY_S", -1.0)
     monkeypatch.setattr(asyncio, "get_running_loop", Clock)
-
-
-class Story:
-    """A random story on a group of servers, made from one seed."""
-
-    def __init__(self, seed: int, compiled: bool) -> None:
-        self.random, self.tables_random = random.Random(seed), random.Random(f"tables {seed}")
-        self.wires = Wires(seed, compiled)
-        budget = self.random.choice((256 << 20, 256 << 20, 8_000))
-        for name in SERVERS:
-            self.wires.start(name, WORKERS, budget)
-        self.clocks = dict.fromkeys(WORKERS, 0)
-        self.parts = dict.fromkeys(WORKERS, 0)
-        self.requests = 100
-        self.deletions = 0
-        self.cut_number = 0
-        self.at_cut: dict[tuple[str, int, int], Any] = {}  # server, table, range: rows as the cut found them
-        self.written: list[Any] = []
-        self.change_view(first=True)
-        for i, a in enumerate(SERVERS):
-            for b in SERVERS[i + 1 :]:
-                self.wires.link(a, b)
-        self.connections: dict[tuple[str, int], tuple[Pipe, Pipe]] = {
-            (name, worker): self.wires.connect(name, worker) for name in SERVERS for worker in WORKERS
-        }
-        self.wires.settle()
-        for name in SERVERS:
-            for number, spec in TABLES.items():
-                body = json_frame(Kind.CREATE, {"id": number, "spec": spec.to_json()})[HEADER_BYTES:]
-                self.send(name, WORKERS[0], Header(Kind.CREATE, epoch=self.view.epoch), body)
-        self.wires.settle()
-
-    @property
-    def view(self) -> View:
-        view = self.wires.view
-        assert view is not None
-        return view
-
-    def send(self, name: str, worker: int, header: Header, body: bytes = b"") -> None:
-        there, _ = self.connections[name, worker]
-        if there.closed:
-            there, _ = self.connections[name, worker] = self.wires.connect(name, worker)
-        self.requests += 1
-        there.write(header._replace(request=self.requests, body=len(body)).pack() + body)
-
-    def acts(self) -> list[Callable[[], None]]:
-        acts = [self.push] * 12 + [self.pull] * 4 + [self.ask, self.cut, self.change_view]
-        acts += [self.slow_reader, self.slow_link] + [self.erase] * 3 + [self.take_cut]
-        return acts + [self.pass_time] * 2 + [self.sweep] * 2
-
-    def run(self, turns: int) -> None:
-        acts = self.acts()
-        for _ in range(turns):
-            self.random.choice(acts)()
-            for _ in range(self.random.choice((0, 1, 5, 50, 400))):
-                if not self.wires.deliver():
-                    break
-        self.wires.settle()
-        self.written.append({name: self.write(name) for name in SERVERS})
-
-    # --- what happens -----------------------------------------------------------------------------------------------
-
-    def change_view(self, first: bool = False) -> None:
-        """Any chain of every range, as long as nothing is lost: the leader would see to that."""
-        pick = self.random
-        if first:
-            self.chains = [pick.sample(SERVERS, pick.choice((1, 2, 2, 3))) for _ in range(RANGES)]
-            self.joining = [""] * RANGES
-        else:
-            self.wires.settle()  # what is under way comes to rest, so that who is level is known
-            levels = {(v.range, v.joiner.name) for s in self.wires.servers.values() for v in s.replica.levels()}
-            for r in range(RANGES):
-                chain, joiner = self.chains[r], self.joining[r]
-                if joiner and (r, joiner) in levels and pick.random() < 0.7:
-                    chain = [*chain, joiner]
-                    self.joining[r] = ""
-                elif len(chain) > 1 and pick.random() < 0.15:
-                    gone = pick.choice(chain)
-                    chain = [s for s in chain if s != gone]
-                others = [s for s in SERVERS if s not in chain]
-                if others and len(chain) < 3 and pick.random() < 0.2:
-                    self.joining[r] = pick.choice(others)
-                self.chains[r] = chain
-        self.wires.adopt(lambda r: self.chains[r], lambda r: self.joining[r])
-        if not first:
-            names = [s for s in SERVERS if any(s in c for c in self.chains) or s in self.joining]
-            for i, a in enumerate(names):
-                for b in names[i + 1 :]:
-                    if self.wires.servers[a].links.link(self.wires.servers[b].member) is None:
-                        self.wires.link(a, b)
-
-    def cut(self) -> None:
-        """Breaks a link between servers, or a worker's connection; it connects again."""
-        if self.random.random() < 0.5:
-            a, b = sorted(self.random.sample(SERVERS, 2))
-            link = self.wires.servers[a].links.link(self.wires.servers[b].member)
-            if link is not None:
-                link.transport.abort()
-                self.wires.settle()
-            self.wires.link(a, b)
-        else:
-            there, _ = self.random.choice(list(self.connections.values()))
-            there.abort()
-
-    def slow_reader(self) -> None:
-        """A worker whose socket takes little."""
-        _, back = self.random.choice(list(self.connections.values()))
-        back.window = self.random.choice((0, 500, 1 << 30))
-
-    def slow_link(self) -> None:
-        """A server whose socket takes little of what another one sends."""
-        a, b = self.random.sample(SERVERS, 2)
-        link = self.wires.servers[a].links.link(self.wires.servers[b].member)
-        if link is not None:
-            cast(Pipe, link.transport).window = self.random.choice((0, 2000, 1 << 30))
-
-    def ask(self) -> None:
-        name, worker = self.random.choice(SERVERS), self.random.choice(WORKERS)
-        self.send(name, worker, Header(Kind.GET_CLOCKS, epoch=self.view.epoch, worker=worker))
-
-    def pull(self) -> None:
-        name, worker, number = (
-            self.random.choice(SERVERS),
-            self.random.choice(WORKERS),
-            self.random.choice([*TABLES, 99]),
-        )
-        keys = np.array([self.random.randrange(300) for _ in range(self.random.choice((0, 1, 30, 400)))], np.int64)
-        clock = self.random.choice((0, 0, self.clocks[worker], max(self.clocks[worker] - 1, 0)))
-        flags = self.random.choice((0, ANY)) | self.random.choice((0, CODED))
-        header = Header(
-            Kind.PULL, flags, epoch=self.view.epoch, clock=clock, worker=worker, table=number,
-            items=len(keys), bound=self.random.choice((0, 0, 0, 2)), wait_ms=5,
-        )  # fmt: skip
-        body = keys.tobytes()
-        pick = self.tables_random
-        if pick.random() < 0.5:
-            numbers = pick.choices([*TABLES] * 5 + [99], k=pick.choice((0, 1, 3, 9)))
-            header = header._replace(flags=flags | frames.TABLES, table=0, items=len(numbers))
-            body = b"".join(table_block(n, len(keys) // (i + 1)) + body[: 8 * (len(keys) // (i + 1))]
-                            for i, n in enumerate(numbers))  # fmt: skip
-            if pick.random() < 0.03:
-                body += table_block(7, 0)  # one that is not told of
-        self.send(name, worker, header, body)
-
-    def erase(self) -> None:
-        """Rows of a table are deleted, or all of them, or the table with them; some of that comes twice."""
-        pick, worker, routes = self.random, self.random.choice(WORKERS), Routes(self.view)
-        self.deletions += 1
-        kind = pick.choice((OperationKind.DELETE,) * 6 + (OperationKind.CLEAR,) * 2 + (OperationKind.DROP,))
-        number = pick.choice(list(TABLES)) if kind != OperationKind.DROP else pick.choice((7, 99, 100))
-        keys = np.array(pick.sample(range(300), pick.choice((1, 20, 200))), np.int64)
-        plan = plan_push(keys, table_salt(number), routes)
-        for share in routes.shares:
-            body = b""
-            if kind == OperationKind.DELETE:
-                mine = keys[plan.order[plan.offsets[share.start] : plan.offsets[share.stop]]]
-                body = block_head(number, len(mine), 0, np.empty(0, np.float32)) + mine.tobytes()
-            erasure = EraseHeader(self.view.epoch, worker, self.deletions, kind, number, bool(body))
-            for _ in range(pick.choice((1, 1, 1, 2))):
-                self.send(routes.members[share.server].name, worker, erasure.header(), body)
-
-    def pass_time(self) -> None:
-        """Some seconds pass, and heads log that."""
-        self.wires.wall_s += self.random.choice((1, 3, 10))
-        self.wires.tell_time(self.wires.wall_s)
-        for name in SERVERS:
-            self.wires.servers[name].sweeper.stamp()
-
-    def sweep(self) -> None:
-        """Rows, or keys that wait for one, are evicted from some of the ranges' hashes."""
-        pick, number = self.random, self.random.choice((11, 12, 13, 14))
-        measure = pick.choice((Measure.LAST_USE, Measure.COUNT) + (OF_CANDIDATES if number == 11 else ()))
-        now = int(self.wires.wall_s)
-        below = {Measure.COUNT: int(np.float32(2).view(np.int32)), Measure.CANDIDATE: 2 << 32}.get(measure, now - 3)
-        by = Predicate(measure, Reason.CAPACITY, below, now=now, decay=1 / 8 if measure == Measure.COUNT else 0.0)
-        low, high = sorted(pick.choice((0, HASH_END // 3, HASH_END)) for _ in range(2))
-        for name in SERVERS:
-            server = self.wires.servers[name]
-            headed = np.flatnonzero([chain[0] == name for chain in self.chains])
-            if len(headed) and number in server.store.live:
-                payload = SweptInterval(number, low, high, by)
-                server.executor.log(self.view.epoch, OperationKind.EVICT, headed, payload, 96)
-
-    def take_cut(self) -> None:
-        """A cut passes everywhere, and two servers begin to write what they hold."""
-        self.wires.settle()
-        self.written.append({name: self.write(name) for name in SERVERS})
-        self.cut_number += self.random.choice((1, 1, 70_000))
-        self.at_cut.clear()
-        for name in SERVERS:
-            server = self.wires.servers[name]
-            server.store.pass_cut(np.arange(RANGES), self.cut_number)
-            held = np.flatnonzero(server.replica.role == Role.FULL).tolist()
-            for number, table in server.store.live.items() if name in self.random.sample(SERVERS, 2) else ():
-                table.keep(Allowance(1 << 30, lambda: None, lambda: None))
-                assert table.retained is not None
-                table.retained.begin(np.array(held, np.int64), 0)
-                for r in held:
-                    self.at_cut[name, number, r] = _as_dict(table.dump_stamped(r, 0, HASH_END))
-
-    def write(self, name: str) -> list[Any]:
-        """What a checkpoint would get from a server: as it was at the cut, of ranges that are still there."""
-        found, store = [], self.wires.servers[name].store
-        for number, table in store.live.items():
-            mine = [r for r in range(RANGES) if (name, number, r) in self.at_cut]
-            for r in mine:
-                if table.retained is not None and table.retained.keeps(r):
-                    listed, parts = table.retained.list_range(r, 0), range(table.retained.parts)
-                    for part in parts:
-                        keys, words = table.retained.take(listed, part, part + 1, self.cut_number)
-                        stamps = stamps_in(words).astype(np.int64) + table.retained.base(r)
-                        taken = keys, rows_at(words, table.stride), stamps
-                        found.append((number, r, [array.tolist() for array in taken]))
-                    rows: dict[int, Any] = {}
-                    for *_, arrays in found[-len(parts) :]:
-                        rows |= _as_dict(arrays, int(store.cuts.base[r]))
-                    assert rows == self.at_cut[name, number, r]
-            table.keep(None)
-        return found
-
-    def check_replicas(self) -> None:
-        """Checks that replicas at the same place of a range's log have the same content."""
-        for r in range(RANGES):
-            found: dict[int, Any] = {}
-            for name in self.chains[r]:
-                server = self.wires.servers[name]
-                if server.replica.role[r] == Role.FULL:
-                    tables = {n: t.digest_range(r) for n, t in server.store.tables.items() if t.count_range(r)}
-                    words = server.store.dropped_in(r), server.store.words(r)
-                    rows = tables, words, server.replica.clocks.column(r)[1].tolist()
-                    assert found.setdefault(int(server.replica.seq[r]), rows) == rows
-
-    def push(self) -> None:
-        """A part of a step for every head, mostly as a client would send it."""
-        pick, worker = self.random, self.random.choice(WORKERS)
-        routes = Routes(self.view)
-        begins = self.parts[worker] == 0
-        if begins:
-            self.clocks[worker] += 1
-        last = pick.random() < 0.8
-        part = self.parts[worker]
-        self.parts[worker] = 0 if last else part + 1
-        epoch = self.view.epoch if pick.random() < 0.95 else max(1, self.view.epoch - 1)
-        acknowledged = pick.choice((0, 1, 2))
-        blocks = [self.block(number, routes) for number in pick.sample(list(TABLES), pick.choice((1, 1, 2, 4)))]
-        for share in routes.shares:
-            name = routes.members[share.server].name
-            whole = pick.random() < 0.7
-            pieces = [(share.start, share.stop)]
-            if not whole and share.stop - share.start > 1:
-                middle = pick.randrange(share.start + 1, share.stop)
-                pieces = [(share.start, middle), (middle, share.stop)]
-            for start, stop in pieces:
-                body, count = self.body(blocks, routes, start, stop, named=not whole)
-                flags = (LAST if last else 0) | (ALL_RANGES if whole else 0)
-                header = Header(
-                    Kind.PUSH, flags, epoch=epoch, clock=self.clocks[worker], worker=worker, first=part, part=part,
-                    table=min(acknowledged, self.clocks[worker]), items=count,
-                )  # fmt: skip
-                odd = pick.random()
-                if odd < 0.03:
-                    continue  # lost: the next one is a gap
-                self.send(name, worker, header, body)
-                if odd > 0.97:
-                    self.send(name, worker, header, body)
-                elif odd > 0.95:
-                    self.send(
-                        name,
-                        worker,
-                        header._replace(flags=flags | REPEAT, items=0),
-                        self.named(routes, start, stop, not whole),
-                    )
-
-    def block(self, number: int, routes: Routes) -> tuple[int, Any, np.ndarray, np.ndarray, np.ndarray]:
-        keys = np.array(self.random.sample(range(300), self.random.choice((1, 5, 60, 250))), np.int64)
-        plan = plan_push(keys, table_salt(number), routes)
-        grads = np.array([[self.random.randrange(-4, 5)] * TABLES[number].dim for _ in keys], np.float32)
-        values = TABLES[number].optimizer.step_values(1, None)
-        return number, plan, keys, Codec(TABLES[number].push, TABLES[number].dim).encode(grads), values
-
-    def named(self, routes: Routes, start: int, stop: int, named: bool) -> bytes:
-        if not named:
-            return b""
-        found = (stop - start).to_bytes(8, "little") + routes.range_at[start:stop].astype("<i4").tobytes()
-        return found + b"\0" * (-len(found) % 8)
-
-    def body(self, blocks: Sequence[Any], routes: Routes, start: int, stop: int, *, named: bool) -> tuple[bytes, int]:
-        body = self.named(routes, start, stop, named)
-        count = 0
-        for number, plan, keys, grads, values in blocks:
-            mine = plan.order[plan.offsets[start] : plan.offsets[stop]]
-            if not len(mine) and self.random.random() < 0.8:
-                continue
-            if self.random.random() < 0.02:
-                mine = mine[::-1]  # out of order
-            count += 1
-            dim = grads.shape[1]
-            body += block_head(number, len(mine), dim, values) + keys[mine].tobytes() + grads[mine].tobytes()
-            body += b"\0" * grads_padding(len(mine), dim)
-        return body, count
-
-
-def _as_dict(arrays: Any, base: int = 0) -> dict[int, Any]:
-    keys, rows, stamps = (np.asarray(array).tolist() for array in arrays)
-    return {key: (row, stamp - base) for key, row, stamp in zip(keys, rows, stamps, strict=True)}
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -430,11 +86,8 @@ def test_buffers_with_bytes_for_a_joiner_are_not_overwritten() -> None:
         grads = np.full((len(keys), wide.dim), 10.0**clock, np.float32)
         body = block_head(50, len(keys), wide.dim, Accumulate().step_values(1, None))
         body += keys[plan.order].tobytes() + grads.tobytes()
-        header = Header(
-            Kind.PUSH, LAST | ALL_RANGES, epoch=view.epoch, clock=clock, worker=WORKERS[0], items=1, request=2 + clock,
-            body=len(body),
-        )  # fmt: skip
-        there.write(header.pack() + body)
+        header = PushHeader(2 + clock, view.epoch, clock, clock - 1 << PART_BITS, 1)
+        there.write(header.header(len(body)).pack() + body)
     wires.settle()
     assert tail.fast.counter(H_PUSHES) == 7  # by compiled code: all but the first of the worker
     there_to_joiner.reading = there_to_joiner.back.reading = True

@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 from elasticps.client.short_keys import LEAST_KEYS, MOST_KEYS, KeyLists, Short, ShortKeys, differences
 from elasticps.server.fast import layout as at
 from elasticps.server.fast import short_keys
+from elasticps.wire.clocks import encode_record
 from elasticps.wire.frames import (
     ALL_RANGES,
     HEADER_BYTES,
     MAX_BODY_BYTES,
     PACKED,
+    RECORD,
     SHORT,
     TABLES,
     FrameError,
@@ -30,12 +32,15 @@ from elasticps.wire.frames import (
     unpack_header,
 )
 from elasticps.wire.packing import DELTA, KEEP, KNOWN, LIST_KEYS, pack, says, unpack
+from replication.step_records import record_of
+from tests.server.conftest import RANGES
 
 Keys = NDArray[np.int64]
 write_out: Any = short_keys.write_out
 FRONT = 192  # bytes in front of the frame
 NEXT_FRAME = b"bytes of the next frame." * 4
 NO_VALUES = np.empty(0, np.float32)
+RECORD_BYTES = encode_record(record_of(7, 5, np.arange(RANGES) % 3 == 0))
 
 
 class Receiver:
@@ -46,7 +51,7 @@ class Receiver:
         self.lists = np.zeros(LIST_KEYS, np.int64)
         self.chunk = np.zeros(size, np.uint8)
         self.h, self.conn = np.zeros(at.H_FIELDS, np.int64), np.zeros(at.CONNECTION, np.int64)
-        self.h[at.H_BLOCKS] = self.blocks.ctypes.data
+        self.h[at.H_BLOCKS], self.h[at.H_RANGES] = self.blocks.ctypes.data, RANGES
         self.conn[at.C_ADDRESS], self.conn[at.C_BYTES] = self.chunk.ctypes.data, size
         self.conn[at.C_LIMIT], self.conn[at.C_LISTS] = MAX_BODY_BYTES, self.lists.ctypes.data
 
@@ -72,8 +77,8 @@ def pull_tables_of(blocks: Sequence[tuple[int, Keys]]) -> bytes:
     return Header(Kind.PULL, TABLES, len(body), 5, 6, 7, 8, items=len(blocks)).pack() + body
 
 
-def push_of(blocks: Sequence[tuple[int, Keys, int, int]], ranges: int) -> tuple[Header, bytes]:
-    """Blocks of (table, keys, dim, step values)."""
+def push_of(blocks: Sequence[tuple[int, Keys, int, int]], ranges: int, record: bytes = b"") -> tuple[Header, bytes]:
+    """Blocks of (table, keys, dim, step values), and the record of their step."""
     body = (
         b"" if ranges < 0 else ranges.to_bytes(8, "little") + np.arange(ranges + ranges % 2, dtype=np.int32).tobytes()
     )
@@ -82,7 +87,8 @@ def push_of(blocks: Sequence[tuple[int, Keys, int, int]], ranges: int) -> tuple[
         body += (
             block_head(table, len(keys), dim, np.arange(values, dtype=np.float32)) + keys.tobytes() + grads.tobytes()
         )
-    header = Header(Kind.PUSH, ALL_RANGES * (ranges < 0), len(body), 5, 6, 7, 8, 1, 2, 3, len(blocks))
+    body, flags = body + record, ALL_RANGES * (ranges < 0) | RECORD * bool(record)
+    header = Header(Kind.PUSH, flags, len(body), 5, 6, 7, 8, 1, 2, 3, len(blocks))
     return header, header.pack() + body
 
 
@@ -115,16 +121,21 @@ blocks = st.lists(st.tuples(st.integers(1, 3), lists, st.integers(0, 5), st.inte
 
 
 @settings(max_examples=60)
-@given(st.lists(blocks, min_size=1, max_size=4), shorts, st.lists(st.integers(0, 3), max_size=8), st.integers(-1, 3))
-@example([[(1, np.arange(9), 1, 0), (1, np.arange(9), 2, 0), (2, np.arange(20), 1, 1)]], Short(True, True), [0, 0], 1)
+@given(
+    st.lists(blocks, min_size=1, max_size=4), shorts, st.lists(st.integers(0, 3), max_size=8), st.integers(-1, 3),
+    st.sampled_from([b"", RECORD_BYTES]),
+)  # fmt: skip
+@example([[(1, np.arange(9), 1, 0), (1, np.arange(9), 2, 0), (2, np.arange(20), 1, 1)]], Short(True, True), [0, 0], 1,
+         RECORD_BYTES)  # fmt: skip
 def test_shortened_pushes_are_expanded_to_the_originals(
-    known: list[list[tuple[int, Keys, int, int]]], short: Short, numbers: list[int], ranges: int
+    known: list[list[tuple[int, Keys, int, int]]], short: Short, numbers: list[int], ranges: int, record: bytes
 ) -> None:
     """Tables 1 and 2 ask for it, table 3 does not."""
     worker, server = ShortKeys(), Receiver()
     for number in numbers:
-        header, frame = push_of(known[number % len(known)], ranges)
-        shorter = sent(worker.push(memoryview(frame), header, {1: short, 2: short}))
+        header, frame = push_of(known[number % len(known)], ranges, record)
+        without = memoryview(frame)[: len(frame) - len(record)]
+        shorter = sent(worker.push(without, header, {1: short, 2: short}, [record] if record else []))
         assert len(shorter) <= len(frame)
         if unpack_header(shorter).flags & SHORT:
             assert server.write_out(shorter) == at.DONE

@@ -311,8 +311,9 @@ class Wires:
                 number: [table.digest_range(r) for r in range(RANGES)] for number, table in server.store.tables.items()
             }
             entries = [
-                (e.ranges.tolist(), e.seqs.tolist(), e.frame.operation.after, e.frame.operation.worker)
+                (e.ranges.tolist(), e.seqs.tolist(), operation.after, operation.worker, operation.record)
                 for e in replica.log.entries()
+                for operation in (e.frame.operation,)
             ]
             found[name] = (
                 replica.seq.tolist(), replica.acked.tolist(), replica.joined.tolist(), clocks, tables, entries,
@@ -321,5 +322,6 @@ class Wires:
                 [server.store.words(r) for r in range(RANGES)],
                 {n: t.lifecycle.admitted.tolist() for n, t in server.store.tables.items() if t.lifecycle is not None},
                 server.executor.applied, server.executor.rows_applied, np.flatnonzero(replica.waiting).tolist(),
+                [replica.records.column(r) for r in range(RANGES)],
             )  # fmt: skip
         return found

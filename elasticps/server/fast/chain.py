@@ -88,7 +88,9 @@ from elasticps.server.fast.layout import (
     WAITED,
 )
 from elasticps.server.fast.memory import load32, load64, store32, store64, words
+from elasticps.server.fast.step_records import home_of, record_size
 from elasticps.store.native import copy, kernel
+from elasticps.wire.frames import RECORD
 
 
 @kernel
@@ -257,8 +259,9 @@ def block_bytes(b, rows):
 
 
 @kernel
-def forward(h, slot, source, ranges, m, blocks, worker, after, bound, wait):
-    """Sends a successor the part of the frame at hand, received on connection `source`, that lies in its ranges."""
+def forward(h, slot, source, ranges, m, blocks, worker, after, bound, wait, record):
+    """Sends a successor the part of the frame at hand, received on connection `source`, that lies in its ranges.
+    record: where the record of its step is, 0 for none; it goes where the worker's home range does."""
     down, flags, seq = words(h[H_DOWN], h[H_RANGES]), words(h[H_FLAGS], h[H_RANGES]), words(h[H_SEQ], h[H_RANGES])
     to = load64(h[H_PEERS] + 8 * (PEER * slot + P_CONNECTION))
     if to < 0:
@@ -268,9 +271,15 @@ def forward(h, slot, source, ranges, m, blocks, worker, after, bound, wait):
         k += down[ranges[p]] == slot and flags[ranges[p]] & T_SYNCED != 0
     if k == 0:
         return
+    if record:
+        home = home_of(h, worker)
+        if down[home] != slot or flags[home] & T_SYNCED == 0:
+            record = 0
     whole = k == m
     names = (4 * k + 7) & ~7
     size, items = names + 8 * k, 0
+    if record:
+        size += record_size(h)
     b, starts = h[H_BLOCKS], h[H_STARTS]
     for _ in range(blocks):
         n = load64(b + 8 * B_ROWS)
@@ -286,7 +295,7 @@ def forward(h, slot, source, ranges, m, blocks, worker, after, bound, wait):
         starts += 8 * (h[H_RANGES] + 1)
     offset = allot(h, HEADER + names + 8 * k)
     at = h[H_ARENA] + offset
-    put_header(at, FORWARD, 0, size, 0, h[H_EPOCH], after, worker, 0, k, items, bound, wait)
+    put_header(at, FORWARD, RECORD if record else 0, size, 0, h[H_EPOCH], after, worker, 0, k, items, bound, wait)
     store64(at + HEADER + names - 8, 0)
     q = 0
     for p in range(m):
@@ -301,6 +310,8 @@ def forward(h, slot, source, ranges, m, blocks, worker, after, bound, wait):
         forward_block(h, to, slot, source, ranges, m, b, starts, whole)
         b += 8 * BLOCK
         starts += 8 * (h[H_RANGES] + 1)
+    if record:
+        send_slice(h, to, source, record, record_size(h))
 
 
 @kernel
@@ -359,11 +370,11 @@ def send_slice(h, to, source, begin, n):
 
 
 @kernel
-def down_the_chain(h, source, ranges, m, blocks, worker, after, bound, wait, f, slots):
+def down_the_chain(h, source, ranges, m, blocks, worker, after, bound, wait, f, slots, record):
     """Forwards the frame at hand, logs it, and commits the ranges where no acknowledgement is needed."""
     found = words(h[H_SLOTS], SLOTS)
     for i in range(slots):
-        forward(h, found[i], source, ranges, m, blocks, worker, after, bound, wait)
+        forward(h, found[i], source, ranges, m, blocks, worker, after, bound, wait, record)
     for i in range(slots):
         log_entry(h, found[i], f, ranges, m)
     if slots and load64(h[H_FRAMES] + 8 * (FRAME * f + F_LEFT)) == 0:

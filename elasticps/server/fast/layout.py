@@ -88,6 +88,8 @@ GROW_ARENA, GROW_ROWS, GROW_SEGMENTS = 0, 1, 2
     H_SEGMENT_SIZE,
     H_NOTES,  # int64 [NOTES, 4]: set, shard, worker, clock of pushes that train a shard, for Python to note
     H_NOTE_COUNT,
+    H_RECORDS,  # records of sparse steps, for Python to note: each its worker, its clock, and as it is on the wire
+    H_RECORD_COUNT,
     H_TAILED,  # int64 [n]: ranges whose tail this server is
     H_TAILED_COUNT,
     H_HELD,  # int64 [n]: ranges of which it is a full replica
@@ -135,7 +137,7 @@ GROW_ARENA, GROW_ROWS, GROW_SEGMENTS = 0, 1, 2
     H_AT,  # the connection for which Python has to do something
     H_DECODED,  # float32 [DECODED]: some rows as they are before a table's filters, or after
     H_FIELDS,
-) = range(99)
+) = range(101)
 
 ORDER = 4
 PEER, P_CONNECTION, P_FIRST, P_LAST, P_PYTHON = 4, 0, 1, 2, 3  # P_PYTHON: entries that Python holds for this peer
@@ -181,7 +183,9 @@ T_REPORTED = 32  # it has been reported level
     C_ROSTERED,
     C_SET,  # a set of shards that belongs to the worker's application, 0 for none
     C_PEER,  # the slot of the member whose current link this is, -1 for none
-    C_AFTER,  # 1: pulls have to see steps that READ_AFTER named, which Python looks at
+    C_AFTER,  # how many ranges READ_AFTER named whose steps pulls have to see, 0 for none
+    C_AFTER_AT,  # int64 [2, C_AFTER_ROOM]: those ranges, and the worker's progress there; 0 as long as there is no room
+    C_AFTER_ROOM,
     C_ANSWERED,  # rows already sent of the pull at the front
     C_FD,  # -1: only Python receives and sends
     C_QUEUED,  # Python has bytes that go first
@@ -189,7 +193,7 @@ T_REPORTED = 32  # it has been reported level
     C_FULL,  # nothing more is read
     C_LISTS,  # int64 [LIST_KEYS]: keys that the worker has had kept, 0 as long as there are none
     CONNECTION,
-) = range(25)
+) = range(27)
 ROLE_OTHER, ROLE_WORKER, ROLE_PEER = 0, 1, 2
 
 # Of a frame in the log.
@@ -234,6 +238,7 @@ ORDERS = 8
 BLOCKS = 256
 SLOTS = 64
 NOTES = 256
+RECORDS = 64
 WAITED = 1024
 DECODED = 1 << 16  # floats, as many as a row can have
 SMALL_BYTES = 16 << 10  # a slice of a received frame is copied behind its header up to this size

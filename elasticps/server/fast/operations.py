@@ -98,10 +98,11 @@ from elasticps.server.fast.layout import (
 )
 from elasticps.server.fast.memory import load16, load32, load64, store64, words
 from elasticps.server.fast.rows import apply, find_rows, finite, keep_inside
+from elasticps.server.fast.step_records import home_of, is_record, note_record, record_size
 from elasticps.store.native import kernel
-from elasticps.wire.frames import ALL_RANGES, LAST
+from elasticps.wire.frames import ALL_RANGES, LAST, RECORD
 from elasticps.wire.headers import NEVER
-from replication.progress import MAX_CLOCK, MAX_PARTS, PART_BITS
+from replication.progress import MAX_CLOCK, MAX_PARTS, PART_BITS, PART_MASK
 
 GROUP_MASK = (1 << GROUP_BITS) - 1
 MARGIN = 64
@@ -146,7 +147,7 @@ def room(h, nbytes, segments):
 
 
 @kernel
-def room_for_operation(h, m, blocks, slots, body):
+def room_for_operation(h, m, blocks, slots, body, record):
     """As `room`, for an operation on m ranges with `slots` successors. Reads the number of runs from H_INFO; SLOW if
     there are too few free records of frames or entries, or they are too small."""
     if h[H_FREE_FRAME_COUNT] < 1 or h[H_FREE_ENTRY_COUNT] < slots + 1 or m > h[H_STRIDE]:
@@ -160,8 +161,10 @@ def room_for_operation(h, m, blocks, slots, body):
     copied = min(body, 2 * blocks * runs * SMALL_BYTES)
     if h[H_INSIDE] == 0:
         copied += body
+    if record:
+        values += record_size(h)
     nbytes = slots * (HEADER + 12 * m + blocks * 28 + values + MARGIN) + copied + m * (HEADER + 24) + MARGIN
-    return room(h, nbytes, slots * (2 + 3 * blocks) + 2 * blocks * runs + m + 2)
+    return room(h, nbytes, slots * (3 + 3 * blocks) + 2 * blocks * runs + m + 2)
 
 
 @kernel
@@ -183,7 +186,7 @@ def push(h, c, at):
     clock, steps, first, part = load64(at + 32), load32(at + 40), load16(at + 44), load16(at + 46)
     lag, blocks, bound, wait = load32(at + 48), load32(at + 52), load32(at + 56), load32(at + 60)
     worker = conn[C_WORKER]
-    if h[H_CAREFUL] or flags & ~(LAST | ALL_RANGES) or epoch < 0 or epoch > h[H_EPOCH]:
+    if h[H_CAREFUL] or flags & ~(LAST | ALL_RANGES | RECORD) or epoch < 0 or epoch > h[H_EPOCH]:
         return SLOW
     if conn[C_BASE] < 0 or conn[C_ROSTERED] == 0 or (bound and wait != conn[C_SET]):
         return SLOW
@@ -203,12 +206,16 @@ def push(h, c, at):
         return SLOW
     headed = load64(order + 8)
     positions = words(load64(order + 24), h[H_RANGES])
-    low, m, begin = 0, headed, at + HEADER
+    low, m, begin, end, record = 0, headed, at + HEADER, at + HEADER + body, np.int64(0)
+    if flags & RECORD:
+        record = end = end - record_size(h)
+        if flags & LAST == 0 or not is_record(h, record, begin, clock):
+            return SLOW
     if flags & ALL_RANGES == 0:
-        if body < 8:
+        if begin + 8 > end:
             return SLOW
         m = load64(begin)
-        if m <= 0 or m > headed or 8 + 4 * m > body:
+        if m <= 0 or m > headed or begin + 8 + 4 * m > end:
             return SLOW
         named = begin + 8
         r = load32(named)
@@ -222,10 +229,10 @@ def push(h, c, at):
             if load32(named + 4 * p) != every[low + p]:
                 return SLOW
         begin += (8 + 4 * m + 7) & ~7
-    if m == 0:
+    if m == 0 or (record and (positions[home_of(h, worker)] < low or positions[home_of(h, worker)] >= low + m)):
         return SLOW
     ranges = words(load64(order + 16) + 8 * low, m)
-    reason = read_blocks(h, blocks, begin, at + HEADER + body, conn[C_APP])
+    reason = read_blocks(h, blocks, begin, end, conn[C_APP])
     if reason:
         return SLOW  # Python says what is wrong
     row_at = worker_row(h, worker)
@@ -245,7 +252,7 @@ def push(h, c, at):
     slots = successors(h, ranges, m)
     if slots < 0:
         return SLOW
-    reason = room_for_operation(h, m, blocks, slots, body)
+    reason = room_for_operation(h, m, blocks, slots, body, record)
     if reason:
         return reason
     reason = find_rows(h, 0, blocks, h[H_ROOM], worker, after)
@@ -260,7 +267,9 @@ def push(h, c, at):
         store64(h[H_ACKNOWLEDGED] + 8 * row_at, clock - lag)
     chunk, offset = conn[C_CHUNK], at - conn[C_ADDRESS]
     f = new_frame(h, c, conn[C_SERIAL], request, ranges, m, body, chunk, offset, worker, after, expected)
-    down_the_chain(h, c, ranges, m, blocks, worker, after, bound, wait, f, slots)
+    if record:
+        note_record(h, record, worker, clock)
+    down_the_chain(h, c, ranges, m, blocks, worker, after, bound, wait, f, slots, record)
     h[H_PUSHES] += 1
     h[H_RECEIVED_PUSH] += body
     rows = h[H_ROWS_APPLIED]
@@ -280,14 +289,19 @@ def forward(h, c, at):
     body, epoch, after, worker = load64(at + 8), load64(at + 24), load64(at + 32), load32(at + 40)
     m, blocks, bound, wait = load32(at + 48), load32(at + 52), load32(at + 56), load32(at + 60)
     conn = words(h[H_CONNECTIONS] + 8 * CONNECTION * c, CONNECTION)
-    if h[H_CAREFUL] or load16(at + 46) or load16(at + 6) or epoch < 0 or epoch > h[H_EPOCH] or worker == 0:
+    flags, end, record = load16(at + 6), at + HEADER + body, np.int64(0)
+    if h[H_CAREFUL] or load16(at + 46) or flags & ~RECORD or epoch < 0 or epoch > h[H_EPOCH] or worker == 0:
         return SLOW
     if conn[C_PEER] < 0:  # as the predecessor of a head
         return SLOW
     if m == 0 or m > h[H_RANGES] or after <= 0 or h[H_NOTE_COUNT] == NOTES:
         return SLOW
     names = (4 * m + 7) & ~7
-    if names + 8 * m > body:
+    if flags & RECORD:
+        record = end = end - record_size(h)
+        if after & PART_MASK or not is_record(h, record, at + HEADER, after >> PART_BITS):
+            return SLOW
+    if at + HEADER + names + 8 * m > end:
         return SLOW
     row_at = worker_row(h, worker)
     if row_at < 0:
@@ -310,10 +324,8 @@ def forward(h, c, at):
         positions[r] = count
         count += 1
     reason = SLOW
-    if count == m:
-        reason = checked_forward(
-            h, numbers + 8 * m, at + HEADER + body, blocks, positions, ranges, m, body, worker, after
-        )
+    if count == m and (record == 0 or positions[home_of(h, worker)] >= 0):
+        reason = checked_forward(h, numbers + 8 * m, end, blocks, positions, ranges, m, body, worker, after, record)
     group = positions[wait & GROUP_MASK & (h[H_RANGES] - 1)]
     for p in range(count):
         positions[ranges[p]] = -1
@@ -327,7 +339,9 @@ def forward(h, c, at):
         seq[ranges[p]] += 1
     chunk, offset = conn[C_CHUNK], at - conn[C_ADDRESS]
     f = new_frame(h, -1, 0, 0, ranges, m, body, chunk, offset, worker, after, before)
-    down_the_chain(h, c, ranges, m, blocks, worker, after, bound, wait, f, slots)
+    if record:
+        note_record(h, record, worker, after >> PART_BITS)
+    down_the_chain(h, c, ranges, m, blocks, worker, after, bound, wait, f, slots, record)
     h[H_FORWARDS] += 1
     h[H_RECEIVED_FORWARD] += body
     if inside < 0:
@@ -343,7 +357,7 @@ def forward(h, c, at):
 
 
 @kernel
-def checked_forward(h, begin, end, blocks, positions, ranges, m, body, worker, after):
+def checked_forward(h, begin, end, blocks, positions, ranges, m, body, worker, after, record):
     """DONE if the blocks of a FORWARD are valid, and there is room for all that follows from them."""
     reason = read_blocks(h, blocks, begin, end, 0)
     if reason:
@@ -353,7 +367,7 @@ def checked_forward(h, begin, end, blocks, positions, ranges, m, body, worker, a
     slots = successors(h, ranges, m)
     if slots < 0:
         return SLOW
-    reason = room_for_operation(h, m, blocks, slots, body)
+    reason = room_for_operation(h, m, blocks, slots, body, record)
     if reason:
         return reason
     if h[H_INSIDE] < 0:

@@ -18,9 +18,10 @@ from elasticps.server.core.headroom import UNLIMITED
 from elasticps.server.fast import layout as at
 from elasticps.server.fast import sockets
 from elasticps.server.fast.buffers import Chunks, Outbox, PathConnection, int64_at, size_for
+from elasticps.server.fast.notes import Notes
 from elasticps.server.fast.receive import consume, warm
 from elasticps.server.fast.recent_log import RecentEntries, RecentLog
-from elasticps.server.fast.shared import CompiledTables, ReplicaMirror, SharedArrays
+from elasticps.server.fast.shared import CompiledTables, ReadAfters, ReplicaMirror, SharedArrays
 from elasticps.store import Store
 from elasticps.system import fatal
 from elasticps.wire.frames import HEADER_BYTES, FrameError, unpack_header
@@ -105,8 +106,10 @@ class FastPath:
         self._segments = shared.make(at.H_SEGMENTS, (SEGMENTS, at.SEGMENT))
         """Queued bytes, in the order in which they leave."""
         f[at.H_SEGMENT_SIZE] = SEGMENTS
-        self._notes = shared.make(at.H_NOTES, (at.NOTES, at.NOTE))
-        """Shards that pushes train, until `_on_shard` has been called for them."""
+        self._notes = Notes(shared, ranges)
+        """Shards that pushes train and records of steps, until Python has noted them."""
+        self.read_afters = ReadAfters(shared, ranges)
+        """What pulls have to see of their worker's own steps."""
         self._blocks = shared.make(at.H_BLOCKS, (2 * at.BLOCKS, at.BLOCK))
         """The blocks of the frame at hand: see B_… in `layout`."""
         self._rows = shared.make(at.H_ROWS, ROWS)
@@ -275,6 +278,7 @@ class FastPath:
         row[at.C_SERIAL] += 1
         row[at.C_ROLE], row[at.C_PEER] = at.ROLE_OTHER, -1
         self._lists.pop(slot, None)
+        self.read_afters.forget(slot)
         self.chunks.give_up(int(row[at.C_CHUNK]))
         self._slots[slot] = None
         heappush(self._free, slot)
@@ -353,10 +357,10 @@ class FastPath:
         f, slot = self._fields, connection.slot
         made = 0  # bytes of frames that are larger than they came: they take time as if they had come so
         while True:
+            if self._notes:
+                self._notes.tell(self.replica.records, self._on_shard)
             if f[at.H_SEGMENT_COUNT]:
                 self._outbox.flush()
-            if f[at.H_NOTE_COUNT]:
-                self._tell_notes()
             if reason == at.DONE:
                 break
             if not self._act(reason, connection) or self._slots[slot] is not connection:
@@ -372,10 +376,10 @@ class FastPath:
         """After a `turn`: hands over what it did not send, and returns the connection for which Python has to
         do something, if it has."""
         f = self._fields
+        if self._notes:
+            self._notes.tell(self.replica.records, self._on_shard)
         if f[at.H_SEGMENT_COUNT]:
             self._outbox.flush()
-        if f[at.H_NOTE_COUNT]:
-            self._tell_notes()
         return None if reason in (at.IDLE, at.DONE) else self._slots[f[at.H_AT]]
 
     def tell_owner(self) -> None:
@@ -479,11 +483,6 @@ class FastPath:
         else:
             self._segments = self._shared.make(at.H_SEGMENTS, (2 * size, at.SEGMENT))
             self._fields[at.H_SEGMENT_SIZE] = 2 * size
-
-    def _tell_notes(self) -> None:
-        count, self._fields[at.H_NOTE_COUNT] = self._fields[at.H_NOTE_COUNT], 0
-        for number, shard, worker, clock in self._notes[:count].tolist():
-            self._on_shard(number, shard, worker, clock)
 
 
 _NOTHING: Bytes = np.empty(0, np.uint8)

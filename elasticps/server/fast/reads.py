@@ -1,4 +1,5 @@
-"""Handles PULL: answers in chunks, each gathered when there is room for it, from the rows as they are then."""
+"""Handles PULL: answers in chunks, each gathered when there is room for it, from the rows as they are then. Keeps what
+READ_AFTER says, which is the body of its frame, until a pull has seen it."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ from elasticps.server.fast.layout import (
     BLOCK,
     BLOCKS,
     C_AFTER,
+    C_AFTER_AT,
+    C_AFTER_ROOM,
     C_ANSWERED,
     C_APP,
     C_BASE,
@@ -62,7 +65,7 @@ from elasticps.server.fast.memory import load16, load32, load64, store32, store6
 from elasticps.server.fast.operations import progress_row, room, worker_row
 from elasticps.store.codec import encode_rows
 from elasticps.store.index import gather_to
-from elasticps.store.native import H_DIM, H_SALT, H_SHIFT, HEADER_SIZE, kernel
+from elasticps.store.native import H_DIM, H_SALT, H_SHIFT, HEADER_SIZE, copy, kernel
 from elasticps.wire.frames import ANY, CODED, LAST, TABLES
 from replication.progress import PART_BITS
 
@@ -80,6 +83,36 @@ def reached(h, worker, base, address, count):
     for i in range(1, count):
         least = min(least, row[columns[ranges[i]]])
     return max(base, least >> PART_BITS)
+
+
+@kernel
+def read_after(h, c, at):
+    """Handles a READ_AFTER, if there is room for what it says."""
+    conn = words(h[H_CONNECTIONS] + 8 * CONNECTION * c, CONNECTION)
+    body, n = load64(at + 8), load32(at + 52)
+    if body > conn[C_AFTER_ROOM] or n > h[H_RANGES] or body != ((4 * n + 7) & ~7) + 8 * n:
+        return SLOW
+    for i in range(n):
+        if load32(at + HEADER + 4 * i) >= h[H_RANGES]:
+            return SLOW
+    copy(conn[C_AFTER_AT], at + HEADER, body)
+    conn[C_AFTER] = n
+    return DONE
+
+
+@kernel
+def has_steps(h, conn):
+    """Whether all steps that READ_AFTER named are applied here."""
+    n, worker = conn[C_AFTER], worker_row(h, conn[C_WORKER])
+    if worker < 0:
+        return False
+    row, columns = progress_row(h, worker), words(h[H_COLUMNS], h[H_RANGES])
+    named = conn[C_AFTER_AT]
+    progress = named + ((4 * n + 7) & ~7)
+    lacking = 0
+    for i in range(n):
+        lacking += row[columns[load32(named + 4 * i)]] < load64(progress + 8 * i)
+    return lacking == 0
 
 
 @kernel
@@ -209,8 +242,6 @@ def pull(h, c, at):
     conn = words(h[H_CONNECTIONS] + 8 * CONNECTION * c, CONNECTION)
     if flags & ~(ANY | CODED | TABLES) or bound or epoch > h[H_EPOCH] or load32(at + 40) != conn[C_WORKER]:
         return SLOW
-    if conn[C_AFTER] and conn[C_ANSWERED] == 0:
-        return SLOW
     if epoch < (h[H_FULL_SINCE] if flags & ANY else h[H_TAIL_SINCE]):
         return SLOW
     if clock and conn[C_ANSWERED] == 0:
@@ -220,6 +251,10 @@ def pull(h, c, at):
             have = reached(h, conn[C_WORKER], conn[C_BASE], h[H_TAILED], h[H_TAILED_COUNT])
         if have < clock:
             return SLOW
+    if conn[C_AFTER] and conn[C_ANSWERED] == 0:
+        if not has_steps(h, conn):
+            return SLOW
+        conn[C_AFTER] = 0
     blocks, coded = 1, flags & CODED
     if flags & TABLES:
         blocks = n

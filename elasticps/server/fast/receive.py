@@ -42,12 +42,13 @@ from elasticps.server.fast.layout import (
 )
 from elasticps.server.fast.memory import load8, load16, load64, move, words
 from elasticps.server.fast.operations import acknowledgement, forward, push
-from elasticps.server.fast.reads import pull
+from elasticps.server.fast.reads import pull, read_after
 from elasticps.server.fast.short_keys import write_out
 from elasticps.store.native import INT, WORDS, kernel
 from elasticps.wire.frames import PACKED, SHORT, Kind
 
-PUSH, PULL, FORWARD, ACK = int(Kind.PUSH), int(Kind.PULL), int(Kind.FORWARD), int(Kind.ACK)
+PUSH, PULL, READ_AFTER = int(Kind.PUSH), int(Kind.PULL), int(Kind.READ_AFTER)
+FORWARD, ACK = int(Kind.FORWARD), int(Kind.ACK)
 MAGIC_BITS = (1 << 40) - 1
 
 
@@ -60,6 +61,8 @@ def handle(h, c, at, role):
             return push(h, c, at)
         if kind == PULL:
             return pull(h, c, at)
+        if kind == READ_AFTER:
+            return read_after(h, c, at)
     elif role == ROLE_PEER:
         if kind == FORWARD:
             return forward(h, c, at)

@@ -17,12 +17,13 @@ from elasticps.server.fast import layout as at
 from elasticps.server.fast.buffers import Chunks
 from elasticps.server.fast.receive import release
 from elasticps.server.fast.shared import SharedArrays
-from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, Kind, read_blocks, read_push, unpack_header
+from elasticps.wire.clocks import split_record
+from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, RECORD, Kind, read_blocks, read_push, unpack_header
 from elasticps.wire.pool import Bytes
 from replication.chain import Ranges
 from replication.log import Entry, Frame, Log
 from replication.messages import Operation, OperationKind, Seqs
-from replication.progress import Progress
+from replication.progress import PART_BITS, Progress
 
 MOST_ENTRIES, LEAST_ENTRIES = 8192, 64
 ENTRY_WORDS = 1 << 21  # entries times ranges
@@ -128,12 +129,17 @@ class RecentEntries:
         array: Bytes = self._chunks.arrays[row[at.F_CHUNK]]
         header = unpack_header(array.data, row[at.F_OFFSET], len(array))
         body = array[row[at.F_OFFSET] + HEADER_BYTES : row[at.F_OFFSET] + HEADER_BYTES + header.body]
+        record = None
+        if header.flags & RECORD:
+            body, record = split_record(body, row[at.F_AFTER] >> PART_BITS, self._ranges)
         if header.kind == Kind.PUSH:
             _, blocks = read_push(bool(header.flags & ALL_RANGES), header.items, body)
         else:
             blocks = read_blocks(header.items, body, ((4 * header.table + 7) & ~7) + 8 * header.table)
         content = RowBlocks(blocks, ranges, positions_of(ranges, self._ranges), shard_mark(header))
-        operation = Operation(OperationKind.PUSH, row[at.F_WORKER], row[at.F_AFTER], content, row[at.F_BYTES])
+        operation = Operation(
+            OperationKind.PUSH, row[at.F_WORKER], row[at.F_AFTER], content, row[at.F_BYTES], record=record
+        )
         token = None
         if row[at.F_CONNECTION] >= 0:
             connection = self._slots[row[at.F_CONNECTION]]

@@ -1,7 +1,7 @@
 """Arrays that compiled code and Python share, each found by the field of the header that holds its address.
 
 `SharedArrays` owns them. `CompiledTables` mirrors the store's tables there, `ReplicaMirror` the replica's view, clocks
-and refusals, and `AcknowledgedClocks` the clocks that workers have acknowledged.
+and refusals, `AcknowledgedClocks` has the clocks that workers have acknowledged, `ReadAfters` what READ_AFTER said.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from elasticps.server.core.operations import positions_of
 from elasticps.server.fast import layout as at
 from elasticps.store import Store, Table
 from elasticps.store.updates import KINDS
+from elasticps.wire.clocks import ReadAfter
+from elasticps.wire.frames import Header, Kind
+from elasticps.wire.pool import Bytes
 from replication.chain import Member, Ranges
 from replication.replica import Replica
 
@@ -46,6 +49,43 @@ class SharedArrays:
         self._arrays[field] = array
         self.fields[field] = array.ctypes.data
         return array
+
+
+class ReadAfters:
+    """What the workers of a server's connections have said last, as long as no pull has seen it. ranges: P."""
+
+    def __init__(self, shared: SharedArrays, ranges: int) -> None:
+        self._shared = shared
+        self._ranges = ranges
+        self._memory: dict[int, Bytes] = {}  # by slot
+
+    def keep(self, slot: int, after: ReadAfter) -> None:
+        """Replaces what a connection's worker said before."""
+        row, body = self._shared[at.H_CONNECTIONS][slot], np.frombuffer(after.body, np.uint8)
+        if len(body) > row[at.C_AFTER_ROOM]:
+            memory = self._memory[slot] = np.zeros(1 << (len(body) - 1).bit_length(), np.uint8)
+            row[at.C_AFTER_AT], row[at.C_AFTER_ROOM] = memory.ctypes.data, len(memory)
+        if len(body):
+            self._memory[slot][: len(body)] = body
+        row[at.C_AFTER] = len(after.ranges)
+
+    def of(self, slot: int) -> ReadAfter | None:
+        """What a pull of a connection has to see, None if nothing is left."""
+        n = int(self._shared[at.H_CONNECTIONS][slot, at.C_AFTER])
+        if not n:
+            return None
+        size = ((4 * n + 7) & ~7) + 8 * n
+        return ReadAfter.of(Header(Kind.READ_AFTER, 0, size, items=n), self._memory[slot][:size], self._ranges)
+
+    def clear(self, slot: int) -> None:
+        """Ends the waiting of a connection's pulls."""
+        self._shared[at.H_CONNECTIONS][slot, at.C_AFTER] = 0
+
+    def forget(self, slot: int) -> None:
+        """Frees the memory of a connection that has ended."""
+        row = self._shared[at.H_CONNECTIONS][slot]
+        row[at.C_AFTER] = row[at.C_AFTER_AT] = row[at.C_AFTER_ROOM] = 0
+        self._memory.pop(slot, None)
 
 
 FIRST_TABLES = 64

@@ -26,8 +26,9 @@ from elasticps.server.fast.layout import (
     WIDER,
 )
 from elasticps.server.fast.memory import load8, load16, load32, load64, move, store64
+from elasticps.server.fast.step_records import record_size
 from elasticps.store.native import kernel
-from elasticps.wire.frames import ALL_RANGES, MAX_DIM, SHORT, TABLES, Kind
+from elasticps.wire.frames import ALL_RANGES, MAX_DIM, RECORD, SHORT, TABLES, Kind
 from elasticps.wire.packing import DELTA, KEEP, KNOWN, LIST_KEYS
 
 PULL = int(Kind.PULL)
@@ -148,12 +149,14 @@ def write_out_pull(h, conn, at, body):
 @kernel
 def write_out_blocks(h, conn, at, body):
     """Expands a push, or a pull of several tables. Each block moves as far as those before it have grown, the last one
-    first."""
+    first; what stands behind them, as a record, moves with what follows the frame."""
     blocks, p, end = load32(at + 52), at + HEADER, at + HEADER + body
-    if blocks > BLOCKS:
+    if load8(at + 5) != PULL and load16(at + 6) & RECORD:
+        end -= record_size(h)
+    if blocks > BLOCKS or p > end:
         return UNREADABLE
     if load8(at + 5) != PULL and load16(at + 6) & ALL_RANGES == 0:
-        if body < 8 or load64(p) < 0 or load64(p) > body:
+        if p + 8 > end or load64(p) < 0 or load64(p) > body:
             return UNREADABLE
         p += (8 + 4 * load64(p) + 7) & ~7
     more = 0

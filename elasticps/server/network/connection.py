@@ -20,6 +20,7 @@ from elasticps.server.core.view_exchange import ViewNotifier
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.path import FastPath
 from elasticps.server.network.busy_poll import BusyPoll
+from elasticps.wire.clocks import ReadAfter
 from elasticps.wire.frames import (
     MAX_BODY_BYTES,
     MAX_CONTROL_BYTES,
@@ -231,9 +232,17 @@ class Connection(asyncio.BufferedProtocol):
         """Notes whether the roster has this worker."""
         self._set(at.C_ROSTERED, rostered)
 
-    def set_after(self, waits: bool) -> None:
-        """Notes whether the worker's pulls have to see steps that READ_AFTER named."""
-        self._set(at.C_AFTER, waits)
+    @property
+    def read_after(self) -> ReadAfter | None:
+        """Steps of this worker that its pulls have to see, None once one has."""
+        return self._path.read_afters.of(self.slot)
+
+    @read_after.setter
+    def read_after(self, after: ReadAfter | None) -> None:
+        if after is None:
+            self._path.read_afters.clear(self.slot)
+        else:
+            self._path.read_afters.keep(self.slot, after)
 
     def set_shards(self, number: int) -> None:
         """Notes a set of data shards of this worker's application: compiled code handles its pushes."""

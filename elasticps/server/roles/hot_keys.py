@@ -18,7 +18,8 @@ from elasticps.server.fast import layout as at
 from elasticps.server.fast.frames import MAGIC_AND_VERSION
 from elasticps.server.fast.path import FastPath
 from elasticps.store import Store
-from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, PACKED, FrameError, Kind, read_push
+from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, PACKED, RECORD, FrameError, Kind, read_push
+from replication.step_records import record_bytes
 
 TICK_S = 0.004
 MOST_S = 60.0
@@ -73,7 +74,8 @@ class HotKeys:
             found = [(int(words[6]) & 0xFFFFFFFF, words[_WORDS : _WORDS + min(items, MOST_KEYS)].copy())]
         elif kind == Kind.PUSH and not flags & PACKED:
             try:
-                _, blocks = read_push(bool(flags & ALL_RANGES), items, chunk[HEADER_BYTES : HEADER_BYTES + body])
+                end = HEADER_BYTES + body - record_bytes(len(self._ranges)) * bool(flags & RECORD)
+                _, blocks = read_push(bool(flags & ALL_RANGES), items, chunk[HEADER_BYTES : max(end, HEADER_BYTES)])
             except (FrameError, ValueError):  # it is being received, over what was there
                 return []
             found = [(block.table, block.keys[:MOST_KEYS].copy()) for block in blocks]

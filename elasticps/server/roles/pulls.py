@@ -35,7 +35,6 @@ class PullHandler:
         self._counts = context.executor.counts
         self._last_served = context.last_served
         self._unshown: dict[Asker, None] = {}  # connections with answers that must not be shown yet
-        self._after: dict[Connection, ReadAfter] = {}  # steps that pulls have to see, until this server has them
         self._participation: dict[Connection, int | None] = {}  # the clock above which each takes part; None: it pauses
         self.handlers: dict[int, Handler] = {
             Kind.PULL: self._pull, Kind.JOIN: self._join, Kind.LIST_KEYS: self._list_keys,
@@ -68,8 +67,7 @@ class PullHandler:
                 self._delay.join(connection.worker, base, connection.app)
 
     def _read_after(self, connection: Connection, header: Header, body: Body) -> None:
-        self._after[connection] = ReadAfter.of(header, body, self._serving.ranges)
-        connection.set_after(True)
+        connection.read_after = ReadAfter.of(header, body, self._serving.ranges)
 
     def _pull(self, connection: Connection, header: Header, body: Body) -> None:
         if self._held.wait_for_view(connection, header, body):
@@ -81,10 +79,9 @@ class PullHandler:
         self._counts["pulls"] += 1
         self._counts["rows_pulled"] += read.rows
         self._last_served.mark()
-        after = self._after.get(connection)
+        after = connection.read_after
         if after is not None and self._delay.reached(connection.worker, after):
-            del self._after[connection]
-            connection.set_after(False)
+            connection.read_after = None
         elif after is not None:
             read = read._replace(after=after)
         if (request.bound is not None or request.clock or read.after) and self._delay.blockers(read):
@@ -177,4 +174,3 @@ class PullHandler:
         """A connection has ended: its pulls are dropped."""
         self._delay.forget(connection)
         self._participation.pop(connection, None)
-        self._after.pop(connection, None)
