@@ -262,9 +262,9 @@ class Admission:
         applied = core.clocks.read(ask.worker)
         committed = self._committed(ask.worker, applied)
         refused = core.refusals.of(ask.worker, committed[ranges] >> PART_BITS, ranges)
-        home = home_range(ask.worker, core.ranges)
-        mine = core.records.of(ask.worker) if (ranges == home).any() else []
-        records = [(ask.worker, each) for each in mine if each.clock <= committed[home] >> PART_BITS]
+        # Those of steps that are not committed, too: such a record has dropped older ones, and says that they are.
+        at_home = (ranges == home_range(ask.worker, core.ranges)).any()
+        records = [(ask.worker, each) for each in core.records.of(ask.worker)] if at_home else []
         core.effects.append(
             ClocksReply(ask.token, status, core.epoch, ranges, applied[ranges], committed[ranges], refused, records)
         )

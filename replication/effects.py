@@ -135,8 +135,8 @@ class Reply(NamedTuple):
 class ClocksReply(NamedTuple):
     """Answer an Ask: progress per range headed here, applied and committed. Only committed frees a step.
     refused: rows that committed steps lack there, by clock, unless the worker is known to know. records: with the
-    worker's id, of its committed sparse steps, if its home is headed here. status COMMITTED: as said; STALE_VIEW or
-    FENCED: no answer."""
+    worker's id, of its sparse steps, committed or not, if its home is headed here. status COMMITTED: as said;
+    STALE_VIEW or FENCED: no answer."""
 
     token: object
     status: Status

@@ -104,7 +104,7 @@ def last_whole_step(base: int, home: int, committed: Progress, records: Iterable
     """The last clock up to which every step of a worker is committed in all ranges that it ticks, at least `base`.
 
     home: the worker's home range; committed: its progress per range that all replicas have, int64 [P]; records: those
-    that home has of it.
+    that home has of it, also of steps that are not committed there: they say which older ones are.
     """
     sparse = {record.clock: record for record in records}
     whole = max(base, max((record.committed for record in sparse.values()), default=0))

@@ -16,9 +16,10 @@ from elasticps.client.core.session import PushSession
 from elasticps.server.core.bounded_delay import BoundedDelay
 from elasticps.server.core.replica_codec import ReplicaCodec
 from replication.admission import Admission
+from replication.effects import ClocksReply
 from replication.messages import Operation
 from replication.progress import PART_BITS
-from replication.step_records import StepRecord, StepRecords
+from replication.step_records import StepRecord, StepRecords, home_range
 from tests.sim.planting import leave_every_frame_to_python
 
 
@@ -106,6 +107,21 @@ def claim_all_steps_before_as_committed(patch: pytest.MonkeyPatch) -> None:
         return make(clock, clock - 1, ticked)
 
     patch.setattr(elasticps.client.core.session, "record_of", mutant)
+
+
+def withhold_records_of_steps_that_are_not_committed(patch: pytest.MonkeyPatch) -> None:
+    tell = Admission._tell_clocks
+
+    def mutant(self: Admission, ask: Any) -> None:
+        tell(self, ask)
+        reply = self._core.effects.pop()
+        assert isinstance(reply, ClocksReply)
+        newest = int(reply.committed.max(initial=0)) >> PART_BITS
+        at_home = reply.committed[reply.ranges == home_range(ask.worker, self._core.ranges)]
+        newest = int(at_home[0]) >> PART_BITS if len(at_home) else newest
+        self._core.effects.append(reply._replace(records=[each for each in reply.records if each[1].clock <= newest]))
+
+    patch.setattr(Admission, "_tell_clocks", mutant)
 
 
 def lose_records_on_the_way_down_a_chain(patch: pytest.MonkeyPatch) -> None:
