@@ -31,8 +31,10 @@ from elasticps.server.options import ServerOptions
 from elasticps.server.roles import replica_links, snapshots
 from elasticps.server.server import Server
 from elasticps.wire.frames import HEADER_BYTES, LAST, Header, Kind, block_head, json_frame, unpack_header
+from elasticps.wire.headers import PushHeader
 from elasticps.wire.reducing import ReduceHeader, function_body
 from replication.chain import Role
+from replication.progress import before_part
 from tests.fuzz.corpus import RANGES
 from tests.server.wires import Clock, FakeTransport, Quiet
 
@@ -288,7 +290,7 @@ class Honest:
         body = named + block_head(TABLE, len(mine), DIM, np.empty(0, np.float32))
         body += self._keys[mine].tobytes() + grads.tobytes()
         self._model[mine] += grads
-        header = Header(Kind.PUSH, LAST, len(body), 0, epoch, self._clock, HONEST, items=1)
+        header = PushHeader(0, epoch, self._clock, before_part(self._clock, 0), 1, all_ranges=False).header(len(body))
         self._ask(header, body, Kind.OK)
         body = self._keys.tobytes()
         header = Header(Kind.PULL, 0, len(body), 0, epoch, 0, HONEST, table=TABLE, items=len(self._keys))

@@ -20,7 +20,9 @@ from elasticps.wire.frames import (
     json_frame,
     unpack_header,
 )
+from elasticps.wire.headers import PushHeader
 from elasticps.wire.packing import KEEP, KNOWN, LIST_KEYS, pack, says
+from replication.progress import before_part
 from tests.fuzz.core import APPS, CLUSTER, DIM, HOSTILE, OWN, TABLE, Core, Wire, watched
 
 WORKER = HOSTILE[0]
@@ -64,7 +66,8 @@ def push(core: Core, step: int, flags: int, epochs_later: int = 0, rows: int = R
     if flags & PACKED:
         body = pack([body])
     epoch = core.server.serving.epoch + epochs_later
-    return Header(Kind.PUSH, flags | LAST, len(body), step, epoch, step, WORKER, items=1).pack() + body
+    header = PushHeader(step, epoch, step, before_part(step, 0), 1, all_ranges=False).header(len(body))
+    return header._replace(flags=header.flags | flags).pack() + body
 
 
 def pull(core: Core, request: int, keys: int, output: int, sent: bytes = b"") -> bytes:

@@ -15,6 +15,7 @@ from elasticps.client.short_keys import Short, ShortKeys
 from elasticps.kernels.hashing import table_salt
 from elasticps.model.spec import TableSpec
 from elasticps.wire.activity import Activity, UseHeader
+from elasticps.wire.clocks import ReadAfter, encode_record
 from elasticps.wire.frames import (
     ALL_RANGES,
     ANY,
@@ -23,6 +24,7 @@ from elasticps.wire.frames import (
     HEADER_BYTES,
     LAST,
     PACKED,
+    RECORD,
     REPEAT,
     ROUND,
     SHORT,
@@ -39,10 +41,12 @@ from elasticps.wire.frames import (
     unpack_header,
     view_frame,
 )
+from elasticps.wire.headers import PushHeader
 from elasticps.wire.packing import pack
 from elasticps.wire.reducing import ReduceHeader, function_body
 from replication.messages import OperationKind
-from replication.progress import ERASER
+from replication.progress import ERASER, PART_BITS, Progress, after_part
+from replication.step_records import home_range, record_of
 from tests.fuzz.core import APPS, CLUSTER, HOSTILE, ME, NOBODY, OWN, PEER, Core
 from tests.fuzz.corpus import LEADER, RANGES, ROLES, WORKER, Corpus
 from tests.fuzz.corpus import PEER as AS_PEER
@@ -101,7 +105,7 @@ class Voices:
         kinds, epoch = self._kinds[role], server.serving.epoch
         if random.random() < 0.06:
             epoch = max(0, epoch + random.choice((-1, 1, 1, 1000)))
-        clock, early = self._next_clock(worker), np.ones(RANGES, np.int64)
+        clock, early, progress = self._next_clock(worker), np.ones(RANGES, np.int64), self._progress(worker)
         output = []
         for _ in range(count):
             frame = bytearray(random.choice(random.choice(kinds)))
@@ -110,9 +114,11 @@ class Voices:
                 struct.pack_into("<Q", frame, 24, epoch)
             if role == WORKER:
                 struct.pack_into("<I", frame, 40, worker)
-                if kind in (Kind.PUSH, Kind.BARRIER_ARRIVE):
+                if kind == Kind.PUSH:
+                    frame = self._step(frame, worker, clock, progress)
+                    clock += random.random() < 0.9
+                elif kind == Kind.BARRIER_ARRIVE:
                     struct.pack_into("<Q", frame, 32, clock)
-                    clock += kind == Kind.PUSH and random.random() < 0.9
                 elif kind == Kind.PULL:
                     struct.pack_into("<Q", frame, 32, random.choice((0, 0, clock - 1, clock)))
             elif kind in (Kind.FORWARD, Kind.ACK, Kind.RESYNC, Kind.SNAPSHOT_CHUNK, Kind.CHUNK_ACK):
@@ -164,10 +170,39 @@ class Voices:
         return view.epoch > self._core.server.serving.epoch and view.cluster == CLUSTER and view.reason != "by hand"
 
     def _next_clock(self, worker: int) -> int:
-        clocks, headed = self._core.server.replica.clocks, self._core.server.serving.headed
-        if not clocks.known(worker) or not len(headed):
-            return 1
-        return (int(clocks.of(worker, headed).max()) >> 16) + 1
+        return (int(self._progress(worker)[self._core.server.serving.headed].max(initial=0)) >> PART_BITS) + 1
+
+    def _progress(self, worker: int) -> Progress:
+        clocks = self._core.server.replica.clocks
+        return clocks.read(worker).copy() if clocks.known(worker) else np.zeros(RANGES, np.int64)
+
+    def _step(self, frame: bytearray, worker: int, clock: int, progress: Progress) -> bytearray:
+        """A PUSH of step `clock`, mostly the next by the worker's progress, int64 [P], now and then with a record."""
+        random, header = self._random, unpack_header(frame)
+        headed, home = self._core.server.serving.headed, home_range(worker, RANGES)
+        ranges = headed
+        if not header.flags & ALL_RANGES and len(frame) >= HEADER_BYTES + 8:
+            m = min(int.from_bytes(frame[HEADER_BYTES : HEADER_BYTES + 8], "little"), RANGES)
+            ranges = np.frombuffer(frame, "<i4", min(m, len(frame) - HEADER_BYTES - 8 >> 2), HEADER_BYTES + 8) % RANGES
+        prev = int(progress[random.choice(ranges.tolist())]) if len(ranges) else 0
+        after = after_part(clock, header.part, bool(header.flags & LAST))
+        request = PushHeader(
+            0, 0, clock, min(prev, after - 1) if random.random() < 0.95 else random.randrange(after), 0
+        )
+        steps = request.header(0)
+        struct.pack_into("<QIH", frame, 32, clock, steps.worker, steps.first)
+        progress[ranges[progress[ranges] == prev]] = after
+        fits = header.flags & LAST and (ranges == home).any()
+        if not header.flags & (RECORD | PACKED) and random.random() < (0.3 if fits else 0.005):
+            committed = clock - 1 if random.random() < 0.9 else random.choice((0, clock, -1))
+            record = self._record(clock, committed)
+            struct.pack_into("<HQ", frame, 6, header.flags | RECORD, header.body + len(record))
+            frame += record
+        return frame
+
+    def _record(self, clock: int, committed: int) -> bytes:
+        bits = np.array([self._random.random() < 0.5 for _ in range(RANGES + (self._random.random() < 0.02))])
+        return encode_record(record_of(clock, committed & (1 << 64) - 1, bits))
 
     def _fit(self, frame: bytearray, kind: int, early: np.ndarray) -> None:
         """Positions of logs as they are now; `ahead`: how many operations more have been forwarded in each range."""
@@ -232,9 +267,14 @@ class Voices:
             for _ in range(4)
         ]  # fmt: skip
         return {
-            Kind.PUSH: pushes, Kind.PULL: pulls, Kind.CREATE: creates, Kind.INIT: inits, Kind.ERASE: erases,
+            Kind.PUSH: pushes, Kind.PULL: pulls, Kind.READ_AFTER: [self._read_after() for _ in range(4)],
+            Kind.CREATE: creates, Kind.INIT: inits, Kind.ERASE: erases,
             Kind.HELD: held, Kind.USE: [self._use() for _ in range(4)], Kind.REDUCE: [self._reduce() for _ in range(8)],
         }  # fmt: skip
+
+    def _read_after(self) -> bytes:
+        ranges = np.array(sorted(self._random.sample(range(RANGES), self._random.choice((1, 2, RANGES)))), np.int64)
+        return ReadAfter(ranges, np.full(len(ranges), self._random.choice((0, 1, 1 << PART_BITS, 1 << 62)))).frame()
 
     def _use(self) -> bytes:
         random = self._random
@@ -352,7 +392,10 @@ class Voices:
             worker = after = 0
         elif kind:
             worker |= ERASER
+        has_record = not kind and random.random() < (0.4 if home_range(worker, RANGES) in ranges else 0.05)
+        if has_record:
+            body += self._record(after >> PART_BITS, (after >> PART_BITS) - 1)
         return Header(
-            Kind.FORWARD, 0, len(body), 0, 0, after, worker, part=kind, table=len(ranges),
+            Kind.FORWARD, RECORD * has_record, len(body), 0, 0, after, worker, part=kind, table=len(ranges),
             items=sum(n in self._core.server.store.tables for n in chosen),
         ).pack() + body  # fmt: skip

@@ -33,7 +33,9 @@ from elasticps.wire.frames import (
     json_frame,
     unpack_header,
 )
+from elasticps.wire.headers import PushHeader
 from elasticps.wire.refusals import decode_refused
+from replication.progress import before_part
 
 RANGES = 16
 TABLE, DIM = 7, 3
@@ -102,8 +104,8 @@ class Worker:
     def push(self, view: View, server: str, clock: int, keys: Sequence[int], value: float, **more: int) -> Answer:
         """Pushes `value` for those of `keys` that a server heads."""
         body = self._block(view, server, keys, value)
-        header = Header(Kind.PUSH, LAST | ALL_RANGES, epoch=view.epoch, clock=clock, worker=self.id, items=1, **more)
-        return self.ask(header, body)
+        header = PushHeader(0, view.epoch, clock, before_part(clock, 0), 1).header(0)
+        return self.ask(header._replace(**more), body)
 
     def init(self, view: View, server: str, keys: Sequence[int], value: float) -> Answer:
         """Gives those of `keys` that a server heads, and that have no row yet, an initial value."""

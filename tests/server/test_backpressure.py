@@ -16,8 +16,10 @@ from elasticps.model.spec import TableSpec
 from elasticps.server.fast.layout import H_ENABLED, H_PULLS
 from elasticps.server.network.connection import LINK_HIGH_BYTES
 from elasticps.server.server import Server
-from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, Header, Kind, block_head, json_frame
+from elasticps.wire.frames import HEADER_BYTES, LAST, Header, Kind, block_head, json_frame
+from elasticps.wire.headers import PushHeader
 from replication.chain import Member
+from replication.progress import before_part
 from tests.server.conftest import RANGES, WORKER, Answer, Group, Run, Worker, until
 
 WIDE, DIM, KEYS = 9, 128, 1000
@@ -147,7 +149,7 @@ def push(group: Group, worker: Worker, clock: int) -> Answer:
     plan = plan_push(keys, table_salt(WIDE), Routes(group.view))
     body = block_head(WIDE, KEYS, DIM, np.array([1.0], np.float32)) + keys[plan.order].tobytes()
     body += np.full((KEYS, DIM), clock, np.float32).tobytes()
-    header = Header(Kind.PUSH, LAST | ALL_RANGES, epoch=group.view.epoch, clock=clock, worker=WORKER, items=1)
+    header = PushHeader(0, group.view.epoch, clock, before_part(clock, 0), 1).header(0)
     return worker.ask(header, body)
 
 

@@ -10,7 +10,9 @@ import pytest
 
 from elasticps.server.fast.layout import H_ENABLED, H_FORWARDS
 from elasticps.server.server import Server
-from elasticps.wire.frames import LAST, Header, Kind, json_body, read_clocks
+from elasticps.wire.clocks import WorkerClocks
+from elasticps.wire.frames import Header, Kind, json_body
+from elasticps.wire.headers import PushHeader
 from tests.server.conftest import DIM, RANGES, TABLE, WORKER, Group, Run, until
 
 KEYS = list(range(500))
@@ -61,7 +63,7 @@ def test_the_next_head_goes_on_when_the_head_dies(run: Run) -> None:
         group.adopt(view)
         await until(lambda: second.views)  # the new head tells its workers
         header, body = await second.ask(Header(Kind.GET_CLOCKS, epoch=view.epoch, worker=WORKER))
-        ranges, applied, committed, _ = read_clocks(header, np.frombuffer(body, np.uint8))
+        ranges, applied, committed, *_ = WorkerClocks.of(header, np.frombuffer(body, np.uint8), RANGES)
         assert len(ranges) == RANGES
         assert (applied == 1 << 16).all()
         assert (committed == 1 << 16).all()
@@ -190,7 +192,7 @@ def test_keys_out_of_order_are_refused_and_their_step_counts(run: Run) -> None:
         view = group.make_view(lambda r: ["s0", "s1"])
         group.adopt(view)
         worker = await group.connect("s0")
-        header = Header(Kind.PUSH, LAST | 2, epoch=1, clock=1, worker=WORKER, items=1)
+        header = PushHeader(0, 1, 1, 0, 1).header(0)
         keys = np.arange(100, dtype=np.int64)
         from elasticps.wire.frames import block_head
 

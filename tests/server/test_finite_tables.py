@@ -15,9 +15,7 @@ from elasticps.server.core.validation import not_finite
 from elasticps.server.fast.layout import H_ENABLED
 from elasticps.store import Table
 from elasticps.wire.frames import (
-    ALL_RANGES,
     HEADER_BYTES,
-    LAST,
     Block,
     Header,
     Kind,
@@ -25,6 +23,8 @@ from elasticps.wire.frames import (
     json_body,
     json_frame,
 )
+from elasticps.wire.headers import PushHeader
+from replication.progress import before_part
 from tests.server.conftest import DIM, RANGES, TABLE, Group, Run
 
 
@@ -57,7 +57,7 @@ def test_gradients_that_are_not_finite_are_refused_at_the_edge(run: Run, finite:
             grads = np.full((60, DIM), 7.0, np.float32)
             grads[np.isin(keys, [3, 20])] = np.nan
             grads[keys < 50] -= 7.0
-            header = Header(Kind.PUSH, LAST | ALL_RANGES, epoch=view.epoch, clock=5, worker=worker.id, items=1)
+            header = PushHeader(0, view.epoch, 5, before_part(5, 0), 1).header(0)
             body = parts[: 24 + 8 * 60] + grads.tobytes()
             header, body = await asyncio.wait_for(worker.ask(header, body + b"\0" * grads_padding(60, DIM)), 10)
             assert sorted(json_body(body)["rows"][str(TABLE)]) == [3, 20]

@@ -14,9 +14,7 @@ from elasticps.model.spec import TableSpec
 from elasticps.server.core.operations import Contribution, RowBlocks, positions_of
 from elasticps.server.core.replica_codec import ReplicaCodec
 from elasticps.wire.frames import (
-    ALL_RANGES,
     HEADER_BYTES,
-    LAST,
     MAX_BLOCKS,
     MAX_BODY_BYTES,
     MAX_CONTROL_BYTES,
@@ -31,6 +29,7 @@ from elasticps.wire.frames import (
     json_body,
     json_frame,
 )
+from elasticps.wire.headers import PushHeader
 from elasticps.wire.packing import pack
 from elasticps.wire.refusals import MAX_WHY, RefusedRows
 from replication.messages import Forward, Operation, OperationKind
@@ -75,7 +74,8 @@ def test_a_push_of_exactly_the_limit_is_replicated(run: Run, flags: int) -> None
         await create_large(worker, group)
         body = a_push_of_exactly(MAX_BODY_BYTES, Routes(group.view))
         assert len(body) == MAX_BODY_BYTES
-        header = Header(Kind.PUSH, LAST | ALL_RANGES | flags, epoch=1, clock=1, worker=WORKER, items=count(body))
+        header = PushHeader(0, 1, 1, 0, count(body)).header(0)
+        header = header._replace(flags=header.flags | flags)
         answer, document = await asyncio.wait_for(worker.ask(header, pack([body]) if flags & PACKED else body), 60)
         assert answer.kind == Kind.OK, json_body(document)
         assert group.servers["b"].replica.seq.min() > 0
@@ -138,7 +138,7 @@ def test_a_step_has_a_maximum_of_parts(run: Run, part: int, taken: bool) -> None
         await group.start("a")
         group.adopt(group.make_view(lambda r: ["a"]))
         worker = await group.connect("a")
-        header = Header(Kind.PUSH, ALL_RANGES, epoch=1, clock=1, worker=WORKER, part=part)
+        header = PushHeader(0, 1, 1, 0, 0, part, last=False).header(0)
         answer = worker.ask(header)
         if taken:
             assert (await asyncio.wait_for(answer, 10))[0].kind == Kind.OK

@@ -21,18 +21,17 @@ from elasticps.server.roles import memory_limit
 from elasticps.server.server import Server
 from elasticps.store.index import GROWN_BYTES
 from elasticps.system.memory import Reading
+from elasticps.wire.clocks import WorkerClocks
 from elasticps.wire.frames import (
-    ALL_RANGES,
     HEADER_BYTES,
-    LAST,
-    ROUND,
     Header,
     Kind,
     json_body,
     json_frame,
-    read_clocks,
 )
+from elasticps.wire.headers import PushHeader
 from elasticps.wire.refusals import decode_refused
+from replication.progress import before_part
 from tests.server import conftest
 from tests.server.conftest import DIM, RANGES, TABLE, WORKER, Answer, Group, Run, Worker, until
 
@@ -304,7 +303,7 @@ def test_the_last_part_of_a_step_is_answered_with_refusals_of_all_parts(run: Run
         assert await code(worker.push(view, "a", 1, KEYS, 1.0)) == "ok"
         gauges["a"].used = LIMIT
         await until_full(group, "a")
-        first = Header(Kind.PUSH, ALL_RANGES, epoch=view.epoch, clock=2, worker=WORKER, items=1)
+        first = PushHeader(0, view.epoch, 2, before_part(2, 0), 1, last=False).header(0)
         assert await code(worker.ask(first, worker._block(view, "a", [*KEYS[:50], *MORE], 1.0))) == "memory"
         second = await group.connect("b", create=False)
         group.stop("a")
@@ -312,7 +311,7 @@ def test_the_last_part_of_a_step_is_answered_with_refusals_of_all_parts(run: Run
         group.adopt(view)
         await until(lambda: second.views)
         assert await refused(second, view.epoch) == [], "the step is not committed yet"
-        last = Header(Kind.PUSH, LAST | ALL_RANGES, epoch=view.epoch, clock=2, worker=WORKER, first=1, part=1, items=1)
+        last = PushHeader(0, view.epoch, 2, before_part(2, 1), 1, 1).header(0)
         header, body = await asyncio.wait_for(second.ask(last, second._block(view, "b", KEYS[50:], 1.0)), 10)
         assert header.kind == Kind.ERROR
         assert sorted(json_body(body)["rows"][str(TABLE)]) == MORE
@@ -327,7 +326,7 @@ def test_the_last_part_of_a_step_is_answered_with_refusals_of_all_parts(run: Run
 async def refused(worker: Worker, epoch: int) -> list[int]:
     """The steps that a head says to be without something."""
     header, body = await worker.ask(Header(Kind.GET_CLOCKS, epoch=epoch, worker=WORKER))
-    *_, steps = read_clocks(header, np.frombuffer(body, np.uint8))
+    steps = WorkerClocks.of(header, np.frombuffer(body, np.uint8), RANGES).refused
     refused = decode_refused(steps, RANGES)
     assert all((why["code"], why["server"], why["table"]) == ("memory", "a", "t") for _, why, _ in refused)
     assert all(sorted(rows.keys[TABLE].tolist()) == MORE for _, _, rows in refused)
@@ -360,9 +359,9 @@ def test_the_rows_of_a_refused_push_are_freed(run: Run) -> None:
     run(story)
 
 
-def share(worker: Worker, view: View, clock: int) -> Answer:
-    """Pushes to all rows of KEYS, for a synchronous round."""
-    header = Header(Kind.PUSH, LAST | ALL_RANGES | ROUND, epoch=view.epoch, clock=clock, worker=worker.id, items=1)
+def share(worker: Worker, view: View, clock: int, first: bool = False) -> Answer:
+    """Pushes to all rows of KEYS, for a synchronous round. first: the worker has pushed nothing before."""
+    header = PushHeader(0, view.epoch, clock, 0 if first else before_part(clock, 0), 1, round=True).header(0)
     return worker.ask(header, worker._block(view, "a", KEYS, 1.0))
 
 
@@ -384,7 +383,7 @@ def test_shares_of_a_round_take_bounded_memory_of_a_full_server(run: Run, monkey
         one = rounds[0].nbytes
         assert one >= len(KEYS) * (8 + 4 * DIM)
         monkeypatch.setattr(memory_limit, "SHARES_BYTES", one * 3 // 2)
-        assert await code(share(other, view, 2)) == "ok"  # there is room
+        assert await code(share(other, view, 2, first=True)) == "ok"  # there is room
         assert await code(close_round(first, view, 2)) == "ok"
         assert [each.nbytes for each in rounds] == [0, 0]
 
@@ -430,7 +429,7 @@ def test_a_share_on_a_full_server_loses_only_its_new_rows(run: Run) -> None:
         assert await code(worker.push(view, "a", 1, KEYS, 1.0)) == "ok"
         gauges["b"].used = LIMIT
         await until_full(group, "a")
-        header = Header(Kind.PUSH, LAST | ALL_RANGES | ROUND, epoch=view.epoch, clock=2, worker=worker.id, items=1)
+        header = PushHeader(0, view.epoch, 2, before_part(2, 0), 1, round=True).header(0)
         header, body = await asyncio.wait_for(worker.ask(header, worker._block(view, "a", [*KEYS, *MORE], 1.0)), 10)
         assert sorted(json_body(body)["rows"][str(TABLE)]) == MORE
         assert await code(close_round(worker, view, 2)) == "ok"

@@ -14,7 +14,9 @@ from elasticps.server.core.requests import Body
 from elasticps.server.fast.layout import H_ENABLED
 from elasticps.server.network.connection import Connection
 from elasticps.server.roles import snapshots
-from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, ROUND, Header, Kind, json_body, json_frame
+from elasticps.wire.frames import HEADER_BYTES, Header, Kind, json_body, json_frame
+from elasticps.wire.headers import PushHeader
+from replication.progress import before_part
 from tests.server.conftest import Group, Run, until
 
 KEYS = list(range(3000))
@@ -73,11 +75,8 @@ def test_shares_are_accepted_while_ranges_are_filled_at_different_speeds(
         assert view is not None
 
         async def shares(clock: int) -> list[str]:
-            kind = Kind.PUSH, LAST | ALL_RANGES | ROUND
-            requests = [
-                w.ask(Header(*kind, epoch=view.epoch, clock=clock, worker=w.id, items=1), w._block(view, n, KEYS, 1.0))
-                for n, w in workers.items()
-            ]
+            share = PushHeader(0, view.epoch, clock, before_part(clock, 0), 1, round=True).header(0)
+            requests = [w.ask(share, w._block(view, n, KEYS, 1.0)) for n, w in workers.items()]
             return [await code(answer) for answer in requests]
 
         async def closes(clock: int) -> list[str]:

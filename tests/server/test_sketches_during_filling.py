@@ -17,8 +17,10 @@ from elasticps.server.roles import snapshots
 from elasticps.server.roles.snapshots import SnapshotSender
 from elasticps.store.admission import BLOCKS
 from elasticps.store.intervals import HASH_END
-from elasticps.wire.frames import ALL_RANGES, LAST, Header, Kind, block_head, grads_padding
+from elasticps.wire.frames import Kind, block_head, grads_padding
+from elasticps.wire.headers import PushHeader
 from replication.messages import OperationKind
+from replication.progress import before_part
 from tests.server.conftest import DIM, RANGES, TABLE, Group, Run, Worker, until
 
 SKETCHED = TableSpec("sketched", DIM, Accumulate(), admission=MinCountSketch(3, nbytes=RANGES * BLOCKS * 256))
@@ -34,9 +36,7 @@ async def push(group: Group, worker: Worker, clock: int) -> None:
     keys = KEYS[plan_push(KEYS, table_salt(NUMBER), Routes(group.view)).order]
     body = block_head(NUMBER, len(keys), DIM, np.empty(0, np.float32)) + keys.tobytes() + bytes(4 * DIM * len(keys))
     body += bytes(grads_padding(len(keys), DIM))
-    header = Header(
-        Kind.PUSH, LAST | ALL_RANGES, epoch=group.view.epoch, clock=clock, worker=worker.id, items=1
-    )  # fmt: skip
+    header = PushHeader(0, group.view.epoch, clock, before_part(clock, 0), 1).header(0)
     answer, _ = await asyncio.wait_for(worker.ask(header, body), 30)
     assert answer.kind == Kind.OK
 

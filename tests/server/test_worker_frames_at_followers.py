@@ -18,11 +18,13 @@ from coordinator.core.view import WORKERS_MAX, Roster, WorkerInfo
 from elasticps.model.sharding import MAX_SHARDS
 from elasticps.server.core.replica_codec import MAX_TABLE
 from elasticps.server.roles import replica_links
+from elasticps.wire.clocks import ReadAfter
 from elasticps.wire.frames import (
     ALL_RANGES,
     HEADER_BYTES,
     LAST,
     MAX_CONTROL_BYTES,
+    RECORD,
     REPEAT,
     REPLACE,
     ROUND,
@@ -32,10 +34,12 @@ from elasticps.wire.frames import (
     block_head,
     json_frame,
     padded,
+    unpack_header,
 )
+from elasticps.wire.headers import NEVER
 from replication.messages import OperationKind
 from replication.progress import MAX_CLOCK, MAX_PARTS, MAX_WORKER
-from tests.server.conftest import DIM, SPEC, TABLE, WORKER, Group, Run, until
+from tests.server.conftest import DIM, RANGES, SPEC, TABLE, WORKER, Group, Run, until
 from tests.server.test_malformed_requests import pair
 from tests.server.wires import Wires
 
@@ -79,13 +83,23 @@ def block(table: int, rows: int, dim: int = DIM) -> bytes:
 
 def push(
     clock: int, lag: int = 0, table: int = TABLE, flags: int = LAST, first: int = 0, part: int = 0, rows: int = 0,
-    bound: int = 0, wait_ms: int = 0,
+    bound: int = 0, wait_ms: int = 0, steps: int = 1, record: bytes = b"",
 ) -> Frame:  # fmt: skip
     header = Header(
-        Kind.PUSH, flags | ALL_RANGES, clock=clock, first=first, part=part, table=lag, items=1, bound=bound,
-        wait_ms=wait_ms,
+        Kind.PUSH, flags | ALL_RANGES | RECORD * bool(record), clock=clock, worker=steps, first=first, part=part,
+        table=lag, items=1, bound=bound, wait_ms=wait_ms,
     )  # fmt: skip
-    return header, block(table, rows)
+    return header, block(table, rows) + record
+
+
+def record(committed: int, bits: int) -> bytes:
+    return (committed & (1 << 64) - 1).to_bytes(8, "little") + bits.to_bytes(8, "little")
+
+
+def read_after(ranges: list[int], progress: int) -> Frame:
+    named = np.array(ranges, np.int64)
+    frame = ReadAfter(named, np.full(len(ranges), progress)).frame()
+    return unpack_header(frame), frame[HEADER_BYTES:]
 
 
 def init(flags: int, table: int, rows: int) -> Frame:
@@ -112,8 +126,14 @@ _FRAMES = st.one_of(
     st.builds(drop, st.just(TABLE), st.sampled_from([OperationKind.CLEAR, OperationKind.DROP]), st.just(1)),
     st.builds(
         push, _CLOCK, _U32, st.sampled_from([TABLE, 99]), st.sampled_from([LAST, 0, LAST | ROUND, LAST | REPEAT]),
-        _U16, _U16, st.integers(0, 1), _U32, _U32,
+        _U16, _U16, st.integers(0, 1), _U32, _U32, st.sampled_from([1, 2, _JOINED + 1, NEVER - 1, NEVER]),
     ),
+    st.builds(
+        push, st.sampled_from([_JOINED + 1, _JOINED + 2, _JOINED + 4]), rows=st.integers(0, 1),
+        flags=st.sampled_from([LAST] * 6 + [0]), steps=st.sampled_from([1, 2, NEVER, NEVER]),
+        record=st.builds(record, st.sampled_from([0, _JOINED, _JOINED + 4, -1]), st.sampled_from([0, 9, 1 << RANGES])),
+    ),
+    st.builds(read_after, st.lists(_LIKELY | _U32, max_size=3), st.sampled_from([0, _JOINED << 16, 1 << 62, -1])),
     st.builds(push, st.just(_JOINED + 1), rows=st.just(1), flags=st.sampled_from([LAST, LAST | ROUND])),
     st.builds(init, st.sampled_from([0, REPLACE]), st.sampled_from([TABLE, 99]), st.integers(0, 1)),
     st.builds(delete, _CLOCK, st.sampled_from([TABLE, 99]), st.integers(0, 1)),
@@ -139,6 +159,7 @@ assert all(MAX_CONTROL_BYTES - 64 < len(body) <= MAX_CONTROL_BYTES for body in (
 @example([push(_JOINED + 1, lag=_JOINED + 2)])
 @example([push(_JOINED + 1, lag=_JOINED + 1, table=99)])
 @example([claim(done=[False])])
+@example([push(_JOINED + 1, steps=NEVER, record=record(_JOINED, 9)), push(_JOINED + 2, record=record(_JOINED, 9))])
 @given(st.lists(_FRAMES, max_size=8))
 def test_no_frame_of_a_worker_ends_a_link_between_servers(compiled: bool, frames: list[Frame]) -> None:
     wires = Wires(1, compiled)
@@ -153,7 +174,9 @@ def test_no_frame_of_a_worker_ends_a_link_between_servers(compiled: bool, frames
         for number, (header, body) in enumerate([create(TABLE), *frames], 2):
             if there.closed:
                 there, _ = wires.connect("s0", WORKER, _JOINED)
-            frame = header._replace(request=number, epoch=head.serving.epoch, worker=WORKER, body=len(body))
+            frame = header._replace(request=number, epoch=head.serving.epoch, body=len(body))
+            if header.kind != Kind.PUSH:
+                frame = frame._replace(worker=WORKER)
             there.write(frame.pack() + body)
             wires.settle()
     ended.assert_not_called()
@@ -163,6 +186,7 @@ def test_no_frame_of_a_worker_ends_a_link_between_servers(compiled: bool, frames
     one, other = ({worker: row for worker, row in rows.items() if any(row)} for rows in clocks)
     assert one == other
     assert tables[0] == tables[1]
+    assert head.replica.records.of(WORKER) == tail.replica.records.of(WORKER)
 
 
 def test_a_worker_gives_its_id_as_a_number(run: Run) -> None:

@@ -16,7 +16,9 @@ from elasticps.model.spec import TableSpec
 from elasticps.server.core.clocks import Clocks
 from elasticps.server.roles.leaders import FORGOTTEN_S
 from elasticps.server.server import Server
-from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, Header, Kind, block_head, json_frame
+from elasticps.wire.frames import HEADER_BYTES, Header, Kind, block_head, json_frame
+from elasticps.wire.headers import PushHeader
+from replication.progress import before_part
 from tests.server.conftest import RANGES
 from tests.server.wires import Clock, Wires
 
@@ -70,11 +72,8 @@ class Growing:
             body = block_head(TABLE, len(keys), self.spec.dim, self.spec.optimizer.step_values(1, None))
             body += keys[plan.order].tobytes() + np.ones((len(keys), self.spec.dim), np.float32).tobytes()
             self.there.write(
-                Header(
-                    Kind.PUSH, LAST | ALL_RANGES, epoch=1, clock=self.clock, worker=WORKER, items=1,
-                    request=2 + self.clock, body=len(body),
-                ).pack() + body
-            )  # fmt: skip
+                PushHeader(2 + self.clock, 1, self.clock, before_part(self.clock, 0), 1).header(len(body)).pack() + body
+            )
         self.wires.settle()
 
     def left(self, keys: np.ndarray) -> int:
