@@ -37,7 +37,7 @@ from elasticps.client.runtime import Runtime, at_fork
 from elasticps.client.transport import Link, LinkDriver, LinkReceiver
 from elasticps.errors import Closed, ClusterUnreachable, Error, Timeout, VersionMismatch
 from elasticps.wire.activity import Activity, UseHeader
-from elasticps.wire.clocks import WorkerClocks
+from elasticps.wire.clocks import ClocksFrame
 from elasticps.wire.frames import (
     LAST,
     REFUSED,
@@ -72,15 +72,15 @@ class Dispatcher:
 
     def __init__(
         self, runtime: Runtime, cluster: str, worker: WorkerInfo, view: View, window: int, ask_view: ReadStore,
-        credentials: Credentials | None = None, *, authenticated: bool = False, everywhere: bool = False,
+        credentials: Credentials | None = None, *, authenticated: bool = False,
     ) -> None:  # fmt: skip
-        """authenticated: as for `NewViews`; everywhere: as for `PushSession`."""
+        """authenticated: as for `NewViews`."""
         self.runtime = runtime  # clock, threads, sockets
         self.cluster = cluster  # its name
         self.worker = worker  # this one, as registered
         self.lock = runtime.rlock()
         self.routes = Routes(view)  # of the newest view
-        self.session = PushSession(worker.id, view.ranges, window, everywhere=everywhere)
+        self.session = PushSession(worker.id, view.ranges, window)
         self.error: Error | None = None  # once set, nothing goes on
         # Hears of the epochs in which ranges came back from a checkpoint, and of the last committed step.
         self.on_restored: Callable[[list[int], int], None] = lambda epochs, committed: None
@@ -336,7 +336,7 @@ class Dispatcher:
             elif kind == Kind.PARTLY and owner == PUSH:
                 self.pushes.partly(request, header.epoch, *read_partly(header, body))
             elif kind == Kind.CLOCKS and owner == PUSH:
-                clocks = WorkerClocks.of(header, body, self.routes.view.ranges)
+                clocks = ClocksFrame.of(header, body, self.routes.view.ranges)
                 refused = refused_by(link.server.name, clocks.refused, self.routes.view.ranges)
                 self.pushes.clocks(request, header.epoch, *clocks[:3], refused)
             elif kind == Kind.PARTLY:

@@ -37,8 +37,9 @@ class Parts:
             self.worker = registry.register(worker, app, self._lost, timeout_s, view.cluster)
             self._dispatcher = dispatcher = Dispatcher(
                 self._runtime, view.cluster, self.worker, view, window, registry.ask_view, registry.credentials,
-                authenticated=registry.authenticated, everywhere=not isinstance(consistency, ASP),
+                authenticated=registry.authenticated,
             )  # fmt: skip
+            dispatcher.session.everywhere = not isinstance(consistency, ASP)  # others wait for its clock
             barrier = None
             if isinstance(consistency, BSP):
                 barrier = Barrier(dispatcher)

@@ -23,7 +23,7 @@ Bytes = NDArray[np.uint8]
 NONE: Bytes = np.empty(0, np.uint8)
 
 
-class WorkerClocks(NamedTuple):
+class ClocksFrame(NamedTuple):
     """CLOCKS: a worker's progress, int64 [n] each, in `ranges`, int64 [n]. records: of its sparse steps; refused: what
     `refusals` writes of its steps there."""
 
@@ -42,7 +42,7 @@ class WorkerClocks(NamedTuple):
         return Header(Kind.CLOCKS, flags, len(body), request, epoch, items=len(self.ranges)).pack() + body
 
     @classmethod
-    def of(cls, header: Header, body: Bytes, ranges: int) -> WorkerClocks:
+    def of(cls, header: Header, body: Bytes, ranges: int) -> ClocksFrame:
         """The inverse, in a cluster of so many ranges: copies, but for `refused`. Raises `FrameError`."""
         n = header.items
         at = (4 * n + 7) & ~7

@@ -10,7 +10,7 @@ import pytest
 
 from elasticps.server.fast.layout import H_ENABLED, H_FORWARDS
 from elasticps.server.server import Server
-from elasticps.wire.clocks import WorkerClocks
+from elasticps.wire.clocks import ClocksFrame
 from elasticps.wire.frames import Header, Kind, json_body
 from elasticps.wire.headers import PushHeader
 from tests.server.conftest import DIM, RANGES, TABLE, WORKER, Group, Run, until
@@ -63,7 +63,7 @@ def test_the_next_head_goes_on_when_the_head_dies(run: Run) -> None:
         group.adopt(view)
         await until(lambda: second.views)  # the new head tells its workers
         header, body = await second.ask(Header(Kind.GET_CLOCKS, epoch=view.epoch, worker=WORKER))
-        ranges, applied, committed, *_ = WorkerClocks.of(header, np.frombuffer(body, np.uint8), RANGES)
+        ranges, applied, committed, *_ = ClocksFrame.of(header, np.frombuffer(body, np.uint8), RANGES)
         assert len(ranges) == RANGES
         assert (applied == 1 << 16).all()
         assert (committed == 1 << 16).all()

@@ -21,7 +21,7 @@ from elasticps.server.roles import memory_limit
 from elasticps.server.server import Server
 from elasticps.store.index import GROWN_BYTES
 from elasticps.system.memory import Reading
-from elasticps.wire.clocks import WorkerClocks
+from elasticps.wire.clocks import ClocksFrame
 from elasticps.wire.frames import (
     HEADER_BYTES,
     Header,
@@ -326,7 +326,7 @@ def test_the_last_part_of_a_step_is_answered_with_refusals_of_all_parts(run: Run
 async def refused(worker: Worker, epoch: int) -> list[int]:
     """The steps that a head says to be without something."""
     header, body = await worker.ask(Header(Kind.GET_CLOCKS, epoch=epoch, worker=WORKER))
-    steps = WorkerClocks.of(header, np.frombuffer(body, np.uint8), RANGES).refused
+    steps = ClocksFrame.of(header, np.frombuffer(body, np.uint8), RANGES).refused
     refused = decode_refused(steps, RANGES)
     assert all((why["code"], why["server"], why["table"]) == ("memory", "a", "t") for _, why, _ in refused)
     assert all(sorted(rows.keys[TABLE].tolist()) == MORE for _, _, rows in refused)

@@ -14,7 +14,7 @@ import numpy as np
 
 from elasticps.client.core.routing import Routes
 from elasticps.kernels.hashing import group_range
-from elasticps.wire.clocks import WorkerClocks
+from elasticps.wire.clocks import ClocksFrame
 from elasticps.wire.frames import Buffer, Header, Kind
 from elasticps.wire.headers import GetClocksHeader
 from replication.chain import Member
@@ -266,7 +266,7 @@ def steps_of(worker: int, timeout_s: float) -> Script[PastSteps]:
     applied, committed = (np.zeros(ranges, np.int64) for _ in range(2))
     records: list[StepRecord] = []
     for answer in answers:
-        clocks = WorkerClocks.of(answer.header, np.frombuffer(answer.body, np.uint8), ranges)
+        clocks = ClocksFrame.of(answer.header, np.frombuffer(answer.body, np.uint8), ranges)
         applied[clocks.ranges], committed[clocks.ranges] = clocks.applied, clocks.committed
         records += [record for _, record in clocks.records]
     return PastSteps(home_range(worker, ranges), applied, committed, records)

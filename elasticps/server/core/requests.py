@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.server.core.error_replies import ErrorReplies
-from elasticps.wire.clocks import WorkerClocks
+from elasticps.wire.clocks import ClocksFrame
 from elasticps.wire.frames import Buffer, Header, partly_frame
 from elasticps.wire.headers import OkHeader
 from elasticps.wire.refusals import encode_refused
@@ -116,7 +116,7 @@ class RequestTicket:
             self._refuse(reply.status, reply.epoch)
             return
         refused = np.frombuffer(encode_refused(reply.refused), np.uint8)
-        clocks = WorkerClocks(reply.ranges, reply.applied, reply.committed, reply.records, refused)
+        clocks = ClocksFrame(reply.ranges, reply.applied, reply.committed, reply.records, refused)
         self.connection.send(clocks.frame(self.request, reply.epoch))
 
     def hold(self) -> None:
