@@ -59,7 +59,6 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     chain.show_at_a_tail_what_its_level_joiner_lacks: ("levels", "free", 0),
     chain.read_at_heads_what_may_not_last: ("limps", "free", 18),
     chain.let_a_stale_tail_answer_for_a_view_it_has_not_seen: ("partitions", "free", 0),
-    chain.count_a_frame_of_several_parts_as_its_first: ("kills", "free", 3),
     chain.leave_out_parts_that_have_rows_for_a_head: ("kills", "free", 0),
     chain.keep_only_pushes_for_a_new_successor: ("kills", "free", 2),
     chain.keep_no_log_for_a_joiner_that_counts: ("kills", "free", 7),

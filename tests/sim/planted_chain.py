@@ -41,7 +41,7 @@ from tests.sim.planting import leave_every_frame_to_python
 def skip_the_duplicate_check(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
 
-    def mutant(self: Admission, push: Any, have: Any, expected: int, after: int) -> Any:
+    def mutant(self: Admission, push: Any, have: Any, after: int) -> Any:
         return np.ones(have.shape, dtype=np.bool_), np.zeros(have.shape, dtype=np.bool_)
 
     patch.setattr(Admission, "_next_or_duplicate", mutant)
@@ -146,9 +146,10 @@ def accept_words_from_before_the_chain_changed(patch: pytest.MonkeyPatch) -> Non
 
 
 def resume_a_worker_from_uncommitted_clocks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        "elasticps.client.core.join.resume", lambda applied, committed, base=0: resume(applied, applied, base)
-    )
+    def mutant(applied: Any, committed: Any, home: int, records: Any, base: int = 0) -> Any:
+        return resume(applied, applied, home, records, base)
+
+    patch.setattr("elasticps.client.core.join.resume", mutant)
 
 
 def free_steps_that_are_applied_but_not_committed(patch: pytest.MonkeyPatch) -> None:
@@ -184,8 +185,8 @@ def send_what_the_caller_s_arrays_hold_later(patch: pytest.MonkeyPatch) -> None:
 def accept_a_step_beyond_the_next(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
 
-    def mutant(self: Admission, push: Any, have: Any, expected: int, after: int) -> Any:
-        return have <= expected, have > expected
+    def mutant(self: Admission, push: Any, have: Any, after: int) -> Any:
+        return have <= push.prev, have > push.prev
 
     patch.setattr(Admission, "_next_or_duplicate", mutant)
 
@@ -309,20 +310,8 @@ def let_a_stale_tail_answer_for_a_view_it_has_not_seen(patch: pytest.MonkeyPatch
     patch.setattr(PullHandler, "_pull", mutant)
 
 
-def count_a_frame_of_several_parts_as_its_first(patch: pytest.MonkeyPatch) -> None:
-    leave_every_frame_to_python(patch)
-    admit = Admission._admit_step
-
-    def mutant(self: Admission, push: Any, ranges: Any) -> None:
-        if not push.last:
-            push.part = push.first
-        admit(self, push, ranges)
-
-    patch.setattr(Admission, "_admit_step", mutant)
-
-
 def leave_out_parts_that_have_rows_for_a_head(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PackedPart, "touches", lambda self, ranges: False)
+    patch.setattr(PackedPart, "heads", lambda self, epoch: [])
 
 
 def keep_only_pushes_for_a_new_successor(patch: pytest.MonkeyPatch) -> None:

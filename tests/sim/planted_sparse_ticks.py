@@ -34,17 +34,6 @@ def take_a_gap_for_a_duplicate(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Admission, "_next_or_duplicate", mutant)
 
 
-def apply_over_a_gap(patch: pytest.MonkeyPatch) -> None:
-    leave_every_frame_to_python(patch)
-    judge = Admission._next_or_duplicate
-
-    def mutant(self: Admission, push: Any, have: Any, after: int) -> Any:
-        fresh, repeated = judge(self, push, have, after)
-        return fresh | (have < push.prev), repeated
-
-    patch.setattr(Admission, "_next_or_duplicate", mutant)
-
-
 def read_prev_at_the_resend(patch: pytest.MonkeyPatch) -> None:
     send = PushSession._send_some
 
