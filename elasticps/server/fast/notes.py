@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 
 import numpy as np
 
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.shared import SharedArrays
-from elasticps.wire.clocks import split_record
-from replication.step_records import StepRecords, record_bytes
+from replication.step_records import StepRecord, StepRecords, record_bytes
+
+_NUMBERS = struct.Struct("<qqq")  # worker, clock, committed; behind them the bits
 
 
 class Notes:
@@ -17,7 +19,6 @@ class Notes:
 
     def __init__(self, shared: SharedArrays, ranges: int) -> None:
         self._fields = shared.fields
-        self._ranges = ranges
         self._shards = shared.make(at.H_NOTES, (at.NOTES, at.NOTE))
         self._records = shared.make(at.H_RECORDS, (at.RECORDS, 16 + record_bytes(ranges)), np.uint8)
 
@@ -29,9 +30,10 @@ class Notes:
         `note_shard`."""
         f = self._fields
         count, f[at.H_RECORD_COUNT] = f[at.H_RECORD_COUNT], 0
-        for record in self._records[:count]:
-            worker, clock = record[:16].view(np.int64).tolist()
-            records.note(worker, split_record(record[16:], clock, self._ranges)[1])
+        for i in range(count):
+            record = self._records[i].tobytes()  # which compiled code has checked
+            worker, clock, committed = _NUMBERS.unpack_from(record)
+            records.note(worker, StepRecord(clock, committed, record[_NUMBERS.size :]))
         count, f[at.H_NOTE_COUNT] = f[at.H_NOTE_COUNT], 0
         for number, shard, worker, clock in self._shards[:count].tolist():
             note_shard(number, shard, worker, clock)
