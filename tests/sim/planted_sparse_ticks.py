@@ -12,6 +12,7 @@ import pytest
 import elasticps.client.core.session
 import replication.step_records
 from elasticps.client.core import data_shards
+from elasticps.client.core.heads import Heads
 from elasticps.client.core.session import PushSession
 from elasticps.server.core.bounded_delay import BoundedDelay
 from elasticps.server.core.replica_codec import ReplicaCodec
@@ -48,10 +49,9 @@ def forget_progress_with_the_view(patch: pytest.MonkeyPatch) -> None:
     adopt = PushSession.adopt
 
     def mutant(self: PushSession, view: Any) -> Any:
-        heads = {member: head.order for member, head in self._heads.items()}
-        for member, order in heads.items():
-            if not np.array_equal(np.sort(order), np.sort(view.headed_by(view.index(member)))):
-                self._heads[member].last = 0
+        for member, head in self._heads.by_member.items():
+            if not np.array_equal(np.sort(head.order), np.sort(view.headed_by(view.index(member)))):
+                head.last = 0
         return adopt(self, view)
 
     patch.setattr(PushSession, "adopt", mutant)
@@ -71,7 +71,7 @@ def commit_where_home_has_it(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(self: PushSession, content: Any, last: bool = True, also: int | None = None) -> Any:
         out = push(self, content, last, also)
-        home, step = self._head_of(self._home), next(reversed(self._steps.values()), None)
+        home, step = self._heads.of(self._home), next(reversed(self._steps.values()), None)
         if last and home is not None and step is not None and not step.everywhere:
             step.heads = {home: None}
         return out
@@ -80,13 +80,17 @@ def commit_where_home_has_it(patch: pytest.MonkeyPatch) -> None:
 
 
 def let_a_step_end_without_its_home(patch: pytest.MonkeyPatch) -> None:
-    head_of = PushSession._head_of
+    push = PushSession.push
 
-    def mutant(self: PushSession, r: int) -> Any:
-        home = head_of(self, r)
-        return next(iter(self._heads.values()), home) if r == self._home else home
+    def mutant(self: PushSession, *given: Any) -> Any:
+        home, of = self._home, self._heads.of
+        self._heads.of = lambda r: next(iter(self._heads.by_member.values())) if r == home else of(r)  # type: ignore[method-assign]
+        try:
+            return push(self, *given)
+        finally:
+            del self._heads.of
 
-    patch.setattr(PushSession, "_head_of", mutant)
+    patch.setattr(PushSession, "push", mutant)
 
 
 def claim_all_steps_before_as_committed(patch: pytest.MonkeyPatch) -> None:
@@ -184,10 +188,10 @@ def name_only_the_newest_step_to_wait_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def send_all_ranges_the_first_one_s_prev(patch: pytest.MonkeyPatch) -> None:
-    groups = PushSession._groups
+    groups = Heads.groups
 
-    def mutant(self: PushSession, head: Any) -> Any:
+    def mutant(self: Heads, head: Any) -> Any:
         some = groups(self, head)
         return [(head.order, some[0][1])] if len(some) > 1 else some
 
-    patch.setattr(PushSession, "_groups", mutant)
+    patch.setattr(Heads, "groups", mutant)

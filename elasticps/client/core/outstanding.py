@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.client.core.heads import Head
 from replication.chain import Member, Ranges
 from replication.progress import Progress
 from replication.step_records import StepRecord
@@ -26,19 +27,6 @@ class PartContent(Protocol):
 
     def heads(self, epoch: int) -> Iterable[Member] | None:
         """The heads, in the view of that epoch, of all ranges that it holds anything for; None if it does not know."""
-
-
-class Head:
-    """A server that heads ranges. last: the worker's progress in all of them, None if it is not the same."""
-
-    __slots__ = ("ask", "last", "member", "order", "ready")
-
-    def __init__(self, member: Member, order: Ranges) -> None:
-        self.member = member
-        self.order = order
-        self.ready = False
-        self.ask = 0
-        self.last: int | None = None
 
 
 class Ticks:
@@ -59,7 +47,7 @@ class Ticks:
         return self._prev
 
 
-class Step:
+class OutstandingStep:
     """One step. parts: their contents; heads: those that its parts so far tick ranges of; everywhere: the last part
     ticks all ranges; elsewhere: parts so far tick ranges that have no head now. Where the step is committed is kept as
     the heads that said so for all their ranges; only when somebody speaks for some of them, or heads change, per range

@@ -30,7 +30,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client.core.outstanding import Head, PartContent, Step, Ticks
+from elasticps.client.core.heads import Head, Heads, by_progress
+from elasticps.client.core.outstanding import OutstandingStep, PartContent, Ticks
 from replication.chain import Chains, Member, Ranges
 from replication.effects import Status
 from replication.progress import MAX_PARTS, PART_BITS, Progress, after_part, touched_clock
@@ -99,12 +100,8 @@ class PushSession:
         self._ranges = ranges
         self.window = window
         self._home = home_range(worker, ranges)
-        self._last: Progress = np.zeros(ranges, np.int64)  # progress by range, where a head's `last` does not say it
-        self._steps: OrderedDict[int, Step] = OrderedDict()
-        self._heads: dict[Member, Head] = {}
-        self._members: tuple[Member, ...] = ()  # of the view
-        self._head_at: NDArray[np.int32] = np.full(ranges, -1, np.int32)  # by range, the head among the members
-        self._nowhere: Ranges = np.empty(0, np.int64)  # ranges without a head
+        self._steps: OrderedDict[int, OutstandingStep] = OrderedDict()
+        self._heads = Heads(ranges)
         self._connected: set[Member] = set()
         self._frames: dict[int, Frame] = {}
         self._head_of_ask: dict[int, Member] = {}  # by the number of an Ask that has no answer yet
@@ -113,12 +110,12 @@ class PushSession:
     @property
     def heads(self) -> tuple[Member, ...]:
         """The servers to keep connected."""
-        return tuple(self._heads)
+        return tuple(self._heads.by_member)
 
     @property
     def headless(self) -> int:
         """Ranges without a head."""
-        return len(self._nowhere)
+        return len(self._heads.nowhere)
 
     @property
     def outstanding(self) -> int:
@@ -148,11 +145,7 @@ class PushSession:
     @property
     def progress(self) -> Progress:
         """How far this worker has pushed, by range, int64 [P]."""
-        last = self._last.copy()
-        for head in self._heads.values():
-            if head.last is not None:
-                last[head.order] = head.last
-        return last
+        return self._heads.progress
 
     def holds(self, clock: int) -> bool:
         """Whether a step is outstanding."""
@@ -188,25 +181,25 @@ class PushSession:
         begins = step is None or step.closed
         if begins and len(self._steps) >= self.window:
             raise RuntimeError(f"{self.window} steps are outstanding; wait for one before the next")
-        step = Step() if step is None or begins else step
+        step = OutstandingStep() if step is None or begins else step
         clock, part = self.clock + begins, len(step.parts)
         if part == MAX_PARTS - 1 and not last:
             raise RuntimeError(f"a step has at most {MAX_PARTS} parts")
         heads = self._ticked_heads(content, step, last)
         step.elsewhere |= self._ticks_elsewhere(content)
         for r in (self._home, also) if last and not self.everywhere else ():
-            head = None if r is None else self._head_of(r)
+            head = None if r is None else self._heads.of(r)
             step.elsewhere |= r is not None and head is None
             if head is not None:
                 heads[head] = None
-        groups = [self._groups(head) for head in heads]
+        groups = [self._heads.groups(head) for head in heads]
         ticks = Ticks([group for some in groups for group in some])
         if step.elsewhere:
-            ticks.groups += _by_progress(self._nowhere, self._last[self._nowhere])
+            ticks.groups += self._heads.groups_nowhere()
         step.ticks[part:] = [ticks]
         step.heads = heads if last else step.heads | heads
         if last:
-            step.everywhere = len(heads) == len(self._heads) and step.elsewhere == bool(len(self._nowhere))
+            step.everywhere = len(heads) == len(self._heads) and step.elsewhere == bool(len(self._heads.nowhere))
             if not step.everywhere:
                 ticked = np.zeros(self._ranges, np.bool_)
                 ticked[np.concatenate([group for group, _ in ticks.groups])] = True
@@ -223,41 +216,31 @@ class PushSession:
             for ranges, prev in some if head.ready else ():
                 self._send(head, step, clock, part, last, None if len(some) == 1 else ranges, prev, content, out)
         if step.elsewhere:
-            self._last[self._nowhere] = after
+            self._heads.ticked_nowhere(after)
         return out
 
-    def _ticked_heads(self, content: PartContent, step: Step, last: bool) -> dict[Head, None]:
+    def _ticked_heads(self, content: PartContent, step: OutstandingStep, last: bool) -> dict[Head, None]:
         """The heads whose ranges a part ticks."""
         if self.everywhere:
-            return dict.fromkeys(self._heads.values())
+            return dict.fromkeys(self._heads.by_member.values())
         members = content.heads(self.epoch)
         if members is None:
-            found = {head: None for head in self._heads.values() if content.touches(head.order)}
+            found = {head: None for head in self._heads.by_member.values() if content.touches(head.order)}
         else:
-            found = {self._heads[member]: None for member in members}
+            found = {self._heads.by_member[member]: None for member in members}
         return found | step.heads if last else found
 
     def _ticks_elsewhere(self, content: PartContent) -> bool:
         """Whether a part ticks the ranges that have no head now: all of them, or none."""
-        return bool(len(self._nowhere)) and (self.everywhere or content.touches(self._nowhere))
-
-    def _head_of(self, r: int) -> Head | None:
-        """The head of a range, None if it has none now."""
-        at = self._head_at[r]
-        return self._heads[self._members[at]] if at >= 0 else None
-
-    def _groups(self, head: Head) -> list[tuple[Ranges, int]]:
-        """A head's ranges, by the worker's progress there."""
-        if head.last is not None:
-            return [(head.order, head.last)]
-        return _by_progress(head.order, self._last[head.order])
+        nowhere = self._heads.nowhere
+        return bool(len(nowhere)) and (self.everywhere or content.touches(nowhere))
 
     def owing(self) -> dict[Member, int]:
         """Head -> the oldest step that it has not committed in all its ranges."""
         owed: dict[Member, int] = {}
         for clock, step in self._steps.items():
             lacking = step.ticked(self._ranges) & ~step.by_range(self._ranges)
-            for member, head in self._heads.items():
+            for member, head in self._heads.by_member.items():
                 if member not in owed and lacking[head.order].any():
                     owed[member] = clock
         return owed
@@ -275,49 +258,34 @@ class PushSession:
             for step in self._steps.values():
                 step.by_range(self._ranges)[recovered] = False
         self.epoch = view.epoch
-        heads: dict[Member, Head] = {}
-        for index, order in view.headed().items():
-            member = view.members[index]
-            head = self._heads.get(member)
-            if head is not None and _same(head.order, order) and not (begun_again and recovered[order].any()):
-                head.order = order
-            else:
-                head = Head(member, order)
-            heads[member] = head
-        changed = {member: head for member, head in self._heads.items() if heads.get(member) is not head}
-        fresh = any(self._heads.get(member) is not head for member, head in heads.items())
-        for head in changed.values():
-            if head.last is not None:
-                self._last[head.order] = head.last
-        self._heads, self._nowhere = heads, np.flatnonzero(view.heads < 0)
-        self._members, self._head_at = view.members, view.heads
-        if changed or fresh:
+        gone, fresh = self._heads.follow(view, recovered)
+        if gone or fresh:
             for step in self._steps.values():
                 self._follow(step)
-        self._forget(changed.keys())
-        for head in changed.values():
+        self._forget({head.member for head in gone})
+        for head in gone:
             self._head_of_ask.pop(head.ask, None)
         contents = (part for step in self._steps.values() for part in step.parts)
         again = not begun_again and sum(part.nbytes for part in contents) < RESEND_BYTES
-        for member, head in heads.items():
+        for member, head in self._heads.by_member.items():
             if again and not head.ready and member in self._connected:
                 self._send_again(head, out)
             elif not head.ready:
                 self._begin(member, head, out)
         return out
 
-    def _follow(self, step: Step) -> None:
+    def _follow(self, step: OutstandingStep) -> None:
         """Looks which heads have the ranges that a step ticks, now that heads have changed."""
         step.by_range(self._ranges)
         ticked = step.ticked(self._ranges)
-        step.heads = {head: None for head in self._heads.values() if ticked[head.order].any()}
-        step.elsewhere = bool(ticked[self._nowhere].any())
+        step.heads = {head: None for head in self._heads.by_member.values() if ticked[head.order].any()}
+        step.elsewhere = bool(ticked[self._heads.nowhere].any())
 
     def connected(self, member: Member) -> list[Effect]:
         """A fresh connection to a server."""
         out: list[Effect] = []
         self._connected.add(member)
-        head = self._heads.get(member)
+        head = self._heads.by_member.get(member)
         if head is not None:
             self._restart(member, head, out)
         return out
@@ -326,7 +294,7 @@ class PushSession:
         """It is gone; what was in flight on it may have arrived or not."""
         self._connected.discard(member)
         self._forget({member})
-        head = self._heads.get(member)
+        head = self._heads.by_member.get(member)
         if head is not None:
             head.ready = False
         return []
@@ -336,18 +304,18 @@ class PushSession:
         else is asked again. No connection is left."""
         self.clock = max(self.clock, next(reversed(self._steps), 0))
         self.committed = next(iter(self._steps)) - 1 if self._steps else self.clock
-        self._last = self.progress
+        progress = self._heads.progress
         for clock, step in self._steps.items():
             step.by_range(self._ranges)
             step.whole.clear()
             for part, ticks in enumerate(step.ticks[: len(step.parts)]):
                 after = after_part(clock, part, step.closed and part == len(step.parts) - 1)
                 for group, _ in ticks.groups:
-                    self._last[group] = np.maximum(self._last[group], after)
+                    progress[group] = np.maximum(progress[group], after)
+        self._heads.forget(progress)
         self._connected.clear()
         self._frames.clear()
         self._head_of_ask.clear()
-        self._heads = {}
         self.epoch = 0
         return self.adopt(view)
 
@@ -394,11 +362,11 @@ class PushSession:
         if status == Status.COMMITTED:
             step = self._steps.get(sent.clock)
             if sent.last and committed is None and sent.ranges is None and step is not None and step.ranges is None:
-                step.whole.add(self._heads[sent.head])
+                step.whole.add(self._heads.by_member[sent.head])
                 if len(step.whole) == len(step.heads) and not step.elsewhere:
                     self._commit(sent.clock, out)
             elif sent.last:
-                named = self._heads[sent.head].order if sent.ranges is None else sent.ranges
+                named = self._heads.by_member[sent.head].order if sent.ranges is None else sent.ranges
                 self._mark(sent.clock, named if committed is None else committed, out)
             if moved.shape[0]:
                 self._refused(sent.head, epoch, out)
@@ -414,7 +382,7 @@ class PushSession:
         """A head answered an Ask: it gets everything outstanding that it lacks, oldest first."""
         out: list[Effect] = []
         member = self._head_of_ask.pop(ask, None)
-        head = None if member is None else self._heads.get(member)
+        head = None if member is None else self._heads.by_member.get(member)
         if member is None or head is None or head.ask != ask or head.ready:
             return out
         if status != Status.COMMITTED:
@@ -437,7 +405,7 @@ class PushSession:
 
     def _refused(self, member: Member, epoch: int, out: list[Effect]) -> None:
         """A head answers for other ranges than I think, or lacks a step: ask it, once I have its view."""
-        head = self._heads.get(member)
+        head = self._heads.by_member.get(member)
         if head is None:
             return
         if epoch > self.epoch:
@@ -450,22 +418,22 @@ class PushSession:
             self._restart(member, head, out)
 
     def _send_some(
-        self, head: Head, step: Step, clock: int, part: int, ranges: Ranges, chosen: NDArray[np.bool_],
+        self, head: Head, step: OutstandingStep, clock: int, part: int, ranges: Ranges, chosen: NDArray[np.bool_],
         content: PartContent | None, out: list[Effect],
     ) -> None:  # fmt: skip
         """Sends a part for the chosen ones of a head's ranges, if there are any."""
         some, last = ranges[chosen], step.closed and part == len(step.parts) - 1
-        for group, prev in _by_progress(some, step.ticks[part].prev(self._ranges)[some]):
+        for group, prev in by_progress(some, step.ticks[part].prev(self._ranges)[some]):
             whole = content is not None and len(group) == len(ranges)
             self._send(head, step, clock, part, last, None if whole else group, prev, content, out)
 
     def _send(
-        self, head: Head, step: Step, clock: int, part: int, last: bool, ranges: Ranges | None, prev: int,
+        self, head: Head, step: OutstandingStep, clock: int, part: int, last: bool, ranges: Ranges | None, prev: int,
         content: PartContent | None, out: list[Effect],
     ) -> None:  # fmt: skip
         """Sends a part to a head, for all its ranges if `ranges` is None."""
         record = step.record if last else None
-        if record is not None and (head is not self._head_of(self._home) or not _names(ranges, self._home)):
+        if record is not None and (head is not self._heads.of(self._home) or not _names(ranges, self._home)):
             record = None
         self._number = number = self._number + 1
         frame = Frame(head.member, number, self.epoch, clock, part, last, ranges, prev, content, record)
@@ -487,25 +455,9 @@ class PushSession:
         self.committed = next(iter(self._steps)) - 1 if self._steps else self.clock
 
 
-def _same(ranges: Ranges, others: Ranges) -> bool:
-    """Whether these are the same ranges, in any order."""
-    if len(ranges) != len(others):
-        return False
-    return bool((ranges == others).all()) or bool((np.sort(ranges) == np.sort(others)).all())
-
-
 def _names(ranges: Ranges | None, r: int) -> bool:
     """Whether range r is among some ranges; None: all that its head has."""
     return ranges is None or bool((ranges == r).any())
-
-
-def _by_progress(ranges: Ranges, progress: Progress) -> list[tuple[Ranges, int]]:
-    """Ranges in groups of the same progress, int64 [n], each in the order of `ranges`."""
-    if not len(ranges):
-        return []
-    if not np.count_nonzero(progress != progress[0]):
-        return [(ranges, int(progress[0]))]
-    return [(ranges[progress == each], each) for each in np.unique(progress).tolist()]
 
 
 def resume(
