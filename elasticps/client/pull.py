@@ -180,7 +180,7 @@ class ServerPull:
         for server, mine in self.layout.plan(self, part, routes, readers):
             positions = mine if part.positions is None else part.positions[mine]
             target = self.layout.private(self, positions)
-            parts.append(PullPart(self, _member(routes, server), positions, len(mine), target))
+            parts.append(PullPart(self, routes.members[server] if server >= 0 else None, positions, len(mine), target))
         return parts
 
 
@@ -352,11 +352,7 @@ class PullsInFlight:
                 continue
             for first in range(0, len(keys), PULL_FRAME_KEYS):
                 self._cut(pull, keys[first : first + PULL_FRAME_KEYS], first, frames)
-        self._send_behind_steps(frames, pulls)
-
-    def _send_behind_steps(self, frames: dict[Member, list[Buffer]], pulls: Iterable[ServerPull]) -> None:
-        read_after(self._session, frames, self._routes, {self._readers(pull) for pull in pulls})
-        self._send(frames)
+        self._send(read_after(self._session, frames, self._routes, map(self._readers, pulls)))
 
     def _cut(self, pull: ServerPull, keys: NDArray[np.int64], first: int, frames: dict[Member, list[Buffer]]) -> None:
         """Cuts the part of a pull that begins with key number `first` by server, and lays the frames out."""
@@ -489,7 +485,7 @@ class PullsInFlight:
             pulls.append(part.pull)
             if part.member is not None:
                 frames.setdefault(part.member, []).extend(part.pull.layout.frame(part, part.epoch, self._worker))
-        self._send_behind_steps(frames, pulls)
+        self._send(read_after(self._session, frames, self._routes, map(self._readers, pulls)))
 
     def _ask_again(self, parts: list[PullPart]) -> None:
         for part in parts:
@@ -502,7 +498,3 @@ class PullsInFlight:
         part.pull.parts.pop(part.request, None)
         if part.member is not None:
             self._abandon(part.member, part.request)
-
-
-def _member(routes: Routes, server: int) -> Member | None:
-    return routes.members[server] if server >= 0 else None

@@ -27,15 +27,17 @@ def read_clock(session: PushSession, clock: int) -> int:
 
 def read_after(
     session: PushSession, frames: Mapping[Member, list[Buffer]], routes: Routes, readers: Iterable[Readers]
-) -> None:
-    """Puts what servers have to wait for before the PULL frames for them, where a header cannot say it. readers: who
-    answers the pulls."""
+) -> Mapping[Member, list[Buffer]]:
+    """PULL frames for servers, behind what each server has to wait for where headers cannot say it. readers: who
+    answers each pull."""
     unread = session.unread()
     if isinstance(unread, int):
-        return
+        return frames
+    readers = set(readers)
     for member, buffers in frames.items():
         server = routes.index_of[member]
         answers = np.logical_or.reduce([each.of == server for each in readers])
         ranges = np.flatnonzero(answers & (unread > 0))
         if len(ranges):
             buffers.insert(0, ReadAfter(ranges, unread[ranges]).frame())
+    return frames
