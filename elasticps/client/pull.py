@@ -172,7 +172,8 @@ class ServerPull:
         if readers.only >= 0:
             return routes.members[readers.only] != part.member
         groups = self.layout.plan(self, part, routes, readers)
-        return len(groups) > 1 or _member(routes, groups[0][0]) != part.member
+        server = groups[0][0]
+        return len(groups) > 1 or (routes.members[server] if server >= 0 else None) != part.member
 
     def plan_again(self, part: PullPart, routes: Routes, readers: Readers) -> list[PullPart]:
         """What takes the place of a part, asked of those who answer under this view."""

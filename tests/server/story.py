@@ -331,10 +331,10 @@ class Story:
         before = self.progress[worker].copy()
         self.progress[worker][ticks] = after_part(clock, part, last)
         for share in routes.shares:
-            places = np.arange(share.start, share.stop)
-            for prev in np.unique(before[routes.range_at[places]]).tolist():
-                mine = places[ticks[routes.range_at[places]] & (before[routes.range_at[places]] == prev)]
-                whole = len(mine) == len(places) and pick.random() < 0.7
+            ranks = np.arange(share.start, share.stop)
+            for prev in np.unique(before[routes.range_at[ranks]]).tolist():
+                mine = ranks[ticks[routes.range_at[ranks]] & (before[routes.range_at[ranks]] == prev)]
+                whole = len(mine) == len(ranks) and pick.random() < 0.7
                 middle = pick.randrange(len(mine)) if len(mine) and not whole else 0
                 for piece in (mine[:middle], mine[middle:]):
                     if not len(piece):
@@ -373,11 +373,11 @@ class Story:
         values = TABLES[number].optimizer.step_values(1, None)
         return number, plan, keys, Codec(TABLES[number].push, TABLES[number].dim).encode(grads), values
 
-    def rows(self, blocks: Sequence[Any], places: np.ndarray) -> tuple[bytes, int]:
-        """The blocks of a frame for the ranges at some places, and how many there are."""
+    def rows(self, blocks: Sequence[Any], ranks: np.ndarray) -> tuple[bytes, int]:
+        """The blocks of a frame for the ranges at some ranks, and how many there are."""
         body, count = b"", 0
         for number, plan, keys, grads, values in blocks:
-            mine = np.concatenate([plan.order[plan.offsets[p] : plan.offsets[p + 1]] for p in places.tolist()])
+            mine = np.concatenate([plan.order[plan.offsets[p] : plan.offsets[p + 1]] for p in ranks.tolist()])
             if not len(mine) and self.random.random() < 0.8:
                 continue
             if self.random.random() < 0.02:
