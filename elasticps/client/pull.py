@@ -172,8 +172,7 @@ class ServerPull:
         if readers.only >= 0:
             return routes.members[readers.only] != part.member
         groups = self.layout.plan(self, part, routes, readers)
-        server = groups[0][0]
-        return len(groups) > 1 or (routes.members[server] if server >= 0 else None) != part.member
+        return len(groups) > 1 or groups[0][0] < 0 or routes.members[groups[0][0]] != part.member
 
     def plan_again(self, part: PullPart, routes: Routes, readers: Readers) -> list[PullPart]:
         """What takes the place of a part, asked of those who answer under this view."""
