@@ -33,11 +33,11 @@ def read_after(
     unread = session.unread()
     if isinstance(unread, int):
         return frames
-    readers = set(readers)
+    ranges = np.flatnonzero(unread)
+    answers = [each.of[ranges] for each in set(readers)]
     for member, buffers in frames.items():
         server = routes.index_of[member]
-        answers = np.logical_or.reduce([each.of == server for each in readers])
-        ranges = np.flatnonzero(answers & (unread > 0))
-        if len(ranges):
-            buffers.insert(0, ReadAfter(ranges, unread[ranges]).frame())
+        some = ranges[np.logical_or.reduce([of == server for of in answers])]
+        if len(some):
+            buffers.insert(0, ReadAfter(some, unread[some]).frame())
     return frames
