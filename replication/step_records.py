@@ -19,6 +19,7 @@ from replication.chain import Ranges
 from replication.progress import PART_BITS, Progress
 
 MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads worker ids, which are consecutive, over the ranges
+MOST_RECORDS = 1024  # of a worker: its window is no larger
 
 
 def home_range(worker: int, ranges: int) -> int:
@@ -69,6 +70,8 @@ class StepRecords:
                 break
             del mine[clock]
         mine[record.clock] = record
+        if len(mine) > MOST_RECORDS:  # it does not say what is committed: only its own restart knows less by that
+            del mine[next(iter(mine))]
 
     def of(self, worker: int) -> list[StepRecord]:
         """A worker's records, by clock."""
