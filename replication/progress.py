@@ -48,6 +48,28 @@ def touched_clock(progress: int) -> int:
     return (progress + (1 << PART_BITS) - 1) >> PART_BITS
 
 
+def progress_digest(workers: Progress | int, progress: Progress, ranges: Ranges) -> NDArray[np.uint64]:
+    """What `ranges`, int64 [m], add to the digests of workers' progress, uint64 [n], if each worker has this progress
+    in all of them, int64 [n]. The digest of a worker's progress in several ranges is the sum, modulo 2^64; two that are
+    equal are those of equal progress. No progress adds 0."""
+    return _mixed(workers, progress) * _mixed(0, ranges + 1).sum(dtype=np.uint64)
+
+
+def digest_of(worker: int, ranges: Ranges, progress: Progress) -> int:
+    """The digest of a worker's progress, int64 [m], in `ranges`, int64 [m]."""
+    return int((_mixed(worker, progress) * _mixed(0, ranges + 1)).sum(dtype=np.uint64))
+
+
+def _mixed(salts: Progress | int, numbers: Progress) -> NDArray[np.uint64]:
+    """Numbers that look like chance, uint64, one for each pair of a salt and a number; 0 for number 0."""
+    mixed = np.atleast_1d(salts).astype(np.uint64) * np.uint64(0xC2B2AE3D27D4EB4F)
+    mixed = (mixed ^ numbers.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    found: NDArray[np.uint64] = np.where(numbers != 0, mixed ^ mixed >> np.uint64(31), np.uint64(0))
+    return found
+
+
 class Clocks:
     """Progress of every worker in every range.
 

@@ -14,7 +14,7 @@ from chaos.sim.cluster import STORE_TIMEOUT_S, Cluster
 from coordinator.core.errors import StoreUnavailable
 from coordinator.core.view import ServerInfo
 from elasticps.admin.admin_pb2 import RestoreRequest, RestoreResponse
-from elasticps.admin.interface import AdminInterface, CutState, CutWritten
+from elasticps.admin.interface import AdminInterface, CutState, CutWritten, WorkerHeld
 from elasticps.admin.service import Admin
 from elasticps.checkpoint.cuts import CutTaker, GivenUp, Inconsistent, RoundsDiffer
 from elasticps.errors import ClusterUnreachable
@@ -42,7 +42,7 @@ class Afar:
     async def hold(self, cut: int, hold_s: float) -> bool:
         return await self._call(lambda server: _now(server.cuts.hold(cut, hold_s)))
 
-    async def held(self, cut: int) -> Mapping[int, int]:
+    async def held(self, cut: int) -> Mapping[int, WorkerHeld]:
         return await self._call(lambda server: _now(server.cuts.held(cut)))
 
     async def release(self, cut: int) -> None:

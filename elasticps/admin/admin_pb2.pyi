@@ -28,12 +28,16 @@ class HeldRequest(_message.Message):
     def __init__(self, cut: _Optional[int] = ...) -> None: ...
 
 class HeldResponse(_message.Message):
-    __slots__ = ("workers", "clocks")
+    __slots__ = ("workers", "clocks", "epochs", "digests")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     CLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedScalarFieldContainer[int]
     clocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, workers: _Optional[_Iterable[int]] = ..., clocks: _Optional[_Iterable[int]] = ...) -> None: ...
+    epochs: _containers.RepeatedScalarFieldContainer[int]
+    digests: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, workers: _Optional[_Iterable[int]] = ..., clocks: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CutRequest(_message.Message):
     __slots__ = ("cut", "since", "url")
@@ -116,8 +120,20 @@ class WrittenFile(_message.Message):
     ranges: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, path: _Optional[str] = ..., bytes: _Optional[int] = ..., header: _Optional[int] = ..., rows: _Optional[int] = ..., blake2b: _Optional[str] = ..., table: _Optional[int] = ..., ranges: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class SparseStep(_message.Message):
+    __slots__ = ("worker", "clock", "committed", "bits")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    BITS_FIELD_NUMBER: _ClassVar[int]
+    worker: int
+    clock: int
+    committed: int
+    bits: bytes
+    def __init__(self, worker: _Optional[int] = ..., clock: _Optional[int] = ..., committed: _Optional[int] = ..., bits: _Optional[bytes] = ...) -> None: ...
+
 class CutStateResponse(_message.Message):
-    __slots__ = ("incarnation", "epoch", "newest", "taken", "homes")
+    __slots__ = ("incarnation", "epoch", "newest", "taken", "homes", "records")
     class HomesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -130,12 +146,14 @@ class CutStateResponse(_message.Message):
     NEWEST_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     HOMES_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     epoch: int
     newest: int
     taken: _containers.RepeatedCompositeFieldContainer[CutTaken]
     homes: _containers.ScalarMap[int, str]
-    def __init__(self, incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., newest: _Optional[int] = ..., taken: _Optional[_Iterable[_Union[CutTaken, _Mapping]]] = ..., homes: _Optional[_Mapping[int, str]] = ...) -> None: ...
+    records: _containers.RepeatedCompositeFieldContainer[SparseStep]
+    def __init__(self, incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., newest: _Optional[int] = ..., taken: _Optional[_Iterable[_Union[CutTaken, _Mapping]]] = ..., homes: _Optional[_Mapping[int, str]] = ..., records: _Optional[_Iterable[_Union[SparseStep, _Mapping]]] = ...) -> None: ...
 
 class CutWrittenRequest(_message.Message):
     __slots__ = ("cut", "wait_ms")

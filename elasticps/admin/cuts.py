@@ -10,7 +10,8 @@ import grpc
 
 from elasticps.admin import admin_pb2, admin_pb2_grpc
 from elasticps.admin.client import failure, generation_of, open_channel
-from elasticps.admin.interface import CutState, CutTaken, CutWritten, Writing, WrittenFile
+from elasticps.admin.interface import CutState, CutTaken, CutWritten, WorkerHeld, Writing, WrittenFile
+from replication.step_records import StepRecord
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
@@ -37,10 +38,11 @@ class CutClient:
         """Makes all its workers hold; False if that time is over, or a newer cut is being taken."""
         return bool((await self._ask("Hold", admin_pb2.HoldRequest(cut=cut, hold_ms=int(hold_s * 1000)))).held)
 
-    async def held(self, cut: int) -> Mapping[int, int]:
-        """The workers that hold, with the clocks up to which their steps are committed."""
+    async def held(self, cut: int) -> Mapping[int, WorkerHeld]:
+        """The workers that hold, and what they report."""
         answer = await self._ask("Held", admin_pb2.HeldRequest(cut=cut))
-        return dict(zip(answer.workers, answer.clocks, strict=True))
+        reports = zip(answer.clocks, answer.epochs, answer.digests, strict=True)
+        return dict(zip(answer.workers, map(WorkerHeld._make, reports), strict=True))
 
     async def release(self, cut: int) -> None:
         """Lets workers go on."""
@@ -83,9 +85,14 @@ def write_state(state: CutState) -> admin_pb2.CutStateResponse:
         for one in state.taken
     ]  # fmt: skip
     homes = {r: json.dumps(home, separators=(",", ":")) for r, home in state.homes.items()}
+    records = [
+        admin_pb2.SparseStep(worker=worker, clock=record.clock, committed=record.committed, bits=record.bits)
+        for worker, record in state.records
+    ]
     return admin_pb2.CutStateResponse(
-        incarnation=state.incarnation, epoch=state.epoch, newest=state.newest, taken=taken, homes=homes
-    )
+        incarnation=state.incarnation, epoch=state.epoch, newest=state.newest, taken=taken, homes=homes,
+        records=records,
+    )  # fmt: skip
 
 
 def read_state(answer: admin_pb2.CutStateResponse) -> CutState:
@@ -98,7 +105,8 @@ def read_state(answer: admin_pb2.CutStateResponse) -> CutState:
         for one in answer.taken
     ]  # fmt: skip
     homes = {r: json.loads(home) for r, home in answer.homes.items()}
-    return CutState(answer.incarnation, answer.epoch, answer.newest, taken, homes)
+    records = [(one.worker, StepRecord(one.clock, one.committed, one.bits)) for one in answer.records]
+    return CutState(answer.incarnation, answer.epoch, answer.newest, taken, homes, records)
 
 
 def write_written(written: CutWritten) -> admin_pb2.CutWrittenResponse:

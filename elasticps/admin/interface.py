@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from coordinator.core.view import ServerInfo
+from replication.step_records import StepRecord
 
 MAX_URL = 4096
 
@@ -40,6 +41,15 @@ class Writing(NamedTuple):
     failed: str = ""
 
 
+class WorkerHeld(NamedTuple):
+    """What a worker reports as it holds: all its steps up to `clock` are committed, and it has pushed none later.
+    digest: of its progress in all ranges but those that came back from a checkpoint in a view up to `epoch`."""
+
+    clock: int
+    epoch: int
+    digest: int
+
+
 class CutTaken(NamedTuple):
     """The state at a cut of ranges in which it is equal. clocks: progress by worker, as in `replication.progress`;
     closed: the last closed round of each application; waiting_shares: (application, round, worker) of shares whose
@@ -53,13 +63,15 @@ class CutTaken(NamedTuple):
 
 class CutState(NamedTuple):
     """A cut as one server has it, in the ranges in which it logged the cut and which it writes. newest: the highest
-    number of any cut that the server knows; homes: by group range, rounds and shards of its application."""
+    number of any cut that the server knows; homes: by group range, rounds and shards of its application; records: of
+    sparse steps, by worker, of workers that have left and whose home is among the ranges."""
 
     incarnation: int
     epoch: int
     newest: int
     taken: Sequence[CutTaken]
     homes: Mapping[int, Mapping[str, Any]]
+    records: Sequence[tuple[int, StepRecord]] = ()
 
 
 class CutWritten(NamedTuple):
@@ -77,8 +89,8 @@ class CutInterface(Protocol):
     def hold(self, cut: int, hold_s: float) -> bool:
         """Makes all workers hold; False if that time is over, or a newer cut is being taken."""
 
-    def held(self, cut: int) -> Mapping[int, int]:
-        """The workers that hold, with the clocks up to which their steps are committed."""
+    def held(self, cut: int) -> Mapping[int, WorkerHeld]:
+        """The workers that hold, and what they report."""
 
     def release(self, cut: int) -> None:
         """Lets workers go on."""

@@ -124,7 +124,11 @@ class Admin(admin_pb2_grpc.AdminServicer):
 
     async def Held(self, request: admin_pb2.HeldRequest, context: Context) -> admin_pb2.HeldResponse:  # noqa: N802
         held = (await self._target(context, Act.LOOK)).cuts.held(request.cut)
-        return admin_pb2.HeldResponse(workers=held.keys(), clocks=held.values())
+        reports = held.values()
+        return admin_pb2.HeldResponse(
+            workers=held.keys(), clocks=[report.clock for report in reports],
+            epochs=[report.epoch for report in reports], digests=[report.digest for report in reports],
+        )  # fmt: skip
 
     async def Cut(self, request: admin_pb2.CutRequest, context: Context) -> admin_pb2.CutResponse:  # noqa: N802
         cuts = (await self._target(context, Act.CUT)).cuts

@@ -25,7 +25,7 @@ from coordinator.core import fields
 from coordinator.core.keys import ROSTER, roster_of
 from coordinator.core.store import Entry, Store
 from coordinator.core.view import ServerInfo, View, WorkerInfo
-from elasticps.admin.interface import CutState
+from elasticps.admin.interface import CutState, WorkerHeld
 from elasticps.checkpoint.core.cut_proof import Verdict, prove_cut, uncovered
 from elasticps.errors import CheckpointError, Error
 from elasticps.system.coordination import read_view
@@ -50,8 +50,8 @@ class CutServer(Protocol):
     async def hold(self, cut: int, hold_s: float) -> bool:
         """Has all its workers hold; False if the hold is over, or a newer cut is being taken."""
 
-    async def held(self, cut: int) -> Mapping[int, int]:
-        """The workers that hold, and the clocks up to which they have written."""
+    async def held(self, cut: int) -> Mapping[int, WorkerHeld]:
+        """The workers that hold, and what they report."""
 
     async def release(self, cut: int) -> None:
         """Has its workers go on."""
@@ -119,7 +119,7 @@ class CutTaker:
         began, notified = self._now(), set[Member]()
         try:
             until = began + _MARGIN * self._hold_s
-            written = await self._hold(number, until, notified)
+            held = await self._hold(number, until, notified)
             view = await self._log(number, since, url, until, notified)
         finally:
             await asyncio.gather(*(self._quietly(server.release(number)) for server in self._servers.values()))
@@ -130,10 +130,15 @@ class CutTaker:
         taken = [one for state in states.values() for one in state.taken]
         if why := uncovered(view.ranges, taken):
             raise GivenUp(f"cut {number} is lost in part: {why}")
-        verdict = prove_cut(taken, {worker.id: worker.app for worker in roster}, written)
+        if int(view.recovery_epoch.max()) > min((report.epoch for report in held.values()), default=view.epoch):
+            raise GivenUp(f"cut {number}: ranges came back from a checkpoint, of which a worker had not heard")
+        records = [record for state in states.values() for record in state.records]
+        present = {worker.id: worker.app for worker in roster}
+        verdict = prove_cut(taken, present, held, records, view.recovery_epoch > 0)
         if verdict.why:
             error = RoundsDiffer if verdict.rounds_torn else Inconsistent
             raise error(f"cut {number} was not consistent: {verdict.why}")
+        written = {worker: report.clock for worker, report in held.items()}
         return ConsistentCut(number, since, url, view, verdict, states, roster, written, held_s)
 
     # --- the steps --------------------------------------------------------------------------------------------------
@@ -160,8 +165,8 @@ class CutTaker:
             if await self._store.compare_and_set(LAST, str(number).encode(), expect=expect) is not None:
                 return number
 
-    async def _hold(self, number: int, until: float, notified: set[Member]) -> dict[int, int]:
-        """Has all workers hold; returns the clock up to which each has written."""
+    async def _hold(self, number: int, until: float, notified: set[Member]) -> dict[int, WorkerHeld]:
+        """Has all workers hold; returns what each reports."""
         pause_s, late = _POLL_S, "nobody was asked"
         while self._now() < until:
             servers = (await self._view()).servers
@@ -172,9 +177,9 @@ class CutTaker:
                 raise GivenUp(f"cut {number} is not the newest any more")
             # Read after all servers were told: whoever joins later is told before it can write anything.
             roster = await self._roster()
-            held: dict[int, int] = {}
-            for clocks in (await self._ask(servers, lambda server: server.held(number))).values():
-                held |= {worker: max(clock, held.get(worker, 0)) for worker, clock in clocks.items()}
+            held: dict[int, WorkerHeld] = {}
+            for reports in (await self._ask(servers, lambda server: server.held(number))).values():
+                held |= {worker: max(report, held.get(worker, report)) for worker, report in reports.items()}
             deaf = [server.name for server in servers if server.member not in notified]
             missing = [worker.name for worker in roster if worker.id not in held]
             if not deaf and not missing:

@@ -75,7 +75,9 @@ class WorkerHold:
         with self._lock:
             session, in_round = self._session, self.in_round()
             done = not (session.outstanding or self._writing() or self._entering)
-            written = Written(session.clock, done and not in_round, in_round is not None)
+            settled = done and not in_round
+            digest, epoch = (session.digest, session.epoch) if settled else (0, 0)
+            written = Written(session.clock, settled, in_round is not None, digest, epoch)
             for member, header in self.hold.answers(written, self._runtime.monotonic()):
                 self._connections.send(member, [header.header().pack()])
             if done and in_round and self._settled != (self.hold.cut, session.clock):

@@ -373,23 +373,29 @@ class HoldHeader(NamedTuple):
 
 class HeldHeader(NamedTuple):
     """HELD: `worker` has written nothing beyond step `clock`, and that is committed, its round closed. open: not yet,
-    the others of its rounds have to come as far; apart: it is in none."""
+    the others of its rounds have to come as far; apart: it is in none. digest: of its progress in all ranges but those
+    that came back from a checkpoint in a view up to `epoch` (`PushSession.digest`); 0 with `open`."""
 
     cut: int
     worker: int
     clock: int
     open: bool = False
     apart: bool = False
+    digest: int = 0
+    epoch: int = 0
 
     def header(self) -> Header:
         """The 64 bytes' fields; there is no body."""
         flags = (not self.open) * LAST | self.apart * PAUSE
-        return Header(Kind.HELD, flags, clock=self.clock, worker=self.worker, table=self.cut)
+        return Header(
+            Kind.HELD, flags, request=self.digest, epoch=self.epoch, clock=self.clock, worker=self.worker,
+            table=self.cut,
+        )  # fmt: skip
 
     @classmethod
     def of(cls, h: Header) -> HeldHeader:
         """The inverse of `header`."""
-        return cls(h.table, h.worker, h.clock, not h.flags & LAST, bool(h.flags & PAUSE))
+        return cls(h.table, h.worker, h.clock, not h.flags & LAST, bool(h.flags & PAUSE), h.request, h.epoch)
 
 
 class ReleaseHeader(NamedTuple):

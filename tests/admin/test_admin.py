@@ -12,12 +12,13 @@ from coordinator.core.view import ServerInfo
 from elasticps.admin import AdminServer, admin_pb2, admin_pb2_grpc, fetch_health, fetch_hot, fetch_status, start_admin
 from elasticps.admin.client import fetch_marked, open_channel, take_mark
 from elasticps.admin.cuts import CutClient
-from elasticps.admin.interface import CutState, CutTaken, CutWritten, MarkedRange, Writing, WrittenFile
+from elasticps.admin.interface import CutState, CutTaken, CutWritten, MarkedRange, WorkerHeld, Writing, WrittenFile
 from elasticps.errors import ClusterUnreachable, ConfigError
 from elasticps.system import background
 from elasticps.wire.headers import MAX_CUT
 from replication.progress import PART_BITS
 
+HELD = WorkerHeld(120, 7, (1 << 64) - 1)
 STATUS: dict[str, Any] = {
     "id": "s0",
     "pid": os.getpid(),
@@ -59,8 +60,8 @@ class Cuts:
         self.happened.append(("hold", cut, hold_s))
         return cut == 2
 
-    def held(self, cut: int) -> dict[int, int]:
-        return {4: 120} if cut == 2 else {}
+    def held(self, cut: int) -> dict[int, WorkerHeld]:
+        return {4: HELD} if cut == 2 else {}
 
     def release(self, cut: int) -> None:
         self.happened.append(("release", cut))
@@ -129,7 +130,7 @@ def test_a_checkpoint_cut_is_taken_over_the_admin_port() -> None:
             there = CutClient(server.address, 5.0)
             assert await there.hold(2, 1.5)
             assert not await there.hold(1, 1.5)
-            assert await there.held(2) == {4: 120}
+            assert await there.held(2) == {4: HELD}
             assert await there.take(2, 1, "file:///x")
             assert not await there.take(3, 1, "file:///x")
             with pytest.raises(ClusterUnreachable, match="no cut 3 since 3"):

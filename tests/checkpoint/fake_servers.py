@@ -10,7 +10,7 @@ import numpy as np
 
 from coordinator.core.view import Roster, ServerInfo, View, WorkerInfo
 from coordinator.memory import MemoryStore
-from elasticps.admin.interface import CutState, CutTaken, CutWritten, Writing, WrittenFile
+from elasticps.admin.interface import CutState, CutTaken, CutWritten, WorkerHeld, Writing, WrittenFile
 from elasticps.checkpoint import row_writer
 from elasticps.checkpoint.create import checkpoint
 from elasticps.checkpoint.manifest import Manifest
@@ -20,7 +20,7 @@ from elasticps.errors import ClusterUnreachable
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
 from elasticps.store.layout import RowLayout
-from replication.progress import ERASER
+from replication.progress import ERASER, digest_of
 
 P = 4
 SERVERS = [ServerInfo(name, 1, f"{name}:1", f"{name}:2") for name in ("s0", "s1")]
@@ -45,8 +45,10 @@ class Fake:
         self.happened.append("hold")
         return True
 
-    async def held(self, cut: int) -> Mapping[int, int]:
-        return {ONE: 7} if self.index else {NEW: 0}
+    async def held(self, cut: int) -> Mapping[int, WorkerHeld]:
+        if not self.index:
+            return {NEW: WorkerHeld(0, 1, 0)}
+        return {ONE: WorkerHeld(7, 1, digest_of(ONE, np.arange(P), np.full(P, 7 << 16)))}
 
     async def release(self, cut: int) -> None:
         self.happened.append("release")

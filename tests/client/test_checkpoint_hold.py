@@ -104,7 +104,7 @@ def test_a_worker_in_rounds_reports_an_open_round_and_finishes_it() -> None:
     hold = Hold(WORKER)
     hold.hear(A, HoldHeader(1, 1000), 0.0)
     assert hold.answers(Written(4, False, True), 0.0) == [(A, HeldHeader(1, WORKER, 4, open=True))]
-    assert hold.answers(Written(4, True, True), 0.0) == [(A, HeldHeader(1, WORKER, 4))]
+    assert hold.answers(Written(4, True, True, 99, 3), 0.0) == [(A, HeldHeader(1, WORKER, 4, digest=99, epoch=3))]
     assert hold.holds(5, 0.0)
     hold.hear(A, HoldHeader(1, 1000, 5), 0.0)
     assert not hold.holds(5, 0.0)

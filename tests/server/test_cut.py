@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticps.admin.cuts import read_state, read_written, write_state, write_written
-from elasticps.admin.interface import CutState, CutTaken, CutWritten, Writing, WrittenFile
+from elasticps.admin.interface import CutState, CutTaken, CutWritten, WorkerHeld, Writing, WrittenFile
 from elasticps.kernels.hashing import group_range
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.sharding import ShardSpec
@@ -26,6 +26,7 @@ from elasticps.store import Table
 from elasticps.store.cuts import PassedCuts
 from elasticps.wire.frames import Block, Kind, json_frame
 from elasticps.wire.headers import HeldHeader, HoldHeader, ReleaseHeader
+from replication.step_records import StepRecord
 from tests.server.conftest import RANGES, WORKER, Group, Run, Worker, until
 
 P = 8
@@ -49,14 +50,18 @@ class HoldingTwin:
                 until_s = 0.0
         return (cut, until_s) if now < until_s else (0, 0.0)
 
-    def held(self, cut: int, now: float) -> dict[int, int]:
+    def held(self, cut: int, now: float) -> dict[int, WorkerHeld]:
         if not cut or self.current(now)[0] != cut:
             return {}
         first = min(i for i, (what, numbers, _) in enumerate(self.log) if what == "begin" and numbers[0] == cut)
         heard = [numbers for what, numbers, _ in self.log[first:] if what == "hear" and numbers[0] == cut]
         rounds = {app: max([n[2] for n in heard if n[1] % 2 == app and n[3]], default=0) for app in (0, 1)}
         last = {worker: (clock, still_open) for _, worker, clock, still_open in heard}
-        return {w: clock for w, (clock, still_open) in last.items() if not still_open and clock >= rounds[w % 2]}
+        return {
+            w: WorkerHeld(clock, cut, 3 * clock)
+            for w, (clock, still_open) in last.items()
+            if not still_open and clock >= rounds[w % 2]
+        }
 
 
 cuts, workers, clocks = st.integers(1, 3), st.integers(1, 4), st.integers(0, 4)
@@ -81,7 +86,8 @@ def test_a_worker_counts_as_holding_by_its_newest_message_and_its_commits(
             assert held == (twin.current(now)[0] == numbers[0])
         elif what == "hear":
             cut, worker, clock, still_open = numbers
-            holding.hear(f"app{worker % 2}", HeldHeader(cut, worker, clock, bool(still_open)), now)
+            report = HeldHeader(cut, worker, clock, bool(still_open), digest=3 * clock, epoch=cut)
+            holding.hear(f"app{worker % 2}", report, now)
             if twin.current(now)[0] == cut:
                 twin.log.append((what, numbers, now))
         else:
@@ -99,13 +105,14 @@ def test_an_open_round_delays_only_workers_of_its_application() -> None:
     assert not holding.hear("a", HeldHeader(1, 5, 8), 1.0)
     assert not holding.hear("b", HeldHeader(1, 7, 3), 1.0)
     assert holding.hear("a", HeldHeader(1, 6, 9, open=True), 1.0)
-    assert holding.held(1, 1.0) == {7: 3}
+    assert holding.held(1, 1.0) == {7: WorkerHeld(3, 0, 0)}
     assert holding.tells("a", 1.0) == HoldHeader(1, 4000, 9)
     assert holding.tells("b", 1.0) == HoldHeader(1, 4000, 0)
     assert not holding.hear("a", HeldHeader(1, 6, 9), 2.0)
     holding.hear("a", HeldHeader(1, 5, 9), 2.0)
     holding.hear("a", HeldHeader(1, 8, 0, apart=True), 2.0)
-    assert holding.held(1, 2.0) == {5: 9, 6: 9, 7: 3, 8: 0}
+    clocks = {worker: report.clock for worker, report in holding.held(1, 2.0).items()}
+    assert clocks == {5: 9, 6: 9, 7: 3, 8: 0}
 
 
 # ----------------------------------------------------------------------------------------------------- what is noted
@@ -150,7 +157,8 @@ def test_rounds_and_shards_are_noted_at_their_home_range() -> None:
     found = shards._open("a", "train", ShardSpec(100, 10, 1, None))
     assert found is not None
     found.hand_out(WORKER, 1)
-    notes.note(CutMark(1, 0, "s0", 1, ""), home, 3, (np.array([WORKER]), np.array([1 << 16])), rounds, shards, tables)
+    clocks, records = (np.array([WORKER]), np.array([1 << 16])), [(WORKER, StepRecord(1, 0, b"\1" + bytes(7)))]
+    notes.note(CutMark(1, 0, "s0", 1, ""), home, 3, clocks, rounds, shards, tables, records)
     ((_, noted),) = notes.by(1, "s0", 1)
     assert noted.column.clocks() == {WORKER: 1 << 16}
     assert (noted.column.closed, noted.column.retained) == ((("a", 1),), (("a", 2, 6),))
@@ -159,7 +167,8 @@ def test_rounds_and_shards_are_noted_at_their_home_range() -> None:
     assert noted.home["shards"][0]["doing"] == [[WORKER, 0, 0, 0, 0]]
     taken = CutTaken((home,), noted.column.clocks(), dict(noted.column.closed), noted.column.retained)
     file = WrittenFile("000001/t/s0-1.000.safetensors", 10, 8, 2, "ab", 3, (0, 1))
-    state = CutState(1, 2, 3, [taken], {home: noted.home})
+    state = CutState(1, 2, 3, [taken], {home: noted.home}, noted.records)
+    assert state.records == records
     assert read_state(write_state(state)) == state
     for written in (CutWritten(1, 2, Writing(1, [file], "no")), CutWritten(1, 0, None)):
         assert read_written(write_written(written)) == written
@@ -329,9 +338,9 @@ def test_workers_that_connect_during_a_cut_hold_until_the_release(run: Run) -> N
         hello = {"cluster": "c", "worker": second, "name": f"w{second}", "app": "default"}
         late.writer.write(json_frame(Kind.HELLO, hello))
         await until(lambda: len(late.unsolicited) == 2)  # else the release may be over before it is heard
-        early.writer.write(HeldHeader(3, WORKER, 8).header().pack())
+        early.writer.write(HeldHeader(3, WORKER, 8, digest=5, epoch=1).header().pack())
         await until(lambda: cuts.held(3))
-        assert cuts.held(3) == {WORKER: 8}
+        assert cuts.held(3) == {WORKER: WorkerHeld(8, 1, 5)}
         cuts.release(3)
         await until(lambda: len(late.unsolicited) == 3)
         welcome, hold, release = late.unsolicited

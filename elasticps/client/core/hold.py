@@ -15,11 +15,13 @@ from replication.chain import Member
 
 class Written(NamedTuple):
     """What a worker has written: steps up to `clock`. settled: all of it is committed, and its newest round closed;
-    rounds: it takes part in synchronous rounds now."""
+    rounds: it takes part in synchronous rounds now; digest, epoch: as in HELD, once all is settled."""
 
     clock: int
     settled: bool
     rounds: bool
+    digest: int = 0
+    epoch: int = 0
 
 
 class Hold:
@@ -68,7 +70,10 @@ class Hold:
         """What servers are to be told now."""
         if self.left_s(now) <= 0 or not (written.settled or written.rounds):
             return []
-        report = HeldHeader(self.cut, self._worker, written.clock, not written.settled, not written.rounds)
+        report = HeldHeader(
+            self.cut, self._worker, written.clock, not written.settled, not written.rounds, written.digest,
+            written.epoch,
+        )  # fmt: skip
         others = [server for server, last in self._reports.items() if last != report]
         self._reports.update(dict.fromkeys(others, report))
         return [(server, report) for server in others]

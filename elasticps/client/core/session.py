@@ -34,7 +34,7 @@ from elasticps.client.core.heads import Head, Heads, by_progress
 from elasticps.client.core.outstanding import OutstandingStep, PartContent, Ticks
 from replication.chain import Chains, Member, Ranges
 from replication.effects import Status
-from replication.progress import MAX_PARTS, PART_BITS, Progress, after_part, touched_clock
+from replication.progress import MAX_PARTS, PART_BITS, Progress, after_part, digest_of, touched_clock
 from replication.step_records import StepRecord, home_range, last_whole_step, record_of
 
 RESEND_BYTES = 256 << 10  # with so much outstanding a new head is asked what it has
@@ -102,6 +102,7 @@ class PushSession:
         self._home = home_range(worker, ranges)
         self._steps: OrderedDict[int, OutstandingStep] = OrderedDict()
         self._heads = Heads(ranges)
+        self._recovered = np.zeros(ranges, np.bool_)  # ranges that ever came back from a checkpoint
         self._connected: set[Member] = set()
         self._frames: dict[int, Frame] = {}
         self._head_of_ask: dict[int, Member] = {}  # by the number of an Ask that has no answer yet
@@ -146,6 +147,13 @@ class PushSession:
     def progress(self) -> Progress:
         """How far this worker has pushed, by range, int64 [P]."""
         return self._heads.progress
+
+    @property
+    def digest(self) -> int:
+        """A digest of `progress` in all ranges but those that ever came back from a checkpoint: how far these are only
+        their heads know."""
+        ranges = np.flatnonzero(~self._recovered)
+        return digest_of(self.worker, ranges, self.progress[ranges])
 
     def holds(self, clock: int) -> bool:
         """Whether a step is outstanding."""
@@ -257,7 +265,7 @@ class PushSession:
         if begun_again:  # these ranges have lost what they had of outstanding steps
             for step in self._steps.values():
                 step.by_range(self._ranges)[recovered] = False
-        self.epoch = view.epoch
+        self.epoch, self._recovered = view.epoch, view.recovery_epoch > 0
         gone, fresh = self._heads.follow(view, recovered)
         if gone or fresh:
             for step in self._steps.values():

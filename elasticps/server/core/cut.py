@@ -13,18 +13,20 @@ the rows. The notes are this server's alone, and of the newest cut only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.admin.interface import WorkerHeld
 from elasticps.server.core.barrier_state import Rounds, Selecting
 from elasticps.server.core.data_shards import ShardLedger
 from elasticps.server.core.operations import CutMark
 from elasticps.wire.headers import HeldHeader, HoldHeader
 from replication.chain import Ranges
 from replication.progress import Progress
+from replication.step_records import StepRecord
 
 MOST_S = 60.0  # nobody is held for longer
 
@@ -67,13 +69,13 @@ class CutHold:
         self._rounds[app] = held.clock
         return True
 
-    def held(self, cut: int, now: float) -> dict[int, int]:
-        """The workers that hold for this cut, with the clock up to which they have written; those that still have to
-        push to a round do not."""
+    def held(self, cut: int, now: float) -> dict[int, WorkerHeld]:
+        """The workers that hold for this cut, and what they report; those that still have to push to a round do
+        not."""
         if cut != self.cut or now >= self._until_s:
             return {}
         return {
-            id: held.clock
+            id: WorkerHeld(held.clock, held.epoch, held.digest)
             for id, (app, held) in self._workers.items()
             if not held.open and (held.apart or held.clock >= self._rounds.get(app, 0))
         }
@@ -104,12 +106,14 @@ class Column(NamedTuple):
 
 class Noted(NamedTuple):
     """A range at a cut: the CUT, its place in the log, and what there was. home: rounds and shards of applications
-    whose group range this is, as JSON has them; None for a range that is nobody's."""
+    whose group range this is, as JSON has them; None for a range that is nobody's. records: of workers whose home this
+    is, by worker."""
 
     mark: CutMark
     seq: int
     column: Column
     home: dict[str, Any] | None
+    records: Sequence[tuple[int, StepRecord]] = ()
 
 
 class CutNotes:
@@ -122,7 +126,7 @@ class CutNotes:
 
     def note(
         self, mark: CutMark, r: int, seq: int, clocks: tuple[NDArray[np.int64], Progress], rounds: Rounds,
-        shards: ShardLedger, tables: Mapping[int, Selecting],
+        shards: ShardLedger, tables: Mapping[int, Selecting], records: Sequence[tuple[int, StepRecord]] = (),
     ) -> None:  # fmt: skip
         """Keeps what there is in a range as the CUT is applied."""
         if mark.number < self.newest:
@@ -135,7 +139,7 @@ class CutNotes:
         closed, retained = tuple(rounds.closed_in(r)), tuple(rounds.retained_in(r, tables))
         column = Column(workers.tobytes(), progress.tobytes(), closed, retained)
         column = self._columns.setdefault(column, column)
-        self.noted[r] = Noted(mark, seq, column, _home(r, rounds, shards))
+        self.noted[r] = Noted(mark, seq, column, _home(r, rounds, shards), records)
 
     def by(self, number: int, writer: str, incarnation: int) -> Iterator[tuple[int, Noted]]:
         """What was noted at a cut in the ranges that a server logged it in."""

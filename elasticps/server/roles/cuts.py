@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import numpy as np
 
-from elasticps.admin.interface import CutState, CutTaken, CutWritten, Writing
+from elasticps.admin.interface import CutState, CutTaken, CutWritten, WorkerHeld, Writing
 from elasticps.server.core.cut import CutHold, by_column
 from elasticps.server.core.operations import CutMark
 from elasticps.server.core.requests import Asker, Body
@@ -67,8 +67,8 @@ class CutHandler:
                 self.greet(connection)
         return held
 
-    def held(self, cut: int) -> dict[int, int]:
-        """The workers that hold, with the clocks up to which their steps are committed."""
+    def held(self, cut: int) -> dict[int, WorkerHeld]:
+        """The workers that hold, and what they report."""
         return self._holding.held(cut, self._clock())
 
     def release(self, cut: int) -> None:
@@ -101,9 +101,11 @@ class CutHandler:
         taken = [CutTaken(tuple(ranges), column.clocks(), dict(column.closed), column.retained)
                  for column, ranges in by_column(mine).items()]  # fmt: skip
         homes = {r: noted.home for r, noted in mine if noted.home is not None}
+        roster = self._executor.replica.admission.roster or ()
+        records = [(worker, one) for _, noted in mine for worker, one in noted.records if worker not in roster]
         passed = int(self._executor.store.cuts.newest.max())  # a range may have come with it, or from a checkpoint
         newest = max(notes.newest, self._holding.cut, passed)
-        return CutState(me.incarnation, self._serving.epoch, newest, taken, homes)
+        return CutState(me.incarnation, self._serving.epoch, newest, taken, homes, records)
 
     async def written(self, cut: int, wait_s: float) -> CutWritten:
         """Starts to write the cut if that has not begun; reports how far it is, when it is done or after `wait_s`."""

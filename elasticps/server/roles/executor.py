@@ -378,7 +378,8 @@ class Executor:
         clocks, tables = self.replica.clocks, self.store.tables
         for r, seq in zip(ranges.tolist(), seqs.tolist(), strict=True):
             if r not in (effect.inside or {}):
-                self.cuts.note(mark, r, seq, clocks.column(r), self.rounds, self.shards, tables)
+                records = self.replica.core.records.column(r)
+                self.cuts.note(mark, r, seq, clocks.column(r), self.rounds, self.shards, tables, records)
         if len(ranges):
             self.store.pass_cut(ranges, mark.number)
             self.cut_passed(ranges, seqs, mark, effect.inside)
