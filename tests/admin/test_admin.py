@@ -17,6 +17,7 @@ from elasticps.errors import ClusterUnreachable, ConfigError
 from elasticps.system import background
 from elasticps.wire.headers import MAX_CUT
 from replication.progress import PART_BITS
+from replication.step_records import StepRecord
 
 HELD = WorkerHeld(120, 7, (1 << 64) - 1)
 STATUS: dict[str, Any] = {
@@ -71,7 +72,8 @@ class Cuts:
         return cut == 2
 
     def state(self, cut: int) -> CutState:
-        return CutState(3, 7, 2, [CutTaken((0, 5), {4: 120 << PART_BITS}, {"a": 9})], {})
+        taken = [CutTaken((0, 5), {4: 120 << PART_BITS}, {"a": 9})]
+        return CutState(3, 7, 2, taken, {}, [(9, StepRecord(4, 3, b"\5"))])
 
     async def written(self, cut: int, wait_s: float) -> CutWritten:
         self.happened.append(("written", cut, wait_s))
