@@ -438,6 +438,7 @@ class Replica:
         core.perform(frame, ranges, seqs, before)
         if operation.after == 0:
             core.clocks.forget(operation.worker)
+            core.records.forget(operation.worker)
 
     def _ack(self, slot: int, message: Ack) -> None:
         core = self.core

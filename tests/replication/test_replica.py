@@ -30,6 +30,7 @@ from replication.effects import (
 from replication.log import Log
 from replication.messages import Ack, Forward, Message, OperationKind, Resync
 from replication.progress import FIRST_ROWS
+from replication.step_records import record_of
 from tests.replication.cluster import Cluster, P
 from tests.replication.views import plan_failover, plan_move, plan_repair
 
@@ -347,12 +348,15 @@ def test_an_operation_of_the_ranges_is_logged_like_a_push_and_a_retired_worker_i
     c = Cluster()
     head, tail = c.view.members_of(0)
     c.push(head, 1)
+    for member in (head, tail):
+        c.replicas[member].records.note(1, record_of(1, 0, np.ones(c.replicas[member].ranges, np.bool_)))
     c.push(head, 0, worker=-1, kind=OperationKind.CREATE, token="create")
     c.push(head, 0, worker=1, kind=OperationKind.RETIRE, after=0, token="retire")
     c.settle()
     assert [status for _, status in c.replies()] == [Status.COMMITTED] * 3
     assert c.replicas[tail].seq[0] == 3
     assert not c.replicas[head].clocks.known(1)
+    assert c.replicas[head].records.of(1) == c.replicas[tail].records.of(1) == []
 
 
 @pytest.mark.parametrize(

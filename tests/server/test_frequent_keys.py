@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 
 from elasticps.server.core.frequent_keys import Sketch
 from elasticps.server.roles.hot_keys import HotKeys
+from elasticps.wire.clocks import encode_record
 from elasticps.wire.frames import Kind
-from elasticps.wire.headers import PullHeader
-from tests.server.conftest import TABLE, Group, Run
+from elasticps.wire.headers import PullHeader, PushHeader
+from replication.progress import before_part
+from replication.step_records import record_of
+from tests.server.conftest import RANGES, TABLE, Group, Run
 
 
 @given(st.lists(st.lists(st.integers(-3, 12), max_size=30), max_size=12), st.integers(1, 6))
@@ -45,6 +48,10 @@ def test_frames_are_looked_at_once_and_their_keys_are_counted(run: Run) -> None:
         pushed = list(hot.sample())
         assert [(table, sorted(keys.tolist())) for table, keys in pushed] == [(TABLE, [5, 6, 7])]
         assert list(hot.sample()) == []  # the same frame
+        record = encode_record(record_of(2, 1, np.arange(RANGES) < 3))
+        sparse = PushHeader(0, view.epoch, 2, before_part(2, 0), 1, record=True).header(0)
+        await asyncio.wait_for(worker.ask(sparse, worker._block(view, "a", [8], 1.0), record), 10)
+        assert [(table, keys.tolist()) for table, keys in hot.sample()] == [(TABLE, [8])]
         keys = np.array([5, 5, 9])
         ask = PullHeader(0, view.epoch, 1, 0, TABLE, len(keys)).header()
         await asyncio.wait_for(worker.ask(ask, keys.tobytes()), 10)
@@ -52,7 +59,7 @@ def test_frames_are_looked_at_once_and_their_keys_are_counted(run: Run) -> None:
         for table, mine in [*pushed, (TABLE, keys), (99, keys)]:
             hot._count(table, mine)
         found = hot.found()
-        assert (found["pulls"], found["pushes"], found["sampled"]) == (1, 1, 6)
+        assert (found["pulls"], found["pushes"], found["sampled"]) == (1, 2, 6)
         (one,) = found["tables"]
         assert dict(zip(one["keys"], one["counts"], strict=True)) == {5: 3, 6: 1, 7: 1, 9: 1}
         assert one["keys"][0] == 5

@@ -350,6 +350,8 @@ class FastPath:
         if reason in at.MEMORY_MISSING:
             self._take_memory(reason)
             reason = self._consume(int(self._fields[at.H_AT]), 0)
+        if self._notes:
+            self._notes.tell(self.replica.records, self._on_shard)
         return reason
 
     def go_on(self, connection: PathConnection, reason: int) -> None:
@@ -376,8 +378,6 @@ class FastPath:
         """After a `turn`: hands over what it did not send, and returns the connection for which Python has to
         do something, if it has."""
         f = self._fields
-        if self._notes:
-            self._notes.tell(self.replica.records, self._on_shard)
         if f[at.H_SEGMENT_COUNT]:
             self._outbox.flush()
         return None if reason in (at.IDLE, at.DONE) else self._slots[f[at.H_AT]]
