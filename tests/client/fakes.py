@@ -14,6 +14,7 @@ from coordinator.core.view import ServerInfo, View, WorkerInfo
 from elasticps.client.core.join import PastRun
 from elasticps.client.registrations import Registration, TableToRegister
 from elasticps.client.runtime import Runtime
+from elasticps.wire.clocks import ClocksFrame
 from elasticps.wire.frames import (
     BLOCK_BYTES,
     HEADER_BYTES,
@@ -22,7 +23,6 @@ from elasticps.wire.frames import (
     Header,
     Kind,
     bytes_frame,
-    clocks_frame,
     json_frame,
     unpack_header,
 )
@@ -126,7 +126,7 @@ class FakeServer:
             assert self.view is not None
             ranges = np.flatnonzero(self.view.heads == self.view.index(self.name))
             applied, committed = (np.full(len(ranges), x, np.int64) for x in (self.applied, self.committed))
-            yield clocks_frame(request, epoch, ranges, applied, committed)
+            yield ClocksFrame(ranges, applied, committed).frame(request, epoch)
         elif kind == Kind.GET_VIEW:
             if self.view is not None and self.view.epoch > header.epoch:
                 yield bytes_frame(Kind.VIEW, self.view.encode(), epoch=epoch)

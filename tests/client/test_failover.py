@@ -55,12 +55,13 @@ def test_an_applied_step_is_repeated_without_its_rows(cluster: Cluster) -> None:
 
 def test_every_connection_gets_the_base_before_any_push(cluster: Cluster) -> None:
     ps = cluster.connect()
+    table = cluster.table(ps)
     for _ in range(3):
-        ps.push({}).result()
+        ps.push({table: (KEYS, ONES)}).result()
     for peer in list(ps._dispatcher.connections.peers.values()):
         assert isinstance(peer.link.socket, socket.socket)
         peer.link.socket.shutdown(socket.SHUT_RDWR)
-    ps.push({}).result()
+    ps.push({table: (KEYS, ONES)}).result()
     for server in cluster.servers:
         kinds = [(h.kind, h.flags & LAST) for h in server.got(Kind.HELLO, Kind.JOIN, Kind.PUSH)]
         second = len(kinds) - 1 - kinds[::-1].index((Kind.HELLO, 0))

@@ -53,7 +53,7 @@ class Client:
         self.pushes.adopt(self.routes)
         for member in self.routes.members:
             self.pushes.connected(member)
-        keys, grads = np.arange(64), np.ones((64, 4), np.float32)
+        keys, grads = np.arange(4096), np.ones((4096, 4), np.float32)  # some in each range
         source = PushSource(9, SALT, 4, -1, keys, grads, np.array([0.1], np.float32))
         self.part = Packer(Pool(1 << 20)).pack([source], self.routes)
         self.part._rows = self.rows = CountedRows(self.part._rows)

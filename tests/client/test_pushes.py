@@ -16,6 +16,7 @@ from elasticps.client.pushes import PushesInFlight, StepState
 from elasticps.errors import NotFinite, ServerFull
 from elasticps.kernels.hashing import key_ranges, table_salt
 from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, REPEAT, Buffer, Header, Kind, unpack_header
+from elasticps.wire.headers import NEVER
 from elasticps.wire.pool import Pool
 from elasticps.wire.refusals import RefusedRows
 from replication.chain import Member
@@ -88,7 +89,8 @@ def test_a_step_is_done_when_every_head_has_reported_ok() -> None:
     step = wire.push()
     (to_a, a), (to_b, b) = wire.take()
     assert (to_a, to_b) == (A, B)
-    assert (a.kind, a.flags, a.clock, a.worker, a.table, a.epoch) == (Kind.PUSH, LAST | ALL_RANGES, 1, 7, 1, 1)
+    assert (a.kind, a.flags, a.clock, a.table, a.epoch) == (Kind.PUSH, LAST | ALL_RANGES, 1, 1, 1)
+    assert (a.worker, a.first) == (NEVER, 0), "this worker has pushed nothing there before"
     assert wire.pushes.ok(a.request)
     assert not wire.pushes.ok(a.request)
     assert not done(step)

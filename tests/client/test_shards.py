@@ -15,7 +15,8 @@ from elasticps.client.core.fan_out import Answer, Request
 from elasticps.client.data_shards import Shards
 from elasticps.client.runtime import Runtime
 from elasticps.model.sharding import ShardSpec
-from elasticps.wire.frames import HEADER_BYTES, Header, Kind, clocks_frame, unpack_header
+from elasticps.wire.clocks import ClocksFrame
+from elasticps.wire.frames import HEADER_BYTES, Header, Kind, unpack_header
 
 
 class Owner:
@@ -79,7 +80,7 @@ def test_a_lost_worker_has_trained_a_shard_when_its_step_is_committed_and_not_be
         routes = SimpleNamespace(view=SimpleNamespace(ranges=1), headless=False, share_of={})
         wish.questions(cast(Any, routes))
         ranges, *progress = (np.array([value], np.int64) for value in (0, applied << 16, committed << 16))
-        frame = bytes(clocks_frame(0, 1, ranges, progress[0], progress[1]))
+        frame = ClocksFrame(ranges, progress[0], progress[1]).frame(0, 1)
         return [Answer(unpack_header(memoryview(frame), 0, len(frame)), frame[HEADER_BYTES:])]
 
     assert next(script) is Need.ATTACH_NOTHING

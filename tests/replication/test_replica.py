@@ -97,14 +97,40 @@ def test_parts_must_come_in_order_and_a_gap_changes_nothing() -> None:
     assert [status for _, status in c.replies()[3:]] == [Status.COMMITTED] * 3
 
 
-def test_a_worker_that_starts_above_a_base_jumps_once() -> None:
+def test_the_first_step_of_a_worker_that_starts_above_a_base_follows_nothing() -> None:
     c = Cluster()
     head = c.head(0)
-    c.push(head, 8, base=7)
-    c.push(head, 7, base=7)
+    c.push(head, 8, prev=0)
+    c.push(head, 7, prev=0)
     c.settle()
     assert [status for _, status in c.replies()] == [Status.COMMITTED, Status.COMMITTED]
     assert {after for _, after, _ in c.applied[head]} == {8 << 16}
+
+
+def test_a_step_follows_the_last_one_that_its_worker_pushed_there_and_not_the_clock_before() -> None:
+    c = Cluster()
+    head = c.head(0)
+    for clock, prev in ((1, 0), (5, 1), (5, 1), (9, 7), (9, 4), (9, 5)):
+        c.push(head, clock, prev=prev << 16)
+    c.settle()
+    answers = [status for token, status in c.replies() if token == ("t", 9)]
+    assert sorted(answers) == sorted([Status.GAP, Status.GAP, Status.COMMITTED])
+    assert [status for token, status in c.replies() if token != ("t", 9)] == [Status.COMMITTED] * 3
+    assert [after for _, after, r in c.applied[head] if r == 0] == [1 << 16, 5 << 16, 9 << 16]
+
+
+def test_a_step_may_follow_a_lost_one_if_all_up_to_that_was_committed() -> None:
+    """A range came back from a checkpoint without steps 3 to 7, of which its worker knows that they were committed."""
+    c = Cluster()
+    head = c.head(0)
+    c.push(head, 2, prev=0)
+    for committed in (1, 6, 7):  # of what it has; of what the step follows; enough
+        c.push(head, 9, prev=7 << 16, committed=committed)
+    c.push(head, 10, prev=9 << 16, committed=7)
+    c.settle()
+    answers = [status for token, status in c.replies() if token == ("t", 9)]
+    assert sorted(answers) == sorted([Status.GAP, Status.GAP, Status.COMMITTED])
+    assert [after for _, after, r in c.applied[head] if r == 0] == [2 << 16, 9 << 16, 10 << 16]
 
 
 def test_frames_of_a_future_view_wait_and_those_of_a_past_view_are_refused() -> None:

@@ -14,7 +14,7 @@ import elasticps.client.core.data_shards
 from elasticps.client.barrier import Barrier
 from elasticps.client.core import barrier, fan_out
 from elasticps.client.core.data_shards import ClaimAnswer, ShardClaims
-from elasticps.client.core.fan_out import FanOut
+from elasticps.client.core.fan_out import FanOut, PastSteps
 from elasticps.server.core.barrier import BarrierCoordinator
 from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds, Rounds, RoundShare
 from elasticps.server.core.data_shards import UNUSED, Claim, ShardDispenser, ShardLedger, ShardSet, Used
@@ -271,18 +271,19 @@ def note_only_at_the_head_which_step_used_a_shard(patch: pytest.MonkeyPatch) -> 
 
 def take_what_is_applied_for_committed(patch: pytest.MonkeyPatch) -> None:
     def mutant(worker: int, timeout_s: float) -> Any:
-        applied, _ = yield from fan_out.clocks_of(worker, timeout_s)
-        return applied, applied
+        steps = yield from fan_out.steps_of(worker, timeout_s)
+        return steps._replace(committed=steps.applied)
 
-    patch.setattr(elasticps.client.core.data_shards, "clocks_of", mutant)
+    patch.setattr(elasticps.client.core.data_shards, "steps_of", mutant)
 
 
 def believe_one_head_that_a_step_is_committed(patch: pytest.MonkeyPatch) -> None:
     def mutant(worker: int, timeout_s: float) -> Any:
-        applied, committed = yield from fan_out.clocks_of(worker, timeout_s)
-        return np.full_like(applied, applied.max()), np.full_like(committed, committed.max())
+        steps = yield from fan_out.steps_of(worker, timeout_s)
+        applied, committed = (np.full_like(progress, progress.max()) for progress in (steps.applied, steps.committed))
+        return PastSteps(steps.home, applied, committed, steps.records)
 
-    patch.setattr(elasticps.client.core.data_shards, "clocks_of", mutant)
+    patch.setattr(elasticps.client.core.data_shards, "steps_of", mutant)
 
 
 def train_again_whatever_a_lost_worker_had(patch: pytest.MonkeyPatch) -> None:

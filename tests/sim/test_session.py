@@ -19,16 +19,18 @@ from elasticps.client.core.session import (
 from replication.chain import Chains, Member, Ranges
 from replication.effects import Status
 from replication.progress import MAX_PARTS
+from replication.step_records import home_range, record_of
 from tests.replication.views import form, plan_failover
 
 P = 4
 A, B, C = (Member(name, 1) for name in "abc")
 NONE = np.empty(0, dtype=np.int64)
+HOME = home_range(1, P)
 
 
-def _connected(window: int = 3) -> tuple[PushSession, Chains]:
+def _connected(window: int = 3, everywhere: bool = False) -> tuple[PushSession, Chains]:
     view = form([A, B], P, 2)
-    session = PushSession(1, P, window)
+    session = PushSession(1, P, window, everywhere=everywhere)
     assert session.adopt(view) == []
     assert session.connected(A) + session.connected(B) == []
     return session, view
@@ -43,6 +45,9 @@ class Rows:
 
     def touches(self, ranges: Ranges) -> bool:
         return bool(np.isin(ranges, self.having).any())
+
+    def heads(self, epoch: int) -> None:
+        return None
 
 
 def _content() -> Rows:
@@ -79,23 +84,45 @@ def test_the_window_is_full_until_a_step_commits() -> None:
 
 
 def _parts(effects: list[Effect]) -> list[tuple[Member, int, int, bool]]:
-    return [(e.head, e.first, e.part, e.last) for e in effects if isinstance(e, Frame)]
+    return [(e.head, e.prev, e.part, e.last) for e in effects if isinstance(e, Frame)]
 
 
-def test_a_part_without_rows_for_a_head_is_covered_by_its_next_frame() -> None:
+def test_a_part_goes_to_heads_that_it_has_rows_for_and_the_last_one_wherever_any_went() -> None:
     session, view = _connected()
     of_a, of_b = (int(view.headed_by(view.index(m))[0]) for m in (A, B))
     assert _parts(session.push(Rows(of_a), last=False)) == [(A, 0, 0, False)]
     assert _parts(session.push(Rows(), last=False)) == []
     assert _parts(session.push(Rows(of_b), last=False)) == [(B, 0, 2, False)]
     assert _parts(session.push(Rows(), last=True)) == [(A, 1, 3, True), (B, 3, 3, True)]
-    assert _parts(session.push(Rows(), last=True)) == [(A, 0, 0, True), (B, 0, 0, True)]
+    assert HOME in view.headed_by(view.index(A))
+    assert _parts(session.push(Rows(), last=True)) == [(A, 1 << 16, 0, True)], "only home"
+    assert _parts(session.push(Rows(of_b), last=True)) == [(B, 1 << 16, 0, True), (A, 2 << 16, 0, True)]
 
 
-def test_after_a_reconnect_parts_are_sent_one_by_one_and_all_count_as_sent() -> None:
+def test_a_step_of_a_worker_that_others_wait_for_ticks_all_ranges() -> None:
+    session, _ = _connected(everywhere=True)
+    assert _parts(session.push(Rows(), last=False)) == [(A, 0, 0, False), (B, 0, 0, False)]
+    frames = session.push(Rows(), last=True)
+    assert _parts(frames) == [(A, 1, 1, True), (B, 1, 1, True)]
+    assert [frame.record for frame in frames if isinstance(frame, Frame)] == [None, None]
+
+
+def test_home_gets_a_record_of_a_step_that_does_not_tick_all_ranges() -> None:
+    session, view = _connected()
+    of_a, of_b = (view.headed_by(view.index(m)) for m in (A, B))
+    (sparse,) = session.push(Rows(int(of_a[0])))
+    assert isinstance(sparse, Frame)
+    assert sparse.record is not None
+    assert sorted(sparse.record.ranges.tolist()) == sorted(of_a.tolist())
+    assert _committed(session, view, sparse) == [Committed(1)]
+    dense = session.push(Rows(int(of_a[0]), int(of_b[0])))
+    assert [(e.head, e.record) for e in dense if isinstance(e, Frame)] == [(A, None), (B, None)]
+
+
+def test_after_a_reconnect_parts_are_sent_one_by_one_and_follow_what_they_followed() -> None:
     session, view = _connected()
     order = view.headed_by(view.index(A))
-    session.push(Rows(), last=False)
+    session.push(Rows(int(order[1])), last=False)
     session.push(Rows(int(order[0])), last=False)
     session.disconnected(A)
     (ask,) = session.connected(A)
@@ -105,7 +132,7 @@ def test_after_a_reconnect_parts_are_sent_one_by_one_and_all_count_as_sent() -> 
         (A, 0, 0, False),
         (A, 1, 1, False),
     ]
-    assert _parts(session.push(Rows(), last=True)) == [(A, 2, 2, True), (B, 0, 2, True)]
+    assert _parts(session.push(Rows(), last=True)) == [(A, 2, 2, True)]
 
 
 def test_a_head_reports_with_one_flag_that_all_its_ranges_are_committed() -> None:
@@ -196,7 +223,7 @@ def test_a_new_head_is_sent_a_few_missing_steps_at_once() -> None:
     assert part.ranges is None
     (last,) = session.push(Rows(nbytes=1))
     assert isinstance(last, Frame)
-    assert (last.clock, last.first, last.part) == (2, 1, 1)
+    assert (last.clock, last.prev, last.part) == (2, (1 << 16) + 1, 1)
     assert session.reply(step.frame, Status.COMMITTED, 2, None, NONE) == [Committed(1)]
     assert session.reply(last.frame, Status.COMMITTED, 2, None, NONE) == [Committed(2)]
 
@@ -256,4 +283,14 @@ def test_ranges_that_moved_send_the_worker_for_the_view() -> None:
 def test_a_successor_starts_above_all_sent_steps_and_repeats_uncommitted_steps() -> None:
     applied = np.array([5 << 16, (5 << 16) | 2], dtype=np.int64)
     committed = np.array([4 << 16, (3 << 16) | 1], dtype=np.int64)
-    assert resume(applied, committed) == (6, 3)
+    assert resume(applied, committed, 0, []) == (6, 3)
+
+
+def test_a_successor_repeats_from_the_first_step_that_a_range_lacks_which_its_record_names() -> None:
+    records = [record_of(clock, 3, np.isin(np.arange(P), ranges)) for clock, ranges in ((4, [0, 2]), (5, [2, 3]))]
+    applied = np.array([4, 1, 5, 5]) << 16
+    assert resume(applied, np.array([4, 1, 5, 5]) << 16, HOME, records) == (5, 5)
+    assert resume(applied, np.array([4, 1, 5, 2]) << 16, HOME, records) == (5, 4)
+    assert resume(applied, np.array([3, 1, 5, 5]) << 16, HOME, records) == (5, 3)
+    assert resume(applied, np.array([4, 1, 4, 5]) << 16, HOME, records) == (5, 4)
+    assert resume(applied, np.array([0, 0, 0, 0]) << 16, HOME, records[:0], base=7) == (7, 7)

@@ -28,9 +28,9 @@ from elasticps.wire.frames import (
 )
 
 GOLDEN_HEADER = bytes.fromhex(
-    "45505331" "03" "04" "0300"  # magic "EPS1", version 3, PUSH, flags LAST | ALL_RANGES
+    "45505331" "04" "04" "0300"  # magic "EPS1", version 4, PUSH, flags LAST | ALL_RANGES
     "3800000000000000" "0700000000000000" "0500000000000000" "0900000000000000"  # body, request, epoch, clock
-    "0b000000" "0000" "0200" "00000000" "01000000" "00000000" "00000000"  # worker … wait
+    "03000000" "0100" "0200" "00000000" "01000000" "00000000" "00000000"  # prev: step 6 and a part; … wait
 )  # fmt: skip
 GOLDEN_BLOCK = bytes.fromhex(
     "03000000" "01000000" "02000000" "0100" "0000" "0000000000000000"  # table 3, 1 row, dim 2, 1 step value
@@ -41,7 +41,7 @@ GOLDEN_BLOCK = bytes.fromhex(
 
 
 def test_a_push_frame_has_the_golden_bytes() -> None:
-    header = Header(Kind.PUSH, LAST | ALL_RANGES, 56, 7, 5, 9, 11, 0, 2, 0, 1)
+    header = Header(Kind.PUSH, LAST | ALL_RANGES, 56, 7, 5, 9, 3, 1, 2, 0, 1)
     assert header.pack() == GOLDEN_HEADER
     assert unpack_header(GOLDEN_HEADER) == header
     head = block_head(3, 1, 2, np.array([0.5], np.float32))

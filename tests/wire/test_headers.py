@@ -13,6 +13,7 @@ from elasticps.wire import activity, headers, reducing, replica_headers
 from elasticps.wire.activity import UseHeader, WatchHeader
 from elasticps.wire.frames import MAGIC, VERSION, FrameError, Header, Kind, unpack_header
 from elasticps.wire.headers import (
+    NEVER,
     BarrierArriveHeader,
     BarrierJoinHeader,
     BarrierLeaveHeader,
@@ -36,13 +37,16 @@ from elasticps.wire.headers import (
 )
 from elasticps.wire.reducing import ReducedHeader, ReduceHeader, function_body, read_function
 from elasticps.wire.replica_headers import ChunkAckHeader, ForwardHeader, RangesHeader, SnapshotChunkHeader
+from replication.progress import MAX_CLOCK
 
 # kind, flags, body, request, epoch, clock, worker, first, part, table, items, bound, wait_ms
 GOLDEN: list[tuple[Any, int, tuple[int, ...]]] = [
-    (PushHeader(7, 5, 9, 11, 2, 1, 3), 64, (4, 3, 64, 7, 5, 9, 11, 1, 3, 0, 2, 0, 0)),
+    (PushHeader(7, 5, 9, (8 << 16) + 1, 2, 3), 64, (4, 3, 64, 7, 5, 9, 1, 1, 3, 0, 2, 0, 0)),
+    (PushHeader(7, 5, 9, 2 << 16, 2), 64, (4, 3, 64, 7, 5, 9, 7, 0, 0, 0, 2, 0, 0)),
+    (PushHeader(7, 5, 9, 0, 2, record=True), 64, (4, 3 | 32768, 64, 7, 5, 9, (1 << 32) - 1, 0, 0, 0, 2, 0, 0)),
     (
-        PushHeader(7, 5, 9, 11, 2, 0, 0, False, False, True, True, 6, ShardRef(1 << 16, 0)),
-        64, (4, 4 | 16, 64, 7, 5, 9, 11, 0, 0, 3, 2, 1, 1 << 16),
+        PushHeader(7, 5, 9, 6 << 16, 2, 0, False, False, True, True, 6, ShardRef(1 << 16, 0)),
+        64, (4, 4 | 16, 64, 7, 5, 9, 3, 0, 0, 3, 2, 1, 1 << 16),
     ),
     (InitHeader(5, 11, 2, True, False, 7), 64, (3, 3, 64, 7, 5, 0, 11, 0, 0, 0, 2, 0, 0)),
     (InitHeader(5, 11, 2, True, True, 7), 64, (3, 67, 64, 7, 5, 0, 11, 0, 0, 0, 2, 0, 0)),
@@ -90,6 +94,7 @@ GOLDEN: list[tuple[Any, int, tuple[int, ...]]] = [
         ForwardHeader(5, 2, 11, 9 << 16, 3, 2, True, ShardRef(1 << 16, 8)),
         96, (16, 16, 96, 0, 5, 9 << 16, 11, 0, 2, 3, 2, 9, 1 << 16),
     ),
+    (ForwardHeader(5, 0, 11, 9 << 16, 3, record=True), 96, (16, 32768, 96, 0, 5, 9 << 16, 11, 0, 0, 3, 0, 0, 0)),
     (ForwardHeader(5, 0, 11, 9 << 16, 3, refused=True), 96, (16, 8192, 96, 0, 5, 9 << 16, 11, 0, 0, 3, 0, 0, 0)),
     (RangesHeader(Kind.ACK, 5, 3), 40, (17, 0, 40, 0, 5, 0, 0, 0, 0, 3, 0, 0, 0)),
     (RangesHeader(Kind.RESYNC, 5, 3), 64, (18, 0, 64, 0, 5, 0, 0, 0, 0, 3, 0, 0, 0)),
@@ -98,6 +103,10 @@ GOLDEN: list[tuple[Any, int, tuple[int, ...]]] = [
     (
         SnapshotChunkHeader(5, 3, 4, 0, False, 99, 6, 1, 8, True),
         128, (19, 8192, 128, 4, 5, 99, 3, 0, 0, 6, 1, 0, 8),
+    ),
+    (
+        SnapshotChunkHeader(5, 3, 4, 0, False, 99, 6, 1, records=True),
+        128, (19, 32768, 128, 4, 5, 99, 3, 0, 0, 6, 1, 0, 0),
     ),
     (ChunkAckHeader(5, 3, 4, 2, False, 99), -1, (20, 0, 0, 4, 5, 99, 3, 0, 0, 0, 0, 2, 0)),
 ]  # fmt: skip
@@ -115,9 +124,9 @@ def test_each_field_has_its_place(one: Any, body_bytes: int, numbers: tuple[int,
     assert type(one).of(unpack_header(header.pack())) == one
 
 
-def test_the_protocol_version_is_3() -> None:
-    assert VERSION == 3
-    assert JoinHeader().header().pack()[:6].hex() == "455053310306"
+def test_the_protocol_version_is_4() -> None:
+    assert VERSION == 4
+    assert JoinHeader().header().pack()[:6].hex() == "455053310406"
 
 
 u16, u32, u62 = st.integers(0, (1 << 16) - 1), st.integers(0, (1 << 32) - 1), st.integers(0, 1 << 62)
@@ -125,14 +134,24 @@ shards = st.none() | st.builds(ShardRef, u32, st.integers(0, (1 << 32) - 2))
 lags = st.none() | st.integers(1, (1 << 32) - 1)
 
 
-@given(u62, u62, u62, u32, u32, u16, u16, st.tuples(*[st.booleans()] * 4), lags, shards)
+clocks = st.integers(1, MAX_CLOCK - 1)
+
+
+@given(u62, u62, clocks, st.integers(1, NEVER - 1), u32, u16, u16, st.tuples(*[st.booleans()] * 5), lags, shards)
 def test_any_push_header_survives_encoding_and_decoding(
-    request_: int, epoch: int, clock: int, worker: int, blocks: int, first: int, part: int,
-    flags: tuple[bool, bool, bool, bool], lag: int | None, shard: ShardRef | None,
+    request_: int, epoch: int, clock: int, ago: int, blocks: int, parts: int, part: int,
+    flags: tuple[bool, bool, bool, bool, bool], lag: int | None, shard: ShardRef | None,
 ) -> None:  # fmt: skip
-    committed = None if lag is None else clock - lag
-    push = PushHeader(request_, epoch, clock, worker, blocks, first, part, *flags, committed, shard)
+    committed, prev = None if lag is None else clock - lag, (max(clock - ago, 0) << 16) + parts
+    push = PushHeader(request_, epoch, clock, prev, blocks, part, *flags[:4], committed, shard, flags[4])
     assert PushHeader.of(unpack_header(push.header(8).pack())) == push
+
+
+@given(st.integers(NEVER + 1, MAX_CLOCK - 1), st.integers(0, 1 << 20), u16)
+def test_progress_of_too_many_steps_ago_reads_as_none(clock: int, more: int, parts: int) -> None:
+    prev = (max(clock - NEVER - more, 0) << 16) + parts
+    push = PushHeader(7, 5, clock, prev, 2)
+    assert PushHeader.of(unpack_header(push.header(8).pack())) == push._replace(prev=0)
 
 
 pulls = st.tuples(
