@@ -302,7 +302,7 @@ class Story:
                     rows = tables, words, replica.clocks.column(r)[1].tolist(), replica.records.column(r)
                     assert found.setdefault(int(server.replica.seq[r]), rows) == rows
 
-    def push(self) -> None:
+    def push(self, everywhere: bool = False) -> None:
         """A part of a step for some heads, or all, mostly as a client would send it. The last part ticks what the parts
         before it have ticked, and the worker's home."""
         pick, worker = self.random, self.random.choice(WORKERS)
@@ -316,7 +316,7 @@ class Story:
         lag = pick.choice((0, 1, 2))
         committed = max(clock - lag, 0) if lag else None
         blocks = [self.block(number, routes) for number in pick.sample(list(TABLES), pick.choice((1, 1, 2, 4)))]
-        shares = routes.shares if pick.random() < 0.4 else pick.sample(routes.shares, 1)
+        shares = routes.shares if pick.random() < 0.4 or everywhere else pick.sample(routes.shares, 1)
         ticks = np.zeros(RANGES, np.bool_)
         for share in shares:
             ticks[routes.range_at[share.start : share.stop]] = True

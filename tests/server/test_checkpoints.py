@@ -217,8 +217,8 @@ def a_story(aside_bytes: int = 1 << 20) -> CheckpointStory:
     story = CheckpointStory(3)
     for server in story.wires.servers.values():
         server.checkpoints._aside_bytes = aside_bytes
-    for _ in range(10):
-        story.push()
+    for _ in range(30):
+        story.push(everywhere=True)
     story.take_cut()
     return story
 
@@ -268,7 +268,7 @@ def test_pushes_wait_while_too_many_old_rows_are_kept_for_a_checkpoint() -> None
                     story.wires.settle()
     held = [server for server in heads if server.fast.budget == 0]
     assert held
-    story.push()
+    story.push(everywhere=True)
     story.wires.settle()
     assert any(server.replica.careful for server in held)
     for server in held:
