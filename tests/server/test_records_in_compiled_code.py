@@ -35,15 +35,15 @@ def test_a_question_right_behind_sparse_steps_is_answered_with_their_records(run
         for record in records:
             header = PushHeader(0, view.epoch, record.clock, before_part(record.clock, 0), 1, record=True).header(0)
             pushes.append(worker.ask(header, worker._block(view, "a", KEYS, 1.0), encode_record(record)))
-        asked = worker.ask(GetClocksHeader(WORKER, epoch=view.epoch).header())
+        question = worker.ask(GetClocksHeader(WORKER, epoch=view.epoch).header())
         for push in pushes:
             assert (await asyncio.wait_for(push, 10))[0].kind == Kind.OK
         after = [s.fast.counter(H_PUSHES) + s.fast.counter(H_FORWARDS) for s in servers]
         assert np.subtract(after, before).tolist() == [3 * compiled, 3 * compiled]
-        header, body = await asyncio.wait_for(asked, 10)
-        kept = [(WORKER, record) for record in records[1:]]  # the last one says that step 2 is committed
-        assert ClocksFrame.of(header, np.frombuffer(body, np.uint8), RANGES).records == kept
+        header, body = await asyncio.wait_for(question, 10)
+        expected = [(WORKER, record) for record in records[1:]]  # the last one says that step 2 is committed
+        assert ClocksFrame.of(header, np.frombuffer(body, np.uint8), RANGES).records == expected
         for server in servers:
-            assert [(WORKER, record) for record in server.replica.records.of(WORKER)] == kept
+            assert [(WORKER, record) for record in server.replica.records.of(WORKER)] == expected
 
     run(story)
