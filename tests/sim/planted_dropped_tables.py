@@ -1,4 +1,4 @@
-"""A bug in what becomes of tables that are dropped, for stories in which they come and go."""
+"""A bug in what becomes of tables that are dropped."""
 
 from __future__ import annotations
 
