@@ -52,7 +52,8 @@ def progress_digest(workers: Progress | int, progress: Progress, ranges: Ranges)
     """What `ranges`, int64 [m], add to the digests of workers' progress, uint64 [n], if each worker has this progress
     in all of them, int64 [n]. The digest of a worker's progress in several ranges is the sum, modulo 2^64; two that are
     equal are those of equal progress. No progress adds 0."""
-    return _mixed(workers, progress) * _mixed(0, ranges + 1).sum(dtype=np.uint64)
+    added: NDArray[np.uint64] = _mixed(workers, progress) * _mixed(0, ranges + 1).sum(dtype=np.uint64)
+    return added
 
 
 def digest_of(worker: int, ranges: Ranges, progress: Progress) -> int:

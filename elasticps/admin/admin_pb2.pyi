@@ -216,7 +216,7 @@ class RestoreRequest(_message.Message):
     def __init__(self, act: _Optional[_Union[RestoreRequest.Act, str]] = ..., url: _Optional[str] = ..., cut: _Optional[int] = ..., old: _Optional[_Iterable[int]] = ..., new: _Optional[_Iterable[int]] = ..., whole: _Optional[bool] = ..., serial: _Optional[int] = ..., anew: _Optional[bool] = ..., specs: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[int]] = ..., clocks: _Optional[_Iterable[int]] = ..., done: _Optional[bytes] = ...) -> None: ...
 
 class RestoreResponse(_message.Message):
-    __slots__ = ("ranges", "rows", "taken", "failed", "complete", "headed", "workers", "least", "told", "rounds")
+    __slots__ = ("ranges", "rows", "taken", "failed", "complete", "headed", "workers", "least", "told", "rounds", "records", "progress")
     RANGES_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
@@ -227,6 +227,8 @@ class RestoreResponse(_message.Message):
     LEAST_FIELD_NUMBER: _ClassVar[int]
     TOLD_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     ranges: _containers.RepeatedScalarFieldContainer[int]
     rows: int
     taken: _containers.RepeatedScalarFieldContainer[int]
@@ -237,7 +239,9 @@ class RestoreResponse(_message.Message):
     least: _containers.RepeatedScalarFieldContainer[int]
     told: _containers.RepeatedScalarFieldContainer[int]
     rounds: bool
-    def __init__(self, ranges: _Optional[_Iterable[int]] = ..., rows: _Optional[int] = ..., taken: _Optional[_Iterable[int]] = ..., failed: _Optional[str] = ..., complete: _Optional[bool] = ..., headed: _Optional[int] = ..., workers: _Optional[_Iterable[int]] = ..., least: _Optional[_Iterable[int]] = ..., told: _Optional[_Iterable[int]] = ..., rounds: _Optional[bool] = ...) -> None: ...
+    records: _containers.RepeatedCompositeFieldContainer[SparseStep]
+    progress: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ranges: _Optional[_Iterable[int]] = ..., rows: _Optional[int] = ..., taken: _Optional[_Iterable[int]] = ..., failed: _Optional[str] = ..., complete: _Optional[bool] = ..., headed: _Optional[int] = ..., workers: _Optional[_Iterable[int]] = ..., least: _Optional[_Iterable[int]] = ..., told: _Optional[_Iterable[int]] = ..., rounds: _Optional[bool] = ..., records: _Optional[_Iterable[_Union[SparseStep, _Mapping]]] = ..., progress: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class MarkRequest(_message.Message):
     __slots__ = ("mark",)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -85,13 +85,9 @@ def write_state(state: CutState) -> admin_pb2.CutStateResponse:
         for one in state.taken
     ]  # fmt: skip
     homes = {r: json.dumps(home, separators=(",", ":")) for r, home in state.homes.items()}
-    records = [
-        admin_pb2.SparseStep(worker=worker, clock=record.clock, committed=record.committed, bits=record.bits)
-        for worker, record in state.records
-    ]
     return admin_pb2.CutStateResponse(
         incarnation=state.incarnation, epoch=state.epoch, newest=state.newest, taken=taken, homes=homes,
-        records=records,
+        records=sparse_steps(state.records),
     )  # fmt: skip
 
 
@@ -105,8 +101,20 @@ def read_state(answer: admin_pb2.CutStateResponse) -> CutState:
         for one in answer.taken
     ]  # fmt: skip
     homes = {r: json.loads(home) for r, home in answer.homes.items()}
-    records = [(one.worker, StepRecord(one.clock, one.committed, one.bits)) for one in answer.records]
-    return CutState(answer.incarnation, answer.epoch, answer.newest, taken, homes, records)
+    return CutState(answer.incarnation, answer.epoch, answer.newest, taken, homes, read_sparse_steps(answer.records))
+
+
+def sparse_steps(records: Iterable[tuple[int, StepRecord]]) -> list[admin_pb2.SparseStep]:
+    """Encodes records of workers' steps as messages."""
+    return [
+        admin_pb2.SparseStep(worker=worker, clock=record.clock, committed=record.committed, bits=record.bits)
+        for worker, record in records
+    ]
+
+
+def read_sparse_steps(answers: Iterable[admin_pb2.SparseStep]) -> list[tuple[int, StepRecord]]:
+    """The inverse of `sparse_steps`."""
+    return [(one.worker, StepRecord(one.clock, one.committed, one.bits)) for one in answers]
 
 
 def write_written(written: CutWritten) -> admin_pb2.CutWrittenResponse:

@@ -125,9 +125,11 @@ class RestoreProgress(NamedTuple):
     """How far a restore is on one server.
 
     ranges: those restored and committed. rows: restored since it began. taken: ids of tables that are in use. failed:
-    why it ended, or "". headed: how many ranges are headed here. workers: those known in all of these; least: for
+    why it ended, or "". headed: how many ranges are headed here. workers: those known in any of these; least: for
     each, the least clock in them; acknowledged: for each, the clock up to which it knows its steps to be committed.
-    rounds: whether there are synchronous rounds."""
+    rounds: whether there are synchronous rounds. records: of sparse steps, by worker, of workers that have left, and
+    whose home is headed here; progress: of each worker that was named, in each of `ranges`, which are then those that
+    are headed here."""
 
     ranges: tuple[int, ...]
     rows: int
@@ -138,13 +140,15 @@ class RestoreProgress(NamedTuple):
     least: tuple[int, ...] = ()
     acknowledged: tuple[int, ...] = ()
     rounds: bool = False
+    records: tuple[tuple[int, StepRecord], ...] = ()
+    progress: tuple[int, ...] = ()
 
 
 class RestoreInterface(Protocol):
     """A server's part in restoring a checkpoint."""
 
-    def look(self, tables: Iterable[int]) -> RestoreProgress:
-        """Reports which of these table ids are in use, and how far workers are here."""
+    def look(self, tables: Iterable[int], named: Iterable[int] = ()) -> RestoreProgress:
+        """Reports which of these table ids are in use, and how far workers are here; of those named in each range."""
 
     def go_on(self, serial: int, spec: RestoreSpec, done: bytes = b"") -> RestoreProgress:
         """Starts a restore or continues it, and reports how far it is. serial: number of the attempt; lower ones than

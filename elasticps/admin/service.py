@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health  # type: ignore[attr-defined]  # its stubs leave this one out
 
 from elasticps.admin import admin_pb2, admin_pb2_grpc
-from elasticps.admin.cuts import write_state, write_written
+from elasticps.admin.cuts import sparse_steps, write_state, write_written
 from elasticps.admin.interface import MAX_URL, AdminInterface, RestoreProgress, RestoreSpec
 from elasticps.errors import ConfigError
 from elasticps.security.identity import Act, NotAuthorised, identity_among
@@ -92,7 +92,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
         if request.act == admin_pb2.RestoreRequest.END:
             return admin_pb2.RestoreResponse(complete=await restoring.end(request.serial, request.new))
         if request.act == admin_pb2.RestoreRequest.LOOK:
-            return admin_pb2.RestoreResponse(**_fields(restoring.look(request.new)))
+            return admin_pb2.RestoreResponse(**_fields(restoring.look(request.new, request.workers)))
         tables = tuple(zip(request.old, request.new, strict=True))
         floors = tuple(zip(request.workers, request.clocks, strict=True))
         spec = RestoreSpec(
@@ -179,6 +179,7 @@ def _fields(progress: RestoreProgress) -> dict[str, Any]:
     """The fields of RestoreResponse in admin.proto."""
     fields = progress._asdict()
     fields["told"] = fields.pop("acknowledged")
+    fields["records"] = sparse_steps(progress.records)
     return fields
 
 

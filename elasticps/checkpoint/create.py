@@ -292,6 +292,9 @@ async def _manifest(store: Store, cut: ConsistentCut, files: list[WrittenFile]) 
         workers=workers,
         former={id_: clock for id_, clock in verdict.clocks.items() if id_ not in named},
         left_out={id_: tuple(progress[r] for r in ranges) for id_, progress in verdict.left_out.items()},
+        records=tuple(
+            (id_, one.clock, one.committed, tuple(one.ranges.tolist())) for id_, one in sorted(verdict.records)
+        ),
         closed=closed,
         groups=tuple(group for home in homes for group in home["groups"]),
         shards=tuple(one for home in homes for one in home["shards"]),

@@ -24,6 +24,11 @@ MAX_ID = (1 << 32) - 1  # of a table or worker; of deletions too
 MAX_PROGRESS = (1 << 63) - 1  # of a worker in a range: its clock, and a part
 
 
+SparseStep = tuple[int, int, int, tuple[int, ...]]
+"""The record of a step as JSON has it: (worker, clock, clock up to which its worker knew all to be committed, ranges
+that it ticks)."""
+
+
 @dataclass(frozen=True)
 class FileEntry:
     """A file of rows. path: below the checkpoint's folder; table: the id; header: bytes of its header, of which
@@ -75,6 +80,7 @@ class Manifest:
     closed     each application's last synchronous round
     groups     of rounds, as servers keep them; shards: the same of sets of shards
     settings   what was set for tables beside their specs, as etcd has it, by key: `rates/…`, `on-loss/…`
+    records    of the steps of workers in `left_out` that tick some ranges
     """
 
     cluster: str
@@ -91,6 +97,7 @@ class Manifest:
     groups: tuple[Mapping[str, Any], ...] = ()
     shards: tuple[Mapping[str, Any], ...] = ()
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    records: tuple[SparseStep, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -218,6 +225,7 @@ def _checked(document: dict[str, Any]) -> Manifest:
         _whole(int(id_), MAX_ID): tuple(_whole(each, MAX_PROGRESS) for each in progress)
         for id_, progress in document["left_out"].items()
     }
+    records = tuple(_record(one, ranges) for one in document.get("records", ()))  # which the first ones did not have
     closed = {_text(app): _whole(clock, MAX_PROGRESS) for app, clock in document["closed"].items()}
     settings = document.get("settings", {})  # which the first ones did not have
     if not all(isinstance(each, dict) for each in (*document["groups"], *document["shards"], *settings.values())):
@@ -228,9 +236,16 @@ def _checked(document: dict[str, Any]) -> Manifest:
         raise ValueError("it contradicts itself")
     return Manifest(
         _text(document["cluster"]), **numbers, time=time, tables=tables, files=files, workers=workers, former=former,
-        left_out=left_out, closed=closed, groups=tuple(document["groups"]), shards=tuple(document["shards"]),
-        settings=dict(settings),
+        left_out=left_out, closed=closed, groups=tuple(document["groups"]),
+        shards=tuple(document["shards"]), settings=dict(settings), records=records,
     )  # fmt: skip
+
+
+def _record(one: Any, ranges: int) -> SparseStep:
+    id_, clock, committed, ticked = one
+    if _whole(committed, MAX_CLOCK - 1) >= _whole(clock, MAX_CLOCK - 1):
+        raise ValueError(f"step {clock} of worker {id_} says that all up to step {committed} are committed")
+    return _whole(id_, MAX_ID), clock, committed, tuple(_whole(r, ranges - 1) for r in ticked)
 
 
 def _whole(number: object, most: int) -> int:

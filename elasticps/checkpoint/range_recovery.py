@@ -6,8 +6,8 @@ workers when all rows are there. A new leader goes on with it.
 
 What is lost. A range comes back with a worker's steps up to the checkpoint's. Those after it, up to the last one that
 the worker knows to be committed, are missing there, and only there. A worker that lives sends again what it does not
-know to be committed. The steps of a worker that has left nobody can send again, so those that all other ranges have
-count as done.
+know to be committed. The steps of a worker that has left nobody can send again, so those that the other ranges which
+they tick have count as done.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from coordinator.core.data_loss import find_loss, spans
 from coordinator.core.errors import Damaged
@@ -30,6 +31,7 @@ from coordinator.core.view import ServerInfo, View
 from coordinator.membership import last_workers
 from elasticps.admin import admin_pb2
 from elasticps.admin.client import ask_restore
+from elasticps.admin.cuts import read_sparse_steps
 from elasticps.checkpoint.manifest import Manifest
 from elasticps.checkpoint.restore import RESTORED, RestorePlan, opened_at
 from elasticps.checkpoint.storage import Storage
@@ -38,15 +40,17 @@ from elasticps.security import credentials_of
 from elasticps.system import background
 from elasticps.system.coordination import opened, read_servers, read_tables, read_view
 from replication.chain import Member
-from replication.progress import ERASER
+from replication.progress import ERASER, MAX_CLOCK, PART_BITS
+from replication.step_records import StepRecord, home_range, last_whole_step
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from elasticps.security.credentials import Credentials
 
 ASK_S = 5.0
+_AT_ONCE = 1024  # workers of one question
+LOST = MAX_CLOCK << PART_BITS  # the progress of anybody in a range that is lost
 _PAUSE_S = 0.1
 
 Request = admin_pb2.RestoreRequest
@@ -111,11 +115,10 @@ class RangeRecovery:
 
 @dataclass(frozen=True)
 class _WorkerProgress:
-    """How far workers have come in the ranges that are left. headed: how many ranges reported; least: by worker, the
-    clock that all of them have; committed: by worker, the newest clock that it knows to be committed."""
+    """How far workers have come in the ranges that are left. whole: by worker, the clock up to which all of its steps
+    are there, in the ranges that they tick; committed: by worker, the newest clock that it knows to be committed."""
 
-    headed: int
-    least: Mapping[int, int]
+    whole: Mapping[int, int]
     committed: Mapping[int, int]
 
 
@@ -141,7 +144,7 @@ async def prepare(
     here = {server.member for server in registered}
     others = sorted({int(view.heads[r]) for r in range(view.ranges) if r not in set(chosen)} - {-1})
     heads = [view.servers[i] for i in others if view.servers[i].member in here]
-    found = await _look(heads, credentials)
+    found = await _look(heads, np.isin(np.arange(view.ranges), chosen), credentials)
     if manifest.closed or manifest.groups or found is None:
         raise ConfigError(
             "there are synchronous rounds (BSP): a range that goes back alone would make them other than those of one "
@@ -178,20 +181,44 @@ async def _tables(
     return {table.name: (there.get(table.id, 0), table.id, table.spec) for table in await read_tables(store)}
 
 
-async def _look(heads: Collection[ServerInfo], credentials: Credentials | None) -> _WorkerProgress | None:
-    """Asks these servers how far workers are; None if there are synchronous rounds."""
-    calls = (ask_restore(server.admin, ASK_S, Request(act=Request.LOOK), credentials) for server in heads)
-    answers = [answer for answer in await asyncio.gather(*calls) if answer.headed]
+async def _look(
+    heads: Collection[ServerInfo], lost: NDArray[np.bool_], credentials: Credentials | None
+) -> _WorkerProgress | None:  # fmt: skip
+    """Asks these servers how far workers are; None if there are synchronous rounds. lost: by range, bool [P]."""
+    answers = await _ask(heads, credentials)
     if any(answer.rounds for answer in answers):
         return None
     committed: dict[int, int] = {}
-    least: dict[int, int] = {}
-    for n, answer in enumerate(answers):
-        clocks = dict(zip(answer.workers, answer.least, strict=True))
-        least = clocks if n == 0 else {w: min(least[w], clocks[w]) for w in least.keys() & clocks.keys()}
-        for worker, clock in zip(answer.workers, answer.told, strict=True):
-            committed[worker] = max(committed.get(worker, 0), clock)
-    return _WorkerProgress(sum(answer.headed for answer in answers), least, committed)
+    whole: dict[int, int] = {}
+    known: dict[int, int] = {}
+    records: dict[int, list[StepRecord]] = {}
+    for answer in answers:
+        for worker, clock, told in zip(answer.workers, answer.least, answer.told, strict=True):
+            committed[worker] = max(committed.get(worker, 0), told)
+            whole[worker] = min(whole.get(worker, clock), clock)
+            known[worker] = known.get(worker, 0) + 1
+        for worker, record in read_sparse_steps(answer.records):
+            records.setdefault(worker, []).append(record)
+    whole = {worker: clock if known[worker] == len(answers) else 0 for worker, clock in whole.items()}
+    # Of sparse steps the records say where they should be. Ranges that are lost count as if they had them.
+    sparse = sorted(records)
+    for at in range(0, len(sparse), _AT_ONCE):
+        some = sparse[at : at + _AT_ONCE]
+        progress = np.tile(np.where(lost, LOST, 0), (len(some), 1))
+        for answer in await _ask(heads, credentials, some):
+            progress[:, list(answer.ranges)] = np.array(answer.progress, np.int64).reshape(len(some), -1)
+        for worker, of in zip(some, progress, strict=True):
+            whole[worker] = last_whole_step(whole[worker], home_range(worker, len(lost)), of, records[worker])
+    return _WorkerProgress(whole, committed)
+
+
+async def _ask(
+    heads: Collection[ServerInfo], credentials: Credentials | None, workers: Collection[int] = ()
+) -> list[admin_pb2.RestoreResponse]:
+    """Asks these servers how far workers are, and of the workers that are named in each range."""
+    request = Request(act=Request.LOOK, workers=workers)
+    calls = (ask_restore(server.admin, ASK_S, request, credentials) for server in heads)
+    return [answer for answer in await asyncio.gather(*calls) if answer.headed]
 
 
 async def _missing(
@@ -209,11 +236,12 @@ async def _missing(
             names.setdefault(past["id"], name)
             have.setdefault(past["id"], past["base"])
     floors: dict[int, int] = {}
-    for worker in sorted(found.least.keys() | roster.keys()):
+    for worker in sorted(found.whole.keys() | roster.keys()):
         if worker < ERASER:
-            floors[worker] = found.committed.get(worker, 0) if worker in roster else found.least[worker]
+            told = found.committed.get(worker, 0)
+            floors[worker] = told if worker in roster else max(told, found.whole[worker])
             have.setdefault(worker, min(lowest, floors[worker]))
-    known = {worker: clock or found.least.get(worker, 0) for worker, clock in floors.items()}
+    known = {worker: clock or found.whole.get(worker, 0) for worker, clock in floors.items()}
     workers = [
         Missing(names.get(worker, f"id {worker}"), worker, have[worker], to)
         for worker, to in known.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from elasticps.checkpoint.range_usage import RangeUsage
 from elasticps.checkpoint.storage import Storage
 from elasticps.model import policies, spec
 from elasticps.model.spec import TableSpec
+from elasticps.server.core.operations import RestoredState
 from elasticps.server.roles import restoring
 from elasticps.server.roles.restoring import (
     PIECE_BYTES,
@@ -32,6 +34,7 @@ from elasticps.server.roles.restoring import (
 )
 from elasticps.store.eviction import Measure, Predicate, Reason
 from replication.messages import OperationKind
+from replication.step_records import home_range, last_whole_step
 from tests.checkpoint.growing import NOW, Cluster, Content, content_of
 from tests.checkpoint.growing import TABLE as TABLE_ID
 from tests.checkpoint.writer import Change, ranges_of, row, write
@@ -136,6 +139,30 @@ def test_a_range_gets_the_clocks_of_its_range_in_the_checkpoint() -> None:
         state = state_of(manifest, r, ranges)
         clocks = dict(zip(state.workers, state.progress, strict=True))
         assert clocks == {2: 4 << 16, 3: 7 << 16} | ({9: lost << 16} if lost else {})
+        assert state.records == ()
+
+
+def test_a_home_range_gets_the_records_of_steps_that_were_under_way() -> None:
+    left_out = {9: (5 << 16, 4 << 16, 4 << 16, 4 << 16)}
+    manifest = Manifest("c@1", 5, 0, 4, 0.0, {}, (), {}, {3: 7}, left_out, {}, records=((9, 5, 4, (0, 3)),))
+    assert Manifest.decode(manifest.encode()) == manifest
+    homes = {r: state_of(manifest, r, 8) for r in range(8)}
+    assert {r for r, state in homes.items() if state.records} == {home_range(9, 8)}
+    ((worker, record),) = homes[home_range(9, 8)].step_records(8)
+    assert (worker, record.clock, record.committed, record.ranges.tolist()) == (9, 5, 4, [0, 1, 6, 7])
+    assert RestoredState.of(json.loads(json.dumps(homes[home_range(9, 8)].document()))) == homes[home_range(9, 8)]
+
+
+def test_a_home_range_that_comes_back_alone_says_up_to_where_all_steps_are_whole() -> None:
+    """Without it a successor would train again all that ever ticked few ranges."""
+    manifest = Manifest("c@1", 5, 0, 4, 0.0, {}, (), {"a": WorkerEntry(3, "default", 7)})
+    home = home_range(3, 4)
+    state = state_of(manifest, home, 4, {3: 9})
+    assert state_of(manifest, home, 4).records == state_of(manifest, home ^ 1, 4, {3: 9}).records == ()
+    progress = np.zeros(4, np.int64)  # what it has pushed to other ranges is older, or nothing
+    progress[home] = dict(zip(state.workers, state.progress, strict=True))[3]
+    assert last_whole_step(0, home, progress, [record for _, record in state.step_records(4)]) == 9
+    assert last_whole_step(0, home, progress, []) == 0
 
 
 def test_committed_ranges_are_not_read_again_after_a_move(

@@ -40,6 +40,7 @@ class Verdict:
     clocks        worker id, also of deletions -> the step up to which all of its are in the cut, and none later
     left_out      the same -> range -> progress, of workers that are gone, in the midst of a step perhaps. Steps up to
                   there are in that range, and at least all that are whole count as that
+    records       (worker, record) of the steps of workers in `left_out`
     rounds        application -> the last round that is closed, in all ranges
     rounds_torn   the same by range, of applications without workers, the last of whom went while a round was closed;
                   in a cut that is not consistent for that alone, of the one that has some
@@ -48,6 +49,7 @@ class Verdict:
     why: str = ""
     clocks: Mapping[int, int] = field(default_factory=dict)
     left_out: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+    records: Sequence[tuple[int, StepRecord]] = ()
     rounds: Mapping[str, int] = field(default_factory=dict)
     rounds_torn: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
@@ -98,7 +100,7 @@ def prove_cut(
             return Verdict(why, rounds_torn={app: by_range})
         else:
             torn[app] = by_range
-    return Verdict("", clocks, left_out, rounds, torn)
+    return Verdict("", clocks, left_out, [one for one in records if one[0] in left_out], rounds, torn)
 
 
 class _Noted(NamedTuple):

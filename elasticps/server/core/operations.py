@@ -22,8 +22,10 @@ from elasticps.server.core.data_shards import MAX_SETS, Doing, RangeShards, Shar
 from elasticps.store.cuts import NO_NOTES, Notes
 from elasticps.store.eviction import Sweep
 from elasticps.store.intervals import HASH_END
-from elasticps.wire.frames import Block, FrameError, text, whole, wholes
+from elasticps.wire.frames import MAX_RANGES, Block, FrameError, text, whole, wholes
 from replication.chain import Ranges
+from replication.progress import MAX_CLOCK
+from replication.step_records import StepRecord, record_of
 
 
 class SlicedTable(Selecting, Protocol):
@@ -247,7 +249,8 @@ class RestoredKeys(NamedTuple):
 class RestoredState(NamedTuple):
     """A RESTORED: a range has all its rows, as they were at `cut`. workers, progress: its vector clocks; closed: each
     application's last synchronous round; groups, shards: of the applications whose group range it is, as a manifest has
-    them; time: cluster time in seconds, 0 where no table keeps usage."""
+    them; time: cluster time in seconds, 0 where no table keeps usage; records: (worker, clock, committed, ranges)
+    of sparse steps, of workers whose home this is."""
 
     cut: int
     workers: tuple[int, ...]
@@ -256,12 +259,14 @@ class RestoredState(NamedTuple):
     groups: Sequence[Mapping[str, Any]]
     shards: Sequence[Mapping[str, Any]]
     time: int = 0
+    records: Sequence[tuple[int, int, int, Sequence[int]]] = ()
 
     def document(self) -> dict[str, Any]:
         """As JSON."""
         document = self._asdict()
-        if not self.time:
-            del document["time"]
+        for name in ("time", "records"):
+            if not document[name]:
+                del document[name]
         return document
 
     @classmethod
@@ -274,7 +279,15 @@ class RestoredState(NamedTuple):
         if not isinstance(closed, dict) or not isinstance(groups, list) or not isinstance(shards, list):
             raise FrameError("a RESTORED has no rounds or shards")
         time = whole(document.get("time", 0), MAX_TIME)
-        found = cls(whole(document.get("cut"), _MAX), workers, progress, closed, groups, shards, time)
+        try:
+            records = tuple(
+                (whole(worker, _MAX_WORKER, 1), whole(clock, MAX_CLOCK - 1, 1), whole(committed, clock - 1),
+                 wholes(ranges, MAX_RANGES - 1))
+                for worker, clock, committed, ranges in document.get("records", ())
+            )  # fmt: skip
+        except (TypeError, ValueError) as error:
+            raise FrameError(f"a RESTORED's records of steps cannot be read: {error!r}") from None
+        found = cls(whole(document.get("cut"), _MAX), workers, progress, closed, groups, shards, time, records)
         found.rounds()
         found.sets(2)
         return found
@@ -282,6 +295,14 @@ class RestoredState(NamedTuple):
     def clocks(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(workers, progress), sorted by worker: int64 [n] each."""
         return np.array(self.workers, np.int64), np.array(self.progress, np.int64)
+
+    def step_records(self, ranges: int) -> list[tuple[int, StepRecord]]:
+        """(worker, record), in a cluster of so many ranges."""
+        numbers = np.arange(ranges)
+        return [
+            (worker, record_of(clock, committed, np.isin(numbers, ticked)))
+            for worker, clock, committed, ticked in self.records
+        ]
 
     def rounds(self) -> RangeRounds:
         """What is closed, and the groups: without members, since nobody who was one is there any more."""

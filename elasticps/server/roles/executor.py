@@ -333,6 +333,7 @@ class Executor:
 
     def _restored(self, r: int, state: RestoredState) -> None:
         self.replica.clocks.set_column(r, *state.clocks())
+        self.replica.core.records.set_column(r, state.step_records(self._ranges))
         if state.time:
             self.store.advance(np.array([r], np.int64), state.time)
         if state.cut > self.store.cuts.newest[r]:

@@ -42,7 +42,8 @@ from elasticps.wire.pool import Pool
 from replication.chain import Ranges
 from replication.effects import Status
 from replication.messages import OperationKind
-from replication.progress import PART_BITS
+from replication.progress import ERASER, PART_BITS
+from replication.step_records import home_range
 
 log = fields.logger(__name__)
 
@@ -79,19 +80,25 @@ class Restorer:
         """The highest number of a restore that was heard. A store that adopts this cluster numbers above it."""
         return self._serial
 
-    def look(self, tables: Iterable[int]) -> RestoreProgress:
-        """Reports which of these table ids are in use or were, and how far workers are in the ranges headed here."""
+    def look(self, tables: Iterable[int], named: Iterable[int] = ()) -> RestoreProgress:
+        """Reports which of these table ids are in use or were, and how far workers are in the ranges headed here; of
+        the workers that are named in each."""
         store, replica = self._executor.store, self._executor.replica
         taken = tuple(id_ for id_ in tables if id_ in store.tables or id_ in store.dropped)
         headed, acknowledged = self._serving.headed.tolist(), self._context.path.acknowledged_clocks()
         columns = [dict(zip(*(each.tolist() for each in replica.clocks.column(r)), strict=True)) for r in headed]
-        known = set(columns[0]).intersection(*columns[1:]) if columns else set()
-        workers = tuple(sorted(known))
-        least = tuple(min(column[worker] for column in columns) >> PART_BITS for worker in workers)
+        workers = tuple(sorted(set().union(*columns)))
+        least = tuple(min(column.get(worker, 0) for column in columns) >> PART_BITS for worker in workers)
+        roster = replica.admission.roster or ()
+        records = tuple(one for r in headed for one in replica.core.records.column(r) if one[0] not in roster)
+        progress = tuple(column.get(worker, 0) for worker in named for column in columns)
         rounds = self._executor.rounds
         some = any(rounds.closed_in(r) or rounds.groups_of(r) for r in headed)
         known_to = tuple(acknowledged.get(worker, 0) for worker in workers)
-        return RestoreProgress((), 0, taken, "", len(headed), workers, least, known_to, some)
+        return RestoreProgress(
+            tuple(headed) if progress else (), 0, taken, "", len(headed), workers, least, known_to, some, records,
+            progress,
+        )  # fmt: skip
 
     def go_on(self, serial: int, spec: RestoreSpec, done: bytes = b"") -> RestoreProgress:
         """Starts or continues a restore, and reports how far it is. It ends by itself without a request for UNASKED_S.
@@ -260,7 +267,7 @@ class _RestoreTask:
         count = self._serving.ranges
         times = times_of(contents.times(old for old, _ in self._read_from), count, self._read_from)
         if self.spec.whole:
-            floors = dict(self.spec.floors)
+            floors = dict(self.spec.floors) if self.spec.recovery else None
             states = ((r, state_of(contents.manifest, r, count, floors)) for r in ranges.tolist())
             await self._log(
                 [(OperationKind.RESTORED, state._replace(time=int(times[r])), np.array([r])) for r, state in states]
@@ -437,17 +444,35 @@ def times_of(times: NDArray[np.int64], ranges: int, tables: Iterable[tuple[int, 
 
 
 def state_of(manifest: Manifest, r: int, ranges: int, floors: Mapping[int, int] | None = None) -> RestoredState:
-    """The state of range r, in a cluster with `ranges` ranges: all but its rows. floors: by worker, the least clock."""
+    """The state of range r, in a cluster with `ranges` ranges: all but its rows. floors: where only lost ranges come
+    back, by worker, the least clock. Then steps of workers whose home it is have no record any more, and need not have
+    ticked all other ranges: a record of the last one, in no range, says that all up to there are whole."""
     clocks = {worker.id: worker.clock << 16 for worker in manifest.workers.values()}
     clocks |= {id_: clock << 16 for id_, clock in manifest.former.items()}
     clocks |= {id_: progress[r * manifest.ranges // ranges] for id_, progress in manifest.left_out.items()}
     for id_, clock in (floors or {}).items():
         clocks[id_] = max(clocks.get(id_, 0), clock << 16)
     known = sorted((id_, progress) for id_, progress in clocks.items() if progress)
+    records = [
+        (id_, clock, committed, _scaled(ticked, manifest.ranges, ranges))
+        for id_, clock, committed, ticked in manifest.records
+        if home_range(id_, ranges) == r
+    ]
+    if floors is not None:
+        recorded = {id_ for id_, *_ in records}
+        for id_, progress in known:
+            if id_ < ERASER and home_range(id_, ranges) == r and id_ not in recorded | manifest.left_out.keys():
+                records.append((id_, progress >> PART_BITS, (progress >> PART_BITS) - 1, ()))
     groups = [dict(one) for one in manifest.groups if hashing.group_range(one["app"], ranges) == r]
     shards = sorted(manifest.shards, key=lambda one: int(one["id"]))  # so that they get the ids that they had
     sets = [dict(one) for one in shards if hashing.group_range(one["app"], ranges) == r]
     return RestoredState(
         manifest.cut, tuple(id_ for id_, _ in known), tuple(progress for _, progress in known), dict(manifest.closed),
-        groups, sets,
+        groups, sets, records=tuple(records),
     )  # fmt: skip
+
+
+def _scaled(ranges: Sequence[int], before: int, now: int) -> tuple[int, ...]:
+    """The same ranges, of `before`, in a cluster of `now`."""
+    width = max(1, now // before)
+    return tuple(sorted({r * now // before + i for r in ranges for i in range(width)}))
