@@ -119,6 +119,22 @@ def test_home_gets_a_record_of_a_step_that_does_not_tick_all_ranges() -> None:
     assert [(e.head, e.record) for e in dense if isinstance(e, Frame)] == [(A, None), (B, None)]
 
 
+def test_a_step_that_ticks_all_ranges_has_no_record_left_of_a_last_part_that_an_exception_stopped() -> None:
+    class Stopped(list[object]):
+        def append(self, part: object) -> None:
+            raise KeyboardInterrupt
+
+    session, _ = _connected()
+    session.push(Rows(), last=False)
+    step = session._steps[1]
+    parts, step.parts = step.parts, Stopped(step.parts)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        session.push(Rows())
+    step.parts = parts
+    frames = session.push(_content())
+    assert [(e.head, e.record) for e in frames if isinstance(e, Frame)] == [(A, None), (B, None)]
+
+
 def test_after_a_reconnect_parts_are_sent_one_by_one_and_follow_what_they_followed() -> None:
     session, view = _connected()
     order = view.headed_by(view.index(A))

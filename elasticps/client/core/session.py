@@ -208,6 +208,7 @@ class PushSession:
         step.heads = heads if last else step.heads | heads
         if last:
             step.everywhere = len(heads) == len(self._heads) and step.elsewhere == bool(len(self._heads.nowhere))
+            step.record = None  # an exception may have come before this part was outstanding, and it is another now
             if not step.everywhere:
                 ticked = np.zeros(self._ranges, np.bool_)
                 ticked[np.concatenate([group for group, _ in ticks.groups])] = True
