@@ -12,8 +12,8 @@ def test_a_worker_that_never_says_what_is_committed_has_a_bounded_number_of_reco
     ticked[3] = True
     for clock in range(1, MOST_RECORDS + 10):
         records.note(5, record_of(clock, 0, ticked))
-    kept = [record.clock for record in records.of(5)]
-    assert kept == list(range(10, MOST_RECORDS + 10)), "the newest ones"
+    left = [record.clock for record in records.of(5)]
+    assert left == list(range(10, MOST_RECORDS + 10)), "the newest ones"
 
 
 def test_a_record_drops_those_of_steps_that_it_says_are_committed() -> None:

@@ -25,11 +25,13 @@ class Head:
 
 
 class Heads:
-    """The heads of a view by member, and the ranges that have none: `nowhere`."""
+    """The heads of a view by member; the ranges that have none: `nowhere`; and which ones ever came back from a
+    checkpoint: `recovered`, bool [P]."""
 
     def __init__(self, ranges: int) -> None:
         self.by_member: dict[Member, Head] = {}
         self.nowhere: Ranges = np.arange(ranges)
+        self.recovered: NDArray[np.bool_] = np.zeros(ranges, np.bool_)
         self._members: tuple[Member, ...] = ()
         self._at: NDArray[np.int32] = np.full(ranges, -1, np.int32)  # by range, the head among the members
         self._last: Progress = np.zeros(ranges, np.int64)  # progress by range, where a head's `last` does not say it
@@ -89,6 +91,7 @@ class Heads:
                 self._last[head.order] = head.last
         self.by_member, self.nowhere = heads, np.flatnonzero(view.heads < 0)
         self._members, self._at = view.members, view.heads
+        self.recovered = view.recovery_epoch > 0
         return gone, fresh
 
 

@@ -102,7 +102,6 @@ class PushSession:
         self._home = home_range(worker, ranges)
         self._steps: OrderedDict[int, OutstandingStep] = OrderedDict()
         self._heads = Heads(ranges)
-        self._recovered = np.zeros(ranges, np.bool_)  # ranges that ever came back from a checkpoint
         self._connected: set[Member] = set()
         self._frames: dict[int, Frame] = {}
         self._head_of_ask: dict[int, Member] = {}  # by the number of an Ask that has no answer yet
@@ -152,7 +151,7 @@ class PushSession:
     def digest(self) -> int:
         """A digest of `progress` in all ranges but those that ever came back from a checkpoint: how far these are only
         their heads know."""
-        ranges = np.flatnonzero(~self._recovered)
+        ranges = np.flatnonzero(~self._heads.recovered)
         return digest_of(self.worker, ranges, self.progress[ranges])
 
     def holds(self, clock: int) -> bool:
@@ -266,7 +265,7 @@ class PushSession:
         if begun_again:  # these ranges have lost what they had of outstanding steps
             for step in self._steps.values():
                 step.by_range(self._ranges)[recovered] = False
-        self.epoch, self._recovered = view.epoch, view.recovery_epoch > 0
+        self.epoch = view.epoch
         gone, fresh = self._heads.follow(view, recovered)
         if gone or fresh:
             for step in self._steps.values():
