@@ -310,3 +310,19 @@ def test_a_successor_repeats_from_the_first_step_that_a_range_lacks_which_its_re
     assert resume(applied, np.array([3, 1, 5, 5]) << 16, HOME, records) == (5, 3)
     assert resume(applied, np.array([4, 1, 4, 5]) << 16, HOME, records) == (5, 4)
     assert resume(applied, np.array([0, 0, 0, 0]) << 16, HOME, records[:0], base=7) == (7, 7)
+
+
+def test_a_step_whose_last_answer_was_cut_short_is_committed_when_the_session_begins_afresh(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All its ranges were noted, and then nobody was asked about it any more: it stayed outstanding for ever."""
+    session, view = _connected()
+    first, second = (e for e in session.push(_content()) if isinstance(e, Frame))
+    assert _committed(session, view, first) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "_commit", lambda *_: pytest.fail("a signal handler raises"))
+        with pytest.raises(pytest.fail.Exception):
+            _committed(session, view, second)
+    assert session.recover(view) == []
+    assert (session.outstanding, session.committed) == (0, 1)
+    assert [e for m in (A, B) for e in session.connected(m)] == []

@@ -308,18 +308,20 @@ class PushSession:
         return []
 
     def recover(self, view: Chains) -> list[Effect]:
-        """Begins afresh after an event that an exception cut short: which steps are outstanding is known, everything
-        else is asked again. No connection is left."""
+        """Begins afresh after an event that an exception cut short: which steps are outstanding is known (`holds`),
+        everything else is asked again. No connection is left."""
         self.clock = max(self.clock, next(reversed(self._steps), 0))
-        self.committed = next(iter(self._steps)) - 1 if self._steps else self.clock
         progress = self._heads.progress
-        for clock, step in self._steps.items():
-            step.by_range(self._ranges)
+        for clock, step in list(self._steps.items()):
+            done = step.by_range(self._ranges)
             step.whole.clear()
             for part, ticks in enumerate(step.ticks[: len(step.parts)]):
                 after = after_part(clock, part, step.closed and part == len(step.parts) - 1)
                 for group, _ in ticks.groups:
                     progress[group] = np.maximum(progress[group], after)
+            if step.closed and not np.count_nonzero(step.ticked(self._ranges) & ~done):
+                del self._steps[clock]  # the last answer was cut short: nobody would be asked any more
+        self.committed = next(iter(self._steps)) - 1 if self._steps else self.clock
         self._heads.forget(progress)
         self._connected.clear()
         self._frames.clear()
