@@ -41,9 +41,10 @@ class Ticks:
     def prev(self, ranges: int) -> Progress:
         """The worker's progress before the part by range, int64 [P]; -1 where the part does not tick."""
         if self._prev is None:
-            self._prev = np.full(ranges, -1, np.int64)
+            prev = np.full(ranges, -1, np.int64)
             for group, before in self.groups:
-                self._prev[group] = before
+                prev[group] = before
+            self._prev = prev  # when it is whole: an exception may cut this short
         return self._prev
 
 
@@ -73,9 +74,10 @@ class OutstandingStep:
     def by_range(self, ranges: int) -> NDArray[np.bool_]:
         """Where it is committed, from now on per range."""
         if self.ranges is None:
-            self.ranges = np.zeros(ranges, dtype=np.bool_)
+            done = np.zeros(ranges, dtype=np.bool_)
             for head in self.whole:
-                self.ranges[head.order] = True
+                done[head.order] = True
+            self.ranges = done
             self.whole.clear()
         return self.ranges
 
