@@ -125,7 +125,7 @@ class SparseStory:
             elif isinstance(effect, Erase):
                 for r in effect.ranges.tolist():
                     self.applied.pop((member, r), None)
-            elif isinstance(effect, Install):
+            elif isinstance(effect, Install) and isinstance(effect.payload, Copy):
                 self.applied[member, effect.range] = list(effect.payload.applied)
             elif isinstance(effect, Reply | ClocksReply) and member in self.up:
                 self.back[member].append(effect)
@@ -146,7 +146,8 @@ class SparseStory:
         message: Any = self.back[member].popleft()
         if isinstance(message, ClocksReply):
             said = message.status, message.epoch, message.ranges, message.applied, message.committed
-            effects = self.cut_short(lambda: self.session.clocks(message.token.ask, *said))
+            ask: Any = message.token
+            effects = self.cut_short(lambda: self.session.clocks(ask.ask, *said))
         else:
             whole = message.committed if message.moved.size or message.token.ranges is not None else None
             answer = message.token.frame, message.status, message.epoch, whole, message.moved
