@@ -29,6 +29,7 @@ from elasticps.system import background
 from elasticps.system.coordination import opened, read_view
 from replication.chain import Member
 from replication.progress import ERASER
+from replication.step_records import home_range
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
@@ -61,8 +62,10 @@ class WorkerClocks:
 
     name          "" if it is not in the roster any more
     acknowledged  it knows that its steps up to here are committed; 0: no server has heard from it lately
-    applied       its steps up to here are in every full replica of every range
-    pending       ranges without any of its steps, while others have some: its first step is under way, or never ended
+    applied       its steps up to here are in every full replica of its home range, which each step ticks. Other ranges
+                  have those of them that tick them: a head takes none without the one before
+    pending       replicas of that range without any of its steps, while others have some: its first step is under way,
+                  or never ended
     broken        it knows more steps to be committed than there are
     """
 
@@ -224,16 +227,18 @@ class Judged:
                 self.differences += compare(r, chain, replicas)
 
     def workers(self, promised: Mapping[int, int], names: Mapping[int, str]) -> list[WorkerClocks]:
-        """The clocks of every worker that some range knows, from what was compared last of each range."""
-        replicas = [found for replicas in self._replicas.values() for found in replicas]
-        known: dict[int, list[int]] = {}
-        for found in replicas:
-            for worker, clock in found.clocks.items():
-                if worker < ERASER:
-                    known.setdefault(worker, []).append(clock)
+        """The clocks of every worker that some range knows, from what was compared last of each range; without those
+        whose home range could not be compared."""
+        least: dict[int, int] = {}  # anywhere
+        for replicas in self._replicas.values():
+            for found in replicas:
+                for worker, clock in found.clocks.items():
+                    least[worker] = min(clock, least.get(worker, clock))
+        homes = {worker: self._replicas.get(home_range(worker, self.ranges)) for worker in least if worker < ERASER}
         return [
-            _clocks(worker, names.get(worker, ""), promised.get(worker, 0), clocks, len(replicas))
-            for worker, clocks in sorted(known.items())
+            _clocks(worker, names.get(worker, ""), promised.get(worker, 0), least[worker], home)
+            for worker, home in sorted(homes.items(), key=lambda one: one[0])
+            if home is not None
         ]
 
 
@@ -255,11 +260,13 @@ def compare(r: int, chain: Sequence[str], replicas: Sequence[Found]) -> list[Dif
     return differences
 
 
-def _clocks(worker: int, name: str, acknowledged: int, clocks: Sequence[int], replicas: int) -> WorkerClocks:
-    """A worker starts above a base clock, which a range learns with its first push. So a range that knows nothing of it
-    breaks a promise only if the worker knows of a committed step that the others have."""
-    pending = replicas - len(clocks)
-    least = min(clocks)
+def _clocks(worker: int, name: str, acknowledged: int, somewhere: int, home: Sequence[Found]) -> WorkerClocks:
+    """A worker starts above a base clock, which a range learns with its first push. So a home range that knows nothing
+    of it breaks a promise only if the worker knows of a committed step that others have. somewhere: the least clock
+    that a range has of it; home: the replicas of its home range."""
+    clocks = [found.clocks[worker] for found in home if worker in found.clocks]
+    pending = len(home) - len(clocks)
+    least = min(clocks, default=somewhere)
     return WorkerClocks(
         worker,
         name,

@@ -171,10 +171,10 @@ def _traffic(server: Server, status: dict[str, Any]) -> Iterator[Metric]:
 
 
 def _workers(server: Server) -> Iterator[Metric]:
-    """How far each worker's pushes have come in the ranges headed here: the range in which it is furthest behind."""
+    """How far the workers are whose home range is headed here."""
     labels = ["worker", "app"]
-    clock = GaugeMetricFamily("elasticps_server_worker_clock", "Steps applied in every range headed.", labels=labels)
-    lag = GaugeMetricFamily("elasticps_server_worker_lag", "Steps behind the first of its app.", labels=labels)
+    clock = GaugeMetricFamily("elasticps_server_worker_clock", "Steps applied in its home range.", labels=labels)
+    lag = GaugeMetricFamily("elasticps_server_worker_lag", "Steps behind the first of its app here.", labels=labels)
     most = GaugeMetricFamily("elasticps_server_worker_lag_max", "The lag of the last worker.", labels=["app"])
     apps: dict[str, dict[str, int]] = {}
     for number, at in server.admin.clocks().items():

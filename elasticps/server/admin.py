@@ -6,8 +6,6 @@ import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from coordinator.core.view import Roster
 from elasticps.admin.interface import MarkedRange
 from elasticps.server.core.audit import slices
@@ -27,6 +25,7 @@ from replication.chain import Role
 from replication.effects import Status
 from replication.messages import OperationKind
 from replication.progress import PART_BITS
+from replication.step_records import home_range
 
 _RECEIVED = (H_RECEIVED_PUSH, H_RECEIVED_PULL, H_RECEIVED_FORWARD)  # counters of usual frames, which are nearly all
 
@@ -140,10 +139,11 @@ class ServerAdmin:
         return {"incarnation": self.me.incarnation} | hot.found()
 
     def clocks(self) -> dict[int, int]:
-        """By worker, the steps applied in every range headed here."""
-        headed, clocks = self._serving.headed, self._executor.replica.clocks
-        known = [worker for worker in self._serving.workers if clocks.known(worker)] if len(headed) else []
-        return {worker: int(np.min(clocks.of(worker, headed))) >> PART_BITS for worker in known}
+        """By worker whose home range is headed here, the steps applied there: each of its steps ticks that range."""
+        headed, clocks = set(self._serving.headed.tolist()), self._executor.replica.clocks
+        homes = {worker: home_range(worker, self._serving.ranges) for worker in self._serving.workers}
+        found = {worker: clocks.at(worker, home) for worker, home in homes.items() if home in headed}
+        return {worker: progress >> PART_BITS for worker, progress in found.items() if progress}
 
     def cluster_known(self) -> dict[str, Any]:
         """What this server knows of the cluster, for a store that has lost it."""
