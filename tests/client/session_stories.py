@@ -190,8 +190,8 @@ class Story:
             sent.whole, sent.epoch = False, max(sent.epoch, epoch)
         if not sent.left:
             del self.sent[frame]
-            said = None if sent.whole else array(sent.committed)
-            self.call(lambda: self.session.reply(frame, Status.COMMITTED, sent.epoch, said, array(sent.moved)))
+            committed = None if sent.whole else array(sent.committed)
+            self.call(lambda: self.session.reply(frame, Status.COMMITTED, sent.epoch, committed, array(sent.moved)))
 
     def connect(self, member: Member) -> None:
         """The session gets a connection."""
