@@ -145,9 +145,9 @@ class SparseStory:
     def answer(self, member: Member) -> None:
         message: Any = self.back[member].popleft()
         if isinstance(message, ClocksReply):
-            said = message.status, message.epoch, message.ranges, message.applied, message.committed
+            answers = message.status, message.epoch, message.ranges, message.applied, message.committed
             ask: Any = message.token
-            effects = self.cut_short(lambda: self.session.clocks(ask.ask, *said))
+            effects = self.cut_short(lambda: self.session.clocks(ask.ask, *answers))
         else:
             whole = message.committed if message.moved.size or message.token.ranges is not None else None
             answer = message.token.frame, message.status, message.epoch, whole, message.moved
