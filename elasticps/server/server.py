@@ -168,7 +168,7 @@ class Server:
             self._left_out = True
             self.removed.set_result(None)
             return
-        self.delay.serve(serving.tailed, serving.held)
+        self.delay.serve(serving.tailed, serving.held, serving.tail_since, serving.full_since)
         self.fast.serve(serving.tailed, serving.held, serving.tail_since, serving.full_since)
         self.links.adopt(view)
         self.headroom.adopt(view, self.member)

@@ -57,10 +57,11 @@ class ClocksFrame(NamedTuple):
 
 class ReadAfter(NamedTuple):
     """READ_AFTER: the pulls that follow on this connection are to see what its worker has pushed: its progress, int64
-    [n], in `ranges`, int64 [n]."""
+    [n], in `ranges`, int64 [n]. epoch: of the view by which it was sent, as the pulls were."""
 
     ranges: Ranges
     progress: Progress
+    epoch: int = 0
 
     @property
     def body(self) -> bytes:
@@ -70,7 +71,7 @@ class ReadAfter(NamedTuple):
     def frame(self) -> bytes:
         """The whole frame."""
         body = self.body
-        return Header(Kind.READ_AFTER, 0, len(body), items=len(self.ranges)).pack() + body
+        return Header(Kind.READ_AFTER, 0, len(body), epoch=self.epoch, items=len(self.ranges)).pack() + body
 
     @classmethod
     def of(cls, header: Header, body: Bytes, ranges: int) -> ReadAfter:
@@ -82,7 +83,7 @@ class ReadAfter(NamedTuple):
         named = body[: 4 * n].view(np.int32).astype(np.int64)
         if n and (named.min() < 0 or named.max() >= ranges):
             raise FrameError(f"a READ_AFTER names ranges outside 0..{ranges - 1}")
-        return cls(named, body[at:].copy().view(np.int64))
+        return cls(named, body[at:].copy().view(np.int64), header.epoch)
 
 
 def encode_record(record: StepRecord) -> bytes:

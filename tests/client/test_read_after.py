@@ -46,8 +46,24 @@ def test_a_server_waits_only_for_ranges_that_it_holds_now() -> None:
     delay = BoundedDelay(P, clocks, lambda: 0.0)
     delay.serve(np.arange(P), np.arange(P))
     after = ReadAfter(np.array([1, 2]), np.array([5 << 16, 6 << 16]))
-    assert not delay.reached(1, after), "nothing is known of the worker"
+    assert not delay.reached(1, after, False), "nothing is known of the worker"
     clocks.set(1, np.array([1]), 5 << 16)
-    assert not delay.reached(1, after)
+    assert not delay.reached(1, after, False)
     delay.serve(np.array([0, 1]), np.array([0, 1]))  # range 2 moves away, and never gets here what it lacks
-    assert delay.reached(1, after)
+    assert delay.reached(1, after, False)
+
+
+def test_a_server_waits_no_longer_for_what_an_older_view_sent() -> None:
+    """A range that went and came back from a checkpoint lacks steps that nobody sends again."""
+    clocks = Clocks(P)
+    delay = BoundedDelay(P, clocks, lambda: 0.0)
+    delay.serve(np.arange(P), np.arange(P), 3, 3)
+    after = ReadAfter(np.array([1]), np.array([5 << 16]), 7)
+    assert not delay.reached(1, after, False)
+    delay.serve(np.array([0]), np.array([0]), 8, 8)
+    delay.serve(np.arange(P), np.arange(P), 9, 9)
+    assert delay.reached(1, after, False)
+    assert not delay.reached(1, after._replace(epoch=9), False)
+    delay.serve(np.arange(P), np.arange(P), 3, 9)
+    assert not delay.reached(1, after, False), "where ranges were read all the time the same pulls are answered still"
+    assert delay.reached(1, after, True)

@@ -172,7 +172,7 @@ def tell_nobody_who_trains_a_shard(patch: pytest.MonkeyPatch) -> None:
 
 
 def answer_pulls_before_named_steps_are_applied(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BoundedDelay, "reached", lambda self, worker, after: True)
+    patch.setattr(BoundedDelay, "reached", lambda self, worker, after, anywhere: True)
 
 
 def name_only_the_newest_step_to_wait_for(patch: pytest.MonkeyPatch) -> None:

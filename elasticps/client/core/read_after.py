@@ -39,5 +39,5 @@ def read_after(
         server = routes.index_of[member]
         some = ranges[np.logical_or.reduce([of == server for of in answers])]
         if len(some):
-            buffers.insert(0, ReadAfter(some, unread[some]).frame())
+            buffers.insert(0, ReadAfter(some, unread[some], routes.epoch).frame())
     return frames

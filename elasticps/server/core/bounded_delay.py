@@ -147,6 +147,7 @@ class BoundedDelay:
         self._count = 0  # the number of the newest pull that waits
         self._of_asker: dict[int, set[int]] = {}  # the numbers of a connection's pulls, by its id()
         self._own: dict[tuple[int, bool], tuple[Reached, Numbers]] = {}  # wait for their worker's own steps
+        self._since = 0, 0  # the epochs in which the ranges that are tailed, or held, last changed
         self._after: set[int] = set()  # wait for steps of their own worker in some ranges
         self._bound: dict[tuple[str, bool], Numbers] = {}  # wait for the slowest of their application
         self._deadlines: list[tuple[float, int]] = []  # a heap of (when a pull gives up, its number)
@@ -155,8 +156,9 @@ class BoundedDelay:
     def __len__(self) -> int:
         return len(self._parked)
 
-    def serve(self, tailed: Ranges, held: Ranges) -> None:
-        """Follows a view: which ranges may be read here."""
+    def serve(self, tailed: Ranges, held: Ranges, tail_since: int = 0, full_since: int = 0) -> None:
+        """Follows a view: which ranges may be read here, and the epochs since when that is so."""
+        self._since = tail_since, full_since
         if len(np.setdiff1d(held, self.held)) or len(np.setdiff1d(tailed, self.tailed)):
             self._awaited_until_s = self._clock() + CONNECT_WAIT_S
             self._awaited = {w for w in self._workers if w not in self._bases and w not in self._paused}
@@ -249,14 +251,14 @@ class BoundedDelay:
         header, connection = read.header, read.connection
         anywhere = header.anywhere
         own = Reached(self._clocks, self.held if anywhere else self.tailed, connection.worker, connection.base)
-        if own.now() < header.clock or not self.reached(connection.worker, read.after):
+        if own.now() < header.clock or not self.reached(connection.worker, read.after, anywhere):
             return [connection.worker_name]
         worker = self._before(connection.app, anywhere, _floor(read)) if header.bound is not None else None
         return [] if worker is None else [self._workers[worker].name]
 
-    def reached(self, worker: int, after: ReadAfter | None) -> bool:
+    def reached(self, worker: int, after: ReadAfter | None, anywhere: bool) -> bool:
         """Whether all steps that READ_AFTER named are applied here, as far as their ranges are held here."""
-        if after is None:
+        if after is None or after.epoch < self._since[anywhere]:  # pulls of that epoch are not answered any more
             return True
         here = np.isin(after.ranges, self.held)
         return not np.count_nonzero(self._clocks.of(worker, after.ranges[here]) < after.progress[here])
@@ -314,7 +316,7 @@ class BoundedDelay:
             return True
         if not numbers:
             del self._own[key]
-        if not self.reached(connection.worker, read.after):
+        if not self.reached(connection.worker, read.after, anywhere):
             self._after.add(number)
             return True
         if header.bound is not None and self._before(connection.app, anywhere, _floor(read)) is not None:
@@ -406,7 +408,7 @@ class BoundedDelay:
             connection, anywhere, floor = read.connection, read.header.anywhere, _floor(read)
             ranges = self.held if anywhere else self.tailed
             own = Reached(self._clocks, ranges, connection.worker, connection.base).now()
-            if own < read.header.clock or not self.reached(connection.worker, read.after):
+            if own < read.header.clock or not self.reached(connection.worker, read.after, anywhere):
                 done[number] = _too_long(read, [connection.worker_name])
                 continue
             if (connection.app, anywhere, floor) not in late:

@@ -186,6 +186,7 @@ T_REPORTED = 32  # it has been reported level
     C_AFTER,  # how many ranges READ_AFTER named whose steps pulls have to see, 0 for none
     C_AFTER_AT,  # int64 [2, C_AFTER_ROOM]: those ranges, and the worker's progress there; 0 as long as there is no room
     C_AFTER_ROOM,
+    C_AFTER_EPOCH,  # of the view by which it was sent
     C_ANSWERED,  # rows already sent of the pull at the front
     C_FD,  # -1: only Python receives and sends
     C_QUEUED,  # Python has bytes that go first
@@ -193,7 +194,7 @@ T_REPORTED = 32  # it has been reported level
     C_FULL,  # nothing more is read
     C_LISTS,  # int64 [LIST_KEYS]: keys that the worker has had kept, 0 as long as there are none
     CONNECTION,
-) = range(27)
+) = range(28)
 ROLE_OTHER, ROLE_WORKER, ROLE_PEER = 0, 1, 2
 
 # Of a frame in the log.

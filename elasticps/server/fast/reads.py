@@ -19,6 +19,7 @@ from elasticps.server.fast.layout import (
     BLOCKS,
     C_AFTER,
     C_AFTER_AT,
+    C_AFTER_EPOCH,
     C_AFTER_ROOM,
     C_ANSWERED,
     C_APP,
@@ -97,6 +98,7 @@ def read_after(h, c, at):
             return SLOW
     copy(conn[C_AFTER_AT], at + HEADER, body)
     conn[C_AFTER] = n
+    conn[C_AFTER_EPOCH] = load64(at + 24)
     return DONE
 
 

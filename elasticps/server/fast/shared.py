@@ -67,15 +67,17 @@ class ReadAfters:
             row[at.C_AFTER_AT], row[at.C_AFTER_ROOM] = memory.ctypes.data, len(memory)
         if len(body):
             self._memory[slot][: len(body)] = body
-        row[at.C_AFTER] = len(after.ranges)
+        row[at.C_AFTER], row[at.C_AFTER_EPOCH] = len(after.ranges), after.epoch
 
     def of(self, slot: int) -> ReadAfter | None:
         """What a pull of a connection has to see, None if nothing is left."""
-        n = int(self._shared[at.H_CONNECTIONS][slot, at.C_AFTER])
+        row = self._shared[at.H_CONNECTIONS][slot]
+        n = int(row[at.C_AFTER])
         if not n:
             return None
         size = ((4 * n + 7) & ~7) + 8 * n
-        return ReadAfter.of(Header(Kind.READ_AFTER, 0, size, items=n), self._memory[slot][:size], self._ranges)
+        header = Header(Kind.READ_AFTER, 0, size, epoch=int(row[at.C_AFTER_EPOCH]), items=n)
+        return ReadAfter.of(header, self._memory[slot][:size], self._ranges)
 
     def clear(self, slot: int) -> None:
         """Ends the waiting of a connection's pulls."""

@@ -80,7 +80,7 @@ class PullHandler:
         self._counts["rows_pulled"] += read.rows
         self._last_served.mark()
         after = connection.read_after
-        if after is not None and self._delay.reached(connection.worker, after):
+        if after is not None and self._delay.reached(connection.worker, after, request.anywhere):
             connection.read_after = None
         elif after is not None:
             read = read._replace(after=after)
