@@ -36,7 +36,9 @@ def test_rows_of_a_push_that_waited_while_their_table_was_dropped_are_refused() 
 
     def ask(who: int, number: int, frame: Frame) -> None:
         header, body = frame
-        header = header._replace(request=number, epoch=head.serving.epoch, worker=WORKER + who, body=len(body))
+        header = header._replace(request=number, epoch=head.serving.epoch, body=len(body))
+        if header.kind != Kind.PUSH:  # which says there what it follows
+            header = header._replace(worker=WORKER + who)
         to[who].write(header.pack() + body)
         wires.settle()
 

@@ -23,11 +23,12 @@ from tests.sim import planted_retained_copies as retained
 from tests.sim import planted_rounds as rounds
 from tests.sim import planted_shell as shell
 from tests.sim import planted_short_keys as short
+from tests.sim import planted_sparse_ticks as sparse
 from tests.sim import planted_view_hints as hints
 from tests.sim.planting import Patch
 from tests.sim.story_cost import expected_events
 
-MODULES = (caches, chain, checkpoints, cuts, drops, growth, together, retained, rounds, shell, short, hints)
+MODULES = (caches, chain, checkpoints, cuts, drops, growth, together, retained, rounds, shell, short, hints, sparse)
 """Every function of these that has no underscore before its name plants a bug."""
 STORIES = 50
 """How many stories of its kind are played at most to find a bug: one that none of them finds survives."""
@@ -151,6 +152,21 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     hints.believe_a_server_that_the_store_does_not_bear_out: ("calm", "free", 0),
     together.ask_as_if_nothing_had_been_pushed: ("calm", "free", 0),
     cuts.take_an_open_round_for_a_closed_one: ("calm", "rounds", 15),
+    sparse.forget_progress_with_the_view: ("moves", "free", 2),
+    sparse.tick_only_what_the_last_part_touches: ("kills", "free", 0),
+    sparse.commit_where_home_has_it: ("flaps", "free", 0),
+    sparse.let_a_step_end_without_its_home: ("kills", "free", 0),
+    sparse.claim_all_steps_before_as_committed: ("heirs", "free", 0),
+    sparse.withhold_records_of_steps_that_are_not_committed: ("heirs", "free", 0),
+    sparse.lose_records_on_the_way_down_a_chain: ("moves", "free", 1),
+    sparse.take_for_trained_what_home_has: ("heirs", "free", 2),
+    sparse.take_sparse_steps_for_dense: ("heirs", "free", 0),
+    sparse.believe_home_that_a_shard_is_trained: ("ghosts", "shards", 2),
+    sparse.tell_nobody_who_trains_a_shard: ("ghosts", "shards", 0),
+    sparse.answer_pulls_before_named_steps_are_applied: ("kills", "free", 0),
+    sparse.name_only_the_newest_step_to_wait_for: ("readers", "free", 3),
+    sparse.send_all_ranges_the_first_one_s_prev: ("moves", "free", 2),
+    sparse.read_prev_at_the_resend: ("kills", "free", 0),
     growth.stamp_by_each_replica_s_own_clock: ("calm", "free", 19),
     growth.let_time_go_back_after_a_failover: ("kills", "free", 11),
     growth.sweep_by_the_later_of_two_clocks: ("calm", "free", 4),
@@ -198,6 +214,14 @@ ALONE: dict[Patch, tuple[str, str]] = {
         "server.test_waiting_pushes",
         "test_rows_of_a_push_that_waited_while_their_table_was_dropped_are_refused",
     ),
+    sparse.take_a_gap_for_a_duplicate: (
+        "replication.test_replica",
+        "test_parts_must_come_in_order_and_a_gap_changes_nothing",
+    ),
+    sparse.move_a_home_without_its_records: (
+        "replication.test_step_records",
+        "test_records_of_a_home_go_with_its_range_and_no_others",
+    ),
     rounds.mark_a_shard_done_when_it_is_used: (
         "server.test_data_shard_sets",
         "test_a_lost_workers_shards_go_to_others_with_their_history",
@@ -210,6 +234,7 @@ ALONE: dict[Patch, tuple[str, str]] = {
 
 
 _FLAGS = {
+    "few": (sparse,),
     "cuts": (cuts, checkpoints),
     "short": (short,),
     "caches": (caches,),

@@ -157,11 +157,6 @@ def believe_home_that_a_shard_is_trained(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(data_shards, "step_is_whole", mutant)
 
 
-def ask_once_whether_a_shard_is_trained(patch: pytest.MonkeyPatch) -> None:
-    whole = replication.step_records.step_is_whole
-    patch.setattr(data_shards, "step_is_whole", lambda *given: bool(whole(*given)))
-
-
 def tell_nobody_who_trains_a_shard(patch: pytest.MonkeyPatch) -> None:
     push = PushSession.push
 
