@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from coordinator.core.data_loss import spans
 from coordinator.core.view import ServerInfo
 from elasticps.client.core.routing import Routes
+from elasticps.client.core.session import PushSession
 from elasticps.client.runtime import Lock, Runtime
 from elasticps.client.short_keys import ShortKeys
 from elasticps.client.transport import Link, LinkDriver, LinkReceiver
@@ -32,7 +33,7 @@ from elasticps.errors import (
     VersionMismatch,
 )  # fmt: skip
 from elasticps.wire.frames import Buffer
-from elasticps.wire.headers import JoinHeader
+from elasticps.wire.joining import JoinHeader
 from elasticps.wire.refusals import RefusedRows, decode_refused
 from replication.chain import Member
 
@@ -325,9 +326,11 @@ def ending_error(document: Mapping[str, Any], server: str) -> Error | None:
 class Participation:
     """A worker that has not joined yet is as one that pauses: nobody waits for it. Called under the client's lock."""
 
-    def __init__(self, connections: PeerConnections) -> None:
+    def __init__(self, connections: PeerConnections, session: PushSession) -> None:
         self.header = JoinHeader(pause=True).header()
         self._connections = connections
+        self._session = session
+        self._sparse_until = 0  # steps up to this one may have ticked some ranges only, and are not all committed
 
     def join(self, base: int) -> None:
         """Tells all servers that this worker takes part from now on, above that clock."""
@@ -337,6 +340,19 @@ class Participation:
         """Ranges begin anew, and lack steps that are committed: a worker that takes part goes on above these there."""
         if not JoinHeader.of(self.header).pause:
             self.join(committed)
+
+    def tick_everywhere(self) -> None:
+        """Others wait for this worker's clock: from now on each step ticks all ranges, and servers count what is
+        committed before."""
+        if not self._session.everywhere:
+            self._session.everywhere, self._sparse_until = True, self._session.clock
+            self.go_on(self._session.committed)
+
+    def committed(self) -> None:
+        """Some step is committed: servers hear of it when it is the last one that may have ticked some ranges only."""
+        if self._sparse_until and self._session.committed >= self._sparse_until:
+            self._sparse_until = 0
+            self.go_on(self._session.committed)
 
     def pause(self) -> None:
         """Tells all servers that it holds nobody back, until it joins again."""

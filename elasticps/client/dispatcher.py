@@ -98,11 +98,11 @@ class Dispatcher:
         self.connections = PeerConnections(
             runtime, self._driver, self.lock, json_frame(Kind.HELLO, hello), receiver, self._gone, credentials
         )
-        self.participation = Participation(self.connections)
+        self.participation = Participation(self.connections, self.session)
         numbers = {owner: itertools.count(OWNERS + owner, OWNERS) for owner in (PUSH, FAN_OUT)}
-        keys_of = self.connections.keys_of
-        send_all = self.connections.send_all
+        keys_of, send_all = self.connections.keys_of, self.connections.send_all
         self.pushes = PushesInFlight(self.session, worker.id, numbers[PUSH], send_all, self._fenced, keys_of)
+        self.pushes.on_finished = self.participation.committed
         self.pulls = PullsInFlight(self.routes, self.session, send_all, self.connections.stop_receiving, keys_of)
         self._fan_outs = FanOuts(numbers[FAN_OUT], self.connections.send)
         busy = lambda: self._hurt or self._fan_outs.writing  # noqa: E731
@@ -359,6 +359,8 @@ class Dispatcher:
                 self.holding.hear(link.member, header)
             elif kind == Kind.RELEASE:
                 self.holding.release(header)
+            elif kind == Kind.BOUNDED:
+                self.participation.tick_everywhere()
             elif kind == Kind.WATCH:
                 self._say_use(link.member)
             else:

@@ -24,7 +24,7 @@ from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.registry import Registry
 from elasticps.errors import Closed, ClusterUnreachable, ServerError, Timeout
 from elasticps.wire.frames import Buffer, Header
-from elasticps.wire.headers import OkHeader
+from elasticps.wire.joining import JoinedAnswer, lowest_clock
 from replication.chain import Member
 
 log = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class Joining:
             self._dispatcher.participation.join(base)
             begin()
 
-        return max((OkHeader.of(answer.header).minimum for answer in self._tell(start)), default=0)
+        return lowest_clock(JoinedAnswer.of(*answer) for answer in self._tell(start))
 
     def _tell(self, change: Callable[[], None]) -> list[Answer]:
         """Changes whether this worker takes part, and waits until every server knows."""

@@ -85,6 +85,7 @@ class PushesInFlight:
         # Hears that servers refused rows.
         self.on_refused: Callable[[], None] = lambda: None
         self.name_of: Callable[[int], str | None] = lambda table: None  # of a table, by its id
+        self.on_finished: Callable[[], None] = lambda: None  # hears that a step is committed
         self.routes: Routes  # of the newest view
         self._worker = worker  # its id
         self._requests = requests  # the next numbers
@@ -319,6 +320,7 @@ class PushesInFlight:
             self.failures[clock] = state.error
             if len(self.failures) > MAX_FAILURES:
                 del self.failures[max(self.failures)]
+        self.on_finished()
         state.done = True  # last: whoever waits for it looks at the rest without the lock
 
     def _error(self, state: StepState) -> Exception:

@@ -94,7 +94,7 @@ class Server:
         self.headroom = Headroom(me.name, memory)  # how many rows may be added, here and down the chains
         self.memory = MemoryLimit(context, self.headroom, self.links)  # refuses rows where memory is short
         self.delay = BoundedDelay(ranges, self.replica.clocks, clock)  # which pulls wait for slower workers
-        self.pulls = PullHandler(context, self.delay)  # answers them when they may be
+        self.pulls = PullHandler(context, self.delay, lambda: self.handshake.workers)  # answers them when they may be
         self.pushes = PushHandler(context, self.memory)  # checks them, and has them logged
         self.reductions = ReduceHandler(context, self.pulls)  # functions over all rows of a range
         group = GroupLog(serving, self.held, notifier, self.replica, executor.rounds, executor.perform)
@@ -126,7 +126,13 @@ class Server:
         self.peer = PeerKind(handlers, self.links.lost)  # frames of other replicas
         # Knows all connections, and gives each its kind of peer.
         self.handshake = HelloHandler(
-            context, self.links, self.leaders, self.worker, self.peer, cuts.greet, options.connections
+            context,
+            self.links,
+            self.leaders,
+            self.worker,
+            self.peer,
+            (cuts.greet, self.pulls.greet),
+            options.connections,
         )
         # Answers the admin service.
         self.admin = ServerAdmin(

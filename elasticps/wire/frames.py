@@ -82,6 +82,7 @@ class Kind(IntEnum):
     RELEASE = 76
     REDUCED = 77
     WATCH = 78
+    BOUNDED = 79
     SWEPT = 81
 
 

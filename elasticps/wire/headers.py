@@ -231,25 +231,6 @@ class PoliciesHeader(NamedTuple):
         return cls(Kind(h.kind), h.table)
 
 
-class JoinHeader(NamedTuple):
-    """JOIN: a worker starts above `base`; or takes no part for now (`pause`); or only asks for the minimum (None)."""
-
-    base: int | None = None
-    pause: bool = False
-
-    def header(self) -> Header:
-        """The 64 bytes' fields; there is no body."""
-        if self.pause:
-            return Header(Kind.JOIN, LAST | PAUSE)
-        return Header(Kind.JOIN) if self.base is None else Header(Kind.JOIN, LAST, clock=self.base)
-
-    @classmethod
-    def of(cls, h: Header) -> JoinHeader:
-        """The inverse of `header`."""
-        pause = bool(h.flags & PAUSE)
-        return cls(h.clock if h.flags & LAST and not pause else None, pause)
-
-
 class GetClocksHeader(NamedTuple):
     """GET_CLOCKS: how far has `worker` come in the ranges that the receiver heads at `epoch`?"""
 
@@ -414,20 +395,19 @@ class ReleaseHeader(NamedTuple):
 
 
 class OkHeader(NamedTuple):
-    """OK. minimum: in the answer to a JOIN, the lowest clock of the application's other active workers."""
+    """OK: it is done."""
 
     request: int
     epoch: int
-    minimum: int = 0
 
     def header(self) -> Header:
         """The 64 bytes' fields; there is no body."""
-        return Header(Kind.OK, request=self.request, epoch=self.epoch, clock=self.minimum)
+        return Header(Kind.OK, request=self.request, epoch=self.epoch)
 
     @classmethod
     def of(cls, h: Header) -> OkHeader:
         """The inverse of `header`."""
-        return cls(h.request, h.epoch, h.clock)
+        return cls(h.request, h.epoch)
 
 
 class RowsHeader(NamedTuple):

@@ -26,6 +26,7 @@ from elasticps.wire.frames import (
     json_frame,
     unpack_header,
 )
+from elasticps.wire.joining import JoinedAnswer
 
 DIM = 4
 
@@ -120,8 +121,10 @@ class FakeServer:
             welcome = {"server": self.name, "incarnation": self.incarnation, "cluster": "fake"}
             yield json_frame(Kind.WELCOME, welcome)
             yield self.greeting
-        elif kind in (Kind.HELD, Kind.USE):
+        elif kind in (Kind.HELD, Kind.USE, Kind.READ_AFTER):
             return
+        elif kind == Kind.JOIN:
+            yield JoinedAnswer(request, epoch, 0, None).frame()
         elif kind == Kind.GET_CLOCKS:
             assert self.view is not None
             ranges = np.flatnonzero(self.view.heads == self.view.index(self.name))

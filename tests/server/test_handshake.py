@@ -8,7 +8,7 @@ import pytest
 
 from elasticps.server.roles import handshake
 from elasticps.wire.frames import Header, Kind, json_frame
-from elasticps.wire.headers import JoinHeader, OkHeader
+from elasticps.wire.joining import JoinedAnswer, JoinHeader
 from tests.server.conftest import WORKER, Group, Run, Worker, until
 
 
@@ -28,8 +28,8 @@ def test_frames_held_on_an_older_connection_are_dropped(run: Run) -> None:
             await asyncio.wait_for(older.task, 10)
         group.adopt(group.make_view(lambda r: ["a"]))
         other = await group.connect("a", worker=second)
-        header, _ = await other.ask(JoinHeader().header())
-        assert OkHeader.of(header).minimum == 7
+        header, body = await other.ask(JoinHeader().header())
+        assert JoinedAnswer.of(header, bytes(body)).minimum == 7
 
     run(test)
 

@@ -24,7 +24,6 @@ from elasticps.wire.headers import (
     HeldHeader,
     HoldHeader,
     InitHeader,
-    JoinHeader,
     KeysHeader,
     ListKeysHeader,
     OkHeader,
@@ -35,6 +34,7 @@ from elasticps.wire.headers import (
     RowsHeader,
     ShardRef,
 )
+from elasticps.wire.joining import JoinHeader
 from elasticps.wire.reducing import ReducedHeader, ReduceHeader, function_body, read_function
 from elasticps.wire.replica_headers import ChunkAckHeader, ForwardHeader, RangesHeader, SnapshotChunkHeader
 from replication.progress import MAX_CLOCK
@@ -87,7 +87,6 @@ GOLDEN: list[tuple[Any, int, tuple[int, ...]]] = [
     (HeldHeader(4, 11, 9, False, True), -1, (32, 33, 0, 0, 0, 9, 11, 0, 0, 4, 0, 0, 0)),
     (ReleaseHeader(4), -1, (76, 0, 0, 0, 0, 0, 0, 0, 0, 4, 0, 0, 0)),
     (OkHeader(7, 5), -1, (65, 0, 0, 7, 5, 0, 0, 0, 0, 0, 0, 0, 0)),
-    (OkHeader(7, 5, 41), -1, (65, 0, 0, 7, 5, 41, 0, 0, 0, 0, 0, 0, 0)),
     (RowsHeader(7, 5, 1000, 24, True), 96, (66, 1, 96, 7, 5, 1000, 0, 0, 0, 0, 24, 0, 0)),
     (ForwardHeader(5, 0, 11, 9 << 16, 3, 2), 96, (16, 0, 96, 0, 5, 9 << 16, 11, 0, 0, 3, 2, 0, 0)),
     (

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from elasticps.client.core.barrier import entering
 from elasticps.client.core.fan_out import Request, Script, of_heads, steps_of
 from elasticps.client.core.session import resume
-from elasticps.wire.headers import JoinHeader, OkHeader
+from elasticps.wire.joining import JoinedAnswer, JoinHeader, lowest_clock
 
 
 class PastRun(NamedTuple):
@@ -81,7 +81,7 @@ class Starting:
             start, _ = yield from entering(self._app, self._worker, 0, self._timeout_s)
             return start
         answers = yield Request(of_heads(JoinHeader().header(), all_ranges=False), self._timeout_s, "joining")
-        return max(OkHeader.of(answer.header).minimum for answer in answers)
+        return lowest_clock(JoinedAnswer.of(*answer) for answer in answers)
 
 
 def first_past(worker: int, found: Resume, past: PastRun | None) -> PastRun:

@@ -6,7 +6,7 @@ who could change its answer: it costs what has changed, not what there is (`Reac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
@@ -17,6 +17,7 @@ from elasticps.server.core.reads import DEFAULT_WAIT_S, MAX_PARKED, PullRequest
 from elasticps.server.core.requests import Asker, RequestError, waited_too_long
 from elasticps.wire.clocks import ReadAfter
 from replication.progress import PART_BITS, Clocks
+from replication.step_records import home_range
 
 Ranges = NDArray[np.intp]
 _SPARE = 64  # entries of a heap that may be void
@@ -134,10 +135,12 @@ class BoundedDelay:
     def __init__(self, ranges: int, clocks: Clocks, clock: Callable[[], float]) -> None:
         self.tailed: Ranges = np.empty(0, np.intp)  # the ranges whose tail this server is
         self.held: Ranges = np.empty(0, np.intp)  # the ranges of which it is a full replica
+        self._ranges = ranges
         self._clocks = clocks  # progress by worker and range
         self._clock = clock  # the time, in seconds
         self._workers: Mapping[int, WorkerInfo] = {}  # the roster
         self._bases: dict[int, int] = {}  # the clocks that active workers start above: joined, and in the roster
+        self._homes: dict[int, set[int]] = {}  # of these workers, by home range
         self._least: dict[str, int] = {}  # by application, the clock that all others had reached when a worker joined
         self._paused: set[int] = set()  # workers that take no part now
         self._awaited: set[int] = set()  # workers that have neither joined nor paused here yet
@@ -172,7 +175,8 @@ class BoundedDelay:
     def follow(self, workers: Mapping[int, WorkerInfo]) -> None:
         """Follows the roster: workers that are not in it hold no pull back."""
         before, self._workers = self._workers, workers
-        self._bases = {worker: base for worker, base in self._bases.items() if worker in workers}
+        for worker in self._bases.keys() - workers.keys():
+            self._forget_base(worker)
         self._paused &= workers.keys()
         for worker in before.keys() - workers.keys():
             for cohort in self._cohorts_of(before[worker].app):
@@ -183,7 +187,7 @@ class BoundedDelay:
 
     def pause(self, worker: int) -> None:
         """Pauses a worker: it holds no pull back until it joins again."""
-        self._bases.pop(worker, None)
+        self._forget_base(worker)
         self._awaited.discard(worker)
         if worker in self._workers:
             self._paused.add(worker)
@@ -203,9 +207,28 @@ class BoundedDelay:
             if not known:
                 self._least[app] = others
             self._bases[worker] = base
+            self._homes.setdefault(home_range(worker, self._ranges), set()).add(worker)
             for cohort in self._cohorts_of(app):
                 cohort.heard.add(worker, base)
         return others
+
+    def _forget_base(self, worker: int) -> None:
+        if self._bases.pop(worker, None) is not None:
+            home = home_range(worker, self._ranges)
+            self._homes[home].discard(worker)
+            if not self._homes[home]:
+                del self._homes[home]
+
+    def lowest_at_homes(self, app: str, headed: Iterable[int], but: int) -> int | None:
+        """The lowest clock, at their homes, of an application's active workers whose homes are among these ranges;
+        `but` is left out. None if there are none."""
+        clocks = [
+            max(self._bases[worker], self._clocks.at(worker, r) >> PART_BITS)
+            for r in headed
+            for worker in self._homes.get(r, ())
+            if worker != but and self._workers[worker].app == app
+        ]
+        return min(clocks, default=None)
 
     def _got_past(self, worker: int, base: int) -> bool:
         """Whether some range has applied a step of a worker after `base`."""

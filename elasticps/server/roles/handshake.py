@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from coordinator.core import fields
@@ -27,12 +27,12 @@ _STARTED_AGAIN = "worker {!r} was started again; this is the older incarnation"
 
 
 class HelloHandler:
-    """Gives each connection its kind of peer after HELLO or WELCOME: `worker`, `peer`, or a leader. `greet` sends a
+    """Gives each connection its kind of peer after HELLO or WELCOME: `worker`, `peer`, or a leader. `greet` send a
     worker what it has to know after its WELCOME."""
 
     def __init__(
         self, context: Context, links: ReplicaLinks, leaders: Leaders, worker: PeerKind, peer: PeerKind,
-        greet: Callable[[Connection], None], allowed: ConnectionLimits,
+        greet: Sequence[Callable[[Connection], None]], allowed: ConnectionLimits,
     ) -> None:  # fmt: skip
         self._me = context.serving.me  # peers and leaders have to mean this incarnation
         self._cluster = context.cluster  # and everybody this cluster
@@ -196,7 +196,8 @@ class HelloHandler:
         connection.is_worker(worker, known.name, known.app)
         self._replace(connection)
         self._welcome(connection, header, self._worker)
-        self._greet(connection)
+        for greet in self._greet:
+            greet(connection)
 
     def _replace(self, connection: Connection) -> None:
         """Ends an older connection of the same worker. The worker has given it up and repeats its requests on the new

@@ -15,7 +15,8 @@ from elasticps.server.roles.context import Context
 from elasticps.store import Table
 from elasticps.wire.clocks import ReadAfter
 from elasticps.wire.frames import FrameError, Header, Kind, read_tables
-from elasticps.wire.headers import JoinHeader, KeysHeader, ListKeysHeader, OkHeader, PullHeader
+from elasticps.wire.headers import KeysHeader, ListKeysHeader, PullHeader
+from elasticps.wire.joining import JoinedAnswer, JoinHeader
 from replication.progress import MAX_CLOCK
 
 MAX_LISTED = 1 << 18  # keys
@@ -25,7 +26,12 @@ NO_KEYS = np.empty(0, np.int64)
 class PullHandler:
     """Answers pulls and lists of keys, at once or when bounded delay lets them pass."""
 
-    def __init__(self, context: Context, delay: BoundedDelay) -> None:
+    def __init__(
+        self, context: Context, delay: BoundedDelay, workers: Callable[[], Iterable[Connection]]
+    ) -> None:  # fmt: skip
+        """workers: the connections of workers."""
+        self._workers = workers
+        self._bounded: set[str] = set()  # applications with pulls that wait for slower workers
         self._serving = context.serving
         self._held = context.held
         self._notifier = context.notifier
@@ -54,7 +60,14 @@ class PullHandler:
                 self._delay.pause(connection.worker)
                 self.answer_waiting()
             minimum = self._delay.minimum(connection.app)
-        connection.send(OkHeader(header.request, self._serving.epoch, minimum).header().pack())
+        headed = self._serving.headed.tolist()
+        at_homes = self._delay.lowest_at_homes(connection.app, headed, connection.worker)
+        connection.send(JoinedAnswer(header.request, self._serving.epoch, minimum, at_homes).frame())
+
+    def greet(self, connection: Connection) -> None:
+        """Tells a worker that others wait for its clock, if they do: then each of its steps has to tick all ranges."""
+        if connection.app in self._bounded:
+            connection.send(Header(Kind.BOUNDED).pack())
 
     def came_back(self, connections: Iterable[Connection]) -> None:
         """Restores the participation of workers whose leases had run out and that are in the roster again. A worker
@@ -73,6 +86,10 @@ class PullHandler:
         if self._held.wait_for_view(connection, header, body):
             return
         request = PullHeader.of(header)
+        if request.bound is not None and connection.app not in self._bounded:
+            self._bounded.add(connection.app)
+            for other in self._workers():
+                self.greet(other)
         if not self._serving.serves(request.epoch, request.anywhere):
             raise self._stale(request.epoch)
         read = self._read(connection, request, body)
