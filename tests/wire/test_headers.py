@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticps.wire import activity, headers, reducing, replica_headers
+from elasticps.wire import activity, headers, joining, reducing, replica_headers
 from elasticps.wire.activity import UseHeader, WatchHeader
 from elasticps.wire.frames import MAGIC, VERSION, FrameError, Header, Kind, unpack_header
 from elasticps.wire.headers import (
@@ -179,7 +179,7 @@ def test_a_pull_whose_keys_are_not_its_body_is_refused() -> None:
 
 
 def test_every_class_of_headers_is_tested_here() -> None:
-    kinds = {**vars(headers), **vars(replica_headers), **vars(reducing), **vars(activity)}
+    kinds = {**vars(headers), **vars(replica_headers), **vars(reducing), **vars(activity), **vars(joining)}
     known = {name for name in kinds if name.endswith("Header") and name != "Header"}
     assert known == {type(one).__name__ for one, _, _ in GOLDEN}
 
