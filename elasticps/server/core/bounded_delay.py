@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.core.view import WorkerInfo
+from elasticps.server.core.active_workers import ActiveWorkers
 from elasticps.server.core.reads import DEFAULT_WAIT_S, MAX_PARKED, PullRequest
 from elasticps.server.core.requests import Asker, RequestError, waited_too_long
 from elasticps.wire.clocks import ReadAfter
 from replication.progress import PART_BITS, Clocks
-from replication.step_records import home_range
 
 Ranges = NDArray[np.intp]
 _SPARE = 64  # entries of a heap that may be void
@@ -135,12 +135,10 @@ class BoundedDelay:
     def __init__(self, ranges: int, clocks: Clocks, clock: Callable[[], float]) -> None:
         self.tailed: Ranges = np.empty(0, np.intp)  # the ranges whose tail this server is
         self.held: Ranges = np.empty(0, np.intp)  # the ranges of which it is a full replica
-        self._ranges = ranges
         self._clocks = clocks  # progress by worker and range
         self._clock = clock  # the time, in seconds
         self._workers: Mapping[int, WorkerInfo] = {}  # the roster
-        self._bases: dict[int, int] = {}  # the clocks that active workers start above: joined, and in the roster
-        self._homes: dict[int, set[int]] = {}  # of these workers, by home range
+        self._active = ActiveWorkers(ranges, clocks)  # hold pulls back
         self._least: dict[str, int] = {}  # by application, the clock that all others had reached when a worker joined
         self._paused: set[int] = set()  # workers that take no part now
         self._awaited: set[int] = set()  # workers that have neither joined nor paused here yet
@@ -164,7 +162,7 @@ class BoundedDelay:
         self._since = tail_since, full_since
         if len(np.setdiff1d(held, self.held)) or len(np.setdiff1d(tailed, self.tailed)):
             self._awaited_until_s = self._clock() + CONNECT_WAIT_S
-            self._awaited = {w for w in self._workers if w not in self._bases and w not in self._paused}
+            self._awaited = {w for w in self._workers if w not in self._active.bases and w not in self._paused}
         if not np.array_equal(tailed, self.tailed) or not np.array_equal(held, self.held):
             self._cohorts.clear()
             self._released_under = None
@@ -175,8 +173,8 @@ class BoundedDelay:
     def follow(self, workers: Mapping[int, WorkerInfo]) -> None:
         """Follows the roster: workers that are not in it hold no pull back."""
         before, self._workers = self._workers, workers
-        for worker in self._bases.keys() - workers.keys():
-            self._forget_base(worker)
+        for worker in self._active.bases.keys() - workers.keys():
+            self._active.remove(worker)
         self._paused &= workers.keys()
         for worker in before.keys() - workers.keys():
             for cohort in self._cohorts_of(before[worker].app):
@@ -187,7 +185,7 @@ class BoundedDelay:
 
     def pause(self, worker: int) -> None:
         """Pauses a worker: it holds no pull back until it joins again."""
-        self._forget_base(worker)
+        self._active.remove(worker)
         self._awaited.discard(worker)
         if worker in self._workers:
             self._paused.add(worker)
@@ -199,36 +197,21 @@ class BoundedDelay:
 
         Workers join again on each new connection, also to servers that are new. One that was active all the time has
         not fallen back by that: the next worker that joins has to wait for it, too."""
-        known = self._bases.get(worker) == base or self._got_past(worker, base)
+        known = self._active.bases.get(worker) == base or self._got_past(worker, base)
         self.pause(worker)
         others = self.minimum(app)
         self._paused.discard(worker)
         if worker in self._workers:
             if not known:
                 self._least[app] = others
-            self._bases[worker] = base
-            self._homes.setdefault(home_range(worker, self._ranges), set()).add(worker)
+            self._active.add(worker, base)
             for cohort in self._cohorts_of(app):
                 cohort.heard.add(worker, base)
         return others
 
-    def _forget_base(self, worker: int) -> None:
-        if self._bases.pop(worker, None) is not None:
-            home = home_range(worker, self._ranges)
-            self._homes[home].discard(worker)
-            if not self._homes[home]:
-                del self._homes[home]
-
     def lowest_at_homes(self, app: str, headed: Iterable[int], but: int) -> int | None:
-        """The lowest clock, at their homes, of an application's active workers whose homes are among these ranges;
-        `but` is left out. None if there are none."""
-        clocks = [
-            max(self._bases[worker], self._clocks.at(worker, r) >> PART_BITS)
-            for r in headed
-            for worker in self._homes.get(r, ())
-            if worker != but and self._workers[worker].app == app
-        ]
-        return min(clocks, default=None)
+        """As `ActiveWorkers.lowest_at_homes`."""
+        return self._active.lowest_at_homes(app, headed, but, self._workers)
 
     def _got_past(self, worker: int, base: int) -> bool:
         """Whether some range has applied a step of a worker after `base`."""
@@ -254,8 +237,8 @@ class BoundedDelay:
         if cohort is None:
             cohort = self._cohorts[app, anywhere] = Cohort(self._clocks, ranges)
             for worker, info in self._workers.items():
-                if info.app == app and worker in self._bases:
-                    cohort.heard.add(worker, self._bases[worker])
+                if info.app == app and worker in self._active.bases:
+                    cohort.heard.add(worker, self._active.bases[worker])
                 elif info.app == app and worker not in self._paused:
                     cohort.unseen.add(worker)
         for worker in [w for w in cohort.unseen if self._started(w, ranges)]:
@@ -305,7 +288,7 @@ class BoundedDelay:
             for worker, info in self._workers.items()
             if info.app == app and worker not in self._paused
             and (worker in silent if worker in cohort.unseen
-                 else Reached(self._clocks, ranges, worker, self._bases.get(worker, 0)).now() < floor)
+                 else Reached(self._clocks, ranges, worker, self._active.bases.get(worker, 0)).now() < floor)
         )  # fmt: skip
 
     # --- pulls that wait --------------------------------------------------------------------------------------------
