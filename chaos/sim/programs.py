@@ -42,6 +42,7 @@ PAUSE_S = 0.02
 SHORT_PUSH, SHORT_PULL = (KeysOnce(), KeyDeltas(), Zstd()), (KeysOnce(), KeyDeltas())
 MOST_CACHED, SELDOM = 4, 0.2
 FEW = 3  # keys
+FREE_BESIDE = 0.4  # of the workers of an application under bounded delay that push few keys
 STEPS_OF_OTHERS = 10  # some of them followed by a pull
 OFTEN = 0.5
 STILL = np.arange(11, dtype=np.float32)  # a tensor that nobody pushes to
@@ -125,12 +126,15 @@ class Free(Worker):
         self.column: Column | None = None
         self.max_age: int | None = None  # by how many steps rows that it keeps may be old, if it keeps any
         self.together: Together | None = None
-        if sums.bound is not None:
+        self.free = sums.bound is None or (
+            training.story.few and Random(f"free {training.story.seed} {name}").random() < FREE_BESIDE
+        )
+        if sums.bound is not None and not self.free:
             self.consistency = SSP(staleness=sums.bound)
 
     def main(self, ps: Client) -> None:
         column = self.column = self.sums.start(self.name)
-        column.worker = ps.worker.id
+        column.worker, column.free = ps.worker.id, self.free
         if self.app.eager:  # a server that cannot pass anything on answers this, and does not know of tables
             ps.resume()
         table = sums_table(ps, "sums", self.training.story.short, self._cache())
@@ -149,7 +153,7 @@ class Free(Worker):
         ]
         while self.training.on:
             action = self.random.random()
-            if action < 0.03 and self.sums.bound is not None:
+            if action < 0.03 and not self.free:
                 self.pause(ps, table, column)
             elif action < 0.45:
                 outstanding.append(self.push(ps, table, column))

@@ -47,6 +47,7 @@ class Column:
     pushed: int = 0
     worker: int = -1
     ended: bool = False
+    free: bool = False  # its pulls wait for nobody, though others of its application wait for it
     sealed: bool = False  # its successor has learned how far it had come
 
     @property
@@ -178,7 +179,7 @@ class Sums:
             for other in self.columns if self.calm else ():
                 least[other.index] = np.maximum(least[other.index], other.committed(now - SLACK_S))
         least[column.index] = np.maximum(least[column.index], column.upto(clock))
-        if self.bound is None:
+        if self.bound is None or column.free:
             return Pulled(column, keys, least, tail, max_age is not None)
         slack_s = 0.0 if self.calm else SLACK_S  # a worker that has joined has told all servers of that time
         heard = (c for c in self.columns if not c.ended and c.joined_s < now - slack_s)
