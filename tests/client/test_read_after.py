@@ -67,3 +67,19 @@ def test_a_server_waits_no_longer_for_what_an_older_view_sent() -> None:
     delay.serve(np.arange(P), np.arange(P), 3, 9)
     assert not delay.reached(1, after, False), "where ranges were read all the time the same pulls are answered still"
     assert delay.reached(1, after, True)
+
+
+def test_a_worker_that_ticks_all_ranges_from_now_on_still_names_where_sparse_steps_are_outstanding() -> None:
+    """By its clock alone servers would wait for ranges that these steps never reach."""
+    members = [Member(name, 1) for name in "abcd"]
+    session = PushSession(1, P, 4)
+    session.adopt(form(members, P, 1))
+    for member in members:
+        session.connected(member)
+    sparse = [e for e in session.push(Rows(1, 0, {0}, 1)) if isinstance(e, Frame)]
+    session.everywhere = True
+    assert read_clock(session, 1) == 0
+    assert not isinstance(session.unread(), int)
+    for frame in sparse:
+        session.reply(frame.frame, Status.COMMITTED, 1, None, np.empty(0, np.int64))
+    assert read_clock(session, 1) == 1, "servers know by then that it is committed"

@@ -19,10 +19,10 @@ from replication.chain import Member
 
 def read_clock(session: PushSession, clock: int) -> int:
     """What the header of a PULL that its worker makes at `clock` says."""
-    if session.everywhere:
-        return clock
     unread = session.unread()
-    return unread if isinstance(unread, int) else 0
+    if not isinstance(unread, int):
+        return 0
+    return clock if session.everywhere else unread
 
 
 def read_after(

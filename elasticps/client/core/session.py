@@ -162,7 +162,7 @@ class PushSession:
         """What a pull has to see of this worker's steps so far, but for an open one: the clock that all ranges must
         have reached; or if that is not the same, progress by range, int64 [P], 0 where nothing is outstanding."""
         steps = [(clock, step) for clock, step in self._steps.items() if step.closed]
-        if self.everywhere or not steps or steps[-1][1].everywhere:
+        if not steps or steps[-1][1].everywhere:
             return steps[-1][0] if steps else 0
         progress = np.zeros(self._ranges, np.int64)
         for clock, step in steps:

@@ -58,11 +58,12 @@ class PullHandler:
             if request.pause:
                 self._participation[connection] = None
                 self._delay.pause(connection.worker)
-                self.answer_waiting()
             minimum = self._delay.minimum(connection.app)
         headed = self._serving.headed.tolist()
         at_homes = self._delay.lowest_at_homes(connection.app, headed, connection.worker)
         connection.send(JoinedAnswer(header.request, self._serving.epoch, minimum, at_homes).frame())
+        if self._delay:  # a worker that joins again counts for more
+            self.answer_waiting()
 
     def greet(self, connection: Connection) -> None:
         """Tells a worker that others wait for its clock, if they do: then each of its steps has to tick all ranges."""
