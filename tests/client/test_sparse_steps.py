@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from elasticps.client.core.routing import Routes
-from elasticps.client.core.session import PushSession
+from elasticps.client.core.session import Ask, Frame, PushSession
 from elasticps.client.push_batch import Packer, PushSource
 from elasticps.client.pushes import PushesInFlight, StepState
 from elasticps.kernels.hashing import key_ranges, table_salt
@@ -18,6 +19,7 @@ from elasticps.wire.frames import HEADER_BYTES, Buffer, unpack_header
 from elasticps.wire.headers import PushHeader
 from elasticps.wire.pool import Pool
 from replication.chain import Member
+from replication.effects import Status
 from replication.step_records import home_range
 from tests.client.views import view
 
@@ -109,3 +111,22 @@ def test_the_last_part_goes_wherever_a_part_has_gone_and_its_record_says_so() ->
         assert before[member] == 1, "one part of step 1"
     for member in touched[1]:
         assert before[member] == 2
+
+
+def test_a_home_that_comes_back_from_a_checkpoint_is_told_what_was_committed_by_then() -> None:
+    ranges = 1024
+    worker, random = Worker(30, ranges), np.random.default_rng(1)
+    first = worker.push(random.integers(0, 1 << 40, 2), StepState(1))
+    worker.push(random.integers(0, 1 << 40, 2), StepState(2))
+    worker.answer(first)  # the record of step 1 is lost with its home, and that of step 2 said that it may not be whole
+    session, before = worker.session, worker.routes.view.as_chains
+    epoch, lost = before.epoch + 1, np.arange(ranges) == home_range(WORKER, ranges)
+    since = np.where(lost, epoch, before.since)
+    (ask,) = session.adopt(replace(before, epoch=epoch, since=since, recovery_epoch=np.where(lost, epoch, 0)))
+    assert isinstance(ask, Ask)
+    assert ask.head == worker.home
+    order = before.headed()[before.members.index(worker.home)]
+    nothing = np.zeros(len(order), np.int64)
+    effects = session.clocks(ask.ask, Status.COMMITTED, session.epoch, order, nothing, nothing)
+    (record,) = [each.record for each in effects if isinstance(each, Frame) and each.record is not None]
+    assert (record.clock, record.committed) == (2, 1)

@@ -265,6 +265,8 @@ class PushSession:
         if begun_again:  # these ranges have lost what they had of outstanding steps
             for step in self._steps.values():
                 step.by_range(self._ranges)[recovered] = False
+                if step.record is not None and recovered[self._home]:  # nothing else there says that these are whole
+                    step.record = step.record._replace(committed=self.committed)
         self.epoch = view.epoch
         gone, fresh = self._heads.follow(view, recovered)
         if gone or fresh:
