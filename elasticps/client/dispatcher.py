@@ -102,7 +102,6 @@ class Dispatcher:
         numbers = {owner: itertools.count(OWNERS + owner, OWNERS) for owner in (PUSH, FAN_OUT)}
         keys_of, send_all = self.connections.keys_of, self.connections.send_all
         self.pushes = PushesInFlight(self.session, worker.id, numbers[PUSH], send_all, self._fenced, keys_of)
-        self.pushes.on_finished = self.participation.committed
         self.pulls = PullsInFlight(self.routes, self.session, send_all, self.connections.stop_receiving, keys_of)
         self._fan_outs = FanOuts(numbers[FAN_OUT], self.connections.send)
         busy = lambda: self._hurt or self._fan_outs.writing  # noqa: E731
@@ -361,6 +360,7 @@ class Dispatcher:
                 self.holding.release(header)
             elif kind == Kind.BOUNDED:
                 self.participation.tick_everywhere()
+                self.pushes.on_finished = self.participation.committed
             elif kind == Kind.WATCH:
                 self._say_use(link.member)
             else:

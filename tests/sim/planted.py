@@ -155,7 +155,7 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     sparse.forget_progress_with_the_view: ("moves", "free", 2),
     sparse.tick_only_what_the_last_part_touches: ("kills", "free", 0),
     sparse.commit_where_home_has_it: ("flaps", "free", 0),
-    sparse.let_a_step_end_without_its_home: ("kills", "free", 0),
+    sparse.let_a_step_end_without_its_home: ("kills", "free", 21),
     sparse.claim_all_steps_before_as_committed: ("heirs", "free", 0),
     sparse.withhold_records_of_steps_that_are_not_committed: ("heirs", "free", 0),
     sparse.lose_records_on_the_way_down_a_chain: ("moves", "free", 1),

@@ -83,12 +83,11 @@ def let_a_step_end_without_its_home(patch: pytest.MonkeyPatch) -> None:
     push = PushSession.push
 
     def mutant(self: PushSession, *given: Any) -> Any:
-        home, of = self._home, self._heads.of
-        self._heads.of = lambda r: next(iter(self._heads.by_member.values())) if r == home else of(r)  # type: ignore[method-assign]
+        home, self._heads.home = self._heads.home, next(iter(self._heads.by_member.values()), None)
         try:
             return push(self, *given)
         finally:
-            del self._heads.of
+            self._heads.home = home
 
     patch.setattr(PushSession, "push", mutant)
 

@@ -25,11 +25,13 @@ class Head:
 
 
 class Heads:
-    """The heads of a view by member; the ranges that have none: `nowhere`; and which ones ever came back from a
-    checkpoint: `recovered`, bool [P]."""
+    """The heads of a view by member; that of the worker's home range: `home`; the ranges that have none: `nowhere`; and
+    which ones ever came back from a checkpoint: `recovered`, bool [P]."""
 
-    def __init__(self, ranges: int) -> None:
+    def __init__(self, ranges: int, home: int) -> None:
         self.by_member: dict[Member, Head] = {}
+        self.home: Head | None = None
+        self._home = home
         self.nowhere: Ranges = np.arange(ranges)
         self.recovered: NDArray[np.bool_] = np.zeros(ranges, np.bool_)
         self._members: tuple[Member, ...] = ()
@@ -69,7 +71,7 @@ class Heads:
 
     def forget(self, progress: Progress) -> None:
         """Forgets all heads; the worker's progress by range, int64 [P], is this."""
-        self.by_member, self._last = {}, progress
+        self.by_member, self.home, self._last = {}, None, progress
 
     def follow(self, view: Chains, recovered: NDArray[np.bool_]) -> tuple[Collection[Head], bool]:
         """Follows a view: heads of the same ranges stay as they are, but for heads of `recovered` ones, bool [P].
@@ -92,6 +94,7 @@ class Heads:
         self.by_member, self.nowhere = heads, np.flatnonzero(view.heads < 0)
         self._members, self._at = view.members, view.heads
         self.recovered = view.recovery_epoch > 0
+        self.home = self.of(self._home)
         return gone, fresh
 
 

@@ -101,7 +101,7 @@ class PushSession:
         self.window = window
         self._home = home_range(worker, ranges)
         self._steps: OrderedDict[int, OutstandingStep] = OrderedDict()
-        self._heads = Heads(ranges)
+        self._heads = Heads(ranges, self._home)
         self._connected: set[Member] = set()
         self._frames: dict[int, Frame] = {}
         self._head_of_ask: dict[int, Member] = {}  # by the number of an Ask that has no answer yet
@@ -125,7 +125,8 @@ class PushSession:
     @property
     def open(self) -> bool:
         """Whether the newest step waits for more parts."""
-        return bool(self._steps) and not next(reversed(self._steps.values())).closed
+        step = next(reversed(self._steps.values())) if self._steps else None
+        return step is not None and len(step.parts) != step.count
 
     @property
     def parts(self) -> int:
@@ -185,7 +186,7 @@ class PushSession:
         after it.
         """
         step = next(reversed(self._steps.values())) if self._steps else None
-        begins = step is None or step.closed
+        begins = step is None or len(step.parts) == step.count
         if begins and len(self._steps) >= self.window:
             raise RuntimeError(f"{self.window} steps are outstanding; wait for one before the next")
         step = OutstandingStep() if step is None or begins else step
@@ -194,12 +195,12 @@ class PushSession:
             raise RuntimeError(f"a step has at most {MAX_PARTS} parts")
         heads = self._ticked_heads(content, step, last)
         step.elsewhere |= self._ticks_elsewhere(content)
-        for r in (self._home, also) if last and not self.everywhere else ():
-            head = None if r is None else self._heads.of(r)
-            step.elsewhere |= r is not None and head is None
-            if head is not None:
-                heads[head] = None
-        groups = [self._heads.groups(head) for head in heads]
+        if last and not self.everywhere:
+            for head in (self._heads.home,) if also is None else (self._heads.home, self._heads.of(also)):
+                step.elsewhere |= head is None
+                if head is not None:
+                    heads[head] = None
+        groups = [self._heads.groups(head) if head.last is None else [(head.order, head.last)] for head in heads]
         ticks = Ticks([group for some in groups for group in some])
         if step.elsewhere:
             ticks.groups += self._heads.groups_nowhere()
@@ -445,7 +446,7 @@ class PushSession:
     ) -> None:  # fmt: skip
         """Sends a part to a head, for all its ranges if `ranges` is None."""
         record = step.record if last else None
-        if record is not None and (head is not self._heads.of(self._home) or not _names(ranges, self._home)):
+        if record is not None and (head is not self._heads.home or not _names(ranges, self._home)):
             record = None
         self._number = number = self._number + 1
         frame = Frame(head.member, number, self.epoch, clock, part, last, ranges, prev, content, record)
