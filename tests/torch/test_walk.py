@@ -13,7 +13,7 @@ from tests.walk import Walk, traced
 
 TABLES = ["users", "items", "words"]
 MOST_FILES, MOST_CROSSINGS = 9, 36  # of elasticps.torch
-MOST_FILES_OF_ALL, MOST_CROSSINGS_OF_ALL = 33, 160
+MOST_FILES_OF_ALL, MOST_CROSSINGS_OF_ALL = 33, 164
 
 
 class Net(nn.Module):
