@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -82,6 +83,28 @@ def test_workers_hear_of_a_round_when_every_head_has_closed_it() -> None:
     assert not barrier.answers
     barrier.closed()
     assert barrier.answers == [{"round": 1}] * 2
+
+
+def test_a_round_takes_a_message_for_each_head_and_two_for_each_worker() -> None:
+    head, others = Head(), [Member(f"s{i}", 1) for i in range(1, 4)]
+    workers = {w: Worker(w) for w in range(1, 51)}
+    head.workers = {w: SimpleNamespace(name=f"w{w}") for w in workers}
+    head.rounds.enter(APP, 3, workers)
+    barrier = head.barrier()
+    head.adopt(head.me, *others)
+    for member in others:
+        barrier.announcements.connected(member)
+    for clock in (1, 2):
+        for worker in workers.values():
+            barrier.handlers[Kind.BARRIER_ARRIVE](worker, Header(Kind.BARRIER_ARRIVE, epoch=1, clock=clock), EMPTY)
+        head.commit(head.logged[-1])
+        sent = head.announced[-3:]
+        assert [(name, close.clock) for name, _, close in sent] == [(member.name, clock) for member in others]
+        assert [len(close.joined) for *_, close in sent] == [50 * (clock == 1)] * 3
+        for member, (_, request, _) in zip(others, sent, strict=True):
+            barrier.announcements.closed(member, request)
+    assert len(head.announced) == 2 * len(others)
+    assert [worker.answers for worker in workers.values()] == [[{"round": 1}, {"round": 2}]] * 50
 
 
 def test_a_round_that_is_closed_everywhere_but_here_is_not_told_of() -> None:
