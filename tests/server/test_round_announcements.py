@@ -39,7 +39,7 @@ class Cluster:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.announcements = RoundAnnouncements(ME, self.send, self.needed.append, self.close_here, self.done)
+        self.announcements = RoundAnnouncements(ME, self.send, lambda member: None, self.close_here, self.done)
         self.epoch, self.heads = 0, [0] * P
         self.links: dict[Member, LastWorkers] = {}  # and what the other side knows
         self.on_the_way: list[tuple[Member, RoundClose]] = []  # per link in order
@@ -47,11 +47,6 @@ class Cluster:
         self.closed: dict[tuple[str, int], dict[int, tuple[int, ...]]] = {}
         self.decided: dict[str, DecidedRound] = {}
         self.finished: dict[str, int] = {}
-
-    @property
-    def needed(self) -> list[Member]:
-        self.wanted: list[Member] = getattr(self, "wanted", [])
-        return self.wanted
 
     # what is called by what is tested
 
@@ -187,8 +182,8 @@ def test_a_round_of_the_same_workers_names_nobody() -> None:
     announcements.adopt(view(1, [1, 2, 3, 4, 1, 2]))
     for member in SERVERS[1:]:
         announcements.connected(member)
-    crowd = tuple(range(1, 10_001))
-    for clock, workers in enumerate([crowd, (*crowd,), (*crowd[1:], 20_000)], 1):
+    many = tuple(range(1, 10_001))
+    for clock, workers in enumerate([many, (*many,), (*many[1:], 20_000)], 1):
         announcements.begin(DecidedRound("app", clock, workers))
     sizes = [len(frame[1]) for frame in frames]
     assert sizes == [8 + 8 * 10_000] * 4 + [8] * 4 + [8 + 16] * 4
