@@ -101,7 +101,6 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     rounds.decide_again_after_the_head_of_the_home_range_moved: ("moves", "rounds", 48),
     rounds.wait_for_workers_that_died: ("ghosts", "rounds", 0),
     rounds.go_on_without_those_who_are_late: ("calm", "rounds", 0),
-    rounds.tell_a_decision_before_it_is_committed: ("limps", "rounds", 1),
     rounds.apply_a_share_at_once: ("calm", "rounds", 0),
     rounds.close_a_round_twice: ("kills", "rounds", 12),
     rounds.average_in_the_order_of_arrival: ("calm", "rounds", 0),
@@ -241,6 +240,10 @@ ALONE: dict[Patch, tuple[str, str]] = {
     sparse.move_a_home_without_its_records: (
         "replication.test_step_records",
         "test_records_of_a_home_go_with_its_range_and_no_others",
+    ),
+    announced.announce_a_decision_before_it_is_committed: (
+        "server.test_announced_rounds",
+        "test_workers_hear_of_a_round_when_every_head_has_closed_it",
     ),
     rounds.mark_a_shard_done_when_it_is_used: (
         "server.test_data_shard_sets",

@@ -16,6 +16,19 @@ from elasticps.wire.frames import Kind
 from elasticps.wire.rounds import LastWorkers
 
 
+def announce_a_decision_before_it_is_committed(patch: pytest.MonkeyPatch) -> None:
+    log = BarrierCoordinator._log
+
+    def mutant(self: Any, ticket: Any, round: DecidedRound) -> None:
+        done = getattr(ticket, "_done", lambda: None)
+        if hasattr(ticket, "_failed"):
+            ticket._done = ticket._failed = lambda *_: None
+        log(self, ticket, round)
+        done()
+
+    patch.setattr(BarrierCoordinator, "_log", mutant)
+
+
 def answer_workers_before_all_heads_have_closed_their_round(patch: pytest.MonkeyPatch) -> None:
     def mutant(self: Any, member: Any, request: int) -> None:
         one = self._by_request.get(request)

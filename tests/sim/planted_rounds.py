@@ -18,7 +18,6 @@ from elasticps.client.core.fan_out import FanOut, PastSteps
 from elasticps.server.core.barrier import BarrierCoordinator
 from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds, Rounds, RoundShare
 from elasticps.server.core.data_shards import UNUSED, Claim, ShardDispenser, ShardLedger, ShardSet, Used
-from elasticps.server.core.round_announcements import DecidedRound
 from elasticps.server.roles.executor import Executor
 from tests.sim.planting import leave_every_frame_to_python
 
@@ -55,19 +54,6 @@ def go_on_without_those_who_are_late(patch: pytest.MonkeyPatch) -> None:
         decide(self, app)
 
     patch.setattr(BarrierCoordinator, "_decide", mutant)
-
-
-def tell_a_decision_before_it_is_committed(patch: pytest.MonkeyPatch) -> None:
-    log = BarrierCoordinator._log
-
-    def mutant(self: Any, ticket: Any, round: DecidedRound) -> None:
-        done = getattr(ticket, "_done", lambda: None)
-        if hasattr(ticket, "_failed"):
-            ticket._done = ticket._failed = lambda *_: None
-        log(self, ticket, round)
-        done()
-
-    patch.setattr(BarrierCoordinator, "_log", mutant)
 
 
 def apply_a_share_at_once(patch: pytest.MonkeyPatch) -> None:
