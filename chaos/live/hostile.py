@@ -44,7 +44,7 @@ _FIELDS = (
     "id", "spec", "round", "workers", "name", "app", "epoch", "count", "shard", "size", "epochs", "seed", "members",
 )  # fmt: skip
 _CONTROL = (
-    Kind.CREATE, Kind.GET_CLOCKS, Kind.GET_VIEW, Kind.BARRIER_JOIN, Kind.BARRIER_ARRIVE, Kind.BARRIER_CLOSE,
+    Kind.CREATE, Kind.GET_CLOCKS, Kind.GET_VIEW, Kind.BARRIER_JOIN, Kind.BARRIER_ARRIVE, Kind.ROUND_CLOSE,
     Kind.CLAIM_SHARDS, Kind.BARRIER_LEAVE, Kind.JOIN, Kind.HELLO, Kind.ROOM, Kind.WELCOME, Kind.REPORT,
 )  # fmt: skip
 

@@ -374,7 +374,7 @@ class Synchronous(Worker):
     def main(self, ps: Client) -> None:
         column = self.rounds.start(ps.worker.id)
         table = sums_table(ps, "means", self.training.story.short)
-        keys = np.arange(KEYS)
+        keys, everything = self.rounds.keys(column), np.arange(KEYS)
         grads = self.rounds.grads(column, keys)
         begun = 0  # the newest step
         while self.training.on:
@@ -382,12 +382,13 @@ class Synchronous(Worker):
                 ps.push({table: (keys, grads)})
             else:
                 with ps.step() as step:
-                    for part in np.array_split(self.random.sample(range(KEYS), KEYS), self.random.randint(1, 3)):
-                        step.push({table: (part, grads[part])})
+                    order = self.random.sample(range(len(keys)), len(keys))
+                    for part in np.array_split(order, self.random.randint(1, min(3, len(keys)))):
+                        step.push({table: (keys[part], grads[part])})
             self.steps += 1
             late, begun = begun > 0 and ps.clock > begun + 1, ps.clock
             if self.random.random() < 0.7:
-                rows = table.pull(keys)
+                rows = table.pull(everything)
                 self.rounds.check(self.name, column, ps.clock, rows, late=late or ps.clock > begun)
                 self.pulls += 1
             self.think()

@@ -157,7 +157,7 @@ class Scene:
     def _worker(self, name: str) -> Worker:
         app, cluster = self._app_of[name], self.cluster
         if app.kind == "rounds":
-            rounds = self.models.rounds.setdefault(app.name, Rounds(app.name))
+            rounds = self.models.rounds.setdefault(app.name, Rounds(app.name, few=self.story.few))
             rounds.calm = self.story.calm
             return Synchronous(cluster, name, app, self, rounds)
         if app.kind in ("shards", "shards in rounds"):

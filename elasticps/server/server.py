@@ -31,7 +31,7 @@ from elasticps.server.roles.checkpoints import ASIDE_BYTES, CheckpointWriter
 from elasticps.server.roles.context import Context, LastServed
 from elasticps.server.roles.cuts import CutHandler
 from elasticps.server.roles.executor import Executor
-from elasticps.server.roles.handshake import HelloHandler
+from elasticps.server.roles.handshake import HelloHandler, PeerKinds
 from elasticps.server.roles.leaders import Leaders
 from elasticps.server.roles.lifecycle import LifecycleHandler
 from elasticps.server.roles.memory_limit import MemoryLimit
@@ -40,11 +40,13 @@ from elasticps.server.roles.pushes import PushHandler
 from elasticps.server.roles.reductions import ReduceHandler
 from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.server.roles.restoring import BUFFER_BYTES, Restorer
+from elasticps.server.roles.round_links import RoundLinks
 from elasticps.server.roles.snapshots import SnapshotSender
 from elasticps.server.roles.stall_detector import StallDetector
 from elasticps.server.roles.sweeper import Sweeper
 from elasticps.server.roles.updates import UpdateRequests
 from elasticps.server.roles.worker_activity import WorkerActivity
+from elasticps.wire.frames import Kind
 from replication.chain import Member
 from replication.refusals import MOST_BYTES
 
@@ -99,7 +101,11 @@ class Server:
         self.reductions = ReduceHandler(context, self.pulls)  # functions over all rows of a range
         group = GroupLog(serving, self.held, notifier, self.replica, executor.rounds, executor.perform)
         shards = ShardDispenser(group, executor.shards)
-        self._barrier = BarrierCoordinator(group, clock)  # closes synchronous rounds
+        self.round_links = RoundLinks(context, self.streams.dial, self._connection)  # to heads that close rounds
+        self._barrier = BarrierCoordinator(  # decides and closes synchronous rounds
+            group, clock, loop.call_soon, self.round_links.send, self.round_links.need
+        )
+        self.round_links.announcements = self._barrier.announcements
 
         # Requests of coordinators, and of operators by the admin service.
         self.leaders = Leaders(context, self.links, self.snapshots, self.headroom, options.wall)  # get reports
@@ -124,13 +130,13 @@ class Server:
         self.worker = PeerKind(handlers, *forget, rest=self.pulls.rest)  # frames of workers
         handlers = {**self.links.handlers, **self.memory.handlers, **self.held.handlers, **updates.handlers}
         self.peer = PeerKind(handlers, self.links.lost)  # frames of other replicas
+        rounds = PeerKind({Kind.ROUND_CLOSE: self._barrier.close, **updates.handlers}, self._barrier.forget)
         # Knows all connections, and gives each its kind of peer.
         self.handshake = HelloHandler(
             context,
             self.links,
             self.leaders,
-            self.worker,
-            self.peer,
+            PeerKinds(self.worker, self.peer, rounds),
             (cuts.greet, self.pulls.greet),
             options.connections,
         )
@@ -148,7 +154,10 @@ class Server:
 
     def connection(self) -> Connection:
         """A protocol object for a new connection, accepted or dialled."""
-        return Connection(self.handshake.newcomer, self.notifier, self._loop, self._busy_poll, self.fast)
+        return self._connection(self.handshake.newcomer)
+
+    def _connection(self, kind: PeerKind) -> Connection:
+        return Connection(kind, self.notifier, self._loop, self._busy_poll, self.fast)
 
     def close(self) -> None:
         """Drops every connection, and gives up what is being written of a checkpoint, or read."""
@@ -156,6 +165,7 @@ class Server:
         self.restoring.close()
         self._lifecycle.close()
         self.links.close()
+        self.round_links.close()
         self.handshake.close()
         self.streams.close()
 
@@ -180,6 +190,8 @@ class Server:
         self.headroom.adopt(view, self.member)
         self.executor.perform(self.replica.adopt, view.as_chains)
         self.leaders.adopt(view)
+        self.round_links.adopt(view)
+        self._barrier.adopt(view)
         log.info("adopted", epoch=view.epoch, headed=len(serving.headed), reason=view.reason)
         if serving.concerns_workers():
             self.notifier.tell_all(self.handshake.workers)
@@ -213,6 +225,7 @@ class Server:
         self.stall_detector.beat()
         self._recheck_waiting()
         self.links.tick()
+        self.round_links.tick()
         self.registered.look_for_owners()
         self.handshake.tick()
         self.sweeper.tick()

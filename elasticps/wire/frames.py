@@ -38,7 +38,8 @@ T = TypeVar("T")
 
 class Kind(IntEnum):
     """Frame kinds: requests of workers below 16 and from 48 on, what replicas say to each other from 16 on, what
-    workers say unasked from 32 on, answers and what servers say unasked from 64 on."""
+    workers say unasked from 32 on, answers and what servers say unasked from 64 on, what heads say to each other of
+    synchronous rounds from 85 on."""
 
     HELLO = 1
     CREATE = 2
@@ -50,7 +51,6 @@ class Kind(IntEnum):
     GET_VIEW = 8
     BARRIER_JOIN = 9
     BARRIER_ARRIVE = 10
-    BARRIER_CLOSE = 11
     CLAIM_SHARDS = 12
     BARRIER_LEAVE = 13
     LIST_KEYS = 14
@@ -84,6 +84,8 @@ class Kind(IntEnum):
     WATCH = 78
     BOUNDED = 79
     SWEPT = 81
+    ROUND_CLOSE = 85
+    ROUND_CLOSED = 86
 
 
 LAST = 1  # PUSH: the step's last part, it ticks the clock. ROWS: the answer's last chunk. JOIN, HELD: see headers

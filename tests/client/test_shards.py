@@ -46,7 +46,7 @@ class Owner:
 
     def ask_all(self, *_: object) -> list[Answer]:
         self.checked += 1
-        document = {"set": 1, "held": [[self.checked, 0, 0, 0]], "done": 0, "total": 9, "decided": [0, []]}
+        document = {"set": 1, "held": [[self.checked, 0, 0, 0]], "done": 0, "total": 9}
         return [Answer(Header(Kind.SHARDS), json.dumps(document).encode())]
 
 
@@ -72,7 +72,7 @@ def test_a_lost_worker_has_trained_a_shard_when_its_step_is_committed_and_not_be
 
     def pending(done: int) -> list[Answer]:
         held = [[0, 3, 2, 0]] * (not done)
-        document = {"set": 1, "held": held, "done": done, "total": 1, "decided": [0, []]}
+        document = {"set": 1, "held": held, "done": done, "total": 1}
         return [Answer(Header(Kind.SHARDS), json.dumps(document).encode())]
 
     def clocks(wish: object, applied: int, committed: int) -> list[Answer]:

@@ -35,6 +35,7 @@ from elasticps.wire.frames import (
 )
 from elasticps.wire.headers import PushHeader
 from elasticps.wire.refusals import decode_refused
+from elasticps.wire.rounds import round_body, round_close
 from replication.progress import before_part
 
 RANGES = 16
@@ -214,6 +215,28 @@ class Group:
             header, answer = await asyncio.wait_for(spoken.ask(Header(Kind.CREATE, epoch=self.view.epoch), body), 10)
             assert header.kind == Kind.OK, json_body(answer)
         return spoken
+
+    async def connect_head(self, name: str) -> Worker:
+        """Connects as the head of a group range, which has synchronous rounds closed."""
+        host, _, port = self.infos[name].address.rpartition(":")
+        spoken = Worker(*await asyncio.open_connection(host, int(port)), 0)
+        self.workers.append(spoken)
+        assert self.view is not None
+        to = self.infos[name].member
+        hello = {"cluster": "c", "rounds": list(self.view.servers[0].member), "to": list(to)}
+        spoken.writer.write(json_frame(Kind.HELLO, hello, epoch=self.view.epoch))
+        return spoken
+
+    async def close_round(self, clock: int, workers: Sequence[int], app: str = "default") -> None:
+        """Has all servers close a round of these workers."""
+        assert self.view is not None
+        name, answers = app.encode(), []
+        for server in self.servers:
+            head = await self.connect_head(server)
+            frame, body = round_close(1, self.view.epoch, name, clock, 0, round_body(name, (), workers))
+            answers.append(head.ask(unpack_header(frame), bytes(body)))
+        for header, _ in [await asyncio.wait_for(answer, 10) for answer in answers]:
+            assert header.kind == Kind.ROUND_CLOSED
 
     async def close(self) -> None:
         for worker in self.workers:

@@ -40,7 +40,7 @@ def closed(held: list[int], groups: list[list[int]]) -> dict[int, tuple[float, f
         rounds.keep(APP, 1, worker, np.array(held), share(mine, float(worker), rate) if mine else [])
     found: dict[int, tuple[float, float]] = {}
     for group in groups:
-        for _, of, grads, rates in rounds.close(APP, 1, (5, 6, 7), np.array(group), TABLES):
+        for _, of, grads, rates in rounds.close(APP, 1, (5, 6, 7), 3, np.array(group), TABLES):
             found |= {k: (float(g), float(rates[0])) for k, g in zip(of.tolist(), grads[:, 0], strict=True)}
     return found
 
@@ -66,3 +66,14 @@ def test_the_last_rounds_of_long_absent_workers_are_forgotten_first(
     for clock in range(1, 9):
         rounds.decide("app", clock, [1, clock + 10])
     assert rounds.groups["app"].last == {1: 8, 17: 7, 18: 8}
+
+
+def test_an_older_round_that_is_closed_after_a_newer_one_changes_nothing() -> None:
+    rounds, everywhere = Rounds(P), np.arange(P)
+    for clock in (1, 2):
+        rounds.keep(APP, clock, 5, everywhere, share([1, 11], 1.0, 0.5))
+        assert rounds.close(APP, clock, (5,), 1, everywhere, TABLES)
+    rounds.keep(APP, 3, 5, everywhere, share([1], 1.0, 0.5))
+    assert not rounds.close(APP, 1, (5, 6), 2, everywhere, TABLES)
+    assert rounds.closed(APP).tolist() == [2] * P
+    assert rounds.sharing(APP, 3) == {5}

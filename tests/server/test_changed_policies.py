@@ -67,7 +67,7 @@ def test_a_sweep_that_waits_for_a_round_takes_no_row_under_new_policies(monkeypa
     app = growing.server.store.tables[TABLE].app
     sweeps = growing.server.sweeper.take(app)
     assert sweeps
-    step = RoundStep(app, 1, (), sweeps)
+    step = RoundStep(app, 1, (), sweeps, 1)
     executor.log(growing.view.epoch, OperationKind.BARRIER_CLOSE, HEADED, step, 64)
     assert all_are_left(growing)
 

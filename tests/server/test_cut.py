@@ -151,7 +151,7 @@ def test_rounds_and_shards_are_noted_at_their_home_range() -> None:
     tables = {1: Table(TableSpec("t", 2, Accumulate()), 1, 2)}
     key = next(key for key in range(99) if tables[1].ranges_of(np.array([key]))[0] == home)
     block = Block(1, np.array([key]), np.ones((1, 2), np.float32), np.empty(0, np.float32))
-    rounds.close("a", 1, [WORKER, 6], np.array([0, 1]), tables)
+    rounds.close("a", 1, [WORKER, 6], 2, np.array([0, 1]), tables)
     rounds.keep("a", 2, 6, np.array([0, 1]), [block])
     assert rounds.retained_in(1 - home, tables) == []  # what it has no rows of it does not keep
     found = shards._open("a", "train", ShardSpec(100, 10, 1, None))

@@ -22,7 +22,9 @@ from elasticps.server.server import Server
 from elasticps.system import fatal
 from elasticps.wire.clocks import ReadAfter
 from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, FrameError, Header, Kind, block_head, json_body, json_frame
+from elasticps.wire.rounds import round_body
 from replication.messages import Ack, Message
+from replication.progress import MAX_CLOCK
 from tests.server.conftest import TABLE, WORKER, Group, Run, Worker, until
 
 NOW, LATER = 1, 99
@@ -57,12 +59,10 @@ async def say_what_cannot_be(sender: Server, receiver: Server, *messages: Messag
 def test_a_round_close_with_an_impossible_clock_ends_only_its_connection(run: Run) -> None:
     async def test(group: Group) -> None:
         await pair(group)
-        worker, other = await group.connect("a"), await group.connect("a")
-        worker.ask(
-            Header(Kind.BARRIER_CLOSE, epoch=NOW), body_of(Kind.BARRIER_CLOSE, {"round": 1 << 70, "workers": [WORKER]})
-        )
+        head, other = await group.connect_head("a"), await group.connect("a")
+        head.ask(Header(Kind.ROUND_CLOSE, epoch=NOW, clock=MAX_CLOCK, table=1), round_body(b"r", (), [WORKER]))
         with pytest.raises(asyncio.IncompleteReadError):
-            await asyncio.wait_for(worker.task, 10)
+            await asyncio.wait_for(head.task, 10)
         assert group.view is not None
         header, _ = await asyncio.wait_for(other.push(group.view, "a", 1, [1, 2, 3], 1.0), 10)
         assert header.kind == Kind.OK

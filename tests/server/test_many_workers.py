@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from coordinator.core.view import Roster, WorkerInfo
-from elasticps.server.core import barrier
 from elasticps.server.core.barrier import BarrierCoordinator
 from elasticps.server.core.barrier_state import MAX_REMEMBERED, BarrierGroup
 from elasticps.server.fast import layout as at
@@ -17,8 +16,7 @@ from elasticps.server.fast import recent_log
 from elasticps.server.fast.path import FastPath
 from elasticps.server.fast.recent_log import ENTRY_WORDS, MOST_ENTRIES
 from elasticps.server.network.connection import Connection
-from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, json_body, json_frame
-from replication.effects import Push
+from elasticps.wire.frames import Header, Kind
 from replication.messages import OperationKind
 from tests.server.conftest import RANGES, WORKER, Group, Run, until
 from tests.server.test_group_log import APP, Head, Worker
@@ -50,13 +48,8 @@ class Rounds:
         for worker in self.head.workers.values():
             worker.name = f"w{worker.worker}"
         self.barrier: BarrierCoordinator = self.head.barrier()
-        self.head.apply = self._apply  # type: ignore[method-assign]
         self.head.rounds.enter(APP, 3, self.head.workers)
         self.group.members = self.members = CountedMembers(self.group.members)
-
-    def _apply(self, push: Push) -> None:
-        if push.kind != OperationKind.BARRIER_CLOSE:
-            Head.apply(self.head, push)
 
     @property
     def group(self) -> BarrierGroup:
@@ -92,45 +85,6 @@ def test_a_round_ends_with_the_worker_that_is_missing_whether_it_arrives_or_leav
     del rounds.head.workers[3]
     rounds.barrier.recheck()
     assert rounds.group.workers == (1, 2, 4, 5)
-
-
-def test_a_decision_is_written_once_for_all_workers_of_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[Kind] = []
-
-    def write(kind: Kind, document: dict[str, Any]) -> bytes:
-        written.append(kind)
-        return json_frame(kind, document)
-
-    monkeypatch.setattr(barrier, "json_frame", write)
-    rounds = Rounds(50)
-    sent: dict[int, bytes] = {}
-    for worker in rounds.head.workers.values():
-        worker.send = lambda frame, worker=worker: sent.update({worker.worker: bytes(frame)})
-        rounds.ask(worker.worker, Kind.BARRIER_ARRIVE, clock=1, request=worker.worker + 100)
-    rounds.head.commit(rounds.head.logged[-1])
-    assert len(written) == 1
-    document = {"round": 1, "workers": list(range(1, 51))}
-    expected = {w: json_frame(Kind.BARRIER_DECISION, document, request=w + 100, epoch=1) for w in range(1, 51)}
-    assert sent == expected
-
-
-def test_a_close_is_read_once_for_all_workers_that_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[dict[str, Any]] = []
-
-    def note(body: Buffer) -> dict[str, Any]:
-        read.append(json_body(body))
-        return read[-1]
-
-    monkeypatch.setattr(barrier, "json_body", note)
-    rounds = Rounds(50)
-    frame = json_frame(Kind.BARRIER_CLOSE, {"round": 1, "workers": list(range(1, 51))})
-    body = np.frombuffer(frame[HEADER_BYTES:], np.uint8)
-    for worker in rounds.head.workers:
-        rounds.ask(worker, Kind.BARRIER_CLOSE, body)
-    assert len(read) == len(rounds.head.logged) == 1
-    other = json_frame(Kind.BARRIER_CLOSE, {"round": 2, "workers": [1]})
-    rounds.ask(1, Kind.BARRIER_CLOSE, np.frombuffer(other[HEADER_BYTES:], np.uint8))
-    assert len(read) == len(rounds.head.logged) == 2
 
 
 def test_a_repeated_arrival_is_answered_only_to_a_worker_of_the_round() -> None:

@@ -382,11 +382,6 @@ def share(worker: Worker, view: View, clock: int, first: bool = False) -> Answer
     return worker.ask(header, worker._block(view, "a", KEYS, 1.0))
 
 
-def close_round(worker: Worker, view: View, clock: int) -> Answer:
-    body = json_frame(Kind.BARRIER_CLOSE, {"round": clock, "workers": [worker.id]})[HEADER_BYTES:]
-    return worker.ask(Header(Kind.BARRIER_CLOSE, epoch=view.epoch), body)
-
-
 def test_shares_of_a_round_take_bounded_memory_of_a_full_server(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are no new rows, and were taken without an end, past the limit."""
 
@@ -401,7 +396,7 @@ def test_shares_of_a_round_take_bounded_memory_of_a_full_server(run: Run, monkey
         assert one >= len(KEYS) * (8 + 4 * DIM)
         monkeypatch.setattr(memory_limit, "SHARES_BYTES", one * 3 // 2)
         assert await code(share(other, view, 2, first=True)) == "ok"  # there is room
-        assert await code(close_round(first, view, 2)) == "ok"
+        await group.close_round(2, [first.id])
         assert [each.nbytes for each in rounds] == [0, 0]
 
         gauges["b"].used = LIMIT
@@ -414,7 +409,7 @@ def test_shares_of_a_round_take_bounded_memory_of_a_full_server(run: Run, monkey
         assert "kept until their round closes" in refusal["message"]
         assert sorted(refusal["rows"][str(TABLE)]) == KEYS
         assert [each.nbytes for each in rounds] == [one, one]
-        assert await code(close_round(first, view, 3)) == "ok"
+        await group.close_round(3, [first.id])
         assert values(group, KEYS) == [value + 1 for value in before]  # that of the first, alone in the round
         assert await code(share(other, view, 4)) == "ok"
         assert digests(group.servers["a"]) == digests(group.servers["b"])
@@ -434,7 +429,7 @@ def test_a_worker_cannot_push_for_many_open_rounds(run: Run) -> None:
                 each for r in range(RANGES) for each in server.executor.rounds.retained_in(r, server.store.tables)
             ]
             assert {clock for _, clock, _ in retained} == {1, 2}
-        assert await code(close_round(worker, view, 1)) == "ok"
+        await group.close_round(1, [worker.id])
         assert await code(share(worker, view, 6)) == "ok"
 
     run(story)
@@ -449,7 +444,7 @@ def test_a_share_on_a_full_server_loses_only_its_new_rows(run: Run) -> None:
         header = PushHeader(0, view.epoch, 2, before_part(2, 0), 1, round=True).header(0)
         header, body = await asyncio.wait_for(worker.ask(header, worker._block(view, "a", [*KEYS, *MORE], 1.0)), 10)
         assert sorted(json_body(body)["rows"][str(TABLE)]) == MORE
-        assert await code(close_round(worker, view, 2)) == "ok"
+        await group.close_round(2, [worker.id])
         assert values(group, KEYS) == [2.0] * 2
         assert [server.store.rows for server in group.servers.values()] == [len(KEYS)] * 2
 

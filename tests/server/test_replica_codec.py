@@ -91,7 +91,7 @@ SOME = numbers(3, 5, 4, 9)
 A_SET = ShardSet(1 << 16 | 3, ShardSpec(100, 7, 2, None), 5, 2, {1: Used(4, 9)}, {6: {0: Doing(8, Used(0, 0))}})
 SHARDS: RangeShards = {"a": {"train": A_SET}}
 A_TAKE = Claim("a", "train", ShardSpec(100, 7, 2, 5), 6, 11, 4, (1, 2), (3,), ())
-A_ROUND = RoundStep("a", 3, (5, 6))
+A_ROUND = RoundStep("a", 3, (5, 6), total=7)
 THE_CUT = CutMark(3, 1, "s0", 2, "file:///x")
 SOME_ROWS = RestoredRows(1, numbers(5, -6), np.arange(32, dtype=np.uint8).reshape(2, 16))
 WAITING = RestoredKeys(1, numbers(5, -6, 7), numbers(1 << 20, 2, 3), np.empty((0, 0), np.uint8))
@@ -317,8 +317,11 @@ A_CUT = {"number": 3, "since": 1, "writer": "s0", "incarnation": 2, "url": "file
 @pytest.mark.parametrize(
     ("kind", "document"),
     [
-        (OperationKind.BARRIER_CLOSE, ROUND | {"id": 1 << 70}),
-        (OperationKind.BARRIER_CLOSE, ROUND | {"workers": [1 << 70]}),
+        (OperationKind.BARRIER_CLOSE, ROUND | {"id": 1 << 70, "total": 1}),
+        (OperationKind.BARRIER_CLOSE, ROUND | {"workers": [1 << 70], "total": 1}),
+        (OperationKind.BARRIER_CLOSE, ROUND),
+        (OperationKind.BARRIER_CLOSE, ROUND | {"workers": [1, 2], "total": 1}),
+        (OperationKind.BARRIER_CLOSE, ROUND | {"total": (1 << 16) + 1}),
         (OperationKind.BARRIER_DECISION, ROUND | {"id": -1}),
         (OperationKind.BARRIER_JOIN, ROUND | {"workers": [True]}),
         (OperationKind.BARRIER_JOIN, ROUND | {"app": "\ud800"}),

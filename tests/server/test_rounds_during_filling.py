@@ -14,7 +14,7 @@ from elasticps.server.core.requests import Body
 from elasticps.server.fast.layout import H_ENABLED
 from elasticps.server.network.connection import Connection
 from elasticps.server.roles import snapshots
-from elasticps.wire.frames import HEADER_BYTES, Header, Kind, json_body, json_frame
+from elasticps.wire.frames import Header, Kind, json_body
 from elasticps.wire.headers import PushHeader
 from replication.progress import before_part
 from tests.server.conftest import Group, Run, until
@@ -79,20 +79,15 @@ def test_shares_are_accepted_while_ranges_are_filled_at_different_speeds(
             requests = [w.ask(share, w._block(view, n, KEYS, 1.0)) for n, w in workers.items()]
             return [await code(answer) for answer in requests]
 
-        async def closes(clock: int) -> list[str]:
-            ids = np.unique([w.id for w in workers.values()]).tolist()
-            body = json_frame(Kind.BARRIER_CLOSE, {"round": clock, "workers": ids})[HEADER_BYTES:]
-            requests = [w.ask(Header(Kind.BARRIER_CLOSE, epoch=view.epoch), body) for w in workers.values()]
-            return [await code(answer) for answer in requests]
-
+        ids = np.unique([w.id for w in workers.values()]).tolist()
         await hears("a", lambda header: header.kind == Kind.SNAPSHOT_CHUNK)
         assert await shares(1) == ["OK"] * 3
         await hears("a", has_share(1, 0))
-        assert await closes(1) == ["OK"] * 3
+        await group.close_round(1, ids)
         await hears("b", lambda header: header.kind == Kind.SNAPSHOT_CHUNK)
         assert await shares(2) == ["OK"] * 3
         await hears("b", has_share(2, 6))
-        assert await closes(2) == ["OK"] * 3
+        await group.close_round(2, ids)
         assert {clock for _, clock in c.executor.rounds._retained} == {1, 2}
         assert await shares(3) == ["OK"] * 3
 

@@ -25,6 +25,7 @@ class RealHead:
     """The group range's head, with a log of its own and a tail that acknowledges when told to."""
 
     def __init__(self) -> None:
+        self.me = ME
         self.ranges, self.epoch, self.roster_version = P, 1, 3
         self.headed = np.arange(P)
         self.workers = {w: SimpleNamespace(name=f"w{w}") for w in (1, 2)}
@@ -78,13 +79,14 @@ def test_an_answer_to_a_waiting_claim_reports_no_uncommitted_decision() -> None:
     """Found in a review. Whoever is told of a decision has it carried out, and another head may decide otherwise."""
     head, first, second = RealHead(), Worker(1), Worker(2)
     log = head.log()
-    handlers = BarrierCoordinator(log, lambda: 0.0).handlers | ShardDispenser(log, head.shards).handlers
+    barrier = BarrierCoordinator(log, lambda: 0.0, lambda call: call(), lambda *_: None, lambda member: None)
+    handlers = barrier.handlers | ShardDispenser(log, head.shards).handlers
     empty = np.empty(0, np.uint8)
     document = {"name": "train", "samples": 9, "size": 1, "epochs": 1, "seed": None, "want": 1, "done": [], "back": []}
     body = np.frombuffer(json_frame(Kind.CLAIM_SHARDS, document)[HEADER_BYTES:], np.uint8)
     handlers[Kind.BARRIER_JOIN](first, Header(Kind.BARRIER_JOIN, epoch=1), empty)
     head.ack()
-    assert first.answers.pop()["round"] == 0
+    assert first.answers.pop()["base"] == 0
 
     class Filler:
         reply = hold = release = lambda *_: None
@@ -101,4 +103,4 @@ def test_an_answer_to_a_waiting_claim_reports_no_uncommitted_decision() -> None:
     while not second.answers:
         assert not first.answers  # it is not committed
         head.ack()
-    assert second.answers[0]["decided"] == [0, []]
+    assert second.answers[0]["held"] == [[0, 0, 0, 0]]

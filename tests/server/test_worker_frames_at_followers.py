@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from coordinator.core.view import WORKERS_MAX, Roster, WorkerInfo
+from coordinator.core.view import Roster, WorkerInfo
 from elasticps.model.sharding import MAX_SHARDS
 from elasticps.server.core.replica_codec import MAX_TABLE
 from elasticps.server.roles import replica_links
@@ -60,10 +60,6 @@ _NAMES = st.text(st.characters(exclude_categories=()), max_size=5) | st.just("t"
 
 def document(kind: Kind, content: dict[str, Any], **fields: int) -> Frame:
     return Header(kind, **fields), json_frame(kind, content)[HEADER_BYTES:]
-
-
-def close(round_number: object, workers: object) -> Frame:
-    return document(Kind.BARRIER_CLOSE, {"round": round_number, "workers": workers})
 
 
 def create(number: object, **changes: object) -> Frame:
@@ -118,7 +114,6 @@ def claim(committed: int = 0, **changes: object) -> Frame:
 _U32, _U16 = _WHOLE.filter(lambda n: 0 <= n < 1 << 32), st.sampled_from([0, 1, 2, MAX_PARTS - 1, MAX_PARTS])
 _CLOCK = st.sampled_from([_JOINED + 1, _JOINED + 1, 0, 1, MAX_CLOCK - 1, MAX_CLOCK])
 _FRAMES = st.one_of(
-    st.builds(close, _NUMBER, _NUMBERS),
     st.builds(create, _NUMBER),
     st.builds(create, st.just(9), name=_NAMES),
     st.builds(create, st.just(9), shape=_NUMBERS),
@@ -142,17 +137,11 @@ _FRAMES = st.one_of(
     st.builds(claim, done=_NUMBERS, back=_NUMBERS),
     st.sampled_from([Kind.BARRIER_JOIN, Kind.BARRIER_LEAVE, Kind.BARRIER_ARRIVE]).map(lambda kind: (Header(kind), b"")),
 )  # fmt: skip
-_LONG = b'{"round":1,"workers":[' + b",".join(b"%d" % (MAX_WORKER - i) for i in range(95_323)) + b"]}"
-_LONG += b" " * (-len(_LONG) % 8)
 _WIDE = create(9, optimizer={"kind": "adam"}, shape=[1] * 524_190)  # longer with all that adam is
-assert all(MAX_CONTROL_BYTES - 64 < len(body) <= MAX_CONTROL_BYTES for body in (_LONG, _WIDE[1]))
+assert MAX_CONTROL_BYTES - 64 < len(_WIDE[1]) <= MAX_CONTROL_BYTES
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@example([close(1, [True])])
-@example([close(True, [WORKER])])
-@example([close(1, list(range(1, WORKERS_MAX + 1)))])
-@example([(Header(Kind.BARRIER_CLOSE), _LONG)])
 @example([_WIDE])
 @example([drop(0)])
 @example([push(_JOINED + 1, lag=_JOINED + 2, table=99)])

@@ -12,6 +12,7 @@ import pytest
 
 from chaos.sim.run import Result, run
 from chaos.sim.story import Kind, tell
+from tests.sim import planted_announcements as announced
 from tests.sim import planted_caches as caches
 from tests.sim import planted_chain as chain
 from tests.sim import planted_cuts as cuts
@@ -28,7 +29,22 @@ from tests.sim import planted_view_hints as hints
 from tests.sim.planting import Patch
 from tests.sim.story_cost import expected_events
 
-MODULES = (caches, chain, checkpoints, cuts, drops, growth, together, retained, rounds, shell, short, hints, sparse)
+MODULES = (
+    announced,
+    caches,
+    chain,
+    checkpoints,
+    cuts,
+    drops,
+    growth,
+    together,
+    retained,
+    rounds,
+    shell,
+    short,
+    hints,
+    sparse,
+)
 """Every function of these that has no underscore before its name plants a bug."""
 STORIES = 50
 """How many stories of its kind are played at most to find a bug: one that none of them finds survives."""
@@ -85,10 +101,8 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     rounds.decide_again_after_the_head_of_the_home_range_moved: ("moves", "rounds", 48),
     rounds.wait_for_workers_that_died: ("ghosts", "rounds", 0),
     rounds.go_on_without_those_who_are_late: ("calm", "rounds", 0),
-    rounds.tell_a_decision_before_it_is_committed: ("limps", "rounds", 1),
     rounds.apply_a_share_at_once: ("calm", "rounds", 0),
     rounds.close_a_round_twice: ("kills", "rounds", 12),
-    rounds.close_rounds_in_any_order: ("calm", "rounds", 0),
     rounds.average_in_the_order_of_arrival: ("calm", "rounds", 0),
     rounds.average_over_those_who_have_the_key_s_range: ("calm", "rounds", 0),
     rounds.average_all_that_is_kept: ("ghosts", "rounds", 37),
@@ -113,6 +127,11 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     rounds.take_a_share_that_arrived_for_a_round_that_was_made: ("ghosts", "shards in rounds", 1),
     rounds.end_when_nothing_is_left_to_hand_out: ("calm", "shards", 42),
     rounds.hand_out_to_the_next_without_taking_from_the_last: ("ghosts", "shards", 0),
+    announced.answer_workers_before_all_heads_have_closed_their_round: ("calm", "rounds", 12),
+    announced.take_what_an_earlier_head_decided_for_closed: ("kills", "rounds", 5),
+    announced.announce_nothing_again_under_a_new_view: ("kills", "rounds", 26),
+    announced.believe_that_a_new_connection_knows_the_last_workers: ("resets", "rounds", 31),
+    announced.average_over_those_who_pushed_to_this_server: ("calm", "rounds", 25),
     shell.keep_the_keys_of_a_pull_as_a_view_of_a_buffer_that_is_used_again: ("flaps", "free", 1),
     shell.gather_the_next_chunk_over_one_that_is_not_out_yet: ("kills", "free", 0),
     shell.use_memory_again_that_python_or_a_socket_refers_to: ("flaps", "free", 1),
@@ -222,6 +241,10 @@ ALONE: dict[Patch, tuple[str, str]] = {
         "replication.test_step_records",
         "test_records_of_a_home_go_with_its_range_and_no_others",
     ),
+    announced.announce_a_decision_before_it_is_committed: (
+        "server.test_announced_rounds",
+        "test_workers_hear_of_a_round_when_every_head_has_closed_it",
+    ),
     rounds.mark_a_shard_done_when_it_is_used: (
         "server.test_data_shard_sets",
         "test_a_lost_workers_shards_go_to_others_with_their_history",
@@ -234,7 +257,7 @@ ALONE: dict[Patch, tuple[str, str]] = {
 
 
 _FLAGS = {
-    "few": (sparse,),
+    "few": (sparse, announced),
     "cuts": (cuts, checkpoints),
     "short": (short,),
     "caches": (caches,),

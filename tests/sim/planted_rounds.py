@@ -12,15 +12,13 @@ import pytest
 
 import elasticps.client.core.data_shards
 from elasticps.client.barrier import Barrier
-from elasticps.client.core import barrier, fan_out
-from elasticps.client.core.data_shards import ClaimAnswer, ShardClaims
+from elasticps.client.core import fan_out
+from elasticps.client.core.data_shards import ShardClaims
 from elasticps.client.core.fan_out import FanOut, PastSteps
 from elasticps.server.core.barrier import BarrierCoordinator
 from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds, Rounds, RoundShare
 from elasticps.server.core.data_shards import UNUSED, Claim, ShardDispenser, ShardLedger, ShardSet, Used
-from elasticps.server.core.group_log import GroupLog
 from elasticps.server.roles.executor import Executor
-from replication.messages import OperationKind
 from tests.sim.planting import leave_every_frame_to_python
 
 
@@ -58,20 +56,6 @@ def go_on_without_those_who_are_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BarrierCoordinator, "_decide", mutant)
 
 
-def tell_a_decision_before_it_is_committed(patch: pytest.MonkeyPatch) -> None:
-    log = GroupLog.log
-
-    def mutant(self: Any, ticket: Any, kind: Any, payload: Any, ranges: Any) -> None:
-        log(self, ticket, kind, payload, ranges)
-        if kind == OperationKind.BARRIER_DECISION:
-            for one in getattr(ticket, "tickets", []):
-                one.connection.send(one._answer())
-            if hasattr(ticket, "tickets"):
-                ticket.tickets = []
-
-    patch.setattr(GroupLog, "log", mutant)
-
-
 def apply_a_share_at_once(patch: pytest.MonkeyPatch) -> None:
     keep = Rounds.keep
 
@@ -86,37 +70,27 @@ def apply_a_share_at_once(patch: pytest.MonkeyPatch) -> None:
 def close_a_round_twice(patch: pytest.MonkeyPatch) -> None:
     close = Rounds.close
 
-    def mutant(self: Rounds, app: str, clock: int, workers: Any, ranges: Any, tables: Any) -> Any:
+    def mutant(self: Rounds, app: str, clock: int, workers: Any, total: int, ranges: Any, tables: Any) -> Any:
         retained = copy.deepcopy(self._retained)
         before = self.closed(app).copy()
-        blocks = close(self, app, clock, workers, ranges, tables)
+        blocks = close(self, app, clock, workers, total, ranges, tables)
         self._retained = retained
         if (before[ranges] == clock).all():
             self.closed(app)[ranges] = clock - 1
-            blocks = close(self, app, clock, workers, ranges, tables)
+            blocks = close(self, app, clock, workers, total, ranges, tables)
         return blocks
 
     patch.setattr(Rounds, "close", mutant)
 
 
-def close_rounds_in_any_order(patch: pytest.MonkeyPatch) -> None:
-    closing = barrier.closing
-
-    def mutant(app: str, clock: int, workers: Any, timeout_s: float) -> Any:
-        if clock % 3:  # saves a turn: the next round will do it
-            yield from closing(app, clock, workers, timeout_s)
-
-    patch.setattr(barrier, "closing", mutant)
-
-
 def average_in_the_order_of_arrival(patch: pytest.MonkeyPatch) -> None:
     close = Rounds.close
 
-    def mutant(self: Rounds, app: str, clock: int, workers: Any, ranges: Any, tables: Any) -> Any:
+    def mutant(self: Rounds, app: str, clock: int, workers: Any, total: int, ranges: Any, tables: Any) -> Any:
         shares = [s for s in self._retained.get((app, clock), []) if s.worker in workers]
         names = list(dict.fromkeys(s.worker for s in shares))
         self._retained[app, clock] = [RoundShare(names.index(s.worker), s.live, s.blocks) for s in shares]
-        blocks = close(self, app, clock, range(len(workers)), ranges, tables)
+        blocks = close(self, app, clock, range(len(names)), total, ranges, tables)
         left = self._retained.pop((app, clock), [])
         if left:
             self._retained[app, clock] = [RoundShare(names[s.worker], s.live, s.blocks) for s in left]
@@ -135,9 +109,9 @@ def average_over_those_who_have_the_key_s_range(patch: pytest.MonkeyPatch) -> No
 def average_all_that_is_kept(patch: pytest.MonkeyPatch) -> None:
     close = Rounds.close
 
-    def mutant(self: Rounds, app: str, clock: int, workers: Any, ranges: Any, tables: Any) -> Any:
+    def mutant(self: Rounds, app: str, clock: int, workers: Any, total: int, ranges: Any, tables: Any) -> Any:
         everybody = sorted({*workers, *(s.worker for s in self._retained.get((app, clock), ()))})
-        return close(self, app, clock, everybody, ranges, tables)
+        return close(self, app, clock, everybody, len(everybody), ranges, tables)
 
     patch.setattr(Rounds, "close", mutant)
 
@@ -287,7 +261,7 @@ def believe_one_head_that_a_step_is_committed(patch: pytest.MonkeyPatch) -> None
 
 
 def train_again_whatever_a_lost_worker_had(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: ShardClaims, answer: ClaimAnswer, worker: int, clock: int, last: int) -> Any:
+    def mutant(self: ShardClaims, worker: int, clock: int, last: int) -> Any:
         yield from ()
         return False
 
@@ -297,9 +271,9 @@ def train_again_whatever_a_lost_worker_had(patch: pytest.MonkeyPatch) -> None:
 def take_a_share_that_arrived_for_a_round_that_was_made(patch: pytest.MonkeyPatch) -> None:
     was = ShardClaims._was_trained
 
-    def mutant(self: ShardClaims, answer: ClaimAnswer, worker: int, clock: int, last: int) -> Any:
+    def mutant(self: ShardClaims, worker: int, clock: int, last: int) -> Any:
         rounds, self._rounds = self._rounds, False
-        done = yield from was(self, answer, worker, clock, last)
+        done = yield from was(self, worker, clock, last)
         self._rounds = rounds
         return done
 

@@ -12,6 +12,10 @@ _START = struct.Struct("<IxBHQQ")  # magic, kind, flags, bytes of the body, requ
 _FIRST_OF_REPLICAS, _FIRST_LATER, _FIRST_ANSWER = 16, 48, 64
 
 
+def _asks(kind: int) -> bool:
+    return kind < _FIRST_OF_REPLICAS or _FIRST_LATER <= kind < _FIRST_ANSWER or kind == Kind.ROUND_CLOSE
+
+
 class _Stream:
     """One direction of a connection, and its position in a frame."""
 
@@ -57,7 +61,7 @@ class Answers:
         magic, kind, flags, body, request = _START.unpack_from(data, at)
         if magic != MAGIC:
             raise Violation("frames", f"{source} sends {target} what is no frame")
-        if request and (kind < _FIRST_OF_REPLICAS or _FIRST_LATER <= kind < _FIRST_ANSWER):
+        if request and _asks(kind):
             self._requests.setdefault(source, set()).add(request)
         elif request and kind >= _FIRST_ANSWER:
             open_requests, partly = self._requests.get(target, set()), self._partly.setdefault(target, set())

@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
-from elasticps.client.core.barrier import closing
 from elasticps.client.core.fan_out import Answer, Request, of_group, steps_of
 from elasticps.model.sharding import ShardSpec
 from elasticps.wire.frames import HEADER_BYTES, Kind, json_frame
@@ -44,7 +43,6 @@ class ClaimAnswer(NamedTuple):
     number: int
     held: list[list[int]]
     finished: bool
-    decided: tuple[int, list[int]]
 
 
 class ShardClaims:
@@ -133,21 +131,18 @@ class ShardClaims:
             fresh = [one for one in answer.held if one[0] not in self._handed]
             done = []
             for shard, worker, clock, last in fresh:
-                if worker and (yield from self._was_trained(answer, worker, clock, last)):
+                if worker and (yield from self._was_trained(worker, clock, last)):
                     done.append(shard)
             if not done:
                 self.queue.extend(one[0] for one in fresh if one[0] not in self.queue)
                 return answer
             answer = yield from self._take(PREFETCH, done=done)
 
-    def _was_trained(self, answer: ClaimAnswer, worker: int, clock: int, last: int) -> ClaimScript[bool]:
+    def _was_trained(self, worker: int, clock: int, last: int) -> ClaimScript[bool]:
         """Whether the step of a lost worker that used a shard is in the parameters, in every range that it ticks. It
         may be on its way down the chains still: then it will be, unless heads die as well."""
         if self._rounds:
-            if last < clock:
-                return False
-            yield from closing(self._app, *answer.decided, self._timeout_s)  # its members may all be lost
-            return True
+            return last >= clock  # that round is closed everywhere, else there would be no answer yet
         while True:
             found = yield from steps_of(worker, self._timeout_s)
             whole = step_is_whole(clock, found.home, found.applied, found.committed, found.records)
@@ -157,5 +152,4 @@ class ShardClaims:
 
 
 def _answer_of(document: dict[str, Any]) -> ClaimAnswer:
-    decided, workers = document["decided"]
-    return ClaimAnswer(document["set"], document["held"], document["done"] >= document["total"], (decided, workers))
+    return ClaimAnswer(document["set"], document["held"], document["done"] >= document["total"])

@@ -1,39 +1,43 @@
 """The barrier of synchronous rounds: which workers are in a round, and when it closes. `barrier_state` explains rounds.
 
-BARRIER_JOIN, LEAVE and ARRIVE go to the head of the application's group range, BARRIER_CLOSE to the heads of all
-ranges. Answers are sent once the operation is committed. Waiting requests are in memory only: after a failover the
-workers ask again.
+BARRIER_JOIN, LEAVE and ARRIVE go to the head of the application's group range. When a decision is committed there, that
+head announces it to the heads of all ranges (ROUND_CLOSE, `round_announcements`), and answers workers once they have
+closed the round. Waiting requests and what is announced are in memory only: after a failover the workers ask again, and
+the new head announces the last round again.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
-from coordinator.core.view import WORKERS_MAX
+from coordinator.core.view import WORKERS_MAX, View
 from elasticps.kernels.hashing import group_range
 from elasticps.server.core.barrier_state import BarrierGroup, RoundStep
-from elasticps.server.core.group_log import GroupLog, NoTicket
+from elasticps.server.core.group_log import AnswerTicket, GroupLog, NoTicket
 from elasticps.server.core.reads import DEFAULT_WAIT_S
 from elasticps.server.core.requests import Asker, Body, RequestError, RequestTicket, waited_too_long
+from elasticps.server.core.round_announcements import DecidedRound, RoundAnnouncements
 from elasticps.server.core.sweeps import SweptInterval
-from elasticps.wire.frames import HEADER_BYTES, FrameError, Header, Kind, json_body, json_frame, whole, wholes
-from elasticps.wire.headers import BarrierArriveHeader, BarrierJoinHeader, OkHeader
-from replication.chain import Ranges
+from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, json_frame
+from elasticps.wire.headers import BarrierArriveHeader, BarrierJoinHeader
+from elasticps.wire.rounds import LastWorkers, RoundClose, RoundClosedHeader
+from replication.chain import Member
 from replication.effects import Push, Reply, Status
 from replication.messages import OperationKind
-from replication.progress import MAX_CLOCK, MAX_WORKER
+
+MOST_WAITING = 4 * WORKERS_MAX  # requests, until a round is closed everywhere
 
 
-@dataclass(frozen=True)
-class _Waiting:
+class _Waiting(NamedTuple):
     """An arrived worker, and until when it waits for the others."""
 
     clock: int
-    ticket: RequestTicket
+    ticket: AnswerTicket
     deadline_s: float
 
 
@@ -71,42 +75,62 @@ class _Arrivals(dict[int, _Waiting]):
         self._left, self._missing = iter(list(members)), 0
 
 
-class _SharedTicket(NoTicket):
-    """The ticket of an operation that several requests wait for. `headed`: the ranges that it was logged for; `body`:
-    of the first of these requests."""
+class _CommitTicket(NoTicket):
+    """The ticket of an operation after which something is to happen here: `done()` once it is committed in all its
+    ranges, else `failed(reply)`."""
 
-    def __init__(self, headed: Ranges, tickets: list[RequestTicket], body: bytes = b"") -> None:
-        self.headed = headed
-        self.body = body
-        self.tickets = tickets
-        self.done = False  # committed, in all of them
+    def __init__(
+        self, done: Callable[[], object], failed: Callable[[Reply], None] = lambda reply: None,
+        connection: Asker | None = None,
+    ) -> None:  # fmt: skip
+        self._done = done
+        self._failed = failed
+        self._connection = connection  # that waits if the log is full
 
     def reply(self, reply: Reply) -> None:
-        """Answers all requests."""
-        self.done = reply.status is Status.COMMITTED and not len(reply.moved)
-        for ticket in self.tickets:
-            ticket.reply(reply)
-        self.tickets = []
+        if reply.status is Status.COMMITTED and not len(reply.moved):
+            self._done()
+        else:
+            self._failed(reply)
+
+    def hold(self) -> None:
+        if self._connection is not None:
+            self._connection.wait_for(self)
+
+    def release(self) -> None:
+        if self._connection is not None:
+            self._connection.admitted(self)
 
 
 class BarrierCoordinator:
-    """Handles the four requests; `recheck` looks at all barriers again when something has changed."""
+    """Handles the three requests, and what heads say to each other; `recheck` looks at all barriers again when
+    something has changed.
 
-    def __init__(self, log: GroupLog, clock: Callable[[], float]) -> None:
+    soon(f): calls f when the replica's effects so far are carried out. send, need: frames for other heads, as
+    `RoundAnnouncements` has them.
+    """
+
+    def __init__(
+        self, log: GroupLog, clock: Callable[[], float], soon: Callable[[Callable[[], None]], object],
+        send: Callable[[Member, list[Buffer]], None], need: Callable[[Member], None],
+    ) -> None:  # fmt: skip
         self._group = log
         self._serving, self._rounds = log.serving, log.rounds
         self._clock = clock
+        self._soon = soon
         self._waiting: dict[str, _Arrivals] = {}  # by application
         self._joining: dict[str, list[RequestTicket]] = {}  # app -> those that wait for room in the log
-        self._closing: dict[str, tuple[int, _SharedTicket]] = {}  # app -> the newest round closed here
-        self._answer: tuple[int, tuple[int, ...], bytes] = 0, (), b""  # the newest decision, and its frame's body
+        self._everywhere: dict[str, int] = {}  # app -> the newest round that is known to be closed everywhere
+        self._announced: dict[str, int] = {}  # app -> the newest round that is announced, or about to be
+        self._closing: dict[str, list[tuple[int, AnswerTicket]]] = {}  # app -> those that wait for a round to close
+        self._body = 0, b""  # of the newest answer to an arrival, and its round
+        self._last: dict[Asker, LastWorkers] = {}  # what heads of group ranges have said on their connections
+        self.announcements = RoundAnnouncements(log.serving.me, send, need, self._close_here, self._closed_everywhere)
         self.take_sweeps: Callable[[str], tuple[SweptInterval, ...]] = lambda app: ()  # that wait for a round to close
+        log.when_closed = self._when_closed
         self.handlers: dict[int, Callable[[Asker, Header, Body], None]] = {
-            Kind.BARRIER_JOIN: self._join,
-            Kind.BARRIER_LEAVE: self._leave,
-            Kind.BARRIER_ARRIVE: self._arrive,
-            Kind.BARRIER_CLOSE: self._close,
-        }
+            Kind.BARRIER_JOIN: self._join, Kind.BARRIER_LEAVE: self._leave, Kind.BARRIER_ARRIVE: self._arrive,
+        }  # fmt: skip
 
     # --- the group range ----------------------------------------------------------------------------------------------
 
@@ -119,10 +143,7 @@ class BarrierCoordinator:
 
         def answer() -> bytes:
             state = self._rounds.groups[app]
-            document = {
-                "round": state.decided, "workers": list(state.workers), "base": state.members.get(worker, 0),
-                "last": state.last.get(predecessor, 0),
-            }  # fmt: skip
+            document = {"base": state.members.get(worker, 0), "last": state.last.get(predecessor, 0)}
             return json_frame(Kind.BARRIER_DECISION, document, request=header.request, epoch=self._serving.epoch)
 
         ticket = self._group.ticket(connection, header.kind, header.request, answer)
@@ -148,54 +169,52 @@ class BarrierCoordinator:
             return
         state, arrival = self._rounds.groups.get(app, BarrierGroup()), BarrierArriveHeader.of(header)
         if arrival.clock <= state.decided:
-            self._repeat(app, arrival.clock, worker, RequestTicket(connection, header.kind, header.request))
+            self._repeat(app, arrival.clock, worker, self._decision(connection, header, arrival.clock))
             return
         if worker not in state.members or arrival.clock != state.decided + 1:
             raise RequestError(
                 "left-out", f"worker {connection.worker_name!r} is not in round {arrival.clock} of {app!r}"
             )
-        ticket = self._decided(connection, header, app)
+        ticket = self._decision(connection, header, arrival.clock)
         deadline_s = self._clock() + (arrival.wait_ms / 1e3 or DEFAULT_WAIT_S)
         self._waiting.setdefault(app, _Arrivals())[worker] = _Waiting(arrival.clock, ticket, deadline_s)
         self._decide(app)
 
-    def _decided(self, connection: Asker, header: Header, app: str) -> RequestTicket:
+    def _decision(self, connection: Asker, header: Header, clock: int) -> AnswerTicket:
+        """The ticket of an arrival, which is answered with BARRIER_DECISION."""
+
         def answer() -> bytes:
-            state = self._rounds.groups[app]
-            return self._decision(header.request, state.decided, state.workers)
+            if self._body[0] != clock:
+                self._body = clock, json_frame(Kind.BARRIER_DECISION, {"round": clock})[HEADER_BYTES:]
+            body = self._body[1]  # the same for all workers of a round
+            return Header(Kind.BARRIER_DECISION, 0, len(body), header.request, self._serving.epoch).pack() + body
 
         return self._group.ticket(connection, header.kind, header.request, answer)
 
-    def _decision(self, request: int, clock: int, workers: tuple[int, ...]) -> bytes:
-        """A BARRIER_DECISION. Its body is the same for all workers of a round, and made once."""
-        if self._answer[0] != clock or self._answer[1] is not workers:
-            document = {"round": clock, "workers": list(workers)}
-            self._answer = clock, workers, json_frame(Kind.BARRIER_DECISION, document)[HEADER_BYTES:]
-        body = self._answer[2]
-        return Header(Kind.BARRIER_DECISION, 0, len(body), request, self._serving.epoch).pack() + body
-
-    def _repeat(self, app: str, clock: int, worker: int, ticket: RequestTicket) -> None:
-        """Answers with a decision that may not be committed yet, once an operation logged after it is. By then the next
-        round may be decided, so the answer is fixed here."""
-        state = self._rounds.groups.get(app, BarrierGroup())
-        at = bisect_left(state.workers, worker)  # they are sorted
-        if clock < state.decided or state.workers[at : at + 1] != (worker,):
+    def _repeat(self, app: str, clock: int, worker: int, ticket: AnswerTicket) -> None:
+        """Answers with a decision that may not be committed yet, once an operation logged after it is."""
+        decided = self._group.decided(app)
+        at = bisect_left(decided.workers, worker)  # they are sorted
+        if clock < decided.clock or decided.workers[at : at + 1] != (worker,):
             self._group.refuse(ticket, _left_out(clock, app))
             return
-        workers, request = state.workers, ticket.request
-        group = np.array([group_range(app, self._serving.ranges)], np.int64)
-        arrival = self._group.ticket(
-            ticket.connection, ticket.kind, request, lambda: self._decision(request, clock, workers)
-        )
-        self._group.log(arrival, OperationKind.BARRIER_DECISION, RoundStep(app, clock, workers), group)
+        self._log(ticket, decided)
+
+    def _log(self, ticket: object, round: DecidedRound) -> None:
+        """Logs a decision; nothing changes by one that is logged already."""
+        group = np.array([group_range(round.app, self._serving.ranges)], np.int64)
+        self._group.log(ticket, OperationKind.BARRIER_DECISION, RoundStep(*round), group)
 
     def _decide(self, app: str) -> None:
         """Decides the next round's workers, if all members that are still there have arrived."""
         waiting, state = self._waiting.get(app), self._rounds.groups.get(app)
-        if state is None or not waiting or not self._group.knows_the_lost(app):
+        if state is None or not waiting:
             return
         clock, present = state.decided + 1, self._serving.workers
-        if waiting.lacks_some(clock, state, present):
+        if state.decided > self._everywhere.get(app, 0):
+            self._announce_again(app)
+            return
+        if waiting.lacks_some(clock, state, present) or not self._group.knows_the_lost(app):
             return
         if app in self._joining:  # what we decide now would be logged behind members that we do not see yet
             still = [ticket for ticket in self._joining.pop(app) if self._group.replica.waits(ticket)]
@@ -207,24 +226,42 @@ class BarrierCoordinator:
             waiting.count_again(required)
             return
         tickets = [waiting.pop(worker).ticket for worker in sorted(required)]
-        group = np.array([group_range(app, self._serving.ranges)], np.int64)
-        step = RoundStep(app, clock, tuple(sorted(required)))
-        self._group.log(_SharedTicket(group, tickets), OperationKind.BARRIER_DECISION, step, group)
+        decided = DecidedRound(app, clock, tuple(sorted(required)))
+
+        def failed(reply: Reply) -> None:
+            for ticket in tickets:
+                ticket.reply(reply)
+
+        self._log(_CommitTicket(partial(self._when_closed, decided, tickets), failed), decided)
         for worker in [w for w, one in waiting.items() if one.clock <= clock]:  # it was away: what it waits for is over
             one = waiting.pop(worker)
             self._group.refuse(one.ticket, _left_out(one.clock, app))
 
+    def adopt(self, view: View) -> None:
+        """Follows a view."""
+        self._leave_moved()
+        self.announcements.adopt(view)
+
     def recheck(self) -> None:
         """Looks at all barriers again: the roster or the view has changed, or time has passed."""
-        headed = set(self._serving.headed.tolist())
+        self._leave_moved()
         for app in list(self._waiting):
-            if group_range(app, self._serving.ranges) in headed:
-                self._answer_decided(app)
-                self._decide(app)
-                self._end_waits(app)
-            else:
-                for waiting in self._waiting.pop(app).values():
-                    self._group.refuse(waiting.ticket, self._group.stale())
+            self._answer_decided(app)
+            self._decide(app)
+            self._end_waits(app)
+
+    def _leave_moved(self) -> None:
+        """Refuses what waits for barriers that another head has now, which will announce their last round again."""
+        headed = set(self._serving.headed.tolist())
+        for app in {**self._waiting, **self._announced, **self._everywhere, **self._closing}:
+            if group_range(app, self._serving.ranges) not in headed:
+                tickets = [waiting.ticket for waiting in self._waiting.pop(app, {}).values()]
+                tickets += [ticket for _, ticket in self._closing.pop(app, ())]
+                self._everywhere.pop(app, None)
+                self._announced.pop(app, None)
+                self.announcements.forget(app)
+                for ticket in tickets:
+                    self._group.refuse(ticket, self._group.stale())
 
     def _answer_decided(self, app: str) -> None:
         """Answers workers that asked again, on a new connection, while the decision waited for room in the log."""
@@ -247,38 +284,86 @@ class BarrierCoordinator:
             text = f"round {one.clock} of {app!r} waited too long for worker {', '.join(names)}"
             self._group.refuse(one.ticket, waited_too_long(text, names))
 
+    # --- rounds that are decided here -------------------------------------------------------------------------------
+
+    def _when_closed(self, round: DecidedRound, tickets: list[AnswerTicket]) -> None:
+        """Answers these requests when a round, whose decision is committed, is closed everywhere."""
+        app = round.app
+        if round.clock <= self._everywhere.get(app, 0):
+            for ticket in tickets:
+                ticket.answer()
+            return
+        closing = self._closing.setdefault(app, [])
+        if len(closing) + len(tickets) > MOST_WAITING:
+            for ticket in tickets:
+                self._group.refuse(ticket, RequestError("busy", f"too many requests wait for a round of {app!r}"))
+            return
+        closing += [(round.clock, ticket) for ticket in tickets]
+        if self._announced.get(app, 0) < round.clock:
+            self._announced[app] = round.clock
+            self._soon(partial(self._announce, round))
+
+    def _announce(self, round: DecidedRound) -> None:
+        if self._announced.get(round.app) == round.clock:
+            self.announcements.begin(round)
+
+    def _announce_again(self, app: str) -> None:
+        """Announces the last round, of which it is not known here whether it is closed everywhere: an earlier head has
+        decided it."""
+        round = self._group.decided(app)
+        if self._announced.get(app, 0) < round.clock:
+            self._announced[app] = round.clock
+
+            def failed(reply: Reply) -> None:
+                if self._announced.get(app) == round.clock:
+                    del self._announced[app]
+
+            self._log(_CommitTicket(partial(self._soon, partial(self._announce, round)), failed), round)
+
+    def _closed_everywhere(self, round: DecidedRound) -> None:
+        app = round.app
+        self._everywhere[app] = max(round.clock, self._everywhere.get(app, 0))
+        waited = self._closing.pop(app, [])
+        later = [(clock, ticket) for clock, ticket in waited if clock > round.clock]
+        if later:
+            self._closing[app] = later
+        for clock, ticket in waited:
+            if clock <= round.clock:
+                ticket.answer()
+        self._decide(app)
+
     # --- all ranges ---------------------------------------------------------------------------------------------------
 
-    def _close(self, connection: Asker, header: Header, body: Body) -> None:
+    def close(self, connection: Asker, header: Header, body: Body) -> None:
+        """ROUND_CLOSE: the head of a group range has a round closed. It is answered once that is committed in all
+        ranges headed here. If these have changed since the frame's epoch, it comes again."""
         if self._group.held.wait_for_view(connection, header, body):
             return
-        newest, shared = self._closing.get(connection.app, (0, None))
-        headed = self._serving.headed
-        ticket = RequestTicket(connection, header.kind, header.request)
-        if shared is not None and (shared.headed is not headed or header.epoch != self._serving.epoch):
-            shared = None
-        if shared is not None and shared.body == body.tobytes() and self._joins(shared, ticket):
-            return  # all workers of a round say the same of it, and a list of them takes time to read
-        document = json_body(body.data)
-        clock, workers = whole(document.get("round"), MAX_CLOCK - 1, 1), wholes(document.get("workers"), MAX_WORKER, 1)
-        if len(workers) > WORKERS_MAX or len(set(workers)) != len(workers):
-            raise FrameError(f"a close names at most {WORKERS_MAX} workers, each of them once")
-        if shared is not None and newest == clock and self._joins(shared, ticket):
-            return
-        step = RoundStep(connection.app, clock, workers, self.take_sweeps(connection.app))
-        shared = _SharedTicket(headed, [ticket], body.tobytes())
-        self._closing[step.app] = clock, shared
-        nbytes = 64 + sum(sweep.nbytes for sweep in step.sweeps)
-        push = Push(shared, -1, header.epoch, 0, 0, True, None, step, nbytes, kind=OperationKind.BARRIER_CLOSE)
-        self._group.perform(self._group.replica.push, push)
+        close = RoundClose.of(header, body)
+        workers = self._last.setdefault(connection, LastWorkers()).follow(close)
+        answer = RoundClosedHeader(close.request).header().pack()
+        ticket = _CommitTicket(partial(connection.send, answer), connection=connection)
+        self._close(DecidedRound(close.app, close.clock, workers), close.epoch, ticket)
 
-    def _joins(self, shared: _SharedTicket, ticket: RequestTicket) -> bool:
-        """Answers a close together with an earlier one of the same round; False if that one was not committed."""
-        if shared.done:
-            ticket.connection.send(OkHeader(ticket.request, self._serving.epoch).header().pack())
-        elif shared.tickets:
-            shared.tickets.append(ticket)
-        return shared.done or bool(shared.tickets)
+    def forget(self, connection: Asker) -> None:
+        """A connection to another head has ended."""
+        self._last.pop(connection, None)
+
+    def _close_here(self, round: DecidedRound, request: int, epoch: int) -> None:
+        done = partial(self.announcements.closed, self._serving.me, request)
+        self._close(round, epoch, _CommitTicket(partial(self._soon, done)))
+
+    def _close(self, round: DecidedRound, epoch: int, ticket: _CommitTicket) -> None:
+        """Closes a round in all ranges headed here; nothing changes in those where it is closed already."""
+        app, clock = round.app, round.clock
+        still_open = bool((self._rounds.closed(app)[self._serving.headed] < clock).any())
+        sweeps = self.take_sweeps(app) if still_open else ()
+        sharing = self._rounds.sharing(app, clock)
+        workers = tuple(worker for worker in round.workers if worker in sharing)
+        step = RoundStep(app, clock, workers, sweeps, len(round.workers))
+        nbytes = 64 + 8 * len(workers) + sum(sweep.nbytes for sweep in sweeps)
+        push = Push(ticket, -1, epoch, 0, 0, True, None, step, nbytes, kind=OperationKind.BARRIER_CLOSE)
+        self._group.perform(self._group.replica.push, push)
 
 
 def _left_out(clock: int, app: str) -> RequestError:

@@ -2,10 +2,11 @@
 
 A worker's share of a round is logged and acknowledged like any push, but retained instead of applied. Once it is
 committed in every range, the worker arrives at the head of its application's *group range*. When all have arrived, that
-head decides, in the group range's log, that round n is made of the workers S. The workers pass the decision on to the
-heads of all ranges, which log that the round closes: there every replica averages the retained shares of the workers in
-S, in the order of their ids, and makes one optimizer step. So all ranges agree on who is in a round, whatever fails in
-between: the shares of a worker that is not in S are dropped everywhere.
+head decides, in the group range's log, that round n is made of the workers S. It announces the decision to the heads of
+all ranges, which log that the round closes: there every replica averages the retained shares of the workers in S, in
+the order of their ids, and makes one optimizer step. When all heads have, the workers hear that they are in round n. So
+all ranges agree on who is in a round, whatever fails in between: the shares of a worker that is not in S are dropped
+everywhere. A share is in the ranges that its step has rows for, and counts as zero in all others.
 
 All of this changes by logged operations only, and moves with its ranges.
 """
@@ -87,12 +88,14 @@ class BarrierGroup:
 
 class RoundStep(NamedTuple):
     """BARRIER_JOIN, LEAVE, DECISION or CLOSE: workers become members, by the roster of version `clock`; one is none any
-    more; a round is made of `workers`; it closes, and rows are forgotten by `sweeps`."""
+    more; a round is made of `workers`; it closes, and rows are forgotten by `sweeps`. A CLOSE names those workers of
+    the round that have a share in the ranges, and how many the round has in all (`total`)."""
 
     app: str
     clock: int
     workers: tuple[int, ...]
     sweeps: tuple[SweptInterval, ...] = ()
+    total: int = 0
 
 
 class RangeRounds(NamedTuple):
@@ -149,6 +152,10 @@ class Rounds:
         mine = (any(s.worker == worker and s.live[ranges].any() for s in shares) for shares in others)
         return sum(mine) >= MOST_OPEN
 
+    def sharing(self, app: str, clock: int) -> set[int]:
+        """The workers that have a share of a round which is open in some range held here."""
+        return {share.worker for share in self._retained.get((app, clock), ())}
+
     def enter(self, app: str, roster: int, workers: Iterable[int]) -> None:
         """Workers, all in the roster of that version, are members from the round after the last decided one on."""
         group = self.groups.setdefault(app, BarrierGroup())
@@ -176,9 +183,10 @@ class Rounds:
         group.members = {w: above for w, above in group.members.items() if w in chosen or above >= clock}
 
     def close(
-        self, app: str, clock: int, workers: Iterable[int], ranges: Ranges, tables: Mapping[int, Selecting]
+        self, app: str, clock: int, workers: Iterable[int], total: int, ranges: Ranges, tables: Mapping[int, Selecting]
     ) -> list[Block]:
-        """Closes a round in `ranges`, where it is still open; the rows to apply, one block per table."""
+        """Closes a round in `ranges`, where it is still open; the rows to apply, one block per table. workers: those of
+        the round that have a share there; total: how many are in it."""
         closed = self.closed(app)
         closing = np.zeros(self._ranges, np.bool_)
         closing[ranges] = closed[ranges] < clock
@@ -186,7 +194,7 @@ class Rounds:
         chosen = set(workers)
         shares = [s for s in self._retained.get((app, clock), ()) if s.worker in chosen]
         shares.sort(key=lambda share: share.worker)  # stable: a worker's parts stay in order
-        average = _average([_decoded(_within(s, closing, tables), tables) for s in shares], len(chosen))
+        average = _average([_decoded(_within(s, closing, tables), tables) for s in shares], total)
         self._drop(closing, [key for key in self._retained if key[0] == app and key[1] <= clock])
         return average
 

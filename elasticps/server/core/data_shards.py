@@ -296,8 +296,7 @@ class ShardDispenser:
     def _document(self, found: ShardSet, claim: Claim) -> dict[str, object]:
         rounds = self._rounds.groups.get(claim.app, BarrierGroup())
         held = [[shard, *used, rounds.last.get(used.worker, 0)] for shard, used in found.held(claim.worker)]
-        decided = [rounds.decided, list(rounds.workers)]
-        return {"set": found.id, "held": held, "done": found.done, "total": found.spec.total, "decided": decided}
+        return {"set": found.id, "held": held, "done": found.done, "total": found.spec.total}
 
 
 def _read(connection: Asker, header: Header, body: Body) -> Claim:

@@ -10,6 +10,7 @@ import numpy as np
 from elasticps.kernels.hashing import group_range
 from elasticps.server.core.barrier_state import Rounds
 from elasticps.server.core.requests import Asker, Body, RequestError, RequestTicket
+from elasticps.server.core.round_announcements import DecidedRound
 from elasticps.server.core.serving import Serving
 from elasticps.server.core.view_exchange import HeldFrames, ViewNotifier
 from elasticps.wire.frames import Header
@@ -22,18 +23,18 @@ from replication.replica import Replica
 class AnswerTicket(RequestTicket):
     """Answers with a frame of its own once the operation is committed, made from the state at which it was applied.
 
-    Operations logged after it may yet be lost, and a worker that learned of them would act on them.
+    Operations logged after it may yet be lost, and a worker that learned of them would act on them. By then the round
+    that was decided last is closed everywhere, too: a worker acts on that.
     """
 
-    __slots__ = ("_answer", "_answered", "_made", "_notifier", "_open")
+    __slots__ = ("_answer", "_answered", "_log", "_made", "_open", "_round")
 
-    def __init__(
-        self, notifier: ViewNotifier, connection: Asker, kind: int, request: int, answer: Callable[[], bytes]
-    ) -> None:
+    def __init__(self, log: GroupLog, connection: Asker, kind: int, request: int, answer: Callable[[], bytes]) -> None:
         super().__init__(connection, kind, request)
-        self._notifier = notifier
+        self._log = log
         self._answer = answer
         self._made: bytes | RequestError | None = None
+        self._round = DecidedRound(connection.app, 0, ())
         self._open = True  # nothing is settled yet: neither answered, nor does it wait for admission
         self._answered = False
 
@@ -43,6 +44,7 @@ class AnswerTicket(RequestTicket):
             self._made = self._make()
 
     def _make(self) -> bytes | RequestError:
+        self._round = self._log.decided(self._round.app)
         try:
             return self._answer()
         except RequestError as refusal:
@@ -63,11 +65,21 @@ class AnswerTicket(RequestTicket):
         if reply.status is not Status.COMMITTED or len(reply.moved):
             super().reply(reply)
             return
+        self._made = self._made or self._make()
+        self._log.when_closed(self._round, [self])
+
+    def answer(self) -> None:
+        """Sends the answer."""
         made = self._made or self._make()
         if isinstance(made, RequestError):
-            self._notifier.refuse(self.connection, self.kind, self.request, made)
+            self._log.refuse(self, made)
         else:
             self.connection.send(made)
+
+
+def _answer_now(round: DecidedRound, tickets: list[AnswerTicket]) -> None:
+    for ticket in tickets:
+        ticket.answer()
 
 
 class NoTicket:
@@ -89,7 +101,8 @@ class NoTicket:
 class GroupLog:
     """Checks requests against the view and the roster, and logs them in group ranges headed here.
 
-    `perform(event, …)` gives the replica an event and carries out its effects."""
+    `perform(event, …)` gives the replica an event and carries out its effects. when_closed: answers requests once a
+    round, whose decision is committed, is closed everywhere."""
 
     def __init__(
         self,
@@ -106,6 +119,9 @@ class GroupLog:
         self.replica = replica
         self.rounds = rounds
         self.perform = perform
+        self._headed: Ranges | None = None  # those headed here
+        self._groups: dict[str, Ranges] = {}  # the group ranges among them of applications that have asked
+        self.when_closed: Callable[[DecidedRound, list[AnswerTicket]], None] = _answer_now
 
     def group_range(self, connection: Asker, header: Header, body: Body) -> Ranges | None:
         """The group range of the asker's application; None if the request waits for a view. Raises `RequestError` if
@@ -114,10 +130,16 @@ class GroupLog:
             return None
         if connection.worker not in self.serving.workers:
             raise RequestError("unlisted", f"worker {connection.worker_name!r} is not in the roster now")
-        group = group_range(connection.app, self.serving.ranges)
-        if not np.count_nonzero(self.serving.headed == group):
-            raise self.stale()
-        return np.array([group], np.int64)
+        headed = self.serving.headed
+        if headed is not self._headed:  # of many requests most are of the same application, under the same view
+            self._headed, self._groups = headed, {}
+        group = self._groups.get(connection.app)
+        if group is None:
+            group = np.array([group_range(connection.app, self.serving.ranges)], np.int64)
+            if not np.count_nonzero(headed == group[0]):
+                raise self.stale()
+            self._groups[connection.app] = group
+        return group
 
     def knows_the_lost(self, app: str) -> bool:
         """Whether workers missing from our roster are gone. They may be new if an earlier head knew a newer roster."""
@@ -126,6 +148,11 @@ class GroupLog:
             return True
         self.held.need_roster()
         return False
+
+    def decided(self, app: str) -> DecidedRound:
+        """The round that an application has decided last, 0 if there is none."""
+        group = self.rounds.groups.get(app)
+        return DecidedRound(app, 0, ()) if group is None else DecidedRound(app, group.decided, group.workers)
 
     def stale(self) -> RequestError:
         """The refusal of a request whose group range is headed by another server."""
@@ -138,7 +165,7 @@ class GroupLog:
 
     def ticket(self, connection: Asker, kind: int, request: int, answer: Callable[[], bytes]) -> AnswerTicket:
         """The ticket of a request of this kind that is answered with `answer()`."""
-        return AnswerTicket(self.notifier, connection, kind, request, answer)
+        return AnswerTicket(self, connection, kind, request, answer)
 
     def log(self, ticket: object, kind: OperationKind, payload: Any, ranges: Ranges) -> None:
         """Logs an operation of a group range."""

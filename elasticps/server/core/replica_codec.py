@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.core.view import WORKERS_MAX
 from elasticps.admin.interface import MAX_URL
 from elasticps.errors import SpecError
 from elasticps.model.policies import MAX_TIME
@@ -168,6 +169,8 @@ class ReplicaCodec:
             parts.append(_json(payload._asdict()))
         elif isinstance(payload, RoundStep):
             document = {"id": payload.clock, "app": payload.app, "workers": payload.workers}
+            if payload.total:
+                document["total"] = payload.total
             if payload.sweeps:
                 document["sweeps"] = [sweep.document() for sweep in payload.sweeps]
             parts.append(_json(document))
@@ -290,7 +293,10 @@ class ReplicaCodec:
             if fields.kind == OperationKind.BARRIER_LEAVE and len(workers) != 1:
                 raise FrameError("a FORWARD's BARRIER_LEAVE names one worker")
             sweeps = tuple(SweptInterval.of(one) for one in _list(document.get("sweeps", [])))
-            payload = RoundStep(text(document.get("app"), MAX_NAME), clock, workers, sweeps)
+            total = whole(document.get("total", 0), WORKERS_MAX)
+            if fields.kind == OperationKind.BARRIER_CLOSE and total < max(len(workers), 1):
+                raise FrameError(f"a FORWARD's BARRIER_CLOSE is of {total} workers, and names {len(workers)}")
+            payload = RoundStep(text(document.get("app"), MAX_NAME), clock, workers, sweeps, total)
         elif fields.kind == OperationKind.CLAIM_SHARDS:
             payload = _take(_document(body, at).get("take"))
         else:

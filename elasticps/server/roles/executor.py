@@ -352,7 +352,7 @@ class Executor:
             tables = self.store.tables
             closing = set(effect.ranges[self.rounds.closed(step.app)[effect.ranges] < step.clock].tolist())
             for table, keys, grads, values in self.rounds.close(
-                step.app, step.clock, step.workers, effect.ranges, tables
+                step.app, step.clock, step.workers, step.total, effect.ranges, tables
             ):
                 tables[table].apply(keys, grads, values, 0, step.clock)
                 self._rows_applied += len(keys)

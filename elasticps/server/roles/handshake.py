@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from coordinator.core import fields
 from coordinator.core.view import WORKERS_MAX, WorkerInfo
@@ -26,12 +26,20 @@ MAX_UNKNOWN = 1024  # connections that have not said yet who they are: then the 
 _STARTED_AGAIN = "worker {!r} was started again; this is the older incarnation"
 
 
+class PeerKinds(NamedTuple):
+    """What a worker, another replica, and the head of a group range that announces rounds may send."""
+
+    worker: PeerKind
+    replica: PeerKind
+    rounds: PeerKind
+
+
 class HelloHandler:
-    """Gives each connection its kind of peer after HELLO or WELCOME: `worker`, `peer`, or a leader. `greet` send a
+    """Gives each connection its kind of peer after HELLO or WELCOME: one of `kinds`, or a leader. `greet` send a
     worker what it has to know after its WELCOME."""
 
     def __init__(
-        self, context: Context, links: ReplicaLinks, leaders: Leaders, worker: PeerKind, peer: PeerKind,
+        self, context: Context, links: ReplicaLinks, leaders: Leaders, kinds: PeerKinds,
         greet: Sequence[Callable[[Connection], None]], allowed: ConnectionLimits,
     ) -> None:  # fmt: skip
         self._me = context.serving.me  # peers and leaders have to mean this incarnation
@@ -40,8 +48,7 @@ class HelloHandler:
         self._held = context.held  # HELLOs that wait for a newer one
         self._links = links  # take connections of peers
         self._leaders = leaders  # take those of leaders
-        self._worker = worker  # what a worker may send
-        self._peer = peer  # what another replica may send
+        self._worker, self._peer, self._rounds = kinds  # what each may send
         self._greet = greet  # see above
         self._allowed = allowed  # how many workers and unknown peers
         self.connections: dict[Connection, None] = {}  # in the order in which they came
@@ -58,7 +65,7 @@ class HelloHandler:
         self._leader = PeerKind(
             {Kind.VIEW: context.updates.by_leader, Kind.GET_VIEW: leaders.beat}, self.forget, leaders.remove
         )
-        for role in (worker, peer):
+        for role in kinds:
             role.closed = (self.forget, *role.closed)
 
     @property
@@ -158,12 +165,14 @@ class HelloHandler:
             raise RequestError("incarnation", f"this is {me}, not {document.get('to')}")
         elif "peer" in document:
             self._hello_peer(connection, header, body, document)
+        elif "rounds" in document:
+            self._hello_rounds(connection, header, body, document)
         elif "leader" in document:
             self._prove(connection, Role.COORDINATOR, document["leader"])
             self._welcome(connection, header, self._leader)
             self._leaders.add(connection)
         else:
-            raise FrameError("a hello says who speaks: a worker, a peer or a leader")
+            raise FrameError("a hello says who speaks: a worker, a peer, a head of rounds or a leader")
 
     def _hello_worker(self, connection: Connection, header: Header, body: Body, document: dict[str, Any]) -> None:
         worker, name, app = whole(document["worker"], MAX_WORKER, 1), document.get("name"), document.get("app")
@@ -214,16 +223,31 @@ class HelloHandler:
                 member = Member(name, incarnation)
             case _:
                 raise FrameError("a peer's hello gives its name and incarnation, and the number of its link")
-        self._prove(connection, Role.SERVER, name)
+        if self._is_listed(connection, header, body, member):
+            connection.member, connection.number = member, number
+            self._welcome(connection, header, self._peer)
+            if not self._links.arrived(connection):
+                connection.transport.abort()
+
+    def _hello_rounds(self, connection: Connection, header: Header, body: Body, document: dict[str, Any]) -> None:
+        match document["rounds"]:
+            case [str(name), int(incarnation)]:
+                member = Member(name, incarnation)
+            case _:
+                raise FrameError("a hello of a head of rounds gives its name and incarnation")
+        if self._is_listed(connection, header, body, member):
+            self._welcome(connection, header, self._rounds)
+
+    def _is_listed(self, connection: Connection, header: Header, body: Body, member: Member) -> bool:
+        """Whether the view lists a server, which has proved who it is; False if its HELLO waits for a view. Raises
+        `RequestError` if it is not in the view."""
+        self._prove(connection, Role.SERVER, member.name)
         if self._held.wait_for_view(connection, header, body):
-            return
+            return False
         view = self._serving.view
         if view is None or member not in view.as_chains.members:
             raise RequestError("incarnation", f"{member} is not in the view of epoch {self._serving.epoch}")
-        connection.member, connection.number = member, number
-        self._welcome(connection, header, self._peer)
-        if not self._links.arrived(connection):
-            connection.transport.abort()
+        return True
 
     def _prove(self, connection: Connection, role: Role, name: object, app: str = "") -> None:
         """Raises NotAuthorised unless the certificate is that of the role and name in the HELLO."""

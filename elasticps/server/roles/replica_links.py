@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TypeAlias
 
 import numpy as np
 
 from coordinator.core import fields
 from coordinator.core.view import ServerInfo, View
-from elasticps.security.channel import Expect
-from elasticps.security.identity import Identity, Role
 from elasticps.server.core.operations import CreatedTable, CreatedTables
 from elasticps.server.core.replica_codec import ReplicaCodec
 from elasticps.server.core.requests import Body
 from elasticps.server.core.view_exchange import HOLD_TIMEOUT_S
 from elasticps.server.network.connection import Connection, Handler
+from elasticps.server.network.dialling import Dial, dial_peer
 from elasticps.server.roles.context import Context
 from elasticps.store import Table
 from elasticps.system import fatal
@@ -34,7 +32,6 @@ from elasticps.wire.frames import (
     Header,
     Kind,
     json_body,
-    json_frame,
     portions,
 )
 from elasticps.wire.headers import GetViewHeader
@@ -47,15 +44,11 @@ log = fields.logger(__name__)
 
 RETRY_FIRST_S = 0.005
 RETRY_MOST_S = 0.2
-CONNECT_TIMEOUT_S = 1.0
 BEAT_S = 0.25
 MOST_REJECTIONS = 8  # links to one neighbour in one view that end over a message
 SILENT_LINK_S = 1.5  # a link on which nothing came for so long is dropped: the peer beats too
 MOST_BYTES = 320 << 20  # waiting for a view, or on a link: more than a correct peer's log can hold
 MESSAGE_BYTES = 1024  # the least that a waiting message counts
-
-Dial: TypeAlias = Callable[[Connection, str, int, Expect], Awaitable[None]]
-"""Connects to a host and port, and proves with `Expect` who is there; OSError if that fails."""
 
 
 class ReplicaLinks:
@@ -327,31 +320,8 @@ class ReplicaLinks:
 
     async def _dial_once(self, member: Member) -> None:
         """One attempt: connects, says hello, and waits until the link is up or over."""
-        host, _, port = self._neighbours[member].address.rpartition(":")
         connection = self._make_connection()
         self._number += 1
         connection.number = self._number
-
-        def expect(peer: Identity) -> None:
-            peer.require(self._cluster, Role.SERVER, member.name)
-
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await self._connect(connection, host.strip("[]"), int(port), expect)
-        except (OSError, ValueError) as error:  # nobody there in time, or an address that is none
-            log.debug("no link", peer=member, reason=error)
-            return
-        connection.member = member
-        document = {
-            "cluster": self._cluster,
-            "peer": list(self._me),
-            "to": list(member),
-            "number": connection.number,
-        }
-        connection.send(json_frame(Kind.HELLO, document, epoch=self._epoch))
-        deadline = self._loop.time() + CONNECT_TIMEOUT_S
-        while not (connection.known or connection.transport.is_closing()):
-            if self._loop.time() > deadline:
-                connection.transport.abort()
-                return
-            await asyncio.sleep(0.002)
+        hello = {"peer": list(self._me), "number": connection.number}
+        await dial_peer(self._connect, connection, self._neighbours[member], self._cluster, hello, self._epoch)
