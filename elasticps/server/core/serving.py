@@ -37,6 +37,7 @@ class Serving:
         self.listed = False
         self.workers: dict[int, WorkerInfo] = {}
         self.newest: dict[tuple[str, str], int] = {}  # the same ids by application and name
+        self.roster: Roster | None = None
         self.roster_version = 0
         self.tailed = self.held = NO_RANGES
         self._had = NO_RANGES, NO_RANGES  # headed and tailed when `concerns_workers` was asked last
@@ -90,7 +91,7 @@ class Serving:
     def follow(self, roster: Roster) -> RosterChange:
         """Takes a newer roster; how it differs from the one before."""
         before = self.workers
-        self.roster_version = roster.version
+        self.roster, self.roster_version = roster, roster.version
         self.workers = {worker.id: worker for worker in roster.workers}
         self.newest = {(worker.app, worker.name): worker.id for worker in roster.workers}
         return RosterChange(
