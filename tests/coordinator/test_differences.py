@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.core import differences
 from coordinator.core.differences import (
     _FIXED,
     _MAGIC,
@@ -24,7 +25,6 @@ from coordinator.core.differences import (
     change_of,
     encoded_difference,
     follow_roster,
-    follow_view,
 )
 from coordinator.core.planner import Health, Members, plan
 from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
@@ -174,6 +174,13 @@ def test_a_result_with_another_digest_is_a_gap() -> None:
     assert replace(difference, epochs=np.array([[3, 0]])).apply(base) is None
 
 
+def test_another_base_is_a_gap_even_of_the_same_epoch() -> None:
+    base = small()
+    difference = ViewDifference.between(base, replace(base, epoch=4, since=np.array([4, 3])))
+    for other in (replace(base, epoch=4), replace(base, reason="another"), replace(base, since=np.array([2, 3]))):
+        assert difference.apply(other) is None
+
+
 def test_views_of_other_clusters_have_no_difference() -> None:
     with pytest.raises(ValueError, match="different clusters"):
         ViewDifference.between(small(), small(cluster="another", epoch=4))
@@ -215,13 +222,14 @@ def test_records_of_the_store_lead_from_a_known_view_to_the_newest() -> None:
         key, value = change_of(each, before)
         records[key] = value
     assert len(records) == REMEMBERED
-    assert [follow_view(each, records.values()) for each in seen[-1 - REMEMBERED :]] == [seen[-1]] * (REMEMBERED + 1)
-    assert follow_view(seen[1], records.values()) is None, "too far behind"
-    assert follow_view(replace(seen[-1], reason="?"), records.values()) is None, "another view of that epoch"
-    assert follow_view(replace(seen[-1], epoch=99), records.values()) is None, "the store has come less far"
-    assert follow_view(view, []) is None
+    follow = differences.follow_view
+    assert [follow(each, records.values()) for each in seen[-1 - REMEMBERED :]] == [seen[-1]] * (REMEMBERED + 1)
+    assert follow(seen[1], records.values()) is None, "too far behind"
+    assert follow(replace(seen[-1], reason="?"), records.values()) is None, "another view of that epoch"
+    assert follow(replace(seen[-1], epoch=99), records.values()) is None, "the store has come less far"
+    assert follow(view, []) is None
     key, value = change_of(replace(seen[-1], epoch=seen[-1].epoch + 1), None)
-    assert follow_view(seen[-1], [*records.values(), value]) is None, "a notice"
+    assert follow(seen[-1], [*records.values(), value]) is None, "a notice"
 
 
 # --- rosters -------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def test_nothing_has_changed_only_in_a_report_that_there_was() -> None:
     assert (report.epoch, report.nbytes, report.seconds, tuple(report.tenure)) == (7, 3, 2000.25, (5, True, 1.5))
     with pytest.raises(FrameError, match="has not reported"):
         _unchanged(header, None)
-    for wrong in (header._replace(request=1 << 60), header._replace(clock=1 << 63)):
+    for wrong in (header._replace(table=(1 << 32) - 1, part=1 << 15), header._replace(clock=1 << 63)):
         with pytest.raises(FrameError, match="impossible time"):
             _unchanged(wrong, report)
 

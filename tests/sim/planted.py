@@ -15,6 +15,7 @@ from chaos.sim.story import Kind, tell
 from tests.sim import planted_caches as caches
 from tests.sim import planted_chain as chain
 from tests.sim import planted_cuts as cuts
+from tests.sim import planted_differences as changes
 from tests.sim import planted_dropped_tables as drops
 from tests.sim import planted_growth as growth
 from tests.sim import planted_growth_checkpoints as checkpoints
@@ -28,7 +29,22 @@ from tests.sim import planted_view_hints as hints
 from tests.sim.planting import Patch
 from tests.sim.story_cost import expected_events
 
-MODULES = (caches, chain, checkpoints, cuts, drops, growth, together, retained, rounds, shell, short, hints, sparse)
+MODULES = (
+    caches,
+    chain,
+    changes,
+    checkpoints,
+    cuts,
+    drops,
+    growth,
+    together,
+    retained,
+    rounds,
+    shell,
+    short,
+    hints,
+    sparse,
+)
 """Every function of these that has no underscore before its name plants a bug."""
 STORIES = 50
 """How many stories of its kind are played at most to find a bug: one that none of them finds survives."""
@@ -221,6 +237,22 @@ ALONE: dict[Patch, tuple[str, str]] = {
     sparse.move_a_home_without_its_records: (
         "replication.test_step_records",
         "test_records_of_a_home_go_with_its_range_and_no_others",
+    ),
+    changes.apply_a_difference_to_whatever_view_there_is: (
+        "coordinator.test_differences",
+        "test_another_base_is_a_gap_even_of_the_same_epoch",
+    ),
+    changes.check_no_digest: (
+        "coordinator.test_differences",
+        "test_a_result_with_another_digest_is_a_gap",
+    ),
+    changes.take_a_notice_for_a_view: (
+        "coordinator.test_differences",
+        "test_the_death_of_a_server_takes_little_and_a_notice_says_nothing",
+    ),
+    changes.ignore_a_gap_between_records: (
+        "coordinator.test_differences",
+        "test_records_of_the_store_lead_from_a_known_view_to_the_newest",
     ),
     rounds.mark_a_shard_done_when_it_is_used: (
         "server.test_data_shard_sets",
