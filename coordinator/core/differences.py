@@ -81,7 +81,7 @@ class ViewDifference:
         order = _order(base.servers, view.servers)
         rows, epochs = _columns(base)
         found, times = _columns(view)
-        differs = (_places(base, order)[rows[:, :-1]] != found[:, :-1]).any(axis=1)
+        differs = (_new_indices(base, order)[rows[:, :-1]] != found[:, :-1]).any(axis=1)
         changed = np.flatnonzero(differs | (rows[:, -1] != found[:, -1]) | (epochs != times).any(axis=1))
         return cls(
             base.epoch, base.digest, view.epoch, view.digest, view.ranges, view.replicas, view.reason, order,
@@ -106,8 +106,8 @@ class ViewDifference:
             return None
         rows, epochs = _columns(base)
         try:
-            places = _places(base, self.order)
-            rows[:, :-1] = places[rows[:, :-1]]
+            indices = _new_indices(base, self.order)
+            rows[:, :-1] = indices[rows[:, :-1]]
             rows[self.changed], epochs[self.changed] = self.rows, self.epochs
             width = base.replicas
             view = View(
@@ -361,10 +361,10 @@ def _servers(base: Sequence[ServerInfo], order: Sequence[tuple[int, int] | Serve
     return tuple(servers)
 
 
-def _places(base: View, order: Sequence[tuple[int, int] | ServerInfo]) -> NDArray[np.int32]:
+def _new_indices(base: View, order: Sequence[tuple[int, int] | ServerInfo]) -> NDArray[np.int32]:
     """int32 [servers of the base + 1]: where each is in the result, -1 if nowhere; the last element is that of -1.
     IndexError or ValueError for servers that the base does not have."""
-    places = np.full(len(base.servers) + 1, -1, np.int32)
+    indices = np.full(len(base.servers) + 1, -1, np.int32)
     at = 0
     for each in order:
         if isinstance(each, ServerInfo):
@@ -373,9 +373,9 @@ def _places(base: View, order: Sequence[tuple[int, int] | ServerInfo]) -> NDArra
         first, count = each
         if first + count > len(base.servers):
             raise ValueError(f"the base has {len(base.servers)} servers, not {first + count}")
-        places[first : first + count] = np.arange(at, at + count)
+        indices[first : first + count] = np.arange(at, at + count)
         at += count
-    return places
+    return indices
 
 
 def _runs(ascending: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -407,9 +407,9 @@ class Dispatcher:
 
     def _hear_of(self, member: Member, header: Header, body: NDArray[np.uint8]) -> None:
         """A server speaks of a newer view, or sends it."""
-        view, asked = self.new_views.read(now_s := self.runtime.monotonic(), header, body, self.routes.view)
-        if asked is not None:
-            self.connections.send(member, [GetViewHeader(asked).header().pack()])
+        view, since = self.new_views.read(now_s := self.runtime.monotonic(), header, body, self.routes.view)
+        if since is not None:
+            self.connections.send(member, [GetViewHeader(since).header().pack()])
         if view is not None and self.new_views.hear(now_s, member, view):
             self._adopt(view)
         elif self.new_views.doubted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from coordinator.core.health import Report
 from elasticps.monitor import _unchanged, dial_server
 from elasticps.server.core.report_pacing import WHOLE_S, ReportPacing
-from elasticps.wire.frames import HEADER_BYTES, FrameError, unpack_header
+from elasticps.wire.frames import HEADER_BYTES, Buffer, FrameError, unpack_header
 from elasticps.wire.headers import UnchangedHeader
 from tests.server.conftest import Group, Run, until
 
@@ -65,7 +66,17 @@ def test_nothing_has_changed_only_in_a_report_that_there_was() -> None:
             _unchanged(wrong, report)
 
 
-def test_a_coordinator_hears_ten_times_a_second_and_reads_the_whole_only_when_it_changes(run: Run) -> None:
+def noted(sent: list[bytes], send: Callable[[Buffer], None]) -> Callable[[Buffer], None]:
+    def note(frame: Buffer) -> None:
+        sent.append(bytes(frame))
+        send(frame)
+
+    return note
+
+
+def test_a_coordinator_hears_ten_times_a_second_and_reads_the_whole_only_when_it_changes(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test(group: Group) -> None:
         server = await group.start("a")
         group.adopt(group.make_view(lambda r: ["a"]))
@@ -81,8 +92,7 @@ def test_a_coordinator_hears_ten_times_a_second_and_reads_the_whole_only_when_it
         await until(lambda: heard)
         sent: list[bytes] = []
         for connection in server.leaders._connections:
-            send = connection.send
-            connection.send = lambda frame, send=send: (sent.append(bytes(frame)), send(frame))[1]  # type: ignore[method-assign, misc]
+            monkeypatch.setattr(connection, "send", noted(sent, connection.send))
         for alone in (0, 0, 0, 5, 5):
             server.leaders.alone = alone
             server.leaders.tell()

@@ -85,9 +85,14 @@ class ViewRefresh:
             self._heard = heard
         return ViewWant(ask_server, ask_store)
 
-    def asked(self, now: float) -> None:
-        """A server was asked, because it spoke of a newer view: others are asked if that does not come soon."""
-        self._queried_s = now
+    def notice(self, now: float, epoch: int) -> bool:
+        """A server says that there is a view of that epoch. Whether to ask it now: of many that say so at once the
+        first, and the next one if that did not help soon."""
+        ask = epoch > self.epoch or now - self._queried_s >= ASK_FIRST_S
+        self.epoch = max(self.epoch, epoch)
+        if ask:
+            self._queried_s = now
+        return ask
 
     def _slow(self, now: float, oldest: tuple[int, ...]) -> bool:
         """Whether some request has been the oldest of its kind for SLOW_S."""
@@ -193,18 +198,15 @@ class NewViews:
         """A server speaks of a view, or sends it. Returns the view if it is here and newer than the client's; and the
         epoch for which to ask that server for it, if it is to be asked: 0 for the whole. Raises `FrameError`.
 
-        Of many servers that speak of a view at once the first is asked. After a gap where the store has the last word,
-        that is read in time."""
-        spoken, self._refresh.epoch = self._refresh.epoch, max(self._refresh.epoch, header.epoch)
+        After a gap where the store has the last word, that is read in time."""
         if header.kind != Kind.NEWER_VIEW:
             try:
                 return read_view(header, body, known), None
             except Gap:
+                self.need(header.epoch)
                 return None, None if self.authenticated else 0
-        if header.epoch <= max(known.epoch, spoken):
-            return None, None
-        self._refresh.asked(now_s)
-        return None, known.epoch
+        ask = header.epoch > known.epoch and self._refresh.notice(now_s, header.epoch)
+        return None, known.epoch if ask else None
 
     def hear(self, now_s: float, member: Member, view: View) -> bool:
         """A server speaks of a newer view; whether that is to be followed. FrameError for another cluster's."""

@@ -74,8 +74,8 @@ class ViewNotifier:
     def _turn(self) -> None:
         now, self._left = self._left[:NOTIFIED_PER_TURN], self._left[NOTIFIED_PER_TURN:]
         for asker in now:
-            behind = self._view is not None and asker.notified_epoch < self._view.epoch
-            if behind and asker.waiting_bytes < MAX_WAITING_BYTES:
+            outdated = self._view is not None and asker.notified_epoch < self._view.epoch
+            if outdated and asker.waiting_bytes < MAX_WAITING_BYTES:
                 asker.send(self._notice)
         if self._left:
             self._soon(self._turn)
