@@ -12,6 +12,7 @@ import pytest
 
 from coordinator.core.errors import CoordinationError, NotPermitted
 from coordinator.core.keys import (
+    CHANGES,
     CHECKPOINT_REQUESTS,
     CONFIG,
     DRAINS,
@@ -84,7 +85,7 @@ async def test_rights_can_be_renewed_while_a_cluster_runs(new_etcd: Callable[...
 APPS = ("bank", "thief")
 DOCUMENT = Path(__file__).parents[2] / "SECURITY.md"
 CONSTANTS = (
-    ON_LOSS, RATES, TABLES, KNOWN, LOSSES, HELD_UP, RANGE_RECOVERY, CONFIG, DRAINS, FAILOVER, INCARNATIONS, LAST_WORKER,
+    CHANGES, ON_LOSS, RATES, TABLES, KNOWN, LOSSES, HELD_UP, RANGE_RECOVERY, CONFIG, DRAINS, FAILOVER, INCARNATIONS, LAST_WORKER,
     NEWEST_CHECKPOINT, NUMBERS, RESTORE_FILLS, RESTORING, ROSTER, SERVERS, VIEW, CHECKPOINT_REQUESTS, WORKERS, ELECTION,
     LAST, DRIVER, RESTORED,
 )  # fmt: skip
