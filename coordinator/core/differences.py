@@ -252,9 +252,8 @@ class ViewHistory:
     def since(self, epoch: int) -> bytes | None:
         """The encoded difference from the view of that epoch to the newest; None if the whole view serves better, or is
         all that there is."""
-        view = self._views[-1]
         base = next((each for each in self._views[:-1] if each.epoch == epoch), None)
-        return None if base is None else encoded_difference(base, view)
+        return None if base is None else encoded_difference(base, self._views[-1])
 
 
 @lru_cache(maxsize=2 * REMEMBERED)
