@@ -232,6 +232,28 @@ def control(as_json: Json = False) -> None:
     _print(bench.run(progress=_progress), as_json)
 
 
+@app.command("servers")
+def many_servers(
+    servers: Annotated[
+        list[int] | None, typer.Option(min=1, max=64, help="May be given several times.  [default: 3, 20]")
+    ] = None,
+    heads: Annotated[int, typer.Option(min=1, max=64, help="Servers whose ranges a push has rows for.")] = 4,
+    workers: Annotated[int, typer.Option(min=1, max=1000, help="Each has one push under way.")] = 50,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each; the one in the middle is shown.")] = 3,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Time spent on each turn.")] = 5.0,
+    as_json: Json = False,
+) -> None:
+    """What a push of 64 rows costs the servers by how many there are, where it touches a few of them."""
+    from benchmarks import many_servers as bench
+
+    _print(
+        bench.run(
+            servers=servers or (3, 20), heads=heads, workers=workers, rounds=rounds, seconds=seconds, progress=_progress
+        ),
+        as_json,
+    )
+
+
 @app.command()
 def tables(
     count: Annotated[int, typer.Option("--tables", min=1, max=256, help="How many.")] = 26,

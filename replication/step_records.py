@@ -54,17 +54,17 @@ def record_of(clock: int, committed: int, ticked: NDArray[np.bool_]) -> StepReco
 
 
 class StepRecords:
-    """Records by worker, in the order of their clocks. `ranges` is P."""
+    """Records of each worker, in the order of their clocks. `ranges` is P."""
 
     __slots__ = ("_of", "_ranges")
 
     def __init__(self, ranges: int) -> None:
         self._ranges = ranges
-        self._of: dict[int, dict[int, StepRecord]] = {}
+        self._of: dict[int, dict[int, dict[int, StepRecord]]] = {}  # by home range, worker and clock
 
     def note(self, worker: int, record: StepRecord) -> None:
         """Adds the record of a worker's newest step, and drops those that the worker needs no more."""
-        mine = self._of.setdefault(worker, {})
+        mine = self._of.setdefault(home_range(worker, self._ranges), {}).setdefault(worker, {})
         for clock in list(mine):
             if clock > record.committed:
                 break
@@ -75,32 +75,27 @@ class StepRecords:
 
     def of(self, worker: int) -> list[StepRecord]:
         """A worker's records, by clock."""
-        return list(self._of.get(worker, {}).values())
+        return list(self._of.get(home_range(worker, self._ranges), {}).get(worker, {}).values())
 
     def column(self, r: int) -> list[tuple[int, StepRecord]]:
-        """(worker, record) of all workers whose home is range r, sorted: what a snapshot of the range carries."""
-        return [
-            (worker, record)
-            for worker, mine in sorted(self._of.items())
-            if home_range(worker, self._ranges) == r
-            for record in mine.values()
-        ]
+        """(worker, record) of all workers whose home is range r, sorted: what a snapshot of the range carries. The cost
+        grows with the workers of this home, not with all."""
+        return [(worker, record) for worker, mine in sorted(self._of.get(r, {}).items()) for record in mine.values()]
 
     def set_column(self, r: int, records: Iterable[tuple[int, StepRecord]]) -> None:
         """Replaces the records of one home range by those of a snapshot."""
-        self.clear(np.array([r]))
+        self._of.pop(r, None)
         for worker, record in records:
-            self._of.setdefault(worker, {})[record.clock] = record
+            self._of.setdefault(r, {}).setdefault(worker, {})[record.clock] = record
 
     def clear(self, ranges: Ranges) -> None:
         """Forgets all workers whose home is one of these ranges."""
-        gone = set(ranges.tolist())
-        for worker in [w for w in self._of if home_range(w, self._ranges) in gone]:
-            del self._of[worker]
+        for r in ranges.tolist():
+            self._of.pop(r, None)
 
     def forget(self, worker: int) -> None:
         """Forgets a worker."""
-        self._of.pop(worker, None)
+        self._of.get(home_range(worker, self._ranges), {}).pop(worker, None)
 
 
 def last_whole_step(base: int, home: int, committed: Progress, records: Iterable[StepRecord]) -> int:

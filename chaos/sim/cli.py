@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -35,6 +35,7 @@ RUNS_PER_LINE = 50
 STOPPED = 130  # the exit code of what Ctrl-C ends, also here
 _NO_END = 1 << 30
 MOST_CPU_S = 300.0  # of a story, which takes one or two: virtual time stands still if something goes round and round
+LARGE_TIMES = 100  # as much for a large cluster
 FRAMES_SHOWN = 8
 QUEUED_SEEDS = 4  # seeds given out for each process: one long story does not have the others wait
 
@@ -70,6 +71,12 @@ def sim(
     grows: Annotated[
         bool, typer.Option("--grows", help="Have tables admit keys and forget rows beside, and one clock be wrong.")
     ] = False,
+    servers: Annotated[
+        int, typer.Option(min=0, max=4096, help="Play a large cluster of so many servers; with --workers, --ranges.")
+    ] = 0,
+    workers: Annotated[int, typer.Option(min=0, max=100_000, help="Of so many workers.")] = 0,
+    ranges: Annotated[int, typer.Option(min=0, max=1 << 16, help="Of so many ranges, a power of two.")] = 0,
+    seconds: Annotated[float, typer.Option(min=0, help="Of virtual time that they train; 0: the seed says it.")] = 0.0,
     jobs: Annotated[
         int, typer.Option(min=0, help="So many seeds at once, each in a process; 0: one for each core.")
     ] = 0,
@@ -86,7 +93,7 @@ def sim(
     """
     flags = {"cuts": cuts, "short": short, "caches": caches, "together": together, "drops": drops, "proven": proven}
     flags |= {"grows": grows, "few": few}
-    kind = _kind(flavour, training, **flags)
+    kind = _large(_kind(flavour, training, **flags), servers, workers, ranges, seconds)
     jobs = min(jobs or _cores(), runs or _NO_END)
     record_file = None if record is None else Record(record, _code(), asdict(kind))
     try:
@@ -180,6 +187,20 @@ def _kind(flavour: str, training: str, **flags: bool) -> Kind:
     return chaos.sim.story.Kind(flavour, training, **flags)
 
 
+def _large(kind: Kind, servers: int, workers: int, ranges: int, seconds: float) -> Kind:
+    """Returns the kind of stories with these numbers. Large clusters have a program of workers of their own."""
+    if not (servers or workers or ranges):
+        return replace(kind, seconds=seconds)
+    if not (servers > 1 and workers and ranges):
+        raise typer.BadParameter("give --servers (2 or more), --workers and --ranges together")
+    if ranges & (ranges - 1):
+        raise typer.BadParameter(f"{ranges} is no power of two", param_hint="--ranges")
+    if kind != type(kind)(flavour=kind.flavour):
+        raise typer.BadParameter("large clusters have one way to train: leave the other options out")
+    flavour = kind.flavour or "large"
+    return replace(kind, flavour=flavour, servers=servers, workers=workers, ranges=ranges, seconds=seconds)
+
+
 def _results(seeds: Iterable[int], kind: Kind, trace: bool, jobs: int, as_json: bool) -> Iterable[tuple[Result, float]]:
     """Yields the result of each seed, in their order, and the CPU seconds that it took."""
     play = partial(_play, kind=kind, trace=trace)
@@ -210,23 +231,23 @@ def _play(seed: int, kind: Kind, trace: bool) -> tuple[Result, float]:
     import chaos.sim.run  # brings in the servers' code: only this command needs it
 
     began = time.process_time()
-    with _patience():
+    with _patience(MOST_CPU_S * (LARGE_TIMES if kind.servers else 1)):
         result = chaos.sim.run.run(seed, kind=kind, trace=trace)
     return result, time.process_time() - began
 
 
 @contextmanager
-def _patience() -> Iterator[None]:
-    """Breaks the promise that every story comes to rest if it takes longer than MOST_CPU_S."""
+def _patience(most_s: float) -> Iterator[None]:
+    """Breaks the promise that every story comes to rest if it takes longer than `most_s` of CPU."""
 
     def give_up(_: int, frame: FrameType | None) -> None:
         from chaos.sim.checks.violation import Violation
 
         where = "".join(traceback.format_stack(frame)[-FRAMES_SHOWN:])
-        raise Violation("progress", f"no end within {MOST_CPU_S:g} s of CPU:\n{where}")
+        raise Violation("progress", f"no end within {most_s:g} s of CPU:\n{where}")
 
     before = signal.signal(signal.SIGPROF, give_up)
-    signal.setitimer(signal.ITIMER_PROF, MOST_CPU_S, MOST_CPU_S)
+    signal.setitimer(signal.ITIMER_PROF, most_s, most_s)
     try:
         yield
     finally:

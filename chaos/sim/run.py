@@ -16,6 +16,7 @@ from unittest.mock import patch
 import numpy as np
 
 from chaos.sim.checkpointer import PLACE, Checkpointer, ask_restore
+from chaos.sim.checks.counts import CountedPushes
 from chaos.sim.checks.cuts import CutCheck
 from chaos.sim.checks.growth import Growth
 from chaos.sim.checks.rounds import Rounds
@@ -27,9 +28,10 @@ from chaos.sim.cuts import Cutter
 from chaos.sim.faults import inject
 from chaos.sim.growing import LAG_S, LEAD_S, Growing
 from chaos.sim.injector import RESTART_S, Injector
+from chaos.sim.large import KEYS_PER_RANGE, Counting, check_all, enlarged
 from chaos.sim.programs import Free, Sharded, Synchronous, Worker, sums_table
 from chaos.sim.small_limits import turned
-from chaos.sim.story import ANY, FLAGS, App, Kind, Story, tell
+from chaos.sim.story import ANY, FLAGS, SIZES, App, Kind, Story, tell
 from chaos.sim.tables import Fickle, Known
 from chaos.sim.threads import Threads
 from coordinator.core.view import ClusterConfig
@@ -86,7 +88,20 @@ class Result:
         flavour = f" --flavour {kind.flavour}" * bool(kind.flavour)
         training = f" --training {kind.training!r}" * bool(kind.training)
         flags = "".join(f" --{name}" for name in FLAGS if getattr(kind, name))
-        return f"{flavour}{training}{flags} --seed {self.seed}"
+        sizes = "".join(f" --{name} {getattr(kind, name)}" for name in SIZES if getattr(kind, name))
+        return f"{flavour}{training}{flags}{sizes} --seed {self.seed}"
+
+
+@dataclass
+class Models:
+    """What the checks know of each application, by its name: by how it trains; known: of tables that come and go, by
+    their ids."""
+
+    sums: dict[str, Sums] = field(default_factory=dict)
+    rounds: dict[str, Rounds] = field(default_factory=dict)
+    handed: dict[str, Handed] = field(default_factory=dict)
+    counts: dict[str, CountedPushes] = field(default_factory=dict)
+    known: dict[int, Known] = field(default_factory=dict)
 
 
 class Scene:
@@ -99,10 +114,7 @@ class Scene:
         self.cluster = Cluster(story.seed, story.weather, config, story.calm, proven=story.proven)
         if story.drain_timeout_s is not None:
             self.cluster.drain_timeout_s = story.drain_timeout_s
-        self.sums: dict[str, Sums] = {}
-        self.rounds: dict[str, Rounds] = {}
-        self.handed: dict[str, Handed] = {}
-        self.known: dict[int, Known] = {}
+        self.models = Models()
         lag_s, lead_s = LAG_S[story.calm], LEAD_S[story.calm]
         self.growth = Growth(story.ranges, self.cluster.wall_s, self.cluster.broken, lag_s, lead_s)
         self.workers: dict[str, Worker] = {}
@@ -110,7 +122,7 @@ class Scene:
         self._app_of: dict[str, App] = {}
         self.processes: dict[str, Threads] = {}
         self.injector = Injector(self.cluster, self.processes, self.restart, self.double)
-        check = CutCheck(self.sums, self.rounds, self._tables)
+        check = CutCheck(self.models.sums, self.models.rounds, self._tables)
         self.cutter = Cutter(
             self.cluster, check, lambda: self.on, story.flavour == "calm", max(app.think_s for app in story.apps)
         )
@@ -145,16 +157,19 @@ class Scene:
     def _worker(self, name: str) -> Worker:
         app, cluster = self._app_of[name], self.cluster
         if app.kind == "rounds":
-            rounds = self.rounds.setdefault(app.name, Rounds(app.name))
+            rounds = self.models.rounds.setdefault(app.name, Rounds(app.name))
             rounds.calm = self.story.calm
             return Synchronous(cluster, name, app, self, rounds)
         if app.kind in ("shards", "shards in rounds"):
-            return Sharded(cluster, name, app, self, self.handed.setdefault(app.name, Handed(app.name, KEYS)))
+            return Sharded(cluster, name, app, self, self.models.handed.setdefault(app.name, Handed(app.name, KEYS)))
+        if app.kind == "counted":
+            keys = KEYS_PER_RANGE * self.story.ranges
+            return Counting(cluster, name, app, self, self.models.counts.setdefault(app.name, CountedPushes(keys)))
         if app.kind == "tables":
-            return Fickle(cluster, name, app, self, self.known)
+            return Fickle(cluster, name, app, self, self.models.known)
         if app.kind == "growing":
             return Growing(cluster, name, app, self, self.growth)
-        sums = self.sums.setdefault(app.name, Sums(app.name, app.bound if app.kind == "bounded" else None))
+        sums = self.models.sums.setdefault(app.name, Sums(app.name, app.bound if app.kind == "bounded" else None))
         sums.calm = self.story.calm
         return Free(cluster, name, app, self, sums, self.story.tight)
 
@@ -231,16 +246,18 @@ class Scene:
 
             def look(threads: Threads, app: App = app) -> None:
                 with self.cluster.connect(threads, f"{app.name}-auditor", ASP(), 1, app.name) as ps:
-                    if app.name in self.sums:
+                    if app.name in self.models.sums:
                         table = sums_table(ps, "sums", self.story.short)
                         rows = table.pull(np.arange(KEYS))
                         running = (server.now for server in self.cluster.servers.values())
                         server = next(s for s in running if s is not None and table.id in s.store.tables)
                         ranges = server.store.tables[table.id].ranges_of(np.arange(KEYS))
-                        self.sums[app.name].check_end(rows, ranges)
-                    elif app.name in self.handed:
+                        self.models.sums[app.name].check_end(rows, ranges)
+                    elif app.name in self.models.counts:
+                        check_all(ps, self.models.counts[app.name], threads)
+                    elif app.name in self.models.handed:
                         trained = sums_table(ps, "trained", self.story.short).pull(np.arange(KEYS))
-                        self.handed[app.name].check_end(trained)
+                        self.models.handed[app.name].check_end(trained)
                 ended.append(app.name)
 
             self.cluster.start_worker(f"{app.name}-auditor", look)
@@ -303,6 +320,8 @@ class Scene:
 def run(seed: int, kind: Kind = ANY, trace: bool = False) -> Result:
     """Plays the story of a seed to its end."""
     story = tell(seed, kind)
+    if kind.servers:
+        story = enlarged(story, kind)
     with virtual() as machine, turned(story.small, story.tight, story.short, story.grows), _collected_afterwards():
         return _play(story, trace, machine)
 
@@ -343,7 +362,7 @@ def _result(scene: Scene, invariant: str, text: str) -> Result:
         views=0 if view is None else view.epoch,
         steps=sum(w.steps for w in scene.workers.values()),
         pulls=sum(w.pulls for w in scene.workers.values()),
-        rounds=sum(r.rounds for r in scene.rounds.values()),
+        rounds=sum(r.rounds for r in scene.models.rounds.values()),
         shards=sum(w.steps for w in scene.workers.values() if isinstance(w, Sharded)),
         cuts=scene.cutter.taken if scene.checkpointer is None else len(scene.checkpointer.made),
         ended_s=cluster.clock.now,

@@ -14,7 +14,7 @@ FLAVOURS = (
     "limps", "tangles", "terms", "ghosts", "flaps", "alone", "drains", "tight", "suspicions", "levels",
     "outcasts", "heirs", "exodus", "takers", "hurried",
 )  # fmt: skip
-ON_REQUEST = ("frozen",)  # played only on request: workers that stall for longer than their leases
+ON_REQUEST = ("frozen", "large")  # played only on request: workers that stall for longer than leases; large clusters
 TRAININGS = ("free", "bounded", "rounds", "shards", "shards in rounds")
 CALM = (
     "calm",
@@ -86,6 +86,14 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "outcasts": ("server cut off", "server cut off", "server cut off", "leader stalls", "worker restarts"),
     "frozen": ("worker stalls",),
+    "large": (
+        "server dies",
+        "server dies",
+        "server joins",
+        "server drains",
+        "worker restarts",
+        "leader dies",
+    ),
 }
 FAULTS["resets"] += ("tear", "tear")
 FAULTS["mixed"] = tuple(sorted({what for some in FAULTS.values() for what in some}))
@@ -164,6 +172,8 @@ class Kind:
     grows     one more application has tables that admit keys and forget rows
     proven    as with certificates, workers take views from the store alone while it answers; in calm stories servers
               send forged ones
+    servers, workers, ranges  how many; 0: drawn by the seed. All or none
+    seconds   how long they train; 0: drawn by the seed
     """
 
     flavour: str = ""
@@ -176,11 +186,16 @@ class Kind:
     drops: bool = False
     proven: bool = False
     grows: bool = False
+    servers: int = 0
+    workers: int = 0
+    ranges: int = 0
+    seconds: float = 0.0
 
 
 DROPS = App("drops", "tables", 2, 4, 0, large=False, readers=0, think_s=0.02, eager=False)
 GROWS = App("grows", "growing", 2, 4, 0, large=False, readers=0, think_s=0.02, eager=False)
 ANY = Kind()
+SIZES = ("servers", "workers", "ranges", "seconds")
 FLAGS = ("cuts", "short", "caches", "together", "few", "drops", "proven", "grows")
 RIGHT_CLOCKS = 0.4  # of the stories in which tables grow
 WRONG_S = 2 * 3600.0, 40 * 3600.0
@@ -275,7 +290,7 @@ def tell(seed: int, kind: Kind = ANY) -> Story:
     random = Random(f"story {seed} {kind.flavour} {kind.training}")
     flavour = kind.flavour or FLAVOURS[seed % len(FLAVOURS)]
     servers = random.choice((2, 3, 3, 4)) + {"drains": 1, "exodus": 2, "hurried": 2}.get(flavour, 0)
-    training_s = random.uniform(1.0, 2.5) + _LASTS_S.get(flavour, 0.0)
+    training_s = kind.seconds or random.uniform(1.0, 2.5) + _LASTS_S.get(flavour, 0.0)
     weather = Weather(
         latency_s=random.choice((0.0001, 0.0003, 0.001, 0.004)),
         bytes_per_s=random.choice((5e6, 50e6, 500e6)),

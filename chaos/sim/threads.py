@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Coroutine
+from functools import partial
+from itertools import count
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -110,12 +112,12 @@ class Threads(Runtime):
     def connect(self, host: str, port: int, attempt: int) -> Socket:
         sock = self._network.connect(self.process, host, port)
         self.sockets[sock.number] = sock
-        sock.notify = self._poke
+        sock.notify = partial(self._notified, sock.number)
         return sock
 
-    def _poke(self) -> None:
+    def _notified(self, fd: int) -> None:
         for poller in self._pollers:
-            poller.poke()
+            poller.notified(fd)
 
     def poller(self) -> SocketPoller:
         poller = VirtualPoller(self)
@@ -310,31 +312,45 @@ class Event:
 
 
 class VirtualPoller(SocketPoller):
-    """epoll over virtual sockets, level-triggered."""
+    """epoll over virtual sockets, level-triggered. As there, a poll looks only at sockets that may be ready."""
 
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
         self._interest: dict[int, int] = {}
         self._waiting: list[Thread] = []
+        self._serial = count()
+        self._order: dict[int, int] = {}  # by descriptor: events come in the order of registration
+        self._maybe: set[int] = set()  # descriptors that were notified and have not been found quiet since
+        self._writers: set[int] = set()  # descriptors that wait for room, of which sockets do not always notify
 
     def register(self, fd: int, events: int) -> None:
         if fd in self._interest:
             raise FileExistsError(17, "File exists")
         self._find(fd)
-        self._interest[fd] = events
-        self.poke()
+        self._order[fd] = next(self._serial)
+        self._take(fd, events)
 
     def modify(self, fd: int, events: int) -> None:
         self._find(fd)
         if fd not in self._interest:
             raise FileNotFoundError(2, "No such file or directory")
-        self._interest[fd] = events
-        self.poke()
+        self._take(fd, events)
 
     def unregister(self, fd: int) -> None:
         self._find(fd)
-        if self._interest.pop(fd, None) is None:
+        if fd not in self._interest:
             raise FileNotFoundError(2, "No such file or directory")
+        self._forget(fd)
+
+    def _take(self, fd: int, events: int) -> None:
+        self._interest[fd] = events
+        (self._writers.add if events & WRITABLE else self._writers.discard)(fd)
+        self.notified(fd)
+
+    def _forget(self, fd: int) -> None:
+        del self._interest[fd], self._order[fd]
+        self._maybe.discard(fd)
+        self._writers.discard(fd)
 
     def _find(self, fd: int) -> Socket:
         sock = self._threads.sockets.get(fd)
@@ -351,22 +367,27 @@ class VirtualPoller(SocketPoller):
             self._threads.park(until)
         return events
 
-    def poke(self) -> None:
+    def notified(self, fd: int) -> None:
         """Wakes the threads that poll: a socket may have changed."""
+        if fd in self._interest:
+            self._maybe.add(fd)
         waiting, self._waiting = self._waiting, []
         for thread in waiting:
             self._threads.unpark(thread)
 
     def _events(self) -> list[tuple[int, int]]:
         found = []
-        for fd, interest in list(self._interest.items()):
-            sock = self._threads.sockets[fd]
+        for fd in sorted(self._maybe | self._writers, key=self._order.__getitem__):
+            sock, interest = self._threads.sockets[fd], self._interest[fd]
             if sock.closed:  # the system forgets what is closed
-                del self._interest[fd], self._threads.sockets[fd]
+                self._forget(fd)
+                del self._threads.sockets[fd]
                 continue
             state = (READABLE if sock.readable else 0) | (WRITABLE if sock.writable else 0)
             if state & interest or sock.broken_off:
                 found.append((fd, state & interest or READABLE))
+            elif not state & READABLE:
+                self._maybe.discard(fd)
         return found[:EVENTS_PER_POLL]
 
     def close(self) -> None:

@@ -238,7 +238,7 @@ class TaskProcesses:
         hosts = sorted({self._host, self._task.nodes[0], LOOPBACK, "localhost"})
         tls: TlsFiles | None = None if self._options.tls is None else certificates.etcd_files(self.folder, hosts)
         if data.exists() and not self._options.keeps_lost_rows and self._all_dead(data, tls, deadline):
-            self._tell("an earlier run has left etcd's data, and none of its servers: the cluster begins anew")
+            self._tell("an earlier run has left etcd's data, and none of its servers: the cluster begins again, empty")
             shutil.rmtree(data)
         announced = False
         while True:

@@ -16,7 +16,7 @@ from elasticps.server.options import ServerOptions
 from elasticps.server.server import Server
 from elasticps.store.eviction import Reason
 
-MAX_WORKERS = 500  # workers shown by name; beyond them only how far the last is behind
+MAX_WORKERS = 500  # workers shown by name; of all together the clocks of the first and the last
 
 
 class ServerMetrics(Collector):
@@ -171,22 +171,27 @@ def _traffic(server: Server, status: dict[str, Any]) -> Iterator[Metric]:
 
 
 def _workers(server: Server) -> Iterator[Metric]:
-    """How far the workers are whose home range is headed here."""
-    labels = ["worker", "app"]
-    clock = GaugeMetricFamily("elasticps_server_worker_clock", "Steps applied in its home range.", labels=labels)
-    lag = GaugeMetricFamily("elasticps_server_worker_lag", "Steps behind the first of its app here.", labels=labels)
-    most = GaugeMetricFamily("elasticps_server_worker_lag_max", "The lag of the last worker.", labels=["app"])
+    """How far the workers are whose home range is headed here. Each server knows some workers of an application, so how
+    far one is behind the first is a question to all of them."""
+    clock = GaugeMetricFamily(
+        "elasticps_server_worker_clock", "Steps applied in its home range.", labels=["worker", "app"]
+    )
+    least = GaugeMetricFamily(
+        "elasticps_server_worker_clock_min", "Of the last worker with its home here.", labels=["app"]
+    )
+    most = GaugeMetricFamily(
+        "elasticps_server_worker_clock_max", "Of the first worker with its home here.", labels=["app"]
+    )
     apps: dict[str, dict[str, int]] = {}
     for number, at in server.admin.clocks().items():
         worker = server.serving.workers[number]
         apps.setdefault(worker.app, {})[worker.name] = at
     for app, found in apps.items():
-        first = max(found.values())
-        most.add_metric([app], first - min(found.values()))
+        least.add_metric([app], min(found.values()))
+        most.add_metric([app], max(found.values()))
         for name, at in list(found.items())[:MAX_WORKERS]:
             clock.add_metric([name, app], at)
-            lag.add_metric([name, app], first - at)
-    yield from (clock, lag, most)
+    yield from (clock, least, most)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -19,6 +19,7 @@ from replication.progress import MAX_CLOCK, MAX_WORKER, Progress
 from replication.step_records import StepRecord, record_bytes
 
 MOST_RECORDS = 1 << 20
+_MAX_EPOCH = (1 << 63) - 1
 Bytes = NDArray[np.uint8]
 NONE: Bytes = np.empty(0, np.uint8)
 
@@ -52,7 +53,7 @@ class ClocksFrame(NamedTuple):
         numbers, records = body[at:end].copy().view(np.int64), list[tuple[int, StepRecord]]()
         if header.flags & RECORD:
             records, end = decode_records(body, end, ranges)
-        return cls(body[: 4 * n].view(np.int32).astype(np.int64), numbers[:n], numbers[n:], records, body[end:])
+        return cls(_named(body, n, ranges), numbers[:n], numbers[n:], records, body[end:])
 
 
 class ReadAfter(NamedTuple):
@@ -80,10 +81,17 @@ class ReadAfter(NamedTuple):
         at = (4 * n + 7) & ~7
         if n > ranges or at + 8 * n != len(body):
             raise FrameError(f"a READ_AFTER frame of {n} ranges has a body of {len(body)} bytes")
-        named = body[: 4 * n].view(np.int32).astype(np.int64)
-        if n and (named.min() < 0 or named.max() >= ranges):
-            raise FrameError(f"a READ_AFTER names ranges outside 0..{ranges - 1}")
-        return cls(named, body[at:].copy().view(np.int64), header.epoch)
+        if header.epoch > _MAX_EPOCH:
+            raise FrameError(f"a READ_AFTER frame is of epoch {header.epoch}, the highest is {_MAX_EPOCH}")
+        return cls(_named(body, n, ranges), body[at:].copy().view(np.int64), header.epoch)
+
+
+def _named(body: Bytes, n: int, ranges: int) -> Ranges:
+    """The n ranges at the front of a body, of so many: a copy."""
+    named: Ranges = body[: 4 * n].view(np.int32).astype(np.int64)
+    if n and (named.min() < 0 or named.max() >= ranges):
+        raise FrameError(f"a frame names ranges outside 0..{ranges - 1}")
+    return named
 
 
 def encode_record(record: StepRecord) -> bytes:

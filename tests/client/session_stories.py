@@ -152,8 +152,11 @@ class Story:
                 raise Broken(f"{frame}: in range {r} it followed {self.before[clock, part, r]:#x}")
         if frame.last and self.home in ranges:
             before = self.records.setdefault(clock, frame.record)
-            if frame.record is None or before is None:
-                again = frame.record is before
+            if frame.record is None:
+                again = before is None
+            elif before is None:  # the same of a step that ticks all ranges
+                again = bool(self.logs[self.home].recoveries) and len(frame.record.ranges) == self.ranges
+                self.records[clock] = frame.record
             else:  # a home that came back from a checkpoint is told what is committed by then
                 again = before.bits == frame.record.bits and before.committed <= frame.record.committed < clock
             if not again:

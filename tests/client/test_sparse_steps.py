@@ -11,7 +11,7 @@ import pytest
 
 from elasticps.client.core.routing import Routes
 from elasticps.client.core.session import Ask, Frame, PushSession
-from elasticps.client.push_batch import Packer, PushSource
+from elasticps.client.push_batch import PackedPart, Packer, PushSource
 from elasticps.client.pushes import PushesInFlight, StepState
 from elasticps.kernels.hashing import key_ranges, table_salt
 from elasticps.wire.clocks import split_record
@@ -20,7 +20,8 @@ from elasticps.wire.headers import PushHeader
 from elasticps.wire.pool import Pool
 from replication.chain import Member
 from replication.effects import Status
-from replication.step_records import home_range
+from replication.progress import PART_BITS
+from replication.step_records import home_range, last_whole_step
 from tests.client.views import view
 
 TABLE, WORKER, ROWS = 9, 7, 64
@@ -57,12 +58,16 @@ class Worker:
         key_ranges(keys, SALT, self.routes.shift, ranges)
         return {self.routes.members[i] for i in self.routes.view.heads[ranges].tolist()}
 
-    def push(self, keys: np.ndarray, state: StepState | None, last: bool = True) -> list[tuple[Member, PushHeader]]:
-        """Pushes a part, and returns who got which header."""
+    def packed(self, keys: np.ndarray) -> PackedPart:
+        """A part with rows for these keys."""
         source = PushSource(TABLE, int(np.array(SALT, np.uint64).view(np.int64)), 4, -1, keys,
                             np.ones((len(keys), 4), np.float32), np.array([0.1], np.float32))  # fmt: skip
+        return self.packer.pack([source], self.routes)
+
+    def push(self, keys: np.ndarray, state: StepState | None, last: bool = True) -> list[tuple[Member, PushHeader]]:
+        """Pushes a part, and returns who got which header."""
         self.frames.clear()
-        self.pushes.push(self.packer.pack([source], self.routes), last, state)
+        self.pushes.push(self.packed(keys), last, state)
         return [(member, PushHeader.of(unpack_header(data))) for member, data in self.frames]
 
     def answer(self, sent: list[tuple[Member, PushHeader]]) -> None:
@@ -130,3 +135,30 @@ def test_a_home_that_comes_back_from_a_checkpoint_is_told_what_was_committed_by_
     effects = session.clocks(ask.ask, Status.COMMITTED, session.epoch, order, nothing, nothing)
     (record,) = [each.record for each in effects if isinstance(each, Frame) and each.record is not None]
     assert (record.clock, record.committed) == (2, 1)
+
+
+def test_a_home_that_came_back_from_a_checkpoint_gets_a_record_of_steps_that_tick_all_ranges_too() -> None:
+    """Nothing else says there that the steps before are whole, where the worker dies before one of these is."""
+    ranges = 256
+    worker, keys = Worker(3, ranges), np.arange(512)
+    worker.answer(worker.push(keys, StepState(1)))
+    worker.push(keys, StepState(2))
+    session, before = worker.session, worker.routes.view.as_chains
+    assert [step.record for step in session._steps.values()] == [None], "it ticks all ranges"
+    epoch, lost = before.epoch + 1, np.arange(ranges) == home_range(WORKER, ranges)
+    since = np.where(lost, epoch, before.since)
+    (ask,) = session.adopt(replace(before, epoch=epoch, since=since, recovery_epoch=np.where(lost, epoch, 0)))
+    assert isinstance(ask, Ask)
+    order = before.headed()[before.members.index(worker.home)]
+    nothing = np.zeros(len(order), np.int64)
+    sent = [
+        *session.clocks(ask.ask, Status.COMMITTED, session.epoch, order, nothing, nothing),
+        *session.push(worker.packed(keys)),
+    ]
+    records = [each.record for each in sent if isinstance(each, Frame) and each.record is not None]
+    assert [(each.clock, each.committed) for each in records] == [(2, 1), (3, 1)]
+    assert all(each.ranges.tolist() == list(range(ranges)) for each in records)
+    # The worker dies: home has step 3, but one range lacks it, and some have nothing since step 1.
+    committed = np.full(ranges, 3 << PART_BITS)
+    committed[0] = 0
+    assert last_whole_step(0, home_range(WORKER, ranges), committed, records) == 1

@@ -1,4 +1,4 @@
-"""The planner finds the same moves as a dumb twin that compares everything with everything, each time anew."""
+"""The planner finds the same moves as a simple twin that compares everything with everything each time."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_of_a_run_whose_servers_have_all_died_the_next_one_inherits_nothing(fold
             processes.stop(keep_etcd=keep)
         return lines, tables
 
-    notice = "an earlier run has left etcd's data, and none of its servers: the cluster begins anew"
+    notice = "an earlier run has left etcd's data, and none of its servers: the cluster begins again, empty"
     alone = LaunchOptions(servers=1, replicas=1)
     lines, _ = run_once(alone, keep=True)
     assert notice not in lines

@@ -72,6 +72,8 @@ def test_processes_show_their_work(
     assert {"push", "pull"} <= total("elasticps_server_refused_total").keys()
     (home,) = [server for server in servers if "elasticps_server_worker_clock" in server]
     assert by_label(home["elasticps_server_worker_clock"], "worker") == {"w0": STEPS}
+    for of in ("max", "min"):
+        assert by_label(home[f"elasticps_server_worker_clock_{of}"], "app") == {"default": STEPS}
     for i, server in enumerate(servers):
         assert server["elasticps_server_rows"] == {(): 100}
         assert server["elasticps_server_log_operations"] == {(): 0}

@@ -15,13 +15,15 @@ from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
 from elasticps.monitor import dial_server
 from elasticps.server.core import view_exchange
+from elasticps.server.fast.layout import H_ENABLED
 from elasticps.server.network import connection as connections
 from elasticps.server.roles import handshake
 from elasticps.server.server import Server
 from elasticps.system import fatal
+from elasticps.wire.clocks import ReadAfter
 from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, FrameError, Header, Kind, block_head, json_body, json_frame
 from replication.messages import Ack, Message
-from tests.server.conftest import WORKER, Group, Run, Worker, until
+from tests.server.conftest import TABLE, WORKER, Group, Run, Worker, until
 
 NOW, LATER = 1, 99
 
@@ -64,6 +66,21 @@ def test_a_round_close_with_an_impossible_clock_ends_only_its_connection(run: Ru
         assert group.view is not None
         header, _ = await asyncio.wait_for(other.push(group.view, "a", 1, [1, 2, 3], 1.0), 10)
         assert header.kind == Kind.OK
+
+    run(test)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_read_after_frame_of_an_impossible_epoch_ends_only_its_connection(run: Run, compiled: bool) -> None:
+    async def test(group: Group) -> None:
+        await pair(group)
+        group.servers["b"].fast.h[H_ENABLED] = compiled
+        worker = await group.connect("b")
+        for epoch in (NOW, 1 << 63):  # the first one makes room for the second
+            worker.writer.write(ReadAfter(np.array([1]), np.array([1 << 16]), epoch).frame())
+        await until(lambda: "of epoch 9223372036854775808" in worker.refused)
+        other = await group.connect("b")
+        assert (await other.ask(Header(Kind.PULL, epoch=NOW, worker=other.id, table=TABLE)))[0].kind == Kind.ROWS
 
     run(test)
 

@@ -14,7 +14,7 @@ from coordinator.core.view import View
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.policies import MinCount
 from elasticps.model.spec import TableSpec
-from elasticps.server.core.headroom import ServerMemory
+from elasticps.server.core.headroom import REPORT_LOOKS, ServerMemory
 from elasticps.server.core.requests import RequestError, RequestTicket
 from elasticps.server.fast.layout import H_ENABLED
 from elasticps.server.roles import memory_limit
@@ -22,13 +22,7 @@ from elasticps.server.server import Server
 from elasticps.store.index import GROWN_BYTES
 from elasticps.system.memory import Reading
 from elasticps.wire.clocks import ClocksFrame
-from elasticps.wire.frames import (
-    HEADER_BYTES,
-    Header,
-    Kind,
-    json_body,
-    json_frame,
-)
+from elasticps.wire.frames import HEADER_BYTES, Header, Kind, json_body, json_frame
 from elasticps.wire.headers import PushHeader
 from elasticps.wire.refusals import decode_refused
 from replication.progress import before_part
@@ -189,6 +183,29 @@ def test_memory_left_on_the_machine_counts_too(run: Run) -> None:
         gauges["b"].available = 10 << 20
         await until_full(group, "a")
         assert await code(worker.push(view, "a", 1, KEYS, 1.0)) == "memory"
+
+    run(story)
+
+
+def test_predecessors_hear_of_ample_room_seldom_and_of_little_room_at_each_look(run: Run) -> None:
+    async def story(group: Group) -> None:
+        gauges = await chain(group, "ab")
+        first, second = (group.servers[name].headroom for name in "ab")
+
+        def reported(looks: int) -> list[bool]:
+            found = []
+            for _ in range(looks):
+                second.look(0)
+                found.append(second.report() is not None)
+            return found
+
+        assert reported(2 * REPORT_LOOKS) == [True, *[False] * (REPORT_LOOKS - 1)] * 2
+        gauges["b"].used += second.mark // 32
+        assert reported(3) == [True, False, False]
+        gauges["b"].used = second.mark - second.mark // 8
+        assert reported(3) == [True, True, True]
+        first.look(0)
+        assert first.report() is None  # it has no predecessor
 
     run(story)
 

@@ -77,6 +77,19 @@ def test_a_read_after_frame_that_cannot_be_is_refused(ranges: list[int], cut: in
         ReadAfter.of(unpack_header(frame), array(frame[HEADER_BYTES : len(frame) - cut]), RANGES)
 
 
+def test_a_read_after_frame_of_an_epoch_that_cannot_be_is_refused() -> None:
+    frame = ReadAfter(np.array([1]), np.array([1 << 16]), 1 << 63).frame()
+    with pytest.raises(FrameError, match="epoch 9223372036854775808"):
+        ReadAfter.of(unpack_header(frame), array(frame[HEADER_BYTES:]), RANGES)
+
+
+@pytest.mark.parametrize("named", [-1, RANGES])
+def test_a_clocks_frame_of_a_range_that_cannot_be_is_refused(named: int) -> None:
+    frame = ClocksFrame(np.array([1, named]), *(np.zeros(2, np.int64),) * 2).frame(7, 5)
+    with pytest.raises(FrameError, match=r"outside 0\.\.71"):
+        ClocksFrame.of(unpack_header(frame), array(frame[HEADER_BYTES:]), RANGES)
+
+
 numbers = st.integers(0, (1 << 46) - 2)
 some_ranges = st.sets(st.integers(0, RANGES - 1))
 records = st.builds(

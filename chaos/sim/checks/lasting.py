@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from chaos.sim.checks.sums import Keys, Rows
 from chaos.sim.checks.violation import Violation
@@ -37,19 +38,21 @@ class Lasting:
         self.on_level: Callable[[Member, CaughtUp], None] = lambda tail, level: None
         self._life = life
         self._view: View | None = None
+        self._ranges = np.arange(ranges)
         self._acked = np.zeros(ranges, np.int64)  # ever, by anybody
         self._levels: dict[CaughtUp, Member] = {}  # level joiners of the newest view, with the tail that reported each
-        self._replicas: list[tuple[Member, np.ndarray]] = []  # of the view that stands, with the ranges of each
+        self._members: list[Member] = []  # of the view that stands
+        self._copies_of = np.full((ranges, 1), -1)  # by range, which of these have a copy, -1 for none
         self._seen: dict[Server, _Seen] = {}
 
     def on_write(self, view: View) -> None:
         """Takes a view that was written."""
         self._view = view
         copies = view.as_chains.copies
-        self._replicas = [(s.member, np.flatnonzero((copies == i).any(axis=1))) for i, s in enumerate(view.servers)]
+        self._copies_of, self._members = copies, [s.member for s in view.servers]
         self._acked[view.recovery_epoch == view.epoch] = 0  # no server has its content any more
         self._levels = {level: tail for level, tail in self._levels.items() if view.since[level.range] == level.fill}
-        self._check_acknowledged()
+        self._check_acknowledged(self._ranges)
 
     def turned(self, server: Server) -> None:
         """Looks at a server after its turn."""
@@ -70,22 +73,21 @@ class Lasting:
         if np.count_nonzero(replica.seq[replica.role == _OUT]):
             r = int(np.flatnonzero((replica.role == _OUT) & (replica.seq > 0))[0])
             raise Violation("replicas only", f"{server.member} has steps of range {r}, and is no replica")
-        grown = bool(np.count_nonzero(acked > self._acked))
-        if grown:
-            np.maximum(self._acked, acked, out=self._acked)
-        view = self._view
+        grown = np.flatnonzero(acked > self._acked)
+        self._acked[grown] = acked[grown]
+        view, filled = self._view, []
         for level in levels if view is not None else ():
             stands = view is not None and level.fill == view.since[level.range]
             if stands and level not in self._levels:
                 self._levels[level] = server.member
-                grown = True
+                filled.append(level.range)
                 self.on_level(server.member, level)
-        if grown:
-            self._check_acknowledged()
+        if grown.size or filled:
+            self._check_acknowledged(np.union1d(grown, filled).astype(np.int64))
 
     def shown(self, table: int, keys: Keys, rows: Rows) -> None:
         """Checks rows of sums, which only grow, that a tail has shown."""
-        for server, ranges, what in self._copies():
+        for server, ranges, what in self._copies(self._ranges):
             mine = server.store.tables.get(table)
             if mine is None:
                 continue
@@ -101,21 +103,23 @@ class Lasting:
                 text = f"a tail has shown of key {keys[chosen][at]} what {server.member}, {what}, lacks"
                 raise Violation("what is shown lasts", text)
 
-    def _check_acknowledged(self) -> None:
-        for server, ranges, what in self._copies():
+    def _check_acknowledged(self, some: NDArray[np.int64]) -> None:
+        """Checks that every complete copy of some ranges has all that was acknowledged."""
+        for server, ranges, what in self._copies(some):
             lacks = server.replica.seq[ranges] < self._acked[ranges]
             if lacks.any():
                 r = int(ranges[lacks][0])
                 text = f"range {r} is acknowledged up to {self._acked[r]}, {server.member}, {what}, has "
                 raise Violation("what is acknowledged lasts", f"{text}{server.replica.seq[r]}")
 
-    def _copies(self) -> Iterator[tuple[Server, np.ndarray, str]]:
-        """Yields the servers that live, and the ranges of which each has a complete copy."""
-        for member, ranges in self._replicas:
-            server = self._life(member)
+    def _copies(self, some: NDArray[np.int64]) -> Iterator[tuple[Server, NDArray[np.int64], str]]:
+        """Yields the servers that live, and of which of some ranges each has a complete copy."""
+        copies = self._copies_of[some]
+        for i in np.unique(copies[copies >= 0]).tolist():
+            server = self._life(self._members[i])
             if server is not None:
-                yield server, ranges, "a replica"
+                yield server, some[(copies == i).any(axis=1)], "a replica"
         for level in self._levels:
-            server = self._life(level.joiner)
+            server = self._life(level.joiner) if np.isin(level.range, some) else None
             if server is not None:
                 yield server, np.array([level.range]), "a level joiner"

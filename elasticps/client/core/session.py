@@ -4,9 +4,10 @@ Events: push, adopt, connected, disconnected, reply, clocks. Each returns what t
 frames of one head go out on one FIFO connection. Only this module repeats pushes, so retries never stack.
 
 Which ranges a step ticks. A part goes to the heads of ranges that it has rows for, and ticks all that these head. The
-last part ticks all that its step has touched, and the worker's home range, with a record of them (see
-`replication.step_records`). So a step costs what it touches, not what there is. Where others wait for this worker's
-clock in every range, under bounded delay and in rounds, each step ticks all ranges (`everywhere`).
+last part ticks all that its step has touched, and the worker's home range, with a record of them unless they are all
+(see `replication.step_records`). A home that ever came back from a checkpoint, and has lost older records, gets one of
+each step. So a step costs what it touches, not what there is. Where others wait for this worker's clock in every range,
+under bounded delay and in rounds, each step ticks all ranges (`everywhere`).
 
 Why no step is lost and none counted twice. A frame names the worker's progress before it in the ranges that it ticks,
 `prev`, fixed when the part is first sent. A head takes a frame only at that progress; so it takes what it was sent in
@@ -209,7 +210,7 @@ class PushSession:
         if last:
             step.everywhere = len(heads) == len(self._heads) and step.elsewhere == bool(len(self._heads.nowhere))
             step.record = None  # an exception may have come before this part was outstanding, and it is another now
-            if not step.everywhere:
+            if not step.everywhere or self._heads.recovered[self._home]:
                 ticked = np.zeros(self._ranges, np.bool_)
                 ticked[np.concatenate([group for group, _ in ticks.groups])] = True
                 step.record = record_of(clock, min(self.committed, clock - 1), ticked)
@@ -264,10 +265,10 @@ class PushSession:
         recovered = view.recovery_epoch > self.epoch
         begun_again = bool(recovered.any())
         if begun_again:  # these ranges have lost what they had of outstanding steps
-            for step in self._steps.values():
+            for clock, step in self._steps.items():
                 step.by_range(self._ranges)[recovered] = False
-                if step.record is not None and recovered[self._home]:  # nothing else there says that these are whole
-                    step.record = step.record._replace(committed=self.committed)
+                if step.closed and recovered[self._home]:  # nothing else there says that those before are whole
+                    step.record = record_of(clock, self.committed, step.ticked(self._ranges))
         self.epoch = view.epoch
         gone, fresh = self._heads.follow(view, recovered)
         if gone or fresh:

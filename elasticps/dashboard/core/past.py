@@ -56,7 +56,8 @@ def questions(cluster: str) -> dict[tuple[str, bool], str]:
         for name, share in _SHARES.items():
             found[f"{kind}_{name}", True] = f"histogram_quantile({share}, sum by (server, le) ({buckets}))"
             found[f"{kind}_{name}", False] = f"histogram_quantile({share}, sum by (le) ({buckets}))"
-    found["lag", False] = f"max (elasticps_server_worker_lag_max * {info})"
+    first, last = (f"{of} by (app) (elasticps_server_worker_clock_{of} * {info})" for of in ("max", "min"))
+    found["lag", False] = f"max ({first} - {last})"
     return found
 
 

@@ -173,7 +173,7 @@ class WorkerReports:
 
 
 class Workers:
-    """The clock of each worker, by its id, in the range where it is lowest."""
+    """The clock of each worker, by its id, in its home range, as the head of that range says."""
 
     def __init__(self) -> None:
         self._clocks: dict[str, tuple[float, dict[int, int]]] = {}  # by server
@@ -184,7 +184,7 @@ class Workers:
         self._past = {i: past for i, past in self._past.items() if i in ids}
 
     def note(self, now: float, server: str, clocks: Iterable[tuple[int, int]]) -> None:
-        """Takes the clocks of workers in the ranges that a server heads."""
+        """Takes the clocks of workers whose home ranges a server heads."""
         self._clocks[server] = now, dict(clocks)
 
     def look(
@@ -196,7 +196,7 @@ class Workers:
         at: dict[int, int] = {}
         for _, clocks in self._clocks.values():
             for worker, clock in clocks.items():
-                at[worker] = min(clock, at.get(worker, clock))
+                at[worker] = max(clock, at.get(worker, 0))  # who headed its home before says less
         first: dict[str, int] = {}
         for w in workers:
             if w.id in at:

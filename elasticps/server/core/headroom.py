@@ -1,9 +1,11 @@
 """Headroom: how many bytes new rows may still take, here and at the servers down the chains of ranges headed here.
 
 A replica cannot refuse what its head has logged, so the head has to know how its successors are: each server tells its
-neighbours a few times a second how much room it has. As many of these numbers travel up as a chain is long: the first
-is the server's own, the second the least of its successors, and so on. Between two tellings a head that has a tenth of
-a server's ranges takes a tenth of its room at most, so all heads together do not take more than there is.
+predecessors how much room it has, once a second, and a few times a second where that is little or changes. As many of
+these numbers travel up as a chain is long: the first is the server's own, the second the least of its successors, and
+so on. Between two looks a head that has a tenth of a server's ranges takes a tenth of its room at most, so all heads
+together do not take more than there is. Of ample room they may have heard a little more than there is by now: less than
+a 64th of the lower mark.
 
 Below a server's limit are two marks. Above the lower one no push may add rows, and no range moves there. Between the
 two is room for repairs after a neighbour has died, which may go up to the upper one; what is above that is for logs,
@@ -29,6 +31,9 @@ MAX_NAME = 255
 BUFFER_SHARE = 32  # of its limit a server gives at most such a part to each buffer: all fit above the upper mark
 REUSABLE_SHARE = 64  # of its limit: so much of what dropped rows have left counts as room; only their table can use it
 NEARLY = 0.9  # of the lower mark
+AMPLE_SHARE = 4  # of the lower mark: of more room than such a part predecessors hear less often
+CHANGE_SHARE = 64  # of the lower mark: of such a change they hear at once
+REPORT_LOOKS = 10  # they hear of it at least at every so many looks
 SPARE_SHARE = 0.05  # of the limit: so much is left to others in the same group, or on the same machine
 
 
@@ -65,8 +70,8 @@ ENDLESS = Room(UNLIMITED)
 class Headroom:
     """The memory of one server and its successors, in bytes.
 
-    limit: 0 for none; used: by this server at the last look, less what dropped rows have left; mark: up to where it
-    takes new rows.
+    predecessors: who hears of it. limit: 0 for none; used: by this server at the last look, less what dropped rows
+    have left; mark: up to where it takes new rows.
     """
 
     def __init__(self, server: str, memory: ServerMemory) -> None:
@@ -78,19 +83,24 @@ class Headroom:
         self._own = ENDLESS
         self._hops = 0
         self._headed = self._held = 1
+        self.predecessors: frozenset[Member] = frozenset()
         self._successors: frozenset[Member] = frozenset()
+        self._reported: list[Room] = []
+        self._looks = 0  # since then
         self._heard: dict[Member, list[Room]] = {}
 
     def adopt(self, view: View, me: Member) -> None:
         """Follows a view: how many servers there are, and which ones follow this one in some chain."""
         chains = view.as_chains
         where = place(chains, me)
-        successors = np.unique(where.down[where.down >= 0])
+        successors, predecessors = np.unique(where.down[where.down >= 0]), np.unique(where.up[where.up >= 0])
         self.mark = rows_mark(self.limit, len(view.servers), view.replicas)
         self._hops = view.replicas  # a joiner stands behind the tail
         self._headed = int(np.count_nonzero(where.head))
         self._held = max(1, int(np.count_nonzero(where.role != Role.OUT)))
         self._successors = frozenset(chains.members[i] for i in successors.tolist())
+        self.predecessors = frozenset(chains.members[i] for i in predecessors.tolist())
+        self._reported = []
         self._heard = {member: rooms for member, rooms in self._heard.items() if member in self._successors}
 
     def look(self, reusable: int) -> None:
@@ -131,17 +141,19 @@ class Headroom:
         if member in self._successors:
             self._heard[member] = rooms
 
-    def report(self) -> dict[str, Any]:
-        """The report to neighbours: its own room, then the least of its successors by distance."""
+    def report(self) -> dict[str, Any] | None:
+        """The report to predecessors: its own room, then the least of its successors by distance. Called at each look;
+        None if there is nothing to say: there is no limit here or down a chain, or they know enough."""
+        if not self.predecessors or not (self.limit or self._heard):
+            return None
         heard = self._heard.values()
         rooms = [self._own]
         rooms += [min((r[hop] for r in heard if hop < len(r)), default=ENDLESS) for hop in range(self._hops - 1)]
+        self._looks += 1
+        if self._looks < REPORT_LOOKS and len(rooms) == len(self._reported) and all(map(_known, rooms, self._reported)):
+            return None
+        self._reported, self._looks = rooms, 0
         return {"rooms": rooms}
-
-    @property
-    def limited(self) -> bool:
-        """Whether there is a limit here or down a chain."""
-        return bool(self.limit or self._heard)
 
     @property
     def least(self) -> Room:
@@ -157,6 +169,13 @@ class Headroom:
             for room in rooms
         ]
         return min(parts, default=ENDLESS)
+
+
+def _known(room: Room, reported: Room) -> bool:
+    """Whether whoever has heard of `reported` need not hear of `room` yet."""
+    same = room[1:3] == reported[1:3] and room[4:] == reported[4:]
+    changed = abs(room.nbytes - reported.nbytes) * CHANGE_SHARE > room.mark
+    return same and not changed and room.nbytes * AMPLE_SHARE > room.mark
 
 
 def full(room: Room, server: str, table: str, rows: int, nbytes: int, evicts: bool = False) -> RequestError:

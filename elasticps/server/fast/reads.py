@@ -91,7 +91,7 @@ def read_after(h, c, at):
     """Handles a READ_AFTER, if there is room for what it says."""
     conn = words(h[H_CONNECTIONS] + 8 * CONNECTION * c, CONNECTION)
     body, n = load64(at + 8), load32(at + 52)
-    if body > conn[C_AFTER_ROOM] or n > h[H_RANGES] or body != ((4 * n + 7) & ~7) + 8 * n:
+    if body > conn[C_AFTER_ROOM] or n > h[H_RANGES] or body != ((4 * n + 7) & ~7) + 8 * n or load64(at + 24) < 0:
         return SLOW
     for i in range(n):
         if load32(at + HEADER + 4 * i) >= h[H_RANGES]:

@@ -24,7 +24,7 @@ GIVE_BACK_LOOKS = 20  # where memory is short, every so many looks the C library
 
 
 class MemoryLimit:
-    """Takes room for rows that pushes add, and tells neighbours how much is left. The compiled path has the room that
+    """Takes room for rows that pushes add, and tells predecessors how much is left. The compiled path has the room that
     is left in `path.room`."""
 
     def __init__(self, context: Context, headroom: Headroom, links: ReplicaLinks) -> None:
@@ -38,7 +38,7 @@ class MemoryLimit:
         self.handlers: dict[int, Handler] = {Kind.ROOM: self._hear}
 
     def look(self) -> None:
-        """Called several times a second: measures memory, sets how much room pushes may take, and tells neighbours.
+        """Called several times a second: measures memory, sets how much room pushes may take, and tells predecessors.
         Memory of dropped rows is freed a little at a time; until then only their own table can use it."""
         self._store.reclaim(RECLAIMED_ROWS)
         self._headroom.look(self._store.reusable_bytes)
@@ -48,8 +48,8 @@ class MemoryLimit:
                 give_back()
                 self._headroom.look(self._store.reusable_bytes)
         self._path.room = self._headroom.least.nbytes
-        if self._headroom.limited:
-            self._links.broadcast(json_frame(Kind.ROOM, self._headroom.report()))
+        if (report := self._headroom.report()) is not None:
+            self._links.tell(self._headroom.predecessors, json_frame(Kind.ROOM, report))
 
     def take(self, blocks: list[Block]) -> None:
         """Room for the rows that blocks add, in all tables or in none. Raises `RequestError` if there is none."""

@@ -186,6 +186,12 @@ class ReplicaLinks:
         for connection in self._links.values():
             connection.send(frame)
 
+    def tell(self, members: Iterable[Member], frame: bytes) -> None:
+        """Sends a small frame to those of these peers to which there is a link."""
+        for member in members:
+            if (connection := self._links.get(member)) is not None:
+                connection.send(frame)
+
     def tick(self) -> None:
         """A few times a second: beats, which also ask for a newer view, and drops links that have gone silent."""
         now = self._loop.time()
