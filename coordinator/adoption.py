@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from coordinator.core import fields
 from coordinator.core.cluster_state import ClusterState
+from coordinator.core.differences import change_of
 from coordinator.core.errors import CoordinationError
 from coordinator.core.keys import (
     CONFIG,
@@ -114,8 +115,8 @@ def plan_adoption(witnesses: Sequence[Witness], given_up: Collection[str], app: 
     config = ClusterConfig(view.ranges, view.replicas, id=view.cluster.partition("@")[2], base=base)
     writes = {INCARNATIONS + SERVERS + name: str(number).encode() for name, number in incarnations.items()}
     writes |= tables
-    writes[ROSTER] = replace(roster, version=roster.version + 1).encode()
-    writes[VIEW] = view.encode()
+    roster = replace(roster, version=roster.version + 1)
+    writes[ROSTER], writes[VIEW] = roster.encode(), view.encode()
     writes[CONFIG] = config.to_json()
     return Adoption(writes, unclear, epoch, roster.version, members)
 
@@ -148,6 +149,7 @@ async def adopt(store: Store, adoption: Adoption) -> None:
     await _clear(store, listing.entries)
     for key, value in adoption.writes.items():
         await store.put(key, value)
+    await _give_notice(store, adoption, adoption.writes)
 
 
 async def _mend(store: Store, adoption: Adoption, listing: Listing, state: ClusterState) -> None:
@@ -170,6 +172,15 @@ async def _mend(store: Store, adoption: Adoption, listing: Listing, state: Clust
             value = replace(config, base=config.base + listing.revision).to_json()
         if await store.compare_and_set(key, value, expect=revisions.get(key, 0)) is None:
             raise CannotAdopt(f"somebody else has changed {key} just now: look at `elasticps status`, and try again")
+    await _give_notice(store, adoption, lost)
+
+
+async def _give_notice(store: Store, adoption: Adoption, written: Collection[str]) -> None:
+    """Has those who follow the store read the view and the roster that were written: they know none from which a
+    difference could begin."""
+    for key, decode in ((VIEW, View.decode), (ROSTER, Roster.decode)):
+        if key in written:
+            await store.put(*change_of(decode(adoption.writes[key]), None))
 
 
 async def restore_config(store: Store) -> ClusterConfig | None:

@@ -121,20 +121,20 @@ class EtcdStore:
         response, _ = await self._call(lambda m: m.kv.Range, request, timeout_s=timeout_s)
         return self._entry(response.kvs[0]) if response.kvs else None
 
-    async def list(self, prefix: str) -> Listing:
+    async def list(self, prefix: str, *, timeout_s: float = 0.0) -> Listing:
         """See `Store.list`."""
         start = (self._keys + prefix).encode()
         while True:
             with suppress(RevisionGone):  # compacted away between two pages: begin again at the newest revision
-                return await self._list(start, _end(start))
+                return await self._list(start, _end(start), timeout_s)
 
-    async def _list(self, start: bytes, end: bytes) -> Listing:
+    async def _list(self, start: bytes, end: bytes, timeout_s: float) -> Listing:
         """Reads page after page, all as of the revision of the first."""
         entries: list[Entry] = []
         revision = 0  # the newest
         while True:
             request = rpc.RangeRequest(key=start, range_end=end, limit=PAGE_KEYS, revision=revision)
-            response, _ = await self._call(lambda m: m.kv.Range, request)
+            response, _ = await self._call(lambda m: m.kv.Range, request, timeout_s=timeout_s)
             revision = revision or response.header.revision
             entries += filter(None, map(self._entry, response.kvs))
             if not response.more:
@@ -162,19 +162,24 @@ class EtcdStore:
         return await self._swap({key: (check_value(key, value), expect)}, held, lease or 0, timeout_s)
 
     async def compare_and_set_all(
-        self, writes: Mapping[str, tuple[bytes, int]], *, unchanged: Entry | None = None
+        self,
+        writes: Mapping[str, tuple[bytes, int | None]],
+        *,
+        unchanged: Entry | None = None,
+        guard: Guard | None = None,
+        timeout_s: float = 0.0,
     ) -> int | None:
         """See `Store.compare_and_set_all`."""
         check_writes(writes)
-        held = []
+        held = [] if guard is None else [_compare(self._key(guard.key), "CREATE", guard.create_revision)]
         if unchanged is not None:
             name, compare = self._key(unchanged.key), rpc.Compare
-            held = [_compare(name, "MOD", unchanged.revision)]
+            held.append(_compare(name, "MOD", unchanged.revision))
             held.append(compare(key=name, target=compare.VALUE, result=compare.EQUAL, value=unchanged.value))
-        return await self._swap(writes, held, 0, 0.0)
+        return await self._swap(writes, held, 0, timeout_s)
 
     async def _swap(
-        self, writes: Mapping[str, tuple[bytes, int]], held: Sequence[Any], lease: int, timeout_s: float
+        self, writes: Mapping[str, tuple[bytes, int | None]], held: Sequence[Any], lease: int, timeout_s: float
     ) -> int | None:
         """Writes all, each with a mark, if every key has its revision and what is `held` holds."""
         nonce, first = secrets.token_bytes(12), next(iter(writes))
@@ -183,8 +188,9 @@ class EtcdStore:
             for key, (written, _) in writes.items()
             for name, value in ((self._key(key), written), (self._mark(key), nonce))
         ]
+        expected = {key: expect for key, (_, expect) in writes.items() if expect is not None}
         request = rpc.TxnRequest(
-            compare=[*(_compare(self._key(key), "MOD", expect) for key, (_, expect) in writes.items()), *held],
+            compare=[*(_compare(self._key(key), "MOD", expect) for key, expect in expected.items()), *held],
             success=[rpc.RequestOp(request_put=put) for put in puts],
             # All were written or none, so that the first one tells.
             failure=[

@@ -22,6 +22,7 @@ import numpy as np
 
 from coordinator.cluster_tracker import ClusterTracker, Impact
 from coordinator.core import fields
+from coordinator.core.differences import change_of
 from coordinator.core.errors import Fenced, StoreUnavailable, TooLarge, WritesRefused
 from coordinator.core.health import TICK_S, Dial
 from coordinator.core.keys import CONFIG, ROSTER, VIEW
@@ -39,7 +40,6 @@ from coordinator.server_links import ServerLinks
 from coordinator.sparing import Sparing
 
 log = fields.logger(__name__)
-
 
 WhileLeading = Callable[[], Coroutine[Any, Any, None]]
 OnFailover = Callable[[int, float, float], None]
@@ -367,9 +367,12 @@ class _Term:
     async def _put(
         self, tracker: ClusterTracker, key: str, value: ClusterConfig | View | Roster, timeout_s: float = 0.0
     ) -> bool:
-        data = value.to_json() if isinstance(value, ClusterConfig) else value.encode()
-        expect = tracker.state.revisions[key]
-        revision = await self._store.compare_and_set(key, data, expect=expect, guard=self._guard, timeout_s=timeout_s)
+        encoded = value.to_json() if isinstance(value, ClusterConfig) else value.encode()
+        writes: dict[str, tuple[bytes, int | None]] = {key: (encoded, tracker.state.revisions[key])}
+        if not isinstance(value, ClusterConfig):
+            change, difference = change_of(value, tracker.view if key == VIEW else tracker.roster)
+            writes[change] = difference, None
+        revision = await self._store.compare_and_set_all(writes, guard=self._guard, timeout_s=timeout_s)
         if revision is not None:
             tracker.written(key, value, revision)
         return revision is not None
@@ -491,7 +494,7 @@ class _Term:
         log.info("view", epoch=decision.view.epoch, after_ms=round(since * 1e3, 1), reason=decision.reason)
 
     def _say(self, reason: str) -> None:
-        """Logs why nothing is written, when the reason changes."""
+        """Logs why nothing is written, when that changes."""
         if reason and reason != self._last_reason:
             log.warning("no view is written", reason=reason)
         self._last_reason = reason

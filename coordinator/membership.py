@@ -14,8 +14,18 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from coordinator.core import fields
+from coordinator.core.differences import (
+    ROSTER_CHANGES,
+    VIEW_CHANGES,
+    RosterDifference,
+    ViewDifference,
+    apply_encoded,
+    follow_roster,
+    follow_view,
+)
 from coordinator.core.errors import StoreUnavailable, UnknownServer, Unreadable
 from coordinator.core.keys import (
+    CHANGES,
     CONFIG,
     DRAINS,
     KNOWN,
@@ -47,6 +57,8 @@ log = fields.logger(__name__)
 
 LEASE_S = 5.0  # how long a member stays registered without a word from it
 
+_ARRIVES_S = 0.03  # within this a view mostly comes from elsewhere, too
+_READ_AGAIN_S = 0.2  # pause while the store does not answer
 AT_ONCE = 64  # requests under way to the store, of one caller
 FAREWELL_S = 1.0  # a lease that the store does not take back by then runs out by itself
 
@@ -147,12 +159,45 @@ def _drains(entries: Iterable[Entry]) -> dict[Member, bool]:
     return found
 
 
-class ViewFollower:
-    """Follows the newest view and roster in the store. Callbacks run in the event loop, in order. ended: called with
-    each task that follows, when it is over."""
+async def newest_view(store: Store, known: View | None, timeout_s: float = 0.0) -> View | None:
+    """Reads the newest view; from one that is known by the differences in the store, where these suffice. None if there
+    is none. Raises Unreadable if it makes no sense. timeout_s: of each call, as for `Store.get`."""
+    if known is not None:
+        entries = (await store.list(VIEW_CHANGES, timeout_s=timeout_s)).entries
+        with suppress(ValueError):
+            if (view := follow_view(known, [entry.value for entry in entries])) is not None:
+                return view
+    entry = await store.get(VIEW, timeout_s=timeout_s)
+    return None if entry is None else view_of(entry)
 
-    def __init__(self, store: Store, ended: Callable[[asyncio.Task[None]], object] = lambda task: None) -> None:
+
+async def newest_roster(store: Store, known: Roster | None) -> Roster | None:
+    """Reads the newest roster, as `newest_view` does the newest view."""
+    if known is not None:
+        entries = (await store.list(ROSTER_CHANGES)).entries
+        with suppress(ValueError):
+            if (roster := follow_roster(known, [entry.value for entry in entries])) is not None:
+                return roster
+    entry = await store.get(ROSTER)
+    return None if entry is None else roster_of(entry)
+
+
+class ViewFollower:
+    """Follows the newest view and roster in the store, by their differences; whole they are read where there is a gap.
+    Callbacks run in the event loop, in order.
+
+    ended: called with the task that follows, when it is over; known: returns the newest view that its owner has, which
+    others send it, too
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        ended: Callable[[asyncio.Task[None]], object] = lambda task: None,
+        known: Callable[[], View | None] | None = None,
+    ) -> None:
         self._ended = ended
+        self._known = known
         self.view: View | None = None
         self.roster: Roster | None = None
         self._store = store
@@ -163,14 +208,12 @@ class ViewFollower:
 
     async def start(self) -> None:
         """Reads the present view and roster, then follows them."""
-        for key, adopt in ((VIEW, self._adopt_view), (ROSTER, self._adopt_roster)):
-            listing = await self._store.list(key)
-            for entry in listing.entries:
-                if entry.key == key:
-                    _adopt_if_good(entry, adopt)
-            task = asyncio.create_task(self._follow(key, listing.revision, adopt), name=f"following the {key}")
-            task.add_done_callback(self._ended)
-            self._tasks.append(task)
+        revision = (await self._store.list(CHANGES)).revision
+        await self._read(VIEW)
+        await self._read(ROSTER)
+        task = asyncio.create_task(self._follow(revision), name="following views and rosters")
+        task.add_done_callback(self._ended)
+        self._tasks.append(task)
 
     def subscribe(self, callback: Callable[[View], None]) -> None:
         """Calls back for each newer view, and at once if there is one already. Views between may be left out."""
@@ -203,26 +246,81 @@ class ViewFollower:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _follow(self, key: str, after: int, adopt: Callable[[Entry], None]) -> None:
-        async with aclosing(self._store.watch(key, after=after)) as changes:
+    async def _follow(self, after: int) -> None:
+        async with aclosing(self._store.watch(CHANGES, after=after)) as changes:
             async for change in changes:
-                entries = change.listing.entries if isinstance(change, Reset) else ()
-                for entry in (change.entry,) if isinstance(change, Put) else entries:
-                    if entry.key == key:
-                        _adopt_if_good(entry, adopt)
+                if isinstance(change, Reset):
+                    await self._read_again(VIEW)
+                    await self._read_again(ROSTER)
+                elif isinstance(change, Put) and (key := self._gap(change.entry)):
+                    if key == VIEW and self._known is not None:
+                        await asyncio.sleep(_ARRIVES_S)
+                        key = self._gap(change.entry)
+                    if key:
+                        await self._read_again(key)
                 async with self._changed:
                     self._changed.notify_all()
 
-    def _adopt_view(self, entry: Entry) -> None:
-        view = view_of(entry)
+    def _gap(self, entry: Entry) -> str:
+        """Follows a difference. Returns the key that has to be read if there is a gap, else ""."""
+        try:
+            if entry.key.startswith(VIEW_CHANGES):
+                return "" if self._follow_view(entry.value) else VIEW
+            if entry.key.startswith(ROSTER_CHANGES):
+                return "" if self._follow_roster(entry.value) else ROSTER
+        except ValueError as error:
+            log.warning("not adopted", key=entry.key, revision=entry.revision, why=error)
+            return VIEW if entry.key.startswith(VIEW_CHANGES) else ROSTER
+        return ""
+
+    def _follow_view(self, data: bytes) -> bool:
+        epoch, known = ViewDifference.decode(data).epoch, None if self._known is None else self._known()
+        if known is not None and (self.view is None or known.epoch > self.view.epoch):
+            self._take_view(known)
+        if self.view is None or self.view.epoch >= epoch:
+            return self.view is not None
+        view = apply_encoded(self.view, data)
+        if view is not None:
+            self._take_view(view)
+        return view is not None
+
+    def _follow_roster(self, data: bytes) -> bool:
+        difference = RosterDifference.decode(data)
+        if self.roster is None or self.roster.version >= difference.version:
+            return self.roster is not None
+        roster = difference.apply(self.roster)
+        if roster is not None:
+            self._take_roster(roster)
+        return roster is not None
+
+    async def _read_again(self, key: str) -> None:
+        """Reads a view or roster whole, as soon as the store answers."""
+        while True:
+            try:
+                return await self._read(key)
+            except StoreUnavailable:
+                await asyncio.sleep(_READ_AGAIN_S)
+
+    async def _read(self, key: str) -> None:
+        entry = await self._store.get(key)
+        if entry is None:
+            return
+        try:
+            if key == VIEW:
+                self._take_view(view_of(entry))
+            else:
+                self._take_roster(roster_of(entry))
+        except Unreadable as error:  # one bad value must not end the following
+            log.warning("not adopted", key=entry.key, revision=entry.revision, why=error)
+
+    def _take_view(self, view: View) -> None:
         if self.view is not None and view.cluster != self.view.cluster:
             log.warning("a view is ignored", reason=other_cluster(self.view.cluster, view.cluster))
         elif self.view is None or view.epoch > self.view.epoch:
             self.view = view
             _tell(self._on_view, view)
 
-    def _adopt_roster(self, entry: Entry) -> None:
-        roster = roster_of(entry)
+    def _take_roster(self, roster: Roster) -> None:
         known = self.roster
         if known is None or (roster.cluster == known.cluster and roster.version > known.version):
             self.roster = roster
@@ -230,14 +328,6 @@ class ViewFollower:
 
 
 _T = TypeVar("_T")
-
-
-def _adopt_if_good(entry: Entry, adopt: Callable[[Entry], None]) -> None:
-    """Adopts an entry, or logs why not: one bad value must not end the following."""
-    try:
-        adopt(entry)
-    except Unreadable as error:
-        log.warning("not adopted", key=entry.key, revision=entry.revision, why=error)
 
 
 def _tell(callbacks: list[Callable[[_T], None]], value: _T) -> None:

@@ -78,7 +78,7 @@ class MemoryStore:
         self._check_open()
         return self._data.entries.get(check_key(key))
 
-    async def list(self, prefix: str) -> Listing:
+    async def list(self, prefix: str, *, timeout_s: float = 0.0) -> Listing:
         """See `Store.list`."""
         self._check_open()
         return self._listing(prefix)
@@ -106,7 +106,12 @@ class MemoryStore:
         return self._write(key, value, lease) if self._holds(guard) else None
 
     async def compare_and_set_all(
-        self, writes: Mapping[str, tuple[bytes, int]], *, unchanged: Entry | None = None
+        self,
+        writes: Mapping[str, tuple[bytes, int | None]],
+        *,
+        unchanged: Entry | None = None,
+        guard: Guard | None = None,
+        timeout_s: float = 0.0,
     ) -> int | None:
         """See `Store.compare_and_set_all`."""
         self._check_open()
@@ -114,7 +119,9 @@ class MemoryStore:
         expected = {check_key(key): expect for key, (_, expect) in writes.items()}
         if unchanged is not None and self._data.entries.get(unchanged.key) != unchanged:
             return None
-        if any(self._revision(key) != expect for key, expect in expected.items()):
+        if any(expect not in (None, self._revision(key)) for key, expect in expected.items()):
+            return None
+        if not self._holds(guard):
             return None
         self._data.revision += 1
         self._announce([self._enter(key, value, None) for key, (value, _) in writes.items()])

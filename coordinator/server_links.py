@@ -18,6 +18,7 @@ from coordinator.cluster_tracker import ClusterTracker
 from coordinator.core import fields
 from coordinator.core.capacities import RowCount, allowances
 from coordinator.core.clocks import UNKNOWN, ClusterTime, ServerClocks
+from coordinator.core.differences import ViewHistory
 from coordinator.core.health import BEAT_S, TICK_S, Detector, Dial, Gone, Load, Report, ServerLink, Succession
 from coordinator.core.planner import Health
 from coordinator.core.view import ServerInfo, View
@@ -35,10 +36,11 @@ _VIEW_LAG_S = 0.1  # a report this soon after a view may have been sent before t
 
 @dataclass
 class _Open:
-    """A line in use. sent_at: when the last view was sent; repeated: the last epoch that was sent twice; report: the
-    newest, on this line."""
+    """A line in use. sent, sent_at: the epoch of the last view that was sent, and when; repeated: the last epoch that
+    was sent twice; report: the newest, on this line."""
 
     line: ServerLink
+    sent: int = 0
     sent_at: float = 0.0
     repeated: int = 0
     report: Report | None = None
@@ -64,6 +66,7 @@ class ServerLinks:
         self._ending: set[asyncio.Task[None]] = set()  # tasks of lines that were closed
         self._open: dict[Member, _Open] = {}  # lines in use
         self._view: View | None = None  # the newest
+        self._history = ViewHistory()  # that, and some before it
         self._views: dict[Member, View] = {}  # that servers follow, as far as they were asked
         self._cluster = ""  # its identity
         # The identity, servers and view that `look_at` took last.
@@ -153,9 +156,11 @@ class ServerLinks:
         if self._view is not None and view.epoch <= self._view.epoch and view.cluster == self._view.cluster:
             return
         self._view = view
+        self._history.add(view)
         if self._term:
             for opened in self._open.values():
-                self._send(opened, view)
+                if opened.report is not None:  # else it goes out as that comes
+                    self._send(opened, view)
 
     def health(self) -> Health:
         """Returns what the planner needs to know of the servers of the newest view."""
@@ -230,8 +235,6 @@ class ServerLinks:
         self._detector.connected(member, _now())
         if self._term:
             self._beat_on(opened, self._cluster_time())
-            if self._view is not None:
-                self._send(opened, self._view)
         try:
             async for report in line.reports():
                 if isinstance(report, View):
@@ -242,7 +245,7 @@ class ServerLinks:
                 self._succession.heard(member, report.tenure, _now())
                 self._clocks.heard(member, report.seconds, time.time())
                 self._change(self._detector.heard(member, report, _now()))
-                self._repeat_view(opened, report)
+                self._catch_up(opened, report)
             raise ConnectionResetError("its reports ended")
         finally:
             self._views.pop(member, None)
@@ -250,14 +253,16 @@ class ServerLinks:
                 del self._open[member]
                 self._detector.lost(member, _now())
 
-    def _repeat_view(self, opened: _Open, report: Report) -> None:
-        """Sends the view once more to a server whose report shows that it does not follow it."""
+    def _catch_up(self, opened: _Open, report: Report) -> None:
+        """Sends the view to a server whose report shows that it does not follow it; whole, if it has been sent."""
         view = self._view
         if not self._term or view is None or report.epoch >= view.epoch or opened.repeated >= view.epoch:
             return
-        if _now() - opened.sent_at > _VIEW_LAG_S:
-            opened.repeated = view.epoch
+        if opened.sent < view.epoch:
             self._send(opened, view)
+        elif _now() - opened.sent_at > _VIEW_LAG_S:
+            opened.repeated = view.epoch
+            self._send(opened, view, whole=True)
 
     def _beat(self) -> None:
         self._beaten = _now()
@@ -295,10 +300,13 @@ class ServerLinks:
         counts = {m: (report.headed, report.counts) for m, report in reports.items() if report.epoch == view.epoch}
         return allowances(counts) if sum(headed for headed, _ in counts.values()) == view.ranges else {}
 
-    def _send(self, opened: _Open, view: View) -> None:
-        opened.sent_at = _now()
+    def _send(self, opened: _Open, view: View, *, whole: bool = False) -> None:
+        """Sends the view, as its difference from the newest one that the server has by its report and by what was sent
+        here."""
+        known = max(opened.sent, 0 if opened.report is None else opened.report.epoch)
+        opened.sent, opened.sent_at = view.epoch, _now()
         with suppress(OSError):  # the reports end too, and that is where it is noticed
-            opened.line.send_view(view)
+            opened.line.send_view(view, None if whole else self._history.since(known))
 
     def _refused(self, member: Member, why: str) -> None:
         before = self._detector.gone

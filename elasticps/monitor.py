@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from elasticps.wire.frames import (
     FrameError,
     Header,
     Kind,
+    difference_frame,
     json_body,
     json_frame,
     read_view,
@@ -35,7 +36,7 @@ from elasticps.wire.frames import (
     view_frame,
     whole,
 )
-from elasticps.wire.headers import GetViewHeader
+from elasticps.wire.headers import GetViewHeader, UnchangedHeader
 from replication.chain import Member
 from replication.effects import CaughtUp
 
@@ -111,14 +112,16 @@ class _Line:
         self._validity = validity
 
     async def reports(self) -> AsyncIterator[Report | View]:
+        last: Report | None = None
         while True:
             try:
                 header, body = await _read(self._reader)
-                if header.kind == Kind.REPORT:
-                    yield _report(header, json_body(body))
+                if header.kind in (Kind.REPORT, Kind.UNCHANGED):
+                    last = _report(header, json_body(body)) if header.kind == Kind.REPORT else _unchanged(header, last)
+                    yield last
                     if self._validity.stale:
                         raise ConnectionResetError("certificates are renewed")
-                elif header.kind == Kind.VIEW and (view := read_view(header, np.frombuffer(body, np.uint8), 0)):
+                elif header.kind == Kind.VIEW and (view := read_view(header, np.frombuffer(body, np.uint8), None)):
                     yield view
             except (asyncio.IncompleteReadError, FrameError) as error:
                 raise ConnectionResetError(str(error)) from None
@@ -131,8 +134,8 @@ class _Line:
             body = json_frame(Kind.GET_VIEW, {"allowances": allowances})[HEADER_BYTES:]
         self._write(header._replace(body=len(body)).pack() + body)
 
-    def send_view(self, view: View) -> None:
-        self._write(view_frame(view))
+    def send_view(self, view: View, difference: bytes | None = None) -> None:
+        self._write(view_frame(view) if difference is None else difference_frame(view.epoch, difference))
 
     def ask_view(self) -> None:
         self._write(GetViewHeader(0).header().pack())
@@ -174,6 +177,15 @@ def _report(header: Header, document: dict[str, Any]) -> Report:
         )  # fmt: skip
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise FrameError(f"a report that is none: {error}") from None
+
+
+def _unchanged(header: Header, last: Report | None) -> Report:
+    """The last report, as of now. FrameError if there was none, or for an impossible time."""
+    now = UnchangedHeader.of(header)
+    if last is None or now.term > _MOST or now.time_ms > 1000 * MOST_SECONDS:
+        raise FrameError("a server that has not reported yet says that nothing has changed, or an impossible time")
+    tenure = Tenure(now.term, now.connected, now.silent_ms / 1000)
+    return replace(last, epoch=now.epoch, tenure=tenure, seconds=now.time_ms / 1000)
 
 
 def _member(name: object, incarnation: object) -> Member:

@@ -74,8 +74,8 @@ class VirtualStore:
     async def get(self, key: str, *, timeout_s: float = 0.0) -> Entry | None:
         return await self._ask(lambda: self._server.data.get(key), timeout_s=timeout_s)
 
-    async def list(self, prefix: str) -> Listing:
-        return await self._ask(lambda: self._server.data.list(prefix))
+    async def list(self, prefix: str, *, timeout_s: float = 0.0) -> Listing:
+        return await self._ask(lambda: self._server.data.list(prefix), timeout_s=timeout_s)
 
     async def put(self, key: str, value: bytes, *, lease: int | None = None) -> int:
         return await self._ask(lambda: self._server.data.put(key, value, lease=lease), writes=True)
@@ -97,9 +97,18 @@ class VirtualStore:
         )
 
     async def compare_and_set_all(
-        self, writes: Mapping[str, tuple[bytes, int]], *, unchanged: Entry | None = None
+        self,
+        writes: Mapping[str, tuple[bytes, int | None]],
+        *,
+        unchanged: Entry | None = None,
+        guard: Guard | None = None,
+        timeout_s: float = 0.0,
     ) -> int | None:
-        return await self._ask(lambda: self._server.data.compare_and_set_all(writes, unchanged=unchanged), writes=True)
+        return await self._ask(
+            lambda: self._server.data.compare_and_set_all(writes, unchanged=unchanged, guard=guard),
+            writes=True,
+            timeout_s=timeout_s,
+        )
 
     async def delete(self, key: str, *, expect: int | None = None, guard: Guard | None = None) -> bool:
         return await self._ask(lambda: self._server.data.delete(key, expect=expect, guard=guard), writes=True)

@@ -138,8 +138,9 @@ class ServerLink(Protocol):
         """Tells the server that the leader of that term is there, how many rows it may keep, under the view of `epoch`,
         of tables that are above their capacity, and what time it is."""
 
-    def send_view(self, view: View) -> None:
-        """Sends a view, which a server that has it ignores."""
+    def send_view(self, view: View, difference: bytes | None = None) -> None:
+        """Sends a view, which a server that has it ignores; or only its encoded difference from the view that the
+        server has."""
 
     def ask_view(self) -> None:
         """Asks for the view that the server follows."""

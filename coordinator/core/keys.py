@@ -21,6 +21,7 @@ from replication.chain import Member
 
 ELECTION = "election"  # held by the leader, under a lease; its create revision is the term
 CONFIG, VIEW, ROSTER = "config", "view", "roster"
+CHANGES = "changes/"  # how the newest views and rosters differ from those before, see `differences`
 SERVERS, WORKERS = "servers/", "workers/"
 INCARNATIONS = "incarnations/"  # by server: the newest incarnation that was given out
 LAST_WORKER = "last-worker/"

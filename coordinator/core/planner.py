@@ -15,6 +15,7 @@ import numpy as np
 
 from coordinator.core import reasons
 from coordinator.core.balance import even_out, missing, start_moves
+from coordinator.core.differences import LONGEST_ROSTER_DIFFERENCE
 from coordinator.core.draft import Draft, Flags, Pair, Removal
 from coordinator.core.reasons import names
 from coordinator.core.repair import Capacity, Limits, start_fills, start_restores
@@ -24,6 +25,7 @@ from coordinator.core.view import SERVERS_MAX, WORKERS_MAX, ClusterConfig, Roste
 from replication.chain import Chains, CopyState, Member, Ranges, unsafe_transition
 
 _LIMITS = Limits()
+_ROSTER_BYTES = VALUE_MAX - LONGEST_ROSTER_DIFFERENCE  # both are written at once
 _SURELY_FITS = 4096  # workers with the longest names there are
 
 
@@ -162,9 +164,9 @@ def _roster(version: int, ordered: Sequence[WorkerInfo], cluster: str) -> Roster
     while True:
         roster = Roster(version, tuple(sorted(ordered[:count], key=lambda worker: worker.id)), cluster)
         size = len(roster.encode()) if count > _SURELY_FITS else 0
-        if size <= VALUE_MAX:
+        if size <= _ROSTER_BYTES:
             return roster
-        count = max(_SURELY_FITS, count * VALUE_MAX // size - 1)
+        count = max(_SURELY_FITS, count * _ROSTER_BYTES // size - 1)
 
 
 def _first(members: Members, config: ClusterConfig, health: Health) -> Plan:

@@ -99,8 +99,9 @@ class Store(Protocol):
     async def get(self, key: str, *, timeout_s: float = 0.0) -> Entry | None:
         """Returns the entry under `key`, None if absent. timeout_s: bounds this call; 0: the store's time-out."""
 
-    async def list(self, prefix: str) -> Listing:
-        """Returns all entries whose key begins with `prefix`, as of one revision; "" means the whole cluster."""
+    async def list(self, prefix: str, *, timeout_s: float = 0.0) -> Listing:
+        """Returns all entries whose key begins with `prefix`, as of one revision; "" means the whole cluster.
+        timeout_s: as for `get`, of each page."""
 
     async def put(self, key: str, value: bytes, *, lease: int | None = None) -> int:
         """Writes and returns the revision. For keys with one writer: after an outage it may have been written twice.
@@ -128,12 +129,19 @@ class Store(Protocol):
         """
 
     async def compare_and_set_all(
-        self, writes: Mapping[str, tuple[bytes, int]], *, unchanged: Entry | None = None
+        self,
+        writes: Mapping[str, tuple[bytes, int | None]],
+        *,
+        unchanged: Entry | None = None,
+        guard: Guard | None = None,
+        timeout_s: float = 0.0,
     ) -> int | None:
-        """Writes all of these values, or none, if each key's revision is the one beside its value (0: absent). Returns
-        the revision of all writes, or None, as `compare_and_set` does.
+        """Writes all of these values, or none, if each key's revision is the one beside its value (0: absent; None:
+        whatever it is, but not of the first key) and the guard holds. Returns the revision of all writes, or None, as
+        `compare_and_set` does.
 
         unchanged: an entry that must have the same revision and the same value: another store may have come as far.
+        timeout_s: as for `compare_and_set`.
         Raises ValueError for no key, for more than `WRITES_MAX`, or for more than VALUE_MAX bytes together.
         """
 
@@ -168,7 +176,7 @@ def check_key(key: object) -> str:
     return key
 
 
-def check_writes(writes: Mapping[str, tuple[bytes, int]]) -> None:
+def check_writes(writes: Mapping[str, tuple[bytes, int | None]]) -> None:
     """Raises ValueError for writes that no call takes."""
     if not 0 < len(writes) <= WRITES_MAX:
         raise ValueError(f"{len(writes)} keys cannot be written at once: 1 to {WRITES_MAX} can")

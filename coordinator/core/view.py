@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.core.decoding import inflate, read_fields, read_json, read_rows
 from coordinator.core.names import check_address, check_identity, check_name, check_worker
 from replication.chain import Chains, CopyState, Member
 
@@ -27,11 +29,11 @@ SERVERS_MAX = 4096
 WORKERS_MAX = 1 << 16
 REASON_MAX = 1000
 WEIGHT_MAX = 64.0
+DIGEST_BYTES = 16
 
 _MAGIC = b"EPSV\x04"
 _FIXED = struct.Struct("<QIII")  # epoch, ranges, replicas, bytes of the JSON that follows
 _ROSTER_MAGIC = b"EPSR\x01"
-_BODY_MAX = 32 << 20  # more than the largest view allowed above: a small message never inflates beyond it
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class ServerInfo:
     @classmethod
     def from_json(cls, data: bytes) -> ServerInfo:
         """The inverse of `to_json`; ValueError on anything else."""
-        return cls(**_fields("server", data, cls))
+        return cls(**read_fields("server", data, cls))
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,11 +222,19 @@ class View:
         return self._encoded
 
     @cached_property
+    def digest(self) -> bytes:
+        """DIGEST_BYTES that only equal views share."""
+        return blake2b(self._body(), digest_size=DIGEST_BYTES).digest()
+
+    @cached_property
     def _encoded(self) -> bytes:
-        servers = [[s.name, s.incarnation, s.address, s.admin, s.zone, s.weight] for s in self.servers]
+        return _MAGIC + zlib.compress(self._body(), 1)
+
+    def _body(self) -> bytes:
+        servers = [row_of_server(server) for server in self.servers]
         more = [self.empty] if self.empty else []
         meta = json.dumps([self.cluster, self.reason, servers, *more], separators=(",", ":")).encode()
-        body = b"".join(
+        return b"".join(
             (
                 _FIXED.pack(self.epoch, self.ranges, self.replicas, len(meta)),
                 meta,
@@ -236,7 +246,6 @@ class View:
                 self.recovery_epoch.astype("<i8").tobytes(),
             )
         )
-        return _MAGIC + zlib.compress(body, 1)
 
     @classmethod
     def decode(cls, data: bytes) -> View:
@@ -266,10 +275,15 @@ class WorkerInfo:
         """The value under `workers/<name>`."""
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
+    @cached_property
+    def fingerprint(self) -> int:
+        """A number of DIGEST_BYTES that only equal workers share."""
+        return int.from_bytes(blake2b(self.to_json(), digest_size=DIGEST_BYTES).digest(), "little")
+
     @classmethod
     def from_json(cls, data: bytes) -> WorkerInfo:
         """The inverse of `to_json`; ValueError on anything else."""
-        return cls(**_fields("worker", data, cls))
+        return cls(**read_fields("worker", data, cls))
 
 
 @dataclass(frozen=True)
@@ -289,6 +303,12 @@ class Roster:
         if ids != sorted(set(ids)) or len({worker.name for worker in self.workers}) != len(ids):
             raise ValueError("a roster lists each worker id and name once, in the order of ids")
 
+    @cached_property
+    def fingerprint(self) -> int:
+        """The sum of its workers' fingerprints, modulo 2 ** (8 * DIGEST_BYTES): a difference changes it in the time
+        that the difference takes, not the roster."""
+        return sum(worker.fingerprint for worker in self.workers) % (1 << 8 * DIGEST_BYTES)
+
     def encode(self) -> bytes:
         """The roster as bytes: magic and version, then zlib of JSON."""
         workers = [[w.id, w.name, w.incarnation, w.app] for w in self.workers]
@@ -298,8 +318,8 @@ class Roster:
     @classmethod
     def decode(cls, data: bytes) -> Roster:
         """The inverse of `encode`. ValueError says what is wrong."""
-        found = _fields("roster", _inflate("roster", _ROSTER_MAGIC, data), cls)
-        rows = _rows("roster", found["workers"], 4)
+        found = read_fields("roster", inflate("roster", _ROSTER_MAGIC, data), cls)
+        rows = read_rows("roster", found["workers"], 4)
         return cls(found["version"], tuple(WorkerInfo(*row) for row in rows), found.get("cluster", ""))
 
 
@@ -351,7 +371,19 @@ class ClusterConfig:
     @classmethod
     def from_json(cls, data: bytes) -> ClusterConfig:
         """The inverse of `to_json`; ValueError on anything else."""
-        return cls(**_fields("cluster config", data, cls))
+        return cls(**read_fields("cluster config", data, cls))
+
+
+def row_of_server(server: ServerInfo) -> list[Any]:
+    """A server as views list it."""
+    return [server.name, server.incarnation, server.address, server.admin, server.zone, server.weight]
+
+
+@lru_cache(maxsize=2 * SERVERS_MAX, typed=True)
+def server_of_row(*row: Any) -> ServerInfo:
+    """The inverse of `row_of_server`; ValueError or TypeError. One view after the other lists mostly the same servers,
+    and to check one costs more than to read it."""
+    return ServerInfo(*row)
 
 
 def check_ranges(ranges: int) -> None:
@@ -389,65 +421,26 @@ def _frozen(what: str, array: Any, dtype: type[np.generic], shape: tuple[int, ..
     return _read_only(np.array(source, dtype=dtype))
 
 
-def _inflate(what: str, magic: bytes, data: bytes) -> bytes:
-    if data[: len(magic)] != magic:
-        raise ValueError(f"not a {what}: the first bytes are {bytes(data[: len(magic)])!r}, expected {magic!r}")
-    inflate = zlib.decompressobj()
-    try:
-        body = inflate.decompress(data[len(magic) :], _BODY_MAX)
-    except zlib.error as error:
-        raise ValueError(f"not a {what}: {error}") from error
-    if not inflate.eof or inflate.unused_data:
-        raise ValueError(f"not a {what}: cut short, too long, or followed by other bytes")
-    return body
-
-
-def _json(what: str, data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not a {what}: {error}") from error
-
-
-def _fields(what: str, data: bytes, cls: type[Any]) -> dict[str, Any]:
-    """Returns the arguments for `cls`, a dataclass, in a JSON object; `cls` checks their values."""
-    found = _json(what, data)
-    if not isinstance(found, dict):
-        raise ValueError(f"not a {what}: expected a JSON object")
-    if unknown := sorted(set(found) - {field.name for field in fields(cls)}):
-        raise ValueError(f"not a {what}: unknown fields {', '.join(unknown)}")
-    if missing := [field.name for field in fields(cls) if field.default is MISSING and field.name not in found]:
-        raise ValueError(f"not a {what}: fields missing: {', '.join(missing)}")
-    return found
-
-
-def _rows(what: str, rows: Any, width: int) -> list[list[Any]]:
-    if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == width for row in rows):
-        raise ValueError(f"not a {what}: expected a list of lists of {width}")
-    return rows
-
-
 def _meta(data: bytes) -> tuple[str, str, tuple[ServerInfo, ...], tuple[tuple[str, int], ...]]:
-    meta = _json("view", data)
+    meta = read_json("view", data)
     if not isinstance(meta, list) or len(meta) not in (3, 4):
         raise ValueError("not a view: expected cluster, reason and servers")
-    rows, empty = _rows("view", meta[2], 6), _rows("view", meta[3] if len(meta) > 3 else [], 2)
+    rows, empty = read_rows("view", meta[2], 6), read_rows("view", meta[3] if len(meta) > 3 else [], 2)
     try:
-        return meta[0], meta[1], tuple(_server(*row) for row in rows), tuple((name, number) for name, number in empty)
+        return (
+            meta[0],
+            meta[1],
+            tuple(server_of_row(*row) for row in rows),
+            tuple((name, number) for name, number in empty),
+        )
     except TypeError as error:  # a list or an object in place of a name
         raise ValueError(f"not a view: {error}") from None
-
-
-@lru_cache(maxsize=2 * SERVERS_MAX, typed=True)
-def _server(*row: Any) -> ServerInfo:
-    """One view after the other lists mostly the same servers, and to check one costs more than to read it."""
-    return ServerInfo(*row)
 
 
 @lru_cache(maxsize=4)
 def _view(data: bytes) -> View:
     """The same view comes from the leader, from the store and from peers: it is read once."""
-    body = _inflate("view", _MAGIC, data)
+    body = inflate("view", _MAGIC, data)
     if len(body) < _FIXED.size:
         raise ValueError(f"not a view: only {len(body)} bytes")
     epoch, ranges, replicas, meta_size = _FIXED.unpack_from(body)

@@ -26,7 +26,7 @@ from elasticps.client.connections import (
     what_is_lost,
 )  # fmt: skip
 from elasticps.client.core.fan_out import FAN_OUT_ANSWERS, Answer, FanOut, FanOuts, Questions, Script, T, carry_out
-from elasticps.client.core.new_views import NewViews, ReadStore
+from elasticps.client.core.new_views import SPEAK_OF_VIEWS, NewViews, ReadStore
 from elasticps.client.core.routing import Routes
 from elasticps.client.core.session import PushSession
 from elasticps.client.holding import WorkerHold
@@ -48,7 +48,6 @@ from elasticps.wire.frames import (
     json_body,
     json_frame,
     read_partly,
-    read_view,
 )  # fmt: skip
 from elasticps.wire.headers import GetViewHeader
 from elasticps.wire.refusals import RefusedRows
@@ -348,10 +347,8 @@ class Dispatcher:
                     self.pushes.refused(request, [each[1:] for each in refused], bool(header.flags & LAST))
             elif kind == Kind.ERROR:
                 self._on_error(link, header, json_body(body.data))
-            elif kind == Kind.VIEW:
-                view = read_view(header, body, self.routes.epoch)
-                if view is not None:
-                    self._hear_of(link.member, view)
+            elif kind in SPEAK_OF_VIEWS:
+                self._hear_of(link.member, header, body)
             elif kind == Kind.WELCOME:
                 self._welcomed(link, header.epoch, json_body(body.data))
             elif kind == Kind.HOLD:
@@ -408,9 +405,12 @@ class Dispatcher:
 
     # --- views --------------------------------------------------------------------------------------------------
 
-    def _hear_of(self, member: Member, view: View) -> None:
-        """A server speaks of a newer view."""
-        if self.new_views.hear(self.runtime.monotonic(), member, view):
+    def _hear_of(self, member: Member, header: Header, body: NDArray[np.uint8]) -> None:
+        """A server speaks of a newer view, or sends it."""
+        view, since = self.new_views.read(now_s := self.runtime.monotonic(), header, body, self.routes.view)
+        if since is not None:
+            self.connections.send(member, [GetViewHeader(since).header().pack()])
+        if view is not None and self.new_views.hear(now_s, member, view):
             self._adopt(view)
         elif self.new_views.doubted:
             self._driver.nudge()

@@ -34,7 +34,7 @@ from coordinator.core.keys import (
 from coordinator.core.names import check_name, check_worker
 from coordinator.core.store import Entry, Store
 from coordinator.core.view import View, WorkerInfo
-from coordinator.membership import new_number
+from coordinator.membership import new_number, newest_view
 from coordinator.sessions import WorkerSession, register_worker
 from coordinator.trouble import find_trouble
 from elasticps.client.core.join import PastRun
@@ -85,6 +85,7 @@ class Registry:
         self._store = store
         self._registrar = Registrar(store)
         self._worker: WorkerSession | None = None
+        self._view: View | None = None  # as read last
 
     @classmethod
     def open(cls, url: str, timeout_s: float, runtime: Runtime) -> Registry:
@@ -190,7 +191,8 @@ class Registry:
             entry, restoring = await self._store.get("view"), await self._store.get(RESTORING)
             if entry is not None and restoring is None:
                 try:
-                    return view_of(entry)
+                    self._view = view_of(entry)
+                    return self._view
                 except Unreadable:  # a leader puts the last good one back
                     if self.runtime.monotonic() > deadline:
                         raise
@@ -219,9 +221,8 @@ class Registry:
         def read() -> None:
             try:
                 # The store's own limit, too: each of its endpoints has a part of it, and one that hangs is left.
-                reading = self._store.get("view", timeout_s=ASK_VIEW_TIMEOUT_S)
-                entry = self.call(reading, ASK_VIEW_TIMEOUT_S + 1.0)
-                view = None if entry is None else view_of(entry)
+                reading = newest_view(self._store, self._view, ASK_VIEW_TIMEOUT_S)
+                view = self._view = self.call(reading, ASK_VIEW_TIMEOUT_S + 1.0)
             except Exception as error:  # whatever it is, whoever wants the view asks again
                 log.debug("the view could not be read from the coordination store: %s", error)
                 view = None

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from coordinator.core.view import Roster
 from elasticps.admin.interface import MarkedRange
 from elasticps.server.core.audit import slices
 from elasticps.server.core.bounded_delay import BoundedDelay
@@ -148,16 +147,12 @@ class ServerAdmin:
     def cluster_known(self) -> dict[str, Any]:
         """What this server knows of the cluster, for a store that has lost it."""
         serving, view = self._serving, self._serving.view
-        roster = b""
-        if view is not None and serving.roster_version:
-            workers = tuple(sorted(serving.workers.values(), key=lambda worker: worker.id))
-            roster = Roster(serving.roster_version, workers, view.cluster).encode()
         store = self._executor.store
         return {
             "name": self.me.name,
             "incarnation": self.me.incarnation,
             "view": b"" if view is None else view.encode(),
-            "roster": roster,
+            "roster": b"" if view is None or serving.roster is None else serving.roster.encode(),
             "newest": max(
                 self._executor.replica.clocks.newest,
                 self.restoring.serial,

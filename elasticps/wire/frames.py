@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.core.capacities import RowCount
+from coordinator.core.differences import apply_encoded
 from coordinator.core.view import PROTOCOL, View
 
 MAGIC = 0x31535045  # "EPS1" in little-endian
@@ -86,6 +87,9 @@ class Kind(IntEnum):
     SWEPT = 81
     ROUND_CLOSE = 85
     ROUND_CLOSED = 86
+    VIEW_DIFFERENCE = 90
+    NEWER_VIEW = 91
+    UNCHANGED = 92
 
 
 LAST = 1  # PUSH: the step's last part, it ticks the clock. ROWS: the answer's last chunk. JOIN, HELD: see headers
@@ -358,15 +362,31 @@ def view_frame(view: View) -> bytes:
     return bytes_frame(Kind.VIEW, view.encode(), epoch=view.epoch)
 
 
-def read_view(header: Header, body: NDArray[np.uint8], above: int) -> View | None:
-    """Decodes the view in a VIEW frame; None, without decoding, unless its epoch is above `above`. Raises
-    `FrameError`."""
-    if header.epoch <= above:
+def difference_frame(epoch: int, difference: bytes) -> bytes:
+    """The VIEW_DIFFERENCE frame of the encoded difference that makes the view of that epoch."""
+    return bytes_frame(Kind.VIEW_DIFFERENCE, difference, epoch=epoch)
+
+
+class Gap(Exception):
+    """A VIEW_DIFFERENCE of a newer view has another base than the receiver's view, or makes something else of it."""
+
+
+def read_view(header: Header, body: NDArray[np.uint8], known: View | None) -> View | None:
+    """The view in a VIEW or VIEW_DIFFERENCE frame, whole; None, without decoding, if it is not newer than the one that
+    is known. Raises `Gap`, and `FrameError` for a frame that cannot be read."""
+    if known is not None and header.epoch <= known.epoch:
         return None
+    data = body[: header.items].tobytes()
+    name = Kind(header.kind).name
     try:
-        view = View.decode(body[: header.items].tobytes())
+        if header.kind == Kind.VIEW:
+            view = View.decode(data)
+        elif known is None or (made := apply_encoded(known, data)) is None:
+            raise Gap
+        else:
+            view = made
     except ValueError as error:
-        raise FrameError(f"a VIEW cannot be read: {error}") from None
+        raise FrameError(f"a {name} cannot be read: {error}") from None
     if view.epoch != header.epoch:
-        raise FrameError(f"a VIEW of epoch {header.epoch} holds the view of epoch {view.epoch}")
+        raise FrameError(f"a {name} of epoch {header.epoch} holds the view of epoch {view.epoch}")
     return view

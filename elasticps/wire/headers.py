@@ -268,6 +268,31 @@ class GetViewHeader(NamedTuple):
         return cls(h.epoch, h.clock, h.table, h.items)
 
 
+class UnchangedHeader(NamedTuple):
+    """UNCHANGED: a server's last REPORT on this connection still says all but this. epoch: of the view that it follows;
+    term, connected, silent_ms: what it knows of the leader; time_ms: by its wall clock, since 1970, below 2 ** 32 s."""
+
+    epoch: int
+    term: int
+    connected: bool
+    silent_ms: int
+    time_ms: int
+
+    def header(self) -> Header:
+        """The 64 bytes' fields; there is no body."""
+        silent_ms = min(self.silent_ms, (1 << 32) - 1)
+        seconds, part = divmod(self.time_ms, 1000)
+        return Header(
+            Kind.UNCHANGED, LAST * self.connected, epoch=self.epoch, clock=self.term, part=part, table=seconds,
+            wait_ms=silent_ms,
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, h: Header) -> UnchangedHeader:
+        """The inverse of `header`."""
+        return cls(h.epoch, h.clock, bool(h.flags & LAST), h.wait_ms, 1000 * h.table + h.part)
+
+
 class BarrierJoinHeader(NamedTuple):
     """BARRIER_JOIN: `worker` takes part in its application's rounds. predecessor: its id before, 0 for none."""
 

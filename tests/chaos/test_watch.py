@@ -13,6 +13,7 @@ from coordinator.core.view import View
 from coordinator.memory import MemoryStore
 from elasticps.system import background
 from tests.chaos.scenes import view_of
+from tests.coordinator.support import write
 
 Eventually = Callable[[Callable[[], bool]], None]
 
@@ -20,11 +21,10 @@ CHAINS = [["s0", "s1"], ["s1", "s0"]]
 
 
 def put(store: MemoryStore, view: View) -> None:
-    async def write() -> None:
-        entry = await store.get(VIEW)
-        assert await store.compare_and_set(VIEW, view.encode(), expect=0 if entry is None else entry.revision)
+    async def put_it() -> None:
+        await write(store, view)
 
-    background.run(write())
+    background.run(put_it())
 
 
 @pytest.fixture
@@ -70,4 +70,4 @@ def test_a_view_that_is_read_again_is_seen_once(store: MemoryStore, watching: Wa
 async def written_again(store: MemoryStore) -> None:
     entry = await store.get(VIEW)
     assert entry is not None
-    assert await store.compare_and_set(VIEW, entry.value, expect=entry.revision)
+    await write(store, View.decode(entry.value))

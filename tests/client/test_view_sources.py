@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from coordinator.core.differences import ViewDifference
 from coordinator.core.view import View
-from elasticps.client.core.new_views import ViewHints
-from elasticps.wire.frames import view_frame
+from elasticps.client.core.new_views import ASK_FIRST_S, NewViews, ViewHints
+from elasticps.wire.frames import HEADER_BYTES, FrameError, Header, Kind, difference_frame, unpack_header, view_frame
 from tests.client.fake_cluster import KEYS, Cluster, Eventually, chains
 from tests.client.fakes import FakeServer
 
@@ -111,3 +113,39 @@ def test_servers_are_asked_for_a_view_with_heads_for_headless_ranges(cluster: Cl
     read = table.pull_async(KEYS)
     cluster.b.view = chains([cluster.b.info], [[0]], epoch=3)
     assert set(read.result().ravel().tolist()) == {4.0}
+
+
+def test_of_servers_that_speak_of_a_newer_view_the_first_is_asked_and_a_later_one_if_that_does_not_help(
+    cluster: Cluster,
+) -> None:
+    views = NewViews("fake", cluster.before.ranges, lambda came: None, lambda view: None, authenticated=False)
+    none = np.empty(0, np.uint8)
+
+    def question(now_s: float, epoch: int) -> int | None:
+        view, ask = views.read(now_s, Header(Kind.NEWER_VIEW, epoch=epoch), none, cluster.before)
+        assert view is None
+        return ask
+
+    assert [question(1.0, epoch) for epoch in (1, 2, 2, 3, 2)] == [None, 1, None, 1, None]
+    assert question(1.0, 1 << 62) == 1
+    assert [question(1.0 + 2 * ASK_FIRST_S, 3), question(1.0 + 2 * ASK_FIRST_S, 4)] == [1, None], (
+        "one that lied hides none"
+    )
+
+
+@pytest.mark.parametrize("authenticated", [False, True])
+def test_a_worker_makes_a_view_of_its_difference_and_asks_for_the_whole_after_a_gap(
+    cluster: Cluster, authenticated: bool
+) -> None:
+    views = NewViews("fake", cluster.before.ranges, lambda came: None, lambda view: None, authenticated=authenticated)
+    after = replace(cluster.before, epoch=2, reason="the next")
+    frame = difference_frame(2, ViewDifference.between(cluster.before, after).encode())
+    header, body = unpack_header(frame), np.frombuffer(frame[HEADER_BYTES:], np.uint8)
+    assert views.read(1.0, header, body, cluster.before) == (after, None)
+    assert views.read(1.0, header, body, after) == (None, None)
+    other = replace(cluster.before, reason="another of the same epoch")
+    assert views.read(1.0, header, body, other) == (None, None if authenticated else 0)
+    with pytest.raises(FrameError, match="VIEW_DIFFERENCE cannot be read"):
+        views.read(1.0, header, body[::-1], cluster.before)
+    with pytest.raises(FrameError, match="holds the view of epoch"):
+        views.read(1.0, header._replace(epoch=9), body, cluster.before)

@@ -11,6 +11,7 @@ import numpy as np
 
 from coordinator.core.capacities import RowCount
 from coordinator.core.clocks import UNKNOWN, ClusterTime
+from coordinator.core.differences import apply_encoded
 from coordinator.core.health import Report, ServerLink, Tenure
 from coordinator.core.store import Store
 from coordinator.core.view import ServerInfo, View
@@ -102,9 +103,11 @@ class FakeLine:
     def ask_view(self) -> None:
         self.server.requested.add(self)
 
-    def send_view(self, view: View) -> None:
+    def send_view(self, view: View, difference: bytes | None = None) -> None:
         if not self.broken and self.server.running and not self.server.frozen:
-            self.server.take(view)
+            before = self.server.view
+            if difference is None or (before is not None and apply_encoded(before, difference) == view):
+                self.server.take(view)
 
 
 class Rack:

@@ -17,9 +17,11 @@ from typing import Any
 import grpc.aio
 from aetcd import rpc
 
+from coordinator.core.differences import change_of
 from coordinator.core.errors import StoreUnavailable
 from coordinator.core.store import Change, Entry, Guard, Listing, Store
 from coordinator.core.url import ClusterUrl, TlsFiles
+from coordinator.core.view import Roster, View
 from elasticps.local.etcd import free_ports
 
 WAIT_S = 30.0
@@ -197,6 +199,12 @@ class Proxy:
         self._writers -= mine
 
 
+async def write(store: Store, value: View | Roster, before: View | Roster | None = None) -> None:
+    """Writes a view or roster as a leader does, with its difference from the one before."""
+    await store.put("view" if isinstance(value, View) else "roster", value.encode())
+    await store.put(*change_of(value, before))
+
+
 class FaultyStore:
     """A store whose connection fails when told to: the faults live here, not in the stores."""
 
@@ -221,9 +229,9 @@ class FaultyStore:
         self._check()
         return await self.store.get(key, timeout_s=timeout_s)
 
-    async def list(self, prefix: str) -> Listing:
+    async def list(self, prefix: str, *, timeout_s: float = 0.0) -> Listing:
         self._check()
-        return await self.store.list(prefix)
+        return await self.store.list(prefix, timeout_s=timeout_s)
 
     async def put(self, key: str, value: bytes, *, lease: int | None = None) -> int:
         self._check()
@@ -251,10 +259,17 @@ class FaultyStore:
         return done
 
     async def compare_and_set_all(
-        self, writes: Mapping[str, tuple[bytes, int]], *, unchanged: Entry | None = None
+        self,
+        writes: Mapping[str, tuple[bytes, int | None]],
+        *,
+        unchanged: Entry | None = None,
+        guard: Guard | None = None,
+        timeout_s: float = 0.0,
     ) -> int | None:
         self._check()
-        done = await self.store.compare_and_set_all(writes, unchanged=unchanged)
+        if self.stuck in writes:
+            await self._hang(timeout_s)
+        done = await self.store.compare_and_set_all(writes, unchanged=unchanged, guard=guard, timeout_s=timeout_s)
         if self.lose_next_write in writes:
             self.lose_next_write = ""
             raise StoreUnavailable("the test has lost the answer", indefinite=True)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from coordinator.adoption import plan_adoption
+from coordinator.core.health import Report
 from coordinator.core.planner import Health, Members, plan
 from coordinator.core.view import ClusterConfig, View
 from coordinator.server_links import ServerLinks, _Open
@@ -39,9 +40,9 @@ async def test_a_coordinator_announces_the_adopted_view_even_over_an_unsent_newe
     """The store and its leader went away as they had written a view: who stood by had read it, and told servers that
     one, and none of the next ones of the same epochs."""
     found: list[View] = []
-    line: Any = SimpleNamespace(send_view=found.append, beat=lambda *_: None)
+    line: Any = SimpleNamespace(send_view=lambda view, _: found.append(view), beat=lambda *_: None)
     lines = ServerLinks(lambda server, cluster: None, lambda ill: None)  # type: ignore[arg-type, return-value]
-    lines._open[A.member] = _Open(line)
+    lines._open[A.member] = _Open(line, report=Report(8))
     lines.announce(view(9))
     lines.lead(1, lambda death: None)
     adopted = View.decode(plan_adoption([witness("a", 8), witness("b", 8)], (), "x").writes["view"])

@@ -12,6 +12,7 @@ import pytest
 
 from coordinator.core.errors import CoordinationError, NotPermitted
 from coordinator.core.keys import (
+    CHANGES,
     CHECKPOINT_REQUESTS,
     CONFIG,
     DRAINS,
@@ -86,7 +87,7 @@ DOCUMENT = Path(__file__).parents[2] / "SECURITY.md"
 CONSTANTS = (
     ON_LOSS, RATES, TABLES, KNOWN, LOSSES, HELD_UP, RANGE_RECOVERY, CONFIG, DRAINS, FAILOVER, INCARNATIONS, LAST_WORKER,
     NEWEST_CHECKPOINT, NUMBERS, RESTORE_FILLS, RESTORING, ROSTER, SERVERS, VIEW, CHECKPOINT_REQUESTS, WORKERS, ELECTION,
-    LAST, DRIVER, RESTORED,
+    LAST, DRIVER, RESTORED, CHANGES,
 )  # fmt: skip
 
 

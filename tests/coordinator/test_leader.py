@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -126,25 +126,12 @@ class Held(FaultyStore):
         self.gate = asyncio.Event()
         self.outcomes: list[int | None] = []
 
-    async def compare_and_set(
-        self,
-        key: str,
-        value: bytes,
-        *,
-        expect: int,
-        lease: int | None = None,
-        guard: Guard | None = None,
-        timeout_s: float = 0.0,
-    ) -> int | None:
-        if key != "view":
-            return await super().compare_and_set(
-                key, value, expect=expect, lease=lease, guard=guard, timeout_s=timeout_s
-            )
+    async def compare_and_set_all(self, writes: Mapping[str, tuple[bytes, int | None]], **how: Any) -> int | None:
+        if "view" not in writes:
+            return await super().compare_and_set_all(writes, **how)
         self.waiting = True
         await self.gate.wait()
-        self.outcomes.append(
-            await super().compare_and_set(key, value, expect=expect, lease=lease, guard=guard, timeout_s=timeout_s)
-        )
+        self.outcomes.append(await super().compare_and_set_all(writes, **how))
         return self.outcomes[-1]
 
 
@@ -329,10 +316,10 @@ class Narrow(FaultyStore):
 
     narrow = False
 
-    async def compare_and_set(self, key: str, value: bytes, **options: Any) -> int | None:
-        if self.narrow and key == "view":
+    async def compare_and_set_all(self, writes: Mapping[str, tuple[bytes, int | None]], **how: Any) -> int | None:
+        if self.narrow and "view" in writes:
             raise TooLarge("the test takes no view")
-        return await super().compare_and_set(key, value, **options)
+        return await super().compare_and_set_all(writes, **how)
 
 
 async def test_a_view_too_large_to_write_ends_no_term(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import uvloop
 
+from coordinator.core.differences import ViewDifference
 from coordinator.core.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.client.core.routing import Routes, plan_push
 from elasticps.kernels.hashing import table_salt
@@ -33,7 +34,7 @@ from elasticps.wire.frames import (
     json_frame,
     unpack_header,
 )
-from elasticps.wire.headers import PushHeader
+from elasticps.wire.headers import GetViewHeader, PushHeader
 from elasticps.wire.refusals import decode_refused
 from elasticps.wire.rounds import round_body, round_close
 from replication.progress import before_part
@@ -66,6 +67,7 @@ class Worker:
         self.requests = 0
         self.answers: dict[int, asyncio.Future[tuple[Header, bytes]]] = {}
         self.views: list[View] = []
+        self.known: dict[int, View] = {}  # these, and those under which it has written
         self.unsolicited: list[Header] = []
         self.refused = ""
         self.task = asyncio.create_task(self._read())
@@ -83,8 +85,11 @@ class Worker:
         while True:
             header = unpack_header(await self.reader.readexactly(HEADER_BYTES))
             body = await self.reader.readexactly(header.body)
-            if header.kind == Kind.VIEW:
-                self.views.append(View.decode(body[: header.items]))
+            if header.kind == Kind.NEWER_VIEW:
+                self.writer.write(GetViewHeader(max(self.known, default=0)).header().pack())
+            elif header.kind in (Kind.VIEW, Kind.VIEW_DIFFERENCE):
+                self.views.append(self._view(header, body[: header.items]))
+                self.known[self.views[-1].epoch] = self.views[-1]
             elif header.kind == Kind.ERROR and not header.request:
                 self.refused = json_body(body)["message"]
             elif header.request in self.answers:
@@ -93,6 +98,14 @@ class Worker:
                 self.answers.pop(header.request).set_result((header, body))
             elif not header.request:
                 self.unsolicited.append(header)
+
+    def _view(self, header: Header, data: bytes) -> View:
+        if header.kind == Kind.VIEW:
+            return View.decode(data)
+        difference = ViewDifference.decode(data)
+        view = difference.apply(self.known[difference.base])
+        assert view is not None
+        return view
 
     def ask(self, header: Header, *body: bytes) -> Answer:
         self.requests += 1
@@ -115,6 +128,7 @@ class Worker:
         )
 
     def _block(self, view: View, server: str, keys: Sequence[int], value: float) -> bytes:
+        self.known[view.epoch] = view
         routes = Routes(view)
         share = next(s for s in routes.shares if view.servers[s.server].name == server)
         array = np.array(keys, np.int64)

@@ -201,7 +201,7 @@ def test_a_server_reads_single_new_tables_and_not_the_whole_registry(run: Run) -
     class Counting(FaultyStore):
         lists = 0
 
-        async def list(self, prefix: str) -> Listing:
+        async def list(self, prefix: str, *, timeout_s: float = 0.0) -> Listing:
             self.lists += 1
             return await super().list(prefix)
 

@@ -60,7 +60,9 @@ def test_all_connections_get_the_same_frame_some_in_each_turn() -> None:
         assert frames_received(listeners[:-1]) == turn * NOTIFIED_PER_TURN - (turn == 3)
         loop.turn()
     assert not loop.next
-    assert {id(frame) for one in listeners for frame in one.frames} == {id(listeners[0].frames[0])}
+    assert {id(frame) for one in listeners[:-1] for frame in one.frames} == {id(listeners[0].frames[0])}
+    assert {unpack_header(one.frames[0]).kind for one in listeners[:-1]} == {Kind.NEWER_VIEW}
+    assert unpack_header(listeners[-1].frames[0]).kind == Kind.VIEW
     assert all(len(one.frames) == 1 for one in listeners)
 
 

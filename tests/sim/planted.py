@@ -16,6 +16,7 @@ from tests.sim import planted_announcements as announced
 from tests.sim import planted_caches as caches
 from tests.sim import planted_chain as chain
 from tests.sim import planted_cuts as cuts
+from tests.sim import planted_differences as changes
 from tests.sim import planted_dropped_tables as drops
 from tests.sim import planted_growth as growth
 from tests.sim import planted_growth_checkpoints as checkpoints
@@ -33,6 +34,7 @@ MODULES = (
     announced,
     caches,
     chain,
+    changes,
     checkpoints,
     cuts,
     drops,
@@ -244,6 +246,22 @@ ALONE: dict[Patch, tuple[str, str]] = {
     announced.announce_a_decision_before_it_is_committed: (
         "server.test_announced_rounds",
         "test_workers_hear_of_a_round_when_every_head_has_closed_it",
+    ),
+    changes.apply_a_difference_to_whatever_view_there_is: (
+        "coordinator.test_differences",
+        "test_another_base_is_a_gap_even_of_the_same_epoch",
+    ),
+    changes.check_no_digest: (
+        "coordinator.test_differences",
+        "test_a_result_with_another_digest_is_a_gap",
+    ),
+    changes.take_a_notice_for_a_view: (
+        "coordinator.test_differences",
+        "test_the_death_of_a_server_takes_little_and_a_notice_says_nothing",
+    ),
+    changes.ignore_a_gap_between_records: (
+        "coordinator.test_differences",
+        "test_records_of_the_store_lead_from_a_known_view_to_the_newest",
     ),
     rounds.mark_a_shard_done_when_it_is_used: (
         "server.test_data_shard_sets",

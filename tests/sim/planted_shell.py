@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from coordinator.core.differences import ViewDifference
 from coordinator.core.view import View
 from elasticps.metrics.timing import TimedConnection
 from elasticps.server.core.bounded_delay import BoundedDelay
 from elasticps.server.core.reads import PullRequest
+from elasticps.server.core.requests import Body
 from elasticps.server.core.serving import Serving
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.buffers import Chunks
@@ -210,9 +212,17 @@ def let_a_worker_that_has_left_hold_others_back(patch: pytest.MonkeyPatch) -> No
 
 def let_a_view_that_comes_late_count_again(patch: pytest.MonkeyPatch) -> None:
     def adopt(self: Server, view: View) -> None:
+        views[view.epoch] = view
         self.serving.epoch = min(self.serving.epoch, view.epoch - 1)
         follow(self, view)
 
     follow = Server.adopt
     patch.setattr(Server, "adopt", adopt)
-    patch.setattr(updates, "read_view", lambda header, body, above: read_view(header, body, 0))
+    views: dict[int, View] = {}
+
+    def read(header: Header, body: Body, known: View | None) -> View | None:
+        if header.kind == Kind.VIEW_DIFFERENCE:
+            known = views.get(ViewDifference.decode(body[: header.items].tobytes()).base, known)
+        return read_view(header, body, None if header.kind == Kind.VIEW else known)
+
+    patch.setattr(updates, "read_view", read)

@@ -22,20 +22,20 @@ def taken_apart(frame: bytes) -> tuple[Header, np.ndarray]:
 def test_a_newer_view_is_read() -> None:
     header, body = taken_apart(view_frame(a_view(7)))
     assert (header.kind, header.epoch) == (Kind.VIEW, 7)
-    assert read_view(header, body, above=6) == a_view(7)
+    assert read_view(header, body, known=a_view(6)) == a_view(7)
 
 
 def test_a_known_view_is_not_decoded() -> None:
     header, body = taken_apart(view_frame(a_view(7)))
-    assert read_view(header, body, above=7) is None
-    assert read_view(header, np.zeros_like(body), above=7) is None
+    assert read_view(header, body, known=a_view(7)) is None
+    assert read_view(header, np.zeros_like(body), known=a_view(7)) is None
 
 
 def test_a_view_that_cannot_be_decoded_is_a_frame_error() -> None:
     header, body = taken_apart(view_frame(a_view(7)))
     with pytest.raises(FrameError, match="cannot be read"):
-        read_view(header, np.zeros_like(body), above=6)
+        read_view(header, np.zeros_like(body), known=a_view(6))
     with pytest.raises(FrameError, match="cannot be read"):
-        read_view(header._replace(items=header.items - 1), body, above=6)
+        read_view(header._replace(items=header.items - 1), body, known=a_view(6))
     with pytest.raises(FrameError, match="epoch 9 holds the view of epoch 7"):
-        read_view(header._replace(epoch=9), body, above=6)
+        read_view(header._replace(epoch=9), body, known=a_view(6))

@@ -16,10 +16,14 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from coordinator.core.view import View
-from elasticps.wire.frames import FrameError
+from elasticps.wire.frames import FrameError, Gap, Header, Kind, read_view
 from replication.chain import Member
 
+SPEAK_OF_VIEWS = (Kind.VIEW, Kind.VIEW_DIFFERENCE, Kind.NEWER_VIEW)
 ASK_FIRST_S, ASK_MOST_S = 0.05, 2.0  # about so much lies between two questions, twice as much from one to the next
 SLOW_S = 0.1
 STORE_AFTER_S = 0.5
@@ -80,6 +84,15 @@ class ViewRefresh:
                 self._store_at_s = now + self._store_in_s
             self._heard = heard
         return ViewWant(ask_server, ask_store)
+
+    def notice(self, now: float, epoch: int) -> bool:
+        """A server says that there is a view of that epoch. Whether to ask it now: of many that say so at once the
+        first, and the next one if that did not help soon."""
+        ask = epoch > self.epoch or now - self._queried_s >= ASK_FIRST_S
+        self.epoch = max(self.epoch, epoch)
+        if ask:
+            self._queried_s = now
+        return ask
 
     def _slow(self, now: float, oldest: tuple[int, ...]) -> bool:
         """Whether some request has been the oldest of its kind for SLOW_S."""
@@ -178,6 +191,22 @@ class NewViews:
     def need(self, epoch: int) -> None:
         """Somebody has the view of that epoch."""
         self._refresh.epoch = max(self._refresh.epoch, epoch)
+
+    def read(
+        self, now_s: float, header: Header, body: NDArray[np.uint8], known: View
+    ) -> tuple[View | None, int | None]:
+        """A server speaks of a view, or sends it. Returns the view if it is here and newer than the client's; and the
+        epoch for which to ask that server for it, if it is to be asked: 0 for the whole. Raises `FrameError`.
+
+        After a gap where the store has the last word, that is read in time."""
+        if header.kind != Kind.NEWER_VIEW:
+            try:
+                return read_view(header, body, known), None
+            except Gap:
+                self.need(header.epoch)
+                return None, None if self.authenticated else 0
+        ask = header.epoch > known.epoch and self._refresh.notice(now_s, header.epoch)
+        return None, known.epoch if ask else None
 
     def hear(self, now_s: float, member: Member, view: View) -> bool:
         """A server speaks of a newer view; whether that is to be followed. FrameError for another cluster's."""

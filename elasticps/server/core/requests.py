@@ -21,8 +21,8 @@ Body = NDArray[np.uint8]
 class Asker(Protocol):
     """The connection of a request, as far as decisions about the request go.
 
-    base: the clock that this worker starts above, -1 until it has joined; notified_epoch: of the newest view sent here;
-    holding: whether frames wait here for a view or a roster.
+    base: the clock that this worker starts above, -1 until it has joined; notified_epoch: of the newest view that the
+    peer has; holding: whether frames wait here for a view or a roster.
     """
 
     worker: int

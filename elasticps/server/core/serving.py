@@ -37,11 +37,16 @@ class Serving:
         self.listed = False
         self.workers: dict[int, WorkerInfo] = {}
         self.newest: dict[tuple[str, str], int] = {}  # the same ids by application and name
-        self.roster_version = 0
+        self.roster: Roster | None = None
         self.tailed = self.held = NO_RANGES
         self._had = NO_RANGES, NO_RANGES  # headed and tailed when `concerns_workers` was asked last
         self._met: frozenset[Member] = frozenset()  # the servers of the view then
         self.tail_since = self.full_since = _NEVER
+
+    @property
+    def roster_version(self) -> int:
+        """The version of the roster that is followed, 0 for none."""
+        return 0 if self.roster is None else self.roster.version
 
     @property
     def headed(self) -> Ranges:
@@ -90,7 +95,7 @@ class Serving:
     def follow(self, roster: Roster) -> RosterChange:
         """Takes a newer roster; how it differs from the one before."""
         before = self.workers
-        self.roster_version = roster.version
+        self.roster = roster
         self.workers = {worker.id: worker for worker in roster.workers}
         self.newest = {(worker.app, worker.name): worker.id for worker in roster.workers}
         return RosterChange(

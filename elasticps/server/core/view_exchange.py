@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from coordinator.core.differences import ViewHistory
 from coordinator.core.view import View
 from elasticps.server.core.error_replies import ErrorReplies
 from elasticps.server.core.requests import Asker, Body, RequestError
 from elasticps.server.core.serving import Serving
-from elasticps.wire.frames import Header, Kind, view_frame
+from elasticps.wire.frames import Header, Kind, difference_frame, view_frame
 from elasticps.wire.headers import GetViewHeader
 
 NOTIFIED_PER_TURN = 64  # then frames of others have theirs
@@ -16,27 +17,44 @@ MAX_WAITING_BYTES = 4 << 20  # who leaves so much unread is told when it asks, o
 
 
 class ViewNotifier:
-    """Sends the newest view, once per connection and epoch, and refusals. `soon(f)` calls f in the loop's next turn;
-    errors: makes and counts the server's ERROR frames."""
+    """Sends the newest view, once per connection and epoch, and refusals. Who has one of the views before gets the
+    difference. `soon(f)` calls f in the loop's next turn; errors: makes and counts the server's ERROR frames.
+
+    Unasked, workers get only the epoch, and ask one server for that view: those that head ranges of a server that died
+    all speak to each worker.
+    """
 
     def __init__(self, soon: Callable[[Callable[[], None]], object]) -> None:
         self._soon = soon
         self._view: View | None = None
-        self._frame = b""
+        self._history = ViewHistory()
+        self._frames: dict[int, bytes] = {}  # by the epoch of the view that the receiver has
+        self._notice = b""
         self._left: list[Asker] = []  # to be told in turns to come
         self.errors = ErrorReplies()
 
     def adopt(self, view: View) -> None:
         """Takes the view to send from now on."""
-        self._view, self._frame = view, b""
+        self._view = view
+        self._history.add(view)
+        self._frames.clear()
+        self._notice = Header(Kind.NEWER_VIEW, epoch=view.epoch).pack()
 
     def tell(self, asker: Asker) -> None:
-        """Sends the view now, unless it has been sent here."""
+        """Sends the view now, unless the peer has it."""
         view = self._view
         if view is not None and asker.notified_epoch < view.epoch:
-            self._frame = self._frame or view_frame(view)
+            frame = self._frames.get(asker.notified_epoch) or self._frame_since(asker.notified_epoch, view)
             asker.notified_epoch = view.epoch
-            asker.send(self._frame)
+            asker.send(frame)
+
+    def _frame_since(self, epoch: int, view: View) -> bytes:
+        difference = self._history.since(epoch)
+        if difference is not None:
+            frame = self._frames[epoch] = difference_frame(view.epoch, difference)
+            return frame
+        whole = self._frames[0] = self._frames.get(0) or view_frame(view)
+        return whole
 
     def refuse(self, asker: Asker, kind: int, request: int, error: RequestError) -> None:
         """Answers why a request of this kind was not done; first sends the view, if that is the reason."""
@@ -46,7 +64,8 @@ class ViewNotifier:
         asker.send(self.errors.for_request(kind, request, error.document, epoch))
 
     def tell_all(self, askers: Iterable[Asker]) -> None:
-        """Sends the view to all, a few in each turn. Connections left from an earlier call get the newer view, too."""
+        """Says to all that there is a view, a few in each turn. Connections left from an earlier call hear of the newer
+        one, too."""
         idle = not self._left
         self._left = list({id(asker): asker for asker in (*self._left, *askers)}.values())
         if idle:
@@ -55,8 +74,9 @@ class ViewNotifier:
     def _turn(self) -> None:
         now, self._left = self._left[:NOTIFIED_PER_TURN], self._left[NOTIFIED_PER_TURN:]
         for asker in now:
-            if asker.waiting_bytes < MAX_WAITING_BYTES:
-                self.tell(asker)
+            outdated = self._view is not None and asker.notified_epoch < self._view.epoch
+            if outdated and asker.waiting_bytes < MAX_WAITING_BYTES:
+                asker.send(self._notice)
         if self._left:
             self._soon(self._turn)
 
@@ -104,10 +124,10 @@ class HeldFrames:
         raise RequestError("stale-view", text, epoch=epoch)
 
     def _get_view(self, connection: Asker, header: Header, body: Body) -> None:
-        """GET_VIEW: the peer wants a view newer than its own, or has one that we want."""
+        """GET_VIEW: the peer wants a view newer than its own, or has one that we want. Epoch 0 asks for the whole."""
         has = GetViewHeader.of(header).epoch
         if has < self._serving.epoch and connection.waiting_bytes < MAX_WAITING_BYTES:
-            connection.notified_epoch = min(connection.notified_epoch, has)
+            connection.notified_epoch = has
             self._notifier.tell(connection)
         elif has > self._serving.epoch:
             self.need_view()

@@ -107,7 +107,7 @@ class Connection(asyncio.BufferedProtocol):
         self.worker_name = self.app = ""  # of a worker
         self.member: Member | None = None  # of a replica
         self.number = 0  # of a link between replicas, counted by the one that dials
-        self.notified_epoch = 0  # the newest view sent to this peer
+        self.notified_epoch = 0  # the newest view that this peer has, as far as is known
         self._heard_s = loop.time()  # when something was received outside of compiled code
         self._turn_bytes = 0  # handled since the loop last had its turn
         self._resting = False  # not read from until the loop's next turn
@@ -274,6 +274,8 @@ class Connection(asyncio.BufferedProtocol):
     def _handle(self, header: Header, body: Body, answered: int = 0) -> None:
         """Calls the handler. A request that is refused has changed nothing."""
         role = self._role
+        if header.epoch > self.notified_epoch:  # of the sender's view
+            self.notified_epoch = header.epoch
         handler = role.handlers.get(header.kind)
         if handler is None:
             raise FrameError(f"{Kind(header.kind).name} {role.wrong}")

@@ -16,10 +16,10 @@ from functools import partial
 
 from coordinator.core import fields
 from coordinator.core.errors import StoreUnavailable
-from coordinator.core.keys import ROSTER, TABLES, VIEW, TableEntry, roster_of, view_of
+from coordinator.core.keys import TABLES, TableEntry
 from coordinator.core.store import Store
 from coordinator.core.view import ClusterConfig
-from coordinator.membership import ViewFollower, list_drains
+from coordinator.membership import ViewFollower, list_drains, newest_roster, newest_view
 from coordinator.sessions import ServerSession, newest_incarnation, register_server
 from elasticps.errors import SpecError
 from elasticps.model.spec import TableSpec
@@ -136,7 +136,7 @@ async def _incarnation(around: Surroundings, session: ServerSession) -> AsyncIte
         server = around.build(session, session.cluster, around.config.ranges, loop)
         stack.callback(server.close)
         logs.bind(incarnation=session.info.incarnation, epoch=lambda: server.serving.epoch)
-        follower = ViewFollower(store, fatal.watch)
+        follower = ViewFollower(store, fatal.watch, lambda: server.serving.view)
         stack.push_async_callback(follower.close)
         follower.subscribe(server.adopt)
         follower.subscribe_roster(server.follow)
@@ -195,11 +195,10 @@ async def _refresh(store: Store, server: Server) -> None:
         await server.updates.view_or_roster.wait()
         server.updates.view_or_roster.clear()
         try:
-            view, roster = await store.get(VIEW), await store.get(ROSTER)
-            if view is not None:
-                server.adopt(view_of(view))
-            if roster is not None:
-                server.follow(roster_of(roster))
+            if (view := await newest_view(store, server.serving.view)) is not None:
+                server.adopt(view)
+            if (roster := await newest_roster(store, server.serving.roster)) is not None:
+                server.follow(roster)
             if server.registered.read_due:
                 server.know_tables(await _tables(store))
         except StoreUnavailable:  # or its content is not valid, which the follower logs

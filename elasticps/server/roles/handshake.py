@@ -63,7 +63,13 @@ class HelloHandler:
         self.newcomer = PeerKind(handlers, self.forget, opened=self._opened, wrong="came before HELLO")
         # What a leader may send.
         self._leader = PeerKind(
-            {Kind.VIEW: context.updates.by_leader, Kind.GET_VIEW: leaders.beat}, self.forget, leaders.remove
+            {
+                Kind.VIEW: context.updates.by_leader,
+                Kind.VIEW_DIFFERENCE: context.updates.by_leader,
+                Kind.GET_VIEW: leaders.beat,
+            },
+            self.forget,
+            leaders.remove,
         )
         for role in kinds:
             role.closed = (self.forget, *role.closed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from coordinator.core.sizing import fill_mark
 from coordinator.core.view import View
 from elasticps.server.core.clocks import Clocks
 from elasticps.server.core.headroom import Headroom
+from elasticps.server.core.report_pacing import ReportPacing
 from elasticps.server.core.requests import Body
 from elasticps.server.network.connection import Connection
 from elasticps.server.roles.context import Context
@@ -20,7 +22,7 @@ from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.server.roles.snapshots import SnapshotSender
 from elasticps.store import count_bounded
 from elasticps.wire.frames import Header, Kind, json_body, json_frame, row_counts, view_frame
-from elasticps.wire.headers import GetViewHeader
+from elasticps.wire.headers import GetViewHeader, UnchangedHeader
 from replication.chain import COMPLETE
 from replication.effects import CaughtUp
 
@@ -57,6 +59,7 @@ class Leaders:
         self._time, self._time_at = UNKNOWN, 0.0  # what time a leader said it is, and loop time then
         self._allowed: tuple[int, tuple[RowCount, ...]] = 0, ()  # what it allowed then, and under which view
         self._report_due = False  # a report is due soon
+        self._reports = ReportPacing()  # whether a report says more than that nothing has changed
         self.alone = 0
 
     def adopt(self, view: View) -> None:
@@ -74,6 +77,7 @@ class Leaders:
     def add(self, connection: Connection) -> None:
         """A coordinator has connected."""
         self._connections[connection] = None
+        self._reports.forget()
         connection.send(self.report())
 
     def remove(self, connection: Connection) -> None:
@@ -119,7 +123,10 @@ class Leaders:
 
     def report(self) -> bytes:
         """The REPORT frame, with the present state."""
-        document = {
+        return json_frame(Kind.REPORT, self._state(), epoch=self._serving.epoch)
+
+    def _state(self) -> dict[str, Any]:
+        document: dict[str, Any] = {
             "levels": [[level.range, level.fill, *level.joiner] for level in self._executor.replica.levels()],
             "suspects": [[*member, round(seconds, 3)] for member, seconds in self._links.suspects().items()],
             "alone": self.alone,
@@ -133,13 +140,19 @@ class Leaders:
         }
         if counts := count_bounded(self._executor.store.live, self._serving.headed):
             document |= {"headed": len(self._serving.headed), "counts": counts}
-        return json_frame(Kind.REPORT, document, epoch=self._serving.epoch)
+        return document
 
     def tell(self) -> None:
-        """Sends a report to every coordinator."""
+        """Sends a report to every coordinator, or that nothing has changed in the last one."""
         self._report_due = False
         if self._connections:
-            frame = self.report()
+            state, epoch = self._state(), self._serving.epoch
+            if self._reports.says_more(state, self._loop.time()):
+                frame = json_frame(Kind.REPORT, state, epoch=epoch)
+            else:
+                term, connected, silent_s = state["leader"]
+                silent_ms, time_ms = round(1000 * silent_s), round(1000 * state["seconds"])
+                frame = UnchangedHeader(epoch, term, connected, silent_ms, time_ms).header().pack()
             for connection in self._connections:
                 connection.send(frame)
 

@@ -10,7 +10,7 @@ from elasticps.server.core.requests import Body
 from elasticps.server.core.serving import Serving
 from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.executor import Executor
-from elasticps.wire.frames import Header, Kind, read_view
+from elasticps.wire.frames import Gap, Header, Kind, read_view
 from replication.effects import NeedRoster, NeedView
 
 ARRIVES_S = 0.03  # leader and store send a new view to all servers, which mostly have it within this
@@ -33,7 +33,7 @@ class UpdateRequests:
         self._waits = False  # for a newer view, to come by itself
         self._serving = serving
         self._adopt = adopt
-        self.handlers: dict[int, Handler] = {Kind.VIEW: self._by_server}
+        self.handlers: dict[int, Handler] = {Kind.VIEW: self._by_server, Kind.VIEW_DIFFERENCE: self._by_server}
         executor.handlers |= {NeedView: lambda _: self.need_view(), NeedRoster: lambda _: self.need_roster()}
 
     def need_roster(self) -> None:
@@ -64,7 +64,11 @@ class UpdateRequests:
             self.view_or_roster.set()
 
     def by_leader(self, connection: Connection, header: Header, body: Body) -> None:
-        """A leader sends a view, or, without TLS, whoever may be one."""
-        view = read_view(header, body, self._serving.epoch)
+        """A leader sends a view, or, without TLS, whoever may be one. After a gap it is asked for."""
+        try:
+            view = read_view(header, body, self._serving.view)
+        except Gap:
+            self.need_view()
+            return
         if view is not None and view.ranges == self._serving.ranges:
             self._adopt(view)
