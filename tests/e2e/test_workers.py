@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import elasticps as eps
 from coordinator.sessions import WorkerSession
 from elasticps.client.core import barrier
+from elasticps.client.core.fan_out import Script
 from tests.e2e.conftest import Connect
 from tests.e2e.oracle import wait_for
 from tests.e2e.worker_process import HALF, child, counts, keys_of, ones, two_parts
@@ -179,15 +181,19 @@ def test_a_restarted_worker_continues_after_the_last_round_it_was_in(connect: Co
     assert not counts(again).pull(keys_of(0)).any()
 
 
-def test_a_decided_round_is_closed_by_the_next_worker(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_whose_only_worker_dies_as_it_is_decided_is_closed(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = connect("a", consistency=eps.BSP())
     first.push({counts(first): ones(keys_of(0))})
+    settling = barrier.settling
 
-    def die(*_: object) -> None:
+    def die(*given: Any) -> Script[None]:
+        yield from settling(*given)
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(barrier, "closing", die)
+        patch.setattr(barrier, "settling", die)
         with pytest.raises(ZeroDivisionError):
             first.flush()
     first.close()
