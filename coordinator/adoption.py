@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 
 from coordinator.core import fields
 from coordinator.core.cluster_state import ClusterState
-from coordinator.core.differences import change_of
+from coordinator.core.differences import ROSTER_CHANGES, VIEW_CHANGES, change_of
 from coordinator.core.errors import CoordinationError
 from coordinator.core.keys import (
+    CHANGES,
     CONFIG,
     DRAINS,
     HELD_UP,
@@ -43,7 +44,7 @@ log = fields.logger(__name__)
 
 # What belongs to one identity of a cluster, and is deleted with it.
 _KEYS = (VIEW, ROSTER, RESTORING, RANGE_RECOVERY, HELD_UP)
-_BELOW = (TABLES, LAST_WORKER, DRAINS, LOSSES, KNOWN)
+_BELOW = (TABLES, LAST_WORKER, DRAINS, LOSSES, KNOWN, CHANGES)
 _TRACES = (ROSTER, SERVERS, INCARNATIONS, TABLES)  # a cluster that has one of these has had a config
 
 
@@ -248,12 +249,17 @@ async def reset(store: Store, new_id: str) -> ClusterConfig:
     await _clear(store, entries)
     ours = made.identity(store.cluster)
     while True:  # a leader that has not heard of it yet may have written one more
-        state = ClusterState.parse(store.cluster, await store.list(""))
+        listing = await store.list("")
+        state = ClusterState.parse(store.cluster, listing)
         values = {VIEW: state.view, ROSTER: state.roster}
         old = [key for key, value in values.items() if state.revisions[key] and (not value or value.cluster != ours)]
         if not old:
             return made
         for key in old:
+            below = VIEW_CHANGES if key == VIEW else ROSTER_CHANGES
+            for entry in listing.entries:
+                if entry.key.startswith(below):
+                    await store.delete(entry.key, expect=entry.revision)
             await store.delete(key, expect=state.revisions[key])
 
 

@@ -14,7 +14,7 @@ from coordinator.adoption import CannotAdopt, Witness, adopt, look_at_dead, plan
 from coordinator.core.lost_keys import UNHEARD
 from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from coordinator.leader import run_coordinator
-from coordinator.membership import create_cluster, new_number
+from coordinator.membership import create_cluster, new_number, newest_roster, newest_view
 from coordinator.memory import MemoryStore
 from coordinator.sessions import register_server, register_worker
 from tests.coordinator.support import until_key
@@ -180,6 +180,15 @@ async def test_a_reset_leaves_nothing_that_a_leader_wrote_meanwhile() -> None:
     await adopt(plain, plan_adoption([witness("a"), witness("b")], (), "x"))
     await reset(store, "three")
     assert [await store.get(key) for key in ("view", "roster")] == [None, None]
+
+
+async def test_after_a_reset_nobody_takes_what_they_know_for_the_newest() -> None:
+    store = MemoryStore("test")
+    adoption = plan_adoption([witness("a"), witness("b")], (), "x")
+    await adopt(store, adoption)
+    known = View.decode(adoption.writes["view"]), Roster.decode(adoption.writes["roster"])
+    await reset(store, "three")
+    assert (await newest_view(store, known[0]), await newest_roster(store, known[1])) == (None, None)
 
 
 async def test_a_reset_ends_a_restore_and_a_request_for_range_recovery() -> None:
