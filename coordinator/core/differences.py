@@ -285,7 +285,7 @@ def change_of(value: View | Roster, base: View | Roster | None) -> tuple[str, by
         return view_change_key(value.epoch), data or ViewDifference.notice(value).encode()
     if isinstance(base, Roster) and base.cluster == value.cluster and base.version < value.version:
         data = RosterDifference.between(base, value).encode()
-    if data is None or len(data) > LONGEST_ROSTER_DIFFERENCE:
+    if data is None or len(data) > min(LONGEST_ROSTER_DIFFERENCE, VALUE_MAX - len(value.encode())):
         data = RosterDifference.notice(value).encode()
     return roster_change_key(value.version), data
 

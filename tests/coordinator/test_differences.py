@@ -268,3 +268,10 @@ def test_who_comes_to_a_large_roster_takes_few_bytes() -> None:
     assert follow_roster(Roster(3, workers, "c"), [data]) is None
     notice = RosterDifference.decode(change_of(roster, None)[1])
     assert (notice.version, notice.apply(base)) == (2, None)
+
+
+def test_a_roster_that_barely_fits_is_written_with_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = tuple(WorkerInfo(i, f"worker-{i}", 1, "default") for i in range(1, 1001))
+    base, roster = Roster(1, workers[:500], "c"), Roster(2, workers, "c")
+    monkeypatch.setattr(differences, "VALUE_MAX", len(roster.encode()) + 200)
+    assert len(change_of(roster, base)[1]) < 200
