@@ -16,7 +16,7 @@ STORIES = (273, 45)  # servers come and go; shards, bounded delay, synchronous r
 RANGES = 8  # of these stories
 RETAINED = 400  # frames of a kind and role
 MOST_BYTES = 8192
-WORKER, PEER, LEADER = ROLES = ("worker", "peer", "leader")
+WORKER, PEER, ROUNDS, LEADER = ROLES = ("worker", "peer", "rounds", "leader")
 
 Corpus = dict[str, dict[int, list[bytes]]]
 """Frames by who sends them, and by kind."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from elasticps.model.spec import TableSpec
 from elasticps.wire.frames import view_frame
 from tests.fuzz.core import HOSTILE, NOBODY, Core, Wire
-from tests.fuzz.corpus import LEADER, PEER, WORKER, Corpus
+from tests.fuzz.corpus import LEADER, PEER, ROUNDS, WORKER, Corpus
 from tests.fuzz.voices import Voices
 
 BATCHES = 150  # between two views
@@ -18,7 +18,7 @@ PIECES = 60  # that a batch arrives in, at most
 CONNECTIONS = 6
 REMEMBERED = 40
 FLOOD, FLOOD_BYTES = 3000, 2 << 20
-_ROLES = (WORKER, WORKER, WORKER, WORKER, PEER, PEER, PEER, LEADER)
+_ROLES = (WORKER, WORKER, WORKER, WORKER, PEER, PEER, PEER, ROUNDS, LEADER)
 _SIZES = (1 << 20, 1 << 20, 1 << 20, 1 << 20, 5000, 600, 65, 64, 63, 8)
 _WRONG = (0.0, 0.0, 0.05, 0.05, 0.3, 1.0)
 

@@ -44,11 +44,12 @@ from elasticps.wire.frames import (
 from elasticps.wire.headers import PushHeader
 from elasticps.wire.packing import pack
 from elasticps.wire.reducing import ReduceHeader, function_body
+from elasticps.wire.rounds import round_body, round_close
 from replication.messages import OperationKind
 from replication.progress import ERASER, PART_BITS, Progress, after_part
 from replication.step_records import home_range, record_of
 from tests.fuzz.core import APPS, CLUSTER, HOSTILE, ME, NOBODY, OWN, PEER, Core
-from tests.fuzz.corpus import LEADER, RANGES, ROLES, WORKER, Corpus
+from tests.fuzz.corpus import LEADER, RANGES, ROLES, ROUNDS, WORKER, Corpus
 from tests.fuzz.corpus import PEER as AS_PEER
 from tests.fuzz.mutations import mutate
 
@@ -93,6 +94,8 @@ class Voices:
         to = [ME, 1]
         if role == LEADER:
             who = {"cluster": CLUSTER, "leader": "c0", "to": to}
+        elif role == ROUNDS:
+            who = {"cluster": CLUSTER, "rounds": [PEER, 1], "to": to}
         else:
             who = {"cluster": CLUSTER, "peer": [PEER, 1], "to": to, "number": self._core.view_number() + self._links}
         return self._perhaps_wrong(bytearray(json_frame(Kind.HELLO, who)), 0.03)
@@ -233,12 +236,23 @@ class Voices:
 
     # --- frames for this core ---------------------------------------------------------------------------------------
 
+    def _close(self) -> bytes:
+        random = self._random
+        app = random.choice(list(APPS.values())).encode()
+        left, joined = ([random.choice(HOSTILE) for _ in range(random.choice((0, 0, 1, 2)))] for _ in range(2))
+        clock = random.choice((1, 1, 2, 3, 1 << 40))
+        frames = round_close(random.choice((0, 5)), 0, app, clock, len(left), round_body(app, left, joined))
+        return b"".join(map(bytes, frames))
+
     def _made(self, role: str) -> dict[int, list[bytes]]:
         core, random = self._core, self._random
         epoch, view = core.server.serving.epoch, core.server.serving.view
         assert view is not None
         if role == LEADER:
             return {Kind.VIEW: [view_frame(view)] * 20, Kind.GET_VIEW: [Header(Kind.GET_VIEW).pack()]}
+        if role == ROUNDS:
+            closes = [self._close() for _ in range(8)]
+            return {Kind.ROUND_CLOSE: closes, Kind.GET_VIEW: [Header(Kind.GET_VIEW).pack()]}
         if role == AS_PEER:
             forwards = [self._forward(random.choice((0, 0, 0, INIT, DELETE, CLEAR, DROP, CUT))) for _ in range(CHOSEN)]
             rooms = json_frame(Kind.ROOM, {"rooms": [[1 << 40, 8, PEER, 1, 2, 3], [1 << 62, 1, "", 0, 0, 0]]})

@@ -18,6 +18,7 @@ from elasticps.server.core.requests import Asker, Body
 from elasticps.wire.frames import Header
 from tests.sim.conftest import wait_for
 
+PART_S = 0.4
 FROZEN_S = 13.0
 SHARDS = 40
 
@@ -46,7 +47,7 @@ def test_a_worker_in_rounds_goes_on_after_it_was_frozen_and_every_step_counts_on
                 with ps.step() as step:
                     for part in np.array_split(keys, parts):
                         step.push({table: (part, grads[part])})
-                        threads.sleep(0.4)
+                        threads.sleep(PART_S)
                 steps[name] = steps.get(name, 0) + 1
                 seen[ps.clock] = table.pull(keys)
                 rounds.check(name, column, ps.clock, seen[ps.clock])
@@ -55,6 +56,7 @@ def test_a_worker_in_rounds_goes_on_after_it_was_frozen_and_every_step_counts_on
 
     started = {name: cluster.start_worker(name, program) for name in ("w0", "w1")}
     wait_for(cluster, lambda: min(steps.get("w0", 0), steps.get("w1", 0)) > 1)
+    cluster.clock.run(cluster.clock.now + PART_S / 2)  # in the middle of its next step
     process = started[frozen].process
     process.stall()
     cluster.clock.run(cluster.clock.now + FROZEN_S)
