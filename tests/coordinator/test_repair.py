@@ -317,7 +317,8 @@ async def test_a_server_with_an_old_view_is_sent_the_view_once_more_and_not_for_
         await it.rack.start("c")
         await until(lambda: it.rack.servers["a"].views == [1, 2, 2])
         await it.rack.start("d")
-        await until(lambda: it.rack.servers["a"].views == [1, 2, 2, 3, 3])
+        # It can make nothing of the difference to view 2, which it has missed: so it hears of view 3 once, as a whole.
+        await until(lambda: it.rack.servers["a"].views == [1, 2, 2, 3])
 
 
 async def test_peers_that_cannot_reach_each_other_are_parted() -> None:
