@@ -19,7 +19,7 @@ from replication.progress import MAX_CLOCK, MAX_WORKER, Progress
 from replication.step_records import StepRecord, record_bytes
 
 MOST_RECORDS = 1 << 20
-_MAX_EPOCH = (1 << 63) - 1
+MAX_EPOCH = (1 << 63) - 1
 Bytes = NDArray[np.uint8]
 NONE: Bytes = np.empty(0, np.uint8)
 
@@ -81,8 +81,8 @@ class ReadAfter(NamedTuple):
         at = (4 * n + 7) & ~7
         if n > ranges or at + 8 * n != len(body):
             raise FrameError(f"a READ_AFTER frame of {n} ranges has a body of {len(body)} bytes")
-        if header.epoch > _MAX_EPOCH:
-            raise FrameError(f"a READ_AFTER frame is of epoch {header.epoch}, the highest is {_MAX_EPOCH}")
+        if header.epoch > MAX_EPOCH:
+            raise FrameError(f"a READ_AFTER frame is of epoch {header.epoch}, the highest is {MAX_EPOCH}")
         return cls(_named(body, n, ranges), body[at:].copy().view(np.int64), header.epoch)
 
 

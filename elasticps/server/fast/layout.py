@@ -193,8 +193,9 @@ T_REPORTED = 32  # it has been reported level
     C_HEARD,  # nanoseconds of the monotonic clock, when bytes came last
     C_FULL,  # nothing more is read
     C_LISTS,  # int64 [LIST_KEYS]: keys that the worker has had kept, 0 as long as there are none
+    C_EPOCH,  # of the newest view that the peer has, as far as is known
     CONNECTION,
-) = range(28)
+) = range(29)
 ROLE_OTHER, ROLE_WORKER, ROLE_PEER = 0, 1, 2
 
 # Of a frame in the log.

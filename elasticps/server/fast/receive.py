@@ -14,6 +14,7 @@ from elasticps.server.fast.layout import (
     C_BYTES,
     C_CHUNK,
     C_END,
+    C_EPOCH,
     C_FULL,
     C_LIMIT,
     C_PAUSED,
@@ -129,6 +130,7 @@ def consume(h, c, received):
         reason = handle(h, c, at, role)
         if reason:
             return reason
+        conn[C_EPOCH] = max(conn[C_EPOCH], load64(at + 24))
         conn[C_START] += HEADER + body
         handled += HEADER + body
     return make_room(h, conn, needed)

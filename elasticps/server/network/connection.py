@@ -20,7 +20,7 @@ from elasticps.server.core.view_exchange import ViewNotifier
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.path import FastPath
 from elasticps.server.network.busy_poll import BusyPoll
-from elasticps.wire.clocks import ReadAfter
+from elasticps.wire.clocks import MAX_EPOCH, ReadAfter
 from elasticps.wire.frames import (
     MAX_BODY_BYTES,
     MAX_CONTROL_BYTES,
@@ -107,7 +107,6 @@ class Connection(asyncio.BufferedProtocol):
         self.worker_name = self.app = ""  # of a worker
         self.member: Member | None = None  # of a replica
         self.number = 0  # of a link between replicas, counted by the one that dials
-        self.notified_epoch = 0  # the newest view that this peer has, as far as is known
         self._heard_s = loop.time()  # when something was received outside of compiled code
         self._turn_bytes = 0  # handled since the loop last had its turn
         self._resting = False  # not read from until the loop's next turn
@@ -233,6 +232,16 @@ class Connection(asyncio.BufferedProtocol):
         self._set(at.C_ROSTERED, rostered)
 
     @property
+    def notified_epoch(self) -> int:
+        """The newest view that this peer has, as far as is known: compiled code notes what its frames name."""
+        return int(self._path.connections[self.slot, at.C_EPOCH]) if self.slot >= 0 else 0
+
+    @notified_epoch.setter
+    def notified_epoch(self, epoch: int) -> None:
+        if self.slot >= 0:
+            self._set(at.C_EPOCH, epoch)
+
+    @property
     def read_after(self) -> ReadAfter | None:
         """Steps of this worker that its pulls have to see, None once one has."""
         return self._path.read_afters.of(self.slot)
@@ -274,8 +283,7 @@ class Connection(asyncio.BufferedProtocol):
     def _handle(self, header: Header, body: Body, answered: int = 0) -> None:
         """Calls the handler. A request that is refused has changed nothing."""
         role = self._role
-        if header.epoch > self.notified_epoch:  # of the sender's view
-            self.notified_epoch = header.epoch
+        self.notified_epoch = max(self.notified_epoch, min(header.epoch, MAX_EPOCH))  # of the sender's view
         handler = role.handlers.get(header.kind)
         if handler is None:
             raise FrameError(f"{Kind(header.kind).name} {role.wrong}")
