@@ -101,6 +101,7 @@ def test_requests_for_moved_ranges_and_lost_connections_are_dropped(run: Run, mo
         group.adopt(view)
         head, tail = await group.connect("b"), await group.connect("a")
         await asyncio.wait_for(head.push(view, "b", 1, KEYS.tolist(), 1.0), 10)
+        tail.known[view.epoch] = view
         answers = [ask(tail, view.epoch, r) for r in range(view.ranges)]
         await asyncio.wait_for(answers[0], 10)
         group.adopt(group.make_view(lambda r: ["a", "b"]))

@@ -33,6 +33,7 @@ from elasticps.wire.headers import (
     ReleaseHeader,
     RowsHeader,
     ShardRef,
+    UnchangedHeader,
 )
 from elasticps.wire.joining import JoinHeader
 from elasticps.wire.reducing import ReducedHeader, ReduceHeader, function_body, read_function
@@ -75,6 +76,7 @@ GOLDEN: list[tuple[Any, int, tuple[int, ...]]] = [
     (GetClocksHeader(11, 7, 5), -1, (7, 0, 0, 7, 5, 0, 11, 0, 0, 0, 0, 0, 0)),
     (GetViewHeader(5), -1, (8, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 0)),
     (GetViewHeader(0, 9, 1_000, 2_000), -1, (8, 0, 0, 0, 0, 9, 0, 0, 0, 1_000, 2_000, 0, 0)),
+    (UnchangedHeader(5, 9, True, 40, 7_003), -1, (92, 1, 0, 0, 5, 9, 0, 0, 3, 7, 0, 0, 40)),
     (BarrierJoinHeader(11, 4), -1, (9, 0, 0, 0, 0, 0, 11, 0, 0, 4, 0, 0, 0)),
     (BarrierArriveHeader(11, 9, 1500), -1, (10, 0, 0, 0, 0, 9, 11, 0, 0, 0, 0, 0, 1500)),
     (BarrierLeaveHeader(11), -1, (13, 0, 0, 0, 0, 0, 11, 0, 0, 0, 0, 0, 0)),
