@@ -22,7 +22,7 @@ from elasticps.server.server import Server
 from elasticps.store.index import GROWN_BYTES
 from elasticps.system.memory import Reading
 from elasticps.wire.clocks import ClocksFrame
-from elasticps.wire.frames import HEADER_BYTES, Header, Kind, json_body, json_frame
+from elasticps.wire.frames import Header, Kind, json_body
 from elasticps.wire.headers import PushHeader
 from elasticps.wire.refusals import decode_refused
 from replication.progress import before_part
