@@ -173,7 +173,6 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     hints.believe_a_server_that_the_store_does_not_bear_out: ("calm", "free", 0),
     together.ask_as_if_nothing_had_been_pushed: ("calm", "free", 0),
     cuts.take_an_open_round_for_a_closed_one: ("calm", "rounds", 15),
-    sparse.forget_progress_with_the_view: ("drains", "free", 12),
     sparse.tick_only_what_the_last_part_touches: ("kills", "free", 0),
     sparse.commit_where_home_has_it: ("flaps", "free", 0),
     sparse.let_a_step_end_without_its_home: ("kills", "free", 21),
@@ -186,7 +185,6 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     sparse.tell_nobody_who_trains_a_shard: ("ghosts", "shards", 0),
     sparse.answer_pulls_before_named_steps_are_applied: ("kills", "free", 0),
     sparse.name_only_the_newest_step_to_wait_for: ("readers", "free", 3),
-    sparse.send_all_ranges_the_first_one_s_prev: ("drains", "free", 12),
     sparse.read_prev_at_the_resend: ("kills", "free", 0),
     growth.stamp_by_each_replica_s_own_clock: ("calm", "free", 19),
     growth.let_time_go_back_after_a_failover: ("kills", "free", 11),
@@ -234,6 +232,14 @@ ALONE: dict[Patch, tuple[str, str]] = {
     drops.log_what_waited_behind_the_end_of_its_table: (
         "server.test_waiting_pushes",
         "test_rows_of_a_push_that_waited_while_their_table_was_dropped_are_refused",
+    ),
+    sparse.forget_progress_with_the_view: (
+        "client.test_session_twin",
+        "test_every_part_is_once_in_its_ranges_and_what_is_reported_is_there",
+    ),
+    sparse.send_all_ranges_the_first_one_s_prev: (
+        "client.test_session_twin",
+        "test_every_part_is_once_in_its_ranges_and_what_is_reported_is_there",
     ),
     sparse.take_a_gap_for_a_duplicate: (
         "replication.test_replica",
