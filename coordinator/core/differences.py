@@ -321,17 +321,17 @@ _Version: TypeAlias = "tuple[int, bytes | int]"  # epoch and digest, or version 
 def _follow(
     known: _Value,
     version_of: Callable[[_Value], _Version],
-    differences: list[tuple[_Version, Callable[[_Value], _Value | None]]],
+    differences: Sequence[tuple[_Version, Callable[[_Value], _Value | None]]],
 ) -> _Value | None:
     """Applies the differences that lead on from what is known, each given with the version that it makes."""
-    differences.sort(key=lambda each: each[0][0])
-    for version, apply in differences:
+    ordered = sorted(differences, key=lambda each: each[0][0])
+    for version, apply in ordered:
         if version[0] > version_of(known)[0]:
             newer = apply(known)
             if newer is None:
                 return None
             known = newer
-    return known if differences and differences[-1][0] == version_of(known) else None
+    return known if ordered and ordered[-1][0] == version_of(known) else None
 
 
 def _columns(view: View) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
