@@ -19,21 +19,19 @@ from elasticps.errors import SpecError
 from elasticps.kernels.hashing import hash_key as _hash_key
 from elasticps.kernels.hashing import mix64 as _mix64
 from elasticps.model.policies import Admission, MinCount, MinCountSketch, Probability
-from elasticps.store import index, intervals
-from elasticps.store import native as field
-from elasticps.store.intervals import HASH_END
-from elasticps.store.memory import Allocator
+from elasticps.store import index
 from elasticps.store.native import (
-    DESCRIPTOR,
+    D_CAPACITY,
+    D_COUNT,
+    D_SEGMENT,
     FLOATS_OUT,
-    H_COUNTS,
+    H_DESCRIPTORS,
+    H_LAST,
     H_NEED,
-    H_POLICIES,
+    H_POLICIES_LAST,
     H_ROWS,
     H_SALT,
     H_SHIFT,
-    H_SKETCH_WIDTHS,
-    H_SKETCHES,
     H_SPARE,
     H_STRIDE,
     H_TIMES,
@@ -42,10 +40,13 @@ from elasticps.store.native import (
     INT,
     KEYS,
     P_ADMISSION,
+    P_SKETCH,
     P_THRESHOLD,
+    P_WIDTH,
     POLICY,
     WORDS,
     carray,
+    float64_from_bits,
     kernel,
     linked,
     load64,
@@ -53,7 +54,8 @@ from elasticps.store.native import (
     prefetch,
     store64,
 )
-from elasticps.store.segments import Segments
+from elasticps.store.range_map import place_of
+from elasticps.store.usage import policies_of
 
 hash_key: Any = _hash_key
 mix64: Any = _mix64
@@ -71,8 +73,6 @@ COUNT_MASK = (1 << _TIME_BIT) - 1
 _ADMITTED = COUNT_MASK  # as a count: the key gets its row with this batch
 _S64, _S58, _S11 = np.uint64(64), np.uint64(58), np.uint64(11)
 _UNIT = 2.0**-53
-_GROWTH = 4, 3  # of segments: 27 bytes a candidate at most, but for small ranges
-_OWN_BYTES = 1 << 15  # what growing segments leave in shared chunks is too small for larger ones
 
 
 def numbers_of(policy: Admission | None) -> tuple[int, float]:
@@ -138,6 +138,12 @@ def candidates_of(h: NDArray[np.int64]) -> NDArray[np.int64]:
     return found
 
 
+@kernel
+def is_full(count: int, entry: int, base: int, capacity: int) -> bool:
+    """Whether a segment with so many entries has to grow before it takes another one, at a free entry."""
+    return count >= index.row_limit(capacity) or entry >= base + (capacity + min(capacity, 32) - 1) * index.ENTRY
+
+
 @linked(WORDS, KEYS, WORDS, INT, INT, INT, FLOATS_OUT)
 def admit(
     h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64], worker: int, clock: int, start: int,
@@ -152,29 +158,24 @@ def admit(
     c = candidates_of(h)
     salt, shift = np.uint64(c[H_SALT]), np.uint64(c[H_SHIFT])
     range_bits = _S64 - shift
-    ranges = 1 << (64 - c[H_SHIFT])
-    sketches, widths = (
-        carray(pointer(h[H_SKETCHES]), (ranges,), np.int64),
-        carray(pointer(h[H_SKETCH_WIDTHS]), (ranges,), np.int64),
-    )
-    descriptors = index.descriptors_of(c)
-    held = carray(pointer(c[H_COUNTS]), (ranges,), np.int64)
-    times = carray(pointer(h[H_TIMES]), (ranges,), np.int64)
-    policies = carray(pointer(h[H_POLICIES]), (ranges * POLICY,), np.float64)
+    descriptors, policies = index.descriptors_of(c), policies_of(h)
+    times = carray(pointer(h[H_TIMES]), (1 << (64 - c[H_SHIFT]),), np.int64)
     for i in range(start, keys.shape[0]):
         following = i + _PREFETCH
         if following < keys.shape[0]:
             hashed = hash_key(keys[following], salt)
-            at = DESCRIPTOR * np.int64(hashed >> shift)
-            entry = index.first_entry(hashed, range_bits, descriptors[at], descriptors[at + 1])
+            at = index.descriptor_of(descriptors, c[H_LAST], np.int64(hashed >> shift))
+            entry = index.first_entry(hashed, range_bits, descriptors[at + D_SEGMENT], descriptors[at + D_CAPACITY])
             prefetch(entry)
             prefetch(entry + 64)  # most searches for what is not there go on to the next line
         counts[i] = np.float32(0)
         key = keys[i]
         hashed = hash_key(key, salt)
         r = np.int64(hashed >> shift)
-        kind, threshold = np.int64(policies[r * POLICY + P_ADMISSION]), policies[r * POLICY + P_THRESHOLD]
-        base, capacity = descriptors[DESCRIPTOR * r], descriptors[DESCRIPTOR * r + 1]
+        policy = place_of(policies, h[H_POLICIES_LAST], POLICY, r)
+        kind, threshold = policies[policy + P_ADMISSION], float64_from_bits(policies[policy + P_THRESHOLD])
+        at = index.descriptor_of(descriptors, c[H_LAST], r)
+        base, capacity = descriptors[at + D_SEGMENT], descriptors[at + D_CAPACITY]
         entry = index.first_entry(hashed, range_bits, base, capacity)
         word = load64(entry + 8)
         while load64(entry) != key and word != 0:
@@ -189,7 +190,8 @@ def admit(
         elif kind == PROBABILITY:
             admitted = _chance(key, worker, clock) < threshold
         elif kind == SKETCH:
-            admitted = _sketched(sketches[r], widths[r], hashed, range_bits, np.int64(threshold))
+            sketch, width = policies[policy + P_SKETCH], policies[policy + P_WIDTH]
+            admitted = sketch != 0 and _sketched(sketch, width, hashed, range_bits, np.int64(threshold))
             counts[i] = np.float32(threshold - 1)
         else:
             admitted = (word & COUNT_MASK) + 1 >= np.int64(threshold)
@@ -200,12 +202,12 @@ def admit(
             if kind != MIN_COUNT:
                 continue
         if word == 0:
-            if held[r] >= index.row_limit(capacity) or entry >= base + (capacity + min(capacity, 32) - 1) * index.ENTRY:
+            if is_full(descriptors[at + D_COUNT], entry, base, capacity):
                 c[H_NEED] = r
                 rows[i] = 0
                 return i
             store64(entry, key)
-            held[r] += 1
+            descriptors[at + D_COUNT] += 1
             c[H_ROWS] += 1
         count = _ADMITTED if admitted else (word & COUNT_MASK) + 1
         store64(entry + 8, times[r] << _TIME_BIT | count)
@@ -252,14 +254,12 @@ def foresee(
     c = candidates_of(h)
     salt, shift = np.uint64(c[H_SALT]), np.uint64(c[H_SHIFT])
     range_bits = _S64 - shift
-    ranges = 1 << (64 - c[H_SHIFT])
-    sketches = carray(pointer(h[H_SKETCHES]), (ranges,), np.int64)
-    widths = carray(pointer(h[H_SKETCH_WIDTHS]), (ranges,), np.int64)
-    policies = carray(pointer(h[H_POLICIES]), (ranges * POLICY,), np.float64)
+    policies = policies_of(h)
     for i in range(keys.shape[0]):
         hashed = hash_key(keys[i], salt)
         r = np.int64(hashed >> shift)
-        kind, threshold = np.int64(policies[r * POLICY + P_ADMISSION]), policies[r * POLICY + P_THRESHOLD]
+        policy = place_of(policies, h[H_POLICIES_LAST], POLICY, r)
+        kind, threshold = policies[policy + P_ADMISSION], float64_from_bits(policies[policy + P_THRESHOLD])
         out[i] = ADDS_NOTHING
         if kind == MIN_COUNT:
             base, capacity = index.segment_of(c, r)
@@ -276,7 +276,8 @@ def foresee(
             if _chance(keys[i], worker, clock) < threshold:
                 out[i] = ADDS_ROW
         elif kind == SKETCH:
-            if _would_be_sketched(sketches[r], widths[r], hashed, range_bits, np.int64(threshold)):
+            sketch, width = policies[policy + P_SKETCH], policies[policy + P_WIDTH]
+            if sketch != 0 and _would_be_sketched(sketch, width, hashed, range_bits, np.int64(threshold)):
                 out[i] = ADDS_ROW
         else:
             out[i] = ADDS_ROW
@@ -285,7 +286,7 @@ def foresee(
 @kernel
 def remove(c: NDArray[np.int64], keys: NDArray[np.int64]) -> int:
     """Forgets the candidates among keys; how many they were."""
-    return _remove(c, keys, carray(pointer(c[H_COUNTS]), (0,), np.int64))
+    return _remove(c, keys, carray(pointer(c[H_DESCRIPTORS]), (0,), np.int64))
 
 
 @kernel
@@ -293,14 +294,14 @@ def _remove(c: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int6
     """Forgets the candidates among keys, or, unless `rows` is empty, those with rows[i] = 0; how many they were."""
     salt, shift = np.uint64(c[H_SALT]), np.uint64(c[H_SHIFT])
     range_bits = _S64 - shift
-    held = carray(pointer(c[H_COUNTS]), (1 << (64 - c[H_SHIFT]),), np.int64)
+    descriptors = index.descriptors_of(c)
     removed = 0
     for i in range(keys.shape[0]):
         if rows.shape[0] and rows[i] != 0:
             continue
         hashed = hash_key(keys[i], salt)
-        r = np.int64(hashed >> shift)
-        base, capacity = index.segment_of(c, r)
+        at = index.descriptor_of(descriptors, c[H_LAST], np.int64(hashed >> shift))
+        base, capacity = descriptors[at + D_SEGMENT], descriptors[at + D_CAPACITY]
         entry = index.first_entry(hashed, range_bits, base, capacity)
         word = load64(entry + 8)
         while load64(entry) != keys[i] and word != 0:
@@ -308,7 +309,7 @@ def _remove(c: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int6
             word = load64(entry + 8)
         if word != 0:
             index.close_gap(entry, salt, range_bits, base, capacity)
-            held[r] -= 1
+            descriptors[at + D_COUNT] -= 1
             c[H_ROWS] -= 1
             removed += 1
     return removed
@@ -318,22 +319,23 @@ def _remove(c: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int6
 def put(c: NDArray[np.int64], keys: NDArray[np.int64], words: NDArray[np.int64], start: int) -> int:
     """Stores candidates with their words, replacing those of equal keys, from `start` on; returns as `admit` does."""
     salt, shift = np.uint64(c[H_SALT]), np.uint64(c[H_SHIFT])
-    held = carray(pointer(c[H_COUNTS]), (1 << (64 - c[H_SHIFT]),), np.int64)
+    descriptors = index.descriptors_of(c)
     for i in range(start, keys.shape[0]):
         hashed = hash_key(keys[i], salt)
         r = np.int64(hashed >> shift)
-        base, capacity = index.segment_of(c, r)
+        at = index.descriptor_of(descriptors, c[H_LAST], r)
+        base, capacity = descriptors[at + D_SEGMENT], descriptors[at + D_CAPACITY]
         entry = index.first_entry(hashed, _S64 - shift, base, capacity)
         word = load64(entry + 8)
         while load64(entry) != keys[i] and word != 0:
             entry += index.ENTRY
             word = load64(entry + 8)
         if word == 0:
-            if held[r] >= index.row_limit(capacity) or entry >= base + (capacity + min(capacity, 32) - 1) * index.ENTRY:
+            if is_full(descriptors[at + D_COUNT], entry, base, capacity):
                 c[H_NEED] = r
                 return i
             store64(entry, keys[i])
-            held[r] += 1
+            descriptors[at + D_COUNT] += 1
             c[H_ROWS] += 1
         store64(entry + 8, words[i])
     return keys.shape[0]
@@ -347,152 +349,3 @@ def rank(words: NDArray[np.int64]) -> NDArray[np.int64]:
 def last_push(words: NDArray[np.int64]) -> NDArray[np.int64]:
     """When candidates were pushed last: seconds of cluster time, int64 [n]."""
     return words >> _TIME_BIT
-
-
-class Waiting:
-    """The keys of one table that wait for a row, by range: candidates, and the table's sketch.
-
-    header: the table's, by whose policies and times keys are counted."""
-
-    def __init__(self, header: NDArray[np.int64], ranges: int, memory: Allocator) -> None:
-        self._table, self._ranges = header, ranges
-        self.sketches: dict[int, NDArray[np.uint8]] = {}  # by range, uint8 [BLOCKS, width]
-        self._sketch_at = np.zeros(ranges, np.int64)  # their addresses
-        self._widths = np.zeros(ranges, np.int64)  # bytes of a block of each
-        c = self._header = np.zeros(field.HEADER_SIZE, np.int64)
-        self.segments = Segments(c, ranges, memory, _GROWTH, _OWN_BYTES)  # of candidates
-        self.counts = self.segments.counts  # candidates of each range
-        c[H_SALT], c[H_SHIFT] = header[H_SALT], header[H_SHIFT]
-        header[H_WAITING], header[H_SKETCHES] = c.ctypes.data, self._sketch_at.ctypes.data
-        header[H_SKETCH_WIDTHS] = self._widths.ctypes.data
-
-    @property
-    def candidates(self) -> int:
-        """Keys that are counted exactly."""
-        return int(self._header[H_ROWS])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of index segments and sketches."""
-        return self.segments.nbytes + sum(sketch.nbytes for sketch in self.sketches.values())
-
-    def count_range(self, r: int | NDArray[np.int64]) -> int:
-        """Candidates of range r, or of several ranges together."""
-        return int(self.counts[r].sum())
-
-    def size_of(self, r: int | NDArray[np.int64]) -> int:
-        """Bytes that candidates and sketch of range r, or of several ranges, take in pieces and files."""
-        return 16 * self.count_range(r) + BLOCKS * int(self._widths[r].sum())
-
-    def admit(self, keys: NDArray[np.int64], rows: NDArray[np.int64], worker: int, clock: int) -> NDArray[np.float32]:
-        """Counts the pushes of keys [n] without a row (rows[i] = 0), in step `clock` of a worker; sets rows[i] to WAITS
-        where the key gets none yet. Returns how often those that get one were counted before, float32 [n]; see
-        `admit`."""
-        counts, missing = np.full(len(keys), -1, np.float32), np.flatnonzero(rows == 0)
-        keys, found, counted = keys[missing], rows[missing], np.empty(len(missing), np.float32)
-        at = admit(self._table, keys, found, worker, clock, 0, counted)
-        while at < len(keys):
-            self.grow()
-            at = admit(self._table, keys, found, worker, clock, at, counted)
-        remove_admitted(self._table, keys, found)
-        rows[missing], counts[missing] = found, counted
-        return counts
-
-    def foresee(self, keys: NDArray[np.int64], worker: int, clock: int) -> NDArray[np.int64]:
-        """What `admit` would make of keys [n] without a row: ADDS_ROW, ADDS_CANDIDATE or ADDS_NOTHING, int64 [n]."""
-        found = np.empty(len(keys), np.int64)
-        foresee(self._table, keys, worker, clock, found)
-        return found
-
-    def remove(self, keys: NDArray[np.int64]) -> int:
-        """Forgets the candidates among keys [n]; returns how many they were."""
-        return int(remove(self._header, keys)) if self.candidates else 0
-
-    def list_interval(self, r: int, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Candidates of range r whose hashes are in low..high-1: keys and words, int64 [n] each, in no order."""
-        keys, words = np.empty(self.count_range(r), np.int64), np.empty(self.count_range(r), np.int64)
-        n = intervals.list_interval(self._header, r, low, high, keys, words)
-        return keys[:n], words[:n]
-
-    def put(self, keys: NDArray[np.int64], words: NDArray[np.int64]) -> None:
-        """Stores candidates with their words, int64 [n] each."""
-        at = put(self._header, keys, words, 0)
-        while at < len(keys):
-            self.grow()
-            at = put(self._header, keys, words, at)
-
-    def drop_interval(self, r: int, low: int, high: int) -> None:
-        """Forgets the candidates of range r whose hashes are in low..high-1, and the blocks of its sketch."""
-        self.remove(self.list_interval(r, low, high)[0])
-        if r in self.sketches:
-            self._blocks(r, low, high)[:] = 0
-
-    def drop_range(self, r: int) -> None:
-        """Forgets the candidates of range r, and its sketch; gives their memory back."""
-        self._header[H_ROWS] -= self.counts[r]
-        self.counts[r] = 0
-        self.segments.release(r)
-        if r in self.sketches:  # a fresh one: the old one's pages go back to the system
-            self.sketches[r] = np.zeros(self.sketches[r].shape, np.uint8)
-            self._sketch_at[r] = self.sketches[r].ctypes.data
-
-    # --- sketches -----------------------------------------------------------------------------------------------------
-
-    def use_sketch(self, r: int, policy: Admission | None) -> None:
-        """Range r is under this policy: makes its sketch, or gives it back."""
-        width = sketch_width(policy, self._ranges)
-        if width:
-            if r not in self.sketches or self._widths[r] != width:  # counters of another width say nothing
-                self.sketches[r] = np.zeros((BLOCKS, width), np.uint8)
-                self._sketch_at[r], self._widths[r] = self.sketches[r].ctypes.data, width
-        elif r in self.sketches:
-            del self.sketches[r]
-            self._widths[r] = 0
-
-    def halve(self, r: int) -> None:
-        """Halves the counters of range r's sketch."""
-        if r in self.sketches:
-            self.sketches[r] >>= 1
-
-    def read_blocks(self, r: int, low: int, high: int) -> NDArray[np.uint8]:
-        """The blocks of range r's sketch that begin in low..high-1: uint8 [n, width], n = 0 without a sketch."""
-        return self._blocks(r, low, high) if r in self.sketches else NO_BLOCKS
-
-    def write_blocks(self, r: int, low: int, blocks: NDArray[np.uint8]) -> None:
-        """Stores what `read_blocks` gave from `low` on."""
-        first = self._first_block(r, low)
-        self.sketches[r][first : first + len(blocks)] = blocks
-
-    def restore_sketch(self, r: int, blocks: NDArray[np.uint8], bound: int) -> None:
-        """Stores those blocks of a whole sketch of range r, uint8 [BLOCKS, width], that begin below a hash. Counters of
-        another width, or of a range that has no sketch, say nothing: then it stays as it is."""
-        if r in self.sketches and blocks.shape == self.sketches[r].shape:
-            n = self._first_block(r, bound)
-            self.sketches[r][:n] = blocks[:n]
-
-    def _blocks(self, r: int, low: int, high: int) -> NDArray[np.uint8]:
-        return self.sketches[r][self._first_block(r, low) : self._first_block(r, high)]
-
-    def _first_block(self, r: int, hash_: int) -> int:
-        """The first block that begins at a hash or above it."""
-        width = HASH_END // self._ranges
-        return -(-min(max(hash_ - r * width, 0), width) * BLOCKS // width)
-
-    def words(self, r: int) -> list[int]:
-        """Numbers on which replicas of range r must agree, for digests."""
-        found = []
-        if self.counts[r]:
-            keys, words = self.list_interval(r, 0, HASH_END)
-            mixed = (keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) ^ words.astype(np.uint64)
-            mixed *= np.uint64(0x9FB21C651E98DF25)
-            total = np.sum(mixed ^ mixed >> np.uint64(32), dtype=np.uint64)
-            found += [len(keys), int(total.astype(np.int64))]
-        if r in self.sketches and self.sketches[r].any():
-            counters = self.sketches[r].ravel().astype(np.uint64)
-            weights = np.arange(1, len(counters) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-            found.append(int(np.sum(counters * weights, dtype=np.uint64).astype(np.int64)))
-        return found
-
-    def grow(self) -> None:
-        """Makes room for more candidates in the range whose segment was too small."""
-        self.segments.grow(int(self._header[H_NEED]))

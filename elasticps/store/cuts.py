@@ -14,27 +14,36 @@ from numpy.typing import NDArray
 
 from elasticps.store.eviction import MOST_SWEEPS, Sweep, add_sweep
 from elasticps.store.native import MAX_STAMP
+from elasticps.store.range_map import RangeMap
 
 
 class PassedCuts:
-    """newest: number of the newest cut that each range has passed, 0 for none; base: what stamps count from; both int64
-    [ranges]. A stamp says that a row was changed last between the cut base + stamp and the next one; with stamp 0 it
+    """newest: number of the newest cut that each range has passed, 0 for none; base: what stamps count from; stamps:
+    those of rows that change now, at an address that stays; all int64 [ranges]. newest_stamp: the largest of these. A
+    stamp says that a row was changed last between the cut base + stamp and the next one; with stamp 0 it
     may have been earlier."""
 
     most = MAX_STAMP
 
     def __init__(self, ranges: int) -> None:
-        self.newest = np.zeros(ranges, np.int64)
-        self.base = np.zeros(ranges, np.int64)
+        self.newest, self.base, self.stamps = np.zeros((3, ranges), np.int64)
+        self.newest_stamp = 0
+
+    def set(self, ranges: NDArray[np.int64], newest: NDArray[np.int64] | int, base: NDArray[np.int64] | int) -> None:
+        """Sets both numbers of some ranges."""
+        self.newest[ranges], self.base[ranges] = newest, base
+        self.stamps[ranges] = self.newest[ranges] - self.base[ranges]
+        self.newest_stamp = int(self.stamps.max())
 
     def passed(self, ranges: NDArray[np.int64], cut: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """A cut passes in the ranges that have not had it. Returns these, and those of them in which all stamps must be
         reset, as they have no number for this cut."""
         passing = ranges[self.newest[ranges] < cut]
-        far = passing[cut - self.base[passing] > self.most]
-        self.newest[passing] = cut
-        self.base[far] = cut - 1
-        return passing, far
+        base = self.base[passing]
+        far = cut - base > self.most
+        base[far] = cut - 1
+        self.set(passing, cut, base)
+        return passing, passing[far]
 
     def stamp(self, r: int, cut: int) -> int:
         """The stamp of rows that change right after a cut, which is not above the newest."""
@@ -42,6 +51,7 @@ class PassedCuts:
 
 
 _MASK = (1 << 64) - 1
+_FLOOR = 1  # the word of a range in `Deletions`
 SHARE, LEAST = 64, 64  # one in so many rows, but so many of a small range
 _M1, _M2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0x9FB21C651E98DF25)
 
@@ -51,17 +61,29 @@ NO_NOTES: Notes = np.empty((0, 2), np.int64)
 
 
 class Deletions:
-    """The rows of one table that went: deleted keys, and sweeps. floor: int64 [ranges]; what went after an earlier cut
-    is not known in full."""
+    """The rows of one table that went: deleted keys, and sweeps."""
 
     def __init__(self, ranges: int) -> None:
-        self.floor = np.zeros(ranges, np.int64)
+        self._floors = RangeMap(ranges, (0,))  # cuts; what went after an earlier one is not known in full
         self._notes: dict[int, list[Notes]] = {}
         self._sweeps: dict[int, list[Sweep]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is kept by range, notes and sweeps not counted."""
+        return self._floors.nbytes
 
     def ranges(self) -> set[int]:
         """The ranges with notes or sweeps."""
         return self._notes.keys() | self._sweeps.keys()
+
+    def floor(self, r: int) -> int:
+        """The first cut of range r after which all that went is known; 0: all is known."""
+        return self._floors.get(r, _FLOOR)
+
+    def floors(self, ranges: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The same of ranges [n]: int64 [n]."""
+        return self._floors.read(ranges, _FLOOR)
 
     def of(self, r: int) -> Notes:
         """The notes of a range."""
@@ -82,7 +104,7 @@ class Deletions:
 
     def add(self, r: int, notes: Notes) -> None:
         """Adds notes from another replica, without those that are not known in full: replicas would differ."""
-        notes = notes[notes[:, 1] >= self.floor[r]]
+        notes = notes[notes[:, 1] >= self.floor(r)]
         if len(notes):
             self._notes.setdefault(r, []).append(notes)
 
@@ -95,16 +117,17 @@ class Deletions:
 
     def forget(self, r: int, floor: int) -> None:
         """Forgets what was deleted after cuts before `floor`."""
-        if floor > self.floor[r]:
-            self.floor[r] = floor
-            notes = self.of(r)
-            self._notes[r] = [notes[notes[:, 1] >= floor]]
+        if floor > self.floor(r):
+            self._floors.set(r, _FLOOR, floor)
+            if r in self._notes:
+                notes = self.of(r)
+                self._notes[r] = [notes[notes[:, 1] >= floor]]
             if r in self._sweeps:
                 self._sweeps[r] = [sweep for sweep in self._sweeps[r] if sweep.cut >= floor]
 
     def sweep(self, r: int, sweep: Sweep) -> None:
         """Notes a sweep of a range. Before the first cut nobody needs to know. Of too many the oldest are forgotten."""
-        if sweep.cut and sweep.cut >= self.floor[r]:
+        if sweep.cut and sweep.cut >= self.floor(r):
             sweeps = self._sweeps.setdefault(r, [])
             add_sweep(sweeps, sweep)
             if len(sweeps) > MOST_SWEEPS:
@@ -112,7 +135,7 @@ class Deletions:
 
     def load_sweeps(self, r: int, sweeps: Iterable[Sweep]) -> None:
         """Takes over the sweeps that another replica has of a range, as they are: joined anew they might be fewer."""
-        if found := [sweep for sweep in sweeps if sweep.cut >= self.floor[r]]:
+        if found := [sweep for sweep in sweeps if sweep.cut >= self.floor(r)]:
             self._sweeps[r] = found
 
     def sweeps(self, r: int) -> list[Sweep]:
@@ -121,7 +144,7 @@ class Deletions:
 
     def erase(self, r: int) -> None:
         """Forgets a range that is not here any more."""
-        self.floor[r] = 0
+        self._floors.drop(r)
         self._notes.pop(r, None)
         self._sweeps.pop(r, None)
 
@@ -141,4 +164,4 @@ class Deletions:
         total = np.sum(mixed ^ mixed >> np.uint64(32), dtype=np.uint64)
         swept = sum(sweep.word for sweep in self.sweeps(r))
         word = (int(total) + swept) & _MASK
-        return int(self.floor[r]), word - (word >> 63 << 64)
+        return self.floor(r), word - (word >> 63 << 64)

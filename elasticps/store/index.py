@@ -20,17 +20,19 @@ from numpy.typing import NDArray
 from elasticps.kernels.hashing import hash_key as _hash_key
 from elasticps.store.native import (
     ADDRESS,
-    D_STAMP,
+    D_CAPACITY,
+    D_COUNT,
+    D_SEGMENT,
     DESCRIPTOR,
     H_ASIDE,
     H_CONSTANTS,
-    H_COUNTS,
     H_DESCRIPTORS,
     H_DIM,
     H_DTYPE,
     H_END,
     H_FREE,
     H_HIGH,
+    H_LAST,
     H_LOW,
     H_NEED,
     H_NEXT,
@@ -41,6 +43,7 @@ from elasticps.store.native import (
     H_SLOTS_AT,
     H_STALE,
     H_STAMP,
+    H_STAMPS,
     H_STRIDE,
     H_UNSWEPT,
     H_USAGE_AT,
@@ -60,6 +63,7 @@ from elasticps.store.native import (
     prefetch,
     store64,
 )
+from elasticps.store.range_map import place_of
 from elasticps.store.values import absent_weights, blank_row, initial_weights, unpack, write_weights
 
 hash_key: Any = _hash_key  # numba integers, which are no np.int64 to a type checker
@@ -92,16 +96,23 @@ def row_limit(capacity: int) -> int:
 
 @inlined
 def descriptors_of(h: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The ranges' descriptors, flat."""
-    found: NDArray[np.int64] = carray(pointer(h[H_DESCRIPTORS]), (DESCRIPTOR << (64 - h[H_SHIFT]),), np.int64)
+    """The ranges' descriptors, flat: see `descriptor_of`."""
+    found: NDArray[np.int64] = carray(pointer(h[H_DESCRIPTORS]), (DESCRIPTOR * (h[H_LAST] + 1),), np.int64)
     return found
+
+
+@inlined
+def descriptor_of(descriptors: NDArray[np.int64], last: int, r: int | np.int64) -> int:
+    """Where range r's descriptor begins. last: H_LAST."""
+    return place_of(descriptors, last, DESCRIPTOR, r)
 
 
 @kernel
 def segment_of(h: NDArray[np.int64], r: int | np.int64) -> tuple[int, int]:
     """Address and capacity of range r's segment."""
     descriptors = descriptors_of(h)
-    return descriptors[DESCRIPTOR * r], descriptors[DESCRIPTOR * r + 1]
+    at = descriptor_of(descriptors, h[H_LAST], r)
+    return descriptors[at + D_SEGMENT], descriptors[at + D_CAPACITY]
 
 
 @kernel
@@ -113,10 +124,10 @@ def first_entry(hashed: np.uint64, range_bits: np.uint64, base: int, capacity: i
 
 
 @kernel
-def _start(key: int, salt: np.uint64, shift: np.uint64, descriptors: NDArray[np.int64]) -> np.int64:
+def _start(key: int, salt: np.uint64, shift: np.uint64, descriptors: NDArray[np.int64], last: int) -> np.int64:
     hashed = hash_key(key, salt)
-    at = np.int64(hashed >> shift) * DESCRIPTOR
-    return first_entry(hashed, _S64 - shift, descriptors[at], descriptors[at + 1])
+    at = descriptor_of(descriptors, last, np.int64(hashed >> shift))
+    return first_entry(hashed, _S64 - shift, descriptors[at + D_SEGMENT], descriptors[at + D_CAPACITY])
 
 
 @linked(WORDS, KEYS, WORDS)
@@ -127,10 +138,10 @@ def find(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64])
     many searches find nothing, which takes them to the next line.
     """
     salt, shift, newest = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT]), h[H_STAMP]
-    descriptors = descriptors_of(h)
+    descriptors, last = descriptors_of(h), h[H_LAST]
     n, next_line = keys.shape[0], h[H_USAGE_AT] != 0
     for i in range(min(n, INDEX_PREFETCH)):
-        entry = _start(keys[i], salt, shift, descriptors)
+        entry = _start(keys[i], salt, shift, descriptors, last)
         prefetch(entry)
         if next_line:
             prefetch(entry + 64)
@@ -138,7 +149,7 @@ def find(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64])
     missing = differences = 0
     for i in range(n):
         if i + INDEX_PREFETCH < n:
-            following = _start(keys[i + INDEX_PREFETCH], salt, shift, descriptors)
+            following = _start(keys[i + INDEX_PREFETCH], salt, shift, descriptors, last)
             prefetch(following)
             if next_line:
                 prefetch(following + 64)
@@ -243,14 +254,15 @@ def insert(
     """
     salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
     descriptors = descriptors_of(h)
-    counts = carray(pointer(h[H_COUNTS]), (1 << (64 - h[H_SHIFT]),), np.int64)
+    stamps = carray(pointer(h[H_STAMPS]), (1 << (64 - h[H_SHIFT]),), np.int64)
     for i in range(start, keys.shape[0]):
         if rows[i] != 0:
             continue
         key = keys[i]
         hashed = hash_key(key, salt)
         r = np.int64(hashed >> shift)
-        base, capacity = descriptors[DESCRIPTOR * r], descriptors[DESCRIPTOR * r + 1]
+        at = descriptor_of(descriptors, h[H_LAST], r)
+        base, capacity = descriptors[at + D_SEGMENT], descriptors[at + D_CAPACITY]
         entry = first_entry(hashed, _S64 - shift, base, capacity)
         row = load64(entry + 8)
         while load64(entry) != key and row != 0:
@@ -258,7 +270,7 @@ def insert(
             row = load64(entry + 8)
         if row == 0:
             last = base + (capacity + min(capacity, 32) - 1) * ENTRY
-            if counts[r] >= row_limit(capacity) or entry >= last:
+            if descriptors[at + D_COUNT] >= row_limit(capacity) or entry >= last:
                 h[H_NEED] = r
                 return i
             row = _take_row(h)
@@ -266,8 +278,8 @@ def insert(
                 h[H_NEED] = NEED_SLAB
                 return i
             store64(entry, key)
-            store64(entry + 8, row | descriptors[DESCRIPTOR * r + D_STAMP] << STAMP_BIT)
-            counts[r] += 1
+            store64(entry + 8, row | stamps[r] << STAMP_BIT)
+            descriptors[at + D_COUNT] += 1
             h[H_ROWS] += 1
             if mode != LEAVE_BLANK:
                 blank_row(h, row)
@@ -298,7 +310,8 @@ def _initialise(h: NDArray[np.int64], key: int, row: int) -> None:
 
 @kernel
 def regrow(h: NDArray[np.int64], r: int, segment: int, capacity: int) -> bool:
-    """Moves range r's entries to a new segment. False if one found no place, and r keeps its old segment."""
+    """Moves the entries of range r, which has a descriptor, to a new segment. False if one found no place, and r keeps
+    its old segment."""
     salt, range_bits = np.uint64(h[H_SALT]), _S64 - np.uint64(h[H_SHIFT])
     descriptors = descriptors_of(h)
     entries = capacity + min(capacity, 32)
@@ -318,8 +331,9 @@ def regrow(h: NDArray[np.int64], r: int, segment: int, capacity: int) -> bool:
             return False
         store64(entry, key)
         store64(entry + 8, row)
-    descriptors[DESCRIPTOR * r] = segment
-    descriptors[DESCRIPTOR * r + 1] = capacity
+    at = descriptor_of(descriptors, h[H_LAST], r)
+    descriptors[at + D_SEGMENT] = segment
+    descriptors[at + D_CAPACITY] = capacity
     return True
 
 
@@ -354,13 +368,13 @@ def remove(h: NDArray[np.int64], keys: NDArray[np.int64]) -> int:
     """Forgets the rows of keys, those that have one; returns how many."""
     salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
     range_bits = _S64 - np.uint64(h[H_SHIFT])
-    counts = carray(pointer(h[H_COUNTS]), (1 << (64 - h[H_SHIFT]),), np.int64)
+    descriptors = descriptors_of(h)
     removed = 0
     for i in range(keys.shape[0]):
         key = keys[i]
         hashed = hash_key(key, salt)
-        r = np.int64(hashed >> shift)
-        base, capacity = segment_of(h, r)
+        at = descriptor_of(descriptors, h[H_LAST], np.int64(hashed >> shift))
+        base, capacity = descriptors[at + D_SEGMENT], descriptors[at + D_CAPACITY]
         gap = first_entry(hashed, range_bits, base, capacity)
         row = load64(gap + 8)
         while load64(gap) != key and row != 0:
@@ -370,7 +384,7 @@ def remove(h: NDArray[np.int64], keys: NDArray[np.int64]) -> int:
             continue
         _give_back(h, row & ADDRESS)
         h[H_ROWS] -= 1
-        counts[r] -= 1
+        descriptors[at + D_COUNT] -= 1
         removed += 1
         close_gap(gap, salt, range_bits, base, capacity)
     return removed

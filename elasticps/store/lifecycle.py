@@ -13,25 +13,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.errors import InputError
-from elasticps.model.policies import Admission, Capacity, Eviction, MinCount, half_life_of, word_of
+from elasticps.model.policies import Admission, Capacity, Eviction, MinCount, MinCountSketch, half_life_of, word_of
 from elasticps.model.spec import TableSpec
 from elasticps.store import admission, usage
 from elasticps.store import native as field
-from elasticps.store.admission import WAITS, Waiting
+from elasticps.store.admission import WAITS
 from elasticps.store.eviction import Measure, Predicate, Reason
 from elasticps.store.memory import Allocator
 from elasticps.store.native import (
     H_ADMITS,
-    H_ADMITTED,
-    H_POLICIES,
     H_SPARE,
     H_STRIDE,
     H_TIMES,
     H_USAGE_AT,
     H_USAGE_FLOATS,
 )
+from elasticps.store.range_map import RangeMap
 from elasticps.store.registry import load_lifecycle
 from elasticps.store.updates import FOUND, USED
+from elasticps.store.waiting import Waiting
 
 _NO_FLOATS = np.empty(0, np.float32)
 Keys = NDArray[np.int64]
@@ -72,6 +72,13 @@ class MeasuredSweep(NamedTuple):
         return self.found.get(r) if same else None
 
 
+def _numbers_of(spec: TableSpec) -> tuple[int, int, int, int]:
+    """Policies as kernels know them: the words from `native.P_DECAY` to P_WORD."""
+    half_life, (number, threshold) = half_life_of(spec.eviction), admission.numbers_of(spec.admission)
+    decay, bound = np.array([1.0 / half_life if half_life else 0.0, threshold]).view(np.int64).tolist()
+    return decay, number, bound, word_of(*policies_of(spec))
+
+
 NOTHING_MEASURED = MeasuredSweep(-1, 0, 0, Predicate(Measure.LAST_USE, Reason.IDLE, 0), {})
 
 
@@ -100,8 +107,8 @@ class StoredRows(Protocol):
 class Lifecycle:
     """Admission, usage and eviction of a table whose rows keep their usage.
 
-    times: cluster time of each range in seconds, int64 [ranges], shared by all tables of a store. admitted: keys that
-    an admission policy gave a row, int64 [ranges]; evicted: rows and candidates that went, int64 [reasons, ranges].
+    times: cluster time of each range in seconds, int64 [ranges], shared by all tables of a store. A range has policies
+    of its own in `_policies` once it is under others than the table, has a sketch, or has had rows or candidates.
     """
 
     def __init__(
@@ -110,23 +117,44 @@ class Lifecycle:
         load_lifecycle()
         self.spec = spec  # as the table was made here
         self.times = times
-        self.waiting = Waiting(header, len(times), memory)
-        self.admitted = np.zeros(len(times), np.int64)
-        self.evicted = np.zeros((len(Reason), len(times)), np.int64)
-        self.measured = NOTHING_MEASURED  # for the sweep that is being logged
         self._header = header
-        self._policies = np.zeros((len(times), field.POLICY), np.float64)
+        blank = [*_numbers_of(spec), *(0 for _ in range(field.P_ADMITTED, field.POLICY))]
+        self._policies = RangeMap(len(times), blank, header, field.H_POLICIES)
+        self.waiting = Waiting(header, self._policies, memory)
+        self.waiting.segments.begun = self.count
+        self.measured = NOTHING_MEASURED  # for the sweep that is being logged
         self._changed: dict[int, TableSpec] = {}  # specs of ranges whose policies are others than the table's
-        self.decided = np.zeros(len(times), np.bool_)  # ranges whose log has said what policies they are under
+        self._decided = np.zeros(-(-len(times) // 8), np.uint8)  # bits, the lowest first: see `decided`
         self._bounds: frozenset[tuple[bool, int]] | None = None  # as `bounds` gives them; None: look
-        self.version = 0  # how often policies were set
-        self._words = np.zeros(len(times), np.int64)  # of the policies that ranges are under; 0 where none is decided
+        self.version = 1  # how often policies were set
         header[H_USAGE_AT], header[H_USAGE_FLOATS] = usage_at, spec.usage_floats
-        header[H_TIMES], header[H_POLICIES] = times.ctypes.data, self._policies.ctypes.data
+        header[H_TIMES] = times.ctypes.data
         self._spare = np.zeros(int(header[H_STRIDE]) // 8, np.int64)  # a row of no key
-        header[H_SPARE], header[H_ADMITTED] = self._spare.ctypes.data, self.admitted.ctypes.data
-        self._set(np.arange(len(times)), spec)
-        self._words[:] = 0
+        header[H_SPARE] = self._spare.ctypes.data
+        header[H_ADMITS] = blank[field.P_ADMISSION - 1] > 0
+
+    @property
+    def decided(self) -> NDArray[np.int64]:
+        """The ranges whose log has said what policies they are under."""
+        return np.flatnonzero(np.unpackbits(self._decided, bitorder="little"))
+
+    def is_decided(self, r: int) -> bool:
+        """Whether the log of range r has said what policies it is under."""
+        return bool(self._decided[r >> 3] >> (r & 7) & 1)
+
+    def count(self, r: int) -> None:
+        """Range r gets a row, or a candidate: kernels count there from now on."""
+        self._policies.set(r, field.P_COUNTED, 1)
+
+    @property
+    def admitted(self) -> NDArray[np.int64]:
+        """Keys that an admission policy gave a row, int64 [ranges]."""
+        return self._policies.everywhere(field.P_ADMITTED)
+
+    @property
+    def descriptor_bytes(self) -> int:
+        """Bytes of the descriptors of ranges."""
+        return self._policies.nbytes + self._decided.nbytes + self.waiting.segments.descriptors.nbytes
 
     def spec_of(self, r: int) -> TableSpec:
         """The table's spec with the policies that range r is under."""
@@ -147,30 +175,34 @@ class Lifecycle:
 
     def under(self, r: int, word: int) -> bool:
         """Whether range r is under the policies with that word, see `word_of`; 0: whatever it is under."""
-        return word in (0, self._words[r])
+        return word in (0, self._word(r))
+
+    def _word(self, r: int) -> int:
+        """That of range r, 0 while none is decided."""
+        return self._policies.get(r, field.P_WORD) if self.is_decided(r) else 0
 
     def set_policies(self, ranges: Ranges, chosen: Admission | None, evictions: Sequence[Eviction]) -> None:
         """Puts ranges [n] under these policies. SpecError if the rows do not keep what they need."""
         self._set(ranges, self.spec.with_policies(chosen, evictions))
-        self.decided[ranges] = True
+        np.bitwise_or.at(self._decided, ranges >> 3, (1 << (ranges & 7)).astype(np.uint8))
 
     def begin(self, ranges: Ranges, spec: TableSpec) -> None:
         """The table was created in ranges [n], with these policies. They count unless there are some: a worker that
         opens the table later may not know of those that were set since."""
-        new = ranges[~self.decided[ranges]]
+        new = np.array([r for r in ranges.tolist() if not self.is_decided(r)], np.int64)
         if len(new):
             self.set_policies(new, spec.admission, spec.eviction)
 
     @property
     def evicts(self) -> bool:
         """Whether some range is under a policy that evicts rows."""
-        return any(self.spec_of(r).eviction for r in np.flatnonzero(self.decided).tolist())
+        return any(self.spec_of(r).eviction for r in self.decided.tolist())
 
     @property
     def bounds(self) -> frozenset[tuple[bool, int]]:
         """How many rows, and keys that wait for one (True), policies of ranges here allow the whole table."""
         if self._bounds is None:
-            policies = {(s.admission, s.eviction) for s in map(self.spec_of, np.flatnonzero(self.decided).tolist())}
+            policies = {(s.admission, s.eviction) for s in map(self.spec_of, self.decided.tolist())}
             rows = {(False, p.rows) for _, evictions in policies for p in evictions if isinstance(p, Capacity)}
             most = {(True, p.most) for p, _ in policies if isinstance(p, MinCount) and p.most is not None}
             self._bounds = frozenset(rows | most)
@@ -184,13 +216,13 @@ class Lifecycle:
         else:
             self._changed.update(dict.fromkeys(ranges.tolist(), spec))
         self.version += 1
-        self._words[ranges] = word_of(*policies_of(spec))
-        half_life = half_life_of(spec.eviction)
-        number, threshold = admission.numbers_of(spec.admission)
-        self._policies[ranges] = 1.0 / half_life if half_life else 0.0, number, threshold
-        for r in ranges.tolist():
+        for word, value in enumerate(_numbers_of(spec), field.P_DECAY):
+            apart = self._policies.read(ranges, word) != value  # mostly none: then they need no policies of their own
+            self._policies.write(ranges[apart], word, value)
+        for r in ranges.tolist() if isinstance(spec.admission, MinCountSketch) or self.waiting.sketches else ():
             self.waiting.use_sketch(r, spec.admission)
-        self._header[H_ADMITS] = bool(self._policies[:, field.P_ADMISSION].any()) or self.waiting.candidates > 0
+        admits = self._policies.words[:, field.P_ADMISSION].any()
+        self._header[H_ADMITS] = bool(admits) or self.waiting.candidates > 0
 
     # --- pushes -------------------------------------------------------------------------------------------------------
 
@@ -270,35 +302,43 @@ class Lifecycle:
             unsure = by.unsure(ranks[chosen]) & (words[chosen] >> field.STAMP_BIT >= stamp)
             table.note_gone(gone[unsure])
             table.forget(gone)
-        self.evicted[by.reason, r] += len(gone)
+        word = field.P_EVICTED + by.reason
+        self._policies.set(r, word, self._policies.get(r, word) + len(gone))
         return len(gone)
 
     @property
     def sketch_bytes(self) -> int:
-        """Bytes of sketches in ranges whose log has made them; of others no page is used."""
-        return sum(one.nbytes for r, one in self.waiting.sketches.items() if self.decided[r])
+        """Bytes of sketches."""
+        return sum(one.nbytes for one in self.waiting.sketches.values())
 
     def counts(self, ranges: NDArray[np.int64]) -> dict[str, Any]:
         """What there is and what has happened here in ranges [n]: keys that wait for a row, keys that a policy gave
         one, and what was forgotten, by reason."""
         return {
             "candidates": sum(self.waiting.count_range(r) for r in ranges.tolist()),
-            "admitted": int(self.admitted[ranges].sum()),
-            "evicted": {reason.name.lower(): int(self.evicted[reason, ranges].sum()) for reason in Reason},
+            "admitted": int(self._policies.read(ranges, field.P_ADMITTED).sum()),
+            "evicted": {
+                reason.name.lower(): int(self._policies.read(ranges, field.P_EVICTED + reason).sum())
+                for reason in Reason
+            },
         }
 
     def words(self, r: int) -> list[int]:
         """Numbers on which replicas of range r must agree: of its policies, and of keys that wait for a row. None while
         the table is not created there: a replica may know it by other ranges, and others not."""
-        if not self.decided[r]:
+        if not self.is_decided(r):
             return []
-        return [int(self._words[r]), *self.waiting.words(r)]
+        return [self._word(r), *self.waiting.words(r)]
 
     def erase(self, ranges: Ranges) -> None:
         """Forgets ranges [n] that are not here any more."""
-        self._set(ranges, self.spec)
-        self.decided[ranges] = False
-        self._words[ranges] = 0
+        self._bounds = None
+        self.version += 1
+        np.bitwise_and.at(self._decided, ranges >> 3, (~(1 << (ranges & 7))).astype(np.uint8))
+        for r in ranges.tolist():
+            self._changed.pop(r, None)
+            self.waiting.use_sketch(r, None)
+            self._policies.drop(r)
 
     def advance(self, ranges: Ranges, before: Ranges) -> None:
         """Cluster time of ranges [n] has gone on from `before`, seconds [n]: halves sketches where that is due."""

@@ -28,8 +28,9 @@ _compile_inline: Any = njit(nogil=True, cache=True, error_model="numpy", inline=
 
 # Fields of a table's header, int64 [HEADER_SIZE].
 (
-    H_DESCRIPTORS,  # address of int64 [ranges, DESCRIPTOR]: see D_…
-    H_COUNTS,  # address of int64 [ranges]: rows of a range
+    H_DESCRIPTORS,  # address of the descriptors of ranges with rows, a `range_map.RangeMap`: see D_…
+    H_LAST,  # its capacity less one
+    H_STAMPS,  # address of int64 [ranges]: the stamp of rows of a range that change now
     H_SALT,
     H_SHIFT,
     H_DIM,
@@ -55,7 +56,7 @@ _compile_inline: Any = njit(nogil=True, cache=True, error_model="numpy", inline=
     H_FINITE,  # 1: gradients are refused that are not all finite
     H_STAMP,  # newest stamp of any range, where it stands in an index entry
     H_STALE,  # of the keys that were looked up last: 0 if all have a row with that stamp, else how many they are
-    H_RETAINED,  # address of int64 [parts]: newest record of a row kept for a checkpoint, 0 = none; 0: none are kept
+    H_RETAINED,  # 1 while rows are kept for a checkpoint, of ranges with D_RETAINED
     H_RETAINED_SHIFT,  # right shift that turns a hash into its part, an interval of a range
     H_CURSOR,  # the parts before it have been written
     H_RETAINED_FREE,  # first of the records given back, each holding the address of the next; 0 = none
@@ -65,26 +66,28 @@ _compile_inline: Any = njit(nogil=True, cache=True, error_model="numpy", inline=
     H_USAGE_AT,  # byte in the row where its usage starts: last use, count, and a score; 0 if rows keep none
     H_USAGE_FLOATS,  # 2, or 3 with a score
     H_TIMES,  # address of int64 [ranges]: cluster time of a range in seconds
-    H_POLICIES,  # address of float64 [ranges, POLICY]: see P_…
+    H_POLICIES,  # address of the policies of ranges, a `range_map.RangeMap`: see P_…
+    H_POLICIES_LAST,  # its capacity less one
     H_ADMITS,  # 1 if keys without a row may have to wait for one
     H_WAITING,  # address of the header of the keys that wait: their index, in fields of the same numbers
-    H_SKETCHES,  # address of int64 [ranges]: address of a range's sketch
-    H_SKETCH_WIDTHS,  # address of int64 [ranges]: bytes of a block of each
     H_SPARE,  # address of a row of no key: pushes of keys that wait change it in place of a row of theirs
-    H_ADMITTED,  # address of int64 [ranges]: keys that an admission policy has given a row
     HEADER_SIZE,
-) = range(45)
+) = range(44)
 NEED_SLAB = -1
 
-# Of a range: the share of a half-life in a second, 0 if counts never fall; the number of the admission policy, see
-# `admission`, and its threshold.
-P_DECAY, P_ADMISSION, P_THRESHOLD, POLICY = 0, 1, 2, 3
+# Of a range whose policies are others than its table's, or in which something is counted: its number; the bits of a
+# float64, the share of a half-life in a second, 0 if counts never fall; the number of the admission policy, see
+# `admission`, and the bits of its threshold; a word that stands for all policies, see `policies.word_of`; keys that the
+# policy has given a row; what was evicted, by reason; the address of its sketch, 0 for none, and bytes of a block of
+# that; 1 once there was a row, or a key that waits for one.
+P_RANGE, P_DECAY, P_ADMISSION, P_THRESHOLD, P_WORD, P_ADMITTED, P_EVICTED = range(7)
+P_SKETCH, P_WIDTH, P_COUNTED, POLICY = 11, 12, 13, 14
 
-# Of a range: where its index segment lies, its capacity, the stamp of rows that change now, and from which stamp on
-# rows are kept aside before they do.
-D_SEGMENT, D_CAPACITY, D_STAMP, D_SINCE, DESCRIPTOR = 0, 1, 2, 3, 4
+# Of a range with rows: its number, where its index segment lies, its capacity, its rows, and the address of what is
+# kept aside of it, 0 if nothing is: the stamp from which on rows are, before they change, then the newest record of
+# each of its parts, 0 = none.
+D_RANGE, D_SEGMENT, D_CAPACITY, D_COUNT, D_RETAINED, DESCRIPTOR = 0, 1, 2, 3, 4, 5
 MAX_STAMP = (1 << 15) - 1
-NEVER = MAX_STAMP + 1  # D_SINCE where nothing is kept aside
 STAMP_BIT = 48  # of an index entry's second word; the row's address is below, the highest bit is 0
 ADDRESS = (1 << STAMP_BIT) - 1
 

@@ -13,6 +13,7 @@ from elasticps.store import native as field
 from elasticps.store import stamps
 from elasticps.store.cuts import PassedCuts
 from elasticps.store.memory import Allocator
+from elasticps.store.range_map import RangeMap
 
 _FIELDS = [
     field.H_RETAINED, field.H_RETAINED_FREE, field.H_RETAINED_NEXT, field.H_RETAINED_END, field.H_RETAINED_ROOM,
@@ -21,6 +22,7 @@ _BLOCK = 1 << 20  # bytes
 _FIRST_RECORDS = 64
 _PART_BYTES = 128 << 10  # of rows, that a writer gets at once
 _PART_ROWS = 4096
+_NO_RECORDS = np.empty(0, np.int64)
 
 
 class Allowance:
@@ -32,6 +34,7 @@ class Allowance:
 
     def __init__(self, budget_bytes: int, full: Callable[[], None], burst: Callable[[], None]) -> None:
         self.budget_bytes = budget_bytes
+        self.ranges: set[int] = set()  # of which rows have been retained since `RetainedRows.begin`
         self._full, self._burst = full, burst
         self.tables: list[RetainedRows] = []
 
@@ -81,20 +84,20 @@ class RetainedRows:
     hashes, which a writer gets one after the other, in ascending order."""
 
     def __init__(
-        self, header: NDArray[np.int64], descriptors: NDArray[np.int64], counts: NDArray[np.int64], cuts: PassedCuts,
-        memory: Allocator, allowance: Allowance,
+        self, header: NDArray[np.int64], descriptors: RangeMap, cuts: PassedCuts, memory: Allocator,
+        allowance: Allowance,
     ) -> None:  # fmt: skip
-        self._header, self._descriptors, self._counts, self._cuts = header, descriptors, counts, cuts
+        self._header, self._descriptors, self._cuts = header, descriptors, cuts
         self._memory, self._allowance = memory, allowance
         self._stride = int(header[field.H_STRIDE])
-        largest = int(counts.max())
+        largest = int(descriptors.words[:, field.D_COUNT].max())
         bits = max(largest * self._stride // _PART_BYTES, largest // _PART_ROWS).bit_length()
         self.parts = 1 << bits
         self.rows_at_once = max(1, min(_PART_BYTES // self._stride, _PART_ROWS))  # about, that a writer should take
-        self._newest = np.zeros(len(counts) << bits, np.int64)
+        self._of: dict[int, NDArray[np.int64]] = {}  # by range with rows: since which stamp, newest record of each part
         self._record = stamps.RECORD + self._stride
         self._blocks: dict[int, int] = {}  # address -> bytes
-        header[field.H_RETAINED] = self._newest.ctypes.data
+        header[field.H_RETAINED] = 1
         header[field.H_RETAINED_SHIFT] = header[field.H_SHIFT] - bits
         header[field.H_CURSOR] = 0
         allowance.tables.append(self)
@@ -111,11 +114,23 @@ class RetainedRows:
 
     def begin(self, ranges: NDArray[np.int64], since: int) -> None:
         """Retains rows of some ranges from now on: those changed after cut `since` (0: all)."""
-        self._descriptors[ranges, field.D_SINCE] = np.maximum(0, since - self._cuts.base[ranges]) if since else 0
+        self._allowance.ranges.update(ranges.tolist())
+        with_rows = np.intersect1d(ranges, self._descriptors.there)
+        new = [r for r in with_rows.tolist() if r not in self._of]
+        self._of.update(zip(new, np.zeros((len(new), 1 + self.parts), np.int64), strict=True))
+        for r in with_rows.tolist():
+            self._of[r][0] = self._cuts.stamp(r, since) if since else 0
+            self._descriptors.set(r, field.D_RETAINED, self._of[r].ctypes.data)
+
+    def end(self, ranges: NDArray[np.int64]) -> None:
+        """Retains no more rows of some ranges: they pass a later cut, or are not here any more."""
+        self._allowance.ranges.difference_update(ranges.tolist())
+        for r in np.intersect1d(ranges, self._descriptors.there).tolist():
+            self._descriptors.set(r, field.D_RETAINED, 0)
 
     def keeps(self, r: int) -> bool:
         """Whether it has retained rows of a range all the time since `begin`."""
-        return int(self._descriptors[r, field.D_SINCE]) != field.NEVER
+        return r in self._allowance.ranges
 
     def make_room(self, records: int) -> None:
         """Makes room to retain so many rows. If all tables together take too much, nothing is retained any more."""
@@ -138,14 +153,17 @@ class RetainedRows:
 
     def list_range(self, r: int, since: int) -> Listed:
         """Lists the keys of range r whose rows were changed after cut `since` (0: all)."""
-        keys, starts = np.empty(self._counts[r], np.int64), np.zeros(self.parts + 1, np.int64)
+        keys, starts = np.empty(self._descriptors.get(r, field.D_COUNT), np.int64), np.zeros(self.parts + 1, np.int64)
         stamps.list_parts(self._header, r, self._cuts.stamp(r, since) if since else 0, keys, starts)
         return Listed(r, since, keys, starts)
 
     def most(self, listed: Listed, part: int, end: int) -> int:
         """An upper bound of the rows in the parts from `part` up to `end`."""
-        first = listed.range * self.parts
-        return len(listed.keys_of(part, end)) + int(stamps.count_retained(self._header, first + part, first + end))
+        return len(listed.keys_of(part, end)) + int(stamps.count_retained(self._newest(listed.range, part, end)))
+
+    def _newest(self, r: int, part: int, end: int) -> NDArray[np.int64]:
+        """The newest record of each of some parts; of a range that had no rows there are none."""
+        return self._of[r][1 + part : 1 + end] if r in self._of else _NO_RECORDS
 
     def take(self, listed: Listed, part: int, end: int, cut: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Keys of the parts from `part` up to `end`, and words of their rows as they were when cut `cut` passed: valid
@@ -157,7 +175,7 @@ class RetainedRows:
         n = stamps.choose(h, r, since, self._cuts.stamp(r, cut), some, words)
         keys[:n] = some[:n]
         m += n - len(some)
-        stamps.pass_parts(h, r * self.parts + part, r * self.parts + end, keys[n:], words[n:])
+        stamps.pass_parts(h, self._newest(r, part, end), r * self.parts + end, keys[n:], words[n:])
         return keys[:m], words[:m]
 
     def base(self, r: int) -> int:
@@ -168,7 +186,8 @@ class RetainedRows:
         """Retains nothing any more, and gives the memory back."""
         h = self._header
         h[_FIELDS] = 0
-        self._descriptors[:, field.D_SINCE] = field.NEVER
+        self._descriptors.words[:, field.D_RETAINED] = 0
+        self._of.clear()
         for block in self._blocks:
             self._memory.free(block)
         self._blocks.clear()

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from elasticps.store import index
 from elasticps.store import native as field
 from elasticps.store.memory import Allocator
+from elasticps.store.segments import Segments
 
 _LAST_SLAB = 1 << 26  # bytes
 _RECLAIM_BYTES, _RECLAIM_SHARE = 4 << 20, 8  # with so much of it dropped, and such a part, a table gives memory back
@@ -15,13 +16,13 @@ _FIELDS = [field.H_FREE, field.H_NEXT, field.H_END, field.H_LOW, field.H_HIGH, f
 
 
 class Slabs:
-    """The slabs of one table. header: the table's, with their state for kernels; counts: rows of each range."""
+    """The slabs of one table. header: the table's, with their state for kernels; segments: of its index."""
 
-    def __init__(self, header: NDArray[np.int64], counts: NDArray[np.int64], memory: Allocator) -> None:
+    def __init__(self, header: NDArray[np.int64], segments: Segments, memory: Allocator) -> None:
         self.nbytes = 0
-        self._header, self._counts, self._memory = header, counts, memory
+        self._header, self._segments, self._memory = header, segments, memory
         self._slabs: dict[int, int] = {}  # address -> bytes
-        self._emptied_ranges = 0  # ranges that have no row any more in the slab that is being emptied
+        self._to_empty: list[int] = []  # ranges that may have rows in the slab that is being emptied, the next one last
 
     @property
     def reusable_bytes(self) -> int:
@@ -50,17 +51,16 @@ class Slabs:
     def reclaim(self, rows: int) -> int:
         """Gives memory of dropped rows back to the system, by moving others together, a slab at a time and about `rows`
         rows in a call. Returns how many are left for other tables."""
-        h, ranges = self._header, len(self._counts)
+        h, left = self._header, self._to_empty
         if not h[field.H_LOW] and not self._choose():
             return rows
         rows -= int(index.sweep(h, rows))
-        while rows > 0 and self._emptied_ranges < ranges:
-            if not index.move_out(h, self._emptied_ranges):
+        while rows > 0 and left:
+            if not index.move_out(h, left[-1]):
                 index.keep_slab(h)
                 return rows
-            rows -= 1 + int(self._counts[self._emptied_ranges])
-            self._emptied_ranges += 1
-        if not h[field.H_UNSWEPT] and self._emptied_ranges == ranges:
+            rows -= 1 + self._segments.count(left.pop())
+        if not h[field.H_UNSWEPT] and not left:
             slab = int(h[field.H_LOW])
             self.nbytes -= self._slabs.pop(slab)
             self._memory.free(slab)
@@ -78,5 +78,6 @@ class Slabs:
             return False
         nbytes, slab = max(fitting)
         h[field.H_LOW], h[field.H_HIGH] = slab, slab + nbytes
-        h[field.H_UNSWEPT], h[field.H_FREE], self._emptied_ranges = h[field.H_FREE], 0, 0
+        h[field.H_UNSWEPT], h[field.H_FREE] = h[field.H_FREE], 0
+        self._to_empty[:] = self._segments.descriptors.there[::-1].tolist()  # others get rows elsewhere
         return True

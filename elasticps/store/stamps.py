@@ -16,13 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.kernels.hashing import hash_key as _hash_key
-from elasticps.store.index import ENTRY, copy_out, descriptors_of, first_entry, segment_of
+from elasticps.store.index import ENTRY, copy_out, descriptor_of, descriptors_of, first_entry, segment_of
 from elasticps.store.native import (
     ADDRESS,
-    D_SINCE,
-    D_STAMP,
-    DESCRIPTOR,
+    D_CAPACITY,
+    D_RETAINED,
+    D_SEGMENT,
     H_CURSOR,
+    H_LAST,
     H_RETAINED,
     H_RETAINED_FREE,
     H_RETAINED_NEXT,
@@ -31,14 +32,17 @@ from elasticps.store.native import (
     H_SALT,
     H_SHIFT,
     H_STALE,
+    H_STAMPS,
     H_STRIDE,
     KEYS,
     STAMP_BIT,
     WORDS,
+    carray,
     copy,
     kernel,
     linked,
     load64,
+    pointer,
     store64,
 )
 
@@ -61,17 +65,17 @@ def stamps_in(words: NDArray[np.int64]) -> NDArray[np.uint16]:
 
 
 @kernel
-def _entry_of(h: NDArray[np.int64], key: int, hashed: np.uint64, r: np.int64) -> np.int64:
-    """The entry of a key that has a row."""
-    base, capacity = segment_of(h, r)
-    entry = first_entry(hashed, _S64 - np.uint64(h[H_SHIFT]), base, capacity)
+def _entry_of(key: int, hashed: np.uint64, range_bits: np.uint64, base: int, capacity: int) -> np.int64:
+    """The entry of a key that has a row, in its range's segment."""
+    entry = first_entry(hashed, range_bits, base, capacity)
     while load64(entry) != key:
         entry += ENTRY
     return entry
 
 
 @kernel
-def _keep(h: NDArray[np.int64], part: np.int64, key: int, word: int) -> None:
+def _keep(h: NDArray[np.int64], newest: np.int64, key: int, word: int) -> None:
+    """Keeps a row aside. newest: where the address of its part's newest record lies."""
     record = h[H_RETAINED_FREE]
     if record != 0:
         h[H_RETAINED_FREE] = load64(record)
@@ -79,7 +83,6 @@ def _keep(h: NDArray[np.int64], part: np.int64, key: int, word: int) -> None:
         record = h[H_RETAINED_NEXT]
         h[H_RETAINED_NEXT] += RECORD + h[H_STRIDE]
     h[H_RETAINED_ROOM] -= 1
-    newest = h[H_RETAINED] + 8 * part
     store64(record, load64(newest))
     store64(record + 8, key)
     store64(record + 16, word >> STAMP_BIT)
@@ -92,22 +95,26 @@ def touch(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64]
     """The rows of keys are about to change, where they have one (rows[i] > 0): stamps them. There is room to keep
     H_STALE of them aside."""
     salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
+    parts_bits = shift - np.uint64(h[H_RETAINED_SHIFT])
     descriptors = descriptors_of(h)
+    stamps = carray(pointer(h[H_STAMPS]), (1 << (64 - h[H_SHIFT]),), np.int64)
     for i in range(keys.shape[0]):
         if rows[i] <= 0:
             continue
         hashed = hash_key(keys[i], salt)
         r = np.int64(hashed >> shift)
-        entry = _entry_of(h, keys[i], hashed, r)
+        at = descriptor_of(descriptors, h[H_LAST], r)
+        entry = _entry_of(keys[i], hashed, _S64 - shift, descriptors[at + D_SEGMENT], descriptors[at + D_CAPACITY])
         word = load64(entry + 8)
         stamp = word >> STAMP_BIT
-        now = descriptors[DESCRIPTOR * r + D_STAMP]
+        now = stamps[r]
         if stamp == now:
             continue
-        if h[H_RETAINED] != 0 and stamp >= descriptors[DESCRIPTOR * r + D_SINCE]:
+        retained = descriptors[at + D_RETAINED] if h[H_RETAINED] != 0 else 0
+        if retained != 0 and stamp >= load64(retained):
             part = np.int64(hashed >> np.uint64(h[H_RETAINED_SHIFT]))
             if part >= h[H_CURSOR]:
-                _keep(h, part, keys[i], word)
+                _keep(h, retained + 8 + 8 * (part - (r << np.int64(parts_bits))), keys[i], word)
         store64(entry + 8, word & ADDRESS | now << STAMP_BIT)
     h[H_STALE] = 0
 
@@ -118,7 +125,8 @@ def set_stamps(h: NDArray[np.int64], keys: NDArray[np.int64], stamps: NDArray[np
     salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
     for i in range(keys.shape[0]):
         hashed = hash_key(keys[i], salt)
-        entry = _entry_of(h, keys[i], hashed, np.int64(hashed >> shift))
+        base, capacity = segment_of(h, np.int64(hashed >> shift))
+        entry = _entry_of(keys[i], hashed, _S64 - shift, base, capacity)
         store64(entry + 8, load64(entry + 8) & ADDRESS | np.int64(stamps[i]) << STAMP_BIT)
 
 
@@ -180,11 +188,11 @@ def choose(
 
 
 @kernel
-def count_retained(h: NDArray[np.int64], part: int, end: int) -> int:
-    """Rows of the parts from `part` up to `end` that are kept aside."""
+def count_retained(newest: NDArray[np.int64]) -> int:
+    """Rows that are kept aside of some parts. newest: the newest record of each."""
     n = 0
-    for each in range(part, end):
-        record = load64(h[H_RETAINED] + 8 * each)
+    for part in range(newest.shape[0]):
+        record = newest[part]
         while record != 0:
             n += 1
             record = load64(record)
@@ -192,12 +200,14 @@ def count_retained(h: NDArray[np.int64], part: int, end: int) -> int:
 
 
 @kernel
-def pass_parts(h: NDArray[np.int64], part: int, end: int, keys: NDArray[np.int64], words: NDArray[np.int64]) -> None:
-    """Parts are being written: writes the keys of what is kept aside of them, and the words of the copies, which stay
-    what they are until the next row is kept: their memory serves that."""
+def pass_parts(
+    h: NDArray[np.int64], newest: NDArray[np.int64], end: int, keys: NDArray[np.int64], words: NDArray[np.int64]
+) -> None:
+    """Parts before `end` are being written: writes the keys of what is kept aside of them, and the words of the copies,
+    which stay what they are until the next row is kept: their memory serves that. newest: as for `count_retained`."""
     n = 0
-    for each in range(part, end):
-        record = load64(h[H_RETAINED] + 8 * each)
+    for part in range(newest.shape[0]):
+        record = newest[part]
         while record != 0:
             following = load64(record)
             keys[n] = load64(record + 8)
@@ -207,5 +217,5 @@ def pass_parts(h: NDArray[np.int64], part: int, end: int, keys: NDArray[np.int64
             h[H_RETAINED_FREE] = record
             h[H_RETAINED_ROOM] += 1
             record = following
-        store64(h[H_RETAINED] + 8 * each, 0)
+        newest[part] = 0
     h[H_CURSOR] = end

@@ -157,7 +157,7 @@ class Store:
     def begin_at(self, ranges: NDArray[np.int64], cut: int) -> None:
         """Some ranges hold what was restored from the checkpoint of a cut: go on from there, without stamps. Who has
         passed no cut since is told by its base."""
-        self.cuts.newest[ranges] = self.cuts.base[ranges] = cut
+        self.cuts.set(ranges, cut, cut)
         for table in self.tables.values():
             table.pass_cut(ranges, ranges)
             for r in ranges.tolist():
@@ -168,7 +168,7 @@ class Store:
         self._set_cuts(np.array([r], np.int64), cut, base)
 
     def _set_cuts(self, ranges: NDArray[np.int64], cut: int, base: int) -> None:
-        self.cuts.newest[ranges], self.cuts.base[ranges] = cut, base
+        self.cuts.set(ranges, cut, base)
         for table in self.tables.values():
             table.pass_cut(ranges, ranges[:0])
 

@@ -27,6 +27,7 @@ from elasticps.store.updates import FOUND, TO_FIND
 from elasticps.store.values import INIT_KINDS, init_values
 
 _NO_VALUES = np.empty((0, 0), np.float32)
+_NO_RANGES = np.empty(0, np.int64)
 
 
 class Table:
@@ -63,7 +64,8 @@ class Table:
         self._rows = np.empty(64, np.int64)  # addresses of a batch's rows
         h = self._header = np.zeros(field.HEADER_SIZE, np.int64)  # the state that kernels see: `native.H_…`
         self._segments = Segments(h, ranges, self._memory)  # of its index
-        self._descriptors, self.counts = self._segments.descriptors, self._segments.counts  # of ranges
+        self._descriptors = self._segments.descriptors  # of ranges with rows
+        h[field.H_STAMPS] = self._cuts.stamps.ctypes.data
         h[field.H_SALT] = hashing.table_salt(table_id).astype(np.int64)
         h[field.H_SHIFT] = hashing.range_shift(ranges)
         h[field.H_DIM] = spec.dim
@@ -78,13 +80,13 @@ class Table:
         h[field.H_CONSTANT_COUNT] = len(self._constants) - 1
         h[field.H_SCRATCH] = self._scratch.ctypes.data
         h[field.H_FINITE] = spec.finite
-        self._slabs = Slabs(h, self.counts, self._memory)  # where rows lie
+        self._slabs = Slabs(h, self._segments, self._memory)  # where rows lie
         self.lifecycle: Lifecycle | None = None  # of a table that keeps its rows' usage
         if spec.usage:
             times = np.zeros(ranges, np.int64) if times is None else times
             self.lifecycle = Lifecycle(spec, h, row.usage_at, times, self._memory)
-        every = np.arange(ranges)
-        self.pass_cut(every, every[:0])
+            self._segments.begun = self.lifecycle.count
+        self.pass_cut(_NO_RANGES, _NO_RANGES)
 
     @property
     def rows(self) -> int:
@@ -297,7 +299,18 @@ class Table:
 
     def count_range(self, r: int | NDArray[np.int64]) -> int:
         """Rows in range r, or in several ranges together."""
-        return int(self.counts[r].sum())
+        return self._segments.count(r)
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Rows of each range, int64 [ranges], as they are now."""
+        return self._segments.counts
+
+    @property
+    def descriptor_bytes(self) -> int:
+        """Bytes of the descriptors of ranges, and what else grows with their number."""
+        waiting = self.lifecycle.descriptor_bytes if self.lifecycle else 0
+        return self._descriptors.nbytes + self.deletions.nbytes + waiting
 
     def range_keys(self, r: int) -> NDArray[np.int64]:
         """Keys of range r, in no order that means anything. Time is proportional to the range."""
@@ -371,7 +384,6 @@ class Table:
         index.free_rows(self._header, rows)
         self._memory.with_holes.add(self.table_id)
         self._segments.release(r)
-        self.counts[r] = 0
         if not self._header[field.H_ROWS]:
             self._release_rows()
 
@@ -385,8 +397,7 @@ class Table:
     def clear(self) -> None:
         """Forgets every row, and every key that waits for one, and gives the memory back."""
         if self.lifecycle is not None:
-            for r in range(self.ranges):
-                self.lifecycle.waiting.drop_range(r)
+            self.lifecycle.waiting.clear()
         self._release_rows()
 
     def _release_rows(self) -> None:
@@ -404,11 +415,11 @@ class Table:
     def pass_cut(self, ranges: NDArray[np.int64], restamped: NDArray[np.int64]) -> None:
         """A cut passes in some ranges: rows that change from now on are stamped with it. restamped: see
         `PassedCuts.passed`."""
-        for r in restamped.tolist():
+        for r in np.intersect1d(restamped, self._descriptors.there).tolist():
             stamps.clear_stamps(self._header, r)
-        self._descriptors[ranges, field.D_STAMP] = self._cuts.newest[ranges] - self._cuts.base[ranges]
-        self._descriptors[ranges, field.D_SINCE] = field.NEVER
-        self._header[field.H_STAMP] = self._descriptors[:, field.D_STAMP].max() << field.STAMP_BIT
+        if self.retained is not None:
+            self.retained.end(ranges)
+        self._header[field.H_STAMP] = self._cuts.newest_stamp << field.STAMP_BIT
 
     def keep(self, allowance: Allowance | None) -> None:
         """From now on rows are kept aside before they change; None: no more."""
@@ -416,9 +427,7 @@ class Table:
             self.retained.stop()
             self.retained = None
         if allowance is not None:
-            self.retained = RetainedRows(
-                self._header, self._descriptors, self.counts, self._cuts, self._memory, allowance
-            )
+            self.retained = RetainedRows(self._header, self._descriptors, self._cuts, self._memory, allowance)
 
     def make_room(self, rows: int) -> None:
         """For so many rows to be kept aside."""

@@ -31,8 +31,6 @@ from elasticps.store.native import (
     INT,
     KEYS,
     MATRIX,
-    P_DECAY,
-    POLICY,
     WORDS,
     carray,
     inlined,
@@ -43,7 +41,7 @@ from elasticps.store.native import (
     template,
 )
 from elasticps.store.stamps import touch
-from elasticps.store.usage import clock_of, note_use
+from elasticps.store.usage import clock_of, decay_of, note_use
 from elasticps.store.values import pack, unpack
 
 hash_key: Any = _hash_key  # numba integers, which are no np.int64 to a type checker
@@ -107,7 +105,7 @@ def run(
             pack(w, rows[i], dtype)
         if usage_at != 0:
             r = np.int64(hash_key(keys[i], salt) >> shift)
-            note_use(rows[i] + usage_at, times[r], policies[r * POLICY + P_DECAY])
+            note_use(rows[i] + usage_at, times[r], decay_of(h, policies, r))
     return 0
 
 

@@ -18,10 +18,10 @@ from elasticps.kernels.hashing import mix64 as _mix64
 from elasticps.store.native import (
     ADDRESS,
     FLOATS,
-    H_ADMITTED,
     H_DIM,
     H_DTYPE,
     H_POLICIES,
+    H_POLICIES_LAST,
     H_SALT,
     H_SCRATCH,
     H_SHIFT,
@@ -29,6 +29,7 @@ from elasticps.store.native import (
     H_USAGE_AT,
     H_USAGE_FLOATS,
     KEYS,
+    P_ADMITTED,
     P_DECAY,
     POLICY,
     WORDS,
@@ -41,6 +42,7 @@ from elasticps.store.native import (
     pointer,
     prefetch,
 )
+from elasticps.store.range_map import place_of
 from elasticps.store.values import unpack
 
 hash_key: Any = _hash_key
@@ -86,13 +88,24 @@ def _usage(row: int, floats: int) -> tuple[NDArray[np.uint32], NDArray[np.float3
 
 
 @inlined
-def clock_of(h: NDArray[np.int64]) -> tuple[np.uint64, np.uint64, NDArray[np.int64], NDArray[np.float64]]:
-    """What the time of a key's range is found by: salt and shift of hashes; times and policies, by range. Those are
-    nothing to read where rows keep no usage."""
-    ranges = 1 << (64 - h[H_SHIFT])
-    times = carray(pointer(h[H_TIMES]), (ranges,), np.int64)
-    policies = carray(pointer(h[H_POLICIES]), (ranges * POLICY,), np.float64)
-    return np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT]), times, policies
+def policies_of(h: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The policies of ranges, flat: see `range_map.place_of`."""
+    found: NDArray[np.int64] = carray(pointer(h[H_POLICIES]), (POLICY * (h[H_POLICIES_LAST] + 1),), np.int64)
+    return found
+
+
+@inlined
+def clock_of(h: NDArray[np.int64]) -> tuple[np.uint64, np.uint64, NDArray[np.int64], NDArray[np.int64]]:
+    """What the time of a key's range is found by: salt and shift of hashes; times, by range, and policies, see
+    `decay_of`. Those are nothing to read where rows keep no usage."""
+    times = carray(pointer(h[H_TIMES]), (1 << (64 - h[H_SHIFT]),), np.int64)
+    return np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT]), times, policies_of(h)
+
+
+@inlined
+def decay_of(h: NDArray[np.int64], policies: NDArray[np.int64], r: int | np.int64) -> float:
+    """By which share of a half-life counts of range r fall in a second."""
+    return float64_from_bits(policies[place_of(policies, h[H_POLICIES_LAST], POLICY, r) + P_DECAY])  # type: ignore[no-any-return]
 
 
 @inlined
@@ -119,7 +132,7 @@ def use(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64], 
     for i in range(keys.shape[0]):
         r = np.int64(hash_key(keys[i], salt) >> shift)
         at = rows[i] + h[H_USAGE_AT]
-        share = note_use(at, times[r], policies[r * POLICY + P_DECAY])
+        share = note_use(at, times[r], decay_of(h, policies, r))
         score = _usage(at, 3)[1]
         fallen = score[2]
         if fallen > 0 and share < 1.0:
@@ -132,10 +145,7 @@ def begin(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64]
     """Sets the usage of the rows of keys [n]: last used now, with these counts, float32 [n], as rows that
     a policy has admitted, or none if it is empty. A negative count leaves its row as it is."""
     at, floats = h[H_USAGE_AT], h[H_USAGE_FLOATS]
-    salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
-    ranges = 1 << (64 - h[H_SHIFT])
-    times = carray(pointer(h[H_TIMES]), (ranges,), np.int64)
-    admitted = carray(pointer(h[H_ADMITTED]), (ranges,), np.int64)
+    salt, shift, times, policies = clock_of(h)
     for i in range(keys.shape[0]):
         if counts.shape[0] and counts[i] < 0:
             continue
@@ -145,7 +155,8 @@ def begin(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64]
         value[1] = np.float32(0)
         if counts.shape[0]:
             value[1] = counts[i]
-            admitted[r] += 1
+            policy = place_of(policies, h[H_POLICIES_LAST], POLICY, r)  # its own, as it has a row
+            policies[policy + P_ADMITTED] += 1
         if floats > 2:
             value[2] = np.float32(0)
 

@@ -195,7 +195,7 @@ def test_policies_that_leave_the_half_life_leave_increments_as_they_are() -> Non
     cluster.store.pass_cut(cluster.every, 1)
     changed = COUNTED.with_policies(policies.MinCount(9), (policies.IdleFor("1d"),))
     cluster.store.change_policies(TABLE, cluster.every, changed)
-    assert cluster.table.deletions.floor.tolist() == [0] * 4
+    assert cluster.table.deletions.floors(cluster.every).tolist() == [0] * 4
 
 
 def test_a_sweep_of_a_third_of_the_rows_adds_a_twentieth_to_an_increment_at_most() -> None:

@@ -94,8 +94,8 @@ def test_a_policy_of_another_half_life_has_the_next_increment_hold_the_range_who
     table = executor.store.tables[3]
     executor.store.pass_cut(np.arange(RANGES), 5)
     apply(OperationKind.POLICY, ChangedPolicies(3, fewer), 0, 1)
-    assert table.deletions.floor.tolist() == [0, 0, 0, 0]
+    assert table.deletions.floors(np.arange(RANGES)).tolist() == [0, 0, 0, 0]
     apply(OperationKind.POLICY, ChangedPolicies(3, faster), 1, 2)
-    assert table.deletions.floor.tolist() == [0, 6, 6, 0]
+    assert table.deletions.floors(np.arange(RANGES)).tolist() == [0, 6, 6, 0]
     assert table.lifecycle is not None
     assert [table.lifecycle.spec_of(r).to_json() for r in range(RANGES)] == [fewer, faster, faster, counted.to_json()]

@@ -294,7 +294,8 @@ def test_names_of_many_tables_do_not_make_pieces_small(run: Run, monkeypatch: py
         await group.connect("a")
         for number in range(10, 30):
             a.store.create(TableSpec(f"t{number}", 4, Accumulate()), number)
-            a.store.tables[number].deletions.floor[:] = 1
+            for r in range(a.store.ranges):
+                a.store.tables[number].deletions.forget(r, 1)
         a.store.tables[10].put(np.arange(500), np.ones((500, 4), np.float32))
         pieces: list[int] = []
         cut = a.replica.piece

@@ -15,10 +15,10 @@ from elasticps.server.roles.executor import Executor
 from elasticps.server.roles.snapshots import SnapshotSender
 from elasticps.server.roles.sweeper import OPERATION_BYTES, Sweeper
 from elasticps.store import Store, Table, usage
-from elasticps.store.admission import Waiting
 from elasticps.store.layout import RowLayout
 from elasticps.store.lifecycle import Lifecycle
 from elasticps.store.native import H_ADMITS
+from elasticps.store.waiting import Waiting
 from replication.messages import OperationKind
 from tests.sim.planting import leave_every_frame_to_python
 

@@ -14,11 +14,12 @@ from elasticps.errors import SpecError
 from elasticps.model import spec
 from elasticps.model.policies import Admission, Capacity, IdleFor, MinCount, MinCountSketch, Probability, SmallNorm
 from elasticps.store import Table
-from elasticps.store.admission import ADDS_CANDIDATE, ADDS_ROW, Waiting
+from elasticps.store.admission import ADDS_CANDIDATE, ADDS_ROW
 from elasticps.store.cuts import Deletions
 from elasticps.store.eviction import Measure, Predicate, Reason, Sweep, threshold
 from elasticps.store.intervals import HASH_END
 from elasticps.store.lifecycle import MeasuredSweep
+from elasticps.store.waiting import Waiting
 
 RANGES, DIM = 2, 3
 WIDTH = HASH_END // RANGES
@@ -238,6 +239,10 @@ def test_a_sketch_admits_never_late_and_moves_by_blocks() -> None:
     described = spec.TableSpec("t", 1, spec.Accumulate(), admission=MinCountSketch(4, nbytes=64 << 10))
     times = np.full(RANGES, 5, np.int64)
     table, other = Table(described, 1, RANGES, times=times), Table(described, 1, RANGES, times=times)
+    assert table.lifecycle is not None
+    assert other.lifecycle is not None
+    for one in (table, other):
+        one.lifecycle.begin(np.arange(RANGES), described)
     rng = np.random.default_rng(0)
     counts = dict.fromkeys(range(500), 0)
     for _ in range(60):
@@ -249,8 +254,6 @@ def test_a_sketch_admits_never_late_and_moves_by_blocks() -> None:
     assert not table.missing(often).any()
     seldom = np.array([key for key, count in counts.items() if count < 4])
     assert table.missing(seldom).mean() > 0.8
-    assert table.lifecycle is not None
-    assert other.lifecycle is not None
     for r in range(RANGES):
         for part in range(4):
             low, high = r * WIDTH + WIDTH * part // 4, r * WIDTH + WIDTH * (part + 1) // 4

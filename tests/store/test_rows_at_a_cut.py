@@ -171,7 +171,7 @@ class CutMachine(RuleBasedStateMachine):
         since = self.cuts[pick % len(self.cuts)]
         noted = self.table.deletions
         for r in range(RANGES):
-            if since and since >= noted.floor[r]:
+            if since and since >= noted.floor(r):
                 expected = {key for key, cut in self.deleted if since <= cut < self.cut}
                 of = {key for key in expected if int(self.table.ranges_of(np.array([key]))[0]) == r}
                 assert of == set(noted.between(r, since, self.cut).tolist())
@@ -188,7 +188,7 @@ class CutMachine(RuleBasedStateMachine):
             other.load_cut(r, int(self.store.cuts.newest[r]), int(self.store.cuts.base[r]))
             there.load_range(r, found, rows, stamps)
         there.deletions.add(r, self.table.deletions.of(r))
-        there.deletions.forget(r, int(self.table.deletions.floor[r]))
+        there.deletions.forget(r, self.table.deletions.floor(r))
         assert there.digest_range(r) == self.table.digest_range(r)
         assert other.words(r) == self.store.words(r)
         other.erase(ALL)

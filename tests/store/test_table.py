@@ -179,13 +179,13 @@ def test_keys_in_the_order_of_another_index_do_not_pile_up() -> None:
     listed = made.range_keys(0)
     for at in range(0, len(listed), 100):
         fill(copy, listed[at : at + 100])
-        base, capacity = copy._descriptors[0, : native.D_STAMP].tolist()
+        base, capacity = (copy._descriptors.get(0, word) for word in (native.D_SEGMENT, native.D_CAPACITY))
         assert capacity <= max(2 * copy.count_range(0), 8)
     segment = np.ctypeslib.as_array((ctypes.c_int64 * (2 * index.segment_entries(capacity))).from_address(base))
     salt, shift = hashing.table_salt(copy.table_id), np.uint64(63)
-    descriptors = copy._descriptors.ravel()
+    descriptors = copy._descriptors.words.ravel()
     distance = [
-        base // index.ENTRY + at - (index._start(key, salt, shift, descriptors) & native.ADDRESS) // index.ENTRY
+        base // index.ENTRY + at - (index._start(key, salt, shift, descriptors, 1) & native.ADDRESS) // index.ENTRY
         for at, (key, row) in enumerate(segment.reshape(-1, 2).tolist())
         if row
     ]

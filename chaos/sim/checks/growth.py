@@ -308,7 +308,7 @@ def _compare_notes(where: str, table: Table, r: int, expected: TableModel) -> No
     spec = table.lifecycle.spec_of(r)
     if (spec.admission, tuple(spec.eviction)) != (expected.admission, expected.evictions):
         raise Violation("policies", f"{where} is under {spec.admission}, {spec.eviction}")
-    noted, floor = table.deletions.sweeps(r), int(table.deletions.floor[r])
+    noted, floor = table.deletions.sweeps(r), table.deletions.floor(r)
     swept = {(cut, by) for cut, by, _, _ in expected.swept}
     for sweep in noted:
         if (sweep.cut, sweep.predicate) not in swept:

@@ -77,7 +77,7 @@ class Scan:
 
     def _begin(self, number: int, table: Table, ranges: Ranges) -> None:
         since, notes = self.mark.since, table.deletions
-        whole = ranges if since == 0 else ranges[notes.floor[ranges] > since]
+        whole = ranges if since == 0 else ranges[notes.floors(ranges) > since]
         parts = {r: notes.between(r, since, self.mark.number) for r in notes.ranges() & {*ranges.tolist()} if since}
         usages = self._usages(table, ranges, {*whole.tolist()})
         known = self._states.setdefault(number, _State(set(), {}, {}))

@@ -234,8 +234,8 @@ class SnapshotSender:
             hashes = table.hashes_of(np.ascontiguousarray(notes[:, 0]))
             notes = notes[(low <= hashes) & (hashes < upto)]
         rows = table.dump_stamped(r, low, upto)
-        floor, lifecycle = int(table.deletions.floor[r]), table.lifecycle
-        if lifecycle is None or not lifecycle.decided[r]:
+        floor, lifecycle = table.deletions.floor(r), table.lifecycle
+        if lifecycle is None or not lifecycle.is_decided(r):
             return TableRows(number, table.spec.to_json(), *rows, notes, floor)
         candidates, blocks = lifecycle.waiting.list_interval(r, low, upto), lifecycle.waiting.read_blocks(r, low, upto)
         sweeps = table.deletions.sweeps(r) if low == r * self._width else ()
