@@ -139,9 +139,10 @@ def candidates_of(h: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 @kernel
-def is_full(count: int, entry: int, base: int, capacity: int) -> bool:
+def is_full(count: int, entry: int | np.int64, base: int, capacity: int) -> bool:
     """Whether a segment with so many entries has to grow before it takes another one, at a free entry."""
-    return count >= index.row_limit(capacity) or entry >= base + (capacity + min(capacity, 32) - 1) * index.ENTRY
+    full: Any = count >= index.row_limit(capacity) or entry >= base + (capacity + min(capacity, 32) - 1) * index.ENTRY
+    return full
 
 
 @linked(WORDS, KEYS, WORDS, INT, INT, INT, FLOATS_OUT)

@@ -105,7 +105,7 @@ def clock_of(h: NDArray[np.int64]) -> tuple[np.uint64, np.uint64, NDArray[np.int
 @inlined
 def decay_of(h: NDArray[np.int64], policies: NDArray[np.int64], r: int | np.int64) -> float:
     """By which share of a half-life counts of range r fall in a second."""
-    return float64_from_bits(policies[place_of(policies, h[H_POLICIES_LAST], POLICY, r) + P_DECAY])  # type: ignore[no-any-return]
+    return float64_from_bits(policies[place_of(policies, h[H_POLICIES_LAST], POLICY, r) + P_DECAY])
 
 
 @inlined

@@ -83,6 +83,8 @@ class Cluster:
     def __init__(self, described: TableSpec, ranges: int = 4, url: str = "") -> None:
         self.described, self.store, self.every = described, Store(ranges), np.arange(ranges)
         self.table = self.store.create(described, TABLE)
+        assert self.table.lifecycle is not None
+        self.table.lifecycle.begin(np.arange(ranges), described)
         self.storage = Storage(url or f"memory://{uuid.uuid4()}")
         self.advance(NOW)
 

