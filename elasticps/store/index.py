@@ -62,6 +62,7 @@ from elasticps.store.native import (
     pointer,
     prefetch,
     store64,
+    template,
 )
 from elasticps.store.range_map import place_of
 from elasticps.store.values import absent_weights, blank_row, initial_weights, unpack, write_weights
@@ -123,22 +124,17 @@ def first_entry(hashed: np.uint64, range_bits: np.uint64, base: int, capacity: i
     return base + np.int64((spread * cap) >> _S32) * ENTRY
 
 
-@kernel
+@inlined
 def _start(key: int, salt: np.uint64, shift: np.uint64, descriptors: NDArray[np.int64], last: int) -> np.int64:
     hashed = hash_key(key, salt)
     at = descriptor_of(descriptors, last, np.int64(hashed >> shift))
     return first_entry(hashed, _S64 - shift, descriptors[at + D_SEGMENT], descriptors[at + D_CAPACITY])
 
 
-@linked(WORDS, KEYS, WORDS)
-def find(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64]) -> int:
-    """Writes the address of every key's row, 0 where there is none, and how many there are none of. Sets H_STALE.
-
-    `rows` holds first entries on their way from prefetch to probe. In tables that keep usage, whose keys come and go,
-    many searches find nothing, which takes them to the next line.
-    """
+@template
+def _find(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64], last: int) -> int:
     salt, shift, newest = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT]), h[H_STAMP]
-    descriptors, last = descriptors_of(h), h[H_LAST]
+    descriptors = descriptors_of(h)
     n, next_line = keys.shape[0], h[H_USAGE_AT] != 0
     for i in range(min(n, INDEX_PREFETCH)):
         entry = _start(keys[i], salt, shift, descriptors, last)
@@ -165,6 +161,18 @@ def find(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64])
         differences |= row ^ newest
     h[H_STALE] = n if differences >> STAMP_BIT else 0
     return missing
+
+
+@linked(WORDS, KEYS, WORDS)
+def find(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64]) -> int:
+    """Writes the address of every key's row, 0 where there is none, and how many there are none of. Sets H_STALE.
+
+    `rows` holds first entries on their way from prefetch to probe. In tables that keep usage, whose keys come and go,
+    many searches find nothing, which takes them to the next line.
+    """
+    if h[H_LAST] < 0:  # a constant, so that no key's descriptor is searched for
+        return _find(h, keys, rows, -1)
+    return _find(h, keys, rows, h[H_LAST])
 
 
 @kernel
@@ -458,16 +466,6 @@ def digest(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64
 
 
 _GOLDEN, _PRIME = np.uint64(0x9E3779B97F4A7C15), np.uint64(0x9FB21C651E98DF25)
-
-
-@kernel
-def first_foreign(h: NDArray[np.int64], keys: NDArray[np.int64], allowed: NDArray[np.bool_]) -> int:
-    """Index of the first key whose range is not allowed, or -1."""
-    salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
-    for i in range(keys.shape[0]):
-        if not allowed[np.int64(hash_key(keys[i], salt) >> shift)]:
-            return i
-    return -1
 
 
 @kernel

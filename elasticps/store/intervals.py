@@ -22,6 +22,16 @@ _S2 = np.uint64(2)
 
 
 @kernel
+def first_foreign(h: NDArray[np.int64], keys: NDArray[np.int64], allowed: NDArray[np.bool_]) -> int:
+    """Index of the first key whose range is not allowed, or -1."""
+    salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
+    for i in range(keys.shape[0]):
+        if not allowed[np.int64(hash_key(keys[i], salt) >> shift)]:
+            return i
+    return -1
+
+
+@kernel
 def first_misplaced(h: NDArray[np.int64], keys: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
     """Index of the first key whose range has no position (-1) or one before its predecessor's, or -1."""
     salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])

@@ -31,7 +31,7 @@ _SIGNATURES: tuple[tuple[Any, tuple[Any, ...]], ...] = (
     (index.copy_out, (WORDS, types.Array(types.uint64, 2, "C"))),
     (index.copy_in, (WORDS, types.Array(types.uint64, 2, "C", readonly=True, aligned=False))),
     (index.digest, (WORDS, WORDS, WORDS)),
-    (index.first_foreign, (WORDS, KEYS, types.Array(types.boolean, 1, "C", readonly=True))),
+    (intervals.first_foreign, (WORDS, KEYS, types.Array(types.boolean, 1, "C", readonly=True))),
     (intervals.first_misplaced, (WORDS, KEYS, WORDS)),
     (intervals.first_at, (WORDS, KEYS, WORDS, INT)),
     (intervals.select, (WORDS, KEYS, WORDS, WORDS)),

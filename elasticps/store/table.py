@@ -265,7 +265,7 @@ class Table:
         """Index of the first key whose range is not allowed (bool [ranges]), or -1."""
         if len(allowed) != self.ranges:
             raise InputError(f"{self._name}: there are {self.ranges} ranges, got flags for {len(allowed)}")
-        return index.first_foreign(self._header, keys, allowed)
+        return intervals.first_foreign(self._header, keys, allowed)
 
     def ranges_of(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """The range of each of keys [n]: int64 [n]."""
