@@ -21,6 +21,7 @@ from tests.sim import planted_dropped_tables as drops
 from tests.sim import planted_growth as growth
 from tests.sim import planted_growth_checkpoints as checkpoints
 from tests.sim import planted_push_pull as together
+from tests.sim import planted_ranges as ranges
 from tests.sim import planted_retained_copies as retained
 from tests.sim import planted_rounds as rounds
 from tests.sim import planted_shell as shell
@@ -40,6 +41,7 @@ MODULES = (
     drops,
     growth,
     together,
+    ranges,
     retained,
     rounds,
     shell,
@@ -268,6 +270,18 @@ ALONE: dict[Patch, tuple[str, str]] = {
     changes.ignore_a_gap_between_records: (
         "coordinator.test_differences",
         "test_records_of_the_store_lead_from_a_known_view_to_the_newest",
+    ),
+    ranges.leave_counters_where_a_range_was: (
+        "store.test_range_map",
+        "test_a_range_that_comes_again_has_nothing_of_before",
+    ),
+    ranges.lose_blank_descriptors_that_are_being_written: (
+        "store.test_range_map",
+        "test_a_write_reaches_descriptors_that_were_blank",
+    ),
+    ranges.stamp_rows_as_before_the_cut: (
+        "store.test_range_map",
+        "test_a_range_that_comes_again_has_nothing_of_before",
     ),
     rounds.mark_a_shard_done_when_it_is_used: (
         "server.test_data_shard_sets",

@@ -116,6 +116,14 @@ def test_places_follow_the_ranges_that_are_there() -> None:
     assert len(made.words) <= 2
 
 
+def test_a_write_reaches_descriptors_that_were_blank() -> None:
+    made = RangeMap(64, BLANK)
+    made.add(0)
+    made.write(np.arange(3), 1, np.arange(3))
+    assert made.there.tolist() == [0, 1, 2]
+    assert made.read(np.arange(4), 1).tolist() == [0, 1, 2, BLANK[0]]
+
+
 @pytest.mark.parametrize("r", [-1, 64, 1 << 40])
 def test_what_is_no_range_is_refused_and_not_searched_for(r: int) -> None:
     made = RangeMap(64, BLANK)
