@@ -98,7 +98,7 @@ class MapMachine(RuleBasedStateMachine):
         """At most a place for each range."""
         assert len(self.map.words) <= self.ranges
         if not self.twin:
-            assert len(self.map.words) <= 4
+            assert len(self.map.words) <= 16
 
 
 MapMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
