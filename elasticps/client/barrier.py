@@ -67,5 +67,7 @@ class Barrier:
                         continue
                 self._closed, self._first = clock, 0
                 self._dispatcher.holding.tell()
+                with self._dispatcher.lock:
+                    self._dispatcher.delay.tell()
         finally:
             self._lock.release()

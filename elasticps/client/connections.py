@@ -32,6 +32,7 @@ from elasticps.errors import (
     UnknownTable,
     VersionMismatch,
 )  # fmt: skip
+from elasticps.wire.activity import Activity, UseHeader
 from elasticps.wire.frames import Buffer
 from elasticps.wire.joining import JoinHeader
 from elasticps.wire.refusals import RefusedRows, decode_refused
@@ -89,6 +90,11 @@ class PeerConnections:
         self._closed = False
         self.breaks = 0  # connections that ended and were not given up
         self._before = (0, 0)  # bytes sent and received over links that there are no more
+
+    def report_use(self, member: Member, session: PushSession, others: tuple[int, int, int]) -> None:
+        """Answers a WATCH. others: what an `Activity` has of caches and shards."""
+        use = Activity(session.clock, min(session.committed, session.clock), *self.traffic, *others)
+        self.send(member, [UseHeader(session.worker).header().pack(), use.body()])
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -326,11 +332,9 @@ def ending_error(document: Mapping[str, Any], server: str) -> Error | None:
 class Participation:
     """A worker that has not joined yet is as one that pauses: nobody waits for it. Called under the client's lock."""
 
-    def __init__(self, connections: PeerConnections, session: PushSession) -> None:
+    def __init__(self, connections: PeerConnections) -> None:
         self.header = JoinHeader(pause=True).header()
         self._connections = connections
-        self._session = session
-        self._sparse_until = 0  # steps up to this one may have ticked some ranges only, and are not all committed
 
     def join(self, base: int) -> None:
         """Tells all servers that this worker takes part from now on, above that clock."""
@@ -340,19 +344,6 @@ class Participation:
         """Ranges begin anew, and lack steps that are committed: a worker that takes part goes on above these there."""
         if not JoinHeader.of(self.header).pause:
             self.join(committed)
-
-    def tick_everywhere(self) -> None:
-        """Others wait for this worker's clock: from now on each step ticks all ranges, and servers count what is
-        committed before."""
-        if not self._session.everywhere:
-            self._session.everywhere, self._sparse_until = True, self._session.clock
-            self.go_on(self._session.committed)
-
-    def committed(self) -> None:
-        """Some step is committed: servers hear of it when it is the last one that may have ticked some ranges only."""
-        if self._sparse_until and self._session.committed >= self._sparse_until:
-            self._sparse_until = 0
-            self.go_on(self._session.committed)
 
     def pause(self) -> None:
         """Tells all servers that it holds nobody back, until it joins again."""

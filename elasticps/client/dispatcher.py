@@ -29,6 +29,7 @@ from elasticps.client.core.fan_out import FAN_OUT_ANSWERS, Answer, FanOut, FanOu
 from elasticps.client.core.new_views import SPEAK_OF_VIEWS, NewViews, ReadStore
 from elasticps.client.core.routing import Routes
 from elasticps.client.core.session import PushSession
+from elasticps.client.delay import WorkerDelay
 from elasticps.client.holding import WorkerHold
 from elasticps.client.pull import PullsInFlight, ServerPull
 from elasticps.client.pull_batch import ANSWERS, FAN_OUT, OWNERS, PULL, PUSH, take_answers
@@ -36,7 +37,6 @@ from elasticps.client.pushes import PushesInFlight
 from elasticps.client.runtime import Runtime, at_fork
 from elasticps.client.transport import Link, LinkDriver, LinkReceiver
 from elasticps.errors import Closed, ClusterUnreachable, Error, Timeout, VersionMismatch
-from elasticps.wire.activity import Activity, UseHeader
 from elasticps.wire.clocks import ClocksFrame
 from elasticps.wire.frames import (
     LAST,
@@ -48,7 +48,7 @@ from elasticps.wire.frames import (
     json_body,
     json_frame,
     read_partly,
-)  # fmt: skip
+)
 from elasticps.wire.headers import GetViewHeader
 from elasticps.wire.refusals import RefusedRows
 from replication.chain import Member
@@ -83,8 +83,7 @@ class Dispatcher:
         self.error: Error | None = None  # once set, nothing goes on
         # Hears of the epochs in which ranges came back from a checkpoint, and of the last committed step.
         self.on_restored: Callable[[list[int], int], None] = lambda epochs, committed: None
-        # What an `Activity` has of caches and shards.
-        self.on_watch: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
+        self.on_watch: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)  # caches and shards, for an `Activity`
         self.disowned = False  # this is a fork of the process that connected
         self.new_views = NewViews(cluster, view.ranges, ask_view, self._from_store, authenticated=authenticated)
         self.new_views.since_s = runtime.monotonic()
@@ -97,14 +96,17 @@ class Dispatcher:
         self.connections = PeerConnections(
             runtime, self._driver, self.lock, json_frame(Kind.HELLO, hello), receiver, self._gone, credentials
         )
-        self.participation = Participation(self.connections, self.session)
-        numbers = {owner: itertools.count(OWNERS + owner, OWNERS) for owner in (PUSH, FAN_OUT)}
+        self.participation = Participation(self.connections)
+        pushes, questions = (itertools.count(OWNERS + owner, OWNERS) for owner in (PUSH, FAN_OUT))
         keys_of, send_all = self.connections.keys_of, self.connections.send_all
-        self.pushes = PushesInFlight(self.session, worker.id, numbers[PUSH], send_all, self._fenced, keys_of)
+        self.pushes = PushesInFlight(self.session, worker.id, pushes, send_all, self._fenced, keys_of)
         self.pulls = PullsInFlight(self.routes, self.session, send_all, self.connections.stop_receiving, keys_of)
-        self._fan_outs = FanOuts(numbers[FAN_OUT], self.connections.send)
-        busy = lambda: self._hurt or self._fan_outs.writing  # noqa: E731
-        self.holding = WorkerHold(runtime, self.lock, self.session, self.connections, busy)
+        self._fan_outs = FanOuts(questions, self.connections.send)
+        need, send = self.new_views.need, self.connections.send
+        self.delay = WorkerDelay(worker.app, self.session, send, self._fan_outs, self.pulls, self.routes, need)
+        self.holding = WorkerHold(
+            runtime, self.lock, self.session, self.connections, lambda: self._hurt or self._fan_outs.writing
+        )
         self.connections.follow(self.routes)
         self.pushes.adopt(self.routes)
         at_fork(self.disown)
@@ -166,9 +168,8 @@ class Dispatcher:
             if self.error is not None:
                 return
             self.error = error
-            self.pushes.fail(error)
-            self.pulls.fail(error)
-            self._fan_outs.fail(error)
+            for part in (self.pushes, self.pulls, self.delay, self._fan_outs):
+                part.fail(error)
 
     def hurt(self) -> None:
         """Something was raised, by a signal handler perhaps, while state was being changed: begin afresh."""
@@ -245,11 +246,8 @@ class Dispatcher:
             self.check()
             if fan_out.writes and self.holding.holds(0):
                 return False
-            try:
+            with self._changing():
                 self._fan_outs.begin(fan_out, self.routes)
-            except BaseException:
-                self.hurt()
-                raise
             return True
 
     def wait_released(self, clock: int, timeout_s: float) -> None:
@@ -278,25 +276,25 @@ class Dispatcher:
         """Asks whatever a script wants to know, and returns what came of it."""
         return carry_out(script, self.ask_all)
 
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.hurt()
+            raise
+
     def start_pulls(self, pulls: Sequence[ServerPull], bound: int | None, wait_ms: int) -> None:
-        """Sends pulls; `bound` and `wait_ms` as in the PULL header."""
-        with self.lock:
+        """Sends pulls; bound: of the delay, None for none; `wait_ms` as in the PULL header."""
+        with self.lock, self._changing():
             self.check()
-            try:
-                self.pulls.start(pulls, bound, wait_ms)
-            except BaseException:
-                self.hurt()
-                raise
+            self.delay.start(pulls, bound, wait_ms)
         self._driver.nudge()
 
     def forget_pull(self, pull: ServerPull, error: Error) -> None:
         """Gives up what is still unanswered of a pull."""
-        with self.lock:
-            try:
-                self.pulls.forget(pull, error)
-            except BaseException:
-                self.hurt()
-                raise
+        with self.lock, self._changing():
+            self.pulls.forget(pull, error)
 
     # --- receiving ----------------------------------------------------------------------------------------------
 
@@ -309,15 +307,16 @@ class Dispatcher:
         with self.lock:
             if self._hurt or not link.ready:
                 return start
-            start, count = take_answers(staging, start, end, self.pulls.landing.slots, self._answered)
+            start, count, epoch = take_answers(staging, start, end, self.pulls.landing.slots, self._answered)
+            self.delay.hear(epoch)
             for request in self._answered[:count].tolist():
                 if request % OWNERS == PUSH:
                     self.pushes.ok(request)
                 else:
                     self.pulls.arrived(request)
             self.new_views.heard += count
-            if self.holding.hold.cut:
-                self.holding.tell()
+            self.holding.tell()
+            self.delay.tell()
             return start
 
     def _on_frame(self, link: Link, header: Header, body: NDArray[np.uint8]) -> None:
@@ -327,6 +326,7 @@ class Dispatcher:
             self.new_views.heard += link.ready  # a server started again at a lost one's address has no news for us
             kind, request = header.kind, header.request
             owner = request % OWNERS
+            self.delay.hear(header.epoch if owner == PUSH else 0)
             if kind == Kind.OK and owner == PUSH:
                 self.pushes.ok(request)
             elif kind == Kind.ROWS:
@@ -355,14 +355,14 @@ class Dispatcher:
                 self.holding.hear(link.member, header)
             elif kind == Kind.RELEASE:
                 self.holding.release(header)
-            elif kind == Kind.BOUNDED:
-                self.participation.tick_everywhere()
-                self.pushes.on_finished = self.participation.committed
+            elif kind == Kind.ASK_CLOCK:
+                self.delay.want(link.member, header)
             elif kind == Kind.WATCH:
-                self._say_use(link.member)
+                self.connections.report_use(link.member, self.session, self.on_watch())
             else:
                 raise FrameError(f"{Kind(kind).name} is not an answer")
             self.holding.tell()
+            self.delay.tell()
 
     def _on_error(self, link: Link, header: Header, document: dict[str, object]) -> None:
         code, text, request = document.get("code"), str(document.get("message")), header.request
@@ -398,11 +398,6 @@ class Dispatcher:
         else:
             self._fan_outs.stall(request, self.routes)
 
-    def _say_use(self, member: Member) -> None:
-        session, traffic = self.session, self.connections.traffic
-        use = Activity(session.clock, min(session.committed, session.clock), *traffic, *self.on_watch())
-        self.connections.send(member, [UseHeader(self.worker.id).header().pack(), use.body()])
-
     # --- views --------------------------------------------------------------------------------------------------
 
     def _hear_of(self, member: Member, header: Header, body: NDArray[np.uint8]) -> None:
@@ -423,12 +418,13 @@ class Dispatcher:
         if epochs := sorted({*view.recovery_epoch[view.recovery_epoch > self.routes.epoch].tolist()}):
             self.participation.go_on(self.session.committed)
             self.on_restored(epochs, self.session.committed)
-        self.routes = Routes(view)
+        self.routes = self.delay.routes = Routes(view)
         self.new_views.followed(self.runtime.monotonic())
         self.connections.follow(self.routes)
         self.pushes.adopt(self.routes)
         self.pulls.adopt(self.routes)
         self._fan_outs.adopt(self.routes)
+        self.delay.tell()
 
     def _from_store(self, view: View | None) -> None:
         with self.lock:
@@ -448,6 +444,7 @@ class Dispatcher:
 
     def _gone(self, member: Member) -> None:
         self.holding.gone(member)
+        self.delay.gone(member)
         self.pushes.disconnected(member)
 
     def _broken(self, link: Link, error: Exception) -> None:
@@ -495,6 +492,9 @@ class Dispatcher:
     def explain(self) -> str:
         """Who is being waited for, for people."""
         with self.lock:
-            waited_for = self.pulls.owing | self._fan_outs.owing
-            peers, now = self.connections.peers, self.runtime.monotonic()
-            return explain_wait(self.routes, peers, now, self.session.owing(), waited_for, self.session.headless)
+            owing, peers, now = (
+                self.pulls.owing | self._fan_outs.owing,
+                self.connections.peers,
+                self.runtime.monotonic(),
+            )
+            return explain_wait(self.routes, peers, now, self.session.owing(), owing, self.session.headless)

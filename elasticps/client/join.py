@@ -101,7 +101,12 @@ class Joining:
         """Takes part above `clock`. Returns the clock to take part above if it is higher: all that others were shown
         before they knew of this worker is no newer than that. Rounds need none, in which nobody is ahead."""
         lowest = self._take_part(clock)
-        return lowest if self._barrier is None else 0
+        if self._barrier is not None:
+            return 0
+        dispatcher, wait_ms = self._dispatcher, int(self._timeout_s * 1000)
+        answers = dispatcher.ask_all(dispatcher.delay.question(0, wait_ms), self._timeout_s, "joining")
+        with dispatcher.lock:
+            return max(lowest, *(dispatcher.delay.released(answer.header) for answer in answers))
 
     def _keep(self, past: PastRun) -> bool:
         revision = self._registry.keep(past, self._timeout_s)

@@ -13,7 +13,7 @@ from elasticps.client.registry import Registry
 from elasticps.client.steps import Steps
 from elasticps.client.tables import Handle, SparseTable
 from elasticps.errors import ClusterUnreachable, Timeout
-from elasticps.model.spec import BSP, SSP, Consistency
+from elasticps.model.spec import BSP, Consistency
 
 LEAVE_S = 5.0  # for what is outstanding when a client is closed
 
@@ -39,7 +39,6 @@ class Parts:
                 self._runtime, view.cluster, self.worker, view, window, registry.ask_view, registry.credentials,
                 authenticated=registry.authenticated,
             )  # fmt: skip
-            dispatcher.session.everywhere = isinstance(consistency, SSP)  # others wait for its clock
             barrier = None
             if isinstance(consistency, BSP):
                 barrier = Barrier(dispatcher)

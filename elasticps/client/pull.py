@@ -129,7 +129,7 @@ class ServerPull:
     clock: int = 0  # of its worker as it began
     read_at: int = 0  # as in the PULL header
     wait_ms: int = 0  # the same
-    bound: int | None = None  # of the delay, as in the PULL header
+    waits: bool = False  # for what it needs to be released, under bounded delay
     # Rows and where they belong, in order.
     _pieces: list[tuple[Floats, NDArray[np.int64]]] = field(default_factory=list)
 
@@ -137,7 +137,7 @@ class ServerPull:
         """Whether `result` would return, or raise, at once."""
         if self.group is not None:
             return self.group.done()
-        return not self.parts or self.error is not None
+        return self.error is not None or not (self.waits or self.parts)
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits for the rows; `Timeout` after `timeout` seconds (default: the client's)."""
@@ -339,13 +339,13 @@ class PullsInFlight:
         """The servers that owe answers."""
         return {part.member for part in self._parts.values() if part.member is not None}
 
-    def start(self, pulls: Sequence[ServerPull], bound: int | None, wait_ms: int) -> None:
+    def start(self, pulls: Sequence[ServerPull], wait_ms: int) -> None:
         """Asks for some pulls. Small frames to one server leave together: each system call costs more than several of
         them."""
         frames: dict[Member, list[Buffer]] = {}
         for pull in pulls:
-            pull.bound, pull.wait_ms = bound, wait_ms
-            pull.read_at = read_clock(self._session, pull.clock)
+            pull.wait_ms = wait_ms
+            pull.read_at = read_clock(self._session)
             keys = pull.keys
             if len(keys) <= PULL_FRAME_KEYS:
                 self._cut(pull, keys, 0, frames)
@@ -481,7 +481,7 @@ class PullsInFlight:
         pulls = []
         for part in parts:
             part.epoch = self._routes.epoch
-            part.pull.read_at = read_clock(self._session, part.pull.clock)
+            part.pull.read_at = read_clock(self._session)
             pulls.append(part.pull)
             if part.member is not None:
                 frames.setdefault(part.member, []).extend(part.pull.layout.frame(part, part.epoch, self._worker))

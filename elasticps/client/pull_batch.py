@@ -51,7 +51,7 @@ kernel = njit(cache=True, error_model="numpy")
 @kernel
 def cut_pull(  # type: ignore[no-untyped-def]
     keys, salt, shift, reader_of, only, order, parts, memory, slots, rows, dim, small,
-    request, flags, epoch, clock, worker, table, bound, wait_ms,
+    request, flags, epoch, clock, worker, table, wait_ms,
 ):  # fmt: skip
     """Writes a PULL for each server that answers for some of the keys, and what it asks for into `parts`; their number.
     The first has number `request`, the others follow; answers of up to `small` bytes are expected in `slots`."""
@@ -93,7 +93,7 @@ def cut_pull(  # type: ignore[no-untyped-def]
         words[at + 4] = clock
         words[at + 5] = worker
         words[at + 6] = table | (high - low) << 32
-        words[at + 7] = bound | wait_ms << 32
+        words[at + 7] = wait_ms << 32
         at += WORDS
         for j in range(low, high):
             words[at] = keys[j] if only >= 0 else keys[order[j]]
@@ -111,7 +111,7 @@ def cut_pull(  # type: ignore[no-untyped-def]
 @kernel
 def cut_tables(  # type: ignore[no-untyped-def]
     keys, tables, shift, reader_of, only, order, parts, memory, slots, small,
-    request, flags, epoch, clock, worker, bound, wait_ms,
+    request, flags, epoch, clock, worker, wait_ms,
 ):  # fmt: skip
     """The same for several tables, `keys` of one after another; `order` is by server, and then as they are."""
     words, ints = memory.view(np.int64), memory.view(np.uint32)
@@ -176,7 +176,7 @@ def cut_tables(  # type: ignore[no-untyped-def]
         words[first + 4] = clock
         words[first + 5] = worker
         words[first + 6] = blocks << 32
-        words[first + 7] = bound | wait_ms << 32
+        words[first + 7] = wait_ms << 32
         slot = slots[slot_of(request)]
         if r and 4 * floats <= small and slot[L_REQUEST] == 0:
             slot[L_REQUEST] = request
@@ -196,9 +196,10 @@ def slot_of(request):  # type: ignore[no-untyped-def]
 @kernel
 def take_answers(staging, start, end, slots, answered):  # type: ignore[no-untyped-def]
     """Takes the usual frames from `start` on out of received bytes: puts rows in place, and notes the requests that are
-    answered now. Returns (where the first frame stands that is left, how many requests)."""
+    answered now. Returns (where the first frame stands that is left, how many requests, the newest epoch at which a
+    push was answered)."""
     words = staging.view(np.int64)
-    count = 0
+    count = epoch = 0
     while end - start >= HEADER_BYTES:
         at = start >> 3
         first, body, request = words[at], words[at + 1], words[at + 2]
@@ -208,6 +209,7 @@ def take_answers(staging, start, end, slots, answered):  # type: ignore[no-untyp
         if kind == _OK and body == 0 and request % OWNERS == PUSH:
             answered[count] = request
             count += 1
+            epoch = max(epoch, words[at + 3])
             start += HEADER_BYTES
             continue
         slot = slots[slot_of(request)]
@@ -229,7 +231,7 @@ def take_answers(staging, start, end, slots, answered):  # type: ignore[no-untyp
             answered[count] = request
             count += 1
         start += HEADER_BYTES + body
-    return start, count
+    return start, count, epoch
 
 
 @kernel

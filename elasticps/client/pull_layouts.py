@@ -102,7 +102,6 @@ class Pull(Protocol):
     short: Short | None
     read_at: int
     wait_ms: int
-    bound: int | None
 
     @property
     def layout(self) -> PullLayout: ...
@@ -176,7 +175,7 @@ class PullLayout:
         count: int = cut_pull(
             keys, query.salt, routes.shift, readers.of, readers.only, order, cuts, memory, slots,
             pull.value.reshape(-1), query.dim, small, request, query.flags, routes.epoch, pull.read_at, worker,
-            query.table_id, 0 if pull.bound is None else pull.bound + 1, pull.wait_ms,
+            query.table_id, pull.wait_ms,
         )  # fmt: skip
         return count
 
@@ -188,7 +187,7 @@ class PullLayout:
         """The frame of a part."""
         pull, query = part.pull, part.pull.query
         header = PullHeader(
-            part.request, epoch, pull.read_at, worker, query.table_id, part.count, pull.bound, pull.wait_ms,
+            part.request, epoch, pull.read_at, worker, query.table_id, part.count, pull.wait_ms,
             query.any_replica, query.slots, query.coded, query.digests, usage=query.usage,
         )  # fmt: skip
         return [header.header().pack(), part.keys.data.cast("B")]
@@ -273,8 +272,7 @@ class SeveralTables(PullLayout):
     ) -> int:  # fmt: skip
         count: int = cut_tables(
             keys, self._tables, routes.shift, readers.of, readers.only, order, cuts, memory, slots, small, request,
-            TABLES | pull.query.flags, routes.epoch, pull.read_at, worker, 0 if pull.bound is None else pull.bound + 1,
-            pull.wait_ms,
+            TABLES | pull.query.flags, routes.epoch, pull.read_at, worker, pull.wait_ms,
         )  # fmt: skip
         return count
 
@@ -289,7 +287,7 @@ class SeveralTables(PullLayout):
                 buffers += [table_block(table, high - low), keys[low:high].data.cast("B")]
                 blocks += 1
         header = PullHeader(
-            part.request, epoch, pull.read_at, worker, 0, 0, pull.bound, pull.wait_ms, pull.query.any_replica,
+            part.request, epoch, pull.read_at, worker, 0, 0, pull.wait_ms, pull.query.any_replica,
             coded=pull.query.coded, blocks=blocks,
         )  # fmt: skip
         return [header.header(sum(map(len, buffers))).pack(), *buffers]

@@ -157,6 +157,7 @@ class Steps:
         self._on_used: list[Callable[[tuple[int, int], int], None]] = []
         if barrier is not None:
             dispatcher.holding.in_round, dispatcher.holding.settle = self._in_round, self._settle_quietly
+            dispatcher.delay.committed = self.closed  # nobody sees more of a step before its round closes
 
     # --- sending ------------------------------------------------------------------------------------------------
 

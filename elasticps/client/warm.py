@@ -45,7 +45,7 @@ def warm() -> None:
         )
         finish, query = lambda pull, timeout: None, Query(1, salt, _DIM, "t")
         one, *others = [ServerPull(finish, query, keys, rows) for _ in range(3)]
-        pulls.start([several := joined(finish, others), one], None, 0)
+        pulls.start([several := joined(finish, others), one], 0)
         several.layout.floats(several, None, 0, len(keys))
         several.layout.plan(several, PullPart(several, None, keys, len(keys), None), routes, routes.tails)
         pulls.adopt(routes)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from elasticps.admin.interface import MarkedRange
 from elasticps.server.core.audit import slices
-from elasticps.server.core.bounded_delay import BoundedDelay
 from elasticps.server.core.headroom import Headroom
 from elasticps.server.fast.layout import H_RECEIVED_FORWARD, H_RECEIVED_PULL, H_RECEIVED_PUSH
 from elasticps.server.roles.context import Context
@@ -40,12 +39,13 @@ class Measured(Protocol):
 
 
 class ServerAdmin:
-    """The `AdminInterface` of a server. measured: durations of requests, if they are measured."""
+    """The `AdminInterface` of a server. measured: durations of requests, if they are measured. parked: counts requests
+    that wait for steps of workers."""
 
     measured: Measured | None = None
 
     def __init__(
-        self, context: Context, delay: BoundedDelay, snapshots: SnapshotSender, headroom: Headroom,
+        self, context: Context, parked: Callable[[], int], snapshots: SnapshotSender, headroom: Headroom,
         handshake: HelloHandler, cuts: CutHandler, activity: WorkerActivity, restoring: Restorer,
     ) -> None:  # fmt: skip
         self.me = context.me
@@ -53,7 +53,7 @@ class ServerAdmin:
         self._executor = context.executor
         self._path = context.path
         self._notifier = context.notifier
-        self._delay = delay
+        self._parked = parked
         self._snapshots = snapshots
         self._headroom = headroom
         self._handshake = handshake
@@ -108,7 +108,7 @@ class ServerAdmin:
             "connections": len(self._handshake.connections),
             **{what: self._executor.counts.count(what) for what in COUNTED},
             "refused": self._notifier.errors.total,
-            "parked": len(self._delay),
+            "parked": self._parked(),
             "log_bytes": replica.log.nbytes + replica.retained.nbytes,
             "sent_bytes": self._snapshots.sent_bytes,
             "tables": len(store.live),

@@ -14,11 +14,13 @@ from coordinator.core import fields
 from coordinator.core.view import Roster, ServerInfo, View
 from elasticps.checkpoint.row_writer import ThreadRowWriter
 from elasticps.server.admin import ServerAdmin
+from elasticps.server.core.active_workers import ActiveWorkers
 from elasticps.server.core.barrier import BarrierCoordinator
-from elasticps.server.core.bounded_delay import BoundedDelay
 from elasticps.server.core.data_shards import ShardDispenser
+from elasticps.server.core.delay_coordinator import DelayCoordinator
 from elasticps.server.core.group_log import GroupLog
 from elasticps.server.core.headroom import Headroom
+from elasticps.server.core.own_steps import OwnSteps
 from elasticps.server.core.registered_tables import RegisteredTable, RegisteredTables
 from elasticps.server.core.serving import Serving
 from elasticps.server.core.view_exchange import HeldFrames, ViewNotifier
@@ -35,6 +37,7 @@ from elasticps.server.roles.handshake import HelloHandler, PeerKinds
 from elasticps.server.roles.leaders import Leaders
 from elasticps.server.roles.lifecycle import LifecycleHandler
 from elasticps.server.roles.memory_limit import MemoryLimit
+from elasticps.server.roles.participation import ParticipationHandler
 from elasticps.server.roles.pulls import PullHandler
 from elasticps.server.roles.pushes import PushHandler
 from elasticps.server.roles.reductions import ReduceHandler
@@ -95,8 +98,8 @@ class Server:
         # Requests of workers.
         self.headroom = Headroom(me.name, memory)  # how many rows may be added, here and down the chains
         self.memory = MemoryLimit(context, self.headroom, self.links)  # refuses rows where memory is short
-        self.delay = BoundedDelay(ranges, self.replica.clocks, clock)  # which pulls wait for slower workers
-        self.pulls = PullHandler(context, self.delay, lambda: self.handshake.workers)  # answers them when they may be
+        self.own_steps = OwnSteps(self.replica.clocks, clock)  # which pulls wait for their own worker's steps
+        self.pulls = PullHandler(context, self.own_steps)  # answers them when they may be
         self.pushes = PushHandler(context, self.memory)  # checks them, and has them logged
         self.reductions = ReduceHandler(context, self.pulls)  # functions over all rows of a range
         group = GroupLog(serving, self.held, notifier, self.replica, executor.rounds, executor.perform)
@@ -106,6 +109,9 @@ class Server:
             group, clock, loop.call_soon, self.round_links.send, self.round_links.need
         )
         self.round_links.announcements = self._barrier.announcements
+        active = ActiveWorkers(ranges, self.replica.clocks)
+        self.delay = DelayCoordinator(group, active, clock, loop.call_soon)  # releases clocks under bounded delay
+        self.participation = ParticipationHandler(context, active, self.delay, self.pulls.changed)
 
         # Requests of coordinators, and of operators by the admin service.
         self.leaders = Leaders(context, self.links, self.snapshots, self.headroom, options.wall)  # get reports
@@ -124,9 +130,12 @@ class Server:
         handlers = {
             **self.pushes.handlers, **self.pulls.handlers, **self._barrier.handlers, **shards.handlers,
             **cuts.handlers, **self.held.handlers, **self.reductions.handlers, **activity.handlers,
-            **self._lifecycle.handlers,
+            **self._lifecycle.handlers, **self.delay.handlers, **self.participation.handlers,
         }  # fmt: skip
-        forget = self.pulls.forget, self.pushes.forget, self.reductions.forget, activity.forget, self._lifecycle.forget
+        forget = (
+            self.pulls.forget, self.pushes.forget, self.reductions.forget, activity.forget, self._lifecycle.forget,
+            self.participation.forget,
+        )  # fmt: skip
         self.worker = PeerKind(handlers, *forget, rest=self.pulls.rest)  # frames of workers
         handlers = {**self.links.handlers, **self.memory.handlers, **self.held.handlers, **updates.handlers}
         self.peer = PeerKind(handlers, self.links.lost)  # frames of other replicas
@@ -137,12 +146,19 @@ class Server:
             self.links,
             self.leaders,
             PeerKinds(self.worker, self.peer, rounds),
-            (cuts.greet, self.pulls.greet),
+            (cuts.greet,),
             options.connections,
         )
         # Answers the admin service.
         self.admin = ServerAdmin(
-            context, self.delay, self.snapshots, self.headroom, self.handshake, cuts, activity, self.restoring
+            context,
+            lambda: len(self.own_steps) + len(self.delay),
+            self.snapshots,
+            self.headroom,
+            self.handshake,
+            cuts,
+            activity,
+            self.restoring,
         )
         self.stall_detector = StallDetector(clock, executor)  # notices that this process was stopped
         self.fast.connect(
@@ -184,7 +200,7 @@ class Server:
             self._left_out = True
             self.removed.set_result(None)
             return
-        self.delay.serve(serving.tailed, serving.held, serving.tail_since, serving.full_since)
+        self.own_steps.serve(serving.tailed, serving.held, serving.tail_since, serving.full_since)
         self.fast.serve(serving.tailed, serving.held, serving.tail_since, serving.full_since)
         self.links.adopt(view)
         self.headroom.adopt(view, self.member)
@@ -192,6 +208,7 @@ class Server:
         self.leaders.adopt(view)
         self.round_links.adopt(view)
         self._barrier.adopt(view)
+        self.delay.adopt(view)
         log.info("adopted", epoch=view.epoch, headed=len(serving.headed), reason=view.reason)
         if serving.concerns_workers():
             self.notifier.tell_all(self.handshake.workers)
@@ -202,8 +219,8 @@ class Server:
         if roster.version <= self.serving.roster_version or roster.cluster != self.cluster:
             return
         change, workers = self.serving.follow(roster), self.serving.workers
-        self.delay.follow(workers)
-        self.pulls.came_back(self.handshake.connections_of(change.came))
+        self.delay.follow(change)
+        self.participation.follow(workers.keys(), self.handshake.connections_of(change.came))
         self.handshake.follow(change)
         self.executor.perform(self.replica.adopt_roster, roster.version, frozenset(workers))
         self._recheck_waiting()
@@ -234,4 +251,5 @@ class Server:
         """Handles again what waits for a view, a roster, tables, other workers or time."""
         self.held.release()
         self._barrier.recheck()
+        self.delay.recheck()
         self.pulls.answer_waiting()

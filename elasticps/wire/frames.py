@@ -68,6 +68,7 @@ class Kind(IntEnum):
     REDUCE = 48
     SET_POLICIES = 49
     SWEEP = 50
+    REPORT_CLOCK = 51
     WELCOME = 64
     OK = 65
     ROWS = 66
@@ -83,13 +84,14 @@ class Kind(IntEnum):
     RELEASE = 76
     REDUCED = 77
     WATCH = 78
-    BOUNDED = 79
+    ASK_CLOCK = 79
     SWEPT = 81
     ROUND_CLOSE = 85
     ROUND_CLOSED = 86
     VIEW_DIFFERENCE = 90
     NEWER_VIEW = 91
     UNCHANGED = 92
+    RELEASED = 93
 
 
 LAST = 1  # PUSH: the step's last part, it ticks the clock. ROWS: the answer's last chunk. JOIN, HELD: see headers

@@ -1,9 +1,9 @@
 """The header of each kind of frame: one constructor and one reader per kind, every field with one meaning. Pure.
 
 The 64 bytes are the same for all kinds (`frames.Header`). Only this file knows where a kind puts its fields: that a
-PULL's bound travels as one more than it is, or that a BARRIER_JOIN has its worker's predecessor where a PULL has its
-table. The table of all kinds is in `docs/internals/protocol.md`, golden vectors in `tests/wire/test_headers.py`.
-Headers between replicas are in `replica_headers.py`.
+BARRIER_JOIN has its worker's predecessor where a PULL has its table, say. The table of all kinds is in
+`docs/internals/protocol.md`, golden vectors in `tests/wire/test_headers.py`. Headers between replicas are in
+`replica_headers.py`.
 """
 
 from __future__ import annotations
@@ -144,11 +144,11 @@ class EraseHeader(NamedTuple):
 
 
 class PullHeader(NamedTuple):
-    """PULL: the rows of `keys` keys of a table, by a worker at `clock`. bound: of the delay, None for none; wait_ms:
-    how long the server may let it wait, 0 for as long as usual. anywhere: any full replica may answer. slots: what the
-    optimizer keeps of the rows, instead of their weights. coded: as the table's filters make them. digests: what their
-    weights hash to, instead of them. blocks: of several tables, so many; each says how many keys it has. usage: when
-    rows were used last, how often, and their score, in three words each, instead of their weights."""
+    """PULL: the rows of `keys` keys of a table, by a worker at `clock`. wait_ms: how long the server may
+    let it wait, 0 for as long as usual. anywhere: any full replica may answer. slots: what the optimizer keeps of the
+    rows, instead of their weights. coded: as the table's filters make them. digests: what their weights hash to,
+    instead of them. blocks: of several tables, so many; each says how many keys it has. usage: when rows were used
+    last, how often, and their score, in three words each, instead of their weights."""
 
     request: int
     epoch: int
@@ -156,7 +156,6 @@ class PullHeader(NamedTuple):
     worker: int
     table: int
     keys: int
-    bound: int | None = None
     wait_ms: int = 0
     anywhere: bool = False
     slots: bool = False
@@ -170,7 +169,7 @@ class PullHeader(NamedTuple):
         return Header(
             Kind.PULL, self._flags, 8 * self.keys if body_bytes is None else body_bytes, self.request, self.epoch,
             self.clock, self.worker, table=self.table, items=self.keys if self.blocks is None else self.blocks,
-            bound=0 if self.bound is None else self.bound + 1, wait_ms=self.wait_ms,
+            wait_ms=self.wait_ms,
         )  # fmt: skip
 
     @classmethod
@@ -179,9 +178,9 @@ class PullHeader(NamedTuple):
         several = bool(h.flags & frames.TABLES)
         if not several and h.body != 8 * h.items:
             raise FrameError(f"a pull of {h.items} keys has a body of {h.body} bytes")
-        bound, keys = h.bound - 1 if h.bound else None, 0 if several else h.items
+        keys = 0 if several else h.items
         return cls(
-            h.request, h.epoch, h.clock, h.worker, h.table, keys, bound, h.wait_ms, bool(h.flags & ANY),
+            h.request, h.epoch, h.clock, h.worker, h.table, keys, h.wait_ms, bool(h.flags & ANY),
             bool(h.flags & SLOTS), bool(h.flags & frames.CODED), bool(h.flags & frames.DIGESTS),
             h.items if several else None, bool(h.flags & frames.USAGE),
         )  # fmt: skip

@@ -28,17 +28,16 @@ class JoinHeader(NamedTuple):
 
 
 class JoinedAnswer(NamedTuple):
-    """The answer to a JOIN: an OK with a body. minimum: as OK has it; at_homes: the lowest clock, at their home ranges,
-    of those of these workers whose homes the server heads, None if there are none."""
+    """The answer to a JOIN: an OK with a body. at_homes: the lowest clock, at their home ranges, of the application's
+    active workers whose homes the server heads, None if there are none."""
 
     request: int
     epoch: int
-    minimum: int
     at_homes: int | None
 
     def frame(self) -> bytes:
         """The whole frame."""
-        header = Header(Kind.OK, 0, 8, self.request, self.epoch, self.minimum)
+        header = Header(Kind.OK, 0, 8, self.request, self.epoch)
         return header.pack() + (0 if self.at_homes is None else self.at_homes + 1).to_bytes(8, "little")
 
     @classmethod
@@ -47,12 +46,10 @@ class JoinedAnswer(NamedTuple):
         if len(body) != 8:
             raise FrameError(f"the answer to a JOIN has a body of {len(body)} bytes")
         at_homes = int.from_bytes(body, "little") - 1
-        return cls(h.request, h.epoch, h.clock, at_homes if at_homes >= 0 else None)
+        return cls(h.request, h.epoch, at_homes if at_homes >= 0 else None)
 
 
 def lowest_clock(answers: Iterable[JoinedAnswer]) -> int:
     """The lowest clock of an application's active workers, as all servers' answers to JOIN say it; 0 if there are none.
-    Where steps tick some ranges only, a range may have heard nothing of a worker for long, but its home has."""
-    answers = list(answers)
-    at_homes = [answer.at_homes for answer in answers if answer.at_homes is not None]
-    return max(max((answer.minimum for answer in answers), default=0), min(at_homes, default=0))
+    A range may have heard nothing of a worker for long, but its home has heard of each step."""
+    return min((answer.at_homes for answer in answers if answer.at_homes is not None), default=0)

@@ -23,7 +23,7 @@ from replication.step_records import StepRecord, home_range
 
 T = TypeVar("T")
 FAN_OUT_ANSWERS = frozenset(
-    {Kind.OK, Kind.CLOCKS, Kind.BARRIER_DECISION, Kind.SHARDS, Kind.KEYS, Kind.REDUCED, Kind.SWEPT}
+    {Kind.OK, Kind.CLOCKS, Kind.BARRIER_DECISION, Kind.SHARDS, Kind.KEYS, Kind.REDUCED, Kind.SWEPT, Kind.RELEASED}
 )
 
 Questions = Callable[[Routes], Iterable[tuple[Member, Header, list[Buffer]]]]

@@ -17,12 +17,10 @@ from elasticps.wire.frames import Buffer
 from replication.chain import Member
 
 
-def read_clock(session: PushSession, clock: int) -> int:
-    """What the header of a PULL that its worker makes at `clock` says."""
+def read_clock(session: PushSession) -> int:
+    """What the header of a PULL says that is made now."""
     unread = session.unread()
-    if not isinstance(unread, int):
-        return 0
-    return clock if session.everywhere else unread
+    return unread if isinstance(unread, int) else 0
 
 
 def read_after(

@@ -6,8 +6,7 @@ frames of one head go out on one FIFO connection. Only this module repeats pushe
 Which ranges a step ticks. A part goes to the heads of ranges that it has rows for, and ticks all that these head. The
 last part ticks all that its step has touched, and the worker's home range, with a record of them unless they are all
 (see `replication.step_records`). A home that ever came back from a checkpoint, and has lost older records, gets one of
-each step. So a step costs what it touches, not what there is. Where others wait for this worker's clock in every range,
-under bounded delay and in rounds, each step ticks all ranges (`everywhere`).
+each step. So a step costs what it touches, not what there is.
 
 Why no step is lost and none counted twice. A frame names the worker's progress before it in the ranges that it ticks,
 `prev`, fixed when the part is first sent. A head takes a frame only at that progress; so it takes what it was sent in
@@ -86,10 +85,9 @@ Effect: TypeAlias = Ask | Frame | Committed | NeedView | Fenced
 
 
 class PushSession:
-    """The outstanding steps of one worker incarnation, at most `window`. `base`: the clock it starts above. everywhere:
-    each step ticks all ranges."""
+    """The outstanding steps of one worker incarnation, at most `window`. `base`: the clock it starts above."""
 
-    def __init__(self, worker: int, ranges: int, window: int, base: int = 0, *, everywhere: bool = False) -> None:
+    def __init__(self, worker: int, ranges: int, window: int, base: int = 0) -> None:
         if window < 1:
             raise ValueError(f"the window must be at least 1 step, got {window}")
         self.worker = worker
@@ -97,7 +95,6 @@ class PushSession:
         self.clock = base
         self.committed = base
         self.epoch = 0
-        self.everywhere = everywhere
         self._ranges = ranges
         self.window = window
         self._home = home_range(worker, ranges)
@@ -196,7 +193,7 @@ class PushSession:
             raise RuntimeError(f"a step has at most {MAX_PARTS} parts")
         heads = self._ticked_heads(content, step, last)
         step.elsewhere |= self._ticks_elsewhere(content)
-        if last and not self.everywhere:
+        if last:
             for head in (self._heads.home,) if also is None else (self._heads.home, self._heads.of(also)):
                 step.elsewhere |= head is None
                 if head is not None:
@@ -231,8 +228,6 @@ class PushSession:
 
     def _ticked_heads(self, content: PartContent, step: OutstandingStep, last: bool) -> dict[Head, None]:
         """The heads whose ranges a part ticks."""
-        if self.everywhere:
-            return dict.fromkeys(self._heads.by_member.values())
         members = content.heads(self.epoch)
         if members is None:
             found = {head: None for head in self._heads.by_member.values() if content.touches(head.order)}
@@ -243,7 +238,7 @@ class PushSession:
     def _ticks_elsewhere(self, content: PartContent) -> bool:
         """Whether a part ticks the ranges that have no head now: all of them, or none."""
         nowhere = self._heads.nowhere
-        return bool(len(nowhere)) and (self.everywhere or content.touches(nowhere))
+        return bool(len(nowhere)) and content.touches(nowhere)
 
     def owing(self) -> dict[Member, int]:
         """Head -> the oldest step that it has not committed in all its ranges."""

@@ -18,7 +18,7 @@ import numpy as np
 from coordinator.core.view import WORKERS_MAX, View
 from elasticps.kernels.hashing import group_range
 from elasticps.server.core.barrier_state import BarrierGroup, RoundStep
-from elasticps.server.core.group_log import AnswerTicket, GroupLog, NoTicket
+from elasticps.server.core.group_log import AnswerTicket, CommitTicket, GroupLog
 from elasticps.server.core.reads import DEFAULT_WAIT_S
 from elasticps.server.core.requests import Asker, Body, RequestError, RequestTicket, waited_too_long
 from elasticps.server.core.round_announcements import DecidedRound, RoundAnnouncements
@@ -27,7 +27,7 @@ from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, json_frame
 from elasticps.wire.headers import BarrierArriveHeader, BarrierJoinHeader
 from elasticps.wire.rounds import LastWorkers, RoundClose, RoundClosedHeader
 from replication.chain import Member
-from replication.effects import Push, Reply, Status
+from replication.effects import Push, Reply
 from replication.messages import OperationKind
 
 MOST_WAITING = 4 * WORKERS_MAX  # requests, until a round is closed everywhere
@@ -73,33 +73,6 @@ class _Arrivals(dict[int, _Waiting]):
     def count_again(self, members: Iterable[int]) -> None:
         """Goes through the members from the first one again."""
         self._left, self._missing = iter(list(members)), 0
-
-
-class _CommitTicket(NoTicket):
-    """The ticket of an operation after which something is to happen here: `done()` once it is committed in all its
-    ranges, else `failed(reply)`."""
-
-    def __init__(
-        self, done: Callable[[], object], failed: Callable[[Reply], None] = lambda reply: None,
-        connection: Asker | None = None,
-    ) -> None:  # fmt: skip
-        self._done = done
-        self._failed = failed
-        self._connection = connection  # that waits if the log is full
-
-    def reply(self, reply: Reply) -> None:
-        if reply.status is Status.COMMITTED and not len(reply.moved):
-            self._done()
-        else:
-            self._failed(reply)
-
-    def hold(self) -> None:
-        if self._connection is not None:
-            self._connection.wait_for(self)
-
-    def release(self) -> None:
-        if self._connection is not None:
-            self._connection.admitted(self)
 
 
 class BarrierCoordinator:
@@ -232,7 +205,7 @@ class BarrierCoordinator:
             for ticket in tickets:
                 ticket.reply(reply)
 
-        self._log(_CommitTicket(partial(self._when_closed, decided, tickets), failed), decided)
+        self._log(CommitTicket(partial(self._when_closed, decided, tickets), failed), decided)
         for worker in [w for w, one in waiting.items() if one.clock <= clock]:  # it was away: what it waits for is over
             one = waiting.pop(worker)
             self._group.refuse(one.ticket, _left_out(one.clock, app))
@@ -318,7 +291,7 @@ class BarrierCoordinator:
                 if self._announced.get(app) == round.clock:
                     del self._announced[app]
 
-            self._log(_CommitTicket(partial(self._soon, partial(self._announce, round)), failed), round)
+            self._log(CommitTicket(partial(self._soon, partial(self._announce, round)), failed), round)
 
     def _closed_everywhere(self, round: DecidedRound) -> None:
         app = round.app
@@ -347,7 +320,7 @@ class BarrierCoordinator:
         workers = self._last.setdefault(connection, LastWorkers()).follow(close)
         answer = RoundClosedHeader(close.request).header().pack()
         outdated = partial(self._group.notifier.tell, connection)
-        ticket = _CommitTicket(partial(connection.send, answer), lambda reply: outdated(), connection)
+        ticket = CommitTicket(partial(connection.send, answer), lambda reply: outdated(), connection)
         self._close(DecidedRound(close.app, close.clock, workers), close.epoch, ticket)
 
     def forget(self, connection: Asker) -> None:
@@ -356,9 +329,9 @@ class BarrierCoordinator:
 
     def _close_here(self, round: DecidedRound, request: int, epoch: int) -> None:
         done = partial(self.announcements.closed, self._serving.me, request)
-        self._close(round, epoch, _CommitTicket(partial(self._soon, done)))
+        self._close(round, epoch, CommitTicket(partial(self._soon, done)))
 
-    def _close(self, round: DecidedRound, epoch: int, ticket: _CommitTicket) -> None:
+    def _close(self, round: DecidedRound, epoch: int, ticket: CommitTicket) -> None:
         """Closes a round in all ranges headed here; nothing changes in those where it is closed already."""
         app, clock = round.app, round.clock
         still_open = bool((self._rounds.closed(app)[self._serving.headed] < clock).any())

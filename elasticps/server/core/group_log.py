@@ -98,6 +98,33 @@ class NoTicket:
         """Resumes nothing."""
 
 
+class CommitTicket(NoTicket):
+    """The ticket of an operation after which something is to happen here: `done()` once it is committed in all its
+    ranges, else `failed(reply)`."""
+
+    def __init__(
+        self, done: Callable[[], object], failed: Callable[[Reply], None] = lambda reply: None,
+        connection: Asker | None = None,
+    ) -> None:  # fmt: skip
+        self._done = done
+        self._failed = failed
+        self._connection = connection  # that waits if the log is full
+
+    def reply(self, reply: Reply) -> None:
+        if reply.status is Status.COMMITTED and not len(reply.moved):
+            self._done()
+        else:
+            self._failed(reply)
+
+    def hold(self) -> None:
+        if self._connection is not None:
+            self._connection.wait_for(self)
+
+    def release(self) -> None:
+        if self._connection is not None:
+            self._connection.admitted(self)
+
+
 class GroupLog:
     """Checks requests against the view and the roster, and logs them in group ranges headed here.
 

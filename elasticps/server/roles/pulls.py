@@ -1,12 +1,12 @@
-"""Answers what workers read: pulls, lists of keys, and whether a worker takes part in bounded delay."""
+"""Answers what workers read: pulls, and lists of keys."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 
-from elasticps.server.core.bounded_delay import BoundedDelay
+from elasticps.server.core.own_steps import OwnSteps
 from elasticps.server.core.reads import AnswerGate, PullRequest, TableKeys, answer, shown_when
 from elasticps.server.core.requests import Asker, Body, RequestError
 from elasticps.server.core.validation import unknown_table
@@ -16,69 +16,27 @@ from elasticps.store import Table
 from elasticps.wire.clocks import ReadAfter
 from elasticps.wire.frames import FrameError, Header, Kind, read_tables
 from elasticps.wire.headers import KeysHeader, ListKeysHeader, PullHeader
-from elasticps.wire.joining import JoinedAnswer, JoinHeader
-from replication.progress import MAX_CLOCK
 
 MAX_LISTED = 1 << 18  # keys
 NO_KEYS = np.empty(0, np.int64)
 
 
 class PullHandler:
-    """Answers pulls and lists of keys, at once or when bounded delay lets them pass."""
+    """Answers pulls and lists of keys, at once or when their worker's own steps are there."""
 
-    def __init__(
-        self, context: Context, delay: BoundedDelay, workers: Callable[[], Iterable[Connection]]
-    ) -> None:  # fmt: skip
-        """workers: the connections of workers."""
-        self._workers = workers
-        self._bounded: set[str] = set()  # applications with pulls that wait for slower workers
+    def __init__(self, context: Context, own: OwnSteps) -> None:
         self._serving = context.serving
         self._held = context.held
         self._notifier = context.notifier
-        self._delay = delay
+        self._own = own
         self._store, self._replica = context.executor.store, context.executor.replica
         self._registered = context.registered
         self._counts = context.executor.counts
         self._last_served = context.last_served
         self._unshown: dict[Asker, None] = {}  # connections with answers that must not be shown yet
-        self._participation: dict[Connection, int | None] = {}  # the clock above which each takes part; None: it pauses
         self.handlers: dict[int, Handler] = {
-            Kind.PULL: self._pull, Kind.JOIN: self._join, Kind.LIST_KEYS: self._list_keys,
-            Kind.READ_AFTER: self._read_after,
+            Kind.PULL: self._pull, Kind.LIST_KEYS: self._list_keys, Kind.READ_AFTER: self._read_after,
         }  # fmt: skip
-
-    def _join(self, connection: Connection, header: Header, body: Body) -> None:
-        request = JoinHeader.of(header)
-        if request.base is not None and request.base >= MAX_CLOCK:
-            raise FrameError(f"a base clock of {request.base} is over the limit of {MAX_CLOCK}")
-        if request.base is not None:
-            connection.base = self._participation[connection] = request.base
-            minimum = self._delay.join(connection.worker, request.base, connection.app)
-        else:
-            if request.pause:
-                self._participation[connection] = None
-                self._delay.pause(connection.worker)
-            minimum = self._delay.minimum(connection.app)
-        headed = self._serving.headed.tolist()
-        at_homes = self._delay.lowest_at_homes(connection.app, headed, connection.worker)
-        connection.send(JoinedAnswer(header.request, self._serving.epoch, minimum, at_homes).frame())
-        if self._delay:  # a worker that joins again counts for more
-            self.answer_waiting()
-
-    def greet(self, connection: Connection) -> None:
-        """Tells a worker that others wait for its clock, if they do: then each of its steps has to tick all ranges."""
-        if connection.app in self._bounded:
-            connection.send(Header(Kind.BOUNDED).pack())
-
-    def came_back(self, connections: Iterable[Connection]) -> None:
-        """Restores the participation of workers whose leases had run out and that are in the roster again. A worker
-        says once per connection whether it takes part."""
-        for connection in connections:
-            base = self._participation.get(connection, -1)
-            if base is None:
-                self._delay.pause(connection.worker)
-            elif base >= 0:
-                self._delay.join(connection.worker, base, connection.app)
 
     def _read_after(self, connection: Connection, header: Header, body: Body) -> None:
         connection.read_after = ReadAfter.of(header, body, self._serving.ranges)
@@ -87,10 +45,6 @@ class PullHandler:
         if self._held.wait_for_view(connection, header, body):
             return
         request = PullHeader.of(header)
-        if request.bound is not None and connection.app not in self._bounded:
-            self._bounded.add(connection.app)
-            for other in self._workers():
-                self.greet(other)
         if not self._serving.serves(request.epoch, request.anywhere):
             raise self._stale(request.epoch)
         read = self._read(connection, request, body)
@@ -98,12 +52,12 @@ class PullHandler:
         self._counts["rows_pulled"] += read.rows
         self._last_served.mark()
         after = connection.read_after
-        if after is not None and self._delay.reached(connection.worker, after, request.anywhere):
+        if after is not None and self._own.reached(connection.worker, after, request.anywhere):
             connection.read_after = None
         elif after is not None:
             read = read._replace(after=after)
-        if (request.bound is not None or request.clock or read.after) and self._delay.blockers(read):
-            self._delay.park(read)
+        if (request.clock or read.after) and self._own.waits(read):
+            self._own.park(read)
         else:
             self._answer(read)
 
@@ -166,7 +120,7 @@ class PullHandler:
 
     def changed(self) -> None:
         """An operation was applied or acknowledged: pulls that wait may go on."""
-        if self._delay or self._unshown:
+        if self._own or self._unshown:
             self.answer_waiting()
 
     def answer_waiting(self) -> None:
@@ -179,7 +133,7 @@ class PullHandler:
                     connection.go_on()
                 except Exception as failure:
                     connection.fail(failure)
-        for read, error in self._delay.release(self._serving.tail_since, self._serving.full_since):
+        for read, error in self._own.release(self._serving.tail_since, self._serving.full_since):
             try:
                 if error is None:
                     self._answer(read)
@@ -190,5 +144,4 @@ class PullHandler:
 
     def forget(self, connection: Connection) -> None:
         """A connection has ended: its pulls are dropped."""
-        self._delay.forget(connection)
-        self._participation.pop(connection, None)
+        self._own.forget(connection)
