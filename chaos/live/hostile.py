@@ -45,7 +45,8 @@ _FIELDS = (
 )  # fmt: skip
 _CONTROL = (
     Kind.CREATE, Kind.GET_CLOCKS, Kind.GET_VIEW, Kind.BARRIER_JOIN, Kind.BARRIER_ARRIVE, Kind.ROUND_CLOSE,
-    Kind.CLAIM_SHARDS, Kind.BARRIER_LEAVE, Kind.JOIN, Kind.HELLO, Kind.ROOM, Kind.WELCOME, Kind.REPORT,
+    Kind.CLAIM_SHARDS, Kind.BARRIER_LEAVE, Kind.JOIN, Kind.REPORT_CLOCK, Kind.HELLO, Kind.ROOM, Kind.WELCOME,
+    Kind.REPORT,
 )  # fmt: skip
 
 

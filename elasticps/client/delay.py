@@ -15,12 +15,12 @@ from elasticps.client.core.session import PushSession
 from elasticps.client.pull import PullsInFlight, ServerPull
 from elasticps.errors import Error
 from elasticps.kernels.hashing import group_range
-from elasticps.wire.delay import AskClock, Released, ReportClock
+from elasticps.wire.delay import AskClockHeader, ReleasedHeader, ReportClock
 from elasticps.wire.frames import Buffer, Header
 from replication.chain import Member
 
 
-class _Waiting:
+class _ParkedPulls:
     """Pulls that need a clock to be released."""
 
     __slots__ = ("floor", "pulls", "wait_ms")
@@ -50,9 +50,9 @@ class WorkerDelay:
         self._released = 0
         self._view_epoch = 0  # of the oldest view under which pulls see what is released
         self._heard_epoch = 0  # the newest at which a server has said that steps are committed
-        self._wanted: dict[Member, int] = {}  # who wants a report, and from which clock on
-        self._waiting: list[_Waiting] = []
-        self._asked: dict[int, FanOut] = {}  # by floor
+        self._due: dict[Member, int] = {}  # who wants a report, and from which clock on
+        self._waiting: list[_ParkedPulls] = []
+        self._questions: dict[int, FanOut] = {}  # by floor
 
     def hear(self, epoch: int) -> None:
         """A server has answered a push at that epoch."""
@@ -60,11 +60,11 @@ class WorkerDelay:
 
     def want(self, member: Member, header: Header) -> None:
         """ASK_CLOCK."""
-        self._wanted[member] = AskClock.of(header).clock
+        self._due[member] = AskClockHeader.of(header).clock
 
     def gone(self, member: Member) -> None:
         """The connection to a server has ended; it asks again on the next one."""
-        self._wanted.pop(member, None)
+        self._due.pop(member, None)
 
     def start(self, pulls: Sequence[ServerPull], bound: int | None, wait_ms: int) -> None:
         """Sends pulls, at once or when what they need is released: the clock that is `bound` before theirs."""
@@ -74,7 +74,7 @@ class WorkerDelay:
             return
         for pull in pulls:
             pull.waits = True
-        self._waiting.append(_Waiting(floor, pulls, wait_ms))
+        self._waiting.append(_ParkedPulls(floor, pulls, wait_ms))
         self.tell()
 
     def _open(self, floor: int) -> bool:
@@ -82,13 +82,13 @@ class WorkerDelay:
 
     def tell(self) -> None:
         """Reports to who wants it, and goes on with pulls that wait, as far as they may."""
-        if self._wanted:
+        if self._due:
             committed = self.committed()
-            for member in [m for m, clock in self._wanted.items() if committed >= clock]:
-                del self._wanted[member]
+            for member in [m for m, clock in self._due.items() if committed >= clock]:
+                del self._due[member]
                 report = ReportClock(self._worker, self._heard_epoch, committed, self._released)
                 self._send(member, [report.header().pack(), report.body])
-        if self._waiting or self._asked:
+        if self._waiting or self._questions:
             self._go_on()
 
     def question(self, floor: int, wait_ms: int) -> Questions:
@@ -106,13 +106,13 @@ class WorkerDelay:
 
     def released(self, header: Header) -> int:
         """Notes an answer; returns the clock that is released."""
-        answer = Released.of(header)
+        answer = ReleasedHeader.of(header)
         self._released = max(self._released, answer.clock)
         self._view_epoch = max(self._view_epoch, answer.epoch)
         return answer.clock
 
     def _go_on(self) -> None:
-        for floor, fan_out in list(self._asked.items()):
+        for floor, fan_out in list(self._questions.items()):
             if fan_out.done():
                 self._end(floor, fan_out)
         still = []
@@ -126,13 +126,13 @@ class WorkerDelay:
                 still.append(one)
         self._waiting = still
         floors = {one.floor: one.wait_ms for one in still}
-        for floor in self._asked.keys() - floors.keys():  # nobody waits for it any more
-            self._fan_outs.end(self._asked.pop(floor))
+        for floor in self._questions.keys() - floors.keys():  # nobody waits for it any more
+            self._fan_outs.end(self._questions.pop(floor))
         for floor, wait_ms in floors.items():
             if floor <= self._released:
                 self._need(self._view_epoch)
-            elif floor not in self._asked and self.committed() >= floor:  # before that, others need not hear of it
-                self._asked[floor] = fan_out = FanOut(self.question(floor, wait_ms))
+            elif floor not in self._questions and self.committed() >= floor:  # before that, others need not hear of it
+                self._questions[floor] = fan_out = FanOut(self.question(floor, wait_ms))
                 self._fan_outs.begin(fan_out, self.routes)
 
     def _end(self, floor: int, fan_out: FanOut) -> None:
@@ -144,7 +144,7 @@ class WorkerDelay:
                 if one.floor == floor:
                     for pull in one.pulls:
                         pull.error = pull.error or fan_out.error
-        del self._asked[floor]
+        del self._questions[floor]
         self._fan_outs.end(fan_out)
 
     def fail(self, error: Error) -> None:
@@ -153,4 +153,4 @@ class WorkerDelay:
             for pull in one.pulls:
                 pull.error = pull.error or error
         self._waiting.clear()
-        self._asked.clear()
+        self._questions.clear()

@@ -66,7 +66,7 @@ class Dispatcher:
 
     `session` knows the outstanding steps; `pushes`, `pulls` and `_fan_outs` (questions to several servers) know what is
     on its way. `_driver` reads the links of `connections`. Servers hear by `participation` whether this worker takes
-    part, and by `holding` how far it has written while a cut is taken. `new_views` says when to ask for a view.
+    part, by `holding` and `delay` how far it has written and committed. `new_views` says when to ask for a view.
     """
 
     def __init__(

@@ -111,7 +111,7 @@ class Server:
         self.round_links.announcements = self._barrier.announcements
         active = ActiveWorkers(ranges, self.replica.clocks)
         self.delay = DelayCoordinator(group, active, clock, loop.call_soon)  # releases clocks under bounded delay
-        self.participation = ParticipationHandler(context, active, self.delay, self.pulls.changed)
+        self.participation = ParticipationHandler(context, active, self.delay, self.pulls.changed)  # who takes part
 
         # Requests of coordinators, and of operators by the admin service.
         self.leaders = Leaders(context, self.links, self.snapshots, self.headroom, options.wall)  # get reports

@@ -52,7 +52,7 @@ class ReportClock(NamedTuple):
         return cls(h.worker, h.epoch, h.clock, released, floor, h.wait_ms, h.request)
 
 
-class Released(NamedTuple):
+class ReleasedHeader(NamedTuple):
     """RELEASED: every active worker of the application has committed its steps up to `clock`, which pulls see that are
     made under a view of at least `epoch`."""
 
@@ -65,14 +65,14 @@ class Released(NamedTuple):
         return Header(Kind.RELEASED, 0, 0, self.request, self.epoch, self.clock)
 
     @classmethod
-    def of(cls, h: Header) -> Released:
+    def of(cls, h: Header) -> ReleasedHeader:
         """The inverse of `header`. Raises `FrameError`."""
         if not 0 <= h.clock < MAX_CLOCK:
             raise FrameError(f"a RELEASED has clock {h.clock}, over {MAX_CLOCK - 1}")
         return cls(h.request, h.epoch, h.clock)
 
 
-class AskClock(NamedTuple):
+class AskClockHeader(NamedTuple):
     """ASK_CLOCK: report your committed clock, once, as soon as it is at least `clock`."""
 
     clock: int
@@ -82,6 +82,6 @@ class AskClock(NamedTuple):
         return Header(Kind.ASK_CLOCK, clock=self.clock)
 
     @classmethod
-    def of(cls, h: Header) -> AskClock:
+    def of(cls, h: Header) -> AskClockHeader:
         """The inverse of `header`."""
         return cls(h.clock)

@@ -124,7 +124,7 @@ class FakeServer:
         elif kind in (Kind.HELD, Kind.USE, Kind.READ_AFTER):
             return
         elif kind == Kind.JOIN:
-            yield JoinedAnswer(request, epoch, 0, None).frame()
+            yield JoinedAnswer(request, epoch, None).frame()
         elif kind == Kind.GET_CLOCKS:
             assert self.view is not None
             ranges = np.flatnonzero(self.view.heads == self.view.index(self.name))

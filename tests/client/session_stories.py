@@ -59,10 +59,7 @@ class Story:
         self.logs = [RangeLog() for _ in range(self.ranges)]
         self.lossy = random.random() < 0.5
         base = random.choice((0, 0, 7))
-        everywhere = random.random() < 0.2
-        self.session = PushSession(
-            self.worker, self.ranges, random.choice((1, 2, 4)), base, everywhere=everywhere
-        )  # fmt: skip
+        self.session = PushSession(self.worker, self.ranges, random.choice((1, 2, 4)), base)
         self.members = [Member(f"s{i}", 1) for i in range(random.choice((1, 2, 3, 5)))]
         self.heads = [random.randrange(len(self.members)) for _ in range(self.ranges)]
         self.servers = {member: Server(member, self.logs) for member in self.members}

@@ -78,7 +78,7 @@ class SparseStory:
         self.closed: set[int] = set()
         self.committed: set[int] = set()
         self.prevs: dict[tuple[int, int, int], int] = {}  # by clock, part and range: what was said first
-        self.session = PushSession(WORKER, self.ranges, random.choice((1, 2, 4)), everywhere=random.random() < 0.1)
+        self.session = PushSession(WORKER, self.ranges, random.choice((1, 2, 4)))
         for replica in self.replicas.values():
             replica.adopt_roster(1, frozenset({WORKER}))
         for member in self.members:

@@ -6,7 +6,7 @@ import numpy as np
 
 from elasticps.client.core.read_after import read_clock
 from elasticps.client.core.session import Frame, PushSession
-from elasticps.server.core.bounded_delay import BoundedDelay
+from elasticps.server.core.own_steps import OwnSteps
 from elasticps.wire.clocks import ReadAfter
 from replication.chain import Member
 from replication.effects import Status
@@ -33,9 +33,9 @@ def test_a_pull_sees_closed_steps_where_they_are_outstanding() -> None:
     assert set(unread[ticked].tolist()) == {1 << 16}
     session.push(Rows(2, 0, {1}, 1), last=False)
     assert session.unread().tolist() == unread.tolist(), "an open step is not waited for"  # type: ignore[union-attr]
-    assert read_clock(session, 2) == 0
+    assert read_clock(session) == 0
     session.push(Rows(2, 1, set(range(P)), 1))
-    assert (session.unread(), read_clock(session, 2)) == (2, 2), "all ranges have to have the newest"
+    assert (session.unread(), read_clock(session)) == (2, 2), "all ranges have to have the newest"
     for frame in frames:
         session.reply(frame.frame, Status.COMMITTED, 1, None, np.empty(0, np.int64))
     assert session.unread() == 2
@@ -43,43 +43,27 @@ def test_a_pull_sees_closed_steps_where_they_are_outstanding() -> None:
 
 def test_a_server_waits_only_for_ranges_that_it_holds_now() -> None:
     clocks = Clocks(P)
-    delay = BoundedDelay(P, clocks, lambda: 0.0)
-    delay.serve(np.arange(P), np.arange(P))
+    own = OwnSteps(clocks, lambda: 0.0)
+    own.serve(np.arange(P), np.arange(P))
     after = ReadAfter(np.array([1, 2]), np.array([5 << 16, 6 << 16]))
-    assert not delay.reached(1, after, False), "nothing is known of the worker"
+    assert not own.reached(1, after, False), "nothing is known of the worker"
     clocks.set(1, np.array([1]), 5 << 16)
-    assert not delay.reached(1, after, False)
-    delay.serve(np.array([0, 1]), np.array([0, 1]))  # range 2 moves away, and never gets here what it lacks
-    assert delay.reached(1, after, False)
+    assert not own.reached(1, after, False)
+    own.serve(np.array([0, 1]), np.array([0, 1]))  # range 2 moves away, and never gets here what it lacks
+    assert own.reached(1, after, False)
 
 
 def test_a_server_waits_no_longer_for_what_an_older_view_sent() -> None:
     """A range that went and came back from a checkpoint lacks steps that nobody sends again."""
     clocks = Clocks(P)
-    delay = BoundedDelay(P, clocks, lambda: 0.0)
-    delay.serve(np.arange(P), np.arange(P), 3, 3)
+    own = OwnSteps(clocks, lambda: 0.0)
+    own.serve(np.arange(P), np.arange(P), 3, 3)
     after = ReadAfter(np.array([1]), np.array([5 << 16]), 7)
-    assert not delay.reached(1, after, False)
-    delay.serve(np.array([0]), np.array([0]), 8, 8)
-    delay.serve(np.arange(P), np.arange(P), 9, 9)
-    assert delay.reached(1, after, False)
-    assert not delay.reached(1, after._replace(epoch=9), False)
-    delay.serve(np.arange(P), np.arange(P), 3, 9)
-    assert not delay.reached(1, after, False), "where ranges were read all the time the same pulls are answered still"
-    assert delay.reached(1, after, True)
-
-
-def test_a_worker_that_ticks_all_ranges_from_now_on_still_names_where_sparse_steps_are_outstanding() -> None:
-    """By its clock alone servers would wait for ranges that these steps never reach."""
-    members = [Member(name, 1) for name in "abcd"]
-    session = PushSession(1, P, 4)
-    session.adopt(form(members, P, 1))
-    for member in members:
-        session.connected(member)
-    sparse = [e for e in session.push(Rows(1, 0, {0}, 1)) if isinstance(e, Frame)]
-    session.everywhere = True
-    assert read_clock(session, 1) == 0
-    assert not isinstance(session.unread(), int)
-    for frame in sparse:
-        session.reply(frame.frame, Status.COMMITTED, 1, None, np.empty(0, np.int64))
-    assert read_clock(session, 1) == 1, "servers know by then that it is committed"
+    assert not own.reached(1, after, False)
+    own.serve(np.array([0]), np.array([0]), 8, 8)
+    own.serve(np.arange(P), np.arange(P), 9, 9)
+    assert own.reached(1, after, False)
+    assert not own.reached(1, after._replace(epoch=9), False)
+    own.serve(np.arange(P), np.arange(P), 3, 9)
+    assert not own.reached(1, after, False), "where ranges were read all the time the same pulls are answered still"
+    assert own.reached(1, after, True)

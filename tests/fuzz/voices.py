@@ -16,6 +16,7 @@ from elasticps.kernels.hashing import table_salt
 from elasticps.model.spec import TableSpec
 from elasticps.wire.activity import Activity, UseHeader
 from elasticps.wire.clocks import ReadAfter, encode_record
+from elasticps.wire.delay import ReportClock
 from elasticps.wire.frames import (
     ALL_RANGES,
     ANY,
@@ -46,7 +47,7 @@ from elasticps.wire.packing import pack
 from elasticps.wire.reducing import ReduceHeader, function_body
 from elasticps.wire.rounds import round_body, round_close
 from replication.messages import OperationKind
-from replication.progress import ERASER, PART_BITS, Progress, after_part
+from replication.progress import ERASER, MAX_CLOCK, PART_BITS, Progress, after_part
 from replication.step_records import home_range, record_of
 from tests.fuzz.core import APPS, CLUSTER, HOSTILE, ME, NOBODY, OWN, PEER, Core
 from tests.fuzz.corpus import LEADER, RANGES, ROLES, ROUNDS, WORKER, Corpus
@@ -283,12 +284,22 @@ class Voices:
         return {
             Kind.PUSH: pushes, Kind.PULL: pulls, Kind.READ_AFTER: [self._read_after() for _ in range(4)],
             Kind.CREATE: creates, Kind.INIT: inits, Kind.ERASE: erases,
-            Kind.HELD: held, Kind.USE: [self._use() for _ in range(4)], Kind.REDUCE: [self._reduce() for _ in range(8)],
+            Kind.HELD: held, Kind.REPORT_CLOCK: [self._report_clock() for _ in range(8)],
+            Kind.USE: [self._use() for _ in range(4)], Kind.REDUCE: [self._reduce() for _ in range(8)],
         }  # fmt: skip
 
     def _read_after(self) -> bytes:
         ranges = np.array(sorted(self._random.sample(range(RANGES), self._random.choice((1, 2, RANGES)))), np.int64)
         return ReadAfter(ranges, np.full(len(ranges), self._random.choice((0, 1, 1 << PART_BITS, 1 << 62)))).frame()
+
+    def _report_clock(self) -> bytes:
+        random = self._random
+        clock, released, floor = (random.choice((0, 1, 9, 9, MAX_CLOCK - 1, MAX_CLOCK, -1)) for _ in range(3))
+        report = ReportClock(
+            random.choice(HOSTILE), random.choice((0, 1)), max(0, clock), released, floor, random.choice((0, 1, 9)),
+            random.choice((0, 5, 6)),
+        )  # fmt: skip
+        return report.header().pack() + report.body
 
     def _use(self) -> bytes:
         random = self._random

@@ -176,7 +176,7 @@ def test_pulls_wait_at_the_tail_for_the_workers_own_pushes(run: Run) -> None:
         head, tail = await group.connect("s0"), await group.connect("s1", create=False)
         keys = np.array([3], np.int64)
         early = tail.ask(Header(Kind.PULL, epoch=1, clock=1, table=TABLE, items=1), keys.tobytes())
-        await until(lambda: len(group.servers["s1"].delay))
+        await until(lambda: len(group.servers["s1"].own_steps))
         await head.push(view, "s0", 1, KEYS, 4.0)
         header, body = await asyncio.wait_for(early, 10)
         assert header.kind == Kind.ROWS

@@ -29,7 +29,7 @@ def test_frames_held_on_an_older_connection_are_dropped(run: Run) -> None:
         group.adopt(group.make_view(lambda r: ["a"]))
         other = await group.connect("a", worker=second)
         header, body = await other.ask(JoinHeader().header())
-        assert JoinedAnswer.of(header, bytes(body)).minimum == 7
+        assert JoinedAnswer.of(header, bytes(body)).at_homes == 7
 
     run(test)
 

@@ -16,6 +16,7 @@ from tests.sim import planted_announcements as announced
 from tests.sim import planted_caches as caches
 from tests.sim import planted_chain as chain
 from tests.sim import planted_cuts as cuts
+from tests.sim import planted_delay as delay
 from tests.sim import planted_differences as changes
 from tests.sim import planted_dropped_tables as drops
 from tests.sim import planted_growth as growth
@@ -38,6 +39,7 @@ MODULES = (
     changes,
     checkpoints,
     cuts,
+    delay,
     drops,
     growth,
     together,
@@ -90,10 +92,15 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     chain.end_on_the_request_to_drain: ("drains", "free", 0),
     chain.count_copies_at_servers_that_drain: ("hurried", "free", 5),
     chain.move_more_than_must: ("moves", "free", 1),
-    chain.take_a_bounded_delay_one_step_too_long: ("calm", "bounded", 5),
-    chain.count_only_workers_that_have_pushed: ("calm", "bounded", 2),
-    chain.wait_for_workers_that_pause: ("calm", "bounded", 30),
-    chain.wait_for_workers_that_are_gone: ("ghosts", "bounded", 0),
+    delay.wait_for_one_step_less: ("calm", "bounded", 5),
+    delay.forget_workers_that_have_joined: ("calm", "bounded", 2),
+    delay.report_steps_that_are_not_committed: ("limps", "bounded", 0),
+    delay.begin_where_the_fastest_worker_is: ("kills", "bounded", 0),
+    delay.wait_for_workers_that_pause: ("calm", "bounded", 30),
+    delay.wait_for_workers_that_are_gone: ("ghosts", "bounded", 0),
+    delay.leave_out_workers_without_a_connection: ("flaps", "bounded", 0),
+    delay.start_below_what_is_released: ("kills", "bounded", 0),
+    delay.ask_nobody_twice: ("calm", "bounded", 0),
     retained.acknowledge_before_the_one_left_is_confirmed: ("suspicions", "free", 36),
     retained.drop_the_copy_that_is_to_be_kept: ("suspicions", "free", 0),
     retained.go_on_with_what_nobody_else_has: ("outcasts", "free", 2),
@@ -152,7 +159,6 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     shell.reply_before_the_log_holds_the_entry: ("limps", "free", 0),
     shell.serve_pulls_of_any_epoch: ("moves", "free", 36),
     shell.look_at_an_answer_that_must_wait: ("levels", "free", 5),
-    shell.let_a_worker_that_has_left_hold_others_back: ("ghosts", "bounded", 0),
     shell.let_a_view_that_comes_late_count_again: ("mixed", "free", 3),
     cuts.hold_before_the_last_step_is_committed: ("partitions", "free", 5),
     cuts.push_on_while_held: ("calm", "free", 3),

@@ -18,7 +18,7 @@ from coordinator.core.view import ClusterConfig, View
 from coordinator.membership import request_drain
 from elasticps.client.core.session import PushSession, resume
 from elasticps.client.push_batch import PackedPart
-from elasticps.server.core.bounded_delay import BoundedDelay
+from elasticps.server.core.own_steps import OwnSteps
 from elasticps.server.core.reads import AnswerGate
 from elasticps.server.fast.recent_log import RecentLog
 from elasticps.server.process import draining, lifecycle
@@ -285,7 +285,7 @@ def fence_nobody_and_share_clocks(patch: pytest.MonkeyPatch) -> None:
 
 def answer_a_pull_before_its_worker_s_pushes_are_applied(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
-    patch.setattr(BoundedDelay, "blockers", lambda self, read: [])
+    patch.setattr(OwnSteps, "waits", lambda self, read: False)
 
 
 def show_at_a_tail_what_its_level_joiner_lacks(patch: pytest.MonkeyPatch) -> None:
@@ -417,31 +417,3 @@ def move_more_than_must(patch: pytest.MonkeyPatch) -> None:
         return Plan(made, made.reason)
 
     patch.setattr(coordinator.leader, "plan", mutant)
-
-
-def take_a_bounded_delay_one_step_too_long(patch: pytest.MonkeyPatch) -> None:
-    leave_every_frame_to_python(patch)
-    blockers = BoundedDelay.blockers
-
-    def mutant(self: BoundedDelay, read: Any) -> list[str]:
-        header = read.header
-        bound = None if header.bound is None else header.bound + 1
-        return blockers(self, read._replace(header=header._replace(bound=bound)))
-
-    patch.setattr(BoundedDelay, "blockers", mutant)
-
-
-def count_only_workers_that_have_pushed(patch: pytest.MonkeyPatch) -> None:
-    leave_every_frame_to_python(patch)
-    patch.setattr(BoundedDelay, "join", lambda self, worker, base: self._paused.discard(worker))
-
-
-def wait_for_workers_that_pause(patch: pytest.MonkeyPatch) -> None:
-    leave_every_frame_to_python(patch)
-    patch.setattr(BoundedDelay, "pause", lambda self, worker: None)
-
-
-def wait_for_workers_that_are_gone(patch: pytest.MonkeyPatch) -> None:
-    leave_every_frame_to_python(patch)
-    follow = BoundedDelay.follow
-    patch.setattr(BoundedDelay, "follow", lambda self, workers: follow(self, {**self._workers, **workers}))

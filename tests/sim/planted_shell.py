@@ -13,7 +13,6 @@ import pytest
 from coordinator.core.differences import ViewDifference
 from coordinator.core.view import View
 from elasticps.metrics.timing import TimedConnection
-from elasticps.server.core.bounded_delay import BoundedDelay
 from elasticps.server.core.reads import PullRequest
 from elasticps.server.core.requests import Body
 from elasticps.server.core.serving import Serving
@@ -200,14 +199,6 @@ def serve_pulls_of_any_epoch(patch: pytest.MonkeyPatch) -> None:
 
 
 # --- views and rosters ----------------------------------------------------------------------------------------------
-
-
-def let_a_worker_that_has_left_hold_others_back(patch: pytest.MonkeyPatch) -> None:
-    def follow(self: BoundedDelay, workers: Any) -> None:
-        listen(self, {**self._workers, **workers})
-
-    listen = BoundedDelay.follow
-    patch.setattr(BoundedDelay, "follow", follow)
 
 
 def let_a_view_that_comes_late_count_again(patch: pytest.MonkeyPatch) -> None:

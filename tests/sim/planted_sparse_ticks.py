@@ -14,7 +14,7 @@ import replication.step_records
 from elasticps.client.core import data_shards
 from elasticps.client.core.heads import Heads
 from elasticps.client.core.session import PushSession
-from elasticps.server.core.bounded_delay import BoundedDelay
+from elasticps.server.core.own_steps import OwnSteps
 from elasticps.server.core.replica_codec import ReplicaCodec
 from replication.admission import Admission
 from replication.effects import ClocksReply
@@ -166,7 +166,7 @@ def tell_nobody_who_trains_a_shard(patch: pytest.MonkeyPatch) -> None:
 
 
 def answer_pulls_before_named_steps_are_applied(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BoundedDelay, "reached", lambda self, worker, after, anywhere: True)
+    patch.setattr(OwnSteps, "reached", lambda self, worker, after, anywhere: True)
 
 
 def name_only_the_newest_step_to_wait_for(patch: pytest.MonkeyPatch) -> None:

@@ -28,9 +28,9 @@ NONE = np.empty(0, dtype=np.int64)
 HOME = home_range(1, P)
 
 
-def _connected(window: int = 3, everywhere: bool = False) -> tuple[PushSession, Chains]:
+def _connected(window: int = 3) -> tuple[PushSession, Chains]:
     view = form([A, B], P, 2)
-    session = PushSession(1, P, window, everywhere=everywhere)
+    session = PushSession(1, P, window)
     assert session.adopt(view) == []
     assert session.connected(A) + session.connected(B) == []
     return session, view
@@ -97,14 +97,6 @@ def test_a_part_goes_to_heads_that_it_has_rows_for_and_the_last_one_wherever_any
     assert HOME in view.headed_by(view.index(A))
     assert _parts(session.push(Rows(), last=True)) == [(A, 1 << 16, 0, True)], "only home"
     assert _parts(session.push(Rows(of_b), last=True)) == [(B, 1 << 16, 0, True), (A, 2 << 16, 0, True)]
-
-
-def test_a_step_of_a_worker_that_others_wait_for_ticks_all_ranges() -> None:
-    session, _ = _connected(everywhere=True)
-    assert _parts(session.push(Rows(), last=False)) == [(A, 0, 0, False), (B, 0, 0, False)]
-    frames = session.push(Rows(), last=True)
-    assert _parts(frames) == [(A, 1, 1, True), (B, 1, 1, True)]
-    assert [frame.record for frame in frames if isinstance(frame, Frame)] == [None, None]
 
 
 def test_home_gets_a_record_of_a_step_that_does_not_tick_all_ranges() -> None:

@@ -28,18 +28,18 @@ class ApplicationClocks:
         self.released = 0
         self.epoch = 0
         self._heap: list[tuple[int, int]] = []  # (clock, worker); void unless it is still the worker's clock
-        self._unasked: list[tuple[int, int]] = []  # the same, of workers that owe no report
-        self._asked: set[int] = set()  # workers that owe a report
+        self._idle: list[tuple[int, int]] = []  # the same, of workers that owe no report
+        self._owing: set[int] = set()  # workers that owe a report
 
     def join(self, worker: int, base: int) -> None:
         """A worker is active from now on, or still, at `base` or above. It may be on a new connection, which has lost
         what it was asked."""
-        self._asked.discard(worker)
+        self._owing.discard(worker)
         self._set(worker, max(base, self.clocks.get(worker, 0)))
 
     def pause(self, worker: int) -> None:
         """A worker holds nobody back until it joins again. What it knows to be released still counts."""
-        self._asked.discard(worker)
+        self._owing.discard(worker)
         self.clocks.pop(worker, None)
 
     def leave(self, worker: int) -> None:
@@ -51,7 +51,7 @@ class ApplicationClocks:
         """A worker has committed all up to `clock`, as servers have said at most at `epoch`, and knows what is
         released."""
         self.unheard.discard(worker)
-        self._asked.discard(worker)
+        self._owing.discard(worker)
         self.epoch = max(self.epoch, epoch)
         self.released = max(self.released, released)
         if worker in self.clocks:
@@ -59,10 +59,10 @@ class ApplicationClocks:
 
     def _set(self, worker: int, clock: int) -> None:
         self.clocks[worker] = clock
-        for heap in (self._heap, self._unasked):
+        for heap in (self._heap, self._idle):
             heappush(heap, (clock, worker))
             if len(heap) > 2 * len(self.clocks) + _SPARE:
-                known = self._asked if heap is self._unasked else ()
+                known = self._owing if heap is self._idle else ()
                 heap[:] = {(c, w) for w, c in self.clocks.items() if w not in known}
                 heapify(heap)
 
@@ -77,23 +77,23 @@ class ApplicationClocks:
     def to_ask(self, floor: int) -> list[tuple[int, int]]:
         """(worker, clock) of workers that must be asked for their clocks as somebody waits for `floor`: each to report
         when it has committed that clock. Each owes one report from now on, so nobody is asked twice for the same."""
-        found, heap = list[tuple[int, int]](), self._unasked
-        for worker in self.unheard - self._asked:
-            self._asked.add(worker)
+        found, heap = list[tuple[int, int]](), self._idle
+        for worker in self.unheard - self._owing:
+            self._owing.add(worker)
             found.append((worker, 0))
         while heap and heap[0][0] < floor:
             clock, worker = heappop(heap)
-            if self.clocks.get(worker) == clock and worker not in self._asked:
-                self._asked.add(worker)
+            if self.clocks.get(worker) == clock and worker not in self._owing:
+                self._owing.add(worker)
                 found.append((worker, clock + 1))
         return found
 
     def missed(self, worker: int) -> None:
         """A worker could not be asked: it is not connected now."""
-        self._asked.discard(worker)
+        self._owing.discard(worker)
         if worker in self.clocks:
-            heappush(self._unasked, (self.clocks[worker], worker))
+            heappush(self._idle, (self.clocks[worker], worker))
 
-    def behind(self, floor: int) -> list[int]:
+    def holding_back(self, floor: int) -> list[int]:
         """All workers that hold back whoever waits for `floor`."""
         return sorted({worker for worker, clock in self.clocks.items() if clock < floor} | self.unheard)

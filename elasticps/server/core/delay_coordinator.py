@@ -29,7 +29,7 @@ from elasticps.server.core.group_log import CommitTicket, GroupLog
 from elasticps.server.core.reads import DEFAULT_WAIT_S
 from elasticps.server.core.requests import Asker, Body, RequestError, RequestTicket, waited_too_long
 from elasticps.server.core.serving import RosterChange
-from elasticps.wire.delay import AskClock, Released, ReportClock
+from elasticps.wire.delay import AskClockHeader, ReleasedHeader, ReportClock
 from elasticps.wire.frames import FrameError, Header, Kind
 from replication.effects import Reply
 from replication.messages import OperationKind
@@ -37,7 +37,7 @@ from replication.messages import OperationKind
 MOST_WAITING = 4 * WORKERS_MAX  # requests of one application
 
 
-class _Waiting(NamedTuple):
+class _ClockRequest(NamedTuple):
     """A request for a clock; floor 0: of a worker that joins."""
 
     floor: int
@@ -51,7 +51,7 @@ class _Application:
 
     def __init__(self) -> None:
         self.clocks: ApplicationClocks | None = None
-        self.waiting: dict[int, _Waiting] = {}
+        self.waiting: dict[int, _ClockRequest] = {}
         self.joining: set[int] = set()  # numbers of those with floor 0
         self.by_floor: list[tuple[int, int]] = []  # a heap of (floor, number) of the others
         self.highest: list[tuple[int, int]] = []  # the same of (-floor, number)
@@ -165,7 +165,7 @@ class DelayCoordinator:
             raise RequestError("busy", f"{MOST_WAITING} requests already wait for clocks of {connection.app!r}")
         self._number = number = self._number + 1
         deadline_s = self._clock() + (report.wait_ms / 1e3 or DEFAULT_WAIT_S)
-        state.waiting[number] = _Waiting(report.floor, connection, report.request, deadline_s)
+        state.waiting[number] = _ClockRequest(report.floor, connection, report.request, deadline_s)
         if report.floor:
             heappush(state.by_floor, (report.floor, number))
             heappush(state.highest, (-report.floor, number))
@@ -174,7 +174,7 @@ class DelayCoordinator:
         self._of_asker.setdefault(connection, set()).add(number)
         heappush(self._deadlines, (deadline_s, number, connection.app))
 
-    def _leave(self, state: _Application, number: int) -> _Waiting | None:
+    def _leave(self, state: _Application, number: int) -> _ClockRequest | None:
         one = state.waiting.pop(number, None)
         state.joining.discard(number)
         if one is not None and (numbers := self._of_asker.get(one.connection)) is not None:
@@ -220,7 +220,7 @@ class DelayCoordinator:
             if connection is None:
                 clocks.missed(worker)
             else:
-                connection.send(AskClock(clock).header().pack())
+                connection.send(AskClockHeader(clock).header().pack())
         if state.proving or clocks.unheard:
             return
         floor, minimum = state.next_floor(), clocks.minimum()
@@ -257,11 +257,11 @@ class DelayCoordinator:
 
     def _release(self, state: _Application, clocks: ApplicationClocks, number: int) -> None:
         if (one := self._leave(state, number)) is not None:
-            one.connection.send(Released(one.request, clocks.epoch, clocks.released).header().pack())
+            one.connection.send(ReleasedHeader(one.request, clocks.epoch, clocks.released).header().pack())
 
     def _too_long(self, app: str, state: _Application, floor: int) -> RequestError:
-        behind: Iterable[int] = () if state.clocks is None else state.clocks.behind(floor)
-        names = [self._serving.workers[worker].name for worker in behind if worker in self._serving.workers]
+        workers: Iterable[int] = () if state.clocks is None else state.clocks.holding_back(floor)
+        names = [self._serving.workers[worker].name for worker in workers if worker in self._serving.workers]
         whom = f"worker {', '.join(sorted(names))}" if names else "the head of the application's group range"
         what = f"a pull that needs step {floor} of all workers of {app!r}" if floor else f"joining {app!r}"
         return waited_too_long(f"{what} waited too long for {whom}", sorted(names))
@@ -273,5 +273,5 @@ class DelayCoordinator:
             if (one := self._leave(state, number)) is not None:
                 self._refuse(one, self._group.stale())
 
-    def _refuse(self, one: _Waiting, error: RequestError) -> None:
+    def _refuse(self, one: _ClockRequest, error: RequestError) -> None:
         self._group.refuse(RequestTicket(one.connection, Kind.REPORT_CLOCK, one.request), error)

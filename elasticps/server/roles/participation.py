@@ -24,7 +24,7 @@ class ParticipationHandler:
         self._active = active
         self._delay = delay
         self._changed = changed
-        self._said: dict[Connection, int | None] = {}  # the clock above which each takes part; None: it pauses
+        self._participation: dict[Connection, int | None] = {}  # the clock above which each takes part; None: it pauses
         self.handlers: dict[int, Handler] = {Kind.JOIN: self._join}
 
     def _join(self, connection: Connection, header: Header, body: Body) -> None:
@@ -34,7 +34,7 @@ class ParticipationHandler:
         if request.base is not None:
             connection.base = request.base
         if request.base is not None or request.pause:
-            self._said[connection] = request.base
+            self._participation[connection] = request.base
             self._note(connection, request.base)
         headed = self._serving.headed.tolist()
         workers = self._serving.workers
@@ -55,10 +55,10 @@ class ParticipationHandler:
         for worker in self._active.bases.keys() - workers:
             self._active.remove(worker)
         for connection in came_back:
-            if connection in self._said:
-                self._note(connection, self._said[connection])
+            if connection in self._participation:
+                self._note(connection, self._participation[connection])
 
     def forget(self, connection: Connection) -> None:
         """A connection has ended."""
-        self._said.pop(connection, None)
+        self._participation.pop(connection, None)
         self._delay.forget(connection)
