@@ -94,13 +94,12 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     chain.move_more_than_must: ("moves", "free", 1),
     delay.wait_for_one_step_less: ("calm", "bounded", 5),
     delay.forget_workers_that_have_joined: ("calm", "bounded", 2),
-    delay.report_steps_that_are_not_committed: ("limps", "bounded", 0),
-    delay.begin_where_the_fastest_worker_is: ("kills", "bounded", 0),
+    delay.report_steps_that_are_not_committed: ("limps", "bounded", 18),
+    delay.begin_where_the_fastest_worker_is: ("kills", "bounded", 22),
     delay.wait_for_workers_that_pause: ("calm", "bounded", 30),
     delay.wait_for_workers_that_are_gone: ("ghosts", "bounded", 0),
     delay.leave_out_workers_without_a_connection: ("flaps", "bounded", 0),
-    delay.start_below_what_is_released: ("kills", "bounded", 0),
-    delay.ask_nobody_twice: ("calm", "bounded", 0),
+    delay.start_below_what_is_released: ("calm", "bounded", 1),
     retained.acknowledge_before_the_one_left_is_confirmed: ("suspicions", "free", 36),
     retained.drop_the_copy_that_is_to_be_kept: ("suspicions", "free", 0),
     retained.go_on_with_what_nobody_else_has: ("outcasts", "free", 2),
@@ -228,6 +227,22 @@ ALONE: dict[Patch, tuple[str, str]] = {
     chain.accept_words_from_before_the_chain_changed: (
         "replication.test_replica",
         "test_messages_of_a_neighbour_from_before_its_refilling_are_ignored",
+    ),
+    delay.ask_nobody_twice: (
+        "server.test_delay_coordinator",
+        "test_a_pull_waits_until_all_have_committed_what_it_needs",
+    ),
+    delay.release_without_a_proof: (
+        "server.test_delay_coordinator",
+        "test_a_rise_is_told_when_the_head_has_proved_that_it_is_one",
+    ),
+    delay.begin_with_an_older_roster: (
+        "server.test_delay_coordinator",
+        "test_a_head_with_an_older_roster_does_not_begin",
+    ),
+    delay.pull_under_an_older_view: (
+        "client.test_delay",
+        "test_a_pull_is_made_under_a_view_as_new_as_those_of_what_is_released",
     ),
     cuts.note_what_was_let_in_behind_the_cut: (
         "replication.test_full_links",
