@@ -129,14 +129,15 @@ def _content(server: Server, status: dict[str, Any]) -> Iterator[Metric]:
 
 def _lifecycles(server: Server) -> Iterator[Metric]:
     """What becomes of keys and rows of tables with policies, as head or follower, and how sweeps go."""
-    found = [table.lifecycle for table in server.store.live.values() if table.lifecycle is not None]
-    yield _gauge("candidates", "Keys that wait for a row.", sum(each.waiting.candidates for each in found))
-    yield _counter("admitted_keys", "Keys given a row by a policy.", sum(int(each.admitted.sum()) for each in found))
+    found = [table.lifecycle.total() for table in server.store.live.values() if table.lifecycle is not None]
+    yield _gauge("candidates", "Keys that wait for a row.", sum(each["candidates"] for each in found))
+    yield _counter("admitted_keys", "Keys given a row by a policy.", sum(each["admitted"] for each in found))
     evicted = CounterMetricFamily(
         "elasticps_server_evicted_rows", "Rows, and keys that waited for one, forgotten, by reason.", labels=["reason"]
     )
     for reason in Reason:
-        evicted.add_metric([reason.name.lower()], sum(int(each.evicted[reason].sum()) for each in found))
+        name = reason.name.lower()
+        evicted.add_metric([name], sum(each["evicted"][name] for each in found))
     yield evicted
     yield _counter("swept_rows", "Rows that sweeps have looked at.", server.sweeper.swept_rows)
     yield _gauge("longest_look_seconds", "Longest time that one look of a sweep took.", server.sweeper.slowest_s)

@@ -323,6 +323,10 @@ class Lifecycle:
             },
         }
 
+    def total(self) -> dict[str, Any]:
+        """The counts of all ranges together: any range with rows or candidates has policies of its own."""
+        return self.counts(self._policies.there)
+
     def words(self, r: int) -> list[int]:
         """Numbers on which replicas of range r must agree: of its policies, and of keys that wait for a row. None while
         the table is not created there: a replica may know it by other ranges, and others not."""

@@ -54,6 +54,11 @@ def test_processes_show_their_work(
                 table.pull(keys)
             ps.flush()
             worker = scrape(ports[3])
+            gated = ps.table("gated", dim=4, optimizer=eps.SGD(lr=1.0), admission=eps.MinCount(2))
+            for _ in range(2):
+                ps.push({gated: (keys[:30], np.ones((30, 4), np.float32))})
+            ps.push({gated: (keys[30:40], np.ones((10, 4), np.float32))})
+            ps.flush()
         finally:
             close()
         servers = [scrape(port) for port in ports[1:3]]
@@ -64,18 +69,21 @@ def test_processes_show_their_work(
         each = [by_label(server[name], label) for server in servers]
         return {key: sum(found[key] for found in each) for key in each[0]}
 
-    assert total("elasticps_server_rows_total")["push"] == STEPS * 100
+    assert total("elasticps_server_rows_total")["push"] == STEPS * 100 + 70
     assert total("elasticps_server_rows_total")["pull"] == STEPS * 100
     assert total("elasticps_server_ranges", "role") == {"head": 8, "held": 16, "joining": 0}
     assert total("elasticps_server_received_bytes_total")["push"] >= STEPS * 100 * (8 + 16)
     assert total("elasticps_server_received_bytes_total")["forward"] >= STEPS * 100 * (8 + 16)
     assert {"push", "pull"} <= total("elasticps_server_refused_total").keys()
     (home,) = [server for server in servers if "elasticps_server_worker_clock" in server]
-    assert by_label(home["elasticps_server_worker_clock"], "worker") == {"w0": STEPS}
+    assert by_label(home["elasticps_server_worker_clock"], "worker") == {"w0": STEPS + 3}
     for of in ("max", "min"):
-        assert by_label(home[f"elasticps_server_worker_clock_{of}"], "app") == {"default": STEPS}
+        assert by_label(home[f"elasticps_server_worker_clock_{of}"], "app") == {"default": STEPS + 3}
     for i, server in enumerate(servers):
-        assert server["elasticps_server_rows"] == {(): 100}
+        assert server["elasticps_server_rows"] == {(): 130}
+        assert server["elasticps_server_admitted_keys_total"] == {(): 30}
+        assert server["elasticps_server_candidates"] == {(): 10}
+        assert set(by_label(server["elasticps_server_evicted_rows_total"], "reason").values()) == {0}
         assert server["elasticps_server_log_operations"] == {(): 0}
         assert server["elasticps_server_lease_seconds"][()] > 0
         info = dict(next(iter(server["elasticps_server_info"])))
