@@ -92,9 +92,9 @@ def test_others_wait_for_a_worker_that_stands_still_until_its_lease_has_ended(ow
             longest = 0.0
             for _ in range(10):
                 ps.push({table: ones(KEYS)})
-                asked = time.monotonic()
+                began_s = time.monotonic()
                 row = table.pull(KEYS)
-                longest = max(longest, time.monotonic() - asked)
+                longest = max(longest, time.monotonic() - began_s)
             assert ps.clock == first + 10
             assert longest > 0.5, "it waited for the one that stands still"
             assert time.monotonic() - began < 40
