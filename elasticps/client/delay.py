@@ -33,7 +33,8 @@ class _ParkedPulls:
 
 class WorkerDelay:
     """Of one worker; called under the client's lock. committed: the clock up to which others see all its steps; need:
-    asks for a view of at least that epoch."""
+    asks for a view of at least that epoch. heard: the newest epoch at which a server has answered a push; busy: whether
+    something waits, so that `tell` has to be called whenever something has changed."""
 
     def __init__(
         self, app: str, session: PushSession, send: Send, fan_outs: FanOuts, pulls: PullsInFlight, routes: Routes,
@@ -41,6 +42,8 @@ class WorkerDelay:
     ) -> None:  # fmt: skip
         self.committed: Callable[[], int] = lambda: session.committed
         self.routes = routes  # of the newest view
+        self.heard = 0
+        self.busy = False
         self._app = app
         self._worker = session.worker
         self._send = send
@@ -49,18 +52,14 @@ class WorkerDelay:
         self._need = need
         self._released = 0
         self._view_epoch = 0  # of the oldest view under which pulls see what is released
-        self._heard_epoch = 0  # the newest at which a server has said that steps are committed
         self._due: dict[Member, int] = {}  # who wants a report, and from which clock on
         self._waiting: list[_ParkedPulls] = []
         self._questions: dict[int, FanOut] = {}  # by floor
 
-    def hear(self, epoch: int) -> None:
-        """A server has answered a push at that epoch."""
-        self._heard_epoch = max(self._heard_epoch, epoch)
-
     def want(self, member: Member, header: Header) -> None:
         """ASK_CLOCK."""
         self._due[member] = AskClockHeader.of(header).clock
+        self.busy = True
 
     def gone(self, member: Member) -> None:
         """The connection to a server has ended; it asks again on the next one."""
@@ -86,10 +85,11 @@ class WorkerDelay:
             committed = self.committed()
             for member in [m for m, clock in self._due.items() if committed >= clock]:
                 del self._due[member]
-                report = ReportClock(self._worker, self._heard_epoch, committed, self._released)
+                report = ReportClock(self._worker, self.heard, committed, self._released)
                 self._send(member, [report.header().pack(), report.body])
         if self._waiting or self._questions:
             self._go_on()
+        self.busy = bool(self._due or self._waiting or self._questions)
 
     def question(self, floor: int, wait_ms: int) -> Questions:
         """Asks the head of the application's group range to release `floor`; 0: to count this worker."""
@@ -98,7 +98,7 @@ class WorkerDelay:
             head = int(routes.view.heads[group_range(self._app, routes.view.ranges)])
             if head < 0:
                 return []
-            epoch = max(self._heard_epoch, routes.epoch)
+            epoch = max(self.heard, routes.epoch)
             report = ReportClock(self._worker, epoch, self.committed(), self._released, floor, wait_ms)
             return [(routes.members[head], report.header(), [report.body])]
 

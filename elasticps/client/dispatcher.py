@@ -118,7 +118,9 @@ class Dispatcher:
         the deadline."""
 
         def missing() -> list[ServerPeer]:
-            return [p for p in self._serving() if not p.link.ready]
+            with self.lock:
+                peers = [self.connections.peers[member] for member in self.routes.serving]
+            return [peer for peer in peers if not peer.link.ready]
 
         self._driver.start()
         left_s = deadline_s - self.runtime.monotonic()
@@ -217,10 +219,7 @@ class Dispatcher:
     ) -> list[Answer]:
         """Asks, and asks again under every view with other heads, until all have answered; returns the answers. With
         of_absent=False those that are absent are asked when they are there again, and nobody waits for that. writes:
-        not while a cut is taken.
-
-        Raises the first refusal, or `Timeout`.
-        """
+        not while a cut is taken. Raises the first refusal, or `Timeout`."""
         fan_out = FanOut(questions, writes)
 
         def done() -> bool:
@@ -252,9 +251,8 @@ class Dispatcher:
 
     def wait_released(self, clock: int, timeout_s: float) -> None:
         """Waits until step `clock` (0: whatever else is written) may begin: for `timeout_s` beyond what a cut takes."""
-        holds = self.holding.holds
-        what = "being held for a checkpoint"
-        self.wait(lambda: self.error is not None or not holds(clock), self.holding.left_s + timeout_s, what)
+        holds, most_s = self.holding.holds, self.holding.left_s + timeout_s
+        self.wait(lambda: self.error is not None or not holds(clock), most_s, "being held for a checkpoint")
         self.check()
 
     @contextmanager
@@ -308,15 +306,15 @@ class Dispatcher:
             if self._hurt or not link.ready:
                 return start
             start, count, epoch = take_answers(staging, start, end, self.pulls.landing.slots, self._answered)
-            self.delay.hear(epoch)
+            self.delay.heard = max(self.delay.heard, epoch)
             for request in self._answered[:count].tolist():
                 if request % OWNERS == PUSH:
                     self.pushes.ok(request)
                 else:
                     self.pulls.arrived(request)
             self.new_views.heard += count
-            self.holding.tell()
-            self.delay.tell()
+            if self.holding.hold.cut or self.delay.busy:
+                self._tell()
             return start
 
     def _on_frame(self, link: Link, header: Header, body: NDArray[np.uint8]) -> None:
@@ -326,7 +324,7 @@ class Dispatcher:
             self.new_views.heard += link.ready  # a server started again at a lost one's address has no news for us
             kind, request = header.kind, header.request
             owner = request % OWNERS
-            self.delay.hear(header.epoch if owner == PUSH else 0)
+            self.delay.heard = max(self.delay.heard, header.epoch * (owner == PUSH))
             if kind == Kind.OK and owner == PUSH:
                 self.pushes.ok(request)
             elif kind == Kind.ROWS:
@@ -361,7 +359,11 @@ class Dispatcher:
                 self.connections.report_use(link.member, self.session, self.on_watch())
             else:
                 raise FrameError(f"{Kind(kind).name} is not an answer")
-            self.holding.tell()
+            self._tell()
+
+    def _tell(self) -> None:
+        self.holding.tell()
+        if self.delay.busy:
             self.delay.tell()
 
     def _on_error(self, link: Link, header: Header, document: dict[str, object]) -> None:
@@ -479,10 +481,6 @@ class Dispatcher:
         for peer in due:
             connections.open(peer)
         return busy
-
-    def _serving(self) -> list[ServerPeer]:
-        with self.lock:
-            return [self.connections.peers[member] for member in self.routes.serving]
 
     def absent(self) -> set[Member]:
         """Servers of ranges that have no replica within reach. What does not need them goes on without them."""

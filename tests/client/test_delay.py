@@ -53,7 +53,7 @@ class Scene:
 
     def commit(self, clock: int, epoch: int = 1) -> None:
         self.session.committed = clock
-        self.delay.hear(epoch)
+        self.delay.heard = max(self.delay.heard, epoch)
         self.delay.tell()
 
     def released(self, clock: int, epoch: int = 1) -> None:
