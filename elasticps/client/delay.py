@@ -67,7 +67,7 @@ class WorkerDelay:
 
     def start(self, pulls: Sequence[ServerPull], bound: int | None, wait_ms: int) -> None:
         """Sends pulls, at once or when what they need is released: the clock that is `bound` before theirs."""
-        floor = 0 if bound is None else max(pull.clock for pull in pulls) - bound
+        floor = 0 if bound is None else max((pull.clock for pull in pulls), default=0) - bound
         if floor <= 0 or self._open(floor):
             self._pulls.start(pulls, wait_ms)
             return

@@ -106,7 +106,7 @@ class Joining:
         dispatcher, wait_ms = self._dispatcher, int(self._timeout_s * 1000)
         answers = dispatcher.ask_all(dispatcher.delay.question(0, wait_ms), self._timeout_s, "joining")
         with dispatcher.lock:
-            return max(lowest, *(dispatcher.delay.released(answer.header) for answer in answers))
+            return max([lowest, *(dispatcher.delay.released(answer.header) for answer in answers)])
 
     def _keep(self, past: PastRun) -> bool:
         revision = self._registry.keep(past, self._timeout_s)

@@ -92,6 +92,10 @@ class Scene:
         push = self.head.logged.pop(0)
         cast(Any, push.token).reply(Reply(push.token, status, 1, np.array([GROUP]), NO_RANGES))
 
+    def has_released(self) -> None:
+        """An earlier head may have released clocks."""
+        self.head.rounds.enter(APP, 3, (), bounded=True)
+
     def leave(self, worker: int) -> None:
         gone = self.head.workers.pop(worker)
         self.active.remove(worker)
@@ -182,11 +186,45 @@ def test_a_new_head_releases_nothing_before_it_has_heard_of_everybody() -> None:
 
 def test_a_new_head_takes_over_what_others_know_to_be_released() -> None:
     scene = Scene(0, 0, heard=False)
+    scene.has_released()
     scene.pause(2)
     scene.report(1, 3, request=1)
     assert not scene.clocks_of(1), "the one that pauses may know of more"
     scene.report(2, 3, released=6)
     assert scene.clocks_of(1) == [6]
+
+
+def test_whoever_joins_waits_for_nobody_as_long_as_no_clock_was_ever_released() -> None:
+    scene = Scene(0, 0, 0, heard=False)
+    scene.report(3, 0, request=1)
+    assert scene.clocks_of(3) == [0]
+    assert not any(connection.asks for connection in scene.workers.values())
+    scene.report(1, 2, floor=2, request=1)
+    scene.report(2, 2)
+    assert not scene.clocks_of(1), "the one that joined counts"
+    scene.report(3, 2)
+    assert scene.clocks_of(1) == [2]
+    assert scene.head.rounds.groups[APP].bounded
+    scene.begin()
+    scene.report(3, 2, request=2)
+    assert scene.clocks_of(3) == [0], "a later head knows that clocks may have been released"
+
+
+def test_a_range_that_came_back_from_a_checkpoint_may_have_forgotten_that_clocks_were_released() -> None:
+    scene = Scene(0, 0, heard=False)
+    scene.head.view.recovery_epoch[GROUP] = 7
+    scene.report(1, 0, request=1)
+    assert not scene.clocks_of(1)
+    scene.report(2, 0, released=5)
+    assert scene.clocks_of(1) == [5]
+
+
+def test_who_trains_without_rounds_is_no_group_of_rounds() -> None:
+    scene = Scene(0, 0)
+    scene.report(1, 1, floor=1, request=2)
+    scene.report(2, 1)
+    assert scene.clocks_of(1) == [1]
+    assert not scene.head.rounds.groups[APP].in_rounds
 
 
 def test_a_worker_that_has_left_is_waited_for_by_nobody_not_even_a_new_head() -> None:
@@ -224,6 +262,7 @@ def test_a_paused_worker_is_waited_for_by_nobody_until_it_joins_again() -> None:
 
 def test_a_head_that_has_missed_a_view_begins_again() -> None:
     scene = Scene(4, 4)
+    scene.has_released()
     view: Any = SimpleNamespace(epoch=1)
     scene.delay.adopt(view)
     scene.delay.adopt(SimpleNamespace(epoch=2))  # type: ignore[arg-type]
@@ -247,6 +286,7 @@ def test_requests_at_a_head_that_is_none_any_more_go_to_the_next_one() -> None:
 
 def test_a_head_with_an_older_roster_does_not_begin() -> None:
     scene = Scene(4)
+    scene.has_released()
     scene.report(1, 4, request=1)
     assert scene.head.rounds.groups[APP].roster == 3, "the proof has the roster's version"
     scene.begin()

@@ -68,7 +68,7 @@ class Head:
         self.refused: list[tuple[int, str]] = []  # id of a worker, and why
         self.full = self.roster_requested = False
         self.barriers: list[BarrierCoordinator] = []
-        self.view = SimpleNamespace()
+        self.view = SimpleNamespace(recovery_epoch=np.zeros(P, np.int64))
         self.sent_views: list[Worker] = []  # to whom the view was sent
         self.announced: list[tuple[str, int, RoundClose]] = []  # to whom, under which number, what
 
@@ -87,7 +87,8 @@ class Head:
     def adopt(self, *heads: Member) -> None:
         """A view in which the ranges have these heads in turn."""
         view = SimpleNamespace(
-            epoch=self.epoch, heads=np.arange(P) % len(heads), as_chains=SimpleNamespace(members=heads)
+            epoch=self.epoch, heads=np.arange(P) % len(heads), as_chains=SimpleNamespace(members=heads),
+            recovery_epoch=np.zeros(P, np.int64),
         )  # fmt: skip
         self.view = view
         for barrier in self.barriers:
@@ -116,7 +117,7 @@ class Head:
     def apply(self, push: Push) -> None:
         step = cast(Any, push.payload)
         if push.kind == OperationKind.BARRIER_JOIN:
-            self.rounds.enter(step.app, step.clock, step.workers)
+            self.rounds.enter(step.app, step.clock, step.workers, bounded=step.total > 0)
         elif push.kind == OperationKind.BARRIER_DECISION:
             self.rounds.decide(step.app, step.clock, step.workers)
         else:

@@ -103,7 +103,7 @@ THE_STATE = RestoredState(
     [{"app": "a", "name": "train", "spec": [100, 7, 2, None], "upcoming": 5, "done": 2, "returned": [[1, 4, 9]],
       "doing": [[6, 0, 8, 0, 0]]}],
 )  # fmt: skip
-A_GROUP = BarrierGroup({5: 3}, 4, (5, 6), {5: 4, 2: 1}, 9)
+A_GROUP = BarrierGroup({5: 3}, 4, (5, 6), {5: 4, 2: 1}, 9, bounded=True)
 OTHER_SPEC = TableSpec("b", 1, Accumulate()).to_json()
 STAMPS, NOTES = np.array([7, 3], np.uint16), np.array([[5, 4], [6, 5]], np.int64)
 ONE = numbers(1)

@@ -147,7 +147,7 @@ def ignore_that_a_worker_leaves(patch: pytest.MonkeyPatch) -> None:
 
 
 def count_a_worker_from_the_round_under_way(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: Rounds, app: str, roster: int, workers: Iterable[int]) -> None:
+    def mutant(self: Rounds, app: str, roster: int, workers: Iterable[int], *, bounded: bool = False) -> None:
         group = self.groups.setdefault(app, BarrierGroup())
         group.members |= {worker: max(0, group.decided - 1) for worker in workers if worker not in group.members}
 

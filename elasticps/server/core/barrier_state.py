@@ -59,7 +59,8 @@ class RoundShare(NamedTuple):
 @dataclass
 class BarrierGroup:
     """What an application's group range knows: members with the round above which each is counted; the last decision;
-    for those who have been members, the last round that each was in; the newest roster that any of this was judged by.
+    for those who have been members, the last round that each was in; the newest roster that any of this was judged by;
+    whether clocks may have been released for pulls under bounded delay (`delay_coordinator`).
 
     A head that knows only an older roster cannot tell who is gone from who is new, and takes nobody for lost.
     """
@@ -69,6 +70,12 @@ class BarrierGroup:
     workers: tuple[int, ...] = ()
     last: dict[int, int] = field(default_factory=dict)
     roster: int = 0
+    bounded: bool = False
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether there are, or have been, synchronous rounds."""
+        return bool(self.members or self.decided or self.last)
 
     def parts(self, most: int) -> Iterator[BarrierGroup]:
         """Splits it into groups of at most `most` members, workers and last rounds each; `extend` joins them again."""
@@ -76,8 +83,9 @@ class BarrierGroup:
         for at in range(0, max(1, len(members), len(self.workers), len(last)), most):
             end = at + most
             yield BarrierGroup(
-                dict(members[at:end]), self.decided, self.workers[at:end], dict(last[at:end]), self.roster
-            )
+                dict(members[at:end]), self.decided, self.workers[at:end], dict(last[at:end]), self.roster,
+                self.bounded,
+            )  # fmt: skip
 
     def extend(self, part: BarrierGroup) -> None:
         """Joins the next part."""
@@ -89,7 +97,8 @@ class BarrierGroup:
 class RoundStep(NamedTuple):
     """BARRIER_JOIN, LEAVE, DECISION or CLOSE: workers become members, by the roster of version `clock`; one is none any
     more; a round is made of `workers`; it closes, and rows are forgotten by `sweeps`. A CLOSE names those workers of
-    the round that have a share in the ranges, and how many the round has in all (`total`)."""
+    the round that have a share in the ranges, and how many the round has in all (`total`). A JOIN whose `total` is not
+    0 comes before a clock is released for pulls under bounded delay."""
 
     app: str
     clock: int
@@ -156,10 +165,12 @@ class Rounds:
         """The workers that have a share of a round which is open in some range held here."""
         return {share.worker for share in self._retained.get((app, clock), ())}
 
-    def enter(self, app: str, roster: int, workers: Iterable[int]) -> None:
-        """Workers, all in the roster of that version, are members from the round after the last decided one on."""
+    def enter(self, app: str, roster: int, workers: Iterable[int], *, bounded: bool = False) -> None:
+        """Workers, all in the roster of that version, are members from the round after the last decided one on.
+        bounded: from now on clocks may be released."""
         group = self.groups.setdefault(app, BarrierGroup())
         group.roster = max(roster, group.roster)
+        group.bounded |= bounded
         for worker in workers:
             group.members.setdefault(worker, group.decided)
 

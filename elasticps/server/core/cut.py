@@ -166,7 +166,7 @@ def _home(r: int, rounds: Rounds, shards: ShardLedger) -> dict[str, Any] | None:
         {"app": app, "decided": group.decided, "workers": list(group.workers), "roster": group.roster,
          "members": [list(each) for each in sorted(group.members.items())],
          "last": [list(each) for each in sorted(group.last.items())]}
-        for app, group in sorted(rounds.groups_of(r).items())
+        for app, group in sorted(rounds.groups_of(r).items()) if group.in_rounds
     ]  # fmt: skip
     sets = [
         {"app": app, "name": name, "id": one.id, "spec": list(one.spec), "upcoming": one.upcoming, "done": one.done,

@@ -215,19 +215,31 @@ class DelayCoordinator:
                 return
         clocks = state.clocks
         self._answer(state, clocks)
-        for worker, clock in clocks.to_ask(state.highest_floor()):
+        floor, bounded = state.next_floor(), self._is_bounded(app)
+        for worker, clock in clocks.to_ask(state.highest_floor()) if floor or bounded else ():
             connection = self._connections.get(worker)
             if connection is None:
                 clocks.missed(worker)
             else:
                 connection.send(AskClockHeader(clock).header().pack())
-        if state.proving or clocks.unheard:
+        if state.proving or (bounded and clocks.unheard):
             return
-        floor, minimum = state.next_floor(), clocks.minimum()
-        if state.joining or clocks.released < floor <= minimum:
+        minimum = clocks.minimum()
+        if clocks.released < floor <= minimum or (bounded and state.joining):
             self._prove(app, state, clocks, minimum)
+        elif state.joining:
+            self._prove(app, state, clocks, 0)
+
+    def _is_bounded(self, app: str) -> bool:
+        """Whether some head may have released a clock: an operation that comes before the first one is in the log. A
+        range that came back from a checkpoint may lack it."""
+        group, view = self._group.rounds.groups.get(app), self._serving.view
+        restored = view is not None and view.recovery_epoch[group_range(app, self._serving.ranges)] > 0
+        return restored or (group is not None and group.bounded)
 
     def _prove(self, app: str, state: _Application, clocks: ApplicationClocks, minimum: int) -> None:
+        """Has it proved that this server heads the group range now; then releases `minimum`, and answers those who join.
+        0: releases nothing, and has nobody heard who joins while no clock was ever released."""
         joining = list(state.joining)
         state.proving = True
 
@@ -246,7 +258,7 @@ class DelayCoordinator:
             state.proving = False
 
         group = np.array([group_range(app, self._serving.ranges)], np.int64)
-        step = RoundStep(app, self._serving.roster_version, ())
+        step = RoundStep(app, self._serving.roster_version, (), total=int(minimum > 0))
         self._group.log(CommitTicket(proved, failed), OperationKind.BARRIER_JOIN, step, group)
 
     def _answer(self, state: _Application, clocks: ApplicationClocks) -> None:

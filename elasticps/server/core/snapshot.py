@@ -117,7 +117,7 @@ def _encode_state(content: ChunkContent) -> bytes:
 
 
 def _encode_group(app: int, group: BarrierGroup) -> bytes:
-    head = app, group.decided, group.roster, len(group.members), len(group.workers), len(group.last)
+    head = app, group.decided, group.roster, group.bounded, len(group.members), len(group.workers), len(group.last)
     return _int64(flat((head, flat(group.members.items()), group.workers, flat(group.last.items()))))
 
 
@@ -213,10 +213,10 @@ def _decode_state(reader: _Reader) -> tuple[RangeRounds, RangeShards, int, int]:
 
 
 def _decode_group(reader: _Reader) -> tuple[int, BarrierGroup]:
-    ((app, decided, roster, members, workers, last),) = reader.rows(1, 6)
+    ((app, decided, roster, bounded, members, workers, last),) = reader.rows(1, 7)
     above = reader.pairs(members)
     chosen = tuple(worker for (worker,) in reader.rows(workers, 1))
-    return app, BarrierGroup(above, decided, chosen, reader.pairs(last), roster)
+    return app, BarrierGroup(above, decided, chosen, reader.pairs(last), roster, bool(bounded))
 
 
 def _decode_set(reader: _Reader) -> tuple[int, int, ShardSet]:

@@ -343,7 +343,7 @@ class Executor:
 
     def _round(self, effect: Apply, step: RoundStep) -> None:
         if effect.operation.kind == OperationKind.BARRIER_JOIN:
-            self.rounds.enter(step.app, step.clock, step.workers)
+            self.rounds.enter(step.app, step.clock, step.workers, bounded=step.total > 0)
         elif effect.operation.kind == OperationKind.BARRIER_LEAVE:
             self.rounds.leave(step.app, step.workers[0])
         elif effect.operation.kind == OperationKind.BARRIER_DECISION:

@@ -93,7 +93,9 @@ class Restorer:
         records = tuple(one for r in headed for one in replica.core.records.column(r) if one[0] not in roster)
         progress = tuple(column.get(worker, 0) for worker in named for column in columns)
         rounds = self._executor.rounds
-        some = any(rounds.closed_in(r) or rounds.groups_of(r) for r in headed)
+        some = any(
+            rounds.closed_in(r) or any(group.in_rounds for group in rounds.groups_of(r).values()) for r in headed
+        )
         known_to = tuple(acknowledged.get(worker, 0) for worker in workers)
         return RestoreProgress(
             tuple(headed) if progress else (), 0, taken, "", len(headed), workers, least, known_to, some, records,
