@@ -76,6 +76,7 @@ if TYPE_CHECKING:
         log_stats,
     )
     from elasticps.local import LocalCluster
+    from elasticps.readers import AsOf, Reader, reader
 
 __version__ = "0.1.0"
 
@@ -90,6 +91,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "AsOf",
     "Assign",
     "BFloat16",
     "Cache",
@@ -125,6 +127,7 @@ __all__ = [
     "OpenStep",
     "Probability",
     "RandomK",
+    "Reader",
     "Resume",
     "RowAdagrad",
     "ServerError",
@@ -149,7 +152,13 @@ __all__ = [
     "connect",
     "keys",
     "log_stats",
+    "reader",
 ]
+
+_HOMES = {
+    "LocalCluster": "elasticps.local", "AsOf": "elasticps.readers", "Reader": "elasticps.readers",
+    "reader": "elasticps.readers",
+}  # fmt: skip
 
 if not TYPE_CHECKING:  # for type checkers a name that is not here stays an error
 
@@ -160,7 +169,7 @@ if not TYPE_CHECKING:  # for type checkers a name that is not here stays an erro
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if name == "keys":
             return import_module("elasticps.keys")
-        home = import_module("elasticps.local" if name == "LocalCluster" else "elasticps.client")
+        home = import_module(_HOMES.get(name, "elasticps.client"))
         value = globals()[name] = getattr(home, name)
         return value
 

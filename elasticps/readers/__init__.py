@@ -1,0 +1,9 @@
+"""Readers: processes that hold a model's rows and follow its training, to serve them.
+
+`reader` connects one; docs/internals/readers.md explains how rows come to it.
+"""
+
+from elasticps.readers.reader import Reader, reader
+from elasticps.readers.values import AppliedWindow, AsOf, ReaderSpec, ReaderStats, TableChange
+
+__all__ = ["AppliedWindow", "AsOf", "Reader", "ReaderSpec", "ReaderStats", "TableChange", "reader"]
