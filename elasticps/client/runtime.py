@@ -130,6 +130,8 @@ class Runtime:
 
     monotonic: Callable[[], float] = staticmethod(time.monotonic)
     """Seconds, never going back."""
+    wall: Callable[[], float] = staticmethod(time.time)
+    """Seconds since 1970."""
 
     def sleep(self, seconds: float) -> None:
         """Lets others go on for so long."""

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.client.inputs import checked_keys
+from elasticps.client.registry import Registry
+from elasticps.client.runtime import Runtime
+from elasticps.errors import ConfigError, InputError, Timeout, UnknownTable
 from elasticps.model.spec import TableSpec
-from elasticps.readers.values import AsOf, Listener, ReaderSpec, ReaderStats
+from elasticps.readers.connections import ReaderConnections
+from elasticps.readers.core.clocks import WorkerClocks
+from elasticps.readers.core.following import Feed, Wishes
+from elasticps.readers.listeners import Listeners
+from elasticps.readers.rows import ReaderTable, ReaderTables
+from elasticps.readers.values import AsOf, Listener, ReaderSpec, ReaderStats, TableChange
+from elasticps.wire.windows import RangeRows, WindowFrame
 
 Rows = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+MEASURED = 1024  # windows whose ages are remembered
+LISTED_ROWS = 1 << 14  # in one part of a listing
 
 
 class Reader:
@@ -20,71 +36,128 @@ class Reader:
     Without `hold` each row is the newest committed one that has come.
     """
 
+    def __init__(self, registry: Registry, spec: ReaderSpec, name: str, timeout_s: float) -> None:
+        """Connects, and returns before it has read anything."""
+        self.spec = spec  # what it follows
+        self.timeout = timeout_s  # of waits that have none of their own
+        self._registry = registry  # of the cluster
+        self._runtime = runtime = registry.runtime  # clock, threads, sockets
+        self._lock = runtime.rlock()  # of rows and of what is known of them
+        self._arrived = runtime.condition()  # something has been applied
+        wishes = Wishes(spec.tables, spec.dtype or "", max(1, round(spec.every * 1e3)))
+        self._links = ReaderConnections(registry, self._lock, name, spec.application, wishes, timeout_s, self)
+        self._following = self._links.following
+        self._tables = ReaderTables(self._following.ranges, spec.dtype)
+        self._clocks = WorkerClocks(self._following.ranges)  # of workers, by range
+        self._listeners = Listeners(runtime, self._lock)  # who gets each window
+        self._counts = dict.fromkeys(("windows", "window_bytes", "changed", "filled", "pulls", "pulled"), 0)
+        self._ages: deque[float] = deque(maxlen=MEASURED)  # of windows, as they were applied
+        self._links.start()
+
     @property
     def cluster(self) -> str:
         """The cluster's name."""
-        raise NotImplementedError("readers are being built")
-
-    @property
-    def spec(self) -> ReaderSpec:
-        """What it follows."""
-        raise NotImplementedError("readers are being built")
+        return self._registry.cluster
 
     @property
     def tables(self) -> dict[str, TableSpec]:
         """The tables that are here, by name."""
-        raise NotImplementedError("readers are being built")
+        with self._lock:
+            return {name: table.spec for name, table in self._tables.by_name.items()}
 
     @property
     def age(self) -> float:
         """Seconds since the state that the oldest range shows was read at its server; infinite before the first."""
-        raise NotImplementedError("readers are being built")
+        oldest = int(self._following.time_us.min())
+        return max(0.0, self._runtime.wall() - oldest / 1e6) if oldest else float("inf")
 
     @property
     def as_of(self) -> AsOf:
         """How far it has come: vector clock, positions and time of what is shown."""
-        raise NotImplementedError("readers are being built")
+        with self._lock:
+            following = self._following
+            oldest = int(following.time_us.min()) / 1e6
+            return AsOf(oldest, following.epoch, following.have.copy(), self._clocks.steps())
 
     def pull(self, keys: Mapping[str, object]) -> dict[str, Rows]:
         """Rows of several tables, {table: keys int64 [n]}: of each float32 [n, dim] in the order of its keys, from this
         process's memory. Keys without a row read as the servers compute them. `keys` of None: all of a tensor, in its
         shape. Raises `UnknownTable`; `Closed` when the reader is."""
-        raise NotImplementedError("readers are being built")
+        if self._links.error is not None:
+            self.check()
+        found = {}
+        with self._lock:
+            for name, named in keys.items():
+                table = self._table(name)
+                if named is None:
+                    found[name] = _whole(table)
+                    continue
+                checked = checked_keys(name, named)
+                rows = found[name] = np.empty((len(checked), table.spec.dim), np.float32)
+                table.gather(checked, rows)
+                self._counts["pulled"] += len(checked)
+            self._counts["pulls"] += 1
+        return found
+
+    def _table(self, name: str) -> ReaderTable:
+        table = self._tables.by_name.get(name)
+        if table is None:
+            there = ", ".join(sorted(self._tables.by_name)) or "none"
+            raise UnknownTable(f"this reader has no table {name!r}; it has {there}")
+        return table
 
     def hold(self, timeout: float = 10.0) -> AsOf:
         """From now on pulls show one moment: for every worker the same steps in all ranges, until `release`. Windows
         are kept meanwhile. `Timeout` says how far ranges are apart if there is no such moment in time."""
-        raise NotImplementedError("readers are being built")
+        raise NotImplementedError("readers do not hold yet")
 
     def release(self) -> None:
         """Goes on with the newest; no effect unless it holds."""
-        raise NotImplementedError("readers are being built")
 
     def wait(self, timeout: float = 30.0) -> None:
         """Waits until every range has been read once. `reader` has done so. Raises `Timeout`."""
-        raise NotImplementedError("readers are being built")
+        until_s = self._runtime.monotonic() + timeout
+        with self._arrived:
+            while not self._following.filled:
+                self.check()
+                left_s = until_s - self._runtime.monotonic()
+                if left_s <= 0:
+                    raise Timeout(f"the reader has not read all ranges within {timeout:.1f} s: {self._links.explain()}")
+                self._arrived.wait(min(left_s, 0.25))
 
     def subscribe(self, listener: Listener) -> None:
-        """Calls `listener` with all rows that are here, in parts (`listing`), and from then on with each window as it is
-        applied: in order, from the reader's thread, which waits for it. A listener that raises gets no more, and `check`
-        raises what it raised."""
-        raise NotImplementedError("readers are being built")
+        """Calls `listener` with all rows that are here, in parts (`listing`), and from then on with each window as it
+        is applied: in order, from the reader's thread, which waits for it. A listener that raises gets no more, and
+        `check` raises what it raised."""
+        self.check()
+        self._listeners.add(listener)
 
     def unsubscribe(self, listener: Listener) -> None:
         """Calls it no more; when this returns it is not being called."""
-        raise NotImplementedError("readers are being built")
+        self._listeners.remove(listener)
 
     def check(self) -> None:
         """Raises what has ended the reader, or a listener, if anything has."""
-        raise NotImplementedError("readers are being built")
+        if self._links.error is not None:
+            raise self._links.error
+        self._listeners.check()
 
     def stats(self) -> ReaderStats:
         """What it has, and has done."""
-        raise NotImplementedError("readers are being built")
+        with self._lock:
+            tables, ages = self._tables.by_id.values(), np.array(self._ages or [0.0])
+            p50, p99 = np.percentile(ages, (50, 99)).tolist()
+            return ReaderStats(
+                sum(table.rows for table in tables), sum(table.nbytes for table in tables), fills=self._following.fills,
+                age_s=self.age, ages_s=(p50, p99), **self._counts,
+            )  # fmt: skip
 
     def close(self) -> None:
         """Ends it; what it had can be read no more."""
-        raise NotImplementedError("readers are being built")
+        self._links.close()
+        self._registry.close()
+        with self._lock:
+            self._tables.close()
 
     def __enter__(self) -> Reader:
         return self
@@ -93,6 +166,87 @@ class Reader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    # --- what servers send ------------------------------------------------------------------------------------------
+
+    def subscribed(self, feed: Feed, ranges: NDArray[np.int64]) -> None:
+        """A server has begun to answer for these ranges: it says again how far workers are there."""
+        self._clocks.reset(ranges)
+
+    def window(self, feed: Feed, frame: WindowFrame, body: Bytes) -> None:
+        """A window has come."""
+        self._apply(feed, frame, len(body))
+        self._links.acknowledge(feed, frame.number)
+
+    def _apply(self, feed: Feed, frame: WindowFrame, nbytes: int) -> None:
+        changes = list[TableChange | None]()
+        changes += [self._tables.add(number, spec) for number, spec in frame.tables if self._follows(spec)]
+        changes += [self._tables.drop(number) for number in frame.dropped]
+        counts, collect = self._following.counts(feed), bool(self._listeners)
+        for block in frame.blocks:
+            table = self._tables.by_id.get(block.table)
+            if table is not None:
+                change = table.apply(block, counts)
+                self._counts["changed"] += len(change.keys) + len(change.deleted)
+                if collect:
+                    changes.append(change._replace(rows=table.decode(change.rows), keys=change.keys.copy()))
+        self._links.ask(feed, self._following.applied(feed, frame))
+        if frame.complete:
+            self._clocks.note(frame.progress.runs, None if counts is None else counts)
+            self._ages.append(self._runtime.wall() - frame.time_us / 1e6)
+        self._counts["windows"] += 1
+        self._counts["window_bytes"] += nbytes
+        self._tell([change for change in changes if change is not None])
+
+    def _follows(self, spec: str) -> bool:
+        return self.spec.tables is None or TableSpec.from_json(spec).name in self.spec.tables
+
+    def rows(self, feed: Feed, rows: RangeRows) -> None:
+        """A part of a range has come."""
+        table = self._tables.by_id.get(rows.block.table)
+        if table is not None:
+            change = table.replace(rows.range, rows.low, rows.high, rows.block)
+            self._counts["filled"] += len(change.keys)
+            self._tell([change._replace(rows=table.decode(change.rows), keys=change.keys.copy())])
+
+    def _tell(self, changes: Sequence[TableChange]) -> None:
+        """Notes what changed for listeners: those get it without the lock."""
+        if self._listeners:
+            self._listeners.note(changes, self.as_of)
+
+    def settle(self) -> None:
+        """Tells listeners, and whoever waits."""
+        self._listeners.tell(self._list)
+        with self._arrived:
+            self._arrived.notify_all()
+
+    def _list(self) -> tuple[list[TableChange], AsOf]:
+        """All rows that are here, in parts, and as of when; under the lock."""
+        found = []
+        for table in self._tables.by_name.values():
+            spec, new = table.spec, True
+            for r in range(self._tables.ranges):
+                keys = table.list_range(r)
+                for start in range(0, len(keys), LISTED_ROWS):
+                    some = keys[start : start + LISTED_ROWS]
+                    rows = np.empty((len(some), spec.dim), np.float32)
+                    table.gather(some, rows)
+                    found.append(TableChange(spec.name, spec, new, False, some[:0], some, rows))
+                    new = False
+            if new:
+                none = np.empty(0, np.int64)
+                found.append(TableChange(spec.name, spec, True, False, none, none, np.empty((0, spec.dim), np.float32)))
+        return found, self.as_of
+
+
+def _whole(table: ReaderTable) -> Rows:
+    """All of a tensor."""
+    spec = table.spec
+    if spec.shape is None:
+        raise InputError(f"{spec.name!r} is a table: pull keys of it, int64 [n]")
+    rows = np.empty((spec.blocks, spec.dim), np.float32)
+    table.gather(np.arange(spec.blocks, dtype=np.int64), rows)
+    return rows.reshape(-1)[: int(np.prod(spec.shape))].reshape(spec.shape)
 
 
 def reader(
@@ -108,11 +262,42 @@ def reader(
 ) -> Reader:
     """Connects a reader, and returns when it has read every range once.
 
-    `url` is as for `connect`, its TLS options among them (a certificate of role `reader`, worker or operator). `tables`:
-    names, None for all of the application. `name`: by which servers log it. All else as in `ReaderSpec`.
+    `url` is as for `connect`, its TLS options among them (a certificate of role `reader` or `worker`). `tables`: names,
+    None for all of the application. `name`: by which servers log it. All else as in `ReaderSpec`.
 
     Raises `ConfigError` for unusable arguments, `UnknownTable` for a table that there is not, `ClusterUnreachable` or
     `Timeout`, saying what was tried.
     """
-    ReaderSpec(None if tables is None else tuple(tables), dtype, every, application, buffer_bytes)
-    raise NotImplementedError("readers are being built")
+    url = url or os.environ.get("ELASTICPS_URL", "")
+    if not url:
+        raise ConfigError("no cluster given: pass a URL such as etcd://127.0.0.1:2379/demo or set ELASTICPS_URL")
+    if not 0 < timeout < 86_400:
+        raise ConfigError(f"timeout must be between 0 and 86400 seconds, got {timeout}")
+    if isinstance(tables, str):
+        raise ConfigError(f"tables= is a list of names, or None for all tables, got {tables!r}")
+    spec = ReaderSpec(None if tables is None else tuple(tables), dtype, every, application, buffer_bytes)
+    return open_reader(
+        Registry.open(url, timeout, Runtime()), spec, name or f"{os.uname().nodename}.{os.getpid()}", timeout
+    )
+
+
+def open_reader(registry: Registry, spec: ReaderSpec, name: str, timeout_s: float) -> Reader:
+    """A reader that has read every range once."""
+    made = None
+    try:
+        if spec.tables is not None:
+            known = registry.tables(spec.application, timeout_s)
+            if missing := [one for one in spec.tables if one not in known]:
+                raise UnknownTable(
+                    f"application {spec.application!r} has no table {missing[0]!r}: `elasticps tables` lists those "
+                    "that there are"
+                )
+        made = Reader(registry, spec, name, timeout_s)
+        made.wait(timeout_s)
+        return made
+    except BaseException:
+        if made is not None:
+            made.close()
+        else:
+            registry.close()
+        raise

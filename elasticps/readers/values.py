@@ -21,7 +21,7 @@ class ReaderSpec:
     """What a reader follows. Raises ConfigError for what cannot be.
 
     tables       names; None: all tables and tensors of the application, also those that are made later
-    dtype        how rows travel and are kept: "float32", "float16", "bfloat16", "int8" (with a scale for each row); None:
+    dtype        how rows travel and are kept: "float32", "float16", "bfloat16", "int8" (with scales in each row); None:
                  as the servers have them
     every        seconds from one window of changes to the next, from 0.001 to 60
     application  whose tables
@@ -35,9 +35,8 @@ class ReaderSpec:
     buffer_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
-        if self.tables is not None and (
-            isinstance(self.tables, str) or not all(isinstance(one, str) and one for one in self.tables)
-        ):
+        names: object = self.tables
+        if names is not None and not (isinstance(names, tuple) and all(isinstance(one, str) and one for one in names)):
             raise ConfigError(f"tables= is a list of names, or None for all tables, got {self.tables!r}")
         if self.dtype is not None and self.dtype not in READER_DTYPES:
             raise ConfigError(f"dtype= is one of {', '.join(READER_DTYPES)}, or None, got {self.dtype!r}")
@@ -57,8 +56,8 @@ class AsOf:
     time_s     seconds since 1970 of the oldest range's state, by the clocks of the servers
     epoch      of the view that the reader follows
     positions  int64 [P]: sequence number of each range's newest state, -1 where the reader has none yet
-    clocks     worker id -> int64 [P]: the step up to which the worker's pushes are in each range (a step that ticks some
-               ranges only leaves the others at an earlier one)
+    clocks     worker id -> int64 [P]: the step up to which the worker's pushes are in each range (a step that ticks
+               some ranges only leaves the others at an earlier one)
     held       whether all ranges show one moment: the same steps of each worker
     """
 
@@ -77,9 +76,9 @@ class AsOf:
 class TableChange(NamedTuple):
     """What changed in one table, to be done in the order of the fields.
 
-    dropped: the table is gone for good, and the name is free; nothing else is said then. new: a table that was not there
-    before, `spec` is its. deleted: int64 [k], keys whose rows are gone: deleted, evicted, cleared, or not there any more
-    after a range was read again. keys: int64 [n], each once, and rows: float32 [n, dim], their newest values.
+    dropped: the table is gone for good, and the name is free; nothing else is said then. new: a table that was not
+    there before, `spec` is its. deleted: int64 [k], keys whose rows are gone: deleted, evicted, cleared, or not there
+    any more after a range was read again. keys: int64 [n], each once, and rows: float32 [n, dim], their newest values.
     """
 
     table: str
