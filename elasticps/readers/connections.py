@@ -23,7 +23,7 @@ from elasticps.errors import Closed, Error, VersionMismatch
 from elasticps.readers.core.following import Feed, Following, OutOfOrder, Wishes
 from elasticps.wire.frames import FrameError, Header, Kind, VersionError, json_body, json_frame
 from elasticps.wire.headers import GetViewHeader
-from elasticps.wire.windows import RangeRows, ReadRange, Subscribed, WindowFrame, window_ack
+from elasticps.wire.windows import RangePart, ReadRange, Subscribed, WindowFrame, window_ack
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Sink(Protocol):
     def window(self, feed: Feed, frame: WindowFrame, body: Bytes) -> None:
         """A window has come. Its arrays are views of the body."""
 
-    def rows(self, feed: Feed, rows: RangeRows) -> None:
+    def rows(self, feed: Feed, rows: RangePart) -> None:
         """A part of a range has come, which counts. Its arrays are views of the body."""
 
     def settle(self) -> None:
@@ -147,7 +147,7 @@ class ReaderConnections:
             self.following.window(feed, frame)
             self._sink.window(feed, frame, body)
         elif kind == Kind.RANGE_ROWS:
-            rows = RangeRows.of(header, body, ranges)
+            rows = RangePart.of(header, body, ranges)
             counts, asks = self.following.rows(feed, rows)
             if counts:
                 self._sink.rows(feed, rows)

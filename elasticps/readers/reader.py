@@ -16,12 +16,12 @@ from elasticps.client.runtime import Runtime
 from elasticps.errors import ConfigError, InputError, Timeout, UnknownTable
 from elasticps.model.spec import TableSpec
 from elasticps.readers.connections import ReaderConnections
-from elasticps.readers.core.clocks import WorkerClocks
+from elasticps.readers.core.clocks import RangeClocks
 from elasticps.readers.core.following import Feed, Wishes
 from elasticps.readers.listeners import Listeners
 from elasticps.readers.rows import ReaderTable, ReaderTables
 from elasticps.readers.values import AsOf, Listener, ReaderSpec, ReaderStats, TableChange
-from elasticps.wire.windows import RangeRows, WindowFrame
+from elasticps.wire.windows import RangePart, WindowFrame
 
 Rows = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -48,7 +48,7 @@ class Reader:
         self._links = ReaderConnections(registry, self._lock, name, spec.application, wishes, timeout_s, self)
         self._following = self._links.following
         self._tables = ReaderTables(self._following.ranges, spec.dtype)
-        self._clocks = WorkerClocks(self._following.ranges)  # of workers, by range
+        self._clocks = RangeClocks(self._following.ranges)  # of workers, by range
         self._listeners = Listeners(runtime, self._lock)  # who gets each window
         self._counts = dict.fromkeys(("windows", "window_bytes", "changed", "filled", "pulls", "pulled"), 0)
         self._ages: deque[float] = deque(maxlen=MEASURED)  # of windows, as they were applied
@@ -201,7 +201,7 @@ class Reader:
     def _follows(self, spec: str) -> bool:
         return self.spec.tables is None or TableSpec.from_json(spec).name in self.spec.tables
 
-    def rows(self, feed: Feed, rows: RangeRows) -> None:
+    def rows(self, feed: Feed, rows: RangePart) -> None:
         """A part of a range has come."""
         table = self._tables.by_id.get(rows.block.table)
         if table is not None:

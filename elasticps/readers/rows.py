@@ -52,18 +52,18 @@ def gather_floats(
     for i in range(keys.shape[0]):
         missing += rows[i] == 0
     if missing:
-        some, places = np.empty(missing, np.int64), np.empty(missing, np.int64)
+        some, positions = np.empty(missing, np.int64), np.empty(missing, np.int64)
         n: Any = 0
         for i in range(keys.shape[0]):
             if rows[i] == 0:
                 some[n] = keys[i]
-                places[n] = i
+                positions[n] = i
                 n += 1
         dim = initial[H_DIM]
         out, scratch = np.empty(missing * dim, np.float32), np.empty(missing, np.int64)
         index.gather_to(initial, some, out.ctypes.data, scratch)
         for j in range(missing):
-            copy(target + 4 * dim * places[j], out.ctypes.data + 4 * dim * j, 4 * dim)
+            copy(target + 4 * dim * positions[j], out.ctypes.data + 4 * dim * j, 4 * dim)
 
 
 class ReaderTable:

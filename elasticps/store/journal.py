@@ -99,10 +99,10 @@ def list_tables(journal: int, start: int, end: int, most: int, out: NDArray[np.i
 
 @linked(WORDS, INT, INT, INT, INT, WORDS, WORDS, WORDS)
 def collect(
-    h: NDArray[np.int64], journal: int, start: int, end: int, table: int, wanted: NDArray[np.int64],
+    h: NDArray[np.int64], journal: int, start: int, end: int, table: int, included: NDArray[np.int64],
     seen: NDArray[np.int64], out: NDArray[np.int64],
 ) -> int:  # fmt: skip
-    """Writes the distinct keys of a table in the entries from `start` to `end` that lie in ranges with wanted[r] != 0;
+    """Writes the distinct keys of a table in the entries from `start` to `end`, of ranges r where included[r] is not 0;
     returns how many. h: the table's header; seen: int64 [2, capacity] flat, a power of two larger than the keys, of
     which the second half, marks, is below seen[-1], the mark of this call."""
     ring, size = load64(journal + 8 * J_WORDS), load64(journal + 8 * J_SIZE)
@@ -120,7 +120,7 @@ def collect(
                 if place == size:
                     place = 0
                 hashed = hash_key(key, salt)
-                if wanted[np.int64(hashed >> shift)] == 0:
+                if included[np.int64(hashed >> shift)] == 0:
                     continue
                 slot = np.int64(hashed & mask)
                 while seen[capacity + slot] == mark and seen[slot] != key:
@@ -233,10 +233,10 @@ class Journal:
         return found[1 : n + 1].tolist(), int(found[0])
 
     def read(
-        self, header: NDArray[np.int64], table: int, start: int, end: int, wanted: NDArray[np.int64], code: int,
+        self, header: NDArray[np.int64], table: int, start: int, end: int, included: NDArray[np.int64], code: int,
         words: int,
     ) -> Changed:  # fmt: skip
-        """What changed of a table between two positions, in ranges with wanted[r] != 0, as it is now. header: the
+        """What changed of a table between two positions, in ranges with included[r] != 0, as it is now. header: the
         table's; code, words: of a row as it is to be, see `codec`."""
         most = end - start
         if most > self._keys.shape[1]:
@@ -244,7 +244,7 @@ class Journal:
             self._keys, self._seen = np.empty((3, most), np.int64), np.zeros(2 * size + 1, np.int64)
         self._seen[-1] += 1
         keys, rows, gone = self._keys
-        n = int(collect(header, self.address, start, end, table, wanted, self._seen, keys))
+        n = int(collect(header, self.address, start, end, table, included, self._seen, keys))
         return self.look_up(header, keys[:n], code, words, rows, gone)
 
     @staticmethod

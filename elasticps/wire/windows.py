@@ -337,8 +337,8 @@ class ReadRange(NamedTuple):
         return cls(header.request, header.epoch, header.table, header.worker, header.clock, header.items)
 
 
-class RangeRows(NamedTuple):
-    """RANGE_ROWS: all rows of a range of a table whose hashes are in low..high-1. `behind`: the next place to read, 0
+class RangePart(NamedTuple):
+    """RANGE_ROWS: all rows of a range of a table whose hashes are in low..high-1. next_place: the one to read, 0
     if there is none. missing: there is no such table here."""
 
     request: int
@@ -346,19 +346,19 @@ class RangeRows(NamedTuple):
     range: int
     low: int
     high: int
-    behind: int
+    next_place: int
     block: RowBlock
     missing: bool = False
 
     def frame(self) -> list[Buffer]:
         """As it is sent."""
         header = Header(
-            Kind.RANGE_ROWS, LAST if self.missing else 0, 0, self.request, self.epoch, self.behind, self.range
+            Kind.RANGE_ROWS, LAST if self.missing else 0, 0, self.request, self.epoch, self.next_place, self.range
         )
         return _frame(header, [_int64(self.low, self.high), *_write_block(self.block)])
 
     @classmethod
-    def of(cls, header: Header, body: Bytes, ranges: int) -> RangeRows:
+    def of(cls, header: Header, body: Bytes, ranges: int) -> RangePart:
         """The inverse, views of the body; FrameError."""
         reader = _Body(body)
         low, high = reader.take(2, np.int64).tolist()

@@ -10,7 +10,7 @@ from replication.progress import PART_BITS
 MOST_WORKERS = 1 << 16
 
 
-class WorkerClocks:
+class RangeClocks:
     """progress: by worker, int64 [P], as servers count it: clock, and parts of the step after it."""
 
     def __init__(self, ranges: int) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.core.view import View
-from elasticps.wire.windows import RangeRows, ReadRange, Subscribe, Subscribed, WindowFrame
+from elasticps.wire.windows import RangePart, ReadRange, Subscribe, Subscribed, WindowFrame
 from replication.chain import Member, Ranges
 
 READS_AT_ONCE = 2  # of one server
@@ -42,7 +42,7 @@ class OutOfOrder(ValueError):
 
 @dataclass(eq=False)
 class Feed:
-    """A server that is followed, on one connection. slot: its number here; ranges: that it was asked for, ascending."""
+    """A server that is followed, on one connection. slot: its number here; ranges: those it was asked for, ascending."""
 
     member: Member
     slot: int
@@ -52,7 +52,7 @@ class Feed:
     confirmed: bool = False  # every window from now on is of all of `ranges`, and of no range that has left
     window: int = 0  # number of the newest one
     since_complete: int = 0  # windows since the newest that was complete
-    listed: bool = False  # it has said which tables there are
+    listed: bool = False  # it has answer which tables there are
     tables: dict[int, None] = field(default_factory=dict)  # that it has
     unread: deque[tuple[int, int]] = field(default_factory=deque)  # ranges and tables to read
     reading: dict[int, tuple[int, int]] = field(default_factory=dict)  # by request: range and table
@@ -154,20 +154,20 @@ class Following:
             feed.subscribed, self.epoch, ranges, self.have[ranges], self._origins[ranges], *self._wishes, fine
         )
 
-    def answered(self, feed: Feed, said: Subscribed) -> bool:
+    def answered(self, feed: Feed, answer: Subscribed) -> bool:
         """A server has answered a SUBSCRIBE, or says that the reader was too slow. False: some of the ranges are not
         answered for there, and the view is an old one here or there."""
-        if said.number not in (0, feed.subscribed):
+        if answer.number not in (0, feed.subscribed):
             return True  # an older one
-        named = np.concatenate([said.continued, said.unknown])
+        named = np.concatenate([answer.continued, answer.unknown])
         if len(np.setdiff1d(named, feed.ranges)):
-            raise OutOfOrder(f"server {feed.member.name} answers for ranges that it was not asked for")
-        if said.number:
+            raise OutOfOrder(f"server {feed.member.name} answers for ranges that it was not requests for")
+        if answer.number:
             feed.answered = feed.confirmed = True
             self._owner[named] = feed.slot
         elif not feed.answered:
             return True  # of what is asked for no longer
-        unknown = said.unknown
+        unknown = answer.unknown
         self.have[unknown] = self.heard[unknown] = -1
         self.exact[unknown] = False
         self.fills += len(unknown)
@@ -218,8 +218,8 @@ class Following:
 
     # --- reading ranges ---------------------------------------------------------------------------------------------
 
-    def rows(self, feed: Feed, rows: RangeRows) -> tuple[bool, list[ReadRange]]:
-        """A server has sent a part of a range. Whether its rows are to be applied, and what is to be asked for next."""
+    def rows(self, feed: Feed, rows: RangePart) -> tuple[bool, list[ReadRange]]:
+        """A server has sent a part of a range. Whether its rows are to be applied; what to ask for next."""
         one = feed.reading.pop(rows.request, None)
         if one is None:
             return False, self._ask(feed)
@@ -229,8 +229,8 @@ class Following:
         counts = bool(self._owner[r] == feed.slot)
         if not counts:
             return False, self._ask(feed)
-        if rows.behind and not rows.missing:
-            return True, [self._request(feed, r, table, rows.behind)]
+        if rows.next_place and not rows.missing:
+            return True, [self._request(feed, r, table, rows.next_place)]
         waits = any(other == r for other, _ in (*feed.unread, *feed.reading.values()))
         if not waits:
             self._read(r)
@@ -241,10 +241,10 @@ class Following:
         self.have[r] = self.heard[r]
 
     def _ask(self, feed: Feed) -> list[ReadRange]:
-        asked = []
+        requests = []
         while feed.unread and len(feed.reading) < READS_AT_ONCE:
-            asked.append(self._request(feed, *feed.unread.popleft(), 0))
-        return asked
+            requests.append(self._request(feed, *feed.unread.popleft(), 0))
+        return requests
 
     def _request(self, feed: Feed, r: int, table: int, place: int) -> ReadRange:
         self._requests += 1

@@ -18,17 +18,16 @@ from numpy.typing import NDArray
 
 from coordinator.core import fields
 from elasticps.model.filters import BFloat16, Float16, Int8
-from elasticps.server.core.journal_marks import JournalMarks
 from elasticps.server.core.requests import Body, RequestError
-from elasticps.server.fast import layout as at
 from elasticps.server.network.connection import Connection, Handler
+from elasticps.server.roles.change_journal import ChangeJournal
 from elasticps.server.roles.context import Context
 from elasticps.store import Table
 from elasticps.store.codec import Codec
 from elasticps.store.intervals import HASH_END
 from elasticps.store.journal import CLEARED, Changed, Journal
 from elasticps.wire.frames import Buffer, FrameError, Header, Kind
-from elasticps.wire.windows import Progresses, RangeRows, ReadRange, RowBlock, Subscribe, Subscribed, WindowFrame
+from elasticps.wire.windows import Progresses, RangePart, ReadRange, RowBlock, Subscribe, Subscribed, WindowFrame
 from replication.chain import Ranges
 from replication.messages import Seqs
 from replication.step_records import StepRecord, home_range
@@ -42,15 +41,13 @@ READ_BYTES = 256 << 10  # of rows, about, in one answer to READ_RANGE
 MOST_READS = 8  # READ_RANGEs of a reader that wait
 SHARE = 4  # one part in so many of this server's time goes to readers, at most
 IDLE_S = 0.25  # a reader hears at least so often how new its state is
-MARK_S = 0.01
-JOURNAL_REST_S = 30.0  # the journal goes on for so long without readers: one may come back
 NO_RANGES = np.empty(0, np.int64)
 _WORKER_IDS = 1 << 31  # above are those of workers' deletions
 
 _FILTERS = {"float16": Float16(), "bfloat16": BFloat16(), "int8": Int8()}
 
 
-class _Unshown(NamedTuple):
+class UnshownFrame(NamedTuple):
     """A frame whose rows must not be shown before all replicas of ranges have them. seqs: of these then."""
 
     buffers: list[Buffer]
@@ -58,36 +55,65 @@ class _Unshown(NamedTuple):
     seqs: Seqs
 
 
-class _Reader:
+class SentState:
+    """What a reader has been sent on this connection. ranges: P."""
+
+    def __init__(self, ranges: int) -> None:
+        self.seqs = np.full(ranges, -1, np.int64)  # of ranges
+        self.workers = NO_RANGES  # in the order of `progress`
+        self.progress = np.zeros((0, 0), np.int64)  # [workers, ranges followed]
+        self.records: dict[int, int] = {}  # by worker, the newest step whose record it has
+        self.tables: dict[int, Codec] = {}  # that it knows of
+        self.unowned: set[int] = set()  # tables whose application was not known when they were listed
+        self.listed = -1, -1  # how many tables there were then
+
+    def begin_again(self) -> None:
+        """It is told again how far ranges and workers are."""
+        self.seqs[:] = -1
+        self.workers, self.progress, self.records = NO_RANGES, np.zeros((0, 0), np.int64), {}
+
+
+class Outflow:
+    """Windows on their way to a reader, numbered from 1."""
+
+    def __init__(self) -> None:
+        self.number = 0  # of the newest
+        self.bytes = 0  # of those that it has not applied
+        self._windows: deque[tuple[int, int]] = deque()  # numbers and bytes of these
+        self.unshown: deque[UnshownFrame] = deque()  # frames that may not leave yet
+
+    def add(self, nbytes: int) -> None:
+        """A window of the newest number leaves."""
+        self._windows.append((self.number, nbytes))
+        self.bytes += nbytes
+
+    def acknowledge(self, number: int) -> None:
+        """It has applied the windows up to this one."""
+        while self._windows and self._windows[0][0] <= number:
+            self.bytes -= self._windows.popleft()[1]
+
+
+class AttachedReader:
     """A connection of a reader."""
 
     def __init__(self, connection: Connection, ranges: int) -> None:
         self.connection = connection
-        self.wants: Subscribe | None = None  # what it asked for last
+        self.wants: Subscribe | None = None  # its newest SUBSCRIBE
         self.cursor = 0  # of the journal
-        self.lost = True  # the journal was written over before the cursor, or it has asked for nothing yet
+        self.lost = True  # the journal was written over before the cursor, or there was no SUBSCRIBE yet
         self.ranges = NO_RANGES  # that it follows here, ascending
-        self.wanted = np.zeros(ranges, np.int64)  # 1 for these
-        self.seqs = np.full(ranges, -1, np.int64)  # of the windows so far
-        self.workers = NO_RANGES  # in the order of `progress`
-        self.progress = np.zeros((0, 0), np.int64)  # [workers, ranges], of the windows so far
-        self.records: dict[int, int] = {}  # by worker, the newest step whose record it has
-        self.tables: dict[int, Codec] = {}  # that it knows of
-        self.unowned: set[int] = set()  # tables whose application was not known when they were listed
-        self.listed = -1, -1  # how many tables there were when they were listed
-        self.number = 0  # of the newest window
-        self.in_flight: deque[tuple[int, int]] = deque()  # numbers and bytes of windows that it has not applied
-        self.bytes_in_flight = 0
-        self.unshown: deque[_Unshown] = deque()
+        self.follows = np.zeros(ranges, np.int64)  # 1 for these
+        self.sent = SentState(ranges)
+        self.flow = Outflow()
         self.reads: deque[ReadRange] = deque()  # that wait for their turn
         self.next_s = 0.0  # when its next window is due
         self.sent_s = 0.0  # when the newest one was made
         self.fine_until_s = 0.0  # a window after each change until then
 
-    def acknowledge(self, number: int) -> None:
-        """It has applied the windows up to this one."""
-        while self.in_flight and self.in_flight[0][0] <= number:
-            self.bytes_in_flight -= self.in_flight.popleft()[1]
+    @property
+    def may_get_more(self) -> bool:
+        """Whether a window may be made for it."""
+        return self.wants is not None and not self.lost and self.flow.bytes < CREDIT_BYTES
 
 
 class ReaderFeeds:
@@ -96,15 +122,11 @@ class ReaderFeeds:
     def __init__(self, context: Context, wall: Callable[[], float], journal_words: int = JOURNAL_WORDS) -> None:
         self._loop = context.loop
         self._wall = wall  # seconds since 1970
-        self._serving, self._held, self._path = context.serving, context.held, context.path
+        self._serving, self._held = context.serving, context.held
         self._executor, self._store = context.executor, context.executor.store
         self._replica = context.executor.replica
-        self._registered = context.registered
-        self._journal_words = journal_words
-        self._journal: Journal | None = None  # while readers are there
-        self._marks = JournalMarks()
-        self._marked_s = self._left_s = 0.0  # when a mark was added; when the last reader left
-        self._readers: dict[Connection, _Reader] = {}
+        self._changes = ChangeJournal(context, journal_words)
+        self._readers: dict[Connection, AttachedReader] = {}
         self._timer: object | None = None  # of the next turn
         self._due_s = 0.0  # when that is
         self._free_s = 0.0  # the share of time for readers is spent until then
@@ -118,42 +140,26 @@ class ReaderFeeds:
         """Readers that are connected."""
         return len(self._readers)
 
+    @property
+    def _journal(self) -> Journal:
+        """Of changed keys; there is one while there are readers."""
+        assert self._changes.journal is not None
+        return self._changes.journal
+
     # --- readers come and go ----------------------------------------------------------------------------------------
 
     def add(self, connection: Connection) -> None:
         """A reader has said HELLO. From now on changed keys are noted."""
-        self._readers[connection] = _Reader(connection, self._serving.ranges)
-        if self._journal is None:
-            self._journal = Journal(self._journal_words)
-            self._keep(self._journal)
-            self._mark()
+        self._readers[connection] = AttachedReader(connection, self._serving.ranges)
+        self._changes.begin()
 
     def forget(self, connection: Connection) -> None:
         """A connection has ended."""
-        if self._readers.pop(connection, None) is not None and not self._readers:
-            self._left_s = self._loop.time()
+        self._readers.pop(connection, None)
 
     def tick(self) -> None:
         """Called a few times a second: ends the journal when no reader comes back."""
-        if self._journal is not None and not self._readers:
-            self._mark_when_due()
-            if self._loop.time() - self._left_s > JOURNAL_REST_S:
-                self._journal = None
-                self._keep(None)
-                self._marks.clear()
-
-    def _keep(self, journal: Journal | None) -> None:
-        self._store.keep_journal(journal)
-        self._path.h[at.H_JOURNAL] = 0 if journal is None else journal.address
-
-    def _mark_when_due(self) -> None:
-        if self._loop.time() - self._marked_s >= MARK_S:
-            self._mark()
-
-    def _mark(self) -> None:
-        assert self._journal is not None
-        self._marked_s = self._loop.time()
-        self._marks.add(self._journal.end, self._replica.seq, np.flatnonzero(self._replica.filled))
+        self._changes.tick(bool(self._readers))
 
     # --- what readers say -------------------------------------------------------------------------------------------
 
@@ -161,44 +167,42 @@ class ReaderFeeds:
         if self._held.wait_for_view(connection, header, body):
             return
         reader, journal = self._readers[connection], self._journal
-        assert journal is not None
         wants = Subscribe.of(header, body, self._serving.ranges)
         self._check_tables(reader, wants)
         here = np.isin(wants.ranges, self._serving.tailed)
         ranges, positions, origins = wants.ranges[here], wants.positions[here], wants.origins[here]
-        view, seqs = self._serving.view, self._replica.seq[ranges]
+        view = self._serving.view
         assert view is not None
-        cursors = self._marks.find(ranges, positions, seqs, journal.end, journal.oldest)
+        cursors = self._changes.find(ranges, positions)
         same = view.recovery_epoch[ranges] == origins
         cursors[~same] = -1
-        kept = np.isin(ranges, reader.ranges) & (positions >= 0) & same
+        followed = np.isin(ranges, reader.ranges) & (positions >= 0) & same
         if reader.lost:
-            kept[:] = False
-        going_on = kept | (cursors >= 0)
+            followed[:] = False
+        going_on = followed | (cursors >= 0)
         # Ranges that it follows already go on where they are; a cursor further back shows some rows once more.
-        oldest = [reader.cursor] if kept.any() else []
-        oldest += cursors[going_on & ~kept].tolist()
+        oldest = [reader.cursor] if followed.any() else []
+        oldest += cursors[going_on & ~followed].tolist()
         reader.cursor = min(oldest, default=journal.end)
         reader.wants, reader.lost, reader.ranges = wants, False, np.sort(ranges)
-        reader.wanted[:] = 0
-        reader.wanted[ranges] = 1
-        reader.seqs[:] = -1
-        reader.workers, reader.progress, reader.records = NO_RANGES, np.zeros((0, 0), np.int64), {}
+        reader.follows[:] = 0
+        reader.follows[ranges] = 1
+        reader.sent.begin_again()
         reader.reads.clear()
         now = self._loop.time()
         reader.fine_until_s, reader.next_s, reader.sent_s = now + wants.fine_ms / 1e3, now, 0.0
         answer = Subscribed(wants.number, self._serving.epoch, ranges[going_on], ranges[~going_on])
-        reader.unshown.append(_Unshown(answer.frame(), NO_RANGES, NO_RANGES))
+        reader.flow.unshown.append(UnshownFrame(answer.frame(), NO_RANGES, NO_RANGES))
         self._show(reader)
         self._wake(now)
 
-    def _check_tables(self, reader: _Reader, wants: Subscribe) -> None:
+    def _check_tables(self, reader: AttachedReader, wants: Subscribe) -> None:
         before = reader.wants
         if before is not None and (before.tables, before.dtype) != (wants.tables, wants.dtype):
             raise FrameError("a reader follows the same tables, in the same type, as long as it is connected")
 
     def _acknowledged(self, connection: Connection, header: Header, body: Body) -> None:
-        self._readers[connection].acknowledge(header.request)
+        self._readers[connection].flow.acknowledge(header.request)
         self._wake(self._readers[connection].next_s)
 
     def _read(self, connection: Connection, header: Header, body: Body) -> None:
@@ -207,7 +211,7 @@ class ReaderFeeds:
         reader, request = self._readers[connection], ReadRange.of(header, self._serving.ranges)
         if len(reader.reads) >= MOST_READS:
             raise FrameError(f"more than {MOST_READS} READ_RANGEs of a reader wait")
-        if reader.wanted[request.range] == 0 or request.epoch < self._serving.tail_since:
+        if reader.follows[request.range] == 0 or request.epoch < self._serving.tail_since:
             text = f"server {self._serving.me.name} does not answer for range {request.range} to this reader"
             raise RequestError("stale-view", text, epoch=self._serving.epoch)
         reader.reads.append(request)
@@ -221,9 +225,9 @@ class ReaderFeeds:
             return
         now = self._loop.time()
         for reader in list(self._readers.values()):
-            if reader.unshown:
+            if reader.flow.unshown:
                 self._show(reader)
-            if reader.fine_until_s > now and self._may_make(reader):
+            if reader.fine_until_s > now and reader.may_get_more:
                 self._make(reader, now)
 
     def adopted(self) -> None:
@@ -232,9 +236,9 @@ class ReaderFeeds:
             left = np.setdiff1d(reader.ranges, self._serving.tailed)
             if len(left):
                 reader.ranges = np.setdiff1d(reader.ranges, left)
-                reader.wanted[left] = 0
-                reader.workers, reader.progress = NO_RANGES, np.zeros((0, 0), np.int64)
-                if any(len(np.intersect1d(frame.ranges, left)) for frame in reader.unshown):
+                reader.follows[left] = 0
+                reader.sent.workers, reader.sent.progress = NO_RANGES, np.zeros((0, 0), np.int64)
+                if any(len(np.intersect1d(frame.ranges, left)) for frame in reader.flow.unshown):
                     # That will never be shown, and is not to be: the reader begins again with what it has.
                     reader.connection.transport.abort()
 
@@ -251,16 +255,16 @@ class ReaderFeeds:
     def _turn(self) -> None:
         """Makes what is due: a frame for each reader."""
         self._timer, began, now = None, time.thread_time(), self._loop.time()
-        if self._journal is None or not self._readers:
+        if not self._readers:
             return
-        self._mark_when_due()
+        self._changes.tick(used=True)
         for reader in list(self._readers.values()):
             try:
                 self._serve(reader, now)
             except Exception as error:
                 reader.connection.fail(error)
         self._free_s = now + (time.thread_time() - began) * (SHARE - 1)
-        due = [reader.next_s for reader in self._readers.values() if self._may_make(reader)]
+        due = [reader.next_s for reader in self._readers.values() if reader.may_get_more]
         if any(reader.reads for reader in self._readers.values()):
             due.append(now)
         if due:
@@ -268,99 +272,100 @@ class ReaderFeeds:
         if self._timer is None:
             self._wake(now + IDLE_S)  # for marks
 
-    def _serve(self, reader: _Reader, now: float) -> None:
-        if reader.unshown:
+    def _serve(self, reader: AttachedReader, now: float) -> None:
+        if reader.flow.unshown:
             self._show(reader)
-        if self._may_make(reader) and reader.next_s <= now:
+        if reader.may_get_more and reader.next_s <= now:
             self._make(reader, now)
         if reader.reads and not reader.connection.full:
             self._answer(reader, reader.reads.popleft())
 
-    def _may_make(self, reader: _Reader) -> bool:
-        return reader.wants is not None and not reader.lost and reader.bytes_in_flight < CREDIT_BYTES
-
-    def _make(self, reader: _Reader, now: float) -> None:
+    def _make(self, reader: AttachedReader, now: float) -> None:
         """Makes the next frame of a reader's windows, if there is anything to say."""
         journal, wants = self._journal, reader.wants
-        assert journal is not None
         assert wants is not None
         if reader.cursor < journal.oldest:
             self._lose(reader)
             return
         new, dropped = self._list_tables(reader)
-        tables, behind = journal.tables(reader.cursor, KEYS_AT_ONCE)
-        complete = behind == journal.end
+        tables, upto = journal.tables(reader.cursor, KEYS_AT_ONCE)
+        complete = upto == journal.end
         seqs = self._replica.seq[reader.ranges]
-        news = bool(tables or new or dropped) or not np.array_equal(seqs, reader.seqs[reader.ranges])
+        changed = bool(tables or new or dropped) or not np.array_equal(seqs, reader.sent.seqs[reader.ranges])
         every_s = wants.every_ms / 1e3
-        if not news and now - reader.sent_s < max(IDLE_S, every_s):
+        if not changed and now - reader.sent_s < max(IDLE_S, every_s):
             reader.next_s = now + every_s
             return
-        blocks = [one for one in self._blocks(reader, journal, tables, behind) if one.nbytes > 32]
-        reader.cursor, reader.number = behind, reader.number + 1
+        blocks = [one for one in self._blocks(reader, journal, tables, upto) if one.nbytes > 32]
+        reader.cursor, reader.flow.number = upto, reader.flow.number + 1
         frame = WindowFrame(
-            self._serving.epoch, reader.number, int(self._wall() * 1e6), complete, blocks, tables=new, dropped=dropped
+            self._serving.epoch,
+            reader.flow.number,
+            int(self._wall() * 1e6),
+            complete,
+            blocks,
+            tables=new,
+            dropped=dropped,
         )
         if complete:
             frame = self._with_state(reader, frame, seqs)
         reader.sent_s, reader.next_s = now, now + every_s if complete else now
         self._send(reader, frame.frame(), seqs)
 
-    def _lose(self, reader: _Reader) -> None:
+    def _lose(self, reader: AttachedReader) -> None:
         """A reader was too slow: it has to read all its ranges again."""
         log.info("reader too slow", peer=reader.connection.peer, ranges=len(reader.ranges))
         reader.lost = True
         answer = Subscribed(0, self._serving.epoch, NO_RANGES, reader.ranges)
-        reader.unshown.append(_Unshown(answer.frame(), NO_RANGES, NO_RANGES))
+        reader.flow.unshown.append(UnshownFrame(answer.frame(), NO_RANGES, NO_RANGES))
         self._show(reader)
-        assert self._journal is not None
         reader.cursor, reader.lost = self._journal.end, False
-        reader.seqs[:] = -1
+        reader.sent.seqs[:] = -1
 
-    def _list_tables(self, reader: _Reader) -> tuple[list[tuple[int, str]], list[int]]:
+    def _list_tables(self, reader: AttachedReader) -> tuple[list[tuple[int, str]], list[int]]:
         """Tables that are new to a reader, and those that it knows and that are gone."""
         store, wants = self._store, reader.wants
         assert wants is not None
         count = len(store.live), len(store.dropped)
-        if count == reader.listed:
+        if count == reader.sent.listed:
             return [], []
         app, unowned = reader.connection.app, set[int]()
         new = list[tuple[int, str]]()
         for number, table in store.live.items():
             if not table.app:
                 unowned.add(number)
-            known = number in reader.tables or (wants.tables is not None and table.spec.name not in wants.tables)
+            known = number in reader.sent.tables or (wants.tables is not None and table.spec.name not in wants.tables)
             if table.app == app and not known:
                 new.append((number, table.spec.to_json()))
-                reader.tables[number] = _codec(table, wants.dtype)
-                if number in reader.unowned:  # changes of it were left out
+                reader.sent.tables[number] = _codec(table, wants.dtype)
+                if number in reader.sent.unowned:  # changes of it were left out
                     for r in reader.ranges.tolist():
                         self._store.note_changed(number, table.range_keys(r))
-        first = reader.listed == (-1, -1)
-        gone = [number for number in (store.dropped if first else reader.tables) if number not in store.live]
+        first = reader.sent.listed == (-1, -1)
+        gone = [number for number in (store.dropped if first else reader.sent.tables) if number not in store.live]
         for number in gone:
-            reader.tables.pop(number, None)
-        reader.unowned = unowned
+            reader.sent.tables.pop(number, None)
+        reader.sent.unowned = unowned
         if not unowned:
-            reader.listed = count
+            reader.sent.listed = count
         return new, gone
 
-    def _blocks(self, reader: _Reader, journal: Journal, tables: list[int], behind: int) -> Iterator[RowBlock]:
+    def _blocks(self, reader: AttachedReader, journal: Journal, tables: list[int], upto: int) -> Iterator[RowBlock]:
         cleared = {number & ~CLEARED for number in tables if number & CLEARED}
         for number in dict.fromkeys(number & ~CLEARED for number in tables):
-            codec, table = reader.tables.get(number), self._store.live.get(number)
+            codec, table = reader.sent.tables.get(number), self._store.live.get(number)
             if codec is None or table is None:
                 continue
             found = journal.read(
-                table.header, number, reader.cursor, behind, reader.wanted, max(codec.code, 0), codec.words
+                table.header, number, reader.cursor, upto, reader.follows, max(codec.code, 0), codec.words
             )
-            empty = journal.cleared(number, reader.cursor, behind) if number in cleared else NO_RANGES
-            yield _block(number, found, empty[reader.wanted[empty] == 1])
+            empty = journal.cleared(number, reader.cursor, upto) if number in cleared else NO_RANGES
+            yield _block(number, found, empty[reader.follows[empty] == 1])
 
-    def _with_state(self, reader: _Reader, frame: WindowFrame, seqs: Seqs) -> WindowFrame:
+    def _with_state(self, reader: AttachedReader, frame: WindowFrame, seqs: Seqs) -> WindowFrame:
         """Adds how far ranges and workers have come, as far as that has changed."""
-        moved = reader.ranges[seqs != reader.seqs[reader.ranges]]
-        reader.seqs[reader.ranges] = seqs
+        moved = reader.ranges[seqs != reader.sent.seqs[reader.ranges]]
+        reader.sent.seqs[reader.ranges] = seqs
         clocks = self._replica.clocks
         used, columns = clocks.used, clocks.columns[reader.ranges]
         foreign = {w.id for w in self._serving.workers.values() if w.app != reader.connection.app}
@@ -375,68 +380,67 @@ class ReaderFeeds:
             else np.zeros((0, len(columns)), np.int64)
         )
         before = np.zeros_like(progress)
-        if np.array_equal(workers, reader.workers) and reader.progress.shape == progress.shape:
-            before = reader.progress
-        reader.workers, reader.progress = workers, progress
+        if np.array_equal(workers, reader.sent.workers) and reader.sent.progress.shape == progress.shape:
+            before = reader.sent.progress
+        reader.sent.workers, reader.sent.progress = workers, progress
         runs = Progresses.between(workers, reader.ranges, before, progress)
         return frame._replace(
             ranges=moved, positions=self._replica.seq[moved], progress=runs, records=self._records(reader, workers)
         )
 
-    def _records(self, reader: _Reader, workers: NDArray[np.int64]) -> list[tuple[int, StepRecord]]:
+    def _records(self, reader: AttachedReader, workers: NDArray[np.int64]) -> list[tuple[int, StepRecord]]:
         """Records of workers' sparse steps that a reader does not have, of homes that it follows here."""
         found = list[tuple[int, StepRecord]]()
         for worker in workers.tolist():
-            if reader.wanted[home_range(worker, self._serving.ranges)]:
-                have = reader.records.get(worker, 0)
+            if reader.follows[home_range(worker, self._serving.ranges)]:
+                have = reader.sent.records.get(worker, 0)
                 fresh = [(worker, record) for record in self._replica.records.of(worker) if record.clock > have]
                 if fresh:
-                    reader.records[worker] = fresh[-1][1].clock
+                    reader.sent.records[worker] = fresh[-1][1].clock
                     found += fresh
         return found
 
-    def _send(self, reader: _Reader, buffers: list[Buffer], seqs: Seqs) -> None:
+    def _send(self, reader: AttachedReader, buffers: list[Buffer], seqs: Seqs) -> None:
         size = sum(len(memoryview(one).cast("B")) for one in buffers)
-        reader.in_flight.append((reader.number, size))
-        reader.bytes_in_flight += size
+        reader.flow.add(size)
         self.windows += 1
         self.bytes += size
         self._queue(reader, buffers, reader.ranges, seqs)
 
-    def _queue(self, reader: _Reader, buffers: list[Buffer], ranges: Ranges, seqs: Seqs) -> None:
+    def _queue(self, reader: AttachedReader, buffers: list[Buffer], ranges: Ranges, seqs: Seqs) -> None:
         """Sends rows of these ranges when they may be shown: a tail whose joiner is level waits for that."""
         late = self._replica.waiting[ranges] & (self._replica.acked[ranges] < seqs)
-        reader.unshown.append(_Unshown(buffers, ranges[late], seqs[late]))
+        reader.flow.unshown.append(UnshownFrame(buffers, ranges[late], seqs[late]))
         self._show(reader)
 
-    def _show(self, reader: _Reader) -> None:
+    def _show(self, reader: AttachedReader) -> None:
         """Sends what waits, in order, as far as it may be shown."""
         acked = self._replica.acked
-        while reader.unshown and not (acked[reader.unshown[0].ranges] < reader.unshown[0].seqs).any():
-            reader.connection.send_all(reader.unshown.popleft().buffers)
+        while reader.flow.unshown and not (acked[reader.flow.unshown[0].ranges] < reader.flow.unshown[0].seqs).any():
+            reader.connection.send_all(reader.flow.unshown.popleft().buffers)
 
     # --- rows of a range --------------------------------------------------------------------------------------------
 
-    def _answer(self, reader: _Reader, request: ReadRange) -> None:
+    def _answer(self, reader: AttachedReader, request: ReadRange) -> None:
         """Sends a part of a range: as many rows as asked for, and as fit."""
         table, r = self._store.live.get(request.table), request.range
         wants = reader.wants
         assert wants is not None
-        codec = reader.tables.get(request.table)
+        codec = reader.sent.tables.get(request.table)
         width = HASH_END // self._serving.ranges
         low, end = max(request.place, r * width), (r + 1) * width
         seqs = self._replica.seq[[r]]
         if table is None or codec is None or table.app != reader.connection.app:
             block = RowBlock(request.table, NO_RANGES, np.empty((0, 0), np.float32), NO_RANGES, NO_RANGES)
-            answer = RangeRows(request.request, self._serving.epoch, r, low, end, 0, block, missing=True)
+            answer = RangePart(request.request, self._serving.epoch, r, low, end, 0, block, missing=True)
         else:
             most = max(1, min(request.rows, READ_BYTES // (8 + 4 * codec.words)))
-            keys, behind = table.list_keys(r, low, most)
+            keys, upto = table.list_keys(r, low, most)
             found = Journal.look_up(
                 table.header, keys, max(codec.code, 0), codec.words, np.empty_like(keys), np.empty_like(keys)
             )
             block = _block(request.table, found, NO_RANGES)
-            answer = RangeRows(request.request, self._serving.epoch, r, low, behind or end, behind, block)
+            answer = RangePart(request.request, self._serving.epoch, r, low, upto or end, upto, block)
         self._queue(reader, answer.frame(), np.array([r]), seqs)
 
 
