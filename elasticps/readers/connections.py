@@ -37,6 +37,9 @@ class Sink(Protocol):
     def subscribed(self, feed: Feed, ranges: NDArray[np.int64]) -> None:
         """A server has begun to answer for these ranges; what it had said of workers' clocks there comes again."""
 
+    def queue(self, feed: Feed, header: Header, body: Bytes) -> bool:
+        """Queues a frame that is not to be handled now; whether it did."""
+
     def window(self, feed: Feed, frame: WindowFrame, body: Bytes) -> None:
         """A window has come. Its arrays are views of the body."""
 
@@ -127,8 +130,7 @@ class ReaderConnections:
         self._sink.settle()
 
     def _handle(self, link: Link, header: Header, body: Bytes) -> None:
-        kind, ranges = header.kind, self.following.ranges
-        feed = self.following.feeds.get(link.member)
+        kind, feed = header.kind, self.following.feeds.get(link.member)
         if header.epoch > self.routes.epoch:
             self._new_views.need(header.epoch)
         if kind == Kind.WELCOME:
@@ -140,7 +142,13 @@ class ReaderConnections:
             self._hear_of(link, header, body)
         elif feed is None:
             raise FrameError(f"{Kind(kind).name} came before WELCOME")
-        elif kind == Kind.SUBSCRIBED:
+        elif not self._sink.queue(feed, header, body):
+            self.handle(feed, header, body)
+
+    def handle(self, feed: Feed, header: Header, body: Bytes) -> None:
+        """Does what a frame of a server says that is followed."""
+        kind, ranges = header.kind, self.following.ranges
+        if kind == Kind.SUBSCRIBED:
             self._subscribed(feed, Subscribed.of(header, body, ranges))
         elif kind == Kind.WINDOW:
             frame = WindowFrame.of(header, body, ranges)

@@ -18,14 +18,17 @@ from elasticps.model.spec import TableSpec
 from elasticps.readers.connections import ReaderConnections
 from elasticps.readers.core.clocks import RangeClocks
 from elasticps.readers.core.following import Feed, Wishes
+from elasticps.readers.holding import SEARCH_S, Holding, HoldState
 from elasticps.readers.listeners import Listeners
 from elasticps.readers.rows import ReaderTable, ReaderTables
 from elasticps.readers.values import AsOf, Listener, ReaderSpec, ReaderStats, TableChange
+from elasticps.wire.frames import Header, Kind
 from elasticps.wire.windows import RangePart, WindowFrame
 
 Rows = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
+HOLD_POLL_S = 0.02
 MEASURED = 1024  # windows whose ages are remembered
 LISTED_ROWS = 1 << 14  # in one part of a listing
 
@@ -49,6 +52,9 @@ class Reader:
         self._following = self._links.following
         self._tables = ReaderTables(self._following.ranges, spec.dtype)
         self._clocks = RangeClocks(self._following.ranges)  # of workers, by range
+        self._holding = Holding(
+            self._following, self._clocks, self._links.subscribe, self._links.handle, spec.buffer_bytes
+        )
         self._listeners = Listeners(runtime, self._lock)  # who gets each window
         self._counts = dict.fromkeys(("windows", "window_bytes", "changed", "filled", "pulls", "pulled"), 0)
         self._ages: deque[float] = deque(maxlen=MEASURED)  # of windows, as they were applied
@@ -77,7 +83,7 @@ class Reader:
         with self._lock:
             following = self._following
             oldest = int(following.time_us.min()) / 1e6
-            return AsOf(oldest, following.epoch, following.have.copy(), self._clocks.steps())
+            return AsOf(oldest, following.epoch, following.have.copy(), self._clocks.steps(), self._holding.held)
 
     def pull(self, keys: Mapping[str, object]) -> dict[str, Rows]:
         """Rows of several tables, {table: keys int64 [n]}: of each float32 [n, dim] in the order of its keys, from this
@@ -109,10 +115,32 @@ class Reader:
     def hold(self, timeout: float = 10.0) -> AsOf:
         """From now on pulls show one moment: for every worker the same steps in all ranges, until `release`. Windows
         are kept meanwhile. `Timeout` says how far ranges are apart if there is no such moment in time."""
-        raise NotImplementedError("readers do not hold yet")
+        until_s = self._runtime.monotonic() + timeout
+        begun_s = 0.0
+        try:
+            while True:
+                with self._lock:
+                    now = self._runtime.monotonic()
+                    if self._holding.held:
+                        return self.as_of
+                    if self._holding.state is HoldState.FOLLOWS or now - begun_s > SEARCH_S:
+                        begun_s = now
+                        self._holding.begin()
+                self.check()
+                if now >= until_s:
+                    raise Timeout(
+                        f"the reader found no moment of all ranges within {timeout:.1f} s: {self._holding.apart}"
+                    )
+                with self._arrived:
+                    self._arrived.wait(min(until_s - now, HOLD_POLL_S))
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
         """Goes on with the newest; no effect unless it holds."""
+        with self._lock:
+            self._holding.release()
 
     def wait(self, timeout: float = 30.0) -> None:
         """Waits until every range has been read once. `reader` has done so. Raises `Timeout`."""
@@ -173,10 +201,18 @@ class Reader:
         """A server has begun to answer for these ranges: it says again how far workers are there."""
         self._clocks.reset(ranges)
 
+    def queue(self, feed: Feed, header: Header, body: Bytes) -> bool:
+        """Whether a frame was queued because the reader holds."""
+        queued = self._holding.queue(feed, header, body)
+        if queued and header.kind == Kind.WINDOW and not self._holding.full:
+            self._links.acknowledge(feed, header.request)
+        return queued
+
     def window(self, feed: Feed, frame: WindowFrame, body: Bytes) -> None:
         """A window has come."""
         self._apply(feed, frame, len(body))
         self._links.acknowledge(feed, frame.number)
+        self._holding.step()
 
     def _apply(self, feed: Feed, frame: WindowFrame, nbytes: int) -> None:
         changes = list[TableChange | None]()
@@ -192,7 +228,8 @@ class Reader:
                     changes.append(change._replace(rows=table.decode(change.rows), keys=change.keys.copy()))
         self._links.ask(feed, self._following.applied(feed, frame))
         if frame.complete:
-            self._clocks.note(frame.progress.runs, None if counts is None else counts)
+            self._clocks.note(frame.progress.runs, counts)
+            self._clocks.note_records(frame.records)
             self._ages.append(self._runtime.wall() - frame.time_us / 1e6)
         self._counts["windows"] += 1
         self._counts["window_bytes"] += nbytes

@@ -233,3 +233,62 @@ def test_what_cannot_be_followed_is_refused(cluster: eps.LocalCluster) -> None:
         eps.reader(cluster.url, every=0.0001)
     with pytest.raises(eps.ConfigError, match="tables= is a list of names"):
         eps.reader(cluster.url, "users")
+
+
+def test_a_reader_that_holds_shows_one_moment_of_all_ranges(own: eps.LocalCluster) -> None:
+    """Each worker's step adds one to its column of the same rows, few or all: what is held is what a whole number of
+    steps of each has made."""
+    keys, few = np.arange(400), 7
+    touched = [np.random.default_rng([i, 9]).integers(0, len(keys), (5000, few)) for i in range(2)]
+
+    def work(i: int, stop: threading.Event, failed: list[BaseException]) -> None:
+        try:
+            with eps.connect(own.url, worker=f"w{i}") as ps:
+                table = ps.table("sums", dim=2, optimizer=eps.Accumulate())
+                one = np.zeros((len(keys), 2), np.float32)
+                one[:, i] = 1
+                for step in range(5000):
+                    if stop.is_set():
+                        return
+                    some = keys if step % 3 == 0 else np.unique(touched[i][step])
+                    ps.push({table: (some, one[: len(some)])}).result()
+                    time.sleep(0.003)
+        except BaseException as error:
+            failed.append(error)
+
+    def model(i: int, steps: int) -> NDArray[np.float32]:
+        sums = np.zeros(len(keys), np.float32)
+        for step in range(steps):
+            sums[keys if step % 3 == 0 else np.unique(touched[i][step])] += 1
+        return sums
+
+    stop, failed = threading.Event(), list[BaseException]()
+    threads = [threading.Thread(target=work, args=(i, stop, failed)) for i in range(2)]
+    with eps.connect(own.url, worker="observer") as ps:
+        ps.table("sums", dim=2, optimizer=eps.Accumulate())
+        with eps.reader(own.url, every=0.005) as reader:
+            for thread in threads:
+                thread.start()
+            try:
+                ids = None
+                eventually(lambda: len(reader.as_of.steps) == 2)
+                for _ in range(4):
+                    as_of = reader.hold(timeout=60)
+                    first = reader.pull({"sums": keys})["sums"]
+                    time.sleep(0.05)
+                    assert (reader.pull({"sums": keys})["sums"] == first).all()
+                    ids = sorted(as_of.steps)
+                    base = {w: int(of.max()) for w, of in as_of.clocks.items()}
+                    for column in range(2):
+                        candidates = [model(column, base[w]) for w in ids]
+                        assert any((first[:, column] == one).all() for one in candidates), (column, base)
+                    reader.release()
+                    eventually(lambda before=as_of: reader.as_of.steps != before.steps)  # type: ignore[misc]
+            finally:
+                stop.set()
+                for thread in threads:
+                    thread.join()
+            assert not failed
+            sums = ps.open("sums")
+            assert isinstance(sums, eps.SparseTable)
+            eventually(shows(reader, sums, keys))

@@ -42,7 +42,7 @@ class OutOfOrder(ValueError):
 
 @dataclass(eq=False)
 class Feed:
-    """A server that is followed, on one connection. slot: its number here; ranges: those it was asked for, ascending."""
+    """A server that is followed, on one connection. slot: its number here; ranges: what it was asked for, ascending."""
 
     member: Member
     slot: int
@@ -50,8 +50,8 @@ class Feed:
     subscribed: int = 0  # number of the newest SUBSCRIBE, 0 before the first
     answered: bool = False  # it has been
     confirmed: bool = False  # every window from now on is of all of `ranges`, and of no range that has left
+    stated: bool = False  # a complete window has come behind the answer
     window: int = 0  # number of the newest one
-    since_complete: int = 0  # windows since the newest that was complete
     listed: bool = False  # it has answer which tables there are
     tables: dict[int, None] = field(default_factory=dict)  # that it has
     unread: deque[tuple[int, int]] = field(default_factory=deque)  # ranges and tables to read
@@ -146,7 +146,7 @@ class Following:
         self._leave(feed, np.setdiff1d(feed.ranges, ranges))
         self._owner[added] = NOBODY  # until it has answered
         feed.ranges, feed.subscribed = ranges, feed.subscribed + 1
-        feed.answered = feed.confirmed = False
+        feed.answered = feed.confirmed = feed.stated = False
         feed.unread.clear()
         feed.begun.clear()
         fine, feed.fine_ms = feed.fine_ms, 0
@@ -206,7 +206,7 @@ class Following:
             self.time_us[moved] = frame.time_us
             self.exact[moved] = True
             if feed.answered:
-                feed.listed = True
+                feed.listed = feed.stated = True
         if feed.listed and feed.begun:
             for r in sorted(feed.begun):
                 if self.heard[r] >= 0:

@@ -60,8 +60,7 @@ class SentState:
 
     def __init__(self, ranges: int) -> None:
         self.seqs = np.full(ranges, -1, np.int64)  # of ranges
-        self.workers = NO_RANGES  # in the order of `progress`
-        self.progress = np.zeros((0, 0), np.int64)  # [workers, ranges followed]
+        self.progress: dict[int, NDArray[np.int64]] = {}  # of workers, in each range that it follows
         self.records: dict[int, int] = {}  # by worker, the newest step whose record it has
         self.tables: dict[int, Codec] = {}  # that it knows of
         self.unowned: set[int] = set()  # tables whose application was not known when they were listed
@@ -70,7 +69,7 @@ class SentState:
     def begin_again(self) -> None:
         """It is told again how far ranges and workers are."""
         self.seqs[:] = -1
-        self.workers, self.progress, self.records = NO_RANGES, np.zeros((0, 0), np.int64), {}
+        self.progress, self.records = {}, {}
 
 
 class Outflow:
@@ -237,7 +236,7 @@ class ReaderFeeds:
             if len(left):
                 reader.ranges = np.setdiff1d(reader.ranges, left)
                 reader.follows[left] = 0
-                reader.sent.workers, reader.sent.progress = NO_RANGES, np.zeros((0, 0), np.int64)
+                reader.sent.progress = {}
                 if any(len(np.intersect1d(frame.ranges, left)) for frame in reader.flow.unshown):
                     # That will never be shown, and is not to be: the reader begins again with what it has.
                     reader.connection.transport.abort()
@@ -368,22 +367,20 @@ class ReaderFeeds:
         reader.sent.seqs[reader.ranges] = seqs
         clocks = self._replica.clocks
         used, columns = clocks.used, clocks.columns[reader.ranges]
-        foreign = {w.id for w in self._serving.workers.values() if w.app != reader.connection.app}
+        known, app = self._serving.workers, reader.connection.app
         chosen = [
-            i for i, worker in enumerate(clocks.workers[:used].tolist()) if 0 < worker < _WORKER_IDS
-            and worker not in foreign
-        ]  # fmt: skip
+            i for i, worker in enumerate(clocks.workers[:used].tolist()) if worker in known and known[worker].app == app
+        ]
         workers = clocks.workers[chosen]
-        progress = (
-            clocks.matrix[np.ix_(np.array(chosen, np.int64), columns)]
-            if len(chosen)
-            else np.zeros((0, len(columns)), np.int64)
-        )
-        before = np.zeros_like(progress)
-        if np.array_equal(workers, reader.sent.workers) and reader.sent.progress.shape == progress.shape:
-            before = reader.sent.progress
-        reader.sent.workers, reader.sent.progress = workers, progress
-        runs = Progresses.between(workers, reader.ranges, before, progress)
+        now = dict(zip(workers.tolist(), clocks.matrix[chosen][:, columns], strict=True))
+        before, nothing = reader.sent.progress, np.zeros(len(columns), np.int64)
+        both = sorted(now.keys() | before.keys())  # one that has left the roster counts no more
+        runs = Progresses.between(
+            np.array(both, np.int64), reader.ranges,
+            np.array([before.get(worker, nothing) for worker in both]).reshape(len(both), len(columns)),
+            np.array([now.get(worker, nothing) for worker in both]).reshape(len(both), len(columns)),
+        )  # fmt: skip
+        reader.sent.progress = now
         return frame._replace(
             ranges=moved, positions=self._replica.seq[moved], progress=runs, records=self._records(reader, workers)
         )
