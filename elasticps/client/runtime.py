@@ -130,8 +130,10 @@ class Runtime:
 
     monotonic: Callable[[], float] = staticmethod(time.monotonic)
     """Seconds, never going back."""
-    wall: Callable[[], float] = staticmethod(time.time)
-    """Seconds since 1970."""
+
+    def wall(self) -> float:
+        """Seconds since 1970."""
+        return time.time()
 
     def sleep(self, seconds: float) -> None:
         """Lets others go on for so long."""

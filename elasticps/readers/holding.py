@@ -168,7 +168,7 @@ class Holding:
         queue, self._queue = self._queue, deque()
         self._frozen.clear()
         for frame in queue:
-            if frame.header.request <= search.chosen[frame.feed.slot]:
+            if frame.header.clock <= search.chosen[frame.feed.slot]:
                 self._handle(*frame)
             else:
                 rest.append(frame)

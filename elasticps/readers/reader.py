@@ -205,7 +205,7 @@ class Reader:
         """Whether a frame was queued because the reader holds."""
         queued = self._holding.queue(feed, header, body)
         if queued and header.kind == Kind.WINDOW and not self._holding.full:
-            self._links.acknowledge(feed, header.request)
+            self._links.acknowledge(feed, header.clock)
         return queued
 
     def window(self, feed: Feed, frame: WindowFrame, body: Bytes) -> None:

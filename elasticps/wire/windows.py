@@ -254,8 +254,8 @@ class WindowFrame(NamedTuple):
         if self.tables or self.dropped:
             names = dumps({"tables": [list(one) for one in self.tables], "dropped": list(self.dropped)}).encode()
         header = Header(
-            Kind.WINDOW, LAST if self.complete else 0, request=self.number, epoch=self.epoch, clock=self.time_us,
-            items=len(self.blocks), table=len(self.ranges), bound=len(names),
+            Kind.WINDOW, LAST if self.complete else 0, epoch=self.epoch, clock=self.number,
+            worker=self.time_us >> 32, wait_ms=self.time_us & 0xFFFFFFFF, items=len(self.blocks), table=len(self.ranges), bound=len(names),
         )  # fmt: skip
         parts: list[Buffer] = [padded(names)] if names else []
         if self.complete:
@@ -292,7 +292,7 @@ class WindowFrame(NamedTuple):
         blocks = [_read_block(reader, ranges) for _ in range(header.items)]
         reader.end()
         return cls(
-            header.epoch, header.request, header.clock, complete, blocks, named, positions, Progresses(runs), records,
+            header.epoch, header.clock, header.worker << 32 | header.wait_ms, complete, blocks, named, positions, Progresses(runs), records,
             tables, dropped,
         )  # fmt: skip
 
@@ -372,7 +372,7 @@ class RangePart(NamedTuple):
 
 def window_ack(number: int) -> bytes:
     """WINDOW_ACK: the reader has applied all windows up to this one."""
-    return Header(Kind.WINDOW_ACK, request=number).pack()
+    return Header(Kind.WINDOW_ACK, clock=number).pack()
 
 
 assert MAX_RANGES

@@ -81,7 +81,7 @@ def test_parts_of_ranges_come_as_they_were_made() -> None:
     found = RangePart.of(*there(part.frame()), RANGES)
     assert found[:6] == part[:6]
     assert same(found.block, part.block)
-    assert unpack_header(window_ack(12)).request == 12
+    assert unpack_header(window_ack(12)).clock == 12
 
 
 @pytest.mark.parametrize("seed", range(20))

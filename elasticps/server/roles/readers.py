@@ -201,7 +201,7 @@ class ReaderFeeds:
             raise FrameError("a reader follows the same tables, in the same type, as long as it is connected")
 
     def _acknowledged(self, connection: Connection, header: Header, body: Body) -> None:
-        self._readers[connection].flow.acknowledge(header.request)
+        self._readers[connection].flow.acknowledge(header.clock)
         self._wake(self._readers[connection].next_s)
 
     def _read(self, connection: Connection, header: Header, body: Body) -> None:
