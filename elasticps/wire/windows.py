@@ -255,7 +255,8 @@ class WindowFrame(NamedTuple):
             names = dumps({"tables": [list(one) for one in self.tables], "dropped": list(self.dropped)}).encode()
         header = Header(
             Kind.WINDOW, LAST if self.complete else 0, epoch=self.epoch, clock=self.number,
-            worker=self.time_us >> 32, wait_ms=self.time_us & 0xFFFFFFFF, items=len(self.blocks), table=len(self.ranges), bound=len(names),
+            worker=self.time_us >> 32, wait_ms=self.time_us & 0xFFFFFFFF, items=len(self.blocks),
+            table=len(self.ranges), bound=len(names),
         )  # fmt: skip
         parts: list[Buffer] = [padded(names)] if names else []
         if self.complete:
@@ -292,8 +293,8 @@ class WindowFrame(NamedTuple):
         blocks = [_read_block(reader, ranges) for _ in range(header.items)]
         reader.end()
         return cls(
-            header.epoch, header.clock, header.worker << 32 | header.wait_ms, complete, blocks, named, positions, Progresses(runs), records,
-            tables, dropped,
+            header.epoch, header.clock, header.worker << 32 | header.wait_ms, complete, blocks, named, positions,
+            Progresses(runs), records, tables, dropped,
         )  # fmt: skip
 
 

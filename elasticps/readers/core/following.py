@@ -79,6 +79,7 @@ class Following:
         self.fills = 0  # ranges that had to be read
         self._wishes = wishes
         self._owner = np.full(view.ranges, NOBODY, np.int64)  # slots of feeds, by range
+        self._since = np.zeros(view.ranges, np.int64)  # numbers of the SUBSCRIBEs that named a range first there
         self._origins = np.zeros(view.ranges, np.int64)  # epochs in which ranges began anew
         self._tails: dict[Member, Ranges] = {}  # of the view
         self._feeds: dict[Member, Feed] = {}  # that are connected
@@ -147,8 +148,10 @@ class Following:
         self._owner[added] = NOBODY  # until it has answered
         feed.ranges, feed.subscribed = ranges, feed.subscribed + 1
         feed.answered = feed.confirmed = feed.stated = False
+        self._since[added] = feed.subscribed
         feed.unread.clear()
         feed.begun.clear()
+        feed.reading.clear()  # `have` says what is to be read
         fine, feed.fine_ms = feed.fine_ms, 0
         return Subscribe(
             feed.subscribed, self.epoch, ranges, self.have[ranges], self._origins[ranges], *self._wishes, fine
@@ -157,24 +160,23 @@ class Following:
     def answered(self, feed: Feed, answer: Subscribed) -> bool:
         """A server has answered a SUBSCRIBE, or says that the reader was too slow. False: some of the ranges are not
         answered for there, and the view is an old one here or there."""
-        if answer.number not in (0, feed.subscribed):
-            return True  # an older one
         named = np.concatenate([answer.continued, answer.unknown])
-        if len(np.setdiff1d(named, feed.ranges)):
-            raise OutOfOrder(f"server {feed.member.name} answers for ranges that it was not requests for")
-        if answer.number:
+        newest, unknown = answer.number == feed.subscribed, answer.unknown
+        if newest and len(np.setdiff1d(named, feed.ranges)):
+            raise OutOfOrder(f"server {feed.member.name} answers for ranges that it was not asked for")
+        if answer.number:  # also an older one counts, for ranges that every SUBSCRIBE since has named
+            ours = named[np.isin(named, feed.ranges)]
+            self._owner[ours[self._since[ours] <= answer.number]] = feed.slot
+        if newest:
             feed.answered = feed.confirmed = True
-            self._owner[named] = feed.slot
-        elif not feed.answered:
-            return True  # of what is asked for no longer
-        unknown = answer.unknown
+        unknown = unknown[self._owner[unknown] == feed.slot]
         self.have[unknown] = self.heard[unknown] = -1
         self.exact[unknown] = False
         self.fills += len(unknown)
         feed.begun |= set(unknown.tolist())
         feed.unread = deque(one for one in feed.unread if one[0] not in feed.begun)
         feed.reading = {request: one for request, one in feed.reading.items() if one[0] not in feed.begun}
-        return len(named) == len(feed.ranges)
+        return not newest or len(named) == len(feed.ranges)
 
     # --- windows ----------------------------------------------------------------------------------------------------
 
