@@ -36,6 +36,7 @@ from elasticps.store.native import (
     linked,
     load64,
     pointer,
+    prefetch,
     store64,
 )
 from elasticps.store.values import unpack
@@ -145,7 +146,11 @@ def split(
     dim, dtype = h[H_DIM], h[H_DTYPE]
     row = np.empty(dim, np.float32)
     there = absent = 0
+    lines = min((4 * dim + 63) // 64, index.PREFETCH_LINES)
     for i in range(n):
+        if i + index.ROW_PREFETCH < n:
+            for line in range(lines):
+                prefetch(rows[i + index.ROW_PREFETCH] + 64 * line)
         if rows[i] == 0:
             gone[absent] = keys[i]
             absent += 1

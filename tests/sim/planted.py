@@ -21,6 +21,7 @@ from tests.sim import planted_dropped_tables as drops
 from tests.sim import planted_growth as growth
 from tests.sim import planted_growth_checkpoints as checkpoints
 from tests.sim import planted_push_pull as together
+from tests.sim import planted_readers as readers
 from tests.sim import planted_retained_copies as retained
 from tests.sim import planted_rounds as rounds
 from tests.sim import planted_shell as shell
@@ -40,6 +41,7 @@ MODULES = (
     drops,
     growth,
     together,
+    readers,
     retained,
     rounds,
     shell,
@@ -92,6 +94,18 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     chain.count_only_workers_that_have_pushed: ("calm", "bounded", 2),
     chain.wait_for_workers_that_pause: ("calm", "bounded", 30),
     chain.wait_for_workers_that_are_gone: ("ghosts", "bounded", 0),
+    readers.lose_a_deletion_when_a_range_is_read_again: ("kills", "free", 0),
+    readers.note_no_deletions: ("calm", "free", 0),
+    readers.apply_a_window_of_a_former_tail: ("moves", "free", 0),
+    readers.show_a_push_that_is_not_committed: ("levels", "free", 0),
+    readers.go_on_from_a_mark_that_is_too_new: ("kills", "free", 0),
+    readers.ignore_the_answer_to_an_older_subscription: ("kills", "free", 0),
+    readers.take_any_states_for_a_moment: ("calm", "free", 0),
+    readers.take_sparse_steps_for_missing_ones_of_home_alone: ("calm", "free", 0),
+    readers.go_on_where_a_reader_was_too_slow: ("calm", "free", 0),
+    readers.leave_a_range_as_it_is_until_it_has_been_read: ("calm", "free", 0),
+    readers.show_other_rows_while_it_holds: ("calm", "free", 0),
+    readers.forget_the_rows_of_a_part_that_is_read: ("calm", "free", 0),
     retained.acknowledge_before_the_one_left_is_confirmed: ("suspicions", "free", 36),
     retained.drop_the_copy_that_is_to_be_kept: ("suspicions", "free", 0),
     retained.go_on_with_what_nobody_else_has: ("outcasts", "free", 2),
@@ -288,6 +302,7 @@ _FLAGS = {
     "together": (together,),
     "proven": (hints,),
     "grows": (growth, checkpoints),
+    "readers": (readers,),
 }
 """What the stories of modules' bugs have, whatever their seeds."""
 
