@@ -28,6 +28,7 @@ from elasticps.wire.windows import RangePart, ReadRange, Subscribed, WindowFrame
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.1  # a server that does not answer for all ranges that it was asked for is asked again
+ACK_BYTES, ACK_WINDOWS = 1 << 20, 64  # an acknowledgement for so many, of 8 MB that may be on their way
 Bytes = NDArray[np.uint8]
 
 
@@ -105,9 +106,13 @@ class ReaderConnections:
         """Bytes sent and received, ever."""
         return self._connections.traffic
 
-    def acknowledge(self, feed: Feed, number: int) -> None:
-        """Tells a server which windows need no room any more."""
-        if self.following.feeds.get(feed.member) is feed:
+    def acknowledge(self, feed: Feed, number: int, nbytes: int) -> None:
+        """A window of so many bytes needs no room any more: tells its server, of several at once."""
+        feed.unacknowledged += nbytes
+        if (feed.unacknowledged > ACK_BYTES or number % ACK_WINDOWS == 0) and self.following.feeds.get(
+            feed.member
+        ) is feed:
+            feed.unacknowledged = 0
             self._connections.send(feed.member, [window_ack(number)])
 
     def subscribe(self, feed: Feed, fine_ms: int = 0) -> None:

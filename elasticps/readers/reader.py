@@ -205,13 +205,13 @@ class Reader:
         """Whether a frame was queued because the reader holds."""
         queued = self._holding.queue(feed, header, body)
         if queued and header.kind == Kind.WINDOW and not self._holding.full:
-            self._links.acknowledge(feed, header.clock)
+            self._links.acknowledge(feed, header.clock, len(body))
         return queued
 
     def window(self, feed: Feed, frame: WindowFrame, body: Bytes) -> None:
         """A window has come."""
         self._apply(feed, frame, len(body))
-        self._links.acknowledge(feed, frame.number)
+        self._links.acknowledge(feed, frame.number, len(body))
         self._holding.step()
 
     def _apply(self, feed: Feed, frame: WindowFrame, nbytes: int) -> None:

@@ -57,6 +57,7 @@ class Feed:
     unread: deque[tuple[int, int]] = field(default_factory=deque)  # ranges and tables to read
     reading: dict[int, tuple[int, int]] = field(default_factory=dict)  # by request: range and table
     begun: set[int] = field(default_factory=set)  # ranges to read, as soon as it has listed its tables
+    unacknowledged: int = 0  # bytes of windows
     fine_ms: int = 0  # of the next SUBSCRIBE
 
 
