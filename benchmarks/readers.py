@@ -72,7 +72,7 @@ class ReaderRun:
         }  # fmt: skip
 
 
-class Trainer(BusyWorker):
+class RowTrainer(BusyWorker):
     """A worker that trains at full speed: pulls a batch of rows, computes, pushes. layers: how much it computes."""
 
     def __init__(self, url: str, number: int, rows: int, layers: int) -> None:
@@ -198,8 +198,8 @@ def run(
                 ps.push({rows_table: (keys, np.ones((len(keys), DIM), np.float32))}).result()
         one = Interpreter(environment={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"})
         job = {"url": cluster.url, "rows": rows, "layers": layers}
-        trainers = [Process("readers:Trainer", one, number=i, **job) for i in range(WORKERS)]
-        marker = Process("readers:Trainer", one, number=9, **job)
+        trainers = [Process("readers:RowTrainer", one, number=i, **job) for i in range(WORKERS)]
+        marker = Process("readers:RowTrainer", one, number=9, **job)
         beside = Process("readers:ReaderProcess", url=cluster.url, every=every_ms / 1e3, dtype=dtype)
         try:
             beside.ask("attach")

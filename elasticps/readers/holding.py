@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from elasticps.readers.core.clocks import RangeClocks
 from elasticps.readers.core.following import Feed, Following
-from elasticps.readers.core.moments import MomentSearch, ServerState
+from elasticps.readers.core.moment_search import MomentSearch, TailState
 from elasticps.wire.frames import Header, Kind
 from elasticps.wire.windows import WindowFrame
 
@@ -125,7 +125,7 @@ class Holding:
             return
         window = WindowFrame.of(frame.header, frame.body, self._following.ranges)
         if window.complete and self._search is not None:
-            self._search.add(frame.feed.slot, ServerState(window.number, window.progress.runs, window.records))
+            self._search.add(frame.feed.slot, TailState(window.number, window.progress.runs, window.records))
 
     def step(self) -> None:
         """Something has been handled: goes on to the next state if it is time."""

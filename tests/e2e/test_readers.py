@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 import elasticps as eps
 from elasticps.readers import AppliedWindow
+from elasticps.security.identity import Role
 
 KEYS = np.arange(3000)
 DIM = 8
@@ -292,3 +293,17 @@ def test_a_reader_that_holds_shows_one_moment_of_all_ranges(own: eps.LocalCluste
             sums = ps.open("sums")
             assert isinstance(sums, eps.SparseTable)
             eventually(shows(reader, sums, keys))
+
+
+def test_a_reader_proves_its_role_and_reads_its_application_only() -> None:
+    rng = np.random.default_rng(6)
+    with eps.LocalCluster(servers=2, tls=True) as secure, eps.connect(secure.url, worker="w0") as ps:
+        users = table_of(ps)
+        push(ps, users, rng)
+        with eps.reader(secure._url_of(Role.READER)) as reader, eps.reader(secure.url) as beside:
+            for one in (reader, beside):
+                eventually(shows(one, users))
+        with pytest.raises(eps.ConfigError, match=r"this is .*coordinator"):
+            eps.reader(secure._url_of(Role.COORDINATOR), timeout=10)
+        with pytest.raises(eps.ConfigError, match="worker"):
+            eps.connect(secure._url_of(Role.READER), worker="w1", timeout=10)

@@ -295,7 +295,8 @@ ALONE: dict[Patch, tuple[str, str]] = {
 
 
 _FLAGS = {
-    "few": (sparse, announced),
+    "few": (sparse, announced, readers),
+    "drops": (readers,),
     "cuts": (cuts, checkpoints),
     "short": (short,),
     "caches": (caches,),

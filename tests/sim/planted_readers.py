@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from elasticps.readers.core.following import Feed, Following
-from elasticps.readers.core.moments import MomentSearch
+from elasticps.readers.core.moment_search import MomentSearch
 from elasticps.readers.holding import Holding
 from elasticps.readers.rows import ReaderTable
 from elasticps.server.core.journal_marks import JournalMarks

@@ -30,7 +30,7 @@ from replication.step_records import StepRecord, home_range
 Ints = NDArray[np.int64]
 
 
-class ServerState(NamedTuple):
+class TailState(NamedTuple):
     """A state that a server has told of. number: of the window that ends with it; runs: what has changed of workers'
     progress, as in `Progresses`; records: those that are new."""
 
@@ -53,9 +53,9 @@ class MomentSearch:
         self._progress = {worker: row.copy() for worker, row in progress.items()}
         self._records = {worker: dict(of) for worker, of in records.items()}
         self._committed = dict(committed)
-        self._states: dict[int, deque[ServerState]] = {server: deque() for server in self.chosen}
+        self._states: dict[int, deque[TailState]] = {server: deque() for server in self.chosen}
 
-    def add(self, server: int, state: ServerState) -> None:
+    def add(self, server: int, state: TailState) -> None:
         """A server tells of its next state."""
         self._states[server].append(state)
         for worker, record in state.records:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from elasticps.readers.core.clocks import RangeClocks
-from elasticps.readers.core.moments import MomentSearch, ServerState
+from elasticps.readers.core.moment_search import MomentSearch, TailState
 from elasticps.wire.windows import Progresses
 from replication.progress import PART_BITS
 from replication.step_records import StepRecord, home_range, record_of
@@ -95,15 +95,15 @@ def test_the_first_moment_is_found(seed: int, workers: int, steps: int, first: i
             break
         server = int(rng.choice(left))
         at = todo[server]
-        search.add(server, ServerState(at, story.runs(server, at), story.states[server][at][1]))
+        search.add(server, TailState(at, story.runs(server, at), story.states[server][at][1]))
         todo[server] += 1
         found = search.find()
     later = [range(at, len(story.states[server])) for server, at in enumerate(begin)]
-    moments = [one for one in itertools.product(*later) if story.is_moment(one)]
+    matching = [one for one in itertools.product(*later) if story.is_moment(one)]
     assert found  # the last states of all servers are one
     chosen = [search.chosen[server] or begin[server] for server in range(SERVERS)]
     assert story.is_moment(chosen)
-    assert all(a <= b for one in moments for a, b in zip(chosen, one, strict=True))  # it is the first
+    assert all(a <= b for one in matching for a, b in zip(chosen, one, strict=True))  # it is the first
 
 
 def test_a_part_of_a_step_is_in_no_moment() -> None:
@@ -112,7 +112,7 @@ def test_a_part_of_a_step_is_in_no_moment() -> None:
     search = MomentSearch(OWNER, {1: row}, {}, {})
     assert not search.find()
     assert "worker 1 is at step 3 to 3" in search.apart()
-    search.add(1, ServerState(5, np.array([[1, 2, 2, 3 << PART_BITS]]), []))
+    search.add(1, TailState(5, np.array([[1, 2, 2, 3 << PART_BITS]]), []))
     assert search.find()
     assert search.chosen == {0: 0, 1: 5}
 
