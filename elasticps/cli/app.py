@@ -21,6 +21,7 @@ from elasticps.cli.doctor import doctor
 from elasticps.cli.launch import launch
 from elasticps.cli.options import command
 from elasticps.cli.output import guarded, out
+from elasticps.cli.publish import publish
 from elasticps.errors import ConfigError
 
 app = typer.Typer(
@@ -53,6 +54,7 @@ app.command(rich_help_panel=LOOK)(command(checkpoint.restore))
 app.add_typer(cluster.app, name="cluster", rich_help_panel=LOOK)
 app.command(rich_help_panel=RUN)(command(processes.server))
 app.command(rich_help_panel=RUN)(command(processes.coordinator))
+app.command(rich_help_panel=RUN)(command(publish))
 app.command(rich_help_panel=RUN)(command(certificates))
 
 
