@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from elasticps.cli import logs
 from elasticps.cli.options import RequiredUrl, names
 from elasticps.cli.output import out, print_json, sigterm_interrupts
 from elasticps.cli.processes import LogFormat, LogLevel
+from elasticps.system import logs
 from elasticps.system.sizes import size
 
 
@@ -19,7 +19,9 @@ def publish(
     to: Annotated[
         str,
         typer.Option(
-            metavar="URL", help="redis://host:port/database, rediss://… with TLS, or file:///folder.", show_default=False
+            metavar="URL",
+            help="redis://host:port/database, rediss://… with TLS, or file:///folder.",
+            show_default=False,
         ),
     ],
     tables: Annotated[
@@ -30,7 +32,8 @@ def publish(
     every: Annotated[
         float | None,
         typer.Option(
-            min=0.001, max=3600,
+            min=0.001,
+            max=3600,
             help="Seconds from one batch of changes to the next, at least.  [default: 1 for a folder, as fast as it "
             "takes them for Redis]",
             show_default=False,

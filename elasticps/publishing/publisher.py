@@ -88,7 +88,7 @@ class Publisher:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     raise Timeout(f"{self.where} has not all rows after {timeout:.1f} s; the log says why")
-                self._changed.wait(left_s)
+                self._changed.wait(min(left_s, 1.0))
 
     def check(self) -> None:
         """Raises what has ended the publisher, if anything has."""
@@ -143,7 +143,7 @@ class Publisher:
         deadline_s = time.monotonic() + seconds
         with self._changed:
             while not self._closing and (left_s := deadline_s - time.monotonic()) > 0:
-                self._changed.wait(left_s)
+                self._changed.wait(min(left_s, 1.0))
 
     def _publish(self) -> None:
         """A listing, and what comes after it, until the next listing is wanted. Raises PublishError."""

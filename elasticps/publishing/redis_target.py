@@ -76,11 +76,8 @@ class RedisTarget:
             if batch.complete:
                 self._remove_others()
             overdue = time.monotonic() - self._described_s >= META_S
-            if overdue:
-                self._check_there()
             if batch.tables or batch.complete or overdue:
                 self._describe(batch)
-            if overdue:
                 self._described_s = time.monotonic()
 
     def _write(self, name: str, table: TableBatch, batch: Batch) -> None:
@@ -97,7 +94,7 @@ class RedisTarget:
                 "cluster": self._source.cluster,
                 "application": self._source.application,
             }
-            self._describe(batch, [name])
+            self._describe(batch, name)
         self._remove(table.deleted, name)
         self._set(name, table.keys, table.rows)
         if batch.listing or batch.complete:
@@ -127,19 +124,15 @@ class RedisTarget:
                 pipe.execute_command("UNLINK", *names[at : at + COMMAND_KEYS])
             pipe.execute()
 
-    def _check_there(self) -> None:
-        """Raises PublishError where others have deleted what was written: all of the database, say."""
-        names = [meta_key(self._prefix, name) for name in self._metas]
-        if names and self._redis.exists(*names) < len(names):
-            raise PublishError("Redis has lost keys that were written: they are written again")
-
-    def _describe(self, batch: Batch, tables: list[str] | None = None) -> None:
-        """Says what tables are, and how new. complete: all rows are there; while False, some may be old, or missing."""
-        chosen = list(self._metas) if tables is None else tables
-        if chosen:
-            state = {"as_of": moment(batch.as_of), "complete": not batch.listing}
-            pairs = [(meta_key(self._prefix, name), json.dumps(self._metas[name] | state)) for name in chosen]
-            self._redis.execute_command("MSET", *(each for pair in pairs for each in pair))
+    def _describe(self, batch: Batch, new: str = "") -> None:
+        """Says what tables are, and how new; of all, or of a new one. complete: all rows are there; while False, some
+        may be old, or missing. Raises PublishError where a description is gone: then rows may be gone, too."""
+        state = {"as_of": moment(batch.as_of), "complete": not batch.listing}
+        pipe = self._redis.pipeline(transaction=False)
+        for name in [new] if new else self._metas:
+            pipe.set(meta_key(self._prefix, name), json.dumps(self._metas[name] | state), xx=not new)
+        if not all(pipe.execute()):
+            raise PublishError("Redis has lost keys that were written: all are written again")
 
     def _remove_others(self) -> None:
         """Removes rows of this publisher's tables that the listing did not have: an earlier run has left them."""

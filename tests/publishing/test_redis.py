@@ -132,7 +132,7 @@ def test_rows_are_written_in_the_type_that_was_asked_for(server: RedisServer, st
 
 def test_what_an_earlier_run_has_left_goes_and_what_is_others_stays(server: RedisServer, store: Any) -> None:
     reader = FakeReader()
-    reader.push("users", {key: 1 for key in range(3000)})
+    reader.push("users", dict.fromkeys(range(3000), 1))
     reader.push("gone", {1: 1})
     with Publisher(reader, target(server), server.url) as publisher:
         publisher.wait()
@@ -184,11 +184,12 @@ def test_rows_that_others_have_deleted_come_again(server: RedisServer, store: An
         publisher.wait()
         store.flushall()
 
-        def again() -> bool:
+        def listed_again() -> bool:
             reader.push("users", {1: 1})
-            return content(store) == reader.expected()
+            return publisher.stats().listings > 1
 
-        until(again)
+        until(listed_again)
+        until(lambda: content(store) == reader.expected())
 
 
 def test_a_password_is_needed_and_taken_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
