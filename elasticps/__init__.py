@@ -76,6 +76,7 @@ if TYPE_CHECKING:
         log_stats,
     )
     from elasticps.local import LocalCluster
+    from elasticps.publishing import publish, read_increments
     from elasticps.readers import AsOf, Reader, reader
 
 __version__ = "0.1.0"
@@ -152,12 +153,14 @@ __all__ = [
     "connect",
     "keys",
     "log_stats",
+    "publish",
+    "read_increments",
     "reader",
 ]
 
 _HOMES = {
     "LocalCluster": "elasticps.local", "AsOf": "elasticps.readers", "Reader": "elasticps.readers",
-    "reader": "elasticps.readers",
+    "reader": "elasticps.readers", "publish": "elasticps.publishing", "read_increments": "elasticps.publishing",
 }  # fmt: skip
 
 if not TYPE_CHECKING:  # for type checkers a name that is not here stays an error

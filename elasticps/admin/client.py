@@ -12,7 +12,7 @@ from coordinator.core.view import Roster, View
 from coordinator.grpc_limits import use_grpc
 from elasticps.admin import admin_pb2, admin_pb2_grpc
 from elasticps.errors import ClusterUnreachable, ConfigError, Error, ServerError
-from elasticps.security.identity import host_name
+from elasticps.security.identity import Role, host_name
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
@@ -156,9 +156,9 @@ async def fetch_health(
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
-def open_channel(address: str, credentials: Credentials | None) -> grpc.aio.Channel:
-    """Opens a channel to the admin service at an address. ConfigError in a process that was forked from one that uses
-    gRPC."""
+def open_channel(address: str, credentials: Credentials | None, role: Role = Role.SERVER) -> grpc.aio.Channel:
+    """Opens a channel to the gRPC services of a server, or a reader, at an address. ConfigError in a process that was
+    forked from one that uses gRPC."""
     try:
         use_grpc()
     except ForkedProcess as error:
@@ -167,7 +167,7 @@ def open_channel(address: str, credentials: Credentials | None) -> grpc.aio.Chan
         return grpc.aio.insecure_channel(address, options=_OPTIONS)
     pems = credentials.pems()
     ours = grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
-    name = ("grpc.ssl_target_name_override", host_name(credentials.cluster))  # whatever its address is
+    name = ("grpc.ssl_target_name_override", host_name(credentials.cluster, role))  # whatever its address is
     return grpc.aio.secure_channel(address, ours, options=(*_OPTIONS, name))
 
 

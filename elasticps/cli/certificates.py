@@ -20,7 +20,8 @@ def certificates(
     identities: Annotated[
         list[str] | None,
         typer.Argument(
-            help="CLUSTER/server/NAME, CLUSTER/coordinator/NAME, CLUSTER/worker/APP/NAME or CLUSTER/operator/NAME; "
+            help="CLUSTER/server/NAME, CLUSTER/coordinator/NAME, CLUSTER/worker/APP/NAME, "
+            "CLUSTER/reader/APP/NAME or CLUSTER/operator/NAME; "
             "'*' for any NAME or APP.",
             show_default=False,
         ),

@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,9 @@ from elasticps.readers.rows import ReaderTable, ReaderTables
 from elasticps.readers.values import AsOf, Listener, ReaderSpec, ReaderStats, TableChange
 from elasticps.wire.frames import Header, Kind
 from elasticps.wire.windows import RangePart, WindowFrame
+
+if TYPE_CHECKING:
+    from elasticps.readers.pinning import CheckpointName, CheckpointRows
 
 Rows = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -58,6 +62,7 @@ class Reader:
         self._listeners = Listeners(runtime, self._lock)  # who gets each window
         self._counts = dict.fromkeys(("windows", "window_bytes", "changed", "filled", "pulls", "pulled"), 0)
         self._ages: deque[float] = deque(maxlen=MEASURED)  # of windows, as they were applied
+        self._pinned: CheckpointRows | None = None  # what pulls show instead
         self._links.start()
 
     @property
@@ -81,9 +86,13 @@ class Reader:
     def as_of(self) -> AsOf:
         """How far it has come: vector clock, positions and time of what is shown."""
         with self._lock:
-            following = self._following
-            oldest = int(following.time_us.min()) / 1e6
-            return AsOf(oldest, following.epoch, following.have.copy(), self._clocks.steps(), self._holding.held)
+            return self._followed() if self._pinned is None else self._pinned.as_of
+
+    def _followed(self) -> AsOf:
+        """How far what it follows has come; under the lock."""
+        following = self._following
+        oldest = int(following.time_us.min()) / 1e6
+        return AsOf(oldest, following.epoch, following.have.copy(), self._clocks.steps(), self._holding.held)
 
     def pull(self, keys: Mapping[str, object]) -> dict[str, Rows]:
         """Rows of several tables, {table: keys int64 [n]}: of each float32 [n, dim] in the order of its keys, from this
@@ -93,6 +102,9 @@ class Reader:
             self.check()
         found = {}
         with self._lock:
+            if self._pinned is not None:
+                self._counts["pulls"] += 1
+                return self._pinned.pull(keys)
             for name, named in keys.items():
                 table = self._table(name)
                 if named is None:
@@ -142,6 +154,44 @@ class Reader:
         with self._lock:
             self._holding.release()
 
+    @property
+    def pinned(self) -> str:
+        """The checkpoint that pulls show, as URL/000042; "" while the reader follows training."""
+        pinned = self._pinned
+        return "" if pinned is None else str(pinned.name)
+
+    def pin(self, checkpoint: str) -> AsOf:
+        """From now on pulls show a checkpoint, until `follow`: the newest at a URL, or `URL/000042`. Its rows are read
+        first, into memory beside those that go on following. Raises `CheckpointError`; `UnknownTable` for a table that
+        the reader follows and the checkpoint lacks."""
+        from elasticps.readers.pinning import parse_name
+
+        return self._pin(parse_name(checkpoint))
+
+    def roll_back(self, checkpoint: str) -> AsOf:
+        """The same for `URL/000042`; with a URL alone, the newest checkpoint there that is older than what it shows."""
+        from elasticps.readers.pinning import before, parse_name
+
+        pinned = self._pinned
+        return self._pin(before(parse_name(checkpoint), None if pinned is None else pinned.name))
+
+    def _pin(self, name: CheckpointName) -> AsOf:
+        from elasticps.readers.pinning import CheckpointRows  # reads files, which most readers do without
+
+        rows = CheckpointRows(name, self.spec)
+        self._show(rows)
+        return rows.as_of
+
+    def _show(self, rows: CheckpointRows | None) -> None:
+        with self._lock:
+            before, self._pinned = self._pinned, rows
+            if before is not None:
+                before.close()
+
+    def follow(self) -> None:
+        """Shows what training has made by now, and goes on with it; no effect unless the reader is pinned."""
+        self._show(None)
+
     def wait(self, timeout: float = 30.0) -> None:
         """Waits until every range has been read once. `reader` has done so. Raises `Timeout`."""
         until_s = self._runtime.monotonic() + timeout
@@ -184,6 +234,7 @@ class Reader:
         """Ends it; what it had can be read no more."""
         self._links.close()
         self._registry.close()
+        self._show(None)
         with self._lock:
             self._tables.close()
 
@@ -249,7 +300,7 @@ class Reader:
     def _tell(self, changes: Sequence[TableChange]) -> None:
         """Notes what changed for listeners: those get it without the lock."""
         if self._listeners:
-            self._listeners.note(changes, self.as_of)
+            self._listeners.note(changes, self._followed())
 
     def settle(self) -> None:
         """Tells listeners, and whoever waits."""
@@ -273,7 +324,7 @@ class Reader:
             if new:
                 none = np.empty(0, np.int64)
                 found.append(TableChange(spec.name, spec, True, False, none, none, np.empty((0, spec.dim), np.float32)))
-        return found, self.as_of
+        return found, self._followed()
 
 
 def _whole(table: ReaderTable) -> Rows:

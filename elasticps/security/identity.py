@@ -132,9 +132,10 @@ def _uri(cluster: str, role: Role, name: str, app: str) -> str:
     return f"{_PREFIX}{cluster}/{role}/{f'{app}/' if role in OF_APPLICATIONS else ''}{name}"
 
 
-def host_name(cluster: str) -> str:
-    """The DNS name of every server of a cluster: gRPC looks for one in a certificate, never for a URI."""
-    return f"{Role.SERVER}.{cluster}.elasticps"
+def host_name(cluster: str, role: Role = Role.SERVER) -> str:
+    """The DNS name of every server, or every reader, of a cluster: gRPC looks for one in a certificate, never for a
+    URI."""
+    return f"{role}.{cluster}.elasticps"
 
 
 def identity_among(uris: Sequence[str]) -> Identity:
