@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     )
     from elasticps.local import LocalCluster
     from elasticps.publishing import publish, read_increments
-    from elasticps.readers import AsOf, Reader, reader
+    from elasticps.readers import AsOf, Reader, RemoteReader, reader, remote_reader
 
 __version__ = "0.1.0"
 
@@ -129,6 +129,7 @@ __all__ = [
     "Probability",
     "RandomK",
     "Reader",
+    "RemoteReader",
     "Resume",
     "RowAdagrad",
     "ServerError",
@@ -156,12 +157,19 @@ __all__ = [
     "publish",
     "read_increments",
     "reader",
+    "remote_reader",
 ]
 
 _HOMES = {
-    "LocalCluster": "elasticps.local", "AsOf": "elasticps.readers", "Reader": "elasticps.readers",
-    "reader": "elasticps.readers", "publish": "elasticps.publishing", "read_increments": "elasticps.publishing",
-}  # fmt: skip
+    "LocalCluster": "elasticps.local",
+    "AsOf": "elasticps.readers",
+    "Reader": "elasticps.readers",
+    "reader": "elasticps.readers",
+    "RemoteReader": "elasticps.readers",
+    "remote_reader": "elasticps.readers",
+    "publish": "elasticps.publishing",
+    "read_increments": "elasticps.publishing",
+}
 
 if not TYPE_CHECKING:  # for type checkers a name that is not here stays an error
 

@@ -44,6 +44,9 @@ def reader(
         int,
         typer.Option(min=0, max=65535, help="Port of /metrics, /healthz and /readyz, at the host; 0: any free one."),
     ] = 0,
+    listen: Annotated[
+        str, typer.Option(help="Answer pulls of eps.remote_reader here, HOST:PORT; port 0: any free one.")
+    ] = "",
     max_age: Annotated[
         str, typer.Option(help="It is not ready while its rows are older: 500ms is 0.5s, 60s, 5m.")
     ] = "60s",
@@ -68,16 +71,35 @@ def reader(
     credentials = credentials_of(url)
     if credentials is not None:
         credentials.require(Role.READER, credentials.identity.name, app)
-    options = ServingOptions(host, grpc_port, metrics_port, seconds(max_age), insecure)
+    options = ServingOptions(host, grpc_port, metrics_port, seconds(max_age), insecure, _place(listen))
     check_host(options, credentials)
 
     def tell(ready: Ready) -> None:
-        print_json({"ready": True, "name": name, "pid": os.getpid(), "grpc": ready.grpc, "metrics": ready.metrics_port})
+        print_json(
+            {
+                "ready": True,
+                "name": name,
+                "pid": os.getpid(),
+                "grpc": ready.grpc,
+                "metrics": ready.metrics_port,
+                "pulls": ready.pulls,
+            }
+        )
 
     with connect_reader(
         url, names(tables) or None, dtype=dtype or None, every=every, application=app, name=name, timeout=timeout
     ) as following:
         uvloop.run(serve_reader(following, name, options, credentials, tell))
+
+
+def _place(listen: str) -> tuple[str, int] | None:
+    """Where to listen. Raises ConfigError."""
+    if not listen:
+        return None
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"--listen is HOST:PORT, got {listen!r}")
+    return host.strip("[]"), int(port)
 
 
 At = Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the reader's gRPC service listens.")]

@@ -4,6 +4,17 @@
 """
 
 from elasticps.readers.reader import Reader, reader
+from elasticps.readers.remote import RemoteReader, remote_reader
 from elasticps.readers.values import AppliedWindow, AsOf, ReaderSpec, ReaderStats, TableChange
 
-__all__ = ["AppliedWindow", "AsOf", "Reader", "ReaderSpec", "ReaderStats", "TableChange", "reader"]
+__all__ = [
+    "AppliedWindow",
+    "AsOf",
+    "Reader",
+    "ReaderSpec",
+    "ReaderStats",
+    "RemoteReader",
+    "TableChange",
+    "reader",
+    "remote_reader",
+]

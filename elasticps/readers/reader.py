@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from elasticps.client.inputs import checked_keys
 from elasticps.client.registry import Registry
-from elasticps.client.runtime import Runtime
+from elasticps.client.runtime import Lock, Runtime
 from elasticps.errors import ConfigError, InputError, Timeout, UnknownTable
 from elasticps.model.spec import TableSpec
 from elasticps.readers.connections import ReaderConnections
@@ -116,6 +116,27 @@ class Reader:
                 self._counts["pulled"] += len(checked)
             self._counts["pulls"] += 1
         return found
+
+    def pull_numbered(self, parts: Sequence[tuple[int, NDArray[np.int64]]], most_bytes: int) -> list[Rows]:
+        """Rows of tables by their ids, for `PullServer`. InputError for more than `most_bytes` of them. While it is
+        pinned, of that."""
+        names = {table.number: name for name, table in self.table_rows.items()}
+        if unknown := [number for number, _ in parts if number not in names]:
+            raise UnknownTable(f"this reader has no table of id {unknown[0]}")
+        size = sum(4 * self.table_rows[names[number]].spec.dim * len(keys) for number, keys in parts)
+        if size > most_bytes:
+            raise InputError(f"a pull of {size:,} bytes of rows is over the limit of {most_bytes:,}")
+        return [self.pull({names[number]: keys.copy()})[names[number]] for number, keys in parts]
+
+    @property
+    def lock(self) -> Lock:
+        """Of the rows: while it is held, none changes."""
+        return self._lock
+
+    @property
+    def table_rows(self) -> dict[str, ReaderTable]:
+        """The tables by name; under `lock`."""
+        return self._tables.by_name
 
     def _table(self, name: str) -> ReaderTable:
         table = self._tables.by_name.get(name)

@@ -12,6 +12,7 @@ from coordinator.core import fields
 from elasticps.errors import ConfigError
 from elasticps.metrics.exposition import Scrape
 from elasticps.readers import Reader
+from elasticps.readers.pull_server import PullServer
 from elasticps.security.credentials import Credentials
 from elasticps.server.process.addresses import is_loopback
 from elasticps.serving.metrics import ReaderMetrics
@@ -26,25 +27,28 @@ class ServingOptions(NamedTuple):
     """Where a reader's process serves, and how old its rows may be.
 
     host, port: of gRPC; metrics_port: of HTTP, at the same host, None for none; max_age_s: older, and it is not
-    ready."""
+    ready; listen: host and port for pulls of the data plane's protocol, None for none."""
 
     host: str
     port: int
     metrics_port: int | None
     max_age_s: float
     insecure: bool = False
+    listen: tuple[str, int] | None = None
 
 
 class Ready(NamedTuple):
-    """Where a process serves: gRPC at host:port; the port of HTTP, None without."""
+    """Where a process serves: gRPC at host:port; the port of HTTP, None without; pulls at host:port, "" without."""
 
     grpc: str
     metrics_port: int | None
+    pulls: str = ""
 
 
 def check_host(options: ServingOptions, credentials: Credentials | None) -> None:
     """Raises ConfigError where other machines would read rows without TLS."""
-    if credentials is None and not options.insecure and not is_loopback(options.host):
+    hosts = [options.host] if options.listen is None else [options.host, options.listen[0]]
+    if credentials is None and not options.insecure and not all(map(is_loopback, hosts)):
         raise ConfigError(
             f"without TLS whoever reaches {options.host} could read rows, and pin the reader: give the URL a reader's "
             "certificate (`elasticps certificates` makes them), or say --insecure where a network of your own protects "
@@ -68,7 +72,11 @@ async def serve_reader(
         if options.metrics_port is not None:
             scrape = await Scrape.start(options.host, options.metrics_port, [ReaderMetrics(reader, name)])
             stack.push_async_callback(scrape.close)
-        tell(Ready(service.address, None if scrape is None else scrape.port))
+        pulls = None
+        if options.listen is not None:
+            pulls = PullServer(reader, *options.listen, credentials, name)
+            stack.callback(pulls.close)
+        tell(Ready(service.address, None if scrape is None else scrape.port, "" if pulls is None else pulls.address))
         await _follow_age(reader, service, scrape, options.max_age_s, stop)
 
 

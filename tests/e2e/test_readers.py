@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -307,3 +308,36 @@ def test_a_reader_proves_its_role_and_reads_its_application_only() -> None:
             eps.reader(secure._url_of(Role.COORDINATOR), timeout=10)
         with pytest.raises(eps.ConfigError, match="worker"):
             eps.connect(secure._url_of(Role.READER), worker="w1", timeout=10)
+
+
+def test_others_pull_from_a_reader_s_process(own: eps.LocalCluster) -> None:
+    rng = np.random.default_rng(8)
+    with eps.connect(own.url, worker="w0") as ps:
+        users = table_of(ps)
+        weights = ps.tensor("w", init=rng.random((5, 7), np.float32), optimizer=eps.SGD(lr=0.1))
+        push(ps, users, rng)
+        command = [sys.executable, "-m", "elasticps", "reader", "--url", own.url, "--listen", "127.0.0.1:0"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            try:
+                address = json.loads(process.stdout.readline())["pulls"]
+                with eps.remote_reader(address) as remote:
+                    assert set(remote.tables) == {"users", "w"}
+                    push(ps, users, rng)
+                    expected = users.pull(KEYS)
+                    eventually(lambda: bool((remote.pull({"users": KEYS})["users"] == expected).all()))
+                    assert (remote.pull({"w": None})["w"] == weights.pull()).all()
+                    assert remote.pull({"users": KEYS[:0]})["users"].shape == (0, DIM)
+                    assert remote.age < 5
+                    assert max(remote.steps.values()) == ps.clock
+                    with pytest.raises(eps.UnknownTable, match="has no table 'items'"):
+                        remote.pull({"items": KEYS})
+                    table_of(ps, "items")
+                    eventually(lambda: "items" in (remote.refresh() or remote.tables))  # type: ignore[func-returns-value]
+                    assert (remote.pull({"items": KEYS})["items"] == ps.open("items").pull(KEYS)).all()  # type: ignore[call-arg,arg-type]
+            finally:
+                process.terminate()
+        with pytest.raises(eps.ClusterUnreachable, match="the reader at 127"):
+            eps.remote_reader(address, timeout=1)
+    with pytest.raises(eps.ConfigError, match="listens at host:port"):
+        eps.remote_reader("nowhere")
