@@ -299,7 +299,7 @@ def apply(h, first, blocks):
             keys, rows = words(keys_at + 8 * first, k), words(rows_at + 8 * first, k)
             grads = matrix(gradients(h, b, first, k), k, header[H_DIM])
             updates.apply(update, header, keys, grads, v, rows, updates.USED)
-        if h[H_JOURNAL]:
+        if h[H_JOURNAL] and n:
             journal.note(h[H_JOURNAL], load64(b + 8 * B_TABLE), keys_at, n)
         h[H_ROWS_APPLIED] += n
         b += 8 * BLOCK

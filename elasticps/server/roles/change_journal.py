@@ -29,6 +29,7 @@ class ChangeJournal:
 
     def begin(self) -> None:
         """A reader is there: from now on changed keys are noted."""
+        self._used_s = self._loop.time()
         if self.journal is None:
             self._note_in(Journal(self._words))
             self._mark()

@@ -116,7 +116,8 @@ class AttachedReader:
 
 
 class ReaderFeeds:
-    """All readers of this server. attached: how many; windows, bytes: sent ever."""
+    """All readers of this server. attached: how many; windows, bytes: sent ever; changes: keeps the journal of changed
+    keys."""
 
     def __init__(self, context: Context, wall: Callable[[], float], journal_words: int = JOURNAL_WORDS) -> None:
         self._loop = context.loop
@@ -124,7 +125,7 @@ class ReaderFeeds:
         self._serving, self._held = context.serving, context.held
         self._executor, self._store = context.executor, context.executor.store
         self._replica = context.executor.replica
-        self._changes = ChangeJournal(context, journal_words)
+        self.changes = ChangeJournal(context, journal_words)
         self._readers: dict[Connection, AttachedReader] = {}
         self._timer: object | None = None  # of the next turn
         self._due_s = 0.0  # when that is
@@ -142,15 +143,15 @@ class ReaderFeeds:
     @property
     def _journal(self) -> Journal:
         """Of changed keys; there is one while there are readers."""
-        assert self._changes.journal is not None
-        return self._changes.journal
+        assert self.changes.journal is not None
+        return self.changes.journal
 
     # --- readers come and go ----------------------------------------------------------------------------------------
 
     def add(self, connection: Connection) -> None:
         """A reader has said HELLO. From now on changed keys are noted."""
         self._readers[connection] = AttachedReader(connection, self._serving.ranges)
-        self._changes.begin()
+        self.changes.begin()
 
     def forget(self, connection: Connection) -> None:
         """A connection has ended."""
@@ -158,7 +159,7 @@ class ReaderFeeds:
 
     def tick(self) -> None:
         """Called a few times a second: ends the journal when no reader comes back."""
-        self._changes.tick(bool(self._readers))
+        self.changes.tick(bool(self._readers))
 
     # --- what readers say -------------------------------------------------------------------------------------------
 
@@ -172,7 +173,7 @@ class ReaderFeeds:
         ranges, positions, origins = wants.ranges[here], wants.positions[here], wants.origins[here]
         view = self._serving.view
         assert view is not None
-        cursors = self._changes.find(ranges, positions)
+        cursors = self.changes.find(ranges, positions)
         same = view.recovery_epoch[ranges] == origins
         cursors[~same] = -1
         followed = np.isin(ranges, reader.ranges) & (positions >= 0) & same
@@ -256,7 +257,7 @@ class ReaderFeeds:
         self._timer, began, now = None, time.thread_time(), self._loop.time()
         if not self._readers:
             return
-        self._changes.tick(used=True)
+        self.changes.tick(used=True)
         for reader in list(self._readers.values()):
             try:
                 self._serve(reader, now)
