@@ -7,7 +7,7 @@ from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from elasticps.errors import ConfigError, Indefinite
-from elasticps.publishing.core.batches import Batch
+from elasticps.publishing.core.batches import PublishBatch
 
 DEFAULT_PREFIX = "elasticps:"
 
@@ -27,7 +27,7 @@ class PublishTarget(Protocol):
     def open(self) -> None:
         """Begins, before each listing. Raises PublishError if it cannot be reached; ConfigError if it can never be."""
 
-    def write(self, batch: Batch) -> None:
+    def write(self, batch: PublishBatch) -> None:
         """Writes all of a batch. Raises PublishError: then a listing follows, after `open`."""
 
     @property

@@ -89,8 +89,8 @@ def test_many_increments_become_a_new_base_and_old_files_go(tmp_path: Path, monk
         follower = read_increments(tmp_path)
         for step in range(40):
             reader.push("users", {step: step})
-            wanted = publisher.stats().batches + 1
-            until(lambda wanted=wanted: publisher.stats().batches >= wanted)  # type: ignore[misc]
+            expected = publisher.stats().batches + 1
+            until(lambda expected=expected: publisher.stats().batches >= expected)  # type: ignore[misc]
             follower.refresh()
         until(lambda: content(read_increments(tmp_path)) == reader.expected())
         follower.refresh()
