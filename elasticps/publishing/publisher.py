@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from coordinator.core import fields
 from elasticps.errors import Closed, ConfigError, Timeout
-from elasticps.publishing.core.batches import PublishBatch, PendingChanges
+from elasticps.publishing.core.batches import PendingChanges, PublishBatch
 from elasticps.publishing.core.layout import DTYPES
 from elasticps.publishing.targets import DEFAULT_PREFIX, PublishedSource, PublishError, PublishTarget, shown, target_of
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticps.model.spec import Assign, TableSpec
-from elasticps.publishing.core.batches import PublishBatch, PendingChanges
+from elasticps.publishing.core.batches import PendingChanges, PublishBatch
 from elasticps.readers.values import AppliedWindow, AsOf, TableChange
 
 SPECS = {name: TableSpec(name, 2, Assign()) for name in ("a", "b")}

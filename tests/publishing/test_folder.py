@@ -19,6 +19,7 @@ from elasticps.publishing.core.increments import manifest_name, numbers, parse_m
 from elasticps.publishing.folder import PublishedFolder
 from elasticps.publishing.folder_target import FolderTarget
 from elasticps.publishing.targets import PublishedSource, target_of
+from elasticps.system import temporary
 from tests.publishing.fake_reader import DIM, FakeReader, row
 
 SOURCE = PublishedSource("fake", "default", None)
@@ -134,7 +135,7 @@ def test_a_folder_is_readable_wherever_its_publisher_dies(tmp_path: Path, monkey
             return called
 
         with monkeypatch.context() as patch:
-            patch.setattr(folder_target, "replace_file", counted(folder_target.replace_file))
+            patch.setattr(folder_target, "replace_file", counted(temporary.replace_file))
             patch.setattr(folder_target, "_sync", counted(folder_target._sync))
             patch.setattr(Path, "unlink", counted(Path.unlink))
             reader, pending = FakeReader(), PendingChanges()
@@ -191,7 +192,7 @@ def test_a_disk_that_refuses_is_tried_again(tmp_path: Path, monkeypatch: pytest.
             raise OSError(28, "No space left on device", str(path))
         original(path, data)
 
-    original = folder_target.replace_file
+    original = temporary.replace_file
     monkeypatch.setattr(folder_target, "replace_file", replace_file)
     with Publisher(reader, FolderTarget(str(tmp_path), SOURCE, "float32", 0.01), "folder") as publisher:
         publisher.wait()
