@@ -15,7 +15,7 @@ from elasticps.readers import Reader
 from elasticps.readers.pull_server import PullServer
 from elasticps.security.credentials import Credentials
 from elasticps.server.process.addresses import is_loopback
-from elasticps.serving.metrics import ReaderMetrics
+from elasticps.metrics.reader import ReaderMetrics
 from elasticps.serving.service import LookupServer, start_lookup
 
 log = fields.logger(__name__)
