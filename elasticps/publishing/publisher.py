@@ -13,7 +13,8 @@ from coordinator.core import fields
 from elasticps.errors import Closed, ConfigError, Timeout
 from elasticps.publishing.core.batches import PendingChanges, PublishBatch
 from elasticps.publishing.core.layout import DTYPES
-from elasticps.publishing.targets import DEFAULT_PREFIX, PublishedSource, PublishError, PublishTarget, shown, target_of
+from elasticps.publishing.opening import target_of
+from elasticps.publishing.targets import DEFAULT_PREFIX, PublishedSource, PublishError, PublishTarget, shown
 
 if TYPE_CHECKING:
     from elasticps.readers.values import AppliedWindow, AsOf, Listener

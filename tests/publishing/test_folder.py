@@ -18,7 +18,8 @@ from elasticps.publishing.core.batches import PendingChanges
 from elasticps.publishing.core.increments import manifest_name, numbers, parse_manifest
 from elasticps.publishing.folder import PublishedFolder
 from elasticps.publishing.folder_target import FolderTarget
-from elasticps.publishing.targets import PublishedSource, target_of
+from elasticps.publishing.opening import target_of
+from elasticps.publishing.targets import PublishedSource
 from elasticps.system import temporary
 from tests.publishing.fake_reader import DIM, FakeReader, row
 
