@@ -43,10 +43,10 @@ class PublishedRows:
             if rows.shape != (len(keys), self.dim) or rows.dtype != self.rows.dtype:
                 raise InputError(f"rows of shape {rows.shape} and type {rows.dtype}, not {self.dim} × {self.dtype}")
         before = (self.keys[:0], self.keys, self.rows)
-        keys, places, rows = latest([before, *changes])
-        there = places >= 0
+        keys, positions, rows = latest([before, *changes])
+        there = positions >= 0
         self.keys = keys[there]
-        self.rows = rows[places[there]] if len(self.keys) else self.rows[:0]
+        self.rows = rows[positions[there]] if len(self.keys) else self.rows[:0]
 
     def pull(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
         """Rows of these keys, float32 [n, dim]; zeros where there is none."""

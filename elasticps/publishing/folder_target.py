@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from elasticps.errors import ConfigError
-from elasticps.publishing.core.batches import Batch
+from elasticps.publishing.core.batches import PublishBatch
 from elasticps.publishing.core.increments import (
     DataFile,
     IncrementManifest,
@@ -78,7 +78,7 @@ class FolderTarget:
         """Whether increments have become too many."""
         return self._since_base >= self.most_increments or self._bytes > max(self._base_bytes, LEAST_BASE_BYTES)
 
-    def write(self, batch: Batch) -> None:
+    def write(self, batch: PublishBatch) -> None:
         """See `PublishTarget`."""
         if batch.begins:
             self._files, self._tables = [], {}
@@ -91,7 +91,7 @@ class FolderTarget:
         except OSError as error:
             raise PublishError(f"{error.filename or self._folder} cannot be written: {error.strerror}") from error
 
-    def _write_data(self, batch: Batch) -> None:
+    def _write_data(self, batch: PublishBatch) -> None:
         parts, arrays = [], {}
         for i, (name, table) in enumerate(batch.tables.items()):
             parts.append(TablePart(name, table.replaced, table.gone))
@@ -111,7 +111,7 @@ class FolderTarget:
         replace_file(self._folder / name, content.getvalue())
         self._files.append(DataFile(name, len(content.getvalue()), tuple(parts)))
 
-    def _finish(self, batch: Batch) -> None:
+    def _finish(self, batch: PublishBatch) -> None:
         """Gives the increment its manifest: from then on it is there."""
         files, number = tuple(self._files), self._next
         self._files = []

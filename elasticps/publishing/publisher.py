@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from coordinator.core import fields
 from elasticps.errors import Closed, ConfigError, Timeout
-from elasticps.publishing.core.batches import Batch, PendingChanges
+from elasticps.publishing.core.batches import PendingChanges, PublishBatch
 from elasticps.publishing.core.layout import DTYPES
-from elasticps.publishing.targets import DEFAULT_PREFIX, PublishedSource, PublishError, PublishTarget, shown, target_of
+from elasticps.publishing.opening import target_of
+from elasticps.publishing.targets import DEFAULT_PREFIX, PublishedSource, PublishError, PublishTarget, shown
 
 if TYPE_CHECKING:
     from elasticps.readers.values import AppliedWindow, AsOf, Listener
@@ -148,10 +149,10 @@ class Publisher:
     def _publish(self) -> None:
         """A listing, and what comes after it, until the next listing is wanted. Raises PublishError."""
         self._target.open()
-        stream = _Stream(self)
+        subscription = _Subscription(self)
         with self._changed:
             self._pending = PendingChanges()
-        self._reader.subscribe(stream.add)
+        self._reader.subscribe(subscription.add)
         try:
             while not self._closing:
                 batch = self._next_batch()
@@ -165,10 +166,10 @@ class Publisher:
                 if not (batch.listing or batch.complete):
                     self._pause(self._target.pace_s - (time.monotonic() - began_s))
         finally:
-            stream.end()
-            self._reader.unsubscribe(stream.add)
+            subscription.end()
+            self._reader.unsubscribe(subscription.add)
 
-    def _next_batch(self) -> Batch | None:
+    def _next_batch(self) -> PublishBatch | None:
         """What is to be written, when there is something; None now and then."""
         with self._changed:
             batch = self._pending.take()
@@ -181,7 +182,7 @@ class Publisher:
             self._reader.check()
         return batch
 
-    def _note(self, batch: Batch) -> None:
+    def _note(self, batch: PublishBatch) -> None:
         with self._changed:
             counts = self._counts
             counts["batches"] += bool(batch.tables)
@@ -192,12 +193,12 @@ class Publisher:
                 self._shown_s = batch.as_of.time_s
             self._changed.notify_all()
 
-    def take(self, window: AppliedWindow, stream: _Stream) -> None:
+    def take(self, window: AppliedWindow, subscription: _Subscription) -> None:
         """Adds a window to what is pending, when there is room; by the reader's thread."""
         with self._changed:
-            while self._pending.nbytes > MOST_PENDING_BYTES and not (self._closing or stream.ended):
+            while self._pending.nbytes > MOST_PENDING_BYTES and not (self._closing or subscription.ended):
                 self._changed.wait()
-            if not (self._closing or stream.ended):
+            if not (self._closing or subscription.ended):
                 self._pending.add(window)
                 self._changed.notify_all()
 
@@ -207,7 +208,7 @@ class Publisher:
             self._changed.notify_all()
 
 
-class _Stream:
+class _Subscription:
     """One subscription: a listing and the windows after it. ended: what still comes is not wanted."""
 
     def __init__(self, publisher: Publisher) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.errors import ConfigError
-from elasticps.publishing.core.batches import Batch, TableBatch
+from elasticps.publishing.core.batches import PublishBatch, TableBatch
 from elasticps.publishing.core.layout import (
     check_dtype,
     check_prefix,
@@ -66,7 +66,7 @@ class RedisTarget:
         if self._redis is not None:
             self._redis.close()
 
-    def write(self, batch: Batch) -> None:
+    def write(self, batch: PublishBatch) -> None:
         """See `PublishTarget`."""
         with _explained("written to"):
             if batch.begins:
@@ -80,7 +80,7 @@ class RedisTarget:
                 self._describe(batch)
                 self._described_s = time.monotonic()
 
-    def _write(self, name: str, table: TableBatch, batch: Batch) -> None:
+    def _write(self, name: str, table: TableBatch, batch: PublishBatch) -> None:
         if table.replaced or table.gone:
             self._remove(sort_keys(self._prefix, self._scan(f"{self._prefix}{name}:")).rows.get(name), name)
         if table.gone:
@@ -124,7 +124,7 @@ class RedisTarget:
                 pipe.execute_command("UNLINK", *names[at : at + COMMAND_KEYS])
             pipe.execute()
 
-    def _describe(self, batch: Batch, new: str = "") -> None:
+    def _describe(self, batch: PublishBatch, new: str = "") -> None:
         """Says what tables are, and how new; of all, or of a new one. complete: all rows are there; while False, some
         may be old, or missing. Raises PublishError where a description is gone: then rows may be gone, too."""
         state = {"as_of": moment(batch.as_of), "complete": not batch.listing}
@@ -155,8 +155,8 @@ class RedisTarget:
     def _owns(self, name: str, owned: dict[str, bool]) -> bool:
         """Whether an earlier run of this publisher has left a table."""
         if name not in owned:
-            said = parse_description(self._redis.get(meta_key(self._prefix, name)) or b"")
-            owned[name] = self._source.owns(name, said.get("cluster"), said.get("application"))
+            described = parse_description(self._redis.get(meta_key(self._prefix, name)) or b"")
+            owned[name] = self._source.owns(name, described.get("cluster"), described.get("application"))
         return owned[name]
 
     def _scan(self, prefix: str) -> Iterator[bytes]:

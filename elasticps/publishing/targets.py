@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
-from urllib.parse import unquote, urlsplit
 
-from elasticps.errors import ConfigError, Indefinite
-from elasticps.publishing.core.batches import Batch
+from elasticps.errors import Indefinite
+from elasticps.publishing.core.batches import PublishBatch
 
 DEFAULT_PREFIX = "elasticps:"
 
@@ -27,7 +26,7 @@ class PublishTarget(Protocol):
     def open(self) -> None:
         """Begins, before each listing. Raises PublishError if it cannot be reached; ConfigError if it can never be."""
 
-    def write(self, batch: Batch) -> None:
+    def write(self, batch: PublishBatch) -> None:
         """Writes all of a batch. Raises PublishError: then a listing follows, after `open`."""
 
     @property
@@ -53,25 +52,6 @@ class PublishedSource:
         if self.chosen is not None:
             return table in self.chosen
         return cluster == self.cluster and application == self.application
-
-
-def target_of(to: str, source: PublishedSource, dtype: str, prefix: str, pace_s: float) -> PublishTarget:
-    """The target at a URL. Raises ConfigError for one that there cannot be."""
-    try:
-        parts = urlsplit(to)
-    except ValueError as error:
-        raise ConfigError(f"rows cannot be published to {to!r}: {error}") from None
-    if parts.scheme in ("redis", "rediss", "unix"):
-        from elasticps.publishing.redis_target import RedisTarget
-
-        return RedisTarget(to, source, dtype, prefix, pace_s)
-    if parts.scheme == "file" and parts.netloc in ("", "localhost") and len(parts.path) > 1 and parts.path[0] == "/":
-        from elasticps.publishing.folder_target import FolderTarget
-
-        return FolderTarget(unquote(parts.path), source, dtype, pace_s)
-    raise ConfigError(
-        f"rows are published to redis://host:port/database, rediss://… with TLS, or file:///folder, got {to!r}"
-    )
 
 
 def shown(to: str) -> str:

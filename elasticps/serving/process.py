@@ -11,11 +11,11 @@ from typing import NamedTuple
 from coordinator.core import fields
 from elasticps.errors import ConfigError
 from elasticps.metrics.exposition import Scrape
+from elasticps.metrics.reader import ReaderMetrics
 from elasticps.readers import Reader
 from elasticps.readers.pull_server import PullServer
 from elasticps.security.credentials import Credentials
 from elasticps.server.process.addresses import is_loopback
-from elasticps.serving.metrics import ReaderMetrics
 from elasticps.serving.service import LookupServer, start_lookup
 
 log = fields.logger(__name__)

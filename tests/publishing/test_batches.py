@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticps.model.spec import Assign, TableSpec
-from elasticps.publishing.core.batches import Batch, PendingChanges
+from elasticps.publishing.core.batches import PendingChanges, PublishBatch
 from elasticps.readers.values import AppliedWindow, AsOf, TableChange
 
 SPECS = {name: TableSpec(name, 2, Assign()) for name in ("a", "b")}
@@ -46,7 +46,7 @@ class Model:
             table.pop(key, None)
         table |= dict(zip(one.keys.tolist(), one.rows[:, 0].tolist(), strict=True))
 
-    def write(self, batch: Batch) -> None:
+    def write(self, batch: PublishBatch) -> None:
         if batch.begins:
             self._listed = {}
         for name, table in batch.tables.items():
@@ -81,7 +81,7 @@ def test_a_target_has_after_each_batch_what_the_windows_say(events: list[Any], t
     pending, model, target = PendingChanges(), Model(), Model()
     target.tables = {"a": {77: 1.0}, "z": {1: 1.0}}  # of an earlier run
 
-    def take() -> Batch | None:
+    def take() -> PublishBatch | None:
         batch = pending.take()
         if batch is not None:
             target.write(batch)

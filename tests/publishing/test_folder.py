@@ -18,7 +18,9 @@ from elasticps.publishing.core.batches import PendingChanges
 from elasticps.publishing.core.increments import manifest_name, numbers, parse_manifest
 from elasticps.publishing.folder import PublishedFolder
 from elasticps.publishing.folder_target import FolderTarget
-from elasticps.publishing.targets import PublishedSource, target_of
+from elasticps.publishing.opening import target_of
+from elasticps.publishing.targets import PublishedSource
+from elasticps.system import temporary
 from tests.publishing.fake_reader import DIM, FakeReader, row
 
 SOURCE = PublishedSource("fake", "default", None)
@@ -89,8 +91,8 @@ def test_many_increments_become_a_new_base_and_old_files_go(tmp_path: Path, monk
         follower = read_increments(tmp_path)
         for step in range(40):
             reader.push("users", {step: step})
-            wanted = publisher.stats().batches + 1
-            until(lambda wanted=wanted: publisher.stats().batches >= wanted)  # type: ignore[misc]
+            expected = publisher.stats().batches + 1
+            until(lambda expected=expected: publisher.stats().batches >= expected)  # type: ignore[misc]
             follower.refresh()
         until(lambda: content(read_increments(tmp_path)) == reader.expected())
         follower.refresh()
@@ -134,7 +136,7 @@ def test_a_folder_is_readable_wherever_its_publisher_dies(tmp_path: Path, monkey
             return called
 
         with monkeypatch.context() as patch:
-            patch.setattr(folder_target, "replace_file", counted(folder_target.replace_file))
+            patch.setattr(folder_target, "replace_file", counted(temporary.replace_file))
             patch.setattr(folder_target, "_sync", counted(folder_target._sync))
             patch.setattr(Path, "unlink", counted(Path.unlink))
             reader, pending = FakeReader(), PendingChanges()
@@ -191,7 +193,7 @@ def test_a_disk_that_refuses_is_tried_again(tmp_path: Path, monkeypatch: pytest.
             raise OSError(28, "No space left on device", str(path))
         original(path, data)
 
-    original = folder_target.replace_file
+    original = temporary.replace_file
     monkeypatch.setattr(folder_target, "replace_file", replace_file)
     with Publisher(reader, FolderTarget(str(tmp_path), SOURCE, "float32", 0.01), "folder") as publisher:
         publisher.wait()

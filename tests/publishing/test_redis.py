@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -17,9 +18,10 @@ import pytest
 from elasticps.errors import ConfigError
 from elasticps.publishing import Publisher
 from elasticps.publishing.core.layout import META, floats, sort_keys
+from elasticps.publishing.opening import target_of
 from elasticps.publishing.redis_target import PASSWORD_VARIABLE
-from elasticps.publishing.targets import PublishedSource, PublishTarget, target_of
-from tests.publishing.fake_reader import DIM, FakeReader
+from elasticps.publishing.targets import PublishedSource, PublishTarget
+from tests.publishing.fake_reader import DIM, FakeReader, row
 
 redis = pytest.importorskip("redis")
 SERVER = shutil.which("redis-server")
@@ -213,3 +215,16 @@ def test_a_url_that_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="no URL of Redis") as refused:
         target_of("redis://me:secret@127.0.0.1:port/1", SOURCE, "float32", PREFIX, 0)
     assert "secret" not in str(refused.value)
+
+
+def test_the_sample_in_the_docs_reads_rows(server: RedisServer, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/published.md").read_text("utf-8")
+    (sample,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    reader = FakeReader()
+    reader.push("users", {1: 1, 2: 2})
+    with Publisher(reader, target_of(server.url, SOURCE, "float32", "elasticps:", 0), server.url) as publisher:
+        publisher.wait()
+    monkeypatch.setattr(redis, "Redis", lambda: store)
+    scope: dict[str, Any] = {}
+    exec(sample, scope)
+    assert [None if row is None else row.tolist() for row in scope["rows"]] == [row(1), row(2), None]

@@ -65,7 +65,7 @@ def running_reader(url: str, *options: str) -> Iterator[Running]:
         process.communicate()
 
 
-def elasticps(*arguments: str, code: int = 0) -> dict[str, Any]:
+def ask(*arguments: str, code: int = 0) -> dict[str, Any]:
     done = subprocess.run([sys.executable, "-m", "elasticps", *arguments], capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     return json.loads(done.stdout) if done.stdout.startswith("{") else {"error": done.stderr}
@@ -92,7 +92,7 @@ def test_a_reader_serves_what_is_trained_and_checkpoints_it_is_pinned_to(
                 found = reader.lookup({"users": KEYS, "tower": None}).rows
             except UnknownTable:  # it hears of tables a moment later
                 return False
-            return (found["users"] == rows).all() and (found["tower"] == whole).all()
+            return bool((found["users"] == rows).all() and (found["tower"] == whole).all())
 
         def follows() -> bool:
             return shows(users.pull(KEYS), tower.pull())
@@ -101,7 +101,7 @@ def test_a_reader_serves_what_is_trained_and_checkpoints_it_is_pinned_to(
         for cut in (1, 2, 3):
             train()
             states[cut] = users.pull(KEYS), tower.pull()
-            made = elasticps("checkpoint", "create", place, "--url", cluster.url, "--json")
+            made = ask("checkpoint", "create", place, "--url", cluster.url, "--json")
             assert made["cut"] == cut
         cluster.kill("s1")
         train()
@@ -110,24 +110,24 @@ def test_a_reader_serves_what_is_trained_and_checkpoints_it_is_pinned_to(
         assert (held.rows["users"] == users.pull(KEYS)).all()
         assert held.shown.steps[ps.worker.id] == 4
 
-        pinned = elasticps("readers", "pin", reader.grpc, f"{place}/000002", "--json")
+        pinned = ask("readers", "pin", reader.grpc, f"{place}/000002", "--json")
         assert pinned["pinned"] == f"{place}/000002"
         assert list(pinned["steps"].values()) == [2]
         assert shows(*states[2])
         train()
-        assert elasticps("readers", "roll-back", reader.grpc, place, "--json")["pinned"] == f"{place}/000001"
+        assert ask("readers", "roll-back", reader.grpc, place, "--json")["pinned"] == f"{place}/000001"
         assert shows(*states[1])
         assert (reader.lookup({"users": KEYS}, hold=True).rows["users"] == states[1][0]).all()
-        assert "no checkpoint before 1" in elasticps("readers", "roll-back", reader.grpc, place, code=1)["error"]
-        assert "no checkpoint 9" in elasticps("readers", "pin", reader.grpc, f"{place}/000009", code=1)["error"]
+        assert "no checkpoint before 1" in ask("readers", "roll-back", reader.grpc, place, code=1)["error"]
+        assert "no checkpoint 9" in ask("readers", "pin", reader.grpc, f"{place}/000009", code=1)["error"]
         assert shows(*states[1])
         assert "elasticps_reader_pinned 1.0" in reader.http("/metrics")[1]
-        assert elasticps("readers", "pin", reader.grpc, place, "--json")["pinned"] == f"{place}/000003"
+        assert ask("readers", "pin", reader.grpc, place, "--json")["pinned"] == f"{place}/000003"
         assert shows(*states[3])
-        assert elasticps("readers", "follow", reader.grpc, "--json")["pinned"] == ""
+        assert ask("readers", "follow", reader.grpc, "--json")["pinned"] == ""
         eventually(follows)
 
-        status = elasticps("readers", "status", reader.grpc, "--json")
+        status = ask("readers", "status", reader.grpc, "--json")
         assert (status["name"], status["tables"], status["pinned"]) == ("r0", ["tower", "users", "wide"], "")
         with pytest.raises(UnknownTable, match="items"):
             reader.lookup({"items": KEYS})
@@ -161,7 +161,7 @@ def test_a_reader_is_ready_while_its_rows_are_new_enough(local_cluster: Callable
 
 
 def test_other_machines_are_served_with_certificates_only() -> None:
-    done = elasticps("reader", "--url", "etcd://127.0.0.1:1/none", "--host", "0.0.0.0", code=2)
+    done = ask("reader", "--url", "etcd://127.0.0.1:1/none", "--host", "0.0.0.0", code=2)
     assert "--insecure" in done["error"]
 
 
@@ -187,10 +187,10 @@ def test_a_reader_with_tls_reads_its_application_and_changes_nothing(local_clust
                 reader.lookup({"users": KEYS}, url_of(who))
         with pytest.raises(ClusterUnreachable):
             reader.lookup({"users": KEYS})
-        refused = elasticps("readers", "follow", reader.grpc, "--url", url_of("reader/ads/front"), code=1)
+        refused = ask("readers", "follow", reader.grpc, "--url", url_of("reader/ads/front"), code=1)
         assert "takes an operator" in refused["error"]
-        assert elasticps("readers", "follow", reader.grpc, "--url", url_of("operator/me"), "--json")["pinned"] == ""
-    other = elasticps("reader", "--url", url_of("reader/shop/r0"), "--app", "ads", code=2)
+        assert ask("readers", "follow", reader.grpc, "--url", url_of("operator/me"), "--json")["pinned"] == ""
+    other = ask("reader", "--url", url_of("reader/shop/r0"), "--app", "ads", code=2)
     assert "reader/shop/r0" in other["error"]
     with pytest.raises(eps.Error):  # a reader trains nothing
         eps.connect(url_of("reader/ads/r0"), worker="w0", app="ads", timeout=5)

@@ -35,7 +35,7 @@ class TableBatch(NamedTuple):
     rows: NDArray[np.float32]
 
 
-class Batch(NamedTuple):
+class PublishBatch(NamedTuple):
     """What a target writes at once.
 
     tables    what changed, by name
@@ -66,21 +66,21 @@ class _PendingTable:
 
     def merged(self) -> TableBatch:
         """All of it, of each key what came last."""
-        keys, places, rows = latest([(change.deleted, change.keys, change.rows) for change in self.changes])
-        there = places >= 0
-        shown = rows[places[there]] if there.any() else np.empty((0, self.spec.dim), np.float32)
+        keys, positions, rows = latest([(change.deleted, change.keys, change.rows) for change in self.changes])
+        there = positions >= 0
+        shown = rows[positions[there]] if there.any() else np.empty((0, self.spec.dim), np.float32)
         return TableBatch(self.spec, self.replaced, self.gone, keys[~there], keys[there], shown)
 
 
 def latest(changes: Sequence[Change]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
     """Merges changes in their order: every key once, ascending; the place of its newest row among the rows that are
     returned last, -1 where it was deleted."""
-    parts, places, at = [np.empty(0, np.int64)], [np.empty(0, np.int64)], 0
+    parts, positions, at = [np.empty(0, np.int64)], [np.empty(0, np.int64)], 0
     for deleted, keys, _ in changes:
         parts += [deleted, keys]
-        places += [np.full(len(deleted), -1), np.arange(at, at + len(keys))]
+        positions += [np.full(len(deleted), -1), np.arange(at, at + len(keys))]
         at += len(keys)
-    together, order = np.concatenate(parts), np.concatenate(places)
+    together, order = np.concatenate(parts), np.concatenate(positions)
     distinct, last = np.unique(together[::-1], return_index=True)
     rows = [rows for _, keys, rows in changes if len(keys)]
     return distinct, order[::-1][last], np.concatenate(rows) if rows else np.empty((0, 0), np.float32)
@@ -123,12 +123,12 @@ class PendingChanges:
         table.changes.append(change)
         self.nbytes += CHANGE_BYTES + 8 * (len(change.deleted) + len(change.keys)) + change.rows.nbytes
 
-    def take(self) -> Batch | None:
+    def take(self) -> PublishBatch | None:
         """Everything since the last one; None if no window has come."""
         if self._as_of is None:
             return None
         tables = {name: table.merged() for name, table in self._tables.items()}
-        batch = Batch(tables, self._as_of, self._begins, self._listing, self._complete)
+        batch = PublishBatch(tables, self._as_of, self._begins, self._listing, self._complete)
         self._tables, self.nbytes, self._as_of = {}, 0, None
         self._begins = self._complete = False
         return batch
