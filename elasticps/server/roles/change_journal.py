@@ -25,6 +25,7 @@ class ChangeJournal:
         self._words = words  # of the ring
         self._marks = JournalMarks()
         self._marked_s = 0.0  # when a mark was added
+        self._marked = -1  # position of the newest
         self._used_s = 0.0  # when a reader was there
 
     def begin(self) -> None:
@@ -54,7 +55,7 @@ class ChangeJournal:
         return self._marks.find(ranges, positions, seqs, self.journal.end, self.journal.oldest)
 
     def _note_in(self, journal: Journal | None) -> None:
-        self.journal = journal
+        self.journal, self._marked = journal, -1
         self._executor.store.keep_journal(journal)
         self._path.h[at.H_JOURNAL] = 0 if journal is None else journal.address
 
@@ -62,4 +63,7 @@ class ChangeJournal:
         assert self.journal is not None
         replica = self._executor.replica
         self._marked_s = self._loop.time()
+        if self.journal.end == self._marked:
+            return  # the mark before is as good
+        self._marked = self.journal.end
         self._marks.add(self.journal.end, replica.seq, np.flatnonzero(replica.filled))

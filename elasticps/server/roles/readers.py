@@ -288,7 +288,9 @@ class ReaderFeeds:
             self._lose(reader)
             return
         new, dropped = self._list_tables(reader)
-        tables, upto = journal.tables(reader.cursor, KEYS_AT_ONCE)
+        upto, tables = journal.end, list[int]()
+        if reader.cursor < upto:
+            tables, upto = journal.tables(reader.cursor, KEYS_AT_ONCE)
         complete = upto == journal.end
         seqs = self._replica.seq[reader.ranges]
         changed = bool(tables or new or dropped) or not np.array_equal(seqs, reader.sent.seqs[reader.ranges])
