@@ -54,6 +54,7 @@ from replication.chain import Member
 
 log = fields.logger(__name__)
 
+_T = TypeVar("_T")
 
 LEASE_S = 5.0  # how long a member stays registered without a word from it
 
@@ -162,24 +163,30 @@ def _drains(entries: Iterable[Entry]) -> dict[Member, bool]:
 async def newest_view(store: Store, known: View | None, timeout_s: float = 0.0) -> View | None:
     """Reads the newest view; from one that is known by the differences in the store, where these suffice. None if there
     is none. Raises Unreadable if it makes no sense. timeout_s: of each call, as for `Store.get`."""
-    if known is not None:
-        entries = (await store.list(VIEW_CHANGES, timeout_s=timeout_s)).entries
-        with suppress(ValueError):
-            if (view := follow_view(known, [entry.value for entry in entries])) is not None:
-                return view
-    entry = await store.get(VIEW, timeout_s=timeout_s)
-    return None if entry is None else view_of(entry)
+    return await _newest(store, VIEW, VIEW_CHANGES, known, follow_view, view_of, timeout_s)
 
 
 async def newest_roster(store: Store, known: Roster | None) -> Roster | None:
     """Reads the newest roster, as `newest_view` does the newest view."""
+    return await _newest(store, ROSTER, ROSTER_CHANGES, known, follow_roster, roster_of, 0.0)
+
+
+async def _newest(
+    store: Store,
+    key: str,
+    changes: str,
+    known: _T | None,
+    follow: Callable[[_T, Iterable[bytes]], _T | None],
+    decode: Callable[[Entry], _T],
+    timeout_s: float,
+) -> _T | None:
     if known is not None:
-        entries = (await store.list(ROSTER_CHANGES)).entries
+        entries = (await store.list(changes, timeout_s=timeout_s)).entries
         with suppress(ValueError):
-            if (roster := follow_roster(known, [entry.value for entry in entries])) is not None:
-                return roster
-    entry = await store.get(ROSTER)
-    return None if entry is None else roster_of(entry)
+            if (newer := follow(known, [entry.value for entry in entries])) is not None:
+                return newer
+    entry = await store.get(key, timeout_s=timeout_s)
+    return None if entry is None else decode(entry)
 
 
 class ViewFollower:
@@ -325,9 +332,6 @@ class ViewFollower:
         if known is None or (roster.cluster == known.cluster and roster.version > known.version):
             self.roster = roster
             _tell(self._on_roster, roster)
-
-
-_T = TypeVar("_T")
 
 
 def _tell(callbacks: list[Callable[[_T], None]], value: _T) -> None:

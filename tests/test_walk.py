@@ -7,12 +7,12 @@ import pytest
 from tests.walk import PAGE, ROOT, measure
 
 MOST_FILES = 20
-MOST_CROSSINGS = {1: 33, 3: 50}
+MOST_CROSSINGS = {1: 32, 3: 50}
 
 
 @pytest.mark.parametrize(("servers", "replicas"), [(1, 1), (3, 2)])
 def test_a_push_stays_within_few_files(servers: int, replicas: int) -> None:
-    walk = next(walk for name, walk in measure(servers, replicas) if name == "push")
+    walk = next(walk for name, walk in measure(servers, replicas) if name == "push").without("CpuContention.contended")
     figures = (
         f"{walk.calls} calls, {walk.files} files, {walk.crossings} crossings: see what `python -m tests.walk` writes"
     )

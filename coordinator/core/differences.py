@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -303,29 +304,34 @@ def roster_change_key(version: int) -> str:
 def follow_view(view: View, records: Iterable[bytes]) -> View | None:
     """Returns the newest view that these records of the store tell of, made from one that is known; None if there is a
     gap. ValueError if a record makes no sense."""
-    differences = sorted(map(ViewDifference.decode, records), key=lambda each: each.epoch)
-    for each in differences:
-        if each.epoch > view.epoch:
-            newer = each.apply(view)
-            if newer is None:
-                return None
-            view = newer
-    newest = differences[-1] if differences else None
-    return view if newest is not None and (newest.epoch, newest.digest) == (view.epoch, view.digest) else None
+    found = [((each.epoch, each.digest), each.apply) for each in map(ViewDifference.decode, records)]
+    return _follow(view, lambda known: (known.epoch, known.digest), found)
 
 
 def follow_roster(roster: Roster, records: Iterable[bytes]) -> Roster | None:
     """Returns the newest roster that these records of the store tell of, as `follow_view` does the newest view."""
-    differences = sorted(map(RosterDifference.decode, records), key=lambda each: each.version)
-    for each in differences:
-        if each.version > roster.version:
-            newer = each.apply(roster)
+    found = [((each.version, each.print_), each.apply) for each in map(RosterDifference.decode, records)]
+    return _follow(roster, lambda known: (known.version, known.fingerprint), found)
+
+
+_Value = TypeVar("_Value", View, Roster)
+_Version: TypeAlias = "tuple[int, bytes | int]"  # epoch and digest, or version and fingerprint
+
+
+def _follow(
+    known: _Value,
+    version_of: Callable[[_Value], _Version],
+    differences: Sequence[tuple[_Version, Callable[[_Value], _Value | None]]],
+) -> _Value | None:
+    """Applies the differences that lead on from what is known, each given with the version that it makes."""
+    ordered = sorted(differences, key=lambda each: each[0][0])
+    for version, apply in ordered:
+        if version[0] > version_of(known)[0]:
+            newer = apply(known)
             if newer is None:
                 return None
-            roster = newer
-    newest = differences[-1] if differences else None
-    same = newest is not None and (newest.version, newest.print_) == (roster.version, roster.fingerprint)
-    return roster if same else None
+            known = newer
+    return known if ordered and ordered[-1][0] == version_of(known) else None
 
 
 def _columns(view: View) -> tuple[NDArray[np.int32], NDArray[np.int64]]:

@@ -15,7 +15,7 @@ import uvloop
 from coordinator.core.differences import ViewDifference
 from coordinator.core.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.client.core.routing import Routes, plan_push
-from elasticps.kernels.hashing import table_salt
+from elasticps.kernels.hashing import group_range, table_salt
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.headroom import NO_LIMIT, ServerMemory
@@ -230,14 +230,15 @@ class Group:
             assert header.kind == Kind.OK, json_body(answer)
         return spoken
 
-    async def connect_head(self, name: str) -> Worker:
-        """Connects as the head of a group range, which has synchronous rounds closed."""
+    async def connect_head(self, name: str, app: str = "default") -> Worker:
+        """Connects as the head of an application's group range, which has synchronous rounds closed."""
         host, _, port = self.infos[name].address.rpartition(":")
         spoken = Worker(*await asyncio.open_connection(host, int(port)), 0)
         self.workers.append(spoken)
         assert self.view is not None
         to = self.infos[name].member
-        hello = {"cluster": "c", "rounds": list(self.view.servers[0].member), "to": list(to)}
+        head = self.view.servers[self.view.heads[group_range(app, self.view.ranges)]].member
+        hello = {"cluster": "c", "rounds": list(head), "to": list(to)}
         spoken.writer.write(json_frame(Kind.HELLO, hello, epoch=self.view.epoch))
         return spoken
 
@@ -246,7 +247,7 @@ class Group:
         assert self.view is not None
         name, answers = app.encode(), []
         for server in self.servers:
-            head = await self.connect_head(server)
+            head = await self.connect_head(server, app)
             frame, body = round_close(1, self.view.epoch, name, clock, 0, round_body(name, (), workers))
             answers.append(head.ask(unpack_header(frame), bytes(body)))
         for header, _ in [await asyncio.wait_for(answer, 10) for answer in answers]:

@@ -11,9 +11,11 @@ import pytest
 from elasticps.server.core.barrier import BarrierCoordinator
 from elasticps.server.core.barrier_state import RoundStep
 from elasticps.server.core.data_shards import ShardDispenser
+from elasticps.server.core.requests import RequestError
 from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, json_frame, unpack_header
 from elasticps.wire.rounds import RoundClose, RoundClosedHeader, round_body, round_close
 from replication.chain import Member
+from replication.effects import Reply, Status
 from replication.messages import OperationKind
 from tests.server.test_barrier_state import share
 from tests.server.test_group_log import APP, Head, Worker
@@ -30,6 +32,7 @@ class Connection(Worker):
 
     def __init__(self) -> None:
         super().__init__(0)
+        self.member: Member | None = Member("s0", 1)
         self.sent: list[bytes] = []
 
     def send(self, frame: Buffer) -> None:
@@ -187,6 +190,34 @@ def test_a_close_names_those_who_have_a_share_here_and_how_many_are_in_the_round
     assert (push.kind, push.ranges) == (OperationKind.BARRIER_CLOSE, None)
     assert push.payload == RoundStep(APP, 1, (5, 7), total=4)
     assert RoundClosedHeader.of(unpack_header(connection.sent[0])) == RoundClosedHeader(17)
+
+
+def close_frame(epoch: int = 1) -> tuple[Header, Any]:
+    frame, body = round_close(17, epoch, APP.encode(), 1, 0, round_body(APP.encode(), (), (5,)))
+    return unpack_header(cast(bytes, frame)), np.frombuffer(body, np.uint8)
+
+
+def test_only_the_head_of_the_group_range_closes_a_round_under_the_same_view() -> None:
+    head, connection = Head(), Connection()
+    barrier = head.barrier()
+    connection.member = OTHER
+    with pytest.raises(RequestError, match=r"s1.*whose group range is headed by.*s0") as refusal:
+        barrier.close(connection, *close_frame())
+    assert refusal.value.document["code"] == "not-head"
+    assert not head.closes
+    head.epoch = 2  # it may have been the head before
+    barrier.close(connection, *close_frame())
+    assert [cast(RoundStep, push.payload).clock for push in head.closes] == [1]
+
+
+def test_a_head_that_closes_a_round_under_an_older_view_gets_the_newer_one() -> None:
+    head, connection = Head(), Connection()
+    barrier = head.barrier()
+    head.closing, head.epoch = False, 2
+    barrier.close(connection, *close_frame())
+    push = head.closes[0]
+    cast(Any, push.token).reply(Reply(push.token, Status.STALE_VIEW, 2, np.arange(4), np.arange(4)))
+    assert (head.sent_views, connection.sent) == ([connection], [])
 
 
 def test_what_a_connection_has_said_ends_with_it() -> None:

@@ -68,6 +68,8 @@ class Head:
         self.refused: list[tuple[int, str]] = []  # id of a worker, and why
         self.full = self.roster_requested = False
         self.barriers: list[BarrierCoordinator] = []
+        self.view = SimpleNamespace()
+        self.sent_views: list[Worker] = []  # to whom the view was sent
         self.announced: list[tuple[str, int, RoundClose]] = []  # to whom, under which number, what
 
     def log(self) -> GroupLog:
@@ -87,6 +89,7 @@ class Head:
         view = SimpleNamespace(
             epoch=self.epoch, heads=np.arange(P) % len(heads), as_chains=SimpleNamespace(members=heads)
         )  # fmt: skip
+        self.view = view
         for barrier in self.barriers:
             barrier.adopt(cast(Any, view))
 
@@ -121,6 +124,9 @@ class Head:
 
     def refuse(self, asker: Worker, kind: int, request: int, error: RequestError) -> None:
         self.refused.append((asker.worker, error.document["code"]))
+
+    def tell(self, asker: Worker) -> None:
+        self.sent_views.append(asker)
 
     def need_roster(self) -> None:
         self.roster_requested = True

@@ -336,13 +336,18 @@ class BarrierCoordinator:
 
     def close(self, connection: Asker, header: Header, body: Body) -> None:
         """ROUND_CLOSE: the head of a group range has a round closed. It is answered once that is committed in all
-        ranges headed here. If these have changed since the frame's epoch, it comes again."""
+        ranges headed here. If these have changed since the frame's epoch, the newer view is sent, and it comes again.
+        Raises `RequestError` if under the same view the sender does not head the application's group range."""
         if self._group.held.wait_for_view(connection, header, body):
             return
         close = RoundClose.of(header, body)
+        if close.epoch == self._serving.epoch and connection.member != (head := self._group.head_of(close.app)):
+            text = f"{connection.member} closes a round of {close.app!r}, whose group range is headed by {head}"
+            raise RequestError("not-head", text, epoch=close.epoch)
         workers = self._last.setdefault(connection, LastWorkers()).follow(close)
         answer = RoundClosedHeader(close.request).header().pack()
-        ticket = _CommitTicket(partial(connection.send, answer), connection=connection)
+        outdated = partial(self._group.notifier.tell, connection)
+        ticket = _CommitTicket(partial(connection.send, answer), lambda reply: outdated(), connection)
         self._close(DecidedRound(close.app, close.clock, workers), close.epoch, ticket)
 
     def forget(self, connection: Asker) -> None:

@@ -14,7 +14,7 @@ from elasticps.server.core.round_announcements import DecidedRound
 from elasticps.server.core.serving import Serving
 from elasticps.server.core.view_exchange import HeldFrames, ViewNotifier
 from elasticps.wire.frames import Header
-from replication.chain import Ranges
+from replication.chain import Member, Ranges
 from replication.effects import Push, Reply, Status
 from replication.messages import OperationKind
 from replication.replica import Replica
@@ -140,6 +140,12 @@ class GroupLog:
                 raise self.stale()
             self._groups[connection.app] = group
         return group
+
+    def head_of(self, app: str) -> Member | None:
+        """The server that heads an application's group range, None while there is none."""
+        view = self.serving.view
+        index = -1 if view is None else int(view.heads[group_range(app, self.serving.ranges)])
+        return None if view is None or index < 0 else view.as_chains.members[index]
 
     def knows_the_lost(self, app: str) -> bool:
         """Whether workers missing from our roster are gone. They may be new if an earlier head knew a newer roster."""

@@ -13,6 +13,7 @@ from elasticps.wire.clocks import ClocksFrame
 from elasticps.wire.frames import Buffer, Header, partly_frame
 from elasticps.wire.headers import OkHeader
 from elasticps.wire.refusals import encode_refused
+from replication.chain import Member
 from replication.effects import ClocksReply, Reply, Status
 
 Body = NDArray[np.uint8]
@@ -21,10 +22,12 @@ Body = NDArray[np.uint8]
 class Asker(Protocol):
     """The connection of a request, as far as decisions about the request go.
 
-    base: the clock that this worker starts above, -1 until it has joined; notified_epoch: of the newest view that the
-    peer has; holding: whether frames wait here for a view or a roster.
+    member: the server that has said hello, None of others; base: the clock that this worker starts above, -1 until it
+    has joined; notified_epoch: of the newest view that the peer has; holding: whether frames wait here for a view or a
+    roster.
     """
 
+    member: Member | None
     worker: int
     worker_name: str
     app: str

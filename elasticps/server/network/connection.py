@@ -283,7 +283,8 @@ class Connection(asyncio.BufferedProtocol):
     def _handle(self, header: Header, body: Body, answered: int = 0) -> None:
         """Calls the handler. A request that is refused has changed nothing."""
         role = self._role
-        self.notified_epoch = max(self.notified_epoch, min(header.epoch, MAX_EPOCH))  # of the sender's view
+        if (epoch := min(header.epoch, MAX_EPOCH)) > self.notified_epoch:  # of the sender's view
+            self.notified_epoch = epoch
         handler = role.handlers.get(header.kind)
         if handler is None:
             raise FrameError(f"{Kind(header.kind).name} {role.wrong}")

@@ -42,8 +42,11 @@ async def dial_peer(
     connection.send(json_frame(Kind.HELLO, document, epoch=epoch))
     loop = asyncio.get_running_loop()
     deadline = loop.time() + CONNECT_TIMEOUT_S
-    while not (connection.known or connection.transport.is_closing()):
-        if loop.time() > deadline:
+    try:
+        while loop.time() <= deadline and not connection.known:
+            if connection.transport.is_closing():
+                return
+            await asyncio.sleep(0.002)
+    finally:  # also where the caller gives up
+        if not connection.known:
             connection.transport.abort()
-            return
-        await asyncio.sleep(0.002)

@@ -269,6 +269,7 @@ class HelloHandler:
             case _:
                 raise FrameError("a hello of a head of rounds gives its name and incarnation")
         if self._is_listed(connection, header, body, member):
+            connection.member = member
             self._welcome(connection, header, self._rounds)
 
     def _is_listed(self, connection: Connection, header: Header, body: Body, member: Member) -> bool:

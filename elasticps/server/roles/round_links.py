@@ -100,6 +100,8 @@ class RoundLinks:
             connection.transport.abort()
             return
         connection.welcome(self._head)
+        if header.epoch > self._context.serving.epoch:
+            self._context.updates.need_view()
         self._links[member] = connection
         self._spoken_s[member] = self._loop.time()
         self.announcements.connected(member)
