@@ -10,8 +10,11 @@ import logging
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ from numpy.typing import NDArray
 
 from elasticps.errors import Error
 from elasticps.readers.reader import Reader
+from elasticps.readers.relay import Relay, RelayFeed
 from elasticps.security.credentials import Credentials
 from elasticps.security.identity import NotAuthorised, Role, identity_among
 from elasticps.wire.frames import (
@@ -42,14 +46,21 @@ MOST_CONNECTIONS = 256
 SILENT_S = 300.0  # a connection on which nothing comes for so long is closed
 
 
-def welcome_of(reader: Reader, name: str) -> dict[str, Any]:
+def welcome_of(reader: Reader, name: str, incarnation: int) -> dict[str, Any]:
     """What a reader's process says of itself: the tables, and how old they are."""
     as_of, age_s = reader.as_of, reader.age
     with reader.lock:
         tables = [[table.number, table.spec.to_json()] for table in reader.table_rows.values()]
     steps = {str(worker): step for worker, step in as_of.steps.items()}
     shown = {"time_s": as_of.time_s, "epoch": as_of.epoch, "steps": steps, "held": as_of.held}
-    return {"reader": name, "cluster": reader.cluster, "tables": tables, "as_of": shown, "age_s": min(age_s, 1e9)}
+    me = {
+        "server": "relay",
+        "incarnation": incarnation,
+        "ranges": reader.ranges,
+        "identity": reader.identity,
+        "dtype": reader.spec.dtype,
+    }
+    return me | {"reader": name, "cluster": reader.cluster, "tables": tables, "as_of": shown, "age_s": min(age_s, 1e9)}
 
 
 class PullServer:
@@ -59,8 +70,10 @@ class PullServer:
         self, reader: Reader, host: str, port: int, credentials: Credentials | None = None, name: str = "reader"
     ) -> None:
         self._reader = reader
+        self._relay = Relay(reader)  # feeds readers that follow this one
         self._credentials = credentials
         self._name = name
+        self._incarnation = time.time_ns() // 1000  # of the relay: its journal begins
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=128)
         self._connections: set[socket.socket] = set()
@@ -78,6 +91,14 @@ class PullServer:
             for connection in self._connections:
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> PullServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def _accept(self) -> None:
         while True:
@@ -97,16 +118,23 @@ class PullServer:
             raw.settimeout(SILENT_S)
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._secured(raw) as connection:
-                answers = _Answers(self._reader, self._name, lambda buffers: _send(connection, buffers))
+                feed = RelayFeed(self._relay, partial(_send, connection))
+                answers = _Answers(self._reader, self._welcome, partial(_send, connection), feed)
                 assembler = Assembler(answers.frame, MAX_BODY_BYTES)
-                while n := connection.recv_into(assembler.buffer):
-                    assembler.received(n)
+                try:
+                    while n := connection.recv_into(assembler.buffer):
+                        assembler.received(n)
+                finally:
+                    feed.close()
         except (OSError, FrameError, NotAuthorised) as error:
             log.info("a connection that pulls has ended: %s", error)
         finally:
             with self._lock:
                 self._connections.discard(raw)
             raw.close()
+
+    def _welcome(self) -> dict[str, Any]:
+        return welcome_of(self._reader, self._name, self._incarnation)
 
     def _secured(self, raw: socket.socket) -> socket.socket:
         """The connection, with TLS where there is. NotAuthorised for who may not read."""
@@ -134,20 +162,24 @@ def _send(connection: socket.socket, buffers: list[Buffer]) -> None:
 class _Answers:
     """Answers the frames of one connection."""
 
-    def __init__(self, reader: Reader, name: str, send: Callable[[list[Buffer]], None]) -> None:
+    def __init__(
+        self, reader: Reader, welcome: Callable[[], dict[str, Any]], send: Callable[[list[Buffer]], None],
+        feed: RelayFeed,
+    ) -> None:  # fmt: skip
         self._reader = reader
-        self._name = name
+        self._welcome = welcome  # what it says of itself
         self._send = send
+        self._feed = feed  # for a reader that follows this one
 
     def frame(self, header: Header, body: NDArray[np.uint8]) -> None:
         """Answers a frame. FrameError for one that nobody sends to a reader."""
         if header.kind == Kind.HELLO:
             json_body(body.data)
-            self._send([json_frame(Kind.WELCOME, welcome_of(self._reader, self._name), request=header.request)])
+            self._send([json_frame(Kind.WELCOME, self._welcome(), request=header.request)])
         elif header.kind == Kind.PULL and header.flags == TABLES:
             self._pull(header, body)
         else:
-            raise FrameError(f"{Kind(header.kind).name} is nothing that a reader answers")
+            self._feed.frame(header, body)
 
     def _pull(self, header: Header, body: NDArray[np.uint8]) -> None:
         try:

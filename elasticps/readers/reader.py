@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from elasticps.readers.holding import SEARCH_S, Holding, HoldState
 from elasticps.readers.listeners import Listeners
 from elasticps.readers.rows import ReaderTable, ReaderTables
 from elasticps.readers.values import AsOf, Listener, ReaderSpec, ReaderStats, TableChange
+from elasticps.store.journal import Journal
 from elasticps.wire.frames import Header, Kind
 from elasticps.wire.windows import RangePart, WindowFrame
 
@@ -63,6 +64,8 @@ class Reader:
         self._counts = dict.fromkeys(("windows", "window_bytes", "changed", "filled", "pulls", "pulled"), 0)
         self._ages: deque[float] = deque(maxlen=MEASURED)  # of windows, as they were applied
         self._pinned: CheckpointRows | None = None  # what pulls show instead
+        self._journal: Journal | None = None  # of changed keys, for readers that follow this one
+        self._hooks: tuple[Callable[[], None], ...] = ()  # called whenever something was applied
         self._links.start()
 
     @property
@@ -127,6 +130,46 @@ class Reader:
         if size > most_bytes:
             raise InputError(f"a pull of {size:,} bytes of rows is over the limit of {most_bytes:,}")
         return [self.pull({names[number]: keys.copy()})[names[number]] for number, keys in parts]
+
+    @property
+    def ranges(self) -> int:
+        """How many ranges the cluster has."""
+        return self._following.ranges
+
+    @property
+    def identity(self) -> str:
+        """The cluster's name, and what distinguishes it from others of that name."""
+        return self._links.routes.view.cluster
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """How far each range is here, int64 [P], a copy; under `lock`."""
+        return self._following.have.copy()
+
+    @property
+    def clocks(self) -> RangeClocks:
+        """How far workers are in each range; under `lock`."""
+        return self._clocks
+
+    @property
+    def oldest_us(self) -> int:
+        """When the oldest range's state was read, microseconds since 1970."""
+        return int(self._following.time_us.min())
+
+    def keep_journal(self, journal: Journal) -> None:
+        """From now on notes the keys of what windows bring."""
+        with self._lock:
+            self._journal = journal
+
+    def hook(self, call: Callable[[], None]) -> None:
+        """Has something called whenever a frame was applied, from the reader's thread."""
+        with self._lock:
+            self._hooks = (*self._hooks, call)
+
+    def unhook(self, call: Callable[[], None]) -> None:
+        """Ends that."""
+        with self._lock:
+            self._hooks = tuple(one for one in self._hooks if one != call)
 
     @property
     def lock(self) -> Lock:
@@ -296,6 +339,7 @@ class Reader:
             if table is not None:
                 change = table.apply(block, counts)
                 self._counts["changed"] += len(change.keys) + len(change.deleted)
+                self._note(block.table, change)
                 if collect:
                     changes.append(change._replace(rows=table.decode(change.rows), keys=change.keys.copy()))
         self._links.ask(feed, self._following.applied(feed, frame))
@@ -316,7 +360,14 @@ class Reader:
         if table is not None:
             change = table.replace(rows.range, rows.low, rows.high, rows.block)
             self._counts["filled"] += len(change.keys)
+            self._note(rows.block.table, change)
             self._tell([change._replace(rows=table.decode(change.rows), keys=change.keys.copy())])
+
+    def _note(self, table: int, change: TableChange) -> None:
+        """Notes keys for those that this reader feeds."""
+        if self._journal is not None:
+            self._journal.note(table, change.keys)
+            self._journal.note(table, change.deleted)
 
     def _tell(self, changes: Sequence[TableChange]) -> None:
         """Notes what changed for listeners: those get it without the lock."""
@@ -326,6 +377,8 @@ class Reader:
     def settle(self) -> None:
         """Tells listeners, and whoever waits."""
         self._listeners.tell(self._list)
+        for call in self._hooks:
+            call()
         with self._arrived:
             self._arrived.notify_all()
 
@@ -371,7 +424,8 @@ def reader(
 ) -> Reader:
     """Connects a reader, and returns when it has read every range once.
 
-    `url` is as for `connect`, its TLS options among them (a certificate of role `reader` or `worker`). `tables`: names,
+    `url` is as for `connect`, or reader://host:port of an `elasticps reader --listen` that feeds others (without TLS),
+    its TLS options among them (a certificate of role `reader` or `worker`). `tables`: names,
     None for all of the application. `name`: by which servers log it. All else as in `ReaderSpec`.
 
     Raises `ConfigError` for unusable arguments, `UnknownTable` for a table that there is not, `ClusterUnreachable` or
@@ -385,6 +439,12 @@ def reader(
     if isinstance(tables, str):
         raise ConfigError(f"tables= is a list of names, or None for all tables, got {tables!r}")
     spec = ReaderSpec(None if tables is None else tuple(tables), dtype, every, application, buffer_bytes)
+    if url.startswith("reader://"):
+        from elasticps.readers.relay_registry import RelayRegistry  # which imports this module
+
+        relay: Any = RelayRegistry(url, Runtime(), timeout)
+        relay.check_dtype(dtype)
+        return open_reader(relay, spec, name or f"{os.uname().nodename}.{os.getpid()}", timeout)
     return open_reader(
         Registry.open(url, timeout, Runtime()), spec, name or f"{os.uname().nodename}.{os.getpid()}", timeout
     )

@@ -74,6 +74,11 @@ class RemoteReader:
         self.refresh()
         return {int(worker): int(step) for worker, step in self._welcome["as_of"]["steps"].items()}
 
+    @property
+    def welcome(self) -> dict[str, Any]:
+        """What the process said of itself last."""
+        return self._welcome
+
     def refresh(self) -> None:
         """Asks which tables there are, and how old."""
         header, body = self._ask(lambda request: [json_frame(Kind.HELLO, {"pulls": True}, request=request)])

@@ -84,6 +84,11 @@ class ReaderTable:
         )
 
     @property
+    def stored(self) -> Table:
+        """The rows as they are kept, as words."""
+        return self._rows
+
+    @property
     def rows(self) -> int:
         """Rows that are here."""
         return self._rows.rows

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 import elasticps as eps
 from elasticps.readers import AppliedWindow
+from elasticps.readers.pull_server import PullServer
 from elasticps.security.identity import Role
 
 KEYS = np.arange(3000)
@@ -341,3 +342,40 @@ def test_others_pull_from_a_reader_s_process(own: eps.LocalCluster) -> None:
             eps.remote_reader(address, timeout=1)
     with pytest.raises(eps.ConfigError, match="listens at host:port"):
         eps.remote_reader("nowhere")
+
+
+def test_a_relay_feeds_readers(own: eps.LocalCluster) -> None:
+    rng = np.random.default_rng(9)
+    with eps.connect(own.url, worker="w0") as ps:
+        users = table_of(ps)
+        push(ps, users, rng)
+        with eps.reader(own.url, every=0.005) as first, PullServer(first, "127.0.0.1", 0) as relay:
+            with eps.reader(f"reader://{relay.address}", every=0.005) as second:
+                eventually(shows(second, users))
+                with training(ps, users) as count:
+                    eventually(lambda: count() > 30)
+                    own.kill("s1")
+                    before = count()
+                    eventually(lambda: count() > before + 30)
+                    second.hold(timeout=60)
+                    held = second.pull({"users": KEYS})["users"]
+                    eventually(lambda: count() > before + 60)
+                    assert (second.pull({"users": KEYS})["users"] == held).all()
+                    second.release()
+                users.delete(KEYS[:500])
+                eventually(shows(second, users))
+                assert second.as_of.steps == first.as_of.steps
+                items = table_of(ps, "items")
+                push(ps, items, rng)
+                eventually(lambda: "items" in second.tables)
+                eventually(shows(second, items))
+                ps.drop_table("users")
+                eventually(lambda: "users" not in second.tables)
+                address, host_port = relay.address, relay.address.rpartition(":")
+                relay.close()
+                push(ps, items, rng)
+                with PullServer(first, host_port[0], int(host_port[2])) as again:  # started again: another journal
+                    assert again.address == address
+                    eventually(shows(second, items))
+            with PullServer(first, "127.0.0.1", 0) as other, pytest.raises(eps.ConfigError, match="ask for the same"):
+                eps.reader(f"reader://{other.address}", dtype="int8", timeout=10)
