@@ -112,7 +112,7 @@ class RelayFeed:
                 assert self._wants is not None
                 self._changed.wait(IDLE_S)
                 self._changed.clear()
-                while not self._ended and self._window():
+                while self._window():
                     pass
                 if not self._wants.fine_ms:
                     threading.Event().wait(self._wants.every_ms / 1e3)
@@ -121,6 +121,8 @@ class RelayFeed:
 
     def _window(self) -> bool:
         """Sends a window, if there is room for it; whether more of it is to follow."""
+        if self._ended:
+            return False
         while self._in_flight and self._in_flight[0][0] <= self._acknowledged:
             self._in_flight.popleft()
         if sum(nbytes for _, nbytes in self._in_flight) > CREDIT_BYTES:

@@ -1,4 +1,4 @@
-"""Bugs in how readers are fed and in what they make of it: rows lost, too old, never committed, moments that are none."""
+"""Bugs in how readers are fed, and in what they make of it: rows lost, old, never committed; false moments."""
 
 from __future__ import annotations
 

@@ -38,6 +38,12 @@ class JournalMarks:
         found[whole] = seqs[whole]
         self._marks.append(_Mark(position, found))
 
+    def forget(self, ranges: Ranges) -> None:
+        """These ranges are filled from elsewhere, or are gone: what changed there meanwhile was not noted here, so no
+        earlier mark counts for them."""
+        for mark in self._marks:
+            mark.seqs[ranges] = _NEVER
+
     def clear(self) -> None:
         """Forgets all: the journal begins."""
         self._marks.clear()
