@@ -47,9 +47,8 @@ class Reader:
     def __init__(self, registry: Registry, spec: ReaderSpec, name: str, timeout_s: float) -> None:
         """Connects, and returns before it has read anything."""
         self.spec = spec  # what it follows
-        self.timeout = timeout_s  # of waits that have none of their own
         self._registry = registry  # of the cluster
-        self._runtime = runtime = registry.runtime  # clock, threads, sockets
+        runtime = registry.runtime
         self._lock = runtime.rlock()  # of rows and of what is known of them
         self._arrived = runtime.condition()  # something has been applied
         wishes = Wishes(spec.tables, spec.dtype or "", max(1, round(spec.every * 1e3)))
@@ -83,7 +82,7 @@ class Reader:
     def age(self) -> float:
         """Seconds since the state that the oldest range shows was read at its server; infinite before the first."""
         oldest = int(self._following.time_us.min())
-        return max(0.0, self._runtime.wall() - oldest / 1e6) if oldest else float("inf")
+        return max(0.0, self._registry.runtime.wall() - oldest / 1e6) if oldest else float("inf")
 
     @property
     def as_of(self) -> AsOf:
@@ -191,12 +190,12 @@ class Reader:
     def hold(self, timeout: float = 10.0) -> AsOf:
         """From now on pulls show one moment: for every worker the same steps in all ranges, until `release`. Windows
         are kept meanwhile. `Timeout` says how far ranges are apart if there is no such moment in time."""
-        until_s = self._runtime.monotonic() + timeout
+        until_s = self._registry.runtime.monotonic() + timeout
         begun_s = 0.0
         try:
             while True:
                 with self._lock:
-                    now = self._runtime.monotonic()
+                    now = self._registry.runtime.monotonic()
                     if self._holding.held:
                         return self.as_of
                     if self._holding.state is HoldState.FOLLOWS or now - begun_s > SEARCH_S:
@@ -258,11 +257,11 @@ class Reader:
 
     def wait(self, timeout: float = 30.0) -> None:
         """Waits until every range has been read once. `reader` has done so. Raises `Timeout`."""
-        until_s = self._runtime.monotonic() + timeout
+        until_s = self._registry.runtime.monotonic() + timeout
         with self._arrived:
             while not self._following.filled:
                 self.check()
-                left_s = until_s - self._runtime.monotonic()
+                left_s = until_s - self._registry.runtime.monotonic()
                 if left_s <= 0:
                     raise Timeout(f"the reader has not read all ranges within {timeout:.1f} s: {self._links.explain()}")
                 self._arrived.wait(min(left_s, 0.25))
@@ -346,7 +345,7 @@ class Reader:
         if frame.complete:
             self._clocks.note(frame.progress.runs, counts)
             self._clocks.note_records(frame.records)
-            self._ages.append(self._runtime.wall() - frame.time_us / 1e6)
+            self._ages.append(self._registry.runtime.wall() - frame.time_us / 1e6)
         self._counts["windows"] += 1
         self._counts["window_bytes"] += nbytes
         self._tell([change for change in changes if change is not None])

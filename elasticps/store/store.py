@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,8 @@ class Store:
     was, as packed bits, the lowest first. new: live tables made since somebody has emptied it. changed: ids of tables
     that were made, dropped or given an owner since somebody has emptied it. unowned: live tables whose application is
     not known. times: cluster time of each range in seconds, int64 [ranges], 0 where none was logged.
-    journal: of changed keys, while readers follow; see `keep_journal`.
+    journal: of changed keys, while readers follow; see `keep_journal`. on_gap: hears of ranges whose rows come from
+    elsewhere, or go, without operations.
     """
 
     def __init__(self, ranges: int) -> None:
@@ -46,6 +47,7 @@ class Store:
         self.cuts = PassedCuts(ranges)
         self.times = np.zeros(ranges, np.int64)
         self.journal: Journal | None = None
+        self.on_gap: Callable[[NDArray[np.int64]], None] = lambda ranges: None
         self._memory = Allocator()
 
     def create(self, spec: TableSpec, table_id: int, app: str = "") -> Table:
@@ -180,6 +182,7 @@ class Store:
 
     def load_cut(self, r: int, cut: int, base: int) -> None:
         """Range r, of which a part is about to arrive, has come so far where that was taken."""
+        self.on_gap(np.array([r]))
         self._set_cuts(np.array([r], np.int64), cut, base)
 
     def _set_cuts(self, ranges: NDArray[np.int64], cut: int, base: int) -> None:
@@ -210,6 +213,7 @@ class Store:
 
     def erase(self, ranges: NDArray[np.int64]) -> None:
         """Forgets everything about ranges that are not here any more."""
+        self.on_gap(ranges)
         others = ~self._bits(ranges)
         for gone in self.dropped.values():
             gone &= others

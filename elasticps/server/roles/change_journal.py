@@ -24,7 +24,7 @@ class ChangeJournal:
         self._path, self._executor = context.path, context.executor
         self._words = words  # of the ring
         self._marks = JournalMarks()
-        self._executor.on_gap = self._marks.forget
+        self._executor.store.on_gap = self._marks.forget
         self._marked_s = 0.0  # when a mark was added
         self._marked = -1  # position of the newest
         self._used_s = 0.0  # when a reader was there

@@ -117,8 +117,7 @@ class Executor:
     handlers: what carries out each type of effect. Those that concern neither the store nor who asked are set by
     whoever does them. tell_tables: has all neighbours know of tables that are new here, before anything of theirs is
     forwarded: a neighbour in other chains may not have been told by a log. cut_passed: hears of each CUT as it is
-    applied, of the ranges that it is the first of its number in; and which of these are being filled, as in `Apply`.
-    on_gap: hears of ranges whose rows come from elsewhere, or go, without operations."""
+    applied, of the ranges that it is the first of its number in; and which of these are being filled, as in `Apply`."""
 
     def __init__(self, me: Member, ranges: int, budget_bytes: int, path: FastPath) -> None:
         self.replica = Replica(me, ranges, budget_bytes, path.log)
@@ -132,7 +131,6 @@ class Executor:
         self.marks = Marks()
         self.cuts = CutNotes()
         self.cut_passed: Callable[[Ranges, Seqs, CutMark, Mapping[int, int] | None], None] = lambda *_: None
-        self.on_gap: Callable[[Ranges], None] = lambda ranges: None
         self.rounds = Rounds(ranges)
         self.shards = ShardLedger(ranges)
         self._applied = self._rows_applied = 0  # by Python
@@ -398,7 +396,6 @@ class Executor:
 
     def _install(self, effect: Install) -> None:
         content: ChunkContent = effect.payload  # type: ignore[assignment]
-        self.on_gap(np.array([effect.range]))
         self.store.load_cut(effect.range, content.cut, content.base)
         self.store.advance(np.array([effect.range], np.int64), content.time)
         for number, spec, keys, values, stamped, notes, floor, waiting in content.tables:
@@ -419,7 +416,6 @@ class Executor:
         self.shards.load(content.shards, content.rounds.more)
 
     def _erase(self, effect: Erase) -> None:
-        self.on_gap(effect.ranges)
         self.store.erase(effect.ranges)
         self.rounds.erase(effect.ranges)
         self.shards.erase(effect.ranges.tolist())
