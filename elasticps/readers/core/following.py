@@ -147,7 +147,8 @@ class Following:
         added = np.setdiff1d(ranges, feed.ranges)
         self._leave(feed, np.setdiff1d(feed.ranges, ranges))
         self._owner[added] = NOBODY  # until it has answered
-        feed.ranges, feed.subscribed = ranges, feed.subscribed + 1
+        self._requests += 1
+        feed.ranges, feed.subscribed = ranges, self._requests
         feed.answered = feed.confirmed = feed.stated = False
         self._since[added] = feed.subscribed
         feed.unread.clear()
