@@ -52,6 +52,7 @@ class RelayRegistry:
         """ConfigError unless rows are kept there in this type: a relay sends them as they are."""
         theirs = self._remote.welcome["dtype"]
         if theirs != dtype:
+            self.close()
             raise ConfigError(
                 f"the relay at {self._address} keeps rows as dtype={theirs!r}, not {dtype!r}: ask for the same"
             )
