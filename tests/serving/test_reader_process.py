@@ -158,6 +158,13 @@ def test_a_reader_is_ready_while_its_rows_are_new_enough(local_cluster: Callable
                 os.kill(server.pid, signal.SIGCONT)
             eventually(lambda: reader.http("/readyz")[0] == 200)
             assert asyncio.run(fetch_health(reader.grpc, 10)) == "SERVING"
+            (seen,) = ask("status", "--url", cluster.url, "--json")["readers"]
+            assert (seen["name"], seen["app"]) == ("r0", "default")
+            assert 0 <= seen["age_s"] < 60
+            shown = subprocess.run(
+                [sys.executable, "-m", "elasticps", "status", "--url", cluster.url], capture_output=True, text=True
+            ).stdout
+            assert "readers: r0 (" in shown
 
 
 def test_other_machines_are_served_with_certificates_only() -> None:
