@@ -77,7 +77,8 @@ if TYPE_CHECKING:
     )
     from elasticps.local import LocalCluster
     from elasticps.publishing import publish, read_increments
-    from elasticps.readers import AsOf, Reader, RemoteReader, reader, remote_reader
+    from elasticps.readers import AsOf, Reader, RemoteReader, remote_reader
+    from elasticps.readers.reader import reader  # and not the module of that name
 
 __version__ = "0.1.0"
 

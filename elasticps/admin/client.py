@@ -25,7 +25,8 @@ _OPTIONS = (
 
 
 async def fetch_status(address: str, timeout_s: float, credentials: Credentials | None = None) -> dict[str, Any]:
-    """The fields of StatusResponse (admin.proto) as the server at `address` ("host:port") gives them.
+    """The fields of StatusResponse (admin.proto) as the server at `address` ("host:port") gives them; `readers` as
+    plain values.
 
     Raises ClusterUnreachable when it does not answer within `timeout_s`, ServerError when it does not talk to us.
     """
@@ -34,7 +35,9 @@ async def fetch_status(address: str, timeout_s: float, credentials: Credentials 
             answer = await admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise failure(address, timeout_s, error) from error
-    return {field.name: getattr(answer, field.name) for field in answer.DESCRIPTOR.fields}
+    found = {field.name: getattr(answer, field.name) for field in answer.DESCRIPTOR.fields}
+    readers = [{field.name: getattr(one, field.name) for field in one.DESCRIPTOR.fields} for one in answer.readers]
+    return found | {"readers": readers}
 
 
 async def fetch_tables(address: str, timeout_s: float, credentials: Credentials | None = None) -> list[dict[str, Any]]:

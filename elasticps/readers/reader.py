@@ -52,14 +52,17 @@ class Reader:
         self._lock = runtime.rlock()  # of rows and of what is known of them
         self._arrived = runtime.condition()  # something has been applied
         wishes = Wishes(spec.tables, spec.dtype or "", max(1, round(spec.every * 1e3)))
+        # To servers.
         self._links = ReaderConnections(registry, self._lock, name, spec.application, wishes, timeout_s, self)
-        self._following = self._links.following
-        self._tables = ReaderTables(self._following.ranges, spec.dtype)
+        self._following = self._links.following  # which server for which range
+        self._tables = ReaderTables(self._following.ranges, spec.dtype)  # rows
         self._clocks = RangeClocks(self._following.ranges)  # of workers, by range
+        # One moment of all ranges.
         self._holding = Holding(
             self._following, self._clocks, self._links.subscribe, self._links.handle, spec.buffer_bytes
         )
         self._listeners = Listeners(runtime, self._lock)  # who gets each window
+        # Since it began.
         self._counts = dict.fromkeys(("windows", "window_bytes", "changed", "filled", "pulls", "pulled"), 0)
         self._ages: deque[float] = deque(maxlen=MEASURED)  # of windows, as they were applied
         self._pinned: CheckpointRows | None = None  # what pulls show instead

@@ -53,12 +53,11 @@ class ReaderSpec:
 class AsOf:
     """How far a reader has come. Each range is at a state of its own that was committed, unless the reader holds.
 
-    time_s     seconds since 1970 of the oldest range's state, by the clocks of the servers
-    epoch      of the view that the reader follows
-    positions  int64 [P]: sequence number of each range's newest state, -1 where the reader has none yet
-    clocks     worker id -> int64 [P]: the step up to which the worker's pushes are in each range (a step that ticks
-               some ranges only leaves the others at an earlier one)
-    held       whether all ranges show one moment: the same steps of each worker
+    time_s: seconds since 1970 of the oldest range's state, by the clocks of the servers; epoch: of the view that the
+    reader follows; positions: int64 [P], sequence number of each range's newest state, -1 where the reader has none
+    yet; clocks: by worker id, int64 [P], the step up to which the worker's pushes are in each range (a step that ticks
+    some ranges only leaves the others at an earlier one); held: whether all ranges show one moment, the same steps of
+    each worker.
     """
 
     time_s: float

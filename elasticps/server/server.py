@@ -148,6 +148,7 @@ class Server:
         self.admin = ServerAdmin(
             context, self.delay, self.snapshots, self.headroom, self.handshake, cuts, activity, self.restoring
         )
+        self.admin.readers = self.readers
         self.stall_detector = StallDetector(clock, executor)  # notices that this process was stopped
         self.fast.connect(
             self.links.link, self._changed, self.last_served.mark, executor.note_shard,

@@ -90,7 +90,8 @@ async def _follow_age(
         fresh = reader.age <= max_age_s
         if fresh is not serving:
             if serving is not None:
-                log.warning("rows are new enough again" if fresh else "rows are too old", age_s=round(reader.age, 3))
+                tell = log.info if fresh else log.warning
+                tell("rows are new enough" if fresh else "rows are too old", age_s=round(reader.age, 3))
             await service.set_serving(fresh)
             if scrape is not None:
                 scrape.ready = fresh

@@ -6,6 +6,7 @@ curl 'http://127.0.0.1:8000/rank?basket=17,4,256&n=3'
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -38,7 +39,7 @@ async def rank(request: Request) -> JSONResponse:
         n = min(max(int(request.query_params.get("n", "10")), 1), len(CANDIDATES))
     except (KeyError, ValueError, OverflowError):
         return JSONResponse({"error": "basket=1,2,3 names items, n= says how many to rank"}, 400)
-    age_s = reader.age
+    age_s = _age_s(reader)
     rows = reader.pull({"items": np.concatenate([basket, CANDIDATES]), WEIGHT: None, BIAS: None})
     items = rows["items"]
     scores = (items[: len(basket)].sum(axis=0) + items[len(basket) :]) @ rows[WEIGHT][0] + rows[BIAS][0]
@@ -50,8 +51,14 @@ async def rank(request: Request) -> JSONResponse:
 
 async def ready(request: Request) -> JSONResponse:
     """Whether what would be served is new enough."""
-    age_s = request.app.state.reader.age
-    return JSONResponse({"age_s": age_s}, 200 if age_s <= MAX_AGE_S else 503)
+    age_s = _age_s(request.app.state.reader)
+    return JSONResponse({"age_s": age_s}, 200 if age_s is not None and age_s <= MAX_AGE_S else 503)
+
+
+def _age_s(reader: eps.Reader) -> float | None:
+    """How old the oldest rows are; None where no server has said it yet."""
+    age_s = reader.age
+    return age_s if math.isfinite(age_s) else None
 
 
 app = Starlette(routes=[Route("/rank", rank), Route("/readyz", ready)], lifespan=lifespan)

@@ -20,7 +20,8 @@ from elasticps.publishing import Publisher
 from elasticps.publishing.core.layout import META, floats, sort_keys
 from elasticps.publishing.opening import target_of
 from elasticps.publishing.redis_target import PASSWORD_VARIABLE
-from elasticps.publishing.targets import PublishedSource, PublishTarget
+from elasticps.publishing.targets import PublishedSource, PublishError, PublishTarget
+from elasticps.security.authority import Authority
 from tests.publishing.fake_reader import DIM, FakeReader, row
 
 redis = pytest.importorskip("redis")
@@ -34,8 +35,8 @@ PREFIX = "p[1]:"
 class RedisServer:
     """A real server on a free port of the loopback address, which forgets everything when it ends."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
-        self._folder, self._options = folder, options
+    def __init__(self, folder: Path, *options: str, tls: bool = False) -> None:
+        self._folder, self._options, self._tls = folder, options, tls
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -45,7 +46,8 @@ class RedisServer:
 
     def start(self) -> None:
         assert SERVER is not None
-        command = [SERVER, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        ports = ["--port", "0", "--tls-port", str(self.port)] if self._tls else ["--port", str(self.port)]
+        command = [SERVER, *ports, "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         self._process = subprocess.Popen(
             [*command, "--dir", str(self._folder), *self._options], stdout=subprocess.DEVNULL
         )
@@ -228,3 +230,25 @@ def test_the_sample_in_the_docs_reads_rows(server: RedisServer, store: Any, monk
     scope: dict[str, Any] = {}
     exec(sample, scope)
     assert [None if row is None else row.tolist() for row in scope["rows"]] == [row(1), row(2), None]
+
+
+def test_rows_travel_with_tls(tmp_path: Path) -> None:
+    authority = Authority.create(tmp_path / "authority")
+    files = authority.issue_etcd(["127.0.0.1"])
+    tls = ["--tls-cert-file", files.cert, "--tls-key-file", files.key, "--tls-ca-cert-file", files.ca]
+    server = RedisServer(tmp_path, *tls, "--tls-auth-clients", "no", tls=True)
+    try:
+        reader = FakeReader()
+        reader.push("users", {1: 1})
+        url = f"rediss://127.0.0.1:{server.port}/0?ssl_ca_certs={files.ca}"
+        with Publisher(reader, target_of(url, SOURCE, "float32", PREFIX, 0), "redis") as publisher:
+            publisher.wait()
+        with redis.Redis.from_url(url) as store:
+            assert content(store) == reader.expected()
+        stranger = Authority.create(tmp_path / "another").ca
+        other = target_of(f"rediss://127.0.0.1:{server.port}/0?ssl_ca_certs={stranger}", SOURCE, "float32", PREFIX, 0)
+        with pytest.raises(PublishError, match="certificate"):
+            other.open()
+        other.close()
+    finally:
+        server.stop()

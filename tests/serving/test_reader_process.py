@@ -159,6 +159,17 @@ def test_a_reader_is_ready_while_its_rows_are_new_enough(local_cluster: Callable
             eventually(lambda: reader.http("/readyz")[0] == 200)
             assert asyncio.run(fetch_health(reader.grpc, 10)) == "SERVING"
 
+            def attached() -> dict[str, Any]:
+                (seen,) = ask("status", "--url", cluster.url, "--json")["readers"]
+                assert (seen["name"], seen["app"]) == ("r0", "default")
+                return dict(seen)
+
+            eventually(lambda: attached()["age_s"] is not None)  # it may just have connected again
+            shown = subprocess.run(
+                [sys.executable, "-m", "elasticps", "status", "--url", cluster.url], capture_output=True, text=True
+            ).stdout
+            assert "readers: r0 (" in shown
+
 
 def test_other_machines_are_served_with_certificates_only() -> None:
     done = ask("reader", "--url", "etcd://127.0.0.1:1/none", "--host", "0.0.0.0", code=2)

@@ -52,7 +52,7 @@ class HelloHandler:
         self._leaders = leaders  # take those of leaders
         self._worker, self._peer, self._rounds, self._reader = kinds  # what each may send
         self._greet = greet  # see above
-        self._follow: Callable[[Connection], None] = lambda connection: None  # set by `feed`
+        self._follow: Callable[[Connection, str], None] = lambda connection, name: None  # set by `feed`
         self._readers: set[Connection] = set()  # connections of readers
         self._allowed = allowed  # how many workers and unknown peers
         self.connections: dict[Connection, None] = {}  # in the order in which they came
@@ -221,8 +221,8 @@ class HelloHandler:
         for greet in self._greet:
             greet(connection)
 
-    def feed(self, follow: Callable[[Connection], None]) -> None:
-        """follow: called with each new connection of a reader."""
+    def feed(self, follow: Callable[[Connection, str], None]) -> None:
+        """follow: called with each new connection of a reader, and the reader's name."""
         self._follow = follow
 
     def _hello_reader(self, connection: Connection, header: Header, document: dict[str, Any]) -> None:
@@ -239,7 +239,7 @@ class HelloHandler:
         self._readers.add(connection)
         connection.app = app
         self._welcome(connection, header, self._reader)
-        self._follow(connection)
+        self._follow(connection, name)
 
     def _replace(self, connection: Connection) -> None:
         """Ends an older connection of the same worker. The worker has given it up and repeats its requests on the new

@@ -78,25 +78,28 @@ class Outflow:
     def __init__(self) -> None:
         self.number = 0  # of the newest
         self.bytes = 0  # of those that it has not applied
-        self._windows: deque[tuple[int, int]] = deque()  # numbers and bytes of these
+        self.shown_s: float | None = None  # when the newest one that it has applied was made
+        self._windows: deque[tuple[int, int, float]] = deque()  # numbers and bytes of these, and when they were made
         self.unshown: deque[UnshownFrame] = deque()  # frames that may not leave yet
 
-    def add(self, nbytes: int) -> None:
+    def add(self, nbytes: int, now_s: float) -> None:
         """A window of the newest number leaves."""
-        self._windows.append((self.number, nbytes))
+        self._windows.append((self.number, nbytes, now_s))
         self.bytes += nbytes
 
     def acknowledge(self, number: int) -> None:
         """It has applied the windows up to this one."""
         while self._windows and self._windows[0][0] <= number:
-            self.bytes -= self._windows.popleft()[1]
+            _, nbytes, self.shown_s = self._windows.popleft()
+            self.bytes -= nbytes
 
 
 class AttachedReader:
     """A connection of a reader."""
 
-    def __init__(self, connection: Connection, ranges: int) -> None:
+    def __init__(self, connection: Connection, name: str, ranges: int) -> None:
         self.connection = connection
+        self.name = name
         self.wants: Subscribe | None = None  # its newest SUBSCRIBE
         self.cursor = 0  # of the journal
         self.lost = True  # the journal was written over before the cursor, or there was no SUBSCRIBE yet
@@ -140,6 +143,17 @@ class ReaderFeeds:
         """Readers that are connected."""
         return len(self._readers)
 
+    def describe(self) -> list[dict[str, object]]:
+        """The fields of AttachedReader in admin.proto, of each."""
+        now_s = self._loop.time()
+        return [
+            {
+                "name": one.name, "app": one.connection.app, "unread_bytes": one.flow.bytes,
+                "age_s": -1.0 if one.flow.shown_s is None else now_s - one.flow.shown_s,
+            }
+            for one in self._readers.values()
+        ]  # fmt: skip
+
     @property
     def _journal(self) -> Journal:
         """Of changed keys; there is one while there are readers."""
@@ -148,9 +162,9 @@ class ReaderFeeds:
 
     # --- readers come and go ----------------------------------------------------------------------------------------
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: Connection, name: str) -> None:
         """A reader has said HELLO. From now on changed keys are noted."""
-        self._readers[connection] = AttachedReader(connection, self._serving.ranges)
+        self._readers[connection] = AttachedReader(connection, name, self._serving.ranges)
         self.changes.begin()
 
     def forget(self, connection: Connection) -> None:
@@ -402,7 +416,7 @@ class ReaderFeeds:
 
     def _send(self, reader: AttachedReader, buffers: list[Buffer], seqs: Seqs) -> None:
         size = sum(len(memoryview(one).cast("B")) for one in buffers)
-        reader.flow.add(size)
+        reader.flow.add(size, self._loop.time())
         self.windows += 1
         self.bytes += size
         self._queue(reader, buffers, reader.ranges, seqs)
