@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -21,10 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.errors import Error
+from elasticps.readers.peers import identity_of
 from elasticps.readers.reader import Reader
 from elasticps.readers.relay import Relay, RelayFeed
 from elasticps.security.credentials import Credentials
-from elasticps.security.identity import NotAuthorised, Role, identity_among
+from elasticps.security.identity import NotAuthorised, Role
 from elasticps.wire.frames import (
     LAST,
     MAX_BODY_BYTES,
@@ -147,12 +147,6 @@ class PullServer:
         if identity.cluster != cluster or not allowed:
             raise NotAuthorised(f"{identity} may not read tables of application {app!r} of {cluster!r}")
         return secured
-
-
-def identity_of(secured: ssl.SSLSocket) -> Any:
-    """Who has proved to be at the other end. Raises NotAuthorised."""
-    names: Any = (secured.getpeercert() or {}).get("subjectAltName", ())
-    return identity_among([value for kind, value in names if kind == "URI"])
 
 
 def _send(connection: socket.socket, buffers: list[Buffer]) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from elasticps.client.inputs import checked_keys
 from elasticps.errors import Closed, ClusterUnreachable, ConfigError, InputError, ServerError, UnknownTable
 from elasticps.model.spec import TableSpec
-from elasticps.readers.pull_server import identity_of
+from elasticps.readers.peers import identity_of
 from elasticps.security import credentials_of
 from elasticps.security.identity import Role
 from elasticps.wire.frames import (
