@@ -10,18 +10,10 @@ import pytest
 from elasticps.readers.core.following import Feed, Following
 from elasticps.readers.core.moment_search import MomentSearch
 from elasticps.readers.holding import Holding
-from elasticps.readers.rows import ReaderTable
 from elasticps.server.core.journal_marks import JournalMarks
 from elasticps.server.roles.readers import ReaderFeeds
 from elasticps.store.table import Table
-from elasticps.wire.windows import RangePart, RowBlock, Subscribed
-
-
-def lose_a_deletion_when_a_range_is_read_again(patch: pytest.MonkeyPatch) -> None:
-    def replace(self: ReaderTable, r: int, low: int, high: int, block: RowBlock) -> Any:
-        return self.apply(block, None)
-
-    patch.setattr(ReaderTable, "replace", replace)
+from elasticps.wire.windows import RangePart, Subscribed
 
 
 def note_no_deletions(patch: pytest.MonkeyPatch) -> None:
@@ -32,10 +24,6 @@ def note_no_deletions(patch: pytest.MonkeyPatch) -> None:
 
     forgets = Table.forget
     patch.setattr(Table, "forget", forget)
-
-
-def apply_a_window_of_a_former_tail(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Following, "counts", lambda self, feed: None)
 
 
 def show_a_push_that_is_not_committed(patch: pytest.MonkeyPatch) -> None:
@@ -77,17 +65,6 @@ def go_on_where_a_reader_was_too_slow(patch: pytest.MonkeyPatch) -> None:
         reader.cursor = self._journal.end
 
     patch.setattr(ReaderFeeds, "_lose", lose)
-
-
-def leave_a_range_as_it_is_until_it_has_been_read(patch: pytest.MonkeyPatch) -> None:
-    """What changes while a range is read is not applied, as if the part that is read would have it."""
-
-    def counts(self: Following, feed: Feed) -> Any:
-        found = counted(self, feed)
-        return (self.have >= 0) & (True if found is None else found)
-
-    counted = Following.counts
-    patch.setattr(Following, "counts", counts)
 
 
 def show_other_rows_while_it_holds(patch: pytest.MonkeyPatch) -> None:
