@@ -105,7 +105,7 @@ bench: $(READY) ## Measure pulls and pushes against this machine's own limits, r
 	$(BIN)/elasticps bench train
 
 proto: $(INSTALLED) ## Generate the gRPC stubs again
-	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. elasticps/admin/admin.proto
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. elasticps/admin/admin.proto elasticps/serving/lookup.proto
 
 # For Python 3.12, as the image has it; a release's hashes are those of all its files, for other processors too.
 HASHES = echo setuptools | $(BIN)/uv pip compile -q --extra kernels --generate-hashes --no-header --no-annotate -c constraints.txt \

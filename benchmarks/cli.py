@@ -225,6 +225,23 @@ def elastic(
 
 
 @app.command()
+def readers(
+    every: Annotated[float, typer.Option(min=1, help="Milliseconds from window to window.")] = 5.0,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of 64 floats, with Adagrad.")] = 200_000,
+    layers: Annotated[int, typer.Option(min=0, help="How much workers compute in a step.")] = 6,
+    turns: Annotated[int, typer.Option(min=1, help="Without a reader, with one, with one that is stopped.")] = 5,
+    seconds: Seconds = 3.0,
+    as_json: Json = False,
+) -> None:
+    """How soon a reader shows what is committed, and what it costs two workers at full speed."""
+    from benchmarks import readers as bench
+
+    _print(
+        bench.run(every_ms=every, rows=rows, layers=layers, turns=turns, seconds=seconds, progress=_progress), as_json
+    )
+
+
+@app.command()
 def control(as_json: Json = False) -> None:
     """What a view of 1,024 ranges, 100 servers and 1,000 workers costs to send, to adopt and to plan."""
     from benchmarks import control as bench

@@ -76,6 +76,9 @@ if TYPE_CHECKING:
         log_stats,
     )
     from elasticps.local import LocalCluster
+    from elasticps.publishing import publish, read_increments
+    from elasticps.readers import AsOf, Reader, RemoteReader, remote_reader
+    from elasticps.readers.reader import reader  # and not the module of that name
 
 __version__ = "0.1.0"
 
@@ -90,6 +93,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "AsOf",
     "Assign",
     "BFloat16",
     "Cache",
@@ -125,6 +129,8 @@ __all__ = [
     "OpenStep",
     "Probability",
     "RandomK",
+    "Reader",
+    "RemoteReader",
     "Resume",
     "RowAdagrad",
     "ServerError",
@@ -149,7 +155,22 @@ __all__ = [
     "connect",
     "keys",
     "log_stats",
+    "publish",
+    "read_increments",
+    "reader",
+    "remote_reader",
 ]
+
+_HOMES = {
+    "LocalCluster": "elasticps.local",
+    "AsOf": "elasticps.readers",
+    "Reader": "elasticps.readers",
+    "reader": "elasticps.readers",
+    "RemoteReader": "elasticps.readers",
+    "remote_reader": "elasticps.readers",
+    "publish": "elasticps.publishing",
+    "read_increments": "elasticps.publishing",
+}
 
 if not TYPE_CHECKING:  # for type checkers a name that is not here stays an error
 
@@ -160,7 +181,7 @@ if not TYPE_CHECKING:  # for type checkers a name that is not here stays an erro
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if name == "keys":
             return import_module("elasticps.keys")
-        home = import_module("elasticps.local" if name == "LocalCluster" else "elasticps.client")
+        home = import_module(_HOMES.get(name, "elasticps.client"))
         value = globals()[name] = getattr(home, name)
         return value
 

@@ -47,7 +47,8 @@ _MARK = "ELASTICPS_TEST_RUN"
 _FIRST = [
     "e2e/", "sim/test_stories.py", "sim/test_planted.py", "sim/", "demo/", "torch/test_end_to_end.py", "launch/",
     "chaos/test_runs.py", "local/test_cluster.py", "deploy/test_containers.py", "cli/test_up_down.py",
-    "server/test_process.py", "ray/", "frameworks/", "fuzz/", "metrics/test_scrape.py", "benchmarks/", "test_docs.py",
+    "server/test_process.py", "serving/", "publishing/", "ray/", "frameworks/", "fuzz/", "metrics/test_scrape.py",
+    "benchmarks/", "test_docs.py",
 ]  # fmt: skip
 """Files and folders that take long: begun last, they would leave all processes but one idle."""
 

@@ -45,6 +45,7 @@ ELSEWHERE = {
     "docs/guides/slurm.md",  # tests/launch/test_guide.py
     "docs/guides/serve.md",  # tests/e2e/test_exchange_of_unusual_models.py
     "docs/guides/torch.md",  # tests/torch
+    "docs/reference/published.md",  # tests/publishing/test_redis.py
 }
 
 

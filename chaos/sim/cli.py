@@ -71,6 +71,9 @@ def sim(
     grows: Annotated[
         bool, typer.Option("--grows", help="Have tables admit keys and forget rows beside, and one clock be wrong.")
     ] = False,
+    readers: Annotated[
+        bool, typer.Option("--readers", help="Have readers follow tables, and hold now and then.")
+    ] = False,
     servers: Annotated[
         int, typer.Option(min=0, max=4096, help="Play a large cluster of so many servers; with --workers, --ranges.")
     ] = 0,
@@ -92,7 +95,7 @@ def sim(
     The same seed gives the same events. Exit code 1 if a promise was broken, with the command that repeats that run.
     """
     flags = {"cuts": cuts, "short": short, "caches": caches, "together": together, "drops": drops, "proven": proven}
-    flags |= {"grows": grows, "few": few}
+    flags |= {"grows": grows, "few": few, "readers": readers}
     kind = _large(_kind(flavour, training, **flags), servers, workers, ranges, seconds)
     jobs = min(jobs or _cores(), runs or _NO_END)
     record_file = None if record is None else Record(record, _code(), asdict(kind))

@@ -26,6 +26,7 @@ from chaos.sim.checks.violation import Violation
 from chaos.sim.cluster import Cluster
 from chaos.sim.cuts import Cutter
 from chaos.sim.faults import inject
+from chaos.sim.following import Followers
 from chaos.sim.growing import LAG_S, LEAD_S, Growing
 from chaos.sim.injector import RESTART_S, Injector
 from chaos.sim.large import KEYS_PER_RANGE, Counting, check_all, enlarged
@@ -130,6 +131,7 @@ class Scene:
             self.cluster.on_server = lambda server: check.follow(server, self.cluster.broken)
         # Where tables grow, cuts are those of checkpoints.
         self.checkpointer = Checkpointer(self.cluster, lambda: self.on) if story.cuts and story.grows else None
+        self.followers = Followers(self.cluster, story, self.models.sums, lambda: self.on)
         if story.grows:
             self.cluster.on_build = self.growth.follow
             self.cluster.wrong_clocks = dict([story.wrong_clock])
@@ -147,6 +149,7 @@ class Scene:
                 self._app_of[name] = app
                 self.workers[name] = self._worker(name)
                 self._start(name)
+        self.followers.start()
         if self.checkpointer is not None:
             self.checkpointer.start()
         elif story.cuts:
@@ -272,6 +275,10 @@ class Scene:
             raise Violation("replicas agree", different)
         if self.story.grows:
             self._check_growth()
+        clock.run(clock.now + BOUND_S, lambda: not self.followers.differ() or self.cluster.violation is not None)
+        self._judge("")
+        if different := self.followers.differ():
+            raise Violation("a reader at rest", different)
 
     def _check_growth(self) -> None:
         """Compares checkpoints and all replicas of tables that grow with the model, and waits for what they may have at

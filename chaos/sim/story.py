@@ -170,6 +170,7 @@ class Kind:
     few       workers push few keys at once, so that most steps tick only some ranges
     drops     one more application makes and drops tables
     grows     one more application has tables that admit keys and forget rows
+    readers   two readers follow the tables of an application, and hold now and then
     proven    as with certificates, workers take views from the store alone while it answers; in calm stories servers
               send forged ones
     servers, workers, ranges  how many; 0: drawn by the seed. All or none
@@ -186,6 +187,7 @@ class Kind:
     drops: bool = False
     proven: bool = False
     grows: bool = False
+    readers: bool = False
     servers: int = 0
     workers: int = 0
     ranges: int = 0
@@ -196,7 +198,7 @@ DROPS = App("drops", "tables", 2, 4, 0, large=False, readers=0, think_s=0.02, ea
 GROWS = App("grows", "growing", 2, 4, 0, large=False, readers=0, think_s=0.02, eager=False)
 ANY = Kind()
 SIZES = ("servers", "workers", "ranges", "seconds")
-FLAGS = ("cuts", "short", "caches", "together", "few", "drops", "proven", "grows")
+FLAGS = ("cuts", "short", "caches", "together", "few", "drops", "proven", "grows", "readers")
 RIGHT_CLOCKS = 0.4  # of the stories in which tables grow
 WRONG_S = 2 * 3600.0, 40 * 3600.0
 SHARE = 0.25  # of the stories of any kind have what a kind may ask for
@@ -256,6 +258,11 @@ class Story:
     def proven(self) -> bool:
         """Whether workers take views from the store alone."""
         return self._has("proven")
+
+    @property
+    def readers(self) -> bool:
+        """Whether readers follow the tables of an application."""
+        return self._has("readers") and self.flavour not in ("tight", "large")
 
     @property
     def grows(self) -> bool:

@@ -302,7 +302,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("id", "pid", "address", "admin", "incarnation", "state", "epoch", "ranges_headed", "ranges_held", "rows", "bytes", "connections", "pushes", "pulls", "rows_pushed", "rows_pulled", "refused", "parked", "tables", "uptime_s", "ranges_joining", "log_bytes", "sent_bytes", "memory_used", "memory_mark", "memory_limit", "cpu_s", "clock", "leader_clock")
+    __slots__ = ("id", "pid", "address", "admin", "incarnation", "state", "epoch", "ranges_headed", "ranges_held", "rows", "bytes", "connections", "pushes", "pulls", "rows_pushed", "rows_pulled", "refused", "parked", "tables", "uptime_s", "ranges_joining", "log_bytes", "sent_bytes", "memory_used", "memory_mark", "memory_limit", "cpu_s", "clock", "leader_clock", "readers")
     ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -332,6 +332,7 @@ class StatusResponse(_message.Message):
     CPU_S_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     LEADER_CLOCK_FIELD_NUMBER: _ClassVar[int]
+    READERS_FIELD_NUMBER: _ClassVar[int]
     id: str
     pid: int
     address: str
@@ -361,7 +362,20 @@ class StatusResponse(_message.Message):
     cpu_s: float
     clock: float
     leader_clock: float
-    def __init__(self, id: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., admin: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., ranges_headed: _Optional[int] = ..., ranges_held: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., connections: _Optional[int] = ..., pushes: _Optional[int] = ..., pulls: _Optional[int] = ..., rows_pushed: _Optional[int] = ..., rows_pulled: _Optional[int] = ..., refused: _Optional[int] = ..., parked: _Optional[int] = ..., tables: _Optional[int] = ..., uptime_s: _Optional[float] = ..., ranges_joining: _Optional[int] = ..., log_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., memory_used: _Optional[int] = ..., memory_mark: _Optional[int] = ..., memory_limit: _Optional[int] = ..., cpu_s: _Optional[float] = ..., clock: _Optional[float] = ..., leader_clock: _Optional[float] = ...) -> None: ...
+    readers: _containers.RepeatedCompositeFieldContainer[AttachedReader]
+    def __init__(self, id: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., admin: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., ranges_headed: _Optional[int] = ..., ranges_held: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., connections: _Optional[int] = ..., pushes: _Optional[int] = ..., pulls: _Optional[int] = ..., rows_pushed: _Optional[int] = ..., rows_pulled: _Optional[int] = ..., refused: _Optional[int] = ..., parked: _Optional[int] = ..., tables: _Optional[int] = ..., uptime_s: _Optional[float] = ..., ranges_joining: _Optional[int] = ..., log_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., memory_used: _Optional[int] = ..., memory_mark: _Optional[int] = ..., memory_limit: _Optional[int] = ..., cpu_s: _Optional[float] = ..., clock: _Optional[float] = ..., leader_clock: _Optional[float] = ..., readers: _Optional[_Iterable[_Union[AttachedReader, _Mapping]]] = ...) -> None: ...
+
+class AttachedReader(_message.Message):
+    __slots__ = ("name", "app", "age_s", "unread_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    APP_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    app: str
+    age_s: float
+    unread_bytes: int
+    def __init__(self, name: _Optional[str] = ..., app: _Optional[str] = ..., age_s: _Optional[float] = ..., unread_bytes: _Optional[int] = ...) -> None: ...
 
 class ActivityRequest(_message.Message):
     __slots__ = ()

@@ -12,7 +12,7 @@ from coordinator.core.view import Roster, View
 from coordinator.grpc_limits import use_grpc
 from elasticps.admin import admin_pb2, admin_pb2_grpc
 from elasticps.errors import ClusterUnreachable, ConfigError, Error, ServerError
-from elasticps.security.identity import host_name
+from elasticps.security.identity import Role, host_name
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
@@ -25,7 +25,8 @@ _OPTIONS = (
 
 
 async def fetch_status(address: str, timeout_s: float, credentials: Credentials | None = None) -> dict[str, Any]:
-    """The fields of StatusResponse (admin.proto) as the server at `address` ("host:port") gives them.
+    """The fields of StatusResponse (admin.proto) as the server at `address` ("host:port") gives them; `readers` as
+    plain values.
 
     Raises ClusterUnreachable when it does not answer within `timeout_s`, ServerError when it does not talk to us.
     """
@@ -34,7 +35,9 @@ async def fetch_status(address: str, timeout_s: float, credentials: Credentials 
             answer = await admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise failure(address, timeout_s, error) from error
-    return {field.name: getattr(answer, field.name) for field in answer.DESCRIPTOR.fields}
+    found = {field.name: getattr(answer, field.name) for field in answer.DESCRIPTOR.fields}
+    readers = [{field.name: getattr(one, field.name) for field in one.DESCRIPTOR.fields} for one in answer.readers]
+    return found | {"readers": readers}
 
 
 async def fetch_tables(address: str, timeout_s: float, credentials: Credentials | None = None) -> list[dict[str, Any]]:
@@ -156,9 +159,9 @@ async def fetch_health(
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
-def open_channel(address: str, credentials: Credentials | None) -> grpc.aio.Channel:
-    """Opens a channel to the admin service at an address. ConfigError in a process that was forked from one that uses
-    gRPC."""
+def open_channel(address: str, credentials: Credentials | None, role: Role = Role.SERVER) -> grpc.aio.Channel:
+    """Opens a channel to the gRPC services of a server, or a reader, at an address. ConfigError in a process that was
+    forked from one that uses gRPC."""
     try:
         use_grpc()
     except ForkedProcess as error:
@@ -167,7 +170,7 @@ def open_channel(address: str, credentials: Credentials | None) -> grpc.aio.Chan
         return grpc.aio.insecure_channel(address, options=_OPTIONS)
     pems = credentials.pems()
     ours = grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
-    name = ("grpc.ssl_target_name_override", host_name(credentials.cluster))  # whatever its address is
+    name = ("grpc.ssl_target_name_override", host_name(credentials.cluster, role))  # whatever its address is
     return grpc.aio.secure_channel(address, ours, options=(*_OPTIONS, name))
 
 

@@ -48,7 +48,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
         self._credentials = credentials
 
     async def _target(self, context: Context, act: Act) -> AdminInterface:
-        if self._credentials is not None and (why := _objection(context, act, self._credentials.cluster)):
+        if self._credentials is not None and (why := objection(context, act, self._credentials.cluster)):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
         target = self._find()
         if target is None:
@@ -155,7 +155,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
         return write_written(await cuts.written(request.cut, min(request.wait_ms / 1000, _MOST_WAIT_S)))
 
 
-class _Health(health.HealthServicer):  # type: ignore[misc]  # it has no types
+class HealthService(health.HealthServicer):  # type: ignore[misc]  # it has no types
     """The standard health service, for callers that may look."""
 
     def __init__(self, credentials: Credentials | None) -> None:
@@ -171,7 +171,7 @@ class _Health(health.HealthServicer):  # type: ignore[misc]  # it has no types
         await super().Watch(request, context)
 
     async def _admit(self, context: Context) -> None:
-        if self._credentials is not None and (why := _objection(context, Act.LOOK, self._credentials.cluster)):
+        if self._credentials is not None and (why := objection(context, Act.LOOK, self._credentials.cluster)):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
 
 
@@ -183,7 +183,7 @@ def _fields(progress: RestoreProgress) -> dict[str, Any]:
     return fields
 
 
-def _objection(context: Context, act: Act, cluster: str) -> str:
+def objection(context: Context, act: Act, cluster: str) -> str:
     """Returns why the caller may not make this call, "" if it may."""
     proof = context.auth_context()
     if proof.get("ssl_tls_version") != [b"TLSv1.3"]:
@@ -206,7 +206,7 @@ def _ends(pem: bytes) -> float:
     return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
 
 
-def _secured(credentials: Credentials) -> grpc.ServerCredentials:
+def secured(credentials: Credentials) -> grpc.ServerCredentials:
     """TLS for the service. gRPC asks for certificates at each handshake, so that new ones are used at once."""
     latest: Pems | None = None
 
@@ -253,7 +253,7 @@ async def start_admin(
     Raises ConfigError when the port cannot be had.
     """
     server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS_AT_ONCE)
-    health_servicer = _Health(credentials)
+    health_servicer = HealthService(credentials)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     admin_pb2_grpc.add_AdminServicer_to_server(Admin(target, credentials), server)
     name = f"[{host}]" if ":" in host else host
@@ -261,7 +261,7 @@ async def start_admin(
         if credentials is None:
             bound = server.add_insecure_port(f"{name}:{port}")
         else:
-            bound = server.add_secure_port(f"{name}:{port}", _secured(credentials))
+            bound = server.add_secure_port(f"{name}:{port}", secured(credentials))
     except RuntimeError as error:
         raise ConfigError(  # why is in gRPC's own log only
             f"the admin port {name}:{port} cannot be had: another process listens there, or this machine has no such "

@@ -14,13 +14,14 @@ from typing import Annotated
 import typer
 
 from elasticps import __version__
-from elasticps.cli import audit, checkpoint, cluster, exchange, local, logs, processes, scale, status, tables
+from elasticps.cli import audit, checkpoint, cluster, exchange, local, logs, processes, reader, scale, status, tables
 from elasticps.cli.certificates import certificates
 from elasticps.cli.dashboard import dashboard
 from elasticps.cli.doctor import doctor
 from elasticps.cli.launch import launch
 from elasticps.cli.options import command
 from elasticps.cli.output import guarded, out
+from elasticps.cli.publish import publish
 from elasticps.errors import ConfigError
 
 app = typer.Typer(
@@ -50,9 +51,12 @@ app.command("import", rich_help_panel=LOOK)(command(exchange.import_))
 app.command(rich_help_panel=LOOK)(command(audit.audit))
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=LOOK)
 app.command(rich_help_panel=LOOK)(command(checkpoint.restore))
+app.add_typer(reader.app, name="readers", rich_help_panel=LOOK)
 app.add_typer(cluster.app, name="cluster", rich_help_panel=LOOK)
 app.command(rich_help_panel=RUN)(command(processes.server))
 app.command(rich_help_panel=RUN)(command(processes.coordinator))
+app.command(rich_help_panel=RUN)(command(reader.reader))
+app.command(rich_help_panel=RUN)(command(publish))
 app.command(rich_help_panel=RUN)(command(certificates))
 
 

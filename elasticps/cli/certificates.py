@@ -12,7 +12,7 @@ from coordinator.core.url import TlsFiles
 from elasticps.cli.output import err, out, print_json
 from elasticps.errors import ConfigError
 from elasticps.security.authority import LEAF_DAYS, Authority
-from elasticps.security.identity import ANY, Identity, Role
+from elasticps.security.identity import ANY, OF_APPLICATIONS, Identity
 
 
 def certificates(
@@ -20,7 +20,8 @@ def certificates(
     identities: Annotated[
         list[str] | None,
         typer.Argument(
-            help="CLUSTER/server/NAME, CLUSTER/coordinator/NAME, CLUSTER/worker/APP/NAME or CLUSTER/operator/NAME; "
+            help="CLUSTER/server/NAME, CLUSTER/coordinator/NAME, CLUSTER/worker/APP/NAME, "
+            "CLUSTER/reader/APP/NAME or CLUSTER/operator/NAME; "
             "'*' for any NAME or APP.",
             show_default=False,
         ),
@@ -68,7 +69,7 @@ def certificates(
         return
     if new:
         err.print(f"a new authority: {authority.ca}", markup=False, soft_wrap=True)
-    apps = sorted({one.app for one in requested if one.role is Role.WORKER} - {DEFAULT_APP, ANY})
+    apps = sorted({one.app for one in requested if one.role in OF_APPLICATIONS} - {DEFAULT_APP, ANY})
     for app in apps:
         err.print(f"etcd has to know application {app}: `elasticps cluster protect --app {app}`", markup=False)
     for name, files in made.items():

@@ -25,6 +25,7 @@ from coordinator.core.url import parse
 from coordinator.core.view import ServerInfo, View
 from coordinator.trouble import find_lost_view, find_trouble
 from elasticps.admin import fetch_status
+from elasticps.admin.attached_readers import merge_readers
 from elasticps.cli import hot as hottest
 from elasticps.cli.local import target
 from elasticps.cli.options import Json, Name, Url
@@ -145,6 +146,7 @@ async def look(url: str, timeout_s: float, before: dict[str, Any] | None = None)
         "ranges_moving": int(((view.joining >= 0) & (view.chains >= 0).all(axis=1)).sum()) if view else 0,
         "balance": balance(servers, [] if before is None else before["servers"]),
         "servers": servers,
+        "readers": merge_readers(servers),
         "workers": [
             {"id": worker.id, "name": worker.name, "incarnation": worker.incarnation, "app": worker.app}
             for worker in (roster.workers if roster else ())
@@ -192,7 +194,7 @@ async def _ask(
     server: ServerInfo, view: View | None, limit: asyncio.Semaphore, timeout_s: float, credentials: Credentials | None
 ) -> dict[str, Any]:
     index = view.index(server.name) if view is not None else -1
-    from_view = {
+    from_view: dict[str, Any] = {
         "id": server.name,
         "pid": None,
         "address": server.address,
@@ -205,6 +207,7 @@ async def _ask(
         "rows": None,
         "bytes": None,
         "log_bytes": None,
+        "readers": [],
         "memory_used": None,
         "memory_mark": None,
         "memory_limit": None,
@@ -287,7 +290,15 @@ def _render(found: dict[str, Any]) -> Group:
     workers = ", ".join(f"{worker['name']} (id {worker['id']})" for worker in found["workers"]) or "none"
     silent = [Text(f"{server['id']}: {server['error']}", style="red") for server in found["servers"] if server["error"]]
     drains = [Text(f"{s['id']} drains: {s['waits_for']}", style="cyan") for s in found["servers"] if s["waits_for"]]
-    return Group(head, table, *lines, *drains, *_fullness(found["servers"]), Text(f"workers: {workers}"), *silent)
+    texts = [*lines, *drains, *_fullness(found["servers"]), Text(f"workers: {workers}")]
+    if found["readers"]:
+        texts.append(Text(f"readers: {', '.join(map(_reader, found['readers']))}"))
+    return Group(head, table, *texts, *silent)
+
+
+def _reader(reader: dict[str, Any]) -> str:
+    age = "reads all rows" if reader["age_s"] is None else f"{reader['age_s']:.3f} s old"
+    return f"{reader['name']} ({age})"
 
 
 def _fullness(servers: Sequence[dict[str, Any]]) -> Iterator[Text]:

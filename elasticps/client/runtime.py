@@ -131,6 +131,10 @@ class Runtime:
     monotonic: Callable[[], float] = staticmethod(time.monotonic)
     """Seconds, never going back."""
 
+    def wall(self) -> float:
+        """Seconds since 1970."""
+        return time.time()
+
     def sleep(self, seconds: float) -> None:
         """Lets others go on for so long."""
         time.sleep(seconds)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from coordinator.core.url import TlsFiles, parse
 from elasticps.security.authority import Authority
-from elasticps.security.identity import ANY, Identity, Role
+from elasticps.security.identity import ANY, OF_APPLICATIONS, Identity, Role
 from elasticps.security.rights import protect
 from elasticps.system import background
 
@@ -59,5 +59,5 @@ def url_of(url: str, folder: Path, role: Role, name: str = ANY) -> str:
     found = parse(url)
     if not (folder / _FOLDER).exists():
         return url
-    identity = Identity(found.cluster, role, name, ANY if role is Role.WORKER else "")
+    identity = Identity(found.cluster, role, name, ANY if role in OF_APPLICATIONS else "")
     return str(replace(found, tls=Authority(folder / _FOLDER).issue(identity)))

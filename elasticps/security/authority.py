@@ -29,7 +29,7 @@ from coordinator.core.names import DEFAULT_APP
 from coordinator.core.url import TlsFiles, parse
 from coordinator.etcd_rights import ROOT
 from elasticps.errors import ConfigError
-from elasticps.security.identity import ANY, Identity, Role, host_name
+from elasticps.security.identity import ANY, OF_APPLICATIONS, Identity, Role, host_name
 from elasticps.security.rights import protect
 from elasticps.system import background, temporary
 
@@ -94,28 +94,30 @@ class Authority:
     def issue(self, identity: Identity, *, days: float = LEAF_DAYS) -> TlsFiles:
         """A new key and certificate; replaces those that were made before, be it for another identity: see `check`."""
         names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(str(identity))]
-        if identity.role is Role.SERVER:
-            names.append(x509.DNSName(host_name(identity.cluster)))
-        files = self._sign(_stem(identity), identity.common_name, names, days, serves=identity.role is Role.SERVER)
-        if identity.role is Role.WORKER and identity.app not in (DEFAULT_APP, ANY):
+        serves = identity.role in (Role.SERVER, Role.READER)
+        if serves:
+            names.append(x509.DNSName(host_name(identity.cluster, identity.role)))
+        files = self._sign(_stem(identity), identity.common_name, names, days, serves=serves)
+        if identity.role in OF_APPLICATIONS and identity.app not in (DEFAULT_APP, ANY):
             self._admit(identity)
         return files
 
     def follow(self, url: str) -> None:
         """Notes the etcd, by its cluster's URL without certificates, that is to learn at once of each application whose
-        workers get a certificate; without one `elasticps cluster protect` says it."""
+        workers or readers get a certificate; without one `elasticps cluster protect` says it."""
         (self.folder / _ETCD_URL).write_text(url)
 
     def applications(self) -> set[str]:
-        """The applications whose workers have certificates here."""
+        """The applications whose workers or readers have certificates here."""
         found = set()
-        for file in self.folder.glob(f"{Role.WORKER}-*.crt"):
-            with suppress(ValueError):  # somebody else's
-                found.add(Identity.parse(_holder(file)).app)
+        for role in OF_APPLICATIONS:
+            for file in self.folder.glob(f"{role}-*.crt"):
+                with suppress(ValueError):  # somebody else's
+                    found.add(Identity.parse(_holder(file)).app)
         return found - {ANY}
 
     def _admit(self, identity: Identity) -> None:
-        """Lets the etcd that follows this authority know the application of a worker."""
+        """Lets the etcd that follows this authority know the application of a worker or reader."""
         try:
             url = parse((self.folder / _ETCD_URL).read_text())
         except FileNotFoundError:

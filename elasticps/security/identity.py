@@ -5,6 +5,7 @@ An identity is the one URI in a certificate's subject alternative names:
     spiffe://elasticps/<cluster>/server/<name>
     spiffe://elasticps/<cluster>/coordinator/<name>
     spiffe://elasticps/<cluster>/worker/<app>/<name>
+    spiffe://elasticps/<cluster>/reader/<app>/<name>
     spiffe://elasticps/<cluster>/operator/<name>
 
 `*` in place of a name, or of an application, stands for each of them: for one certificate that several processes share,
@@ -32,7 +33,12 @@ class Role(enum.StrEnum):
     SERVER = "server"
     COORDINATOR = "coordinator"
     WORKER = "worker"
+    READER = "reader"
     OPERATOR = "operator"
+
+
+OF_APPLICATIONS = (Role.WORKER, Role.READER)
+"""Roles that belong to an application."""
 
 
 class Act(enum.Enum):
@@ -42,6 +48,7 @@ class Act(enum.Enum):
     CHANGE = enum.auto()  # whatever writes, be it an audit's mark in the logs
     CUT = enum.auto()  # take a checkpoint, or bring one back
     TRAIN = enum.auto()
+    READ = enum.auto()  # follow rows
     REPLICATE = enum.auto()
     LEAD = enum.auto()
 
@@ -49,7 +56,8 @@ class Act(enum.Enum):
 _MAY = {
     Role.SERVER: {Act.LOOK, Act.REPLICATE},
     Role.COORDINATOR: {Act.LOOK, Act.LEAD, Act.CUT},
-    Role.WORKER: {Act.LOOK, Act.TRAIN},
+    Role.WORKER: {Act.LOOK, Act.TRAIN, Act.READ},
+    Role.READER: {Act.LOOK, Act.READ},
     Role.OPERATOR: {Act.LOOK, Act.CHANGE, Act.CUT},
 }
 
@@ -60,7 +68,7 @@ class NotAuthorised(Exception):
 
 @dataclass(frozen=True)
 class Identity:
-    """The identity of a certificate's holder; `app` for workers only. Raises ValueError for impossible names."""
+    """The identity of a certificate's holder; `app` for workers and readers only. ValueError for impossible names."""
 
     cluster: str
     role: Role
@@ -69,10 +77,13 @@ class Identity:
 
     def __post_init__(self) -> None:
         check_name("cluster", self.cluster)
-        for what, name in ((self.role, self.name), *([("application", self.app)] if self.role is Role.WORKER else [])):
+        for what, name in (
+            (self.role, self.name),
+            *([("application", self.app)] if self.role in OF_APPLICATIONS else []),
+        ):
             if name != ANY:
                 check_name(what, name)
-        if self.app and self.role is not Role.WORKER:
+        if self.app and self.role not in OF_APPLICATIONS:
             raise ValueError(f"a {self.role} belongs to no application")
 
     def __str__(self) -> str:
@@ -84,14 +95,14 @@ class Identity:
         cluster, _, rest = uri.removeprefix(_PREFIX).partition("/")
         role, _, names = rest.partition("/")
         app, _, name = names.rpartition("/")
-        if not uri.startswith(_PREFIX) or role not in set(Role) or bool(app) != (role == Role.WORKER):
+        if not uri.startswith(_PREFIX) or role not in set(Role) or bool(app) != (role in OF_APPLICATIONS):
             raise ValueError(f"{uri!r} is no identity of elasticps, such as {_PREFIX}train/server/s0")
         return cls(cluster, Role(role), name, app)
 
     @property
     def common_name(self) -> str:
-        """Of a certificate: etcd takes it for the user. Role and cluster, and a worker's application if it is not the
-        default one, whatever the name is; where that is too long, its beginning and a digest, as clusters whose names
+        """Of a certificate: etcd takes it for the user. Role and cluster, and an application if it is not the default
+        one, whatever the name is; where that is too long, its beginning and a digest, as clusters whose names
         begin alike are not to be one user."""
         app = f":{self.app}" if self.app not in ("", DEFAULT_APP) else ""
         whole = f"{self.role}.{self.cluster}{app}"
@@ -105,8 +116,9 @@ class Identity:
         return act in _MAY[self.role]
 
     def covers(self, role: Role, name: str, app: str = "") -> bool:
-        """Whether the holder is that server, coordinator, worker or operator."""
-        return self.role is role and self.name in (ANY, name) and (self.app in (ANY, app) or role is not Role.WORKER)
+        """Whether the holder is that server, coordinator, worker, reader or operator."""
+        ours = role not in OF_APPLICATIONS or self.app in (ANY, app)
+        return self.role is role and self.name in (ANY, name) and ours
 
     def require(self, cluster: str, role: Role, name: str, app: str = "") -> None:
         """NotAuthorised unless the holder is that one, whatever it calls itself. Certificates name a cluster, and not
@@ -117,12 +129,13 @@ class Identity:
 
 
 def _uri(cluster: str, role: Role, name: str, app: str) -> str:
-    return f"{_PREFIX}{cluster}/{role}/{f'{app}/' if role is Role.WORKER else ''}{name}"
+    return f"{_PREFIX}{cluster}/{role}/{f'{app}/' if role in OF_APPLICATIONS else ''}{name}"
 
 
-def host_name(cluster: str) -> str:
-    """The DNS name of every server of a cluster: gRPC looks for one in a certificate, never for a URI."""
-    return f"{Role.SERVER}.{cluster}.elasticps"
+def host_name(cluster: str, role: Role = Role.SERVER) -> str:
+    """The DNS name of every server, or every reader, of a cluster: gRPC looks for one in a certificate, never for a
+    URI."""
+    return f"{role}.{cluster}.elasticps"
 
 
 def identity_among(uris: Sequence[str]) -> Identity:

@@ -37,12 +37,13 @@ there counts for nothing, only the revision of the write."""
 
 def writers(cluster: str, apps: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """What each user of etcd may write: prefixes of keys by the users' names. The workers' users are one for each of
-    these applications, and one for certificates of all applications."""
+    these applications, and one for certificates of all applications; so are the readers', who write nothing."""
     found = {Identity(cluster, role, ANY).common_name: prefixes for role, prefixes in WRITES.items()}
     for app in apps:
         user = Identity(cluster, Role.WORKER, ANY, app).common_name
         below = "" if app == ANY else f"{app}/"
         found[user] = (NUMBERS, *(prefix + below for prefix in WORKERS_WRITE))
+        found[Identity(cluster, Role.READER, ANY, app).common_name] = ()
     return found
 
 

@@ -15,6 +15,7 @@ from elasticps.server.roles.cuts import CutHandler
 from elasticps.server.roles.executor import COUNTED
 from elasticps.server.roles.handshake import HelloHandler
 from elasticps.server.roles.hot_keys import HotKeys
+from elasticps.server.roles.readers import ReaderFeeds
 from elasticps.server.roles.restoring import Restorer
 from elasticps.server.roles.snapshots import SnapshotSender
 from elasticps.server.roles.worker_activity import WorkerActivity
@@ -40,28 +41,29 @@ class Measured(Protocol):
 
 class ServerAdmin:
     """The `AdminInterface` of a server. measured: durations of requests, if they are measured. parked: counts requests
-    that wait for steps of workers."""
+    that wait for steps of workers; readers: those that are attached, set once these are fed."""
 
     measured: Measured | None = None
+    readers: ReaderFeeds | None = None
 
     def __init__(
         self, context: Context, parked: Callable[[], int], snapshots: SnapshotSender, headroom: Headroom,
         handshake: HelloHandler, cuts: CutHandler, activity: WorkerActivity, restoring: Restorer,
     ) -> None:  # fmt: skip
-        self.me = context.me
-        self._serving = context.serving
-        self._executor = context.executor
-        self._path = context.path
-        self._notifier = context.notifier
-        self._parked = parked
-        self._snapshots = snapshots
-        self._headroom = headroom
-        self._handshake = handshake
-        self.cuts = cuts
-        self._activity = activity
-        self.restoring = restoring
-        self._clock = context.clock
-        self._started_s = self._clock()
+        self.me = context.me  # this server
+        self._serving = context.serving  # its ranges and view
+        self._executor = context.executor  # its rows and replicas
+        self._path = context.path  # counts frames
+        self._notifier = context.notifier  # counts refusals
+        self._parked = parked  # pulls that wait
+        self._snapshots = snapshots  # rows sent to joiners
+        self._headroom = headroom  # of memory
+        self._handshake = handshake  # connections
+        self.cuts = cuts  # of checkpoints
+        self._activity = activity  # of workers
+        self.restoring = restoring  # from checkpoints
+        self._clock = context.clock  # seconds
+        self._started_s = self._clock()  # when this began
 
     @property
     def epoch(self) -> int:
@@ -114,6 +116,7 @@ class ServerAdmin:
             "tables": len(store.live),
             "uptime_s": self._clock() - self._started_s,
             "leader_clock": self._handshake.leader_wall_s(),
+            "readers": [] if self.readers is None else self.readers.describe(),
         }
 
     def activity(self) -> dict[str, Any]:

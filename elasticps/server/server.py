@@ -40,6 +40,7 @@ from elasticps.server.roles.memory_limit import MemoryLimit
 from elasticps.server.roles.participation import ParticipationHandler
 from elasticps.server.roles.pulls import PullHandler
 from elasticps.server.roles.pushes import PushHandler
+from elasticps.server.roles.readers import JOURNAL_WORDS, ReaderFeeds
 from elasticps.server.roles.reductions import ReduceHandler
 from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.server.roles.restoring import BUFFER_BYTES, Restorer
@@ -139,16 +140,19 @@ class Server:
         self.worker = PeerKind(handlers, *forget, rest=self.pulls.rest)  # frames of workers
         handlers = {**self.links.handlers, **self.memory.handlers, **self.held.handlers, **updates.handlers}
         self.peer = PeerKind(handlers, self.links.lost)  # frames of other replicas
+        self.readers = ReaderFeeds(context, options.wall, memory.share(8 * JOURNAL_WORDS) // 8)  # send readers changes
+        reader = PeerKind({**self.readers.handlers, **self.held.handlers}, self.readers.forget)
         rounds = PeerKind({Kind.ROUND_CLOSE: self._barrier.close, **updates.handlers}, self._barrier.forget)
         # Knows all connections, and gives each its kind of peer.
         self.handshake = HelloHandler(
             context,
             self.links,
             self.leaders,
-            PeerKinds(self.worker, self.peer, rounds),
+            PeerKinds(self.worker, self.peer, rounds, reader),
             (cuts.greet,),
             options.connections,
         )
+        self.handshake.feed(self.readers.add)
         # Answers the admin service.
         self.admin = ServerAdmin(
             context,
@@ -160,11 +164,17 @@ class Server:
             activity,
             self.restoring,
         )
+        self.admin.readers = self.readers
         self.stall_detector = StallDetector(clock, executor)  # notices that this process was stopped
         self.fast.connect(
-            self.links.link, self.pulls.changed, self.last_served.mark, executor.note_shard,
+            self.links.link, self._changed, self.last_served.mark, executor.note_shard,
             self.stall_detector.look,
         )  # fmt: skip
+
+    def _changed(self) -> None:
+        """Something was applied or acknowledged."""
+        self.pulls.changed()
+        self.readers.changed()
 
     # --- connections ------------------------------------------------------------------------------------------------
 
@@ -207,6 +217,7 @@ class Server:
         self.executor.perform(self.replica.adopt, view.as_chains)
         self.leaders.adopt(view)
         self.round_links.adopt(view)
+        self.readers.adopted()
         self._barrier.adopt(view)
         self.delay.adopt(view)
         log.info("adopted", epoch=view.epoch, headed=len(serving.headed), reason=view.reason)
@@ -246,6 +257,7 @@ class Server:
         self.registered.look_for_owners()
         self.handshake.tick()
         self.sweeper.tick()
+        self.readers.tick()
 
     def _recheck_waiting(self) -> None:
         """Handles again what waits for a view, a roster, tables, other workers or time."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from elasticps.model.policies import half_life_of
 from elasticps.model.spec import Assign, Init, TableSpec
 from elasticps.store.admission import check_sketch
 from elasticps.store.cuts import PassedCuts
+from elasticps.store.journal import Journal
 from elasticps.store.memory import Allocator
 from elasticps.store.table import Table
 
@@ -29,6 +30,8 @@ class Store:
     was, as packed bits, the lowest first. new: live tables made since somebody has emptied it. changed: ids of tables
     that were made, dropped or given an owner since somebody has emptied it. unowned: live tables whose application is
     not known. times: cluster time of each range in seconds, int64 [ranges], 0 where none was logged.
+    journal: of changed keys, while readers follow; see `keep_journal`. on_gap: hears of ranges whose rows come from
+    elsewhere, or go, without operations.
     """
 
     def __init__(self, ranges: int) -> None:
@@ -43,6 +46,8 @@ class Store:
         self._apps: dict[int, str] = {}
         self.cuts = PassedCuts(ranges)
         self.times = np.zeros(ranges, np.int64)
+        self.journal: Journal | None = None
+        self.on_gap: Callable[[NDArray[np.int64]], None] = lambda ranges: None
         self._memory = Allocator()
 
     def create(self, spec: TableSpec, table_id: int, app: str = "") -> Table:
@@ -53,6 +58,7 @@ class Store:
         if table is None:
             table = self.tables[table_id] = Table(spec, table_id, self.ranges, self._memory, self.cuts, self.times)
             table.dropped = table_id in self.dropped
+            table.journal = self.journal
             table.app = app or self._apps.get(table_id, "")
             if not table.dropped:
                 self.live[table_id] = table
@@ -72,6 +78,17 @@ class Store:
             self.unowned.discard(table_id)
         else:
             self.unowned.add(table_id)
+
+    def keep_journal(self, journal: Journal | None) -> None:
+        """From now on the keys of all that changes go into a journal; None: no more."""
+        self.journal = journal
+        for table in self.tables.values():
+            table.journal = journal
+
+    def note_changed(self, table_id: int, keys: NDArray[np.int64]) -> None:
+        """Rows of these keys have changed, or are new."""
+        if self.journal is not None:
+            self.journal.note(table_id, keys)
 
     def belong(self, apps: Mapping[int, str]) -> None:
         """Sets the owners of tables, by id. A table whose owner is known keeps it."""
@@ -165,6 +182,7 @@ class Store:
 
     def load_cut(self, r: int, cut: int, base: int) -> None:
         """Range r, of which a part is about to arrive, has come so far where that was taken."""
+        self.on_gap(np.array([r]))
         self._set_cuts(np.array([r], np.int64), cut, base)
 
     def _set_cuts(self, ranges: NDArray[np.int64], cut: int, base: int) -> None:
@@ -195,6 +213,7 @@ class Store:
 
     def erase(self, ranges: NDArray[np.int64]) -> None:
         """Forgets everything about ranges that are not here any more."""
+        self.on_gap(ranges)
         others = ~self._bits(ranges)
         for gone in self.dropped.values():
             gone &= others

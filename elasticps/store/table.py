@@ -17,6 +17,7 @@ from elasticps.store.codec import Codec
 from elasticps.store.corrections import constants_of
 from elasticps.store.cuts import Deletions, PassedCuts
 from elasticps.store.eviction import Predicate, Sweep
+from elasticps.store.journal import Journal
 from elasticps.store.lifecycle import Lifecycle
 from elasticps.store.memory import Allocator
 from elasticps.store.registry import load_kernels, update_kernel
@@ -53,6 +54,7 @@ class Table:
         self.row_bytes = row.stride + index.GROWN_BYTES  # what making a row takes, its share of the index included
         self.deletions = Deletions(ranges)  # keys of deleted rows, for increments
         self.retained: RetainedRows | None = None  # rows as a cut had them, while it is being written
+        self.journal: Journal | None = None  # of changed keys, while readers follow
         self._cuts = cuts or PassedCuts(ranges)  # of the store: what stamps count from
         self._update = update_kernel(spec.optimizer)  # the compiled step
         self._dim, self._step_floats = spec.dim, spec.optimizer.step_floats  # of a row; that come with a step
@@ -162,6 +164,11 @@ class Table:
         self._update(self._header, keys, grads, step_values, rows, mode)
 
     @property
+    def header(self) -> NDArray[np.int64]:
+        """The table's state, for kernels: see `native`."""
+        return self._header
+
+    @property
     def header_address(self) -> int:
         """Where the table's state lies, for kernels that are not called from here."""
         return int(self._header.ctypes.data)
@@ -244,6 +251,8 @@ class Table:
         """Forgets the rows of keys [n], each of which has one, and comes once."""
         self._find_to_change(keys, self._scratch_rows(len(keys)))
         index.remove(self._header, keys)
+        if self.journal is not None:
+            self.journal.note(self.table_id, keys)
         self._memory.with_holes.add(self.table_id)
         if not self._header[field.H_ROWS]:
             self._release_rows()

@@ -40,7 +40,7 @@ T = TypeVar("T")
 class Kind(IntEnum):
     """Frame kinds: requests of workers below 16 and from 48 on, what replicas say to each other from 16 on, what
     workers say unasked from 32 on, answers and what servers say unasked from 64 on, what heads say to each other of
-    synchronous rounds from 85 on."""
+    synchronous rounds from 85 on, what readers and servers say to each other from 95 on."""
 
     HELLO = 1
     CREATE = 2
@@ -92,6 +92,12 @@ class Kind(IntEnum):
     NEWER_VIEW = 91
     UNCHANGED = 92
     RELEASED = 93
+    SUBSCRIBE = 95
+    SUBSCRIBED = 96
+    WINDOW = 97
+    WINDOW_ACK = 98
+    READ_RANGE = 99
+    RANGE_ROWS = 100
 
 
 LAST = 1  # PUSH: the step's last part, it ticks the clock. ROWS: the answer's last chunk. JOIN, HELD: see headers

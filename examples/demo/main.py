@@ -31,6 +31,7 @@ from examples.demo.faults import DemoCheckpoints, LossWatch, choose_victim, kill
 from examples.demo.processes import ChildEvent, Children
 from examples.demo.report import AGREE, AuditAnswer, Evaluation, Kill, Moment, Report, Run, longest_pause
 from examples.demo.screen import Screen
+from examples.demo.serving import AgeWatch
 
 if TYPE_CHECKING:
     from coordinator.core.view import View
@@ -166,6 +167,7 @@ class _Demo:
         self._ranges: list[tuple[float, dict[str, int]]] = []  # time of day
         self._view: View | None = None  # the newest
         self._audit = AuditAnswer()  # of the replicas, at the end
+        self._ages = AgeWatch()  # of a reader beside
         self._workers = [f"w{i}" for i in range(options.workers)]  # names
         self._evaluations = Evaluations(self._workers)  # requested and not answered
         self._timeline: list[tuple[float, str, str]] = []  # times of day
@@ -198,7 +200,7 @@ class _Demo:
         timeline = [Moment(t - began, text, kind) for t, text, kind in self._timeline]
         kill = self._kill if self._kill is not None and self._kill.server else None
         ranges = [(max(0.0, t - began), held) for t, held in self._ranges]
-        return Report(settings, through_servers, reference, timeline, self._audit, kill, ranges)
+        return Report(settings, through_servers, reference, timeline, self._audit, kill, ranges, self._ages.summary())
 
     def _note(self, text: str, *, at: float | None = None, kind: str = "phase") -> None:
         self._timeline.append((time.time() if at is None else at, text, kind))
@@ -237,6 +239,7 @@ class _Demo:
     def _follow(self) -> None:
         self._operator = self._page_stack.enter_context(OperatorClient(self._cluster.operator_url))
         self._operator.on_view(self._keep)
+        self._page_stack.enter_context(self._ages.follow(self._cluster.url))
 
     def _keep(self, view: View) -> None:
         self._view = view

@@ -15,6 +15,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from elasticps.admin.audit import AuditReport
+    from examples.demo.serving import ServedAges
 
 AGREE = 0.01  # largest difference between the two AUCs
 BIN_S = 0.1  # of throughput
@@ -133,6 +134,7 @@ class Report:
     audit: AuditAnswer
     kill: Kill | None = None
     ranges: list[tuple[float, dict[str, int]]] = field(default_factory=list)  # (t, ranges that each server holds)
+    served: ServedAges | None = None  # how old a reader's rows were beside
 
     @property
     def difference(self) -> float:
@@ -158,6 +160,7 @@ class Report:
             "agrees": self.agrees,
             "kill": None if self.kill is None else asdict(self.kill),
             "audit": asdict(self.audit),
+            "served": None if self.served is None else asdict(self.served),
             "timeline": [asdict(moment) for moment in self.timeline],
             "ranges": self.ranges,
             "elasticps": run(self.servers),
@@ -190,6 +193,8 @@ class Report:
     def story(self) -> list[str]:
         """What became of the killed server's ranges, and what the audit said, a line each."""
         lines = [f"audit: {self.audit}"]
+        if self.served is not None:
+            lines.append(f"a reader beside: {self.served}")
         if self.kill is not None:
             k = self.kill
             lines.insert(0, f"{k.server} was killed after {k.t:.1f} s: {recovery(k)}")

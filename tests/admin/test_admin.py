@@ -48,6 +48,7 @@ STATUS: dict[str, Any] = {
     "memory_mark": 1 << 36,
     "memory_limit": 1 << 37,
     "leader_clock": 1.5e9,
+    "readers": [{"name": "r0", "app": "default", "age_s": 0.5, "unread_bytes": 100}],
 }
 
 

@@ -113,6 +113,7 @@ def status(name: str, incarnation: int, epoch: int, pushes: int) -> dict[str, An
         "rows": 1000, "bytes": 1 << 20, "connections": 2, "pushes": pushes, "pulls": 2 * pushes,
         "rows_pushed": 10 * pushes, "rows_pulled": 20 * pushes, "refused": 0, "parked": 1, "tables": 1, "uptime_s": 9.0,
         "log_bytes": 4096, "sent_bytes": 0, "memory_used": 1 << 28, "memory_mark": 1 << 30, "memory_limit": 5 << 28,
+        "readers": [{"name": "r0", "app": "default", "age_s": 0.02, "unread_bytes": 0}],
     }  # fmt: skip
     return {"id": name, "incarnation": incarnation, "epoch": epoch, "state": "serving", "pid": 1, **figures}
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from coordinator.core.keys import DRAINS, ELECTION, NEWEST_CHECKPOINT, ROSTER, SERVERS, VIEW
 from coordinator.core.store import Entry, Listing, Reset
 from coordinator.core.view import Roster, WorkerInfo
+from elasticps.admin.attached_readers import merge_readers
 from elasticps.dashboard.core.history import History
 from elasticps.dashboard.core.samples import CLUSTER_COLUMNS, SERVER_COLUMNS, percentile
 from elasticps.dashboard.core.tables import TableStates
@@ -68,6 +69,18 @@ def test_a_lost_server_is_shown_until_it_comes_back() -> None:
     scene.plan()
     assert server(scene, "s1")["state"] == "filling"
     assert server(scene, "s1")["peak"] == server(scene, "s1")["joining"] > 0
+
+
+def test_a_reader_is_as_old_as_its_oldest_server() -> None:
+    def servers(*ages: tuple[str, float]) -> list[dict[str, Any]]:
+        return [
+            {"readers": [{"name": name, "app": "default", "age_s": age_s, "unread_bytes": 5}]} for name, age_s in ages
+        ]
+
+    merged = merge_readers([*servers(("r1", 0.5), ("r1", 2.0), ("r0", 1.0)), {}])
+    assert [(one["name"], one["age_s"], one["unread_bytes"]) for one in merged] == [("r0", 1.0, 5), ("r1", 2.0, 10)]
+    (new,) = merge_readers(servers(("r0", 1.0), ("r0", -1.0), ("r0", 3.0)))
+    assert new["age_s"] is None
 
 
 def test_a_drained_server_is_not_lost() -> None:

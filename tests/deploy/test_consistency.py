@@ -16,7 +16,7 @@ from coordinator.core.url import parse
 from coordinator.core.view import ClusterConfig
 from coordinator.etcd_rights import ROOT
 from elasticps.cli.app import app
-from elasticps.security.identity import host_name, identity_among
+from elasticps.security.identity import Role, host_name, identity_among
 from tests.deploy.manifests import (
     BUILDS,
     CLUSTERS,
@@ -88,11 +88,17 @@ def test_each_variable_is_defined_before_it_is_used(build: str, each: Workload) 
         expanded(text, variables)
 
 
+def scalers_of_servers(build: str) -> list[dict[str, Any]]:
+    """The autoscalers whose target is the servers' StatefulSet."""
+    scalers = of_kind(build, "HorizontalPodAutoscaler")
+    return [each for each in scalers if each["spec"]["scaleTargetRef"]["name"] == "elasticps-server"]
+
+
 @pytest.mark.parametrize("build", CLUSTERS)
 def test_numbers_of_servers_fit_each_other(build: str) -> None:
     coordinator, server = workload(build, "coordinator"), workload(build, "server")
     config = ClusterConfig(*(int(coordinator.flag(name)) for name in ("ranges", "replicas", "min-servers")))
-    scalers = of_kind(build, "HorizontalPodAutoscaler")
+    scalers = scalers_of_servers(build)
     assert len(scalers) == (0 if "replicas" in server.manifest["spec"] else 1)
     least = scalers[0]["spec"]["minReplicas"] if scalers else server.manifest["spec"]["replicas"]
     assert config.replicas < config.min_servers <= least  # one may drain, or die, and every chain stays whole
@@ -108,7 +114,7 @@ def test_times_fit_each_other(build: str) -> None:
         startup, liveness = each.container["startupProbe"], each.container["livenessProbe"]
         assert startup["periodSeconds"] * startup["failureThreshold"] >= float(wait_s) + 30
         assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 60
-    for scaler in of_kind(build, "HorizontalPodAutoscaler"):
+    for scaler in scalers_of_servers(build):
         down = scaler["spec"]["behavior"]["scaleDown"]
         assert down["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 900}]
         assert down["policies"][0]["periodSeconds"] >= drain_s
@@ -246,14 +252,31 @@ def test_monitors_and_the_autoscaler_find_their_targets() -> None:
     build = "overlays/production"
     monitor = named(build, "ServiceMonitor", "elasticps")["spec"]
     services = [m for m in of_kind(build, "Service") if selects(monitor["selector"], m["metadata"]["labels"])]
-    assert {m["metadata"]["name"] for m in services} == {"elasticps-etcd", "elasticps-coordinator", "elasticps-server"}
+    assert {m["metadata"]["name"] for m in services} == {
+        "elasticps-etcd", "elasticps-coordinator", "elasticps-server", "elasticps-reader",
+    }  # fmt: skip
     for service in services:
         assert {e["port"] for e in monitor["endpoints"]} <= {port["name"] for port in service["spec"]["ports"]}
     workers = named(build, "PodMonitor", "elasticps-worker")["spec"]
     assert selects(workers["selector"], EVERYWHERE["worker"].labels)
     assert workers["podMetricsEndpoints"][0]["port"] in EVERYWHERE["worker"].ports
-    target = named(build, "HorizontalPodAutoscaler", "elasticps-server")["spec"]["scaleTargetRef"]
-    assert named(build, target["kind"], target["name"])["apiVersion"] == target["apiVersion"]
+    for name in ("elasticps-server", "elasticps-reader"):
+        target = named(build, "HorizontalPodAutoscaler", name)["spec"]["scaleTargetRef"]
+        scaled = named(build, target["kind"], target["name"])
+        assert scaled["apiVersion"] == target["apiVersion"]
+        assert "replicas" not in scaled["spec"]  # to apply it must not set them back
+
+
+def test_readers_are_ready_by_age_and_an_update_leaves_no_fewer() -> None:
+    reader = workload("overlays/production", "reader")
+    assert reader.ports == {"grpc": int(reader.flag("grpc-port")), "metrics": int(reader.flag("metrics-port"))}
+    assert reader.flag("max-age") == "60s"
+    startup, readiness, liveness = (reader.container[f"{each}Probe"] for each in ("startup", "readiness", "liveness"))
+    assert (startup["httpGet"]["path"], readiness["httpGet"]["path"]) == ("/readyz", "/readyz")
+    assert liveness["httpGet"]["path"] == "/healthz"
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= float(reader.flag("timeout")) + 30
+    assert reader.manifest["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+    assert "--insecure" not in reader.args
 
 
 # --------------------------------------------------------------------------------------------------------- etcd, TLS
@@ -280,7 +303,8 @@ def test_the_url_leads_to_etcd(build: str) -> None:
         assert set(members) <= set(certificates[f"elasticps-etcd-{role}"]["dnsNames"])
     assert {"name": "ETCD_TLS_MIN_VERSION", "value": "TLS1.3"} in etcd.container["env"]
     assert certificates["elasticps-server"]["dnsNames"] == [host_name(url.cluster)]
-    holders = {role: EVERYWHERE[role] for role in ("coordinator", "server", "worker")}
+    assert certificates["elasticps-reader"]["dnsNames"] == [host_name(url.cluster, Role.READER)]
+    holders = {role: EVERYWHERE[role] for role in ("coordinator", "server", "worker", "reader")}
     for role, each in (holders | {"operator": workload("operator", "worker")}).items():
         (mount,) = (m for m in each.container["volumeMounts"] if m["name"] == "identity")
         files = {f"{mount['mountPath']}/{file}" for file in ("ca.crt", "tls.crt", "tls.key")}
@@ -290,7 +314,7 @@ def test_the_url_leads_to_etcd(build: str) -> None:
         identity = identity_among(certificate["uris"])
         assert (identity.cluster, identity.role, identity.name) == (url.cluster, role, "*")
         assert certificate["commonName"] == identity.common_name
-        assert ("server auth" in certificate["usages"]) == (role == "server")
+        assert ("server auth" in certificate["usages"]) == (role in ("server", "reader"))
 
 
 def test_with_tls_a_pod_waits_for_the_secret_that_has_its_certificate(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import promql_parser
 import pytest
 import yaml
@@ -24,7 +25,9 @@ from elasticps.client.cache_batches import CacheUse
 from elasticps.dashboard.core.past import questions
 from elasticps.metrics.client import ClientMetrics
 from elasticps.metrics.cluster import STATES, ClusterMetrics
+from elasticps.metrics.reader import ReaderMetrics
 from elasticps.metrics.server import ServerMetrics
+from elasticps.readers.values import AsOf, ReaderSpec, ReaderStats
 from elasticps.server.options import ServerOptions
 from tests.client.views import view as a_view
 from tests.deploy.manifests import DEPLOY, ROOT, named
@@ -45,6 +48,14 @@ class Session:
         self.info = info
 
 
+class MeasuredReader:
+    cluster, pinned, spec = "c", "", ReaderSpec()
+    as_of = AsOf(1.0, 1, np.zeros(2, np.int64), {})
+
+    def stats(self) -> ReaderStats:
+        return ReaderStats(1, 2, 3, 4, 5, 6, 7, 8, 9, 0.5, (0.1, 0.2))
+
+
 class Client:
     app, cluster, clock, committed = "a", "c", 2, 1
     worker = WorkerInfo(1, "w0", 1, "a")
@@ -63,7 +74,8 @@ async def families() -> list[Any]:
     server.build(session, "c", view.ranges, asyncio.get_running_loop(), ServerOptions())
     cluster._note(Put(Entry(VIEW, view.encode(), 1, 1)))
     cluster._note(Put(Entry(NEWEST_CHECKPOINT, newest(1, 1.0), 1, 1)))
-    return [family for c in (server, cluster, ClientMetrics(Client(view))) for family in c.collect()]
+    collectors = server, cluster, ClientMetrics(Client(view)), ReaderMetrics(MeasuredReader(), "r0")
+    return [family for c in collectors for family in c.collect()]
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,10 @@ ONLY: dict[str, set[Connection]] = {
     "overlays/dev": set(),
     "overlays/production": {
         ("protect", "etcd", "client"),
-        *(("prometheus", component, "metrics") for component in ("etcd", "coordinator", "server", "worker")),
+        ("reader", "etcd", "client"),
+        ("reader", "server", "data"),
+        ("front", "reader", "grpc"),
+        *(("prometheus", component, "metrics") for component in ("etcd", "coordinator", "server", "worker", "reader")),
     },
     "overlays/restored": {("coordinator", "server", "admin")},  # it has servers bring rows back
     "overlays/autoscaled": {("coordinator", "server", "admin")},  # it asks what servers use
@@ -55,6 +58,7 @@ class Pod(NamedTuple):
 PROMETHEUS = Pod({"app": "prometheus"}, {}, "monitoring")
 ELSEWHERE = Pod({}, {}, "somewhere-else")
 STRANGER = Pod({"app": "stranger"}, {})
+FRONT = Pod({"elasticps/reads": "true"}, {}, "somewhere-else")  # a service that asks readers
 
 
 def pods(build: str) -> dict[str, Pod]:
@@ -113,7 +117,7 @@ def _is(expected: dict[str, Any], target: Pod, port: int, protocol: str) -> bool
 @pytest.mark.parametrize("build", CLUSTERS)
 def test_policies_allow_exactly_the_connections_of_the_processes(build: str) -> None:
     there, specs = pods(build), policies(build)
-    sources = there | {"prometheus": PROMETHEUS, "elsewhere": ELSEWHERE, "stranger": STRANGER}
+    sources = there | {"prometheus": PROMETHEUS, "elsewhere": ELSEWHERE, "stranger": STRANGER, "front": FRONT}
     allowed = {
         (source, target, name)
         for source, one in sources.items()

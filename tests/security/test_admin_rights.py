@@ -74,7 +74,7 @@ def test_clients_of_another_cluster_get_no_health(
 ) -> None:
     """Nor takes the places of those who may ask: each that watches has one for as long as it likes."""
     # gRPC looks for the server's name, and the neighbour's own cluster has another one.
-    monkeypatch.setattr("elasticps.admin.client.host_name", lambda cluster: "server.train.elasticps")
+    monkeypatch.setattr("elasticps.admin.client.host_name", lambda cluster, role: "server.train.elasticps")
     neighbour = Credentials(authority.issue(Identity.parse("spiffe://elasticps/prod/worker/ads/w0")), "prod")
 
     async def test() -> None:

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from typer.testing import CliRunner
 
 from coordinator.core.url import TlsFiles, parse
-from elasticps.admin.service import _secured
+from elasticps.admin.service import secured
 from elasticps.cli.app import app
 from elasticps.errors import ConfigError
 from elasticps.security.authority import Authority
@@ -180,7 +180,7 @@ def test_grpc_is_given_certificates_only_when_they_were_replaced(
     monkeypatch.setattr(grpc, "dynamic_ssl_server_credentials", lambda first, newer, **_: (first, newer))
     now = 0.0
     credentials = Credentials(issued(authority, "server/s0"), "train", clock=lambda: now)
-    first, newer = cast(tuple[object, Callable[[], object]], _secured(credentials))
+    first, newer = cast(tuple[object, Callable[[], object]], secured(credentials))
     assert first is not None
     assert newer() is None
     issued(authority, "server/s0", days=3.0)

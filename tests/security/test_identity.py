@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticps.security.identity import Act, Identity, NotAuthorised, Role, identity_among
+from elasticps.security.identity import OF_APPLICATIONS, Act, Identity, NotAuthorised, Role, identity_among
 
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fullmatch=True)
 
 
 @given(names, st.sampled_from(Role), names | st.just("*"), names | st.just("*"))
 def test_an_identity_survives_printing_and_parsing(cluster: str, role: Role, name: str, app: str) -> None:
-    identity = Identity(cluster, role, name, app if role is Role.WORKER else "")
+    identity = Identity(cluster, role, name, app if role in OF_APPLICATIONS else "")
     assert Identity.parse(str(identity)) == identity
 
 
@@ -28,6 +28,7 @@ def test_an_identity_survives_printing_and_parsing(cluster: str, role: Role, nam
         "spiffe://elasticps/train/server/app/s0",
         "spiffe://elasticps/train/worker/w0",
         "spiffe://elasticps/train/worker//w0",
+        "spiffe://elasticps/train/reader/r0",
         "spiffe://elasticps/train/worker/a/b/w0",
         "spiffe://elasticps/train/root/me",
         "spiffe://elasticps/*/server/s0",
@@ -77,15 +78,15 @@ def test_a_workers_identity_must_match_its_certificate(uri: str, right: bool) ->
 
 
 def test_each_role_may_look_and_does_its_own_work_only() -> None:
-    allowed = {
-        role: {act for act in Act if Identity("c", role, "x", "a" * (role is Role.WORKER)).may(act)} for role in Role
-    }
+    identities = {role: Identity("c", role, "x", "a" * (role in OF_APPLICATIONS)) for role in Role}
+    allowed = {role: {act for act in Act if identity.may(act)} for role, identity in identities.items()}
     assert all(Act.LOOK in acts for acts in allowed.values())
     own = {act: [role for role in Role if act in allowed[role]] for act in set(Act) - {Act.LOOK}}
     assert own == {
         Act.CHANGE: [Role.OPERATOR],
         Act.CUT: [Role.COORDINATOR, Role.OPERATOR],
         Act.TRAIN: [Role.WORKER],
+        Act.READ: [Role.WORKER, Role.READER],
         Act.REPLICATE: [Role.SERVER],
         Act.LEAD: [Role.COORDINATOR],
     }
@@ -99,7 +100,7 @@ def test_a_common_name_fits_into_a_certificate() -> None:
 @pytest.mark.parametrize("role", Role)
 def test_clusters_with_long_names_have_common_names_of_their_own(role: Role) -> None:
     """etcd would take the one's processes for the other's."""
-    app = "a" if role is Role.WORKER else ""
+    app = "a" if role in OF_APPLICATIONS else ""
     names = {Identity("c" * 62 + last, role, "x", app).common_name for last in "ab"}
     assert len(names) == 2
     assert all(len(name) <= 64 for name in names)

@@ -218,6 +218,7 @@ class Wires:
                           wall=lambda: self.wall_s),
         )  # fmt: skip
         server.fast.h[H_ENABLED] = self.compiled
+        server.readers.changes.begin()  # a reader is there
         server.follow(Roster(1, tuple(WorkerInfo(w, f"w{w}", 1, "default") for w in workers), "c"))
         self.servers[name] = server
         return server
@@ -301,6 +302,16 @@ class Wires:
                 return
         raise AssertionError("the bytes never come to rest")
 
+    @staticmethod
+    def _changed(server: Server) -> dict[int, list[int]]:
+        """The keys that a server has noted for readers, by table: in what portions depends on who notes them."""
+        found: dict[int, list[int]] = {}
+        journal = server.readers.changes.journal
+        assert journal is not None
+        for table, keys in journal.entries(0, journal.end):
+            found.setdefault(table, []).extend(keys.tolist())
+        return {table: sorted(keys) for table, keys in found.items()}
+
     def state(self) -> dict[str, Any]:
         """Everything that two runs of a seed must agree on."""
         found: dict[str, Any] = {}
@@ -322,6 +333,6 @@ class Wires:
                 [server.store.words(r) for r in range(RANGES)],
                 {n: t.lifecycle.admitted.tolist() for n, t in server.store.tables.items() if t.lifecycle is not None},
                 server.executor.applied, server.executor.rows_applied, np.flatnonzero(replica.waiting).tolist(),
-                [replica.records.column(r) for r in range(RANGES)],
+                [replica.records.column(r) for r in range(RANGES)], self._changed(server),
             )  # fmt: skip
         return found

@@ -23,6 +23,7 @@ from tests.sim import planted_growth as growth
 from tests.sim import planted_growth_checkpoints as checkpoints
 from tests.sim import planted_push_pull as together
 from tests.sim import planted_ranges as ranges
+from tests.sim import planted_readers as readers
 from tests.sim import planted_retained_copies as retained
 from tests.sim import planted_rounds as rounds
 from tests.sim import planted_shell as shell
@@ -44,6 +45,7 @@ MODULES = (
     growth,
     together,
     ranges,
+    readers,
     retained,
     rounds,
     shell,
@@ -100,6 +102,15 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     delay.wait_for_workers_that_are_gone: ("ghosts", "bounded", 0),
     delay.leave_out_workers_without_a_connection: ("flaps", "bounded", 0),
     delay.start_below_what_is_released: ("calm", "bounded", 1),
+    readers.note_no_deletions: ("calm", "free", 2),
+    readers.show_a_push_that_is_not_committed: ("levels", "free", 6),
+    readers.go_on_from_a_mark_that_is_too_new: ("kills", "free", 0),
+    readers.ignore_the_answer_to_an_older_subscription: ("takers", "free", 0),
+    readers.take_any_states_for_a_moment: ("calm", "free", 7),
+    readers.take_sparse_steps_for_missing_ones_of_home_alone: ("calm", "free", 7),
+    readers.go_on_where_a_reader_was_too_slow: ("moves", "free", 2),
+    readers.show_other_rows_while_it_holds: ("calm", "free", 0),
+    readers.forget_the_rows_of_a_part_that_is_read: ("calm", "free", 0),
     retained.acknowledge_before_the_one_left_is_confirmed: ("suspicions", "free", 36),
     retained.drop_the_copy_that_is_to_be_kept: ("suspicions", "free", 0),
     retained.go_on_with_what_nobody_else_has: ("outcasts", "free", 2),
@@ -316,13 +327,14 @@ ALONE: dict[Patch, tuple[str, str]] = {
 
 
 _FLAGS = {
-    "few": (sparse, announced),
+    "few": (sparse, announced, readers),
     "cuts": (cuts, checkpoints),
     "short": (short,),
     "caches": (caches,),
     "together": (together,),
     "proven": (hints,),
-    "grows": (growth, checkpoints),
+    "grows": (growth, checkpoints, readers),
+    "readers": (readers,),
 }
 """What the stories of modules' bugs have, whatever their seeds."""
 

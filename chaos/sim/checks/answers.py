@@ -9,11 +9,12 @@ from chaos.sim.checks.violation import Violation
 from elasticps.wire.frames import HEADER_BYTES, LAST, MAGIC, Kind
 
 _START = struct.Struct("<IxBHQQ")  # magic, kind, flags, bytes of the body, request
+_LATER = (Kind.ROUND_CLOSE, Kind.SUBSCRIBE, Kind.READ_RANGE)
 _FIRST_OF_REPLICAS, _FIRST_LATER, _FIRST_ANSWER = 16, 48, 64
 
 
 def _asks(kind: int) -> bool:
-    return kind < _FIRST_OF_REPLICAS or _FIRST_LATER <= kind < _FIRST_ANSWER or kind == Kind.ROUND_CLOSE
+    return kind < _FIRST_OF_REPLICAS or _FIRST_LATER <= kind < _FIRST_ANSWER or kind in _LATER
 
 
 class _Stream:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from coordinator.core.view import WorkerInfo
+from elasticps.admin.attached_readers import merge_readers
 from elasticps.dashboard.core.fleet import ServerState
 from elasticps.dashboard.core.history import SERVERS_MAX, History
 
@@ -84,6 +85,7 @@ class Samples:
         self.newest = {
             "t": now,
             "cluster": [_rounded(whole.get(column)) for column in CLUSTER_COLUMNS],
+            "readers": merge_readers(server.status or {} for server in servers.values() if server.answers),
             "servers": {n: [_rounded(row.get(column)) for column in SERVER_COLUMNS] for n, row in rows.items()},
             "workers": {
                 i: [*(clocks.get(i) or _UNKNOWN), *(reports.get(i) or _UNREPORTED)]

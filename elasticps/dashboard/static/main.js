@@ -32,6 +32,7 @@ const heard = {
     charts.add(told.t, whose ? now.columns.server : now.columns.cluster, whose ? told.servers[whose] : told.cluster);
     soon(drawServers);
     soon(drawWorkers);
+    soon(drawReaders);
     if (charts.shown().live) soon(events.draw);
   },
   tables(told) { drawTables(told); },
@@ -137,6 +138,13 @@ function drawWorkers() {
     return [w.name, w.app, ...[w.id, number(at), number(open), number(lag), seconds(step), number(shards),
       hits == null ? "–" : percent(hits), size(nbytes)].map(right)];
   }), "No worker is there.");
+}
+
+function drawReaders() {
+  const readers = now.sample?.readers ?? [];
+  by("readers").hidden = !readers.length;
+  fillTable(bodyOf("readers"), readers.map((r) => [r.name, r.app,
+    ...[r.age_s == null ? "reads all rows" : seconds(r.age_s), size(r.unread_bytes)].map(right)]), "No reader is there.");
 }
 
 function drawTables(told) {

@@ -136,8 +136,9 @@ GROW_ARENA, GROW_ROWS, GROW_SEGMENTS = 0, 1, 2
     H_CHUNK_ADDRESSES,  # int64 [chunks]
     H_AT,  # the connection for which Python has to do something
     H_DECODED,  # float32 [DECODED]: some rows as they are before a table's filters, or after
+    H_JOURNAL,  # header of the journal of changed keys, see store.journal; 0 while no reader is attached
     H_FIELDS,
-) = range(101)
+) = range(102)
 
 ORDER = 4
 PEER, P_CONNECTION, P_FIRST, P_LAST, P_PYTHON = 4, 0, 1, 2, 3  # P_PYTHON: entries that Python holds for this peer

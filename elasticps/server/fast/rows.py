@@ -37,6 +37,7 @@ from elasticps.server.fast.layout import (
     H_FLAGS,
     H_INFO,
     H_INSIDE,
+    H_JOURNAL,
     H_MAKING,
     H_MISSING,
     H_MISSING_COUNT,
@@ -52,7 +53,7 @@ from elasticps.server.fast.layout import (
     T_QUIET,
 )
 from elasticps.server.fast.memory import floats, load64, matrix, store64, words
-from elasticps.store import admission, index, stamps, updates, usage
+from elasticps.store import admission, index, journal, stamps, updates, usage
 from elasticps.store.codec import decode_rows
 from elasticps.store.native import (
     H_ADMITS,
@@ -298,6 +299,8 @@ def apply(h, first, blocks):
             keys, rows = words(keys_at + 8 * first, k), words(rows_at + 8 * first, k)
             grads = matrix(gradients(h, b, first, k), k, header[H_DIM])
             updates.apply(update, header, keys, grads, v, rows, updates.USED)
+        if h[H_JOURNAL] and n:
+            journal.note(h[H_JOURNAL], load64(b + 8 * B_TABLE), keys_at, n)
         h[H_ROWS_APPLIED] += n
         b += 8 * BLOCK
     h[H_APPLIED] += 1

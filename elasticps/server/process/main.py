@@ -44,7 +44,7 @@ from elasticps.server.process.lifecycle import (
 )
 from elasticps.server.process.names import stays, wait_for_name
 from elasticps.server.server import Server
-from elasticps.store import registry
+from elasticps.store import journal, registry
 from elasticps.system.descriptors import connections_for, raise_limit
 from elasticps.system.memory import ENDLESS, Reading, find_limit, make_reader
 
@@ -171,22 +171,26 @@ async def serve(
         log.info("stopping", reason=stop.result())
 
 
+_MODULES = (registry, fast_path, sockets, journal)
+
+
 def warm() -> None:
     """Compiles every kernel of a server, or loads it from the cache: afterwards no frame waits for a compiler."""
     table_store.warm()
     fast_path.warm()
     sockets.warm()
+    journal.warm()
 
 
 def is_warm() -> bool:
     """Whether the cache has all kernels of a server."""
-    return all(compiled(str(module.__file__)) for module in (registry, fast_path, sockets))
+    return all(compiled(str(module.__file__)) for module in _MODULES)
 
 
 def _warm_elsewhere() -> None:
     """Compiles what the cache lacks in a process that ends: a compiler holds some 400 MB, which would count as this
     server's for as long as it runs, and leave no room for rows under a small limit. `warm` reports what fails."""
-    for module in (registry, fast_path, sockets):
+    for module in _MODULES:
         if not compiled(str(module.__file__)):
             announce(str(module.__file__))
             command = [sys.executable, "-c", f"from {__name__} import warm; warm()"]

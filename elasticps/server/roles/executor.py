@@ -263,9 +263,11 @@ class Executor:
         elif operation.kind == OperationKind.INIT:
             for table, keys, values, _ in blocks:
                 tables[table].put_if_absent(keys, values)
+                self.store.note_changed(table, keys)
         elif operation.kind == OperationKind.LOAD:
             for table, keys, values, _ in blocks:
                 tables[table].put(keys, values)
+                self.store.note_changed(table, keys)
                 if tables[table].lifecycle is not None:
                     self._bound_notes(effect, tables[table])
         elif operation.kind == OperationKind.DELETE:
@@ -275,6 +277,7 @@ class Executor:
         else:
             for table, keys, grads, step_values in blocks:
                 self._update(tables[table], keys, grads, step_values, operation)
+                self.store.note_changed(table, keys)
                 self._rows_applied += len(keys)
 
     @staticmethod
@@ -312,6 +315,8 @@ class Executor:
         unfinished = effect.inside or {}
         for r in effect.ranges.tolist():
             self.store.clear(table, r, unfinished.get(r))
+        if self.store.journal is not None:
+            self.store.journal.note_cleared(table, effect.ranges)
 
     def _restore(self, effect: Apply, restored: RestoredRows) -> None:
         r, table = int(effect.ranges[0]), self.store.tables[restored.table]
@@ -322,6 +327,7 @@ class Executor:
             chosen = table.select(keys, bounds)
             keys, rows = keys[chosen], rows[chosen]
         table.load_range(r, keys, rows)
+        self.store.note_changed(restored.table, keys)
 
     def _restore_keys(self, effect: Apply, restored: RestoredKeys) -> None:
         r, table = int(effect.ranges[0]), self.store.tables[restored.table]
@@ -355,6 +361,7 @@ class Executor:
                 step.app, step.clock, step.workers, step.total, effect.ranges, tables
             ):
                 tables[table].apply(keys, grads, values, 0, step.clock)
+                self.store.note_changed(table, keys)
                 self._rows_applied += len(keys)
             for sweep in step.sweeps:  # between two rounds: all workers of one see the same rows
                 self._evict(effect, sweep, [r for r in sweep.ranges if r in closing])

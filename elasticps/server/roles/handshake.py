@@ -22,16 +22,18 @@ from replication.progress import MAX_WORKER
 log = fields.logger(__name__)
 
 MAX_WORKERS = WORKERS_MAX  # their connections, as many as a roster lists, where descriptors allow them
+MAX_READERS = 1024
 MAX_UNKNOWN = 1024  # connections that have not said yet who they are: then the oldest of them goes
 _STARTED_AGAIN = "worker {!r} was started again; this is the older incarnation"
 
 
 class PeerKinds(NamedTuple):
-    """What a worker, another replica, and the head of a group range that announces rounds may send."""
+    """What a worker, another replica, the head of a group range that announces rounds, and a reader may send."""
 
     worker: PeerKind
     replica: PeerKind
     rounds: PeerKind
+    reader: PeerKind
 
 
 class HelloHandler:
@@ -48,8 +50,10 @@ class HelloHandler:
         self._held = context.held  # HELLOs that wait for a newer one
         self._links = links  # take connections of peers
         self._leaders = leaders  # take those of leaders
-        self._worker, self._peer, self._rounds = kinds  # what each may send
+        self._worker, self._peer, self._rounds, self._reader = kinds  # what each may send
         self._greet = greet  # see above
+        self._follow: Callable[[Connection, str], None] = lambda connection, name: None  # set by `feed`
+        self._readers: set[Connection] = set()  # connections of readers
         self._allowed = allowed  # how many workers and unknown peers
         self.connections: dict[Connection, None] = {}  # in the order in which they came
         self._unknown: dict[Connection, None] = {}  # without a HELLO, in the same order
@@ -115,6 +119,7 @@ class HelloHandler:
         """A connection has ended."""
         for those in (self.connections, self._unknown, self._as_workers):
             those.pop(connection, None)
+        self._readers.discard(connection)
         if self._of_worker.get(connection.worker) is connection:
             del self._of_worker[connection.worker]
         name = connection.app, connection.worker_name
@@ -167,18 +172,20 @@ class HelloHandler:
             raise RequestError("cluster", text)
         if "worker" in document:
             self._hello_worker(connection, header, body, document)
-        elif document.get("to") != list(me):
+        elif "reader" not in document and document.get("to") != list(me):
             raise RequestError("incarnation", f"this is {me}, not {document.get('to')}")
         elif "peer" in document:
             self._hello_peer(connection, header, body, document)
         elif "rounds" in document:
             self._hello_rounds(connection, header, body, document)
+        elif "reader" in document:
+            self._hello_reader(connection, header, document)
         elif "leader" in document:
             self._prove(connection, Role.COORDINATOR, document["leader"])
             self._welcome(connection, header, self._leader)
             self._leaders.add(connection)
         else:
-            raise FrameError("a hello says who speaks: a worker, a peer, a head of rounds or a leader")
+            raise FrameError("a hello says who speaks: a worker, a reader, a peer, a head of rounds or a leader")
 
     def _hello_worker(self, connection: Connection, header: Header, body: Body, document: dict[str, Any]) -> None:
         worker, name, app = whole(document["worker"], MAX_WORKER, 1), document.get("name"), document.get("app")
@@ -213,6 +220,26 @@ class HelloHandler:
         self._welcome(connection, header, self._worker)
         for greet in self._greet:
             greet(connection)
+
+    def feed(self, follow: Callable[[Connection, str], None]) -> None:
+        """follow: called with each new connection of a reader, and the reader's name."""
+        self._follow = follow
+
+    def _hello_reader(self, connection: Connection, header: Header, document: dict[str, Any]) -> None:
+        name, app = document.get("reader"), document.get("app")
+        if not (isinstance(name, str) and isinstance(app, str) and 0 < len(name) <= 256 and len(app) <= 256):
+            raise FrameError("a reader's hello gives its name and its app")
+        identity = connection.identity
+        if identity is not None and not (
+            identity.cluster == self._cluster.partition("@")[0] and identity.covers(Role.WORKER, identity.name, app)
+        ):
+            identity.require(self._cluster, Role.READER, name, app)
+        if len(self._readers) >= MAX_READERS:
+            raise FrameError(f"server {self._me.name} already has {MAX_READERS} connections of readers")
+        self._readers.add(connection)
+        connection.app = app
+        self._welcome(connection, header, self._reader)
+        self._follow(connection, name)
 
     def _replace(self, connection: Connection) -> None:
         """Ends an older connection of the same worker. The worker has given it up and repeats its requests on the new

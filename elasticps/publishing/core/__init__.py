@@ -1,0 +1,1 @@
+"""The decisions of publishing: what is written next, and in which form."""

@@ -1,0 +1,151 @@
+"""Rows of a checkpoint, as a reader shows them that is pinned to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.checkpoint import catalog
+from elasticps.checkpoint.contents import Contents
+from elasticps.checkpoint.manifest import Manifest, cut_of, folder_of
+from elasticps.checkpoint.storage import Storage
+from elasticps.client.inputs import checked_keys
+from elasticps.errors import CheckpointError, InputError, UnknownTable
+from elasticps.exchange.checkpoint import weights
+from elasticps.readers.rows import ReaderTable
+from elasticps.readers.values import AsOf
+from elasticps.wire.windows import RowBlock
+from replication.progress import ERASER
+
+if TYPE_CHECKING:
+    from elasticps.readers.values import ReaderSpec
+
+_NONE = np.empty(0, np.int64)
+
+
+class CheckpointName(NamedTuple):
+    """A place of checkpoints, and which one there; None: the newest."""
+
+    url: str
+    cut: int | None
+
+    def __str__(self) -> str:
+        return self.url if self.cut is None else f"{self.url}/{folder_of(self.cut)}"
+
+
+def parse_name(text: str) -> CheckpointName:
+    """Of `URL` or `URL/000042`."""
+    url, _, last = text.rstrip("/").rpartition("/")
+    cut = cut_of(last)
+    return CheckpointName(text, None) if cut is None or not url else CheckpointName(url, cut)
+
+
+def before(name: CheckpointName, shown: CheckpointName | None) -> CheckpointName:
+    """The checkpoint that a roll back goes to: the one that is named; else the newest there that is older than what is
+    shown. Raises CheckpointError if there is none."""
+    if name.cut is not None:
+        return name
+    storage = Storage(name.url)
+    newest = None if shown is None or Storage(shown.url).url != storage.url else shown.cut
+    for cut in reversed(catalog.cuts_of(storage)):
+        if (newest is None or cut < newest) and _readable(storage, cut):
+            return CheckpointName(name.url, cut)
+    raise CheckpointError(f"{storage.url} has no checkpoint{f' before {newest}' if newest else ''} to roll back to")
+
+
+def _readable(storage: Storage, cut: int) -> bool:
+    try:
+        catalog.read(storage, cut)
+    except CheckpointError:
+        return False
+    return True
+
+
+def pull_rows(table: ReaderTable, keys: NDArray[np.int64]) -> NDArray[np.float32]:
+    """The rows of these keys, float32 [n, dim]."""
+    rows = np.empty((len(keys), table.spec.dim), np.float32)
+    table.gather(keys, rows)
+    return rows
+
+
+def pull_whole(table: ReaderTable) -> NDArray[np.float32]:
+    """All of a tensor. Raises InputError for a table."""
+    spec = table.spec
+    if spec.shape is None:
+        raise InputError(f"{spec.name!r} is a table: pull keys of it, int64 [n]")
+    blocks = pull_rows(table, np.arange(spec.blocks, dtype=np.int64))
+    return blocks.reshape(-1)[: spec.size].reshape(spec.shape)
+
+
+class CheckpointRows:
+    """The rows of a reader's tables in one checkpoint, in local memory. Not thread-safe.
+
+    name: of the checkpoint, with its number; as_of: the state of training that it has.
+    """
+
+    def __init__(self, name: CheckpointName, spec: ReaderSpec) -> None:
+        """Reads them all. Raises CheckpointError, UnknownTable for a table that the reader follows and the checkpoint
+        lacks."""
+        storage = Storage(name.url)
+        contents = Contents(storage, catalog.chain(storage, name.cut))
+        manifest = contents.manifest
+        self.name = CheckpointName(name.url, manifest.cut)
+        self.as_of = _as_of(manifest)
+        self.tables: dict[str, ReaderTable] = {}
+        prefix = f"{spec.application}/"
+        there = {each.removeprefix(prefix): one for each, one in manifest.tables.items() if each.startswith(prefix)}
+        chosen = there.keys() if spec.tables is None else spec.tables
+        try:
+            for each in chosen:
+                if each not in there:
+                    raise UnknownTable(
+                        f"checkpoint {self.name} has no table {each!r} of application {spec.application!r}"
+                    )
+                number, described = there[each]
+                table = self.tables[each] = ReaderTable(described, number, manifest.ranges, spec.dtype)
+                for unit in contents.units(number):
+                    for rows in contents.read(unit):
+                        values = table.codec.encode(np.ascontiguousarray(weights(described, rows.rows)))
+                        table.apply(RowBlock(number, np.ascontiguousarray(rows.keys), values, _NONE, _NONE), None)
+        except BaseException:
+            self.close()
+            raise
+
+    def pull(self, keys: Mapping[str, object]) -> dict[str, NDArray[np.float32]]:
+        """As `Reader.pull`."""
+        found = {}
+        for name, named in keys.items():
+            table = self.tables.get(name)
+            if table is None:
+                raise UnknownTable(f"checkpoint {self.name}, which is shown, has no table {name!r}")
+            found[name] = pull_whole(table) if named is None else pull_rows(table, checked_keys(name, named))
+        return found
+
+    @property
+    def rows(self) -> int:
+        """Rows that are here."""
+        return sum(table.rows for table in self.tables.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take."""
+        return sum(table.nbytes for table in self.tables.values())
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        for table in self.tables.values():
+            table.close()
+        self.tables = {}
+
+
+def _as_of(manifest: Manifest) -> AsOf:
+    clocks = {
+        entry.id: np.full(manifest.ranges, entry.clock, np.int64) for entry in manifest.workers.values()
+    } | {
+        worker: np.full(manifest.ranges, clock, np.int64)
+        for worker, clock in manifest.former.items() if worker < ERASER
+    }  # fmt: skip
+    return AsOf(manifest.time, 0, np.full(manifest.ranges, -1, np.int64), clocks, held=True)

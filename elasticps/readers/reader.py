@@ -1,0 +1,474 @@
+"""A reader: rows of a cluster's tables in this process, kept as new as its servers send them."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.client.inputs import checked_keys
+from elasticps.client.registry import Registry
+from elasticps.client.runtime import Lock, Runtime
+from elasticps.errors import ConfigError, InputError, Timeout, UnknownTable
+from elasticps.model.spec import TableSpec
+from elasticps.readers.connections import ReaderConnections
+from elasticps.readers.core.clocks import RangeClocks
+from elasticps.readers.core.following import Feed, Wishes
+from elasticps.readers.holding import SEARCH_S, Holding, HoldState
+from elasticps.readers.listeners import Listeners
+from elasticps.readers.rows import ReaderTable, ReaderTables
+from elasticps.readers.values import AsOf, Listener, ReaderSpec, ReaderStats, TableChange
+from elasticps.store.journal import Journal
+from elasticps.wire.frames import Header, Kind
+from elasticps.wire.windows import RangePart, WindowFrame
+
+if TYPE_CHECKING:
+    from elasticps.readers.pinning import CheckpointName, CheckpointRows
+
+Rows = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+HOLD_POLL_S = 0.02
+MEASURED = 1024  # windows whose ages are remembered
+LISTED_ROWS = 1 << 14  # in one part of a listing
+
+
+class Reader:
+    """Rows in local memory that follow training. Made by `reader`; threads may share it, and it is a context manager.
+
+    Without `hold` each row is the newest committed one that has come.
+    """
+
+    def __init__(self, registry: Registry, spec: ReaderSpec, name: str, timeout_s: float) -> None:
+        """Connects, and returns before it has read anything."""
+        self.spec = spec  # what it follows
+        self._registry = registry  # of the cluster
+        runtime = registry.runtime
+        self._lock = runtime.rlock()  # of rows and of what is known of them
+        self._arrived = runtime.condition()  # something has been applied
+        wishes = Wishes(spec.tables, spec.dtype or "", max(1, round(spec.every * 1e3)))
+        # To servers.
+        self._links = ReaderConnections(registry, self._lock, name, spec.application, wishes, timeout_s, self)
+        self._following = self._links.following  # which server for which range
+        self._tables = ReaderTables(self._following.ranges, spec.dtype)  # rows
+        self._clocks = RangeClocks(self._following.ranges)  # of workers, by range
+        # One moment of all ranges.
+        self._holding = Holding(
+            self._following, self._clocks, self._links.subscribe, self._links.handle, spec.buffer_bytes
+        )
+        self._listeners = Listeners(runtime, self._lock)  # who gets each window
+        # Since it began.
+        self._counts = dict.fromkeys(("windows", "window_bytes", "changed", "filled", "pulls", "pulled"), 0)
+        self._ages: deque[float] = deque(maxlen=MEASURED)  # of windows, as they were applied
+        self._pinned: CheckpointRows | None = None  # what pulls show instead
+        self._journal: Journal | None = None  # of changed keys, for readers that follow this one
+        self._hooks: tuple[Callable[[], None], ...] = ()  # called whenever something was applied
+        self._links.start()
+
+    @property
+    def cluster(self) -> str:
+        """The cluster's name."""
+        return self._registry.cluster
+
+    @property
+    def tables(self) -> dict[str, TableSpec]:
+        """The tables that are here, by name."""
+        with self._lock:
+            return {name: table.spec for name, table in self._tables.by_name.items()}
+
+    @property
+    def age(self) -> float:
+        """Seconds since the state that the oldest range shows was read at its server; infinite before the first."""
+        oldest = int(self._following.time_us.min())
+        return max(0.0, self._registry.runtime.wall() - oldest / 1e6) if oldest else float("inf")
+
+    @property
+    def as_of(self) -> AsOf:
+        """How far it has come: vector clock, positions and time of what is shown."""
+        with self._lock:
+            return self._followed() if self._pinned is None else self._pinned.as_of
+
+    def _followed(self) -> AsOf:
+        """How far what it follows has come; under the lock."""
+        following = self._following
+        oldest = int(following.time_us.min()) / 1e6
+        return AsOf(oldest, following.epoch, following.have.copy(), self._clocks.steps(), self._holding.held)
+
+    def pull(self, keys: Mapping[str, object]) -> dict[str, Rows]:
+        """Rows of several tables, {table: keys int64 [n]}: of each float32 [n, dim] in the order of its keys, from this
+        process's memory. Keys without a row read as the servers compute them. `keys` of None: all of a tensor, in its
+        shape. Raises `UnknownTable`; `Closed` when the reader is."""
+        if self._links.error is not None:
+            self.check()
+        found = {}
+        with self._lock:
+            if self._pinned is not None:
+                self._counts["pulls"] += 1
+                return self._pinned.pull(keys)
+            for name, named in keys.items():
+                table = self._table(name)
+                if named is None:
+                    found[name] = _whole(table)
+                    continue
+                checked = checked_keys(name, named)
+                rows = found[name] = np.empty((len(checked), table.spec.dim), np.float32)
+                table.gather(checked, rows)
+                self._counts["pulled"] += len(checked)
+            self._counts["pulls"] += 1
+        return found
+
+    def pull_numbered(self, parts: Sequence[tuple[int, NDArray[np.int64]]], most_bytes: int) -> list[Rows]:
+        """Rows of tables by their ids, for `PullServer`. InputError for more than `most_bytes` of them. While it is
+        pinned, of that."""
+        names = {table.number: name for name, table in self.table_rows.items()}
+        if unknown := [number for number, _ in parts if number not in names]:
+            raise UnknownTable(f"this reader has no table of id {unknown[0]}")
+        size = sum(4 * self.table_rows[names[number]].spec.dim * len(keys) for number, keys in parts)
+        if size > most_bytes:
+            raise InputError(f"a pull of {size:,} bytes of rows is over the limit of {most_bytes:,}")
+        return [self.pull({names[number]: keys.copy()})[names[number]] for number, keys in parts]
+
+    @property
+    def ranges(self) -> int:
+        """How many ranges the cluster has."""
+        return self._following.ranges
+
+    @property
+    def identity(self) -> str:
+        """The cluster's name, and what distinguishes it from others of that name."""
+        return self._links.routes.view.cluster
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """How far each range is here, int64 [P], a copy; under `lock`."""
+        return self._following.have.copy()
+
+    @property
+    def clocks(self) -> RangeClocks:
+        """How far workers are in each range; under `lock`."""
+        return self._clocks
+
+    @property
+    def oldest_us(self) -> int:
+        """When the oldest range's state was read, microseconds since 1970."""
+        return int(self._following.time_us.min())
+
+    def keep_journal(self, journal: Journal) -> None:
+        """From now on notes the keys of what windows bring."""
+        with self._lock:
+            self._journal = journal
+
+    def hook(self, call: Callable[[], None]) -> None:
+        """Has something called whenever a frame was applied, from the reader's thread."""
+        with self._lock:
+            self._hooks = (*self._hooks, call)
+
+    def unhook(self, call: Callable[[], None]) -> None:
+        """Ends that."""
+        with self._lock:
+            self._hooks = tuple(one for one in self._hooks if one != call)
+
+    @property
+    def lock(self) -> Lock:
+        """Of the rows: while it is held, none changes."""
+        return self._lock
+
+    @property
+    def table_rows(self) -> dict[str, ReaderTable]:
+        """The tables by name; under `lock`."""
+        return self._tables.by_name
+
+    def _table(self, name: str) -> ReaderTable:
+        table = self._tables.by_name.get(name)
+        if table is None:
+            there = ", ".join(sorted(self._tables.by_name)) or "none"
+            raise UnknownTable(f"this reader has no table {name!r}; it has {there}")
+        return table
+
+    def hold(self, timeout: float = 10.0) -> AsOf:
+        """From now on pulls show one moment: for every worker the same steps in all ranges, until `release`. Windows
+        are kept meanwhile. `Timeout` says how far ranges are apart if there is no such moment in time."""
+        until_s = self._registry.runtime.monotonic() + timeout
+        begun_s = 0.0
+        try:
+            while True:
+                with self._lock:
+                    now = self._registry.runtime.monotonic()
+                    if self._holding.held:
+                        return self.as_of
+                    if self._holding.state is HoldState.FOLLOWS or now - begun_s > SEARCH_S:
+                        begun_s = now
+                        self._holding.begin()
+                self.check()
+                if now >= until_s:
+                    raise Timeout(
+                        f"the reader found no moment of all ranges within {timeout:.1f} s: {self._holding.apart}"
+                    )
+                with self._arrived:
+                    self._arrived.wait(min(until_s - now, HOLD_POLL_S))
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Goes on with the newest; no effect unless it holds."""
+        with self._lock:
+            self._holding.release()
+
+    @property
+    def pinned(self) -> str:
+        """The checkpoint that pulls show, as URL/000042; "" while the reader follows training."""
+        pinned = self._pinned
+        return "" if pinned is None else str(pinned.name)
+
+    def pin(self, checkpoint: str) -> AsOf:
+        """From now on pulls show a checkpoint, until `follow`: the newest at a URL, or `URL/000042`. Its rows are read
+        first, into memory beside those that go on following. Raises `CheckpointError`; `UnknownTable` for a table that
+        the reader follows and the checkpoint lacks."""
+        from elasticps.readers.pinning import parse_name
+
+        return self._pin(parse_name(checkpoint))
+
+    def roll_back(self, checkpoint: str) -> AsOf:
+        """The same for `URL/000042`; with a URL alone, the newest checkpoint there that is older than what it shows."""
+        from elasticps.readers.pinning import before, parse_name
+
+        pinned = self._pinned
+        return self._pin(before(parse_name(checkpoint), None if pinned is None else pinned.name))
+
+    def _pin(self, name: CheckpointName) -> AsOf:
+        from elasticps.readers.pinning import CheckpointRows  # reads files, which most readers do without
+
+        rows = CheckpointRows(name, self.spec)
+        self._show(rows)
+        return rows.as_of
+
+    def _show(self, rows: CheckpointRows | None) -> None:
+        with self._lock:
+            before, self._pinned = self._pinned, rows
+            if before is not None:
+                before.close()
+
+    def follow(self) -> None:
+        """Shows what training has made by now, and goes on with it; no effect unless the reader is pinned."""
+        self._show(None)
+
+    def wait(self, timeout: float = 30.0) -> None:
+        """Waits until every range has been read once. `reader` has done so. Raises `Timeout`."""
+        until_s = self._registry.runtime.monotonic() + timeout
+        with self._arrived:
+            while not self._following.filled:
+                self.check()
+                left_s = until_s - self._registry.runtime.monotonic()
+                if left_s <= 0:
+                    raise Timeout(f"the reader has not read all ranges within {timeout:.1f} s: {self._links.explain()}")
+                self._arrived.wait(min(left_s, 0.25))
+
+    def subscribe(self, listener: Listener) -> None:
+        """Calls `listener` with all rows that are here, in parts (`listing`), and from then on with each window as it
+        is applied: in order, from the reader's thread, which waits for it. A listener that raises gets no more, and
+        `check` raises what it raised."""
+        self.check()
+        self._listeners.add(listener)
+
+    def unsubscribe(self, listener: Listener) -> None:
+        """Calls it no more; when this returns it is not being called."""
+        self._listeners.remove(listener)
+
+    def check(self) -> None:
+        """Raises what has ended the reader, or a listener, if anything has."""
+        if self._links.error is not None:
+            raise self._links.error
+        self._listeners.check()
+
+    def stats(self) -> ReaderStats:
+        """What it has, and has done."""
+        with self._lock:
+            tables, ages = self._tables.by_id.values(), np.array(self._ages or [0.0])
+            p50, p99 = np.percentile(ages, (50, 99)).tolist()
+            return ReaderStats(
+                sum(table.rows for table in tables), sum(table.nbytes for table in tables), fills=self._following.fills,
+                age_s=self.age, ages_s=(p50, p99), **self._counts,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """Ends it; what it had can be read no more."""
+        self._links.close()
+        self._registry.close()
+        self._show(None)
+        with self._lock:
+            self._tables.close()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- what servers send ------------------------------------------------------------------------------------------
+
+    def subscribed(self, feed: Feed, ranges: NDArray[np.int64]) -> None:
+        """A server has begun to answer for these ranges: it says again how far workers are there."""
+        self._clocks.reset(ranges)
+
+    def queue(self, feed: Feed, header: Header, body: Bytes) -> bool:
+        """Whether a frame was queued because the reader holds."""
+        queued = self._holding.queue(feed, header, body)
+        if queued and header.kind == Kind.WINDOW and not self._holding.full:
+            self._links.acknowledge(feed, header.clock, len(body))
+        return queued
+
+    def window(self, feed: Feed, frame: WindowFrame, body: Bytes) -> None:
+        """A window has come."""
+        self._apply(feed, frame, len(body))
+        self._links.acknowledge(feed, frame.number, len(body))
+        self._holding.step()
+
+    def _apply(self, feed: Feed, frame: WindowFrame, nbytes: int) -> None:
+        changes = list[TableChange | None]()
+        changes += [self._tables.add(number, spec) for number, spec in frame.tables if self._follows(spec)]
+        changes += [self._tables.drop(number) for number in frame.dropped]
+        counts, collect = self._following.counts(feed), bool(self._listeners)
+        for block in frame.blocks:
+            table = self._tables.by_id.get(block.table)
+            if table is not None:
+                change = table.apply(block, counts)
+                self._counts["changed"] += len(change.keys) + len(change.deleted)
+                self._note(block.table, change)
+                if collect:
+                    changes.append(change._replace(rows=table.decode(change.rows), keys=change.keys.copy()))
+        self._links.ask(feed, self._following.applied(feed, frame))
+        if frame.complete:
+            self._clocks.note(frame.progress.runs, counts)
+            self._clocks.note_records(frame.records)
+            self._ages.append(self._registry.runtime.wall() - frame.time_us / 1e6)
+        self._counts["windows"] += 1
+        self._counts["window_bytes"] += nbytes
+        self._tell([change for change in changes if change is not None])
+
+    def _follows(self, spec: str) -> bool:
+        return self.spec.tables is None or TableSpec.from_json(spec).name in self.spec.tables
+
+    def rows(self, feed: Feed, rows: RangePart) -> None:
+        """A part of a range has come."""
+        table = self._tables.by_id.get(rows.block.table)
+        if table is not None:
+            change = table.replace(rows.range, rows.low, rows.high, rows.block)
+            self._counts["filled"] += len(change.keys)
+            self._note(rows.block.table, change)
+            self._tell([change._replace(rows=table.decode(change.rows), keys=change.keys.copy())])
+
+    def _note(self, table: int, change: TableChange) -> None:
+        """Notes keys for those that this reader feeds."""
+        if self._journal is not None:
+            self._journal.note(table, change.keys)
+            self._journal.note(table, change.deleted)
+
+    def _tell(self, changes: Sequence[TableChange]) -> None:
+        """Notes what changed for listeners: those get it without the lock."""
+        if self._listeners:
+            self._listeners.note(changes, self._followed())
+
+    def settle(self) -> None:
+        """Tells listeners, and whoever waits."""
+        self._listeners.tell(self._list)
+        for call in self._hooks:
+            call()
+        with self._arrived:
+            self._arrived.notify_all()
+
+    def _list(self) -> tuple[list[TableChange], AsOf]:
+        """All rows that are here, in parts, and as of when; under the lock."""
+        found = []
+        for table in self._tables.by_name.values():
+            spec, new = table.spec, True
+            for r in range(self._tables.ranges):
+                keys = table.list_range(r)
+                for start in range(0, len(keys), LISTED_ROWS):
+                    some = keys[start : start + LISTED_ROWS]
+                    rows = np.empty((len(some), spec.dim), np.float32)
+                    table.gather(some, rows)
+                    found.append(TableChange(spec.name, spec, new, False, some[:0], some, rows))
+                    new = False
+            if new:
+                none = np.empty(0, np.int64)
+                found.append(TableChange(spec.name, spec, True, False, none, none, np.empty((0, spec.dim), np.float32)))
+        return found, self._followed()
+
+
+def _whole(table: ReaderTable) -> Rows:
+    """All of a tensor."""
+    spec = table.spec
+    if spec.shape is None:
+        raise InputError(f"{spec.name!r} is a table: pull keys of it, int64 [n]")
+    rows = np.empty((spec.blocks, spec.dim), np.float32)
+    table.gather(np.arange(spec.blocks, dtype=np.int64), rows)
+    return rows.reshape(-1)[: int(np.prod(spec.shape))].reshape(spec.shape)
+
+
+def reader(
+    url: str | None = None,
+    tables: Sequence[str] | None = None,
+    *,
+    dtype: str | None = None,
+    every: float = 0.02,
+    application: str = "default",
+    name: str = "",
+    timeout: float = 30.0,
+    buffer_bytes: int = 256 << 20,
+) -> Reader:
+    """Connects a reader, and returns when it has read every range once.
+
+    `url` is as for `connect`, or reader://host:port of an `elasticps reader --listen` that feeds others (without TLS),
+    its TLS options among them (a certificate of role `reader` or `worker`). `tables`: names,
+    None for all of the application. `name`: by which servers log it. All else as in `ReaderSpec`.
+
+    Raises `ConfigError` for unusable arguments, `UnknownTable` for a table that there is not, `ClusterUnreachable` or
+    `Timeout`, saying what was tried.
+    """
+    url = url or os.environ.get("ELASTICPS_URL", "")
+    if not url:
+        raise ConfigError("no cluster given: pass a URL such as etcd://127.0.0.1:2379/demo or set ELASTICPS_URL")
+    if not 0 < timeout < 86_400:
+        raise ConfigError(f"timeout must be between 0 and 86400 seconds, got {timeout}")
+    if isinstance(tables, str):
+        raise ConfigError(f"tables= is a list of names, or None for all tables, got {tables!r}")
+    spec = ReaderSpec(None if tables is None else tuple(tables), dtype, every, application, buffer_bytes)
+    if url.startswith("reader://"):
+        from elasticps.readers.relay_registry import RelayRegistry  # which imports this module
+
+        relay: Any = RelayRegistry(url, Runtime(), timeout)
+        relay.check_dtype(dtype)
+        return open_reader(relay, spec, name or f"{os.uname().nodename}.{os.getpid()}", timeout)
+    return open_reader(
+        Registry.open(url, timeout, Runtime()), spec, name or f"{os.uname().nodename}.{os.getpid()}", timeout
+    )
+
+
+def open_reader(registry: Registry, spec: ReaderSpec, name: str, timeout_s: float) -> Reader:
+    """A reader that has read every range once."""
+    made = None
+    try:
+        if spec.tables is not None:
+            known = registry.tables(spec.application, timeout_s)
+            if missing := [one for one in spec.tables if one not in known]:
+                raise UnknownTable(
+                    f"application {spec.application!r} has no table {missing[0]!r}: `elasticps tables` lists those "
+                    "that there are"
+                )
+        made = Reader(registry, spec, name, timeout_s)
+        made.wait(timeout_s)
+        return made
+    except BaseException:
+        if made is not None:
+            made.close()
+        else:
+            registry.close()
+        raise

@@ -1,0 +1,205 @@
+"""The rows that a reader has: by table, as words of its type, found by the same hashes as at the servers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.model.filters import BFloat16, Float16, Int8
+from elasticps.model.spec import Assign, TableSpec, Zeros
+from elasticps.readers.values import TableChange
+from elasticps.store import Table, index
+from elasticps.store.codec import Codec, decode_rows
+from elasticps.store.native import H_DIM, INT, KEYS, WORDS, copy, linked
+from elasticps.wire.frames import FrameError
+from elasticps.wire.windows import RowBlock
+
+_FILTERS = {"float16": Float16(), "bfloat16": BFloat16(), "int8": Int8()}
+_NO_KEYS = np.empty(0, np.int64)
+
+
+def codec_of(spec: TableSpec, dtype: str | None) -> Codec:
+    """How rows of a table travel to a reader of this type, and are kept there."""
+    chosen = dtype or spec.dtype
+    return Codec([] if chosen == "float32" else [_FILTERS[chosen]], spec.dim)
+
+
+@linked(WORDS, WORDS, KEYS, INT, INT, WORDS)
+def gather_words(
+    h: NDArray[np.int64], initial: NDArray[np.int64], keys: NDArray[np.int64], code: int, target: int,
+    rows: NDArray[np.int64],
+) -> None:  # fmt: skip
+    """The rows of keys [n] as float32 at `target`: decoded from words in a table with header `h`; of keys without a
+    row as a table with header `initial`, which is empty, has them. rows: scratch."""
+    index.gather_to(initial, keys, target, rows)
+    index.find(h, keys, rows)
+    dim = initial[H_DIM]
+    for i in range(keys.shape[0]):
+        if rows[i] != 0:
+            decode_rows(code, rows[i], 1, dim, target + 4 * dim * i, h[H_DIM])
+
+
+@linked(WORDS, WORDS, KEYS, INT, WORDS)
+def gather_floats(
+    h: NDArray[np.int64], initial: NDArray[np.int64], keys: NDArray[np.int64], target: int, rows: NDArray[np.int64]
+) -> None:
+    """The same of rows that are kept as float32, of a table whose initial rows are rounded to two bytes."""
+    index.gather_to(h, keys, target, rows)
+    missing = 0
+    for i in range(keys.shape[0]):
+        missing += rows[i] == 0
+    if missing:
+        some, positions = np.empty(missing, np.int64), np.empty(missing, np.int64)
+        n: Any = 0
+        for i in range(keys.shape[0]):
+            if rows[i] == 0:
+                some[n] = keys[i]
+                positions[n] = i
+                n += 1
+        dim = initial[H_DIM]
+        out, scratch = np.empty(missing * dim, np.float32), np.empty(missing, np.int64)
+        index.gather_to(initial, some, out.ctypes.data, scratch)
+        for j in range(missing):
+            copy(target + 4 * dim * positions[j], out.ctypes.data + 4 * dim * j, 4 * dim)
+
+
+class ReaderTable:
+    """The rows of one table. Not thread-safe."""
+
+    def __init__(self, spec: TableSpec, number: int, ranges: int, dtype: str | None) -> None:
+        self.spec = spec  # as the servers have it
+        self.number = number  # by which they know it
+        self.codec = codec_of(spec, dtype)
+        plain = self.codec.code == 0
+        stored = replace(_bare(spec), dtype="float32", shape=None)
+        if not plain:
+            stored = replace(stored, dim=self.codec.words, init=Zeros())
+        self._rows = Table(stored, number, ranges)
+        # What keys without a row read as; None where `_rows` says so itself.
+        self._initial = (
+            None if plain and spec.dtype == "float32" else Table(replace(_bare(spec), shape=None), number, 2)
+        )
+
+    @property
+    def stored(self) -> Table:
+        """The rows as they are kept, as words."""
+        return self._rows
+
+    @property
+    def rows(self) -> int:
+        """Rows that are here."""
+        return self._rows.rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take, index included."""
+        return self._rows.nbytes
+
+    def gather(self, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+        """The rows of keys [n] into out [n, dim]."""
+        if self._initial is None:
+            self._rows.gather(keys, out)
+            return
+        rows = np.empty(len(keys), np.int64)
+        if self.codec.code == 0:
+            gather_floats(self._rows.header, self._initial.header, keys, out.ctypes.data, rows)
+        else:
+            gather_words(self._rows.header, self._initial.header, keys, self.codec.code, out.ctypes.data, rows)
+
+    def apply(self, block: RowBlock, counts: NDArray[np.bool_] | None) -> TableChange:
+        """Takes rows as they are now. counts: of which ranges, bool [P], None for all."""
+        keys, rows, gone, cleared = block.keys, block.rows, block.gone, block.cleared
+        self._check(block)
+        if counts is not None:
+            chosen = counts[self._rows.ranges_of(keys)]
+            keys, rows = keys[chosen], rows[chosen]
+            gone, cleared = gone[counts[self._rows.ranges_of(gone)]], cleared[counts[cleared]]
+        lost = [self._rows.range_keys(r) for r in cleared.tolist()]
+        for r in cleared.tolist():
+            self._rows.drop_range(r)
+        return self._change(keys, rows, gone, lost)
+
+    def replace(self, r: int, low: int, high: int, block: RowBlock) -> TableChange:
+        """Takes all rows of range r whose hashes are in low..high-1: others there are gone."""
+        self._check(block)
+        before = self._rows.list_words(r, low, high)[0]
+        return self._change(block.keys, block.rows, np.setdiff1d(before, block.keys), [])
+
+    def _check(self, block: RowBlock) -> None:
+        if len(block.keys) and block.rows.shape[1] != self.codec.words:
+            raise FrameError(
+                f"rows of {block.rows.shape[1]} words of table {self.spec.name!r}, which have {self.codec.words}"
+            )
+
+    def _change(
+        self, keys: NDArray[np.int64], rows: NDArray[np.float32], gone: NDArray[np.int64], lost: list[NDArray[np.int64]]
+    ) -> TableChange:
+        if len(gone):
+            gone = gone[~self._rows.missing(gone)]
+            self._rows.delete(gone)
+        if len(keys):
+            self._rows.put(keys, rows)
+        if lost:
+            gone = np.setdiff1d(np.concatenate([gone, *lost]), keys)
+        return TableChange(self.spec.name, self.spec, False, False, gone, keys, rows)
+
+    def decode(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Words as float32 [n, dim], a copy."""
+        return self.codec.decode(rows) if self.codec.code else rows.copy()
+
+    def list_range(self, r: int) -> NDArray[np.int64]:
+        """Keys of a range."""
+        return self._rows.range_keys(r)
+
+    def erase(self, r: int) -> None:
+        """Forgets a range."""
+        self._rows.drop_range(r)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._rows.close()
+
+
+def _bare(spec: TableSpec) -> TableSpec:
+    """The table without its optimizer, filters and policies."""
+    return TableSpec(spec.name, spec.dim, Assign(), spec.init, spec.dtype)
+
+
+class ReaderTables:
+    """All tables of a reader, by id."""
+
+    def __init__(self, ranges: int, dtype: str | None) -> None:
+        self.ranges = ranges
+        self._dtype = dtype
+        self.by_id: dict[int, ReaderTable] = {}
+        self.by_name: dict[str, ReaderTable] = {}
+
+    def add(self, number: int, text: str) -> TableChange | None:
+        """A server has this table; None if it is known."""
+        if number in self.by_id:
+            return None
+        spec = TableSpec.from_json(text)
+        table = self.by_id[number] = ReaderTable(spec, number, self.ranges, self._dtype)
+        before = self.by_name.get(spec.name)
+        if before is None or before.number < number:
+            self.by_name[spec.name] = table
+        return TableChange(spec.name, spec, True, False, _NO_KEYS, _NO_KEYS, np.empty((0, spec.dim), np.float32))
+
+    def drop(self, number: int) -> TableChange | None:
+        """A table is gone; None if it is not known."""
+        table = self.by_id.pop(number, None)
+        if table is None:
+            return None
+        spec = table.spec
+        if self.by_name.get(spec.name) is table:
+            del self.by_name[spec.name]
+        table.close()
+        return TableChange(spec.name, spec, False, True, _NO_KEYS, _NO_KEYS, np.empty((0, spec.dim), np.float32))
+
+    def close(self) -> None:
+        """Forgets all."""
+        for number in list(self.by_id):
+            self.drop(number)

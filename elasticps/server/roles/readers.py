@@ -1,0 +1,468 @@
+"""Feeds readers: windows of committed changes of the ranges tailed here, and rows of ranges that a reader has to read.
+
+Keys of changed rows are noted in a journal as operations are applied, while readers are attached (`store.journal`). For
+each reader a cursor says how far it has come there. A window has each key once that was noted since, with its newest
+row, or that it has none. A reader that is too slow stops at its credit; when the journal is written over before it
+goes on, it is told to read its ranges again, part by part, as it asks for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.core import fields
+from elasticps.model.filters import BFloat16, Float16, Int8
+from elasticps.server.core.requests import Body, RequestError
+from elasticps.server.network.connection import Connection, Handler
+from elasticps.server.roles.change_journal import ChangeJournal
+from elasticps.server.roles.context import Context
+from elasticps.store import Table
+from elasticps.store.codec import Codec
+from elasticps.store.intervals import HASH_END
+from elasticps.store.journal import CLEARED, Changed, Journal
+from elasticps.wire.frames import Buffer, FrameError, Header, Kind
+from elasticps.wire.windows import Progresses, RangePart, ReadRange, RowBlock, Subscribe, Subscribed, WindowFrame
+from replication.chain import Ranges
+from replication.messages import Seqs
+from replication.step_records import StepRecord, home_range
+
+log = fields.logger(__name__)
+
+JOURNAL_WORDS = 1 << 21  # 16 MB of keys: about as many pushes as a failover takes
+KEYS_AT_ONCE = 1 << 14  # of one frame of a window; about a millisecond or two
+CREDIT_BYTES = 8 << 20  # of windows that a reader has not acknowledged
+READ_BYTES = 256 << 10  # of rows, about, in one answer to READ_RANGE
+MOST_READS = 8  # READ_RANGEs of a reader that wait
+SHARE = 4  # one part in so many of this server's time goes to readers, at most
+IDLE_S = 0.25  # a reader hears at least so often how new its state is
+NO_RANGES = np.empty(0, np.int64)
+_WORKER_IDS = 1 << 31  # above are those of workers' deletions
+
+_FILTERS = {"float16": Float16(), "bfloat16": BFloat16(), "int8": Int8()}
+
+
+class UnshownFrame(NamedTuple):
+    """A frame whose rows must not be shown before all replicas of ranges have them. seqs: of these then."""
+
+    buffers: list[Buffer]
+    ranges: Ranges
+    seqs: Seqs
+
+
+class SentState:
+    """What a reader has been sent on this connection. ranges: P."""
+
+    def __init__(self, ranges: int) -> None:
+        self.seqs = np.full(ranges, -1, np.int64)  # of ranges
+        self.progress: dict[int, NDArray[np.int64]] = {}  # of workers, in each range that it follows
+        self.records: dict[int, int] = {}  # by worker, the newest step whose record it has
+        self.tables: dict[int, Codec] = {}  # that it knows of
+        self.unowned: set[int] = set()  # tables whose application was not known when they were listed
+        self.listed = -1, -1  # how many tables there were then
+
+    def begin_again(self) -> None:
+        """It is told again how far ranges and workers are."""
+        self.seqs[:] = -1
+        self.progress, self.records = {}, {}
+
+
+class Outflow:
+    """Windows on their way to a reader, numbered from 1."""
+
+    def __init__(self) -> None:
+        self.number = 0  # of the newest
+        self.bytes = 0  # of those that it has not applied
+        self.shown_s: float | None = None  # when the newest one that it has applied was made
+        self._windows: deque[tuple[int, int, float]] = deque()  # numbers and bytes of these, and when they were made
+        self.unshown: deque[UnshownFrame] = deque()  # frames that may not leave yet
+
+    def add(self, nbytes: int, now_s: float) -> None:
+        """A window of the newest number leaves."""
+        self._windows.append((self.number, nbytes, now_s))
+        self.bytes += nbytes
+
+    def acknowledge(self, number: int) -> None:
+        """It has applied the windows up to this one."""
+        while self._windows and self._windows[0][0] <= number:
+            _, nbytes, self.shown_s = self._windows.popleft()
+            self.bytes -= nbytes
+
+
+class AttachedReader:
+    """A connection of a reader."""
+
+    def __init__(self, connection: Connection, name: str, ranges: int) -> None:
+        self.connection = connection
+        self.name = name
+        self.wants: Subscribe | None = None  # its newest SUBSCRIBE
+        self.cursor = 0  # of the journal
+        self.lost = True  # the journal was written over before the cursor, or there was no SUBSCRIBE yet
+        self.ranges = NO_RANGES  # that it follows here, ascending
+        self.follows = np.zeros(ranges, np.int64)  # 1 for these
+        self.sent = SentState(ranges)
+        self.flow = Outflow()
+        self.reads: deque[ReadRange] = deque()  # that wait for their turn
+        self.next_s = 0.0  # when its next window is due
+        self.sent_s = 0.0  # when the newest one was made
+        self.fine_until_s = 0.0  # a window after each change until then
+
+    @property
+    def may_get_more(self) -> bool:
+        """Whether a window may be made for it."""
+        return self.wants is not None and not self.lost and self.flow.bytes < CREDIT_BYTES
+
+
+class ReaderFeeds:
+    """All readers of this server. attached: how many; windows, bytes: sent ever; changes: keeps the journal of changed
+    keys."""
+
+    def __init__(self, context: Context, wall: Callable[[], float], journal_words: int = JOURNAL_WORDS) -> None:
+        self._loop = context.loop
+        self._wall = wall  # seconds since 1970
+        self._serving, self._held = context.serving, context.held
+        self._executor, self._store = context.executor, context.executor.store
+        self._replica = context.executor.replica
+        self.changes = ChangeJournal(context, journal_words)
+        self._readers: dict[Connection, AttachedReader] = {}
+        self._timer: object | None = None  # of the next turn
+        self._due_s = 0.0  # when that is
+        self._free_s = 0.0  # the share of time for readers is spent until then
+        self.windows = self.bytes = 0
+        self.handlers: dict[int, Handler] = {
+            Kind.SUBSCRIBE: self._subscribe, Kind.WINDOW_ACK: self._acknowledged, Kind.READ_RANGE: self._read,
+        }  # fmt: skip
+
+    @property
+    def attached(self) -> int:
+        """Readers that are connected."""
+        return len(self._readers)
+
+    def describe(self) -> list[dict[str, object]]:
+        """The fields of AttachedReader in admin.proto, of each."""
+        now_s = self._loop.time()
+        return [
+            {
+                "name": one.name, "app": one.connection.app, "unread_bytes": one.flow.bytes,
+                "age_s": -1.0 if one.flow.shown_s is None else now_s - one.flow.shown_s,
+            }
+            for one in self._readers.values()
+        ]  # fmt: skip
+
+    @property
+    def _journal(self) -> Journal:
+        """Of changed keys; there is one while there are readers."""
+        assert self.changes.journal is not None
+        return self.changes.journal
+
+    # --- readers come and go ----------------------------------------------------------------------------------------
+
+    def add(self, connection: Connection, name: str) -> None:
+        """A reader has said HELLO. From now on changed keys are noted."""
+        self._readers[connection] = AttachedReader(connection, name, self._serving.ranges)
+        self.changes.begin()
+
+    def forget(self, connection: Connection) -> None:
+        """A connection has ended."""
+        self._readers.pop(connection, None)
+
+    def tick(self) -> None:
+        """Called a few times a second: ends the journal when no reader comes back."""
+        self.changes.tick(bool(self._readers))
+
+    # --- what readers say -------------------------------------------------------------------------------------------
+
+    def _subscribe(self, connection: Connection, header: Header, body: Body) -> None:
+        if self._held.wait_for_view(connection, header, body):
+            return
+        reader, journal = self._readers[connection], self._journal
+        wants = Subscribe.of(header, body, self._serving.ranges)
+        self._check_tables(reader, wants)
+        here = np.isin(wants.ranges, self._serving.tailed)
+        ranges, positions, origins = wants.ranges[here], wants.positions[here], wants.origins[here]
+        view = self._serving.view
+        assert view is not None
+        cursors = self.changes.find(ranges, positions)
+        same = view.recovery_epoch[ranges] == origins
+        cursors[~same] = -1
+        followed = np.isin(ranges, reader.ranges) & (positions >= 0) & same
+        if reader.lost:
+            followed[:] = False
+        going_on = followed | (cursors >= 0)
+        # Ranges that it follows already go on where they are; a cursor further back shows some rows once more.
+        oldest = [reader.cursor] if followed.any() else []
+        oldest += cursors[going_on & ~followed].tolist()
+        reader.cursor = min(oldest, default=journal.end)
+        reader.wants, reader.lost, reader.ranges = wants, False, np.sort(ranges)
+        reader.follows[:] = 0
+        reader.follows[ranges] = 1
+        reader.sent.begin_again()
+        reader.reads.clear()
+        now = self._loop.time()
+        reader.fine_until_s, reader.next_s, reader.sent_s = now + wants.fine_ms / 1e3, now, 0.0
+        answer = Subscribed(wants.number, self._serving.epoch, ranges[going_on], ranges[~going_on])
+        reader.flow.unshown.append(UnshownFrame(answer.frame(), NO_RANGES, NO_RANGES))
+        self._show(reader)
+        self._wake(now)
+
+    def _check_tables(self, reader: AttachedReader, wants: Subscribe) -> None:
+        before = reader.wants
+        if before is not None and (before.tables, before.dtype) != (wants.tables, wants.dtype):
+            raise FrameError("a reader follows the same tables, in the same type, as long as it is connected")
+
+    def _acknowledged(self, connection: Connection, header: Header, body: Body) -> None:
+        self._readers[connection].flow.acknowledge(header.clock)
+        self._wake(self._readers[connection].next_s)
+
+    def _read(self, connection: Connection, header: Header, body: Body) -> None:
+        if self._held.wait_for_view(connection, header, body):
+            return
+        reader, request = self._readers[connection], ReadRange.of(header, self._serving.ranges)
+        if len(reader.reads) >= MOST_READS:
+            raise FrameError(f"more than {MOST_READS} READ_RANGEs of a reader wait")
+        if reader.follows[request.range] == 0 or request.epoch < self._serving.tail_since:
+            text = f"server {self._serving.me.name} does not answer for range {request.range} to this reader"
+            raise RequestError("stale-view", text, epoch=self._serving.epoch)
+        reader.reads.append(request)
+        self._wake(self._loop.time())
+
+    # --- turns ------------------------------------------------------------------------------------------------------
+
+    def changed(self) -> None:
+        """Something was applied or acknowledged: windows that waited for that may go, and those after each change."""
+        if not self._readers:
+            return
+        now = self._loop.time()
+        for reader in list(self._readers.values()):
+            if reader.flow.unshown:
+                self._show(reader)
+            if reader.fine_until_s > now and reader.may_get_more:
+                self._make(reader, now)
+
+    def adopted(self) -> None:
+        """The server follows another view: readers go on with the ranges that are still tailed here."""
+        for reader in self._readers.values():
+            left = np.setdiff1d(reader.ranges, self._serving.tailed)
+            if len(left):
+                reader.ranges = np.setdiff1d(reader.ranges, left)
+                reader.follows[left] = 0
+                reader.sent.progress = {}
+                if any(len(np.intersect1d(frame.ranges, left)) for frame in reader.flow.unshown):
+                    # That will never be shown, and is not to be: the reader begins again with what it has.
+                    reader.connection.transport.abort()
+
+    def _wake(self, when_s: float) -> None:
+        """Has a turn happen at that time, or earlier."""
+        when_s = max(when_s, self._free_s)
+        if self._timer is not None and self._due_s <= when_s:
+            return
+        if self._timer is not None:
+            self._timer.cancel()  # type: ignore[attr-defined]
+        self._due_s = when_s
+        self._timer = self._loop.call_at(when_s, self._turn)
+
+    def _turn(self) -> None:
+        """Makes what is due: a frame for each reader."""
+        self._timer, began, now = None, time.thread_time(), self._loop.time()
+        if not self._readers:
+            return
+        self.changes.tick(used=True)
+        for reader in list(self._readers.values()):
+            try:
+                self._serve(reader, now)
+            except Exception as error:
+                reader.connection.fail(error)
+        self._free_s = now + (time.thread_time() - began) * (SHARE - 1)
+        due = [reader.next_s for reader in self._readers.values() if reader.may_get_more]
+        if any(reader.reads for reader in self._readers.values()):
+            due.append(now)
+        if due:
+            self._wake(min(due))
+        if self._timer is None:
+            self._wake(now + IDLE_S)  # for marks
+
+    def _serve(self, reader: AttachedReader, now: float) -> None:
+        if reader.flow.unshown:
+            self._show(reader)
+        if reader.may_get_more and reader.next_s <= now:
+            self._make(reader, now)
+        if reader.reads and not reader.connection.full:
+            self._answer(reader, reader.reads.popleft())
+
+    def _make(self, reader: AttachedReader, now: float) -> None:
+        """Makes the next frame of a reader's windows, if there is anything to say."""
+        journal, wants = self._journal, reader.wants
+        assert wants is not None
+        if reader.cursor < journal.oldest:
+            self._lose(reader)
+            return
+        new, dropped = self._list_tables(reader)
+        upto, tables = journal.end, list[int]()
+        if reader.cursor < upto:
+            tables, upto = journal.tables(reader.cursor, KEYS_AT_ONCE)
+        complete = upto == journal.end
+        seqs = self._replica.seq[reader.ranges]
+        changed = bool(tables or new or dropped) or not np.array_equal(seqs, reader.sent.seqs[reader.ranges])
+        every_s = wants.every_ms / 1e3
+        if not changed and now - reader.sent_s < max(IDLE_S, every_s):
+            reader.next_s = now + every_s
+            return
+        blocks = [one for one in self._blocks(reader, journal, tables, upto) if one.nbytes > 32]
+        reader.cursor, reader.flow.number = upto, reader.flow.number + 1
+        frame = WindowFrame(
+            self._serving.epoch,
+            reader.flow.number,
+            int(self._wall() * 1e6),
+            complete,
+            blocks,
+            tables=new,
+            dropped=dropped,
+        )
+        if complete:
+            frame = self._with_state(reader, frame, seqs)
+        reader.sent_s, reader.next_s = now, now + every_s if complete else now
+        self._send(reader, frame.frame(), seqs)
+
+    def _lose(self, reader: AttachedReader) -> None:
+        """A reader was too slow: it has to read all its ranges again."""
+        log.info("reader too slow", peer=reader.connection.peer, ranges=len(reader.ranges))
+        reader.lost = True
+        answer = Subscribed(0, self._serving.epoch, NO_RANGES, reader.ranges)
+        reader.flow.unshown.append(UnshownFrame(answer.frame(), NO_RANGES, NO_RANGES))
+        self._show(reader)
+        reader.cursor, reader.lost = self._journal.end, False
+        reader.sent.seqs[:] = -1
+
+    def _list_tables(self, reader: AttachedReader) -> tuple[list[tuple[int, str]], list[int]]:
+        """Tables that are new to a reader, and those that it knows and that are gone."""
+        store, wants = self._store, reader.wants
+        assert wants is not None
+        count = len(store.live), len(store.dropped)
+        if count == reader.sent.listed:
+            return [], []
+        app, unowned = reader.connection.app, set[int]()
+        new = list[tuple[int, str]]()
+        for number, table in store.live.items():
+            if not table.app:
+                unowned.add(number)
+            known = number in reader.sent.tables or (wants.tables is not None and table.spec.name not in wants.tables)
+            if table.app == app and not known:
+                new.append((number, table.spec.to_json()))
+                reader.sent.tables[number] = _codec(table, wants.dtype)
+                if number in reader.sent.unowned:  # changes of it were left out
+                    for r in reader.ranges.tolist():
+                        self._store.note_changed(number, table.range_keys(r))
+        first = reader.sent.listed == (-1, -1)
+        gone = [number for number in (store.dropped if first else reader.sent.tables) if number not in store.live]
+        for number in gone:
+            reader.sent.tables.pop(number, None)
+        reader.sent.unowned = unowned
+        if not unowned:
+            reader.sent.listed = count
+        return new, gone
+
+    def _blocks(self, reader: AttachedReader, journal: Journal, tables: list[int], upto: int) -> Iterator[RowBlock]:
+        cleared = {number & ~CLEARED for number in tables if number & CLEARED}
+        for number in dict.fromkeys(number & ~CLEARED for number in tables):
+            codec, table = reader.sent.tables.get(number), self._store.live.get(number)
+            if codec is None or table is None:
+                continue
+            found = journal.read(
+                table.header, number, reader.cursor, upto, reader.follows, max(codec.code, 0), codec.words
+            )
+            empty = journal.cleared(number, reader.cursor, upto) if number in cleared else NO_RANGES
+            yield _block(number, found, empty[reader.follows[empty] == 1])
+
+    def _with_state(self, reader: AttachedReader, frame: WindowFrame, seqs: Seqs) -> WindowFrame:
+        """Adds how far ranges and workers have come, as far as that has changed."""
+        moved = reader.ranges[seqs != reader.sent.seqs[reader.ranges]]
+        reader.sent.seqs[reader.ranges] = seqs
+        clocks = self._replica.clocks
+        used, columns = clocks.used, clocks.columns[reader.ranges]
+        known, app = self._serving.workers, reader.connection.app
+        chosen = [
+            i for i, worker in enumerate(clocks.workers[:used].tolist()) if worker in known and known[worker].app == app
+        ]
+        workers = clocks.workers[chosen]
+        now = dict(zip(workers.tolist(), clocks.matrix[chosen][:, columns], strict=True))
+        before, nothing = reader.sent.progress, np.zeros(len(columns), np.int64)
+        both = sorted(now.keys() | before.keys())  # one that has left the roster counts no more
+        runs = Progresses.between(
+            np.array(both, np.int64), reader.ranges,
+            np.array([before.get(worker, nothing) for worker in both]).reshape(len(both), len(columns)),
+            np.array([now.get(worker, nothing) for worker in both]).reshape(len(both), len(columns)),
+        )  # fmt: skip
+        reader.sent.progress = now
+        return frame._replace(
+            ranges=moved, positions=self._replica.seq[moved], progress=runs, records=self._records(reader, workers)
+        )
+
+    def _records(self, reader: AttachedReader, workers: NDArray[np.int64]) -> list[tuple[int, StepRecord]]:
+        """Records of workers' sparse steps that a reader does not have, of homes that it follows here."""
+        found = list[tuple[int, StepRecord]]()
+        for worker in workers.tolist():
+            if reader.follows[home_range(worker, self._serving.ranges)]:
+                have = reader.sent.records.get(worker, 0)
+                fresh = [(worker, record) for record in self._replica.records.of(worker) if record.clock > have]
+                if fresh:
+                    reader.sent.records[worker] = fresh[-1][1].clock
+                    found += fresh
+        return found
+
+    def _send(self, reader: AttachedReader, buffers: list[Buffer], seqs: Seqs) -> None:
+        size = sum(len(memoryview(one).cast("B")) for one in buffers)
+        reader.flow.add(size, self._loop.time())
+        self.windows += 1
+        self.bytes += size
+        self._queue(reader, buffers, reader.ranges, seqs)
+
+    def _queue(self, reader: AttachedReader, buffers: list[Buffer], ranges: Ranges, seqs: Seqs) -> None:
+        """Sends rows of these ranges when they may be shown: a tail whose joiner is level waits for that."""
+        late = self._replica.waiting[ranges] & (self._replica.acked[ranges] < seqs)
+        reader.flow.unshown.append(UnshownFrame(buffers, ranges[late], seqs[late]))
+        self._show(reader)
+
+    def _show(self, reader: AttachedReader) -> None:
+        """Sends what waits, in order, as far as it may be shown."""
+        acked = self._replica.acked
+        while reader.flow.unshown and not (acked[reader.flow.unshown[0].ranges] < reader.flow.unshown[0].seqs).any():
+            reader.connection.send_all(reader.flow.unshown.popleft().buffers)
+
+    # --- rows of a range --------------------------------------------------------------------------------------------
+
+    def _answer(self, reader: AttachedReader, request: ReadRange) -> None:
+        """Sends a part of a range: as many rows as asked for, and as fit."""
+        table, r = self._store.live.get(request.table), request.range
+        wants = reader.wants
+        assert wants is not None
+        codec = reader.sent.tables.get(request.table)
+        width = HASH_END // self._serving.ranges
+        low, end = max(request.place, r * width), (r + 1) * width
+        seqs = self._replica.seq[[r]]
+        if table is None or codec is None or table.app != reader.connection.app:
+            block = RowBlock(request.table, NO_RANGES, np.empty((0, 0), np.float32), NO_RANGES, NO_RANGES)
+            answer = RangePart(request.request, self._serving.epoch, r, low, end, 0, block, missing=True)
+        else:
+            most = max(1, min(request.rows, READ_BYTES // (8 + 4 * codec.words)))
+            keys, upto = table.list_keys(r, low, most)
+            found = Journal.look_up(
+                table.header, keys, max(codec.code, 0), codec.words, np.empty_like(keys), np.empty_like(keys)
+            )
+            block = _block(request.table, found, NO_RANGES)
+            answer = RangePart(request.request, self._serving.epoch, r, low, upto or end, upto, block)
+        self._queue(reader, answer.frame(), np.array([r]), seqs)
+
+
+def _block(number: int, found: Changed, cleared: Ranges) -> RowBlock:
+    return RowBlock(number, found.keys, found.rows, found.gone, cleared)
+
+
+def _codec(table: Table, dtype: str) -> Codec:
+    """How rows of a table travel."""
+    chosen = dtype or table.spec.dtype
+    return Codec([] if chosen == "float32" else [_FILTERS[chosen]], table.spec.dim)

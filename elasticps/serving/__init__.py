@@ -1,0 +1,6 @@
+"""Serves a reader's rows: by gRPC for services in any language, with health and metrics for Kubernetes."""
+
+from elasticps.serving.client import FoundRows, lookup
+from elasticps.serving.service import start_lookup
+
+__all__ = ["FoundRows", "lookup", "start_lookup"]

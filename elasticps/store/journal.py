@@ -1,0 +1,276 @@
+"""The journal of changed keys: which rows changed since some position, for readers of the rows.
+
+A ring of words, into which whoever changes rows writes their keys, in the order of the changes: a table's id, how many
+keys, the keys. It says which rows to look at, not what was done to them: a reader of the ring looks each key up, and
+finds its newest row, or none. Positions count words ever written, so what is before `oldest` has been written over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.kernels import compiled_once
+from elasticps.kernels.hashing import hash_key as _hash_key
+from elasticps.store import index
+from elasticps.store.codec import encode_rows
+from elasticps.store.native import (
+    D_CAPACITY,
+    D_SEGMENT,
+    DESCRIPTOR,
+    H_DESCRIPTORS,
+    H_DIM,
+    H_DTYPE,
+    H_SALT,
+    H_SHIFT,
+    HEADER_SIZE,
+    INT,
+    KEYS,
+    WORDS,
+    carray,
+    copy,
+    kernel,
+    linked,
+    load64,
+    pointer,
+    prefetch,
+    store64,
+)
+from elasticps.store.values import unpack
+
+hash_key: Any = _hash_key
+
+J_WORDS, J_SIZE, J_END, J_OLDEST, J_FIELDS = range(5)
+"""Of a journal's header: the ring's address and size, the positions behind the newest entry and of the oldest."""
+HEAD = 2  # words before an entry's keys
+
+
+@kernel
+def _copy_in(journal: int, position: int, source: int, n: int) -> None:
+    """Copies n words to a position of the ring, around its end if need be."""
+    ring, size = load64(journal + 8 * J_WORDS), load64(journal + 8 * J_SIZE)
+    at = position % size
+    first = min(n, size - at)
+    copy(ring + 8 * at, source, 8 * first)
+    copy(ring, source + 8 * first, 8 * (n - first))
+
+
+@kernel
+def note(journal: int, table: int, keys_at: int, n: int) -> None:
+    """Adds keys [n] of a table, at an address. If they are more than fit, nothing older or of these can be read."""
+    size, end = load64(journal + 8 * J_SIZE), load64(journal + 8 * J_END)
+    store64(journal + 8 * J_END, end + HEAD + n)
+    if HEAD + n > size:
+        store64(journal + 8 * J_OLDEST, end + HEAD + n)
+        return
+    ring = load64(journal + 8 * J_WORDS)
+    store64(ring + 8 * (end % size), table)
+    store64(ring + 8 * ((end + 1) % size), n)
+    _copy_in(journal, end + HEAD, keys_at, n)
+
+
+@linked(INT, INT, KEYS)
+def note_keys(journal: int, table: int, keys: NDArray[np.int64]) -> None:
+    """`note`, of an array."""
+    note(journal, table, keys.ctypes.data, keys.shape[0])
+
+
+@linked(INT, INT, INT, INT, WORDS)
+def list_tables(journal: int, start: int, end: int, most: int, out: NDArray[np.int64]) -> int:
+    """Writes the tables of the entries from `start` on, each once as often as it follows another one, until they have
+    about `most` keys; returns how many. out[0] gets the position behind the last entry looked at."""
+    ring, size = load64(journal + 8 * J_WORDS), load64(journal + 8 * J_SIZE)
+    n, keys, at = 1, 0, start
+    while at < end and keys < most and n < out.shape[0]:
+        table, count = load64(ring + 8 * (at % size)), load64(ring + 8 * ((at + 1) % size))
+        known = False
+        for i in range(1, n):
+            known |= out[i] == table
+        if not known:
+            out[n] = table
+            n += 1
+        keys += count
+        at += HEAD + count
+    out[0] = at
+    return n - 1
+
+
+@linked(WORDS, INT, INT, INT, INT, WORDS, WORDS, WORDS)
+def collect(
+    h: NDArray[np.int64], journal: int, start: int, end: int, table: int, included: NDArray[np.int64],
+    seen: NDArray[np.int64], out: NDArray[np.int64],
+) -> int:  # fmt: skip
+    """Writes the distinct keys of a table in the entries from `start` to `end`, of ranges r where included[r] is not 0;
+    returns how many. h: the table's header; seen: int64 [2, capacity] flat, a power of two larger than the keys, of
+    which the second half, marks, is below seen[-1], the mark of this call."""
+    ring, size = load64(journal + 8 * J_WORDS), load64(journal + 8 * J_SIZE)
+    salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
+    capacity = (seen.shape[0] - 1) // 2
+    mask, mark = np.uint64(capacity - 1), seen[seen.shape[0] - 1]
+    n, at = 0, start
+    while at < end:
+        count = load64(ring + 8 * ((at + 1) % size))
+        if load64(ring + 8 * (at % size)) == table:
+            place = (at + HEAD) % size
+            for _ in range(count):
+                key = load64(ring + 8 * place)
+                place += 1
+                if place == size:
+                    place = 0
+                hashed = hash_key(key, salt)
+                if included[np.int64(hashed >> shift)] == 0:
+                    continue
+                slot = np.int64(hashed & mask)
+                while seen[capacity + slot] == mark and seen[slot] != key:
+                    slot = np.int64((np.uint64(slot) + np.uint64(1)) & mask)
+                if seen[capacity + slot] != mark:
+                    seen[capacity + slot] = mark
+                    seen[slot] = key
+                    out[n] = key
+                    n += 1
+        at += HEAD + count
+    return n
+
+
+@linked(WORDS, WORDS, WORDS, WORDS, INT, INT, INT, INT)
+def split(
+    h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64], gone: NDArray[np.int64], n: int, code: int,
+    words: int, target: int,
+) -> int:  # fmt: skip
+    """Looks up keys [n]: those with a row come first in `keys`, in their order, their rows as words at `target`; the
+    others go to `gone`. Returns how many have a row. rows: scratch."""
+    index.find(h, keys[:n], rows[:n])
+    dim, dtype = h[H_DIM], h[H_DTYPE]
+    row = np.empty(dim, np.float32)
+    there = absent = 0
+    lines = min((4 * dim + 63) // 64, index.PREFETCH_LINES)
+    for i in range(n):
+        if i + index.ROW_PREFETCH < n:
+            for line in range(lines):
+                prefetch(rows[i + index.ROW_PREFETCH] + 64 * line)
+        if rows[i] == 0:
+            gone[absent] = keys[i]
+            absent += 1
+            continue
+        keys[there] = keys[i]
+        at = target + 4 * words * there
+        there += 1
+        if code == 0 and dtype == 0:
+            copy(at, rows[i], 4 * dim)
+        elif code == 0:
+            unpack(rows[i], carray(pointer(at), (dim,), np.float32), dtype)
+        elif dtype == 0:
+            encode_rows(code, rows[i], 1, dim, at, words)
+        else:
+            unpack(rows[i], row, dtype)
+            encode_rows(code, row.ctypes.data, 1, dim, at, words)
+    return there
+
+
+CLEARED = 1 << 40
+"""Added to a table's id where an entry has ranges that were cleared instead of keys."""
+NO_KEYS = np.empty(0, np.int64)
+
+
+class Changed(NamedTuple):
+    """Keys of one table that may have changed: int64 [n] with a row, their rows as words float32 [n, words], and keys
+    int64 [k] that have none."""
+
+    keys: NDArray[np.int64]
+    rows: NDArray[np.float32]
+    gone: NDArray[np.int64]
+
+
+class Journal:
+    """A ring of so many words."""
+
+    def __init__(self, words: int) -> None:
+        self._ring = np.zeros(words, np.int64)  # the entries
+        h = self._header = np.zeros(J_FIELDS, np.int64)  # J_…
+        h[J_WORDS], h[J_SIZE] = self._ring.ctypes.data, words
+        self._seen = np.zeros(1, np.int64)  # scratch of `collect`
+        self._keys = np.zeros((3, 0), np.int64)  # scratch: keys, their rows, those without
+
+    @property
+    def address(self) -> int:
+        """Where its header lies, for kernels."""
+        return int(self._header.ctypes.data)
+
+    @property
+    def end(self) -> int:
+        """The position behind the newest entry."""
+        return int(self._header[J_END])
+
+    @property
+    def oldest(self) -> int:
+        """The first position that has not been written over; an entry may have begun before it."""
+        return max(int(self._header[J_OLDEST]), self.end - len(self._ring))
+
+    def note(self, table: int, keys: NDArray[np.int64]) -> None:
+        """Adds keys of a table."""
+        if len(keys):
+            note_keys(self.address, table, np.ascontiguousarray(keys, np.int64))
+
+    def note_cleared(self, table: int, ranges: NDArray[np.int64]) -> None:
+        """Adds that a table has lost all rows of some ranges."""
+        note_keys(self.address, table | CLEARED, np.ascontiguousarray(ranges, np.int64))
+
+    def cleared(self, table: int, start: int, end: int) -> NDArray[np.int64]:
+        """The ranges of which a table has lost all rows, between two positions, each once."""
+        found = [keys for number, keys in self.entries(start, end) if number == table | CLEARED]
+        return np.unique(np.concatenate(found)) if found else NO_KEYS
+
+    def entries(self, start: int, end: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """The entries between two positions, as they were noted, copied."""
+        ring, at = self._ring, start
+        while at < end:
+            table, n = ring[at % len(ring)], int(ring[(at + 1) % len(ring)])
+            yield int(table), ring[(at + HEAD + np.arange(n)) % len(ring)]
+            at += HEAD + n
+
+    def tables(self, start: int, most: int) -> tuple[list[int], int]:
+        """The tables of the entries from `start` on, until they have about `most` keys, and the position behind."""
+        found = np.empty(1 << 12, np.int64)
+        n = int(list_tables(self.address, start, self.end, most, found))
+        return found[1 : n + 1].tolist(), int(found[0])
+
+    def read(
+        self, header: NDArray[np.int64], table: int, start: int, end: int, included: NDArray[np.int64], code: int,
+        words: int,
+    ) -> Changed:  # fmt: skip
+        """What changed of a table between two positions, in ranges with included[r] != 0, as it is now. header: the
+        table's; code, words: of a row as it is to be, see `codec`."""
+        most = end - start
+        if most > self._keys.shape[1]:
+            size = 1 << (2 * most).bit_length()
+            self._keys, self._seen = np.empty((3, most), np.int64), np.zeros(2 * size + 1, np.int64)
+        self._seen[-1] += 1
+        keys, rows, gone = self._keys
+        n = int(collect(header, self.address, start, end, table, included, self._seen, keys))
+        return self.look_up(header, keys[:n], code, words, rows, gone)
+
+    @staticmethod
+    def look_up(
+        header: NDArray[np.int64], keys: NDArray[np.int64], code: int, words: int, rows: NDArray[np.int64],
+        gone: NDArray[np.int64],
+    ) -> Changed:  # fmt: skip
+        """The rows of keys [n] as words; keys is written over. rows, gone: scratch of as many."""
+        n = len(keys)
+        packed = np.empty((n, words), np.float32)
+        there = int(split(header, keys, rows, gone, n, code, words, packed.ctypes.data))
+        return Changed(keys[:there].copy(), packed[:there], gone[: n - there].copy())
+
+
+def warm() -> None:
+    """Compiles, or loads from the cache, what a server does for readers."""
+    with compiled_once(__file__):
+        header, journal = np.zeros(HEADER_SIZE, np.int64), Journal(8)
+        descriptors, entries = np.zeros((2, DESCRIPTOR), np.int64), np.zeros((8, 2), np.int64)
+        descriptors[:, D_SEGMENT], descriptors[:, D_CAPACITY] = entries.ctypes.data, 4
+        header[H_DESCRIPTORS], header[H_SHIFT], header[H_DIM] = descriptors.ctypes.data, 63, 1
+        journal.note(1, np.zeros(1, np.int64))
+        journal.tables(0, 1)
+        journal.read(header, 1, 0, journal.end, np.ones(2, np.int64), 0, 1)

@@ -1,0 +1,379 @@
+"""Frames between a reader and servers whose tails it follows: what it wants, windows of changes, rows of a range."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.wire.frames import (
+    LAST,
+    MAX_BODY_BYTES,
+    MAX_DIM,
+    MAX_RANGES,
+    Buffer,
+    FrameError,
+    Header,
+    Kind,
+    json_body,
+    padded,
+    text,
+    whole,
+)
+from replication.step_records import StepRecord, record_bytes
+
+Bytes = NDArray[np.uint8]
+Ints = NDArray[np.int64]
+
+MAX_TABLES = 4096  # that a reader names
+MAX_READ_ROWS = 1 << 16  # of one part of a range
+MAX_RUNS = 1 << 20
+DTYPES = ("", "float32", "float16", "bfloat16", "int8")
+"""How rows travel, by number; "": as the table has them."""
+FINE = 2
+"""Flag of SUBSCRIBE: a window after each change, for `clock` milliseconds, so that moments can be compared."""
+
+_BLOCK = struct.Struct("<IIIIII")  # table, rows, words of a row, keys that are gone, ranges that were cleared, 0
+_RUN = 4  # worker, first range, last range, progress
+
+
+def _body(parts: Sequence[Buffer]) -> int:
+    return sum(len(memoryview(part).cast("B")) for part in parts)
+
+
+def _frame(header: Header, parts: list[Buffer]) -> list[Buffer]:
+    return [header._replace(body=_body(parts)).pack(), *parts]
+
+
+class _Body:
+    """Reads a body from its begin on, never beyond its end."""
+
+    def __init__(self, body: Bytes) -> None:
+        self._body = body
+        self._at = 0
+
+    def take(self, count: int, dtype: type[np.generic] = np.uint8) -> NDArray[Any]:
+        """So many numbers, and the padding behind them."""
+        nbytes = count * np.dtype(dtype).itemsize
+        if count < 0 or nbytes > len(self._body) - self._at:
+            raise FrameError(f"{count} numbers at byte {self._at} do not fit in a body of {len(self._body)} bytes")
+        found = self._body[self._at : self._at + nbytes].view(dtype)
+        self._at += nbytes + (-nbytes & 7)
+        return found
+
+    def count(self, most: int) -> int:
+        """A number that says how many of something follow."""
+        n = int(self.take(1, np.int64)[0])
+        if not 0 <= n <= most:
+            raise FrameError(f"a frame announces {n} of what there can be {most}")
+        return n
+
+    def end(self) -> None:
+        """Nothing is left."""
+        if self._at != len(self._body):
+            raise FrameError(f"{len(self._body) - self._at} bytes are left of a body of {len(self._body)}")
+
+
+def _int64(*numbers: int) -> bytes:
+    return np.array(numbers, np.int64).tobytes()
+
+
+class Subscribe(NamedTuple):
+    """SUBSCRIBE: follow these ranges from now on, and no others. ranges int64 [n], each once; positions int64 [n]: the
+    sequence number up to which the reader has each, -1 for none; origins int64 [n]: the epoch in which their content
+    began anew. tables: names, None for all; dtype: see DTYPES. every_ms: from window to window. fine_ms: see FINE.
+    number: of the answer."""
+
+    number: int
+    epoch: int
+    ranges: Ints
+    positions: Ints
+    origins: Ints
+    tables: tuple[str, ...] | None
+    dtype: str
+    every_ms: int
+    fine_ms: int = 0
+
+    def frame(self) -> list[Buffer]:
+        """As it is sent."""
+        from json import dumps
+
+        names = dumps({"tables": None if self.tables is None else list(self.tables)}).encode()
+        flags = FINE if self.fine_ms else 0
+        header = Header(
+            Kind.SUBSCRIBE, flags, request=self.number, epoch=self.epoch, clock=self.fine_ms,
+            table=DTYPES.index(self.dtype),
+            items=len(self.ranges), bound=len(names), wait_ms=self.every_ms,
+        )  # fmt: skip
+        numbers = np.concatenate([self.ranges, self.positions, self.origins]).astype(np.int64)
+        return _frame(header, [numbers.tobytes(), padded(names)])
+
+    @classmethod
+    def of(cls, header: Header, body: Bytes, ranges: int) -> Subscribe:
+        """The inverse; FrameError for what cannot be."""
+        n = header.items
+        if n > ranges or header.table >= len(DTYPES) or not 1 <= header.wait_ms <= 60_000 or header.clock > 60_000:
+            raise FrameError(f"a SUBSCRIBE of {n} ranges, type {header.table}, every {header.wait_ms} ms")
+        reader = _Body(body)
+        found = reader.take(3 * n, np.int64).reshape(3, n).copy()
+        document = json_body(reader.take(header.bound).tobytes() if header.bound else b"{}")
+        reader.end()
+        if n and (found[0].min() < 0 or found[0].max() >= ranges or len(np.unique(found[0])) != n):
+            raise FrameError("a SUBSCRIBE names ranges that there are not, or twice")
+        names = document.get("tables")
+        if names is not None and (not isinstance(names, list) or len(names) > MAX_TABLES):
+            raise FrameError(f"a SUBSCRIBE names a list of up to {MAX_TABLES} tables, or none")
+        tables = None if names is None else tuple(text(name, 4096) for name in names)
+        fine = header.clock if header.flags & FINE else 0
+        return cls(
+            header.request,
+            header.epoch,
+            found[0],
+            found[1],
+            found[2],
+            tables,
+            DTYPES[header.table],
+            header.wait_ms,
+            fine,
+        )
+
+
+class Subscribed(NamedTuple):
+    """SUBSCRIBED: these ranges go on from the reader's positions; those are to be read. Others are not answered for
+    here. number: of the SUBSCRIBE; 0: the reader was too slow for what it followed."""
+
+    number: int
+    epoch: int
+    continued: Ints
+    unknown: Ints
+
+    def frame(self) -> list[Buffer]:
+        """As it is sent."""
+        header = Header(
+            Kind.SUBSCRIBED, request=self.number, epoch=self.epoch, items=len(self.continued), table=len(self.unknown)
+        )
+        return _frame(header, [np.concatenate([self.continued, self.unknown]).astype(np.int64).tobytes()])
+
+    @classmethod
+    def of(cls, header: Header, body: Bytes, ranges: int) -> Subscribed:
+        """The inverse; FrameError."""
+        if header.items + header.table > ranges:
+            raise FrameError(f"a SUBSCRIBED of {header.items} and {header.table} ranges")
+        reader = _Body(body)
+        continued, unknown = (reader.take(n, np.int64).copy() for n in (header.items, header.table))
+        reader.end()
+        for each in (continued, unknown):
+            if len(each) and (each.min() < 0 or each.max() >= ranges):
+                raise FrameError("a SUBSCRIBED names a range that there is not")
+        return cls(header.request, header.epoch, continued, unknown)
+
+
+class RowBlock(NamedTuple):
+    """Rows of one table as they are: keys int64 [n], rows float32 [n, words] as words; gone int64 [k]: keys without a
+    row; cleared int64 [c]: ranges that lost all rows before."""
+
+    table: int
+    keys: Ints
+    rows: NDArray[np.float32]
+    gone: Ints
+    cleared: Ints
+
+    @property
+    def nbytes(self) -> int:
+        """About what it takes on the wire."""
+        return _BLOCK.size + self.keys.nbytes + self.rows.nbytes + self.gone.nbytes + self.cleared.nbytes + 8
+
+
+def _write_block(block: RowBlock) -> list[Buffer]:
+    n, words = block.rows.shape
+    parts: list[Buffer] = [_BLOCK.pack(block.table, n, words, len(block.gone), len(block.cleared), 0)]
+    parts += [each.data.cast("B") for each in (block.keys, block.gone, block.cleared) if len(each)]
+    if block.rows.size:
+        parts.append(np.ascontiguousarray(block.rows).data.cast("B"))
+        if block.rows.nbytes & 7:
+            parts.append(b"\0" * 4)
+    return parts
+
+
+def _read_block(reader: _Body, ranges: int) -> RowBlock:
+    table, n, words, gone, cleared, _ = _BLOCK.unpack(reader.take(_BLOCK.size).tobytes())
+    if words > MAX_DIM or cleared > ranges or n * max(words, 1) * 4 > MAX_BODY_BYTES:
+        raise FrameError(f"a block of {n} rows of {words} words, {cleared} ranges cleared")
+    keys, absent, empty = (reader.take(count, np.int64) for count in (n, gone, cleared))
+    if cleared and (empty.min() < 0 or empty.max() >= ranges):
+        raise FrameError("a block clears a range that there is not")
+    return RowBlock(table, keys, reader.take(n * words, np.float32).reshape(n, words), absent, empty)
+
+
+class Progresses(NamedTuple):
+    """Progress of workers that has changed, by ranges: int64 [k, 4], each worker, first range, last range, progress."""
+
+    runs: Ints
+
+    @classmethod
+    def between(cls, workers: Ints, ranges: Ints, before: Ints, now: Ints) -> Progresses:
+        """What differs between two tables of progress [workers, ranges]; ranges ascending."""
+        w, at = np.nonzero(before != now)
+        if not len(w):
+            return cls(np.empty((0, _RUN), np.int64))
+        values = now[w, at]
+        # A run ends where the worker, or the progress, is another one, or a range is left out that is not the same.
+        begins = np.ones(len(w), np.bool_)
+        begins[1:] = (np.diff(w) != 0) | (np.diff(values) != 0) | (np.diff(ranges[at]) != 1)
+        first = np.flatnonzero(begins)
+        last = np.append(first[1:] - 1, len(w) - 1)
+        return cls(np.stack([workers[w[first]], ranges[at[first]], ranges[at[last]], values[first]], axis=1))
+
+
+class WindowFrame(NamedTuple):
+    """WINDOW: what changed at a server since the window before. number: counts the connection's windows from 1;
+    time_us: when it was read, microseconds since 1970. complete: with it the reader has the state of that moment;
+    else more of the same window follow. ranges, positions: int64 [n] each, sequence numbers of those that changed;
+    progress and records of steps, the same; tables: ids and specs of tables that are new here; dropped: ids."""
+
+    epoch: int
+    number: int
+    time_us: int
+    complete: bool
+    blocks: Sequence[RowBlock] = ()
+    ranges: Ints = np.empty(0, np.int64)
+    positions: Ints = np.empty(0, np.int64)
+    progress: Progresses = Progresses(np.empty((0, _RUN), np.int64))
+    records: Sequence[tuple[int, StepRecord]] = ()
+    tables: Sequence[tuple[int, str]] = ()
+    dropped: Sequence[int] = ()
+
+    def frame(self) -> list[Buffer]:
+        """As it is sent."""
+        from json import dumps
+
+        names = b""
+        if self.tables or self.dropped:
+            names = dumps({"tables": [list(one) for one in self.tables], "dropped": list(self.dropped)}).encode()
+        header = Header(
+            Kind.WINDOW, LAST if self.complete else 0, epoch=self.epoch, clock=self.number,
+            worker=self.time_us >> 32, wait_ms=self.time_us & 0xFFFFFFFF, items=len(self.blocks),
+            table=len(self.ranges), bound=len(names),
+        )  # fmt: skip
+        parts: list[Buffer] = [padded(names)] if names else []
+        if self.complete:
+            runs = self.progress.runs
+            parts += [self.ranges.tobytes(), self.positions.tobytes(), _int64(len(runs)), runs.tobytes()]
+            parts.append(_int64(len(self.records)))
+            parts += [_int64(worker, record.clock, record.committed) + record.bits for worker, record in self.records]
+        for block in self.blocks:
+            parts += _write_block(block)
+        return _frame(header, parts)
+
+    @classmethod
+    def of(cls, header: Header, body: Bytes, ranges: int) -> WindowFrame:
+        """The inverse, views of the body; FrameError."""
+        reader, complete = _Body(body), bool(header.flags & LAST)
+        tables, dropped = list[tuple[int, str]](), list[int]()
+        if header.bound:
+            document = json_body(reader.take(header.bound).tobytes(), MAX_BODY_BYTES)
+            tables, dropped = _tables_in(document)
+        if header.table > ranges or header.items > len(body):
+            raise FrameError(f"a WINDOW of {header.table} ranges and {header.items} blocks")
+        named = positions = np.empty(0, np.int64)
+        runs, records = np.empty((0, _RUN), np.int64), list[tuple[int, StepRecord]]()
+        if complete:
+            named, positions = (reader.take(header.table, np.int64).copy() for _ in range(2))
+            runs = reader.take(_RUN * reader.count(MAX_RUNS), np.int64).reshape(-1, _RUN).copy()
+            size = record_bytes(ranges) - 8
+            for _ in range(reader.count(MAX_RUNS)):
+                worker, clock, committed = reader.take(3, np.int64).tolist()
+                records.append((worker, StepRecord(clock, committed, reader.take(size).tobytes())))
+            for first, last in ((named, named), (runs[:, 1], runs[:, 2])):
+                if len(first) and not (first.min() >= 0 and last.max() < ranges and bool((first <= last).all())):
+                    raise FrameError("a WINDOW names a range that there is not")
+        blocks = [_read_block(reader, ranges) for _ in range(header.items)]
+        reader.end()
+        return cls(
+            header.epoch, header.clock, header.worker << 32 | header.wait_ms, complete, blocks, named, positions,
+            Progresses(runs), records, tables, dropped,
+        )  # fmt: skip
+
+
+def _tables_in(document: dict[str, Any]) -> tuple[list[tuple[int, str]], list[int]]:
+    tables, dropped = document.get("tables", []), document.get("dropped", [])
+    if not isinstance(tables, list) or not isinstance(dropped, list):
+        raise FrameError("a WINDOW lists tables, and those that were dropped")
+    found = list[tuple[int, str]]()
+    for one in tables:
+        if not isinstance(one, list) or len(one) != 2:
+            raise FrameError("a table in a WINDOW has an id and a spec")
+        found.append((whole(one[0], 1 << 31), text(one[1], 1 << 16)))
+    return found, [whole(one, 1 << 31) for one in dropped]
+
+
+class ReadRange(NamedTuple):
+    """READ_RANGE: rows of a range of a table from a hash on, about `rows` of them; with 0 none, to learn whether the
+    table is there."""
+
+    request: int
+    epoch: int
+    table: int
+    range: int
+    place: int
+    rows: int
+
+    def frame(self) -> list[Buffer]:
+        """As it is sent."""
+        return [
+            Header(
+                Kind.READ_RANGE, 0, 0, self.request, self.epoch, self.place, self.range, table=self.table,
+                items=self.rows,
+            ).pack()
+        ]  # fmt: skip
+
+    @classmethod
+    def of(cls, header: Header, ranges: int) -> ReadRange:
+        """The inverse; FrameError."""
+        if header.worker >= ranges or header.items > MAX_READ_ROWS or header.clock >= 1 << 62 or header.body:
+            raise FrameError(f"a READ_RANGE of range {header.worker}, {header.items} rows, from {header.clock}")
+        return cls(header.request, header.epoch, header.table, header.worker, header.clock, header.items)
+
+
+class RangePart(NamedTuple):
+    """RANGE_ROWS: all rows of a range of a table whose hashes are in low..high-1. next_place: the one to read, 0
+    if there is none. missing: there is no such table here."""
+
+    request: int
+    epoch: int
+    range: int
+    low: int
+    high: int
+    next_place: int
+    block: RowBlock
+    missing: bool = False
+
+    def frame(self) -> list[Buffer]:
+        """As it is sent."""
+        header = Header(
+            Kind.RANGE_ROWS, LAST if self.missing else 0, 0, self.request, self.epoch, self.next_place, self.range
+        )
+        return _frame(header, [_int64(self.low, self.high), *_write_block(self.block)])
+
+    @classmethod
+    def of(cls, header: Header, body: Bytes, ranges: int) -> RangePart:
+        """The inverse, views of the body; FrameError."""
+        reader = _Body(body)
+        low, high = reader.take(2, np.int64).tolist()
+        block = _read_block(reader, ranges)
+        reader.end()
+        if header.worker >= ranges or not 0 <= low <= high <= 1 << 62 or header.clock > 1 << 62:
+            raise FrameError(f"a RANGE_ROWS of range {header.worker}, hashes {low} to {high}")
+        missing = bool(header.flags & LAST)
+        return cls(header.request, header.epoch, header.worker, low, high, header.clock, block, missing)
+
+
+def window_ack(number: int) -> bytes:
+    """WINDOW_ACK: the reader has applied all windows up to this one."""
+    return Header(Kind.WINDOW_ACK, clock=number).pack()
+
+
+assert MAX_RANGES

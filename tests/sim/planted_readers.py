@@ -1,0 +1,84 @@
+"""Bugs in how readers are fed, and in what they make of it: rows lost, old, never committed; false moments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from elasticps.readers.core.following import Feed, Following
+from elasticps.readers.core.moment_search import MomentSearch
+from elasticps.readers.holding import Holding
+from elasticps.server.core.journal_marks import JournalMarks
+from elasticps.server.roles.readers import ReaderFeeds
+from elasticps.store.table import Table
+from elasticps.wire.windows import RangePart, Subscribed
+
+
+def note_no_deletions(patch: pytest.MonkeyPatch) -> None:
+    def forget(self: Table, keys: Any) -> None:
+        journal, self.journal = self.journal, None
+        forgets(self, keys)
+        self.journal = journal
+
+    forgets = Table.forget
+    patch.setattr(Table, "forget", forget)
+
+
+def show_a_push_that_is_not_committed(patch: pytest.MonkeyPatch) -> None:
+    """A tail whose joiner is level sends what the joiner may lack."""
+
+    def queue(self: ReaderFeeds, reader: Any, buffers: Any, ranges: Any, seqs: Any) -> None:
+        queues(self, reader, buffers, ranges[:0], seqs[:0])
+
+    queues = ReaderFeeds._queue
+    patch.setattr(ReaderFeeds, "_queue", queue)
+
+
+def go_on_from_a_mark_that_is_too_new(patch: pytest.MonkeyPatch) -> None:
+    def find(self: JournalMarks, ranges: Any, positions: Any, seqs: Any, end: int, oldest: int) -> Any:
+        return np.where(positions >= 0, end, -1)
+
+    patch.setattr(JournalMarks, "find", find)
+
+
+def ignore_the_answer_to_an_older_subscription(patch: pytest.MonkeyPatch) -> None:
+    def answered(self: Following, feed: Feed, answer: Subscribed) -> bool:
+        return answer.number not in (0, feed.subscribed) or answers(self, feed, answer)
+
+    answers = Following.answered
+    patch.setattr(Following, "answered", answered)
+
+
+def take_any_states_for_a_moment(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MomentSearch, "_late", lambda self: set())
+
+
+def take_sparse_steps_for_missing_ones_of_home_alone(patch: pytest.MonkeyPatch) -> None:
+    """Which ranges a step ticks is not looked at: it counts as there when home has it."""
+    patch.setattr(MomentSearch, "_expected", lambda self, worker, newest: np.zeros(len(self._owner), np.int64))
+
+
+def go_on_where_a_reader_was_too_slow(patch: pytest.MonkeyPatch) -> None:
+    def lose(self: ReaderFeeds, reader: Any) -> None:
+        reader.cursor = self._journal.end
+
+    patch.setattr(ReaderFeeds, "_lose", lose)
+
+
+def show_other_rows_while_it_holds(patch: pytest.MonkeyPatch) -> None:
+    def queue(self: Holding, feed: Feed, header: Any, body: Any) -> bool:
+        return not self.held and queues(self, feed, header, body)
+
+    queues = Holding.queue
+    patch.setattr(Holding, "queue", queue)
+
+
+def forget_the_rows_of_a_part_that_is_read(patch: pytest.MonkeyPatch) -> None:
+    def rows(self: Following, feed: Feed, part: RangePart) -> Any:
+        _, asks = reads(self, feed, part)
+        return bool(part.range % 2), asks
+
+    reads = Following.rows
+    patch.setattr(Following, "rows", rows)

@@ -1,0 +1,103 @@
+"""The journal of changed keys beside a twin that keeps them all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import elasticps as eps
+from elasticps.store import Store
+from elasticps.store.codec import Codec
+from elasticps.store.journal import CLEARED, Journal
+
+RANGES, DIM = 8, 6
+
+
+def store_with(journal: Journal, dtype: str = "float32") -> Store:
+    store = Store(RANGES)
+    store.keep_journal(journal)
+    for number in (1, 2):
+        spec = eps.TableSpec(f"t{number}", DIM, eps.Adagrad(lr=0.1), eps.Normal(std=1.0, seed=number), dtype)
+        store.create(spec, number)
+    return store
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 1 << 30), st.lists(st.tuples(st.sampled_from("pdc"), st.integers(1, 2)), max_size=30))
+def test_what_changed_is_read_as_it_is_now(seed: int, steps: list[tuple[str, int]]) -> None:
+    rng, journal = np.random.default_rng(seed), Journal(64)
+    store = store_with(journal)
+    included = rng.integers(0, 2, RANGES)
+    start, changed, cleared = 0, dict[int, set[int]](), dict[int, set[int]]()
+    for what, number in steps:
+        table = store.tables[number]
+        keys = rng.integers(0, 50, rng.integers(0, 20))
+        if what == "p":
+            table.apply(keys, rng.random((len(keys), DIM), np.float32), np.zeros(1, np.float32))
+            store.note_changed(number, keys)
+        elif what == "d":
+            keys = np.unique(keys[~table.missing(keys)])
+            table.delete(keys)  # the table notes that by itself
+        else:
+            ranges = np.unique(rng.integers(0, RANGES, 2))
+            for r in ranges.tolist():
+                store.clear(number, r)
+            journal.note_cleared(number, ranges)
+            cleared.setdefault(number, set()).update(ranges.tolist())
+            keys = keys[:0]
+        changed.setdefault(number, set()).update(keys.tolist())
+        if rng.random() < 0.3 or journal.oldest > start:
+            if journal.oldest <= start:
+                check(store, journal, start, included, changed, cleared)
+            start, changed, cleared = journal.end, {}, {}
+    if journal.oldest <= start:
+        check(store, journal, start, included, changed, cleared)
+
+
+def check(
+    store: Store, journal: Journal, start: int, included: np.ndarray, changed: dict[int, set[int]],
+    cleared: dict[int, set[int]],
+) -> None:  # fmt: skip
+    tables, end = journal.tables(start, 1 << 20)
+    assert end == journal.end
+    assert {number & ~CLEARED for number in tables} == {n for n, keys in changed.items() if keys} | cleared.keys()
+    for number, table in store.tables.items():
+        found = journal.read(table.header, number, start, end, included, 0, DIM)
+        named = np.array(sorted(changed.get(number, ())), np.int64)
+        named = named[included[table.ranges_of(named)] != 0]
+        there = ~table.missing(named)
+        assert sorted(found.keys.tolist()) == named[there].tolist()
+        assert sorted(found.gone.tolist()) == named[~there].tolist()
+        rows = np.empty((len(found.keys), DIM), np.float32)
+        table.gather(found.keys, rows)
+        assert (found.rows == rows).all()
+        assert set(journal.cleared(number, start, end).tolist()) == cleared.get(number, set())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("filters", [[], [eps.Float16()], [eps.BFloat16()], [eps.Int8()]])
+def test_rows_are_encoded_as_the_codec_does(dtype: str, filters: list[eps.Float16]) -> None:
+    journal, keys = Journal(1 << 10), np.arange(40)
+    table = store_with(journal, dtype).tables[1]
+    table.put(keys, np.random.default_rng(1).random((len(keys), DIM), np.float32))
+    journal.note(1, keys)
+    codec = Codec(filters, DIM)
+    found = journal.read(table.header, 1, 0, journal.end, np.ones(RANGES, np.int64), codec.code, codec.words)
+    rows = np.empty((len(keys), DIM), np.float32)
+    table.gather(found.keys, rows)
+    assert found.rows.tobytes() == codec.encode(rows).tobytes()
+
+
+def test_what_does_not_fit_is_lost_with_all_before() -> None:
+    journal = Journal(16)
+    journal.note(1, np.arange(3))
+    assert journal.oldest == 0
+    journal.note(1, np.arange(100))
+    assert journal.oldest == journal.end
+    start = journal.end
+    journal.note(2, np.arange(5))
+    assert [(number, keys.tolist()) for number, keys in journal.entries(start, journal.end)] == [(2, [0, 1, 2, 3, 4])]
+    journal.note(1, np.arange(12))
+    assert journal.oldest > start

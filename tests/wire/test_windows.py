@@ -1,0 +1,116 @@
+"""Frames of readers: there and back, and what cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from elasticps.wire.frames import Buffer, FrameError, Header, Kind, unpack_header
+from elasticps.wire.windows import (
+    Progresses,
+    RangePart,
+    ReadRange,
+    RowBlock,
+    Subscribe,
+    Subscribed,
+    WindowFrame,
+    window_ack,
+)
+from replication.step_records import record_of
+
+RANGES = 16
+
+
+def there(buffers: Sequence[Buffer]) -> tuple[Header, np.ndarray]:
+    data = b"".join(bytes(one) for one in buffers)
+    return unpack_header(data), np.frombuffer(data[64:], np.uint8)
+
+
+def block(rows: int = 3, words: int = 5) -> RowBlock:
+    rng = np.random.default_rng(rows)
+    return RowBlock(7, np.arange(rows), rng.random((rows, words), np.float32), np.array([9, 8]), np.array([1]))
+
+
+def same(a: RowBlock, b: RowBlock) -> bool:
+    arrays = all((x == y).all() and x.shape == y.shape for x, y in zip(a[1:], b[1:], strict=True))
+    return a.table == b.table and arrays
+
+
+def test_subscriptions_come_as_they_were_sent() -> None:
+    one = Subscribe(
+        3, 5, np.array([2, 4]), np.array([-1, 77]), np.array([0, 3]), ("a", "b"), "int8", 20, 1000
+    )  # fmt: skip
+    header, body = there(one.frame())
+    found = Subscribe.of(header, body, RANGES)
+    assert found[:2] + found[5:] == one[:2] + one[5:]
+    assert all((a == b).all() for a, b in zip(found[2:5], one[2:5], strict=True))
+    answer = Subscribed(3, 5, np.array([4]), np.array([2]))
+    got = Subscribed.of(*there(answer.frame()), RANGES)
+    assert got[:2] == (3, 5)
+    assert got.continued.tolist() == [4]
+    assert got.unknown.tolist() == [2]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 4])
+def test_windows_come_as_they_were_made(rows: int) -> None:
+    record = record_of(5, 3, np.arange(RANGES) % 2 == 0)
+    runs = Progresses(np.array([[1, 0, 15, 640]]))
+    one = WindowFrame(
+        5, 9, 123456, True, [block(rows), block(2)], np.array([3, 4]), np.array([70, 80]), runs, [(1, record)],
+        [(7, '{"name": "x"}')], [6],
+    )  # fmt: skip
+    found = WindowFrame.of(*there(one.frame()), RANGES)
+    assert found[:4] == one[:4]
+    assert all(same(a, b) for a, b in zip(found.blocks, one.blocks, strict=True))
+    assert (found.ranges.tolist(), found.positions.tolist()) == ([3, 4], [70, 80])
+    assert found.progress.runs.tolist() == runs.runs.tolist()
+    assert (found.records, found.tables, found.dropped) == ([(1, record)], one.tables, [6])
+    part = WindowFrame(5, 10, 1, False, [block(rows)])
+    got = WindowFrame.of(*there(part.frame()), RANGES)
+    assert not got.complete
+    assert same(got.blocks[0], part.blocks[0])
+
+
+def test_parts_of_ranges_come_as_they_were_made() -> None:
+    request = ReadRange(8, 5, 7, 3, 1 << 40, 100)
+    header, _ = there(request.frame())
+    assert ReadRange.of(header, RANGES) == request
+    part = RangePart(8, 5, 3, 1 << 40, 1 << 41, 1 << 41, block())
+    found = RangePart.of(*there(part.frame()), RANGES)
+    assert found[:6] == part[:6]
+    assert same(found.block, part.block)
+    assert unpack_header(window_ack(12)).clock == 12
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_damaged_is_refused_or_read_within_its_bounds(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    whole = WindowFrame(5, 9, 1, True, [block(4)], np.array([3]), np.array([70]), tables=[(7, "{}")])
+    frames = [whole.frame(), RangePart(8, 5, 3, 0, 9, 9, block()).frame(), Subscribe(
+        1, 5, np.array([2]), np.array([1]), np.array([0]), None, "", 5).frame()]  # fmt: skip
+    for buffers in frames:
+        header, body = there(buffers)
+        for _ in range(200):
+            damaged = body.copy()
+            for _ in range(int(rng.integers(1, 4))):
+                damaged[rng.integers(len(damaged))] = rng.integers(256)
+            damaged = damaged[: len(damaged) - 8 * int(rng.integers(0, 3))]
+            changed = header._replace(items=int(rng.choice([header.items, 0, 1 << 31])))
+            try:
+                if header.kind == Kind.WINDOW:
+                    WindowFrame.of(changed, damaged, RANGES)
+                elif header.kind == Kind.RANGE_ROWS:
+                    RangePart.of(changed, damaged, RANGES)
+                else:
+                    Subscribe.of(changed, damaged, RANGES)
+            except FrameError:
+                pass
+
+
+def test_runs_join_ranges_that_follow_each_other() -> None:
+    ranges = np.array([0, 1, 2, 5, 6])
+    before, now = np.zeros((2, 5), np.int64), np.array([[4, 4, 4, 4, 4], [0, 3, 3, 0, 8]])
+    found = Progresses.between(np.array([1, 2]), ranges, before, now).runs.tolist()
+    assert found == [[1, 0, 2, 4], [1, 5, 6, 4], [2, 1, 2, 3], [2, 6, 6, 8]]
