@@ -334,8 +334,13 @@ def test_others_pull_from_a_reader_s_process(own: eps.LocalCluster) -> None:
                     with pytest.raises(eps.UnknownTable, match="has no table 'items'"):
                         remote.pull({"items": KEYS})
                     table_of(ps, "items")
-                    eventually(lambda: "items" in (remote.refresh() or remote.tables))  # type: ignore[func-returns-value]
-                    assert (remote.pull({"items": KEYS})["items"] == ps.open("items").pull(KEYS)).all()  # type: ignore[call-arg,arg-type]
+
+                    def has_the_new_table() -> bool:
+                        remote.refresh()
+                        return "items" in remote.tables
+
+                    eventually(has_the_new_table)
+                    assert (remote.pull({"items": KEYS})["items"] == ps.open("items").pull(KEYS)).all()  # type: ignore[arg-type]
             finally:
                 process.terminate()
         with pytest.raises(eps.ClusterUnreachable, match="the reader at 127"):

@@ -36,11 +36,11 @@ class Story:
         self.progress = [{w: np.zeros(RANGES, np.int64) for w in self.workers}]
         self.states: list[list[tuple[dict[int, Ints], list[tuple[int, StepRecord]]]]] = [[], []]
         for server in range(SERVERS):
-            mine = server == OWNER
+            mine = np.equal(OWNER, server)
             now = {w: np.zeros(RANGES, np.int64) for w in self.workers}
             self.states[server].append(({w: row.copy() for w, row in now.items()}, []))
             at = dict.fromkeys(self.workers, 0)
-            while any(step < steps for step in at.values()):
+            while min(at.values()) < steps:
                 worker = int(rng.choice([w for w in self.workers if at[w] < steps]))
                 at[worker] += 1
                 some = ticked[worker, at[worker]]

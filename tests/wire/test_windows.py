@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,8 +35,8 @@ def block(rows: int = 3, words: int = 5) -> RowBlock:
 
 
 def same(a: RowBlock, b: RowBlock) -> bool:
-    arrays = all((x == y).all() and x.shape == y.shape for x, y in zip(a[1:], b[1:], strict=True))
-    return a.table == b.table and arrays
+    pairs: Any = zip(a[1:], b[1:], strict=True)
+    return a.table == b.table and all(np.array_equal(x, y) for x, y in pairs)
 
 
 def test_subscriptions_come_as_they_were_sent() -> None:
