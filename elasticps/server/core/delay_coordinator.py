@@ -238,8 +238,8 @@ class DelayCoordinator:
         return restored or (group is not None and group.bounded)
 
     def _prove(self, app: str, state: _Application, clocks: ApplicationClocks, minimum: int) -> None:
-        """Has it proved that this server heads the group range now; then releases `minimum`, and answers those who join.
-        0: releases nothing, and has nobody heard who joins while no clock was ever released."""
+        """Proves by an operation that this server heads the group range now, then releases `minimum` and answers those
+        who join. 0: releases nothing, as nothing ever was."""
         joining = list(state.joining)
         state.proving = True
 
