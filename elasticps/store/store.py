@@ -192,9 +192,9 @@ class Store:
 
     def words(self, r: int) -> list[int]:
         """Numbers beside the rows on which replicas of range r must agree: time, cuts, deletions, and of tables that
-        keep usage, keys that wait and policies."""
+        keep usage, keys that wait and policies. Of a table that was dropped there, some replicas know nothing more."""
         words = [int(self.times[r]), int(self.cuts.newest[r]), int(self.cuts.base[r])]
-        for number in sorted(self.tables):
+        for number in sorted(self.tables.keys() - self.dropped_in(r)):
             table = self.tables[number]
             noted = table.deletions.words(r)
             if any(noted):

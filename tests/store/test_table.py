@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from elasticps.errors import InputError, SpecError
 from elasticps.kernels import hashing
 from elasticps.model import spec
+from elasticps.model.policies import MinCount
 from elasticps.model.spec import TableSpec
 from elasticps.store import Store, Table, index, intervals, native, registry, warm
 
@@ -257,6 +258,17 @@ def test_a_dropped_table_stays_until_all_replicas_have_dropped_it() -> None:
     assert store.bury(acked) == []
     store.drop(5, np.array([3]), np.array([0]))
     assert store.bury(acked) == [5]
+
+
+def test_a_replica_filled_after_a_table_was_dropped_agrees_with_one_that_dropped_it() -> None:
+    old, new, r = Store(4), Store(4), np.array([2])
+    made = old.create(TableSpec("a", 4, spec.SGD(0.1), admission=MinCount(2)), 5)
+    assert made.lifecycle is not None
+    made.lifecycle.begin(r, made.spec)
+    assert old.words(2) != new.words(2)
+    old.drop(5, r, np.array([3]))
+    new.drop(5, r, np.array([0]))
+    assert old.words(2) == new.words(2)
 
 
 def test_dropped_tables_are_remembered_in_few_bytes() -> None:
