@@ -65,9 +65,9 @@ class WorkerDelay:
         """The connection to a server has ended; it asks again on the next one."""
         self._due.pop(member, None)
 
-    def start(self, pulls: Sequence[ServerPull], bound: int | None, wait_ms: int) -> None:
+    def start(self, bound: int, pulls: Sequence[ServerPull], wait_ms: int) -> None:
         """Sends pulls, at once or when what they need is released: the clock that is `bound` before theirs."""
-        floor = 0 if bound is None else max((pull.clock for pull in pulls), default=0) - bound
+        floor = max((pull.clock for pull in pulls), default=0) - bound
         if floor <= 0 or self._open(floor):
             self._pulls.start(pulls, wait_ms)
             return

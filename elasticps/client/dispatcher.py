@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -286,7 +287,8 @@ class Dispatcher:
         """Sends pulls; bound: of the delay, None for none; `wait_ms` as in the PULL header."""
         with self.lock, self._changing():
             self.check()
-            self.delay.start(pulls, bound, wait_ms)
+            start = self.pulls.start if bound is None else partial(self.delay.start, bound)
+            start(pulls, wait_ms)
         self._driver.nudge()
 
     def forget_pull(self, pull: ServerPull, error: Error) -> None:

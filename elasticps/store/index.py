@@ -61,7 +61,6 @@ from elasticps.store.native import (
     load64,
     pointer,
     prefetch,
-    prefetch_write,
     store64,
     template,
 )
@@ -298,18 +297,6 @@ def insert(
                 _initialise(h, key, row)
         rows[i] = row & ADDRESS
     return keys.shape[0]
-
-
-@kernel
-def overwrite(h: NDArray[np.int64], values: NDArray[np.float32], rows: NDArray[np.int64]) -> None:
-    """Gives rows these weights, and slots as new rows have them."""
-    n, lines = values.shape[0], min((h[H_STRIDE] + 63) // 64, PREFETCH_LINES)
-    for i in range(n):
-        if i + ROW_PREFETCH < n:
-            for line in range(lines):
-                prefetch_write(rows[i + ROW_PREFETCH] + 64 * line)
-        blank_row(h, rows[i])
-        write_weights(h, rows[i], values[i])
 
 
 @kernel

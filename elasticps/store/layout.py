@@ -1,4 +1,4 @@
-"""The bytes of a row in memory, and kernels that split a row into the columns of a file."""
+"""The bytes of a row in memory, and kernels that split a row into the columns of a file, or write one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from elasticps.model.spec import TableSpec
 from elasticps.store.index import PREFETCH_LINES, ROW_PREFETCH
-from elasticps.store.native import ADDRESS, H_SLOTS_AT, STAMP_BIT, copy, kernel, prefetch
+from elasticps.store.native import ADDRESS, H_SLOTS_AT, H_STRIDE, STAMP_BIT, copy, kernel, prefetch, prefetch_write
+from elasticps.store.values import blank_row, write_weights
 
 
 class RowLayout(NamedTuple):
@@ -51,3 +52,15 @@ def write_slots(h: NDArray[np.int64], slots: NDArray[np.float32], rows: NDArray[
     size = 4 * slots.shape[1]
     for i in range(slots.shape[0]):
         copy(rows[i] + h[H_SLOTS_AT], slots.ctypes.data + i * size, size)
+
+
+@kernel
+def overwrite(h: NDArray[np.int64], values: NDArray[np.float32], rows: NDArray[np.int64]) -> None:
+    """Gives rows these weights, and slots as new rows have them."""
+    n, lines = values.shape[0], min((h[H_STRIDE] + 63) // 64, PREFETCH_LINES)
+    for i in range(n):
+        if i + ROW_PREFETCH < n:
+            for line in range(lines):
+                prefetch_write(rows[i + ROW_PREFETCH] + 64 * line)
+        blank_row(h, rows[i])
+        write_weights(h, rows[i], values[i])

@@ -23,7 +23,7 @@ _UPDATE = (WORDS, KEYS, MATRIX, FLOATS, WORDS, INT)
 _SIGNATURES: tuple[tuple[Any, tuple[Any, ...]], ...] = (
     (index.find, signature_of(index.find)),
     (index.insert, signature_of(index.insert)),
-    (index.overwrite, (WORDS, MATRIX, WORDS)),
+    (layout.overwrite, (WORDS, MATRIX, WORDS)),
     (index.regrow, (WORDS, INT, INT, INT)),
     (index.free_rows, (WORDS, WORDS)),
     (index.remove, (WORDS, KEYS)),

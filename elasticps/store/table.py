@@ -206,7 +206,7 @@ class Table:
         if missing:
             self._insert(keys, rows, _NO_VALUES, index.LEAVE_BLANK)
         weights, slots = np.ascontiguousarray(values[:, : self._dim]), values[:, self._dim :]
-        index.overwrite(self._header, weights, rows)
+        layout.overwrite(self._header, weights, rows)
         if slots.shape[1]:
             layout.write_slots(self._header, np.ascontiguousarray(slots), rows)
         if self.lifecycle is not None:

@@ -46,9 +46,9 @@ class Scene:
         assert header.kind == Kind.REPORT_CLOCK
         self.sent.append((member, ReportClock.of(header, np.frombuffer(buffers[1], np.uint8))))
 
-    def pull(self, name: str, clock: int, bound: int | None) -> Any:
+    def pull(self, name: str, clock: int, bound: int) -> Any:
         pull = SimpleNamespace(name=name, clock=clock, waits=False, error=None)
-        self.delay.start([cast(Any, pull)], bound, 1500)
+        self.delay.start(bound, [cast(Any, pull)], 1500)
         return pull
 
     def commit(self, clock: int, epoch: int = 1) -> None:
@@ -67,11 +67,11 @@ class Scene:
         self.delay.tell()
 
 
-def test_a_pull_without_a_bound_or_within_it_waits_for_nobody() -> None:
+def test_a_pull_within_its_bound_or_of_nothing_waits_for_nobody() -> None:
     scene = Scene()
-    scene.pull("free", 100, None)
     scene.pull("early", 3, 3)
-    assert scene.started == ["free", "early"]
+    scene.delay.start(3, [], 1500)
+    assert scene.started == ["early"]
     assert not scene.sent
 
 

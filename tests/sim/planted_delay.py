@@ -19,8 +19,8 @@ from elasticps.server.roles.participation import ParticipationHandler
 def wait_for_one_step_less(patch: pytest.MonkeyPatch) -> None:
     start = WorkerDelay.start
 
-    def mutant(self: WorkerDelay, pulls: Sequence[ServerPull], bound: int | None, wait_ms: int) -> None:
-        start(self, pulls, None if bound is None else bound + 1, wait_ms)
+    def mutant(self: WorkerDelay, bound: int, pulls: Sequence[ServerPull], wait_ms: int) -> None:
+        start(self, bound + 1, pulls, wait_ms)
 
     patch.setattr(WorkerDelay, "start", mutant)
 
