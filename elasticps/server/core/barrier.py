@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
 from coordinator.core.view import WORKERS_MAX, View
 from elasticps.kernels.hashing import group_range
 from elasticps.server.core.barrier_state import BarrierGroup, RoundStep
@@ -175,8 +173,7 @@ class BarrierCoordinator:
 
     def _log(self, ticket: object, round: DecidedRound) -> None:
         """Logs a decision; nothing changes by one that is logged already."""
-        group = np.array([group_range(round.app, self._serving.ranges)], np.int64)
-        self._group.log(ticket, OperationKind.BARRIER_DECISION, RoundStep(*round), group)
+        self._group.log(ticket, OperationKind.BARRIER_DECISION, RoundStep(*round), self._group.ranges_of(round.app))
 
     def _decide(self, app: str) -> None:
         """Decides the next round's workers, if all members that are still there have arrived."""

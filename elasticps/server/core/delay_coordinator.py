@@ -18,8 +18,6 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-import numpy as np
-
 from coordinator.core.view import WORKERS_MAX, View
 from elasticps.kernels.hashing import group_range
 from elasticps.server.core.active_workers import ActiveWorkers
@@ -257,9 +255,8 @@ class DelayCoordinator:
         def failed(reply: Reply) -> None:
             state.proving = False
 
-        group = np.array([group_range(app, self._serving.ranges)], np.int64)
         step = RoundStep(app, self._serving.roster_version, (), total=int(minimum > 0))
-        self._group.log(CommitTicket(proved, failed), OperationKind.BARRIER_JOIN, step, group)
+        self._group.log(CommitTicket(proved, failed), OperationKind.BARRIER_JOIN, step, self._group.ranges_of(app))
 
     def _answer(self, state: _Application, clocks: ApplicationClocks) -> None:
         """Answers all that wait for no more than what is released."""

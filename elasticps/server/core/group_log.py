@@ -162,11 +162,15 @@ class GroupLog:
             self._headed, self._groups = headed, {}
         group = self._groups.get(connection.app)
         if group is None:
-            group = np.array([group_range(connection.app, self.serving.ranges)], np.int64)
+            group = self.ranges_of(connection.app)
             if not np.count_nonzero(headed == group[0]):
                 raise self.stale()
             self._groups[connection.app] = group
         return group
+
+    def ranges_of(self, app: str) -> Ranges:
+        """An application's group range, as the ranges of an operation."""
+        return np.array([group_range(app, self.serving.ranges)], np.int64)
 
     def head_of(self, app: str) -> Member | None:
         """The server that heads an application's group range, None while there is none."""
