@@ -120,7 +120,9 @@ class Cluster:
         self.on_build: Callable[[Server], None] = lambda server: None
         self.on_view: Callable[[View], None] = lambda view: None  # called with each view that is written
         self.on_server: Callable[[Server], None] = lambda server: None  # called with each server that starts
+        self.on_roster: Callable[[set[int]], None] = lambda counted: None  # the same of rosters: the workers' ids
         self._revision = 0  # of the newest view
+        self._roster_revision = 0  # of the newest roster
 
     def wall_s(self, host: str = "") -> float:
         """Seconds since 1970, by the clock of a host, or by a correct one."""
@@ -162,6 +164,10 @@ class Cluster:
             except Violation as violation:
                 self.broken(violation)
             self.on_view(view)
+        roster = self.store.run(self.store.data.get(ROSTER))
+        if roster is not None and roster.revision != self._roster_revision:
+            self._roster_revision = roster.revision
+            self.on_roster({worker.id for worker in Roster.decode(roster.value).workers})
 
     # --- processes --------------------------------------------------------------------------------------------------
 

@@ -294,7 +294,7 @@ class Free(Worker):
 
     def check(self, pulled: Pulled, table: SparseTable, rows: Rows) -> None:
         if pulled.company:
-            self.sums.check_bound(pulled, self.cluster.counted)
+            self.sums.check_bound(pulled, self.cluster.counted, self.now)
         self.sums.check(pulled, rows)
         if pulled.tail and self.max_age is None:  # own pushes are shown before they are committed
             self.cluster.lasting.shown(table.id, pulled.keys, rows)

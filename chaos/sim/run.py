@@ -116,6 +116,7 @@ class Scene:
         if story.drain_timeout_s is not None:
             self.cluster.drain_timeout_s = story.drain_timeout_s
         self.models = Models()
+        self.cluster.on_roster = self._roster
         lag_s, lead_s = LAG_S[story.calm], LEAD_S[story.calm]
         self.growth = Growth(story.ranges, self.cluster.wall_s, self.cluster.broken, lag_s, lead_s)
         self.workers: dict[str, Worker] = {}
@@ -135,6 +136,10 @@ class Scene:
         if story.grows:
             self.cluster.on_build = self.growth.follow
             self.cluster.wrong_clocks = dict([story.wrong_clock])
+
+    def _roster(self, counted: set[int]) -> None:
+        for sums in self.models.sums.values():
+            sums.follow(counted, self.cluster.clock.now)
 
     def begin(self) -> None:
         """Starts all processes, and schedules the faults."""

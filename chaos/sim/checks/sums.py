@@ -48,6 +48,9 @@ class Column:
     worker: int = -1
     ended: bool = False
     free: bool = False  # its pulls wait for nobody, though others of its application wait for it
+    away: bool = False  # its lease has run out, and it is not in the roster again
+    back_s: float = -1e9  # when it came back last
+    released: int = 0  # clocks up to here may have been released without it, and nobody waits for it there
     sealed: bool = False  # its successor has learned how far it had come
 
     @property
@@ -127,6 +130,7 @@ class Sums:
         self.pausing: Column | None = None  # the worker that waits until others have gone on without it
         self._predecessor: dict[str, Column | None] = {}
         self._shown = np.zeros((COLUMNS, KEYS), np.int64)  # by any tail
+        self._counted: set[int] = set()  # the roster
         self._seen: dict[int, Counts] = {}  # by each incarnation, at tails
 
     def start(self, name: str) -> Column:
@@ -153,6 +157,25 @@ class Sums:
             raise Violation("resume", f"{self.app}: {text}")
         before.commit(now, trained)
         before.forget(begun)
+
+    def follow(self, counted: set[int], now: float) -> None:
+        """Follows the roster: what is released while a worker is not in it stays released when it is back."""
+        for column in self.columns:
+            if column.worker in self._counted - counted:
+                column.away = True
+            elif column.worker in counted and column.away:
+                column.away, column.back_s = False, now
+                self._release(column)
+        self._counted = counted
+
+    def _release(self, column: Column) -> None:
+        column.released = max(column.released, *(other.begun for other in self.columns))
+
+    def _waits_for(self, other: Column, clock: int, now: float) -> bool:
+        """Whether a pull that needs `clock` of all workers waits for one. Servers hear of the roster a little later."""
+        if now - other.back_s < (0.0 if self.calm else SLACK_S):
+            self._release(other)
+        return not other.away and clock > other.released
 
     def grads(self, column: Column, keys: Keys) -> Rows:
         """Returns the gradients of a step: float32 [n, COLUMNS]."""
@@ -186,13 +209,17 @@ class Sums:
         company = tuple((other, other.upto(clock - self.bound)) for other in heard)
         return Pulled(column, keys, least, tail, max_age is not None, clock, company)
 
-    def check_bound(self, pulled: Pulled, counted: Collection[int]) -> None:
+    def check_bound(self, pulled: Pulled, counted: Collection[int], now: float) -> None:
         """The pull has come back: nobody was further behind than is allowed. counted: the ids of the workers that the
         cluster knows now. A server that somebody has not reached yet may know nothing of one that has not pushed."""
+        if self.bound is None:
+            return
+        floor = pulled.clock - self.bound
+        pulled.company = tuple(one for one in pulled.company if self._waits_for(one[0], floor, now))
         for other, _ in pulled.company:
-            late = self.bound is not None and other.begun < pulled.clock - self.bound
             known = (self.calm or len(other.clocks) > 1) and other is not self.pausing
-            if late and known and other.worker in counted and other.joined_s < float("inf") and not other.ended:
+            late = known and other.begun < floor
+            if late and other.worker in counted and other.joined_s < float("inf") and not other.ended:
                 text = f"{pulled.column.name} reads at step {pulled.clock}, {other.name} has begun {other.begun}"
                 raise Violation("bounded delay", f"{self.app}: {text}; bound: {self.bound}")
 
