@@ -59,6 +59,7 @@ def welcome_of(reader: Reader, name: str, incarnation: int) -> dict[str, Any]:
         "ranges": reader.ranges,
         "identity": reader.identity,
         "dtype": reader.spec.dtype,
+        "share": str(reader.spec.share),
     }
     return me | {"reader": name, "cluster": reader.cluster, "tables": tables, "as_of": shown, "age_s": min(age_s, 1e9)}
 
@@ -179,8 +180,8 @@ class _Answers:
         try:
             rows = self._reader.pull_numbered(read_tables(header.items, body), MAX_BODY_BYTES)
         except Error as error:
-            code = "unknown-table" if type(error).__name__ == "UnknownTable" else "input"
-            document = {"code": code, "message": str(error)}
+            code = {"UnknownTable": "unknown-table", "OtherShare": "other-share"}.get(type(error).__name__, "input")
+            document = {"code": code, "message": str(error), "share": getattr(error, "share", 0)}
             self._send([json_frame(Kind.ERROR, document, request=header.request)])
             return
         count = sum(len(one) for one in rows)

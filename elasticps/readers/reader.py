@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client.inputs import checked_keys
 from elasticps.client.registry import Registry
 from elasticps.client.runtime import Lock, Runtime
 from elasticps.errors import ConfigError, InputError, Timeout, UnknownTable
+from elasticps.model.key_share import KeyShare
 from elasticps.model.spec import TableSpec
 from elasticps.readers.connections import ReaderConnections
 from elasticps.readers.core.clocks import RangeClocks
@@ -51,11 +51,11 @@ class Reader:
         runtime = registry.runtime
         self._lock = runtime.rlock()  # of rows and of what is known of them
         self._arrived = runtime.condition()  # something has been applied
-        wishes = Wishes(spec.tables, spec.dtype or "", max(1, round(spec.every * 1e3)))
+        wishes = Wishes(spec.tables, spec.dtype or "", max(1, round(spec.every * 1e3)), spec.share)
         # To servers.
         self._links = ReaderConnections(registry, self._lock, name, spec.application, wishes, timeout_s, self)
         self._following = self._links.following  # which server for which range
-        self._tables = ReaderTables(self._following.ranges, spec.dtype)  # rows
+        self._tables = ReaderTables(self._following.ranges, spec.dtype, spec.share)  # rows
         self._clocks = RangeClocks(self._following.ranges)  # of workers, by range
         # One moment of all ranges.
         self._holding = Holding(
@@ -115,7 +115,7 @@ class Reader:
                 if named is None:
                     found[name] = _whole(table)
                     continue
-                checked = checked_keys(name, named)
+                checked = table.owned_keys(named)
                 rows = found[name] = np.empty((len(checked), table.spec.dim), np.float32)
                 table.gather(checked, rows)
                 self._counts["pulled"] += len(checked)
@@ -420,6 +420,7 @@ def reader(
     dtype: str | None = None,
     every: float = 0.02,
     application: str = "default",
+    share: tuple[int, int] | None = None,
     name: str = "",
     timeout: float = 30.0,
     buffer_bytes: int = 256 << 20,
@@ -428,7 +429,8 @@ def reader(
 
     `url` is as for `connect`, or reader://host:port of an `elasticps reader --listen` that feeds others (without TLS),
     its TLS options among them (a certificate of role `reader` or `worker`). `tables`: names,
-    None for all of the application. `name`: by which servers log it. All else as in `ReaderSpec`.
+    None for all of the application. `share`: (2, 8) for the second eighth of all keys, `share_of` says which has a key;
+    tensors are whole in each. `name`: by which servers log it. All else as in `ReaderSpec`.
 
     Raises `ConfigError` for unusable arguments, `UnknownTable` for a table that there is not, `ClusterUnreachable` or
     `Timeout`, saying what was tried.
@@ -440,12 +442,15 @@ def reader(
         raise ConfigError(f"timeout must be between 0 and 86400 seconds, got {timeout}")
     if isinstance(tables, str):
         raise ConfigError(f"tables= is a list of names, or None for all tables, got {tables!r}")
-    spec = ReaderSpec(None if tables is None else tuple(tables), dtype, every, application, buffer_bytes)
+    spec = ReaderSpec(
+        None if tables is None else tuple(tables), dtype, every, application, buffer_bytes, KeyShare.checked(share)
+    )
     if url.startswith("reader://"):
         from elasticps.readers.relay_registry import RelayRegistry  # which imports this module
 
         relay: Any = RelayRegistry(url, Runtime(), timeout)
         relay.check_dtype(dtype)
+        relay.check_share(spec.share)
         return open_reader(relay, spec, name or f"{os.uname().nodename}.{os.getpid()}", timeout)
     return open_reader(
         Registry.open(url, timeout, Runtime()), spec, name or f"{os.uname().nodename}.{os.getpid()}", timeout

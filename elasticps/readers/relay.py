@@ -16,17 +16,16 @@ from numpy.typing import NDArray
 
 from elasticps.readers.reader import Reader
 from elasticps.server.core.journal_marks import JournalMarks
+from elasticps.server.roles.range_parts import missing_part, part_of
 from elasticps.store.journal import Journal
 from elasticps.wire.frames import Buffer, FrameError, Header, Kind
-from elasticps.wire.windows import Progresses, RangePart, ReadRange, RowBlock, Subscribe, Subscribed, WindowFrame
+from elasticps.wire.windows import Progresses, ReadRange, RowBlock, Subscribe, Subscribed, WindowFrame
 from replication.step_records import StepRecord, record_of
 
 JOURNAL_WORDS = 1 << 21
 CREDIT_BYTES = 8 << 20
 KEYS_AT_ONCE = 1 << 14
-READ_BYTES = 256 << 10
 IDLE_S = 0.25
-HASH_END = 1 << 62
 _NONE = np.empty(0, np.int64)
 
 
@@ -88,6 +87,8 @@ class RelayFeed:
         ours = self._reader.spec.dtype or ""
         if wants.dtype != ours:
             raise FrameError(f"this relay keeps rows as {ours or 'the tables have them'}: ask for the same dtype")
+        if not self._reader.spec.share.includes(wants.share):
+            raise FrameError(f"this relay has share {self._reader.spec.share} of all keys: ask for the same")
         relay, first = self._relay, self._wants is None
         with self._reader.lock, self._sending:
             have = self._reader.positions[wants.ranges]
@@ -150,7 +151,8 @@ class RelayFeed:
             for number in named:
                 if number in here and number in self._tables:
                     rows = here[number].stored
-                    found = journal.read(rows.header, number, self._cursor, upto, every, 0, rows.spec.dim)
+                    share = wants.share.for_shape(here[number].spec.shape)
+                    found = journal.read(rows.header, number, self._cursor, upto, every, 0, rows.spec.dim, share)
                     blocks.append(RowBlock(number, *found, _NONE))
             self._cursor = upto
             complete = upto == journal.end
@@ -186,18 +188,14 @@ class RelayFeed:
         return frame._replace(ranges=moved, positions=have[moved], progress=runs, records=records)
 
     def _read(self, request: ReadRange) -> None:
-        reader, r = self._reader, request.range
-        width = HASH_END // reader.ranges
-        low, end = max(request.place, r * width), (r + 1) * width
+        reader, wants = self._reader, self._wants
+        if wants is None:
+            raise FrameError("READ_RANGE came before SUBSCRIBE")
         with reader.lock, self._sending:
             table = next((one for one in reader.table_rows.values() if one.number == request.table), None)
             if table is None:
-                block = RowBlock(request.table, _NONE, np.empty((0, 0), np.float32), _NONE, _NONE)
-                part = RangePart(request.request, request.epoch, r, low, end, 0, block, missing=True)
+                part = missing_part(request, request.epoch, reader.ranges)
             else:
-                rows = table.stored
-                keys, place = rows.list_keys(r, low, max(1, min(request.rows, READ_BYTES // (8 + 4 * rows.spec.dim))))
-                found = Journal.look_up(rows.header, keys, 0, rows.spec.dim, np.empty_like(keys), np.empty_like(keys))
-                block = RowBlock(request.table, *found, _NONE)
-                part = RangePart(request.request, request.epoch, r, low, place or end, place, block)
+                share, dim = wants.share.for_shape(table.spec.shape), table.stored.spec.dim
+                part = part_of(table.stored, request, request.epoch, share, 0, dim)
             self._send_bytes(part.frame())

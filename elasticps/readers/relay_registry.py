@@ -10,6 +10,7 @@ from coordinator.core.view import ServerInfo, View
 from elasticps.client.registrations import Registration
 from elasticps.client.runtime import Runtime
 from elasticps.errors import ConfigError, Error
+from elasticps.model.key_share import KeyShare
 from elasticps.model.spec import TableSpec
 from elasticps.readers.remote import RemoteReader
 
@@ -55,6 +56,16 @@ class RelayRegistry:
             self.close()
             raise ConfigError(
                 f"the relay at {self._address} keeps rows as dtype={theirs!r}, not {dtype!r}: ask for the same"
+            )
+
+    def check_share(self, share: KeyShare) -> None:
+        """ConfigError unless the relay has all rows of a share."""
+        theirs = KeyShare.parse(str(self._remote.welcome["share"]))
+        if not theirs.includes(share):
+            self.close()
+            raise ConfigError(
+                f"the relay at {self._address} has share {theirs} of all keys, and not {share}: follow the servers, or "
+                "a relay that has all"
             )
 
     def ask_view(self, on_view: Callable[[View | None], None]) -> None:

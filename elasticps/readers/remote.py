@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client.inputs import checked_keys
-from elasticps.errors import Closed, ClusterUnreachable, ConfigError, InputError, ServerError, UnknownTable
+from elasticps.errors import Closed, ClusterUnreachable, ConfigError, InputError, OtherShare, ServerError, UnknownTable
+from elasticps.model.key_share import MOST_SHARES, KeyShare
 from elasticps.model.spec import TableSpec
 from elasticps.readers.peers import identity_of
 from elasticps.security import credentials_of
@@ -30,6 +31,7 @@ from elasticps.wire.frames import (
     json_frame,
     table_block,
     unpack_header,
+    whole,
 )
 
 Rows = NDArray[np.float32]
@@ -75,6 +77,12 @@ class RemoteReader:
         return {int(worker): int(step) for worker, step in self._welcome["as_of"]["steps"].items()}
 
     @property
+    def share(self) -> tuple[int, int]:
+        """Which share of all keys the process has: (1, 1) for everything."""
+        share = KeyShare.parse(str(self._welcome.get("share", "")))
+        return share.number, share.of
+
+    @property
     def welcome(self) -> dict[str, Any]:
         """What the process said of itself last."""
         return self._welcome
@@ -90,7 +98,7 @@ class RemoteReader:
 
     def pull(self, keys: Mapping[str, object]) -> dict[str, Rows]:
         """As `Reader.pull`: rows of several tables, {table: keys int64 [n]}, of a tensor None. Raises `UnknownTable`,
-        `ClusterUnreachable`."""
+        `OtherShare`, `ClusterUnreachable`."""
         found = {}
         for name, named in keys.items():
             number, spec = self._find(name)
@@ -154,6 +162,8 @@ class RemoteReader:
         if header.kind == Kind.ERROR:
             document = json_body(body.data)
             text = str(document.get("message"))
+            if document.get("code") == "other-share":
+                raise OtherShare(text, whole(document.get("share"), MOST_SHARES))
             raise UnknownTable(text) if document.get("code") == "unknown-table" else ServerError(text)
         if header.request != self._requests:
             raise FrameError(f"{self._name} answers request {header.request} instead of {self._requests}")

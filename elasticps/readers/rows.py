@@ -8,11 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.client.inputs import checked_keys
+from elasticps.errors import OtherShare
 from elasticps.model.filters import BFloat16, Float16, Int8
+from elasticps.model.key_share import ALL_KEYS, KeyShare, share_of
 from elasticps.model.spec import Assign, TableSpec, Zeros
 from elasticps.readers.values import TableChange
 from elasticps.store import Table, index
 from elasticps.store.codec import Codec, decode_rows
+from elasticps.store.journal import first_outside
 from elasticps.store.native import H_DIM, INT, KEYS, WORDS, copy, linked
 from elasticps.wire.frames import FrameError
 from elasticps.wire.windows import RowBlock
@@ -69,10 +73,13 @@ def gather_floats(
 class ReaderTable:
     """The rows of one table. Not thread-safe."""
 
-    def __init__(self, spec: TableSpec, number: int, ranges: int, dtype: str | None) -> None:
+    def __init__(
+        self, spec: TableSpec, number: int, ranges: int, dtype: str | None, share: KeyShare = ALL_KEYS
+    ) -> None:
         self.spec = spec  # as the servers have it
         self.number = number  # by which they know it
         self.codec = codec_of(spec, dtype)
+        self.share = share.for_shape(spec.shape)  # of its keys
         plain = self.codec.code == 0
         stored = replace(_bare(spec), dtype="float32", shape=None)
         if not plain:
@@ -97,6 +104,18 @@ class ReaderTable:
     def nbytes(self) -> int:
         """Bytes that they take, index included."""
         return self._rows.nbytes
+
+    def owned_keys(self, keys: object) -> NDArray[np.int64]:
+        """Keys to read, as int64 [n]. InputError for what are none; OtherShare for a key of another share."""
+        checked, share = checked_keys(self.spec.name, keys), self.share
+        if not share.whole and (at := first_outside(checked, share.index, share.of)) >= 0:
+            other = KeyShare(int(share_of(checked[at : at + 1], share.of)[0]), share.of)
+            raise OtherShare(
+                f"key {checked[at]} of table {self.spec.name!r} is in share {other}, and this reader has {share}: ask "
+                "a reader of that share; elasticps.share_of says which one has a key",
+                other.number,
+            )
+        return checked
 
     def gather(self, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
         """The rows of keys [n] into out [n, dim]."""
@@ -171,9 +190,10 @@ def _bare(spec: TableSpec) -> TableSpec:
 class ReaderTables:
     """All tables of a reader, by id."""
 
-    def __init__(self, ranges: int, dtype: str | None) -> None:
+    def __init__(self, ranges: int, dtype: str | None, share: KeyShare = ALL_KEYS) -> None:
         self.ranges = ranges
         self._dtype = dtype
+        self._share = share
         self.by_id: dict[int, ReaderTable] = {}
         self.by_name: dict[str, ReaderTable] = {}
 
@@ -182,7 +202,7 @@ class ReaderTables:
         if number in self.by_id:
             return None
         spec = TableSpec.from_json(text)
-        table = self.by_id[number] = ReaderTable(spec, number, self.ranges, self._dtype)
+        table = self.by_id[number] = ReaderTable(spec, number, self.ranges, self._dtype, self._share)
         before = self.by_name.get(spec.name)
         if before is None or before.number < number:
             self.by_name[spec.name] = table

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.errors import ConfigError
+from elasticps.model.key_share import ALL_KEYS, KeyShare
 from elasticps.wire.frames import (
     LAST,
     MAX_BODY_BYTES,
@@ -85,7 +87,7 @@ class Subscribe(NamedTuple):
     """SUBSCRIBE: follow these ranges from now on, and no others. ranges int64 [n], each once; positions int64 [n]: the
     sequence number up to which the reader has each, -1 for none; origins int64 [n]: the epoch in which their content
     began anew. tables: names, None for all; dtype: see DTYPES. every_ms: from window to window. fine_ms: see FINE.
-    number: of the answer."""
+    share: of tables' keys. number: of the answer."""
 
     number: int
     epoch: int
@@ -96,12 +98,14 @@ class Subscribe(NamedTuple):
     dtype: str
     every_ms: int
     fine_ms: int = 0
+    share: KeyShare = ALL_KEYS
 
     def frame(self) -> list[Buffer]:
         """As it is sent."""
         from json import dumps
 
-        names = dumps({"tables": None if self.tables is None else list(self.tables)}).encode()
+        document = {"tables": None if self.tables is None else list(self.tables)}
+        names = dumps(document if self.share.whole else document | {"share": list(self.share)}).encode()
         flags = FINE if self.fine_ms else 0
         header = Header(
             Kind.SUBSCRIBE, flags, request=self.number, epoch=self.epoch, clock=self.fine_ms,
@@ -128,6 +132,10 @@ class Subscribe(NamedTuple):
             raise FrameError(f"a SUBSCRIBE names a list of up to {MAX_TABLES} tables, or none")
         tables = None if names is None else tuple(text(name, 4096) for name in names)
         fine = header.clock if header.flags & FINE else 0
+        try:
+            share = KeyShare.checked(document.get("share"))
+        except ConfigError as error:
+            raise FrameError(f"a SUBSCRIBE names what is no share: {error}") from None
         return cls(
             header.request,
             header.epoch,
@@ -138,6 +146,7 @@ class Subscribe(NamedTuple):
             DTYPES[header.table],
             header.wait_ms,
             fine,
+            share,
         )
 
 
