@@ -25,7 +25,7 @@ from elasticps.readers.rows import ReaderTable, ReaderTables
 from elasticps.readers.values import AsOf, Listener, ReaderSpec, ReaderStats, TableChange
 from elasticps.store.journal import Journal
 from elasticps.wire.frames import Header, Kind
-from elasticps.wire.windows import RangePart, WindowFrame
+from elasticps.wire.windows import RangePart, ReadRange, WindowFrame
 
 if TYPE_CHECKING:
     from elasticps.readers.pinning import CheckpointName, CheckpointRows
@@ -63,7 +63,9 @@ class Reader:
         )
         self._listeners = Listeners(runtime, self._lock)  # who gets each window
         # Since it began.
-        self._counts = dict.fromkeys(("windows", "window_bytes", "changed", "filled", "pulls", "pulled"), 0)
+        self._counts = dict.fromkeys(
+            ("windows", "window_bytes", "changed", "filled", "fill_bytes", "pulls", "pulled"), 0
+        )
         self._ages: deque[float] = deque(maxlen=MEASURED)  # of windows, as they were applied
         self._pinned: CheckpointRows | None = None  # what pulls show instead
         self._journal: Journal | None = None  # of changed keys, for readers that follow this one
@@ -356,11 +358,20 @@ class Reader:
     def _follows(self, spec: str) -> bool:
         return self.spec.tables is None or TableSpec.from_json(spec).name in self.spec.tables
 
+    def describe(self, request: ReadRange) -> ReadRange:
+        """A request for a part of a range, with digests of the rows that are here: only others are sent."""
+        table = self._tables.by_id.get(request.table)
+        described = request if table is None else table.describe(request)
+        if described.cells is not None:
+            self._counts["fill_bytes"] += described.cells.digests.nbytes
+        return described
+
     def rows(self, feed: Feed, rows: RangePart) -> None:
         """A part of a range has come."""
         table = self._tables.by_id.get(rows.block.table)
+        self._counts["fill_bytes"] += rows.block.nbytes
         if table is not None:
-            change = table.replace(rows.range, rows.low, rows.high, rows.block)
+            change = table.replace(rows)
             self._counts["filled"] += len(change.keys)
             self._note(rows.block.table, change)
             self._tell([change._replace(rows=table.decode(change.rows), keys=change.keys.copy())])

@@ -69,7 +69,7 @@ class RelayFeed:
             self._acknowledged = max(self._acknowledged, header.clock)
             self._changed.set()
         elif header.kind == Kind.READ_RANGE:
-            self._read(ReadRange.of(header, self._reader.ranges))
+            self._read(ReadRange.of(header, body, self._reader.ranges))
         elif header.kind != Kind.GET_VIEW:
             raise FrameError(f"{Kind(header.kind).name} is nothing that a reader says to a relay")
 

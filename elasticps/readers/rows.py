@@ -15,11 +15,12 @@ from elasticps.model.key_share import ALL_KEYS, KeyShare, share_of
 from elasticps.model.spec import Assign, TableSpec, Zeros
 from elasticps.readers.values import TableChange
 from elasticps.store import Table, index
+from elasticps.store.cells import cells_of, describe
 from elasticps.store.codec import Codec, decode_rows
 from elasticps.store.journal import first_outside
 from elasticps.store.native import H_DIM, INT, KEYS, WORDS, copy, linked
 from elasticps.wire.frames import FrameError
-from elasticps.wire.windows import RowBlock
+from elasticps.wire.windows import MAX_CELLS, CellDigests, RangePart, ReadRange, RowBlock
 
 _FILTERS = {"float16": Float16(), "bfloat16": BFloat16(), "int8": Int8()}
 _NO_KEYS = np.empty(0, np.int64)
@@ -141,11 +142,22 @@ class ReaderTable:
             self._rows.drop_range(r)
         return self._change(keys, rows, gone, lost)
 
-    def replace(self, r: int, low: int, high: int, block: RowBlock) -> TableChange:
-        """Takes all rows of range r whose hashes are in low..high-1: others there are gone."""
+    def replace(self, part: RangePart) -> TableChange:
+        """Takes all rows of a part of a range, or of those cells in it that differ: others there are gone."""
+        block, differing = part.block, part.differing
         self._check(block)
-        before = self._rows.list_words(r, low, high)[0]
+        before = self._rows.list_words(part.range, part.low, part.high)[0]
+        if differing is not None:
+            before = before[differing[cells_of(self._rows, before, part.low, part.shift)]]
         return self._change(block.keys, block.rows, np.setdiff1d(before, block.keys), [])
+
+    def describe(self, request: ReadRange) -> ReadRange:
+        """A request for a part of a range, with digests of what is here."""
+        found = describe(self._rows, request.range, request.place)
+        if found is None or len(found[2]) > MAX_CELLS:
+            return request
+        width = (1 << 62) // self._rows.ranges
+        return request._replace(place=max(request.place, request.range * width), cells=CellDigests(*found))
 
     def _check(self, block: RowBlock) -> None:
         if len(block.keys) and block.rows.shape[1] != self.codec.words:

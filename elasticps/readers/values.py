@@ -110,8 +110,9 @@ Listener: TypeAlias = Callable[[AppliedWindow], None]
 class ReaderStats:
     """What a reader has, and has done. rows, bytes: held now, by all tables; windows, window_bytes: received; changed:
     rows that these brought, as often as they came; filled: rows that came because a range was read again; fills: ranges
-    that were; pulls, pulled: calls, and their rows; age_s: of the oldest range; ages_s: p50 and p99 of the time from a
-    window's making to its being readable here, of the last thousand."""
+    that were; fill_bytes: of these rows, and of the digests by which others were left out; pulls, pulled: calls, and
+    their rows; age_s: of the oldest range; ages_s: p50 and p99 of the time from a window's making to its being readable
+    here, of the last thousand."""
 
     rows: int
     bytes: int
@@ -120,6 +121,7 @@ class ReaderStats:
     changed: int
     filled: int
     fills: int
+    fill_bytes: int
     pulls: int
     pulled: int
     age_s: float

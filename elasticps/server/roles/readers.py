@@ -223,7 +223,7 @@ class ReaderFeeds:
     def _read(self, connection: Connection, header: Header, body: Body) -> None:
         if self._held.wait_for_view(connection, header, body):
             return
-        reader, request = self._readers[connection], ReadRange.of(header, self._serving.ranges)
+        reader, request = self._readers[connection], ReadRange.of(header, body, self._serving.ranges)
         if len(reader.reads) >= MOST_READS:
             raise FrameError(f"more than {MOST_READS} READ_RANGEs of a reader wait")
         if reader.follows[request.range] == 0 or request.epoch < self._serving.tail_since:
