@@ -40,7 +40,9 @@ def reader(
     share: Annotated[
         str, typer.Option(metavar="K/N", help="Of the keys of tables only this share, as 2/8: the second of eight.")
     ] = "",
-    name: Annotated[str, typer.Option(help="By which servers log it.  [default: host and process]")] = "",
+    name: Annotated[
+        str, typer.Option(help="By which servers log it.  [default: the certificate's, or host and process]")
+    ] = "",
     host: Annotated[str, typer.Option(callback=usable_host, help="Address to listen on.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gRPC service; 0: any free one.")] = 0,
     metrics_port: Annotated[
@@ -67,12 +69,13 @@ def reader(
     """
     from elasticps.model.key_share import KeyShare
     from elasticps.readers import reader as connect_reader  # imports take a second, which other commands do without
+    from elasticps.readers.peers import reader_credentials, reader_name
     from elasticps.security.identity import Role
     from elasticps.serving.process import Ready, ServingOptions, check_host, serve_reader
 
-    name = name or f"{os.uname().nodename}.{os.getpid()}"
+    credentials = reader_credentials(url, app)
+    name = reader_name(name, credentials)
     logs.configure(log_level, log_format=log_format, process=name)
-    credentials = credentials_of(url)
     if credentials is not None:
         credentials.require(Role.READER, credentials.identity.name, app)
     chosen = KeyShare.parse(share)

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.errors import Error
-from elasticps.readers.peers import identity_of
+from elasticps.readers.peers import PeerStream, identity_of
 from elasticps.readers.reader import Reader
 from elasticps.readers.relay import Relay, RelayFeed
 from elasticps.security.credentials import Credentials
@@ -119,11 +118,12 @@ class PullServer:
             raw.settimeout(SILENT_S)
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._secured(raw) as connection:
-                feed = RelayFeed(self._relay, partial(_send, connection))
-                answers = _Answers(self._reader, self._welcome, partial(_send, connection), feed)
+                stream = PeerStream(connection, SILENT_S)
+                feed = RelayFeed(self._relay, stream.send)
+                answers = _Answers(self._reader, self._welcome, stream.send, feed)
                 assembler = Assembler(answers.frame, MAX_BODY_BYTES)
                 try:
-                    while n := connection.recv_into(assembler.buffer):
+                    while n := stream.recv_into(assembler.buffer):
                         assembler.received(n)
                 finally:
                     feed.close()
@@ -148,10 +148,6 @@ class PullServer:
         if identity.cluster != cluster or not allowed:
             raise NotAuthorised(f"{identity} may not read tables of application {app!r} of {cluster!r}")
         return secured
-
-
-def _send(connection: socket.socket, buffers: list[Buffer]) -> None:
-    connection.sendall(b"".join(memoryview(one).cast("B") for one in buffers))
 
 
 class _Answers:

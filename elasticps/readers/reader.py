@@ -21,6 +21,7 @@ from elasticps.readers.core.clocks import RangeClocks
 from elasticps.readers.core.following import Feed, Wishes
 from elasticps.readers.holding import SEARCH_S, Holding, HoldState
 from elasticps.readers.listeners import Listeners
+from elasticps.readers.peers import reader_name
 from elasticps.readers.rows import ReaderTable, ReaderTables
 from elasticps.readers.values import AsOf, Listener, ReaderSpec, ReaderStats, TableChange
 from elasticps.store.journal import Journal
@@ -438,10 +439,12 @@ def reader(
 ) -> Reader:
     """Connects a reader, and returns when it has read every range once.
 
-    `url` is as for `connect`, or reader://host:port of an `elasticps reader --listen` that feeds others (without TLS),
-    its TLS options among them (a certificate of role `reader` or `worker`). `tables`: names,
-    None for all of the application. `share`: (2, 8) for the second eighth of all keys, `share_of` says which has a key;
-    tensors are whole in each. `name`: by which servers log it. All else as in `ReaderSpec`.
+    `url` is as for `connect`, with a certificate of role `reader` or `worker` where there is TLS; or that of an
+    `elasticps reader --listen` that feeds others: reader://host:port, with TLS
+    reader://host:port/cluster?ca=FILE&cert=FILE&key=FILE.
+
+    `tables`: names, None for all of the application. `share`: (2, 8) for the second eighth of all keys, `share_of` says
+    which has a key; tensors are whole in each. `name`: by which servers log it; "": the certificate's, or host and process. All else as in `ReaderSpec`.
 
     Raises `ConfigError` for unusable arguments, `UnknownTable` for a table that there is not, `ClusterUnreachable` or
     `Timeout`, saying what was tried.
@@ -459,13 +462,12 @@ def reader(
     if url.startswith("reader://"):
         from elasticps.readers.relay_registry import RelayRegistry  # which imports this module
 
-        relay: Any = RelayRegistry(url, Runtime(), timeout)
+        relay: Any = RelayRegistry(url, application, Runtime(), timeout)
         relay.check_dtype(dtype)
         relay.check_share(spec.share)
-        return open_reader(relay, spec, name or f"{os.uname().nodename}.{os.getpid()}", timeout)
-    return open_reader(
-        Registry.open(url, timeout, Runtime()), spec, name or f"{os.uname().nodename}.{os.getpid()}", timeout
-    )
+        return open_reader(relay, spec, reader_name(name, relay.credentials), timeout)
+    registry = Registry.open(url, timeout, Runtime())
+    return open_reader(registry, spec, reader_name(name, registry.credentials), timeout)
 
 
 def open_reader(registry: Registry, spec: ReaderSpec, name: str, timeout_s: float) -> Reader:

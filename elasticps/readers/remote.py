@@ -16,9 +16,10 @@ from elasticps.client.inputs import checked_keys
 from elasticps.errors import Closed, ClusterUnreachable, ConfigError, InputError, OtherShare, ServerError, UnknownTable
 from elasticps.model.key_share import MOST_SHARES, KeyShare
 from elasticps.model.spec import TableSpec
-from elasticps.readers.peers import identity_of
+from elasticps.readers.peers import check_reader, identity_of
 from elasticps.security import credentials_of
-from elasticps.security.identity import Role
+from elasticps.security.credentials import Credentials
+from elasticps.security.identity import NotAuthorised
 from elasticps.wire.frames import (
     HEADER_BYTES,
     MAX_BODY_BYTES,
@@ -43,13 +44,16 @@ class RemoteReader:
     """A connection to a reader's process. Threads may share it; it is a context manager. It connects again by itself:
     a pull that is lost on the way is sent once more."""
 
-    def __init__(self, address: str, url: str | None = None, *, timeout: float = 30.0) -> None:
-        """url: the cluster's, where there is TLS: for its certificates. Raises ConfigError, ClusterUnreachable."""
+    def __init__(
+        self, address: str, url: str | None = None, *, timeout: float = 30.0, credentials: Credentials | None = None
+    ) -> None:
+        """url: the cluster's, where there is TLS: for its certificates; or the credentials themselves. Raises
+        ConfigError, ClusterUnreachable."""
         host, _, port = address.removeprefix("reader://").rpartition(":")
         if not host or not port.isdigit():
             raise ConfigError(f"a reader listens at host:port, got {address!r}")
         self._where = host.strip("[]"), int(port)
-        self._credentials = None if url is None else credentials_of(url)
+        self._credentials = credentials if url is None else credentials_of(url)
         self.timeout = timeout  # seconds that a call may take
         self._lock = threading.Lock()  # of the connection
         self._socket: socket.socket | None = None
@@ -185,10 +189,11 @@ class RemoteReader:
         if self._credentials is None:
             return raw
         secured = self._credentials.client_context().wrap_socket(raw)
-        identity = identity_of(secured)
-        if identity.role is not Role.READER or identity.cluster != self._credentials.cluster:
+        try:
+            check_reader(identity_of(secured), self._credentials.cluster, None)
+        except NotAuthorised as error:
             secured.close()
-            raise ConfigError(f"{self._name} is {identity}, no reader of this cluster")
+            raise ConfigError(f"{self._name} proves to be somebody else: {error}") from None
         return secured
 
     def _drop(self) -> None:
