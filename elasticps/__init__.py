@@ -16,6 +16,7 @@ from elasticps.errors import (
     Indefinite,
     InputError,
     NotFinite,
+    OtherShare,
     ServerError,
     ServerFull,
     SpecError,
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
         log_stats,
     )
     from elasticps.local import LocalCluster
+    from elasticps.model.key_share import share_of
     from elasticps.publishing import publish, read_increments
     from elasticps.readers import AsOf, Reader, RemoteReader, remote_reader
     from elasticps.readers.reader import reader  # and not the module of that name
@@ -127,6 +129,7 @@ __all__ = [
     "Normal",
     "NotFinite",
     "OpenStep",
+    "OtherShare",
     "Probability",
     "RandomK",
     "Reader",
@@ -159,6 +162,7 @@ __all__ = [
     "read_increments",
     "reader",
     "remote_reader",
+    "share_of",
 ]
 
 _HOMES = {
@@ -168,6 +172,7 @@ _HOMES = {
     "reader": "elasticps.readers",
     "RemoteReader": "elasticps.readers",
     "remote_reader": "elasticps.readers",
+    "share_of": "elasticps.model.key_share",
     "publish": "elasticps.publishing",
     "read_increments": "elasticps.publishing",
 }

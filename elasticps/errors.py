@@ -58,6 +58,15 @@ class InputError(Definite, ValueError):
     """Keys, gradients or values have the wrong type, shape or content."""
 
 
+class OtherShare(InputError):
+    """A key was asked for at a reader that has another share of them. share: the number of the share that has it, from
+    1 on."""
+
+    def __init__(self, text: str, share: int = 0) -> None:
+        super().__init__(text)
+        self.share = share
+
+
 class Refused(Definite):
     """A request that servers refused. Of a push they refuse single rows: the step counts, and all of its other rows are
     applied.

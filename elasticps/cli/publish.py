@@ -40,6 +40,9 @@ def publish(
         ),
     ] = None,
     app: Annotated[str, typer.Option(help="The application that the tables belong to.")] = "default",
+    share: Annotated[
+        str, typer.Option(metavar="K/N", help="Of the keys of tables only this share, as 2/8, to a place of its own.")
+    ] = "",
     name: Annotated[str, typer.Option(help="By which servers log it.  [default: host and process]")] = "",
     report: Annotated[float, typer.Option(min=0.1, help="Seconds from one line about its lag to the next.")] = 10.0,
     once: Annotated[bool, typer.Option(help="End when all rows are there, and do not follow.")] = False,
@@ -53,14 +56,15 @@ def publish(
     Rows that are deleted, evicted or dropped go there, too. What an earlier run has left, and is no more, goes with the
     first listing. When the target is away it is tried again, and gets all rows when it is back.
     """
+    from elasticps.model.key_share import KeyShare
     from elasticps.publishing import publish  # imports take half a second, which other commands do without
 
     logs.configure(log_level, log_format=log_format, process="publish")
     chosen = names(tables) or None
     with sigterm_interrupts():
         running = publish(
-            url, to=to, tables=chosen, dtype=dtype, prefix=prefix, every=every, application=app, name=name,
-            timeout=timeout,
+            url, to=to, tables=chosen, dtype=dtype, prefix=prefix, every=every, application=app,
+            share=KeyShare.parse(share), name=name, timeout=timeout,
         )  # fmt: skip
         with running:
             running.wait(float("inf"))

@@ -37,7 +37,12 @@ def reader(
         float, typer.Option(min=0.001, max=60, help="Seconds from one window of changes to the next.")
     ] = 0.02,
     app: Annotated[str, typer.Option(help="The application that the tables belong to.")] = "default",
-    name: Annotated[str, typer.Option(help="By which servers log it.  [default: host and process]")] = "",
+    share: Annotated[
+        str, typer.Option(metavar="K/N", help="Of the keys of tables only this share, as 2/8: the second of eight.")
+    ] = "",
+    name: Annotated[
+        str, typer.Option(help="By which servers log it.  [default: the certificate's, or host and process]")
+    ] = "",
     host: Annotated[str, typer.Option(callback=usable_host, help="Address to listen on.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gRPC service; 0: any free one.")] = 0,
     metrics_port: Annotated[
@@ -62,15 +67,18 @@ def reader(
     With TLS its certificate is of role reader, for the application. Ready (`/readyz`, gRPC's health service) once it
     has all rows, and while they are no older than --max-age.
     """
+    from elasticps.model.key_share import KeyShare
     from elasticps.readers import reader as connect_reader  # imports take a second, which other commands do without
+    from elasticps.readers.peers import reader_credentials, reader_name
     from elasticps.security.identity import Role
     from elasticps.serving.process import Ready, ServingOptions, check_host, serve_reader
 
-    name = name or f"{os.uname().nodename}.{os.getpid()}"
+    credentials = reader_credentials(url, app)
+    name = reader_name(name, credentials)
     logs.configure(log_level, log_format=log_format, process=name)
-    credentials = credentials_of(url)
     if credentials is not None:
         credentials.require(Role.READER, credentials.identity.name, app)
+    chosen = KeyShare.parse(share)
     options = ServingOptions(host, grpc_port, metrics_port, seconds(max_age), insecure, _place(listen))
     check_host(options, credentials)
 
@@ -83,11 +91,19 @@ def reader(
                 "grpc": ready.grpc,
                 "metrics": ready.metrics_port,
                 "pulls": ready.pulls,
+                "share": str(chosen),
             }
         )
 
     with connect_reader(
-        url, names(tables) or None, dtype=dtype or None, every=every, application=app, name=name, timeout=timeout
+        url,
+        names(tables) or None,
+        dtype=dtype or None,
+        every=every,
+        application=app,
+        share=chosen,
+        name=name,
+        timeout=timeout,
     ) as following:
         uvloop.run(serve_reader(following, name, options, credentials, tell))
 
@@ -123,13 +139,14 @@ def status(at: At, url: ClusterOption = None, timeout: Timeout = 10.0, as_json: 
     fields = {
         "name": found.name, "cluster": found.cluster, "application": found.application, "tables": list(found.tables),
         "rows": found.rows, "bytes": found.bytes, "pulls": found.pulls, "pulled": found.pulled,
-        "age_p50_s": found.age_p50_s, "age_p99_s": found.age_p99_s, **shown,
+        "age_p50_s": found.age_p50_s, "age_p99_s": found.age_p99_s, "share": found.share, **shown,
     }  # fmt: skip
     if as_json:
         print_json(fields)
         return
     out.print(f"{found.name} of {found.cluster}/{found.application}: {', '.join(found.tables)}")
-    out.print(f"{found.rows:,} rows, {size(found.bytes)}; {found.pulls:,} pulls of {found.pulled:,} rows")
+    of = f" of share {found.share}" if found.share not in ("", "1/1") else ""
+    out.print(f"{found.rows:,} rows{of}, {size(found.bytes)}; {found.pulls:,} pulls of {found.pulled:,} rows")
     ages = f"windows p50 {found.age_p50_s:.4f} s, p99 {found.age_p99_s:.4f} s"
     out.print(f"shows {shown['pinned'] or 'training'}; {shown['age_s']:.3f} s old, {ages}")
 

@@ -13,9 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.kernels import njit
+from elasticps.model.key_share import SHARE_SALT
 
 _M1 = np.uint64(0xBF58476D1CE4E5B9)
 _M2 = np.uint64(0x94D049BB133111EB)
+_SHARE_SALT, _S32 = np.uint64(SHARE_SALT), np.uint64(32)
 _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -33,6 +35,12 @@ def mix64(z: np.uint64) -> np.uint64:
 def hash_key(key: np.int64, salt: np.uint64) -> np.uint64:
     """Hash of one key of the table that `salt` stands for."""
     return mix64(np.uint64(key) ^ salt)
+
+
+@njit(nogil=True, cache=True, forceinline=True)
+def share_index(key: np.int64, shares: int) -> np.int64:
+    """Which of so many shares has a key, from 0: `model.key_share.share_of`, compiled."""
+    return np.int64(((hash_key(key, _SHARE_SALT) >> _S32) * np.uint64(shares)) >> _S32)
 
 
 def table_salt(table_id: int) -> np.uint64:

@@ -67,7 +67,10 @@ class FolderTarget:
             there = numbers(names)
             for name in unnamed(names, there):
                 (self._folder / name).unlink(missing_ok=True)
-            self._bases = [number for number in there if read_manifest(self._folder, number).base]
+            manifests = [read_manifest(self._folder, number) for number in there]
+            for one in manifests[-1:]:
+                self._source.check_share(one.share, str(self._folder))
+            self._bases = [one.number for one in manifests if one.base]
         except OSError as error:
             raise PublishError(f"{self._folder} cannot be used: {error.strerror}") from error
         self._next = max(there, default=0) + 1
@@ -117,7 +120,7 @@ class FolderTarget:
         self._files = []
         manifest = IncrementManifest(
             number, batch.complete, self._source.cluster, self._source.application, moment(batch.as_of),
-            dict(self._tables), files,
+            dict(self._tables), files, self._source.share,
         )  # fmt: skip
         _sync(self._folder)  # data has its name before the manifest has
         replace_file(self._folder / manifest_name(number), manifest.to_json())

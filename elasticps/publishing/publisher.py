@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from coordinator.core import fields
 from elasticps.errors import Closed, ConfigError, Timeout
+from elasticps.model.key_share import KeyShare
 from elasticps.publishing.core.batches import PendingChanges, PublishBatch
 from elasticps.publishing.core.layout import DTYPES
 from elasticps.publishing.opening import target_of
@@ -234,6 +235,7 @@ def publish(
     prefix: str = DEFAULT_PREFIX,
     every: float | None = None,
     application: str = "default",
+    share: tuple[int, int] | None = None,
     name: str = "",
     timeout: float = 30.0,
 ) -> Publisher:
@@ -241,7 +243,8 @@ def publish(
 
     to: `redis://host:port/database`, `rediss://…` (TLS), or `file:///folder`. tables: names; None: all of the
     application. dtype: float32, float16 or bfloat16. prefix: of all keys in Redis. every: seconds from one batch to the
-    next at least; None: as fast as Redis takes them, one second for a folder. All else as for `reader`.
+    next at least; None: as fast as Redis takes them, one second for a folder. share: as for `reader`; each share has a
+    place of its own. All else as for `reader`.
 
     docs/reference/published.md says what is written. Returns when the rows have been read, and a thread writes them:
     `wait` waits for that. Raises as `reader`, and ConfigError for a target that cannot be.
@@ -254,12 +257,13 @@ def publish(
         raise ConfigError(f"every= is from 0.001 to 3600 seconds, got {every}")
     pace_s = PACES_S.get(to.partition(":")[0], 0.0) if every is None else every
     chosen = None if tables is None else frozenset(tables)
+    of = KeyShare.checked(share)
     windows_s = WINDOWS_S if every is None else min(max(every / 2, 0.001), WINDOWS_S)
-    source = PublishedSource("", application, chosen)
+    source = PublishedSource("", application, chosen, "" if of.whole else str(of))
     target = target_of(to, source, dtype, prefix, pace_s)  # before anything is read: what cannot be is said at once
     followed = reader(
-        url, tables, dtype=None if dtype == "float32" else dtype, every=windows_s, application=application, name=name,
-        timeout=timeout,
+        url, tables, dtype=None if dtype == "float32" else dtype, every=windows_s, application=application, share=share,
+        name=name, timeout=timeout,
     )  # fmt: skip
     source.cluster = followed.cluster
     return Publisher(followed, target, shown(to))

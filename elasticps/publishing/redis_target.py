@@ -94,6 +94,11 @@ class RedisTarget:
                 "cluster": self._source.cluster,
                 "application": self._source.application,
             }
+            if self._source.share:
+                self._metas[name]["share"] = self._source.share
+            there = parse_description(self._redis.get(meta_key(self._prefix, name)) or b"")
+            if there.get("cluster") == self._source.cluster:
+                self._source.check_share(there.get("share"), f"table {name!r} behind {self._prefix!r}")
             self._describe(batch, name)
         self._remove(table.deleted, name)
         self._set(name, table.keys, table.rows)

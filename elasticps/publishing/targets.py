@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from elasticps.errors import Indefinite
+from elasticps.errors import ConfigError, Indefinite
 from elasticps.publishing.core.batches import PublishBatch
 
 DEFAULT_PREFIX = "elasticps:"
@@ -41,11 +41,21 @@ class PublishTarget(Protocol):
 class PublishedSource:
     """Whose rows they are: written beside them, so that others' are told from these.
 
-    chosen: the tables that were asked for; None: all of the application."""
+    chosen: the tables that were asked for; None: all of the application. share: of the keys, as 2/8; "": all."""
 
     cluster: str
     application: str
     chosen: frozenset[str] | None
+    share: str = ""
+
+    def check_share(self, there: object, where: str) -> None:
+        """Raises ConfigError unless what an earlier run has left there is of the same share."""
+        if (there or "") != self.share:
+            ours = f"share {self.share}" if self.share else "all keys"
+            raise ConfigError(
+                f"{where} has {f'share {there}' if there else 'all keys'} of the rows, and {ours} would replace them: "
+                "give each share a place of its own, or delete what is there"
+            )
 
     def owns(self, table: str, cluster: object, application: object) -> bool:
         """Whether a table that is described as this cluster's and application's is this publisher's to delete."""

@@ -3,6 +3,7 @@
 `reader` connects one; docs/internals/readers.md explains how rows come to it.
 """
 
+from elasticps.model.key_share import share_of
 from elasticps.readers.reader import Reader, reader
 from elasticps.readers.remote import RemoteReader, remote_reader
 from elasticps.readers.values import AppliedWindow, AsOf, ReaderSpec, ReaderStats, TableChange
@@ -17,4 +18,5 @@ __all__ = [
     "TableChange",
     "reader",
     "remote_reader",
+    "share_of",
 ]

@@ -44,6 +44,9 @@ class Sink(Protocol):
     def window(self, feed: Feed, frame: WindowFrame, body: Bytes) -> None:
         """A window has come. Its arrays are views of the body."""
 
+    def describe(self, request: ReadRange) -> ReadRange:
+        """A request, with what of it is here already."""
+
     def rows(self, feed: Feed, rows: RangePart) -> None:
         """A part of a range has come, which counts. Its arrays are views of the body."""
 
@@ -171,7 +174,7 @@ class ReaderConnections:
     def ask(self, feed: Feed, asks: Sequence[ReadRange]) -> None:
         """Asks a server for parts of ranges."""
         for one in asks:
-            self._connections.send(feed.member, one.frame())
+            self._connections.send(feed.member, self._sink.describe(one).frame())
 
     def _subscribed(self, feed: Feed, answer: Subscribed) -> None:
         whole = self.following.answered(feed, answer)

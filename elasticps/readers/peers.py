@@ -1,14 +1,134 @@
-"""Who is at the other end of a connection with TLS."""
+"""Who is at the other end of a connection with TLS: readers prove their role to each other."""
 
 from __future__ import annotations
 
+import os
+import select
 import ssl
-from typing import Any
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from elasticps.security.identity import Identity, identity_among
+from coordinator.core.url import parse
+from elasticps.errors import ConfigError
+from elasticps.security import credentials_of
+from elasticps.security.credentials import Credentials
+from elasticps.security.identity import ANY, Identity, NotAuthorised, Role, identity_among
+from elasticps.wire.frames import Buffer
+
+if TYPE_CHECKING:
+    import socket
+
+    from elasticps.security.channel import Expect
+
+SCHEME = "reader://"
 
 
 def identity_of(secured: ssl.SSLSocket) -> Identity:
     """Who has proved to be at the other end. Raises NotAuthorised."""
     names: Any = (secured.getpeercert() or {}).get("subjectAltName", ())
     return identity_among([value for kind, value in names if kind == "URI"])
+
+
+def check_reader(peer: Identity, cluster: str, app: str | None) -> None:
+    """Raises NotAuthorised unless it is a reader of this cluster, and of this application, None for any."""
+    if peer.cluster != cluster or peer.role is not Role.READER or (app not in (None, peer.app) and peer.app != ANY):
+        raise NotAuthorised(f"this is {peer}, no reader of this cluster{f' and application {app!r}' if app else ''}")
+
+
+class RelayCredentials(Credentials):
+    """Of a reader that follows a relay: whom it dials has to be a reader of the same application. app: which."""
+
+    app = "default"
+
+    def expect(self, name: str) -> Expect:
+        return lambda peer: check_reader(peer, self.cluster, self.app)
+
+
+class RelayUrl(NamedTuple):
+    """Where a relay listens, host:port, and how to prove who we are there, None without TLS."""
+
+    address: str
+    credentials: RelayCredentials | None
+
+
+def parse_relay(url: str, app: str) -> RelayUrl:
+    """Of reader://host:port, or reader://host:port/cluster?ca=FILE&cert=FILE&key=FILE where the relay has TLS. Raises
+    ConfigError."""
+    place, slash, _ = url.removeprefix(SCHEME).partition("/")
+    try:
+        found = parse(f"etcd://{url.removeprefix(SCHEME)}" if slash else f"etcd://{place}/any")
+    except ValueError as error:
+        reason = str(error).partition(": ")[2].partition(" (")[0]
+        raise ConfigError(
+            f"cannot use {url!r} as a relay's URL: {reason} (good ones: reader://127.0.0.1:9100, and with TLS "
+            "reader://10.0.0.7:9100/demo?ca=ca.crt&cert=reader.crt&key=reader.key)"
+        ) from None
+    if len(found.endpoints) != 1:
+        raise ConfigError(f"a reader follows one relay, and {url!r} names {len(found.endpoints)}")
+    if found.tls is None or not found.tls.cert:
+        return RelayUrl(found.endpoints[0], None)
+    credentials = RelayCredentials(found.tls, found.cluster)
+    credentials.app = app
+    return RelayUrl(found.endpoints[0], credentials)
+
+
+def reader_credentials(url: str, app: str) -> Credentials | None:
+    """What the URL of a cluster or a relay names for a reader to prove who it is; None without TLS. ConfigError."""
+    return parse_relay(url, app).credentials if url.startswith(SCHEME) else credentials_of(url)
+
+
+def reader_name(name: str, credentials: Credentials | None) -> str:
+    """A reader's name, if it was given none: that of its certificate, else host and process."""
+    proven = ANY if credentials is None else credentials.identity.name
+    return name or (proven if proven != ANY else f"{os.uname().nodename}.{os.getpid()}")
+
+
+class PeerStream:
+    """An accepted connection on which one thread receives while others send, in whole messages."""
+
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+        """timeout_s: for which nothing may move; then TimeoutError."""
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self._sending = threading.Lock()
+        # OpenSSL's state is not for two threads at once.
+        self._tls = threading.Lock() if isinstance(connection, ssl.SSLSocket) else None
+        if self._tls is not None:
+            connection.setblocking(False)
+
+    def recv_into(self, buffer: memoryview) -> int:
+        """As much as there is, at least a byte; 0 when the other end has closed."""
+        if self._tls is None:
+            return self._connection.recv_into(buffer)
+        while True:
+            with self._tls:
+                try:
+                    return self._connection.recv_into(buffer)
+                except ssl.SSLWantReadError:
+                    writes = False
+                except ssl.SSLWantWriteError:
+                    writes = True
+            self._wait(writes)
+
+    def send(self, buffers: list[Buffer]) -> None:
+        """Sends all of a message."""
+        data = memoryview(b"".join(memoryview(one).cast("B") for one in buffers))
+        with self._sending:
+            if self._tls is None:
+                self._connection.sendall(data)
+                return
+            while data:
+                with self._tls:
+                    try:
+                        data = data[self._connection.send(data) :]
+                        continue
+                    except ssl.SSLWantWriteError:
+                        writes = True
+                    except ssl.SSLWantReadError:
+                        writes = False
+                self._wait(writes)
+
+    def _wait(self, writes: bool) -> None:
+        one = [self._connection]
+        if not any(select.select([] if writes else one, one if writes else [], [], self._timeout_s)):
+            raise TimeoutError(f"nothing has moved for {self._timeout_s:.0f} s")

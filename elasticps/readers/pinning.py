@@ -12,9 +12,9 @@ from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.manifest import Manifest, cut_of, folder_of
 from elasticps.checkpoint.storage import Storage
-from elasticps.client.inputs import checked_keys
 from elasticps.errors import CheckpointError, InputError, UnknownTable
 from elasticps.exchange.checkpoint import weights
+from elasticps.model.key_share import share_of
 from elasticps.readers.rows import ReaderTable
 from elasticps.readers.values import AsOf
 from elasticps.wire.windows import RowBlock
@@ -105,11 +105,15 @@ class CheckpointRows:
                         f"checkpoint {self.name} has no table {each!r} of application {spec.application!r}"
                     )
                 number, described = there[each]
-                table = self.tables[each] = ReaderTable(described, number, manifest.ranges, spec.dtype)
+                table = self.tables[each] = ReaderTable(described, number, manifest.ranges, spec.dtype, spec.share)
                 for unit in contents.units(number):
                     for rows in contents.read(unit):
-                        values = table.codec.encode(np.ascontiguousarray(weights(described, rows.rows)))
-                        table.apply(RowBlock(number, np.ascontiguousarray(rows.keys), values, _NONE, _NONE), None)
+                        keys, found = np.ascontiguousarray(rows.keys), weights(described, rows.rows)
+                        if not table.share.whole:
+                            chosen = share_of(keys, table.share.of) == table.share.number
+                            keys, found = keys[chosen], found[chosen]
+                        values = table.codec.encode(np.ascontiguousarray(found))
+                        table.apply(RowBlock(number, keys, values, _NONE, _NONE), None)
         except BaseException:
             self.close()
             raise
@@ -121,7 +125,7 @@ class CheckpointRows:
             table = self.tables.get(name)
             if table is None:
                 raise UnknownTable(f"checkpoint {self.name}, which is shown, has no table {name!r}")
-            found[name] = pull_whole(table) if named is None else pull_rows(table, checked_keys(name, named))
+            found[name] = pull_whole(table) if named is None else pull_rows(table, table.owned_keys(named))
         return found
 
     @property

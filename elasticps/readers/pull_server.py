@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.errors import Error
-from elasticps.readers.peers import identity_of
+from elasticps.readers.peers import PeerStream, identity_of
 from elasticps.readers.reader import Reader
 from elasticps.readers.relay import Relay, RelayFeed
 from elasticps.security.credentials import Credentials
@@ -59,6 +58,7 @@ def welcome_of(reader: Reader, name: str, incarnation: int) -> dict[str, Any]:
         "ranges": reader.ranges,
         "identity": reader.identity,
         "dtype": reader.spec.dtype,
+        "share": str(reader.spec.share),
     }
     return me | {"reader": name, "cluster": reader.cluster, "tables": tables, "as_of": shown, "age_s": min(age_s, 1e9)}
 
@@ -118,11 +118,12 @@ class PullServer:
             raw.settimeout(SILENT_S)
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._secured(raw) as connection:
-                feed = RelayFeed(self._relay, partial(_send, connection))
-                answers = _Answers(self._reader, self._welcome, partial(_send, connection), feed)
+                stream = PeerStream(connection, SILENT_S)
+                feed = RelayFeed(self._relay, stream.send)
+                answers = _Answers(self._reader, self._welcome, stream.send, feed)
                 assembler = Assembler(answers.frame, MAX_BODY_BYTES)
                 try:
-                    while n := connection.recv_into(assembler.buffer):
+                    while n := stream.recv_into(assembler.buffer):
                         assembler.received(n)
                 finally:
                     feed.close()
@@ -147,10 +148,6 @@ class PullServer:
         if identity.cluster != cluster or not allowed:
             raise NotAuthorised(f"{identity} may not read tables of application {app!r} of {cluster!r}")
         return secured
-
-
-def _send(connection: socket.socket, buffers: list[Buffer]) -> None:
-    connection.sendall(b"".join(memoryview(one).cast("B") for one in buffers))
 
 
 class _Answers:
@@ -179,8 +176,8 @@ class _Answers:
         try:
             rows = self._reader.pull_numbered(read_tables(header.items, body), MAX_BODY_BYTES)
         except Error as error:
-            code = "unknown-table" if type(error).__name__ == "UnknownTable" else "input"
-            document = {"code": code, "message": str(error)}
+            code = {"UnknownTable": "unknown-table", "OtherShare": "other-share"}.get(type(error).__name__, "input")
+            document = {"code": code, "message": str(error), "share": getattr(error, "share", 0)}
             self._send([json_frame(Kind.ERROR, document, request=header.request)])
             return
         count = sum(len(one) for one in rows)

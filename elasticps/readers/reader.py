@@ -11,21 +11,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client.inputs import checked_keys
 from elasticps.client.registry import Registry
 from elasticps.client.runtime import Lock, Runtime
 from elasticps.errors import ConfigError, InputError, Timeout, UnknownTable
+from elasticps.model.key_share import KeyShare
 from elasticps.model.spec import TableSpec
 from elasticps.readers.connections import ReaderConnections
 from elasticps.readers.core.clocks import RangeClocks
 from elasticps.readers.core.following import Feed, Wishes
 from elasticps.readers.holding import SEARCH_S, Holding, HoldState
 from elasticps.readers.listeners import Listeners
+from elasticps.readers.peers import reader_name
 from elasticps.readers.rows import ReaderTable, ReaderTables
 from elasticps.readers.values import AsOf, Listener, ReaderSpec, ReaderStats, TableChange
 from elasticps.store.journal import Journal
 from elasticps.wire.frames import Header, Kind
-from elasticps.wire.windows import RangePart, WindowFrame
+from elasticps.wire.windows import RangePart, ReadRange, WindowFrame
 
 if TYPE_CHECKING:
     from elasticps.readers.pinning import CheckpointName, CheckpointRows
@@ -51,11 +52,11 @@ class Reader:
         runtime = registry.runtime
         self._lock = runtime.rlock()  # of rows and of what is known of them
         self._arrived = runtime.condition()  # something has been applied
-        wishes = Wishes(spec.tables, spec.dtype or "", max(1, round(spec.every * 1e3)))
+        wishes = Wishes(spec.tables, spec.dtype or "", max(1, round(spec.every * 1e3)), spec.share)
         # To servers.
         self._links = ReaderConnections(registry, self._lock, name, spec.application, wishes, timeout_s, self)
         self._following = self._links.following  # which server for which range
-        self._tables = ReaderTables(self._following.ranges, spec.dtype)  # rows
+        self._tables = ReaderTables(self._following.ranges, spec.dtype, spec.share)  # rows
         self._clocks = RangeClocks(self._following.ranges)  # of workers, by range
         # One moment of all ranges.
         self._holding = Holding(
@@ -63,7 +64,9 @@ class Reader:
         )
         self._listeners = Listeners(runtime, self._lock)  # who gets each window
         # Since it began.
-        self._counts = dict.fromkeys(("windows", "window_bytes", "changed", "filled", "pulls", "pulled"), 0)
+        self._counts = dict.fromkeys(
+            ("windows", "window_bytes", "changed", "filled", "fill_bytes", "pulls", "pulled"), 0
+        )
         self._ages: deque[float] = deque(maxlen=MEASURED)  # of windows, as they were applied
         self._pinned: CheckpointRows | None = None  # what pulls show instead
         self._journal: Journal | None = None  # of changed keys, for readers that follow this one
@@ -115,7 +118,7 @@ class Reader:
                 if named is None:
                     found[name] = _whole(table)
                     continue
-                checked = checked_keys(name, named)
+                checked = table.owned_keys(named)
                 rows = found[name] = np.empty((len(checked), table.spec.dim), np.float32)
                 table.gather(checked, rows)
                 self._counts["pulled"] += len(checked)
@@ -356,11 +359,20 @@ class Reader:
     def _follows(self, spec: str) -> bool:
         return self.spec.tables is None or TableSpec.from_json(spec).name in self.spec.tables
 
+    def describe(self, request: ReadRange) -> ReadRange:
+        """A request for a part of a range, with digests of the rows that are here: only others are sent."""
+        table = self._tables.by_id.get(request.table)
+        described = request if table is None else table.describe(request)
+        if described.cells is not None:
+            self._counts["fill_bytes"] += described.cells.digests.nbytes
+        return described
+
     def rows(self, feed: Feed, rows: RangePart) -> None:
         """A part of a range has come."""
         table = self._tables.by_id.get(rows.block.table)
+        self._counts["fill_bytes"] += rows.block.nbytes
         if table is not None:
-            change = table.replace(rows.range, rows.low, rows.high, rows.block)
+            change = table.replace(rows)
             self._counts["filled"] += len(change.keys)
             self._note(rows.block.table, change)
             self._tell([change._replace(rows=table.decode(change.rows), keys=change.keys.copy())])
@@ -420,15 +432,19 @@ def reader(
     dtype: str | None = None,
     every: float = 0.02,
     application: str = "default",
+    share: tuple[int, int] | None = None,
     name: str = "",
     timeout: float = 30.0,
     buffer_bytes: int = 256 << 20,
 ) -> Reader:
     """Connects a reader, and returns when it has read every range once.
 
-    `url` is as for `connect`, or reader://host:port of an `elasticps reader --listen` that feeds others (without TLS),
-    its TLS options among them (a certificate of role `reader` or `worker`). `tables`: names,
-    None for all of the application. `name`: by which servers log it. All else as in `ReaderSpec`.
+    `url` is as for `connect`, with a certificate of role `reader` or `worker` where there is TLS; or that of an
+    `elasticps reader --listen` that feeds others: reader://host:port, with TLS
+    reader://host:port/cluster?ca=FILE&cert=FILE&key=FILE.
+
+    `tables`: names, None for all of the application. `share`: (2, 8) for the second eighth of all keys, `share_of` says
+    which has a key; tensors are whole in each. `name`: by which servers log it; "": the certificate's, or host and process. All else as in `ReaderSpec`.
 
     Raises `ConfigError` for unusable arguments, `UnknownTable` for a table that there is not, `ClusterUnreachable` or
     `Timeout`, saying what was tried.
@@ -440,16 +456,18 @@ def reader(
         raise ConfigError(f"timeout must be between 0 and 86400 seconds, got {timeout}")
     if isinstance(tables, str):
         raise ConfigError(f"tables= is a list of names, or None for all tables, got {tables!r}")
-    spec = ReaderSpec(None if tables is None else tuple(tables), dtype, every, application, buffer_bytes)
+    spec = ReaderSpec(
+        None if tables is None else tuple(tables), dtype, every, application, buffer_bytes, KeyShare.checked(share)
+    )
     if url.startswith("reader://"):
         from elasticps.readers.relay_registry import RelayRegistry  # which imports this module
 
-        relay: Any = RelayRegistry(url, Runtime(), timeout)
+        relay: Any = RelayRegistry(url, application, Runtime(), timeout)
         relay.check_dtype(dtype)
-        return open_reader(relay, spec, name or f"{os.uname().nodename}.{os.getpid()}", timeout)
-    return open_reader(
-        Registry.open(url, timeout, Runtime()), spec, name or f"{os.uname().nodename}.{os.getpid()}", timeout
-    )
+        relay.check_share(spec.share)
+        return open_reader(relay, spec, reader_name(name, relay.credentials), timeout)
+    registry = Registry.open(url, timeout, Runtime())
+    return open_reader(registry, spec, reader_name(name, registry.credentials), timeout)
 
 
 def open_reader(registry: Registry, spec: ReaderSpec, name: str, timeout_s: float) -> Reader:

@@ -16,17 +16,16 @@ from numpy.typing import NDArray
 
 from elasticps.readers.reader import Reader
 from elasticps.server.core.journal_marks import JournalMarks
+from elasticps.server.roles.range_parts import missing_part, part_of
 from elasticps.store.journal import Journal
 from elasticps.wire.frames import Buffer, FrameError, Header, Kind
-from elasticps.wire.windows import Progresses, RangePart, ReadRange, RowBlock, Subscribe, Subscribed, WindowFrame
+from elasticps.wire.windows import Progresses, ReadRange, RowBlock, Subscribe, Subscribed, WindowFrame
 from replication.step_records import StepRecord, record_of
 
 JOURNAL_WORDS = 1 << 21
 CREDIT_BYTES = 8 << 20
 KEYS_AT_ONCE = 1 << 14
-READ_BYTES = 256 << 10
 IDLE_S = 0.25
-HASH_END = 1 << 62
 _NONE = np.empty(0, np.int64)
 
 
@@ -51,7 +50,7 @@ class RelayFeed:
     def __init__(self, relay: Relay, send: Callable[[list[Buffer]], None]) -> None:
         self._relay, self._reader = relay, relay.reader
         self._send_bytes = send
-        self._sending = threading.Lock()
+        self._sending = threading.Lock()  # of the order of frames; taken before the reader's lock, and held longer
         self._changed = threading.Event()  # the reader has applied something, or this feed ends
         self._ended = False
         self._wants: Subscribe | None = None
@@ -70,7 +69,7 @@ class RelayFeed:
             self._acknowledged = max(self._acknowledged, header.clock)
             self._changed.set()
         elif header.kind == Kind.READ_RANGE:
-            self._read(ReadRange.of(header, self._reader.ranges))
+            self._read(ReadRange.of(header, body, self._reader.ranges))
         elif header.kind != Kind.GET_VIEW:
             raise FrameError(f"{Kind(header.kind).name} is nothing that a reader says to a relay")
 
@@ -80,26 +79,25 @@ class RelayFeed:
         self._changed.set()
         self._reader.unhook(self._changed.set)
 
-    def _send(self, buffers: list[Buffer]) -> None:
-        with self._sending:
-            self._send_bytes(buffers)
-
     def _subscribe(self, wants: Subscribe) -> None:
         ours = self._reader.spec.dtype or ""
         if wants.dtype != ours:
             raise FrameError(f"this relay keeps rows as {ours or 'the tables have them'}: ask for the same dtype")
+        if not self._reader.spec.share.includes(wants.share):
+            raise FrameError(f"this relay has share {self._reader.spec.share} of all keys: ask for the same")
         relay, first = self._relay, self._wants is None
-        with self._reader.lock, self._sending:
-            have = self._reader.positions[wants.ranges]
-            oldest = relay.journal.oldest
-            cursors = relay.marks.find(wants.ranges, wants.positions, have, relay.journal.end, oldest)
-            if not first:  # it goes on where it is
-                cursors = np.where(wants.positions >= 0, self._cursor, -1)
-            going_on = cursors >= 0
-            self._cursor = min(cursors[going_on].tolist(), default=relay.journal.end)
-            self._seqs, self._progress, self._records = np.full(self._reader.ranges, -1, np.int64), {}, {}
-            self._wants = wants
-            answer = Subscribed(wants.number, wants.epoch, wants.ranges[going_on], wants.ranges[~going_on])
+        with self._sending:
+            with self._reader.lock:
+                have = self._reader.positions[wants.ranges]
+                oldest = relay.journal.oldest
+                cursors = relay.marks.find(wants.ranges, wants.positions, have, relay.journal.end, oldest)
+                if not first:  # it goes on where it is
+                    cursors = np.where(wants.positions >= 0, self._cursor, -1)
+                going_on = cursors >= 0
+                self._cursor = min(cursors[going_on].tolist(), default=relay.journal.end)
+                self._seqs, self._progress, self._records = np.full(self._reader.ranges, -1, np.int64), {}, {}
+                self._wants = wants
+                answer = Subscribed(wants.number, wants.epoch, wants.ranges[going_on], wants.ranges[~going_on])
             self._send_bytes(answer.frame())
         if first:
             self._reader.hook(self._changed.set)
@@ -127,43 +125,48 @@ class RelayFeed:
             self._in_flight.popleft()
         if sum(nbytes for _, nbytes in self._in_flight) > CREDIT_BYTES:
             return False
-        relay, reader = self._relay, self._reader
-        with reader.lock, self._sending:
-            journal = relay.journal
-            wants = self._wants
-            assert wants is not None
-            if self._cursor < journal.oldest:
-                self._cursor = journal.end
-                self._send_bytes(Subscribed(0, wants.epoch, _NONE, wants.ranges).frame())
-            named, upto = journal.tables(self._cursor, KEYS_AT_ONCE)
-            self._number += 1
-            blocks, new, dropped = [], [], []
-            here = {table.number: table for table in reader.table_rows.values()}
-            names = wants.tables
-            for number, table in here.items():
-                if number not in self._tables and (names is None or table.spec.name in names):
-                    new.append((number, table.spec.to_json()))
-                    self._tables.add(number)
-            dropped = sorted(self._tables - here.keys())
-            self._tables -= set(dropped)
-            every = np.ones(reader.ranges, np.int64)
-            for number in named:
-                if number in here and number in self._tables:
-                    rows = here[number].stored
-                    found = journal.read(rows.header, number, self._cursor, upto, every, 0, rows.spec.dim)
-                    blocks.append(RowBlock(number, *found, _NONE))
-            self._cursor = upto
-            complete = upto == journal.end
-            frame = WindowFrame(
-                wants.epoch, self._number, reader.oldest_us, complete, blocks, tables=new, dropped=dropped
-            )
-            if complete:
-                relay.mark()
-                frame = self._with_state(frame)
-            buffers = frame.frame()
-            self._in_flight.append((self._number, sum(len(memoryview(one).cast("B")) for one in buffers)))
-            self._send_bytes(buffers)
+        with self._sending:
+            with self._reader.lock:
+                buffers, complete = self._make()
+            self._send_bytes(buffers)  # without the reader's lock: the other end may be slow
         return not complete
+
+    def _make(self) -> tuple[list[Buffer], bool]:
+        """The next frame of a window, and whether it is the last; under the reader's lock."""
+        relay, reader, wants = self._relay, self._reader, self._wants
+        assert wants is not None
+        journal, before = relay.journal, list[Buffer]()
+        if self._cursor < journal.oldest:
+            self._cursor = journal.end
+            self._seqs[:] = -1
+            before = Subscribed(0, wants.epoch, _NONE, wants.ranges).frame()
+        named, upto = journal.tables(self._cursor, KEYS_AT_ONCE)
+        self._number += 1
+        blocks, new = [], []
+        here = {table.number: table for table in reader.table_rows.values()}
+        names = wants.tables
+        for number, table in here.items():
+            if number not in self._tables and (names is None or table.spec.name in names):
+                new.append((number, table.spec.to_json()))
+                self._tables.add(number)
+        dropped = sorted(self._tables - here.keys())
+        self._tables -= set(dropped)
+        every = np.ones(reader.ranges, np.int64)
+        for number in named:
+            if number in here and number in self._tables:
+                rows = here[number].stored
+                share = wants.share.for_shape(here[number].spec.shape)
+                found = journal.read(rows.header, number, self._cursor, upto, every, 0, rows.spec.dim, share)
+                blocks.append(RowBlock(number, *found, _NONE))
+        self._cursor = upto
+        complete = upto == journal.end
+        frame = WindowFrame(wants.epoch, self._number, reader.oldest_us, complete, blocks, tables=new, dropped=dropped)
+        if complete:
+            relay.mark()
+            frame = self._with_state(frame)
+        buffers = frame.frame()
+        self._in_flight.append((self._number, sum(len(memoryview(one).cast("B")) for one in buffers)))
+        return before + buffers, complete
 
     def _with_state(self, frame: WindowFrame) -> WindowFrame:
         reader = self._reader
@@ -186,18 +189,15 @@ class RelayFeed:
         return frame._replace(ranges=moved, positions=have[moved], progress=runs, records=records)
 
     def _read(self, request: ReadRange) -> None:
-        reader, r = self._reader, request.range
-        width = HASH_END // reader.ranges
-        low, end = max(request.place, r * width), (r + 1) * width
-        with reader.lock, self._sending:
-            table = next((one for one in reader.table_rows.values() if one.number == request.table), None)
-            if table is None:
-                block = RowBlock(request.table, _NONE, np.empty((0, 0), np.float32), _NONE, _NONE)
-                part = RangePart(request.request, request.epoch, r, low, end, 0, block, missing=True)
-            else:
-                rows = table.stored
-                keys, place = rows.list_keys(r, low, max(1, min(request.rows, READ_BYTES // (8 + 4 * rows.spec.dim))))
-                found = Journal.look_up(rows.header, keys, 0, rows.spec.dim, np.empty_like(keys), np.empty_like(keys))
-                block = RowBlock(request.table, *found, _NONE)
-                part = RangePart(request.request, request.epoch, r, low, place or end, place, block)
+        reader, wants = self._reader, self._wants
+        if wants is None:
+            raise FrameError("READ_RANGE came before SUBSCRIBE")
+        with self._sending:
+            with reader.lock:
+                table = next((one for one in reader.table_rows.values() if one.number == request.table), None)
+                if table is None:
+                    part = missing_part(request, request.epoch, reader.ranges)
+                else:
+                    share, dim = wants.share.for_shape(table.spec.shape), table.stored.spec.dim
+                    part = part_of(table.stored, request, request.epoch, share, 0, dim)
             self._send_bytes(part.frame())

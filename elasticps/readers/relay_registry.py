@@ -10,7 +10,9 @@ from coordinator.core.view import ServerInfo, View
 from elasticps.client.registrations import Registration
 from elasticps.client.runtime import Runtime
 from elasticps.errors import ConfigError, Error
+from elasticps.model.key_share import KeyShare
 from elasticps.model.spec import TableSpec
+from elasticps.readers.peers import parse_relay
 from elasticps.readers.remote import RemoteReader
 
 
@@ -18,15 +20,15 @@ class RelayRegistry:
     """The relay at `address`. A relay that was started again is another server in the next view, and all of its ranges
     have begun anew."""
 
-    credentials = None
-    authenticated = False
+    authenticated = False  # a relay speaks of no views but its own
 
-    def __init__(self, address: str, runtime: Runtime, timeout_s: float) -> None:
+    def __init__(self, url: str, app: str, runtime: Runtime, timeout_s: float) -> None:
+        """Raises ConfigError, ClusterUnreachable."""
         self.runtime = runtime
         self._timeout_s = timeout_s
-        self._address = address.removeprefix("reader://")
+        self._address, self.credentials = parse_relay(url, app)
         self._incarnation, self._epoch = 0, 0
-        self._remote = RemoteReader(self._address, timeout=timeout_s)
+        self._remote = RemoteReader(self._address, timeout=timeout_s, credentials=self.credentials)
 
     @property
     def cluster(self) -> str:
@@ -55,6 +57,16 @@ class RelayRegistry:
             self.close()
             raise ConfigError(
                 f"the relay at {self._address} keeps rows as dtype={theirs!r}, not {dtype!r}: ask for the same"
+            )
+
+    def check_share(self, share: KeyShare) -> None:
+        """ConfigError unless the relay has all rows of a share."""
+        theirs = KeyShare.parse(str(self._remote.welcome["share"]))
+        if not theirs.includes(share):
+            self.close()
+            raise ConfigError(
+                f"the relay at {self._address} has share {theirs} of all keys, and not {share}: follow the servers, or "
+                "a relay that has all"
             )
 
     def ask_view(self, on_view: Callable[[View | None], None]) -> None:

@@ -13,11 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client.inputs import checked_keys
-from elasticps.errors import Closed, ClusterUnreachable, ConfigError, InputError, ServerError, UnknownTable
+from elasticps.errors import Closed, ClusterUnreachable, ConfigError, InputError, OtherShare, ServerError, UnknownTable
+from elasticps.model.key_share import MOST_SHARES, KeyShare
 from elasticps.model.spec import TableSpec
-from elasticps.readers.peers import identity_of
+from elasticps.readers.peers import check_reader, identity_of
 from elasticps.security import credentials_of
-from elasticps.security.identity import Role
+from elasticps.security.credentials import Credentials
+from elasticps.security.identity import NotAuthorised
 from elasticps.wire.frames import (
     HEADER_BYTES,
     MAX_BODY_BYTES,
@@ -30,6 +32,7 @@ from elasticps.wire.frames import (
     json_frame,
     table_block,
     unpack_header,
+    whole,
 )
 
 Rows = NDArray[np.float32]
@@ -41,13 +44,16 @@ class RemoteReader:
     """A connection to a reader's process. Threads may share it; it is a context manager. It connects again by itself:
     a pull that is lost on the way is sent once more."""
 
-    def __init__(self, address: str, url: str | None = None, *, timeout: float = 30.0) -> None:
-        """url: the cluster's, where there is TLS: for its certificates. Raises ConfigError, ClusterUnreachable."""
+    def __init__(
+        self, address: str, url: str | None = None, *, timeout: float = 30.0, credentials: Credentials | None = None
+    ) -> None:
+        """url: the cluster's, where there is TLS: for its certificates; or the credentials themselves. Raises
+        ConfigError, ClusterUnreachable."""
         host, _, port = address.removeprefix("reader://").rpartition(":")
         if not host or not port.isdigit():
             raise ConfigError(f"a reader listens at host:port, got {address!r}")
         self._where = host.strip("[]"), int(port)
-        self._credentials = None if url is None else credentials_of(url)
+        self._credentials = credentials if url is None else credentials_of(url)
         self.timeout = timeout  # seconds that a call may take
         self._lock = threading.Lock()  # of the connection
         self._socket: socket.socket | None = None
@@ -75,6 +81,12 @@ class RemoteReader:
         return {int(worker): int(step) for worker, step in self._welcome["as_of"]["steps"].items()}
 
     @property
+    def share(self) -> tuple[int, int]:
+        """Which share of all keys the process has: (1, 1) for everything."""
+        share = KeyShare.parse(str(self._welcome.get("share", "")))
+        return share.number, share.of
+
+    @property
     def welcome(self) -> dict[str, Any]:
         """What the process said of itself last."""
         return self._welcome
@@ -90,7 +102,7 @@ class RemoteReader:
 
     def pull(self, keys: Mapping[str, object]) -> dict[str, Rows]:
         """As `Reader.pull`: rows of several tables, {table: keys int64 [n]}, of a tensor None. Raises `UnknownTable`,
-        `ClusterUnreachable`."""
+        `OtherShare`, `ClusterUnreachable`."""
         found = {}
         for name, named in keys.items():
             number, spec = self._find(name)
@@ -154,6 +166,8 @@ class RemoteReader:
         if header.kind == Kind.ERROR:
             document = json_body(body.data)
             text = str(document.get("message"))
+            if document.get("code") == "other-share":
+                raise OtherShare(text, whole(document.get("share"), MOST_SHARES))
             raise UnknownTable(text) if document.get("code") == "unknown-table" else ServerError(text)
         if header.request != self._requests:
             raise FrameError(f"{self._name} answers request {header.request} instead of {self._requests}")
@@ -175,10 +189,11 @@ class RemoteReader:
         if self._credentials is None:
             return raw
         secured = self._credentials.client_context().wrap_socket(raw)
-        identity = identity_of(secured)
-        if identity.role is not Role.READER or identity.cluster != self._credentials.cluster:
+        try:
+            check_reader(identity_of(secured), self._credentials.cluster, None)
+        except NotAuthorised as error:
             secured.close()
-            raise ConfigError(f"{self._name} is {identity}, no reader of this cluster")
+            raise ConfigError(f"{self._name} proves to be somebody else: {error}") from None
         return secured
 
     def _drop(self) -> None:

@@ -8,14 +8,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.client.inputs import checked_keys
+from elasticps.errors import OtherShare
 from elasticps.model.filters import BFloat16, Float16, Int8
+from elasticps.model.key_share import ALL_KEYS, KeyShare, share_of
 from elasticps.model.spec import Assign, TableSpec, Zeros
 from elasticps.readers.values import TableChange
 from elasticps.store import Table, index
+from elasticps.store.cells import cells_of, describe
 from elasticps.store.codec import Codec, decode_rows
+from elasticps.store.journal import first_outside
 from elasticps.store.native import H_DIM, INT, KEYS, WORDS, copy, linked
 from elasticps.wire.frames import FrameError
-from elasticps.wire.windows import RowBlock
+from elasticps.wire.windows import MAX_CELLS, CellDigests, RangePart, ReadRange, RowBlock
 
 _FILTERS = {"float16": Float16(), "bfloat16": BFloat16(), "int8": Int8()}
 _NO_KEYS = np.empty(0, np.int64)
@@ -69,10 +74,13 @@ def gather_floats(
 class ReaderTable:
     """The rows of one table. Not thread-safe."""
 
-    def __init__(self, spec: TableSpec, number: int, ranges: int, dtype: str | None) -> None:
+    def __init__(
+        self, spec: TableSpec, number: int, ranges: int, dtype: str | None, share: KeyShare = ALL_KEYS
+    ) -> None:
         self.spec = spec  # as the servers have it
         self.number = number  # by which they know it
         self.codec = codec_of(spec, dtype)
+        self.share = share.for_shape(spec.shape)  # of its keys
         plain = self.codec.code == 0
         stored = replace(_bare(spec), dtype="float32", shape=None)
         if not plain:
@@ -98,6 +106,18 @@ class ReaderTable:
         """Bytes that they take, index included."""
         return self._rows.nbytes
 
+    def owned_keys(self, keys: object) -> NDArray[np.int64]:
+        """Keys to read, as int64 [n]. InputError for what are none; OtherShare for a key of another share."""
+        checked, share = checked_keys(self.spec.name, keys), self.share
+        if not share.whole and (at := first_outside(checked, share.index, share.of)) >= 0:
+            other = KeyShare(int(share_of(checked[at : at + 1], share.of)[0]), share.of)
+            raise OtherShare(
+                f"key {checked[at]} of table {self.spec.name!r} is in share {other}, and this reader has {share}: ask "
+                "a reader of that share; elasticps.share_of says which one has a key",
+                other.number,
+            )
+        return checked
+
     def gather(self, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
         """The rows of keys [n] into out [n, dim]."""
         if self._initial is None:
@@ -122,11 +142,22 @@ class ReaderTable:
             self._rows.drop_range(r)
         return self._change(keys, rows, gone, lost)
 
-    def replace(self, r: int, low: int, high: int, block: RowBlock) -> TableChange:
-        """Takes all rows of range r whose hashes are in low..high-1: others there are gone."""
+    def replace(self, part: RangePart) -> TableChange:
+        """Takes all rows of a part of a range, or of those cells in it that differ: others there are gone."""
+        block, differing = part.block, part.differing
         self._check(block)
-        before = self._rows.list_words(r, low, high)[0]
+        before = self._rows.list_words(part.range, part.low, part.high)[0]
+        if differing is not None:
+            before = before[differing[cells_of(self._rows, before, part.low, part.shift)]]
         return self._change(block.keys, block.rows, np.setdiff1d(before, block.keys), [])
+
+    def describe(self, request: ReadRange) -> ReadRange:
+        """A request for a part of a range, with digests of what is here."""
+        found = describe(self._rows, request.range, request.place)
+        if found is None or len(found[2]) > MAX_CELLS:
+            return request
+        width = (1 << 62) // self._rows.ranges
+        return request._replace(place=max(request.place, request.range * width), cells=CellDigests(*found))
 
     def _check(self, block: RowBlock) -> None:
         if len(block.keys) and block.rows.shape[1] != self.codec.words:
@@ -171,9 +202,10 @@ def _bare(spec: TableSpec) -> TableSpec:
 class ReaderTables:
     """All tables of a reader, by id."""
 
-    def __init__(self, ranges: int, dtype: str | None) -> None:
+    def __init__(self, ranges: int, dtype: str | None, share: KeyShare = ALL_KEYS) -> None:
         self.ranges = ranges
         self._dtype = dtype
+        self._share = share
         self.by_id: dict[int, ReaderTable] = {}
         self.by_name: dict[str, ReaderTable] = {}
 
@@ -182,7 +214,7 @@ class ReaderTables:
         if number in self.by_id:
             return None
         spec = TableSpec.from_json(text)
-        table = self.by_id[number] = ReaderTable(spec, number, self.ranges, self._dtype)
+        table = self.by_id[number] = ReaderTable(spec, number, self.ranges, self._dtype, self._share)
         before = self.by_name.get(spec.name)
         if before is None or before.number < number:
             self.by_name[spec.name] = table

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.errors import ConfigError
+from elasticps.model.key_share import ALL_KEYS, KeyShare
 from elasticps.model.spec import TableSpec
 
 READER_DTYPES = ("float32", "float16", "bfloat16", "int8")
@@ -25,6 +26,7 @@ class ReaderSpec:
                  as the servers have them
     every        seconds from one window of changes to the next, from 0.001 to 60
     application  whose tables
+    share        of the keys of tables, as (2, 8) is the second of eight; tensors are whole in each
     buffer_bytes  windows that are kept while the reader holds; beyond that servers send no more until it is released
     """
 
@@ -33,6 +35,7 @@ class ReaderSpec:
     every: float = 0.02
     application: str = "default"
     buffer_bytes: int = 256 << 20
+    share: KeyShare = ALL_KEYS
 
     def __post_init__(self) -> None:
         names: object = self.tables
@@ -45,6 +48,7 @@ class ReaderSpec:
             raise ConfigError(f"every= is a number of seconds, got {given!r}")
         if not LEAST_EVERY_S <= self.every <= MOST_EVERY_S:
             raise ConfigError(f"every= is from {LEAST_EVERY_S} to {MOST_EVERY_S:.0f} seconds, got {self.every}")
+        KeyShare.checked(self.share)
         if self.buffer_bytes < 1 << 20:
             raise ConfigError(f"buffer_bytes= is at least {1 << 20}, got {self.buffer_bytes}")
 
@@ -106,8 +110,9 @@ Listener: TypeAlias = Callable[[AppliedWindow], None]
 class ReaderStats:
     """What a reader has, and has done. rows, bytes: held now, by all tables; windows, window_bytes: received; changed:
     rows that these brought, as often as they came; filled: rows that came because a range was read again; fills: ranges
-    that were; pulls, pulled: calls, and their rows; age_s: of the oldest range; ages_s: p50 and p99 of the time from a
-    window's making to its being readable here, of the last thousand."""
+    that were; fill_bytes: of these rows, and of the digests by which others were left out; pulls, pulled: calls, and
+    their rows; age_s: of the oldest range; ages_s: p50 and p99 of the time from a window's making to its being readable
+    here, of the last thousand."""
 
     rows: int
     bytes: int
@@ -116,6 +121,7 @@ class ReaderStats:
     changed: int
     filled: int
     fills: int
+    fill_bytes: int
     pulls: int
     pulled: int
     age_s: float

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
@@ -22,6 +23,9 @@ from coordinator.core.url import TlsFiles
 from elasticps.errors import ConfigError
 from elasticps.security import openssl
 from elasticps.security.identity import Identity, NotAuthorised, Role, identity_among
+
+if TYPE_CHECKING:
+    from elasticps.security.channel import Expect
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +77,10 @@ class Credentials:
             self.identity.require(self.cluster, role, name, app)
         except NotAuthorised as error:
             raise ConfigError(f"the certificate {self._files.cert} is somebody else's: {error}") from None
+
+    def expect(self, name: str) -> Expect:
+        """The check of whoever is dialled as `name`: it has to be the server of that name."""
+        return lambda peer: peer.require(self.cluster, Role.SERVER, name)
 
     def refresh(self) -> None:
         """Reads the files again if they were replaced; looks at most once in LOOK_S."""

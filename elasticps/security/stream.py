@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from elasticps.security.channel import Channel
-from elasticps.security.identity import Role
 
 if TYPE_CHECKING:
-    from elasticps.security.channel import Expect, Proof
+    from elasticps.security.channel import Proof
     from elasticps.security.credentials import Credentials
 
 _READ_BYTES = 256 << 10
@@ -79,12 +78,6 @@ class Secured(ABC):
         """At once; the other end hears of it from its socket."""
 
 
-def server_called(name: str, credentials: Credentials) -> Expect:
-    """The check that the peer is the server of this name."""
-    cluster = credentials.cluster
-    return lambda peer: peer.require(cluster, Role.SERVER, name)
-
-
 def secured(sock: Socket, credentials: Credentials, server: str) -> Secured:
     """A connection to the server called `server`, over a socket that is connected or connects."""
     if credentials.native_context() is None:
@@ -96,7 +89,7 @@ class TlsStream(Secured):
     """A connection to the server called `server`, encrypted by Python's `ssl`."""
 
     def __init__(self, sock: Socket, credentials: Credentials, server: str) -> None:
-        self._channel = Channel(credentials, server_called(server, credentials), server=False)
+        self._channel = Channel(credentials, credentials.expect(server), server=False)
         super().__init__(sock, self._channel)
         self._raw = memoryview(bytearray(_READ_BYTES))
         self._backlog = memoryview(b"")  # encrypted already
@@ -193,7 +186,7 @@ class CompiledStream(Secured):
 
         records.warm()
         self._most_early_bytes = records.RECORD_BYTES
-        self._session = session.TlsSession(credentials, server_called(server, credentials), sock.fileno(), server=False)
+        self._session = session.TlsSession(credentials, credentials.expect(server), sock.fileno(), server=False)
         super().__init__(sock, self._session)
         self._early: list[memoryview] | None = []  # until the handshake is done
 

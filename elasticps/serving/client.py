@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,12 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.admin.client import open_channel
-from elasticps.errors import ClusterUnreachable, Error, InputError, ServerError, UnknownTable
+from elasticps.errors import ClusterUnreachable, Error, InputError, OtherShare, ServerError, UnknownTable
 from elasticps.security.identity import Role
 from elasticps.serving import lookup_pb2, lookup_pb2_grpc
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
+
+_SHARE = re.compile(r"is in share (\d{1,4})/")  # of the text of OtherShare
 
 
 class FoundRows(NamedTuple):
@@ -30,7 +33,7 @@ async def lookup(
     credentials: Credentials | None = None, *, hold: bool = False,
 ) -> FoundRows:  # fmt: skip
     """Rows of several tables from the reader at `address`; keys of None: all of a tensor. Raises UnknownTable,
-    InputError, ClusterUnreachable when it does not answer, ServerError when it may not."""
+    OtherShare, InputError, ClusterUnreachable when it does not answer, ServerError when it may not."""
     tables = [
         lookup_pb2.TableKeys(table=name, keys=() if some is None else some.tolist()) for name, some in keys.items()
     ]
@@ -65,6 +68,9 @@ def _failure(address: str, timeout_s: float, error: grpc.aio.AioRpcError) -> Err
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.NOT_FOUND:
         return UnknownTable(details)
+    if code is grpc.StatusCode.FAILED_PRECONDITION:
+        found = _SHARE.search(details)
+        return OtherShare(details, int(found[1]) if found else 0)
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return InputError(details)
     if code is grpc.StatusCode.PERMISSION_DENIED:

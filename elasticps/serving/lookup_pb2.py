@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x65lasticps/serving/lookup.proto\x12\x0c\x65lasticps.v1\"F\n\rLookupRequest\x12\'\n\x06tables\x18\x01 \x03(\x0b\x32\x17.elasticps.v1.TableKeys\x12\x0c\n\x04hold\x18\x02 \x01(\x08\"(\n\tTableKeys\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x10\"b\n\x0eLookupResponse\x12\'\n\x06tables\x18\x01 \x03(\x0b\x32\x17.elasticps.v1.TableRows\x12\'\n\x05shown\x18\x02 \x01(\x0b\x32\x18.elasticps.v1.ShownState\"D\n\tTableRows\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0b\n\x03\x64im\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\x0c\x12\r\n\x05shape\x18\x04 \x03(\x04\"\xac\x01\n\nShownState\x12\x0e\n\x06time_s\x18\x01 \x01(\x01\x12\r\n\x05\x61ge_s\x18\x02 \x01(\x01\x12\x32\n\x05steps\x18\x03 \x03(\x0b\x32#.elasticps.v1.ShownState.StepsEntry\x12\x0e\n\x06pinned\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x1a,\n\nStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x15\n\x13ReaderStatusRequest\"\xe5\x01\n\x14ReaderStatusResponse\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\x12\x13\n\x0b\x61pplication\x18\x02 \x01(\t\x12\x0e\n\x06tables\x18\x03 \x03(\t\x12\x0c\n\x04rows\x18\x04 \x01(\x04\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\r\n\x05pulls\x18\x06 \x01(\x04\x12\x0e\n\x06pulled\x18\x07 \x01(\x04\x12\'\n\x05shown\x18\x08 \x01(\x0b\x32\x18.elasticps.v1.ShownState\x12\x11\n\tage_p50_s\x18\t \x01(\x01\x12\x11\n\tage_p99_s\x18\n \x01(\x01\x12\x0c\n\x04name\x18\x0b \x01(\t\" \n\nPinRequest\x12\x12\n\ncheckpoint\x18\x01 \x01(\t\"6\n\x0bPinResponse\x12\'\n\x05shown\x18\x01 \x01(\x0b\x32\x18.elasticps.v1.ShownState\"\x0f\n\rFollowRequest2M\n\x06Lookup\x12\x43\n\x06Lookup\x12\x1b.elasticps.v1.LookupRequest\x1a\x1c.elasticps.v1.LookupResponse2\x9d\x02\n\x0bReaderAdmin\x12O\n\x06Status\x12!.elasticps.v1.ReaderStatusRequest\x1a\".elasticps.v1.ReaderStatusResponse\x12:\n\x03Pin\x12\x18.elasticps.v1.PinRequest\x1a\x19.elasticps.v1.PinResponse\x12?\n\x08RollBack\x12\x18.elasticps.v1.PinRequest\x1a\x19.elasticps.v1.PinResponse\x12@\n\x06\x46ollow\x12\x1b.elasticps.v1.FollowRequest\x1a\x19.elasticps.v1.PinResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x65lasticps/serving/lookup.proto\x12\x0c\x65lasticps.v1\"F\n\rLookupRequest\x12\'\n\x06tables\x18\x01 \x03(\x0b\x32\x17.elasticps.v1.TableKeys\x12\x0c\n\x04hold\x18\x02 \x01(\x08\"(\n\tTableKeys\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x10\"b\n\x0eLookupResponse\x12\'\n\x06tables\x18\x01 \x03(\x0b\x32\x17.elasticps.v1.TableRows\x12\'\n\x05shown\x18\x02 \x01(\x0b\x32\x18.elasticps.v1.ShownState\"D\n\tTableRows\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0b\n\x03\x64im\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\x0c\x12\r\n\x05shape\x18\x04 \x03(\x04\"\xac\x01\n\nShownState\x12\x0e\n\x06time_s\x18\x01 \x01(\x01\x12\r\n\x05\x61ge_s\x18\x02 \x01(\x01\x12\x32\n\x05steps\x18\x03 \x03(\x0b\x32#.elasticps.v1.ShownState.StepsEntry\x12\x0e\n\x06pinned\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x1a,\n\nStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x15\n\x13ReaderStatusRequest\"\xf4\x01\n\x14ReaderStatusResponse\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\x12\x13\n\x0b\x61pplication\x18\x02 \x01(\t\x12\x0e\n\x06tables\x18\x03 \x03(\t\x12\x0c\n\x04rows\x18\x04 \x01(\x04\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\r\n\x05pulls\x18\x06 \x01(\x04\x12\x0e\n\x06pulled\x18\x07 \x01(\x04\x12\'\n\x05shown\x18\x08 \x01(\x0b\x32\x18.elasticps.v1.ShownState\x12\x11\n\tage_p50_s\x18\t \x01(\x01\x12\x11\n\tage_p99_s\x18\n \x01(\x01\x12\x0c\n\x04name\x18\x0b \x01(\t\x12\r\n\x05share\x18\x0c \x01(\t\" \n\nPinRequest\x12\x12\n\ncheckpoint\x18\x01 \x01(\t\"6\n\x0bPinResponse\x12\'\n\x05shown\x18\x01 \x01(\x0b\x32\x18.elasticps.v1.ShownState\"\x0f\n\rFollowRequest2M\n\x06Lookup\x12\x43\n\x06Lookup\x12\x1b.elasticps.v1.LookupRequest\x1a\x1c.elasticps.v1.LookupResponse2\x9d\x02\n\x0bReaderAdmin\x12O\n\x06Status\x12!.elasticps.v1.ReaderStatusRequest\x1a\".elasticps.v1.ReaderStatusResponse\x12:\n\x03Pin\x12\x18.elasticps.v1.PinRequest\x1a\x19.elasticps.v1.PinResponse\x12?\n\x08RollBack\x12\x18.elasticps.v1.PinRequest\x1a\x19.elasticps.v1.PinResponse\x12@\n\x06\x46ollow\x12\x1b.elasticps.v1.FollowRequest\x1a\x19.elasticps.v1.PinResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,15 +48,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_READERSTATUSREQUEST']._serialized_start=507
   _globals['_READERSTATUSREQUEST']._serialized_end=528
   _globals['_READERSTATUSRESPONSE']._serialized_start=531
-  _globals['_READERSTATUSRESPONSE']._serialized_end=760
-  _globals['_PINREQUEST']._serialized_start=762
-  _globals['_PINREQUEST']._serialized_end=794
-  _globals['_PINRESPONSE']._serialized_start=796
-  _globals['_PINRESPONSE']._serialized_end=850
-  _globals['_FOLLOWREQUEST']._serialized_start=852
-  _globals['_FOLLOWREQUEST']._serialized_end=867
-  _globals['_LOOKUP']._serialized_start=869
-  _globals['_LOOKUP']._serialized_end=946
-  _globals['_READERADMIN']._serialized_start=949
-  _globals['_READERADMIN']._serialized_end=1234
+  _globals['_READERSTATUSRESPONSE']._serialized_end=775
+  _globals['_PINREQUEST']._serialized_start=777
+  _globals['_PINREQUEST']._serialized_end=809
+  _globals['_PINRESPONSE']._serialized_start=811
+  _globals['_PINRESPONSE']._serialized_end=865
+  _globals['_FOLLOWREQUEST']._serialized_start=867
+  _globals['_FOLLOWREQUEST']._serialized_end=882
+  _globals['_LOOKUP']._serialized_start=884
+  _globals['_LOOKUP']._serialized_end=961
+  _globals['_READERADMIN']._serialized_start=964
+  _globals['_READERADMIN']._serialized_end=1249
 # @@protoc_insertion_point(module_scope)

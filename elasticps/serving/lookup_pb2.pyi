@@ -68,7 +68,7 @@ class ReaderStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ReaderStatusResponse(_message.Message):
-    __slots__ = ("cluster", "application", "tables", "rows", "bytes", "pulls", "pulled", "shown", "age_p50_s", "age_p99_s", "name")
+    __slots__ = ("cluster", "application", "tables", "rows", "bytes", "pulls", "pulled", "shown", "age_p50_s", "age_p99_s", "name", "share")
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     APPLICATION_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,7 @@ class ReaderStatusResponse(_message.Message):
     AGE_P50_S_FIELD_NUMBER: _ClassVar[int]
     AGE_P99_S_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
     cluster: str
     application: str
     tables: _containers.RepeatedScalarFieldContainer[str]
@@ -91,7 +92,8 @@ class ReaderStatusResponse(_message.Message):
     age_p50_s: float
     age_p99_s: float
     name: str
-    def __init__(self, cluster: _Optional[str] = ..., application: _Optional[str] = ..., tables: _Optional[_Iterable[str]] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., pulls: _Optional[int] = ..., pulled: _Optional[int] = ..., shown: _Optional[_Union[ShownState, _Mapping]] = ..., age_p50_s: _Optional[float] = ..., age_p99_s: _Optional[float] = ..., name: _Optional[str] = ...) -> None: ...
+    share: str
+    def __init__(self, cluster: _Optional[str] = ..., application: _Optional[str] = ..., tables: _Optional[_Iterable[str]] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., pulls: _Optional[int] = ..., pulled: _Optional[int] = ..., shown: _Optional[_Union[ShownState, _Mapping]] = ..., age_p50_s: _Optional[float] = ..., age_p99_s: _Optional[float] = ..., name: _Optional[str] = ..., share: _Optional[str] = ...) -> None: ...
 
 class PinRequest(_message.Message):
     __slots__ = ("checkpoint",)

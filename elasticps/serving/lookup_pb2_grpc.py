@@ -47,7 +47,8 @@ class LookupServicer:
     """
 
     def Lookup(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """FAILED_PRECONDITION for a key that is in another share than this reader has: the text says in which.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from numpy.typing import NDArray
 
 from elasticps.admin.service import HealthService, objection, secured
-from elasticps.errors import CheckpointError, Closed, ConfigError, InputError, Timeout, UnknownTable
+from elasticps.errors import CheckpointError, Closed, ConfigError, InputError, OtherShare, Timeout, UnknownTable
 from elasticps.readers.values import AsOf, ReaderSpec, ReaderStats
 from elasticps.security.identity import ANY, Act, NotAuthorised, Role, identity_among
 from elasticps.serving import lookup_pb2, lookup_pb2_grpc
@@ -71,6 +71,8 @@ def _status(error: Exception) -> grpc.StatusCode:
     """How a call ends that raised this."""
     if isinstance(error, UnknownTable):
         return grpc.StatusCode.NOT_FOUND
+    if isinstance(error, OtherShare):
+        return grpc.StatusCode.FAILED_PRECONDITION
     if isinstance(error, (InputError, ConfigError, CheckpointError)):
         return grpc.StatusCode.INVALID_ARGUMENT
     return grpc.StatusCode.UNAVAILABLE
@@ -206,7 +208,7 @@ class ReaderAdmin(lookup_pb2_grpc.ReaderAdminServicer):
         return lookup_pb2.ReaderStatusResponse(
             cluster=reader.cluster, application=reader.spec.application, tables=sorted(reader.tables), rows=stats.rows,
             bytes=stats.bytes, pulls=stats.pulls, pulled=stats.pulled, shown=self._calls.shown(), age_p50_s=p50,
-            age_p99_s=p99, name=self._calls.name,
+            age_p99_s=p99, name=self._calls.name, share=str(reader.spec.share),
         )  # fmt: skip
 
     async def Pin(self, request: lookup_pb2.PinRequest, context: Context) -> lookup_pb2.PinResponse:  # noqa: N802

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from elasticps.kernels import compiled_once
 from elasticps.kernels.hashing import hash_key as _hash_key
+from elasticps.kernels.hashing import share_index as _share_index
+from elasticps.model.key_share import ALL_KEYS, KeyShare
 from elasticps.store import index
 from elasticps.store.codec import encode_rows
 from elasticps.store.native import (
@@ -42,6 +44,7 @@ from elasticps.store.native import (
 from elasticps.store.values import unpack
 
 hash_key: Any = _hash_key
+share_index: Any = _share_index
 
 J_WORDS, J_SIZE, J_END, J_OLDEST, J_FIELDS = range(5)
 """Of a journal's header: the ring's address and size, the positions behind the newest entry and of the oldest."""
@@ -98,14 +101,14 @@ def list_tables(journal: int, start: int, end: int, most: int, out: NDArray[np.i
     return n - 1
 
 
-@linked(WORDS, INT, INT, INT, INT, WORDS, WORDS, WORDS)
+@linked(WORDS, INT, INT, INT, INT, WORDS, INT, INT, WORDS, WORDS)
 def collect(
-    h: NDArray[np.int64], journal: int, start: int, end: int, table: int, included: NDArray[np.int64],
-    seen: NDArray[np.int64], out: NDArray[np.int64],
+    h: NDArray[np.int64], journal: int, start: int, end: int, table: int, included: NDArray[np.int64], share: int,
+    shares: int, seen: NDArray[np.int64], out: NDArray[np.int64],
 ) -> int:  # fmt: skip
-    """Writes the distinct keys of a table in the entries from `start` to `end`, of ranges r where included[r] is not 0;
-    returns how many. h: the table's header; seen: int64 [2, capacity] flat, a power of two larger than the keys, of
-    which the second half, marks, is below seen[-1], the mark of this call."""
+    """Writes the distinct keys of a table in the entries from `start` to `end`, of ranges r where included[r] is not 0,
+    and of one of so many shares, from 0; returns how many. h: the table's header; seen: int64 [2, capacity] flat, a
+    power of two larger than the keys, of which the second half, marks, is below seen[-1], the mark of this call."""
     ring, size = load64(journal + 8 * J_WORDS), load64(journal + 8 * J_SIZE)
     salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
     capacity = (seen.shape[0] - 1) // 2
@@ -121,7 +124,7 @@ def collect(
                 if place == size:
                     place = 0
                 hashed = hash_key(key, salt)
-                if included[np.int64(hashed >> shift)] == 0:
+                if included[np.int64(hashed >> shift)] == 0 or (shares > 1 and share_index(key, shares) != share):
                     continue
                 slot = np.int64(hashed & mask)
                 while seen[capacity + slot] == mark and seen[slot] != key:
@@ -168,6 +171,34 @@ def split(
             unpack(rows[i], row, dtype)
             encode_rows(code, row.ctypes.data, 1, dim, at, words)
     return there
+
+
+@linked(KEYS, INT, INT, WORDS)
+def select_share(keys: NDArray[np.int64], share: int, shares: int, out: NDArray[np.int64]) -> int:
+    """Writes those of keys [n] that are in a share, from 0, in their order; returns how many."""
+    n = 0
+    for i in range(keys.shape[0]):
+        out[n] = keys[i]
+        if share_index(keys[i], shares) == share:
+            n += 1
+    return n
+
+
+@linked(KEYS, INT, INT)
+def first_outside(keys: NDArray[np.int64], share: int, shares: int) -> int:
+    """Index of the first key that is in another share, or -1."""
+    for i in range(keys.shape[0]):
+        if share_index(keys[i], shares) != share:
+            return i
+    return -1
+
+
+def keys_within(keys: NDArray[np.int64], share: KeyShare) -> NDArray[np.int64]:
+    """Those of keys [n] that are in a share."""
+    if share.whole:
+        return keys
+    out = np.empty(len(keys), np.int64)
+    return out[: select_share(keys, share.index, share.of, out)]
 
 
 CLEARED = 1 << 40
@@ -239,17 +270,17 @@ class Journal:
 
     def read(
         self, header: NDArray[np.int64], table: int, start: int, end: int, included: NDArray[np.int64], code: int,
-        words: int,
+        words: int, share: KeyShare = ALL_KEYS,
     ) -> Changed:  # fmt: skip
-        """What changed of a table between two positions, in ranges with included[r] != 0, as it is now. header: the
-        table's; code, words: of a row as it is to be, see `codec`."""
+        """What changed of a table between two positions, in ranges with included[r] != 0 and in a share, as it is now.
+        header: the table's; code, words: of a row as it is to be, see `codec`."""
         most = end - start
         if most > self._keys.shape[1]:
             size = 1 << (2 * most).bit_length()
             self._keys, self._seen = np.empty((3, most), np.int64), np.zeros(2 * size + 1, np.int64)
         self._seen[-1] += 1
         keys, rows, gone = self._keys
-        n = int(collect(header, self.address, start, end, table, included, self._seen, keys))
+        n = int(collect(header, self.address, start, end, table, included, share.index, share.of, self._seen, keys))
         return self.look_up(header, keys[:n], code, words, rows, gone)
 
     @staticmethod

@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.errors import ConfigError
+from elasticps.model.key_share import ALL_KEYS, KeyShare
 from elasticps.wire.frames import (
+    DIGESTS,
     LAST,
     MAX_BODY_BYTES,
     MAX_DIM,
@@ -31,6 +34,7 @@ Ints = NDArray[np.int64]
 MAX_TABLES = 4096  # that a reader names
 MAX_READ_ROWS = 1 << 16  # of one part of a range
 MAX_RUNS = 1 << 20
+MAX_CELLS = 1 << 14  # of one part of a range
 DTYPES = ("", "float32", "float16", "bfloat16", "int8")
 """How rows travel, by number; "": as the table has them."""
 FINE = 2
@@ -85,7 +89,7 @@ class Subscribe(NamedTuple):
     """SUBSCRIBE: follow these ranges from now on, and no others. ranges int64 [n], each once; positions int64 [n]: the
     sequence number up to which the reader has each, -1 for none; origins int64 [n]: the epoch in which their content
     began anew. tables: names, None for all; dtype: see DTYPES. every_ms: from window to window. fine_ms: see FINE.
-    number: of the answer."""
+    share: of tables' keys. number: of the answer."""
 
     number: int
     epoch: int
@@ -96,12 +100,14 @@ class Subscribe(NamedTuple):
     dtype: str
     every_ms: int
     fine_ms: int = 0
+    share: KeyShare = ALL_KEYS
 
     def frame(self) -> list[Buffer]:
         """As it is sent."""
         from json import dumps
 
-        names = dumps({"tables": None if self.tables is None else list(self.tables)}).encode()
+        document = {"tables": None if self.tables is None else list(self.tables)}
+        names = dumps(document if self.share.whole else document | {"share": list(self.share)}).encode()
         flags = FINE if self.fine_ms else 0
         header = Header(
             Kind.SUBSCRIBE, flags, request=self.number, epoch=self.epoch, clock=self.fine_ms,
@@ -128,6 +134,10 @@ class Subscribe(NamedTuple):
             raise FrameError(f"a SUBSCRIBE names a list of up to {MAX_TABLES} tables, or none")
         tables = None if names is None else tuple(text(name, 4096) for name in names)
         fine = header.clock if header.flags & FINE else 0
+        try:
+            share = KeyShare.checked(document.get("share"))
+        except ConfigError as error:
+            raise FrameError(f"a SUBSCRIBE names what is no share: {error}") from None
         return cls(
             header.request,
             header.epoch,
@@ -138,6 +148,7 @@ class Subscribe(NamedTuple):
             DTYPES[header.table],
             header.wait_ms,
             fine,
+            share,
         )
 
 
@@ -310,9 +321,23 @@ def _tables_in(document: dict[str, Any]) -> tuple[list[tuple[int, str]], list[in
     return found, [whole(one, 1 << 31) for one in dropped]
 
 
+class CellDigests(NamedTuple):
+    """What a reader has from a hash on, up to `high`: uint64 [n], of cells 2^shift wide, see `store.cells`."""
+
+    high: int
+    shift: int
+    digests: NDArray[np.uint64]
+
+
+def _check_cells(n: int, low: int, high: int, shift: int) -> None:
+    """Raises FrameError unless so many cells reach from `low` to `high`."""
+    if not (0 <= low < high <= 1 << 62 and 0 <= shift < 62 and n == ((high - low - 1) >> shift) + 1 <= MAX_CELLS):
+        raise FrameError(f"{n} cells of 2^{shift} hashes from {low} to {high}")
+
+
 class ReadRange(NamedTuple):
     """READ_RANGE: rows of a range of a table from a hash on, about `rows` of them; with 0 none, to learn whether the
-    table is there."""
+    table is there. cells: of those that the reader has from `place` on: only those that differ are wanted."""
 
     request: int
     epoch: int
@@ -320,27 +345,40 @@ class ReadRange(NamedTuple):
     range: int
     place: int
     rows: int
+    cells: CellDigests | None = None
 
     def frame(self) -> list[Buffer]:
         """As it is sent."""
-        return [
-            Header(
-                Kind.READ_RANGE, 0, 0, self.request, self.epoch, self.place, self.range, table=self.table,
-                items=self.rows,
-            ).pack()
-        ]  # fmt: skip
+        header = Header(
+            Kind.READ_RANGE, 0, 0, self.request, self.epoch, self.place, self.range, table=self.table, items=self.rows
+        )
+        if self.cells is None:
+            return [header.pack()]
+        parts: list[Buffer] = [_int64(self.cells.high, self.cells.shift), self.cells.digests.tobytes()]
+        return _frame(header._replace(flags=DIGESTS), parts)
 
     @classmethod
-    def of(cls, header: Header, ranges: int) -> ReadRange:
+    def of(cls, header: Header, body: Bytes, ranges: int) -> ReadRange:
         """The inverse; FrameError."""
-        if header.worker >= ranges or header.items > MAX_READ_ROWS or header.clock >= 1 << 62 or header.body:
+        if header.worker >= ranges or header.items > MAX_READ_ROWS or header.clock >= 1 << 62:
             raise FrameError(f"a READ_RANGE of range {header.worker}, {header.items} rows, from {header.clock}")
-        return cls(header.request, header.epoch, header.table, header.worker, header.clock, header.items)
+        reader, cells = _Body(body), None
+        if header.flags & DIGESTS:
+            high, shift = reader.take(2, np.int64).tolist()
+            found = reader.take((len(body) - 16) // 8, np.uint64).copy()
+            width = (1 << 62) // ranges
+            if not header.worker * width <= header.clock < high <= (header.worker + 1) * width:
+                raise FrameError(f"a READ_RANGE of range {header.worker} has cells from {header.clock} to {high}")
+            _check_cells(len(found), header.clock, high, shift)
+            cells = CellDigests(high, shift, found)
+        reader.end()
+        return cls(header.request, header.epoch, header.table, header.worker, header.clock, header.items, cells)
 
 
 class RangePart(NamedTuple):
     """RANGE_ROWS: all rows of a range of a table whose hashes are in low..high-1. next_place: the one to read, 0
-    if there is none. missing: there is no such table here."""
+    if there is none. missing: there is no such table here. differing: bool [n], of cells 2^shift wide: only rows of
+    these are here, in others the reader has what there is; None: all."""
 
     request: int
     epoch: int
@@ -350,25 +388,36 @@ class RangePart(NamedTuple):
     next_place: int
     block: RowBlock
     missing: bool = False
+    shift: int = 0
+    differing: NDArray[np.bool_] | None = None
 
     def frame(self) -> list[Buffer]:
         """As it is sent."""
         header = Header(
             Kind.RANGE_ROWS, LAST if self.missing else 0, 0, self.request, self.epoch, self.next_place, self.range
         )
-        return _frame(header, [_int64(self.low, self.high), *_write_block(self.block)])
+        cells: list[Buffer] = []
+        if self.differing is not None:
+            header = header._replace(flags=header.flags | DIGESTS, items=len(self.differing), table=self.shift)
+            cells.append(padded(np.packbits(self.differing).tobytes()))
+        return _frame(header, [_int64(self.low, self.high), *cells, *_write_block(self.block)])
 
     @classmethod
     def of(cls, header: Header, body: Bytes, ranges: int) -> RangePart:
         """The inverse, views of the body; FrameError."""
-        reader = _Body(body)
+        reader, differing = _Body(body), None
         low, high = reader.take(2, np.int64).tolist()
+        if header.flags & DIGESTS:
+            _check_cells(header.items, low, high, header.table)
+            differing = np.unpackbits(reader.take((header.items + 7) // 8), count=header.items).astype(np.bool_)
         block = _read_block(reader, ranges)
         reader.end()
         if header.worker >= ranges or not 0 <= low <= high <= 1 << 62 or header.clock > 1 << 62:
             raise FrameError(f"a RANGE_ROWS of range {header.worker}, hashes {low} to {high}")
-        missing = bool(header.flags & LAST)
-        return cls(header.request, header.epoch, header.worker, low, high, header.clock, block, missing)
+        missing, shift = bool(header.flags & LAST), header.table if differing is not None else 0
+        return cls(
+            header.request, header.epoch, header.worker, low, high, header.clock, block, missing, shift, differing
+        )
 
 
 def window_ack(number: int) -> bytes:

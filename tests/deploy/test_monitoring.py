@@ -53,7 +53,7 @@ class MeasuredReader:
     as_of = AsOf(1.0, 1, np.zeros(2, np.int64), {})
 
     def stats(self) -> ReaderStats:
-        return ReaderStats(1, 2, 3, 4, 5, 6, 7, 8, 9, 0.5, (0.1, 0.2))
+        return ReaderStats(1, 2, 3, 4, 5, 6, 7, 70, 8, 9, 0.5, (0.1, 0.2))
 
 
 class Client:

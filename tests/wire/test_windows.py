@@ -10,6 +10,7 @@ import pytest
 
 from elasticps.wire.frames import Buffer, FrameError, Header, Kind, unpack_header
 from elasticps.wire.windows import (
+    CellDigests,
     Progresses,
     RangePart,
     ReadRange,
@@ -76,11 +77,28 @@ def test_windows_come_as_they_were_made(rows: int) -> None:
 
 def test_parts_of_ranges_come_as_they_were_made() -> None:
     request = ReadRange(8, 5, 7, 3, 1 << 40, 100)
-    header, _ = there(request.frame())
-    assert ReadRange.of(header, RANGES) == request
+    assert ReadRange.of(*there(request.frame()), RANGES) == request
+    width = (1 << 62) // RANGES
+    cells = CellDigests(4 * width, 50, np.arange((width >> 50), dtype=np.uint64))
+    got = ReadRange.of(*there(request._replace(place=3 * width, cells=cells).frame()), RANGES)
+    assert got.cells is not None
+    assert got.cells[:2] == cells[:2]
+    assert (got.cells.digests == cells.digests).all()
+    with pytest.raises(FrameError, match="cells"):
+        ReadRange.of(*there(request._replace(place=3 * width, cells=cells._replace(shift=49)).frame()), RANGES)
+    with pytest.raises(FrameError, match="has cells from"):
+        ReadRange.of(*there(request._replace(place=2 * width, cells=cells).frame()), RANGES)
     part = RangePart(8, 5, 3, 1 << 40, 1 << 41, 1 << 41, block())
     found = RangePart.of(*there(part.frame()), RANGES)
     assert found[:6] == part[:6]
+    assert same(found.block, part.block)
+    assert found.differing is None
+    differing = np.arange(11) % 3 == 0
+    part = part._replace(high=(1 << 40) + 11 * 1024 - 5, shift=10, differing=differing)
+    found = RangePart.of(*there(part.frame()), RANGES)
+    assert found.shift == 10
+    assert found.differing is not None
+    assert (found.differing == differing).all()
     assert same(found.block, part.block)
     assert unpack_header(window_ack(12)).clock == 12
 

@@ -46,7 +46,7 @@ class PublishedTable(NamedTuple):
 
 class IncrementManifest(NamedTuple):
     """An increment. base: it has all rows, and what came before counts no more; tables: those that are there after it;
-    as_of: time_s, epoch, and steps by worker."""
+    as_of: time_s, epoch, and steps by worker; share: of the keys, as 2/8, "": all."""
 
     number: int
     base: bool
@@ -55,6 +55,7 @@ class IncrementManifest(NamedTuple):
     as_of: Mapping[str, Any]
     tables: Mapping[str, PublishedTable]
     files: tuple[DataFile, ...]
+    share: str = ""
 
     def to_json(self) -> bytes:
         """As it is written."""
@@ -74,7 +75,8 @@ def parse_manifest(data: bytes, where: str) -> IncrementManifest:
         number, base = _whole(found["number"]), bool(found["base"])
         as_of = dict(found["as_of"])
         return IncrementManifest(
-            number, base, str(found["cluster"]), str(found["application"]), as_of, tables, files
+            number, base, str(found["cluster"]), str(found["application"]), as_of, tables, files,
+            str(found.get("share", "")),
         )  # fmt: skip
     except InputError:
         raise

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.core.view import View
+from elasticps.model.key_share import ALL_KEYS, KeyShare
 from elasticps.wire.windows import RangePart, ReadRange, Subscribe, Subscribed, WindowFrame
 from replication.chain import Member, Ranges
 
@@ -34,6 +35,7 @@ class Wishes(NamedTuple):
     tables: tuple[str, ...] | None
     dtype: str
     every_ms: int
+    share: KeyShare = ALL_KEYS
 
 
 class OutOfOrder(ValueError):
@@ -155,9 +157,9 @@ class Following:
         feed.begun.clear()
         feed.reading.clear()  # `have` says what is to be read
         fine, feed.fine_ms = feed.fine_ms, 0
-        return Subscribe(
-            feed.subscribed, self.epoch, ranges, self.have[ranges], self._origins[ranges], *self._wishes, fine
-        )
+        tables, dtype, every_ms, share = self._wishes
+        have, origins = self.have[ranges], self._origins[ranges]
+        return Subscribe(feed.subscribed, self.epoch, ranges, have, origins, tables, dtype, every_ms, fine, share)
 
     def answered(self, feed: Feed, answer: Subscribed) -> bool:
         """A server has answered a SUBSCRIBE, or says that the reader was too slow. False: some of the ranges are not

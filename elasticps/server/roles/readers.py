@@ -22,12 +22,12 @@ from elasticps.server.core.requests import Body, RequestError
 from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.change_journal import ChangeJournal
 from elasticps.server.roles.context import Context
+from elasticps.server.roles.range_parts import missing_part, part_of
 from elasticps.store import Table
 from elasticps.store.codec import Codec
-from elasticps.store.intervals import HASH_END
 from elasticps.store.journal import CLEARED, Changed, Journal
 from elasticps.wire.frames import Buffer, FrameError, Header, Kind
-from elasticps.wire.windows import Progresses, RangePart, ReadRange, RowBlock, Subscribe, Subscribed, WindowFrame
+from elasticps.wire.windows import Progresses, ReadRange, RowBlock, Subscribe, Subscribed, WindowFrame
 from replication.chain import Ranges
 from replication.messages import Seqs
 from replication.step_records import StepRecord, home_range
@@ -37,7 +37,6 @@ log = fields.logger(__name__)
 JOURNAL_WORDS = 1 << 21  # 16 MB of keys: about as many pushes as a failover takes
 KEYS_AT_ONCE = 1 << 14  # of one frame of a window; about a millisecond or two
 CREDIT_BYTES = 8 << 20  # of windows that a reader has not acknowledged
-READ_BYTES = 256 << 10  # of rows, about, in one answer to READ_RANGE
 MOST_READS = 8  # READ_RANGEs of a reader that wait
 SHARE = 4  # one part in so many of this server's time goes to readers, at most
 IDLE_S = 0.25  # a reader hears at least so often how new its state is
@@ -212,8 +211,10 @@ class ReaderFeeds:
 
     def _check_tables(self, reader: AttachedReader, wants: Subscribe) -> None:
         before = reader.wants
-        if before is not None and (before.tables, before.dtype) != (wants.tables, wants.dtype):
-            raise FrameError("a reader follows the same tables, in the same type, as long as it is connected")
+        if before is not None and (before.tables, before.dtype, before.share) != (
+            wants.tables, wants.dtype, wants.share,
+        ):  # fmt: skip
+            raise FrameError("a reader follows the same share of the same tables, in one type, while it is connected")
 
     def _acknowledged(self, connection: Connection, header: Header, body: Body) -> None:
         self._readers[connection].flow.acknowledge(header.clock)
@@ -222,7 +223,7 @@ class ReaderFeeds:
     def _read(self, connection: Connection, header: Header, body: Body) -> None:
         if self._held.wait_for_view(connection, header, body):
             return
-        reader, request = self._readers[connection], ReadRange.of(header, self._serving.ranges)
+        reader, request = self._readers[connection], ReadRange.of(header, body, self._serving.ranges)
         if len(reader.reads) >= MOST_READS:
             raise FrameError(f"more than {MOST_READS} READ_RANGEs of a reader wait")
         if reader.follows[request.range] == 0 or request.epoch < self._serving.tail_since:
@@ -367,14 +368,16 @@ class ReaderFeeds:
         return new, gone
 
     def _blocks(self, reader: AttachedReader, journal: Journal, tables: list[int], upto: int) -> Iterator[RowBlock]:
-        cleared = {number & ~CLEARED for number in tables if number & CLEARED}
+        assert reader.wants is not None
+        cleared, share = {number & ~CLEARED for number in tables if number & CLEARED}, reader.wants.share
         for number in dict.fromkeys(number & ~CLEARED for number in tables):
             codec, table = reader.sent.tables.get(number), self._store.live.get(number)
             if codec is None or table is None:
                 continue
             found = journal.read(
-                table.header, number, reader.cursor, upto, reader.follows, max(codec.code, 0), codec.words
-            )
+                table.header, number, reader.cursor, upto, reader.follows, max(codec.code, 0), codec.words,
+                share.for_shape(table.spec.shape),
+            )  # fmt: skip
             empty = journal.cleared(number, reader.cursor, upto) if number in cleared else NO_RANGES
             yield _block(number, found, empty[reader.follows[empty] == 1])
 
@@ -440,21 +443,13 @@ class ReaderFeeds:
         table, r = self._store.live.get(request.table), request.range
         wants = reader.wants
         assert wants is not None
-        codec = reader.sent.tables.get(request.table)
-        width = HASH_END // self._serving.ranges
-        low, end = max(request.place, r * width), (r + 1) * width
+        codec, epoch = reader.sent.tables.get(request.table), self._serving.epoch
         seqs = self._replica.seq[[r]]
         if table is None or codec is None or table.app != reader.connection.app:
-            block = RowBlock(request.table, NO_RANGES, np.empty((0, 0), np.float32), NO_RANGES, NO_RANGES)
-            answer = RangePart(request.request, self._serving.epoch, r, low, end, 0, block, missing=True)
+            answer = missing_part(request, epoch, self._serving.ranges)
         else:
-            most = max(1, min(request.rows, READ_BYTES // (8 + 4 * codec.words)))
-            keys, upto = table.list_keys(r, low, most)
-            found = Journal.look_up(
-                table.header, keys, max(codec.code, 0), codec.words, np.empty_like(keys), np.empty_like(keys)
-            )
-            block = _block(request.table, found, NO_RANGES)
-            answer = RangePart(request.request, self._serving.epoch, r, low, upto or end, upto, block)
+            share = wants.share.for_shape(table.spec.shape)
+            answer = part_of(table, request, epoch, share, max(codec.code, 0), codec.words)
         self._queue(reader, answer.frame(), np.array([r]), seqs)
 
 
