@@ -225,6 +225,9 @@ class FakeRegistry:
     def rate_of(self, name: str, table: int) -> None:
         return None
 
+    def mark_created(self, app: str, tables: Sequence[Registration], epoch: int, timeout_s: float) -> None:
+        pass
+
     def mark_ready(self, app: str, tables: Sequence[Registration], timeout_s: float) -> None:
         pass
 
