@@ -93,10 +93,8 @@ class Dispatcher:
         )  # fmt: skip
         self.participation = Participation(self.connections)
         pushes, questions = (itertools.count(OWNERS + owner, OWNERS) for owner in (PUSH, FAN_OUT))
-        keys_of, send_all = self.connections.keys_of, self.connections.send_all
-        self.pushes = PushesInFlight(
-            self.session, worker.id, pushes, send_all, self._fenced, keys_of, self.connections.want
-        )
+        keys_of, send_all, want = self.connections.keys_of, self.connections.send_all, self.connections.want
+        self.pushes = PushesInFlight(self.session, worker.id, pushes, send_all, self._fenced, keys_of, want)
         self.pulls = PullsInFlight(self.routes, self.session, send_all, self.connections.stop_receiving, keys_of)
         self._fan_outs = FanOuts(questions, self.connections.ask)
         need, send = self.new_views.need, self.connections.send
@@ -111,10 +109,12 @@ class Dispatcher:
     # --- life ---------------------------------------------------------------------------------------------------
 
     def start(self, deadline_s: float) -> None:
-        """Connects to the servers that this worker is always connected to, unless they are absent; `ClusterUnreachable`
-        names those that could not be reached by the deadline."""
+        """Connects to the servers that this worker is always connected to, or if they are absent to others;
+        `ClusterUnreachable` names those that could not be reached by the deadline."""
         self._driver.start()
         self.meet(lambda: self.connections.standing, deadline_s)
+        if not self.connections.ready:
+            self.meet(lambda: self.routes.serving, deadline_s)
 
     def meet(self, servers: Callable[[], Sequence[Member]], deadline_s: float) -> None:
         """Connects to servers, as `start` does."""
@@ -123,12 +123,12 @@ class Dispatcher:
             with self.lock:
                 return self.connections.unready(servers())
 
-        left_s = deadline_s - self.runtime.monotonic()
-        met = self._driver.wait(
-            lambda: self.error is not None or {p.member for p in missing()} <= self.absent(), left_s
-        )
+        def met() -> bool:
+            return self.error is not None or {peer.member for peer in missing()} <= self.absent()
+
+        in_time = self._driver.wait(met, deadline_s - self.runtime.monotonic())
         report = name_peers(missing(), self.routes, self.connections.peers)
-        if not met:
+        if not in_time:
             raise ClusterUnreachable(f"cluster {self.cluster!r}: cannot connect to server {report}")
         self.check()
         if report:
