@@ -81,7 +81,6 @@ class PeerConnections:
     ) -> None:
         self.peers: dict[Member, ServerPeer] = {}  # those to which there is to be a link
         self.missing: dict[Member, ServerPeer] = {}  # the peers whose present link is not ready
-        self.standing: Sequence[Member] = ()  # those to which there always is
         self._runtime = runtime
         self._driver = driver
         self._lock = lock
@@ -90,10 +89,9 @@ class PeerConnections:
         self._on_gone = on_gone
         self._credentials = credentials
         self._standing_of = standing
-        self._routes: Routes | None = None
+        self._routes: Routes | None = None  # None before the first view, and once all is closed
         self._look_at_s = 0.0  # for unused links
         self._gathered: dict[Member, list[Buffer]] | None = None  # what is to leave together
-        self._closed = False
         self.breaks = 0  # connections that ended and were not given up
         self._before = (0, 0)  # bytes sent and received over links that there are no more
 
@@ -117,7 +115,7 @@ class PeerConnections:
 
     def follow(self, routes: Routes) -> None:
         """Keeps links to servers of this view, and no others."""
-        self._routes, self.standing = routes, self._standing_of(routes)
+        self._routes = routes
         empty = dict(routes.view.empty)  # such a server may listen elsewhere now, where its hello says it to nobody
         for member, peer in list(self.peers.items()):
             index = routes.index_of.get(member)
@@ -129,6 +127,11 @@ class PeerConnections:
         for member in self.standing:
             self.want(member)
         self._driver.nudge()
+
+    @property
+    def standing(self) -> Sequence[Member]:
+        """The servers to which there is always a link."""
+        return () if self._routes is None else self._standing_of(self._routes)
 
     def want(self, member: Member) -> ServerPeer | None:
         """Sees to it that there is, or will be, a link to a server of the view; None for any other."""
@@ -156,10 +159,10 @@ class PeerConnections:
         if now < self._look_at_s or self._gathered is not None:
             return
         self._look_at_s = now + UNUSED_S
-        unused = []
+        unused, standing = [], self.standing
         for member, peer in self.peers.items():
             seen, peer.bytes_seen = peer.bytes_seen, peer.link.sent + peer.link.received
-            if seen == peer.bytes_seen and member not in self.standing and not peer.link.has_backlog:
+            if seen == peer.bytes_seen and member not in standing and not peer.link.has_backlog:
                 unused.append(peer)
         if unused:
             keep = needed()
@@ -266,7 +269,7 @@ class PeerConnections:
 
     def close(self) -> None:
         """Closes every link for good."""
-        self._closed = True
+        self._routes = None
         for peer in list(self.peers.values()):
             peer.link.close()
 
@@ -328,7 +331,7 @@ class PeerConnections:
         with self._lock:
             if peer.link.socket is None:  # closed again meanwhile
                 return
-            if self.peers.get(peer.member) is peer and not self._closed:
+            if self.peers.get(peer.member) is peer and self._routes is not None:
                 self._driver.add(peer.link)
             else:
                 peer.link.close()

@@ -182,8 +182,7 @@ class Dispatcher:
                 return
             self.connections.follow(self.routes)
             self.connections.begin_afresh()
-            for member in self._needed():
-                self.connections.want(member)
+            self.connections.unready(self._needed())
             self.pushes.routes = self.routes
             self.pushes.recover()
             self.pulls.recover()
@@ -485,8 +484,8 @@ class Dispatcher:
 
     def _needed(self) -> set[Member]:
         """Servers that owe this worker something, or wait for something of it."""
-        asked = self.pushes.owing | self.pulls.owing | self._fan_outs.asked
-        return asked | self.holding.hold.servers | self.delay.servers
+        owing = self.pushes.owing | self.pulls.owing | self._fan_outs.servers
+        return owing | self.holding.hold.servers | self.delay.servers
 
     def absent(self) -> set[Member]:
         """Servers of ranges that have no replica within reach. What does not need them goes on without them."""
@@ -496,6 +495,6 @@ class Dispatcher:
     def explain(self) -> str:
         """Who is being waited for, for people."""
         with self.lock:
-            waited_for, now = self.pulls.owing | self._fan_outs.owing, self.runtime.monotonic()
-            peers, session = self.connections.peers, self.session
+            waited_for, session = self.pulls.owing | self._fan_outs.owing, self.session
+            peers, now = self.connections.peers, self.runtime.monotonic()
             return explain_wait(self.routes, peers, now, session.owing(), waited_for, session.headless)

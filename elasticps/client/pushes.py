@@ -107,8 +107,8 @@ class PushesInFlight:
     @property
     def owing(self) -> set[Member]:
         """The servers that owe answers, or are to get something."""
-        asked = {sent.frame.head for sent in self._sent.values()} | {ask.head for ask in self._asks.values()}
-        return asked | set(self.session.behind)
+        owing = {sent.frame.head for sent in self._sent.values()} | {ask.head for ask in self._asks.values()}
+        return owing | self.session.outstanding_heads
 
     def push(
         self, part: Part | PackedPart, last: bool, state: StepState | None = None, shard: tuple[int, int] | None = None

@@ -143,7 +143,7 @@ class FanOuts:
         return {call.member for fan_out in waited_for for call in fan_out.pending.values()}
 
     @property
-    def asked(self) -> set[Member]:
+    def servers(self) -> set[Member]:
         """The servers that owe answers, whether somebody waits or not."""
         return {call.member for fan_out in self._fan_outs for call in fan_out.pending.values()}
 
@@ -278,8 +278,8 @@ def steps_of(worker: int, timeout_s: float, *, fencing: bool = False) -> Script[
         ranges = routes.view.ranges
         if routes.headless:  # nobody can say it for all ranges now
             return []
-        asked = routes.holding if fencing else routes.heads
-        return [(member, head._replace(epoch=routes.epoch), []) for member in asked]
+        servers = routes.holding if fencing else routes.heads
+        return [(member, head._replace(epoch=routes.epoch), []) for member in servers]
 
     answers = yield Request(questions, timeout_s, f"asking for the clocks of worker {worker}")
     applied, committed = (np.zeros(ranges, np.int64) for _ in range(2))

@@ -96,12 +96,12 @@ class Starting:
         """Sends a JOIN to the servers that it is always connected to, and to the heads of other ranges."""
         of = 0
 
-        def asked(ranges: int) -> Sequence[int]:
+        def standing_and_others(ranges: int) -> Sequence[int]:
             nonlocal of
             of = ranges
             return [*standing_ranges(self._worker, self._app, ranges), *others]
 
-        answers = yield Request(of_ranges(asked, header), self._timeout_s, "joining")
+        answers = yield Request(of_ranges(standing_and_others, header), self._timeout_s, "joining")
         return [JoinedAnswer.of(*answer, of) for answer in answers]
 
 

@@ -251,7 +251,7 @@ class PushSession:
         return owed
 
     @property
-    def behind(self) -> set[Member]:
+    def outstanding_heads(self) -> set[Member]:
         """The heads of ranges that outstanding steps tick."""
         return {head.member for step in self._steps.values() for head in step.heads}
 
@@ -259,7 +259,7 @@ class PushSession:
         """Those of them that are not connected; newest: of the newest step alone."""
         if newest and self._steps:
             return [h.member for h in next(reversed(self._steps.values())).heads if h.member not in self._connected]
-        return self.behind - self._connected
+        return self.outstanding_heads - self._connected
 
     # -- views and connections --------------------------------------------------------------------------------------
 
