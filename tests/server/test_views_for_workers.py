@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 
-from tests.server.conftest import Group, Run
+from elasticps.server.core.serving import Serving
+from replication.chain import Member, Ranges
+from tests.client.views import view
 
 
-def test_workers_hear_of_ranges_that_come_and_go_and_of_those_that_came_back_from_a_checkpoint(run: Run) -> None:
+def ranges(*some: int) -> Ranges:
+    return np.array(some, np.int64)
+
+
+def test_workers_hear_of_ranges_that_come_and_go_and_of_those_that_came_back_from_a_checkpoint() -> None:
     """A worker is connected to who heads its home range now, and has to learn who does next."""
-
-    async def test(group: Group) -> None:
-        servers = {name: await group.start(name) for name in "abc"}
-
-        asked = {name: server.serving.concerns_workers for name, server in servers.items()}
-        for server in servers.values():
-            server.serving.concerns_workers = lambda: False  # type: ignore[method-assign]
-
-        def told(of: Callable[[int], list[str]], recovered: bool = False) -> list[str]:
-            view = group.make_view(of)
-            if recovered:
-                epochs = np.where(np.arange(view.ranges) == 0, view.epoch, 0)
-                view = replace(view, recovery_epoch=epochs, since=np.maximum(view.since, epochs))
-            group.adopt(view)
-            return [name for name, question in asked.items() if question()]
-
-        assert told(lambda r: ["a", "b"]) == ["a", "b"]
-        assert told(lambda r: ["a", "b"]) == []
-        assert told(lambda r: ["a" if r else "c", "b"]) == ["a", "c"]  # one has lost a range, one has got it
-        assert told(lambda r: ["a" if r else "c", "b"], recovered=True) == ["a", "b", "c"]
-        assert told(lambda r: ["a" if r else "c"]) == ["a", "b", "c"]
-
-    run(test)
+    headed = ranges()
+    serving = Serving(Member("s0", 1), 4, cast(Any, SimpleNamespace(epoch=1, headed=lambda epoch: headed)))
+    serving.view = view([[0], [0], [1], [2]])
+    assert not serving.concerns_workers()
+    headed = ranges(0, 1)
+    assert serving.concerns_workers()
+    assert not serving.concerns_workers()
+    headed = ranges(0)  # it has lost one, and whoever has got it has no connection of its worker
+    assert serving.concerns_workers()
+    serving.tailed = ranges(0)
+    assert serving.concerns_workers()
+    recovered = view([[0], [0], [1], [2]], epoch=5)
+    object.__setattr__(recovered, "recovery_epoch", ranges(0, 0, 0, 5))
+    serving.view = recovered
+    assert serving.concerns_workers()
+    assert not serving.concerns_workers()

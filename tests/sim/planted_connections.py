@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ from elasticps.client.connections import PeerConnections
 from elasticps.client.core.hold import Hold
 from elasticps.client.core.routing import Routes
 from elasticps.client.dispatcher import Dispatcher
-from elasticps.client.join import Joining
 from elasticps.client.participation import Participation
 from elasticps.client.pushes import PushesInFlight
 from elasticps.server.core.cut import CutHold
@@ -24,7 +23,7 @@ def close_links_with_steps_outstanding(patch: pytest.MonkeyPatch) -> None:
 
 
 def connect_to_no_head_that_a_step_goes_to(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PushesInFlight, "_reach", lambda self, newest=False: None)
+    patch.setattr(PushesInFlight, "_reach", lambda self: None)
 
 
 def stay_with_the_head_that_a_home_had(patch: pytest.MonkeyPatch) -> None:
@@ -62,14 +61,6 @@ def tell_a_server_that_is_connected_later_nothing(patch: pytest.MonkeyPatch) -> 
             joins(self, member)
 
     patch.setattr(Participation, "tell", mutant)
-
-
-def join_without_waiting_for_anybody(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: Joining, change: Callable[[], None]) -> None:
-        with self._dispatcher.lock:
-            change()
-
-    patch.setattr(Joining, "_tell", mutant)
 
 
 def believe_a_server_that_has_not_heard_of_an_open_round(patch: pytest.MonkeyPatch) -> None:
