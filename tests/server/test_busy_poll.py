@@ -36,7 +36,7 @@ class Server:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.loop, self.waiting = Loop(), False
-        monkeypatch.setattr(busy_poll.time, "monotonic", lambda: self.loop.now)
+        monkeypatch.setattr("elasticps.server.network.busy_poll.time.monotonic", lambda: self.loop.now)
         self.poll = BusyPoll(cast(asyncio.AbstractEventLoop, self.loop))
         monkeypatch.setattr(cast(Any, self.poll)._contention, "contended", lambda now: self.waiting)
 
