@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 from weakref import WeakMethod
@@ -33,6 +34,8 @@ SPIN_S = 60e-6
 VANISHED_S = 30.0  # a connection whose other end confirms nothing for so long has none
 KEEPALIVE_S = 60  # firewalls forget connections on which nothing passes, some after a few minutes
 GLANCE_S = 0.02  # between two looks of a client that does nothing: servers may have something to say
+QUIET_WAITS = 4  # waits that ended without a word: after so many it looks no longer, and is woken by sockets as well
+QUIET_FACTOR = 4  # then it waits so many times as long: nothing is outstanding, and no server is missing
 _CHANCE = random.SystemRandom()  # programs seed the generator of `random`, all workers alike, and count on its numbers
 
 
@@ -74,6 +77,44 @@ class Condition(Protocol):
     ) -> None: ...
     def wait(self, timeout: float | None = None) -> bool: ...
     def notify_all(self) -> None: ...
+
+
+class WakeFlag:
+    """As `threading.Event`, for one thread that may also wait for sockets. quiet: waits in a row without a word."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.is_set, self.clear = self._event.is_set, self._event.clear
+        self._fd = -1  # readable when it was set meanwhile
+        self._among_sockets = False
+        self.quiet = 0
+
+    def set(self) -> None:
+        """Wakes the thread that waits."""
+        self._event.set()
+        if self._among_sockets:
+            os.eventfd_write(self._fd, 1)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until it is set; returns whether it is."""
+        return self._event.wait(timeout)
+
+    def wait_among(self, poller: SocketPoller, timeout_s: float) -> None:
+        """Waits until it is set, or something can be done with a socket."""
+        if self._fd < 0:
+            self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._among_sockets = True
+        try:
+            if not self.is_set():  # from here on `set` tells the descriptor
+                poller.wait_with(self._fd, timeout_s)
+        finally:
+            self._among_sockets = False
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._fd)
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
 
 
 class SocketPoller:
@@ -120,6 +161,14 @@ class SocketPoller:
         """Whether something can be done now. Any thread may ask."""
         return bool(self._any.poll(0))
 
+    def wait_with(self, fd: int, timeout_s: float) -> None:
+        """Waits until something can be done, or another descriptor can be read."""
+        both = select.poll()
+        with suppress(ValueError):  # closed by another thread
+            both.register(self._epoll.fileno(), select.POLLIN)
+            both.register(fd, select.POLLIN)
+            both.poll(1000 * timeout_s)
+
     def close(self) -> None:
         """Ends watching; streams stay open."""
         self._epoll.close()
@@ -162,10 +211,16 @@ class Runtime:
         return sock
 
     def idle(self, wake: Flag, poller: SocketPoller, timeout_s: float) -> None:
-        """Waits until it is woken, or something has come."""
-        until_s = time.monotonic() + timeout_s
-        while not wake.wait(GLANCE_S) and not poller.ready() and time.monotonic() < until_s:
-            pass
+        """Waits until it is woken, or something has come. While others read the sockets it only looks from time to
+        time, or each answer to them would wake it."""
+        assert isinstance(wake, WakeFlag)
+        if wake.quiet >= QUIET_WAITS:
+            wake.wait_among(poller, QUIET_FACTOR * timeout_s)
+        else:
+            until_s = time.monotonic() + timeout_s
+            while not wake.wait(GLANCE_S) and not poller.ready() and time.monotonic() < until_s:
+                pass
+        wake.quiet = 0 if wake.is_set() or poller.ready() else wake.quiet + 1
 
     def poller(self) -> SocketPoller:
         """A new one, which watches nothing."""
@@ -185,7 +240,7 @@ class Runtime:
 
     def event(self) -> Flag:
         """Not set."""
-        return threading.Event()
+        return WakeFlag()
 
     def chance(self) -> float:
         """A random number from 0 to below 1."""

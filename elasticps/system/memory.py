@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import resource
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from elasticps.errors import ConfigError
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 _ROOT = Path("/")
+_AVAILABLE = b"MemAvailable:"
+PAGE = resource.getpagesize()
 ENDLESS = 1 << 62
 _OWN = ((resource.RLIMIT_AS, "vms"), (resource.RLIMIT_DATA, "data"))  # limits of a process, and what counts for them
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
@@ -75,18 +78,35 @@ def own_limits() -> dict[str, int]:
 
 
 def make_reader(root: Path = _ROOT) -> Callable[[], Reading]:
-    """How to read these figures; a call takes about 0.1 ms."""
-    groups, process, own = list(_groups(root)), psutil.Process(), own_limits()
+    """How to read these figures. Many servers of one machine each do so ten times a second: the files stay open."""
+    groups, own = list(_groups(root)), own_limits()
+    pages, machine = _OpenFile("/proc/self/statm"), _OpenFile("/proc/meminfo")
 
     def read() -> Reading:
-        now = process.memory_info()
-        available = psutil.virtual_memory().available
+        vms, rss, shared, _, _, data, _ = (PAGE * int(count) for count in pages.read().split())
+        text = machine.read()
+        available = int(text[text.index(_AVAILABLE) + len(_AVAILABLE) :].split(None, 1)[0]) << 10
         for group in groups:
             available = min(available, group.available())
-        left = min((limit - int(getattr(now, name)) for name, limit in own.items()), default=ENDLESS)
-        return Reading(now.rss - now.shared, min(available, left), left)
+        using = {"vms": vms, "data": data}
+        left = min((limit - using[name] for name, limit in own.items()), default=ENDLESS)
+        return Reading(rss - shared, min(available, left), left)
 
     return read
+
+
+class _OpenFile:
+    """A file of the kernel that is read again and again, from its beginning."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self) -> bytes:
+        """The first bytes as they are now."""
+        return os.pread(self._fd, 4096, 0)
+
+    def __del__(self) -> None:
+        os.close(self._fd)
 
 
 def _groups(root: Path) -> Iterator[_Group]:

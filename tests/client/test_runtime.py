@@ -7,6 +7,7 @@ import errno
 import random
 import socket
 import struct
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, cast
 
@@ -18,7 +19,7 @@ from coordinator.memory import MemoryStore
 from elasticps.client import runtime as runtime_module
 from elasticps.client.client import Client
 from elasticps.client.registry import Registry
-from elasticps.client.runtime import READABLE, Runtime, Stream
+from elasticps.client.runtime import QUIET_WAITS, READABLE, Runtime, Stream, WakeFlag
 from tests.client.fake_cluster import chains
 from tests.client.fakes import FakeServer
 
@@ -65,6 +66,66 @@ def test_an_idle_thread_wakes_on_a_message_or_a_call() -> None:
         poller.close()
         here.close()
         there.close()
+
+
+@pytest.mark.parametrize("quiet", [0, QUIET_WAITS])
+def test_no_wake_up_is_lost(quiet: int) -> None:
+    runtime, turns = Runtime(), 300
+    wake, poller, heard = cast(WakeFlag, runtime.event()), runtime.poller(), threading.Semaphore(0)
+    here, there = socket.socketpair()
+    poller.register(here.fileno(), READABLE)
+
+    def hear() -> None:
+        for _ in range(turns):
+            wake.clear()
+            wake.quiet = quiet
+            heard.release()  # from now on it may be woken
+            while not wake.is_set() and not poller.ready():
+                runtime.idle(wake, poller, 600.0)
+            if poller.ready():
+                here.recv(1)
+
+    thread = threading.Thread(target=hear, daemon=True)
+    thread.start()
+    try:
+        for i in range(turns):
+            assert heard.acquire(timeout=60.0), "it still waits for the call or message before"
+            if i % 3:
+                wake.set()
+            else:
+                there.send(b"x")
+        thread.join(60.0)
+        assert not thread.is_alive()
+    finally:
+        poller.close()
+        here.close()
+        there.close()
+
+
+def test_a_thread_that_has_heard_nothing_for_long_waits_without_looking() -> None:
+    runtime = Runtime()
+    wake, poller = cast(WakeFlag, runtime.event()), runtime.poller()
+    try:
+        for waits in range(QUIET_WAITS):
+            assert wake.quiet == waits
+            runtime.idle(wake, poller, 0.0)
+        looks = 0
+
+        class Looking(WakeFlag):
+            def wait(self, timeout: float | None = None) -> bool:
+                nonlocal looks
+                looks += 1
+                return False
+
+        looking = Looking()
+        looking.quiet = wake.quiet
+        runtime.idle(looking, poller, 0.0)
+        assert not looks
+        looking.set()
+        runtime.idle(looking, poller, 0.0)
+        assert looking.quiet == 0, "it looks again, as others may read now"
+    finally:
+        poller.close()
 
 
 def test_a_client_can_be_built_on_another_runtime_and_another_store() -> None:

@@ -9,7 +9,7 @@ import resource
 import pytest
 
 from elasticps.errors import ConfigError
-from elasticps.server.core.headroom import Headroom, ServerMemory
+from elasticps.server.core.headroom import AMPLE_BYTES, AMPLE_LOOKS, Headroom, ServerMemory
 from elasticps.server.process.lifecycle import keep_doing
 from elasticps.system import descriptors
 from elasticps.system.descriptors import ConnectionLimits, connections_for, raise_limit
@@ -87,3 +87,14 @@ def test_memory_that_counts_for_a_process_limit_is_used() -> None:
     assert headroom.used == 700
     assert headroom.least.nbytes == headroom.mark - 700
     assert headroom.short == (0.9 * headroom.mark < 700)
+
+
+def test_memory_is_read_at_every_look_unless_there_is_ample_room() -> None:
+    used = 1 << 30
+    headroom = Headroom("a", ServerMemory(64 << 30, lambda: Reading(used, 64 << 30)))
+    assert not headroom.skips(), "nothing is known before the first look"
+    headroom.look(0)
+    assert [headroom.skips() for _ in range(AMPLE_LOOKS)] == [True] * (AMPLE_LOOKS - 1) + [False]
+    used = headroom.mark - AMPLE_BYTES
+    headroom.look(0)
+    assert not headroom.skips(), "what is left may be taken before the next look"

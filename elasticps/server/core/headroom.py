@@ -34,6 +34,8 @@ NEARLY = 0.9  # of the lower mark
 AMPLE_SHARE = 4  # of the lower mark: of more room than such a part predecessors hear less often
 CHANGE_SHARE = 64  # of the lower mark: of such a change they hear at once
 REPORT_LOOKS = 10  # they hear of it at least at every so many looks
+AMPLE_BYTES = 4 << 30  # more than pushes can take in AMPLE_LOOKS looks
+AMPLE_LOOKS = 5  # with so much room only every so many looks read how much memory is used
 SPARE_SHARE = 0.05  # of the limit: so much is left to others in the same group, or on the same machine
 
 
@@ -88,6 +90,7 @@ class Headroom:
         self._reported: list[Room] = []
         self._looks = 0  # since then
         self._heard: dict[Member, list[Room]] = {}
+        self._unread = AMPLE_LOOKS  # looks since memory was read
 
     def adopt(self, view: View, me: Member) -> None:
         """Follows a view: how many servers there are, and which ones follow this one in some chain."""
@@ -106,6 +109,7 @@ class Headroom:
     def look(self, reusable: int) -> None:
         """Reads how much is used. reusable: bytes of the store that the next rows of some of its tables take first;
         what is more than a little of that goes back to the system soon."""
+        self._unread = 0
         if self._read is None:
             return
         used, available, left = self._read()
@@ -113,6 +117,14 @@ class Headroom:
         self.used = max(0, used - min(reusable, self.limit // REUSABLE_SHARE))
         room = min(self.mark - self.used, available - int(SPARE_SHARE * self.limit))
         self._own = Room(room, self._held, self._server, self.used, self.mark, self.limit)
+
+    def skips(self) -> bool:
+        """Counts a look; returns whether it need not read anything: there was ample room, lately."""
+        self._unread += 1
+        if self._unread >= AMPLE_LOOKS or self.least.nbytes <= max(AMPLE_BYTES, self.mark // AMPLE_SHARE):
+            return False
+        self._looks += 1
+        return True
 
     @property
     def short(self) -> bool:

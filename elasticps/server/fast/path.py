@@ -354,6 +354,11 @@ class FastPath:
             self._notes.tell(self.replica.records, self._on_shard)
         return reason
 
+    @property
+    def all_sent(self) -> bool:
+        """Whether a turn has sent all that it had to send, without a stop of this process in between."""
+        return not (self._fields[at.H_SEGMENT_COUNT] or self._fields[at.H_CAREFUL])
+
     def go_on(self, connection: PathConnection, reason: int) -> None:
         """Does what the compiled code stopped for, until nothing more can be done for a connection."""
         f, slot = self._fields, connection.slot

@@ -28,6 +28,7 @@ from elasticps.server.fast.layout import (
     H_ARENA_USED,
     H_CONNECTIONS,
     H_ENABLED,
+    H_EPOCH,
     H_INFO,
     H_REFS,
     H_TURN,
@@ -49,7 +50,7 @@ from elasticps.store.native import INT, WORDS, kernel
 from elasticps.wire.frames import PACKED, SHORT, Kind
 
 PUSH, PULL, READ_AFTER = int(Kind.PUSH), int(Kind.PULL), int(Kind.READ_AFTER)
-FORWARD, ACK = int(Kind.FORWARD), int(Kind.ACK)
+FORWARD, ACK, GET_VIEW = int(Kind.FORWARD), int(Kind.ACK), int(Kind.GET_VIEW)
 MAGIC_BITS = (1 << 40) - 1
 
 
@@ -69,6 +70,8 @@ def handle(h, c, at, role):
             return forward(h, c, at)
         if kind == ACK:
             return acknowledgement(h, c, at)
+        if kind == GET_VIEW and load64(at + 24) == h[H_EPOCH]:
+            return DONE  # a beat: the peer has the view that is followed here
     return SLOW
 
 

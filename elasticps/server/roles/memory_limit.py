@@ -41,6 +41,8 @@ class MemoryLimit:
         """Called several times a second: measures memory, sets how much room pushes may take, and tells predecessors.
         Memory of dropped rows is freed a little at a time; until then only their own table can use it."""
         self._store.reclaim(RECLAIMED_ROWS)
+        if self._headroom.skips():
+            return  # `path.room` is what was left, less what rows have taken since
         self._headroom.look(self._store.reusable_bytes)
         if self._headroom.short:
             self._short_looks += 1
