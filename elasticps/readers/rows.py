@@ -177,6 +177,12 @@ class ReaderTable:
             gone = np.setdiff1d(np.concatenate([gone, *lost]), keys)
         return TableChange(self.spec.name, self.spec, False, False, gone, keys, rows)
 
+    def words_of(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
+        """The rows of keys that have one, as they are kept: [n, words], a copy."""
+        words = np.empty((len(keys), self.codec.words), np.float32)
+        self._rows.gather(keys, words)
+        return words
+
     def decode(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
         """Words as float32 [n, dim], a copy."""
         return self.codec.decode(rows) if self.codec.code else rows.copy()

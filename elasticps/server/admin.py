@@ -41,14 +41,13 @@ class Measured(Protocol):
 
 class ServerAdmin:
     """The `AdminInterface` of a server. measured: durations of requests, if they are measured. parked: counts requests
-    that wait for steps of workers; readers: those that are attached, set once these are fed."""
+    that wait for steps of workers."""
 
     measured: Measured | None = None
-    readers: ReaderFeeds | None = None
 
     def __init__(
         self, context: Context, parked: Callable[[], int], snapshots: SnapshotSender, headroom: Headroom,
-        handshake: HelloHandler, cuts: CutHandler, activity: WorkerActivity, restoring: Restorer,
+        handshake: HelloHandler, cuts: CutHandler, activity: WorkerActivity, restoring: Restorer, readers: ReaderFeeds,
     ) -> None:  # fmt: skip
         self.me = context.me  # this server
         self._serving = context.serving  # its ranges and view
@@ -56,6 +55,7 @@ class ServerAdmin:
         self._path = context.path  # counts frames
         self._notifier = context.notifier  # counts refusals
         self._parked = parked  # pulls that wait
+        self._readers = readers  # that are attached
         self._snapshots = snapshots  # rows sent to joiners
         self._headroom = headroom  # of memory
         self._handshake = handshake  # connections
@@ -116,7 +116,7 @@ class ServerAdmin:
             "tables": len(store.live),
             "uptime_s": self._clock() - self._started_s,
             "leader_clock": self._handshake.leader_wall_s(),
-            "readers": [] if self.readers is None else self.readers.describe(),
+            "readers": self._readers.describe(),
         }
 
     def activity(self) -> dict[str, Any]:

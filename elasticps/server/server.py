@@ -163,8 +163,8 @@ class Server:
             cuts,
             activity,
             self.restoring,
+            self.readers,
         )
-        self.admin.readers = self.readers
         self.stall_detector = StallDetector(clock, executor)  # notices that this process was stopped
         self.fast.connect(
             self.links.link, self._changed, self.last_served.mark, executor.note_shard,
