@@ -127,6 +127,7 @@ class AttachedReader:
         self.reads: deque[ReadRange] = deque()  # that wait for their turn
         self.next_s = 0.0  # when its next window is due
         self.sent_s = 0.0  # when the newest one was made
+        self.quiet = False  # nothing is to be said before something changes, or IDLE_S is over
         self.fine_until_s = 0.0  # a window after each change until then
 
     @property
@@ -262,6 +263,9 @@ class ReaderFeeds:
                 self._show(reader)
             if reader.fine_until_s > now and reader.may_get_more:
                 self._make_fine(reader, now)
+            elif reader.quiet and reader.wants is not None:
+                reader.quiet, reader.next_s = False, max(now, reader.sent_s + reader.wants.every_ms / 1e3)
+                self._wake(reader.next_s)
 
     def _make_fine(self, reader: AttachedReader, now: float) -> None:
         """Makes the window of a change, or has one of several changes be made when there is time for readers again."""
@@ -338,8 +342,8 @@ class ReaderFeeds:
         seqs = self._replica.seq[reader.ranges]
         changed = bool(tables or new or dropped) or not np.array_equal(seqs, reader.sent.seqs[reader.ranges])
         every_s = wants.every_ms / 1e3
-        if not changed and now - reader.sent_s < max(IDLE_S, every_s):
-            reader.next_s = now + every_s
+        if not changed and now + TIMER_S - reader.sent_s < max(IDLE_S, every_s):
+            reader.next_s, reader.quiet = reader.sent_s + max(IDLE_S, every_s), True
             return
         blocks = [one for one in self._blocks(reader, journal, tables, upto) if one.nbytes > 32]
         reader.cursor, reader.flow.number = upto, reader.flow.number + 1
