@@ -426,7 +426,8 @@ class ReaderFeeds:
         workers, sent = clocks.workers[chosen], reader.sent
         now = clocks.matrix[np.ix_(chosen, columns)]
         runs = Progresses.between(workers, reader.ranges, sent.progress_of(workers, len(columns)), now)
-        gone = np.setdiff1d(sent.workers, workers)
+        same = np.array_equal(workers, sent.workers)
+        gone = NO_RANGES if same else np.setdiff1d(sent.workers, workers)
         if len(gone):  # one that has left the roster counts no more
             before = sent.progress_of(gone, len(columns))
             ended = Progresses.between(gone, reader.ranges, before, np.zeros_like(before))
