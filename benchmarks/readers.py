@@ -1,4 +1,4 @@
-"""Readers beside training: how soon a commit can be read, and what it costs training."""
+"""Readers beside training: how soon a commit can be read, here and far away, and what it costs training."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.relay import Link
 from benchmarks.runner import Progress, Result, percentiles, seconds_of, silent, table
 from benchmarks.workers import BusyWorker, Interpreter, Process
 from elasticps.client import Client, connect
@@ -20,7 +23,8 @@ from elasticps.client.tables import SparseTable
 from elasticps.local import LocalCluster
 from elasticps.model.optimizers import Accumulate, Adagrad
 from elasticps.model.spec import TableSpec, Zeros
-from elasticps.readers import Reader, reader
+from elasticps.readers import Reader, reader, remote_reader
+from elasticps.readers.pull_server import PullServer
 from elasticps.store import Store, Table
 
 DIM = 64
@@ -29,6 +33,8 @@ BATCH = 1024
 HIDDEN = 256
 LOOKED_S = 0.0002  # between two looks of the reader at the mark
 PULLED = 8192
+DELAY_MS = 50.0  # of the link to the reader behind a relay, in each direction
+LEAST_NICE = 19
 SETTLE_S = 1.0  # a reader that is attached has read its ranges, and is as new as it will be
 
 
@@ -46,29 +52,45 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Cost:
+    """Processor time of a step without and with a reader, microseconds, of all processes of a kind together."""
+
+    servers_us: tuple[float, float]
+    workers_us: tuple[float, float]
+    reader_us: float
+
+
+@dataclass(frozen=True)
 class ReaderRun:
     """What was measured.
 
-    readable_ms    from a commit to its row being readable in another process
-    attached, stopped  training beside a reader, and beside one that is stopped
+    readable_ms    from a commit to its row being readable in another process; far_ms: in one behind a relay, over a
+                   link that takes 50 ms in each direction
+    attached, niced, stopped  training beside a reader, beside one at the least priority, and beside one that is stopped
     pull_share     rows a second of a pull of 8,192 rows in the reader's process, by those of the bare store's gather
+    remote_share   the same of a pull from the reader's process, by those of a pull from the servers
     bytes_per_row  of windows, by rows that they brought; of these key and weights take `row_bytes`
     """
 
     every_ms: float
     readable_ms: dict[str, float]
+    far_ms: dict[str, float]
     attached: Share
+    niced: Share
     stopped: Share
+    cost: Cost
     pull_share: float
+    remote_share: float
     bytes_per_row: float
     row_bytes: int
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
         return {
-            "every_ms": self.every_ms, "readable_ms": self.readable_ms, "attached": self.attached.ratio,
-            "stopped": self.stopped.ratio, "samples_per_s": self.attached.without, "pull_share": self.pull_share,
-            "bytes_per_row": self.bytes_per_row, "row_bytes": self.row_bytes,
+            "every_ms": self.every_ms, "readable_ms": self.readable_ms, "far_ms": self.far_ms,
+            "attached": self.attached.ratio, "niced": self.niced.ratio, "stopped": self.stopped.ratio,
+            "samples_per_s": self.attached.without, "cost": asdict(self.cost), "pull_share": self.pull_share,
+            "remote_share": self.remote_share, "bytes_per_row": self.bytes_per_row, "row_bytes": self.row_bytes,
         }  # fmt: skip
 
 
@@ -101,14 +123,24 @@ class RowTrainer(BusyWorker):
         self.check()
         return self._steps
 
-    def mark(self, count: int, pause_s: float) -> list[tuple[int, float]]:
-        """Pushes one to a row of its own, again and again; when each was committed."""
+    def mark(self, count: int, pause_s: float, before: int = 0) -> list[tuple[int, float]]:
+        """Pushes one to a row of its own, again and again; when each was committed. before: so often it was pushed."""
         marks, found = self.client.table("marks", dim=1, optimizer=Accumulate()), []
         for i in range(count):
             self.client.push({marks: (np.zeros(1, np.int64), np.ones((1, 1), np.float32))}).result()
-            found.append((i + 1, time.monotonic()))
+            found.append((before + i + 1, time.monotonic()))
             time.sleep(pause_s)
         return found
+
+    def remote_share(self, reader: str, rows: int, turns: int = 200) -> float:
+        """Rows a second of pulls from a reader's process, by those of pulls from the servers, of the same keys."""
+        times: tuple[list[float], list[float]] = ([], [])
+        with remote_reader(reader) as remote:
+            for _ in range(turns):
+                keys = self._random.integers(0, rows, PULLED)
+                times[0].append(seconds_of(partial(self.table.pull, keys)))
+                times[1].append(seconds_of(partial(remote.pull, {"rows": keys})))
+        return float(np.median(times[0]) / np.median(times[1]))
 
 
 def _gather(bare: Table, keys: NDArray[np.int64]) -> None:
@@ -121,8 +153,20 @@ class ReaderProcess:
     def __init__(self, url: str, every: float, dtype: str | None) -> None:
         self._url, self._every, self._dtype = url, every, dtype
         self._reader: Reader | None = None
+        self._relay: PullServer | None = None
         self._seen: list[tuple[int, float]] = []
         self._ended = threading.Event()
+
+    def listen(self) -> str:
+        """Answers pulls, and feeds other readers; where."""
+        assert self._reader is not None
+        self._relay = self._relay or PullServer(self._reader, "127.0.0.1", 0)
+        return self._relay.address
+
+    def nice(self) -> None:
+        """Has this process's threads run when no other wants to."""
+        for thread in os.listdir("/proc/self/task"):
+            os.setpriority(os.PRIO_PROCESS, int(thread), LEAST_NICE)
 
     def attach(self) -> None:
         """Connects."""
@@ -131,6 +175,9 @@ class ReaderProcess:
     def detach(self) -> None:
         """Leaves."""
         assert self._reader is not None
+        if self._relay is not None:
+            self._relay.close()
+            self._relay = None
         self._reader.close()
         self._reader = None
 
@@ -201,8 +248,12 @@ def run(
         trainers = [Process("readers:RowTrainer", one, number=i, **job) for i in range(WORKERS)]
         marker = Process("readers:RowTrainer", one, number=9, **job)
         beside = Process("readers:ReaderProcess", url=cluster.url, every=every_ms / 1e3, dtype=dtype)
+        idle = Process("readers:ReaderProcess", url=cluster.url, every=every_ms / 1e3, dtype=dtype)
+        servers_ids = [server.pid for server in cluster.servers]
         try:
+            idle.ask("nice")
             beside.ask("attach")
+            remote_share = marker.ask("remote_share", reader=beside.ask("listen"), rows=rows)
             pull_share = beside.ask("pull_share", rows=rows)
             for trainer in trainers:
                 trainer.ask("begin")
@@ -215,22 +266,32 @@ def run(
             seen = beside.ask("seen")
             after = beside.ask("stats")
             late_ms = _readable(committed, seen)
+            progress("the same over a slow link")
+            far_ms = _far(beside, marker, every_ms, dtype, marks)
             beside.ask("detach")
-            attached, stopped = _in_turns(trainers, beside, turns, seconds, progress)
+            attached, niced, stopped, cost = _in_turns(trainers, beside, idle, servers_ids, turns, seconds, progress)
         finally:
-            for process in (*trainers, marker, beside):
+            for process in (*trainers, marker, beside, idle):
                 process.close()
     brought = max(after[1] - before[1], 1)
     found = ReaderRun(
-        every_ms, percentiles(late_ms, 50, 99, 100, digits=2), attached, stopped, round(pull_share, 3),
+        every_ms, percentiles(late_ms, 50, 99, 100, digits=2), percentiles(far_ms, 50, 99, 100, digits=2), attached,
+        niced, stopped, cost, round(pull_share, 3), round(remote_share, 3),
         round((after[0] - before[0]) / brought, 1), 8 + 4 * DIM,
     )  # fmt: skip
     lines = [
         ("commit to readable, p50", f"{found.readable_ms['p50']:.1f} ms"),
         ("commit to readable, p99", f"{found.readable_ms['p99']:.1f} ms"),
+        (f"through a relay, {DELAY_MS:g} ms away, p50", f"{found.far_ms['p50']:.1f} ms"),
+        (f"through a relay, {DELAY_MS:g} ms away, p99", f"{found.far_ms['p99']:.1f} ms"),
         ("training with a reader", f"{attached.ratio:.2f} of without"),
+        ("training with a reader at nice 19", f"{niced.ratio:.2f} of without"),
         ("training with a stopped reader", f"{stopped.ratio:.2f} of without"),
+        ("processor time of servers in a step", "{:.0f} us, with a reader {:.0f}".format(*cost.servers_us)),
+        ("processor time of workers in a step", "{:.0f} us, with a reader {:.0f}".format(*cost.workers_us)),
+        ("processor time of the reader in a step", f"{cost.reader_us:.0f} us"),
         (f"pull of {PULLED:,} rows", f"{found.pull_share:.2f} of the bare store"),
+        ("the same from the reader's process", f"{found.remote_share:.2f} of a pull from servers"),
         ("bytes for each changed row", f"{found.bytes_per_row:.0f}, key and weights {found.row_bytes}"),
     ]
     title = f"A reader beside {WORKERS} workers, a window every {every_ms:g} ms"
@@ -248,29 +309,82 @@ def _readable(committed: dict[int, float], seen: Sequence[Sequence[float]]) -> l
     return found
 
 
+def _far(beside: Process, marker: Process, every_ms: float, dtype: str | None, marks: int) -> list[float]:
+    """How long after its commit each mark could be read behind a relay, over a slow link, ms."""
+    address = beside.ask("listen")
+    with Link([address]) as link:
+        url = f"reader://127.0.0.1:{link.ports[address]}"
+        far = Process("readers:ReaderProcess", url=url, every=every_ms / 1e3, dtype=dtype)
+        try:
+            far.ask("attach")
+            link.delay(DELAY_MS)
+            time.sleep(SETTLE_S)
+            far.ask("look")
+            committed = dict(marker.ask("mark", count=marks, pause_s=0.01, before=marks))
+            time.sleep(SETTLE_S)
+            seen = far.ask("seen")
+        finally:
+            far.close()
+    return _readable(committed, seen)
+
+
+def _cpu_s(process_ids: Sequence[int]) -> float:
+    """Processor time that processes have used, in seconds."""
+    ticks = 0
+    for process_id in process_ids:
+        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(") ")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+class _Turn(NamedTuple):
+    """Of one turn: samples a second, steps, processor time of servers, workers and the reader."""
+
+    rate: float
+    used: NDArray[np.float64]
+
+
 def _in_turns(
-    trainers: Sequence[Process], beside: Process, turns: int, seconds: float, progress: Progress
-) -> tuple[Share, Share]:
-    """Samples a second of turns without a reader, with one, and with one that is stopped, in pairs."""
+    trainers: Sequence[Process],
+    beside: Process,
+    idle: Process,
+    servers: Sequence[int],
+    turns: int,
+    seconds: float,
+    progress: Progress,
+) -> tuple[Share, Share, Share, Cost]:
+    """Samples a second of turns without a reader, with one, with one of least priority, and with one that is stopped,
+    in pairs; and what a step costs whom."""
+    kinds = servers, [trainer.pid for trainer in trainers], [beside.pid]
 
-    def rate() -> float:
-        before = sum(trainer.ask("steps") for trainer in trainers)
-        began = time.monotonic()
+    def count() -> NDArray[np.float64]:
+        return np.array([sum(trainer.ask("steps") for trainer in trainers), *map(_cpu_s, kinds)])
+
+    def turn() -> _Turn:
+        before, began = count(), time.monotonic()
         time.sleep(seconds)
-        return float(BATCH * (sum(trainer.ask("steps") for trainer in trainers) - before) / (time.monotonic() - began))
+        used = count() - before
+        return _Turn(float(BATCH * used[0] / (time.monotonic() - began)), used)
 
-    rates: tuple[list[float], ...] = ([], [], [])
-    for turn in range(turns):
-        progress(f"turn {turn + 1} of {turns}")
-        rates[0].append(rate())
+    found: tuple[list[_Turn], ...] = ([], [], [], [])
+    for number in range(turns):
+        progress(f"turn {number + 1} of {turns}")
+        found[0].append(turn())
         beside.ask("attach")
         time.sleep(SETTLE_S)
-        rates[1].append(rate())
+        found[1].append(turn())
         os.kill(beside.pid, signal.SIGSTOP)
         time.sleep(SETTLE_S)
-        rates[2].append(rate())
+        found[3].append(turn())
         os.kill(beside.pid, signal.SIGCONT)
         beside.ask("detach")
+        idle.ask("attach")
+        time.sleep(SETTLE_S)
+        found[2].append(turn())
+        idle.ask("detach")
         time.sleep(SETTLE_S / 2)
-    without = tuple(rates[0])
-    return Share(without, tuple(rates[1])), Share(without, tuple(rates[2]))
+    without = tuple(each.rate for each in found[0])
+    attached, niced, stopped = (Share(without, tuple(each.rate for each in one)) for one in found[1:])
+    plain, more = (np.sum([each.used for each in one], axis=0) for one in found[:2])
+    (_, *plain_us), (_, *more_us) = ((1e6 * total / max(total[0], 1)).tolist() for total in (plain, more))
+    return attached, niced, stopped, Cost((plain_us[0], more_us[0]), (plain_us[1], more_us[1]), more_us[2])

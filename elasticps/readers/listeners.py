@@ -43,9 +43,9 @@ class Listeners:
         """A window was applied; under the reader's lock."""
         self._windows.append(AppliedWindow(changes, as_of))
 
-    def tell(self, listing: Callable[[], tuple[list[TableChange], AsOf]]) -> None:
-        """Calls them with what was noted. listing: all rows as they are, for new ones; called under the reader's
-        lock."""
+    def tell(self, listing: Callable[[], tuple[list[Callable[[], TableChange]], AsOf]]) -> None:
+        """Calls them with what was noted. listing: all rows as they are, for new ones, in parts that are made one by
+        one; called under the reader's lock."""
         if not (self._windows or self._new):
             return
         with self._telling:
@@ -58,12 +58,14 @@ class Listeners:
             for window in windows:
                 for listener in before:
                     self._call(listener, window)
-            for listener in new:
-                for i, change in enumerate(rows):
-                    assert as_of is not None
-                    self._call(listener, AppliedWindow([change], as_of, True, i == len(rows) - 1))
-                if not rows and as_of is not None:
-                    self._call(listener, AppliedWindow([], as_of, True, True))
+            for i, part in enumerate(rows):
+                assert as_of is not None
+                listed = AppliedWindow([part()], as_of, True, i == len(rows) - 1)
+                for listener in new:
+                    self._call(listener, listed)
+            for listener in new if not rows else ():
+                assert as_of is not None
+                self._call(listener, AppliedWindow([], as_of, True, True))
 
     def _call(self, listener: Listener, window: AppliedWindow) -> None:
         if listener not in self._all:

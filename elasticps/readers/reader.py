@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -262,10 +263,11 @@ class Reader:
         self._show(None)
 
     def wait(self, timeout: float = 30.0) -> None:
-        """Waits until every range has been read once. `reader` has done so. Raises `Timeout`."""
+        """Waits until every range has been read once, and it is known as of when. `reader` has done so. Raises
+        `Timeout`."""
         until_s = self._registry.runtime.monotonic() + timeout
         with self._arrived:
-            while not self._following.filled:
+            while not (self._following.filled and self.oldest_us):
                 self.check()
                 left_s = until_s - self._registry.runtime.monotonic()
                 if left_s <= 0:
@@ -396,23 +398,26 @@ class Reader:
         with self._arrived:
             self._arrived.notify_all()
 
-    def _list(self) -> tuple[list[TableChange], AsOf]:
-        """All rows that are here, in parts, and as of when; under the lock."""
-        found = []
+    def _list(self) -> tuple[list[Callable[[], TableChange]], AsOf]:
+        """All rows that are here, in parts, and as of when; under the lock. Each is copied in the reader's type, and
+        becomes float32 when its turn comes."""
+        found = list[Callable[[], TableChange]]()
         for table in self._tables.by_name.values():
-            spec, new = table.spec, True
+            new = True
             for r in range(self._tables.ranges):
                 keys = table.list_range(r)
                 for start in range(0, len(keys), LISTED_ROWS):
                     some = keys[start : start + LISTED_ROWS]
-                    rows = np.empty((len(some), spec.dim), np.float32)
-                    table.gather(some, rows)
-                    found.append(TableChange(spec.name, spec, new, False, some[:0], some, rows))
+                    found.append(partial(_listed, table, new, some, table.words_of(some)))
                     new = False
             if new:
                 none = np.empty(0, np.int64)
-                found.append(TableChange(spec.name, spec, True, False, none, none, np.empty((0, spec.dim), np.float32)))
+                found.append(partial(_listed, table, True, none, np.empty((0, table.codec.words), np.float32)))
         return found, self._followed()
+
+
+def _listed(table: ReaderTable, new: bool, keys: NDArray[np.int64], words: Rows) -> TableChange:
+    return TableChange(table.spec.name, table.spec, new, False, keys[:0], keys, table.decode(words))
 
 
 def _whole(table: ReaderTable) -> Rows:
@@ -444,7 +449,8 @@ def reader(
     reader://host:port/cluster?ca=FILE&cert=FILE&key=FILE.
 
     `tables`: names, None for all of the application. `share`: (2, 8) for the second eighth of all keys, `share_of` says
-    which has a key; tensors are whole in each. `name`: by which servers log it; "": the certificate's, or host and process. All else as in `ReaderSpec`.
+    which has a key; tensors are whole in each. `name`: by which servers log it; "": the certificate's, or host and
+    process. All else as in `ReaderSpec`.
 
     Raises `ConfigError` for unusable arguments, `UnknownTable` for a table that there is not, `ClusterUnreachable` or
     `Timeout`, saying what was tried.

@@ -16,7 +16,7 @@ from elasticps.client.inputs import checked_keys
 from elasticps.errors import Closed, ClusterUnreachable, ConfigError, InputError, OtherShare, ServerError, UnknownTable
 from elasticps.model.key_share import MOST_SHARES, KeyShare
 from elasticps.model.spec import TableSpec
-from elasticps.readers.peers import check_reader, identity_of
+from elasticps.readers.peers import RelayCredentials, check_reader, identity_of
 from elasticps.security import credentials_of
 from elasticps.security.credentials import Credentials
 from elasticps.security.identity import NotAuthorised
@@ -190,7 +190,8 @@ class RemoteReader:
             return raw
         secured = self._credentials.client_context().wrap_socket(raw)
         try:
-            check_reader(identity_of(secured), self._credentials.cluster, None)
+            app = self._credentials.app if isinstance(self._credentials, RelayCredentials) else None
+            check_reader(identity_of(secured), self._credentials.cluster, app)
         except NotAuthorised as error:
             secured.close()
             raise ConfigError(f"{self._name} proves to be somebody else: {error}") from None

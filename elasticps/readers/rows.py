@@ -109,7 +109,7 @@ class ReaderTable:
     def owned_keys(self, keys: object) -> NDArray[np.int64]:
         """Keys to read, as int64 [n]. InputError for what are none; OtherShare for a key of another share."""
         checked, share = checked_keys(self.spec.name, keys), self.share
-        if not share.whole and (at := first_outside(checked, share.index, share.of)) >= 0:
+        if not share.whole and (at := first_outside(checked, share.ordinal, share.of)) >= 0:
             other = KeyShare(int(share_of(checked[at : at + 1], share.of)[0]), share.of)
             raise OtherShare(
                 f"key {checked[at]} of table {self.spec.name!r} is in share {other}, and this reader has {share}: ask "
@@ -176,6 +176,12 @@ class ReaderTable:
         if lost:
             gone = np.setdiff1d(np.concatenate([gone, *lost]), keys)
         return TableChange(self.spec.name, self.spec, False, False, gone, keys, rows)
+
+    def words_of(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
+        """The rows of keys that have one, as they are kept: [n, words], a copy."""
+        words = np.empty((len(keys), self.codec.words), np.float32)
+        self._rows.gather(keys, words)
+        return words
 
     def decode(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
         """Words as float32 [n, dim], a copy."""

@@ -85,6 +85,7 @@ def test_a_reader_shows_what_servers_have_and_what_they_compute(own: eps.LocalCl
         weights = ps.tensor("w", init=rng.random((33, 7), np.float32), optimizer=eps.SGD(lr=0.1))
         push(ps, users, rng)
         with eps.reader(own.url, every=0.005) as reader:
+            assert reader.age < 60  # it is known of all ranges, as soon as they are here
             assert set(reader.tables) == {"users", "w"}
             assert shows(reader, users)()  # rows that were there, and of keys that were never pushed
             assert (reader.pull({"w": None})["w"] == weights.pull()).all()

@@ -61,7 +61,7 @@ def equal(server: Table, reader: ReaderTable, share: KeyShare) -> bool:
         keys = keys[share_of(keys, share.of) == share.number]
         if not np.array_equal(keys, np.sort(reader.list_range(r))):
             return False
-        values = np.empty((len(keys), DIM), np.float32)
+        values = np.empty((len(keys), server.spec.dim), np.float32)
         server.gather(keys, values)
         stored = np.empty((len(keys), reader.codec.words), np.float32)
         reader.stored.gather(keys, stored)
@@ -85,11 +85,11 @@ def server_table(keys: NDArray[np.int64], rng: np.random.Generator, dtype: str =
     st.sampled_from([0, 1, 30, 2000]), st.sampled_from([3, 8192]),
 )  # fmt: skip
 def test_what_is_read_again_is_what_there_is(
-    seed: int, dtype: str | None, kept: str, share: KeyShare, rows: int, at_once: int
+    seed: int, dtype: str | None, stored_as: str, share: KeyShare, rows: int, at_once: int
 ) -> None:
     rng = np.random.default_rng(seed)
     keys = np.unique(rng.integers(-(2**62), 2**62, rows))
-    server = server_table(keys, rng, kept)
+    server = server_table(keys, rng, stored_as)
     reader = ReaderTable(server.spec, 7, RANGES, dtype, share)
     read(server, reader, share, rows=at_once)
     assert equal(server, reader, share)
@@ -122,8 +122,18 @@ def test_one_row_in_a_hundred_costs_a_small_part_of_all() -> None:
     some = rng.choice(keys, 200, replace=False)
     server.put(some, rng.random((200, 64), np.float32))
     rows, nbytes = read(server, reader)
+    assert equal(server, reader, ALL_KEYS)
     assert rows < 4 * 200
     assert nbytes < 0.06 * whole
+
+
+def test_a_share_gets_the_rows_of_its_keys() -> None:
+    rng, share = np.random.default_rng(3), KeyShare(2, 3)
+    server = server_table(np.arange(3000), rng)
+    reader = ReaderTable(server.spec, 7, RANGES, None, share)
+    read(server, reader, share)
+    assert equal(server, reader, share)
+    assert read(server, reader, share)[0] == 0
 
 
 PROGRAM = """

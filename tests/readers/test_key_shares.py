@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 import elasticps as eps
 from elasticps.model.key_share import ALL_KEYS, KeyShare
 from elasticps.readers.pull_server import PullServer
-from elasticps.serving.client import lookup
+from elasticps.serving.client import LookupClient, lookup
 from elasticps.store.journal import first_outside, keys_within
 
 KEYS = np.arange(3000)
@@ -54,7 +54,7 @@ def test_each_key_is_in_one_share_and_compiled_code_agrees(keys: list[int], of: 
         share = KeyShare(number, of)
         assert (keys_within(some, share) == some[owners == number]).all()
         outside = np.flatnonzero(owners != number)
-        assert first_outside(some, share.index, of) == (outside[0] if len(outside) else -1)
+        assert first_outside(some, share.ordinal, of) == (outside[0] if len(outside) else -1)
 
 
 def test_shares_have_about_as_many_keys_each() -> None:
@@ -178,6 +178,17 @@ def process(url: str, *options: str) -> Iterator[dict[str, Any]]:
             running.terminate()
 
 
+async def ask_twice(address: str, keys: NDArray[np.int64], expected: NDArray[np.float32]) -> None:
+    """Over one channel."""
+    async with LookupClient(address) as client:
+        channels = set()
+        for some in (slice(None), slice(0, 10)):
+            answer = await client.lookup({"users": keys[some]})
+            assert (answer.rows["users"] == expected[some]).all()
+            channels.add(client._channel)
+        assert len(channels) == 1
+
+
 def test_clients_of_a_fleet_find_the_process_of_each_key(own: eps.LocalCluster) -> None:
     rng = np.random.default_rng(3)
     with eps.connect(own.url, worker="w0") as ps:
@@ -195,8 +206,7 @@ def test_clients_of_a_fleet_find_the_process_of_each_key(own: eps.LocalCluster) 
                     with pytest.raises(eps.OtherShare, match=f"this reader has {number}/2") as caught:
                         remote.pull({"users": KEYS})
                     assert caught.value.share == 3 - number
-                answer = asyncio.run(lookup(ready["grpc"], {"users": KEYS[mine]}, 30))
-                assert (answer.rows["users"] == expected[mine]).all()
+                asyncio.run(ask_twice(ready["grpc"], KEYS[mine], expected[mine]))
                 with pytest.raises(eps.OtherShare) as refused:
                     asyncio.run(lookup(ready["grpc"], {"users": KEYS}, 30))
                 assert refused.value.share == 3 - number

@@ -86,6 +86,16 @@ def test_pinned_readers_show_a_checkpoint_in_each_type(local_cluster: Callable[.
                 shown = reader.pull({"float32": KEYS, "tower": None})
                 for name, rows in shown.items():
                     np.testing.assert_allclose(rows, first[name], atol=close * np.abs(first[name]).max())
+        with eps.reader(cluster.url, share=(2, 3)) as reader:
+            reader.pin(place)
+            assert reader._pinned is not None
+            owners = eps.share_of(KEYS, 3)
+            shown = reader.pull({"float32": KEYS[owners == 2], "tower": None})
+            np.testing.assert_array_equal(shown["float32"], first["float32"][owners == 2])
+            np.testing.assert_array_equal(shown["tower"], first["tower"])
+            assert reader._pinned.tables["float32"].rows == (owners[10:100] == 2).sum()
+            with pytest.raises(eps.OtherShare, match="in share"):
+                reader.pull({"float32": KEYS})
         with eps.reader(cluster.url, ["late"]) as reader:
             with pytest.raises(UnknownTable, match="has no table 'late'"):
                 reader.pin(place)

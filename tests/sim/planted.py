@@ -235,6 +235,15 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
 # at once (one calm story in 200 shows `tell_nobody_that_a_round_has_begun`). The test of one part that finds each,
 # by its module.
 ALONE: dict[Patch, tuple[str, str]] = {
+    readers.digest_keys_without_their_rows: (
+        "readers.test_cells",
+        "test_one_row_in_a_hundred_costs_a_small_part_of_all",
+    ),
+    readers.forget_the_rows_that_are_the_same: (
+        "readers.test_cells",
+        "test_one_row_in_a_hundred_costs_a_small_part_of_all",
+    ),
+    readers.send_a_reader_all_shares: ("readers.test_cells", "test_a_share_gets_the_rows_of_its_keys"),
     chain.accept_a_step_beyond_the_next: (
         "replication.test_replica",
         "test_parts_must_come_in_order_and_a_gap_changes_nothing",

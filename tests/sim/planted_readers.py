@@ -10,8 +10,11 @@ import pytest
 from elasticps.readers.core.following import Feed, Following
 from elasticps.readers.core.moment_search import MomentSearch
 from elasticps.readers.holding import Holding
+from elasticps.readers.rows import ReaderTable
 from elasticps.server.core.journal_marks import JournalMarks
+from elasticps.server.roles import range_parts
 from elasticps.server.roles.readers import ReaderFeeds
+from elasticps.store import cells
 from elasticps.store.table import Table
 from elasticps.wire.windows import RangePart, Subscribed
 
@@ -82,3 +85,18 @@ def forget_the_rows_of_a_part_that_is_read(patch: pytest.MonkeyPatch) -> None:
 
     reads = Following.rows
     patch.setattr(Following, "rows", rows)
+
+
+def digest_keys_without_their_rows(patch: pytest.MonkeyPatch) -> None:
+    """A reader that was away keeps rows that have changed meanwhile."""
+    patch.setattr(cells, "digests", lambda rows: np.zeros(len(rows), np.uint64))
+
+
+def forget_the_rows_that_are_the_same(patch: pytest.MonkeyPatch) -> None:
+    """What a reader has in cells that do not differ goes, as if an answer had all rows."""
+    replaces = ReaderTable.replace
+    patch.setattr(ReaderTable, "replace", lambda self, part: replaces(self, part._replace(differing=None)))
+
+
+def send_a_reader_all_shares(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(range_parts, "keys_within", lambda keys, share: keys)

@@ -35,20 +35,31 @@ class RangeClocks:
     def note(self, runs: NDArray[np.int64], counts: NDArray[np.bool_] | None = None) -> None:
         """Takes what a server says, int64 [k, 4]: worker, first range, last range, progress. counts: of which ranges
         that counts, bool [P], None for all."""
-        for worker, first, last, progress in runs.tolist():
-            row = self.progress.get(worker)
-            if row is None:
-                if len(self.progress) >= MOST_WORKERS:
-                    continue
-                row = self.progress[worker] = np.zeros(self._ranges, np.int64)
-            if counts is None:
+        if not len(runs):
+            return
+        single = runs[runs[:, 1] == runs[:, 2]]  # as they are where a server has every other range
+        if counts is not None:
+            single = single[counts[single[:, 1]]]
+        for worker in np.unique(single[:, 0]).tolist():
+            if (row := self._row(worker)) is not None:
+                mine = single[single[:, 0] == worker]
+                row[mine[:, 1]] = mine[:, 3]
+        for worker, first, last, progress in runs[runs[:, 1] != runs[:, 2]].tolist():
+            row = self._row(worker)
+            if row is not None and counts is None:
                 row[first : last + 1] = progress
-            else:
+            elif row is not None and counts is not None:
                 row[first : last + 1][counts[first : last + 1]] = progress
-
-        for worker in {one[0] for one in runs.tolist() if not one[3]}:  # it is in the roster no more
+        for worker in np.unique(runs[runs[:, 3] == 0, 0]).tolist():  # it is in the roster no more
             if worker in self.progress and not self.progress[worker].any():
                 self._forget(worker)
+
+    def _row(self, worker: int) -> NDArray[np.int64] | None:
+        """A worker's progress by range; None if there are too many workers."""
+        row = self.progress.get(worker)
+        if row is None and len(self.progress) < MOST_WORKERS:
+            row = self.progress[worker] = np.zeros(self._ranges, np.int64)
+        return row
 
     def _forget(self, worker: int) -> None:
         for each in (self.progress, self.records, self.committed):

@@ -54,11 +54,11 @@ class Feed:
     confirmed: bool = False  # every window from now on is of all of `ranges`, and of no range that has left
     stated: bool = False  # a complete window has come behind the answer
     window: int = 0  # number of the newest one
-    listed: bool = False  # it has answer which tables there are
+    listed: bool = False  # it has said which tables there are
     tables: dict[int, None] = field(default_factory=dict)  # that it has
     unread: deque[tuple[int, int]] = field(default_factory=deque)  # ranges and tables to read
     reading: dict[int, tuple[int, int]] = field(default_factory=dict)  # by request: range and table
-    begun: set[int] = field(default_factory=set)  # ranges to read, as soon as it has listed its tables
+    unlisted: set[int] = field(default_factory=set)  # ranges to read, as soon as it has listed its tables
     unacknowledged: int = 0  # bytes of windows
     fine_ms: int = 0  # of the next SUBSCRIBE
 
@@ -154,7 +154,7 @@ class Following:
         feed.answered = feed.confirmed = feed.stated = False
         self._since[added] = feed.subscribed
         feed.unread.clear()
-        feed.begun.clear()
+        feed.unlisted.clear()
         feed.reading.clear()  # `have` says what is to be read
         fine, feed.fine_ms = feed.fine_ms, 0
         tables, dtype, every_ms, share = self._wishes
@@ -177,9 +177,9 @@ class Following:
         self.have[unknown] = self.heard[unknown] = -1
         self.exact[unknown] = False
         self.fills += len(unknown)
-        feed.begun |= set(unknown.tolist())
-        feed.unread = deque(one for one in feed.unread if one[0] not in feed.begun)
-        feed.reading = {request: one for request, one in feed.reading.items() if one[0] not in feed.begun}
+        feed.unlisted |= set(unknown.tolist())
+        feed.unread = deque(one for one in feed.unread if one[0] not in feed.unlisted)
+        feed.reading = {request: one for request, one in feed.reading.items() if one[0] not in feed.unlisted}
         return not newest or len(named) == len(feed.ranges)
 
     # --- windows ----------------------------------------------------------------------------------------------------
@@ -213,10 +213,10 @@ class Following:
             self.exact[moved] = True
             if feed.answered:
                 feed.listed = feed.stated = True
-        if feed.listed and feed.begun:
-            for r in sorted(feed.begun):
+        if feed.listed and feed.unlisted:
+            for r in sorted(feed.unlisted):
                 if self.heard[r] >= 0:
-                    feed.begun.discard(r)
+                    feed.unlisted.discard(r)
                     feed.unread += [(r, table) for table in feed.tables]
                     if not feed.tables:
                         self._read(r)

@@ -39,6 +39,7 @@ KEYS_AT_ONCE = 1 << 14  # of one frame of a window; about a millisecond or two
 CREDIT_BYTES = 8 << 20  # of windows that a reader has not acknowledged
 MOST_READS = 8  # READ_RANGEs of a reader that wait
 SHARE = 4  # one part in so many of this server's time goes to readers, at most
+TIMER_S = 0.001  # timers of the loop are no finer: what is due so soon is made now, not by a turn of its own
 IDLE_S = 0.25  # a reader hears at least so often how new its state is
 NO_RANGES = np.empty(0, np.int64)
 _WORKER_IDS = 1 << 31  # above are those of workers' deletions
@@ -59,7 +60,8 @@ class SentState:
 
     def __init__(self, ranges: int) -> None:
         self.seqs = np.full(ranges, -1, np.int64)  # of ranges
-        self.progress: dict[int, NDArray[np.int64]] = {}  # of workers, in each range that it follows
+        self.workers = NO_RANGES  # whose progress it has,
+        self.progress = np.empty((0, 0), np.int64)  # in each range that it follows: [workers, ranges]
         self.records: dict[int, int] = {}  # by worker, the newest step whose record it has
         self.tables: dict[int, Codec] = {}  # that it knows of
         self.unowned: set[int] = set()  # tables whose application was not known when they were listed
@@ -68,7 +70,23 @@ class SentState:
     def begin_again(self) -> None:
         """It is told again how far ranges and workers are."""
         self.seqs[:] = -1
-        self.progress, self.records = {}, {}
+        self.forget_progress()
+        self.records = {}
+
+    def forget_progress(self) -> None:
+        """It is told again how far workers are."""
+        self.workers, self.progress = NO_RANGES, np.empty((0, 0), np.int64)
+
+    def progress_of(self, workers: NDArray[np.int64], columns: int) -> NDArray[np.int64]:
+        """What it has of these workers, in so many ranges: zeros of those that it does not know."""
+        if np.array_equal(workers, self.workers) and len(workers):
+            return self.progress
+        found = np.zeros((len(workers), columns), np.int64)
+        known = {worker: i for i, worker in enumerate(self.workers.tolist())}
+        for i, worker in enumerate(workers.tolist()):
+            if worker in known:
+                found[i] = self.progress[known[worker]]
+        return found
 
 
 class Outflow:
@@ -109,6 +127,7 @@ class AttachedReader:
         self.reads: deque[ReadRange] = deque()  # that wait for their turn
         self.next_s = 0.0  # when its next window is due
         self.sent_s = 0.0  # when the newest one was made
+        self.quiet = False  # nothing is to be said before something changes, or IDLE_S is over
         self.fine_until_s = 0.0  # a window after each change until then
 
     @property
@@ -243,7 +262,20 @@ class ReaderFeeds:
             if reader.flow.unshown:
                 self._show(reader)
             if reader.fine_until_s > now and reader.may_get_more:
-                self._make(reader, now)
+                self._make_fine(reader, now)
+            elif reader.quiet and reader.wants is not None:
+                reader.quiet, reader.next_s = False, max(now, reader.sent_s + reader.wants.every_ms / 1e3)
+                self._wake(reader.next_s)
+
+    def _make_fine(self, reader: AttachedReader, now: float) -> None:
+        """Makes the window of a change, or has one of several changes be made when there is time for readers again."""
+        if now < self._free_s:
+            reader.next_s = now
+            self._wake(now)
+            return
+        began = time.thread_time()
+        self._make(reader, now)
+        self._free_s = now + (time.thread_time() - began) * (SHARE - 1)
 
     def adopted(self) -> None:
         """The server follows another view: readers go on with the ranges that are still tailed here."""
@@ -252,7 +284,7 @@ class ReaderFeeds:
             if len(left):
                 reader.ranges = np.setdiff1d(reader.ranges, left)
                 reader.follows[left] = 0
-                reader.sent.progress = {}
+                reader.sent.forget_progress()
                 if any(len(np.intersect1d(frame.ranges, left)) for frame in reader.flow.unshown):
                     # That will never be shown, and is not to be: the reader begins again with what it has.
                     reader.connection.transport.abort()
@@ -290,7 +322,7 @@ class ReaderFeeds:
     def _serve(self, reader: AttachedReader, now: float) -> None:
         if reader.flow.unshown:
             self._show(reader)
-        if reader.may_get_more and reader.next_s <= now:
+        if reader.may_get_more and reader.next_s <= now + TIMER_S:
             self._make(reader, now)
         if reader.reads and not reader.connection.full:
             self._answer(reader, reader.reads.popleft())
@@ -310,8 +342,8 @@ class ReaderFeeds:
         seqs = self._replica.seq[reader.ranges]
         changed = bool(tables or new or dropped) or not np.array_equal(seqs, reader.sent.seqs[reader.ranges])
         every_s = wants.every_ms / 1e3
-        if not changed and now - reader.sent_s < max(IDLE_S, every_s):
-            reader.next_s = now + every_s
+        if not changed and now + TIMER_S - reader.sent_s < max(IDLE_S, every_s):
+            reader.next_s, reader.quiet = reader.sent_s + max(IDLE_S, every_s), True
             return
         blocks = [one for one in self._blocks(reader, journal, tables, upto) if one.nbytes > 32]
         reader.cursor, reader.flow.number = upto, reader.flow.number + 1
@@ -388,19 +420,19 @@ class ReaderFeeds:
         clocks = self._replica.clocks
         used, columns = clocks.used, clocks.columns[reader.ranges]
         known, app = self._serving.workers, reader.connection.app
-        chosen = [
-            i for i, worker in enumerate(clocks.workers[:used].tolist()) if worker in known and known[worker].app == app
-        ]
-        workers = clocks.workers[chosen]
-        now = dict(zip(workers.tolist(), clocks.matrix[chosen][:, columns], strict=True))
-        before, nothing = reader.sent.progress, np.zeros(len(columns), np.int64)
-        both = sorted(now.keys() | before.keys())  # one that has left the roster counts no more
-        runs = Progresses.between(
-            np.array(both, np.int64), reader.ranges,
-            np.array([before.get(worker, nothing) for worker in both]).reshape(len(both), len(columns)),
-            np.array([now.get(worker, nothing) for worker in both]).reshape(len(both), len(columns)),
-        )  # fmt: skip
-        reader.sent.progress = now
+        present = enumerate(clocks.workers[:used].tolist())
+        ours = [i for i, worker in present if worker in known and known[worker].app == app]
+        chosen = np.array(ours, np.int64)
+        workers, sent = clocks.workers[chosen], reader.sent
+        now = clocks.matrix[np.ix_(chosen, columns)]
+        runs = Progresses.between(workers, reader.ranges, sent.progress_of(workers, len(columns)), now)
+        same = np.array_equal(workers, sent.workers)
+        gone = NO_RANGES if same else np.setdiff1d(sent.workers, workers)
+        if len(gone):  # one that has left the roster counts no more
+            before = sent.progress_of(gone, len(columns))
+            ended = Progresses.between(gone, reader.ranges, before, np.zeros_like(before))
+            runs = Progresses(np.concatenate([runs.runs, ended.runs]))
+        sent.workers, sent.progress = workers, now
         return frame._replace(
             ranges=moved, positions=self._replica.seq[moved], progress=runs, records=self._records(reader, workers)
         )
