@@ -203,7 +203,9 @@ class Following:
             mine = self._owner[frame.ranges] == feed.slot
             ranges, positions = frame.ranges[mine], frame.positions[mine]
             self.heard[ranges] = positions
-            here = feed.ranges[self._owner[feed.ranges] == feed.slot]
+            # A server that follows a newer view than this reader may have left ranges that it does not name.
+            followed = feed.ranges if frame.epoch <= self.epoch else ranges
+            here = followed[self._owner[followed] == feed.slot]
             here = here[self.have[here] >= 0] if len(here) else here
             moved = here[self.heard[here] >= 0]
             self.have[moved] = self.heard[moved]
@@ -211,6 +213,8 @@ class Following:
             self.exact[moved] = True
             if feed.answered:
                 feed.listed = feed.stated = True
+        else:  # some rows are newer than what is known of their ranges
+            self.exact[feed.ranges[self._owner[feed.ranges] == feed.slot]] = False
         if feed.listed and feed.begun:
             for r in sorted(feed.begun):
                 if self.heard[r] >= 0:

@@ -1,0 +1,60 @@
+"""What a reader knows of its ranges, as servers that have left them, or have not said all yet, go on sending."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from coordinator.core.view import ServerInfo, View
+from elasticps.readers.core.following import Feed, Following, Wishes
+from elasticps.wire.windows import Subscribed, WindowFrame
+
+RANGES = 4
+NONE = np.empty(0, np.int64)
+SERVERS = (ServerInfo("s0", 1, "127.0.0.1:1"), ServerInfo("s1", 1, "127.0.0.1:2"))
+
+
+def view_of(epoch: int, tails: list[int]) -> View:
+    chains = np.array(tails, np.int32)[:, None]
+    nobody, since = np.full(RANGES, -1, np.int32), np.ones(RANGES, np.int64)
+    return View("c", epoch, RANGES, 1, SERVERS, chains, nobody, since, "", recovery_epoch=since)
+
+
+def followed(following: Following) -> Feed:
+    """The feed of the first server, which has answered for all ranges and told that they are empty."""
+    feed = following.connected(next(iter(following.tails)))
+    asked = following.subscribe(feed)
+    following.answered(feed, Subscribed(asked.number, 1, NONE, np.arange(RANGES)))
+    tell(following, feed, 1, 10, range(RANGES))
+    tell(following, feed, 1, 20, range(RANGES))
+    assert following.exact.all()
+    return feed
+
+
+def tell(
+    following: Following, feed: Feed, epoch: int, time_us: int, ranges: object = (), complete: bool = True
+) -> None:  # fmt: skip
+    named = np.array(list(ranges), np.int64)  # type: ignore[call-overload]
+    frame = WindowFrame(epoch, feed.window + 1, time_us, complete, ranges=named, positions=named * 0 + time_us)
+    following.window(feed, frame)
+    following.applied(feed, frame)
+
+
+def test_ranges_get_older_of_which_a_server_in_a_newer_view_says_nothing() -> None:
+    """It may not be their tail any more, and then sends none of their rows."""
+    following = Following(view_of(1, [0] * RANGES), Wishes(None, "", 10))
+    feed = followed(following)
+    tell(following, feed, 2, 30, [1, 2])
+    assert following.time_us.tolist() == [20, 30, 30, 20]
+    following.adopt(view_of(2, [0] * RANGES))
+    tell(following, feed, 2, 40)
+    assert following.time_us.tolist() == [40] * RANGES
+
+
+def test_a_range_is_not_exact_until_all_of_a_window_has_come() -> None:
+    following = Following(view_of(1, [0] * RANGES), Wishes(None, "", 10))
+    feed = followed(following)
+    tell(following, feed, 1, 30, complete=False)
+    assert not following.exact.any()
+    assert (following.time_us == 20).all()
+    tell(following, feed, 1, 40, [0])
+    assert following.exact.all()
