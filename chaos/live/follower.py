@@ -113,7 +113,7 @@ class Follower:
         took = time.monotonic() - began
         try:
             rows = model.pull(keys)
-            wrong = self._witness.check(Shown(rows, as_of.time_s, whole=True))
+            wrong = self._witness.check(Shown(rows, as_of.time_s, as_of.steps))
             time.sleep(float(self._random.uniform(0, 0.3)))
             again = model.pull(keys)
             changed = [name for name in rows if not np.array_equal(rows[name], again[name])]

@@ -89,7 +89,7 @@ class Processes:
         """Copies the logs. Returns what went wrong instead of raising it: there is more to end."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for log in self.folder.glob("*.log"):
+            for log in (*self.folder.glob("*.log"), *self.folder.glob("*.findings")):
                 shutil.copy(log, folder / log.name)
         except OSError as error:
             return [f"logs of the run are lost, which should have gone to {folder}: {error.strerror}"]

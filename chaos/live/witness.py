@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -106,11 +106,16 @@ class ChurnLog:
 
 class Shown(NamedTuple):
     """What one pull has shown. rows: by table, float32, of the keys that `Witness.keys` said, and the tensor; since_s:
-    what was committed then is in it; whole: whether it is one moment."""
+    what was committed then is in it; workers: if it is one moment, those that it counts, by number."""
 
     rows: Mapping[str, Rows]
     since_s: float
-    whole: bool = False
+    workers: Collection[int] | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is one moment."""
+        return self.workers is not None
 
 
 class Witness:
@@ -193,7 +198,7 @@ class Witness:
             counts = mine[:, 0].astype(np.int64)
             sums.advance(life, np.maximum(counts, sums.counts.get(life, counts)))
             before[life_name(life)] = counts.tolist()
-            if shown.whole and name == SUMMED[0]:
+            if name == SUMMED[0] and shown.workers is not None and self._worker(life) in shown.workers:
                 self._moments.append((life, counts, time.time()))
         return self._check_shared(sums, shown, rows[len(self._noted) * ranges :], spans, name == SUMMED[0])
 
@@ -219,7 +224,8 @@ class Witness:
     def _check_moments(self) -> str:
         """Steps of a life that was neither dead nor given up are the same in all ranges of a moment."""
         waiting = []
-        for life, counts, at_s in self._moments:
+        moments, self._moments = self._moments, []
+        for life, counts, at_s in moments:
             if (alive := self._lives[life].was_alive(at_s)) is None:
                 waiting.append((life, counts, at_s))
             elif alive and (counts != counts[0]).any():
@@ -259,6 +265,11 @@ class Witness:
             if life not in self._churn:
                 self._churn[life] = ChurnLog(churn.ledger_of(self._folder, life), self._job.ranges)
         return found
+
+    def _worker(self, life: Job) -> int:
+        """The number by which the cluster knows a life; -1 if that is not known yet."""
+        path = self._folder / f"{life_name(life)}.id"
+        return int(path.read_text() or -1) if path.exists() else -1
 
     def own_keys(self, table: str, life: Job) -> Ints:
         """The row of a life in each range, int64 [ranges]."""

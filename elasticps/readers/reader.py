@@ -149,6 +149,11 @@ class Reader:
         return self._following.have.copy()
 
     @property
+    def exact(self) -> bool:
+        """Whether all ranges are as their servers said at the end of a window, and no row is newer; under `lock`."""
+        return bool(self._following.exact.all())
+
+    @property
     def clocks(self) -> RangeClocks:
         """How far workers are in each range; under `lock`."""
         return self._clocks

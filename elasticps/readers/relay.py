@@ -80,26 +80,23 @@ class RelayFeed:
         self._changed.set()
         self._reader.unhook(self._changed.set)
 
-    def _send(self, buffers: list[Buffer]) -> None:
-        with self._sending:
-            self._send_bytes(buffers)
-
     def _subscribe(self, wants: Subscribe) -> None:
         ours = self._reader.spec.dtype or ""
         if wants.dtype != ours:
             raise FrameError(f"this relay keeps rows as {ours or 'the tables have them'}: ask for the same dtype")
         relay, first = self._relay, self._wants is None
-        with self._reader.lock, self._sending:
-            have = self._reader.positions[wants.ranges]
-            oldest = relay.journal.oldest
-            cursors = relay.marks.find(wants.ranges, wants.positions, have, relay.journal.end, oldest)
-            if not first:  # it goes on where it is
-                cursors = np.where(wants.positions >= 0, self._cursor, -1)
-            going_on = cursors >= 0
-            self._cursor = min(cursors[going_on].tolist(), default=relay.journal.end)
-            self._seqs, self._progress, self._records = np.full(self._reader.ranges, -1, np.int64), {}, {}
-            self._wants = wants
-            answer = Subscribed(wants.number, wants.epoch, wants.ranges[going_on], wants.ranges[~going_on])
+        with self._sending:
+            with self._reader.lock:
+                have = self._reader.positions[wants.ranges]
+                oldest = relay.journal.oldest
+                cursors = relay.marks.find(wants.ranges, wants.positions, have, relay.journal.end, oldest)
+                if not first:  # it goes on where it is
+                    cursors = np.where(wants.positions >= 0, self._cursor, -1)
+                going_on = cursors >= 0
+                self._cursor = min(cursors[going_on].tolist(), default=relay.journal.end)
+                self._seqs, self._progress, self._records = np.full(self._reader.ranges, -1, np.int64), {}, {}
+                self._wants = wants
+                answer = Subscribed(wants.number, wants.epoch, wants.ranges[going_on], wants.ranges[~going_on])
             self._send_bytes(answer.frame())
         if first:
             self._reader.hook(self._changed.set)
@@ -127,43 +124,47 @@ class RelayFeed:
             self._in_flight.popleft()
         if sum(nbytes for _, nbytes in self._in_flight) > CREDIT_BYTES:
             return False
-        relay, reader = self._relay, self._reader
-        with reader.lock, self._sending:
-            journal = relay.journal
-            wants = self._wants
-            assert wants is not None
-            if self._cursor < journal.oldest:
-                self._cursor = journal.end
-                self._send_bytes(Subscribed(0, wants.epoch, _NONE, wants.ranges).frame())
-            named, upto = journal.tables(self._cursor, KEYS_AT_ONCE)
-            self._number += 1
-            blocks, new, dropped = [], [], []
-            here = {table.number: table for table in reader.table_rows.values()}
-            names = wants.tables
-            for number, table in here.items():
-                if number not in self._tables and (names is None or table.spec.name in names):
-                    new.append((number, table.spec.to_json()))
-                    self._tables.add(number)
-            dropped = sorted(self._tables - here.keys())
-            self._tables -= set(dropped)
-            every = np.ones(reader.ranges, np.int64)
-            for number in named:
-                if number in here and number in self._tables:
-                    rows = here[number].stored
-                    found = journal.read(rows.header, number, self._cursor, upto, every, 0, rows.spec.dim)
-                    blocks.append(RowBlock(number, *found, _NONE))
-            self._cursor = upto
-            complete = upto == journal.end
-            frame = WindowFrame(
-                wants.epoch, self._number, reader.oldest_us, complete, blocks, tables=new, dropped=dropped
-            )
-            if complete:
-                relay.mark()
-                frame = self._with_state(frame)
-            buffers = frame.frame()
-            self._in_flight.append((self._number, sum(len(memoryview(one).cast("B")) for one in buffers)))
+        with self._sending:  # for all of it: what is made first leaves first
+            with self._reader.lock:
+                buffers, more = self._make()
             self._send_bytes(buffers)
-        return not complete
+        return more
+
+    def _make(self) -> tuple[list[Buffer], bool]:
+        """The next frames, and whether more of the window follow. Under the reader's lock, which no peer holds up."""
+        relay, reader, wants = self._relay, self._reader, self._wants
+        assert wants is not None
+        journal, buffers = relay.journal, list[Buffer]()
+        if self._cursor < journal.oldest:
+            self._cursor = journal.end
+            buffers += Subscribed(0, wants.epoch, _NONE, wants.ranges).frame()
+        named, upto = journal.tables(self._cursor, KEYS_AT_ONCE)
+        self._number += 1
+        blocks, new, dropped = [], [], []
+        here = {table.number: table for table in reader.table_rows.values()}
+        names = wants.tables
+        for number, table in here.items():
+            if number not in self._tables and (names is None or table.spec.name in names):
+                new.append((number, table.spec.to_json()))
+                self._tables.add(number)
+        dropped = sorted(self._tables - here.keys())
+        self._tables -= set(dropped)
+        every = np.ones(reader.ranges, np.int64)
+        for number in named:
+            if number in here and number in self._tables:
+                rows = here[number].stored
+                found = journal.read(rows.header, number, self._cursor, upto, every, 0, rows.spec.dim)
+                blocks.append(RowBlock(number, *found, _NONE))
+        self._cursor = upto
+        # While this reader reads a range, or has half of a window, its rows are of no moment.
+        complete = upto == journal.end and reader.exact
+        frame = WindowFrame(wants.epoch, self._number, reader.oldest_us, complete, blocks, tables=new, dropped=dropped)
+        if complete:
+            relay.mark()
+            frame = self._with_state(frame)
+        window = frame.frame()
+        self._in_flight.append((self._number, sum(len(memoryview(one).cast("B")) for one in window)))
+        return [*buffers, *window], upto < journal.end
 
     def _with_state(self, frame: WindowFrame) -> WindowFrame:
         reader = self._reader
@@ -189,15 +190,18 @@ class RelayFeed:
         reader, r = self._reader, request.range
         width = HASH_END // reader.ranges
         low, end = max(request.place, r * width), (r + 1) * width
-        with reader.lock, self._sending:
-            table = next((one for one in reader.table_rows.values() if one.number == request.table), None)
-            if table is None:
-                block = RowBlock(request.table, _NONE, np.empty((0, 0), np.float32), _NONE, _NONE)
-                part = RangePart(request.request, request.epoch, r, low, end, 0, block, missing=True)
-            else:
-                rows = table.stored
-                keys, place = rows.list_keys(r, low, max(1, min(request.rows, READ_BYTES // (8 + 4 * rows.spec.dim))))
-                found = Journal.look_up(rows.header, keys, 0, rows.spec.dim, np.empty_like(keys), np.empty_like(keys))
-                block = RowBlock(request.table, *found, _NONE)
-                part = RangePart(request.request, request.epoch, r, low, place or end, place, block)
+        with self._sending:
+            with reader.lock:
+                table = next((one for one in reader.table_rows.values() if one.number == request.table), None)
+                if table is None:
+                    block = RowBlock(request.table, _NONE, np.empty((0, 0), np.float32), _NONE, _NONE)
+                    part = RangePart(request.request, request.epoch, r, low, end, 0, block, missing=True)
+                else:
+                    rows = table.stored
+                    most = max(1, min(request.rows, READ_BYTES // (8 + 4 * rows.spec.dim)))
+                    keys, place = rows.list_keys(r, low, most)
+                    scratch = np.empty_like(keys), np.empty_like(keys)
+                    found = Journal.look_up(rows.header, keys, 0, rows.spec.dim, *scratch)
+                    block = RowBlock(request.table, *found, _NONE)
+                    part = RangePart(request.request, request.epoch, r, low, place or end, place, block)
             self._send_bytes(part.frame())

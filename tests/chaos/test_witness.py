@@ -107,6 +107,7 @@ def note(path: Path, *records: tuple[int, int, float]) -> None:
 def witness(tmp_path: Path) -> Witness:
     """Of one life that has begun six steps, of which four were committed at 10 s."""
     note(tmp_path / "w0.1.ledger", *((BEGUN, step, 1.0) for step in range(1, 7)), (COMMITTED, 4, 10.0))
+    (tmp_path / "w0.1.id").write_text("7")
     return Witness(tmp_path, salts(), LIFE, tmp_path / "r0.shown")
 
 
@@ -121,7 +122,7 @@ def rows_at(counts: list[int]) -> np.ndarray:
 def look(witness: Witness, rows: np.ndarray, since_s: float = 5.0, whole: bool = False) -> str:
     asked = witness.keys({"counted": 0})
     assert len(asked["counted"]) == len(rows)  # type: ignore[arg-type]
-    return witness.check(Shown({"counted": rows}, since_s, whole))
+    return witness.check(Shown({"counted": rows}, since_s, [7] if whole else None))
 
 
 def test_steps_that_were_begun_may_be_shown_range_by_range(witness: Witness) -> None:
@@ -204,3 +205,10 @@ def test_rows_that_come_and_go_show_a_value_since_then(witness: Witness, tmp_pat
     churn.ledger_of(tmp_path, 1).write_bytes(records.tobytes())
     assert shows(0, 5.0) == ""
     assert "is 1 (0: none), and can be [0]" in shows(1, 5.0)
+
+
+def test_a_moment_says_nothing_of_a_worker_that_is_not_in_it(witness: Witness, tmp_path: Path) -> None:
+    (tmp_path / "w0.1.id").write_text("8")
+    assert look(witness, rows_at([4, 5, 5, 5]), whole=True) == ""
+    note(tmp_path / "w0.1.ledger", (COMMITTED, 5, NOW * 10))
+    assert look(witness, rows_at([5, 5, 5, 5])) == ""
