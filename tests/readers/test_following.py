@@ -13,10 +13,10 @@ NONE = np.empty(0, np.int64)
 SERVERS = (ServerInfo("s0", 1, "127.0.0.1:1"), ServerInfo("s1", 1, "127.0.0.1:2"))
 
 
-def view_of(epoch: int, tails: list[int]) -> View:
+def view_of(epoch: int, tails: list[int], since: tuple[int, ...] = (1,) * RANGES) -> View:
     chains = np.array(tails, np.int32)[:, None]
-    nobody, since = np.full(RANGES, -1, np.int32), np.ones(RANGES, np.int64)
-    return View("c", epoch, RANGES, 1, SERVERS, chains, nobody, since, "", recovery_epoch=since)
+    nobody, begun = np.full(RANGES, -1, np.int32), np.ones(RANGES, np.int64)
+    return View("c", epoch, RANGES, 1, SERVERS, chains, nobody, np.array(since), "", recovery_epoch=begun)
 
 
 def followed(following: Following) -> Feed:
@@ -58,3 +58,20 @@ def test_a_range_is_not_exact_until_all_of_a_window_has_come() -> None:
     assert (following.time_us == 20).all()
     tell(following, feed, 1, 40, [0])
     assert following.exact.all()
+
+
+def test_ranges_that_changed_in_a_view_that_was_skipped_are_asked_for_again() -> None:
+    """Their server may have left them in between, and sends nothing of them any more."""
+    following = Following(view_of(1, [0] * RANGES), Wishes(None, "", 10))
+    feed = followed(following)
+    assert following.adopt(view_of(3, [0] * RANGES, since=(1, 3, 2, 1))) == [feed]
+    tell(following, feed, 3, 30, [0, 1])
+    assert following.time_us.tolist() == [30, 20, 20, 30]
+    asked = following.subscribe(feed)
+    assert asked.positions.tolist() == [30, 20, 20, 20]
+    tell(following, feed, 3, 40)
+    assert following.time_us.tolist() == [40, 20, 20, 40]
+    following.answered(feed, Subscribed(asked.number, 3, np.arange(RANGES), NONE))
+    tell(following, feed, 3, 50, [1])
+    assert following.time_us.tolist() == [50] * RANGES
+    assert not following.adopt(view_of(4, [0] * RANGES, since=(4, 3, 2, 1)))  # none was skipped

@@ -107,6 +107,9 @@ class Following:
         """Follows a newer view; the servers that `subscribe` is due for."""
         if view.epoch <= self.epoch:
             return []
+        # In views that were not seen here a range may have had another tail: a server that was it again has left it.
+        seen = self.epoch if view.epoch > self.epoch + 1 else view.epoch
+        changed = np.flatnonzero(view.since > seen)
         self.epoch = view.epoch
         begun = view.recovery_epoch != self._origins
         self._origins = view.recovery_epoch.copy()
@@ -116,8 +119,10 @@ class Following:
         due = []
         for member, feed in self._feeds.items():
             ranges = self._tails.get(member, np.empty(0, np.int64))
-            if not np.array_equal(ranges, feed.ranges) or begun[ranges].any():
-                self._leave(feed, np.setdiff1d(feed.ranges, ranges))
+            left = feed.ranges[~np.isin(feed.ranges, ranges) | np.isin(feed.ranges, changed)]
+            if len(left) or not np.array_equal(ranges, feed.ranges) or begun[ranges].any():
+                self._leave(feed, left)
+                feed.ranges = np.setdiff1d(feed.ranges, left)  # until it is asked for these again
                 due.append(feed)
         return due
 
