@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 import elasticps as eps
 from chaos.live import churn
 from chaos.live.load import APP, TIMEOUT_S, Job, open_filled, open_filtered, open_tables, say_ready
-from chaos.live.witness import Shown, Witness, life_name
+from chaos.live.witness import ShownRows, Witness, life_name
 from elasticps.readers import AppliedWindow
 
 PAUSE_S = 0.05
@@ -60,7 +60,7 @@ def findings_of(folder: Path, name: str) -> Path:
     return folder / f"{name}.findings"
 
 
-class Follower:
+class ReaderProcess:
     """One life of the process."""
 
     def __init__(self, job: FollowerJob) -> None:
@@ -93,7 +93,7 @@ class Follower:
         keys = self._witness.keys(self._model.tables)
         age_s, since_s = self._age()
         rows = self._model.pull(keys)
-        self._note(age=round(age_s, 6), wrong=self._witness.check(Shown(rows, since_s)))
+        self._note(age=round(age_s, 6), wrong=self._witness.check(ShownRows(rows, since_s)))
 
     def _age(self) -> tuple[float, float]:
         """How old the oldest rows are, and since when they have all that was committed."""
@@ -113,7 +113,7 @@ class Follower:
         took = time.monotonic() - began
         try:
             rows = model.pull(keys)
-            wrong = self._witness.check(Shown(rows, as_of.time_s, as_of.steps))
+            wrong = self._witness.check(ShownRows(rows, as_of.time_s, as_of.steps))
             time.sleep(float(self._random.uniform(0, 0.3)))
             again = model.pull(keys)
             changed = [name for name in rows if not np.array_equal(rows[name], again[name])]
@@ -138,7 +138,7 @@ class Follower:
             for table in (counted, filtered):
                 own[table.name] = {
                     life_name(life): table.pull(self._witness.own_keys(table.name, life), exact=True)[:, 0].astype(int)
-                    for life in self._witness.lives
+                    for life in self._witness.incarnations
                 }
         wrong = next(filter(None, (self._witness.check_rest(name, counts) for name, counts in own.items())), "")
         until_s = time.monotonic() + REST_S
@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] = sys.argv) -> None:
     ended: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: ended.append(number))
-    follower = Follower(FollowerJob(**json.loads(arguments[1])))
+    follower = ReaderProcess(FollowerJob(**json.loads(arguments[1])))
     say_ready()
     while not ended:
         follower.step()

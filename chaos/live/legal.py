@@ -42,7 +42,7 @@ class Steps:
         return made[step]
 
 
-class Sums:
+class StepSums:
     """The shared rows and the tensor after the first steps of each life, by range.
 
     counts: by life, int64 [ranges]; rows: float64 [keys, DIM]; dense: float64 of SHAPE."""
@@ -73,7 +73,7 @@ class Sums:
                     self.dense += added.dense
 
 
-def row_is_legal(sums: Sums, key: int, value: NDArray[np.float32], spans: Mapping[Job, Span]) -> bool | None:
+def row_is_legal(sums: StepSums, key: int, value: NDArray[np.float32], spans: Mapping[Job, Span]) -> bool | None:
     """Whether a shared row may have this value, for some number of steps of each life in its span, in which is the
     number that `sums` has of it; None if there are too many sums to say."""
 
@@ -83,14 +83,14 @@ def row_is_legal(sums: Sums, key: int, value: NDArray[np.float32], spans: Mappin
     return _is_legal(sums, int(sums.row_ranges[key]), value.astype(np.float64) - sums.rows[key], spans, added)
 
 
-def dense_is_legal(sums: Sums, value: NDArray[np.float32], spans: Mapping[Job, Span]) -> bool | None:
+def dense_is_legal(sums: StepSums, value: NDArray[np.float32], spans: Mapping[Job, Span]) -> bool | None:
     """The same of the tensor."""
     difference = (value.astype(np.float64) - sums.dense).ravel()
     return _is_legal(sums, sums.dense_range, difference, spans, lambda step: step.dense.ravel().astype(np.float64))
 
 
 def _is_legal(
-    sums: Sums, r: int, difference: NDArray[np.float64], spans: Mapping[Job, Span],
+    sums: StepSums, r: int, difference: NDArray[np.float64], spans: Mapping[Job, Span],
     added: Callable[[Part], NDArray[np.float64]],
 ) -> bool | None:  # fmt: skip
     """Whether other numbers of steps make such a difference in a range."""
@@ -110,12 +110,12 @@ def is_sum(value: Ints, chains: Sequence[Ints]) -> bool | None:
     numbers: values that differ are taken for equal once in 2^40. None: there are more than MOST_SUMS to be compared."""
     weights = _WEIGHTS[: len(value)]
     options = sorted((np.unique(chain @ weights) for chain in chains), key=len)
-    wanted = int(value @ weights)
+    target = int(value @ weights)
     if not options:
-        return wanted == 0
+        return target == 0
     found = np.zeros(1, np.int64)
     for some in options[:-1]:
         if len(found) * len(some) > MOST_SUMS:
             return None
         found = np.unique(np.add.outer(found, some))
-    return bool(np.isin(wanted - options[-1], found).any())
+    return bool(np.isin(target - options[-1], found).any())

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chaos.live import churn
-from chaos.live.legal import Ints, Span, Steps, Sums, dense_is_legal, row_is_legal
+from chaos.live.legal import Ints, Span, Steps, StepSums, dense_is_legal, row_is_legal
 from chaos.live.load import BEGUN, BLOCK, COMMITTED, DIM, RECORD, Job, own_keys, ranges_of
 from chaos.live.observer import judge
 from chaos.live.verdict import GIVEN_UP_S
@@ -90,7 +90,7 @@ class ChurnLog:
         self._records = np.concatenate([self._records, np.frombuffer(data, self._type)])
 
     def forget(self, time_s: float) -> None:
-        """Nothing before that time will be asked for."""
+        """Nothing before that time will be pulled for."""
         self._records = self._records[self._first(time_s) :]
 
     def legal(self, time_s: float) -> NDArray[np.int32]:
@@ -104,7 +104,7 @@ class ChurnLog:
         return int(done[-1]) if len(done) else 0
 
 
-class Shown(NamedTuple):
+class ShownRows(NamedTuple):
     """What one pull has shown. rows: by table, float32, of the keys that `Witness.keys` said, and the tensor; since_s:
     what was committed then is in it; workers: if it is one moment, those that it counts, by number."""
 
@@ -127,49 +127,51 @@ class Witness:
         self._salts = {name: np.uint64(salt) for name, salt in salts.items()}
         self._job = job  # of any life
         self._path = path
-        self._lives: dict[Job, LifeLog] = {}
+        self._logs: dict[Job, LifeLog] = {}
         self._own: dict[tuple[str, Job], Ints] = {}
         self._churn: dict[int, ChurnLog] = {}
         self._shared = np.arange(job.keys, dtype=np.int64)
         dense_range = int(ranges_of(np.array([BLOCK], np.int64), job.ranges, self._salts[TENSOR])[0])
         steps = Steps()
         self._sums = {
-            name: Sums(steps, ranges_of(self._shared, job.ranges, self._salts[name]), dense_range, job.ranges)
+            name: StepSums(steps, ranges_of(self._shared, job.ranges, self._salts[name]), dense_range, job.ranges)
             for name in SUMMED
         }
-        self._before: dict[str, dict[str, list[int]]] = _read(path)  # by table and life, steps shown in each range
-        self._moments: list[tuple[Job, Ints, float]] = []  # held, and when, of lives that may have ended before
+        self._before: dict[str, dict[str, list[int]]] = _read(path)  # by table and life, steps shown, by range
+        self._held: list[tuple[Job, Ints, float]] = []  # held, and when, of lives that may have ended before
         self._noted: list[Job] = []
         self._passing: list[int] = []
 
     def keys(self, tables: Mapping[str, object]) -> dict[str, Ints | None]:
         """What to pull of these tables."""
-        self._noted = self._find_lives()
+        self._noted = self._find_incarnations()
         self._passing = self._find_churn()
-        asked: dict[str, Ints | None] = {}
+        pulled: dict[str, Ints | None] = {}
         for name in SUMMED:
             if name in tables and self._noted:
-                asked[name] = np.concatenate([*(self.own_keys(name, life) for life in self._noted), self._shared])
-        if TENSOR in tables and SUMMED[0] in asked:
-            asked[TENSOR] = None
+                pulled[name] = np.concatenate([*(self.own_keys(name, life) for life in self._noted), self._shared])
+        if TENSOR in tables and SUMMED[0] in pulled:
+            pulled[TENSOR] = None
         if churn.TABLE in tables and self._passing:
             salt = self._salts[churn.TABLE]
-            asked[churn.TABLE] = np.concatenate([churn.keys_of(life, self._job.ranges, salt) for life in self._passing])
-        return asked
+            pulled[churn.TABLE] = np.concatenate(
+                [churn.keys_of(life, self._job.ranges, salt) for life in self._passing]
+            )
+        return pulled
 
-    def check(self, shown: Shown) -> str:
+    def check(self, shown: ShownRows) -> str:
         """Says what is wrong with rows pulled for the last `keys`; "" if nothing is. Called when the pull has ended."""
-        logs: list[LifeLog | ChurnLog] = [*self._lives.values(), *self._churn.values()]
+        logs: list[LifeLog | ChurnLog] = [*self._logs.values(), *self._churn.values()]
         for log in logs:
             log.read()
-        spans = {life: (self._lives[life].committed(shown.since_s), self._lives[life].begun) for life in self._noted}
+        spans = {life: (self._logs[life].committed(shown.since_s), self._logs[life].begun) for life in self._noted}
         for name in SUMMED:
             if name in shown.rows and (wrong := self._check_sums(name, shown, spans)):
                 return f"table {name!r}: {wrong}"
         if churn.TABLE in shown.rows and (wrong := self._check_passing(shown)):
             return f"table {churn.TABLE!r}: {wrong}"
         self._remember()
-        return self._check_moments()
+        return self._check_held()
 
     def check_rest(self, name: str, counts: Mapping[str, Ints]) -> str:
         """Compares what was ever shown with what servers have in the end: int64 [ranges] by life, as `life_name`."""
@@ -180,13 +182,13 @@ class Witness:
         return ""
 
     @property
-    def lives(self) -> list[Job]:
+    def incarnations(self) -> list[Job]:
         """Of which the last `keys` has rows, in order."""
         return self._noted
 
     # ----------------------------------------------------------------------------------------------------------- sums
 
-    def _check_sums(self, name: str, shown: Shown, spans: Mapping[Job, Span]) -> str:
+    def _check_sums(self, name: str, shown: ShownRows, spans: Mapping[Job, Span]) -> str:
         sums, ranges = self._sums[name], self._job.ranges
         rows, before = shown.rows[name], self._before.setdefault(name, {})
         own = rows[: len(self._noted) * ranges].reshape(len(self._noted), ranges, DIM)
@@ -199,11 +201,11 @@ class Witness:
             sums.advance(life, np.maximum(counts, sums.counts.get(life, counts)))
             before[life_name(life)] = counts.tolist()
             if name == SUMMED[0] and shown.workers is not None and self._worker(life) in shown.workers:
-                self._moments.append((life, counts, time.time()))
+                self._held.append((life, counts, time.time()))
         return self._check_shared(sums, shown, rows[len(self._noted) * ranges :], spans, name == SUMMED[0])
 
     def _check_shared(
-        self, sums: Sums, shown: Shown, rows: Rows, spans: Mapping[Job, Span], with_tensor: bool
+        self, sums: StepSums, shown: ShownRows, rows: Rows, spans: Mapping[Job, Span], with_tensor: bool
     ) -> str:  # fmt: skip
         for key in np.flatnonzero((rows != sums.rows).any(axis=1)).tolist():
             if shown.whole:
@@ -221,21 +223,21 @@ class Witness:
                 return f"the tensor is the sum of no steps: {_words(spans)}"
         return ""
 
-    def _check_moments(self) -> str:
+    def _check_held(self) -> str:
         """Steps of a life that was neither dead nor given up are the same in all ranges of a moment."""
         waiting = []
-        moments, self._moments = self._moments, []
-        for life, counts, at_s in moments:
-            if (alive := self._lives[life].was_alive(at_s)) is None:
+        held, self._held = self._held, []
+        for life, counts, at_s in held:
+            if (alive := self._logs[life].was_alive(at_s)) is None:
                 waiting.append((life, counts, at_s))
             elif alive and (counts != counts[0]).any():
                 return f"a moment has {counts.min()} to {counts.max()} steps of {life_name(life)} in its ranges"
-        self._moments = waiting[-64:]
+        self._held = waiting[-64:]
         return ""
 
     # ------------------------------------------------------------------------------------------ rows that come and go
 
-    def _check_passing(self, shown: Shown) -> str:
+    def _check_passing(self, shown: ShownRows) -> str:
         found = churn.values_of(shown.rows[churn.TABLE])
         if found is None:
             return "a row has a part of a push"
@@ -250,12 +252,12 @@ class Witness:
 
     # ------------------------------------------------------------------------------------------------------- plumbing
 
-    def _find_lives(self) -> list[Job]:
+    def _find_incarnations(self) -> list[Job]:
         found = []
         for path in sorted(self._folder.glob("w*.ledger")):
             worker, life = (int(each) for each in path.stem.removeprefix("w").split("."))
             job = replace(self._job, worker=worker, life=life, ledger="")
-            self._lives.setdefault(job, LifeLog(path))
+            self._logs.setdefault(job, LifeLog(path))
             found.append(job)
         return found
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from elasticps.client.inputs import checked_keys
 from elasticps.client.registry import Registry
 from elasticps.client.runtime import Lock, Runtime
-from elasticps.errors import ConfigError, InputError, Timeout, UnknownTable
+from elasticps.errors import ConfigError, Error, InputError, Timeout, UnknownTable
 from elasticps.model.spec import TableSpec
 from elasticps.readers.connections import ReaderConnections
 from elasticps.readers.core.clocks import RangeClocks
@@ -24,7 +24,7 @@ from elasticps.readers.listeners import Listeners
 from elasticps.readers.rows import ReaderTable, ReaderTables
 from elasticps.readers.values import AsOf, Listener, ReaderSpec, ReaderStats, TableChange
 from elasticps.store.journal import Journal
-from elasticps.wire.frames import Header, Kind
+from elasticps.wire.frames import FrameError, Header, Kind
 from elasticps.wire.windows import RangePart, WindowFrame
 
 if TYPE_CHECKING:
@@ -338,7 +338,10 @@ class Reader:
 
     def _apply(self, feed: Feed, frame: WindowFrame, nbytes: int) -> None:
         changes = list[TableChange | None]()
-        changes += [self._tables.add(number, spec) for number, spec in frame.tables if self._follows(spec)]
+        try:
+            changes += [self._tables.add(number, spec) for number, spec in frame.tables if self._follows(spec)]
+        except Error as error:
+            raise FrameError(f"a WINDOW names a table that cannot be: {error}") from None
         changes += [self._tables.drop(number) for number in frame.dropped]
         counts, collect = self._following.counts(feed), bool(self._listeners)
         for block in frame.blocks:

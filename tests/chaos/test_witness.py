@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from chaos.live import churn
-from chaos.live.legal import Steps, Sums, dense_is_legal, is_sum, row_is_legal
+from chaos.live.legal import Steps, StepSums, dense_is_legal, is_sum, row_is_legal
 from chaos.live.load import BEGUN, BLOCK, COMMITTED, DIM, RECORD, Job, part, ranges_of
-from chaos.live.witness import LifeLog, Shown, Witness
+from chaos.live.witness import LifeLog, ShownRows, Witness
 from elasticps.kernels.hashing import table_salt
 
 RANGES = 4
@@ -25,11 +25,11 @@ def salts() -> dict[str, int]:
     return {name: int(table_salt(number)) for name, number in SALTS.items()}
 
 
-def sums_of(name: str = "counted") -> Sums:
+def sums_of(name: str = "counted") -> StepSums:
     found = salts()
     where = ranges_of(np.arange(KEYS, dtype=np.int64), RANGES, np.uint64(found[name]))
     dense = ranges_of(np.array([BLOCK], np.int64), RANGES, np.uint64(found["summed"]))
-    return Sums(Steps(), where, int(dense[0]), RANGES)
+    return StepSums(Steps(), where, int(dense[0]), RANGES)
 
 
 def prefix(life: Job, key: int, steps: int) -> np.ndarray:
@@ -45,7 +45,7 @@ def test_a_row_is_legal_if_some_numbers_of_steps_make_it() -> None:
     sums.advance(LIFE, np.array([4, 5, 6, 7]))
     sums.advance(OTHER, np.array([2, 2, 3, 3]))
     spans = {LIFE: (3, 9), OTHER: (2, 5)}
-    said = set()
+    outcomes = set()
     for key in range(40):
         every = {
             tuple(prefix(LIFE, key, a) + prefix(OTHER, key, b)) for a in range(3, 10) for b in range(2, 6)
@@ -54,8 +54,8 @@ def test_a_row_is_legal_if_some_numbers_of_steps_make_it() -> None:
         for value in tried:
             legal = row_is_legal(sums, key, np.array(value, np.float32), spans)
             assert legal == (value in every)
-            said.add(legal)
-    assert said == {True, False}
+            outcomes.add(legal)
+    assert outcomes == {True, False}
     assert not row_is_legal(sums, 0, np.full(DIM, 0.5, np.float32), spans)
 
 
@@ -120,9 +120,9 @@ def rows_at(counts: list[int]) -> np.ndarray:
 
 
 def look(witness: Witness, rows: np.ndarray, since_s: float = 5.0, whole: bool = False) -> str:
-    asked = witness.keys({"counted": 0})
-    assert len(asked["counted"]) == len(rows)  # type: ignore[arg-type]
-    return witness.check(Shown({"counted": rows}, since_s, [7] if whole else None))
+    pulled = witness.keys({"counted": 0})
+    assert len(pulled["counted"]) == len(rows)  # type: ignore[arg-type]
+    return witness.check(ShownRows({"counted": rows}, since_s, [7] if whole else None))
 
 
 def test_steps_that_were_begun_may_be_shown_range_by_range(witness: Witness) -> None:
@@ -197,9 +197,9 @@ def test_rows_that_come_and_go_show_a_value_since_then(witness: Witness, tmp_pat
     def shows(value: int, since_s: float) -> str:
         rows = np.zeros((RANGES, DIM), np.float32)
         rows[0] = value
-        asked = witness.keys({"passing": 0})
-        assert len(asked["passing"]) == RANGES  # type: ignore[arg-type]
-        return witness.check(Shown({"passing": rows}, since_s))
+        pulled = witness.keys({"passing": 0})
+        assert len(pulled["passing"]) == RANGES  # type: ignore[arg-type]
+        return witness.check(ShownRows({"passing": rows}, since_s))
 
     assert shows(0, 0.0) == shows(1, 0.0) == shows(0, 3.5) == ""
     churn.ledger_of(tmp_path, 1).write_bytes(records.tobytes())

@@ -22,8 +22,8 @@ def view_of(epoch: int, tails: list[int], since: tuple[int, ...] = (1,) * RANGES
 def followed(following: Following) -> Feed:
     """The feed of the first server, which has answered for all ranges and told that they are empty."""
     feed = following.connected(next(iter(following.tails)))
-    asked = following.subscribe(feed)
-    following.answered(feed, Subscribed(asked.number, 1, NONE, np.arange(RANGES)))
+    subscription = following.subscribe(feed)
+    following.answered(feed, Subscribed(subscription.number, 1, NONE, np.arange(RANGES)))
     tell(following, feed, 1, 10, range(RANGES))
     tell(following, feed, 1, 20, range(RANGES))
     assert following.exact.all()
@@ -67,11 +67,11 @@ def test_ranges_that_changed_in_a_view_that_was_skipped_are_asked_for_again() ->
     assert following.adopt(view_of(3, [0] * RANGES, since=(1, 3, 2, 1))) == [feed]
     tell(following, feed, 3, 30, [0, 1])
     assert following.time_us.tolist() == [30, 20, 20, 30]
-    asked = following.subscribe(feed)
-    assert asked.positions.tolist() == [30, 20, 20, 20]
+    subscription = following.subscribe(feed)
+    assert subscription.positions.tolist() == [30, 20, 20, 20]
     tell(following, feed, 3, 40)
     assert following.time_us.tolist() == [40, 20, 20, 40]
-    following.answered(feed, Subscribed(asked.number, 3, np.arange(RANGES), NONE))
+    following.answered(feed, Subscribed(subscription.number, 3, np.arange(RANGES), NONE))
     tell(following, feed, 3, 50, [1])
     assert following.time_us.tolist() == [50] * RANGES
     assert not following.adopt(view_of(4, [0] * RANGES, since=(4, 3, 2, 1)))  # none was skipped
