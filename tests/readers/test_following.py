@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 
 from coordinator.core.view import ServerInfo, View
-from elasticps.readers.core.following import Feed, Following, Wishes
+from elasticps.readers.core.following import Feed, Following, OutOfOrder, Wishes
 from elasticps.wire.windows import Subscribed, WindowFrame
 
 RANGES = 4
@@ -28,6 +31,12 @@ def followed(following: Following) -> Feed:
     tell(following, feed, 1, 20, range(RANGES))
     assert following.exact.all()
     return feed
+
+
+def counted(following: Following, feed: Feed) -> list[bool]:
+    """Of which ranges rows of a server count."""
+    found = following.counts(feed)
+    return [True] * RANGES if found is None else found.tolist()
 
 
 def tell(
@@ -75,3 +84,36 @@ def test_ranges_that_changed_in_a_view_that_was_skipped_are_asked_for_again() ->
     tell(following, feed, 3, 50, [1])
     assert following.time_us.tolist() == [50] * RANGES
     assert not following.adopt(view_of(4, [0] * RANGES, since=(4, 3, 2, 1)))  # none was skipped
+
+
+def test_a_range_that_began_again_is_read_again() -> None:
+    """What is there now came from a checkpoint, and its numbers are of another history."""
+    following = Following(view_of(1, [0] * RANGES), Wishes(None, "", 10))
+    feed = followed(following)
+    recovered = np.array([1, 2, 1, 1])
+    assert following.adopt(replace(view_of(2, [0] * RANGES, since=(1, 2, 1, 1)), recovery_epoch=recovered)) == [feed]
+    subscription = following.subscribe(feed)
+    assert subscription.positions.tolist() == [20, -1, 20, 20]
+    assert subscription.origins.tolist() == recovered.tolist()
+    assert not following.filled
+
+
+def test_windows_of_a_server_count_for_ranges_that_it_has_answered_for_as_their_tail() -> None:
+    following = Following(view_of(1, [0, 0, 1, 1]), Wishes(None, "", 10))
+    first, second = (following.connected(member) for member in list(following.tails))
+    to_first, to_second = following.subscribe(first), following.subscribe(second)
+    assert not any(counted(following, first))
+    following.answered(first, Subscribed(to_first.number, 1, NONE, np.array([0, 1])))
+    following.answered(second, Subscribed(to_second.number, 1, NONE, np.array([2, 3])))
+    following.adopt(view_of(2, [0, 1, 1, 1], since=(1, 2, 1, 1)))
+    assert counted(following, first) == [True, False, False, False]
+    following.subscribe(second)
+    assert counted(following, second) == [False, False, True, True]
+
+
+def test_windows_come_in_their_order_and_none_is_left_out() -> None:
+    following = Following(view_of(1, [0] * RANGES), Wishes(None, "", 10))
+    feed = followed(following)
+    for number in (feed.window, feed.window + 2):
+        with pytest.raises(OutOfOrder, match="came after 2"):
+            following.window(feed, WindowFrame(1, number, 30, True))
