@@ -101,8 +101,9 @@ def lose_deletions_on_reconnect(patch: pytest.MonkeyPatch) -> None:
     """What went while a reader was away, or before it followed this server, is not sent."""
 
     def blocks(self: ReaderFeeds, reader: Any, journal: Any, tables: Any, upto: int) -> Any:
+        away = reader.cursor < reader.__dict__.setdefault("_first_end", journal.end)
         for block in makes(self, reader, journal, tables, upto):
-            yield block._replace(gone=block.gone[:0]) if reader.flow.number == 0 else block
+            yield block._replace(gone=block.gone[:0]) if away else block
 
     makes = ReaderFeeds._blocks
     patch.setattr(ReaderFeeds, "_blocks", blocks)

@@ -119,10 +119,8 @@ class Following:
         due = []
         for member, feed in self._feeds.items():
             ranges = self._tails.get(member, np.empty(0, np.int64))
-            left = feed.ranges[~np.isin(feed.ranges, ranges) | np.isin(feed.ranges, changed)]
-            if len(left) or not np.array_equal(ranges, feed.ranges) or begun[ranges].any():
-                self._leave(feed, left)
-                feed.ranges = np.setdiff1d(feed.ranges, left)  # until it is asked for these again
+            if not np.array_equal(ranges, feed.ranges) or begun[ranges].any() or np.isin(ranges, changed).any():
+                self._leave(feed, np.setdiff1d(feed.ranges, ranges))
                 due.append(feed)
         return due
 
@@ -208,8 +206,9 @@ class Following:
             mine = self._owner[frame.ranges] == feed.slot
             ranges, positions = frame.ranges[mine], frame.positions[mine]
             self.heard[ranges] = positions
-            # A server that follows a newer view than this reader may have left ranges that it does not name.
-            followed = feed.ranges if frame.epoch <= self.epoch else ranges
+            # A server that follows a newer view than this reader, or is asked again, may have left ranges that it does
+            # not name.
+            followed = feed.ranges if feed.answered and frame.epoch <= self.epoch else ranges
             here = followed[self._owner[followed] == feed.slot]
             here = here[self.have[here] >= 0] if len(here) else here
             moved = here[self.heard[here] >= 0]
