@@ -151,7 +151,7 @@ def _errors_only() -> Iterator[None]:
 
 def _tell(report: dict[str, object], folder: Path) -> None:
     from chaos.live.figures import by_kind
-    from chaos.live.report import recovery_rows, verdict
+    from chaos.live.report import reader_words, recovery_rows, verdict
     from elasticps.cli.output import out
 
     table = Table("fault", box=None, header_style="bold", pad_edge=False)
@@ -166,6 +166,10 @@ def _tell(report: dict[str, object], folder: Path) -> None:
         f"{stall['ms']:g} ms; report in {os.path.relpath(folder)}/index.html",
         markup=False,
     )
+    readers = report["readers"]
+    assert isinstance(readers, list)
+    for found in readers:
+        out.print(f"reader {found['reader']}: {reader_words(found)}", markup=False)
     broken, notes = report["broken"], report["notes"]
     assert isinstance(broken, list)
     assert isinstance(notes, list)

@@ -194,7 +194,7 @@ class KubernetesStage(Processes):
         self._api = OfficialApi(plan.namespace) if api is None else api
         super().__init__(Loopback())
         self.plan = plan
-        self.url = self.own_url = self.reader_url = plan.url
+        self.url = self.follower_url = self.own_url = self.reader_url = plan.url
         self._paused: set[str] = set()
         self._cordoned: Counter[str] = Counter()  # by how many faults; nodes that others have cordoned are not in it
         self._restarts: dict[str, int] = {}  # by uid, of pods that have been ready: how often they were started again

@@ -278,6 +278,7 @@ class LoadWorker:
         self._waiting: deque[tuple[int, eps.Step]] = deque()
         self._begun = 0
         self._ledger = LedgerFile(Path(job.ledger))
+        Path(job.ledger).with_suffix(".id").write_text(str(self._ps._dispatcher.worker.id))
 
     def step(self) -> None:
         """Pushes one step; waits for the oldest step first if the window is full."""

@@ -50,7 +50,7 @@ class Verb:
     alone: bool = False
 
 
-_PROCESSES = ("server", "coordinator", "worker", "etcd")
+_PROCESSES = ("server", "coordinator", "worker", "etcd", "reader")
 VERBS: Mapping[str, Verb] = {
     "kill": Verb("SIGKILL; `back`: seconds until it is started again", _PROCESSES, (), ("back",), hurts=True),
     "terminate": Verb("SIGTERM: a server drains; `back` as above, from its end", _PROCESSES, (), ("back",), hurts=True),
@@ -80,11 +80,11 @@ WAYS = ("both", "out", "in")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]*[0-9]+")
 _ETCD_POD = re.compile(r"([A-Za-z0-9-]+-)?etcd(-[0-9]+)?")  # the word for all of them, or one by name
 _ROLE_WORDS = ("random", "head-of:hottest", "head-of:RANGE", "tail", "tail-of:RANGE", "joining", "leader", "standby",
-               "worker", "etcd")  # fmt: skip
+               "worker", "etcd", "reader")  # fmt: skip
 _RANGE_WORD = re.compile(r"(head|tail)-of:(\d+)")
 WORD_ROLES: Mapping[str, str] = {
     "head-of:hottest": "server", "tail": "server", "joining": "server", "leader": "coordinator",
-    "standby": "coordinator", "worker": "worker", "etcd": "etcd",
+    "standby": "coordinator", "worker": "worker", "etcd": "etcd", "reader": "reader",
 }  # fmt: skip
 
 
@@ -117,6 +117,7 @@ class LoadPlan:
 
     keys     rows that all workers share; `filling`: rows more, so that filling a replica takes a moment
     window   steps that a worker leaves unacknowledged; `pause_ms`: between two steps of one worker
+    readers  whether readers follow beside, and what they show is checked: not for a `command`
     command  instead of the audit load; {url}, {worker} and {number} are filled in
     """
 
@@ -125,6 +126,7 @@ class LoadPlan:
     filling: int = 20_000
     window: int = 4
     pause_ms: float = 2.0
+    readers: bool = True
     command: tuple[str, ...] = ()
 
 
@@ -354,6 +356,7 @@ _LOAD: Mapping[str, Reader] = {
     "filling": lambda p: p.count(0, 50_000_000),
     "window": lambda p: p.count(1, 64),
     "pause_ms": lambda p: p.number(0, 10_000),
+    "readers": lambda p: p.switch(),
     "command": lambda p: tuple(each.text() for each in p.items()),
 }
 _PROMISES: Mapping[str, Reader] = {

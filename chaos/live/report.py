@@ -17,7 +17,8 @@ from chaos.live.runner import Outcome
 from elasticps.errors import ConfigError
 
 BUCKET_S = 0.25
-_COLOURS = {"server": "#c0392b", "coordinator": "#8e44ad", "worker": "#2471a3", "etcd": "#b9770e", "": "#566573"}
+_COLOURS = {"server": "#c0392b", "coordinator": "#8e44ad", "worker": "#2471a3", "etcd": "#b9770e",
+            "reader": "#117a65", "": "#566573"}  # fmt: skip
 
 
 def as_dict(outcome: Outcome) -> dict[str, Any]:
@@ -42,6 +43,7 @@ def as_dict(outcome: Outcome) -> dict[str, Any]:
         "epochs": len(outcome.views),
         "memory_limit": outcome.plan.cluster.memory,
         "memory": dict(sorted(outcome.memory.items())),
+        "readers": [found.as_dict() for found in outcome.readers],
         "audit": None if report is None else {
             "clean": report.clean, "epoch": report.epoch, "compared": report.compared, "short": report.short,
             "differences": len(report.differences), "unjudged": len(report.unjudged),
@@ -165,7 +167,18 @@ def _summary(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("views", str(report["epochs"])),
         ("most memory used", _memory(report)),
         ("replicas compared", str(report["audit"]["compared"]) if report["audit"] else "none"),
+        *((f"reader {found['reader']}", reader_words(found)) for found in report.get("readers", ())),
     ]
+
+
+def reader_words(found: Mapping[str, Any]) -> str:
+    """Says what a reader has shown, and how old it was."""
+    age = found["age_ms"]
+    return (
+        f"{found['looks']:,} looks, rows {age['p50']:g} ms old (p50), {age['p99']:g} (p99), {age['most']:g} at most; "
+        f"{found['held']} moments held, {found['apart']} not found; {found['compared']:,} rows compared at rest; "
+        f"{found['failed']} pulls without an answer, {found['undecided']} rows undecided"
+    )
 
 
 def _memory(report: Mapping[str, Any]) -> str:

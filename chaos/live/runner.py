@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from chaos.live import figures, load
+from chaos.live import churn, figures, load
 from chaos.live import observer as observer
 from chaos.live.nemesis import FaultRecord, Nemesis
 from chaos.live.netns import Namespaces
 from chaos.live.network import Loopback, ProcessNetwork
 from chaos.live.plan import Action, Plan, PlanError, expand
 from chaos.live.proxy import Proxy
+from chaos.live.readers import Findings, Readers
 from chaos.live.stage import LocalStage, Processes
 from chaos.live.targets import Situation, whole
 from chaos.live.verdict import audit_words, epochs_back, excused, given_up, unwatched
@@ -58,6 +59,7 @@ class Outcome:
     audit: AuditReport | None = None
     settled_s: float = 0.0
     memory: dict[str, int] = field(default_factory=dict)  # the most bytes that each server used, with a limit
+    readers: list[Findings] = field(default_factory=list)
     stall: figures.Stall = field(default_factory=lambda: figures.Stall(0.0, "", 0.0))
 
     @property
@@ -88,6 +90,7 @@ class Load:
         self._seed = seed
         self._stage = stage
         self.names = [f"w{i}" for i in range(plan.load.workers)]
+        self.readers = Readers(plan, seed, stage)  # beside
 
     def start(self) -> None:
         """Starts all workers, and waits until each is ready."""
@@ -98,6 +101,11 @@ class Load:
             words = [self._stage.url, str(self._stage.folder), str(self._plan.cluster.ranges)]
             self.names.append(observer.NAME)
             self._stage.add_worker(observer.NAME, lambda: [sys.executable, "-m", "chaos.live.observer", *words])
+            numbers = itertools.count(1)
+            self.names.append(churn.NAME)
+            self._stage.add_worker(
+                churn.NAME, lambda: [sys.executable, "-m", "chaos.live.churn", *words, str(next(numbers))]
+            )
         self._stage.wait_ready(self.names)
 
     def _command(self, number: int) -> list[str]:
@@ -218,6 +226,8 @@ class Run:
             self.load.start()
             if not self._plan.load.command:
                 self._heat = load.heat(stage.reader_url, self._plan.load.keys, self._plan.cluster.ranges)
+            self._progress("starting readers")
+            self.load.readers.start()
             self._torment(stage)
             self._judge(stage)
         finally:
@@ -254,8 +264,8 @@ class Run:
         outcome.settled_s, unsettled = self._settle(stage, self._plan.promises.settle_s)
         if unsettled:
             outcome.broken.append(f"not whole {self._plan.promises.settle_s:g} s after the last fault: {unsettled}")
-        workers = self.load.names
-        _, late = self._wait(stage, START_S, lambda: stage.late(workers))
+        names = [*self.load.names, *self.load.readers.names]
+        _, late = self._wait(stage, START_S, lambda: stage.late(names))
         outcome.broken += [
             f"{name} was not ready again {START_S:g} s after all was whole; its log may say why" for name in late
         ]
@@ -268,6 +278,7 @@ class Run:
         self._check_ledgers()
         self._progress("comparing every value with the pushes, and every replica with the others")
         self._check_content(stage)
+        self._check_readers(stage)
         self._note_deaths(stage.ended())  # the last look was when all was whole
 
     # ------------------------------------------------------------------------------------------------------ the checks
@@ -312,6 +323,14 @@ class Run:
         else:
             outcome.broken += audit_words(outcome.audit)
 
+    def _check_readers(self, stage: Any) -> None:
+        assert self.load is not None
+        readers = self.load.readers
+        if readers.names:
+            self._progress("comparing what readers have with the servers")
+            self.outcome.broken += readers.finish(lambda: self._look_after(stage))
+            self.outcome.readers = readers.findings()
+
     # -------------------------------------------------------------------------------------------------------- plumbing
 
     def _settle(self, stage: Any, seconds: float) -> tuple[float, str]:
@@ -333,7 +352,7 @@ class Run:
 
     def _scene(self, stage: Any) -> Situation:
         assert self.watch is not None
-        roles = ("server", "coordinator", "worker", "etcd")
+        roles = ("server", "coordinator", "worker", "etcd", "reader")
         running = {role: stage.names(role, paused=False) for role in roles}
         down = frozenset((member.name, member.incarnation) for member in self.watch.draining)  # they may end
         return Situation(self.watch.view, running, down, self.watch.leader, self._heat)

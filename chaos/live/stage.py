@@ -60,13 +60,13 @@ class _Job:
 class Processes:
     """Starts, signals and ends processes by name.
 
-    url                  of the cluster, for workers
+    url, follower_url    of the cluster, for workers and for readers
     own_url, reader_url  for this process, as an operator and as a worker: its network is not disturbed
     """
 
     def __init__(self, network: ProcessNetwork) -> None:
         self.network = network
-        self.url = self.own_url = self.reader_url = ""
+        self.url = self.follower_url = self.own_url = self.reader_url = ""
         self.folder = Path(tempfile.mkdtemp(prefix="elasticps-chaos-"))
         self._jobs: dict[str, _Job] = {}
         self._supervisor = Supervisor(self.folder, "")
@@ -89,7 +89,7 @@ class Processes:
         """Copies the logs. Returns what went wrong instead of raising it: there is more to end."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for log in self.folder.glob("*.log"):
+            for log in (*self.folder.glob("*.log"), *self.folder.glob("*.findings")):
                 shutil.copy(log, folder / log.name)
         except OSError as error:
             return [f"logs of the run are lost, which should have gone to {folder}: {error.strerror}"]
@@ -236,6 +236,17 @@ class Processes:
             job.healthy = lambda: True
         self.start(name)
 
+    def add_reader(self, name: str, command: Callable[[], list[str]]) -> None:
+        """Starts a process of a reader, which says when it is ready, by what `command` returns at each start."""
+        self.network.join(name)
+        self._add(name, "reader", command, dict(os.environ))
+        self.start(name)
+
+    def listening(self, name: str) -> tuple[str, str]:
+        """Chooses a port for a process of this name: where it listens, as host:port, and where others find it."""
+        host, (port,) = self.network.join(name), free_ports(1)
+        return f"{host}:{port}", self.network.publish(name, host, port)
+
     def _signal(self, name: str, number: signal.Signals, *, should_run: bool) -> None:
         job = self._jobs[name]
         job.should_run = should_run
@@ -262,6 +273,7 @@ class LocalStage(Processes):
         if plan.tls:
             self._etcd.tls = certificates.begin(self.folder, self._etcd.hosts)
         self.url = self._url(Role.WORKER)
+        self.follower_url = self._url(Role.READER)
         self.own_url = self._url(Role.OPERATOR, public=False)
         self.reader_url = self._url(Role.WORKER, public=False)
 

@@ -96,7 +96,7 @@ def _candidates(word: str, scene: Situation, roles: tuple[str, ...]) -> list[str
     view, servers = scene.view, set(scene.running.get("server", ()))
     if word == "random":
         return sorted(scene.running.get(roles[0], ())) if roles else []
-    if word in ("worker", "etcd"):
+    if word in ("worker", "etcd", "reader"):
         return sorted(scene.running.get(word, ()))
     if word in ("leader", "standby"):
         there = sorted(scene.running.get("coordinator", ()))

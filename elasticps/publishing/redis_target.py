@@ -60,6 +60,7 @@ class RedisTarget:
         with _explained("reached"):
             self._redis = self._connect()
             self._redis.ping()
+            _check_no_cluster(self._redis)
 
     def close(self) -> None:
         """See `PublishTarget`."""
@@ -203,6 +204,21 @@ def _connector(url: str) -> Callable[[], Any]:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{shown(url)} is no URL of Redis: {error}") from None
     return lambda: redis.Redis.from_url(url, **given)
+
+
+def _check_no_cluster(client: Any) -> None:
+    """ConfigError for a node of a Redis cluster: one MSET names keys of many of its slots."""
+    from redis.exceptions import ResponseError
+
+    try:
+        mode = client.info("cluster")
+    except ResponseError:  # another server that speaks Redis, and has no INFO
+        return
+    if mode.get("cluster_enabled"):
+        raise ConfigError(
+            "this Redis is a node of a cluster, over whose slots rows cannot be written at once: publish to a Redis "
+            "with `cluster-enabled no`, or to a folder"
+        )
 
 
 @contextmanager

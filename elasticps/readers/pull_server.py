@@ -125,6 +125,10 @@ class PullServer:
                 try:
                     while n := stream.recv_into(assembler.buffer):
                         assembler.received(n)
+                except FrameError as error:
+                    with suppress(OSError):
+                        _send(connection, [json_frame(Kind.ERROR, {"code": "malformed", "message": str(error)})])
+                    raise
                 finally:
                     feed.close()
         except (OSError, FrameError, NotAuthorised) as error:

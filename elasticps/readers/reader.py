@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from elasticps.client.registry import Registry
 from elasticps.client.runtime import Lock, Runtime
-from elasticps.errors import ConfigError, InputError, Timeout, UnknownTable
+from elasticps.errors import ConfigError, Error, InputError, Timeout, UnknownTable
 from elasticps.model.key_share import KeyShare
 from elasticps.model.spec import TableSpec
 from elasticps.readers.connections import ReaderConnections
@@ -26,7 +26,7 @@ from elasticps.readers.peers import reader_name
 from elasticps.readers.rows import ReaderTable, ReaderTables
 from elasticps.readers.values import AsOf, Listener, ReaderSpec, ReaderStats, TableChange
 from elasticps.store.journal import Journal
-from elasticps.wire.frames import Header, Kind
+from elasticps.wire.frames import FrameError, Header, Kind
 from elasticps.wire.windows import RangePart, ReadRange, WindowFrame
 
 if TYPE_CHECKING:
@@ -151,6 +151,11 @@ class Reader:
     def positions(self) -> NDArray[np.int64]:
         """How far each range is here, int64 [P], a copy; under `lock`."""
         return self._following.have.copy()
+
+    @property
+    def exact(self) -> bool:
+        """Whether all ranges are as their servers said at the end of a window, and no row is newer; under `lock`."""
+        return bool(self._following.exact.all())
 
     @property
     def clocks(self) -> RangeClocks:
@@ -338,7 +343,10 @@ class Reader:
 
     def _apply(self, feed: Feed, frame: WindowFrame, nbytes: int) -> None:
         changes = list[TableChange | None]()
-        changes += [self._tables.add(number, spec) for number, spec in frame.tables if self._follows(spec)]
+        try:
+            changes += [self._tables.add(number, spec) for number, spec in frame.tables if self._follows(spec)]
+        except Error as error:
+            raise FrameError(f"a WINDOW names a table that cannot be: {error}") from None
         changes += [self._tables.drop(number) for number in frame.dropped]
         counts, collect = self._following.counts(feed), bool(self._listeners)
         for block in frame.blocks:

@@ -127,12 +127,12 @@ class RelayFeed:
             return False
         with self._sending:
             with self._reader.lock:
-                buffers, complete = self._make()
+                buffers, more = self._make()
             self._send_bytes(buffers)  # without the reader's lock: the other end may be slow
-        return not complete
+        return more
 
     def _make(self) -> tuple[list[Buffer], bool]:
-        """The next frame of a window, and whether it is the last; under the reader's lock."""
+        """The next frame of a window, and whether more follow. Under the reader's lock, which no peer holds up."""
         relay, reader, wants = self._relay, self._reader, self._wants
         assert wants is not None
         journal, before = relay.journal, list[Buffer]()
@@ -159,14 +159,15 @@ class RelayFeed:
                 found = journal.read(rows.header, number, self._cursor, upto, every, 0, rows.spec.dim, share)
                 blocks.append(RowBlock(number, *found, _NONE))
         self._cursor = upto
-        complete = upto == journal.end
+        # While this reader reads a range, or has half of a window, its rows are of no moment.
+        complete = upto == journal.end and reader.exact
         frame = WindowFrame(wants.epoch, self._number, reader.oldest_us, complete, blocks, tables=new, dropped=dropped)
         if complete:
             relay.mark()
             frame = self._with_state(frame)
         buffers = frame.frame()
         self._in_flight.append((self._number, sum(len(memoryview(one).cast("B")) for one in buffers)))
-        return before + buffers, complete
+        return before + buffers, upto < journal.end
 
     def _with_state(self, frame: WindowFrame) -> WindowFrame:
         reader = self._reader

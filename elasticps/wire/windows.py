@@ -287,8 +287,9 @@ class WindowFrame(NamedTuple):
         if header.bound:
             document = json_body(reader.take(header.bound).tobytes(), MAX_BODY_BYTES)
             tables, dropped = _tables_in(document)
-        if header.table > ranges or header.items > len(body):
-            raise FrameError(f"a WINDOW of {header.table} ranges and {header.items} blocks")
+        time_us = header.worker << 32 | header.wait_ms
+        if header.table > ranges or header.items > len(body) or time_us >= 1 << 62:
+            raise FrameError(f"a WINDOW of {header.table} ranges and {header.items} blocks, read at {time_us} us")
         named = positions = np.empty(0, np.int64)
         runs, records = np.empty((0, _RUN), np.int64), list[tuple[int, StepRecord]]()
         if complete:
@@ -304,7 +305,7 @@ class WindowFrame(NamedTuple):
         blocks = [_read_block(reader, ranges) for _ in range(header.items)]
         reader.end()
         return cls(
-            header.epoch, header.clock, header.worker << 32 | header.wait_ms, complete, blocks, named, positions,
+            header.epoch, header.clock, time_us, complete, blocks, named, positions,
             Progresses(runs), records, tables, dropped,
         )  # fmt: skip
 

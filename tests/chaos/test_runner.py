@@ -71,6 +71,7 @@ class FakeLoad:
     def __init__(self) -> None:
         self.jobs: list[Any] = []
         self.names: list[str] = []
+        self.readers = SimpleNamespace(names=[])
 
     def finish(self) -> list[str]:
         return []

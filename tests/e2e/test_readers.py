@@ -372,7 +372,7 @@ def test_a_relay_feeds_readers(own: eps.LocalCluster) -> None:
                     second.release()
                 users.delete(KEYS[:500])
                 eventually(shows(second, users))
-                assert second.as_of.steps == first.as_of.steps
+                eventually(lambda: second.as_of.steps == first.as_of.steps)
                 items = table_of(ps, "items")
                 push(ps, items, rng)
                 eventually(lambda: "items" in second.tables)

@@ -213,6 +213,24 @@ def test_a_password_is_needed_and_taken_from_the_environment(tmp_path: Path, mon
         server.stop()
 
 
+def test_a_node_of_a_cluster_is_refused(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        bus = free.getsockname()[1]
+    server = RedisServer(tmp_path, "--cluster-enabled", "yes", "--cluster-port", str(bus))
+    server.url = server.url.removesuffix("/3")
+    try:
+        reader = FakeReader()
+        reader.push("users", {1: 1})
+        with (
+            Publisher(reader, target(server), server.url) as publisher,
+            pytest.raises(ConfigError, match="is a node of a cluster"),
+        ):
+            publisher.wait()
+    finally:
+        server.stop()
+
+
 def test_a_url_that_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="no URL of Redis") as refused:
         target_of("redis://me:secret@127.0.0.1:port/1", SOURCE, "float32", PREFIX, 0)

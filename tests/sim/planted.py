@@ -115,6 +115,8 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     readers.go_on_where_a_reader_was_too_slow: ("moves", "free", 2),
     readers.show_other_rows_while_it_holds: ("calm", "free", 0),
     readers.forget_the_rows_of_a_part_that_is_read: ("calm", "free", 0),
+    readers.lose_deletions_on_reconnect: ("kills", "free", 5),
+    readers.apply_a_window_after_a_newer_one: ("kills", "free", 21),
     retained.acknowledge_before_the_one_left_is_confirmed: ("suspicions", "free", 36),
     retained.drop_the_copy_that_is_to_be_kept: ("suspicions", "free", 0),
     retained.go_on_with_what_nobody_else_has: ("outcasts", "free", 2),
@@ -351,6 +353,22 @@ ALONE: dict[Patch, tuple[str, str]] = {
     ranges.stamp_rows_as_before_the_cut: (
         "store.test_range_map",
         "test_a_range_that_comes_again_has_nothing_of_before",
+    ),
+    readers.keep_marks_of_before_a_filling: (
+        "server.test_journal_marks",
+        "test_a_range_that_came_back_has_no_mark_of_before",
+    ),
+    readers.go_on_across_a_range_that_began_again: (
+        "readers.test_following",
+        "test_a_range_that_began_again_is_read_again",
+    ),
+    readers.go_on_where_views_were_skipped: (
+        "readers.test_following",
+        "test_ranges_that_changed_in_a_view_that_was_skipped_are_asked_for_again",
+    ),
+    readers.take_windows_of_servers_that_are_no_tails: (
+        "readers.test_following",
+        "test_windows_of_a_server_count_for_ranges_that_it_has_answered_for_as_their_tail",
     ),
     rounds.mark_a_shard_done_when_it_is_used: (
         "server.test_data_shard_sets",

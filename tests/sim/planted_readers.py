@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from elasticps.readers.connections import ReaderConnections
 from elasticps.readers.core.following import Feed, Following
 from elasticps.readers.core.moment_search import MomentSearch
 from elasticps.readers.holding import Holding
@@ -16,6 +17,7 @@ from elasticps.server.roles import range_parts
 from elasticps.server.roles.readers import ReaderFeeds
 from elasticps.store import cells
 from elasticps.store.table import Table
+from elasticps.wire.frames import Kind
 from elasticps.wire.windows import RangePart, Subscribed
 
 
@@ -100,3 +102,75 @@ def forget_the_rows_that_are_the_same(patch: pytest.MonkeyPatch) -> None:
 
 def send_a_reader_all_shares(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(range_parts, "keys_within", lambda keys, share: keys)
+
+
+def go_on_where_views_were_skipped(patch: pytest.MonkeyPatch) -> None:
+    """A server that was a range's tail before, was not, and is again has left the range, and is not asked again."""
+
+    def adopt(self: Following, view: Any) -> Any:
+        self.epoch = max(self.epoch, view.epoch - 1)
+        return adopts(self, view)
+
+    adopts = Following.adopt
+    patch.setattr(Following, "adopt", adopt)
+
+
+def lose_deletions_on_reconnect(patch: pytest.MonkeyPatch) -> None:
+    """What went while a reader was away, or before it followed this server, is not sent."""
+
+    def blocks(self: ReaderFeeds, reader: Any, journal: Any, tables: Any, upto: int) -> Any:
+        away = reader.cursor < reader.__dict__.setdefault("_first_end", journal.end)
+        for block in makes(self, reader, journal, tables, upto):
+            yield block._replace(gone=block.gone[:0]) if away else block
+
+    makes = ReaderFeeds._blocks
+    patch.setattr(ReaderFeeds, "_blocks", blocks)
+
+
+def take_windows_of_servers_that_are_no_tails(patch: pytest.MonkeyPatch) -> None:
+    """A window counts although its server has not answered for the range, or is its tail no more."""
+    patch.setattr(Following, "counts", lambda self, feed: None)
+
+    def leave(self: Following, feed: Feed, ranges: Any) -> None:
+        if len(ranges):
+            feed.confirmed = False
+
+    patch.setattr(Following, "_leave", leave)
+
+
+def keep_marks_of_before_a_filling(patch: pytest.MonkeyPatch) -> None:
+    """A server that lost a range and got it back counts marks of before: it has not noted what changed meanwhile."""
+    patch.setattr(JournalMarks, "forget", lambda self, ranges: None)
+
+
+def go_on_across_a_range_that_began_again(patch: pytest.MonkeyPatch) -> None:
+    """The origin of a range, the epoch of its recovery, is not compared."""
+
+    def adopt(self: Following, view: Any) -> Any:
+        begun = view.recovery_epoch
+        self._origins = begun.copy()
+        return adopts(self, view)
+
+    adopts = Following.adopt
+    patch.setattr(Following, "adopt", adopt)
+
+
+def apply_a_window_after_a_newer_one(patch: pytest.MonkeyPatch) -> None:
+    """Every third window is handled behind the one that follows it."""
+
+    def handle(self: ReaderConnections, feed: Feed, header: Any, body: Any) -> None:
+        waiting = self.__dict__.setdefault("_late", {})
+        if header.kind == Kind.WINDOW and header.clock % 3 == 1 and feed not in waiting:
+            waiting[feed] = (header, body.copy())
+            return
+        handles(self, feed, header, body)
+        if header.kind == Kind.WINDOW and feed in waiting:
+            handles(self, feed, *waiting.pop(feed))
+
+    def window(self: Following, feed: Feed, frame: Any) -> None:
+        feed.window = frame.number - 1
+        windows(self, feed, frame)
+
+    handles, windows = ReaderConnections.handle, Following.window
+    patch.setattr(ReaderConnections, "handle", handle)
+    patch.setattr(Following, "window", window)

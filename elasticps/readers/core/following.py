@@ -109,6 +109,9 @@ class Following:
         """Follows a newer view; the servers that `subscribe` is due for."""
         if view.epoch <= self.epoch:
             return []
+        # In views that were not seen here a range may have had another tail: a server that was it again has left it.
+        seen = self.epoch if view.epoch > self.epoch + 1 else view.epoch
+        changed = np.flatnonzero(view.since > seen)
         self.epoch = view.epoch
         begun = view.recovery_epoch != self._origins
         self._origins = view.recovery_epoch.copy()
@@ -118,7 +121,7 @@ class Following:
         due = []
         for member, feed in self._feeds.items():
             ranges = self._tails.get(member, np.empty(0, np.int64))
-            if not np.array_equal(ranges, feed.ranges) or begun[ranges].any():
+            if not np.array_equal(ranges, feed.ranges) or begun[ranges].any() or np.isin(ranges, changed).any():
                 self._leave(feed, np.setdiff1d(feed.ranges, ranges))
                 due.append(feed)
         return due
@@ -205,7 +208,10 @@ class Following:
             mine = self._owner[frame.ranges] == feed.slot
             ranges, positions = frame.ranges[mine], frame.positions[mine]
             self.heard[ranges] = positions
-            here = feed.ranges[self._owner[feed.ranges] == feed.slot]
+            # A server that follows a newer view than this reader, or is asked again, may have left ranges that it does
+            # not name.
+            followed = feed.ranges if feed.answered and frame.epoch <= self.epoch else ranges
+            here = followed[self._owner[followed] == feed.slot]
             here = here[self.have[here] >= 0] if len(here) else here
             moved = here[self.heard[here] >= 0]
             self.have[moved] = self.heard[moved]
@@ -213,6 +219,8 @@ class Following:
             self.exact[moved] = True
             if feed.answered:
                 feed.listed = feed.stated = True
+        else:  # some rows are newer than what is known of their ranges
+            self.exact[feed.ranges[self._owner[feed.ranges] == feed.slot]] = False
         if feed.listed and feed.unlisted:
             for r in sorted(feed.unlisted):
                 if self.heard[r] >= 0:
