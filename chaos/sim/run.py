@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from random import Random
 from unittest.mock import patch
 
 import numpy as np
@@ -29,13 +30,15 @@ from chaos.sim.faults import inject
 from chaos.sim.following import Followers
 from chaos.sim.growing import LAG_S, LEAD_S, Growing
 from chaos.sim.injector import RESTART_S, Injector
-from chaos.sim.large import KEYS_PER_RANGE, Counting, check_all, enlarged
+from chaos.sim.large import KEYS_PER_RANGE, Counting, Waves, check_all, enlarged
 from chaos.sim.programs import Free, Sharded, Synchronous, Worker, sums_table
 from chaos.sim.small_limits import turned
 from chaos.sim.story import ANY, FLAGS, SIZES, App, Kind, Story, tell
 from chaos.sim.tables import Fickle, Known
 from chaos.sim.threads import Threads
-from coordinator.core.view import ClusterConfig
+from chaos.sim.watch import OutOfTime, Watch
+from coordinator.core.keys import VIEW
+from coordinator.core.view import ClusterConfig, View
 from elasticps import store as table_store
 from elasticps.admin.admin_pb2 import RestoreRequest, RestoreResponse
 from elasticps.checkpoint import catalog, range_recovery
@@ -106,11 +109,13 @@ class Models:
 
 
 class Scene:
-    """One story under way. on: workers begin new steps."""
+    """One story under way. on: workers begin new steps; watch: who looks on from outside."""
 
-    def __init__(self, story: Story) -> None:
+    def __init__(self, story: Story, watch: Watch | None = None) -> None:
         self.story = story
         self.on = True
+        self._watch = watch
+        self._stage = "training"
         config = ClusterConfig(ranges=story.ranges, replicas=story.replicas, min_servers=story.servers)
         self.cluster = Cluster(story.seed, story.weather, config, story.calm, proven=story.proven)
         if story.drain_timeout_s is not None:
@@ -131,6 +136,7 @@ class Scene:
             self.cluster.on_server = lambda server: check.follow(server, self.cluster.broken)
         # Where tables grow, cuts are those of checkpoints.
         self.checkpointer = Checkpointer(self.cluster, lambda: self.on) if story.cuts and story.grows else None
+        self.waves: Waves | None = None  # where training lasts until each worker has taken its steps
         self.followers = Followers(self.cluster, story, self.models.sums, lambda: self.on)
         if story.grows:
             self.cluster.on_build = self.growth.follow
@@ -148,7 +154,8 @@ class Scene:
                 name = f"{app.name}-w{i}"
                 self._app_of[name] = app
                 self.workers[name] = self._worker(name)
-                self._start(name)
+                if not story.counted:
+                    self._start(name)
         self.followers.start()
         if self.checkpointer is not None:
             self.checkpointer.start()
@@ -208,15 +215,20 @@ class Scene:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def play(self) -> None:
-        """Plays the whole story. Raises Violation for the first promise that was broken."""
+        """Plays the whole story. Raises Violation for the first promise that was broken, OutOfTime if nobody waits any
+        longer."""
         self.begin()
-        clock = self.cluster.clock
-
-        def broken() -> bool:
-            return self.cluster.violation is not None
-
-        clock.run(self.story.training_s, broken)
+        clock, broken = self.cluster.clock, self.broken
+        if self._watch is not None:
+            self._watch.stage = self.stage
+        if self.story.counted:
+            self.waves = Waves(self.injector, self.workers, self._start, Random(f"hit {self.story.seed}").random())
+            self.waves.play(broken)
+        else:
+            clock.run(self.story.training_s, broken)
+        self._judge("")
         self.on = False
+        self._stage = "coming to rest"
         self.injector.end()
         until = clock.now + BOUND_S
         why = "there was no time"
@@ -226,7 +238,26 @@ class Scene:
             if not why:
                 break
         self._judge(why)
+        self._stage = "checking everything"
         self._audit()
+
+    def broken(self) -> bool:
+        """Whether a promise is broken; asked after each event."""
+        if self._watch is not None:
+            self._watch.look()
+        return self.cluster.violation is not None
+
+    def stage(self) -> str:
+        """Says how far the story is."""
+        cluster, waves = self.cluster, self.waves
+        entry = cluster.store.run(cluster.store.data.get(VIEW))
+        epoch = 0 if entry is None else View.decode(entry.value).epoch
+        steps = sum(worker.steps for worker in self.workers.values())
+        text = f"{self._stage}, {cluster.clock.now:.2f} s of virtual time, epoch {epoch}, {steps:,} steps"
+        if waves is not None:
+            every = len(self.workers)
+            text += f", {waves.started:,} of {every:,} workers started, {waves.trained:,} have taken their steps"
+        return f"{text}, {cluster.clock.events:,} events, {len(cluster.network.sockets) // 2:,} connections"
 
     def _judge(self, why: str) -> None:
         if self.cluster.violation is not None:
@@ -266,7 +297,7 @@ class Scene:
             self.cluster.start_worker(f"{app.name}-auditor", look)
         clock = self.cluster.clock
         until = clock.now + BOUND_S
-        clock.run(until, lambda: len(ended) == len(self.story.apps) or self.cluster.violation is not None)
+        clock.run(until, lambda: len(ended) == len(self.story.apps) or self.broken())
         self._judge("" if len(ended) == len(self.story.apps) else "the auditors have not finished")
         self.cluster.views.check_end()
         if self._different():  # a cut is on its way along a chain, perhaps
@@ -324,17 +355,17 @@ class Scene:
         return ""
 
 
-def run(seed: int, kind: Kind = ANY, trace: bool = False) -> Result:
-    """Plays the story of a seed to its end."""
+def run(seed: int, kind: Kind = ANY, trace: bool = False, watch: Watch | None = None) -> Result:
+    """Plays the story of a seed to its end, or until `watch` ends it."""
     story = tell(seed, kind)
     if kind.servers:
         story = enlarged(story, kind)
     with virtual() as machine, turned(story.small, story.tight, story.short, story.grows), _collected_afterwards():
-        return _play(story, trace, machine)
+        return _play(story, trace, machine, watch)
 
 
-def _play(story: Story, trace: bool, machine: Machine) -> Result:
-    scene = Scene(story)
+def _play(story: Story, trace: bool, machine: Machine, watch: Watch | None) -> Result:
+    scene = Scene(story, watch)
     machine(scene.cluster)
     try:
         with _traced(scene.cluster) if trace else nullcontext():
@@ -352,6 +383,8 @@ def _promises(scene: Scene) -> tuple[str, str]:
         scene.play()
     except Violation as violation:
         return violation.invariant, f"at {scene.cluster.clock.now:.6f} s {violation}"
+    except OutOfTime as over:
+        return "time", f"{over}. Until then no promise was broken; what is checked at the end was not"
     return "", ""
 
 

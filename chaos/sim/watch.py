@@ -1,0 +1,48 @@
+"""Watches a long story from outside, by the machine's own clock: says how far it is, and ends it when its time is over.
+
+What it does changes nothing of the story: the same seed gives the same events, watched or not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+LOOK_EVENTS = 256  # the clock is read once in so many events
+EVERY_S = 20.0
+
+
+class OutOfTime(Exception):
+    """The story was ended from outside: no promise was broken, and not all were looked at."""
+
+
+class Watch:
+    """Tells of a story in lines, each EVERY_S of wall time. most_s: after so long the story is ended; 0: never."""
+
+    def __init__(self, tell: Callable[[str], None], most_s: float = 0.0) -> None:
+        self.stage: Callable[[], str] = lambda: "begins"  # says how far the story is
+        self._tell = tell
+        self._most_s = most_s
+        self._began_s = self._told_s = time.perf_counter()
+        self._events = 0
+
+    def look(self) -> None:
+        """Called after each event. Raises OutOfTime when the time is over."""
+        self._events += 1
+        if self._events % LOOK_EVENTS:
+            return
+        now = time.perf_counter()
+        if now - self._told_s >= EVERY_S:
+            self._told_s = now
+            self._tell(f"{now - self._began_s:.0f} s: {self.stage()}; {memory_bytes() / 1e9:.1f} GB of memory")
+        if self._most_s and now - self._began_s >= self._most_s:
+            raise OutOfTime(f"ended after {self._most_s:.0f} s of wall time: {self.stage()}")
+
+
+def memory_bytes() -> int:
+    """Returns how much memory this process has resident; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    except (OSError, IndexError, ValueError):
+        return 0
