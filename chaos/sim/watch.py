@@ -18,10 +18,12 @@ class OutOfTime(Exception):
 
 
 class Watch:
-    """Tells of a story in lines, each EVERY_S of wall time. most_s: after so long the story is ended; 0: never."""
+    """Tells of a story in lines, one in `every_s` seconds of wall time. most_s: after so long the story is ended; 0:
+    never."""
 
     def __init__(self, tell: Callable[[str], None], most_s: float = 0.0) -> None:
         self.stage: Callable[[], str] = lambda: "begins"  # says how far the story is
+        self.every_s = EVERY_S
         self._tell = tell
         self._most_s = most_s
         self._began_s = self._told_s = time.perf_counter()
@@ -33,7 +35,7 @@ class Watch:
         if self._events % LOOK_EVENTS:
             return
         now = time.perf_counter()
-        if now - self._told_s >= EVERY_S:
+        if now - self._told_s >= self.every_s:
             self._told_s = now
             self._tell(f"{now - self._began_s:.0f} s: {self.stage()}; {memory_bytes() / 1e9:.1f} GB of memory")
         if self._most_s and now - self._began_s >= self._most_s:

@@ -195,20 +195,14 @@ class RosterDifference:
         if (self.base, self.base_print) != (base.version, base.fingerprint):
             return None
         left = set(self.left)
-        gone = [worker for worker in base.workers if worker.id in left]
-        workers = [worker for worker in base.workers if worker.id not in left] if left else list(base.workers)
-        workers += self.came
-        if self.came:
-            workers.sort(key=lambda worker: worker.id)  # mostly in order: whoever comes has the highest id
+        gone = [base.by_id[id_] for id_ in left if id_ in base.by_id]
         print_ = base.fingerprint + sum(w.fingerprint for w in self.came) - sum(w.fingerprint for w in gone)
         if len(gone) != len(left) or print_ % (1 << 8 * DIGEST_BYTES) != self.print_:
             return None
         try:
-            roster = Roster(self.version, tuple(workers), base.cluster)
+            return base.changed(self.version, self.came, left, self.print_)
         except ValueError:
             return None
-        roster.__dict__["fingerprint"] = self.print_
-        return roster
 
     def encode(self) -> bytes:
         """The difference as bytes: magic and version, the fixed fields, then zlib of JSON."""
@@ -271,6 +265,12 @@ def apply_encoded(base: View, data: bytes) -> View | None:
     """Applies an encoded difference; None if there is a gap. ValueError if these bytes are none. The same difference
     comes from the leader, from the store and from peers: it is applied once."""
     return ViewDifference.decode(data).apply(base)
+
+
+@lru_cache(maxsize=2 * REMEMBERED)
+def apply_encoded_roster(base: Roster, data: bytes) -> Roster | None:
+    """Applies an encoded difference of rosters, as `apply_encoded` does one of views."""
+    return RosterDifference.decode(data).apply(base)
 
 
 def change_of(value: View | Roster, base: View | Roster | None) -> tuple[str, bytes]:

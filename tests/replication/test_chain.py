@@ -42,6 +42,32 @@ def test_a_member_finds_its_neighbours_and_the_joiner_is_the_tails_successor() -
     assert (stranger.down == -1).all()
 
 
+def test_a_place_is_what_each_range_alone_says() -> None:
+    """Compared with a look at one range after the other, in random views."""
+    chance = np.random.default_rng(3)
+    for _ in range(50):
+        chains, joining = np.full((40, 3), -1, np.int32), np.full(40, -1, np.int32)
+        for r in range(40):
+            some = chance.permutation(4)[: chance.integers(0, 5)]
+            full = some[: min(len(some), chance.integers(0, 4))]
+            chains[r, : len(full)] = full
+            if len(some) > len(full):
+                joining[r] = some[len(full)]
+        v = Chains(1, (A, B, C, D), chains, joining, np.ones(40, np.int64))
+        for index, member in enumerate(v.members):
+            found = place(v, member)
+            for r in range(40):
+                order = [i for i in chains[r].tolist() if i >= 0]
+                behind = [*order, joining[r]] if joining[r] >= 0 else order
+                at = behind.index(index) if index in behind else -1
+                role = Role.OUT if at < 0 else Role.FULL if at < len(order) else Role.JOINING
+                assert found.role[r] == role
+                assert found.head[r] == (at == 0 and role == Role.FULL)
+                assert found.tail[r] == (0 <= at == len(order) - 1)
+                assert found.up[r] == (behind[at - 1] if at > 0 else -1)
+                assert found.down[r] == (behind[at + 1] if 0 <= at < len(behind) - 1 else -1)
+
+
 def test_a_head_orders_its_ranges_by_chain_so_that_each_successor_has_a_slice() -> None:
     v = view(1, "ac", "ab", "ba", "ac", "ab", "a")
     assert v.headed_by(0).tolist() == [5, 1, 4, 0, 3]
