@@ -72,7 +72,7 @@ def test_a_head_orders_its_ranges_by_chain_so_that_each_successor_has_a_slice() 
     v = view(1, "ac", "ab", "ba", "ac", "ab", "a")
     assert v.headed_by(0).tolist() == [5, 1, 4, 0, 3]
     assert v.headed_by(v.index(D)).tolist() == []
-    assert {i: ranges.tolist() for i, ranges in v.headed().items()} == {0: [5, 1, 4, 0, 3], 1: [2]}
+    assert {i: ranges.tolist() for i, ranges in v.headed.items()} == {0: [5, 1, 4, 0, 3], 1: [2]}
 
 
 def test_the_ranges_of_all_heads_at_once_are_those_of_each() -> None:
@@ -83,7 +83,7 @@ def test_the_ranges_of_all_heads_at_once_are_those_of_each() -> None:
     chains[random.random(500) < 0.1] = -1
     v = Chains(1, members, chains, np.full(500, -1, np.int32), np.ones(500, np.int64))
     expected = {i: ranges for i in range(40) if len(ranges := v.headed_by(i))}
-    found = v.headed()
+    found = v.headed
     assert list(found) == list(expected)
     assert all((found[i] == ranges).all() for i, ranges in expected.items())
 
