@@ -250,6 +250,17 @@ class PushSession:
                     owed[member] = clock
         return owed
 
+    @property
+    def outstanding_heads(self) -> set[Member]:
+        """The heads of ranges that outstanding steps tick."""
+        return {head.member for step in self._steps.values() for head in step.heads}
+
+    def unreached(self, newest: bool) -> Collection[Member]:
+        """Those of them that are not connected; newest: of the newest step alone."""
+        if newest and self._steps:
+            return [h.member for h in next(reversed(self._steps.values())).heads if h.member not in self._connected]
+        return self.outstanding_heads - self._connected
+
     # -- views and connections --------------------------------------------------------------------------------------
 
     def adopt(self, view: Chains) -> list[Effect]:
