@@ -243,15 +243,15 @@ def _results(seeds: Iterable[int], play: Play, jobs: int, as_json: bool) -> Iter
 
 def _play(seed: int, kind: Kind, trace: bool, minutes: float) -> tuple[Result, float]:
     import chaos.sim.run  # brings in the servers' code: only this command needs it
-    from chaos.sim.watch import Watch
+    from chaos.sim.monitor import StoryMonitor
 
     def tell(text: str) -> None:
         typer.echo(f"seed {seed}: {text}", err=True)
 
     began = time.process_time()
-    watch = Watch(tell, 60 * minutes) if kind.servers else None
+    monitor = StoryMonitor(tell, 60 * minutes) if kind.servers else None
     with _patience(MOST_CPU_S * (LARGE_TIMES if kind.servers else 1)):
-        result = chaos.sim.run.run(seed, kind=kind, trace=trace, watch=watch)
+        result = chaos.sim.run.run(seed, kind=kind, trace=trace, monitor=monitor)
     return result, time.process_time() - began
 
 

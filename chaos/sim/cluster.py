@@ -420,9 +420,9 @@ class Cluster:
             members = [i for i in chain if i >= 0]
             if len(members) < needed or not all(well[i] for i in members):
                 return None
-            keepers = [view.servers[i].name for i in members if stays[i]]
-            if len(keepers) < 2:
-                found.add(keepers[0] if keepers else "")
+            lasting = [view.servers[i].name for i in members if stays[i]]
+            if len(lasting) < 2:
+                found.add(lasting[0] if lasting else "")
         return found
 
     def uncopied(self, without: str, stays: Callable[[str], bool] | None = None) -> set[int]:

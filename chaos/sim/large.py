@@ -52,14 +52,11 @@ class Waves:
     """Training in which each worker takes STEPS steps and stays: all workers are there at the same time. They start in
     waves, while a server dies and starts again, and another one joins. start: starts a worker's process."""
 
-    def __init__(
-        self, injector: Injector, workers: Mapping[str, Worker], start: Callable[[str], None], random_pick: float
-    ) -> None:
+    def __init__(self, injector: Injector, workers: Mapping[str, Worker], start: Callable[[str], None]) -> None:
         self._cluster = injector.cluster
         self._injector = injector
         self._workers = workers
         self._start = start
-        self._pick = random_pick
         self.started = 0  # workers
 
     @property
@@ -80,7 +77,7 @@ class Waves:
             self.started += len(wave)
             for share, what in ((3, "server dies"), (1.5, "server joins")):
                 if before < every / share <= self.started:
-                    inject(self._injector, Fault(self._cluster.clock.now, what, self._pick, 0.0))
+                    inject(self._injector, Fault(self._cluster.clock.now, what, self._injector.random.random(), 0.0))
             self._cluster.clock.run(self._cluster.clock.now + WAVE_S, broken)
         self._wait(lambda: self.trained, broken, "some workers have not taken their steps", until=every)
 

@@ -8,10 +8,9 @@ import logging
 import os
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from random import Random
 from unittest.mock import patch
 
 import numpy as np
@@ -31,14 +30,13 @@ from chaos.sim.following import Followers
 from chaos.sim.growing import LAG_S, LEAD_S, Growing
 from chaos.sim.injector import RESTART_S, Injector
 from chaos.sim.large import KEYS_PER_RANGE, Counting, Waves, check_all, enlarged
+from chaos.sim.monitor import OutOfTime, StoryMonitor
 from chaos.sim.programs import Free, Sharded, Synchronous, Worker, sums_table
 from chaos.sim.small_limits import turned
 from chaos.sim.story import ANY, FLAGS, SIZES, App, Kind, Story, tell
 from chaos.sim.tables import Fickle, Known
 from chaos.sim.threads import Threads
-from chaos.sim.watch import OutOfTime, Watch
-from coordinator.core.keys import VIEW
-from coordinator.core.view import ClusterConfig, View
+from coordinator.core.view import ClusterConfig
 from elasticps import store as table_store
 from elasticps.admin.admin_pb2 import RestoreRequest, RestoreResponse
 from elasticps.checkpoint import catalog, range_recovery
@@ -109,13 +107,11 @@ class Models:
 
 
 class Scene:
-    """One story under way. on: workers begin new steps; watch: who looks on from outside."""
+    """One story under way. on: workers begin new steps."""
 
-    def __init__(self, story: Story, watch: Watch | None = None) -> None:
+    def __init__(self, story: Story) -> None:
         self.story = story
         self.on = True
-        self._watch = watch
-        self._stage = "training"
         config = ClusterConfig(ranges=story.ranges, replicas=story.replicas, min_servers=story.servers)
         self.cluster = Cluster(story.seed, story.weather, config, story.calm, proven=story.proven)
         if story.drain_timeout_s is not None:
@@ -136,7 +132,6 @@ class Scene:
             self.cluster.on_server = lambda server: check.follow(server, self.cluster.broken)
         # Where tables grow, cuts are those of checkpoints.
         self.checkpointer = Checkpointer(self.cluster, lambda: self.on) if story.cuts and story.grows else None
-        self.waves: Waves | None = None  # where training lasts until each worker has taken its steps
         self.followers = Followers(self.cluster, story, self.models.sums, lambda: self.on)
         if story.grows:
             self.cluster.on_build = self.growth.follow
@@ -214,21 +209,25 @@ class Scene:
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
-    def play(self) -> None:
-        """Plays the whole story. Raises Violation for the first promise that was broken, OutOfTime if nobody waits any
-        longer."""
+    def play(self, monitor: StoryMonitor | None = None) -> None:
+        """Plays the whole story. Raises Violation for the first promise that was broken, OutOfTime if `monitor` ends
+        it."""
         self.begin()
-        clock, broken = self.cluster.clock, self.broken
-        if self._watch is not None:
-            self._watch.stage = self.stage
-        if self.story.counted:
-            self.waves = Waves(self.injector, self.workers, self._start, Random(f"hit {self.story.seed}").random())
-            self.waves.play(broken)
+        clock, monitor = self.cluster.clock, monitor or StoryMonitor()
+        waves = Waves(self.injector, self.workers, self._start) if self.story.counted else None
+
+        def broken() -> bool:
+            monitor.look()
+            return self.cluster.violation is not None
+
+        monitor.stage = lambda: self._stage("training", waves)
+        if waves is not None:
+            waves.play(broken)
         else:
             clock.run(self.story.training_s, broken)
         self._judge("")
         self.on = False
-        self._stage = "coming to rest"
+        monitor.stage = lambda: self._stage("coming to rest", waves)
         self.injector.end()
         until = clock.now + BOUND_S
         why = "there was no time"
@@ -238,26 +237,18 @@ class Scene:
             if not why:
                 break
         self._judge(why)
-        self._stage = "checking everything"
-        self._audit()
+        monitor.stage = lambda: self._stage("checking everything", waves)
+        self._audit(broken)
 
-    def broken(self) -> bool:
-        """Whether a promise is broken; asked after each event."""
-        if self._watch is not None:
-            self._watch.look()
-        return self.cluster.violation is not None
-
-    def stage(self) -> str:
+    def _stage(self, name: str, waves: Waves | None) -> str:
         """Says how far the story is."""
-        cluster, waves = self.cluster, self.waves
-        entry = cluster.store.run(cluster.store.data.get(VIEW))
-        epoch = 0 if entry is None else View.decode(entry.value).epoch
-        steps = sum(worker.steps for worker in self.workers.values())
-        text = f"{self._stage}, {cluster.clock.now:.2f} s of virtual time, epoch {epoch}, {steps:,} steps"
+        cluster = self.cluster
+        epoch = 0 if cluster.view is None else cluster.view.epoch
+        steps, connections = sum(worker.steps for worker in self.workers.values()), len(cluster.network.sockets) // 2
+        text = f"{name}, {cluster.clock.now:.2f} s of virtual time, epoch {epoch}, {steps:,} steps, "
         if waves is not None:
-            every = len(self.workers)
-            text += f", {waves.started:,} of {every:,} workers started, {waves.trained:,} have taken their steps"
-        return f"{text}, {cluster.clock.events:,} events, {len(cluster.network.sockets) // 2:,} connections"
+            text += f"{waves.started:,} of {len(self.workers):,} workers started, {waves.trained:,} have taken theirs, "
+        return f"{text}{cluster.clock.events:,} events, {connections:,} connections"
 
     def _judge(self, why: str) -> None:
         if self.cluster.violation is not None:
@@ -273,7 +264,7 @@ class Scene:
                 return f"{self.processes[name].process} has not finished"
         return self.cluster.settled()
 
-    def _audit(self) -> None:
+    def _audit(self, broken: Callable[[], bool]) -> None:
         """Lets a worker of each application check all that it can read, then compares all replicas."""
         ended: list[str] = []
         for app in self.story.apps:
@@ -297,7 +288,7 @@ class Scene:
             self.cluster.start_worker(f"{app.name}-auditor", look)
         clock = self.cluster.clock
         until = clock.now + BOUND_S
-        clock.run(until, lambda: len(ended) == len(self.story.apps) or self.broken())
+        clock.run(until, lambda: len(ended) == len(self.story.apps) or broken())
         self._judge("" if len(ended) == len(self.story.apps) else "the auditors have not finished")
         self.cluster.views.check_end()
         if self._different():  # a cut is on its way along a chain, perhaps
@@ -355,21 +346,21 @@ class Scene:
         return ""
 
 
-def run(seed: int, kind: Kind = ANY, trace: bool = False, watch: Watch | None = None) -> Result:
-    """Plays the story of a seed to its end, or until `watch` ends it."""
+def run(seed: int, kind: Kind = ANY, trace: bool = False, monitor: StoryMonitor | None = None) -> Result:
+    """Plays the story of a seed to its end, or until `monitor` ends it."""
     story = tell(seed, kind)
     if kind.servers:
         story = enlarged(story, kind)
     with virtual() as machine, turned(story.small, story.tight, story.short, story.grows), _collected_afterwards():
-        return _play(story, trace, machine, watch)
+        return _play(story, trace, machine, monitor)
 
 
-def _play(story: Story, trace: bool, machine: Machine, watch: Watch | None) -> Result:
-    scene = Scene(story, watch)
+def _play(story: Story, trace: bool, machine: Machine, monitor: StoryMonitor | None) -> Result:
+    scene = Scene(story)
     machine(scene.cluster)
     try:
         with _traced(scene.cluster) if trace else nullcontext():
-            result = _result(scene, *_promises(scene))
+            result = _result(scene, *_promises(scene, monitor))
         left = scene.cluster.end()
         assert not (left and result.ok), left  # what broke a promise may leave things in the middle
     finally:
@@ -377,10 +368,10 @@ def _play(story: Story, trace: bool, machine: Machine, watch: Watch | None) -> R
     return result
 
 
-def _promises(scene: Scene) -> tuple[str, str]:
+def _promises(scene: Scene, monitor: StoryMonitor | None) -> tuple[str, str]:
     """Plays a story; returns the promise that was broken, and how."""
     try:
-        scene.play()
+        scene.play(monitor)
     except Violation as violation:
         return violation.invariant, f"at {scene.cluster.clock.now:.6f} s {violation}"
     except OutOfTime as over:

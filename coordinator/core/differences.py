@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias, TypeVar
@@ -200,9 +200,27 @@ class RosterDifference:
         if len(gone) != len(left) or print_ % (1 << 8 * DIGEST_BYTES) != self.print_:
             return None
         try:
-            return base.changed(self.version, self.came, left, self.print_)
+            return self._changed(base, left)
         except ValueError:
             return None
+
+    def _changed(self, base: Roster, left: Set[int]) -> Roster:
+        """Makes the newer roster. ValueError if it cannot be. What is known of the base is not worked out again: of ten
+        thousand workers a roster changes with each of them."""
+        gone = tuple(base.by_id[id_] for id_ in sorted(left))
+        workers = [worker for worker in base.workers if worker.id not in left] if left else list(base.workers)
+        workers += self.came
+        if self.came:
+            workers.sort(key=lambda worker: worker.id)  # mostly in order: whoever comes has the highest id
+        roster = Roster(self.version, tuple(workers), base.cluster)
+        by_id, newest = dict(base.by_id), dict(base.newest)
+        for worker in gone:
+            del by_id[worker.id], newest[worker.app, worker.name]
+        by_id |= {worker.id: worker for worker in self.came}
+        newest |= {(worker.app, worker.name): worker.id for worker in self.came}
+        known = {"by_id": by_id, "newest": newest, "fingerprint": self.print_}
+        roster.__dict__.update(known, change=(base.version, base.fingerprint, self.came, gone))
+        return roster
 
     def encode(self) -> bytes:
         """The difference as bytes: magic and version, the fixed fields, then zlib of JSON."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -310,8 +310,8 @@ class Roster:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Roster):
             return NotImplemented
-        same = (self.version, self.cluster) == (other.version, other.cluster)
-        return self is other or (same and self.workers == other.workers)
+        mine, its = ((each.version, each.cluster, each.workers) for each in (self, other))
+        return self is other or mine == its
 
     def __hash__(self) -> int:
         return hash((self.cluster, self.version))
@@ -332,32 +332,13 @@ class Roster:
         return {(worker.app, worker.name): worker.id for worker in self.workers}
 
     def change_from(self, before: Roster | None) -> RosterChange:
-        """How it differs from an older roster. Where it was made from that one by a difference, this costs nothing."""
+        """How it differs from an older roster: worked out already where it was made from that one by a difference."""
         known = self.__dict__.get("change")
         if known is not None and before is not None and known[:2] == (before.version, before.fingerprint):
             return RosterChange(*known[2:])
         old, new = {} if before is None else before.by_id, self.by_id
-        return RosterChange(
-            tuple(new[id_] for id_ in sorted(new.keys() - old.keys())), tuple(old[id_] for id_ in old if id_ not in new)
-        )
-
-    def changed(self, version: int, came: Sequence[WorkerInfo], left: Collection[int], fingerprint: int) -> Roster:
-        """Returns the roster that follows this one. ValueError if it cannot be. What is known of this one is not worked
-        out again for the next: a roster of ten thousand changes with each of them."""
-        gone = tuple(self.by_id[id_] for id_ in sorted(left))
-        workers = [worker for worker in self.workers if worker.id not in left] if left else list(self.workers)
-        workers += came
-        if came:
-            workers.sort(key=lambda worker: worker.id)  # mostly in order: whoever comes has the highest id
-        roster = Roster(version, tuple(workers), self.cluster)
-        by_id, newest = dict(self.by_id), dict(self.newest)
-        for worker in gone:
-            del by_id[worker.id], newest[worker.app, worker.name]
-        by_id |= {worker.id: worker for worker in came}
-        newest |= {(worker.app, worker.name): worker.id for worker in came}
-        known = {"by_id": by_id, "newest": newest, "fingerprint": fingerprint}
-        roster.__dict__.update(known, change=(self.version, self.fingerprint, tuple(came), gone))
-        return roster
+        came, left = sorted(new.keys() - old.keys()), sorted(old.keys() - new.keys())
+        return RosterChange(tuple(map(new.__getitem__, came)), tuple(map(old.__getitem__, left)))
 
     @cached_property
     def fingerprint(self) -> int:

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 import chaos.sim.cli
 from chaos.sim.checks.counts import CountedPushes, amounts
 from chaos.sim.checks.violation import Violation
+from chaos.sim.monitor import StoryMonitor
 from chaos.sim.run import run
 from chaos.sim.story import Kind
-from chaos.sim.watch import Watch
 
 app = typer.Typer()
 app.command()(chaos.sim.cli.sim)
@@ -22,9 +22,9 @@ LARGE = Kind(flavour="large", servers=6, workers=12, ranges=64, seconds=2.0)
 def test_each_worker_takes_its_steps_while_a_server_dies_and_one_joins() -> None:
     kind = Kind(flavour="large", servers=6, workers=12, ranges=64)
     told: list[str] = []
-    watch = Watch(told.append)
-    watch.every_s = 0.0
-    result = run(3, kind, watch=watch)
+    monitor = StoryMonitor(told.append)
+    monitor.every_s = 0.0
+    result = run(3, kind, monitor=monitor)
     assert result.ok, result
     assert result.steps == 24
     assert result.views > 2
@@ -35,7 +35,7 @@ def test_each_worker_takes_its_steps_while_a_server_dies_and_one_joins() -> None
 
 
 def test_a_story_whose_time_is_over_says_how_far_it_was() -> None:
-    result = run(3, LARGE, watch=Watch(lambda text: None, most_s=1e-6))
+    result = run(3, LARGE, monitor=StoryMonitor(most_s=1e-6))
     assert result.invariant == "time"
     assert "virtual time" in result.story
     assert "no promise was broken" in result.story

@@ -17,16 +17,16 @@ class OutOfTime(Exception):
     """The story was ended from outside: no promise was broken, and not all were looked at."""
 
 
-class Watch:
-    """Tells of a story in lines, one in `every_s` seconds of wall time. most_s: after so long the story is ended; 0:
+class StoryMonitor:
+    """Reports on a story in lines, one in `every_s` seconds of wall time. most_s: after so long the story is ended; 0:
     never."""
 
-    def __init__(self, tell: Callable[[str], None], most_s: float = 0.0) -> None:
+    def __init__(self, report: Callable[[str], None] = lambda text: None, most_s: float = 0.0) -> None:
         self.stage: Callable[[], str] = lambda: "begins"  # says how far the story is
         self.every_s = EVERY_S
-        self._tell = tell
+        self._report = report
         self._most_s = most_s
-        self._began_s = self._told_s = time.perf_counter()
+        self._began_s = self._reported_s = time.perf_counter()
         self._events = 0
 
     def look(self) -> None:
@@ -35,9 +35,9 @@ class Watch:
         if self._events % LOOK_EVENTS:
             return
         now = time.perf_counter()
-        if now - self._told_s >= self.every_s:
-            self._told_s = now
-            self._tell(f"{now - self._began_s:.0f} s: {self.stage()}; {memory_bytes() / 1e9:.1f} GB of memory")
+        if now - self._reported_s >= self.every_s:
+            self._reported_s = now
+            self._report(f"{now - self._began_s:.0f} s: {self.stage()}; {memory_bytes() / 1e9:.1f} GB of memory")
         if self._most_s and now - self._began_s >= self._most_s:
             raise OutOfTime(f"ended after {self._most_s:.0f} s of wall time: {self.stage()}")
 
