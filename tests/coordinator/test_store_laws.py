@@ -174,12 +174,12 @@ async def test_of_many_watches_each_tells_its_own_changes(monkeypatch: pytest.Mo
     monkeypatch.setattr(memory, "HISTORY_MAX", 4)
     store = memory.MemoryStore()
     prefixes = ["a/", "a/1", "b/", "b/2", "", "rare"]
-    told: dict[str, list[str]] = {prefix: [] for prefix in prefixes}
+    seen: dict[str, list[str]] = {prefix: [] for prefix in prefixes}
 
     async def watch(prefix: str) -> None:
         async for change in store.watch(prefix, after=1):
             assert isinstance(change, Put), change
-            told[prefix].append(change.entry.key)
+            seen[prefix].append(change.entry.key)
 
     tasks = [asyncio.create_task(watch(prefix)) for prefix in prefixes]
     await asyncio.sleep(0)
@@ -188,7 +188,7 @@ async def test_of_many_watches_each_tells_its_own_changes(monkeypatch: pytest.Mo
         await store.put(key, b"x")
         await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert told == {prefix: [key for key in keys if key.startswith(prefix)] for prefix in prefixes}
+    assert seen == {prefix: [key for key in keys if key.startswith(prefix)] for prefix in prefixes}
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -58,14 +58,14 @@ def test_a_place_is_what_each_range_alone_says() -> None:
             found = place(v, member)
             for r in range(40):
                 order = [i for i in chains[r].tolist() if i >= 0]
-                behind = [*order, joining[r]] if joining[r] >= 0 else order
-                at = behind.index(index) if index in behind else -1
+                members = [*order, joining[r]] if joining[r] >= 0 else order
+                at = members.index(index) if index in members else -1
                 role = Role.OUT if at < 0 else Role.FULL if at < len(order) else Role.JOINING
                 assert found.role[r] == role
                 assert found.head[r] == (at == 0 and role == Role.FULL)
                 assert found.tail[r] == (0 <= at == len(order) - 1)
-                assert found.up[r] == (behind[at - 1] if at > 0 else -1)
-                assert found.down[r] == (behind[at + 1] if 0 <= at < len(behind) - 1 else -1)
+                assert found.up[r] == (members[at - 1] if at > 0 else -1)
+                assert found.down[r] == (members[at + 1] if 0 <= at < len(members) - 1 else -1)
 
 
 def test_a_head_orders_its_ranges_by_chain_so_that_each_successor_has_a_slice() -> None:

@@ -21,16 +21,16 @@ LARGE = Kind(flavour="large", servers=6, workers=12, ranges=64, seconds=2.0)
 
 def test_each_worker_takes_its_steps_while_a_server_dies_and_one_joins() -> None:
     kind = Kind(flavour="large", servers=6, workers=12, ranges=64)
-    told: list[str] = []
-    monitor = StoryMonitor(told.append)
+    reported: list[str] = []
+    monitor = StoryMonitor(reported.append)
     monitor.every_s = 0.0
     result = run(3, kind, monitor=monitor)
     assert result.ok, result
     assert result.steps == 24
     assert result.views > 2
     assert result.options == " --flavour large --servers 6 --workers 12 --ranges 64 --seed 3"
-    assert any("of 12 workers started" in line for line in told)
-    assert "checking everything" in told[-1]
+    assert any("of 12 workers started" in line for line in reported)
+    assert "checking everything" in reported[-1]
     assert run(3, kind) == result, "who looks on changes nothing"
 
 
