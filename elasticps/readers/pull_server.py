@@ -127,7 +127,7 @@ class PullServer:
                         assembler.received(n)
                 except FrameError as error:
                     with suppress(OSError):
-                        _send(connection, [json_frame(Kind.ERROR, {"code": "malformed", "message": str(error)})])
+                        stream.send([json_frame(Kind.ERROR, {"code": "malformed", "message": str(error)})])
                     raise
                 finally:
                     feed.close()

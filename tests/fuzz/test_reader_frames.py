@@ -48,7 +48,7 @@ DECODERS: dict[int, Callable[[Header, Any], object]] = {
     Kind.SUBSCRIBE: lambda header, body: Subscribe.of(header, body, RANGES),
     Kind.SUBSCRIBED: lambda header, body: Subscribed.of(header, body, RANGES),
     Kind.WINDOW: lambda header, body: WindowFrame.of(header, body, RANGES),
-    Kind.READ_RANGE: lambda header, body: ReadRange.of(header, RANGES),
+    Kind.READ_RANGE: lambda header, body: ReadRange.of(header, body, RANGES),
     Kind.RANGE_ROWS: lambda header, body: RangePart.of(header, body, RANGES),
 }
 
