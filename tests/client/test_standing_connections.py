@@ -84,7 +84,7 @@ def test_a_predecessor_is_fenced_by_whoever_has_or_gets_a_copy() -> None:
     chains = view([[0, 1], [2, -1]], servers=NAMES[:5])
     object.__setattr__(chains, "joining", np.array([3, -1], np.int32))
     routes = Routes(chains)
-    asked = {fencing: [member.name for member, *_ in next(steps_of(3, 1.0, fencing=fencing)).questions(routes)]
+    servers = {fencing: [member.name for member, *_ in next(steps_of(3, 1.0, fencing=fencing)).questions(routes)]
              for fencing in (False, True)}  # fmt: skip
-    assert sorted(asked[False]) == ["s0", "s2"]
-    assert sorted(asked[True]) == ["s0", "s1", "s2", "s3"]
+    assert sorted(servers[False]) == ["s0", "s2"]
+    assert sorted(servers[True]) == ["s0", "s1", "s2", "s3"]
