@@ -124,7 +124,8 @@ class PushesInFlight:
             shard = self.shards.get(self.session.clock + (state is not None))
             group = None if shard is None else shard[0] & (1 << GROUP_BITS) - 1  # which is told who trains a shard
             self._perform(self.session.push(part, last, group))
-            self._reach(newest=True)
+            if self.session.unreached:
+                self._reach()
         finally:
             part.complete()
 
@@ -168,9 +169,9 @@ class PushesInFlight:
         self._perform(self.session.adopt(routes.view.as_chains))
         self._reach()
 
-    def _reach(self, newest: bool = False) -> None:
-        """Has the heads connected that outstanding steps, or the newest alone, go to."""
-        for member in self.session.unreached(newest):
+    def _reach(self) -> None:
+        """Has the heads connected that outstanding steps go to."""
+        for member in self.session.unreached:
             self._want(member)
 
     def connected(self, member: Member) -> None:
