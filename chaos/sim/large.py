@@ -68,6 +68,9 @@ class Waves:
         """Plays until each worker has taken its steps, or a promise is broken."""
         self._wait(self._formed, broken, "the servers have not formed a cluster")
         every = len(self._workers)
+        self._start(next(iter(self._workers)))  # makes the table: whoever finds none tells all servers of it
+        self.started = 1
+        self._wait(lambda: self.trained, broken, "the first worker has not taken its steps")
         for wave in self._waves():
             if broken():
                 return
@@ -82,7 +85,7 @@ class Waves:
         self._wait(lambda: self.trained, broken, "some workers have not taken their steps", until=every)
 
     def _waves(self) -> Iterator[Sequence[str]]:
-        names = list(self._workers)
+        names = list(self._workers)[1:]
         size = max(1, min(MOST_PER_WAVE, len(names) // WAVES))
         return (names[at : at + size] for at in range(0, len(names), size))
 

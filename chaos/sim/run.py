@@ -356,7 +356,8 @@ def run(seed: int, kind: Kind = ANY, trace: bool = False, monitor: StoryMonitor 
     story = tell(seed, kind)
     if kind.servers:
         story = enlarged(story, kind)
-    with virtual() as machine, turned(story.small, story.tight, story.short, story.grows), _collected_afterwards():
+    limits = turned(story.small, story.tight, story.short, story.grows, story.counted)
+    with virtual() as machine, limits, _collected_afterwards():
         return _play(story, trace, machine, monitor)
 
 
