@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 
-from elasticps.server.network import busy_poll
 from elasticps.server.network.busy_poll import MOST, POLL_S, BusyPoll
 
 
