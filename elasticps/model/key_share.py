@@ -50,7 +50,7 @@ class KeyShare(NamedTuple):
         return self.of == 1
 
     @property
-    def index(self) -> int:
+    def ordinal(self) -> int:
         """Counted from 0."""
         return self.number - 1
 

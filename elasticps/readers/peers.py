@@ -79,8 +79,8 @@ def reader_credentials(url: str, app: str) -> Credentials | None:
 
 def reader_name(name: str, credentials: Credentials | None) -> str:
     """A reader's name, if it was given none: that of its certificate, else host and process."""
-    proven = ANY if credentials is None else credentials.identity.name
-    return name or (proven if proven != ANY else f"{os.uname().nodename}.{os.getpid()}")
+    certified = ANY if credentials is None else credentials.identity.name
+    return name or (certified if certified != ANY else f"{os.uname().nodename}.{os.getpid()}")
 
 
 class PeerStream:

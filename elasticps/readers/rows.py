@@ -109,7 +109,7 @@ class ReaderTable:
     def owned_keys(self, keys: object) -> NDArray[np.int64]:
         """Keys to read, as int64 [n]. InputError for what are none; OtherShare for a key of another share."""
         checked, share = checked_keys(self.spec.name, keys), self.share
-        if not share.whole and (at := first_outside(checked, share.index, share.of)) >= 0:
+        if not share.whole and (at := first_outside(checked, share.ordinal, share.of)) >= 0:
             other = KeyShare(int(share_of(checked[at : at + 1], share.of)[0]), share.of)
             raise OtherShare(
                 f"key {checked[at]} of table {self.spec.name!r} is in share {other}, and this reader has {share}: ask "

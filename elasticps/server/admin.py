@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from elasticps.admin.interface import MarkedRange
 from elasticps.server.core.audit import slices
@@ -39,29 +39,38 @@ class Measured(Protocol):
         """Bounds in seconds; by kind, how many requests took a time between them."""
 
 
+class AdminRoles(NamedTuple):
+    """The parts of a server of which its admin service speaks, or that it asks."""
+
+    snapshots: SnapshotSender
+    headroom: Headroom
+    handshake: HelloHandler
+    cuts: CutHandler
+    activity: WorkerActivity
+    restoring: Restorer
+    readers: ReaderFeeds
+
+
 class ServerAdmin:
     """The `AdminInterface` of a server. measured: durations of requests, if they are measured. parked: counts requests
     that wait for steps of workers."""
 
     measured: Measured | None = None
 
-    def __init__(
-        self, context: Context, parked: Callable[[], int], snapshots: SnapshotSender, headroom: Headroom,
-        handshake: HelloHandler, cuts: CutHandler, activity: WorkerActivity, restoring: Restorer, readers: ReaderFeeds,
-    ) -> None:  # fmt: skip
+    def __init__(self, context: Context, parked: Callable[[], int], roles: AdminRoles) -> None:
         self.me = context.me  # this server
         self._serving = context.serving  # its ranges and view
         self._executor = context.executor  # its rows and replicas
         self._path = context.path  # counts frames
         self._notifier = context.notifier  # counts refusals
         self._parked = parked  # pulls that wait
-        self._readers = readers  # that are attached
-        self._snapshots = snapshots  # rows sent to joiners
-        self._headroom = headroom  # of memory
-        self._handshake = handshake  # connections
-        self.cuts = cuts  # of checkpoints
-        self._activity = activity  # of workers
-        self.restoring = restoring  # from checkpoints
+        self._readers = roles.readers  # that are attached
+        self._snapshots = roles.snapshots  # rows sent to joiners
+        self._headroom = roles.headroom  # of memory
+        self._handshake = roles.handshake  # connections
+        self.cuts = roles.cuts  # of checkpoints
+        self._activity = roles.activity  # of workers
+        self.restoring = roles.restoring  # from checkpoints
         self._clock = context.clock  # seconds
         self._started_s = self._clock()  # when this began
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from coordinator.core import fields
 from coordinator.core.view import Roster, ServerInfo, View
 from elasticps.checkpoint.row_writer import ThreadRowWriter
-from elasticps.server.admin import ServerAdmin
+from elasticps.server.admin import AdminRoles, ServerAdmin
 from elasticps.server.core.active_workers import ActiveWorkers
 from elasticps.server.core.barrier import BarrierCoordinator
 from elasticps.server.core.data_shards import ShardDispenser
@@ -153,18 +153,11 @@ class Server:
             options.connections,
         )
         self.handshake.feed(self.readers.add)
+        roles = AdminRoles(
+            self.snapshots, self.headroom, self.handshake, cuts, activity, self.restoring, self.readers
+        )  # fmt: skip
         # Answers the admin service.
-        self.admin = ServerAdmin(
-            context,
-            lambda: len(self.own_steps) + len(self.delay),
-            self.snapshots,
-            self.headroom,
-            self.handshake,
-            cuts,
-            activity,
-            self.restoring,
-            self.readers,
-        )
+        self.admin = ServerAdmin(context, lambda: len(self.own_steps) + len(self.delay), roles)
         self.stall_detector = StallDetector(clock, executor)  # notices that this process was stopped
         self.fast.connect(
             self.links.link, self._changed, self.last_served.mark, executor.note_shard,

@@ -198,7 +198,7 @@ def keys_within(keys: NDArray[np.int64], share: KeyShare) -> NDArray[np.int64]:
     if share.whole:
         return keys
     out = np.empty(len(keys), np.int64)
-    return out[: select_share(keys, share.index, share.of, out)]
+    return out[: select_share(keys, share.ordinal, share.of, out)]
 
 
 CLEARED = 1 << 40
@@ -280,7 +280,7 @@ class Journal:
             self._keys, self._seen = np.empty((3, most), np.int64), np.zeros(2 * size + 1, np.int64)
         self._seen[-1] += 1
         keys, rows, gone = self._keys
-        n = int(collect(header, self.address, start, end, table, included, share.index, share.of, self._seen, keys))
+        n = int(collect(header, self.address, start, end, table, included, share.ordinal, share.of, self._seen, keys))
         return self.look_up(header, keys[:n], code, words, rows, gone)
 
     @staticmethod

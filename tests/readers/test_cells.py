@@ -85,11 +85,11 @@ def server_table(keys: NDArray[np.int64], rng: np.random.Generator, dtype: str =
     st.sampled_from([0, 1, 30, 2000]), st.sampled_from([3, 8192]),
 )  # fmt: skip
 def test_what_is_read_again_is_what_there_is(
-    seed: int, dtype: str | None, kept: str, share: KeyShare, rows: int, at_once: int
+    seed: int, dtype: str | None, stored_as: str, share: KeyShare, rows: int, at_once: int
 ) -> None:
     rng = np.random.default_rng(seed)
     keys = np.unique(rng.integers(-(2**62), 2**62, rows))
-    server = server_table(keys, rng, kept)
+    server = server_table(keys, rng, stored_as)
     reader = ReaderTable(server.spec, 7, RANGES, dtype, share)
     read(server, reader, share, rows=at_once)
     assert equal(server, reader, share)

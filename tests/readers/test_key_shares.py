@@ -54,7 +54,7 @@ def test_each_key_is_in_one_share_and_compiled_code_agrees(keys: list[int], of: 
         share = KeyShare(number, of)
         assert (keys_within(some, share) == some[owners == number]).all()
         outside = np.flatnonzero(owners != number)
-        assert first_outside(some, share.index, of) == (outside[0] if len(outside) else -1)
+        assert first_outside(some, share.ordinal, of) == (outside[0] if len(outside) else -1)
 
 
 def test_shares_have_about_as_many_keys_each() -> None:

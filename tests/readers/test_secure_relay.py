@@ -76,23 +76,23 @@ def test_a_relay_with_tls_feeds_those_of_its_application(secure: eps.LocalCluste
         push()
         with process(plain + readers[0]) as (_, relay):
             place = f"reader://{relay['pulls']}/local"
-            with eps.reader(place + readers[1], every=0.005) as behind:
+            with eps.reader(place + readers[1], every=0.005) as follower:
                 for _ in range(30):
                     push()
-                eventually(shows(behind))
-                behind.hold(timeout=60)
-                behind.release()
+                eventually(shows(follower))
+                follower.hold(timeout=60)
+                follower.release()
                 # One behind the first is stopped: nobody waits for it.
                 with process(place + readers[1]) as (stopped, beside):
                     os.kill(stopped.pid, signal.SIGSTOP)
                     for _ in range(300):
                         push()
-                    eventually(shows(behind))
+                    eventually(shows(follower))
                     os.kill(stopped.pid, signal.SIGCONT)
                     with eps.remote_reader(beside["pulls"], plain + readers[0]) as remote:
                         eventually(shows(remote))
-            with eps.reader(place + certificate(secure, "worker/default/w7")) as behind:
-                assert shows(behind)()
+            with eps.reader(place + certificate(secure, "worker/default/w7")) as follower:
+                assert shows(follower)()
             for stranger in ("reader/shop/r0", "server/s9", "coordinator/c9"):
                 with pytest.raises(eps.Error):
                     eps.reader(place + certificate(secure, stranger), timeout=3)
