@@ -153,10 +153,10 @@ class Server:
             options.connections,
         )
         self.handshake.feed(self.readers.add)
-        # Answers the admin service.
         roles = AdminRoles(
             self.snapshots, self.headroom, self.handshake, cuts, activity, self.restoring, self.readers
         )  # fmt: skip
+        # Answers the admin service.
         self.admin = ServerAdmin(context, lambda: len(self.own_steps) + len(self.delay), roles)
         self.stall_detector = StallDetector(clock, executor)  # notices that this process was stopped
         self.fast.connect(
