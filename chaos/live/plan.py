@@ -117,7 +117,7 @@ class LoadPlan:
 
     keys     rows that all workers share; `filling`: rows more, so that filling a replica takes a moment
     window   steps that a worker leaves unacknowledged; `pause_ms`: between two steps of one worker
-    readers  whether readers follow beside, and what they show is checked: not for a `command`
+    readers  whether readers follow beside, and what they show is checked: not for a `command`, nor on Kubernetes
     command  instead of the audit load; {url}, {worker} and {number} are filled in
     """
 

@@ -102,7 +102,8 @@ class Readers:
 
     def start(self) -> None:
         """Starts all readers, unless the plan has none, and waits until each is ready."""
-        if not self._plan.load.readers or self._plan.load.command:
+        load = self._plan.load
+        if not load.readers or load.command or self._plan.cluster.kind == "kubernetes":
             return
         stage = self._stage
         self._salts = _salts(stage.reader_url)

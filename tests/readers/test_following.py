@@ -28,6 +28,8 @@ def followed(following: Following) -> Feed:
     subscription = following.subscribe(feed)
     following.answered(feed, Subscribed(subscription.number, 1, NONE, np.arange(RANGES)))
     tell(following, feed, 1, 10, range(RANGES))
+    assert following.time_us.tolist() == [10] * RANGES  # there was nothing to read
+    assert not following.exact.any()
     tell(following, feed, 1, 20, range(RANGES))
     assert following.exact.all()
     return feed

@@ -115,7 +115,6 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     readers.go_on_where_a_reader_was_too_slow: ("moves", "free", 2),
     readers.show_other_rows_while_it_holds: ("calm", "free", 0),
     readers.forget_the_rows_of_a_part_that_is_read: ("calm", "free", 0),
-    readers.lose_deletions_on_reconnect: ("kills", "free", 5),
     readers.apply_a_window_after_a_newer_one: ("kills", "free", 21),
     retained.acknowledge_before_the_one_left_is_confirmed: ("suspicions", "free", 36),
     retained.drop_the_copy_that_is_to_be_kept: ("suspicions", "free", 0),
@@ -353,6 +352,10 @@ ALONE: dict[Patch, tuple[str, str]] = {
     ranges.stamp_rows_as_before_the_cut: (
         "store.test_range_map",
         "test_a_range_that_comes_again_has_nothing_of_before",
+    ),
+    readers.lose_deletions_on_reconnect: (
+        "server.test_reader_feeds",
+        "test_deletions_of_the_time_in_which_a_reader_was_away_are_sent",
     ),
     readers.keep_marks_of_before_a_filling: (
         "server.test_journal_marks",

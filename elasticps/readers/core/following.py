@@ -52,7 +52,7 @@ class Feed:
     subscribed: int = 0  # number of the newest SUBSCRIBE, 0 before the first
     answered: bool = False  # it has been
     confirmed: bool = False  # every window from now on is of all of `ranges`, and of no range that has left
-    stated: bool = False  # a complete window has come behind the answer
+    stated_us: int = 0  # when the newest complete window behind the answer was read, 0 before the first
     window: int = 0  # number of the newest one
     listed: bool = False  # it has said which tables there are
     tables: dict[int, None] = field(default_factory=dict)  # that it has
@@ -61,6 +61,11 @@ class Feed:
     unlisted: set[int] = field(default_factory=set)  # ranges to read, as soon as it has listed its tables
     unacknowledged: int = 0  # bytes of windows
     fine_ms: int = 0  # of the next SUBSCRIBE
+
+    @property
+    def stated(self) -> bool:
+        """Whether a complete window has come behind the answer."""
+        return self.stated_us > 0
 
 
 class Following:
@@ -154,7 +159,8 @@ class Following:
         self._owner[added] = NOBODY  # until it has answered
         self._requests += 1
         feed.ranges, feed.subscribed = ranges, self._requests
-        feed.answered = feed.confirmed = feed.stated = False
+        feed.answered = feed.confirmed = False
+        feed.stated_us = 0
         self._since[added] = feed.subscribed
         feed.unread.clear()
         feed.unlisted.clear()
@@ -218,7 +224,7 @@ class Following:
             self.time_us[moved] = frame.time_us
             self.exact[moved] = True
             if feed.answered:
-                feed.listed = feed.stated = True
+                feed.listed, feed.stated_us = True, frame.time_us
         else:  # some rows are newer than what is known of their ranges
             self.exact[feed.ranges[self._owner[feed.ranges] == feed.slot]] = False
         if feed.listed and feed.unlisted:
@@ -227,7 +233,7 @@ class Following:
                     feed.unlisted.discard(r)
                     feed.unread += [(r, table) for table in feed.tables]
                     if not feed.tables:
-                        self._read(r)
+                        self._read(feed, r)
         return self._ask(feed)
 
     # --- reading ranges ---------------------------------------------------------------------------------------------
@@ -247,12 +253,13 @@ class Following:
             return True, [self._request(feed, r, table, rows.next_place)]
         waits = any(other == r for other, _ in (*feed.unread, *feed.reading.values()))
         if not waits:
-            self._read(r)
+            self._read(feed, r)
         return not rows.missing, self._ask(feed)
 
-    def _read(self, r: int) -> None:
+    def _read(self, feed: Feed, r: int) -> None:
         """All of a range is here. Some of its rows may be newer than `heard` says, until the next window."""
         self.have[r] = self.heard[r]
+        self.time_us[r] = max(feed.stated_us, int(self.time_us[r]))
 
     def _ask(self, feed: Feed) -> list[ReadRange]:
         requests = []

@@ -8,7 +8,7 @@ from elasticps.server.core.journal_marks import JournalMarks
 from elasticps.server.fast import layout as at
 from elasticps.server.roles.context import Context
 from elasticps.store.journal import Journal
-from replication.chain import Ranges
+from replication.chain import Ranges, Role
 from replication.messages import Seqs
 
 MARK_S = 0.01
@@ -67,4 +67,5 @@ class ChangeJournal:
         if self.journal.end == self._marked:
             return  # the mark before is as good
         self._marked = self.journal.end
-        self._marks.add(self.journal.end, replica.seq, np.flatnonzero(replica.filled))
+        whole = (replica.role == Role.FULL) | replica.filled
+        self._marks.add(self.journal.end, replica.seq, np.flatnonzero(whole))
