@@ -48,10 +48,7 @@ STORE_TIMEOUT_S = 2.0
 DRAIN_TIMEOUT_S = 60.0
 LOG_BUDGET_BYTES = 256 << 20
 LEADER_LEASE_S = 1.5
-BEGUN_S, WALL_S = (
-    1_700_000_000.0,
-    20.0,
-)  # seconds since 1970 at the beginning; and how many go by in one of virtual time
+BEGUN_S, WALL_S = 1_700_000_000.0, 20.0  # seconds since 1970 at the beginning; how many go by in one of virtual time
 END_S = 60.0  # of virtual time, in which what is cancelled ends
 WORKER_TIMEOUT_S = 300.0  # longer than any story, whose own bound finds a worker that waits in vain
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +36,6 @@ Bytes = NDArray[np.uint8]
 
 HOLD_POLL_S = 0.02
 MEASURED = 1024  # windows whose ages are remembered
-LISTED_ROWS = 1 << 14  # in one part of a listing
 
 
 class Reader:
@@ -407,25 +405,7 @@ class Reader:
             self._arrived.notify_all()
 
     def _list(self) -> tuple[list[Callable[[], TableChange]], AsOf]:
-        """All rows that are here, in parts, and as of when; under the lock. Each is copied in the reader's type, and
-        becomes float32 when its turn comes."""
-        found = list[Callable[[], TableChange]]()
-        for table in self._tables.by_name.values():
-            new = True
-            for r in range(self._tables.ranges):
-                keys = table.list_range(r)
-                for start in range(0, len(keys), LISTED_ROWS):
-                    some = keys[start : start + LISTED_ROWS]
-                    found.append(partial(_listed, table, new, some, table.words_of(some)))
-                    new = False
-            if new:
-                none = np.empty(0, np.int64)
-                found.append(partial(_listed, table, True, none, np.empty((0, table.codec.words), np.float32)))
-        return found, self._followed()
-
-
-def _listed(table: ReaderTable, new: bool, keys: NDArray[np.int64], words: Rows) -> TableChange:
-    return TableChange(table.spec.name, table.spec, new, False, keys[:0], keys, table.decode(words))
+        return self._tables.listing(), self._followed()
 
 
 def _whole(table: ReaderTable) -> Rows:

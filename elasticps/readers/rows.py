@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from elasticps.wire.windows import MAX_CELLS, CellDigests, RangePart, ReadRange,
 
 _FILTERS = {"float16": Float16(), "bfloat16": BFloat16(), "int8": Int8()}
 _NO_KEYS = np.empty(0, np.int64)
+LISTED_ROWS = 1 << 14  # in one part of a listing
 
 
 def codec_of(spec: TableSpec, dtype: str | None) -> Codec:
@@ -205,6 +208,10 @@ def _bare(spec: TableSpec) -> TableSpec:
     return TableSpec(spec.name, spec.dim, Assign(), spec.init, spec.dtype)
 
 
+def _listed(table: ReaderTable, new: bool, keys: NDArray[np.int64], words: NDArray[np.float32]) -> TableChange:
+    return TableChange(table.spec.name, table.spec, new, False, keys[:0], keys, table.decode(words))
+
+
 class ReaderTables:
     """All tables of a reader, by id."""
 
@@ -236,6 +243,22 @@ class ReaderTables:
             del self.by_name[spec.name]
         table.close()
         return TableChange(spec.name, spec, False, True, _NO_KEYS, _NO_KEYS, np.empty((0, spec.dim), np.float32))
+
+    def listing(self) -> list[Callable[[], TableChange]]:
+        """All rows that are here, in parts. Each is copied in the reader's type now, and becomes float32 when its turn
+        comes."""
+        found = list[Callable[[], TableChange]]()
+        for table in self.by_name.values():
+            new = True
+            for r in range(self.ranges):
+                keys = table.list_range(r)
+                for start in range(0, len(keys), LISTED_ROWS):
+                    some = keys[start : start + LISTED_ROWS]
+                    found.append(partial(_listed, table, new, some, table.words_of(some)))
+                    new = False
+            if new:
+                found.append(partial(_listed, table, True, _NO_KEYS, np.empty((0, table.codec.words), np.float32)))
+        return found
 
     def close(self) -> None:
         """Forgets all."""

@@ -30,6 +30,16 @@ def units(keys: Keys, most: int = 1 << 30) -> Counts:
 
 
 @dataclass
+class Absence:
+    """Of a worker whose lease has run out. away: it is not in the roster again; back_s: when it came back last;
+    released: clocks up to here may have been released without it, and nobody waits for it there."""
+
+    away: bool = False
+    back_s: float = -1e9
+    released: int = 0
+
+
+@dataclass
 class Column:
     """The steps of one worker incarnation. counts: how often each key was pushed, by step; pushed: the newest step that
     was sent as a whole; ended: the worker was killed or fenced."""
@@ -48,9 +58,7 @@ class Column:
     worker: int = -1
     ended: bool = False
     free: bool = False  # its pulls wait for nobody, though others of its application wait for it
-    away: bool = False  # its lease has run out, and it is not in the roster again
-    back_s: float = -1e9  # when it came back last
-    released: int = 0  # clocks up to here may have been released without it, and nobody waits for it there
+    absence: Absence = field(default_factory=Absence)
     sealed: bool = False  # its successor has learned how far it had come
 
     @property
@@ -162,20 +170,20 @@ class Sums:
         """Follows the roster: what is released while a worker is not in it stays released when it is back."""
         for column in self.columns:
             if column.worker in self._counted - counted:
-                column.away = True
-            elif column.worker in counted and column.away:
-                column.away, column.back_s = False, now
+                column.absence.away = True
+            elif column.worker in counted and column.absence.away:
+                column.absence.away, column.absence.back_s = False, now
                 self._release(column)
         self._counted = counted
 
     def _release(self, column: Column) -> None:
-        column.released = max(column.released, *(other.begun for other in self.columns))
+        column.absence.released = max(column.absence.released, *(other.begun for other in self.columns))
 
     def _waits_for(self, other: Column, clock: int, now: float) -> bool:
         """Whether a pull that needs `clock` of all workers waits for one. Servers hear of the roster a little later."""
-        if now - other.back_s < (0.0 if self.calm else SLACK_S):
+        if now - other.absence.back_s < (0.0 if self.calm else SLACK_S):
             self._release(other)
-        return not other.away and clock > other.released
+        return not other.absence.away and clock > other.absence.released
 
     def grads(self, column: Column, keys: Keys) -> Rows:
         """Returns the gradients of a step: float32 [n, COLUMNS]."""
