@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 MOST_RANGES = 16  # of a story's cluster
 
-SMALL: dict[str, int] = {
+SMALL: dict[str, float] = {
     "elasticps.server.core.reads.CHUNK_BYTES": 2 << 10,
     "elasticps.server.network.connection.WRITE_HIGH_BYTES": 1 << 10,
     "elasticps.server.network.connection.LINK_HIGH_BYTES": 512,
@@ -33,6 +33,7 @@ SMALL: dict[str, int] = {
     "elasticps.server.roles.snapshots.BACKLOG_BYTES": 2 << 10,
     "replication.admission._LET_IN_BYTES": 1 << 10,
     "elasticps.client.push_batch.AT_ONCE_BYTES": 1 << 10,
+    "elasticps.client.connections.UNUSED_S": 0.2,
     "chaos.sim.cluster.LOG_BUDGET_BYTES": 4 << 10,
 }
 TIGHT_ROWS = 18  # of sums: so many just fit into a frame that names all ranges, and not into a FORWARD to half of them

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -200,8 +200,8 @@ class TableCatalog:
                 handle_type = SparseTable if one.values is None else DenseTensor
                 new.append(Opening(one, table, handle_type(self._reads, table.spec, table.id, one.spec, self)))
         try:
-            self._create([one.table for one in new])
-            self._fill(new)
+            epoch = self._create([one.table for one in new if not self._is_created(one.table)])
+            self._fill(new, epoch)
         except (SpecError, UnknownTable, InputError, ServerError):
             self._take_back([one.table for one in new])
             raise
@@ -286,14 +286,22 @@ class TableCatalog:
             if found == sent:
                 return sent
 
-    def _create(self, tables: Sequence[Registration]) -> None:
+    def _is_created(self, table: Registration) -> bool:
+        """Whether all heads have a table: they had, and none has begun anew since, with what it lacks perhaps."""
+        return not table.made and table.created >= max(1, int(self._dispatcher.routes.view.recovery_epoch.max()))
+
+    def _create(self, tables: Sequence[Registration]) -> int:
         """Makes tables known to the heads of all ranges, which tell their successors; to absent ones later, but before
-        anything is pushed there. One that was registered before has come with what ranges begin anew from."""
+        anything is pushed there. One that was registered before has come with what ranges begin anew from. Returns the
+        epoch of a view all heads of which have made them, 0 if some could not be asked."""
         if not tables:
-            return
+            return 0
+        epoch = 0
         several = list(portions(tables, MAX_CREATED, CREATED_BYTES, lambda table: len(table.spec.to_json())))
 
         def questions(routes: Routes) -> Iterator[tuple[Member, Header, list[Buffer]]]:
+            nonlocal epoch
+            epoch = 0 if routes.headless else routes.epoch
             for some in several:
                 documents = [{"id": table.id, "spec": table.spec.to_json()} for table in some]
                 frame = json_frame(Kind.CREATE, documents[0] if len(some) == 1 else {"tables": documents})
@@ -301,12 +309,15 @@ class TableCatalog:
                 yield from of_heads(header, body, all_ranges=any(table.made for table in some))(routes)
 
         what = f"creating table {_named(tables)}"
-        self._dispatcher.ask_all(questions, self._timeout_s, what, of_absent=False)
+        return epoch if self._dispatcher.ask_all(questions, self._timeout_s, what, of_absent=False) else 0
 
-    def _fill(self, new: Sequence[Opening]) -> None:
-        """Stores initial values of tensors where there are none; a no-op on tensors that are ready."""
+    def _fill(self, new: Sequence[Opening], epoch: int) -> None:
+        """Stores initial values of tensors where there are none; a no-op on tensors that are ready. epoch: as `_create`
+        returned it."""
         worker = self._dispatcher.worker
         empty = [one for one in new if isinstance(one.handle, DenseTensor) and not one.table.ready]
+        if epoch and (made := [one.table for one in new if one.table.ready and not self._is_created(one.table)]):
+            self._registry.mark_created(worker.app, made, epoch, self._timeout_s)
         others = [one.table for one in empty if one.table.creator != worker.id]
         if others:
             given_up = {one.id for one in self._registry.wait_ready(worker.app, others, self._timeout_s)}
@@ -318,7 +329,7 @@ class TableCatalog:
             what = f"filling tensor {_named(tables)}"
             self._dispatcher.ask_all(questions, self._timeout_s, what, writes=True)
         if empty:
-            self._registry.mark_ready(worker.app, [one.table for one in empty], self._timeout_s)
+            self._registry.mark_ready(worker.app, [replace(one.table, created=epoch) for one in empty], self._timeout_s)
 
 
 def _initial(tensor: DenseTensor, values: object, routes: Routes) -> Write:

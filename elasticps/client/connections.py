@@ -1,18 +1,15 @@
-"""Links to all servers of a view: opened, greeted, tried again when they break.
-
-What a worker says of its part on each connection (`Participation`), and which servers are missed without a stand-in.
-"""
+"""Links to servers of a view: opened when they are needed, greeted, tried again when they break, closed when unused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.core.data_loss import spans
 from coordinator.core.view import ServerInfo
 from elasticps.client.core.routing import Routes
 from elasticps.client.core.session import PushSession
@@ -34,7 +31,6 @@ from elasticps.errors import (
 )  # fmt: skip
 from elasticps.wire.activity import Activity, UseHeader
 from elasticps.wire.frames import Buffer
-from elasticps.wire.joining import JoinHeader
 from elasticps.wire.refusals import RefusedRows, decode_refused
 from replication.chain import Member
 
@@ -45,6 +41,8 @@ RETRY_FIRST_S = 0.01
 RETRY_MOST_S = 0.5
 CONNECT_TIMEOUT_S = 1.0
 HELLO_TIMEOUT_S = 5.0  # a server that accepts but does not answer is tried again after so long
+UNUSED_S = 60.0  # a link that brought and took nothing for one or two of these is closed
+LOST_S = 0.1  # a server that is not connected by then counts as lost
 
 
 @dataclass(eq=False)
@@ -61,11 +59,14 @@ class ServerPeer:
     trouble: str = "not connected yet"
     keys: ShortKeys = field(default_factory=ShortKeys)
     empty_as: int = 0  # the incarnation that answers in its place, without its rows
+    bytes_seen: int = -1  # sent and received as unused links were last looked for
 
 
 class PeerConnections:
     """Links to servers. Runs under `lock`, except for `open_due`. `hello` is the first frame on each; what they
-    receive goes to `receiver`; `on_gone(member)` hears that a link, and what was in flight on it, is gone."""
+    receive goes to `receiver`; `on_gone(member)` hears that a link, and what was in flight on it, is gone. standing:
+    the servers of a view to which there is always a link, all without it. To others there is one from when something
+    is to be asked there (`send_all`, `want`) until `close_unused`."""
 
     def __init__(
         self,
@@ -76,8 +77,9 @@ class PeerConnections:
         receiver: LinkReceiver,
         on_gone: Callable[[Member], None],
         credentials: Credentials | None = None,
+        standing: Callable[[Routes], Sequence[Member]] = attrgetter("members"),
     ) -> None:
-        self.peers: dict[Member, ServerPeer] = {}
+        self.peers: dict[Member, ServerPeer] = {}  # those to which there is to be a link
         self.missing: dict[Member, ServerPeer] = {}  # the peers whose present link is not ready
         self._runtime = runtime
         self._driver = driver
@@ -86,8 +88,10 @@ class PeerConnections:
         self._receiver = receiver
         self._on_gone = on_gone
         self._credentials = credentials
+        self._standing_of = standing
+        self._routes: Routes | None = None  # None before the first view, and once all is closed
+        self._look_at_s = 0.0  # for unused links
         self._gathered: dict[Member, list[Buffer]] | None = None  # what is to leave together
-        self._closed = False
         self.breaks = 0  # connections that ended and were not given up
         self._before = (0, 0)  # bytes sent and received over links that there are no more
 
@@ -110,37 +114,84 @@ class PeerConnections:
         return [peer for peer in list(self.peers.values()) if peer.link.ready]
 
     def follow(self, routes: Routes) -> None:
-        """Keeps links to the servers of this view, and no others."""
-        for member, peer in list(self.peers.items()):
-            if member not in routes.index_of:
-                del self.peers[member]
-                self._drop(peer)
-                self.missing.pop(member, None)
+        """Keeps links to servers of this view, and no others."""
+        self._routes = routes
         empty = dict(routes.view.empty)  # such a server may listen elsewhere now, where its hello says it to nobody
-        for info, member in zip(routes.view.servers, routes.members, strict=True):
-            known = self.peers.get(member)
-            if known is not None and known.info.address == info.address:
-                known.empty_as = empty.get(info.name, known.empty_as)
+        for member, peer in list(self.peers.items()):
+            index = routes.index_of.get(member)
+            if index is not None and routes.view.servers[index].address == peer.info.address:
+                peer.empty_as = empty.get(peer.info.name, peer.empty_as)
                 continue
-            if known is not None:
-                self._drop(known)
-            link = Link(self._runtime, info, self._receiver, self._credentials)
-            since = self._runtime.monotonic()
-            peer = ServerPeer(info, member, link, down_since_s=since, empty_as=empty.get(info.name, 0))
-            self.peers[member] = self.missing[member] = peer
+            self._forget(peer)
+            self.want(member)
+        for member in self.standing:
+            self.want(member)
         self._driver.nudge()
 
+    @property
+    def standing(self) -> Sequence[Member]:
+        """The servers to which there is always a link."""
+        return () if self._routes is None else self._standing_of(self._routes)
+
+    def want(self, member: Member) -> ServerPeer | None:
+        """Sees to it that there is, or will be, a link to a server of the view; None for any other."""
+        if (known := self.peers.get(member)) is not None:
+            return known
+        routes = self._routes
+        if routes is None or (index := routes.index_of.get(member)) is None:
+            return None
+        info = routes.view.servers[index]
+        link = Link(self._runtime, info, self._receiver, self._credentials)
+        since, empty = self._runtime.monotonic(), dict(routes.view.empty)
+        peer = ServerPeer(info, member, link, down_since_s=since, empty_as=empty.get(info.name, 0))
+        self.peers[member] = self.missing[member] = peer
+        self._driver.nudge()
+        return peer
+
+    def unready(self, members: Iterable[Member]) -> list[ServerPeer]:
+        """Those of these servers of the view that have not welcomed us; each is wanted from now on."""
+        return [peer for peer in map(self.want, members) if peer is not None and not peer.link.ready]
+
+    def close_unused(self, needed: Callable[[], Collection[Member]]) -> None:
+        """Looks every UNUSED_S for links that have brought and taken nothing since, and closes them: neither the
+        standing ones nor those to the servers that are `needed`."""
+        now = self._runtime.monotonic()
+        if now < self._look_at_s or self._gathered is not None:
+            return
+        self._look_at_s = now + UNUSED_S
+        unused, standing = [], self.standing
+        for member, peer in self.peers.items():
+            seen, peer.bytes_seen = peer.bytes_seen, peer.link.sent + peer.link.received
+            if seen == peer.bytes_seen and member not in standing and not peer.link.has_backlog:
+                unused.append(peer)
+        if unused:
+            keep = needed()
+            for peer in unused:
+                if peer.member not in keep:
+                    self._forget(peer)
+
     def send(self, member: Member, buffers: Sequence[Buffer]) -> None:
-        """Sends to a server if it can be reached; otherwise its next connection, or the next view, will see to it."""
-        self.send_all({member: buffers})
+        """Tells a server something, if it is connected: what it is to know on its next connection it is told then."""
+        if member in self.peers:
+            self.send_all({member: buffers})
 
     def send_to_one(self, buffers: Sequence[Buffer], chance: float) -> None:
-        """Sends to one of the servers that take it at once, if there is any. chance: a random number, 0 to below 1."""
+        """Sends to one of the servers that take it at once; if there is none, another one is connected. chance: a
+        random number, 0 to below 1."""
         if free := [peer.member for peer in self.ready if not peer.link.has_backlog]:
             self.send(free[int(chance * len(free))], buffers)
+        elif self._routes is not None and self._routes.members:
+            self.want(self._routes.members[int(chance * len(self._routes.members))])
+
+    def ask(self, member: Member, buffers: Sequence[Buffer]) -> None:
+        """Asks a server, as `send_all` does several."""
+        self.send_all({member: buffers})
 
     def send_all(self, frames: Mapping[Member, Sequence[Buffer]]) -> None:
-        """Sends to several servers, as `send` does to one."""
+        """Sends to servers; to those that are not connected whoever wants an answer sends it again when they are."""
+        for member in frames:
+            if member not in self.peers:
+                self.want(member)
         if self._gathered is None:
             self._send(frames)
             return
@@ -218,7 +269,7 @@ class PeerConnections:
 
     def close(self) -> None:
         """Closes every link for good."""
-        self._closed = True
+        self._routes = None
         for peer in list(self.peers.values()):
             peer.link.close()
 
@@ -248,6 +299,20 @@ class PeerConnections:
                     self._cut(peer, "certificates are renewed")
                     return
 
+    @property
+    def busy(self) -> bool:
+        """Whether a link is to be opened, or has more to send than its socket takes."""
+        return bool(self.missing) or any(peer.link.has_backlog for peer in self.peers.values())
+
+    @property
+    def lost(self) -> bool:
+        """Whether some server that is to be connected cannot be, or not soon."""
+        now = self._runtime.monotonic()
+        return any(
+            peer.retry_in_s > RETRY_FIRST_S or now - (peer.down_since_s or now) > LOST_S
+            for peer in self.missing.values()
+        )
+
     def due(self) -> list[ServerPeer]:
         """Whose link is to be opened now."""
         now = self._runtime.monotonic()
@@ -266,7 +331,7 @@ class PeerConnections:
         with self._lock:
             if peer.link.socket is None:  # closed again meanwhile
                 return
-            if self.peers.get(peer.member) is peer and not self._closed:
+            if self.peers.get(peer.member) is peer and self._routes is not None:
                 self._driver.add(peer.link)
             else:
                 peer.link.close()
@@ -274,6 +339,12 @@ class PeerConnections:
     def _cut(self, peer: ServerPeer, why: str) -> None:
         self.broken(peer.link, ConnectionResetError(why))
         self._driver.nudge()
+
+    def _forget(self, peer: ServerPeer) -> None:
+        """Gives a link up, which is no break."""
+        del self.peers[peer.member]
+        self.missing.pop(peer.member, None)
+        self._drop(peer)
 
     def _drop(self, peer: ServerPeer) -> None:
         self._close(peer)
@@ -327,89 +398,3 @@ def ending_error(document: Mapping[str, Any], server: str) -> Error | None:
     if code == "version":
         return VersionMismatch(f"server {server}: {text}")
     return None
-
-
-class Participation:
-    """A worker that has not joined yet is as one that pauses: nobody waits for it. Called under the client's lock."""
-
-    def __init__(self, connections: PeerConnections) -> None:
-        self.header = JoinHeader(pause=True).header()
-        self._connections = connections
-
-    def join(self, base: int) -> None:
-        """Tells all servers that this worker takes part from now on, above that clock."""
-        self._tell_all(JoinHeader(base))
-
-    def go_on(self, committed: int) -> None:
-        """Ranges begin anew, and lack steps that are committed: a worker that takes part goes on above these there."""
-        if not JoinHeader.of(self.header).pause:
-            self.join(committed)
-
-    def pause(self) -> None:
-        """Tells all servers that it holds nobody back, until it joins again."""
-        self._tell_all(JoinHeader(pause=True))
-
-    def tell(self, member: Member) -> None:
-        """Tells one that has just welcomed us."""
-        self._connections.send(member, [self.header.pack()])
-
-    def _tell_all(self, header: JoinHeader) -> None:
-        self.header = header.header()
-        for member in self._connections.peers:
-            self.tell(member)
-
-
-ABSENT_S = 3.0  # out of reach: a failover would have come by then
-
-
-def absent_servers(routes: Routes, peers: Mapping[Member, ServerPeer], now_s: float) -> set[Member]:
-    """Those that are, as long as others are there."""
-    out = [_away(peers[m], now_s) for m in routes.members]
-    if not any(out):
-        return set()
-    away = np.array([*out, True])  # index -1, nobody, finds the last
-    heads, tails = routes.view.heads, routes.view.tails
-    waits = away[routes.view.as_chains.copies].all(axis=1)
-    needed = set(np.unique(np.concatenate([heads[~waits], tails[~waits]])).tolist())
-    return {routes.members[i] for i in np.flatnonzero(away[:-1]).tolist() if i not in needed} if needed else set()
-
-
-def _away(peer: ServerPeer, now_s: float) -> bool:
-    if peer.empty_as:
-        return True
-    return peer.down_since_s is not None and now_s - peer.down_since_s > ABSENT_S
-
-
-def what_is_lost(peer: ServerPeer, routes: Routes, peers: Mapping[Member, ServerPeer]) -> str:
-    """What is lost with a server that has come back empty; "" as long as somebody may still have it."""
-    gone = np.array([*(bool(peers[m].empty_as) for m in routes.members), True])
-    mine = (routes.view.chains == routes.index_of[peer.member]).any(axis=1)
-    ranges = np.flatnonzero(mine & gone[routes.view.chains].all(axis=1))
-    if not (peer.empty_as and len(ranges)):
-        return ""
-    return (
-        f"its data are lost: it came back as incarnation {peer.empty_as} and has begun empty, and no other server "
-        f"has the rows of ranges {spans(ranges)}, of any table (`elasticps restore --ranges all-lost` brings them back "
-        "from a checkpoint)"
-    )
-
-
-def explain_wait(
-    routes: Routes, peers: Mapping[Member, ServerPeer], now_s: float, owing: Mapping[Member, int],
-    waited_for: set[Member], headless: int,
-) -> str:  # fmt: skip
-    """Says which servers are waited for. owing: the oldest step that each has not committed; waited_for: who owes
-    an answer; headless: how many ranges nobody heads."""
-    parts = []
-    for member in sorted({*owing, *waited_for}):
-        peer = peers[member]
-        headed = np.flatnonzero(routes.view.heads == routes.index_of[member])
-        state = "connected, not answering" if peer.down_since_s is None else what_is_lost(peer, routes, peers) or (
-            f"unreachable for {now_s - peer.down_since_s:.1f} s ({peer.trouble})"
-        )  # fmt: skip
-        clock = f", owes step {owing[member]}" if member in owing else ""
-        parts.append(f"server {member.name} at {peer.info.address}, head of {len(headed)} ranges "
-                    f"({spans(headed)}): {state}{clock}")  # fmt: skip
-    if headless:
-        parts.append(f"{headless} ranges have no server")
-    return f"{'; '.join(parts) or 'nothing is outstanding'}; the cluster's view is at epoch {routes.epoch}"

@@ -61,6 +61,11 @@ class WorkerDelay:
         self._due[member] = AskClockHeader.of(header).clock
         self.busy = True
 
+    @property
+    def servers(self) -> set[Member]:
+        """Who waits for a report."""
+        return set(self._due)
+
     def gone(self, member: Member) -> None:
         """The connection to a server has ended; it asks again on the next one."""
         self._due.pop(member, None)

@@ -15,23 +15,16 @@ from numpy.typing import NDArray
 
 from coordinator.core.view import View, WorkerInfo
 from coordinator.grpc_limits import REMEDY
-from elasticps.client.connections import (
-    Participation,
-    PeerConnections,
-    ServerPeer,
-    absent_servers,
-    ending_error,
-    explain_wait,
-    refused_by,
-    server_error,
-    what_is_lost,
-)  # fmt: skip
+from elasticps.client.absence import absent_servers, explain_wait, name_peers
+from elasticps.client.connections import PeerConnections, ServerPeer, ending_error, refused_by, server_error
 from elasticps.client.core.fan_out import FAN_OUT_ANSWERS, Answer, FanOut, FanOuts, Questions, Script, T, carry_out
 from elasticps.client.core.new_views import SPEAK_OF_VIEWS, NewViews, ReadStore
 from elasticps.client.core.routing import Routes
 from elasticps.client.core.session import PushSession
+from elasticps.client.core.standing import standing_servers
 from elasticps.client.delay import WorkerDelay
 from elasticps.client.holding import WorkerHold
+from elasticps.client.participation import Participation
 from elasticps.client.pull import PullsInFlight, ServerPull
 from elasticps.client.pull_batch import ANSWERS, FAN_OUT, OWNERS, PULL, PUSH, take_answers
 from elasticps.client.pushes import PushesInFlight
@@ -95,14 +88,15 @@ class Dispatcher:
         hello = {"cluster": cluster, "worker": worker.id, "name": worker.name, "app": worker.app}
         receiver = LinkReceiver(self._on_frame, self._sink, self._usual)
         self.connections = PeerConnections(
-            runtime, self._driver, self.lock, json_frame(Kind.HELLO, hello), receiver, self._gone, credentials
-        )
+            runtime, self._driver, self.lock, json_frame(Kind.HELLO, hello), receiver, self._gone, credentials,
+            partial(standing_servers, worker.id, worker.app),
+        )  # fmt: skip
         self.participation = Participation(self.connections)
         pushes, questions = (itertools.count(OWNERS + owner, OWNERS) for owner in (PUSH, FAN_OUT))
-        keys_of, send_all = self.connections.keys_of, self.connections.send_all
-        self.pushes = PushesInFlight(self.session, worker.id, pushes, send_all, self._fenced, keys_of)
+        keys_of, send_all, want = self.connections.keys_of, self.connections.send_all, self.connections.want
+        self.pushes = PushesInFlight(self.session, worker.id, pushes, send_all, self._fenced, keys_of, want)
         self.pulls = PullsInFlight(self.routes, self.session, send_all, self.connections.stop_receiving, keys_of)
-        self._fan_outs = FanOuts(questions, self.connections.send)
+        self._fan_outs = FanOuts(questions, self.connections.ask)
         need, send = self.new_views.need, self.connections.send
         self.delay = WorkerDelay(worker.app, self.session, send, self._fan_outs, self.pulls, self.routes, need)
         self.holding = WorkerHold(
@@ -115,24 +109,26 @@ class Dispatcher:
     # --- life ---------------------------------------------------------------------------------------------------
 
     def start(self, deadline_s: float) -> None:
-        """Connects to every server that is not absent; `ClusterUnreachable` names those that could not be reached by
-        the deadline."""
+        """Connects to the servers that this worker is always connected to, or if they are absent to others;
+        `ClusterUnreachable` names those that could not be reached by the deadline."""
+        self._driver.start()
+        self.meet(lambda: self.connections.standing, deadline_s)
+        if not self.connections.ready:
+            self.meet(lambda: self.routes.serving, deadline_s)
+
+    def meet(self, servers: Callable[[], Sequence[Member]], deadline_s: float) -> None:
+        """Connects to servers, as `start` does."""
 
         def missing() -> list[ServerPeer]:
             with self.lock:
-                peers = [self.connections.peers[member] for member in self.routes.serving]
-            return [peer for peer in peers if not peer.link.ready]
+                return self.connections.unready(servers())
 
-        self._driver.start()
-        left_s = deadline_s - self.runtime.monotonic()
-        met = self._driver.wait(
-            lambda: self.error is not None or {p.member for p in missing()} <= self.absent(), left_s
-        )
-        report = ", ".join(
-            f"{p.info.name} at {p.info.address} ({what_is_lost(p, self.routes, self.connections.peers) or p.trouble})"
-            for p in missing()
-        )
-        if not met:
+        def met() -> bool:
+            return self.error is not None or {peer.member for peer in missing()} <= self.absent()
+
+        in_time = self._driver.wait(met, deadline_s - self.runtime.monotonic())
+        report = name_peers(missing(), self.routes, self.connections.peers)
+        if not in_time:
             raise ClusterUnreachable(f"cluster {self.cluster!r}: cannot connect to server {report}")
         self.check()
         if report:
@@ -186,6 +182,7 @@ class Dispatcher:
                 return
             self.connections.follow(self.routes)
             self.connections.begin_afresh()
+            self.connections.unready(self._needed())
             self.pushes.routes = self.routes
             self.pushes.recover()
             self.pulls.recover()
@@ -219,8 +216,8 @@ class Dispatcher:
         self, questions: Questions, timeout_s: float, what: str, *, of_absent: bool = True, writes: bool = False
     ) -> list[Answer]:
         """Asks, and asks again under every view with other heads, until all have answered; returns the answers. With
-        of_absent=False those that are absent are asked when they are there again, and nobody waits for that. writes:
-        not while a cut is taken. Raises the first refusal, or `Timeout`."""
+        of_absent=False those that are absent are asked when they are there again, nobody waits for that, and nothing is
+        returned. writes: not while a cut is taken. Raises the first refusal, or `Timeout`."""
         fan_out = FanOut(questions, writes)
 
         def done() -> bool:
@@ -239,7 +236,7 @@ class Dispatcher:
                     self._fan_outs.end(fan_out)
         if fan_out.error is not None:
             raise fan_out.error
-        return fan_out.answers
+        return [] if fan_out.left else fan_out.answers
 
     def _begin(self, fan_out: FanOut) -> bool:
         with self.lock:
@@ -464,25 +461,31 @@ class Dispatcher:
             return False
         if self._hurt:
             self._mend()
+        connections = self.connections
         with self.lock:
-            connections = self.connections
             due = connections.due()
             connections.judge_silence()
             connections.renew()
+            connections.close_unused(self._needed)
             self.pulls.resume()
             self._fan_outs.resume(self.routes)
             self.holding.tell()
             oldest = self.pushes.oldest, self.pulls.oldest, self._fan_outs.oldest
             self.new_views.need(self.pushes.needed_epoch)
-            lost = bool(connections.missing) or self.session.headless > 0
+            lost = connections.lost or self.session.headless > 0
             now, chance = self.runtime.monotonic(), self.runtime.chance
             if self.new_views.turn(now, self.routes.epoch, lost, oldest, chance()):
                 connections.send_to_one([GetViewHeader(self.routes.epoch).header().pack()], chance())
             waiting = any(oldest) or bool(self._fan_outs or self.session.outstanding)
-            busy = lost or waiting or any(p.link.has_backlog for p in connections.peers.values())
+            busy = lost or waiting or connections.busy
         for peer in due:
             connections.open(peer)
         return busy
+
+    def _needed(self) -> set[Member]:
+        """Servers that owe this worker something, or wait for something of it."""
+        owing = self.pushes.owing | self.pulls.owing | self._fan_outs.servers
+        return owing | self.holding.hold.servers | self.delay.servers
 
     def absent(self) -> set[Member]:
         """Servers of ranges that have no replica within reach. What does not need them goes on without them."""
@@ -492,9 +495,6 @@ class Dispatcher:
     def explain(self) -> str:
         """Who is being waited for, for people."""
         with self.lock:
-            owing, peers, now = (
-                self.pulls.owing | self._fan_outs.owing,
-                self.connections.peers,
-                self.runtime.monotonic(),
-            )
-            return explain_wait(self.routes, peers, now, self.session.owing(), owing, self.session.headless)
+            waited_for, session = self.pulls.owing | self._fan_outs.owing, self.session
+            peers, now = self.connections.peers, self.runtime.monotonic()
+            return explain_wait(self.routes, peers, now, session.owing(), waited_for, session.headless)

@@ -1,10 +1,11 @@
 """How a worker takes part: where it starts, where it goes on after a pause, what its predecessor has left behind.
 
-A worker starts at the lowest clock of the active workers, so that it neither waits for others nor lets them wait. They
-may have gone on before all servers let them wait for it, and what they were shown then may be shown later, too (rows
-that are kept): it starts at what the lowest clock has become as it joined, so that its steps need not be in that. One
-that is started again under its name also starts above every clock that its predecessor may have used; by then every
-server has fenced that one, for a server lets a worker in only when its roster has the new incarnation instead.
+A worker starts at the lowest clock of some active workers, so that it neither waits for others nor lets them wait.
+Under bounded delay they may have gone on before the head of the group range let them wait for it, and what they were
+shown then may be shown later, too (rows that are kept): it starts no lower than what is released as it joined, so that
+its steps need not be in that. One that is started again under its name also starts above every clock that its
+predecessor may have used; by then every server that has a copy of anything has fenced that one, for a server lets a
+worker in only when its roster has the new incarnation instead.
 
 The coordination store keeps, by name, who took part last and where it started (`PastRun`): a predecessor that died
 before its first push has left nothing at the servers. It is written before the worker says anywhere that it takes part.
@@ -17,15 +18,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from elasticps.client.barrier import Barrier
-from elasticps.client.core.fan_out import Answer
 from elasticps.client.core.join import PastRun, Resume, Starting, first_past, past_again
-from elasticps.client.core.routing import Routes
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.registry import Registry
 from elasticps.errors import Closed, ClusterUnreachable, ServerError, Timeout
-from elasticps.wire.frames import Buffer, Header
-from elasticps.wire.joining import JoinedAnswer, lowest_clock
-from replication.chain import Member
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +36,8 @@ class Joining:
         self._session = dispatcher.session
         self._barrier = barrier
         self._timeout_s = timeout_s
-        self._starting = Starting(dispatcher.worker.id, "" if barrier is None else barrier.app, timeout_s)
+        worker = dispatcher.worker
+        self._starting = Starting(worker.id, worker.app, timeout_s, rounds=barrier is not None)
         self._lock = dispatcher.runtime.lock()
         self._resume: Resume | None = None
         self._past = PastRun(0, 0, 0, 0, 0)
@@ -57,6 +54,15 @@ class Joining:
                     self.active = True
             assert self._resume is not None
             return self._resume
+
+    def has_to_wait(self) -> bool:
+        """Whether it cannot take part yet, as servers are absent that it would have to ask."""
+        dispatcher = self._dispatcher
+        with self._lock:
+            if self._resume is None and self._registry.past(self._timeout_s) is not None:
+                deadline_s = dispatcher.runtime.monotonic() + self._timeout_s
+                dispatcher.meet(lambda: dispatcher.routes.holding, deadline_s)
+        return bool(dispatcher.absent())
 
     def pause(self) -> None:
         """Holds nobody back from now on; no effect as long as another thread has something outstanding."""
@@ -100,13 +106,13 @@ class Joining:
     def _join(self, clock: int) -> int:
         """Takes part above `clock`. Returns the clock to take part above if it is higher: all that others were shown
         before they knew of this worker is no newer than that. Rounds need none, in which nobody is ahead."""
-        lowest = self._take_part(clock)
+        self._take_part(clock)
         if self._barrier is not None:
             return 0
         dispatcher, wait_ms = self._dispatcher, int(self._timeout_s * 1000)
         answers = dispatcher.ask_all(dispatcher.delay.question(0, wait_ms), self._timeout_s, "joining")
         with dispatcher.lock:
-            return max([lowest, *(dispatcher.delay.released(answer.header) for answer in answers)])
+            return max(dispatcher.delay.released(answer.header) for answer in answers)
 
     def _keep(self, past: PastRun) -> bool:
         revision = self._registry.keep(past, self._timeout_s)
@@ -161,24 +167,19 @@ class Joining:
 
     # --- what servers hear ------------------------------------------------------------------------------------------
 
-    def _take_part(self, base: int, begin: Callable[[], None] = lambda: None) -> int:
-        """Tells every server, now and on each later connection, the clock that this worker starts above; `begin()` may
-        push the step after it in the same breath. Returns the lowest clock of the other active workers as all wait."""
+    def _take_part(self, base: int, begin: Callable[[], None] = lambda: None) -> None:
+        """Tells every server that is connected, and each later one first of all, the clock that this worker starts
+        above; `begin()` may push the step after it in the same breath."""
 
         def start() -> None:
             self._session.start_at(base)
             self._dispatcher.participation.join(base)
             begin()
 
-        return lowest_clock(JoinedAnswer.of(*answer) for answer in self._tell(start))
+        self._tell(start)
 
-    def _tell(self, change: Callable[[], None]) -> list[Answer]:
-        """Changes whether this worker takes part, and waits until every server knows."""
+    def _tell(self, change: Callable[[], None]) -> None:
+        """Changes whether this worker takes part, and waits until the servers know that it is always connected to."""
         with self._dispatcher.lock:
             change()
-        header = self._dispatcher.participation.header
-
-        def questions(routes: Routes) -> list[tuple[Member, Header, list[Buffer]]]:
-            return [(member, header, []) for member in routes.serving]
-
-        return self._dispatcher.ask_all(questions, self._timeout_s, "joining")
+        self._dispatcher.carry_out(self._starting.ask(self._dispatcher.participation.header))

@@ -76,6 +76,7 @@ class PushesInFlight:
     def __init__(
         self, session: PushSession, worker: int, requests: Iterator[int], send: SendAll, on_fenced: Callable[[], None],
         keys_of: Callable[[Member], ShortKeys | None] = lambda member: None,
+        want: Callable[[Member], object] = lambda member: None,
     ) -> None:  # fmt: skip
         self.session = session  # which steps are outstanding, what to send
         self.failures: dict[int, Exception] = {}  # by clock: steps that a server refused, until somebody was told
@@ -92,6 +93,7 @@ class PushesInFlight:
         self._send = send  # takes frames for servers
         self._on_fenced = on_fenced  # hears that the cluster has dropped this worker
         self._keys_of = keys_of  # makes keys for a server shorter
+        self._want = want  # has a server connected that is to get something
         self.short: dict[int, Short] = {}  # tables whose keys are to be made shorter
         self._states: dict[int, StepState] = {}  # by clock, those outstanding
         self._sent: dict[int, _Sent] = {}  # by request
@@ -101,6 +103,12 @@ class PushesInFlight:
     def oldest(self) -> int:
         """The oldest request that has not been answered, 0 for none."""
         return next(iter(self._sent), 0) or next(iter(self._asks), 0)
+
+    @property
+    def owing(self) -> set[Member]:
+        """The servers that owe answers, or are to get something."""
+        owing = {sent.frame.head for sent in self._sent.values()} | {ask.head for ask in self._asks.values()}
+        return owing | self.session.outstanding_heads
 
     def push(
         self, part: Part | PackedPart, last: bool, state: StepState | None = None, shard: tuple[int, int] | None = None
@@ -116,6 +124,8 @@ class PushesInFlight:
             shard = self.shards.get(self.session.clock + (state is not None))
             group = None if shard is None else shard[0] & (1 << GROUP_BITS) - 1  # which is told who trains a shard
             self._perform(self.session.push(part, last, group))
+            if self.session.unreached:
+                self._reach()
         finally:
             part.complete()
 
@@ -135,6 +145,7 @@ class PushesInFlight:
             elif not self.session.holds(clock):
                 self._finish(clock)
         self._perform(effects)
+        self._reach()
 
     def fail(self, error: Exception) -> None:
         """Ends every outstanding step: nobody will answer any more."""
@@ -156,6 +167,12 @@ class PushesInFlight:
                 state.refused = [(error, rows) for error, rows, before in cut if len(rows) or not before]
         self.routes = routes
         self._perform(self.session.adopt(routes.view.as_chains))
+        self._reach()
+
+    def _reach(self) -> None:
+        """Has the heads connected that outstanding steps go to."""
+        for member in self.session.unreached:
+            self._want(member)
 
     def connected(self, member: Member) -> None:
         """A server has welcomed us on a new connection."""

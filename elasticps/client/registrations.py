@@ -19,7 +19,8 @@ from elasticps.wire.frames import portions
 
 @dataclass(frozen=True)
 class Registration:
-    """A table as the registry has it. dropping: it is about to go; made: by this call, just now."""
+    """A table as the registry has it. dropping: it is about to go; made: by this call, just now; created: the epoch of
+    a view all heads of which have made it, 0 if nobody says so."""
 
     id: int
     spec: TableSpec
@@ -29,11 +30,13 @@ class Registration:
     revision: int
     dropping: bool = False
     made: bool = False
+    created: int = 0
 
 
 def registry_value(table: Registration) -> bytes:
     document = {"id": table.id, "spec": table.spec.to_json(), "creator": table.creator, "by": table.by}
     document |= {"ready": table.ready} | ({"dropping": True} if table.dropping else {})
+    document |= {"created": table.created} if table.created else {}
     return json.dumps(document).encode()
 
 
@@ -44,9 +47,12 @@ def registration_of(entry: Entry) -> Registration:
     except SpecError as error:
         raise SpecError(f"{entry.key} cannot be read here: {error}") from None
     by, dropping = str(fields.get("by", "")), bool(fields.get("dropping", False))
+    created = fields.get("created")
+    epoch = created if type(created) is int else 0  # of an earlier version, or not ours
     if spec.name != entry.key.rpartition("/")[2]:
         raise ConfigError(f"{entry.key} has the spec of a table named {spec.name!r}: delete it")
-    return Registration(fields["id"], spec, fields["creator"], by, fields["ready"], entry.revision, dropping)
+    number, creator, ready = fields["id"], fields["creator"], fields["ready"]
+    return Registration(number, spec, creator, by, ready, entry.revision, dropping, created=epoch)
 
 
 def fields_of(entry: Entry, **kinds: type) -> dict[str, Any]:

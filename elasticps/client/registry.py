@@ -372,13 +372,20 @@ class Registry:
 
     def mark_ready(self, app: str, tables: Sequence[Registration], timeout_s: float) -> None:
         """Their initial values are on the servers. Losing the race means that somebody else said so."""
-        ready = {table_key(app, table.spec.name): replace(table, ready=True) for table in tables}
-        self.call(self._mark_ready(ready), timeout_s)
-        if self._worker is not None:
-            self._worker.belongings |= {key: registry_value(table) for key, table in ready.items()}
+        self._mark(app, [replace(table, ready=True) for table in tables], timeout_s)
 
-    async def _mark_ready(self, ready: Mapping[str, Registration]) -> None:
-        for several in in_portions(ready):
+    def mark_created(self, app: str, tables: Sequence[Registration], epoch: int, timeout_s: float) -> None:
+        """All heads of the view of that epoch have made them: whoever opens them need not ask all heads again."""
+        self._mark(app, [replace(table, created=epoch) for table in tables], timeout_s)
+
+    def _mark(self, app: str, tables: Sequence[Registration], timeout_s: float) -> None:
+        marked = {table_key(app, table.spec.name): table for table in tables}
+        self.call(self._write_marks(marked), timeout_s)
+        if self._worker is not None:
+            self._worker.belongings |= {key: registry_value(table) for key, table in marked.items()}
+
+    async def _write_marks(self, marked: Mapping[str, Registration]) -> None:
+        for several in in_portions(marked):
             if await self._store.compare_and_set_all(several) is None:
                 for key, (value, revision) in several.items():
                     await self._store.compare_and_set(key, value, expect=revision)

@@ -381,7 +381,7 @@ class Steps:
             self.losses.check(self.timeout_s)
         if not self._joining.active:
             self._dispatcher.check()
-            if self.barrier is None and self._session.clock == 0 and self._dispatcher.absent():
+            if self.barrier is None and self._session.clock == 0 and self._joining.has_to_wait():
                 return 0
             self._joining.enter()
         if self.barrier is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -33,6 +34,19 @@ def chains(servers: list[ServerInfo], owners: list[list[int]], epoch: int = 1) -
                 np.full(RANGES, epoch, np.int64), "test")  # fmt: skip
 
 
+def connect_to_all(client: eps.Client) -> None:
+    """Connects a client to all servers that can be reached."""
+    dispatcher = client._dispatcher
+    with dispatcher.lock:
+        for member in dispatcher.routes.members:
+            dispatcher.connections.want(member)
+    deadline_s = time.monotonic() + 5
+    while any(peer.trouble == "not connected yet" for peer in list(dispatcher.connections.missing.values())):
+        if time.monotonic() > deadline_s:  # it accepts, and says nothing
+            return
+        time.sleep(0.005)
+
+
 class Cluster:
     """Two servers a and b; each heads half of the ranges and is the tail of the other half."""
 
@@ -48,8 +62,10 @@ class Cluster:
         patch.setattr("elasticps.client.parts.LEAVE_S", 0.1)  # some end while they are owed something
 
     def connect(self, timeout: float = 30.0, consistency: Consistency | None = None) -> eps.Client:
+        """A client that is connected to both, as one is that has had something to ask of each."""
         client = eps.connect("etcd://127.0.0.1:1/fake", worker="w", timeout=timeout, consistency=consistency)
         self.clients.append(client)
+        connect_to_all(client)
         return client
 
     def table(self, ps: eps.Client) -> eps.SparseTable:

@@ -186,6 +186,7 @@ class FakeRegistry:
     def __init__(self, view: View) -> None:
         self.view = view
         self.checked = 0
+        self.created = 0  # as in a `Registration`
         self.last: PastRun | None = None
 
     def trouble(self) -> str:
@@ -216,7 +217,8 @@ class FakeRegistry:
         self, app: str, requests: Sequence[TableToRegister], worker: int, timeout_s: float
     ) -> list[Registration]:
         return [
-            Registration(1 if new.spec.shape is None else 2, new.spec, worker, "w", new.ready, 1) for new in requests
+            Registration(1 if new.spec.shape is None else 2, new.spec, worker, "w", new.ready, 1, created=self.created)
+            for new in requests
         ]
 
     def follow_rates(self, app: str, heard: object, timeout_s: float) -> None:
@@ -224,6 +226,9 @@ class FakeRegistry:
 
     def rate_of(self, name: str, table: int) -> None:
         return None
+
+    def mark_created(self, app: str, tables: Sequence[Registration], epoch: int, timeout_s: float) -> None:
+        pass
 
     def mark_ready(self, app: str, tables: Sequence[Registration], timeout_s: float) -> None:
         pass

@@ -45,7 +45,9 @@ class Twin:
         self._packer = Packer(Pool(0))
         self._streams = []
         for member in self.dispatcher.routes.members:
-            link = self.dispatcher.connections.peers[member].link
+            peer = self.dispatcher.connections.want(member)
+            assert peer is not None
+            link = peer.link
             link.ready = True
             self.dispatcher.pushes.connected(member)
             usual = link._usual if compiled else None

@@ -112,6 +112,32 @@ def test_a_worker_in_rounds_reports_an_open_round_and_finishes_it() -> None:
     assert hold.holds(0, 0.0)
 
 
+def test_a_worker_that_has_to_push_to_a_round_says_so_to_servers_that_have_not_heard_of_it() -> None:
+    """B knows none of those who have it open, and would take its last report for one of a worker that holds."""
+    hold = Hold(WORKER)
+    for server in (A, B):
+        hold.hear(server, HoldHeader(1, 1000), 0.0)
+    assert len(hold.answers(Written(4, True, True), 0.0)) == 2
+    hold.hear(A, HoldHeader(1, 1000, 5), 0.0)
+    waits = HeldHeader(1, WORKER, 5, open=True)
+    assert sorted(hold.answers(Written(4, True, True), 0.0)) == [(A, waits), (B, waits)]
+    assert hold.answers(Written(4, True, True), 0.0) == []
+    holds = HeldHeader(1, WORKER, 5)
+    assert sorted(hold.answers(Written(5, True, True), 0.0)) == [(A, holds), (B, holds)]
+    hold.hear(A, HoldHeader(1, 1000, 6), 0.0)
+    assert hold.answers(Written(5, True, False), 0.0)[0][1].apart  # whoever is in no rounds is waited for by nobody
+
+
+def test_a_server_is_needed_from_its_hold_to_the_release() -> None:
+    hold = Hold(WORKER)
+    hold.hear(A, HoldHeader(1, 1000), 0.0)
+    hold.hear(B, HoldHeader(1, 1000), 0.0)
+    hold.gone(B)
+    assert hold.servers == {A}
+    hold.release(1)
+    assert hold.servers == set()
+
+
 def test_a_late_hold_of_a_released_cut_is_ignored() -> None:
     hold = Hold(WORKER)
     hold.hear(A, HoldHeader(1, 1000), 0.0)

@@ -109,7 +109,7 @@ def test_ranges_of_a_server_that_came_back_empty_elsewhere_are_reported_lost(clu
 def test_a_new_worker_can_read_the_ranges_that_have_replicas(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, empty: bool, consistency: Consistency
 ) -> None:
-    monkeypatch.setattr("elasticps.client.connections.ABSENT_S", 0.3)
+    monkeypatch.setattr("elasticps.client.absence.ABSENT_S", 0.3)
     of_a, of_b = alone(cluster)
     if empty:
         cluster.a.incarnation = 2
@@ -129,7 +129,7 @@ def test_a_new_worker_can_read_the_ranges_that_have_replicas(
 def test_a_server_that_was_away_gets_new_tables_before_any_push(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elasticps.client.connections.ABSENT_S", 0.3)
+    monkeypatch.setattr("elasticps.client.absence.ABSENT_S", 0.3)
     alone(cluster)
     cluster.a.incarnation = 2
     ps = cluster.connect()
@@ -141,7 +141,7 @@ def test_a_server_that_was_away_gets_new_tables_before_any_push(
 
 
 def test_an_error_names_the_servers_that_cannot_be_reached(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elasticps.client.connections.ABSENT_S", 0.1)
+    monkeypatch.setattr("elasticps.client.absence.ABSENT_S", 0.1)
     cluster.a.kill()
     with pytest.raises(eps.ClusterUnreachable, match="cannot connect to server a at"):
         cluster.connect(timeout=0.5)

@@ -356,6 +356,34 @@ def test_workers_that_connect_during_a_cut_hold_until_the_release(run: Run) -> N
     run(test)
 
 
+def test_workers_that_connect_after_a_release_hear_of_it() -> None:
+    """They may have been told to hold on a connection that has ended since."""
+    hold = CutHold()
+    assert not hold.released
+    hold.begin(3, 10.0, 100.0)
+    assert not hold.released
+    hold.release(3)
+    assert hold.released == 3
+    hold.begin(4, 10.0, 101.0)
+    assert not hold.released  # nor when its time is over: who holds knows that time
+
+
+def test_a_worker_on_a_new_connection_goes_on_after_a_release_that_it_missed(run: Run) -> None:
+    async def test(group: Group) -> None:
+        server = await group.start("s0")
+        group.adopt(group.make_view(lambda r: ["s0"]))
+        cuts = server.admin.cuts
+        assert cuts.hold(3, 50.0)
+        cuts.release(3)
+        worker = await group.connect("s0")
+        await until(lambda: len(worker.unsolicited) >= 2)
+        welcome, release = worker.unsolicited[:2]
+        assert [welcome.kind, release.kind] == [Kind.WELCOME, Kind.RELEASE]
+        assert ReleaseHeader.of(release) == ReleaseHeader(3)
+
+    run(test)
+
+
 @pytest.mark.parametrize("held", [HeldHeader(3, WORKER + 1, 8), HeldHeader(3, WORKER, 1 << 60)])
 def test_a_forged_hold_report_ends_its_connection(run: Run, held: HeldHeader) -> None:
     async def test(group: Group) -> None:

@@ -64,7 +64,7 @@ class Scene:
         self.delay = DelayCoordinator(self.head.log(), self.active, lambda: self.now, self.later.append)
 
     def join(self, worker: int, base: int) -> None:
-        self.active.add(worker, base)
+        self.active.add(worker, base, APP)
         self.delay.heard(cast(Any, self.workers[worker]))
 
     def pause(self, worker: int) -> None:

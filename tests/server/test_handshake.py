@@ -9,7 +9,7 @@ import pytest
 from elasticps.server.roles import handshake
 from elasticps.wire.frames import Header, Kind, json_frame
 from elasticps.wire.joining import JoinedAnswer, JoinHeader
-from tests.server.conftest import WORKER, Group, Run, Worker, until
+from tests.server.conftest import RANGES, WORKER, Group, Run, Worker, until
 
 
 def test_frames_held_on_an_older_connection_are_dropped(run: Run) -> None:
@@ -29,7 +29,7 @@ def test_frames_held_on_an_older_connection_are_dropped(run: Run) -> None:
         group.adopt(group.make_view(lambda r: ["a"]))
         other = await group.connect("a", worker=second)
         header, body = await other.ask(JoinHeader().header())
-        assert JoinedAnswer.of(header, bytes(body)).at_homes == 7
+        assert JoinedAnswer.of(header, bytes(body), RANGES).at_homes == 7
 
     run(test)
 

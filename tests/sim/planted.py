@@ -15,6 +15,7 @@ from chaos.sim.story import Kind, tell
 from tests.sim import planted_announcements as announced
 from tests.sim import planted_caches as caches
 from tests.sim import planted_chain as chain
+from tests.sim import planted_connections as connections
 from tests.sim import planted_cuts as cuts
 from tests.sim import planted_delay as delay
 from tests.sim import planted_differences as changes
@@ -39,6 +40,7 @@ MODULES = (
     chain,
     changes,
     checkpoints,
+    connections,
     cuts,
     delay,
     drops,
@@ -94,9 +96,10 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     chain.end_on_the_request_to_drain: ("drains", "free", 0),
     chain.count_copies_at_servers_that_drain: ("hurried", "free", 5),
     chain.move_more_than_must: ("moves", "free", 1),
+    connections.close_links_with_steps_outstanding: ("limps", "free", 38),
+    connections.tell_a_server_that_is_connected_later_nothing: ("calm", "free", 15),
     delay.wait_for_one_step_less: ("calm", "bounded", 5),
     delay.forget_workers_that_have_joined: ("calm", "bounded", 2),
-    delay.report_steps_that_are_not_committed: ("limps", "bounded", 18),
     delay.begin_where_the_fastest_worker_is: ("kills", "bounded", 22),
     delay.wait_for_workers_that_pause: ("calm", "bounded", 30),
     delay.wait_for_workers_that_are_gone: ("ghosts", "bounded", 0),
@@ -238,6 +241,34 @@ ALONE: dict[Patch, tuple[str, str]] = {
     chain.accept_words_from_before_the_chain_changed: (
         "replication.test_replica",
         "test_messages_of_a_neighbour_from_before_its_refilling_are_ignored",
+    ),
+    connections.connect_to_no_head_that_a_step_goes_to: (
+        "client.test_standing_connections",
+        "test_a_push_has_the_heads_connected_that_it_goes_to_and_no_others",
+    ),
+    connections.stay_with_the_head_that_a_home_had: (
+        "client.test_standing_connections",
+        "test_who_heads_its_home_now_is_connected",
+    ),
+    connections.fence_a_predecessor_only_where_ranges_are_headed: (
+        "client.test_standing_connections",
+        "test_a_predecessor_is_fenced_by_whoever_has_or_gets_a_copy",
+    ),
+    connections.tell_workers_of_a_view_only_where_ranges_come: (
+        "server.test_views_for_workers",
+        "test_workers_hear_of_ranges_that_come_and_go_and_of_those_that_came_back_from_a_checkpoint",
+    ),
+    connections.believe_a_server_that_has_not_heard_of_an_open_round: (
+        "client.test_checkpoint_hold",
+        "test_a_worker_that_has_to_push_to_a_round_says_so_to_servers_that_have_not_heard_of_it",
+    ),
+    connections.tell_nobody_who_comes_later_of_the_release: (
+        "server.test_cut",
+        "test_workers_that_connect_after_a_release_hear_of_it",
+    ),
+    delay.report_steps_that_are_not_committed: (
+        "client.test_delay",
+        "test_a_report_that_is_due_is_made_once_when_that_clock_is_committed",
     ),
     delay.ask_nobody_twice: (
         "server.test_delay_coordinator",

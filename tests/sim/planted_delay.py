@@ -88,8 +88,8 @@ def leave_out_workers_without_a_connection(patch: pytest.MonkeyPatch) -> None:
 
 
 def start_below_what_is_released(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Joining, "_join", lambda self, clock: self._take_part(clock))
-    patch.setattr(ActiveWorkers, "lowest_at_homes", lambda self, app, headed, but, workers: None)
+    patch.setattr(Joining, "_join", lambda self, clock: self._take_part(clock) or 0)
+    patch.setattr(ActiveWorkers, "lowest_at_homes", lambda self, app, headed, but: None)
 
 
 def ask_nobody_twice(patch: pytest.MonkeyPatch) -> None:

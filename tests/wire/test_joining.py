@@ -1,4 +1,4 @@
-"""The answer to a JOIN, and the lowest clock that all servers' answers say."""
+"""The answer to a JOIN, and the lowest clock that servers' answers say."""
 
 from __future__ import annotations
 
@@ -18,10 +18,22 @@ GOLDEN = bytes.fromhex(
 def test_the_answer_to_a_join_has_the_golden_bytes() -> None:
     assert JoinedAnswer(7, 5, 43).frame() == GOLDEN
     header = unpack_header(GOLDEN)
-    assert JoinedAnswer.of(header, GOLDEN[HEADER_BYTES:]) == (7, 5, 43)
-    assert JoinedAnswer.of(header, bytes(8)).at_homes is None
+    assert JoinedAnswer.of(header, GOLDEN[HEADER_BYTES:], 16) == (7, 5, 43, ())
+    assert JoinedAnswer.of(header, bytes(8), 16).at_homes is None
     with pytest.raises(FrameError, match="has a body of 0 bytes"):
-        JoinedAnswer.of(header, b"")
+        JoinedAnswer.of(header, b"", 16)
+
+
+def test_the_answer_names_homes_of_the_cluster_and_no_more_than_were_asked_for() -> None:
+    answer = JoinedAnswer(7, 5, None, (3, 0, 15))
+    header, body = unpack_header(answer.frame()), answer.frame()[HEADER_BYTES:]
+    assert JoinedAnswer.of(header, body, 16) == answer
+    with pytest.raises(FrameError, match=r"homes outside 0\.\.7"):
+        JoinedAnswer.of(header, body, 8)
+    with pytest.raises(FrameError, match="with 2 homes, has a body of 32 bytes"):
+        JoinedAnswer.of(header._replace(items=2), body, 16)
+    with pytest.raises(FrameError, match="with 9 homes"):
+        JoinedAnswer.of(header._replace(items=9), bytes(80), 16)
 
 
 def test_the_lowest_clock_is_that_of_the_slowest_at_its_home() -> None:

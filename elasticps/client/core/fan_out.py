@@ -31,7 +31,7 @@ Questions = Callable[[Routes], Iterable[tuple[Member, Header, list[Buffer]]]]
 yet, and the round waits for the next view."""
 
 Send = Callable[[Member, Sequence[Buffer]], None]
-"""Queues a frame for a server, if it is connected."""
+"""Sends a frame to a server, or has it connected: then the frame is sent again."""
 
 SendAll = Callable[[Mapping[Member, Sequence[Buffer]]], None]
 """The same for frames of several servers."""
@@ -142,6 +142,11 @@ class FanOuts:
         waited_for = (fan_out for fan_out in self._fan_outs if not fan_out.left)
         return {call.member for fan_out in waited_for for call in fan_out.pending.values()}
 
+    @property
+    def servers(self) -> set[Member]:
+        """The servers that owe answers, whether somebody waits or not."""
+        return {call.member for fan_out in self._fan_outs for call in fan_out.pending.values()}
+
     def begin(self, fan_out: FanOut, routes: Routes) -> None:
         """Asks, and asks again under every view with other heads, until `end`."""
         self._fan_outs.append(fan_out)
@@ -231,6 +236,18 @@ def of_heads(header: Header, body: bytes = b"", *, all_ranges: bool = True) -> Q
     return questions
 
 
+def of_ranges(ranges: Callable[[int], Sequence[int]], header: Header) -> Questions:
+    """A question to the heads of these ranges of so many, when the first of them has one."""
+
+    def questions(routes: Routes) -> list[tuple[Member, Header, list[Buffer]]]:
+        some = ranges(routes.view.ranges)
+        if routes.view.heads[some[0]] < 0:
+            return []
+        return [(member, header._replace(epoch=routes.epoch), []) for member in routes.heads_of(some)]
+
+    return questions
+
+
 def of_group(app: str, header: Header, body: bytes = b"") -> Questions:
     """A question to the head of an application's group range."""
 
@@ -251,8 +268,9 @@ class PastSteps(NamedTuple):
     records: Sequence[StepRecord]
 
 
-def steps_of(worker: int, timeout_s: float) -> Script[PastSteps]:
-    """How far a worker's steps are."""
+def steps_of(worker: int, timeout_s: float, *, fencing: bool = False) -> Script[PastSteps]:
+    """How far a worker's steps are. fencing: it is over when whoever may head a range soon has fenced that worker, too:
+    each server that has, or gets, a copy of one answers."""
     head, ranges = GetClocksHeader(worker).header(), 0
 
     def questions(routes: Routes) -> list[tuple[Member, Header, list[Buffer]]]:
@@ -260,7 +278,8 @@ def steps_of(worker: int, timeout_s: float) -> Script[PastSteps]:
         ranges = routes.view.ranges
         if routes.headless:  # nobody can say it for all ranges now
             return []
-        return [(routes.members[s], head._replace(epoch=routes.epoch), []) for s in routes.share_of]
+        servers = routes.holding if fencing else routes.heads
+        return [(member, head._replace(epoch=routes.epoch), []) for member in servers]
 
     answers = yield Request(questions, timeout_s, f"asking for the clocks of worker {worker}")
     applied, committed = (np.zeros(ranges, np.int64) for _ in range(2))

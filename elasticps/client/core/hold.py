@@ -2,7 +2,8 @@
 
 Told to hold, it begins no step and writes nothing else until it is released, or until its time is over: whoever takes
 the cut may have died. To every server that has told it so it says when all that it has written is committed; and, if it
-trains in rounds, that a round of its own is open: others have to come as far before anybody can hold.
+trains in rounds, that a round of its own is open, or that it was told to push its share of one: others have to come as
+far before anybody can hold, and not every server has heard of it from somebody else.
 """
 
 from __future__ import annotations
@@ -47,6 +48,11 @@ class Hold:
         self._rounds = max(self._rounds, request.clock)
         self._reports[server] = None
 
+    @property
+    def servers(self) -> set[Member]:
+        """Who has said so, and will say when to go on."""
+        return set(self._reports) if self.cut else set()
+
     def gone(self, server: Member) -> None:
         """The connection on which it said so has ended; it says so again on the next one."""
         self._reports.pop(server, None)
@@ -70,9 +76,10 @@ class Hold:
         """What servers are to be told now."""
         if self.left_s(now) <= 0 or not (written.settled or written.rounds):
             return []
+        waited_for = written.rounds and written.clock < self._rounds  # only some servers may know
         report = HeldHeader(
-            self.cut, self._worker, written.clock, not written.settled, not written.rounds, written.digest,
-            written.epoch,
+            self.cut, self._worker, max(written.clock, self._rounds * waited_for), not written.settled or waited_for,
+            not written.rounds, written.digest, written.epoch,
         )  # fmt: skip
         others = [server for server, last in self._reports.items() if last != report]
         self._reports.update(dict.fromkeys(others, report))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from elasticps.client.core.barrier import entering
-from elasticps.client.core.fan_out import Request, Script, of_heads, steps_of
+from elasticps.client.core.fan_out import Request, Script, of_ranges, steps_of
 from elasticps.client.core.session import resume
-from elasticps.wire.joining import JoinedAnswer, JoinHeader, lowest_clock
+from elasticps.client.core.standing import standing_ranges
+from elasticps.wire.frames import Header
+from elasticps.wire.joining import MOST_HOMES, JoinedAnswer, JoinHeader, lowest_clock
 
 
 class PastRun(NamedTuple):
@@ -48,11 +51,12 @@ class Resume:
 
 
 class Starting:
-    """The questions of one worker. app: of its synchronous rounds, "" if it trains without."""
+    """The questions of one worker. rounds: whether it trains in synchronous rounds."""
 
-    def __init__(self, worker: int, rounds_of: str, timeout_s: float) -> None:
+    def __init__(self, worker: int, app: str, timeout_s: float, *, rounds: bool) -> None:
         self._worker = worker
-        self._app = rounds_of
+        self._app = app
+        self._rounds = rounds
         self._timeout_s = timeout_s
 
     def first(self, past: PastRun | None) -> Script[Resume]:
@@ -60,9 +64,9 @@ class Starting:
         if past is None:
             start = yield from self.lowest()
             return Resume(start, start, start, 0, False)
-        found = yield from steps_of(past.id, self._timeout_s)
+        found = yield from steps_of(past.id, self._timeout_s, fencing=True)
         begun, trained = resume(found.applied, found.committed, found.home, found.records, past.base)
-        if not self._app:
+        if not self._rounds:
             start = max(begun, (yield from self.lowest()))
         else:  # what counts is the round, not that its share has arrived
             start, last = yield from entering(self._app, self._worker, past.id, self._timeout_s)
@@ -76,12 +80,29 @@ class Starting:
 
     def lowest(self) -> Script[int]:
         """Where one starts that has nothing to come back to: at the last round, in which it is counted from now on; or
-        at the lowest clock of the active workers, 0 if there is none."""
-        if self._app:
+        at the lowest clock of some active workers, 0 if there is none. Without rounds nobody waits for it but under
+        bounded delay, and then it starts no lower than is released: so some will do, and asking all would be a
+        connection to each server."""
+        if self._rounds:
             start, _ = yield from entering(self._app, self._worker, 0, self._timeout_s)
             return start
-        answers = yield Request(of_heads(JoinHeader().header(), all_ranges=False), self._timeout_s, "joining")
-        return lowest_clock(JoinedAnswer.of(*answer) for answer in answers)
+        found = yield from self.ask(JoinHeader(homes=MOST_HOMES).header())
+        homes = {home for answer in found for home in answer.homes}
+        if homes:
+            found += yield from self.ask(JoinHeader().header(), sorted(homes))
+        return lowest_clock(found)
+
+    def ask(self, header: Header, others: Sequence[int] = ()) -> Script[list[JoinedAnswer]]:
+        """Sends a JOIN to the servers that it is always connected to, and to the heads of other ranges."""
+        of = 0
+
+        def standing_and_others(ranges: int) -> Sequence[int]:
+            nonlocal of
+            of = ranges
+            return [*standing_ranges(self._worker, self._app, ranges), *others]
+
+        answers = yield Request(of_ranges(standing_and_others, header), self._timeout_s, "joining")
+        return [JoinedAnswer.of(*answer, of) for answer in answers]
 
 
 def first_past(worker: int, found: Resume, past: PastRun | None) -> PastRun:

@@ -7,6 +7,7 @@ of what it received. A pull only needs its keys grouped by the server that answe
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -74,6 +75,17 @@ class Routes:
         """Servers that head or answer for some range."""
         used = np.unique(np.concatenate([self.view.heads, self.view.tails]))
         return [self.members[i] for i in used.tolist() if i >= 0]
+
+    @cached_property
+    def holding(self) -> list[Member]:
+        """Servers that have, or get, a copy of some range."""
+        used = np.unique(np.append(self.view.chains, self.view.joining))
+        return [self.members[i] for i in used.tolist() if i >= 0]
+
+    def heads_of(self, ranges: Iterable[int]) -> list[Member]:
+        """The servers that head these ranges, each once, without ranges that have no head."""
+        heads = dict.fromkeys(int(self.view.heads[r]) for r in ranges)
+        return [self.members[head] for head in heads if head >= 0]
 
     def replicas(self, worker: int) -> Readers:
         """For each range one of its full replicas, so that the workers and ranges together load all of them alike."""

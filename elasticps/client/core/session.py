@@ -101,6 +101,7 @@ class PushSession:
         self._steps: OrderedDict[int, OutstandingStep] = OrderedDict()
         self._heads = Heads(ranges, self._home)
         self._connected: set[Member] = set()
+        self.unreached: set[Member] = set()  # heads that outstanding steps go to, and that are not connected
         self._frames: dict[int, Frame] = {}
         self._head_of_ask: dict[int, Member] = {}  # by the number of an Ask that has no answer yet
         self._number = 0
@@ -220,6 +221,8 @@ class PushSession:
         out: list[Effect] = []
         for head, some in zip(heads, groups, strict=True):
             head.last = after
+            if not head.ready and head.member not in self._connected:
+                self.unreached.add(head.member)
             for ranges, prev in some if head.ready else ():
                 self._send(head, step, clock, part, last, None if len(some) == 1 else ranges, prev, content, out)
         if step.elsewhere:
@@ -250,6 +253,11 @@ class PushSession:
                     owed[member] = clock
         return owed
 
+    @property
+    def outstanding_heads(self) -> set[Member]:
+        """The heads of ranges that outstanding steps tick."""
+        return {head.member for step in self._steps.values() for head in step.heads}
+
     # -- views and connections --------------------------------------------------------------------------------------
 
     def adopt(self, view: Chains) -> list[Effect]:
@@ -269,6 +277,7 @@ class PushSession:
         if gone or fresh:
             for step in self._steps.values():
                 self._follow(step)
+        self.unreached = self.outstanding_heads - self._connected
         self._forget({head.member for head in gone})
         for head in gone:
             self._head_of_ask.pop(head.ask, None)
@@ -292,6 +301,7 @@ class PushSession:
         """A fresh connection to a server."""
         out: list[Effect] = []
         self._connected.add(member)
+        self.unreached.discard(member)
         head = self._heads.by_member.get(member)
         if head is not None:
             self._restart(member, head, out)

@@ -59,6 +59,11 @@ class CutHold:
         left_ms = int((self._until_s - now) * 1000)
         return HoldHeader(self.cut, left_ms, self._rounds.get(app, 0)) if left_ms > 0 else None
 
+    @property
+    def released(self) -> int:
+        """The newest cut that workers were released from, 0 while they hold for it."""
+        return 0 if self._until_s else self.cut
+
     def hear(self, app: str, held: HeldHeader, now: float) -> bool:
         """A worker holds, or is about to; whether the others of its application have to be told to come as far."""
         if held.cut != self.cut or now >= self._until_s:

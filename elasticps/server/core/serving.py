@@ -40,7 +40,7 @@ class Serving:
         self.roster: Roster | None = None
         self.tailed = self.held = NO_RANGES
         self._had = NO_RANGES, NO_RANGES  # headed and tailed when `concerns_workers` was asked last
-        self._met: frozenset[Member] = frozenset()  # the servers of the view then
+        self._recovered = 0  # the newest epoch then in which ranges came back from a checkpoint
         self.tail_since = self.full_since = _NEVER
 
     @property
@@ -85,12 +85,13 @@ class Serving:
         return True
 
     def concerns_workers(self) -> bool:
-        """Whether to send the view to workers unasked: since the last call this server heads or reads more ranges, or
-        a server is new. Quiet workers ask for no view, but pulls at a server have to know whom they wait for."""
+        """Whether to tell workers of the view unasked: since the last call this server heads or reads other ranges, or
+        ranges came back from a checkpoint. A quiet worker asks for no view, but has to connect to whoever heads its
+        home range now, or its application's group range, and is always connected to whoever did before."""
         had, self._had = self._had, (self.headed, self.tailed)
-        met, self._met = self._met, frozenset(() if self.view is None else self.view.as_chains.members)
-        gained = any(len(np.setdiff1d(now, before)) for now, before in zip(self._had, had, strict=True))
-        return gained or not self._met <= met
+        recovered, self._recovered = self._recovered, 0 if self.view is None else int(self.view.recovery_epoch.max())
+        others = not all(np.array_equal(now, before) for now, before in zip(self._had, had, strict=True))
+        return others or self._recovered > recovered
 
     def follow(self, roster: Roster) -> RosterChange:
         """Takes a newer roster; how it differs from the one before."""

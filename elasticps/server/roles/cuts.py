@@ -41,10 +41,13 @@ class CutHandler:
     # --- workers ----------------------------------------------------------------------------------------------------
 
     def greet(self, connection: Asker) -> None:
-        """Tells a worker that was welcomed whether to hold."""
+        """Tells a worker that was welcomed whether to hold, or that it need not any more: it may have been told to on
+        other connections, which have ended since."""
         hold = self._holding.tells(connection.app, self._clock())
         if hold is not None:
             connection.send(hold.header().pack())
+        elif self._holding.released:
+            connection.send(ReleaseHeader(self._holding.released).header().pack())
 
     def _held(self, connection: Connection, header: Header, body: Body) -> None:
         held = HeldHeader.of(header)

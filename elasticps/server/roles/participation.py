@@ -1,4 +1,4 @@
-"""Handles JOIN: which workers take part, and at which clock a new one starts."""
+"""Handles JOIN: which workers take part, and near which clocks a new one starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elasticps.server.core.requests import Body
 from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.context import Context
 from elasticps.wire.frames import FrameError, Header, Kind
-from elasticps.wire.joining import JoinedAnswer, JoinHeader
+from elasticps.wire.joining import MOST_HOMES, JoinedAnswer, JoinHeader
 from replication.progress import MAX_CLOCK
 
 
@@ -36,17 +36,17 @@ class ParticipationHandler:
         if request.base is not None or request.pause:
             self._participation[connection] = request.base
             self._note(connection, request.base)
-        headed = self._serving.headed.tolist()
-        workers = self._serving.workers
-        at_homes = self._active.lowest_at_homes(connection.app, headed, connection.worker, workers)
-        connection.send(JoinedAnswer(header.request, self._serving.epoch, at_homes).frame())
+        active, app, worker = self._active, connection.app, connection.worker
+        at_homes = active.lowest_at_homes(app, self._serving.headed.tolist(), worker)
+        homes = active.homes(app, min(request.homes, MOST_HOMES), worker)
+        connection.send(JoinedAnswer(header.request, self._serving.epoch, at_homes, homes).frame())
         self._changed()
 
     def _note(self, connection: Connection, base: int | None) -> None:
         if base is None:
             self._active.remove(connection.worker)
         elif connection.worker in self._serving.workers:
-            self._active.add(connection.worker, base)
+            self._active.add(connection.worker, base, connection.app)
         self._delay.heard(connection)
 
     def follow(self, workers: Iterable[int], came_back: Iterable[Connection]) -> None:

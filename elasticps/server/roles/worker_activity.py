@@ -12,12 +12,14 @@ from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.context import Context
 from elasticps.wire.activity import Activity, UseHeader, WatchHeader
 from elasticps.wire.frames import FrameError, Header, Kind
+from replication.step_records import home_range
 
 EVERY_S = 4.0
 
 
 class WorkerActivity:
-    """Asks workers what they do, and keeps the newest answer of each. workers: their connections."""
+    """Asks workers what they do, those whose home ranges are headed here, and keeps the newest answer of each. workers:
+    their connections."""
 
     def __init__(self, context: Context, workers: Callable[[], Iterable[Connection]]) -> None:
         self._serving = context.serving
@@ -41,10 +43,7 @@ class WorkerActivity:
         return {connection.worker: use for connection, use in self._reported.items()}
 
     def _asks(self, worker: int) -> bool:
-        view = self._serving.view
-        if view is None or not view.servers:
-            return False
-        return view.servers[worker % len(view.servers)].member == self._serving.me
+        return bool((self._serving.headed == home_range(worker, self._serving.ranges)).any())
 
     def _hear(self, connection: Connection, header: Header, body: Body) -> None:
         worker = UseHeader.of(header).worker
