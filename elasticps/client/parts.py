@@ -19,8 +19,8 @@ LEAVE_S = 5.0  # for what is outstanding when a client is closed
 
 
 class Parts:
-    """Registered under a name, and once made connected to the servers that it always is. closed: it has ended, or is
-    about to."""
+    """Registered under a name, and connected to the servers that it always is, once made. closed: it has ended, or
+    is about to."""
 
     def __init__(
         self, registry: Registry, worker: str, consistency: Consistency, window: int, timeout_s: float, app: str,

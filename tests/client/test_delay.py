@@ -32,7 +32,7 @@ class Scene:
     """A worker that has committed its steps up to `session.committed`."""
 
     def __init__(self) -> None:
-        self.session = SimpleNamespace(worker=7, committed=0)
+        self.session = SimpleNamespace(worker=7, committed=0, clock=100)
         self.sent: list[tuple[Member, ReportClock]] = []
         self.started: list[str] = []
         self.needed: list[int] = []

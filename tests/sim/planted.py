@@ -100,7 +100,6 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     connections.tell_a_server_that_is_connected_later_nothing: ("calm", "free", 15),
     delay.wait_for_one_step_less: ("calm", "bounded", 5),
     delay.forget_workers_that_have_joined: ("calm", "bounded", 2),
-    delay.report_steps_that_are_not_committed: ("limps", "bounded", 18),
     delay.begin_where_the_fastest_worker_is: ("kills", "bounded", 22),
     delay.wait_for_workers_that_pause: ("calm", "bounded", 30),
     delay.wait_for_workers_that_are_gone: ("ghosts", "bounded", 0),
@@ -276,6 +275,10 @@ ALONE: dict[Patch, tuple[str, str]] = {
     connections.tell_nobody_who_comes_later_of_the_release: (
         "server.test_cut",
         "test_workers_that_connect_after_a_release_hear_of_it",
+    ),
+    delay.report_steps_that_are_not_committed: (
+        "client.test_delay",
+        "test_a_report_that_is_due_is_made_once_when_that_clock_is_committed",
     ),
     delay.ask_nobody_twice: (
         "server.test_delay_coordinator",
