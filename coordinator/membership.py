@@ -20,6 +20,7 @@ from coordinator.core.differences import (
     RosterDifference,
     ViewDifference,
     apply_encoded,
+    apply_encoded_roster,
     follow_roster,
     follow_view,
 )
@@ -295,7 +296,7 @@ class ViewFollower:
         difference = RosterDifference.decode(data)
         if self.roster is None or self.roster.version >= difference.version:
             return self.roster is not None
-        roster = difference.apply(self.roster)
+        roster = apply_encoded_roster(self.roster, data)
         if roster is not None:
             self._take_roster(roster)
         return roster is not None

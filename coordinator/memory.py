@@ -7,8 +7,8 @@ that falls behind it gets a `Reset`, as after a compaction in etcd.
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_right
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.core.errors import LeaseLost, StoreUnavailable
@@ -27,6 +27,7 @@ from coordinator.core.store import (
 )
 
 HISTORY_MAX = 4096
+WOKEN = 256  # so many watchers are all woken by each change; of more only those whose prefix it has
 
 
 @dataclass
@@ -36,6 +37,15 @@ class _Lease:
     keys: set[str] = field(default_factory=set)
 
 
+@dataclass(eq=False)
+class _Watcher:
+    """seen: it has had all changes below its prefix up to this revision; changed: there may be more."""
+
+    prefix: str
+    seen: int
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 @dataclass
 class _Data:
     """The data that all clients of one memory store share."""
@@ -43,11 +53,13 @@ class _Data:
     revision: int = 1
     compacted: int = 0  # changes up to this revision are no longer in the history
     entries: dict[str, Entry] = field(default_factory=dict)
+    keys: list[str] = field(default_factory=list)  # of all entries, sorted
     owner: dict[str, int] = field(default_factory=dict)  # key -> lease
     leases: dict[int, _Lease] = field(default_factory=dict)
     last_lease: int = 0
     history: list[Put | Delete] = field(default_factory=list)
-    watchers: dict[asyncio.Event, None] = field(default_factory=dict)  # woken in the order in which they came
+    watchers: dict[_Watcher, None] = field(default_factory=dict)  # woken in the order in which they came
+    watching: dict[str, dict[_Watcher, None]] = field(default_factory=dict)  # the same, by prefix
 
 
 class MemoryStore:
@@ -57,7 +69,7 @@ class MemoryStore:
         self._cluster = check_name("cluster", cluster)
         self._data = _Data() if shared is None else shared
         self._closed = False
-        self._watching: dict[asyncio.Event, None] = {}
+        self._watching: dict[_Watcher, None] = {}
 
     def client(self) -> MemoryStore:
         """Makes another client of the same data."""
@@ -161,35 +173,42 @@ class MemoryStore:
 
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Change, None]:
         """See `Store.watch`."""
-        changed = asyncio.Event()
-        self._watching[changed] = None
-        self._data.watchers[changed] = None
-        seen = after
+        data, watcher = self._data, _Watcher(prefix, after)
+        self._watching[watcher] = data.watchers[watcher] = None
+        data.watching.setdefault(prefix, {})[watcher] = None
         try:
             while not self._closed:
-                changed.clear()
-                changes = self._since(prefix, seen)
-                seen = max(seen, self._data.revision)
+                watcher.changed.clear()
+                changes = self._since(prefix, watcher.seen)
+                watcher.seen = max(watcher.seen, data.revision)
                 for change in changes:
                     yield change
                 if not changes:
-                    await changed.wait()
+                    await watcher.changed.wait()
         finally:
-            self._watching.pop(changed)
-            self._data.watchers.pop(changed)
+            self._watching.pop(watcher)
+            data.watchers.pop(watcher)
+            alike = data.watching[prefix]
+            alike.pop(watcher)
+            if not alike:
+                del data.watching[prefix]
 
     async def close(self) -> None:
         """See `Store.close`."""
         self._closed = True
-        for changed in list(self._watching):
-            changed.set()
+        for watcher in list(self._watching):
+            watcher.changed.set()
 
     def _check_open(self) -> None:
         if self._closed:
             raise StoreUnavailable("this memory store is closed")
 
     def _listing(self, prefix: str) -> Listing:
-        entries = (entry for key, entry in sorted(self._data.entries.items()) if key.startswith(prefix))
+        keys, first = self._data.keys, bisect_left(self._data.keys, prefix)
+        last = first
+        while last < len(keys) and keys[last].startswith(prefix):
+            last += 1
+        entries = map(self._data.entries.__getitem__, keys[first:last])
         return Listing(tuple(entries), self._data.revision)
 
     def _since(self, prefix: str, seen: int) -> Sequence[Change]:
@@ -219,6 +238,8 @@ class MemoryStore:
             data.owner[key] = lease
         old = data.entries.get(key)
         entry = Entry(key, bytes(value), data.revision, data.revision if old is None else old.create_revision)
+        if old is None:
+            insort(data.keys, key)
         data.entries[key] = entry
         return Put(entry)
 
@@ -226,7 +247,7 @@ class MemoryStore:
         self._data.revision += 1
         for key in keys:
             self._disown(key)
-            del self._data.entries[key]
+            del self._data.entries[key], self._data.keys[bisect_left(self._data.keys, key)]
         self._announce([Delete(key, self._data.revision) for key in keys])
 
     def _announce(self, changes: Sequence[Put | Delete]) -> None:
@@ -236,8 +257,19 @@ class MemoryStore:
             data.compacted = data.history[-HISTORY_MAX - 1].revision
             first = bisect_right(data.history, data.compacted, key=lambda change: change.revision)
             del data.history[:first]
-        for changed in list(data.watchers):
-            changed.set()
+            for watcher in data.watchers:
+                if not watcher.changed.is_set():  # nothing below its prefix has changed
+                    watcher.seen = max(watcher.seen, data.compacted)
+        if len(data.watchers) <= WOKEN:
+            woken = list(data.watchers)
+        else:
+            woken = [watcher for change in changes for watcher in self._watchers_of(_key(change))]
+        for watcher in woken:
+            watcher.changed.set()
+
+    def _watchers_of(self, key: str) -> Iterator[_Watcher]:
+        for end in range(len(key) + 1):
+            yield from self._data.watching.get(key[:end], ())
 
     def _holds(self, guard: Guard | None) -> bool:
         held = None if guard is None else self._data.entries.get(check_key(guard.key))

@@ -128,7 +128,9 @@ class ServerLinks:
         before, self._looked_at = self._looked_at, (tracker.identity, tracker.state.servers, tracker.view)
         if before[0] == tracker.identity and before[1] is tracker.state.servers and before[2] is tracker.view:
             return
-        if tracker.identity is not None:
+        if tracker.identity is not None and before[0] == tracker.identity and before[2] is tracker.view:
+            self._follow_keys(before[1], tracker.state.servers, tracker.view)
+        elif tracker.identity is not None:
             listed = () if tracker.view is None else tracker.view.servers
             self.follow(tracker.identity, listed, tracker.state.servers.values())
             if tracker.view is not None:
@@ -150,6 +152,26 @@ class ServerLinks:
             self._hang_up(member)
         for member in sorted(servers.keys() - self._calls.keys()):
             self._call(servers[member])
+
+    def _follow_keys(
+        self, before: Mapping[str, ServerInfo], servers: Mapping[str, ServerInfo], view: View | None
+    ) -> None:
+        """Does what `follow` does, where only keys of servers have changed: each of a thousand that start costs what it
+        is."""
+        listed = {} if view is None else view.by_member
+        ended = [old.member for name, old in before.items() if servers.get(name) is not old]
+        came = {new.member: new for name, new in servers.items() if before.get(name) is not new}
+        for member in sorted(ended):
+            if member in listed and member not in came:
+                self._detector.note(member, False, _now())
+            elif member not in came:
+                self._detector.forget(member)
+                self._clocks.forget(member)
+                self._hang_up(member)
+        for member in sorted(came):
+            self._detector.note(member, True, _now())
+            if member not in self._calls:
+                self._call(came[member])
 
     def announce(self, view: View) -> None:
         """Takes a newer view: a leader sends it to every server that is connected, and to each that connects."""

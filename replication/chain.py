@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -118,7 +119,17 @@ class Chains:
 
     def index(self, member: Member) -> int:
         """Index of a member, -1 if it is not in this view."""
-        return self.members.index(member) if member in self.members else -1
+        return self._indices.get(member, -1)
+
+    @cached_property
+    def _indices(self) -> dict[Member, int]:
+        return {member: i for i, member in enumerate(self.members)}
+
+    @cached_property
+    def complete(self) -> NDArray[np.bool_]:
+        """bool [P]: whether the joining member has all that was acknowledged."""
+        complete: NDArray[np.bool_] = (self.copy_state == COMPLETE[0]) | (self.copy_state == COMPLETE[1])
+        return complete
 
     def headed_by(self, index: int) -> Ranges:
         """The ranges that a member heads, ordered by chain and then by range.
@@ -131,6 +142,7 @@ class Chains:
         columns = [self.chains[mine, i] for i in range(self.chains.shape[1] - 1, 0, -1)]
         return mine[np.lexsort([mine, *columns])]
 
+    @cached_property
     def headed(self) -> dict[int, Ranges]:
         """By each member that heads ranges, in ascending order, what `headed_by` says of it: in one pass for all."""
         columns = tuple(self.chains.T[::-1])  # the last one sorts first: the heads
@@ -142,7 +154,7 @@ class Chains:
     def copies(self) -> NDArray[np.int32]:
         """int32 [P, R + 1]: who has all that was acknowledged: the chain, and behind it a joiner that retains it, -1
         for none."""
-        joiners = np.where(np.isin(self.copy_state, COMPLETE), self.joining, np.int32(-1))
+        joiners = np.where(self.complete, self.joining, np.int32(-1))
         copies: NDArray[np.int32] = np.column_stack((self.chains, joiners))
         return copies
 
@@ -169,21 +181,26 @@ class Place(NamedTuple):
 
 
 def place(view: Chains, member: Member) -> Place:
-    """Finds a member's roles and neighbours, all ranges at once."""
+    """Finds a member's roles and neighbours, all ranges at once. What is computed is of the ranges that it holds: of
+    many ranges a server of many holds few."""
     p, replicas = view.chains.shape
     me = view.index(member)
-    at = (view.chains == me) & (me >= 0)
-    full = at.any(axis=1)
-    joining = (view.joining == me) & (me >= 0) & ~full
-    position = np.argmax(at, axis=1)
-    rows = np.arange(p)
-    role = np.where(full, Role.FULL, np.where(joining, Role.JOINING, Role.OUT)).astype(np.int8)
-    tail = full & (view.tails == me)
-    before = view.chains[rows, np.maximum(position - 1, 0)]
-    after = view.chains[rows, np.minimum(position + 1, replicas - 1)]
-    up = np.where(full & (position > 0), before, np.where(joining, view.tails, -1)).astype(np.int64)
-    down = np.where(tail, view.joining, np.where(full, after, -1)).astype(np.int64)
-    return Place(role, full & (position == 0), tail, up, down)
+    none = Place(
+        np.full(p, Role.OUT, np.int8), np.zeros(p, np.bool_), np.zeros(p, np.bool_),
+        np.full(p, -1, np.int64), np.full(p, -1, np.int64),
+    )  # fmt: skip
+    if me < 0:
+        return none
+    role, head, tail, up, down = none
+    ranges, position = np.nonzero(view.chains == me)
+    last = view.tails[ranges] == me
+    role[ranges], head[ranges], tail[ranges] = Role.FULL, position == 0, last
+    up[ranges] = np.where(position > 0, view.chains[ranges, np.maximum(position - 1, 0)], -1)
+    after = view.chains[ranges, np.minimum(position + 1, replicas - 1)]
+    down[ranges] = np.where(last, view.joining[ranges], after)
+    joins = np.flatnonzero((view.joining == me) & (role == Role.OUT))
+    role[joins], up[joins] = Role.JOINING, view.tails[joins]
+    return none
 
 
 _FROM: Mapping[int, tuple[CopyState, ...]] = {

@@ -16,7 +16,7 @@ class Neighbours:
     head, tail    bool [P]: I am that in the chain
     since         int64 [P]: the epoch in which the range's chain or joiner last changed
     newest_since  the newest of these, of the ranges in which I have a part
-    members       every member ever heard of, by slot
+    members       every member that ever was a neighbour, or to which there was a link, by slot
     linked        whether there is a link to it, by slot
     full          slots of links that have more waiting than their sockets take
     """
@@ -44,7 +44,11 @@ class Neighbours:
 
     def follow(self, view: Chains, where: Place) -> None:
         """Takes over my neighbours in a new view."""
-        slots = np.array([self.slot(m) for m in view.members] + [-1], dtype=np.int64)  # index -1 stays -1
+        near = np.zeros(len(view.members) + 1, dtype=np.bool_)
+        near[where.up] = near[where.down] = True
+        slots = np.full(len(near), -1, dtype=np.int64)  # index -1 stays -1
+        for i in np.flatnonzero(near[:-1]).tolist():
+            slots[i] = self.slot(view.members[i])
         self.up, self.down = slots[where.up], slots[where.down]
         self.head, self.tail = where.head, where.tail
         self.since = view.since

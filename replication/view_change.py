@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replication.admission import Admission
-from replication.chain import COMPLETE, Chains, CopyState, Ranges, Role, place
+from replication.chain import Chains, CopyState, Ranges, Role, place
 from replication.core import Core, ProtocolError, Waiter
 from replication.log import Entry
 from replication.messages import Seqs
@@ -39,7 +39,7 @@ class ViewChange:
         promoted = (core.role == Role.JOINING) & (where.role == Role.FULL)
         if np.count_nonzero(promoted & ~core.filled):
             raise ProtocolError(f"{core.me}: promoted half filled in ranges {np.flatnonzero(promoted & ~core.filled)}")
-        complete = np.isin(view.copy_state, COMPLETE)
+        complete = view.complete
         mine = (view.copy_state > CopyState.NONE) & (where.role == Role.JOINING)
         emptied = changed & (where.role == Role.JOINING) & ~mine
         gone = (where.role == Role.OUT) & self._holds & (view.heads >= 0)
@@ -55,9 +55,9 @@ class ViewChange:
         core.unacknowledged &= ~changed
         core.waiting &= ~changed
         core.joined[changed] = -1
-        for r in np.flatnonzero(changed).tolist():
-            self._transfer.fills.pop(r, None)
-            self._transfer.reported.pop(r, None)
+        for known in (self._transfer.fills, self._transfer.reported):
+            for r in [r for r in known if changed[r]]:
+                known.pop(r)
         last = changed & where.tail
         self._retain(view, changed, last)
         joined = promoted & (view.copy_state == CopyState.PREDECESSOR)  # it stood before us and has all that we have
@@ -66,7 +66,9 @@ class ViewChange:
         core.waiting |= last & complete
         core.joined[last & complete] = core.acked[last & complete]
         headed = view.headed_by(view.index(core.me))
-        if not np.array_equal(np.sort(headed), np.sort(core.headed)):
+        if np.array_equal(headed, core.headed):
+            headed = core.headed  # whoever has prepared something for these ranges knows them again
+        elif not np.array_equal(np.sort(headed), np.sort(core.headed)):
             self._admission.orders = {}
         core.headed = self._admission.orders[view.epoch] = headed
         if len(self._admission.orders) > _ORDERS_MAX:

@@ -41,6 +41,10 @@ class ServerClocks:
         """Forgets all servers but these."""
         self._skews = {member: skew for member, skew in self._skews.items() if member in members}
 
+    def forget(self, member: Member) -> None:
+        """Forgets a server."""
+        self._skews.pop(member, None)
+
     def time(self, wall_s: float, gone: Collection[Member], awaited: bool) -> ClusterTime:
         """The time now. gone: servers that do not count; awaited: others have yet to report. Until they have, and there
         are ENOUGH clocks, nothing is said: the first server to report, or this machine, may be the one that is wrong.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias, TypeVar
@@ -195,19 +195,31 @@ class RosterDifference:
         if (self.base, self.base_print) != (base.version, base.fingerprint):
             return None
         left = set(self.left)
-        gone = [worker for worker in base.workers if worker.id in left]
-        workers = [worker for worker in base.workers if worker.id not in left] if left else list(base.workers)
-        workers += self.came
-        if self.came:
-            workers.sort(key=lambda worker: worker.id)  # mostly in order: whoever comes has the highest id
+        gone = [base.by_id[id_] for id_ in left if id_ in base.by_id]
         print_ = base.fingerprint + sum(w.fingerprint for w in self.came) - sum(w.fingerprint for w in gone)
         if len(gone) != len(left) or print_ % (1 << 8 * DIGEST_BYTES) != self.print_:
             return None
         try:
-            roster = Roster(self.version, tuple(workers), base.cluster)
+            return self._changed(base, left)
         except ValueError:
             return None
-        roster.__dict__["fingerprint"] = self.print_
+
+    def _changed(self, base: Roster, left: Set[int]) -> Roster:
+        """Makes the newer roster. ValueError if it cannot be. What is known of the base is not worked out again: of ten
+        thousand workers a roster changes with each of them."""
+        gone = tuple(base.by_id[id_] for id_ in sorted(left))
+        workers = [worker for worker in base.workers if worker.id not in left] if left else list(base.workers)
+        workers += self.came
+        if self.came:
+            workers.sort(key=lambda worker: worker.id)  # mostly in order: whoever comes has the highest id
+        roster = Roster(self.version, tuple(workers), base.cluster)
+        by_id, newest = dict(base.by_id), dict(base.newest)
+        for worker in gone:
+            del by_id[worker.id], newest[worker.app, worker.name]
+        by_id |= {worker.id: worker for worker in self.came}
+        newest |= {(worker.app, worker.name): worker.id for worker in self.came}
+        known = {"by_id": by_id, "newest": newest, "fingerprint": self.print_}
+        roster.__dict__.update(known, change=(base.version, base.fingerprint, self.came, gone))
         return roster
 
     def encode(self) -> bytes:
@@ -271,6 +283,12 @@ def apply_encoded(base: View, data: bytes) -> View | None:
     """Applies an encoded difference; None if there is a gap. ValueError if these bytes are none. The same difference
     comes from the leader, from the store and from peers: it is applied once."""
     return ViewDifference.decode(data).apply(base)
+
+
+@lru_cache(maxsize=2 * REMEMBERED)
+def apply_encoded_roster(base: Roster, data: bytes) -> Roster | None:
+    """Applies an encoded difference of rosters, as `apply_encoded` does one of views."""
+    return RosterDifference.decode(data).apply(base)
 
 
 def change_of(value: View | Roster, base: View | Roster | None) -> tuple[str, bytes]:

@@ -222,10 +222,21 @@ class Detector:
     def watch(self, members: Mapping[Member, bool], now: float) -> None:
         """Judges these members from now on, and forgets all others. members: whether each has its key in the store."""
         for member, registered in members.items():
-            peer = self._peers.setdefault(member, _Peer(now, registered))
-            peer.registered = registered
+            self.note(member, registered, now)
         for member in self._peers.keys() - members.keys():
-            del self._peers[member]
+            self.forget(member)
+
+    def note(self, member: Member, registered: bool, now: float) -> None:
+        """Judges this member, too, from now on. registered: whether it has its key in the store."""
+        peer = self._peers.get(member)
+        if peer is None:
+            self._peers[member] = _Peer(now, registered)
+        else:
+            peer.registered = registered
+
+    def forget(self, member: Member) -> None:
+        """Judges this member no more."""
+        self._peers.pop(member, None)
 
     def reset_epochs(self) -> None:
         """Forgets all epochs: the servers are another cluster's from now on, whose epochs begin at 1 again."""

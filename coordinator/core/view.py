@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -164,6 +165,11 @@ class View:
             raise ValueError(f"a view of epoch {self.epoch} has a range changed outside epochs 1..{self.epoch}")
 
     @cached_property
+    def by_member(self) -> Mapping[Member, ServerInfo]:
+        """The servers, by what replication calls them."""
+        return {server.member: server for server in self.servers}
+
+    @cached_property
     def _by_name(self) -> dict[str, int]:
         return {server.name: i for i, server in enumerate(self.servers)}
 
@@ -200,16 +206,7 @@ class View:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, View):
             return NotImplemented
-        return (
-            (self.cluster, self.epoch, self.ranges, self.replicas, self.servers, self.reason, self.empty)
-            == (other.cluster, other.epoch, other.ranges, other.replicas, other.servers, other.reason, other.empty)
-            and np.array_equal(self.chains, other.chains)
-            and np.array_equal(self.joining, other.joining)
-            and np.array_equal(self.since, other.since)
-            and np.array_equal(self.leaving, other.leaving)
-            and np.array_equal(self.copy_state, other.copy_state)
-            and np.array_equal(self.recovery_epoch, other.recovery_epoch)
-        )
+        return self is other or (self.epoch == other.epoch and self.digest == other.digest)
 
     def __hash__(self) -> int:
         return hash((self.cluster, self.epoch))
@@ -286,7 +283,14 @@ class WorkerInfo:
         return cls(**read_fields("worker", data, cls))
 
 
-@dataclass(frozen=True)
+class RosterChange(NamedTuple):
+    """The workers that a newer roster lists and the one before did not, and the reverse."""
+
+    came: tuple[WorkerInfo, ...]
+    left: tuple[WorkerInfo, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Roster:
     """The workers that live now, ordered by id. version: grows by one whenever the leader writes the roster; cluster:
     the cluster's identity, as in views."""
@@ -302,6 +306,39 @@ class Roster:
         ids = [worker.id for worker in self.workers]
         if ids != sorted(set(ids)) or len({worker.name for worker in self.workers}) != len(ids):
             raise ValueError("a roster lists each worker id and name once, in the order of ids")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Roster):
+            return NotImplemented
+        mine, its = ((each.version, each.cluster, each.workers) for each in (self, other))
+        return self is other or mine == its
+
+    def __hash__(self) -> int:
+        return hash((self.cluster, self.version))
+
+    @cached_property
+    def by_id(self) -> Mapping[int, WorkerInfo]:
+        """The workers by id."""
+        return {worker.id: worker for worker in self.workers}
+
+    @cached_property
+    def ids(self) -> frozenset[int]:
+        """The workers' ids."""
+        return frozenset(self.by_id)
+
+    @cached_property
+    def newest(self) -> Mapping[tuple[str, str], int]:
+        """The same ids by application and name."""
+        return {(worker.app, worker.name): worker.id for worker in self.workers}
+
+    def change_from(self, before: Roster | None) -> RosterChange:
+        """How it differs from an older roster: worked out already where it was made from that one by a difference."""
+        known = self.__dict__.get("change")
+        if known is not None and before is not None and known[:2] == (before.version, before.fingerprint):
+            return RosterChange(*known[2:])
+        old, new = {} if before is None else before.by_id, self.by_id
+        came, left = sorted(new.keys() - old.keys()), sorted(old.keys() - new.keys())
+        return RosterChange(tuple(map(new.__getitem__, came)), tuple(map(old.__getitem__, left)))
 
     @cached_property
     def fingerprint(self) -> int:

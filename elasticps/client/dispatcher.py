@@ -19,7 +19,7 @@ from elasticps.client.absence import absent_servers, explain_wait, name_peers
 from elasticps.client.connections import PeerConnections, ServerPeer, ending_error, refused_by, server_error
 from elasticps.client.core.fan_out import FAN_OUT_ANSWERS, Answer, FanOut, FanOuts, Questions, Script, T, carry_out
 from elasticps.client.core.new_views import SPEAK_OF_VIEWS, NewViews, ReadStore
-from elasticps.client.core.routing import Routes
+from elasticps.client.core.routing import routes_of
 from elasticps.client.core.session import PushSession
 from elasticps.client.core.standing import standing_servers
 from elasticps.client.delay import WorkerDelay
@@ -72,7 +72,7 @@ class Dispatcher:
         self.cluster = cluster  # its name
         self.worker = worker  # this one, as registered
         self.lock = runtime.rlock()
-        self.routes = Routes(view)  # of the newest view
+        self.routes = routes_of(view)  # of the newest view
         self.session = PushSession(worker.id, view.ranges, window)
         self.error: Error | None = None  # once set, nothing goes on
         # Hears of the epochs in which ranges came back from a checkpoint, and of the last committed step.
@@ -419,7 +419,7 @@ class Dispatcher:
         if epochs := sorted({*view.recovery_epoch[view.recovery_epoch > self.routes.epoch].tolist()}):
             self.participation.go_on(self.session.committed)
             self.on_restored(epochs, self.session.committed)
-        self.routes = self.delay.routes = Routes(view)
+        self.routes = self.delay.routes = routes_of(view)
         self.new_views.followed(self.runtime.monotonic())
         self.connections.follow(self.routes)
         self.pushes.adopt(self.routes)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from coordinator.core.view import View
 from elasticps.client.connections import PeerConnections, ending_error
 from elasticps.client.core.new_views import SPEAK_OF_VIEWS, NewViews
-from elasticps.client.core.routing import Routes
+from elasticps.client.core.routing import routes_of
 from elasticps.client.registry import Registry
 from elasticps.client.runtime import Lock
 from elasticps.client.transport import Link, LinkDriver, LinkReceiver
@@ -60,7 +60,7 @@ class ReaderConnections:
         runtime = registry.runtime
         view = registry.first_view(timeout_s)
         self.error: Error | None = None
-        self.routes = Routes(view)  # of the newest view
+        self.routes = routes_of(view)  # of the newest view
         self.following = Following(view, wishes)
         self._runtime = runtime  # clock, threads, sockets
         self._lock = lock  # of all here and of what the sink has
@@ -212,7 +212,7 @@ class ReaderConnections:
         if view.epoch <= self.routes.epoch:
             return
         log.info("reader %s follows epoch=%d reason=%r", self._name, view.epoch, view.reason)
-        self.routes = Routes(view)
+        self.routes = routes_of(view)
         self._new_views.followed(self._runtime.monotonic())
         due = self.following.adopt(view)
         self._connections.follow(self.routes)

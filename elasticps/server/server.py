@@ -233,7 +233,7 @@ class Server:
         self.delay.follow(change)
         self.participation.follow(workers.keys(), self.handshake.connections_of(change.came))
         self.handshake.follow(change)
-        self.executor.perform(self.replica.adopt_roster, roster.version, frozenset(workers))
+        self.executor.perform(self.replica.adopt_roster, roster.version, roster.ids)
         self._recheck_waiting()
 
     def know_tables(self, entries: Mapping[int, RegisteredTable]) -> None:

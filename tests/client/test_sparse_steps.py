@@ -130,7 +130,7 @@ def test_a_home_that_comes_back_from_a_checkpoint_is_told_what_was_committed_by_
     (ask,) = session.adopt(replace(before, epoch=epoch, since=since, recovery_epoch=np.where(lost, epoch, 0)))
     assert isinstance(ask, Ask)
     assert ask.head == worker.home
-    order = before.headed()[before.members.index(worker.home)]
+    order = before.headed[before.members.index(worker.home)]
     nothing = np.zeros(len(order), np.int64)
     effects = session.clocks(ask.ask, Status.COMMITTED, session.epoch, order, nothing, nothing)
     (record,) = [each.record for each in effects if isinstance(each, Frame) and each.record is not None]
@@ -149,7 +149,7 @@ def test_a_home_that_came_back_from_a_checkpoint_gets_a_record_of_steps_that_tic
     since = np.where(lost, epoch, before.since)
     (ask,) = session.adopt(replace(before, epoch=epoch, since=since, recovery_epoch=np.where(lost, epoch, 0)))
     assert isinstance(ask, Ask)
-    order = before.headed()[before.members.index(worker.home)]
+    order = before.headed[before.members.index(worker.home)]
     nothing = np.zeros(len(order), np.int64)
     sent = [
         *session.clocks(ask.ask, Status.COMMITTED, session.epoch, order, nothing, nothing),

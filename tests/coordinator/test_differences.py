@@ -249,6 +249,10 @@ def test_a_difference_of_rosters_makes_the_newer_one_of_its_base(
     made = difference.apply(base)
     assert made is not None
     assert made.fingerprint == Roster(6, after, "c").fingerprint
+    assert (made.by_id, made.newest, made.ids) == (roster.by_id, roster.newest, roster.ids)
+    assert made.change_from(base) == roster.change_from(base)
+    assert made.change_from(None) == roster.change_from(None)
+    assert made.change_from(roster) == ((), ())
     assert difference.apply(roster) is None
     assert difference.apply(Roster(5, (WorkerInfo(50, "other", 1, "default"),), "c")) is None
     assert replace(difference, print_=difference.print_ ^ 1).apply(base) is None

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from coordinator import memory
 from coordinator.core.errors import LeaseLost, StoreUnavailable
 from coordinator.core.store import KEY_MAX, VALUE_MAX, WRITES_MAX, Delete, Entry, Guard, Put, Reset
 from tests.coordinator.conftest import Clients
@@ -165,6 +166,32 @@ async def test_a_watch_tells_every_change_once_in_order(clients: Clients) -> Non
         assert isinstance(seen[-1], Delete)
         revisions = [change.revision for change in seen]
         assert revisions == sorted(set(revisions))
+
+
+async def test_of_many_watches_each_tells_its_own_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a key that nobody has changed for longer than the history reaches."""
+    monkeypatch.setattr(memory, "WOKEN", 3)
+    monkeypatch.setattr(memory, "HISTORY_MAX", 4)
+    store = memory.MemoryStore()
+    prefixes = ["a/", "a/1", "b/", "b/2", "", "rare"]
+    seen: dict[str, list[str]] = {prefix: [] for prefix in prefixes}
+
+    async def watch(prefix: str) -> None:
+        async for change in store.watch(prefix, after=1):
+            assert isinstance(change, Put), change
+            seen[prefix].append(change.entry.key)
+
+    tasks = [asyncio.create_task(watch(prefix)) for prefix in prefixes]
+    await asyncio.sleep(0)
+    keys = [f"{'ab'[i % 2]}/{i % 3}" for i in range(40)] + ["rare"]
+    for key in keys:
+        await store.put(key, b"x")
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert seen == {prefix: [key for key in keys if key.startswith(prefix)] for prefix in prefixes}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_a_watch_from_zero_tells_everything(clients: Clients) -> None:

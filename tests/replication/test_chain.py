@@ -42,11 +42,37 @@ def test_a_member_finds_its_neighbours_and_the_joiner_is_the_tails_successor() -
     assert (stranger.down == -1).all()
 
 
+def test_a_place_is_what_each_range_alone_says() -> None:
+    """Compared with a look at one range after the other, in random views."""
+    chance = np.random.default_rng(3)
+    for _ in range(50):
+        chains, joining = np.full((40, 3), -1, np.int32), np.full(40, -1, np.int32)
+        for r in range(40):
+            some = chance.permutation(4)[: chance.integers(0, 5)]
+            full = some[: min(len(some), chance.integers(0, 4))]
+            chains[r, : len(full)] = full
+            if len(some) > len(full):
+                joining[r] = some[len(full)]
+        v = Chains(1, (A, B, C, D), chains, joining, np.ones(40, np.int64))
+        for index, member in enumerate(v.members):
+            found = place(v, member)
+            for r in range(40):
+                order = [i for i in chains[r].tolist() if i >= 0]
+                members = [*order, joining[r]] if joining[r] >= 0 else order
+                at = members.index(index) if index in members else -1
+                role = Role.OUT if at < 0 else Role.FULL if at < len(order) else Role.JOINING
+                assert found.role[r] == role
+                assert found.head[r] == (at == 0 and role == Role.FULL)
+                assert found.tail[r] == (0 <= at == len(order) - 1)
+                assert found.up[r] == (members[at - 1] if at > 0 else -1)
+                assert found.down[r] == (members[at + 1] if 0 <= at < len(members) - 1 else -1)
+
+
 def test_a_head_orders_its_ranges_by_chain_so_that_each_successor_has_a_slice() -> None:
     v = view(1, "ac", "ab", "ba", "ac", "ab", "a")
     assert v.headed_by(0).tolist() == [5, 1, 4, 0, 3]
     assert v.headed_by(v.index(D)).tolist() == []
-    assert {i: ranges.tolist() for i, ranges in v.headed().items()} == {0: [5, 1, 4, 0, 3], 1: [2]}
+    assert {i: ranges.tolist() for i, ranges in v.headed.items()} == {0: [5, 1, 4, 0, 3], 1: [2]}
 
 
 def test_the_ranges_of_all_heads_at_once_are_those_of_each() -> None:
@@ -57,7 +83,7 @@ def test_the_ranges_of_all_heads_at_once_are_those_of_each() -> None:
     chains[random.random(500) < 0.1] = -1
     v = Chains(1, members, chains, np.full(500, -1, np.int32), np.ones(500, np.int64))
     expected = {i: ranges for i in range(40) if len(ranges := v.headed_by(i))}
-    found = v.headed()
+    found = v.headed
     assert list(found) == list(expected)
     assert all((found[i] == ranges).all() for i, ranges in expected.items())
 

@@ -78,7 +78,7 @@ class Heads:
         Returns the heads that are no more, and whether there are new ones."""
         heads: dict[Member, Head] = {}
         again = bool(recovered.any())
-        for index, order in view.headed().items():
+        for index, order in view.headed.items():
             member = view.members[index]
             head = self.by_member.get(member)
             if head is not None and _same(head.order, order) and not (again and recovered[order].any()):

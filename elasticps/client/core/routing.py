@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,6 +106,12 @@ class Routes:
         where = {member: i for i, member in enumerate(other.members)}
         mapped = np.array([*(where.get(m, -2) for m in self.members), -1], np.int32)  # the last one for headless ranges
         return bool(np.array_equal(mapped[self.view.heads], other.view.heads))
+
+
+@lru_cache(maxsize=4)
+def routes_of(view: View) -> Routes:
+    """Returns the routes of a view; they are worked out once, also for many workers of one process."""
+    return Routes(view)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from coordinator.core.view import WORKERS_MAX, View
+from coordinator.core.view import WORKERS_MAX, RosterChange, View
 from elasticps.kernels.hashing import group_range
 from elasticps.server.core.active_workers import ActiveWorkers
 from elasticps.server.core.application_clocks import ApplicationClocks
@@ -26,7 +26,6 @@ from elasticps.server.core.barrier_state import RoundStep
 from elasticps.server.core.group_log import CommitTicket, GroupLog
 from elasticps.server.core.reads import DEFAULT_WAIT_S
 from elasticps.server.core.requests import Asker, Body, RequestError, RequestTicket, waited_too_long
-from elasticps.server.core.serving import RosterChange
 from elasticps.wire.delay import AskClockHeader, ReleasedHeader, ReportClock
 from elasticps.wire.frames import FrameError, Header, Kind
 from replication.effects import Reply

@@ -69,7 +69,7 @@ class RoundAnnouncements:
         self._close = close
         self._done = done
         self._epoch = 0
-        self._heads: tuple[Member, ...] = ()  # none as long as some range has none
+        self._view: View | None = None
         self._announced: dict[str, _Announcement] = {}  # by application
         self._by_request: dict[int, _Announcement] = {}
         self._requests = 0
@@ -98,10 +98,7 @@ class RoundAnnouncements:
 
     def adopt(self, view: View) -> None:
         """Follows a view: what is not closed everywhere is announced again, to its heads."""
-        members = view.as_chains.members
-        indices = np.unique(view.heads).tolist()
-        self._epoch = view.epoch
-        self._heads = () if indices[0] < 0 else tuple(members[i] for i in indices)
+        self._epoch, self._view = view.epoch, view
         for one in list(self._announced.values()):
             self._announce(one)
 
@@ -138,9 +135,17 @@ class RoundAnnouncements:
         self._requests += 1
         one.request = self._requests
         self._by_request[one.request] = one
-        one.owing = set(self._heads)
-        for member in self._heads:
+        heads = self._heads()
+        one.owing = set(heads)
+        for member in heads:
             self._tell(member, one)
+
+    def _heads(self) -> tuple[Member, ...]:
+        """The servers that head ranges; none as long as some range has no head."""
+        if self._view is None:
+            return ()
+        indices = np.unique(self._view.heads).tolist()
+        return () if indices[0] < 0 else tuple(self._view.as_chains.members[i] for i in indices)
 
     def _tell(self, member: Member, one: _Announcement) -> None:
         if member == self._me:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import numpy as np
 
-from coordinator.core.view import Roster, View, WorkerInfo
+from coordinator.core.view import Roster, RosterChange, View, WorkerInfo
 from replication.chain import Member, Ranges
 from replication.core import NO_RANGES
 from replication.replica import Replica
 
 _NEVER = 1 << 62
-
-
-class RosterChange(NamedTuple):
-    """The workers that a newer roster lists and the one before did not, and the reverse."""
-
-    came: list[WorkerInfo]
-    left: list[WorkerInfo]
 
 
 class Serving:
@@ -35,8 +28,8 @@ class Serving:
         self.view: View | None = None
         self.epoch = 0
         self.listed = False
-        self.workers: dict[int, WorkerInfo] = {}
-        self.newest: dict[tuple[str, str], int] = {}  # the same ids by application and name
+        self.workers: Mapping[int, WorkerInfo] = {}
+        self.newest: Mapping[tuple[str, str], int] = {}  # the same ids by application and name
         self.roster: Roster | None = None
         self.tailed = self.held = NO_RANGES
         self._had = NO_RANGES, NO_RANGES  # headed and tailed when `concerns_workers` was asked last
@@ -95,11 +88,6 @@ class Serving:
 
     def follow(self, roster: Roster) -> RosterChange:
         """Takes a newer roster; how it differs from the one before."""
-        before = self.workers
-        self.roster = roster
-        self.workers = {worker.id: worker for worker in roster.workers}
-        self.newest = {(worker.app, worker.name): worker.id for worker in roster.workers}
-        return RosterChange(
-            [worker for worker in roster.workers if worker.id not in before],
-            [worker for id_, worker in before.items() if id_ not in self.workers],
-        )
+        change = roster.change_from(self.roster)
+        self.roster, self.workers, self.newest = roster, roster.by_id, roster.newest
+        return change

@@ -240,7 +240,8 @@ class ReplicaMirror:
         flags[shared.reported] |= at.T_REPORTED
         bounds = self._shared[at.H_BOUNDS]
         bounds[:] = 0
-        bounds[list(shared.bounds)] = list(shared.bounds.values())
+        if shared.bounds:
+            bounds[list(shared.bounds)] = list(shared.bounds.values())
         if len(shared.members) > len(self._peers):
             more = np.full((2 * len(shared.members), at.PEER), -1, np.int64)
             more[: len(self._peers)] = self._peers
@@ -259,10 +260,9 @@ class ReplicaMirror:
         newest = dict(sorted(orders.items())[-at.ORDERS :])
         known, self._orders = self._orders, {}
         for i, (epoch, ranges) in enumerate(newest.items()):
-            if epoch not in known or known[epoch][0] is not ranges:
-                known[epoch] = ranges, positions_of(ranges, self._ranges)
-            self._orders[epoch] = known[epoch]
-            addresses = ranges.ctypes.data, known[epoch][1].ctypes.data
+            order = next((one for one in known.values() if one[0] is ranges), None)
+            self._orders[epoch] = known[epoch] = order = order or (ranges, positions_of(ranges, self._ranges))
+            addresses = ranges.ctypes.data, order[1].ctypes.data
             self._shared[at.H_ORDERS][i] = epoch, len(ranges), *addresses
         self._shared.fields[at.H_ORDER_COUNT] = len(newest)
 

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from coordinator.core import fields
-from coordinator.core.view import WORKERS_MAX, WorkerInfo
+from coordinator.core.view import WORKERS_MAX, RosterChange, WorkerInfo
 from elasticps.security.identity import NotAuthorised, Role
 from elasticps.server.core.requests import Body, RequestError
-from elasticps.server.core.serving import RosterChange
 from elasticps.server.network.connection import Connection, Handler, PeerKind
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.leaders import Leaders

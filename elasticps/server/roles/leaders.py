@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from coordinator.core import fields
 from coordinator.core.capacities import RowCount
 from coordinator.core.clocks import MOST_SECONDS, UNKNOWN, ClusterTime
@@ -23,7 +21,6 @@ from elasticps.server.roles.snapshots import SnapshotSender
 from elasticps.store import count_bounded
 from elasticps.wire.frames import Header, Kind, json_body, json_frame, row_counts, view_frame
 from elasticps.wire.headers import GetViewHeader, UnchangedHeader
-from replication.chain import COMPLETE
 from replication.effects import CaughtUp
 
 log = fields.logger(__name__)
@@ -64,7 +61,7 @@ class Leaders:
 
     def adopt(self, view: View) -> None:
         """Follows a view: starts the wait of ALONE_S for ranges of which this is the last replica."""
-        left = np.isin(view.copy_state, COMPLETE) & (view.tails == view.as_chains.index(self._serving.me))
+        left = view.as_chains.complete & (view.tails == view.as_chains.index(self._serving.me))
         since = int(view.since[left].max(initial=0))
         if since > self.alone:
             self._loop.call_later(ALONE_S, self._lived, since)

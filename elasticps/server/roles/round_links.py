@@ -7,7 +7,7 @@ only answers. `core/round_announcements` says what is sent when.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from coordinator.core import fields
 from coordinator.core.view import ServerInfo, View
@@ -38,7 +38,7 @@ class RoundLinks:
         self._loop = context.loop
         self._connect = dial
         self._make = make
-        self._servers: dict[Member, ServerInfo] = {}  # of the view
+        self._servers: Mapping[Member, ServerInfo] = {}  # of the view
         self._links: dict[Member, Connection] = {}
         self._spoken_s: dict[Member, float] = {}  # when something was sent last
         self._dials: dict[Member, asyncio.Task[None]] = {}
@@ -50,7 +50,7 @@ class RoundLinks:
 
     def adopt(self, view: View) -> None:
         """Follows a view: drops connections to servers that it does not list."""
-        self._servers = {server.member: server for server in view.servers}
+        self._servers = view.by_member
         for member in [m for m in (*self._links, *self._dials) if m not in self._servers]:
             self._drop(member)
 
