@@ -11,7 +11,7 @@ import signal
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 from rich.console import Console
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from chaos.sim.run import Result
     from chaos.sim.story import Kind
 
+Play: TypeAlias = "Callable[[int], tuple[Result, float]]"
 RUNS_PER_LINE = 50
 STOPPED = 130  # the exit code of what Ctrl-C ends, also here
 _NO_END = 1 << 30
@@ -79,7 +80,17 @@ def sim(
     ] = 0,
     workers: Annotated[int, typer.Option(min=0, max=100_000, help="Of so many workers.")] = 0,
     ranges: Annotated[int, typer.Option(min=0, max=1 << 16, help="Of so many ranges, a power of two.")] = 0,
-    seconds: Annotated[float, typer.Option(min=0, help="Of virtual time that they train; 0: the seed says it.")] = 0.0,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Of virtual time that they train; 0: the seed says it, and in a large cluster each worker takes "
+            "two steps, while a server dies and one joins.",
+        ),
+    ] = 0.0,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="End the story of a large cluster after so much wall time; 0: never.")
+    ] = 0.0,
     jobs: Annotated[
         int, typer.Option(min=0, help="So many seeds at once, each in a process; 0: one for each core.")
     ] = 0,
@@ -101,7 +112,8 @@ def sim(
     record_file = None if record is None else Record(record, _code(), asdict(kind))
     try:
         totals = _begin(record_file, seed)
-        stopped = _play_all(totals, record_file, kind, runs, jobs, trace=trace, as_json=as_json)
+        play = partial(_play, kind=kind, trace=trace, minutes=minutes)
+        stopped = _play_all(totals, record_file, play, runs, jobs, trace=trace, as_json=as_json)
     except RecordError as error:
         raise typer.BadParameter(str(error), param_hint="--record") from None
     _tell(totals, jobs, as_json, timed=runs != 1)
@@ -122,7 +134,7 @@ def _begin(record: Record | None, seed: int | None) -> Totals:
 
 
 def _play_all(
-    totals: Totals, record: Record | None, kind: Kind, runs: int, jobs: int, *, trace: bool, as_json: bool
+    totals: Totals, record: Record | None, play: Play, runs: int, jobs: int, *, trace: bool, as_json: bool
 ) -> bool:
     """Plays the stories beyond those in the totals. Returns whether it was stopped before their end."""
     if record is not None:
@@ -131,7 +143,7 @@ def _play_all(
     seeds = range(begin, totals.first + runs) if runs else itertools.count(begin)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a soak in the background ends by it
     try:
-        for result, cpu_s in _results(seeds, kind, trace, jobs, as_json):
+        for result, cpu_s in _results(seeds, play, jobs, as_json):
             totals.add(result, cpu_s)
             if record is not None and totals.runs % RUNS_PER_LINE == 0:
                 record.write(totals, jobs)
@@ -204,9 +216,8 @@ def _large(kind: Kind, servers: int, workers: int, ranges: int, seconds: float) 
     return replace(kind, flavour=flavour, servers=servers, workers=workers, ranges=ranges, seconds=seconds)
 
 
-def _results(seeds: Iterable[int], kind: Kind, trace: bool, jobs: int, as_json: bool) -> Iterable[tuple[Result, float]]:
+def _results(seeds: Iterable[int], play: Play, jobs: int, as_json: bool) -> Iterable[tuple[Result, float]]:
     """Yields the result of each seed, in their order, and the CPU seconds that it took."""
-    play = partial(_play, kind=kind, trace=trace)
     quiet = as_json or not isinstance(seeds, range) or len(seeds) < 2
     totals = track(seeds, "simulating", console=Console(stderr=True), disable=quiet, transient=True)
     if jobs == 1:
@@ -230,12 +241,17 @@ def _results(seeds: Iterable[int], kind: Kind, trace: bool, jobs: int, as_json: 
         pool.shutdown(cancel_futures=True)
 
 
-def _play(seed: int, kind: Kind, trace: bool) -> tuple[Result, float]:
+def _play(seed: int, kind: Kind, trace: bool, minutes: float) -> tuple[Result, float]:
     import chaos.sim.run  # brings in the servers' code: only this command needs it
+    from chaos.sim.monitor import StoryMonitor
+
+    def tell(text: str) -> None:
+        typer.echo(f"seed {seed}: {text}", err=True)
 
     began = time.process_time()
+    monitor = StoryMonitor(tell, 60 * minutes) if kind.servers else None
     with _patience(MOST_CPU_S * (LARGE_TIMES if kind.servers else 1)):
-        result = chaos.sim.run.run(seed, kind=kind, trace=trace)
+        result = chaos.sim.run.run(seed, kind=kind, trace=trace, monitor=monitor)
     return result, time.process_time() - began
 
 

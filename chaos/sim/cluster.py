@@ -121,6 +121,7 @@ class Cluster:
         self.on_view: Callable[[View], None] = lambda view: None  # called with each view that is written
         self.on_server: Callable[[Server], None] = lambda server: None  # called with each server that starts
         self._revision = 0  # of the newest view
+        self._read: tuple[int, View] | None = None  # the view that was read last, and its revision
 
     def wall_s(self, host: str = "") -> float:
         """Seconds since 1970, by the clock of a host, or by a correct one."""
@@ -155,7 +156,8 @@ class Cluster:
         entry = self.store.run(self.store.data.get(VIEW))
         if entry is not None and entry.revision != self._revision:
             self._revision = entry.revision
-            view = View.decode(entry.value)
+            view = self.view
+            assert view is not None
             try:
                 self.views.on_write(view, self.clock.now)
                 self.lasting.on_write(view)
@@ -380,7 +382,9 @@ class Cluster:
     def view(self) -> View | None:
         """The newest view, as the store has it."""
         entry = self.store.run(self.store.data.get(VIEW))
-        return None if entry is None else View.decode(entry.value)
+        if entry is not None and (self._read is None or self._read[0] != entry.revision):
+            self._read = entry.revision, View.decode(entry.value)
+        return None if entry is None or self._read is None else self._read[1]
 
     @property
     def counted(self) -> set[int]:
@@ -398,19 +402,28 @@ class Cluster:
     def whole(self, without: str = "") -> bool:
         """Whether every range has all its replicas, alive and in the newest view, and would keep one without the server
         `without`."""
+        needed = self.indispensable()
+        return needed is not None and without not in needed and "" not in needed
+
+    def indispensable(self) -> set[str] | None:
+        """Names the servers without which some range would have no replica that stays; "" is among them where one has
+        none anyway. None unless every range has all its replicas, alive and in the newest view."""
         view = self.view
         if view is None:
-            return False
+            return None
         well = [self._well(s.name, s.incarnation, view.epoch) for s in view.servers]
         staying = sum(not s.left for s in self.servers.values())
         needed = min(self.config.replicas, staying)
+        stays = [self._stays(server.name) for server in view.servers]
+        found: set[str] = set()
         for chain in view.chains.tolist():
             members = [i for i in chain if i >= 0]
             if len(members) < needed or not all(well[i] for i in members):
-                return False
-            if not any(view.servers[i].name != without and self._stays(view.servers[i].name) for i in members):
-                return False
-        return True
+                return None
+            lasting = [view.servers[i].name for i in members if stays[i]]
+            if len(lasting) < 2:
+                found.add(lasting[0] if lasting else "")
+        return found
 
     def uncopied(self, without: str, stays: Callable[[str], bool] | None = None) -> set[int]:
         """Returns the ranges of the newest view that have no complete copy in a process that lives and stays, other

@@ -107,7 +107,12 @@ class Injector:
         cluster = self.cluster
         alone = cluster.config.replicas == 1  # then no server is killed
         spared = [n for n, s in cluster.servers.items() if not (s.left or s.draining) and n not in self._suffer]
-        spared = [n for n in spared if self.is_alive(n) and cluster.whole(without="" if alone else n)]
+        needed = cluster.indispensable()
+        if alone and needed:
+            needed &= {""}
+        if needed is None or "" in needed:
+            spared = []
+        spared = [n for n in spared if self.is_alive(n) and n not in (needed or ())]
         if not spared or self._suffer:
             cluster.clock.after(LOOK_S, self.server, fault, use, tries - LOOK_S)
             return

@@ -74,6 +74,7 @@ class Worker:
         self.random: Random
         self.done = False
         self.lost = False  # its name
+        self.stepped = False  # it has taken all the steps that it is to take, where they are counted
         self.steps = 0
         self.pulls = 0
 

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from unittest.mock import patch
@@ -29,7 +29,8 @@ from chaos.sim.faults import inject
 from chaos.sim.following import Followers
 from chaos.sim.growing import LAG_S, LEAD_S, Growing
 from chaos.sim.injector import RESTART_S, Injector
-from chaos.sim.large import KEYS_PER_RANGE, Counting, check_all, enlarged
+from chaos.sim.large import KEYS_PER_RANGE, Counting, Waves, check_all, enlarged
+from chaos.sim.monitor import OutOfTime, StoryMonitor
 from chaos.sim.programs import Free, Sharded, Synchronous, Worker, sums_table
 from chaos.sim.small_limits import turned
 from chaos.sim.story import ANY, FLAGS, SIZES, App, Kind, Story, tell
@@ -148,7 +149,8 @@ class Scene:
                 name = f"{app.name}-w{i}"
                 self._app_of[name] = app
                 self.workers[name] = self._worker(name)
-                self._start(name)
+                if not story.counted:
+                    self._start(name)
         self.followers.start()
         if self.checkpointer is not None:
             self.checkpointer.start()
@@ -207,16 +209,25 @@ class Scene:
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
-    def play(self) -> None:
-        """Plays the whole story. Raises Violation for the first promise that was broken."""
+    def play(self, monitor: StoryMonitor | None = None) -> None:
+        """Plays the whole story. Raises Violation for the first promise that was broken, OutOfTime if `monitor` ends
+        it."""
         self.begin()
-        clock = self.cluster.clock
+        clock, monitor = self.cluster.clock, monitor or StoryMonitor()
+        waves = Waves(self.injector, self.workers, self._start) if self.story.counted else None
 
         def broken() -> bool:
+            monitor.look()
             return self.cluster.violation is not None
 
-        clock.run(self.story.training_s, broken)
+        monitor.stage = lambda: self._stage("training", waves)
+        if waves is not None:
+            waves.play(broken)
+        else:
+            clock.run(self.story.training_s, broken)
+        self._judge("")
         self.on = False
+        monitor.stage = lambda: self._stage("coming to rest", waves)
         self.injector.end()
         until = clock.now + BOUND_S
         why = "there was no time"
@@ -226,7 +237,18 @@ class Scene:
             if not why:
                 break
         self._judge(why)
-        self._audit()
+        monitor.stage = lambda: self._stage("checking everything", waves)
+        self._audit(broken)
+
+    def _stage(self, name: str, waves: Waves | None) -> str:
+        """Says how far the story is."""
+        cluster = self.cluster
+        epoch = 0 if cluster.view is None else cluster.view.epoch
+        steps, connections = sum(worker.steps for worker in self.workers.values()), len(cluster.network.sockets) // 2
+        text = f"{name}, {cluster.clock.now:.2f} s of virtual time, epoch {epoch}, {steps:,} steps, "
+        if waves is not None:
+            text += f"{waves.started:,} of {len(self.workers):,} workers started, {waves.trained:,} have taken theirs, "
+        return f"{text}{cluster.clock.events:,} events, {connections:,} connections"
 
     def _judge(self, why: str) -> None:
         if self.cluster.violation is not None:
@@ -242,7 +264,7 @@ class Scene:
                 return f"{self.processes[name].process} has not finished"
         return self.cluster.settled()
 
-    def _audit(self) -> None:
+    def _audit(self, broken: Callable[[], bool]) -> None:
         """Lets a worker of each application check all that it can read, then compares all replicas."""
         ended: list[str] = []
         for app in self.story.apps:
@@ -266,7 +288,7 @@ class Scene:
             self.cluster.start_worker(f"{app.name}-auditor", look)
         clock = self.cluster.clock
         until = clock.now + BOUND_S
-        clock.run(until, lambda: len(ended) == len(self.story.apps) or self.cluster.violation is not None)
+        clock.run(until, lambda: len(ended) == len(self.story.apps) or broken())
         self._judge("" if len(ended) == len(self.story.apps) else "the auditors have not finished")
         self.cluster.views.check_end()
         if self._different():  # a cut is on its way along a chain, perhaps
@@ -324,21 +346,22 @@ class Scene:
         return ""
 
 
-def run(seed: int, kind: Kind = ANY, trace: bool = False) -> Result:
-    """Plays the story of a seed to its end."""
+def run(seed: int, kind: Kind = ANY, trace: bool = False, monitor: StoryMonitor | None = None) -> Result:
+    """Plays the story of a seed to its end, or until `monitor` ends it."""
     story = tell(seed, kind)
     if kind.servers:
         story = enlarged(story, kind)
-    with virtual() as machine, turned(story.small, story.tight, story.short, story.grows), _collected_afterwards():
-        return _play(story, trace, machine)
+    limits = turned(story.small, story.tight, story.short, story.grows, story.counted)
+    with virtual() as machine, limits, _collected_afterwards():
+        return _play(story, trace, machine, monitor)
 
 
-def _play(story: Story, trace: bool, machine: Machine) -> Result:
+def _play(story: Story, trace: bool, machine: Machine, monitor: StoryMonitor | None) -> Result:
     scene = Scene(story)
     machine(scene.cluster)
     try:
         with _traced(scene.cluster) if trace else nullcontext():
-            result = _result(scene, *_promises(scene))
+            result = _result(scene, *_promises(scene, monitor))
         left = scene.cluster.end()
         assert not (left and result.ok), left  # what broke a promise may leave things in the middle
     finally:
@@ -346,12 +369,14 @@ def _play(story: Story, trace: bool, machine: Machine) -> Result:
     return result
 
 
-def _promises(scene: Scene) -> tuple[str, str]:
+def _promises(scene: Scene, monitor: StoryMonitor | None) -> tuple[str, str]:
     """Plays a story; returns the promise that was broken, and how."""
     try:
-        scene.play()
+        scene.play(monitor)
     except Violation as violation:
         return violation.invariant, f"at {scene.cluster.clock.now:.6f} s {violation}"
+    except OutOfTime as over:
+        return "time", f"{over}. Until then no promise was broken; what is checked at the end was not"
     return "", ""
 
 

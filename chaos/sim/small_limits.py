@@ -62,13 +62,18 @@ GROWS: dict[str, float] = {
     "elasticps.server.roles.snapshots.BACKLOG_BYTES": 512,
 }
 """How often time is logged and rows are looked at, of which there are few; and how much of a range is sent at once."""
+MANY: dict[str, int] = {
+    "elasticps.server.fast.buffers.SMALLEST_BYTES": 16 << 10,
+    "elasticps.wire.stream.STAGING_BYTES": 16 << 10,
+}
+"""What each end of a connection receives into, where one process has hundreds of thousands of them."""
 
 
 @contextmanager
-def turned(small: bool, tight: bool, short: bool, grows: bool) -> Iterator[None]:
+def turned(small: bool, tight: bool, short: bool, grows: bool, many: bool = False) -> Iterator[None]:
     """Makes these limits small until the block ends."""
     limits: dict[str, float] = {}
-    for turn, of in ((small, SMALL), (tight, TIGHT), (short, SHORT), (grows, GROWS)):
+    for turn, of in ((small, SMALL), (tight, TIGHT), (short, SHORT), (grows, GROWS), (many, MANY)):
         limits |= of if turn else {}
     with ExitStack() as stack:
         for path, value in limits.items():

@@ -174,7 +174,7 @@ class Kind:
     proven    as with certificates, workers take views from the store alone while it answers; in calm stories servers
               send forged ones
     servers, workers, ranges  how many; 0: drawn by the seed. All or none
-    seconds   how long they train; 0: drawn by the seed
+    seconds   how long they train; 0: drawn by the seed, or, in a large cluster, until each worker has taken its steps
     """
 
     flavour: str = ""
@@ -228,6 +228,11 @@ class Story:
     @property
     def calm(self) -> bool:
         return self.flavour in CALM
+
+    @property
+    def counted(self) -> bool:
+        """Whether training lasts until each worker has taken some steps, not for a time."""
+        return bool(self.kind.servers) and not self.kind.seconds
 
     @property
     def cuts(self) -> bool:

@@ -10,12 +10,35 @@ from typer.testing import CliRunner
 import chaos.sim.cli
 from chaos.sim.checks.counts import CountedPushes, amounts
 from chaos.sim.checks.violation import Violation
+from chaos.sim.monitor import StoryMonitor
 from chaos.sim.run import run
 from chaos.sim.story import Kind
 
 app = typer.Typer()
 app.command()(chaos.sim.cli.sim)
 LARGE = Kind(flavour="large", servers=6, workers=12, ranges=64, seconds=2.0)
+
+
+def test_each_worker_takes_its_steps_while_a_server_dies_and_one_joins() -> None:
+    kind = Kind(flavour="large", servers=6, workers=12, ranges=64)
+    reported: list[str] = []
+    monitor = StoryMonitor(reported.append)
+    monitor.every_s = 0.0
+    result = run(3, kind, monitor=monitor)
+    assert result.ok, result
+    assert result.steps == 24
+    assert result.views > 2
+    assert result.options == " --flavour large --servers 6 --workers 12 --ranges 64 --seed 3"
+    assert any("of 12 workers started" in line for line in reported)
+    assert "checking everything" in reported[-1]
+    assert run(3, kind) == result, "who looks on changes nothing"
+
+
+def test_a_story_whose_time_is_over_says_how_far_it_was() -> None:
+    result = run(3, LARGE, monitor=StoryMonitor(most_s=1e-6))
+    assert result.invariant == "time"
+    assert "virtual time" in result.story
+    assert "no promise was broken" in result.story
 
 
 @pytest.fixture

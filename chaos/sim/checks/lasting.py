@@ -17,16 +17,19 @@ from replication.chain import Member, Role
 from replication.effects import CaughtUp
 
 _OUT = int(Role.OUT)
+EVERY_TURN = 256  # of so many ranges all are looked at after each turn; of more those that a server holds
 
 
 class _Seen:
     """What was seen after a server's last turn."""
 
-    __slots__ = ("epoch", "looked_at", "view")
+    __slots__ = ("epoch", "looked_at", "ranges", "role", "view")
 
     def __init__(self) -> None:
         self.epoch = 0
         self.view: View | None = None
+        self.role: NDArray[np.int8] | None = None
+        self.ranges = np.empty(0, np.int64)  # those that are looked at after each turn
         self.looked_at: tuple[object, ...] = ()
 
 
@@ -66,14 +69,19 @@ class Lasting:
                 raise Violation("views go on", f"{server.member} goes back from epoch {before} to an older one")
         replica = server.replica
         acked, levels = replica.acked, replica.levels()
-        looked_at = (replica.seq.tobytes(), acked.tobytes(), replica.role.tobytes(), levels)
+        if seen.role is not replica.role:  # a view gives all roles at once
+            seen.role = replica.role
+            few = len(self._ranges) > EVERY_TURN
+            seen.ranges = np.flatnonzero(seen.role != _OUT) if few else self._ranges
+            self._check_held(server)
+        some = seen.ranges
+        looked_at = (replica.seq[some].tobytes(), acked[some].tobytes(), levels)
         if seen.view is self._view and seen.looked_at == looked_at:  # most turns change nothing of it
             return
         seen.view, seen.looked_at = self._view, looked_at
-        if np.count_nonzero(replica.seq[replica.role == _OUT]):
-            r = int(np.flatnonzero((replica.role == _OUT) & (replica.seq > 0))[0])
-            raise Violation("replicas only", f"{server.member} has steps of range {r}, and is no replica")
-        grown = np.flatnonzero(acked > self._acked)
+        if len(self._ranges) <= EVERY_TURN:
+            self._check_held(server)
+        grown = some[acked[some] > self._acked[some]]
         self._acked[grown] = acked[grown]
         view, filled = self._view, []
         for level in levels if view is not None else ():
@@ -84,6 +92,14 @@ class Lasting:
                 self.on_level(server.member, level)
         if grown.size or filled:
             self._check_acknowledged(np.union1d(grown, filled).astype(np.int64))
+
+    @staticmethod
+    def _check_held(server: Server) -> None:
+        """Checks that a server has steps of ranges that it holds, and of no others."""
+        replica = server.replica
+        strange = np.flatnonzero((replica.role == _OUT) & (replica.seq > 0))
+        if strange.size:
+            raise Violation("replicas only", f"{server.member} has steps of range {strange[0]}, and is no replica")
 
     def shown(self, table: int, keys: Keys, rows: Rows) -> None:
         """Checks rows of sums, which only grow, that a tail has shown."""

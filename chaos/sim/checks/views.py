@@ -59,9 +59,7 @@ class Views:
         ended = {member for member in old.members if not self._alive(member)}
         if unlawful := unsafe_transition(old, new, dict(enumerate(old.since.tolist())), ended):
             raise Violation("the law of chains", f"epoch {new.epoch}: {unlawful}")
-        for r in range(new.ranges):
-            if new.since[r] != new.epoch:
-                continue
+        for r in np.flatnonzero(new.since == new.epoch).tolist():
             members, joiner = _copies(new, r), new.joiner_of(r)
             if any(map(self._alive, _copies(old, r))) and not any(map(self._alive, members)):
                 raise Violation("last full replica", f"range {r} is left to the dead in epoch {new.epoch}: {members}")
