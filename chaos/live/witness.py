@@ -26,6 +26,7 @@ from chaos.live.verdict import GIVEN_UP_S
 
 SUMMED = ("counted", "filtered")  # tables of which every sum is known
 TENSOR = "summed"
+REPLACED_S = 2.0  # a tail that has been replaced may take itself for one until it, or the reader, hears of that
 Rows = NDArray[np.float32]
 
 
@@ -164,7 +165,8 @@ class Witness:
         logs: list[LifeLog | ChurnLog] = [*self._logs.values(), *self._churn.values()]
         for log in logs:
             log.read()
-        spans = {life: (self._logs[life].committed(shown.since_s), self._logs[life].begun) for life in self._noted}
+        since_s = shown.since_s - REPLACED_S
+        spans = {life: (self._logs[life].committed(since_s), self._logs[life].begun) for life in self._noted}
         for name in SUMMED:
             if name in shown.rows and (wrong := self._check_sums(name, shown, spans)):
                 return f"table {name!r}: {wrong}"
@@ -242,12 +244,12 @@ class Witness:
         if found is None:
             return "a row has a part of a push"
         for life, values in zip(self._passing, found.reshape(-1, self._job.ranges), strict=True):
-            legal = self._churn[life].legal(shown.since_s)
+            legal = self._churn[life].legal(shown.since_s - REPLACED_S)
             if (where := np.flatnonzero(~(legal == values).any(axis=0))).size:
                 r = int(where[0])
                 may_be = sorted(set(legal[:, r].tolist()))
                 return f"life {life}: the row in range {r} is {values[r]} (0: none), and can be {may_be}"
-            self._churn[life].forget(shown.since_s)
+            self._churn[life].forget(shown.since_s - REPLACED_S)
         return ""
 
     # ------------------------------------------------------------------------------------------------------- plumbing

@@ -11,7 +11,7 @@ import pytest
 from chaos.live import churn
 from chaos.live.legal import Steps, StepSums, dense_is_legal, is_sum, row_is_legal
 from chaos.live.load import BEGUN, BLOCK, COMMITTED, DIM, RECORD, Job, part, ranges_of
-from chaos.live.witness import LifeLog, ShownRows, Witness
+from chaos.live.witness import REPLACED_S, LifeLog, ShownRows, Witness
 from elasticps.kernels.hashing import table_salt
 
 RANGES = 4
@@ -122,7 +122,7 @@ def rows_at(counts: list[int]) -> np.ndarray:
 def look(witness: Witness, rows: np.ndarray, since_s: float = 5.0, whole: bool = False) -> str:
     pulled = witness.keys({"counted": 0})
     assert len(pulled["counted"]) == len(rows)  # type: ignore[arg-type]
-    return witness.check(ShownRows({"counted": rows}, since_s, [7] if whole else None))
+    return witness.check(ShownRows({"counted": rows}, since_s + REPLACED_S, [7] if whole else None))
 
 
 def test_steps_that_were_begun_may_be_shown_range_by_range(witness: Witness) -> None:
@@ -199,7 +199,7 @@ def test_rows_that_come_and_go_show_a_value_since_then(witness: Witness, tmp_pat
         rows[0] = value
         pulled = witness.keys({"passing": 0})
         assert len(pulled["passing"]) == RANGES  # type: ignore[arg-type]
-        return witness.check(ShownRows({"passing": rows}, since_s))
+        return witness.check(ShownRows({"passing": rows}, since_s + REPLACED_S))
 
     assert shows(0, 0.0) == shows(1, 0.0) == shows(0, 3.5) == ""
     churn.ledger_of(tmp_path, 1).write_bytes(records.tobytes())
