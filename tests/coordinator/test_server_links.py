@@ -23,7 +23,7 @@ def view(epoch: int, servers: tuple[ServerInfo, ...]) -> View:
 async def test_keys_that_change_alone_are_followed_as_all_are() -> None:
     """One coordinator sees every change, its twin is told of all servers each time."""
 
-    async def dial(*_: Any) -> Any:
+    def dial(*_: Any) -> Any:
         raise AssertionError("no line is opened")
 
     for seed in range(30):

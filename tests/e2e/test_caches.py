@@ -189,13 +189,13 @@ def test_a_worker_that_joins_starts_no_lower_than_the_rows_shown_to_others(conne
     joining, joined = other._steps._joining, list[int]()
     take_part = joining._take_part
 
-    def a_moment_later(base: int, begin: Callable[[], None] = lambda: None) -> int:
+    def a_moment_later(base: int, begin: Callable[[], None] = lambda: None) -> None:
         if not joined:
             for _ in range(bound - 1):
                 one.push({table: (keys, ones)})
             assert (table.pull(keys) == one.clock).all()  # kept for three steps
         joined.append(base)
-        return take_part(base, begin)
+        take_part(base, begin)
 
     joining._take_part = a_moment_later  # type: ignore[method-assign]
     above = other.resume().clock

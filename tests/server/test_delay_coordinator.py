@@ -8,10 +8,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from coordinator.core.view import WorkerInfo
+from coordinator.core.view import RosterChange, WorkerInfo
 from elasticps.server.core.active_workers import ActiveWorkers
 from elasticps.server.core.delay_coordinator import DelayCoordinator
-from elasticps.server.core.serving import RosterChange
 from elasticps.wire.delay import AskClockHeader, ReleasedHeader, ReportClock
 from elasticps.wire.frames import Buffer, FrameError, Kind, unpack_header
 from replication.core import NO_RANGES
@@ -99,7 +98,7 @@ class Scene:
     def leave(self, worker: int) -> None:
         gone = self.head.workers.pop(worker)
         self.active.remove(worker)
-        self.delay.follow(RosterChange([], [cast(Any, gone)]))
+        self.delay.follow(RosterChange((), (cast(Any, gone),)))
         self.delay.recheck()
         self.settle()
 
