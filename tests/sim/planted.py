@@ -106,7 +106,7 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     delay.leave_out_workers_without_a_connection: ("flaps", "bounded", 0),
     delay.start_below_what_is_released: ("calm", "bounded", 1),
     readers.note_no_deletions: ("calm", "free", 2),
-    readers.show_a_push_that_is_not_committed: ("levels", "free", 6),
+    readers.show_a_push_that_is_not_committed: ("levels", "free", 13),
     readers.go_on_from_a_mark_that_is_too_new: ("kills", "free", 0),
     readers.ignore_the_answer_to_an_older_subscription: ("takers", "free", 0),
     readers.take_any_states_for_a_moment: ("calm", "free", 7),

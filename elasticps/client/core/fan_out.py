@@ -278,7 +278,7 @@ def steps_of(worker: int, timeout_s: float, *, fencing: bool = False) -> Script[
         ranges = routes.view.ranges
         if routes.headless:  # nobody can say it for all ranges now
             return []
-        servers = routes.holding if fencing else routes.heads
+        servers = routes.holding if fencing else [routes.members[s] for s in routes.share_of]
         return [(member, head._replace(epoch=routes.epoch), []) for member in servers]
 
     answers = yield Request(questions, timeout_s, f"asking for the clocks of worker {worker}")
