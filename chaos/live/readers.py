@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -146,9 +147,10 @@ class Readers:
 
     def _outer(self, address: str, life: int) -> list[str]:
         """What follows the process: by pulls and as a relay's reader, in turns."""
-        if life % 2 or self._tls:
-            return self._follow(OUTER, self._stage.follower_url if self._tls else "", address)
-        return self._follow(OUTER, f"reader://{address}", "")
+        cluster = urlsplit(self._stage.follower_url)
+        if life % 2:
+            return self._follow(OUTER, cluster.geturl() if self._tls else "", address)
+        return self._follow(OUTER, f"reader://{address}" + (f"{cluster.path}?{cluster.query}" if self._tls else ""), "")
 
     def _follow(self, name: str, url: str, address: str) -> list[str]:
         plan, stage = self._plan, self._stage
