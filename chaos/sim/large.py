@@ -120,6 +120,7 @@ class Counting(Worker):
         outstanding: deque[Step] = deque()
         while self.training.on:
             if self.training.story.counted and self.steps >= STEPS:
+                outstanding.clear()
                 self.rest(ps, mine)
                 break
             action = self.random.random()

@@ -63,11 +63,12 @@ GROWS: dict[str, float] = {
     "elasticps.server.roles.snapshots.BACKLOG_BYTES": 512,
 }
 """How often time is logged and rows are looked at, of which there are few; and how much of a range is sent at once."""
-MANY: dict[str, int] = {
-    "elasticps.server.fast.buffers.SMALLEST_BYTES": 16 << 10,
-    "elasticps.wire.stream.STAGING_BYTES": 16 << 10,
+MANY: dict[str, float] = {
+    "elasticps.server.fast.buffers.SMALLEST_BYTES": 4 << 10,
+    "elasticps.wire.stream.STAGING_BYTES": 4 << 10,
+    "elasticps.client.connections.UNUSED_S": 0.25,
 }
-"""What each end of a connection receives into, where one process has hundreds of thousands of them."""
+"""What each end of a connection receives into, and when it is closed, where one process has all of a large cluster."""
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from elasticps.wire.frames import Buffer
 if TYPE_CHECKING:
     import socket
 
-    from elasticps.security.channel import Expect
+    from elasticps.security.identity import Expect
 
 SCHEME = "reader://"
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from elasticps.security.identity import Identity, NotAuthorised, identity_among
+from elasticps.security.identity import Expect, Identity, NotAuthorised, identity_among
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
@@ -22,8 +22,6 @@ RENEW_AT = 0.9  # of the time that both certificates have left when a connection
 RENEW_MIN_S = 30.0  # but not so soon after it began
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-Expect: TypeAlias = Callable[[Identity], None]
-"""Raises NotAuthorised unless the peer is the expected one."""
 
 
 class Proof:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
@@ -22,10 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from coordinator.core.url import TlsFiles
 from elasticps.errors import ConfigError
 from elasticps.security import openssl
-from elasticps.security.identity import Identity, NotAuthorised, Role, identity_among
-
-if TYPE_CHECKING:
-    from elasticps.security.channel import Expect
+from elasticps.security.identity import Expect, Identity, NotAuthorised, Role, identity_among
 
 log = logging.getLogger(__name__)
 

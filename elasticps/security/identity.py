@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from coordinator.core.names import DEFAULT_APP, check_name
 
@@ -126,6 +127,10 @@ class Identity:
         cluster = cluster.partition("@")[0]
         if self.cluster != cluster or not self.covers(role, name, app):
             raise NotAuthorised(f"this is {self}, not {_uri(cluster, role, name, app)}")
+
+
+Expect: TypeAlias = Callable[[Identity], None]
+"""Raises NotAuthorised unless the peer is the expected one."""
 
 
 def _uri(cluster: str, role: Role, name: str, app: str) -> str:

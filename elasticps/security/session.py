@@ -13,8 +13,8 @@ import numpy as np
 from cryptography import x509
 
 from elasticps.security import openssl, records
-from elasticps.security.channel import MAX_HANDSHAKE_BYTES, Expect, Proof
-from elasticps.security.identity import Identity, NotAuthorised, identity_among
+from elasticps.security.channel import MAX_HANDSHAKE_BYTES, Proof
+from elasticps.security.identity import Expect, Identity, NotAuthorised, identity_among
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -87,14 +88,16 @@ def test_every_head_gets_its_own_frames_and_each_is_given_out_once(servers: int)
 
 def test_a_view_is_adopted_in_one_pass_over_its_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = 0
-    headed = Chains.headed
+    headed = cast("cached_property[dict[int, Ranges]]", Chains.__dict__["headed"]).func
 
     def count(chains: Chains) -> dict[int, Ranges]:
         nonlocal passes
         passes += 1
         return headed(chains)
 
-    monkeypatch.setattr(Chains, "headed", count)
+    counted = cached_property(count)
+    counted.__set_name__(Chains, "headed")
+    monkeypatch.setattr(Chains, "headed", counted)
     monkeypatch.setattr(Chains, "headed_by", lambda chains, index: pytest.fail("a pass for one head"))
     client = Client(200)
     assert passes == 1

@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 
 from coordinator.core import fields
 from coordinator.core.view import ServerInfo
-from elasticps.security.channel import Expect
-from elasticps.security.identity import Identity, Role
+from elasticps.security.identity import Expect, Identity, Role
 from elasticps.server.network.connection import Connection
 from elasticps.wire.frames import Kind, json_frame
 

@@ -21,7 +21,7 @@ from elasticps.server.fast.path import FastPath
 from elasticps.server.network.socket_transport import SocketTransport, described
 
 if TYPE_CHECKING:
-    from elasticps.security.channel import Expect
+    from elasticps.security.identity import Expect
     from elasticps.server.network.busy_poll import BusyPoll
     from elasticps.server.network.connection import Connection
 

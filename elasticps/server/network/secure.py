@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from elasticps.security import records
-from elasticps.security.channel import Expect
 from elasticps.security.gate import Gate, Over, TlsHandshake, anybody, proof, resolving
+from elasticps.security.identity import Expect
 from elasticps.security.session import TlsSession
 from elasticps.server.network.pump import Listener, connected
 from elasticps.server.network.socket_transport import SocketTransport, described

@@ -8,8 +8,9 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from elasticps.security.channel import Channel, Expect
+from elasticps.security.channel import Channel
 from elasticps.security.gate import Gate, anybody, proof, resolving
+from elasticps.security.identity import Expect
 from elasticps.security.transport import TlsTransport
 from elasticps.server.network.pump import Pump
 from elasticps.server.network.secure import SecureStreams
