@@ -34,7 +34,7 @@ def test_a_seed_gives_the_same_events_each_time() -> None:
 
 def test_a_broken_promise_ends_with_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Result(7, invariant="ack-safety", story="at 0.1 s s1 lacks step 3")
-    monkeypatch.setattr(chaos.sim.run, "run", lambda seed, kind, trace: broken)
+    monkeypatch.setattr(chaos.sim.run, "run", lambda seed, kind, **_: broken)
     result = CliRunner().invoke(app, ["--seed", "7"])
     assert result.exit_code == 1
     assert "elasticps sim --seed 7" in result.stdout
@@ -45,7 +45,7 @@ def test_a_broken_promise_ends_with_the_command_that_repeats_it(monkeypatch: pyt
 def test_a_soak_runs_until_it_is_stopped_and_then_reports_its_totals(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    def run(seed: int, kind: Kind, trace: bool) -> Result:
+    def run(seed: int, kind: Kind, **_: object) -> Result:
         seen.append(seed)
         if len(seen) > chaos.sim.cli.RUNS_PER_LINE + 5:
             raise KeyboardInterrupt
@@ -66,7 +66,7 @@ def test_a_soak_runs_until_it_is_stopped_and_then_reports_its_totals(monkeypatch
 def test_many_seeds_that_are_stopped_report_their_totals(by: int, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGTERM)
 
-    def run(seed: int, kind: Kind, trace: bool) -> Result:
+    def run(seed: int, kind: Kind, **_: object) -> Result:
         if seed == 3:
             signal.raise_signal(by)
         return Result(seed, kind)
@@ -117,7 +117,7 @@ def test_nobody_waits_for_the_end_of_a_story_when_it_is_stopped(
 
 
 def test_broken_promises_are_counted_and_the_first_stories_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chaos.sim.run, "run", lambda seed, kind, trace: Result(seed, kind, "progress", "it waits"))
+    monkeypatch.setattr(chaos.sim.run, "run", lambda seed, kind, **_: Result(seed, kind, "progress", "it waits"))
     result = CliRunner().invoke(app, ["--runs", "30", "--jobs", "1", "--json"])
     report = json.loads(result.stdout)
     assert result.exit_code == 1

@@ -28,7 +28,7 @@ class Stories:
         self.stop = -1
         self.broken: set[int] = set()
 
-    def run(self, seed: int, kind: Kind, trace: bool) -> Result:
+    def run(self, seed: int, kind: Kind, **_: object) -> Result:
         if seed == self.stop:
             raise KeyboardInterrupt
         self.played.append(seed)
