@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 import elasticps as eps
+from benchmarks.machine import cpu_seconds
 from benchmarks.runner import Progress, Result, silent, table
 from benchmarks.workers import BusyWorker, Team
 from elasticps.kernels.hashing import key_ranges, range_shift
@@ -102,7 +102,7 @@ def run(
 def _measure(servers: int, heads: int, workers: int, seconds: float) -> PushCost:
     counts = [len(part) for part in np.array_split(np.arange(workers), PROCESSES) if len(part)]
     with LocalCluster(servers=servers, ranges=RANGES, replicas=REPLICAS, log_level="warning") as cluster:
-        processes = [psutil.Process(server.pid) for server in cluster.servers]
+        servers_ids = [server.pid for server in cluster.servers]
         jobs = [
             {"url": cluster.url, "first": sum(counts[:i]), "count": count, "heads": heads}
             for i, count in enumerate(counts)
@@ -110,15 +110,15 @@ def _measure(servers: int, heads: int, workers: int, seconds: float) -> PushCost
         with Team("many_servers:Pushers", jobs) as team:
             team.ask(len(jobs), "pushed")  # they are connected
             time.sleep(SETTLE_S)
-            before, began = _cpu_s(processes), time.monotonic()
+            before, began = cpu_seconds(servers_ids), time.monotonic()
             time.sleep(seconds / 2)
-            idle = (_cpu_s(processes) - before) / (time.monotonic() - began)
+            idle = (cpu_seconds(servers_ids) - before) / (time.monotonic() - began)
             team.ask(len(jobs), "begin")
             while sum(team.ask(len(jobs), "pushed")) < WARM_PUSHES * workers:
                 time.sleep(POLL_S)
-            pushed, before, began = sum(team.ask(len(jobs), "pushed")), _cpu_s(processes), time.monotonic()
+            pushed, before, began = sum(team.ask(len(jobs), "pushed")), cpu_seconds(servers_ids), time.monotonic()
             time.sleep(seconds)
-            pushed, used = sum(team.ask(len(jobs), "pushed")) - pushed, _cpu_s(processes) - before
+            pushed, used = sum(team.ask(len(jobs), "pushed")) - pushed, cpu_seconds(servers_ids) - before
             rate = pushed / (time.monotonic() - began)
     return PushCost(
         servers, heads, workers, round(rate, 1), round(1e6 * used / pushed, 1), round(1e6 * idle / rate, 1)
@@ -128,10 +128,6 @@ def _measure(servers: int, heads: int, workers: int, seconds: float) -> PushCost
 def _median(costs: Sequence[PushCost]) -> PushCost:
     """The round in the middle."""
     return sorted(costs, key=lambda cost: cost.servers_us)[len(costs) // 2]
-
-
-def _cpu_s(processes: Sequence[psutil.Process]) -> float:
-    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def _batches(ps: eps.Client, rows: eps.SparseTable, heads: int, seed: int) -> list[NDArray[np.int64]]:

@@ -9,12 +9,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.machine import cpu_seconds
 from benchmarks.relay import Link
 from benchmarks.runner import Progress, Result, percentiles, seconds_of, silent, table
 from benchmarks.workers import BusyWorker, Interpreter, Process
@@ -328,15 +328,6 @@ def _far(beside: Process, marker: Process, every_ms: float, dtype: str | None, m
     return _readable(committed, seen)
 
 
-def _cpu_s(process_ids: Sequence[int]) -> float:
-    """Processor time that processes have used, in seconds."""
-    ticks = 0
-    for process_id in process_ids:
-        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(") ")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
 class _Turn(NamedTuple):
     """Of one turn: samples a second, steps, processor time of servers, workers and the reader."""
 
@@ -358,7 +349,7 @@ def _in_turns(
     kinds = servers, [trainer.pid for trainer in trainers], [beside.pid]
 
     def count() -> NDArray[np.float64]:
-        return np.array([sum(trainer.ask("steps") for trainer in trainers), *map(_cpu_s, kinds)])
+        return np.array([sum(trainer.ask("steps") for trainer in trainers), *map(cpu_seconds, kinds)])
 
     def turn() -> _Turn:
         before, began = count(), time.monotonic()

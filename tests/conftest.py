@@ -15,6 +15,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +23,8 @@ import psutil
 import pytest
 from _pytest.nodeid import NodeId
 from hypothesis import HealthCheck, settings
+
+from tests import waiting
 
 if TYPE_CHECKING:
     from elasticps.local import LocalCluster
@@ -266,14 +269,16 @@ def local_cluster() -> Iterator[NewCluster]:
 def eventually() -> Callable[[Callable[[], bool]], None]:
     """Waits until a condition holds; fails the test if it does not within 100 s: a process may have to start first, on
     a machine that is busy."""
+    return partial(waiting.eventually, seconds=100.0)
 
-    def wait(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 100
-        while not condition():
-            assert time.monotonic() < deadline, "the condition did not come true within 100 s"
-            time.sleep(0.01)
 
-    return wait
+@pytest.fixture
+def own() -> Iterator[LocalCluster]:
+    """A cluster of three servers that no other test has."""
+    from elasticps.local import LocalCluster
+
+    with LocalCluster(servers=3) as cluster:
+        yield cluster
 
 
 @pytest.fixture

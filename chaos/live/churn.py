@@ -10,7 +10,6 @@ Run as `python -m chaos.live.churn URL FOLDER RANGES LIFE`.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import elasticps as eps
-from chaos.live.load import APP, BEGUN, COMMITTED, DIM, TIMEOUT_S, own_keys, say_ready
+from chaos.live.load import APP, BEGUN, COMMITTED, DIM, TIMEOUT_S, own_keys, say_ready, signals_to_end
 
 NAME = "churn"
 NUMBER = 100  # among workers, of which there are at most 64
@@ -102,9 +101,7 @@ class Churn:
 
 def main(arguments: Sequence[str] = sys.argv) -> None:
     """Runs one life until SIGTERM."""
-    ended: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: ended.append(number))
+    ended = signals_to_end()
     churn = Churn(arguments[1], Path(arguments[2]), int(arguments[3]), int(arguments[4]))
     say_ready()
     while not ended:

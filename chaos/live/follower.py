@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 
 import elasticps as eps
 from chaos.live import churn
-from chaos.live.load import APP, TIMEOUT_S, Job, open_filled, open_filtered, open_tables, say_ready
+from chaos.live.load import APP, TIMEOUT_S, Job, open_filled, open_filtered, open_tables, say_ready, signals_to_end
 from chaos.live.witness import ShownRows, Witness, life_name
 from elasticps.readers import AppliedWindow
 
@@ -214,9 +213,7 @@ def _sorted(
 
 def main(arguments: Sequence[str] = sys.argv) -> None:
     """Runs one life until SIGTERM; then compares all rows, and ends."""
-    ended: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: ended.append(number))
+    ended = signals_to_end()
     follower = ReaderProcess(FollowerJob(**json.loads(arguments[1])))
     say_ready()
     while not ended:

@@ -425,12 +425,18 @@ def say_ready() -> None:
     sys.stdout.flush()
 
 
-def main(arguments: Mapping[int, str] | Sequence[str] = sys.argv) -> None:
-    """Runs one life; SIGTERM ends it when all is acknowledged."""
-    job = Job(**json.loads(arguments[1]))
+def signals_to_end() -> list[int]:
+    """Notes SIGTERM and SIGINT from now on instead of ending at once; those that have come."""
     ended: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: ended.append(number))
+    return ended
+
+
+def main(arguments: Mapping[int, str] | Sequence[str] = sys.argv) -> None:
+    """Runs one life; SIGTERM ends it when all is acknowledged."""
+    job = Job(**json.loads(arguments[1]))
+    ended = signals_to_end()
     worker = LoadWorker(job)
     say_ready()
     while not ended:

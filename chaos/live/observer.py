@@ -10,7 +10,6 @@ pulls ended.
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -34,6 +33,7 @@ from chaos.live.load import (
     open_tables,
     own_keys,
     say_ready,
+    signals_to_end,
 )
 
 NAME = "observer"
@@ -109,9 +109,7 @@ def ledger_of(folder: Path) -> Path:
 
 def main(arguments: Sequence[str] = sys.argv) -> None:
     """Runs an observer until SIGTERM."""
-    ended: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: ended.append(number))
+    ended = signals_to_end()
     observer = Observer(arguments[1], Path(arguments[2]), int(arguments[3]))
     say_ready()
     while not ended:

@@ -30,24 +30,36 @@ REPLACED_S = 2.0  # a tail that has been replaced may take itself for one until 
 Rows = NDArray[np.float32]
 
 
+class RecordFile:
+    """A file that grows by whole records, mostly."""
+
+    def __init__(self, path: Path, of: np.dtype[np.void]) -> None:
+        self._path = path
+        self._of = of
+        self._at = 0
+
+    def read(self) -> NDArray[np.void]:
+        """The records that have come since the last call."""
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            data = file.read()
+        data = data[: len(data) // self._of.itemsize * self._of.itemsize]
+        self._at += len(data)
+        return np.frombuffer(data, self._of)
+
+
 class LifeLog:
     """The ledger of one life, read on and on. begun: its last step begun."""
 
     def __init__(self, path: Path) -> None:
         self.begun = 0
-        self._path = path
-        self._at = 0
+        self._file = RecordFile(path, RECORD)
         self._times: list[float] = []  # when steps were known to be committed
         self._steps: list[int] = []  # and which, the highest so far
 
     def read(self) -> None:
         """Reads what has come since."""
-        with self._path.open("rb") as file:
-            file.seek(self._at)
-            data = file.read()
-        data = data[: len(data) // RECORD.itemsize * RECORD.itemsize]
-        self._at += len(data)
-        for kind, step, time_s in np.frombuffer(data, RECORD).tolist():
+        for kind, step, time_s in self._file.read().tolist():
             if kind == BEGUN:
                 self.begun = max(self.begun, step)
             elif kind == COMMITTED:
@@ -76,19 +88,12 @@ class ChurnLog:
     """The ledger of one life whose rows come and go."""
 
     def __init__(self, path: Path, ranges: int) -> None:
-        self._path = path
-        self._type = churn.record_type(ranges)
-        self._at = 0
-        self._records = np.empty(0, self._type)
+        self._file = RecordFile(path, churn.record_type(ranges))
+        self._records = np.empty(0, churn.record_type(ranges))
 
     def read(self) -> None:
         """Reads what has come since."""
-        with self._path.open("rb") as file:
-            file.seek(self._at)
-            data = file.read()
-        data = data[: len(data) // self._type.itemsize * self._type.itemsize]
-        self._at += len(data)
-        self._records = np.concatenate([self._records, np.frombuffer(data, self._type)])
+        self._records = np.concatenate([self._records, self._file.read()])
 
     def forget(self, time_s: float) -> None:
         """Nothing before that time will be pulled for."""

@@ -166,7 +166,7 @@ class Cluster:
         roster = self.store.run(self.store.data.get(ROSTER))
         if roster is not None and roster.revision != self._roster_revision:
             self._roster_revision = roster.revision
-            self.on_roster({worker.id for worker in Roster.decode(roster.value).workers})
+            self.on_roster(self.counted)
 
     # --- processes --------------------------------------------------------------------------------------------------
 

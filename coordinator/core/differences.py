@@ -195,19 +195,18 @@ class RosterDifference:
         if (self.base, self.base_print) != (base.version, base.fingerprint):
             return None
         left = set(self.left)
-        gone = [base.by_id[id_] for id_ in left if id_ in base.by_id]
+        gone = tuple(base.by_id[id_] for id_ in sorted(left) if id_ in base.by_id)
         print_ = base.fingerprint + sum(w.fingerprint for w in self.came) - sum(w.fingerprint for w in gone)
         if len(gone) != len(left) or print_ % (1 << 8 * DIGEST_BYTES) != self.print_:
             return None
         try:
-            return self._changed(base, left)
+            return self._changed(base, left, gone)
         except ValueError:
             return None
 
-    def _changed(self, base: Roster, left: Set[int]) -> Roster:
+    def _changed(self, base: Roster, left: Set[int], gone: tuple[WorkerInfo, ...]) -> Roster:
         """Makes the newer roster. ValueError if it cannot be. What is known of the base is not worked out again: of ten
         thousand workers a roster changes with each of them."""
-        gone = tuple(base.by_id[id_] for id_ in sorted(left))
         workers = [worker for worker in base.workers if worker.id not in left] if left else list(base.workers)
         workers += self.came
         if self.came:

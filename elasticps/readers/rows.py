@@ -157,10 +157,10 @@ class ReaderTable:
     def describe(self, request: ReadRange) -> ReadRange:
         """A request for a part of a range, with digests of what is here."""
         found = describe(self._rows, request.range, request.place)
-        if found is None or len(found[2]) > MAX_CELLS:
+        if found is None or len(found[-1]) > MAX_CELLS:
             return request
-        width = (1 << 62) // self._rows.ranges
-        return request._replace(place=max(request.place, request.range * width), cells=CellDigests(*found))
+        low, high, shift, digests = found
+        return request._replace(place=low, cells=CellDigests(high, shift, digests))
 
     def _check(self, block: RowBlock) -> None:
         if len(block.keys) and block.rows.shape[1] != self.codec.words:

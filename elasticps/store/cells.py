@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.store.codec import digests
-from elasticps.store.journal import Journal
+from elasticps.store.intervals import HASH_END
+from elasticps.store.journal import rows_of
 from elasticps.store.table import Table
 
 ROWS_IN_CELL = 4  # about, or half of it: 8 bytes are sent for each cell, and all its rows if one differs
@@ -41,16 +42,15 @@ def digest_cells(
     return found
 
 
-def describe(table: Table, r: int, place: int) -> tuple[int, int, NDArray[np.uint64]] | None:
-    """Of some rows of range r from a hash on, as they are in a table of words: up to which hash, cells of which width,
-    as 2^shift, and their digests; None if there are none."""
-    width = (1 << 62) // table.ranges
+def describe(table: Table, r: int, place: int) -> tuple[int, int, int, NDArray[np.uint64]] | None:
+    """Describes some rows of range r from a hash on, as they are in a table of words: from which hash, up to which one,
+    cells of which width, as 2^shift, and their digests. None if there are no rows."""
+    width = HASH_END // table.ranges
     low = max(place, r * width)
     keys, upto = table.list_keys(r, low, ROWS_AT_ONCE)
     high = upto or (r + 1) * width
     if not len(keys) or high <= low:
         return None
-    words = table.spec.dim
-    found = Journal.look_up(table.header, keys, 0, words, np.empty_like(keys), np.empty_like(keys))
+    found = rows_of(table.header, keys, 0, table.spec.dim)
     shift = min(max(0, ((high - low) * ROWS_IN_CELL // len(keys)).bit_length() - 1), _MOST_SHIFT)
-    return high, shift, digest_cells(table, found.keys, found.rows, low, high, shift)
+    return low, high, shift, digest_cells(table, found.keys, found.rows, low, high, shift)

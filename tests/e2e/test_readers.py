@@ -20,17 +20,10 @@ import elasticps as eps
 from elasticps.readers import AppliedWindow
 from elasticps.readers.pull_server import PullServer
 from elasticps.security.identity import Role
+from tests.waiting import eventually
 
 KEYS = np.arange(3000)
 DIM = 8
-
-
-def eventually(done: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Waits until that is so."""
-    until_s = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < until_s, "it did not come about"
-        time.sleep(0.005)
 
 
 def table_of(ps: eps.Client, name: str = "users") -> eps.SparseTable:
@@ -70,12 +63,6 @@ def training(ps: eps.Client, table: eps.SparseTable) -> Iterator[Callable[[], in
         stop.set()
         thread.join()
     assert not failed
-
-
-@pytest.fixture
-def own() -> Iterator[eps.LocalCluster]:
-    with eps.LocalCluster(servers=3) as cluster:
-        yield cluster
 
 
 def test_a_reader_shows_what_servers_have_and_what_they_compute(own: eps.LocalCluster) -> None:

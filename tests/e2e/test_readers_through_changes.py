@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
-import pytest
 
 import elasticps as eps
 from elasticps.readers.pull_server import PullServer
-from tests.e2e.test_readers import DIM, KEYS, eventually, push, shows, table_of, training
-
-
-@pytest.fixture
-def own() -> Iterator[eps.LocalCluster]:
-    with eps.LocalCluster(servers=3) as cluster:
-        yield cluster
+from tests.e2e.test_readers import DIM, KEYS, push, shows, table_of, training
+from tests.waiting import eventually
 
 
 def equals(reader: eps.Reader, table: eps.SparseTable) -> bool:

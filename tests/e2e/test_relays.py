@@ -11,7 +11,8 @@ import pytest
 import elasticps as eps
 from elasticps.readers.pull_server import PullServer
 from elasticps.wire.windows import ReadRange, Subscribe
-from tests.e2e.test_readers import KEYS, eventually, push, shows, table_of
+from tests.e2e.test_readers import KEYS, push, shows, table_of
+from tests.waiting import eventually
 
 RANGES = 32
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from elasticps.publishing.opening import target_of
 from elasticps.publishing.targets import PublishedSource
 from elasticps.system import temporary
 from tests.publishing.fake_reader import DIM, FakeReader, row
+from tests.waiting import eventually
 
 SOURCE = PublishedSource("fake", "default", None)
 
@@ -31,13 +31,6 @@ def content(folder: PublishedFolder) -> dict[str, dict[int, list[float]]]:
         name: dict(zip(table.keys.tolist(), table.pull(table.keys).tolist(), strict=True))
         for name, table in folder.tables.items()
     }
-
-
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def read_if_there(folder: Path) -> PublishedFolder | None:
@@ -68,14 +61,14 @@ def test_a_folder_follows_changes_deletions_and_drops(tmp_path: Path) -> None:
             found.refresh()
             return content(found) == reader.expected()
 
-        until(same)
+        eventually(same)
         assert content(read_increments(tmp_path / "rows")) == reader.expected()
         assert found.as_of["steps"]["1"] > 0
         pulled = found.pull({"users": np.array([2, 999])})["users"]
         assert pulled.tolist() == [row(69), [0] * DIM]
         with pytest.raises(UnknownTable, match="nothing"):
             found.pull({"nothing": np.array([1])})
-        until(lambda: publisher.stats().deletions >= 1)
+        eventually(lambda: publisher.stats().deletions >= 1)
         assert publisher.stats().lag_s < 60
         assert publisher.stats().listings == 1
     assert reader.closed
@@ -92,9 +85,9 @@ def test_many_increments_become_a_new_base_and_old_files_go(tmp_path: Path, monk
         for step in range(40):
             reader.push("users", {step: step})
             expected = publisher.stats().batches + 1
-            until(lambda expected=expected: publisher.stats().batches >= expected)  # type: ignore[misc]
+            eventually(lambda expected=expected: publisher.stats().batches >= expected)  # type: ignore[misc]
             follower.refresh()
-        until(lambda: content(read_increments(tmp_path)) == reader.expected())
+        eventually(lambda: content(read_increments(tmp_path)) == reader.expected())
         follower.refresh()
         assert content(follower) == reader.expected()
         assert publisher.stats().listings >= 4

@@ -7,8 +7,8 @@ import re
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,12 @@ from elasticps.publishing.opening import target_of
 from elasticps.publishing.redis_target import PASSWORD_VARIABLE
 from elasticps.publishing.targets import PublishedSource, PublishError, PublishTarget
 from elasticps.security.authority import Authority
+from tests import waiting
 from tests.publishing.fake_reader import DIM, FakeReader, row
 
 redis = pytest.importorskip("redis")
 SERVER = shutil.which("redis-server")
+eventually = partial(waiting.eventually, seconds=60.0)
 pytestmark = pytest.mark.skipif(SERVER is None, reason="no redis-server: apt-get install redis-server")
 
 SOURCE = PublishedSource("fake", "default", None)
@@ -51,7 +53,7 @@ class RedisServer:
         self._process = subprocess.Popen(
             [*command, "--dir", str(self._folder), *self._options], stdout=subprocess.DEVNULL
         )
-        until(self._answers)
+        eventually(self._answers)
 
     def _answers(self) -> bool:
         with socket.socket() as probe:
@@ -62,13 +64,6 @@ class RedisServer:
             self._process.kill()
             self._process.wait()
             self._process = None
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -114,9 +109,9 @@ def test_redis_follows_changes_deletions_and_drops(server: RedisServer, store: A
             reader.push("us:er", {step: 1})
         reader.drop("us:er")
         reader.push("more", {1: 1})
-        until(lambda: content(store) == reader.expected())
+        eventually(lambda: content(store) == reader.expected())
         reader.push("us:er", {7: 7})
-        until(lambda: content(store) == reader.expected())
+        eventually(lambda: content(store) == reader.expected())
         meta = json.loads(store.get(f"{PREFIX}users:{META}"))
         assert (meta["dtype"], meta["dim"], meta["shape"], meta["complete"]) == ("float32", DIM, None, True)
         assert (meta["cluster"], meta["application"]) == ("fake", "default")
@@ -173,12 +168,12 @@ def test_a_restarted_redis_gets_everything_again(server: RedisServer, store: Any
         server.stop()
         for step in range(50):
             reader.push("users", {step: 1000 + step}, (99,))
-        until(lambda: publisher.stats().retries > 0)
+        eventually(lambda: publisher.stats().retries > 0)
         server.start()
-        until(lambda: publisher.stats().listings == 2)
-        until(lambda: content(store) == reader.expected())
+        eventually(lambda: publisher.stats().listings == 2)
+        eventually(lambda: content(store) == reader.expected())
         reader.push("users", {5: 5})
-        until(lambda: content(store) == reader.expected())
+        eventually(lambda: content(store) == reader.expected())
 
 
 def test_rows_that_others_have_deleted_come_again(server: RedisServer, store: Any) -> None:
@@ -192,20 +187,24 @@ def test_rows_that_others_have_deleted_come_again(server: RedisServer, store: An
             reader.push("users", {1: 1})
             return publisher.stats().listings > 1
 
-        until(listed_again)
-        until(lambda: content(store) == reader.expected())
+        eventually(listed_again)
+        eventually(lambda: content(store) == reader.expected())
+
+
+def refuses(server: RedisServer, match: str) -> None:
+    """What is pushed is not written, and why is said."""
+    reader = FakeReader()
+    reader.push("users", {1: 1})
+    with Publisher(reader, target(server), server.url) as publisher, pytest.raises(ConfigError, match=match):
+        publisher.wait()
 
 
 def test_a_password_is_needed_and_taken_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = RedisServer(tmp_path, "--requirepass", "open sesame")
     try:
+        refuses(server, "password")
         reader = FakeReader()
         reader.push("users", {1: 1})
-        with (
-            Publisher(reader, target(server), server.url) as publisher,
-            pytest.raises(ConfigError, match="password"),
-        ):
-            publisher.wait()
         monkeypatch.setenv(PASSWORD_VARIABLE, "open sesame")
         with Publisher(reader, target(server), server.url) as publisher:
             publisher.wait()
@@ -220,13 +219,7 @@ def test_a_node_of_a_cluster_is_refused(tmp_path: Path) -> None:
     server = RedisServer(tmp_path, "--cluster-enabled", "yes", "--cluster-port", str(bus))
     server.url = server.url.removesuffix("/3")
     try:
-        reader = FakeReader()
-        reader.push("users", {1: 1})
-        with (
-            Publisher(reader, target(server), server.url) as publisher,
-            pytest.raises(ConfigError, match="is a node of a cluster"),
-        ):
-            publisher.wait()
+        refuses(server, "is a node of a cluster")
     finally:
         server.stop()
 

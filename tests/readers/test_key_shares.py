@@ -6,7 +6,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,17 +22,11 @@ from elasticps.model.key_share import ALL_KEYS, KeyShare
 from elasticps.readers.pull_server import PullServer
 from elasticps.serving.client import LookupClient, lookup
 from elasticps.store.journal import first_outside, keys_within
+from tests.e2e.test_readers import KEYS, push, shows, table_of
+from tests.waiting import eventually
 
-KEYS = np.arange(3000)
-DIM, OF = 8, 3
+OF = 3
 OWNERS = eps.share_of(KEYS, OF)
-
-
-def eventually(done: Callable[[], bool], seconds: float = 30.0) -> None:
-    until_s = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < until_s, "it did not come about"
-        time.sleep(0.005)
 
 
 def twin(key: int, of: int) -> int:
@@ -78,26 +71,9 @@ def test_shares_are_read_as_they_are_written() -> None:
             KeyShare.checked(wrong)
 
 
-def table_of(ps: eps.Client) -> eps.SparseTable:
-    return ps.table("users", dim=DIM, optimizer=eps.Adagrad(lr=0.1), init=eps.Normal(std=0.1, seed=3))
-
-
-def push(ps: eps.Client, table: eps.SparseTable, rng: np.random.Generator) -> None:
-    keys = rng.integers(0, len(KEYS), 500)
-    ps.push({table: (keys, rng.random((500, DIM), np.float32))}).result()
-
-
-def shows(reader: Any, table: eps.SparseTable, number: int) -> Callable[[], bool]:
+def shows_share(reader: Any, table: eps.SparseTable, number: int) -> Callable[[], bool]:
     """Whether it has all rows of its share as servers have them, and no others."""
-    mine = KEYS[number == OWNERS]
-    expected = table.pull(mine)
-    return lambda: bool((reader.pull({"users": mine})["users"] == expected).all())
-
-
-@pytest.fixture
-def own() -> Iterator[eps.LocalCluster]:
-    with eps.LocalCluster(servers=3) as cluster:
-        yield cluster
+    return shows(reader, table, KEYS[number == OWNERS])
 
 
 def test_a_fleet_of_shares_has_every_row_once(own: eps.LocalCluster) -> None:
@@ -118,14 +94,14 @@ def test_a_fleet_of_shares_has_every_row_once(own: eps.LocalCluster) -> None:
             users.delete(KEYS[:700])
             push(ps, users, rng)
             for k, one in enumerate(fleet):
-                eventually(shows(one, users, k + 1))
+                eventually(shows_share(one, users, k + 1))
                 assert (one.pull({"w": None})["w"] == weights.pull()).all()  # tensors are whole
                 foreign = KEYS[k + 1 != OWNERS][:1]
                 with pytest.raises(eps.OtherShare, match=f"in share {OWNERS[foreign[0]]}/{OF}, and this") as caught:
                     one.pull({"users": foreign})
                 assert caught.value.share == OWNERS[foreign[0]]
                 one.hold(timeout=60)
-                assert shows(one, users, k + 1)()
+                assert shows_share(one, users, k + 1)()
                 one.release()
             eventually(lambda: sum(one.stats().rows for one in fleet) == whole.stats().rows + (OF - 1) * blocks)
             # Servers send each only its share: not all rows, for the reader to leave some out.
@@ -150,7 +126,7 @@ def test_a_relay_feeds_the_shares_that_it_has(own: eps.LocalCluster) -> None:
             for _ in range(10):
                 push(ps, users, rng)
             users.delete(KEYS[:300])
-            eventually(shows(second, users, 2))
+            eventually(shows_share(second, users, 2))
             eventually(lambda: second.stats().rows == int((~missing(first)[OWNERS == 2]).sum()))
             with PullServer(second, "127.0.0.1", 0) as part:
                 for share in (None, (1, OF), (2, OF + 1)):
@@ -158,7 +134,7 @@ def test_a_relay_feeds_the_shares_that_it_has(own: eps.LocalCluster) -> None:
                         eps.reader(f"reader://{part.address}", share=share, timeout=10)
                 with eps.reader(f"reader://{part.address}", share=(2, OF), every=0.005) as third:
                     push(ps, users, rng)
-                    eventually(shows(third, users, 2))
+                    eventually(shows_share(third, users, 2))
 
 
 def missing(reader: eps.Reader) -> NDArray[np.bool_]:

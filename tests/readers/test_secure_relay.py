@@ -7,9 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,10 @@ import pytest
 import elasticps as eps
 from coordinator.core.url import parse
 from elasticps.readers.peers import parse_relay
+from tests import waiting
 
 KEYS = np.arange(2000)
-
-
-def eventually(done: Callable[[], bool], seconds: float = 60.0) -> None:
-    until_s = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < until_s, "it did not come about"
-        time.sleep(0.005)
+eventually = partial(waiting.eventually, seconds=60.0)
 
 
 @contextmanager

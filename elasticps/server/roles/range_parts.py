@@ -4,13 +4,12 @@ does not have as they are."""
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from elasticps.model.key_share import KeyShare
 from elasticps.store import Table
 from elasticps.store.cells import ROWS_AT_ONCE, cells_of, digest_cells
 from elasticps.store.intervals import HASH_END
-from elasticps.store.journal import Changed, Journal, keys_within
+from elasticps.store.journal import keys_within, rows_of
 from elasticps.wire.windows import MAX_READ_ROWS, RangePart, ReadRange, RowBlock
 
 READ_BYTES = 256 << 10  # of rows, about, in one answer
@@ -35,7 +34,7 @@ def part_of(table: Table, request: ReadRange, epoch: int, share: KeyShare, code:
     if part is not None:
         return part
     keys, place = table.list_keys(r, low, min(most * share.of, MAX_READ_ROWS))
-    found = _look_up(table, keys_within(keys, share), code, words)
+    found = rows_of(table.header, keys_within(keys, share), code, words)
     block = RowBlock(request.table, found.keys, found.rows, found.gone, _NONE)
     return RangePart(request.request, epoch, r, low, max(low, place or end), place, block)
 
@@ -50,7 +49,7 @@ def _differing_part(
     keys = keys_within(table.list_words(r, low, cells.high)[0], share)
     if len(keys) > MOST_COMPARED:
         return None
-    found, high = _look_up(table, keys, code, words), cells.high
+    found, high = rows_of(table.header, keys, code, words), cells.high
     differing = digest_cells(table, found.keys, found.rows, low, high, cells.shift) != cells.digests
     own = cells_of(table, found.keys, low, cells.shift)
     chosen = differing[own]
@@ -64,7 +63,3 @@ def _differing_part(
     block = RowBlock(request.table, found.keys[chosen], found.rows[chosen], found.gone, _NONE)
     place = high if high < end else 0
     return RangePart(request.request, epoch, r, low, high, place, block, shift=cells.shift, differing=differing)
-
-
-def _look_up(table: Table, keys: NDArray[np.int64], code: int, words: int) -> Changed:
-    return Journal.look_up(table.header, keys.copy(), code, words, np.empty_like(keys), np.empty_like(keys))

@@ -275,6 +275,10 @@ class ReaderFeeds:
             return
         began = time.thread_time()
         self._make(reader, now)
+        self._rest(now, began)
+
+    def _rest(self, now: float, began: float) -> None:
+        """Leaves the server its share of time after work for readers. began: this thread's time before that work."""
         self._free_s = now + (time.thread_time() - began) * (SHARE - 1)
 
     def adopted(self) -> None:
@@ -310,7 +314,7 @@ class ReaderFeeds:
                 self._serve(reader, now)
             except Exception as error:
                 reader.connection.fail(error)
-        self._free_s = now + (time.thread_time() - began) * (SHARE - 1)
+        self._rest(now, began)
         due = [reader.next_s for reader in self._readers.values() if reader.may_get_more]
         if any(reader.reads for reader in self._readers.values()):
             due.append(now)
