@@ -109,8 +109,7 @@ class Dispatcher:
     # --- life ---------------------------------------------------------------------------------------------------
 
     def start(self, deadline_s: float) -> None:
-        """Connects to the servers that this worker is always connected to, or if they are absent to others;
-        `ClusterUnreachable` names those that could not be reached by the deadline."""
+        """Connects to the standing servers, or if absent to others; `ClusterUnreachable` names those out of reach."""
         self._driver.start()
         self.meet(lambda: self.connections.standing, deadline_s)
         if not self.connections.ready:
@@ -127,7 +126,8 @@ class Dispatcher:
             return self.error is not None or {peer.member for peer in missing()} <= self.absent()
 
         in_time = self._driver.wait(met, deadline_s - self.runtime.monotonic())
-        report = name_peers(missing(), self.routes, self.connections.peers)
+        peers = self.connections.peers
+        report = name_peers(missing() if in_time else self.connections.unready([*peers]), self.routes, peers)
         if not in_time:
             raise ClusterUnreachable(f"cluster {self.cluster!r}: cannot connect to server {report}")
         self.check()
