@@ -30,6 +30,9 @@ _CHANNEL_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 2000),
     ("grpc.http2.ping_timeout_ms", 2000),  # else a minute, whatever the keepalive time-out says
     ("grpc.http2.max_pings_without_data", 0),
+    # A window of fixed size instead of one that is measured: that takes a ping, and wakes three threads, per answer.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 1 << 20),
     ("grpc.max_receive_message_length", 64 << 20),
 )
 

@@ -39,6 +39,7 @@ from coordinator.membership import FAREWELL_S, LEASE_S, farewell, new_number
 log = fields.logger(__name__)
 
 _COUNT_MOST = 18  # digits of a count of incarnations, which are below 1 << 62
+_RENEW_AFTER = 0.4  # part of a lease's life: a renewal costs a process that is idle otherwise more than all else it does
 _RETRY_S = 0.2  # pause between attempts while the store is out; each attempt waits for the store's time-out as well
 
 
@@ -54,7 +55,7 @@ Info = TypeVar("Info", bound=_Info)
 
 
 class Session(ABC, Generic[Info]):
-    """A registered name, kept by renewing a lease every third of its life until closed or fenced.
+    """A registered name, kept by renewing a lease before half of its life is over, until closed or fenced.
 
     It watches its keys, and reads them again only when one has changed, or after a call that failed: thousands of
     members that read them at each renewal would keep etcd busy.
@@ -182,7 +183,7 @@ class Session(ABC, Generic[Info]):
     async def _pause(self, out: bool) -> None:
         """Waits until the lease is to be renewed; not so long if our keys change or the store was out."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(_RETRY_S if out else self._ttl_s / 3):
+            async with asyncio.timeout(_RETRY_S if out else self._ttl_s * _RENEW_AFTER):
                 await self._changed.wait()
                 await asyncio.sleep(_RETRY_S)  # changes that come together, and a store that hands them out in parts
 

@@ -35,7 +35,7 @@ VANISHED_S = 30.0  # a connection whose other end confirms nothing for so long h
 KEEPALIVE_S = 60  # firewalls forget connections on which nothing passes, some after a few minutes
 GLANCE_S = 0.02  # between two looks of a client that does nothing: servers may have something to say
 QUIET_WAITS = 4  # waits that ended without a word: after so many it looks no longer, and is woken by sockets as well
-QUIET_FACTOR = 4  # then it waits so many times as long: nothing is outstanding, and no server is missing
+QUIET_FACTOR = 16  # then it waits so many times as long: nothing is outstanding, and no server is missing
 _CHANCE = random.SystemRandom()  # programs seed the generator of `random`, all workers alike, and count on its numbers
 
 
