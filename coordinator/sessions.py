@@ -39,7 +39,7 @@ from coordinator.membership import FAREWELL_S, LEASE_S, farewell, new_number
 log = fields.logger(__name__)
 
 _COUNT_MOST = 18  # digits of a count of incarnations, which are below 1 << 62
-_RENEW_AFTER = 0.4  # part of a lease's life: a renewal costs a process that is idle otherwise more than all else it does
+_RENEW_AFTER = 0.4  # of a lease's life: renewals cost a process that is idle more than all else that it does
 _RETRY_S = 0.2  # pause between attempts while the store is out; each attempt waits for the store's time-out as well
 
 

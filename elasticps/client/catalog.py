@@ -45,6 +45,8 @@ from replication.messages import OperationKind
 
 AT_ONCE = 500  # tables that are registered, made and filled together; the time-out counts for so many
 FILLED_BYTES = 4 << 20  # of initial values that are sent together
+FEW_HEADS = 16  # to ask so many takes no longer than to look at the registry a few times
+CREATOR_S = 2.0  # so long the creator of a new table has for asking more heads, before others ask them too
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ class TableCatalog:
         return [handle for start in starts for handle in self._open_some(requests[start : start + AT_ONCE])]
 
     def _open_some(self, requests: Sequence[TableRequest]) -> list[Handle]:
-        tables = self._register(requests)
+        tables = self._after_creators(self._register(requests))
         handles = [self._known(table) for table in tables]
         new = list[Opening]()
         for one, table, known in zip(requests, tables, handles, strict=True):
@@ -238,6 +240,19 @@ class TableCatalog:
             for table in going:  # somebody has begun that, and was stopped
                 self._settle_before_drop(table.spec.name)
                 self._drop(table)
+
+    def _after_creators(self, tables: list[Registration]) -> list[Registration]:
+        """Lets whoever has registered a new table ask all heads: of many workers that open it at once, each would ask
+        each head. Returns tables as they are registered then."""
+        worker, several = self._dispatcher.worker, len(self._dispatcher.routes.heads) > FEW_HEADS
+        others = [one for one in tables if not (one.made or one.created or one.creator == worker.id)]
+        waited_for = [one for one in others if several and self._known(one) is None]
+        if not waited_for:
+            return tables
+        patience_s = min(CREATOR_S, self._timeout_s)
+        found = self._registry.wait_created(worker.app, waited_for, patience_s, self._timeout_s)
+        newest = {one.id: one for one in found if not one.dropping}
+        return [newest.get(one.id, one) for one in tables]
 
     def _take_back(self, tables: Sequence[Registration]) -> None:
         """Drops those that this call has registered: servers do not take them, and nobody else may have them."""

@@ -390,6 +390,26 @@ class Registry:
                 for key, (value, revision) in several.items():
                     await self._store.compare_and_set(key, value, expect=revision)
 
+    def wait_created(
+        self, app: str, tables: Sequence[Registration], patience_s: float, timeout_s: float
+    ) -> list[Registration]:
+        """Waits until their creators say that all heads have made them, or are gone; not longer than `patience_s`.
+        Returns those that are registered then, as they are."""
+        keys = {table_key(app, table.spec.name): table.id for table in tables}
+        return self.call(self._wait_created(table_key(app, ""), keys, patience_s), patience_s + timeout_s)
+
+    async def _wait_created(self, prefix: str, ids: Mapping[str, int], patience_s: float) -> list[Registration]:
+        deadline, pause_s = self.runtime.monotonic() + patience_s, POLL_S
+        while True:
+            entries = await entries_of(self._store, list(ids), prefix)
+            found = [table for entry in entries if (table := registration_of(entry)).id == ids[entry.key]]
+            waited_for = {(table.creator, table.by) for table in found if not (table.created or table.dropping)}
+            alive = [by for by in waited_for if await self._is_alive(*by)]
+            if not alive or self.runtime.monotonic() >= deadline:
+                return found
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, POLL_MOST_S)
+
     def wait_ready(self, app: str, tables: Sequence[Registration], timeout_s: float) -> list[Registration]:
         """Waits until the creators of dense tensors have filled them; returns those whose creator is gone before that.
         Raises Timeout when none of them was filled for so long."""

@@ -7,6 +7,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -187,6 +188,8 @@ class FakeRegistry:
         self.view = view
         self.checked = 0
         self.created = 0  # as in a `Registration`
+        self.creator = 0  # the same; 0: whoever asks
+        self.waited_for = self.waiting_finds = 0  # tables, until they are created; what waiting finds of that
         self.last: PastRun | None = None
 
     def trouble(self) -> str:
@@ -217,9 +220,23 @@ class FakeRegistry:
         self, app: str, requests: Sequence[TableToRegister], worker: int, timeout_s: float
     ) -> list[Registration]:
         return [
-            Registration(1 if new.spec.shape is None else 2, new.spec, worker, "w", new.ready, 1, created=self.created)
+            Registration(
+                1 if new.spec.shape is None else 2,
+                new.spec,
+                self.creator or worker,
+                "w",
+                new.ready,
+                1,
+                created=self.created,
+            )
             for new in requests
         ]
+
+    def wait_created(
+        self, app: str, tables: Sequence[Registration], patience_s: float, timeout_s: float
+    ) -> list[Registration]:
+        self.waited_for += len(tables)
+        return [replace(table, created=self.waiting_finds) for table in tables]
 
     def follow_rates(self, app: str, heard: object, timeout_s: float) -> None:
         pass

@@ -12,6 +12,7 @@ import pytest
 
 import elasticps as eps
 from coordinator.core.view import View
+from elasticps.client.catalog import FEW_HEADS
 from elasticps.client.connections import PeerConnections
 from elasticps.client.core.join import PastRun
 from elasticps.client.core.routing import Routes
@@ -333,3 +334,24 @@ def test_a_server_that_is_asked_and_cannot_be_reached_is_named(thirty: Many) -> 
     other.kill()
     pending(table.pull_async(np.arange(3)).result, f"server {other.name} at {other.address}, ", "unreachable for")
     assert not ps.stats()["ranges.without_server"]
+
+
+@pytest.mark.parametrize("found", [0, 1])
+def test_of_many_heads_a_new_table_is_asked_for_by_its_creator_alone(many: Many, found: int) -> None:
+    """Unless the creator does not say in time that they have it."""
+    many.control.created, many.control.creator, many.control.waiting_finds = 0, WORKER + 1, found
+    many.connect()
+    many.table()
+    many.table()
+    assert many.control.waited_for == 1, "one that is open here is there"
+    assert many.got(Kind.CREATE) == (set() if found else set(many.servers))
+
+
+def test_few_heads_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = Many(FEW_HEADS, monkeypatch)
+    few.control.created, few.control.creator = 0, WORKER + 1
+    few.connect()
+    few.table()
+    assert few.control.waited_for == 0
+    assert few.got(Kind.CREATE) == set(few.servers)
+    few.close()

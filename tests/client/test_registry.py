@@ -14,7 +14,7 @@ import elasticps as eps
 from coordinator.adoption import adopt, plan_adoption
 from coordinator.core.keys import config_of
 from coordinator.core.store import Entry
-from coordinator.core.view import View
+from coordinator.core.view import View, WorkerInfo
 from coordinator.membership import last_workers, new_number
 from coordinator.memory import MemoryStore
 from elasticps.client.core.join import PastRun
@@ -90,6 +90,52 @@ def test_a_creator_that_is_no_worker_is_not_waited_for(scene: Scene, by: object)
     scene.put("tables/default/t", json.dumps(record).encode())
     table = Registration(1, SPEC, 5, str(by), False, 1)
     assert scene.registry.wait_ready("default", [table], 30.0) == [table]
+
+
+def _registered(scene: Scene, creator: WorkerInfo) -> Registration:
+    record = {"id": 1, "spec": SPEC.to_json(), "creator": creator.id, "by": creator.name, "ready": True}
+    scene.put("tables/default/t", json.dumps(record).encode())
+    return scene.registry.open_tables("default", [TableToRegister(SPEC, True)], scene.worker.id, 30.0)[0]
+
+
+def test_a_new_table_is_waited_for_until_its_creator_says_that_heads_have_it(
+    monkeypatch: pytest.MonkeyPatch, scene: Scene
+) -> None:
+    other = Registry(scene.store, scene.runtime, "memory")
+    table, looks = _registered(scene, other.register("creator", "default", lambda why: None, 30.0, "")), 0
+    alive = Registry._is_alive
+
+    async def mark_at_the_third_look(self: Registry, worker: int, name: str) -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            await other._write_marks({"tables/default/t": replace(table, created=7)})
+        return await alive(self, worker, name)
+
+    monkeypatch.setattr(Registry, "_is_alive", mark_at_the_third_look)
+    assert [one.created for one in scene.registry.wait_created("default", [table], 600.0, 30.0)] == [7]
+    assert looks == 3
+    other.close()
+
+
+def test_a_creator_that_dies_before_it_says_so_is_not_waited_for(scene: Scene) -> None:
+    table = _registered(scene, WorkerInfo(99, "gone", 99, "default"))
+    assert scene.registry.wait_created("default", [table], 600.0, 30.0) == [table]
+
+
+def test_a_creator_that_never_says_so_is_waited_for_no_longer_than_wanted(scene: Scene) -> None:
+    table = _registered(scene, scene.worker)
+    assert scene.registry.wait_created("default", [table], 0.1, 30.0) == [table]
+
+
+def test_a_table_that_is_dropped_or_made_again_is_not_waited_for(scene: Scene) -> None:
+    table = _registered(scene, scene.worker)
+    assert scene.registry.wait_created("default", [replace(table, id=2)], 600.0, 30.0) == []
+    dropped = scene.registry.begin_drop("default", table, 30.0)
+    assert dropped is not None
+    assert scene.registry.wait_created("default", [table], 600.0, 30.0) == [dropped]
+    scene.registry.end_drop("default", dropped, 30.0)
+    assert scene.registry.wait_created("default", [table], 600.0, 30.0) == []
 
 
 def test_many_tables_are_registered_in_few_requests_even_in_a_race(
