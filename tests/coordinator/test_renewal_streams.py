@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 from grpc.aio import EOF  # type: ignore[attr-defined]  # grpc-stubs lacks EOF
 
+from coordinator.core.keys import worker_key
+from coordinator.core.view import WorkerInfo
 from coordinator.etcd_channel import Member
+from coordinator.membership import LEASE_S
+from coordinator.memory import MemoryStore
+from coordinator.sessions import WorkerSession
 
 SOON_S, NEVER = 0.01, object()
 
@@ -74,3 +79,23 @@ async def test_a_new_stream_that_breaks_is_an_error() -> None:
     with pytest.raises(asyncio.InvalidStateError, match="closed the stream"):
         await renewing.keep_alive("r", 60)
     assert not renewing.renewing
+
+
+@pytest.mark.parametrize("out", [False, True])
+def test_a_renewal_that_fails_leaves_time_for_two_more(monkeypatch: pytest.MonkeyPatch, out: bool) -> None:
+    """Each may wait for a second for an endpoint that does not answer."""
+    waits, timeout = list[float](), asyncio.timeout
+
+    def at_once(seconds: float) -> asyncio.Timeout:
+        waits.append(seconds)
+        return timeout(0)
+
+    async def scenario() -> None:
+        info = WorkerInfo(1, "w", 1, "default")
+        session = WorkerSession(MemoryStore("test"), worker_key("w"), info, LEASE_S, lambda why: None)
+        monkeypatch.setattr("coordinator.sessions.asyncio.timeout", at_once)
+        await session._pause(out)
+
+    asyncio.run(scenario())
+    (waited,) = waits
+    assert waited <= 0.2 if out else 1.5 < waited <= LEASE_S - 2 * (1.0 + 0.2)
